@@ -1,0 +1,50 @@
+"""relayout rewrites safetensors checkpoints so that each tensor-parallel rank reads only its own bytes."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from relayout.conversion import Summary, convert, plan_conversion
+    from relayout.errors import FormatError, PlanError, RelayoutError
+    from relayout.inspection import inspect
+    from relayout.loader import load
+    from relayout.verification import verify
+
+__all__ = [
+    "FormatError",
+    "PlanError",
+    "RelayoutError",
+    "Summary",
+    "convert",
+    "inspect",
+    "load",
+    "plan_conversion",
+    "verify",
+]
+
+_HOMES = {
+    "FormatError": "relayout.errors",
+    "PlanError": "relayout.errors",
+    "RelayoutError": "relayout.errors",
+    "Summary": "relayout.conversion",
+    "convert": "relayout.conversion",
+    "inspect": "relayout.inspection",
+    "load": "relayout.loader",
+    "plan_conversion": "relayout.conversion",
+    "verify": "relayout.verification",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import each public name when it is first used, so that `import relayout` costs nothing."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'relayout' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,312 @@
+"""The catalogue: every tensor of a source checkpoint and where it is stored.
+
+Reads directory entries, small JSON files and header bytes; never tensor data.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from relayout.errors import FormatError, PlanError
+from relayout.extents import Extent
+from relayout.index import MANIFEST_NAME
+from relayout.header import LENGTH_NBYTES, Header, header_nbytes, parse_header, strict_json
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+_MAX_JSON_NBYTES = 256 * 2**20
+_WEIGHT_SUFFIXES = frozenset(
+    ".safetensors .bin .pt .pth .ckpt .h5 .msgpack .gguf .ggml .onnx .npz .npy .tflite .mlmodel .ot".split()
+)
+_INDEX_SUFFIX = ".index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One shard."""
+
+    name: str
+    """File name in the checkpoint folder."""
+    path: Path
+    """Where it really lies, symbolic links resolved."""
+    nbytes: int
+    """Length of the whole file."""
+    data_start: int
+    """Absolute file offset of the data section."""
+    header: bytes = field(repr=False)
+    """The 8 + n bytes before the data section, as stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTensor:
+    """One tensor of the checkpoint."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: int
+    """Position in `Catalogue.files`."""
+    extent: Extent
+    """Its bytes, at absolute file offsets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Catalogue:
+    """A source checkpoint."""
+
+    root: Path
+    """The folder, or the single file, that was asked for."""
+    files: tuple[SourceFile, ...]
+    tensors: tuple[SourceTensor, ...]
+    """In model order: by name, numbers compared as numbers."""
+    metadata: Mapping[str, str]
+    """`__metadata__` entries on which all shards agree."""
+    config: Mapping[str, Any]
+    """config.json; empty where there is none."""
+    index: tuple[str, bytes] | None
+    """Name and bytes of the index.json, where there is one."""
+    side_files: tuple[str, ...]
+    """Everything that goes along and is no weight, as paths relative to the folder."""
+    left_out: tuple[str, ...]
+    """What does not go along, each with the reason, for the person."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.extent.nbytes for tensor in self.tensors)
+
+    @property
+    def model_type(self) -> str | None:
+        """`model_type` of config.json."""
+        value = self.config.get("model_type")
+        return value if isinstance(value, str) else None
+
+
+def read_catalogue(source: Path) -> Catalogue:
+    """Read the catalogue of a checkpoint folder, a Hugging Face cache snapshot, or one .safetensors file.
+
+    Raises:
+        FormatError: a file is missing, unreadable, damaged, or contradicts the index.
+        PlanError: `source` is no checkpoint to convert.
+    """
+    if source.is_dir():
+        return _read_folder(source)
+    if source.suffix == ".safetensors" or source.is_file():
+        shard, header = read_shard(source, source.name)
+        config = source.parent / "config.json"
+        return _assemble(
+            source,
+            [(shard, header)],
+            named=None,
+            config=_read_json(config) if config.is_file() else {},
+            index=None,
+            side_files=(),
+            left_out=[],
+        )
+    raise PlanError(f"{source}: no such file or folder")
+
+
+def read_shard(path: Path, name: str) -> tuple[SourceFile, Header]:
+    """Read and prove the header of one safetensors file.
+
+    Raises:
+        FormatError: the file cannot be read or is damaged.
+    """
+    real = Path(os.path.realpath(path))
+    try:
+        # O_NONBLOCK: a FIFO in the place of a shard must not hang us.
+        descriptor = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        reason = os.strerror(error.errno or errno.EIO)
+        raise FormatError(f"{path}: cannot be read: {reason}") from None
+    with os.fdopen(descriptor, "rb", buffering=0) as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise FormatError(f"{path}: not a regular file")
+        try:
+            prefix = file.read(LENGTH_NBYTES) or b""
+            rest = header_nbytes(prefix, status.st_size, str(path))
+            blob = prefix + (_read_exactly(file, rest))
+        except OSError as error:
+            raise FormatError(f"{path}: cannot be read: {error.strerror}") from None
+    header = parse_header(blob, status.st_size, str(path))
+    return SourceFile(name, real, status.st_size, header.data_start, blob), header
+
+
+def model_order(name: str) -> tuple[tuple[bool, int, str], ...]:
+    """Sort key: by dotted part, numbers as numbers, so that layer 2 comes before layer 10."""
+    return tuple(
+        (False, len(digits), digits) if (digits := _number(part)) is not None else (True, 0, part)
+        for part in name.split(".")
+    )
+
+
+def _number(part: str) -> str | None:
+    return part.lstrip("0") or "0" if part.isascii() and part.isdigit() else None
+
+
+def _read_folder(root: Path) -> Catalogue:
+    if (root / MANIFEST_NAME).exists():
+        raise PlanError(f"{root}: is a converted checkpoint already ({MANIFEST_NAME} lies in it)")
+    shards = sorted(path.name for path in root.glob("*.safetensors"))
+    index_name = _find_index(root, shards)
+    left_out: list[str] = []
+    named: dict[str, str] | None = None
+    index: tuple[str, bytes] | None = None
+    if index_name is not None:
+        index = (index_name, _read_bytes(root / index_name))
+        named = _parse_index(index[1], root / index_name)
+        used = sorted(set(named.values()))
+        left_out += [f"{name}: not named by {index_name}" for name in shards if name not in set(used)]
+    elif SINGLE_NAME in shards:
+        used = [SINGLE_NAME]
+        left_out += [f"{name}: {SINGLE_NAME} is the model" for name in shards if name != SINGLE_NAME]
+    else:
+        used = shards
+    if not used:
+        raise PlanError(f"{root}: holds no safetensors file")
+    config = root / "config.json"
+    side_files, not_copied = _side_files(root)
+    return _assemble(
+        root,
+        [read_shard(root / name, name) for name in used],
+        named=named,
+        config=_read_json(config) if config.exists() else {},
+        index=index,
+        side_files=side_files,
+        left_out=left_out + not_copied,
+    )
+
+
+def _find_index(root: Path, shards: list[str]) -> str | None:
+    if (root / INDEX_NAME).exists():
+        return INDEX_NAME
+    others = sorted(path.name for path in root.glob("*.safetensors" + _INDEX_SUFFIX))
+    if others and SINGLE_NAME not in shards:
+        if len(others) > 1:
+            raise PlanError(f"{root}: no {INDEX_NAME}, but several others: {', '.join(others)}")
+        return others[0]
+    return None
+
+
+def _parse_index(text: bytes, path: Path) -> dict[str, str]:
+    parsed = strict_json(_decode(text, path), str(path))
+    weight_map = parsed.get("weight_map") if isinstance(parsed, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise FormatError(f"{path}: has no 'weight_map' object")
+    for name, file in weight_map.items():
+        # An untrusted path: only a plain file name beside the index is taken.
+        if not isinstance(file, str) or not re.fullmatch(r"[^/\\\0]+\.safetensors", file):
+            raise FormatError(f"{path}: tensor {name!r}: {file!r} is not the name of a .safetensors file")
+    return weight_map
+
+
+def _assemble(
+    root: Path,
+    shards: list[tuple[SourceFile, Header]],
+    *,
+    named: Mapping[str, str] | None,
+    config: Mapping[str, Any],
+    index: tuple[str, bytes] | None,
+    side_files: tuple[str, ...],
+    left_out: list[str],
+) -> Catalogue:
+    tensors: dict[str, SourceTensor] = {}
+    for position, (shard, header) in enumerate(shards):
+        elsewhere = 0
+        for entry in header.tensors:
+            if named is not None and named.get(entry.name, shard.name) != shard.name:
+                elsewhere += 1
+                continue
+            if entry.name in tensors:
+                other = shards[tensors[entry.name].file][0]
+                raise FormatError(f"{shard.path}: tensor {entry.name!r} is in {other.name} as well")
+            extent = Extent(header.data_start + entry.offset, entry.nbytes)
+            tensors[entry.name] = SourceTensor(entry.name, entry.dtype, entry.shape, position, extent)
+        if elsewhere:
+            left_out.append(f"{shard.name}: {elsewhere} of its tensors: the index names them in other files")
+    if named is not None:
+        for name, file in named.items():
+            if name not in tensors:
+                raise FormatError(f"{root / file}: tensor {name!r}: named by the index, not in the file")
+    first = dict(shards[0][1].metadata)
+    return Catalogue(
+        root=root,
+        files=tuple(shard for shard, _ in shards),
+        tensors=tuple(sorted(tensors.values(), key=lambda tensor: (model_order(tensor.name), tensor.name))),
+        metadata={
+            key: value
+            for key, value in first.items()
+            if all(header.metadata.get(key) == value for _, header in shards)
+        },
+        config=config,
+        index=index,
+        side_files=side_files,
+        left_out=tuple(left_out),
+    )
+
+
+def _side_files(root: Path) -> tuple[tuple[str, ...], list[str]]:
+    """Files that go along, and weights in other formats that do not, both relative to `root`, sorted."""
+    kept, left_out = [], []
+    for path in sorted(_walk(root)):
+        name = path.relative_to(root).as_posix()
+        if path.suffix in _WEIGHT_SUFFIXES or name.endswith(_INDEX_SUFFIX):
+            if path.parent != root or path.suffix not in (".safetensors", ".json"):
+                left_out.append(f"{name}: weights that are not part of the model")
+        else:
+            kept.append(name)
+    return tuple(kept), left_out
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for entry in os.scandir(folder):
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            yield from _walk(Path(entry.path))
+        elif entry.is_file():
+            yield Path(entry.path)
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    parsed = strict_json(_decode(_read_bytes(path), path), str(path), constants=True)
+    if not isinstance(parsed, dict):
+        raise FormatError(f"{path}: a JSON {type(parsed).__name__}, expected an object")
+    return parsed
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        nbytes = path.stat().st_size
+        if nbytes > _MAX_JSON_NBYTES:
+            raise FormatError(f"{path}: {nbytes} bytes of JSON, limit {_MAX_JSON_NBYTES}")
+        return path.read_bytes()
+    except OSError as error:
+        raise FormatError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _decode(text: bytes, path: Path) -> str:
+    try:
+        return text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{path}: not UTF-8 at byte {error.start}") from None
+
+
+def _read_exactly(file: Any, nbytes: int) -> bytes:
+    parts = []
+    while nbytes:
+        part = file.read(nbytes)
+        if not part:
+            break
+        parts.append(part)
+        nbytes -= len(part)
+    return b"".join(parts)

@@ -1,0 +1,297 @@
+"""`convert`: a source checkpoint in, a folder of rank files out."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import xxhash
+
+from relayout import __version__
+from relayout.catalogue import INDEX_NAME, Catalogue, read_catalogue
+from relayout.copyplan import copy_steps
+from relayout.index import (
+    MANIFEST_NAME,
+    SOURCE_RECORD_NAME,
+    Arena,
+    IndexedFile,
+    Manifest,
+    RankEntry,
+    RankTable,
+    compress,
+    digest_hex,
+    dump_manifest,
+    dump_table,
+    plan_arena,
+    table_name,
+)
+from relayout.layout import (
+    DEFAULT_ALIGNMENT,
+    DEFAULT_MAX_PART_NBYTES,
+    Layout,
+    RankFile,
+    make_layout,
+    rank_header,
+)
+from relayout.plan import Plan, plan_for
+from relayout.record import SideFile, dump_record
+from relayout.slicing import slice_nbytes
+from relayout.staging import check_output, check_space, staging_folder
+from relayout.writer import DEFAULT_THREADS, Digests, RankFileSink, run_steps
+
+_SIDECAR_NBYTES_PER_TENSOR = 300
+_COPY_NBYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """A conversion that was planned: everything that is known before a byte moves."""
+
+    source: Path
+    output: Path
+    catalogue: Catalogue
+    plan: Plan
+    layout: Layout
+    max_part_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a conversion did."""
+
+    output: str
+    num_ranks: int
+    num_tensors: int
+    num_files: int
+    """Rank files written."""
+    source_nbytes: int
+    """Bytes of all source tensors."""
+    written_nbytes: int
+    """Bytes of all rank files."""
+    rank_nbytes: tuple[int, ...]
+    """Bytes of each rank's tensors."""
+    replicated_nbytes: int
+    """Bytes that are stored more than once, counted once for each copy beyond the first."""
+    seconds: float
+    left_out: tuple[str, ...]
+    """What of the source did not go along, and why."""
+
+    def as_json(self) -> dict[str, object]:
+        """For `--json`."""
+        return asdict(self)
+
+
+def plan_conversion(
+    source: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
+    *,
+    tp: int = 1,
+    align: int = DEFAULT_ALIGNMENT,
+    plan: str | os.PathLike[str] | None = None,
+    max_part_nbytes: int = DEFAULT_MAX_PART_NBYTES,
+) -> Conversion:
+    """Read the source's headers and decide everything; arguments as for `convert`. Writes nothing.
+
+    Raises:
+        FormatError: the source is damaged.
+        PlanError: it cannot be converted like this.
+    """
+    source = Path(source)
+    output = default_output(source, tp) if output is None else Path(output)
+    catalogue = read_catalogue(source)
+    made = plan_for(catalogue, tp, None if plan is None else Path(plan))
+    return Conversion(
+        source, output, catalogue, made, make_layout(catalogue, made, align, max_part_nbytes), max_part_nbytes
+    )
+
+
+def convert(
+    source: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
+    *,
+    tp: int = 1,
+    align: int = DEFAULT_ALIGNMENT,
+    plan: str | os.PathLike[str] | None = None,
+    max_part_nbytes: int = DEFAULT_MAX_PART_NBYTES,
+    force: bool = False,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Summary:
+    """Rewrite a safetensors checkpoint so that each tensor-parallel rank's bytes are contiguous and aligned.
+
+    Args:
+        source: a checkpoint folder, a Hugging Face cache snapshot, or one .safetensors file. Never written to.
+        output: the folder to make; default is `SOURCE-tpN` beside the source. It appears complete or not at all.
+        tp: number of tensor-parallel ranks.
+        align: power of two, in bytes; tensors whose size is a multiple of it start at multiples of it.
+        plan: a plan file; default is the built-in plan for config.json's `model_type`. Not needed for `tp=1`.
+        max_part_nbytes: a rank is split into files of about this many bytes.
+        force: replace an output folder that relayout wrote.
+        on_progress: called now and then with (source bytes done, source bytes in all).
+
+    Raises:
+        FormatError: the source is damaged.
+        PlanError: it cannot be converted like this.
+        OSError: reading or writing failed; nothing is left behind.
+    """
+    started = time.monotonic()
+    conversion = plan_conversion(source, output, tp=tp, align=align, plan=plan, max_part_nbytes=max_part_nbytes)
+    catalogue, layout = conversion.catalogue, conversion.layout
+    check_output(conversion.source, conversion.output, force=force)
+    check_space(conversion.output, _needed_nbytes(conversion))
+    total = catalogue.nbytes
+    with staging_folder(conversion.output) as folder:
+        sink = RankFileSink(folder, layout)
+        try:
+            digests = run_steps(
+                catalogue,
+                conversion.plan,
+                copy_steps(catalogue, conversion.plan, layout),
+                sink,
+                num_threads=DEFAULT_THREADS,
+                on_progress=None if on_progress is None else lambda done: on_progress(done, total),
+            )
+        finally:
+            sink.close()
+        _write_sidecar(folder, conversion, digests)
+    rank_nbytes = tuple(sum(file.nbytes - file.data_start for file in files) for files in layout.ranks)
+    return Summary(
+        output=str(conversion.output),
+        num_ranks=conversion.plan.num_ranks,
+        num_tensors=len(catalogue.tensors),
+        num_files=sum(map(len, layout.ranks)),
+        source_nbytes=total,
+        written_nbytes=layout.nbytes,
+        rank_nbytes=rank_nbytes,
+        replicated_nbytes=sum(rank_nbytes) - total,
+        seconds=time.monotonic() - started,
+        left_out=catalogue.left_out,
+    )
+
+
+def default_output(source: Path, tp: int) -> Path:
+    """`SOURCE-tpN` beside the source."""
+    named = source.resolve() if source.name in ("", "..") else source
+    return named.with_name(f"{named.name.removesuffix('.safetensors')}-tp{tp}")
+
+
+def _needed_nbytes(conversion: Conversion) -> int:
+    catalogue = conversion.catalogue
+    side = sum((catalogue.root / name).stat().st_size for name in catalogue.side_files)
+    sidecar = _SIDECAR_NBYTES_PER_TENSOR * len(catalogue.tensors) * (conversion.plan.num_ranks + 1)
+    return conversion.layout.nbytes + side + sidecar
+
+
+def _write_sidecar(folder: Path, conversion: Conversion, digests: Digests) -> None:
+    """Write everything but the tensors' bytes: side files, source record, headers, rank tables, manifest."""
+    catalogue, plan, layout = conversion.catalogue, conversion.plan, conversion.layout
+    side_files = [_copy_side_file(catalogue.root, folder, name) for name in catalogue.side_files]
+    record = dump_record(catalogue, plan, layout, conversion.max_part_nbytes, digests.sources, side_files)
+    conversion_id = digest_hex(record)
+    _write(folder / SOURCE_RECORD_NAME, compress(record))
+    entries = []
+    for rank, files in enumerate(layout.ranks):
+        for file in files:
+            _write_header(folder / file.name, file, rank_header(catalogue, plan, layout, file, conversion_id))
+        sizes = [_slice_sizes(conversion, file) for file in files]
+        arena = plan_arena(
+            [(file.data_start, file.offsets, nbytes) for file, nbytes in zip(files, sizes, strict=True)]
+        )
+        table = dump_table(_rank_table(conversion, rank, arena, digests), conversion_id)
+        _write(folder / table_name(rank), compress(table))
+        entries.append(
+            RankEntry(
+                table=table_name(rank),
+                table_digest=digest_hex(table),
+                num_tensors=sum(len(file.tensors) for file in files),
+                nbytes=sum(map(sum, sizes)),
+                files=tuple(IndexedFile(file.name, file.nbytes, file.data_start) for file in files),
+                arena_nbytes=arena.nbytes,
+                reads=arena.reads,
+            )
+        )
+    if plan.num_ranks == 1:
+        _write(folder / INDEX_NAME, _hub_index(catalogue, layout))
+    manifest = Manifest(
+        generator=f"relayout {__version__}",
+        conversion=conversion_id,
+        model_type=catalogue.model_type,
+        plan=plan.name,
+        alignment=layout.alignment,
+        dcp=layout.is_boxes,
+        source_nbytes=catalogue.nbytes,
+        ranks=tuple(entries),
+    )
+    _write(folder / MANIFEST_NAME, dump_manifest(manifest))
+
+
+def _slice_sizes(conversion: Conversion, file: RankFile) -> list[int]:
+    tensors, slices = conversion.catalogue.tensors, conversion.plan.slices
+    return [slice_nbytes(tensors[t].dtype, tensors[t].shape, slices[t][file.rank]) for t in file.tensors]
+
+
+def _rank_table(conversion: Conversion, rank: int, arena: Arena, digests: Digests) -> RankTable:
+    files = conversion.layout.ranks[rank]
+    order = [t for file in files for t in file.tensors]
+    tensors = [conversion.catalogue.tensors[t] for t in order]
+    slices = [conversion.plan.slices[t][rank] for t in order]
+    return RankTable(
+        rank=rank,
+        names=[tensor.name for tensor in tensors],
+        dtypes=[tensor.dtype for tensor in tensors],
+        shapes=[part.shape(tensor.shape) for tensor, part in zip(tensors, slices, strict=True)],
+        files=[number for number, file in enumerate(files) for _ in file.tensors],
+        offsets=_flatten(file.offsets for file in files),
+        arena_offsets=_flatten(arena.offsets),
+        digests=[digests.slices[t][rank] for t in order],
+        source_shapes=[tensor.shape for tensor in tensors],
+        slices=slices,
+    )
+
+
+def _hub_index(catalogue: Catalogue, layout: Layout) -> bytes:
+    """The index.json that lets stock loaders read a folder of one rank."""
+    weight_map = {catalogue.tensors[t].name: file.name for file in layout.ranks[0] for t in file.tensors}
+    ordered = {tensor.name: weight_map[tensor.name] for tensor in catalogue.tensors}
+    top = {"metadata": {"total_size": catalogue.nbytes}, "weight_map": ordered}
+    return (json.dumps(top, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _copy_side_file(source: Path, folder: Path, name: str) -> SideFile:
+    target = folder / name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    digest = xxhash.xxh3_128()
+    nbytes = 0
+    with (source / name).open("rb") as reader, target.open("xb") as writer:
+        mode = os.fstat(reader.fileno()).st_mode & 0o777
+        while chunk := reader.read(_COPY_NBYTES):
+            digest.update(chunk)
+            nbytes += len(chunk)
+            writer.write(chunk)
+        os.fchmod(writer.fileno(), mode)
+        writer.flush()
+        os.fsync(writer.fileno())
+    return SideFile(name, nbytes, digest.hexdigest(), mode)
+
+
+def _write_header(path: Path, file: RankFile, header: bytes) -> None:
+    # A rank whose slices are all empty has no file yet.
+    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b") as stream:
+        stream.write(header)
+        stream.truncate(file.nbytes)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _write(path: Path, blob: bytes) -> None:
+    with path.open("xb") as stream:
+        stream.write(blob)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _flatten(columns: Iterable[Sequence[int]]) -> list[int]:
+    return [value for column in columns for value in column]

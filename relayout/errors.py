@@ -1,0 +1,15 @@
+"""The two families of error that relayout raises itself; failures of the operating system stay `OSError`."""
+
+from __future__ import annotations
+
+
+class RelayoutError(Exception):
+    """Base of both families. The message is one line: where, what was found, what was expected."""
+
+
+class FormatError(RelayoutError):
+    """A file is not what its format says it must be."""
+
+
+class PlanError(RelayoutError):
+    """The request cannot be carried out on this checkpoint, or makes no sense."""

@@ -1,0 +1,124 @@
+"""Integer arithmetic on bytes: extents of files, and strided transfers between two byte spaces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BLOCK = 4096
+"""Bytes. Offset, length and address of a direct transfer are multiples of this: the largest logical block in
+common use, the memory page, and the granularity that GPUDirect Storage wants."""
+
+
+def align_down(value: int, alignment: int) -> int:
+    """The largest multiple of `alignment` that is not above `value`."""
+    return value // alignment * alignment
+
+
+def align_up(value: int, alignment: int) -> int:
+    """The smallest multiple of `alignment` that is not below `value`."""
+    return -(-value // alignment) * alignment
+
+
+def natural_alignment(nbytes: int, limit: int) -> int:
+    """The largest power of two, `limit` at most, that divides `nbytes`; `limit` for 0 bytes."""
+    return min(nbytes & -nbytes, limit) if nbytes else limit
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Extent:
+    """A contiguous byte run of one file: `[offset, offset + nbytes)`."""
+
+    offset: int
+    """Absolute file offset of the first byte."""
+    nbytes: int
+    """Length in bytes."""
+
+    @property
+    def end(self) -> int:
+        """Absolute file offset of the byte after the last."""
+        return self.offset + self.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """`count` runs of `nbytes` each: run `i` goes from `source + i * source_stride` to `target + i * target_stride`.
+
+    The two byte spaces are the caller's: a tensor and its slice, a file and an arena. With `count == 1` the
+    strides mean nothing and are 0.
+    """
+
+    source: int
+    """Byte offset of run 0 in the space read from."""
+    target: int
+    """Byte offset of run 0 in the space written to."""
+    nbytes: int
+    """Bytes of one run."""
+    count: int = 1
+    """Number of runs."""
+    source_stride: int = 0
+    """Bytes from the start of one run to the start of the next, in the space read from."""
+    target_stride: int = 0
+    """The same in the space written to."""
+
+    @property
+    def total_nbytes(self) -> int:
+        """Bytes moved."""
+        return self.nbytes * self.count
+
+    @property
+    def source_end(self) -> int:
+        """Byte offset after the last byte read."""
+        return self.source + (self.count - 1) * self.source_stride + self.nbytes
+
+    @property
+    def target_end(self) -> int:
+        """Byte offset after the last byte written."""
+        return self.target + (self.count - 1) * self.target_stride + self.nbytes
+
+    def shifted(self, *, source: int = 0, target: int = 0) -> Transfer:
+        """The same runs, with each space's origin moved."""
+        return Transfer(
+            self.source + source,
+            self.target + target,
+            self.nbytes,
+            self.count,
+            self.source_stride,
+            self.target_stride,
+        )
+
+    def normalised(self) -> Transfer:
+        """The same bytes with runs that follow each other in both spaces joined into one."""
+        if self.count == 1 or self.nbytes == self.source_stride == self.target_stride:
+            return Transfer(self.source, self.target, self.total_nbytes)
+        return self
+
+    def clipped(self, start: int, end: int) -> list[Transfer]:
+        """The part whose source bytes lie in `[start, end)`: at most a cut first run, whole runs, a cut last run."""
+        if self.nbytes == 0 or end <= start:
+            return []
+        if self.count == 1:
+            return self._run_part(0, start, end)
+        # The runs that lie whole in [start, end) are first <= i < last; their neighbours may be cut.
+        first = max(0, -(-(start - self.source) // self.source_stride))
+        last = min(self.count, (end - self.source - self.nbytes) // self.source_stride + 1)
+        if last <= first:
+            neighbours = range(max(0, first - 1), min(self.count, first + 1))
+            return [part for i in neighbours for part in self._run_part(i, start, end)]
+        whole = Transfer(
+            self.source + first * self.source_stride,
+            self.target + first * self.target_stride,
+            self.nbytes,
+            last - first,
+            self.source_stride if last - first > 1 else 0,
+            self.target_stride if last - first > 1 else 0,
+        )
+        before = self._run_part(first - 1, start, end) if first > 0 else []
+        after = self._run_part(last, start, end) if last < self.count else []
+        return [*before, whole, *after]
+
+    def _run_part(self, index: int, start: int, end: int) -> list[Transfer]:
+        run = self.source + index * self.source_stride
+        low, high = max(run, start), min(run + self.nbytes, end)
+        if low >= high:
+            return []
+        return [Transfer(low, self.target + index * self.target_stride + low - run, high - low)]

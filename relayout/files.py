@@ -1,0 +1,221 @@
+"""Thin file I/O: aligned memory, positioned reads and writes, direct where the file system takes it.
+
+Direct I/O (O_DIRECT) moves bytes between the drive and our memory without the page cache; offset, length and address
+must be multiples of `extents.BLOCK`. Where it is refused, at open or at the first transfer, the same calls go through
+the page cache.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from relayout.errors import FormatError
+from relayout.extents import BLOCK, align_down, align_up
+
+_O_DIRECT: int | None = getattr(os, "O_DIRECT", None)
+_REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+
+
+class Buffer:
+    """Page-aligned memory that grows on demand. Not for concurrent use."""
+
+    def __init__(self, nbytes: int = 0) -> None:
+        self._memory: memoryview | None = None
+        if nbytes:
+            self.reserve(nbytes)
+
+    def reserve(self, nbytes: int) -> memoryview:
+        """The first `nbytes` of the memory; what it held before is lost if it had to grow."""
+        if self._memory is None or self._memory.nbytes < nbytes:
+            self._memory = memoryview(mmap.mmap(-1, align_up(max(nbytes, 1), BLOCK)))
+        return self._memory[:nbytes]
+
+
+class InputFile:
+    """A file of known size, read at given offsets by any number of threads."""
+
+    def __init__(self, path: Path, nbytes: int, *, direct: bool = True) -> None:
+        """Open `path`, which must be `nbytes` long.
+
+        Raises:
+            FormatError: the file has another length.
+            OSError: it cannot be opened.
+        """
+        self.path = path
+        self.nbytes = nbytes
+        self._lock = threading.Lock()
+        self._fd, self.direct = _open(path, os.O_RDONLY, direct)
+        actual = os.fstat(self._fd).st_size
+        if actual != nbytes:
+            self.close()
+            raise FormatError(f"{path}: {actual} bytes long, expected {nbytes}")
+
+    def read(self, offset: int, view: memoryview) -> None:
+        """Fill `view` with the bytes at `offset`, as far as the file reaches.
+
+        Direct files want offset, length and address at multiples of `BLOCK`.
+
+        Raises:
+            FormatError: the file has become shorter.
+            OSError: the read failed.
+        """
+        expected = min(view.nbytes, self.nbytes - offset)
+        done = 0
+        while done < expected:
+            direct = self.direct
+            try:
+                count = _preadv(self._fd, view[done:], offset + done)
+            except OSError as error:
+                if direct and error.errno in _REFUSED:
+                    self._go_buffered()
+                    continue
+                raise OSError(
+                    error.errno, f"{os.strerror(error.errno or 0)} at byte {offset + done}", str(self.path)
+                ) from None
+            if count == 0:
+                raise FormatError(f"{self.path}: ends at byte {offset + done}, expected {self.nbytes} bytes")
+            if direct and done + count < expected:
+                # A short read may end inside a block: go on from that block's start.
+                count = align_down(count, BLOCK)
+                if count == 0:
+                    self._go_buffered()
+            done += count
+
+    def _go_buffered(self) -> None:
+        with self._lock:
+            if self.direct:
+                fd, _ = _open(self.path, os.O_RDONLY, False)
+                # The number stays, so that readers in other threads never see a closed one.
+                os.dup2(fd, self._fd, inheritable=False)
+                os.close(fd)
+                self.direct = False
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class OutputFile:
+    """A new file of known size, written at given offsets by any number of threads.
+
+    A write goes directly as far as it covers whole blocks, and its edges through the page cache. As writes do not
+    overlap, a block is either inside one write or made of edges only: never written both ways.
+    """
+
+    def __init__(self, path: Path, nbytes: int, *, direct: bool = True) -> None:
+        """Create `path`, which must not exist, and allocate its space.
+
+        Raises:
+            OSError: it exists, or there is no space.
+        """
+        self.path = path
+        self.nbytes = nbytes
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            _allocate(self._fd, nbytes)
+            self._direct_fd, self.direct = _open(path, os.O_WRONLY, direct)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def write(self, offset: int, view: memoryview, address: int) -> None:
+        """Write `view` at `offset`; its memory starts at `address`, modulo `BLOCK`.
+
+        Raises:
+            OSError: the write failed.
+        """
+        end = offset + view.nbytes
+        low, high = align_up(offset, BLOCK), align_down(end, BLOCK)
+        if not self.direct or low >= high or (address - offset) % BLOCK:
+            self._write(self._fd, offset, view)
+            return
+        self._write(self._fd, offset, view[: low - offset])
+        try:
+            self._write(self._direct_fd, low, view[low - offset : high - offset])
+        except OSError as error:
+            if error.errno not in _REFUSED:
+                raise
+            self.direct = False
+            self._write(self._fd, low, view[low - offset : high - offset])
+        self._write(self._fd, high, view[high - offset :])
+
+    def _write(self, fd: int, offset: int, view: memoryview) -> None:
+        done = 0
+        while done < view.nbytes:
+            try:
+                done += os.pwrite(fd, view[done:], offset + done)
+            except OSError as error:
+                raise OSError(
+                    error.errno, f"{os.strerror(error.errno or 0)} at byte {offset + done}", str(self.path)
+                ) from None
+
+    def sync(self) -> None:
+        """Return when everything written is on the drive."""
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._fd >= 0:
+            os.close(self._direct_fd)
+            os.close(self._fd)
+            self._fd = -1
+
+
+def sync_folder(path: Path) -> None:
+    """Return when the folder's entries are on the drive."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _open(path: Path, flags: int, direct: bool) -> tuple[int, bool]:
+    if direct and _O_DIRECT is not None:
+        try:
+            return os.open(path, flags | os.O_CLOEXEC | _O_DIRECT), True
+        except OSError as error:
+            if error.errno not in _REFUSED:
+                raise
+    return os.open(path, flags | os.O_CLOEXEC), False
+
+
+def _preadv_by_copy(fd: int, view: memoryview, offset: int) -> int:
+    chunk = os.pread(fd, view.nbytes, offset)
+    view[: len(chunk)] = chunk
+    return len(chunk)
+
+
+def _preadv_in_place(fd: int, view: memoryview, offset: int) -> int:
+    return os.preadv(fd, [view], offset)
+
+
+# macOS has no preadv in Python.
+_preadv = _preadv_in_place if hasattr(os, "preadv") else _preadv_by_copy
+
+
+def _allocate(fd: int, nbytes: int) -> None:
+    """Give the file its length and its blocks, so that a full disk shows at once and writes never extend it."""
+    os.ftruncate(fd, nbytes)
+    if nbytes and hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+        except OSError as error:
+            if error.errno not in _REFUSED:
+                raise

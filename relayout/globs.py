@@ -1,0 +1,30 @@
+"""Patterns for tensor names: `*` is one dotted part, `**` any number of characters, `{a,b}` either."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+_TOKEN = re.compile(r"\*\*|\*|\{[^{}]*\}|[^*{]+|\{")
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+@lru_cache(maxsize=1024)
+def compile_glob(pattern: str) -> re.Pattern[str]:
+    """The regular expression that matches just the names that `pattern` means."""
+    parts = []
+    for token in _TOKEN.findall(pattern):
+        if token == "**":
+            parts.append(".*")
+        elif token == "*":
+            parts.append(r"[^.]+")
+        elif token.startswith("{") and token.endswith("}"):
+            parts.append("(?:" + "|".join(re.escape(choice) for choice in token[1:-1].split(",")) + ")")
+        else:
+            parts.append(re.escape(token))
+    return re.compile("".join(parts) + r"\Z", re.DOTALL)
+
+
+def collapse_numbers(name: str) -> str:
+    """The name with each all-digit part written `*`: one pattern for all layers and experts."""
+    return _NUMBER.sub("*", name)

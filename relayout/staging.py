@@ -1,0 +1,108 @@
+"""Outputs are absent or complete: everything is written into a folder beside OUT that takes OUT's name at the end."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from relayout.errors import PlanError
+from relayout.files import sync_folder
+from relayout.index import MANIFEST_NAME
+
+
+def check_output(source: Path, output: Path, *, force: bool) -> None:
+    """Refuse an output folder that would lose something.
+
+    Raises:
+        PlanError: it is, contains or lies in the source, is not empty, or its parent is missing.
+    """
+    real_source, real_output = source.resolve(), output.resolve()
+    if real_source == real_output:
+        raise PlanError(f"{output}: is the source itself; choose another folder with -o")
+    if real_output.is_relative_to(real_source) or real_source.is_relative_to(real_output):
+        raise PlanError(f"{output}: lies in the source or around it; choose another folder with -o")
+    if not real_output.parent.is_dir():
+        raise PlanError(f"{output}: its parent folder does not exist")
+    if not os.path.lexists(output):
+        return
+    if not output.is_dir() or output.is_symlink():
+        raise PlanError(f"{output}: exists and is not a folder")
+    if any(output.iterdir()):
+        if not force:
+            raise PlanError(f"{output}: is not empty; --force replaces a folder that relayout wrote")
+        if not (output / MANIFEST_NAME).is_file():
+            raise PlanError(f"{output}: is not empty and was not written by relayout ({MANIFEST_NAME} is missing)")
+
+
+def check_space(output: Path, nbytes: int) -> None:
+    """Refuse to start what the drive cannot hold.
+
+    Raises:
+        PlanError: less than `nbytes` bytes are free.
+    """
+    status = os.statvfs(output.resolve().parent)
+    free = status.f_bavail * status.f_frsize
+    if free < nbytes:
+        raise PlanError(f"{output}: needs {nbytes / 1e9:.3f} GB, {free / 1e9:.3f} GB are free there")
+
+
+@contextmanager
+def staging_folder(output: Path) -> Iterator[Path]:
+    """A new folder beside `output`, which becomes `output` when the block ends, and vanishes if it fails.
+
+    Raises:
+        PlanError: another process is writing the same output.
+    """
+    output = output.resolve()
+    lock_path = output.with_name(f".{output.name}.relayout-lock")
+    staging = output.with_name(f".{output.name}.relayout-partial")
+    lock = _acquire(lock_path, output)
+    try:
+        try:
+            shutil.rmtree(staging, ignore_errors=True)  # Left by a process that was killed.
+            staging.mkdir()
+            yield staging
+            _replace(staging, output)
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
+    finally:
+        with suppress(FileNotFoundError):
+            lock_path.unlink()
+        os.close(lock)
+
+
+def _replace(staging: Path, output: Path) -> None:
+    for folder, _, _ in os.walk(staging):
+        sync_folder(Path(folder))
+    old = output.with_name(f".{output.name}.relayout-old")
+    shutil.rmtree(old, ignore_errors=True)
+    if output.is_dir() and any(output.iterdir()):
+        output.rename(old)
+    staging.rename(output)
+    sync_folder(output.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _acquire(path: Path, output: Path) -> int:
+    """Open and lock the lock file; it is the lock only while its name still leads to it."""
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
+            os.close(fd)
+            raise PlanError(f"{output}: is being written by another relayout (process {holder})") from None
+        try:
+            if os.stat(path).st_ino == os.fstat(fd).st_ino:
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+                return fd
+        except FileNotFoundError:
+            pass
+        os.close(fd)

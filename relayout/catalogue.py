@@ -16,15 +16,16 @@ from typing import Any
 
 from relayout.errors import FormatError, PlanError
 from relayout.extents import Extent
-from relayout.index import MANIFEST_NAME
 from relayout.header import LENGTH_NBYTES, Header, header_nbytes, parse_header, strict_json
+from relayout.index import MANIFEST_NAME
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
 _MAX_JSON_NBYTES = 256 * 2**20
 _WEIGHT_SUFFIXES = frozenset(
-    ".safetensors .bin .pt .pth .ckpt .h5 .msgpack .gguf .ggml .onnx .npz .npy .tflite .mlmodel .ot".split()
+    {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".ggml", ".onnx", ".npz", ".npy"}
+    | {".tflite", ".mlmodel", ".ot"}
 )
 _INDEX_SUFFIX = ".index.json"
 
@@ -243,9 +244,7 @@ def _assemble(
         files=tuple(shard for shard, _ in shards),
         tensors=tuple(sorted(tensors.values(), key=lambda tensor: (model_order(tensor.name), tensor.name))),
         metadata={
-            key: value
-            for key, value in first.items()
-            if all(header.metadata.get(key) == value for _, header in shards)
+            key: value for key, value in first.items() if all(header.metadata.get(key) == value for _, header in shards)
         },
         config=config,
         index=index,
@@ -259,7 +258,9 @@ def _side_files(root: Path) -> tuple[tuple[str, ...], list[str]]:
     kept, left_out = [], []
     for path in sorted(_walk(root)):
         name = path.relative_to(root).as_posix()
-        if path.suffix in _WEIGHT_SUFFIXES or name.endswith(_INDEX_SUFFIX):
+        if path.parent == root and name.startswith("relayout."):
+            left_out.append(f"{name}: a name that relayout uses itself")
+        elif path.suffix in _WEIGHT_SUFFIXES or name.endswith(_INDEX_SUFFIX):
             if path.parent != root or path.suffix not in (".safetensors", ".json"):
                 left_out.append(f"{name}: weights that are not part of the model")
         else:

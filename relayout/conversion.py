@@ -14,31 +14,19 @@ import xxhash
 from relayout import __version__
 from relayout.catalogue import INDEX_NAME, Catalogue, read_catalogue
 from relayout.copyplan import copy_steps
-from relayout.index import (
-    MANIFEST_NAME,
-    SOURCE_RECORD_NAME,
-    Arena,
-    IndexedFile,
-    Manifest,
-    RankEntry,
-    RankTable,
-    compress,
-    digest_hex,
-    dump_manifest,
-    dump_table,
-    plan_arena,
-    table_name,
-)
+from relayout.index import MANIFEST_NAME, Arena, IndexedFile, Manifest, RankEntry, RankTable, plan_arena
 from relayout.layout import (
     DEFAULT_ALIGNMENT,
     DEFAULT_MAX_PART_NBYTES,
     Layout,
     RankFile,
+    check_alignment,
     make_layout,
     rank_header,
 )
 from relayout.plan import Plan, plan_for
 from relayout.record import SideFile, dump_record
+from relayout.sidecar import SOURCE_RECORD_NAME, compress, digest_hex, dump_manifest, dump_table, table_name
 from relayout.slicing import slice_nbytes
 from relayout.staging import check_output, check_space, staging_folder
 from relayout.writer import DEFAULT_THREADS, Digests, RankFileSink, run_steps
@@ -100,6 +88,7 @@ def plan_conversion(
         FormatError: the source is damaged.
         PlanError: it cannot be converted like this.
     """
+    check_alignment(align)
     source = Path(source)
     output = default_output(source, tp) if output is None else Path(output)
     catalogue = read_catalogue(source)
@@ -197,9 +186,7 @@ def _write_sidecar(folder: Path, conversion: Conversion, digests: Digests) -> No
         for file in files:
             _write_header(folder / file.name, file, rank_header(catalogue, plan, layout, file, conversion_id))
         sizes = [_slice_sizes(conversion, file) for file in files]
-        arena = plan_arena(
-            [(file.data_start, file.offsets, nbytes) for file, nbytes in zip(files, sizes, strict=True)]
-        )
+        arena = plan_arena([(file.data_start, file.offsets, nbytes) for file, nbytes in zip(files, sizes, strict=True)])
         table = dump_table(_rank_table(conversion, rank, arena, digests), conversion_id)
         _write(folder / table_name(rank), compress(table))
         entries.append(

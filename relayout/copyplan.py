@@ -122,11 +122,7 @@ class _Planner:
         self.slices = plan.slices
         self.chunk_nbytes = chunk_nbytes
         self.places: list[dict[int, tuple[int, int]]] = [
-            {
-                t: (file.part, offset)
-                for file in files
-                for t, offset in zip(file.tensors, file.offsets, strict=True)
-            }
+            {t: (file.part, offset) for file in files for t, offset in zip(file.tensors, file.offsets, strict=True)}
             for files in layout.ranks
         ]
 

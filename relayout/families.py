@@ -87,7 +87,9 @@ def find_family(model_type: str | None) -> Family:
         if model_type in family.model_types:
             return family
     known = ", ".join(sorted({known for family in families for known in family.model_types}))
-    what = "config.json names no model_type" if model_type is None else f"no built-in plan for model type {model_type!r}"
+    what = (
+        "config.json names no model_type" if model_type is None else f"no built-in plan for model type {model_type!r}"
+    )
     raise PlanError(f"{what}: supply one with --plan FILE, or use --tp 1, which needs none (built in: {known})")
 
 
@@ -122,9 +124,7 @@ def _parse_rule(pattern: str, value: Any, where: str) -> Rule:
         [(axis, unit)] = value.items()
         if axis in _AXES and unit in UNITS:
             return Rule(pattern, _AXES[axis], unit)
-    raise FormatError(
-        f"{where}: cut {pattern!r}: {value!r} is not \"whole\" or {{ rows|columns = {'|'.join(UNITS)} }}"
-    )
+    raise FormatError(f'{where}: cut {pattern!r}: {value!r} is not "whole" or {{ rows|columns = {"|".join(UNITS)} }}')
 
 
 def _strings(value: Any, what: str, where: str) -> tuple[str, ...]:

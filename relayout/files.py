@@ -40,17 +40,21 @@ class Buffer:
 class InputFile:
     """A file of known size, read at given offsets by any number of threads."""
 
-    def __init__(self, path: Path, nbytes: int, *, direct: bool = True) -> None:
-        """Open `path`, which must be `nbytes` long.
+    def __init__(self, path: Path, nbytes: int, *, direct: bool = True, fallback: bool = True) -> None:
+        """Open `path`, which must be `nbytes` long; without `fallback`, refused direct I/O is an error.
 
         Raises:
             FormatError: the file has another length.
-            OSError: it cannot be opened.
+            OSError: it cannot be opened, or not as asked.
         """
         self.path = path
         self.nbytes = nbytes
         self._lock = threading.Lock()
+        self._fallback = fallback
         self._fd, self.direct = _open(path, os.O_RDONLY, direct)
+        if direct and not self.direct and not fallback:
+            self.close()
+            raise _refused(path)
         actual = os.fstat(self._fd).st_size
         if actual != nbytes:
             self.close()
@@ -73,6 +77,8 @@ class InputFile:
                 count = _preadv(self._fd, view[done:], offset + done)
             except OSError as error:
                 if direct and error.errno in _REFUSED:
+                    if not self._fallback:
+                        raise _refused(self.path) from None
                     self._go_buffered()
                     continue
                 raise OSError(
@@ -175,6 +181,10 @@ class OutputFile:
             os.close(self._direct_fd)
             os.close(self._fd)
             self._fd = -1
+
+
+def _refused(path: Path) -> OSError:
+    return OSError(errno.EOPNOTSUPP, "the file system refuses direct I/O; use backend 'buffered'", str(path))
 
 
 def sync_folder(path: Path) -> None:

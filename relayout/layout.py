@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from relayout.catalogue import Catalogue
 from relayout.errors import PlanError
 from relayout.extents import natural_alignment
-from relayout.index import ARENA_ALIGNMENT, FORMAT_VERSION
 from relayout.header import TensorEntry, build_header
+from relayout.index import ARENA_ALIGNMENT
 from relayout.plan import Plan
+from relayout.sidecar import relayout_entry
 from relayout.slicing import slice_nbytes
 
 MIN_ALIGNMENT = 512
@@ -108,12 +109,6 @@ def rank_header(catalogue: Catalogue, plan: Plan, layout: Layout, file: RankFile
     return blob
 
 
-def header_prefix(rank: int, num_ranks: int, part: int, conversion: str) -> bytes:
-    """The bytes that follow the 8-byte length in a rank file: enough to tell whose file it is."""
-    entry = json.dumps({"relayout": _relayout_entry(rank, num_ranks, part, conversion)}, separators=(",", ":"))
-    return b'{"__metadata__":' + entry.removesuffix("}").encode()
-
-
 def rank_file_name(rank: int, part: int) -> str:
     """The name pattern that vLLM and SGLang use for sharded state."""
     return f"model-rank-{rank}-part-{part}.safetensors"
@@ -149,9 +144,7 @@ def order_key(nbytes: int, alignment: int) -> tuple[int, int]:
     return (-power, -nbytes if power < ARENA_ALIGNMENT else 0)
 
 
-def _split(
-    catalogue: Catalogue, order: Sequence[int], sizes: Sequence[int], max_part_nbytes: int
-) -> list[list[int]]:
+def _split(catalogue: Catalogue, order: Sequence[int], sizes: Sequence[int], max_part_nbytes: int) -> list[list[int]]:
     """Cut the order into parts that keep to both limits; a tensor larger than a part gets one of its own."""
     parts: list[list[int]] = [[]]
     data_nbytes = header_nbytes = 0
@@ -180,9 +173,15 @@ def _entries(catalogue: Catalogue, plan: Plan, rank: int, tensors: Sequence[int]
 
 
 def _metadata(
-    catalogue: Catalogue, plan: Plan, rank: int, part: int, tensors: Sequence[int], conversion: str, is_boxes: bool
+    catalogue: Catalogue,
+    plan: Plan,
+    rank: int,
+    part: int,
+    tensors: Sequence[int],
+    conversion: str,
+    is_boxes: bool,
 ) -> Mapping[str, str]:
-    metadata = {"relayout": _relayout_entry(rank, plan.num_ranks, part, conversion), "format": "pt"}
+    metadata = {"relayout": relayout_entry(rank, plan.num_ranks, part, conversion), "format": "pt"}
     if plan.num_ranks > 1 and is_boxes:
         # PyTorch 2.9 to 2.15, torch/distributed/checkpoint/_hf_utils.py and filesystem.py.
         offsets = {
@@ -193,8 +192,3 @@ def _metadata(
         metadata["DCP_VERSION"] = "1.0"
     reserved = {"relayout", "DCP_SHARDING_INFO", "DCP_VERSION"}
     return metadata | {key: value for key, value in catalogue.metadata.items() if key not in reserved}
-
-
-def _relayout_entry(rank: int, num_ranks: int, part: int, conversion: str) -> str:
-    entry = {"format": FORMAT_VERSION, "rank": rank, "num_ranks": num_ranks, "part": part, "conversion": conversion}
-    return json.dumps(entry, separators=(",", ":"))

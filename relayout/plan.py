@@ -69,9 +69,7 @@ def make_plan(catalogue: Catalogue, num_ranks: int, family: Family | None) -> Pl
         return Plan("none", 1, ((WHOLE,),) * len(catalogue.tensors))
     assert family is not None
     cutter = _Cutter(family, catalogue.config, num_ranks)
-    return Plan(
-        family.name, num_ranks, tuple(cutter.cut(tensor.name, tensor.shape) for tensor in catalogue.tensors)
-    )
+    return Plan(family.name, num_ranks, tuple(cutter.cut(tensor.name, tensor.shape) for tensor in catalogue.tensors))
 
 
 class _Cutter:
@@ -96,7 +94,9 @@ class _Cutter:
         if rule.axis is None:
             return (WHOLE,) * self.num_ranks
         if rule.axis >= len(shape):
-            raise PlanError(f"tensor {name!r}: shape {list(shape)} has no axis {rule.axis}, which {rule.pattern!r} cuts")
+            raise PlanError(
+                f"tensor {name!r}: shape {list(shape)} has no axis {rule.axis}, which {rule.pattern!r} cuts"
+            )
         where = f"tensor {name!r}: axis {rule.axis} of {list(shape)}"
         dim = shape[rule.axis]
         match rule.unit:
@@ -127,9 +127,7 @@ class _Cutter:
             raise PlanError(f"{where}: {dim} elements are not {count} heads{by}, which config.json declares")
 
 
-def even_ranges(
-    dim: int, count: int, num_ranks: int, where: str, *, replicate: bool = False
-) -> list[tuple[int, int]]:
+def even_ranges(dim: int, count: int, num_ranks: int, where: str, *, replicate: bool = False) -> list[tuple[int, int]]:
     """Divide `count` groups of `dim // count` elements among the ranks: (start, length) of each rank.
 
     With `replicate`, more ranks than groups share them: each group goes to as many neighbouring ranks
@@ -147,7 +145,7 @@ def even_ranges(
         length = count // num_ranks * group
         return [(rank * length, length) for rank in range(num_ranks)]
     what = f"{count} elements" if group <= 1 else f"{count} heads of {group} elements"
-    fitting = [n for n in range(1, 129) if count % n == 0 or (replicate and count and n % count == 0)]
+    fitting = [n for n in range(1, 65) if count % n == 0 or (replicate and count and n % count == 0)]
     raise PlanError(
         f"{where} has {what}, not a multiple of {num_ranks}"
         f" (degrees that fit this tensor: {', '.join(map(str, fitting))})"

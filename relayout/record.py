@@ -10,9 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from relayout.catalogue import Catalogue
+from relayout.errors import FormatError
+from relayout.fields import Fields, parse_object
 from relayout.index import FORMAT_VERSION
 from relayout.layout import Layout
 from relayout.plan import Plan
+from relayout.sidecar import parse_shapes, parse_slice
 from relayout.slicing import Slice
 
 
@@ -52,9 +55,7 @@ def dump_record(
             # Valid UTF-8, or the header would not have been accepted.
             "header": [file.header[8:].decode() for file in catalogue.files],
         },
-        "index": None
-        if catalogue.index is None
-        else {"name": catalogue.index[0], "text": catalogue.index[1].decode()},
+        "index": None if catalogue.index is None else {"name": catalogue.index[0], "text": catalogue.index[1].decode()},
         "side_files": {
             "name": [file.name for file in side_files],
             "nbytes": [file.nbytes for file in side_files],
@@ -73,3 +74,54 @@ def dump_record(
         },
     }
     return json.dumps(top, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRecord:
+    """The source record, as far as verification needs it; columns of equal length."""
+
+    names: Sequence[str]
+    dtypes: Sequence[str]
+    shapes: Sequence[tuple[int, ...]]
+    digests: Sequence[str]
+    """Of each source tensor's bytes."""
+    slices: Sequence[tuple[Slice, ...]]
+    """Of each source tensor: the slice of each rank."""
+    side_files: tuple[SideFile, ...]
+
+
+def parse_record(text: bytes, num_ranks: int, where: str) -> SourceRecord:
+    """Parse the source record, given uncompressed.
+
+    Raises:
+        FormatError: it is not what FORMAT.md demands.
+    """
+    top = Fields(parse_object(text, where), where)
+    tensors = Fields(top.object("tensors"), where)
+    side = Fields(top.object("side_files"), where)
+    count = len(tensors.top.get("name") or ())
+    num_side_files = len(side.top.get("name") or ())
+    rows = top.top.get("cuts")
+    if not isinstance(rows, list) or not all(isinstance(row, list) and len(row) == num_ranks for row in rows):
+        raise FormatError(f"{where}: 'cuts' is missing or not a list of {num_ranks} slices each")
+    cuts = [tuple(parse_slice(value, where) for value in row) for row in rows]
+    cut_of = tensors.column("cut", int, count)
+    if cut_of and max(cut_of) >= len(cuts):
+        raise FormatError(f"{where}: cut {max(cut_of)} of {len(cuts)}")
+    return SourceRecord(
+        names=tensors.column("name", str, count),
+        dtypes=tensors.column("dtype", str, count),
+        shapes=parse_shapes(tensors.column("shape", list, count), where),
+        digests=tensors.column("digest", str, count),
+        slices=[cuts[cut] for cut in cut_of],
+        side_files=tuple(
+            SideFile(*row)
+            for row in zip(
+                side.column("name", str, num_side_files),
+                side.column("nbytes", int, num_side_files),
+                side.column("digest", str, num_side_files),
+                side.column("mode", int, num_side_files),
+                strict=True,
+            )
+        ),
+    )

@@ -99,7 +99,7 @@ def _acquire(path: Path, output: Path) -> int:
             os.close(fd)
             raise PlanError(f"{output}: is being written by another relayout (process {holder})") from None
         try:
-            if os.stat(path).st_ino == os.fstat(fd).st_ino:
+            if path.stat().st_ino == os.fstat(fd).st_ino:
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
                 return fd

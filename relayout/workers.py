@@ -101,11 +101,15 @@ class Workers(Generic[Item, State]):
                     if on_progress is not None:
                         on_progress(self.done_nbytes)
         finally:
-            self._stop.request()
-            for thread in self._threads:
-                thread.join()
+            self.cancel()
         if self._error is not None:
             raise self._error
+
+    def cancel(self) -> None:
+        """Take no further items, and wait for those in work; all threads have ended on return."""
+        self._stop.request()
+        for thread in self._threads:
+            thread.join()
 
     def _run(self) -> None:
         try:

@@ -24,6 +24,7 @@ from relayout.workers import Stop, Turns, Workers
 
 DEFAULT_THREADS = 4
 
+
 class Sink(Protocol):
     """What becomes of finished spans. Called by several threads, never twice for the same bytes."""
 

@@ -1,0 +1,5 @@
+"""`python -m relayout`."""
+
+from relayout.cli import main
+
+main()

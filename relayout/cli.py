@@ -1,0 +1,195 @@
+"""The command line: parse, call one library function, print, exit code."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, NoReturn, Protocol, TypeVar
+
+import typer
+
+from relayout import __version__
+from relayout.errors import RelayoutError
+
+EXIT_DIFFERENCE = 1
+EXIT_BAD_INPUT = 2
+EXIT_IO = 3
+EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
+
+app = typer.Typer(
+    name="relayout",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Rewrite safetensors checkpoints so that each tensor-parallel rank reads only its own bytes, "
+    "contiguous and aligned.",
+    epilog="First steps: [bold]relayout inspect MODEL[/] shows what a rank would pay today; "
+    "[bold]relayout convert MODEL --tp 8[/] makes MODEL-tp8 beside it; then, in Python, "
+    "[bold]relayout.load('MODEL-tp8', rank)[/]. Exit codes: 0 done, 1 verification found a difference, "
+    "2 bad input or usage, 3 I/O failure, 130 interrupted.",
+)
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout instead of text.")]
+
+
+def main() -> None:
+    """Entry point of the `relayout` command."""
+    signal.signal(signal.SIGTERM, _terminate)
+    app()
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"relayout {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def convert(
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="SRC", help="A checkpoint folder, Hugging Face snapshot, or .safetensors file."),
+    ],
+    tp: Annotated[int, typer.Option("--tp", metavar="N", help="Tensor-parallel ranks to cut for.")] = 1,
+    align: Annotated[
+        str, typer.Option(metavar="BYTES", help="Power of two, 512 to 16MiB, that tensors start at multiples of.")
+    ] = "4096",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="OUT", help="Folder to make. Default: SRC-tpN beside SRC.")
+    ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A plan of your own (TOML). Default: built in, by config.json's model_type."),
+    ] = None,
+    max_part_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Split a rank into files of at most about this size, such as 48GB.")
+    ] = "48GB",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, write nothing.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace OUT if relayout wrote it.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Rewrite a checkpoint for N tensor-parallel ranks.
+
+    OUT appears complete or not at all; SRC is only read. With --tp 1 any model can be converted, and the result is
+    a drop-in model folder whose tensors are aligned.
+    """
+    with _errors():
+        from relayout import conversion, terminal
+        from relayout.preview import preview
+        from relayout.sizes import parse_size
+
+        alignment, part_nbytes = parse_size(align), parse_size(max_part_size)
+        if dry_run:
+            planned = preview(
+                conversion.plan_conversion(
+                    source, output, tp=tp, align=alignment, plan=plan, max_part_nbytes=part_nbytes
+                )
+            )
+            _show(planned, as_json, terminal.print_preview)
+            return
+        with terminal.progress("converting", quiet=as_json) as on_progress:
+            summary = conversion.convert(
+                source,
+                output,
+                tp=tp,
+                align=alignment,
+                plan=plan,
+                max_part_nbytes=part_nbytes,
+                force=force,
+                on_progress=on_progress,
+            )
+        _show(summary, as_json, terminal.print_summary)
+
+
+@app.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A .safetensors file, or a folder, converted or not.")],
+    rank: Annotated[
+        int | None, typer.Option(metavar="R", help="Show the tensors of this rank of a converted checkpoint.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show tensors, ranks and alignment; for a plain checkpoint also what a rank would read of it in vain."""
+    with _errors():
+        from relayout import inspection, terminal
+
+        found = inspection.inspect(path, rank=rank)
+        _show(found, as_json, terminal.print_inspection)
+
+
+@app.command()
+def verify(
+    path: Annotated[Path, typer.Argument(metavar="OUT", help="A folder that `relayout convert` wrote.")],
+    source: Annotated[
+        Path | None, typer.Option(metavar="SRC", help="Also compare every slice with this source, byte for byte.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Prove a converted checkpoint: structure, sidecar, and the digest of every slice."""
+    with _errors():
+        from relayout import terminal, verification
+
+        with terminal.progress("verifying", quiet=as_json) as on_progress:
+            report = verification.verify(path, source=source, on_progress=on_progress)
+        _show(report, as_json, terminal.print_report)
+        if not report.ok:
+            raise typer.Exit(EXIT_DIFFERENCE)
+
+
+class _Result(Protocol):
+    def as_json(self) -> dict[str, object]: ...
+
+
+R = TypeVar("R", bound=_Result)
+
+
+def _show(result: R, as_json: bool, print_text: Callable[[R], None]) -> None:
+    if as_json:
+        print(json.dumps(result.as_json(), ensure_ascii=False))
+    else:
+        print_text(result)
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Turn errors into one line and the exit code of their family."""
+    try:
+        yield
+    except RelayoutError as error:
+        _fail(str(error), EXIT_BAD_INPUT)
+    except BrokenPipeError:
+        # Whoever read our output has gone; nothing is left to tell.
+        sys.stderr.close()
+        raise typer.Exit(EXIT_IO) from None
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        _fail(f"{place}{error.strerror or error}", EXIT_IO)
+    except MemoryError as error:
+        _fail(f"out of memory: {error}", EXIT_IO)
+    except KeyboardInterrupt:
+        _fail("interrupted", EXIT_INTERRUPTED)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    line = "".join(c if c.isprintable() else " " for c in message)
+    typer.echo(f"relayout: error: {line}", err=True)
+    raise typer.Exit(code) from None
+
+
+def _terminate(signum: int, frame: object) -> NoReturn:
+    raise SystemExit(EXIT_TERMINATED)

@@ -1,0 +1,75 @@
+"""Reads the sidecar files of a converted checkpoint."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from relayout.errors import FormatError, PlanError
+from relayout.header import LENGTH_NBYTES
+from relayout.index import MANIFEST_NAME, Manifest, RankTable
+from relayout.sidecar import MAX_MANIFEST_NBYTES, decompress, header_prefix, parse_manifest, parse_table
+
+MAX_TABLE_FILE_NBYTES = 256 * 2**20
+"""Limit of a table or record as stored, compressed."""
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check relayout.json.
+
+    Raises:
+        FormatError: it cannot be read or is damaged.
+    """
+    path = folder / MANIFEST_NAME
+    return parse_manifest(read_small(path, MAX_MANIFEST_NBYTES), str(path))
+
+
+def check_rank(rank: int, num_ranks: int) -> None:
+    """Refuse a rank that does not exist.
+
+    Raises:
+        PlanError: `rank` is not one of the `num_ranks`.
+    """
+    if not 0 <= rank < num_ranks:
+        raise PlanError(f"rank {rank}, expected 0 to {num_ranks - 1} (tensor-parallel degree {num_ranks})")
+
+
+def read_table(folder: Path, manifest: Manifest, rank: int) -> RankTable:
+    """Read and check one rank's table.
+
+    Raises:
+        FormatError: it cannot be read, is damaged, or belongs to another conversion.
+    """
+    path = folder / manifest.ranks[rank].table
+    blob = read_small(path, MAX_TABLE_FILE_NBYTES)
+    return parse_table(decompress(blob, str(path)), manifest, rank, str(path))
+
+
+def check_owner(folder: Path, manifest: Manifest, rank: int) -> None:
+    """Check that the rank's files say in their headers that they are this rank's, of this conversion.
+
+    Raises:
+        FormatError: one does not: files of different conversions or ranks have been mixed.
+    """
+    for part, file in enumerate(manifest.ranks[rank].files):
+        expected = header_prefix(rank, manifest.num_ranks, part, manifest.conversion)
+        path = folder / file.name
+        with path.open("rb", buffering=0) as stream:
+            found = os.pread(stream.fileno(), LENGTH_NBYTES + len(expected), 0)[LENGTH_NBYTES:]
+        if found != expected:
+            raise FormatError(f"{path}: its header is not of rank {rank}, part {part}, of this conversion")
+
+
+def read_small(path: Path, limit: int) -> bytes:
+    """Read a whole sidecar file.
+
+    Raises:
+        FormatError: it cannot be read or is larger than `limit` bytes.
+    """
+    try:
+        nbytes = path.stat().st_size
+        if nbytes > limit:
+            raise FormatError(f"{path}: {nbytes} bytes, limit {limit}")
+        return path.read_bytes()
+    except OSError as error:
+        raise FormatError(f"{path}: cannot be read: {error.strerror}") from None

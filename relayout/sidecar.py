@@ -1,0 +1,330 @@
+"""Writes and reads the sidecar index as JSON: the manifest and the rank tables. Pure; FORMAT.md is normative."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import xxhash
+import zstandard
+
+from relayout.dtypes import BITS, num_bytes
+from relayout.errors import FormatError
+from relayout.extents import Transfer
+from relayout.fields import Fields, parse_object
+from relayout.index import (
+    ARENA_ALIGNMENT,
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    IndexedFile,
+    Manifest,
+    RankEntry,
+    RankTable,
+    Read,
+)
+from relayout.slicing import Slice
+
+SOURCE_RECORD_NAME = "relayout.source.json.zst"
+DIGEST = "xxh3_128"
+"""The algorithm of every digest: detects damage and stale copies, not forgery."""
+
+MAX_MANIFEST_NBYTES = 64 * 2**20
+MAX_TABLE_NBYTES = 2**30
+"""Limit of a table's JSON, uncompressed."""
+
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\.safetensors\Z")
+
+
+def table_name(rank: int) -> str:
+    """File name of a rank's table."""
+    return f"relayout.rank-{rank}.json.zst"
+
+
+def relayout_entry(rank: int, num_ranks: int, part: int, conversion: str) -> str:
+    """The `relayout` entry of a rank file's `__metadata__`, the first thing in its header."""
+    entry = {"format": FORMAT_VERSION, "rank": rank, "num_ranks": num_ranks, "part": part, "conversion": conversion}
+    return json.dumps(entry, separators=(",", ":"))
+
+
+def header_prefix(rank: int, num_ranks: int, part: int, conversion: str) -> bytes:
+    """The bytes that follow the 8-byte length in a rank file: enough to tell whose file it is."""
+    entry = json.dumps({"relayout": relayout_entry(rank, num_ranks, part, conversion)}, separators=(",", ":"))
+    return b'{"__metadata__":' + entry.removesuffix("}").encode()
+
+
+def digest_hex(blob: bytes) -> str:
+    """Digest of some bytes."""
+    return xxhash.xxh3_128_hexdigest(blob)
+
+
+def compress(text: bytes) -> bytes:
+    """What is stored of a table or record."""
+    return zstandard.ZstdCompressor(level=10).compress(text)
+
+
+def decompress(blob: bytes, where: str) -> bytes:
+    """The inverse of `compress`, bounded.
+
+    Raises:
+        FormatError: not a zstd frame, or larger than a table may be.
+    """
+    try:
+        with zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(blob) as reader:
+            text = reader.read(MAX_TABLE_NBYTES + 1)
+    except zstandard.ZstdError as error:
+        raise FormatError(f"{where}: not a zstd frame: {error}") from None
+    if len(text) > MAX_TABLE_NBYTES:
+        raise FormatError(f"{where}: expands to more than {MAX_TABLE_NBYTES} bytes")
+    return text
+
+
+def dump_manifest(manifest: Manifest) -> bytes:
+    """Serialise relayout.json: indented, for people."""
+    top = {
+        "relayout": FORMAT_VERSION,
+        "generator": manifest.generator,
+        "conversion": manifest.conversion,
+        "digest": DIGEST,
+        "model_type": manifest.model_type,
+        "plan": manifest.plan,
+        "num_ranks": manifest.num_ranks,
+        "alignment": manifest.alignment,
+        "dcp": manifest.dcp,
+        "source": {"record": SOURCE_RECORD_NAME, "nbytes": manifest.source_nbytes},
+        "ranks": [
+            {
+                "table": entry.table,
+                "table_digest": entry.table_digest,
+                "num_tensors": entry.num_tensors,
+                "nbytes": entry.nbytes,
+                "files": [
+                    {"name": file.name, "nbytes": file.nbytes, "data_start": file.data_start} for file in entry.files
+                ],
+                "arena_nbytes": entry.arena_nbytes,
+                "reads": [_dump_read(read) for read in entry.reads],
+            }
+            for entry in manifest.ranks
+        ],
+    }
+    return (json.dumps(top, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def parse_manifest(blob: bytes, where: str) -> Manifest:
+    """Parse relayout.json, and prove that its reads stay inside files and arena and do not overlap there.
+
+    Raises:
+        FormatError: it is not what FORMAT.md demands.
+    """
+    top = parse_object(blob, where)
+    version = top.get("relayout")
+    if version != FORMAT_VERSION:
+        raise FormatError(f"{where}: format version {version!r}, this relayout reads {FORMAT_VERSION}")
+    if top.get("digest") != DIGEST:
+        raise FormatError(f"{where}: digest algorithm {top.get('digest')!r}, expected {DIGEST!r}")
+    fields = Fields(top, where)
+    ranks = fields.objects("ranks")
+    if len(ranks) != fields.size("num_ranks") or not ranks:
+        raise FormatError(f"{where}: {len(ranks)} entries in 'ranks', num_ranks is {top['num_ranks']}")
+    model_type = top.get("model_type")
+    return Manifest(
+        generator=fields.text("generator"),
+        conversion=fields.text("conversion"),
+        model_type=model_type if isinstance(model_type, str) else None,
+        plan=fields.text("plan"),
+        alignment=fields.size("alignment"),
+        dcp=top.get("dcp") is True,
+        source_nbytes=Fields(fields.object("source"), where).size("nbytes"),
+        ranks=tuple(_parse_rank(entry, rank, where) for rank, entry in enumerate(ranks)),
+    )
+
+
+def dump_table(table: RankTable, conversion: str) -> bytes:
+    """Serialise a rank table, uncompressed."""
+    top = {
+        "relayout": FORMAT_VERSION,
+        "conversion": conversion,
+        "rank": table.rank,
+        "name": table.names,
+        "dtype": table.dtypes,
+        "shape": table.shapes,
+        "file": table.files,
+        "offset": table.offsets,
+        "arena_offset": table.arena_offsets,
+        "digest": table.digests,
+        "source_shape": [
+            None if part.is_whole else shape for shape, part in zip(table.source_shapes, table.slices, strict=True)
+        ],
+        "slice": [None if part.is_whole else [part.axis, part.ranges] for part in table.slices],
+    }
+    return json.dumps(top, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def parse_table(text: bytes, manifest: Manifest, rank: int, where: str) -> RankTable:
+    """Parse a rank table, given uncompressed, and prove that its tensors lie inside files and arena.
+
+    Raises:
+        FormatError: it is damaged, of another rank or conversion, or not what FORMAT.md demands.
+    """
+    entry = manifest.ranks[rank]
+    if digest_hex(text) != entry.table_digest:
+        raise FormatError(f"{where}: digest differs from the one in {MANIFEST_NAME}: damaged, or of another conversion")
+    top = parse_object(text, where)
+    if (top.get("conversion"), top.get("rank")) != (manifest.conversion, rank):
+        raise FormatError(f"{where}: is of rank {top.get('rank')!r} of conversion {top.get('conversion')!r}")
+    fields = Fields(top, where)
+    count = entry.num_tensors
+    table = RankTable(
+        rank=rank,
+        names=fields.column("name", str, count),
+        dtypes=fields.column("dtype", str, count),
+        shapes=parse_shapes(fields.column("shape", list, count), where),
+        files=fields.column("file", int, count),
+        offsets=fields.column("offset", int, count),
+        arena_offsets=fields.column("arena_offset", int, count),
+        digests=fields.column("digest", str, count),
+        source_shapes=(),
+        slices=(),
+    )
+    slices = tuple(parse_slice(value, where) for value in fields.column("slice", (list, type(None)), count))
+    whole = fields.column("source_shape", (list, type(None)), count)
+    source_shapes = [shape if value is None else value for shape, value in zip(table.shapes, whole, strict=True)]
+    _check_table(table, entry, where)
+    return RankTable(
+        **{name: getattr(table, name) for name in RankTable.__slots__ if name not in ("source_shapes", "slices")},
+        source_shapes=parse_shapes(source_shapes, where),
+        slices=slices,
+    )
+
+
+def _dump_read(read: Read) -> dict[str, int]:
+    transfer = read.transfer
+    row = {
+        "file": read.file,
+        "offset": transfer.source,
+        "nbytes": transfer.nbytes,
+        "arena_offset": transfer.target,
+    }
+    if transfer.count > 1:
+        row |= {
+            "count": transfer.count,
+            "stride": transfer.source_stride,
+            "arena_stride": transfer.target_stride,
+        }
+    return row
+
+
+def _parse_read(row: Mapping[str, Any], where: str) -> Read:
+    fields = Fields(row, where)
+    count = fields.size("count", 1)
+    return Read(
+        fields.size("file"),
+        Transfer(
+            source=fields.size("offset"),
+            target=fields.size("arena_offset"),
+            nbytes=fields.size("nbytes"),
+            count=count,
+            source_stride=fields.size("stride") if count > 1 else 0,
+            target_stride=fields.size("arena_stride") if count > 1 else 0,
+        ),
+    )
+
+
+def _parse_rank(entry: Mapping[str, Any], rank: int, where: str) -> RankEntry:
+    where = f"{where}: rank {rank}"
+    fields = Fields(entry, where)
+    if fields.text("table") != table_name(rank):
+        raise FormatError(f"{where}: table {fields.text('table')!r}, expected {table_name(rank)!r}")
+    files = []
+    for row in fields.objects("files"):
+        file = Fields(row, where)
+        if not _FILE_NAME.match(file.text("name")):
+            raise FormatError(f"{where}: {file.text('name')!r} is not the name of a .safetensors file")
+        files.append(IndexedFile(file.text("name"), file.size("nbytes"), file.size("data_start")))
+    parsed = RankEntry(
+        table=fields.text("table"),
+        table_digest=fields.text("table_digest"),
+        num_tensors=fields.size("num_tensors"),
+        nbytes=fields.size("nbytes"),
+        files=tuple(files),
+        arena_nbytes=fields.size("arena_nbytes"),
+        reads=tuple(_parse_read(row, where) for row in fields.objects("reads")),
+    )
+    _check_reads(parsed, where)
+    return parsed
+
+
+def _check_reads(entry: RankEntry, where: str) -> None:
+    for number, read in enumerate(entry.reads):
+        transfer = read.transfer
+        what = f"{where}: read {number}"
+        if read.file >= len(entry.files):
+            raise FormatError(f"{what}: file {read.file} of {len(entry.files)}")
+        if transfer.nbytes == 0 or transfer.count == 0:
+            raise FormatError(f"{what}: reads nothing")
+        if transfer.count > 1 and min(transfer.source_stride, transfer.target_stride) < transfer.nbytes:
+            raise FormatError(f"{what}: runs of {transfer.nbytes} bytes overlap")
+        file = entry.files[read.file]
+        if transfer.source_end > file.nbytes:
+            raise FormatError(f"{what}: ends at byte {transfer.source_end} of {file.name}, which has {file.nbytes}")
+        if transfer.target_end > entry.arena_nbytes:
+            raise FormatError(f"{what}: ends at byte {transfer.target_end} of an arena of {entry.arena_nbytes}")
+    end = 0
+    for read in sorted(entry.reads, key=lambda read: read.transfer.target):
+        if read.transfer.target < end:
+            raise FormatError(f"{where}: reads overlap at byte {read.transfer.target} of the arena")
+        end = read.transfer.target_end
+
+
+def _check_table(table: RankTable, entry: RankEntry, where: str) -> None:
+    if len(set(table.names)) != len(table.names):
+        raise FormatError(f"{where}: a tensor name occurs twice")
+    total = 0
+    for name, dtype, shape, file, offset, arena_offset in zip(
+        table.names, table.dtypes, table.shapes, table.files, table.offsets, table.arena_offsets, strict=True
+    ):
+        nbytes = num_bytes(dtype, shape) if dtype in BITS else None
+        if nbytes is None:
+            raise FormatError(f"{where}: tensor {name!r}: {dtype!r} {list(shape)} is no stored tensor")
+        if file >= len(entry.files) or offset + nbytes > entry.files[file].nbytes:
+            raise FormatError(f"{where}: tensor {name!r}: ends outside its file, at byte {offset + nbytes}")
+        if arena_offset % ARENA_ALIGNMENT or arena_offset + nbytes > entry.arena_nbytes:
+            raise FormatError(
+                f"{where}: tensor {name!r}: {nbytes} bytes at {arena_offset} of an arena of {entry.arena_nbytes}"
+            )
+        total += nbytes
+    if total != entry.nbytes:
+        raise FormatError(f"{where}: tensors of {total} bytes, {MANIFEST_NAME} says {entry.nbytes}")
+
+
+def parse_shapes(values: Iterable[Any], where: str) -> list[tuple[int, ...]]:
+    """Shapes from lists of sizes.
+
+    Raises:
+        FormatError: one is none.
+    """
+    shapes = list(map(tuple, values))
+    for shape in set(shapes):
+        if not all(type(dim) is int and 0 <= dim < 2**63 for dim in shape):
+            raise FormatError(f"{where}: {list(shape)} is no shape")
+    return shapes
+
+
+def parse_slice(value: Any, where: str) -> Slice:
+    """A slice from `[axis, [[start, length], ...]]`, or null for a whole tensor.
+
+    Raises:
+        FormatError: it is none.
+    """
+    if value is None:
+        return Slice()
+    try:
+        axis, ranges = value
+        parsed = Slice(axis, tuple((start, length) for start, length in ranges))
+    except (TypeError, ValueError):
+        raise FormatError(f"{where}: {value!r} is no slice") from None
+    numbers = (axis, *(number for pair in parsed.ranges or () for number in pair))
+    if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
+        raise FormatError(f"{where}: {value!r} is no slice")
+    return parsed

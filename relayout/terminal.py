@@ -1,0 +1,205 @@
+"""What a person sees: tables and progress bars."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich import box
+from rich.console import Console
+from rich.filesize import decimal
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from relayout.conversion import Summary
+from relayout.inspection import Inspection
+from relayout.preview import Preview
+from relayout.verification import Report
+
+_MAX_GROUPS = 60
+_MAX_DIFFERENCES = 20
+
+
+@contextmanager
+def progress(what: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None] | None]:
+    """A progress bar on stderr, where that is a terminal; yields what to call with (bytes done, bytes in all)."""
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def print_summary(summary: Summary) -> None:
+    """After a conversion."""
+    console = _console()
+    speed = summary.source_nbytes / max(summary.seconds, 1e-9) / 1e9
+    console.print(
+        f"[bold green]done[/] {escape(summary.output)}: {_count(summary.num_tensors, 'tensor')} for "
+        f"{_count(summary.num_ranks, 'rank')} in {_count(summary.num_files, 'file')}, "
+        f"{decimal(summary.written_nbytes)} written in {summary.seconds:.1f} s ({speed:.2f} GB/s)"
+    )
+    console.print(_ranks_in_words(summary.rank_nbytes, summary.replicated_nbytes, summary.source_nbytes))
+    _print_left_out(console, summary.left_out)
+
+
+def print_preview(preview: Preview) -> None:
+    """For `--dry-run`."""
+    console = _console()
+    table = _table("tensors", "#count", "dtype", "shape", "cut", "shape in a rank", "#bytes in a rank")
+    for group in preview.groups[:_MAX_GROUPS]:
+        shapes = " or ".join(_shape(shape) for shape in group.rank_shapes[:3])
+        table.add_row(
+            escape(group.pattern),
+            str(group.count),
+            group.dtype,
+            _shape(group.shape),
+            group.cut,
+            shapes,
+            decimal(group.rank_nbytes),
+        )
+    console.print(table)
+    _print_more(console, len(preview.groups) - _MAX_GROUPS, "groups")
+    share = 100 * preview.tail_nbytes / max(1, sum(preview.rank_nbytes))
+    console.print(
+        f"plan {escape(preview.plan)}: {escape(preview.source)} ({decimal(preview.source_nbytes)}) -> "
+        f"{escape(preview.output)} ({decimal(preview.written_nbytes)}, {_count(preview.num_files, 'file')}), "
+        f"aligned to {preview.alignment} bytes but for {share:.2f} % of the bytes"
+    )
+    console.print(_ranks_in_words(preview.rank_nbytes, preview.replicated_nbytes, preview.source_nbytes))
+    _print_left_out(console, preview.left_out)
+    console.print("nothing was written (--dry-run)")
+
+
+def print_report(report: Report) -> None:
+    """After a verification."""
+    console = _console()
+    for difference in report.differences[:_MAX_DIFFERENCES]:
+        console.print(f"[red]differs[/] {escape(str(difference))}")
+    _print_more(console, len(report.differences) - _MAX_DIFFERENCES, "differences")
+    checked = (
+        f"{_count(report.num_tensors, 'slice')} of {_count(report.num_ranks, 'rank')}, {decimal(report.nbytes)} hashed"
+    )
+    if report.compared_with_source:
+        checked += ", every slice compared with the source"
+    verdict = (
+        "[bold green]verified[/]" if report.ok else f"[bold red]{_count(len(report.differences), 'difference')}[/]:"
+    )
+    console.print(f"{verdict} {checked}")
+
+
+def print_inspection(found: Inspection) -> None:
+    """For `inspect`."""
+    console = _console()
+    kind = "converted" if found.converted else "plain"
+    console.print(
+        f"{escape(found.path)}: {kind} checkpoint, model type {escape(found.model_type or 'unknown')}, "
+        f"{_count(found.num_tensors, 'tensor')}, {decimal(found.nbytes)} in {_count(found.num_files, 'file')}"
+    )
+    table = _table("tensors", "#count", "dtype", "shape", "part of", "#bytes")
+    for group in found.groups[:_MAX_GROUPS]:
+        table.add_row(
+            escape(group.pattern),
+            str(group.count),
+            group.dtype,
+            _shape(group.shape),
+            group.cut or "",
+            decimal(group.nbytes),
+        )
+    if not any(group.cut for group in found.groups):
+        del table.columns[4]
+    console.print(table)
+    _print_more(console, len(found.groups) - _MAX_GROUPS, "groups")
+    if found.ranks:
+        ranks = _table("#rank", "#tensors", "#bytes", "#files", "#reads to load it")
+        for rank in found.ranks:
+            ranks.add_row(
+                str(rank.rank),
+                str(rank.num_tensors),
+                decimal(rank.nbytes),
+                str(rank.num_files),
+                str(rank.num_reads),
+            )
+        console.print(ranks)
+    aligned = _table("#aligned to", "#bytes", "#share")
+    for alignment, nbytes in found.aligned_nbytes.items():
+        aligned.add_row(str(alignment), decimal(nbytes), f"{100 * nbytes / max(1, found.nbytes):.1f} %")
+    console.print(aligned)
+    if found.amplification:
+        _print_amplification(console, found)
+    _print_left_out(console, found.left_out)
+
+
+def _print_amplification(console: Console, found: Inspection) -> None:
+    table = _table("#tp", "#a rank needs", "#reading rows only", "#reading whole shards")
+    for row in found.amplification:
+        if row.needed_nbytes is None:
+            table.add_row(str(row.tp), "-", "-", "-")
+        else:
+            table.add_row(
+                str(row.tp),
+                decimal(row.needed_nbytes),
+                _factor(row.row_reader_nbytes or 0, row.needed_nbytes),
+                _factor(row.whole_nbytes, row.needed_nbytes),
+            )
+    console.print("what one rank would read of this checkpoint as it is:")
+    console.print(table)
+    for reason in dict.fromkeys(row.reason for row in found.amplification if row.reason):
+        console.print(f"[yellow]note[/] {escape(reason)}")
+
+
+def _factor(nbytes: int, needed: int) -> str:
+    return f"{decimal(nbytes)} ({nbytes / max(1, needed):.1f}x)"
+
+
+def _ranks_in_words(rank_nbytes: tuple[int, ...], replicated: int, source: int) -> str:
+    low, high = min(rank_nbytes), max(rank_nbytes)
+    each = decimal(low) if low == high else f"{decimal(low)} to {decimal(high)}"
+    return (
+        f"each rank {each}; replicated between ranks {decimal(replicated)} ({100 * replicated / max(1, source):.2f} %)"
+    )
+
+
+def _print_left_out(console: Console, left_out: tuple[str, ...]) -> None:
+    for line in left_out[:_MAX_DIFFERENCES]:
+        console.print(f"[yellow]left out[/] {escape(line)}")
+    _print_more(console, len(left_out) - _MAX_DIFFERENCES, "left out")
+
+
+def _print_more(console: Console, count: int, what: str) -> None:
+    if count > 0:
+        console.print(f"... and {count} more {what}")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"
+
+
+def _table(*headings: str) -> Table:
+    """A plain table; a heading that starts with # is of a column of numbers."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading.removeprefix("#"), justify="right" if heading.startswith("#") else "left")
+    return table
+
+
+def _console() -> Console:
+    # In a pipe there is no width to keep to: never break a line of the text.
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = 500
+    return console

@@ -1,0 +1,374 @@
+"""`verify`: proves a converted checkpoint, alone or against its source."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import xxhash
+from safetensors import SafetensorError, safe_open
+
+from relayout.catalogue import Catalogue, read_catalogue, read_shard
+from relayout.copyplan import Span, Target, copy_steps
+from relayout.dtypes import num_bytes
+from relayout.errors import FormatError
+from relayout.extents import BLOCK, Extent, align_down, align_up
+from relayout.files import Buffer, InputFile
+from relayout.folder import MAX_TABLE_FILE_NBYTES, check_owner, read_manifest, read_small, read_table
+from relayout.index import Manifest, RankTable
+from relayout.layout import Layout, RankFile
+from relayout.plan import Plan
+from relayout.record import SourceRecord, parse_record
+from relayout.sidecar import SOURCE_RECORD_NAME, decompress, digest_hex
+from relayout.workers import Stop, Turns, Workers
+from relayout.writer import DEFAULT_THREADS, run_steps
+
+_CHUNK_NBYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One thing that is not as it should be."""
+
+    file: str
+    tensor: str | None
+    start: int | None
+    """Absolute offset in the file of the first byte concerned."""
+    end: int | None
+    """Absolute offset after the last."""
+    what: str
+
+    def __str__(self) -> str:
+        place = "" if self.start is None else f", bytes {self.start} to {self.end}"
+        tensor = "" if self.tensor is None else f": tensor {self.tensor!r}"
+        return f"{self.file}{tensor}{place}: {self.what}"
+
+
+@dataclass(slots=True)
+class Report:
+    """What `verify` found."""
+
+    num_ranks: int
+    num_tensors: int = 0
+    """Slices, over all ranks."""
+    nbytes: int = 0
+    """Bytes of rank files that were read and hashed."""
+    compared_with_source: bool = False
+    differences: list[Difference] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything is as it should be."""
+        return not self.differences
+
+    def as_json(self) -> dict[str, object]:
+        """For `--json`."""
+        return asdict(self) | {"ok": self.ok}
+
+    def add(self, file: str, what: str, tensor: str | None = None, extent: Extent | None = None) -> None:
+        """Note a difference."""
+        start, end = (None, None) if extent is None else (extent.offset, extent.end)
+        self.differences.append(Difference(file, tensor, start, end, what))
+
+
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    source: str | os.PathLike[str] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Report:
+    """Check a folder that `convert` wrote: structure, sidecar, and the digest of every slice.
+
+    Args:
+        path: the converted folder.
+        source: the checkpoint it was made from; every slice is compared with it, byte for byte.
+        on_progress: called now and then with (bytes done, bytes in all).
+
+    Raises:
+        FormatError: `path` has no readable manifest, or the source is damaged.
+        OSError: reading failed.
+    """
+    folder = Path(path)
+    manifest = read_manifest(folder)
+    report = Report(manifest.num_ranks)
+    tables = [_check_rank(folder, manifest, rank, report) for rank in range(manifest.num_ranks)]
+    record = _check_record(folder, manifest, tables, report)
+    catalogue = None if source is None else read_catalogue(Path(source))
+    hash_nbytes = sum(file.nbytes for entry in manifest.ranks for file in entry.files)
+    total = hash_nbytes + (0 if catalogue is None else catalogue.nbytes)
+
+    def progress(base: int) -> Callable[[int], None] | None:
+        return None if on_progress is None else lambda done: on_progress(base + done, total)
+
+    _check_digests(folder, manifest, tables, report, progress(0))
+    if catalogue is not None and record is not None:
+        report.compared_with_source = True
+        _compare(folder, manifest, tables, record, catalogue, report, progress(hash_nbytes))
+    return report
+
+
+def _check_rank(folder: Path, manifest: Manifest, rank: int, report: Report) -> RankTable | None:
+    """Check one rank's table and headers against each other; the table, if it and all its files are usable."""
+    entry = manifest.ranks[rank]
+    try:
+        table = read_table(folder, manifest, rank)
+    except FormatError as error:
+        report.add(entry.table, str(error))
+        return None
+    usable = True
+    rows: list[list[int]] = [[] for _ in entry.files]
+    for row, number in enumerate(table.files):
+        rows[number].append(row)
+    for number, file in enumerate(entry.files):
+        path = folder / file.name
+        try:
+            shard, header = read_shard(path, file.name)
+            if shard.nbytes != file.nbytes:
+                raise FormatError(f"{path}: {shard.nbytes} bytes long, expected {file.nbytes}")
+            with safe_open(path, framework="np"):  # The reference reader's opinion.
+                pass
+        except (FormatError, SafetensorError) as error:
+            report.add(file.name, str(error))
+            usable = False
+            continue
+        stored = [
+            (tensor.name, tensor.dtype, tensor.shape, header.data_start + tensor.offset) for tensor in header.tensors
+        ]
+        indexed = [(table.names[row], table.dtypes[row], table.shapes[row], table.offsets[row]) for row in rows[number]]
+        # A zero-size tensor shares its offset with the next.
+        for found, expected in zip(sorted(stored, key=_place), sorted(indexed, key=_place), strict=False):
+            if found != expected:
+                report.add(file.name, f"header has {found[1:]}, the rank table {expected}", found[0])
+        if len(stored) != len(indexed):
+            report.add(file.name, f"{len(stored)} tensors, the rank table has {len(indexed)}")
+    try:
+        check_owner(folder, manifest, rank)
+    except (FormatError, OSError) as error:
+        report.add(entry.files[0].name if entry.files else entry.table, str(error))
+    report.num_tensors += len(table.names)
+    return table if usable else None
+
+
+def _place(row: tuple[str, str, tuple[int, ...], int]) -> tuple[int, str]:
+    return row[3], row[0]
+
+
+def _check_record(
+    folder: Path, manifest: Manifest, tables: list[RankTable | None], report: Report
+) -> SourceRecord | None:
+    """Check the source record, the side files, and that the ranks' slices are those that the record names."""
+    path = folder / SOURCE_RECORD_NAME
+    try:
+        text = decompress(read_small(path, MAX_TABLE_FILE_NBYTES), str(path))
+        if digest_hex(text) != manifest.conversion:
+            raise FormatError(f"{path}: digest differs from the conversion that the manifest names")
+        record = parse_record(text, manifest.num_ranks, str(path))
+    except FormatError as error:
+        report.add(SOURCE_RECORD_NAME, str(error))
+        return None
+    for side in record.side_files:
+        try:
+            digest = digest_hex((folder / side.name).read_bytes())
+        except OSError as error:
+            report.add(side.name, f"cannot be read: {error.strerror}")
+        else:
+            if digest != side.digest:
+                report.add(side.name, "differs from the file that was copied")
+    for rank, table in enumerate(tables):
+        if table is not None:
+            _check_slices(manifest.ranks[rank].table, rank, table, record, report)
+    return record
+
+
+def _check_slices(name: str, rank: int, table: RankTable, record: SourceRecord, report: Report) -> None:
+    rows = {tensor: row for row, tensor in enumerate(table.names)}
+    for t, tensor in enumerate(record.names):
+        row = rows.pop(tensor, None)
+        if row is None:
+            report.add(name, "is missing", tensor)
+            continue
+        part = record.slices[t][rank]
+        expected = (record.dtypes[t], record.shapes[t], part, part.shape(record.shapes[t]))
+        if (table.dtypes[row], table.source_shapes[row], table.slices[row], table.shapes[row]) != expected:
+            report.add(name, f"is not the slice that the source record names: {expected}", tensor)
+        if part.is_whole and table.digests[row] != record.digests[t]:
+            report.add(name, "its digest differs from the source tensor's", tensor)
+    for tensor in rows:
+        report.add(name, "is not in the source record", tensor)
+
+
+def _check_digests(
+    folder: Path,
+    manifest: Manifest,
+    tables: list[RankTable | None],
+    report: Report,
+    on_progress: Callable[[int], None] | None,
+) -> None:
+    """Read every rank file once, several requests in flight, and compare each slice's digest."""
+    files: list[InputFile] = []
+    tensors: list[list[tuple[Extent, str, str]]] = []
+    for entry, table in zip(manifest.ranks, tables, strict=True):
+        if table is None:
+            continue
+        by_file: list[list[tuple[Extent, str, str]]] = [[] for _ in entry.files]
+        for name, dtype, shape, number, offset, digest in zip(
+            table.names, table.dtypes, table.shapes, table.files, table.offsets, table.digests, strict=True
+        ):
+            by_file[number].append((Extent(offset, num_bytes(dtype, shape) or 0), name, digest))
+        files += [InputFile(folder / file.name, file.nbytes) for file in entry.files]
+        tensors += [sorted(column) for column in by_file]
+    stop = Stop()
+    turns = Turns(stop)
+    running = [_RunningDigests(file.path.name, column, report) for file, column in zip(files, tensors, strict=True)]
+
+    def chunks() -> Iterator[tuple[int, int, Extent]]:
+        for number, file in enumerate(files):
+            for turn, offset in enumerate(range(0, file.nbytes, _CHUNK_NBYTES)):
+                yield number, turn, Extent(offset, min(_CHUNK_NBYTES, file.nbytes - offset))
+
+    def work(buffer: Buffer, item: tuple[int, int, Extent]) -> int:
+        number, turn, extent = item
+        view = buffer.reserve(align_up(extent.nbytes, BLOCK))
+        files[number].read(extent.offset, view)
+        turns.wait(number, turn)
+        running[number].update(extent, view)
+        turns.done(number)
+        return extent.nbytes
+
+    try:
+        workers = Workers(DEFAULT_THREADS, chunks(), Buffer, work, stop)
+        workers.start()
+        workers.join(on_progress)
+    finally:
+        for file in files:
+            file.close()
+    report.nbytes += sum(file.nbytes for file in files)
+    for one in running:
+        one.finish()
+
+
+class _RunningDigests:
+    """Hashes a file's tensors as its bytes come by in order."""
+
+    def __init__(self, file: str, tensors: list[tuple[Extent, str, str]], report: Report) -> None:
+        self._file = file
+        self._tensors = tensors
+        self._report = report
+        self._current = 0
+        self._digest = xxhash.xxh3_128()
+
+    def update(self, extent: Extent, view: memoryview) -> None:
+        while self._current < len(self._tensors):
+            tensor = self._tensors[self._current][0]
+            low, high = max(tensor.offset, extent.offset), min(tensor.end, extent.end)
+            if low < high:
+                self._digest.update(view[low - extent.offset : high - extent.offset])
+            if tensor.end > extent.end:
+                return
+            self._complete()
+
+    def finish(self) -> None:
+        while self._current < len(self._tensors):
+            self._complete()
+
+    def _complete(self) -> None:
+        extent, name, expected = self._tensors[self._current]
+        if self._digest.hexdigest() != expected:
+            self._report.add(self._file, "digest differs: the stored bytes are damaged", name, extent)
+        self._current += 1
+        self._digest = xxhash.xxh3_128()
+
+
+def _compare(
+    folder: Path,
+    manifest: Manifest,
+    tables: list[RankTable | None],
+    record: SourceRecord,
+    catalogue: Catalogue,
+    report: Report,
+    on_progress: Callable[[int], None] | None,
+) -> None:
+    """Compare every slice with the source: the conversion's own copy plan, read instead of written."""
+    usable = [table for table in tables if table is not None]
+    if len(usable) < len(tables) or not report.ok:
+        return  # What is wrong has been said, and nothing lies where the plan says.
+    found = [(tensor.name, tensor.dtype, tensor.shape) for tensor in catalogue.tensors]
+    expected = list(zip(record.names, record.dtypes, record.shapes, strict=True))
+    if found != expected:
+        different = sorted({name for name, *_ in set(found) ^ set(expected)})
+        report.add(
+            str(catalogue.root),
+            f"is not the source: {len(different)} tensors differ, such as {different[0]!r}",
+        )
+        return
+    plan = Plan(manifest.plan, manifest.num_ranks, tuple(record.slices))
+    layout = _layout(manifest, usable, catalogue)
+    sink = _CompareSink(folder, layout, catalogue, report)
+    try:
+        digests = run_steps(catalogue, plan, copy_steps(catalogue, plan, layout), sink, on_progress=on_progress)
+    finally:
+        sink.close()
+    for name, now, then in zip(record.names, digests.sources, record.digests, strict=True):
+        if now != then:
+            report.add(str(catalogue.root), "has changed in the source since the conversion", name)
+
+
+def _layout(manifest: Manifest, tables: list[RankTable], catalogue: Catalogue) -> Layout:
+    """The layout that the sidecar describes."""
+    position = {tensor.name: t for t, tensor in enumerate(catalogue.tensors)}
+    ranks = []
+    for rank, (entry, table) in enumerate(zip(manifest.ranks, tables, strict=True)):
+        files = []
+        for part, file in enumerate(entry.files):
+            rows = [row for row, number in enumerate(table.files) if number == part]
+            tensors = tuple(position[table.names[row]] for row in rows)
+            offsets = tuple(table.offsets[row] for row in rows)
+            files.append(RankFile(file.name, rank, part, tensors, offsets, file.data_start, file.nbytes))
+        ranks.append(tuple(files))
+    return Layout(manifest.alignment, tuple(ranks), manifest.dcp)
+
+
+class _CompareSink:
+    def __init__(self, folder: Path, layout: Layout, catalogue: Catalogue, report: Report) -> None:
+        self._files = {
+            (file.rank, file.part): InputFile(folder / file.name, file.nbytes)
+            for files in layout.ranks
+            for file in files
+        }
+        self._catalogue = catalogue
+        self._report = report
+        self._buffers = threading.local()
+
+    def put(self, span: Span, target: Target, view: memoryview, address: int) -> None:
+        buffer: Buffer = self._buffers.__dict__.setdefault("buffer", Buffer())
+        low = align_down(target.offset, BLOCK)
+        start = target.offset - low
+        memory = buffer.reserve(align_up(start + span.nbytes, BLOCK))
+        file = self._files[target.rank, target.part]
+        file.read(low, memory)
+        found, expected = (
+            np.frombuffer(memory, np.uint8)[start : start + span.nbytes],
+            np.frombuffer(view, np.uint8),
+        )
+        if np.array_equal(found, expected):
+            return
+        for piece in span.pieces:
+            begin, end = piece.transfer.target, piece.transfer.target_end
+            wrong = np.flatnonzero(found[begin:end] != expected[begin:end])
+            if wrong.size:
+                first, last = begin + int(wrong[0]), begin + int(wrong[-1])
+                self._report.add(
+                    file.path.name,
+                    f"{wrong.size} bytes differ from the source",
+                    self._catalogue.tensors[piece.tensor].name,
+                    Extent(target.offset + first, last + 1 - first),
+                )
+
+    def close(self) -> None:
+        """Close the rank files."""
+        for file in self._files.values():
+            file.close()

@@ -180,22 +180,26 @@ def _write_sidecar(folder: Path, conversion: Conversion, digests: Digests) -> No
     side_files = [_copy_side_file(catalogue.root, folder, name) for name in catalogue.side_files]
     record = dump_record(catalogue, plan, layout, conversion.max_part_nbytes, digests.sources, side_files)
     conversion_id = digest_hex(record)
-    _write(folder / SOURCE_RECORD_NAME, compress(record))
+    stored_record = compress(record)
+    _write(folder / SOURCE_RECORD_NAME, stored_record)
     entries = []
     for rank, files in enumerate(layout.ranks):
+        indexed = []
         for file in files:
-            _write_header(folder / file.name, file, rank_header(catalogue, plan, layout, file, conversion_id))
+            header = rank_header(catalogue, plan, layout, file, conversion_id)
+            _write_header(folder / file.name, file, header)
+            indexed.append(IndexedFile(file.name, file.nbytes, file.data_start, digest_hex(header)))
         sizes = [_slice_sizes(conversion, file) for file in files]
         arena = plan_arena([(file.data_start, file.offsets, nbytes) for file, nbytes in zip(files, sizes, strict=True)])
         table = dump_table(_rank_table(conversion, rank, arena, digests), conversion_id)
-        _write(folder / table_name(rank), compress(table))
+        _write(folder / table_name(rank), table)
         entries.append(
             RankEntry(
                 table=table_name(rank),
                 table_digest=digest_hex(table),
                 num_tensors=sum(len(file.tensors) for file in files),
                 nbytes=sum(map(sum, sizes)),
-                files=tuple(IndexedFile(file.name, file.nbytes, file.data_start) for file in files),
+                files=tuple(indexed),
                 arena_nbytes=arena.nbytes,
                 reads=arena.reads,
             )
@@ -209,6 +213,7 @@ def _write_sidecar(folder: Path, conversion: Conversion, digests: Digests) -> No
         plan=plan.name,
         alignment=layout.alignment,
         dcp=layout.is_boxes,
+        record_digest=digest_hex(stored_record),
         source_nbytes=catalogue.nbytes,
         ranks=tuple(entries),
     )

@@ -44,14 +44,17 @@ class InputFile:
         """Open `path`, which must be `nbytes` long; without `fallback`, refused direct I/O is an error.
 
         Raises:
-            FormatError: the file has another length.
+            FormatError: the file is missing or has another length.
             OSError: it cannot be opened, or not as asked.
         """
         self.path = path
         self.nbytes = nbytes
         self._lock = threading.Lock()
         self._fallback = fallback
-        self._fd, self.direct = _open(path, os.O_RDONLY, direct)
+        try:
+            self._fd, self.direct = _open(path, os.O_RDONLY, direct)
+        except FileNotFoundError:
+            raise FormatError(f"{path}: is missing") from None
         if direct and not self.direct and not fallback:
             self.close()
             raise _refused(path)

@@ -8,7 +8,7 @@ from pathlib import Path
 from relayout.errors import FormatError, PlanError
 from relayout.header import LENGTH_NBYTES
 from relayout.index import MANIFEST_NAME, Manifest, RankTable
-from relayout.sidecar import MAX_MANIFEST_NBYTES, decompress, header_prefix, parse_manifest, parse_table
+from relayout.sidecar import MAX_MANIFEST_NBYTES, header_prefix, parse_manifest, parse_table
 
 MAX_TABLE_FILE_NBYTES = 256 * 2**20
 """Limit of a table or record as stored, compressed."""
@@ -41,8 +41,7 @@ def read_table(folder: Path, manifest: Manifest, rank: int) -> RankTable:
         FormatError: it cannot be read, is damaged, or belongs to another conversion.
     """
     path = folder / manifest.ranks[rank].table
-    blob = read_small(path, MAX_TABLE_FILE_NBYTES)
-    return parse_table(decompress(blob, str(path)), manifest, rank, str(path))
+    return parse_table(read_small(path, MAX_TABLE_FILE_NBYTES), manifest, rank, str(path))
 
 
 def check_owner(folder: Path, manifest: Manifest, rank: int) -> None:

@@ -41,6 +41,8 @@ class IndexedFile:
     """Length of the whole file."""
     data_start: int
     """Absolute offset of its data section."""
+    header_digest: str
+    """Digest, in hex, of the bytes before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class RankEntry:
     table: str
     """File name of the rank table."""
     table_digest: str
-    """Digest of the table's JSON, uncompressed, in hex."""
+    """Digest of the table as stored, in hex."""
     num_tensors: int
     nbytes: int
     """Bytes of all the rank's tensors."""
@@ -66,12 +68,14 @@ class Manifest:
     generator: str
     """Program and version that wrote it."""
     conversion: str
-    """Digest of the source record: names this conversion. Each rank file's header repeats it."""
+    """Digest of the source record's JSON: names this conversion. Each rank file's header repeats it."""
     model_type: str | None
     plan: str
     alignment: int
     dcp: bool
     """Whether PyTorch DCP can read the rank files as one model."""
+    record_digest: str
+    """Digest of the source record as stored, in hex."""
     source_nbytes: int
     """Bytes of all source tensors."""
     ranks: tuple[RankEntry, ...]

@@ -5,7 +5,6 @@ Its digest names the conversion: it covers every source tensor's digest, how eac
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ from relayout.fields import Fields, parse_object
 from relayout.index import FORMAT_VERSION
 from relayout.layout import Layout
 from relayout.plan import Plan
-from relayout.sidecar import parse_shapes, parse_slice
+from relayout.sidecar import compact_json, parse_shapes, parse_slice
 from relayout.slicing import Slice
 
 
@@ -73,7 +72,7 @@ def dump_record(
             "cut": cut_of,
         },
     }
-    return json.dumps(top, ensure_ascii=False, separators=(",", ":")).encode()
+    return compact_json(top)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import xxhash
@@ -54,6 +55,11 @@ def header_prefix(rank: int, num_ranks: int, part: int, conversion: str) -> byte
     return b'{"__metadata__":' + entry.removesuffix("}").encode()
 
 
+def compact_json(top: Mapping[str, Any]) -> bytes:
+    """JSON without white space."""
+    return json.dumps(top, ensure_ascii=False, separators=(",", ":")).encode()
+
+
 def digest_hex(blob: bytes) -> str:
     """Digest of some bytes."""
     return xxhash.xxh3_128_hexdigest(blob)
@@ -82,7 +88,7 @@ def decompress(blob: bytes, where: str) -> bytes:
 
 def dump_manifest(manifest: Manifest) -> bytes:
     """Serialise relayout.json: indented, for people."""
-    top = {
+    top: dict[str, Any] = {
         "relayout": FORMAT_VERSION,
         "generator": manifest.generator,
         "conversion": manifest.conversion,
@@ -92,22 +98,25 @@ def dump_manifest(manifest: Manifest) -> bytes:
         "num_ranks": manifest.num_ranks,
         "alignment": manifest.alignment,
         "dcp": manifest.dcp,
-        "source": {"record": SOURCE_RECORD_NAME, "nbytes": manifest.source_nbytes},
+        "source": {
+            "record": SOURCE_RECORD_NAME,
+            "record_digest": manifest.record_digest,
+            "nbytes": manifest.source_nbytes,
+        },
         "ranks": [
             {
                 "table": entry.table,
                 "table_digest": entry.table_digest,
                 "num_tensors": entry.num_tensors,
                 "nbytes": entry.nbytes,
-                "files": [
-                    {"name": file.name, "nbytes": file.nbytes, "data_start": file.data_start} for file in entry.files
-                ],
+                "files": [asdict(file) for file in entry.files],
                 "arena_nbytes": entry.arena_nbytes,
                 "reads": [_dump_read(read) for read in entry.reads],
             }
             for entry in manifest.ranks
         ],
     }
+    top["self_digest"] = _self_digest(top)
     return (json.dumps(top, indent=2, ensure_ascii=False) + "\n").encode()
 
 
@@ -121,6 +130,9 @@ def parse_manifest(blob: bytes, where: str) -> Manifest:
     version = top.get("relayout")
     if version != FORMAT_VERSION:
         raise FormatError(f"{where}: format version {version!r}, this relayout reads {FORMAT_VERSION}")
+    claimed = top.pop("self_digest", None)
+    if claimed != _self_digest(top):
+        raise FormatError(f"{where}: its self_digest is {claimed!r}, not that of its content: damaged or edited")
     if top.get("digest") != DIGEST:
         raise FormatError(f"{where}: digest algorithm {top.get('digest')!r}, expected {DIGEST!r}")
     fields = Fields(top, where)
@@ -128,6 +140,7 @@ def parse_manifest(blob: bytes, where: str) -> Manifest:
     if len(ranks) != fields.size("num_ranks") or not ranks:
         raise FormatError(f"{where}: {len(ranks)} entries in 'ranks', num_ranks is {top['num_ranks']}")
     model_type = top.get("model_type")
+    source = Fields(fields.object("source"), where)
     return Manifest(
         generator=fields.text("generator"),
         conversion=fields.text("conversion"),
@@ -135,13 +148,14 @@ def parse_manifest(blob: bytes, where: str) -> Manifest:
         plan=fields.text("plan"),
         alignment=fields.size("alignment"),
         dcp=top.get("dcp") is True,
-        source_nbytes=Fields(fields.object("source"), where).size("nbytes"),
+        record_digest=source.text("record_digest"),
+        source_nbytes=source.size("nbytes"),
         ranks=tuple(_parse_rank(entry, rank, where) for rank, entry in enumerate(ranks)),
     )
 
 
 def dump_table(table: RankTable, conversion: str) -> bytes:
-    """Serialise a rank table, uncompressed."""
+    """Serialise a rank table, as it is stored."""
     top = {
         "relayout": FORMAT_VERSION,
         "conversion": conversion,
@@ -158,19 +172,19 @@ def dump_table(table: RankTable, conversion: str) -> bytes:
         ],
         "slice": [None if part.is_whole else [part.axis, part.ranges] for part in table.slices],
     }
-    return json.dumps(top, ensure_ascii=False, separators=(",", ":")).encode()
+    return compress(compact_json(top))
 
 
-def parse_table(text: bytes, manifest: Manifest, rank: int, where: str) -> RankTable:
-    """Parse a rank table, given uncompressed, and prove that its tensors lie inside files and arena.
+def parse_table(blob: bytes, manifest: Manifest, rank: int, where: str) -> RankTable:
+    """Parse a rank table, given as stored, and prove that its tensors lie inside files and arena.
 
     Raises:
         FormatError: it is damaged, of another rank or conversion, or not what FORMAT.md demands.
     """
     entry = manifest.ranks[rank]
-    if digest_hex(text) != entry.table_digest:
+    if digest_hex(blob) != entry.table_digest:
         raise FormatError(f"{where}: digest differs from the one in {MANIFEST_NAME}: damaged, or of another conversion")
-    top = parse_object(text, where)
+    top = parse_object(decompress(blob, where), where)
     if (top.get("conversion"), top.get("rank")) != (manifest.conversion, rank):
         raise FormatError(f"{where}: is of rank {top.get('rank')!r} of conversion {top.get('conversion')!r}")
     fields = Fields(top, where)
@@ -196,6 +210,11 @@ def parse_table(text: bytes, manifest: Manifest, rank: int, where: str) -> RankT
         source_shapes=parse_shapes(source_shapes, where),
         slices=slices,
     )
+
+
+def _self_digest(top: Mapping[str, Any]) -> str:
+    """Digest of a manifest's fields, in their order, as compact JSON."""
+    return digest_hex(compact_json(top))
 
 
 def _dump_read(read: Read) -> dict[str, int]:
@@ -241,7 +260,9 @@ def _parse_rank(entry: Mapping[str, Any], rank: int, where: str) -> RankEntry:
         file = Fields(row, where)
         if not _FILE_NAME.match(file.text("name")):
             raise FormatError(f"{where}: {file.text('name')!r} is not the name of a .safetensors file")
-        files.append(IndexedFile(file.text("name"), file.size("nbytes"), file.size("data_start")))
+        files.append(
+            IndexedFile(file.text("name"), file.size("nbytes"), file.size("data_start"), file.text("header_digest"))
+        )
     parsed = RankEntry(
         table=fields.text("table"),
         table_digest=fields.text("table_digest"),

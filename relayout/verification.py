@@ -129,6 +129,8 @@ def _check_rank(folder: Path, manifest: Manifest, rank: int, report: Report) -> 
             shard, header = read_shard(path, file.name)
             if shard.nbytes != file.nbytes:
                 raise FormatError(f"{path}: {shard.nbytes} bytes long, expected {file.nbytes}")
+            if digest_hex(shard.header) != file.header_digest:
+                report.add(file.name, "header differs from the one that was written", extent=Extent(0, file.data_start))
             with safe_open(path, framework="np"):  # The reference reader's opinion.
                 pass
         except (FormatError, SafetensorError) as error:
@@ -163,9 +165,10 @@ def _check_record(
     """Check the source record, the side files, and that the ranks' slices are those that the record names."""
     path = folder / SOURCE_RECORD_NAME
     try:
-        text = decompress(read_small(path, MAX_TABLE_FILE_NBYTES), str(path))
-        if digest_hex(text) != manifest.conversion:
-            raise FormatError(f"{path}: digest differs from the conversion that the manifest names")
+        blob = read_small(path, MAX_TABLE_FILE_NBYTES)
+        text = decompress(blob, str(path))
+        if (digest_hex(blob), digest_hex(text)) != (manifest.record_digest, manifest.conversion):
+            raise FormatError(f"{path}: digest differs from the one that the manifest names")
         record = parse_record(text, manifest.num_ranks, str(path))
     except FormatError as error:
         report.add(SOURCE_RECORD_NAME, str(error))

@@ -1,0 +1,168 @@
+"""`verify` finds and names whatever is changed in a converted folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import Array
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+import relayout
+from relayout.errors import FormatError
+from relayout.header import parse_header
+
+FILE = "model-rank-2-part-0.safetensors"
+
+
+@pytest.fixture(scope="module")
+def pristine(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("pristine") / "out"
+    relayout.convert(llama, out, tp=4)
+    return out
+
+
+@pytest.fixture
+def folder(pristine: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(pristine, tmp_path / "out")
+
+
+def flip(path: Path, offset: int, bit: int = 1) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ bit]))
+
+
+def test_an_undisturbed_folder_is_verified_alone_and_against_its_source(pristine: Path, llama: Path) -> None:
+    for source in (None, llama):
+        report = relayout.verify(pristine, source=source)
+        assert report.ok
+        assert report.compared_with_source == (source is not None)
+        assert report.nbytes == sum(path.stat().st_size for path in pristine.glob("*.safetensors"))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(where=st.floats(0, 1, exclude_max=True), bit=st.sampled_from([1 << n for n in range(8)]))
+def test_any_flipped_bit_of_tensor_data_is_found_and_its_tensor_named(folder: Path, where: float, bit: int) -> None:
+    path = folder / FILE
+    header = parse_header(path.read_bytes(), path.stat().st_size, "")
+    offset = header.data_start + int(where * header.data_nbytes)
+    flip(path, offset, bit)
+    report = relayout.verify(folder)
+    flip(path, offset, bit)
+    [found] = report.differences
+    [tensor] = [
+        one
+        for one in header.tensors
+        if one.offset <= offset - header.data_start < one.offset + one.nbytes
+    ]  # fmt: skip
+    assert (found.file, found.tensor) == (FILE, tensor.name)
+    assert found.start == header.data_start + tensor.offset
+    assert found.end == found.start + tensor.nbytes
+    assert "digest differs" in str(found)
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_flipped_bit_of_a_header_or_another_file_is_found(folder: Path, data: st.DataObject) -> None:
+    names = sorted(path.name for path in folder.iterdir())
+    path = folder / data.draw(st.sampled_from(names))
+    end = 20_000 if path.suffix == ".safetensors" else path.stat().st_size
+    offset = data.draw(st.integers(0, end - 1))
+    bit = 1 << data.draw(st.integers(0, 7))
+    flip(path, offset, bit)
+    try:
+        report = relayout.verify(folder)
+    except FormatError as error:
+        found = str(error)
+    else:
+        found = "\n".join(map(str, report.differences))
+    finally:
+        flip(path, offset, bit)
+    assert path.name in found
+
+
+def test_a_changed_header_is_found(folder: Path) -> None:
+    path = folder / FILE
+    blob = path.read_bytes()
+    path.write_bytes(blob.replace(b'"model.norm.weight":{', b'"model.norm.height":{'))
+    assert any(one.file == FILE and "rank table" in one.what for one in relayout.verify(folder).differences)
+
+
+def test_swapped_rank_files_are_found(folder: Path) -> None:
+    (folder / FILE).rename(folder / "spare")
+    (folder / FILE.replace("2", "1", 1)).rename(folder / FILE)
+    (folder / "spare").rename(folder / FILE.replace("2", "1", 1))
+    assert {one.file for one in relayout.verify(folder).differences} >= {FILE, FILE.replace("2", "1", 1)}
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_truncated_or_grown_file_is_found(folder: Path, change: int) -> None:
+    blob = (folder / FILE).read_bytes()
+    (folder / FILE).write_bytes(blob[:change] if change < 0 else blob + b"x")
+    assert any(one.file == FILE for one in relayout.verify(folder).differences)
+
+
+@pytest.mark.parametrize("name", [FILE, "relayout.rank-2.json.zst", "relayout.source.json.zst", "config.json"])
+def test_a_missing_file_is_found(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    report = relayout.verify(folder)
+    assert any(one.file == name for one in report.differences)
+
+
+def test_a_folder_without_a_manifest_is_no_converted_checkpoint(llama: Path) -> None:
+    with pytest.raises(FormatError, match=r"relayout.json: cannot be read"):
+        relayout.verify(llama)
+
+
+def _changed_copy(llama: Path, folder: Path, change: str) -> Path:
+    source = shutil.copytree(llama, folder / "source")
+    shard = sorted(source.glob("*.safetensors"))[-1]
+    if change == "byte":
+        flip(shard, shard.stat().st_size - 1)
+    else:
+        shard.unlink()
+        index = json.loads((source / "model.safetensors.index.json").read_text())
+        kept = {name: file for name, file in index["weight_map"].items() if file != shard.name}
+        (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": kept}))
+    return source
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [("byte", "1 bytes differ from the source"), ("tensors", "is not the source")]
+)
+def test_a_source_that_is_another_one_is_told(
+    pristine: Path, llama: Path, tmp_path: Path, change: str, message: str
+) -> None:
+    source = _changed_copy(llama, tmp_path, change)
+    report = relayout.verify(pristine, source=source)
+    assert message in "\n".join(map(str, report.differences))
+
+
+def test_a_wrong_slice_under_right_digests_is_found_by_comparing_with_the_source(tmp_path: Path) -> None:
+    """Everything in the folder agrees with itself, but was made from a source with two tensors exchanged."""
+    arrays: dict[str, Array] = {
+        f"model.layers.{n}.mlp.down_proj.weight": np.arange(n, n + 64 * 96, dtype=np.float32).reshape(64, 96)
+        for n in range(2)
+    }
+    for name, order in (("right", (0, 1)), ("wrong", (1, 0))):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text('{"model_type": "llama"}')
+        mixed = dict(zip(arrays, [list(arrays.values())[n] for n in order], strict=True))
+        save_file(mixed, tmp_path / name / "model.safetensors")
+    assert load_file(tmp_path / "right" / "model.safetensors").keys() == arrays.keys()
+    relayout.convert(tmp_path / "wrong", tmp_path / "out", tp=2)
+    assert relayout.verify(tmp_path / "out").ok
+    report = relayout.verify(tmp_path / "out", source=tmp_path / "right")
+    assert {one.tensor for one in report.differences} == set(arrays)
+    assert {one.file for one in report.differences if one.file.startswith("model-rank")} == {
+        "model-rank-0-part-0.safetensors",
+        "model-rank-1-part-0.safetensors",
+    }

@@ -1,0 +1,121 @@
+"""Makes a small real checkpoint, converts, verifies and loads it, and proves each rank against stock safetensors."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import transformers
+from rich import box
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import relayout
+
+TP = 4
+CONFIG = LlamaConfig(
+    hidden_size=1024,
+    intermediate_size=2816,
+    num_hidden_layers=10,
+    num_attention_heads=16,
+    num_key_value_heads=4,
+    vocab_size=32000,
+    tie_word_embeddings=False,
+)
+
+
+def main() -> int:
+    console = Console(highlight=False)
+    with tempfile.TemporaryDirectory(prefix="relayout-demo-", dir=os.environ.get("RELAYOUT_DEMO_DIR")) as folder:
+        source, converted = Path(folder) / "llama", Path(folder) / f"llama-tp{TP}"
+        console.print("[bold]1.[/] a checkpoint of random weights, written by transformers")
+        transformers.logging.disable_progress_bar()
+        AutoModelForCausalLM.from_config(CONFIG, dtype=torch.bfloat16).save_pretrained(source, max_shard_size="200MB")
+        found = relayout.inspect(source)
+        console.print(f"   {found.num_tensors} tensors, {decimal(found.nbytes)} in {found.num_files} files")
+
+        console.print(f"[bold]2.[/] relayout convert llama --tp {TP}")
+        summary = relayout.convert(source, converted, tp=TP)
+        console.print(
+            f"   {summary.num_files} rank files, {decimal(summary.written_nbytes)} in {summary.seconds:.2f} s"
+        )
+
+        console.print(f"[bold]3.[/] relayout verify llama-tp{TP} --source llama")
+        report = relayout.verify(converted, source=source)
+        console.print(f"   {report.num_tensors} slices compared, {len(report.differences)} differences")
+
+        console.print(
+            "[bold]4.[/] each rank loaded from a cold cache by relayout, and cut out of the source by safetensors"
+        )
+        relayout.load(converted, 0)  # So that no import is timed.
+        table = Table(box=box.SIMPLE_HEAD)
+        for heading in ("rank", "bytes", "relayout.load", "safetensors get_slice", "faster", "equal"):
+            table.add_column(heading, justify="right")
+        all_equal = report.ok
+        totals = [0.0, 0.0]
+        for rank in range(TP):
+            forget(converted)
+            started = time.perf_counter()
+            mine = relayout.load(converted, rank)
+            relayout_seconds = time.perf_counter() - started
+            forget(source)
+            started = time.perf_counter()
+            theirs = stock_slices(source, rank)
+            stock_seconds = time.perf_counter() - started
+            equal = mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+            all_equal &= equal
+            totals = [totals[0] + relayout_seconds, totals[1] + stock_seconds]
+            table.add_row(
+                str(rank),
+                decimal(sum(tensor.numel() * tensor.element_size() for tensor in mine.values())),
+                f"{relayout_seconds:.3f} s",
+                f"{stock_seconds:.3f} s",
+                f"{stock_seconds / relayout_seconds:.1f}x",
+                "yes" if equal else "[red]NO[/]",
+            )
+        table.add_section()
+        times = [f"{seconds:.3f} s" for seconds in totals]
+        table.add_row("all", decimal(report.nbytes), *times, f"{totals[1] / totals[0]:.1f}x", "")
+        console.print(table)
+    console.print("[bold green]every rank is equal, bit for bit[/]" if all_equal else "[bold red]a rank differs[/]")
+    return 0 if all_equal else 1
+
+
+def stock_slices(source: Path, rank: int) -> dict[str, torch.Tensor]:
+    """A rank's slices by the stock package, every byte brought into memory."""
+    slices = {}
+    for file in sorted(source.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as stock:
+            for name in stock.keys():  # noqa: SIM118 (it is no mapping)
+                part = stock.get_slice(name)
+                if "norm" in name:
+                    slices[name] = part[:].clone()
+                    continue
+                axis = 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
+                size = part.get_shape()[axis] // TP
+                mine = slice(rank * size, (rank + 1) * size)
+                slices[name] = (part[:, mine] if axis else part[mine]).clone()
+    return slices
+
+
+def forget(folder: Path) -> None:
+    """Have the system drop the files' pages from its cache."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -5,10 +5,8 @@ Reads directory entries, small JSON files and header bytes; never tensor data.
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 
 from relayout.errors import FormatError, PlanError
 from relayout.extents import Extent
+from relayout.files import open_regular, read_small
 from relayout.header import LENGTH_NBYTES, Header, header_nbytes, parse_header, strict_json
 from relayout.index import MANIFEST_NAME
 
@@ -98,16 +97,19 @@ def read_catalogue(source: Path) -> Catalogue:
         FormatError: a file is missing, unreadable, damaged, or contradicts the index.
         PlanError: `source` is no checkpoint to convert.
     """
-    if source.is_dir():
-        return _read_folder(source)
-    if source.suffix == ".safetensors" or source.is_file():
+    try:
+        if source.is_dir():
+            return _read_folder(source)
+        is_file = source.suffix == ".safetensors" or source.is_file()
+    except PermissionError as error:
+        raise FormatError(f"{source}: cannot be read: {error.strerror}") from None
+    if is_file:
         shard, header = read_shard(source, source.name)
-        config = source.parent / "config.json"
         return _assemble(
             source,
             [(shard, header)],
             named=None,
-            config=_read_json(config) if config.is_file() else {},
+            config=_read_config(source.parent),
             index=None,
             side_files=(),
             left_out=[],
@@ -121,25 +123,15 @@ def read_shard(path: Path, name: str) -> tuple[SourceFile, Header]:
     Raises:
         FormatError: the file cannot be read or is damaged.
     """
-    real = Path(os.path.realpath(path))
-    try:
-        # O_NONBLOCK: a FIFO in the place of a shard must not hang us.
-        descriptor = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        reason = os.strerror(error.errno or errno.EIO)
-        raise FormatError(f"{path}: cannot be read: {reason}") from None
-    with os.fdopen(descriptor, "rb", buffering=0) as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise FormatError(f"{path}: not a regular file")
+    descriptor, status = open_regular(path)
+    with open(descriptor, "rb", buffering=0) as file:
         try:
             prefix = file.read(LENGTH_NBYTES) or b""
-            rest = header_nbytes(prefix, status.st_size, str(path))
-            blob = prefix + (_read_exactly(file, rest))
+            blob = prefix + _read_exactly(file, header_nbytes(prefix, status.st_size, str(path)))
         except OSError as error:
             raise FormatError(f"{path}: cannot be read: {error.strerror}") from None
     header = parse_header(blob, status.st_size, str(path))
-    return SourceFile(name, real, status.st_size, header.data_start, blob), header
+    return SourceFile(name, path.resolve(), status.st_size, header.data_start, blob), header
 
 
 def model_order(name: str) -> tuple[tuple[bool, int, str], ...]:
@@ -157,13 +149,14 @@ def _number(part: str) -> str | None:
 def _read_folder(root: Path) -> Catalogue:
     if (root / MANIFEST_NAME).exists():
         raise PlanError(f"{root}: is a converted checkpoint already ({MANIFEST_NAME} lies in it)")
-    shards = sorted(path.name for path in root.glob("*.safetensors"))
-    index_name = _find_index(root, shards)
+    names = sorted(entry.name for entry in os.scandir(root))
+    shards = [name for name in names if name.endswith(".safetensors")]
+    index_name = _find_index(root, names)
     left_out: list[str] = []
     named: dict[str, str] | None = None
     index: tuple[str, bytes] | None = None
     if index_name is not None:
-        index = (index_name, _read_bytes(root / index_name))
+        index = (index_name, read_small(root / index_name, _MAX_JSON_NBYTES))
         named = _parse_index(index[1], root / index_name)
         used = sorted(set(named.values()))
         left_out += [f"{name}: not named by {index_name}" for name in shards if name not in set(used)]
@@ -174,24 +167,23 @@ def _read_folder(root: Path) -> Catalogue:
         used = shards
     if not used:
         raise PlanError(f"{root}: holds no safetensors file")
-    config = root / "config.json"
     side_files, not_copied = _side_files(root)
     return _assemble(
         root,
         [read_shard(root / name, name) for name in used],
         named=named,
-        config=_read_json(config) if config.exists() else {},
+        config=_read_config(root),
         index=index,
         side_files=side_files,
         left_out=left_out + not_copied,
     )
 
 
-def _find_index(root: Path, shards: list[str]) -> str | None:
-    if (root / INDEX_NAME).exists():
+def _find_index(root: Path, names: list[str]) -> str | None:
+    if INDEX_NAME in names:
         return INDEX_NAME
-    others = sorted(path.name for path in root.glob("*.safetensors" + _INDEX_SUFFIX))
-    if others and SINGLE_NAME not in shards:
+    others = [name for name in names if name.endswith(".safetensors" + _INDEX_SUFFIX)]
+    if others and SINGLE_NAME not in names:
         if len(others) > 1:
             raise PlanError(f"{root}: no {INDEX_NAME}, but several others: {', '.join(others)}")
         return others[0]
@@ -254,45 +246,57 @@ def _assemble(
 
 
 def _side_files(root: Path) -> tuple[tuple[str, ...], list[str]]:
-    """Files that go along, and weights in other formats that do not, both relative to `root`, sorted."""
+    """Files that go along, and what does not, with the reason; names relative to `root`, sorted."""
     kept, left_out = [], []
-    for path in sorted(_walk(root)):
+    for path, reason in sorted(_walk(root)):
         name = path.relative_to(root).as_posix()
-        if path.parent == root and name.startswith("relayout."):
-            left_out.append(f"{name}: a name that relayout uses itself")
-        elif path.suffix in _WEIGHT_SUFFIXES or name.endswith(_INDEX_SUFFIX):
-            if path.parent != root or path.suffix not in (".safetensors", ".json"):
-                left_out.append(f"{name}: weights that are not part of the model")
-        else:
+        is_part = path.parent == root and (path.suffix == ".safetensors" or name.endswith(_INDEX_SUFFIX))
+        if reason is None and (path.suffix in _WEIGHT_SUFFIXES or name.endswith(_INDEX_SUFFIX)):
+            reason = "weights that are not part of the model"
+        elif reason is None and name.startswith("relayout."):
+            reason = "a name that relayout uses itself"
+        if reason is None:
             kept.append(name)
+        elif not is_part:
+            left_out.append(f"{name}: {reason}")
     return tuple(kept), left_out
 
 
-def _walk(folder: Path) -> Iterator[Path]:
+def _walk(folder: Path) -> Iterator[tuple[Path, str | None]]:
+    """Everything below a folder that is not hidden: the path, and why it cannot go along, if it cannot."""
     for entry in os.scandir(folder):
+        path = Path(entry.path)
         if entry.name.startswith("."):
             continue
-        if entry.is_dir(follow_symlinks=False):
-            yield from _walk(Path(entry.path))
-        elif entry.is_file():
-            yield Path(entry.path)
+        if not _is_utf8(entry.name):
+            yield path, "its name is not UTF-8"
+        elif entry.is_dir(follow_symlinks=False):
+            if (path / MANIFEST_NAME).exists():
+                yield path, "a converted checkpoint"
+            else:
+                yield from _walk(path)
+        elif not entry.is_file():
+            yield path, "a link to a folder, or to nothing" if entry.is_symlink() else "not a regular file"
+        else:
+            yield path, None
 
 
-def _read_json(path: Path) -> Mapping[str, Any]:
-    parsed = strict_json(_decode(_read_bytes(path), path), str(path), constants=True)
+def _is_utf8(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _read_config(folder: Path) -> Mapping[str, Any]:
+    path = folder / "config.json"
+    if not os.path.lexists(path):
+        return {}
+    parsed = strict_json(_decode(read_small(path, _MAX_JSON_NBYTES), path), str(path), constants=True)
     if not isinstance(parsed, dict):
         raise FormatError(f"{path}: a JSON {type(parsed).__name__}, expected an object")
     return parsed
-
-
-def _read_bytes(path: Path) -> bytes:
-    try:
-        nbytes = path.stat().st_size
-        if nbytes > _MAX_JSON_NBYTES:
-            raise FormatError(f"{path}: {nbytes} bytes of JSON, limit {_MAX_JSON_NBYTES}")
-        return path.read_bytes()
-    except OSError as error:
-        raise FormatError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def _decode(text: bytes, path: Path) -> str:

@@ -13,7 +13,7 @@ from typing import Annotated, NoReturn, Protocol, TypeVar
 import typer
 
 from relayout import __version__
-from relayout.errors import RelayoutError
+from relayout.errors import RelayoutError, printable
 
 EXIT_DIFFERENCE = 1
 EXIT_BAD_INPUT = 2
@@ -36,6 +36,37 @@ app = typer.Typer(
 )
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout instead of text.")]
+
+# readable=False: that something cannot be read is for the library to say, in one line, as all else.
+SourceArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="SRC", readable=False, help="A checkpoint folder, Hugging Face snapshot, or .safetensors file."
+    ),
+]
+OutputOption = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="OUT", readable=False, help="Folder to make. Default: SRC-tpN beside SRC."),
+]
+PlanOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        readable=False,
+        help="A plan of your own (TOML). Default: built in, by config.json's model_type.",
+    ),
+]
+PathArgument = Annotated[
+    Path,
+    typer.Argument(metavar="PATH", readable=False, help="A .safetensors file, or a folder, converted or not."),
+]
+ConvertedArgument = Annotated[
+    Path, typer.Argument(metavar="OUT", readable=False, help="A folder that `relayout convert` wrote.")
+]
+CompareOption = Annotated[
+    Path | None,
+    typer.Option(metavar="SRC", readable=False, help="Also compare every slice with this source, byte for byte."),
+]
 
 
 def main() -> None:
@@ -61,21 +92,13 @@ def _root(
 
 @app.command()
 def convert(
-    source: Annotated[
-        Path,
-        typer.Argument(metavar="SRC", help="A checkpoint folder, Hugging Face snapshot, or .safetensors file."),
-    ],
+    source: SourceArgument,
     tp: Annotated[int, typer.Option("--tp", metavar="N", help="Tensor-parallel ranks to cut for.")] = 1,
     align: Annotated[
         str, typer.Option(metavar="BYTES", help="Power of two, 512 to 16MiB, that tensors start at multiples of.")
     ] = "4096",
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="OUT", help="Folder to make. Default: SRC-tpN beside SRC.")
-    ] = None,
-    plan: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="A plan of your own (TOML). Default: built in, by config.json's model_type."),
-    ] = None,
+    output: OutputOption = None,
+    plan: PlanOption = None,
     max_part_size: Annotated[
         str, typer.Option(metavar="SIZE", help="Split a rank into files of at most about this size, such as 48GB.")
     ] = "48GB",
@@ -118,7 +141,9 @@ def convert(
 
 @app.command()
 def inspect(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A .safetensors file, or a folder, converted or not.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", readable=False, help="A .safetensors file, or a folder, converted or not.")
+    ],
     rank: Annotated[
         int | None, typer.Option(metavar="R", help="Show the tensors of this rank of a converted checkpoint.")
     ] = None,
@@ -134,9 +159,12 @@ def inspect(
 
 @app.command()
 def verify(
-    path: Annotated[Path, typer.Argument(metavar="OUT", help="A folder that `relayout convert` wrote.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="OUT", readable=False, help="A folder that `relayout convert` wrote.")
+    ],
     source: Annotated[
-        Path | None, typer.Option(metavar="SRC", help="Also compare every slice with this source, byte for byte.")
+        Path | None,
+        typer.Option(metavar="SRC", readable=False, help="Also compare every slice with this source, byte for byte."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -160,7 +188,7 @@ R = TypeVar("R", bound=_Result)
 
 def _show(result: R, as_json: bool, print_text: Callable[[R], None]) -> None:
     if as_json:
-        print(json.dumps(result.as_json(), ensure_ascii=False))
+        print(json.dumps(result.as_json()))
     else:
         print_text(result)
 
@@ -186,8 +214,7 @@ def _errors() -> Iterator[None]:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    line = "".join(c if c.isprintable() else " " for c in message)
-    typer.echo(f"relayout: error: {line}", err=True)
+    typer.echo(f"relayout: error: {printable(message)}", err=True)
     raise typer.Exit(code) from None
 
 

@@ -132,7 +132,7 @@ def convert(
     check_output(conversion.source, conversion.output, force=force)
     check_space(conversion.output, _needed_nbytes(conversion))
     total = catalogue.nbytes
-    with staging_folder(conversion.output) as folder:
+    with staging_folder(conversion.output, replace=force) as folder:
         sink = RankFileSink(folder, layout)
         try:
             digests = run_steps(

@@ -13,3 +13,8 @@ class FormatError(RelayoutError):
 
 class PlanError(RelayoutError):
     """The request cannot be carried out on this checkpoint, or makes no sense."""
+
+
+def printable(text: str) -> str:
+    """The text with everything that could steer a terminal, or break the line, written as an escape."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

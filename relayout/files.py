@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import stat
 import threading
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +21,39 @@ from relayout.extents import BLOCK, align_down, align_up
 
 _O_DIRECT: int | None = getattr(os, "O_DIRECT", None)
 _REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+
+
+def open_regular(path: Path) -> tuple[int, os.stat_result]:
+    """Open a file for reading: its descriptor and status. A FIFO or device in its place is refused, not waited for.
+
+    Raises:
+        FormatError: it cannot be opened or is no regular file.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise FormatError(f"{path}: cannot be read: {error.strerror}") from None
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(fd)
+        raise FormatError(f"{path}: not a regular file")
+    return fd, status
+
+
+def read_small(path: Path, limit: int) -> bytes:
+    """Read a whole file.
+
+    Raises:
+        FormatError: it cannot be read, is no regular file, or is larger than `limit` bytes.
+    """
+    fd, status = open_regular(path)
+    with open(fd, "rb") as file:
+        if status.st_size > limit:
+            raise FormatError(f"{path}: {status.st_size} bytes, limit {limit}")
+        try:
+            return file.read(limit)
+        except OSError as error:
+            raise FormatError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 class Buffer:
@@ -52,16 +86,16 @@ class InputFile:
         self._lock = threading.Lock()
         self._fallback = fallback
         try:
-            self._fd, self.direct = _open(path, os.O_RDONLY, direct)
+            self._fd, self.direct = _open(path, os.O_RDONLY | os.O_NONBLOCK, direct)
         except FileNotFoundError:
             raise FormatError(f"{path}: is missing") from None
         if direct and not self.direct and not fallback:
             self.close()
             raise _refused(path)
-        actual = os.fstat(self._fd).st_size
-        if actual != nbytes:
+        status = os.fstat(self._fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
             self.close()
-            raise FormatError(f"{path}: {actual} bytes long, expected {nbytes}")
+            raise FormatError(f"{path}: {status.st_size} bytes long, expected {nbytes}")
 
     def read(self, offset: int, view: memoryview) -> None:
         """Fill `view` with the bytes at `offset`, as far as the file reaches.

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from relayout.errors import FormatError, PlanError
+from relayout.files import read_small
 from relayout.header import LENGTH_NBYTES
 from relayout.index import MANIFEST_NAME, Manifest, RankTable
 from relayout.sidecar import MAX_MANIFEST_NBYTES, header_prefix, parse_manifest, parse_table
@@ -57,18 +58,3 @@ def check_owner(folder: Path, manifest: Manifest, rank: int) -> None:
             found = os.pread(stream.fileno(), LENGTH_NBYTES + len(expected), 0)[LENGTH_NBYTES:]
         if found != expected:
             raise FormatError(f"{path}: its header is not of rank {rank}, part {part}, of this conversion")
-
-
-def read_small(path: Path, limit: int) -> bytes:
-    """Read a whole sidecar file.
-
-    Raises:
-        FormatError: it cannot be read or is larger than `limit` bytes.
-    """
-    try:
-        nbytes = path.stat().st_size
-        if nbytes > limit:
-            raise FormatError(f"{path}: {nbytes} bytes, limit {limit}")
-        return path.read_bytes()
-    except OSError as error:
-        raise FormatError(f"{path}: cannot be read: {error.strerror}") from None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isinf
 from typing import Any, NoReturn
 
 from relayout.dtypes import BITS
@@ -23,6 +24,8 @@ LENGTH_NBYTES = 8
 """Bytes of the length field that starts a file."""
 
 _MAX_SIZE = 2**64 - 1
+_MAX_DEPTH = 127
+"""Of nested JSON (serde_json's limit)."""
 _METADATA_KEY = "__metadata__"
 
 
@@ -166,12 +169,22 @@ def strict_json(text: str, where: str, *, constants: bool = False) -> Any:
     def integer(digits: str) -> int | float:
         # serde_json reads "-0" as a float, and integers beyond 64 bits as floats.
         if digits == "-0" or len(digits) > 20:
-            return float(digits)
+            return floating(digits)
         return int(digits)
+
+    def floating(digits: str) -> float:
+        value = float(digits)
+        if isinf(value):
+            raise FormatError(f"{where}: a number is out of range: {digits[:20]}...")
+        return value
 
     try:
         parsed = json.loads(
-            text, object_pairs_hook=unique, parse_constant=keep if constants else refuse, parse_int=integer
+            text,
+            object_pairs_hook=unique,
+            parse_constant=keep if constants else refuse,
+            parse_int=integer,
+            parse_float=floating,
         )
     except json.JSONDecodeError as error:
         raise FormatError(f"{where}: not valid JSON: {error.msg} at character {error.pos}") from None
@@ -200,6 +213,8 @@ def _parse_entry(name: str, entry: Any, where: str) -> TensorEntry:
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     except KeyError as error:
         raise FormatError(f"{where}: tensor {name!r}: {error.args[0]!r} is missing") from None
+    if len(entry) > 3 and _depth(entry) + 1 > _MAX_DEPTH:
+        raise FormatError(f"{where}: tensor {name!r}: JSON nested too deeply")
     bits = BITS.get(dtype) if isinstance(dtype, str) else None
     if bits is None:
         raise FormatError(f"{where}: tensor {name!r}: unknown dtype {dtype!r}")
@@ -224,6 +239,15 @@ def _parse_entry(name: str, entry: Any, where: str) -> TensorEntry:
             f"shape {shape} of {dtype} needs {size // 8}"
         )
     return TensorEntry(name, dtype, tuple(shape), start, size // 8)
+
+
+def _depth(value: Any) -> int:
+    """Levels of nesting, 0 for a number or string."""
+    depth, level = 0, [value]
+    while level := [one for one in level if isinstance(one, (dict, list))]:
+        depth += 1
+        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+    return depth
 
 
 def _is_size(value: Any) -> bool:

@@ -42,6 +42,7 @@ def plan_for(catalogue: Catalogue, num_ranks: int, plan_file: Path | None = None
         FormatError: `plan_file` is no plan file.
         PlanError: there are no rules for this checkpoint, or they cannot be applied at this degree.
     """
+    _check_degree(num_ranks)
     if num_ranks == 1 and plan_file is None:
         return make_plan(catalogue, num_ranks, None)
     if plan_file is not None:
@@ -63,13 +64,17 @@ def make_plan(catalogue: Catalogue, num_ranks: int, family: Family | None) -> Pl
     Raises:
         PlanError: a tensor has no rule, or its rule cannot be applied at this degree.
     """
-    if not 1 <= num_ranks <= MAX_RANKS:
-        raise PlanError(f"{num_ranks} ranks, expected 1 to {MAX_RANKS}")
+    _check_degree(num_ranks)
     if num_ranks == 1:
         return Plan("none", 1, ((WHOLE,),) * len(catalogue.tensors))
     assert family is not None
     cutter = _Cutter(family, catalogue.config, num_ranks)
     return Plan(family.name, num_ranks, tuple(cutter.cut(tensor.name, tensor.shape) for tensor in catalogue.tensors))
+
+
+def _check_degree(num_ranks: int) -> None:
+    if not 1 <= num_ranks <= MAX_RANKS:
+        raise PlanError(f"{num_ranks} ranks, expected 1 to {MAX_RANKS}")
 
 
 class _Cutter:

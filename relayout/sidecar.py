@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -291,6 +292,9 @@ def _check_reads(entry: RankEntry, where: str) -> None:
             raise FormatError(f"{what}: ends at byte {transfer.source_end} of {file.name}, which has {file.nbytes}")
         if transfer.target_end > entry.arena_nbytes:
             raise FormatError(f"{what}: ends at byte {transfer.target_end} of an arena of {entry.arena_nbytes}")
+    total = sum(read.transfer.total_nbytes for read in entry.reads)
+    if total != entry.nbytes:
+        raise FormatError(f"{where}: reads of {total} bytes, tensors of {entry.nbytes}")
     end = 0
     for read in sorted(entry.reads, key=lambda read: read.transfer.target):
         if read.transfer.target < end:
@@ -301,6 +305,8 @@ def _check_reads(entry: RankEntry, where: str) -> None:
 def _check_table(table: RankTable, entry: RankEntry, where: str) -> None:
     if len(set(table.names)) != len(table.names):
         raise FormatError(f"{where}: a tensor name occurs twice")
+    reads = sorted(entry.reads, key=lambda read: read.transfer.target)
+    targets = [read.transfer.target for read in reads]
     total = 0
     for name, dtype, shape, file, offset, arena_offset in zip(
         table.names, table.dtypes, table.shapes, table.files, table.offsets, table.arena_offsets, strict=True
@@ -314,9 +320,28 @@ def _check_table(table: RankTable, entry: RankEntry, where: str) -> None:
             raise FormatError(
                 f"{where}: tensor {name!r}: {nbytes} bytes at {arena_offset} of an arena of {entry.arena_nbytes}"
             )
+        if nbytes and not _brings(reads[bisect_right(targets, arena_offset) - 1], file, offset, arena_offset, nbytes):
+            raise FormatError(f"{where}: tensor {name!r}: no read brings its bytes from its file to {arena_offset}")
         total += nbytes
     if total != entry.nbytes:
         raise FormatError(f"{where}: tensors of {total} bytes, {MANIFEST_NAME} says {entry.nbytes}")
+
+
+def _brings(read: Read, file: int, offset: int, arena_offset: int, nbytes: int) -> bool:
+    """Whether one run of the read has the tensor's bytes and puts them where the table says."""
+    transfer = read.transfer
+    run = (
+        0
+        if transfer.count == 1
+        else min((arena_offset - transfer.target) // transfer.target_stride, transfer.count - 1)
+    )
+    start = arena_offset - transfer.target - run * transfer.target_stride
+    return (
+        read.file == file
+        and transfer.source + run * transfer.source_stride + start == offset
+        and run < transfer.count
+        and 0 <= start <= transfer.nbytes - nbytes
+    )
 
 
 def parse_shapes(values: Iterable[Any], where: str) -> list[tuple[int, ...]]:
@@ -326,9 +351,10 @@ def parse_shapes(values: Iterable[Any], where: str) -> list[tuple[int, ...]]:
         FormatError: one is none.
     """
     shapes = list(map(tuple, values))
-    for shape in set(shapes):
-        if not all(type(dim) is int and 0 <= dim < 2**63 for dim in shape):
-            raise FormatError(f"{where}: {list(shape)} is no shape")
+    dims = [dim for shape in shapes for dim in shape]
+    if not set(map(type, dims)) <= {int} or (dims and not (min(dims) >= 0 and max(dims) < 2**63)):
+        wrong = next(shape for shape in shapes if not all(type(dim) is int and 0 <= dim < 2**63 for dim in shape))
+        raise FormatError(f"{where}: {list(wrong)} is no shape")
     return shapes
 
 

@@ -51,11 +51,14 @@ def check_space(output: Path, nbytes: int) -> None:
 
 
 @contextmanager
-def staging_folder(output: Path) -> Iterator[Path]:
+def staging_folder(output: Path, *, replace: bool = False) -> Iterator[Path]:
     """A new folder beside `output`, which becomes `output` when the block ends, and vanishes if it fails.
+
+    An `output` that is there already may be empty, or, with `replace`, a folder that relayout wrote.
 
     Raises:
         PlanError: another process is writing the same output.
+        OSError: among others, something else has come to be at `output` meanwhile.
     """
     output = output.resolve()
     lock_path = output.with_name(f".{output.name}.relayout-lock")
@@ -66,7 +69,7 @@ def staging_folder(output: Path) -> Iterator[Path]:
             shutil.rmtree(staging, ignore_errors=True)  # Left by a process that was killed.
             staging.mkdir()
             yield staging
-            _replace(staging, output)
+            _publish(staging, output, replace)
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
             raise
@@ -76,16 +79,32 @@ def staging_folder(output: Path) -> Iterator[Path]:
         os.close(lock)
 
 
-def _replace(staging: Path, output: Path) -> None:
+def _publish(staging: Path, output: Path, replace: bool) -> None:
     for folder, _, _ in os.walk(staging):
         sync_folder(Path(folder))
     old = output.with_name(f".{output.name}.relayout-old")
-    shutil.rmtree(old, ignore_errors=True)
-    if output.is_dir() and any(output.iterdir()):
-        output.rename(old)
-    staging.rename(output)
+    _remove(old)
+    try:
+        if replace and (output / MANIFEST_NAME).is_file():
+            output.rename(old)
+        staging.rename(output)  # Fails, as it should, where a folder with anything in it has come up meanwhile.
+    except BaseException:
+        if old.is_dir() and not output.exists():
+            old.rename(output)
+        raise
     sync_folder(output.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    _remove(old)
+
+
+def _remove(folder: Path) -> None:
+    """Delete a folder of ours, also one whose owner took write permission from it."""
+    if not folder.is_dir() or folder.is_symlink():
+        return
+    folder.chmod(0o700)
+    for parent, names, _ in os.walk(folder):
+        for name in names:
+            Path(parent, name).chmod(0o700)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _acquire(path: Path, output: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -13,19 +14,21 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from relayout.conversion import Summary
+from relayout.errors import printable
 from relayout.inspection import Inspection
 from relayout.preview import Preview
 from relayout.verification import Report
 
 _MAX_GROUPS = 60
 _MAX_DIFFERENCES = 20
+_PIPE_WIDTH = 100_000
 
 
 @contextmanager
 def progress(what: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None] | None]:
     """A progress bar on stderr, where that is a terminal; yields what to call with (bytes done, bytes in all)."""
     console = Console(stderr=True)
-    if quiet or not console.is_terminal:
+    if quiet or not sys.stderr.isatty():  # rich would count FORCE_COLOR as a terminal.
         yield None
         return
     columns = (
@@ -45,7 +48,7 @@ def print_summary(summary: Summary) -> None:
     console = _console()
     speed = summary.source_nbytes / max(summary.seconds, 1e-9) / 1e9
     console.print(
-        f"[bold green]done[/] {escape(summary.output)}: {_count(summary.num_tensors, 'tensor')} for "
+        f"[bold green]done[/] {_text(summary.output)}: {_count(summary.num_tensors, 'tensor')} for "
         f"{_count(summary.num_ranks, 'rank')} in {_count(summary.num_files, 'file')}, "
         f"{decimal(summary.written_nbytes)} written in {summary.seconds:.1f} s ({speed:.2f} GB/s)"
     )
@@ -60,7 +63,7 @@ def print_preview(preview: Preview) -> None:
     for group in preview.groups[:_MAX_GROUPS]:
         shapes = " or ".join(_shape(shape) for shape in group.rank_shapes[:3])
         table.add_row(
-            escape(group.pattern),
+            _text(group.pattern),
             str(group.count),
             group.dtype,
             _shape(group.shape),
@@ -72,8 +75,8 @@ def print_preview(preview: Preview) -> None:
     _print_more(console, len(preview.groups) - _MAX_GROUPS, "groups")
     share = 100 * preview.tail_nbytes / max(1, sum(preview.rank_nbytes))
     console.print(
-        f"plan {escape(preview.plan)}: {escape(preview.source)} ({decimal(preview.source_nbytes)}) -> "
-        f"{escape(preview.output)} ({decimal(preview.written_nbytes)}, {_count(preview.num_files, 'file')}), "
+        f"plan {_text(preview.plan)}: {_text(preview.source)} ({decimal(preview.source_nbytes)}) -> "
+        f"{_text(preview.output)} ({decimal(preview.written_nbytes)}, {_count(preview.num_files, 'file')}), "
         f"aligned to {preview.alignment} bytes but for {share:.2f} % of the bytes"
     )
     console.print(_ranks_in_words(preview.rank_nbytes, preview.replicated_nbytes, preview.source_nbytes))
@@ -85,7 +88,7 @@ def print_report(report: Report) -> None:
     """After a verification."""
     console = _console()
     for difference in report.differences[:_MAX_DIFFERENCES]:
-        console.print(f"[red]differs[/] {escape(str(difference))}")
+        console.print(f"[red]differs[/] {_text(str(difference))}")
     _print_more(console, len(report.differences) - _MAX_DIFFERENCES, "differences")
     checked = (
         f"{_count(report.num_tensors, 'slice')} of {_count(report.num_ranks, 'rank')}, {decimal(report.nbytes)} hashed"
@@ -103,13 +106,13 @@ def print_inspection(found: Inspection) -> None:
     console = _console()
     kind = "converted" if found.converted else "plain"
     console.print(
-        f"{escape(found.path)}: {kind} checkpoint, model type {escape(found.model_type or 'unknown')}, "
+        f"{_text(found.path)}: {kind} checkpoint, model type {_text(found.model_type or 'unknown')}, "
         f"{_count(found.num_tensors, 'tensor')}, {decimal(found.nbytes)} in {_count(found.num_files, 'file')}"
     )
     table = _table("tensors", "#count", "dtype", "shape", "part of", "#bytes")
     for group in found.groups[:_MAX_GROUPS]:
         table.add_row(
-            escape(group.pattern),
+            _text(group.pattern),
             str(group.count),
             group.dtype,
             _shape(group.shape),
@@ -155,7 +158,7 @@ def _print_amplification(console: Console, found: Inspection) -> None:
     console.print("what one rank would read of this checkpoint as it is:")
     console.print(table)
     for reason in dict.fromkeys(row.reason for row in found.amplification if row.reason):
-        console.print(f"[yellow]note[/] {escape(reason)}")
+        console.print(f"[yellow]note[/] {_text(reason)}")
 
 
 def _factor(nbytes: int, needed: int) -> str:
@@ -172,7 +175,7 @@ def _ranks_in_words(rank_nbytes: tuple[int, ...], replicated: int, source: int) 
 
 def _print_left_out(console: Console, left_out: tuple[str, ...]) -> None:
     for line in left_out[:_MAX_DIFFERENCES]:
-        console.print(f"[yellow]left out[/] {escape(line)}")
+        console.print(f"[yellow]left out[/] {_text(line)}")
     _print_more(console, len(left_out) - _MAX_DIFFERENCES, "left out")
 
 
@@ -189,11 +192,17 @@ def _shape(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape)) or "scalar"
 
 
+def _text(text: str) -> str:
+    """Text from elsewhere: no markup, no control characters."""
+    return escape(printable(text))
+
+
 def _table(*headings: str) -> Table:
     """A plain table; a heading that starts with # is of a column of numbers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in headings:
-        table.add_column(heading.removeprefix("#"), justify="right" if heading.startswith("#") else "left")
+        is_number = heading.startswith("#")
+        table.add_column(heading.removeprefix("#"), justify="right" if is_number else "left", overflow="fold")
     return table
 
 
@@ -201,5 +210,5 @@ def _console() -> Console:
     # In a pipe there is no width to keep to: never break a line of the text.
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
-        console.width = 500
+        console.width = _PIPE_WIDTH
     return console

@@ -17,8 +17,8 @@ from relayout.copyplan import Span, Target, copy_steps
 from relayout.dtypes import num_bytes
 from relayout.errors import FormatError
 from relayout.extents import BLOCK, Extent, align_down, align_up
-from relayout.files import Buffer, InputFile
-from relayout.folder import MAX_TABLE_FILE_NBYTES, check_owner, read_manifest, read_small, read_table
+from relayout.files import Buffer, InputFile, read_small
+from relayout.folder import MAX_TABLE_FILE_NBYTES, check_owner, read_manifest, read_table
 from relayout.index import Manifest, RankTable
 from relayout.layout import Layout, RankFile
 from relayout.plan import Plan
@@ -175,12 +175,10 @@ def _check_record(
         return None
     for side in record.side_files:
         try:
-            digest = digest_hex((folder / side.name).read_bytes())
-        except OSError as error:
-            report.add(side.name, f"cannot be read: {error.strerror}")
-        else:
-            if digest != side.digest:
-                report.add(side.name, "differs from the file that was copied")
+            if digest_hex(read_small(folder / side.name, side.nbytes)) != side.digest:
+                raise FormatError("differs from the file that was copied")
+        except FormatError as error:
+            report.add(side.name, str(error))
     for rank, table in enumerate(tables):
         if table is not None:
             _check_slices(manifest.ranks[rank].table, rank, table, record, report)

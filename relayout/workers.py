@@ -83,10 +83,14 @@ class Workers(Generic[Item, State]):
 
     def start(self) -> None:
         """Start the threads."""
-        for number in range(self._num_threads):
-            thread = threading.Thread(target=self._run, name=f"relayout-{number}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        try:
+            for number in range(self._num_threads):
+                thread = threading.Thread(target=self._run, name=f"relayout-{number}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except BaseException:
+            self.cancel()
+            raise
 
     def join(self, on_progress: Callable[[int], None] | None = None) -> None:
         """Wait for all items, calling `on_progress` with the bytes done so far; all threads have ended on return.

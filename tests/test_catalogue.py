@@ -1,0 +1,582 @@
+"""The catalogue on real folders, whose files the stock safetensors package wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from relayout.catalogue import Catalogue, model_order, read_catalogue
+from relayout.conversion import convert
+from relayout.errors import FormatError, PlanError
+
+Array = npt.NDArray[Any]
+INDEX = "model.safetensors.index.json"
+
+# F4 and its like are for the header's own tests; these are of four sizes and four shapes.
+A: Array = np.arange(1, 13, dtype=np.float32).reshape(3, 4)
+B: Array = np.arange(101, 108, dtype=np.uint8)
+C: Array = np.arange(2, 8, dtype=np.float16).reshape(1, 2, 3)
+D: Array = np.array(77, dtype=np.int64)
+DTYPES = {"float32": "F32", "uint8": "U8", "float16": "F16", "int64": "I64"}
+
+CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, PR_CAPBSET_DROP = 1, 2, 24
+
+
+def write(path: Path, tensors: dict[str, Array], **metadata: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path, metadata={"format": "pt", **metadata})
+
+
+def write_index(path: Path, weight_map: dict[str, Any], **top: Any) -> None:
+    path.write_text(json.dumps({"metadata": {"total_size": 1}, **top, "weight_map": weight_map}))
+
+
+def write_shards(folder: Path, first: str, second: str) -> None:
+    """A and B in one file, C and D in another, and no index."""
+    write(folder / first, {"a": A, "b": B})
+    write(folder / second, {"c": C, "d": D})
+
+
+def assert_holds(catalogue: Catalogue, expected: dict[str, Array]) -> None:
+    """The catalogue names these tensors, no others, and each extent holds the bytes that numpy has."""
+    assert {tensor.name for tensor in catalogue.tensors} == set(expected)
+    for tensor in catalogue.tensors:
+        array = expected[tensor.name]
+        stored = catalogue.files[tensor.file].path.read_bytes()[tensor.extent.offset : tensor.extent.end]
+        assert (tensor.dtype, tensor.shape, stored) == (DTYPES[array.dtype.name], array.shape, array.tobytes())
+    assert catalogue.nbytes == sum(array.nbytes for array in expected.values())
+
+
+def names(catalogue: Catalogue) -> list[str]:
+    return [file.name for file in catalogue.files]
+
+
+@contextmanager
+def no_longer_than(seconds: int) -> Iterator[None]:
+    """Fail instead of hanging."""
+
+    def give_up(signum: int, frame: object) -> None:
+        pytest.fail(f"still busy after {seconds} s")  # Not an OSError, which the code might take for its own.
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_one_file_needs_no_index(tmp_path: Path) -> None:
+    write(tmp_path / "model.safetensors", {"a": A, "b": B, "c": C, "d": D})
+    catalogue = read_catalogue(tmp_path)
+    assert_holds(catalogue, {"a": A, "b": B, "c": C, "d": D})
+    assert (names(catalogue), catalogue.index, catalogue.left_out) == (["model.safetensors"], None, ())
+
+
+def test_a_file_is_described_as_it_lies_on_disk(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    write(path, {"a": A})
+    blob = path.read_bytes()
+    [file] = read_catalogue(tmp_path).files
+    assert (file.path, file.nbytes) == (path.resolve(), len(blob))
+    assert file.data_start == len(blob) - A.nbytes
+    assert file.header == blob[: -A.nbytes]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
+        ("model_00001-of-00002.safetensors", "model_00002-of-00002.safetensors"),
+        ("model-00000-of-00002.safetensors", "model-00001-of-00002.safetensors"),
+        ("model-00001-of-00009.safetensors", "model-00007-of-00009.safetensors"),
+        ("model.safetensors-00001-of-00002.safetensors", "model.safetensors-00002-of-00002.safetensors"),
+        ("model.safetensors", "vision.safetensors"),
+        ("zeta.safetensors", "Ünï cødé.safetensors"),
+    ],
+)
+def test_the_index_names_the_shards_whatever_they_are_called(tmp_path: Path, first: str, second: str) -> None:
+    write_shards(tmp_path, first, second)
+    write_index(tmp_path / INDEX, {"a": first, "b": first, "c": second, "d": second})
+    catalogue = read_catalogue(tmp_path)
+    assert_holds(catalogue, {"a": A, "b": B, "c": C, "d": D})
+    assert names(catalogue) == sorted([first, second])
+    assert catalogue.left_out == ()
+    assert catalogue.index == (INDEX, (tmp_path / INDEX).read_bytes())
+
+
+@pytest.mark.parametrize("metadata", [{"total_size": 1}, {"total_size": 10**15}, {"total_size": "many"}, {}, None, 7])
+def test_a_wrong_total_size_is_ignored(tmp_path: Path, metadata: Any) -> None:
+    write_shards(tmp_path, "x.safetensors", "y.safetensors")
+    write_index(
+        tmp_path / INDEX,
+        {"a": "x.safetensors", "b": "x.safetensors", "c": "y.safetensors", "d": "y.safetensors"},
+        metadata=metadata,
+    )
+    assert read_catalogue(tmp_path).nbytes == A.nbytes + B.nbytes + C.nbytes + D.nbytes
+
+
+def test_an_index_of_another_name_counts(tmp_path: Path) -> None:
+    write(tmp_path / "x.safetensors", {"a": A})
+    write(tmp_path / "y.safetensors", {"b": B})
+    write_index(tmp_path / "consolidated.safetensors.index.json", {"a": "x.safetensors"})
+    catalogue = read_catalogue(tmp_path)
+    assert_holds(catalogue, {"a": A})
+    assert catalogue.index is not None
+    assert catalogue.index[0] == "consolidated.safetensors.index.json"
+    assert catalogue.left_out == ("y.safetensors: not named by consolidated.safetensors.index.json",)
+
+
+def test_the_usual_index_wins_over_another(tmp_path: Path) -> None:
+    write(tmp_path / "x.safetensors", {"a": A})
+    write(tmp_path / "y.safetensors", {"b": B})
+    write_index(tmp_path / "consolidated.safetensors.index.json", {"a": "x.safetensors"})
+    write_index(tmp_path / INDEX, {"b": "y.safetensors"})
+    assert_holds(read_catalogue(tmp_path), {"b": B})
+
+
+def test_two_indices_of_other_names_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "x.safetensors", {"a": A})
+    for name in ("one", "two"):
+        write_index(tmp_path / f"{name}.safetensors.index.json", {"a": "x.safetensors"})
+    with pytest.raises(PlanError, match=r"one\.safetensors\.index\.json, two\.safetensors\.index\.json"):
+        read_catalogue(tmp_path)
+
+
+def test_an_index_of_another_name_does_not_outrank_model_safetensors(tmp_path: Path) -> None:
+    write(tmp_path / "model.safetensors", {"a": A})
+    write(tmp_path / "x.safetensors", {"b": B})
+    write_index(tmp_path / "consolidated.safetensors.index.json", {"b": "x.safetensors"})
+    assert_holds(read_catalogue(tmp_path), {"a": A})
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "x.safetensors", {"a": A})
+    write_index(tmp_path / INDEX, {"a": "x.safetensors", "c": "gone.safetensors"})
+    with pytest.raises(FormatError, match=r"gone\.safetensors: cannot be read: No such file"):
+        read_catalogue(tmp_path)
+
+
+def test_a_tensor_that_is_not_in_its_file_is_named(tmp_path: Path) -> None:
+    write_shards(tmp_path, "x.safetensors", "y.safetensors")
+    write_index(tmp_path / INDEX, {"a": "x.safetensors", "c": "y.safetensors", "missing": "y.safetensors"})
+    with pytest.raises(FormatError, match=r"y\.safetensors: tensor 'missing'"):
+        read_catalogue(tmp_path)
+
+
+def test_a_tensor_that_only_another_file_holds_is_refused(tmp_path: Path) -> None:
+    write_shards(tmp_path, "x.safetensors", "y.safetensors")
+    write_index(tmp_path / INDEX, {"a": "y.safetensors", "b": "x.safetensors"})
+    with pytest.raises(FormatError, match=r"y\.safetensors: tensor 'a'"):
+        read_catalogue(tmp_path)
+
+
+def test_tensors_that_the_index_does_not_know_go_along(tmp_path: Path) -> None:
+    write_shards(tmp_path, "x.safetensors", "y.safetensors")
+    write_index(tmp_path / INDEX, {"a": "x.safetensors", "c": "y.safetensors"})
+    assert_holds(read_catalogue(tmp_path), {"a": A, "b": B, "c": C, "d": D})
+
+
+@pytest.mark.parametrize(("chosen", "other"), [("x.safetensors", "y.safetensors"), ("y.safetensors", "x.safetensors")])
+def test_of_a_tensor_in_two_files_the_index_decides(tmp_path: Path, chosen: str, other: str) -> None:
+    write(tmp_path / chosen, {"a": A, "b": B})
+    write(tmp_path / other, {"a": A[::-1].copy(), "c": C})
+    write_index(tmp_path / INDEX, {"a": chosen, "b": chosen, "c": other})
+    catalogue = read_catalogue(tmp_path)
+    assert_holds(catalogue, {"a": A, "b": B, "c": C})
+    [word] = catalogue.left_out
+    assert word.startswith(f"{other}: 1 of its tensors")
+
+
+def test_a_tensor_in_two_files_is_refused_without_an_index(tmp_path: Path) -> None:
+    write(tmp_path / "x.safetensors", {"a": A})
+    write(tmp_path / "y.safetensors", {"a": A})
+    with pytest.raises(FormatError, match=r"y\.safetensors: tensor 'a' is in x\.safetensors as well"):
+        read_catalogue(tmp_path)
+
+
+def test_a_tensor_in_two_files_that_the_index_does_not_know_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "x.safetensors", {"a": A, "twice": B})
+    write(tmp_path / "y.safetensors", {"c": C, "twice": B})
+    write_index(tmp_path / INDEX, {"a": "x.safetensors", "c": "y.safetensors"})
+    with pytest.raises(FormatError, match=r"y\.safetensors: tensor 'twice' is in x\.safetensors as well"):
+        read_catalogue(tmp_path)
+
+
+def test_files_that_the_index_does_not_name_are_left_out_with_a_word(tmp_path: Path) -> None:
+    write_shards(tmp_path, "x.safetensors", "y.safetensors")
+    (tmp_path / "z.safetensors").write_bytes(b"no safetensors file at all")
+    write_index(tmp_path / INDEX, {"a": "x.safetensors"})
+    catalogue = read_catalogue(tmp_path)
+    assert_holds(catalogue, {"a": A, "b": B})
+    assert catalogue.left_out == tuple(f"{name}.safetensors: not named by {INDEX}" for name in "yz")
+
+
+def test_without_an_index_all_shards_are_the_model(tmp_path: Path) -> None:
+    write_shards(tmp_path, "y-2.safetensors", "x-1.safetensors")
+    catalogue = read_catalogue(tmp_path)
+    assert_holds(catalogue, {"a": A, "b": B, "c": C, "d": D})
+    assert (names(catalogue), catalogue.left_out) == (["x-1.safetensors", "y-2.safetensors"], ())
+
+
+def test_without_an_index_model_safetensors_is_the_model_and_others_get_a_word(tmp_path: Path) -> None:
+    write(tmp_path / "model.safetensors", {"a": A})
+    write(tmp_path / "consolidated.safetensors", {"layers.0": A})
+    write(tmp_path / "zzz.safetensors", {"a": A})
+    catalogue = read_catalogue(tmp_path)
+    assert_holds(catalogue, {"a": A})
+    assert catalogue.left_out == (
+        "consolidated.safetensors: model.safetensors is the model",
+        "zzz.safetensors: model.safetensors is the model",
+    )
+
+
+def hub_snapshot(cache: Path) -> Path:
+    """A model as huggingface_hub lays it out: names are relative links into a pool of blobs."""
+    model = cache / "models--org--name"
+    snapshot = model / "snapshots" / "0123abcd"
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / "main").write_text("0123abcd")
+    (model / "blobs").mkdir()
+    snapshot.mkdir(parents=True)
+    write(model / "blobs" / "5a5a", {"a": A, "b": B})
+    write(model / "blobs" / "6b6b", {"c": C, "d": D})
+    (model / "blobs" / "7c7c").write_text('{"model_type": "llama"}')
+    shards = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+    write_index(model / "blobs" / "8d8d", {"a": shards[0], "b": shards[0], "c": shards[1], "d": shards[1]})
+    for name, blob in zip([*shards, "config.json", INDEX], ["5a5a", "6b6b", "7c7c", "8d8d"], strict=True):
+        (snapshot / name).symlink_to(f"../../blobs/{blob}")
+    return snapshot
+
+
+def test_a_hub_snapshot_is_read_through_its_links(tmp_path: Path) -> None:
+    snapshot = hub_snapshot(tmp_path)
+    catalogue = read_catalogue(snapshot)
+    assert_holds(catalogue, {"a": A, "b": B, "c": C, "d": D})
+    assert names(catalogue) == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert [file.path.name for file in catalogue.files] == ["5a5a", "6b6b"]
+    assert (catalogue.model_type, catalogue.side_files) == ("llama", ("config.json",))
+
+
+def test_a_link_to_a_folder_is_a_folder(tmp_path: Path) -> None:
+    snapshot = hub_snapshot(tmp_path)
+    link = tmp_path / "link"
+    link.symlink_to(snapshot)
+    assert_holds(read_catalogue(link), {"a": A, "b": B, "c": C, "d": D})
+
+
+def test_a_relative_path_is_read_from_where_one_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "model.safetensors", {"a": A})
+    monkeypatch.chdir(tmp_path)
+    assert_holds(read_catalogue(Path()), {"a": A})
+    assert_holds(read_catalogue(Path("model.safetensors")), {"a": A})
+
+
+@pytest.mark.parametrize("name", ["one.safetensors", "weights"])
+def test_a_single_file_is_a_checkpoint_with_the_config_beside_it(tmp_path: Path, name: str) -> None:
+    write(tmp_path / name, {"a": A, "b": B})
+    write(tmp_path / "model.safetensors", {"c": C})
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    catalogue = read_catalogue(tmp_path / name)
+    assert_holds(catalogue, {"a": A, "b": B})
+    assert (catalogue.root, names(catalogue), catalogue.model_type) == (tmp_path / name, [name], "qwen2")
+    assert (catalogue.side_files, catalogue.left_out, catalogue.index) == ((), (), None)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "/etc/shard.safetensors",
+        "../shard.safetensors",
+        "sub/shard.safetensors",
+        "sub\\shard.safetensors",
+        "./shard.safetensors",
+        "shard\0.safetensors",
+        "shard.safetensors\0",
+        "..",
+        "",
+        ".safetensors",
+        "shard.bin",
+        "shard.SAFETENSORS",
+        7,
+        None,
+        True,
+        ["shard.safetensors"],
+        {"file": "shard.safetensors"},
+    ],
+)
+def test_a_weight_map_leads_to_plain_file_names_only(tmp_path: Path, value: Any) -> None:
+    folder = tmp_path / "model"
+    for place in (tmp_path, folder, folder / "sub"):
+        write(place / "shard.safetensors", {"a": A})
+    write_index(folder / INDEX, {"a": value})
+    with pytest.raises(FormatError, match=r"model\.safetensors\.index\.json: tensor 'a': .* is not the name of"):
+        read_catalogue(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (b"{", "not valid JSON"),
+        (b"[]", "no 'weight_map'"),
+        (b"{}", "no 'weight_map'"),
+        (b'{"weight_map": {}}', "no 'weight_map'"),
+        (b'{"weight_map": ["a"]}', "no 'weight_map'"),
+        (b'{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', "'a' occurs twice"),
+        (b'{"weight_map": {"a": "\xff.safetensors"}}', "not UTF-8 at byte 22"),
+        (b'{"weight_map": {"a": "\\ud800.safetensors"}}', "surrogate"),
+        (b'{"weight_map": ' + b"[" * 100_000, "nested too deeply|not valid JSON"),
+    ],
+)
+def test_a_broken_index_is_refused(tmp_path: Path, text: bytes, says: str) -> None:
+    write(tmp_path / "x.safetensors", {"a": A})
+    (tmp_path / INDEX).write_bytes(text)
+    with pytest.raises(FormatError, match=rf"model\.safetensors\.index\.json: .*({says})"):
+        read_catalogue(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder"])
+@pytest.mark.parametrize("name", ["model.safetensors", INDEX, "config.json"])
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, name: str, kind: str) -> None:
+    if name != "model.safetensors":
+        write(tmp_path / "model.safetensors", {"a": A})
+    if kind == "fifo":
+        os.mkfifo(tmp_path / name)
+    else:
+        (tmp_path / name).mkdir()
+    with no_longer_than(2), pytest.raises(FormatError, match=name):
+        read_catalogue(tmp_path)
+
+
+def test_a_fifo_as_the_source_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.safetensors")
+    with no_longer_than(2), pytest.raises(FormatError, match=r"x\.safetensors: not a regular file"):
+        read_catalogue(tmp_path / "x.safetensors")
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_a_dangling_link_in_the_place_of_a_shard_is_refused(tmp_path: Path, indexed: bool) -> None:
+    write(tmp_path / "x.safetensors", {"a": A})
+    (tmp_path / "y.safetensors").symlink_to("../../blobs/gone")
+    if indexed:
+        write_index(tmp_path / INDEX, {"a": "x.safetensors", "b": "y.safetensors"})
+    with pytest.raises(FormatError, match=r"y\.safetensors: cannot be read: No such file"):
+        read_catalogue(tmp_path)
+
+
+@pytest.mark.parametrize("name", [INDEX, "config.json"])
+def test_a_dangling_link_is_not_taken_for_the_lack_of_a_file(tmp_path: Path, name: str) -> None:
+    # An incomplete hub snapshot: without its index, the stale shard would silently become part of the model.
+    write(tmp_path / "x.safetensors", {"a": A})
+    write(tmp_path / "stale.safetensors", {"b": B})
+    (tmp_path / name).symlink_to("../../blobs/gone")
+    with pytest.raises(FormatError, match=name):
+        read_catalogue(tmp_path)
+
+
+def test_a_side_file_that_is_a_dangling_link_does_not_vanish_without_a_word(tmp_path: Path) -> None:
+    write(tmp_path / "model.safetensors", {"a": A})
+    (tmp_path / "tokenizer.json").symlink_to("../../blobs/gone")
+    assert any("tokenizer.json" in word for word in read_catalogue(tmp_path).left_out)
+
+
+def test_a_truncated_shard_is_refused(tmp_path: Path) -> None:
+    write_shards(tmp_path, "x.safetensors", "y.safetensors")
+    whole = (tmp_path / "y.safetensors").read_bytes()
+    (tmp_path / "y.safetensors").write_bytes(whole[:-1])
+    with pytest.raises(FormatError, match=r"y\.safetensors: .*truncated"):
+        read_catalogue(tmp_path)
+
+
+@pytest.mark.parametrize("nbytes", [0, 7, 8, 20])
+def test_a_shard_truncated_in_its_header_is_refused(tmp_path: Path, nbytes: int) -> None:
+    write(tmp_path / "model.safetensors", {"a": A})
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[:nbytes])
+    with pytest.raises(FormatError, match=r"model\.safetensors: "):
+        read_catalogue(tmp_path)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="drops the superuser's rights by Linux's prctl")
+@pytest.mark.parametrize("name", ["x.safetensors", INDEX, "config.json"])
+def test_an_unreadable_file_is_a_format_error(tmp_path: Path, name: str) -> None:
+    write(tmp_path / "x.safetensors", {"a": A})
+    write_index(tmp_path / INDEX, {"a": "x.safetensors"})
+    (tmp_path / "config.json").write_text("{}")
+    script = (
+        "import sys; from pathlib import Path; from relayout.catalogue import read_catalogue\n"
+        "from relayout.errors import FormatError\n"
+        "try: print(len(read_catalogue(Path(sys.argv[1])).tensors))\n"
+        "except FormatError as error: print('FormatError', error)"
+    )
+
+    def read() -> str:
+        return subprocess.run(
+            [sys.executable, "-c", script, str(tmp_path)],
+            capture_output=True,
+            text=True,
+            check=True,
+            preexec_fn=drop_superuser_rights,
+        ).stdout
+
+    assert read() == "1\n"
+    (tmp_path / name).chmod(0)
+    assert read() == f"FormatError {tmp_path / name}: cannot be read: Permission denied\n"
+
+
+def drop_superuser_rights() -> None:
+    """Let the next program run as this user, but with no right to pass over permission bits."""
+    if os.getuid() == 0:
+        import ctypes
+
+        for capability in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):
+            if ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, capability, 0, 0, 0):
+                raise OSError("prctl refused")
+
+
+def test_a_converted_folder_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "model" / "model.safetensors", {"a": A})
+    convert(tmp_path / "model", tmp_path / "out")
+    with pytest.raises(PlanError, match=r"out: is a converted checkpoint already"):
+        read_catalogue(tmp_path / "out")
+
+
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="holds no safetensors file"):
+        read_catalogue(tmp_path)
+
+
+def test_safetensors_files_in_subfolders_are_no_model(tmp_path: Path) -> None:
+    write(tmp_path / "sub" / "model.safetensors", {"a": A})
+    with pytest.raises(PlanError, match="holds no safetensors file"):
+        read_catalogue(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["nothing", "nothing/below"])
+def test_a_missing_source_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(PlanError, match="no such file or folder"):
+        read_catalogue(tmp_path / name)
+
+
+def test_a_missing_safetensors_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises((PlanError, FormatError), match=r"nothing\.safetensors: .*[Nn]o such file"):
+        read_catalogue(tmp_path / "nothing.safetensors")
+
+
+def test_side_files_go_along_and_other_weights_get_a_word(tmp_path: Path) -> None:
+    write(tmp_path / "model.safetensors", {"a": A})
+    kept = ["config.json", "chat_template.jinja", "LICENSE", "tokenizer.json", "sub/deep/vocab.txt", "sub/modeling.py"]
+    weights = [
+        "pytorch_model.bin",
+        "model.gguf",
+        "tf_model.h5",
+        "flax_model.msgpack",
+        "onnx/model.onnx",
+        "original/consolidated.00.pth",
+        "sub/model.safetensors",
+        "sub/pytorch_model.bin.index.json",
+    ]
+    reserved = ["relayout.rank-0.json.zst"]
+    hidden = [".gitattributes", ".git/config", "sub/.cache/blob"]
+    for name in [*kept, *weights, *reserved, *hidden]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    catalogue = read_catalogue(tmp_path)
+    assert catalogue.side_files == tuple(sorted(kept))
+    assert sorted(word.partition(": ")[0] for word in catalogue.left_out) == sorted([*weights, *reserved])
+
+
+def test_a_converted_folder_inside_the_source_does_not_go_along_in_part(tmp_path: Path) -> None:
+    # `relayout convert model/model.safetensors` makes model/model-tp1; without its rank files it is no use to anyone.
+    write(tmp_path / "model.safetensors", {"a": A})
+    convert(tmp_path / "model.safetensors")
+    assert (tmp_path / "model-tp1" / "relayout.json").is_file()
+    assert read_catalogue(tmp_path).side_files == ()
+
+
+def test_the_index_itself_is_no_side_file(tmp_path: Path) -> None:
+    write(tmp_path / "x.safetensors", {"a": A})
+    write_index(tmp_path / INDEX, {"a": "x.safetensors"})
+    catalogue = read_catalogue(tmp_path)
+    assert (catalogue.side_files, catalogue.left_out) == ((), ())
+
+
+def test_metadata_is_what_all_shards_agree_on(tmp_path: Path) -> None:
+    write(tmp_path / "x.safetensors", {"a": A}, author="ann", part="1", only="x")
+    write(tmp_path / "y.safetensors", {"b": B}, author="ann", part="2")
+    assert dict(read_catalogue(tmp_path).metadata) == {"format": "pt", "author": "ann"}
+
+
+def test_a_config_with_infinity_is_read(tmp_path: Path) -> None:
+    write(tmp_path / "model.safetensors", {"a": A})
+    (tmp_path / "config.json").write_text('{"model_type": "x", "low": -Infinity, "high": Infinity, "none": NaN}')
+    catalogue = read_catalogue(tmp_path)
+    assert catalogue.model_type == "x"
+    assert (catalogue.config["low"], catalogue.config["high"]) == (-np.inf, np.inf)
+    assert np.isnan(catalogue.config["none"])
+
+
+@pytest.mark.parametrize("model_type", [None, 5, ["llama"], {}])
+def test_a_model_type_that_is_no_string_is_none(tmp_path: Path, model_type: Any) -> None:
+    write(tmp_path / "model.safetensors", {"a": A})
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    assert read_catalogue(tmp_path).model_type is None
+
+
+def test_without_a_config_the_model_type_is_none(tmp_path: Path) -> None:
+    write(tmp_path / "model.safetensors", {"a": A})
+    catalogue = read_catalogue(tmp_path)
+    assert (catalogue.model_type, dict(catalogue.config)) == (None, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [(b"[]", "a JSON list"), (b"{", "not valid JSON"), (b"\xff", "not UTF-8 at byte 0")]
+)
+def test_a_broken_config_is_refused(tmp_path: Path, text: bytes, says: str) -> None:
+    write(tmp_path / "model.safetensors", {"a": A})
+    (tmp_path / "config.json").write_bytes(text)
+    with pytest.raises(FormatError, match=rf"config\.json: {says}"):
+        read_catalogue(tmp_path)
+
+
+def test_tensors_come_in_model_order_across_shards(tmp_path: Path) -> None:
+    order = [
+        "lm_head.weight",
+        "model.layers.0.mlp.weight",
+        "model.layers.2.mlp.bias",
+        "model.layers.2.mlp.weight",
+        "model.layers.10.mlp.weight",
+        "model.layers.101.mlp.weight",
+        "model.norm.weight",
+    ]
+    write(tmp_path / "x.safetensors", dict.fromkeys(order[::2], A))
+    write(tmp_path / "y.safetensors", dict.fromkeys(order[1::2], A))
+    assert [tensor.name for tensor in read_catalogue(tmp_path).tensors] == order
+
+
+@given(st.lists(st.integers(0, 10**25), min_size=2, unique=True))
+def test_model_order_compares_numbers_as_numbers(numbers: list[int]) -> None:
+    ordered = sorted((f"h.{number}.w" for number in numbers), key=model_order)
+    assert ordered == [f"h.{number}.w" for number in sorted(numbers)]
+
+
+def test_model_order_sorts_numbers_before_words_and_shorter_names_first() -> None:
+    # "²" and "٣" are digits to str.isdigit, but no numbers here.
+    order = ["a", "a.007", "a.7", "a.7.b", "a.10", "a.", "a.x", "a.²", "a.٣", "b"]
+    assert sorted(order, key=lambda name: (model_order(name), name)) == order

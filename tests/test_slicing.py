@@ -1,0 +1,167 @@
+"""relayout.slicing against numpy indexing, at the level of elements and, below 8 bits, of single bits."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from relayout.dtypes import BITS, num_bytes
+from relayout.errors import PlanError
+from relayout.extents import Transfer
+from relayout.slicing import WHOLE, Slice, distinct_slices, slice_nbytes, slice_transfers
+
+Array = npt.NDArray[Any]
+Ranges = tuple[tuple[int, int], ...]
+
+WHOLE_BYTE_DTYPES = sorted(dtype for dtype, bits in BITS.items() if bits % 8 == 0)
+SUB_BYTE_DTYPES = sorted(dtype for dtype, bits in BITS.items() if bits % 8)
+
+
+def pattern(nbytes: int) -> Array:
+    """Bytes that depend on their position."""
+    return ((np.arange(nbytes, dtype=np.uint64) * 2654435761) >> 11).astype(np.uint8)
+
+
+def moved(source: Array, transfers: list[Transfer], nbytes: int) -> Array:
+    """The bytes that transfers put together, copied one at a time; each must be written just once."""
+    target = np.zeros(nbytes, np.uint8)
+    times = np.zeros(nbytes, int)
+    for one in transfers:
+        for run in range(one.count):
+            for i in range(one.nbytes):
+                at = one.target + run * one.target_stride + i
+                target[at] = source[one.source + run * one.source_stride + i]
+                times[at] += 1
+    assert (times == 1).all()
+    return target
+
+
+def cut(elements: Array, axis: int, ranges: Ranges) -> Array:
+    """What numpy says a slice is; axes behind the tensor's own (bytes or bits of an element) go along."""
+    return np.concatenate([np.take(elements, range(start, start + length), axis) for start, length in ranges], axis)
+
+
+@st.composite
+def cuts(draw: st.DrawFn, *, min_dim: int = 0) -> tuple[tuple[int, ...], int, Ranges]:
+    """A shape, an axis of it, and ranges along it in any order, overlaps and repeats included."""
+    shape = tuple(draw(st.lists(st.integers(min_dim, 6), min_size=1, max_size=4)))
+    axis = draw(st.integers(0, len(shape) - 1))
+    ranges = []
+    for _ in range(draw(st.integers(1, 3))):
+        start = draw(st.integers(0, shape[axis]))
+        ranges.append((start, draw(st.integers(0, shape[axis] - start))))
+    return shape, axis, tuple(ranges)
+
+
+@given(dtype=st.sampled_from(WHOLE_BYTE_DTYPES), case=cuts())
+@example(dtype="BF16", case=((4, 6), 0, ((2, 2),)))
+@example(dtype="BF16", case=((4, 6), 1, ((3, 3), (0, 1))))
+@example(dtype="F32", case=((2, 3, 4), 1, ((2, 1), (0, 2))))
+@example(dtype="I8", case=((5,), 0, ((5, 0),)))
+@settings(max_examples=500, deadline=None)
+def test_a_slice_holds_the_bytes_that_numpy_indexing_gives(
+    dtype: str, case: tuple[tuple[int, ...], int, Ranges]
+) -> None:
+    shape, axis, ranges = case
+    itemsize = BITS[dtype] // 8
+    source = pattern(prod(shape) * itemsize)
+    expected = cut(source.reshape(*shape, itemsize), axis, ranges)
+    part = Slice(axis, ranges)
+    assert part.shape(shape) == expected.shape[:-1]
+    assert slice_nbytes(dtype, shape, part) == expected.nbytes
+    transfers = slice_transfers(dtype, shape, part)
+    np.testing.assert_array_equal(moved(source, transfers, expected.nbytes), expected.reshape(-1))
+    assert len(transfers) <= len(ranges)
+    assert all(one.nbytes for one in transfers)
+
+
+@given(dtype=st.sampled_from(SUB_BYTE_DTYPES), case=cuts(min_dim=1), last=st.sampled_from([1, 2, 4, 8]))
+@example(dtype="F4", case=((3,), 0, ((1, 1),)), last=2)
+@example(dtype="F6_E2M3", case=((2,), 0, ((1, 1),)), last=4)
+@example(dtype="F4", case=((2, 4), 1, ((2, 2),)), last=1)
+@settings(max_examples=500, deadline=None)
+def test_a_cut_inside_a_byte_is_refused_and_any_other_is_right(
+    dtype: str, case: tuple[tuple[int, ...], int, Ranges], last: int
+) -> None:
+    shape, axis, ranges = case
+    shape = (*shape, last)
+    nbytes = num_bytes(dtype, shape)
+    if nbytes is None:  # No file can hold it.
+        return
+    source = pattern(nbytes)
+    bits = np.unpackbits(source).reshape(*shape, BITS[dtype])
+    part = Slice(axis, ranges)
+
+    # The position of each bit, cut alike: where each run of bits begins and ends.
+    row_bits = prod(shape[axis:]) * BITS[dtype]
+    inner_bits = prod(shape[axis + 1 :]) * BITS[dtype]
+    borders = [
+        row * row_bits + inner_bits * place
+        for row in range(prod(shape[:axis]))
+        for start, length in ranges
+        for place in (start, start + length)
+    ]
+    if any(border % 8 for border in borders):
+        with pytest.raises(PlanError, match=rf"a cut of {dtype} .* along axis {axis} falls inside a byte"):
+            slice_transfers(dtype, shape, part)
+    else:
+        expected = np.packbits(cut(bits, axis, ranges).reshape(-1))
+        assert slice_nbytes(dtype, shape, part) == expected.nbytes
+        found = moved(source, slice_transfers(dtype, shape, part), expected.nbytes)
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", sorted(BITS))
+@pytest.mark.parametrize("shape", [(), (4,), (2, 3, 4), (0, 4), (4, 0)])
+def test_a_whole_tensor_is_one_run_or_none(dtype: str, shape: tuple[int, ...]) -> None:
+    nbytes = num_bytes(dtype, shape)
+    if nbytes is None:
+        assert shape == ()
+        assert dtype in SUB_BYTE_DTYPES
+        return
+    assert slice_transfers(dtype, shape, WHOLE) == ([Transfer(0, 0, nbytes)] if nbytes else [])
+    assert slice_nbytes(dtype, shape, WHOLE) == nbytes
+    assert WHOLE.shape(shape) == shape
+
+
+def test_rows_are_one_run_and_columns_one_run_for_each_row() -> None:
+    assert slice_transfers("BF16", (8, 6), Slice(0, ((4, 2),))) == [Transfer(48, 0, 24)]
+    assert slice_transfers("BF16", (8, 6), Slice(1, ((4, 2),))) == [Transfer(8, 0, 4, 8, 12, 4)]
+    # Columns of every row, all of them: nothing is cut after all.
+    assert slice_transfers("BF16", (8, 6), Slice(1, ((0, 6),))) == [Transfer(0, 0, 96)]
+
+
+@pytest.mark.parametrize("dtype", ["F4", "F32"])
+@pytest.mark.parametrize("bad", [(0, 9), (8, 2), (10, 0), (-2, 2), (4, -2)])
+def test_elements_that_the_axis_does_not_have_are_refused(dtype: str, bad: tuple[int, int]) -> None:
+    with pytest.raises(PlanError, match=r"axis 1 of \[2, 8, 2\] has no elements .*" + str(bad[0])):
+        slice_transfers(dtype, (2, 8, 2), Slice(1, ((0, 2), bad)))
+
+
+def test_a_slice_is_a_box_unless_it_has_several_ranges() -> None:
+    assert [part.is_box for part in (WHOLE, Slice(1, ((2, 2),)), Slice(1, ((2, 2), (6, 2))))] == [True, True, False]
+    assert [part.is_whole for part in (WHOLE, Slice(1, ((0, 2),)))] == [True, False]
+
+
+def test_a_box_starts_where_its_range_does() -> None:
+    assert WHOLE.starts(3) == [0, 0, 0]
+    assert WHOLE.starts(0) == []
+    assert Slice(1, ((6, 2),)).starts(3) == [0, 6, 0]
+
+
+def test_the_slices_of_ranks_that_hold_the_same_are_one() -> None:
+    first, second = Slice(0, ((0, 4),)), Slice(0, ((4, 4),))
+    assert distinct_slices((first, first, second, second)) == ((first, second), (0, 0, 1, 1))
+    assert distinct_slices((second, first, second)) == ((second, first), (0, 1, 0))
+    assert distinct_slices((WHOLE, WHOLE)) == ((WHOLE,), (0, 0))
+
+
+def test_slices_of_other_axes_or_orders_are_not_the_same() -> None:
+    parts = (Slice(0, ((0, 4),)), Slice(1, ((0, 4),)), Slice(0, ((0, 2), (2, 2))), Slice(0, ((2, 2), (0, 2))), WHOLE)
+    assert distinct_slices(parts) == (parts, (0, 1, 2, 3, 4))

@@ -1,0 +1,464 @@
+"""Outputs are absent or complete, and nothing is left beside them."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from relayout import conversion
+from relayout.conversion import convert
+from relayout.errors import PlanError
+from relayout.staging import check_output, check_space, staging_folder
+from relayout.writer import run_steps
+
+CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, PR_CAPBSET_DROP = 1, 2, 24
+W = np.arange(1, 4097, dtype=np.uint16)
+
+HOLD = """
+import sys
+from pathlib import Path
+from relayout.staging import staging_folder
+with staging_folder(Path(sys.argv[1])) as folder:
+    (folder / "mine").write_text("first")
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def listing(folder: Path) -> list[str]:
+    """Everything below a folder, hidden or not."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+
+
+def write_source(folder: Path, num_tensors: int = 1, nbytes: int = W.nbytes) -> Path:
+    """A checkpoint of uint16 tensors, no two alike."""
+    folder.mkdir()
+    values = np.arange(1, nbytes // 2 + 1).astype(np.uint16)
+    save_file({f"w.{n}": values + np.uint16(n) for n in range(num_tensors)}, folder / "model.safetensors")
+    return folder
+
+
+@contextmanager
+def umask(mask: int) -> Iterator[None]:
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+@pytest.fixture
+def small_drive(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MiB."""
+    place = tmp_path / "drive"
+    place.mkdir()
+    if os.getuid() or not sys.platform.startswith("linux"):
+        pytest.skip("mounting a small file system takes a superuser of Linux")
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m,mode=755", "tmpfs", str(place)], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"tmpfs cannot be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_success_gives_the_folder_its_name(tmp_path: Path) -> None:
+    with staging_folder(tmp_path / "out") as folder:
+        assert folder.parent == tmp_path
+        assert not (tmp_path / "out").exists()
+        (folder / "sub").mkdir()
+        (folder / "sub" / "file").write_text("done")
+    assert listing(tmp_path) == ["out", "out/sub", "out/sub/file"]
+    assert (tmp_path / "out" / "sub" / "file").read_text() == "done"
+
+
+@pytest.mark.parametrize("kind", [ValueError, OSError, KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_failure_leaves_nothing(tmp_path: Path, kind: type[BaseException]) -> None:
+    def fail_halfway() -> None:
+        with staging_folder(tmp_path / "out") as folder:
+            (folder / "file").write_text("half")
+            raise kind("halfway")
+
+    with pytest.raises(kind, match="halfway"):
+        fail_halfway()
+    assert listing(tmp_path) == []
+
+
+def test_a_relative_output_stays_where_it_was_meant_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with staging_folder(Path("out")):
+        monkeypatch.chdir(tmp_path / "there")
+    assert listing(tmp_path) == ["here", "here/out", "there"]
+
+
+def test_the_second_of_two_writers_is_refused_with_the_first_ones_pid(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(out)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as first:
+        assert first.stdin is not None
+        assert first.stdout is not None
+        assert first.stdout.readline() == "held\n"
+        before = listing(tmp_path)
+        refused = pytest.raises(PlanError, match=rf"out: is being written by another relayout \(process {first.pid}\)")
+        with refused, staging_folder(out):
+            pytest.fail("two processes are writing the same output")
+        assert listing(tmp_path) == before
+        with staging_folder(tmp_path / "other") as folder:
+            (folder / "file").write_text("not refused")
+        first.stdin.close()
+        assert first.wait(30) == 0
+    assert listing(tmp_path) == ["other", "other/file", "out", "out/mine"]
+    assert (out / "mine").read_text() == "first"
+
+
+def test_a_conversion_into_a_folder_in_work_is_refused(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "model")
+    with staging_folder(tmp_path / "out"):
+        before = listing(tmp_path)
+        with pytest.raises(PlanError, match=rf"process {os.getpid()}"):
+            convert(source, tmp_path / "out")
+        assert listing(tmp_path) == before
+
+
+def test_what_a_killed_process_left_is_taken_over(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(out)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "held\n"
+        first.kill()
+    left = listing(tmp_path)
+    assert len(left) == 3, "a lock, a folder and a file in it"
+    assert not out.exists()
+    with staging_folder(out) as folder:
+        assert listing(folder) == []
+        (folder / "new").write_text("second")
+    assert listing(tmp_path) == ["out", "out/new"]
+
+
+def test_a_lock_file_that_nobody_holds_is_no_lock(tmp_path: Path) -> None:
+    (tmp_path / ".out.relayout-lock").write_text("1\n")  # Process 1 is always alive: its number alone proves nothing.
+    with staging_folder(tmp_path / "out"):
+        pass
+    assert listing(tmp_path) == ["out"]
+
+
+def test_a_lock_is_given_back_on_success_and_on_failure(tmp_path: Path) -> None:
+    with staging_folder(tmp_path / "out") as folder:
+        (folder / "file").write_text("1")
+    with pytest.raises(ValueError, match="no"), staging_folder(tmp_path / "out"):
+        raise ValueError("no")
+    with staging_folder(tmp_path / "other"):
+        pass
+    assert listing(tmp_path) == ["other", "out", "out/file"]
+
+
+def test_a_lock_that_is_taken_while_its_file_goes_away_is_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Between open and flock, the holder ends and unlinks the file: a lock on that file would protect nobody.
+    true_flock = fcntl.flock
+    path = tmp_path / ".out.relayout-lock"
+    locked: list[int] = []
+
+    def flock(fd: int, operation: int) -> None:
+        if not locked:
+            path.unlink()
+        locked.append(fd)
+        true_flock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with staging_folder(tmp_path / "out"):
+        assert len(locked) == 2
+        assert path.read_text().split() == [str(os.getpid())]
+    assert listing(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize(("mask", "folder_mode", "file_mode"), [(0o022, 0o755, 0o644), (0o027, 0o750, 0o640)])
+def test_modes_follow_the_umask(tmp_path: Path, mask: int, folder_mode: int, file_mode: int) -> None:
+    source = write_source(tmp_path / "model")
+    with umask(mask):
+        convert(source, tmp_path / "out")
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+    assert "model-rank-0-part-0.safetensors" in modes
+    assert "relayout.json" in modes
+    assert set(modes.values()) == {file_mode}
+    assert (tmp_path / "out").stat().st_mode & 0o777 == folder_mode
+
+
+def test_side_files_keep_their_mode(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "model")
+    (source / "run.sh").write_text("#!/bin/sh\n")
+    (source / "run.sh").chmod(0o750)
+    with umask(0o022):
+        convert(source, tmp_path / "out")
+    assert (tmp_path / "out" / "run.sh").stat().st_mode & 0o777 == 0o750
+
+
+@pytest.mark.parametrize("where", ["allocating", "writing"])
+def test_a_drive_that_fills_up_in_the_middle_leaves_nothing(
+    tmp_path: Path, small_drive: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    # 1 MiB tensors in parts of 2 MiB: the first files fit, a later one does not.
+    source = write_source(tmp_path / "model", num_tensors=12, nbytes=2**20)
+    monkeypatch.setattr(conversion, "check_space", lambda output, nbytes: None)
+    if where == "writing":
+        monkeypatch.delattr(os, "posix_fallocate")
+    with pytest.raises(OSError, match="No space left") as caught:
+        convert(source, small_drive / "out", max_part_nbytes=2 * 2**20)
+    assert caught.value.errno == errno.ENOSPC
+    assert listing(small_drive) == []
+    free = os.statvfs(small_drive)
+    assert free.f_bfree == free.f_blocks, "an open file still holds space"
+
+
+def test_a_drive_that_fills_up_with_side_files_leaves_nothing(
+    tmp_path: Path, small_drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_source(tmp_path / "model")
+    (source / "tokenizer.model").write_bytes(np.arange(2 * 2**20, dtype=np.uint64).tobytes())
+    monkeypatch.setattr(conversion, "check_space", lambda output, nbytes: None)
+    with pytest.raises(OSError, match="No space left"):
+        convert(source, small_drive / "out")
+    assert listing(small_drive) == []
+
+
+def test_what_fits_a_small_drive_is_written_to_it(tmp_path: Path, small_drive: Path) -> None:
+    source = write_source(tmp_path / "model", num_tensors=6, nbytes=2**20)
+    convert(source, small_drive / "out", max_part_nbytes=2 * 2**20)
+    names = {name for file in (small_drive / "out").glob("model-rank-0-*") for name in load_file(file)}
+    assert names == {f"w.{n}" for n in range(6)}
+
+
+def test_space_is_checked_to_the_byte_before_anything_is_written(tmp_path: Path, small_drive: Path) -> None:
+    free = os.statvfs(small_drive).f_bavail * os.statvfs(small_drive).f_frsize
+    check_space(small_drive / "out", free)
+    with pytest.raises(PlanError, match=r"out: needs .* GB, 0\.008 GB are free there"):
+        check_space(small_drive / "out", free + 1)
+    source = write_source(tmp_path / "model", num_tensors=12, nbytes=2**20)
+    with pytest.raises(PlanError, match=r"out: needs 0\.01\d GB, 0\.008 GB are free there"):
+        convert(source, small_drive / "out")
+    assert listing(small_drive) == []
+
+
+def test_side_files_count_in_the_space_that_is_needed(tmp_path: Path, small_drive: Path) -> None:
+    source = write_source(tmp_path / "model")
+    (source / "tokenizer.model").write_bytes(np.arange(2 * 2**20, dtype=np.uint64).tobytes())
+    with pytest.raises(PlanError, match="GB are free there"):
+        convert(source, small_drive / "out")
+    assert listing(small_drive) == []
+
+
+def test_an_empty_output_folder_is_used(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "model")
+    (tmp_path / "out").mkdir()
+    convert(source, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
+    stored = load_file(tmp_path / "out" / "model-rank-0-part-0.safetensors")
+    np.testing.assert_array_equal(stored["w.0"], W)
+
+
+@pytest.mark.parametrize("target", ["nowhere", "empty", "full", "file"])
+@pytest.mark.parametrize("force", [False, True])
+def test_an_output_that_is_a_link_is_refused(tmp_path: Path, target: str, force: bool) -> None:
+    source = write_source(tmp_path / "model")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "relayout.json").write_text("{}")
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "out").symlink_to(target)
+    before = listing(tmp_path)
+    with pytest.raises(PlanError, match="out: exists and is not a folder"):
+        convert(source, tmp_path / "out", force=force)
+    assert listing(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("output", "says"),
+    [
+        ("model", "is the source itself"),
+        ("model/out", "lies in the source or around it"),
+        ("model/sub/out", "lies in the source or around it"),
+        ("", "lies in the source or around it"),
+        ("link", "is the source itself"),
+        ("link/out", "lies in the source or around it"),
+        ("x/../model", "is the source itself"),
+        ("nowhere/out", "its parent folder does not exist"),
+        ("file", "exists and is not a folder"),
+        ("file/out", "its parent folder does not exist"),
+        ("full", "is not empty; --force"),
+    ],
+)
+def test_an_output_that_would_lose_something_is_refused(tmp_path: Path, output: str, says: str) -> None:
+    (tmp_path / "model" / "sub").mkdir(parents=True)
+    (tmp_path / "x").mkdir()
+    (tmp_path / "full" / "sub").mkdir(parents=True)
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "link").symlink_to("model")
+    with pytest.raises(PlanError, match=says):
+        check_output(tmp_path / "model", tmp_path / output, force=False)
+
+
+def test_force_replaces_only_what_relayout_wrote(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "model")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious").write_text("mine")
+    with pytest.raises(PlanError, match=r"out: is not empty and was not written by relayout"):
+        convert(source, tmp_path / "out", force=True)
+    assert listing(tmp_path / "out") == ["precious"]
+
+
+def test_force_replaces_the_old_folder_whole(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    convert(write_source(tmp_path / "many", num_tensors=8), out, max_part_nbytes=W.nbytes)
+    assert len(list(out.glob("*.safetensors"))) == 8
+    convert(write_source(tmp_path / "few"), out, force=True)
+    assert [path.name for path in out.glob("*.safetensors")] == ["model-rank-0-part-0.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["few", "many", "out"]
+
+
+def test_a_forced_conversion_that_fails_keeps_the_old_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_source(tmp_path / "model")
+    convert(source, tmp_path / "out")
+    before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+
+    def fail(*args: Any, **options: Any) -> Any:
+        run_steps(*args, **options)
+        raise OSError(errno.EIO, "the drive is gone")
+
+    monkeypatch.setattr(conversion, "run_steps", fail)
+    with pytest.raises(OSError, match="the drive is gone"):
+        convert(source, tmp_path / "out", force=True)
+    assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
+
+
+def test_a_folder_that_comes_up_meanwhile_is_not_destroyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The output was absent when it was checked; somebody else makes it while the bytes are being written.
+    source = write_source(tmp_path / "model")
+
+    def run_and_meet_another(*args: Any, **options: Any) -> Any:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "precious").write_text("theirs")
+        return run_steps(*args, **options)
+
+    monkeypatch.setattr(conversion, "run_steps", run_and_meet_another)
+    with pytest.raises((PlanError, OSError), match="out"):
+        convert(source, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
+    assert listing(tmp_path / "out") == ["precious"]
+
+
+def test_a_link_in_the_place_of_the_partial_folder_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "precious").write_text("mine")
+    (tmp_path / ".out.relayout-partial").symlink_to("elsewhere")
+    with suppress(OSError), staging_folder(tmp_path / "out") as folder:
+        (folder / "file").write_text("new")
+    assert not (tmp_path / "out").is_symlink()
+    assert listing(tmp_path / "elsewhere") == ["precious"]
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, OSError])
+def test_if_the_last_rename_fails_the_old_folder_is_still_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
+) -> None:
+    source, out = write_source(tmp_path / "model"), tmp_path / "out"
+    convert(source, out)
+    before = {path: path.read_bytes() for path in out.iterdir()}
+    true_rename = os.rename
+    failed: list[str | Path] = []
+
+    def rename(old: str | Path, new: str | Path, **options: int) -> None:
+        if Path(new) == out and not failed:
+            failed.append(old)
+            raise kind("now")
+        true_rename(old, new, **options)
+
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(kind, match="now"):
+        convert(source, out, force=True)
+    assert {path: path.read_bytes() for path in out.iterdir()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
+
+
+@pytest.mark.parametrize("moment", ["while the first comes up", "before the second"])
+def test_an_interruption_while_threads_are_being_started_leaves_neither_files_nor_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    # Ctrl-C reaches the main thread anywhere: also when some workers run already, and others do not exist yet.
+    source = write_source(tmp_path / "model", num_tensors=16, nbytes=8 * 2**20)
+    true_start = threading.Thread.start
+    started: list[threading.Thread] = []
+
+    def start(thread: threading.Thread) -> None:
+        is_second = bool(started)
+        if not is_second:
+            started.append(thread)
+            true_start(thread)
+        if is_second or moment == "while the first comes up":
+            while not any(any(folder.glob("*.safetensors")) for folder in tmp_path.glob(".out*")):
+                time.sleep(0.001)
+            raise KeyboardInterrupt("now")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(KeyboardInterrupt, match="now"):
+        convert(source, tmp_path / "out")
+    running = [thread for thread in started if thread.is_alive()]
+    for thread in running:
+        thread.join()
+    assert running == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="drops the superuser's rights by Linux's prctl")
+def test_force_on_a_read_only_folder_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    # People take write permission from finished models. A folder may be renamed without it, but not emptied.
+    source = write_source(tmp_path / "model")
+    out = tmp_path / "out"
+    convert(source, out)
+    script = "import sys, relayout; relayout.convert(sys.argv[1], sys.argv[2], force=True)"
+    try:
+        for _ in range(2):
+            out.chmod(0o555)
+            subprocess.run(
+                [sys.executable, "-c", script, str(source), str(out)],
+                preexec_fn=drop_superuser_rights,
+                capture_output=True,
+            )
+            assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
+    finally:
+        for path in tmp_path.iterdir():
+            path.chmod(0o755)
+        shutil.rmtree(tmp_path / ".out.relayout-old", ignore_errors=True)
+
+
+def drop_superuser_rights() -> None:
+    """Let the next program run as this user, but with no right to pass over permission bits."""
+    if os.getuid() == 0:
+        import ctypes
+
+        for capability in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):
+            if ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, capability, 0, 0, 0):
+                raise OSError("prctl refused")

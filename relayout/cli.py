@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -188,7 +189,7 @@ R = TypeVar("R", bound=_Result)
 
 def _show(result: R, as_json: bool, print_text: Callable[[R], None]) -> None:
     if as_json:
-        print(json.dumps(result.as_json()))
+        print(json.dumps(result.as_json()), flush=True)
     else:
         print_text(result)
 
@@ -201,8 +202,8 @@ def _errors() -> Iterator[None]:
     except RelayoutError as error:
         _fail(str(error), EXIT_BAD_INPUT)
     except BrokenPipeError:
-        # Whoever read our output has gone; nothing is left to tell.
-        sys.stderr.close()
+        # Whoever read our output has gone; nothing is left to tell, also when Python flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(EXIT_IO) from None
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from relayout.errors import FormatError, PlanError
+from relayout.files import read_small
 from relayout.globs import compile_glob
 
 UNITS = ("even", "heads", "kv_heads", "vocabulary")
 """What an axis may be divided by."""
 
+_MAX_PLAN_NBYTES = 2**20
 _AXES = {"rows": 0, "columns": 1}
 
 
@@ -67,10 +69,9 @@ def read_family(path: Path) -> Family:
     Raises:
         FormatError: it cannot be read or is no plan file.
     """
+    blob = read_small(path, _MAX_PLAN_NBYTES)
     try:
-        text = path.read_text("utf-8")
-    except OSError as error:
-        raise FormatError(f"{path}: cannot be read: {error.strerror}") from None
+        text = blob.decode()
     except UnicodeDecodeError as error:
         raise FormatError(f"{path}: not UTF-8 at byte {error.start}") from None
     return parse_family(text, str(path))

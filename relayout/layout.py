@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from relayout.catalogue import Catalogue
+from relayout.catalogue import Catalogue, SourceTensor
 from relayout.errors import PlanError
 from relayout.extents import natural_alignment
 from relayout.header import TensorEntry, build_header
@@ -90,11 +90,13 @@ def make_layout(
     check_alignment(alignment)
     if max_part_nbytes < 1:
         raise PlanError(f"a part size of {max_part_nbytes} bytes, expected a positive one")
+    entry_nbytes = [_entry_nbytes(tensor) for tensor in catalogue.tensors]
     is_boxes = all(part.is_box for slices in set(plan.slices) for part in slices)
     return Layout(
         alignment,
         tuple(
-            _rank_files(catalogue, plan, rank, alignment, max_part_nbytes, is_boxes) for rank in range(plan.num_ranks)
+            _rank_files(catalogue, plan, rank, alignment, max_part_nbytes, entry_nbytes, is_boxes)
+            for rank in range(plan.num_ranks)
         ),
         is_boxes,
     )
@@ -115,7 +117,13 @@ def rank_file_name(rank: int, part: int) -> str:
 
 
 def _rank_files(
-    catalogue: Catalogue, plan: Plan, rank: int, alignment: int, max_part_nbytes: int, is_boxes: bool
+    catalogue: Catalogue,
+    plan: Plan,
+    rank: int,
+    alignment: int,
+    max_part_nbytes: int,
+    entry_nbytes: Sequence[int],
+    is_boxes: bool,
 ) -> tuple[RankFile, ...]:
     sizes = [
         slice_nbytes(tensor.dtype, tensor.shape, slices[rank])
@@ -123,7 +131,7 @@ def _rank_files(
     ]
     order = sorted(range(len(sizes)), key=lambda t: order_key(sizes[t], alignment))
     files = []
-    for part, tensors in enumerate(_split(catalogue, order, sizes, max_part_nbytes)):
+    for part, tensors in enumerate(_split(order, sizes, entry_nbytes, max_part_nbytes)):
         entries = _entries(catalogue, plan, rank, tensors)
         # The true id has the same length, so the header has its final size already.
         metadata = _metadata(catalogue, plan, rank, part, tensors, "0" * CONVERSION_ID_LENGTH, is_boxes)
@@ -144,20 +152,25 @@ def order_key(nbytes: int, alignment: int) -> tuple[int, int]:
     return (-power, -nbytes if power < ARENA_ALIGNMENT else 0)
 
 
-def _split(catalogue: Catalogue, order: Sequence[int], sizes: Sequence[int], max_part_nbytes: int) -> list[list[int]]:
+def _entry_nbytes(tensor: SourceTensor) -> int:
+    """Upper bound of what a tensor adds to a header: its entry, and DCP's, whose name is escaped twice."""
+    name = json.dumps(json.dumps(tensor.name, ensure_ascii=False), ensure_ascii=False)
+    return 2 * len(name.encode()) + 45 * len(tensor.shape) + 150
+
+
+def _split(
+    order: Sequence[int], sizes: Sequence[int], entry_nbytes: Sequence[int], max_part_nbytes: int
+) -> list[list[int]]:
     """Cut the order into parts that keep to both limits; a tensor larger than a part gets one of its own."""
     parts: list[list[int]] = [[]]
     data_nbytes = header_nbytes = 0
     for tensor in order:
-        # Name twice (DCP's entry names it too), dtype, shape and offsets in JSON.
-        entry_nbytes = 2 * len(catalogue.tensors[tensor].name.encode()) + 200
-        full = data_nbytes + sizes[tensor] > max_part_nbytes or header_nbytes + entry_nbytes > MAX_PART_HEADER_NBYTES
-        if parts[-1] and full:
-            parts.append([])
-            data_nbytes = header_nbytes = 0
-        parts[-1].append(tensor)
         data_nbytes += sizes[tensor]
-        header_nbytes += entry_nbytes
+        header_nbytes += entry_nbytes[tensor]
+        if parts[-1] and (data_nbytes > max_part_nbytes or header_nbytes > MAX_PART_HEADER_NBYTES):
+            parts.append([])
+            data_nbytes, header_nbytes = sizes[tensor], entry_nbytes[tensor]
+        parts[-1].append(tensor)
     return parts
 
 
@@ -188,7 +201,7 @@ def _metadata(
             catalogue.tensors[t].name: {"saved_offsets": plan.slices[t][rank].starts(len(catalogue.tensors[t].shape))}
             for t in tensors
         }
-        metadata["DCP_SHARDING_INFO"] = json.dumps(offsets, separators=(",", ":"))
+        metadata["DCP_SHARDING_INFO"] = json.dumps(offsets, ensure_ascii=False, separators=(",", ":"))
         metadata["DCP_VERSION"] = "1.0"
     reserved = {"relayout", "DCP_SHARDING_INFO", "DCP_VERSION"}
     return metadata | {key: value for key, value in catalogue.metadata.items() if key not in reserved}

@@ -6,7 +6,7 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import xxhash
@@ -14,7 +14,7 @@ import zstandard
 
 from relayout.dtypes import BITS, num_bytes
 from relayout.errors import FormatError
-from relayout.extents import Transfer
+from relayout.extents import BLOCK, Transfer
 from relayout.fields import Fields, parse_object
 from relayout.index import (
     ARENA_ALIGNMENT,
@@ -205,12 +205,9 @@ def parse_table(blob: bytes, manifest: Manifest, rank: int, where: str) -> RankT
     slices = tuple(parse_slice(value, where) for value in fields.column("slice", (list, type(None)), count))
     whole = fields.column("source_shape", (list, type(None)), count)
     source_shapes = [shape if value is None else value for shape, value in zip(table.shapes, whole, strict=True)]
+    table = replace(table, source_shapes=parse_shapes(source_shapes, where), slices=slices)
     _check_table(table, entry, where)
-    return RankTable(
-        **{name: getattr(table, name) for name in RankTable.__slots__ if name not in ("source_shapes", "slices")},
-        source_shapes=parse_shapes(source_shapes, where),
-        slices=slices,
-    )
+    return table
 
 
 def _self_digest(top: Mapping[str, Any]) -> str:
@@ -292,6 +289,9 @@ def _check_reads(entry: RankEntry, where: str) -> None:
             raise FormatError(f"{what}: ends at byte {transfer.source_end} of {file.name}, which has {file.nbytes}")
         if transfer.target_end > entry.arena_nbytes:
             raise FormatError(f"{what}: ends at byte {transfer.target_end} of an arena of {entry.arena_nbytes}")
+    limit = entry.nbytes + ARENA_ALIGNMENT * entry.num_tensors + 2 * BLOCK * (len(entry.files) + 1)
+    if entry.arena_nbytes > limit:
+        raise FormatError(f"{where}: an arena of {entry.arena_nbytes} bytes for tensors of {entry.nbytes}")
     total = sum(read.transfer.total_nbytes for read in entry.reads)
     if total != entry.nbytes:
         raise FormatError(f"{where}: reads of {total} bytes, tensors of {entry.nbytes}")
@@ -305,6 +305,9 @@ def _check_reads(entry: RankEntry, where: str) -> None:
 def _check_table(table: RankTable, entry: RankEntry, where: str) -> None:
     if len(set(table.names)) != len(table.names):
         raise FormatError(f"{where}: a tensor name occurs twice")
+    for part, whole, shape in set(zip(table.slices, table.source_shapes, table.shapes, strict=True)):
+        if not _is_part(part, whole, shape):
+            raise FormatError(f"{where}: {list(shape)} is not slice {part} of a tensor {list(whole)}")
     reads = sorted(entry.reads, key=lambda read: read.transfer.target)
     targets = [read.transfer.target for read in reads]
     total = 0
@@ -320,11 +323,23 @@ def _check_table(table: RankTable, entry: RankEntry, where: str) -> None:
             raise FormatError(
                 f"{where}: tensor {name!r}: {nbytes} bytes at {arena_offset} of an arena of {entry.arena_nbytes}"
             )
-        if nbytes and not _brings(reads[bisect_right(targets, arena_offset) - 1], file, offset, arena_offset, nbytes):
+        which = bisect_right(targets, arena_offset) - 1
+        if nbytes and (which < 0 or not _brings(reads[which], file, offset, arena_offset, nbytes)):
             raise FormatError(f"{where}: tensor {name!r}: no read brings its bytes from its file to {arena_offset}")
         total += nbytes
     if total != entry.nbytes:
         raise FormatError(f"{where}: tensors of {total} bytes, {MANIFEST_NAME} says {entry.nbytes}")
+
+
+def _is_part(part: Slice, whole: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether a slice of a tensor of shape `whole` exists and has `shape`."""
+    if part.ranges is None:
+        return whole == shape
+    return (
+        part.axis < len(whole)
+        and all(start + length <= whole[part.axis] for start, length in part.ranges)
+        and part.shape(whole) == shape
+    )
 
 
 def _brings(read: Read, file: int, offset: int, arena_offset: int, nbytes: int) -> bool:

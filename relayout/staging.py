@@ -102,8 +102,9 @@ def _remove(folder: Path) -> None:
         return
     folder.chmod(0o700)
     for parent, names, _ in os.walk(folder):
-        for name in names:
-            Path(parent, name).chmod(0o700)
+        for path in (Path(parent, name) for name in names):
+            if not path.is_symlink():
+                path.chmod(0o700)
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -28,7 +28,7 @@ _PIPE_WIDTH = 100_000
 def progress(what: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None] | None]:
     """A progress bar on stderr, where that is a terminal; yields what to call with (bytes done, bytes in all)."""
     console = Console(stderr=True)
-    if quiet or not sys.stderr.isatty():  # rich would count FORCE_COLOR as a terminal.
+    if quiet or sys.stderr is None or not sys.stderr.isatty():  # rich would count FORCE_COLOR as a terminal.
         yield None
         return
     columns = (
@@ -206,9 +206,15 @@ def _table(*headings: str) -> Table:
     return table
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        # rich would end the process with exit code 1, which means something else here.
+        raise BrokenPipeError
+
+
 def _console() -> Console:
     # In a pipe there is no width to keep to: never break a line of the text.
-    console = Console(highlight=False, soft_wrap=True)
+    console = _Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = _PIPE_WIDTH
     return console

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -86,8 +87,8 @@ class Workers(Generic[Item, State]):
         try:
             for number in range(self._num_threads):
                 thread = threading.Thread(target=self._run, name=f"relayout-{number}", daemon=True)
-                thread.start()
                 self._threads.append(thread)
+                thread.start()
         except BaseException:
             self.cancel()
             raise
@@ -110,13 +111,17 @@ class Workers(Generic[Item, State]):
             raise self._error
 
     def cancel(self) -> None:
-        """Take no further items, and wait for those in work; all threads have ended on return."""
+        """Take no further items, and wait for those in work; no thread does anything more after the return."""
         self._stop.request()
         for thread in self._threads:
-            thread.join()
+            # One that has not come up yet cannot be joined; it will find that it has nothing to do.
+            with suppress(RuntimeError):
+                thread.join()
 
     def _run(self) -> None:
         try:
+            if self._stop.requested:
+                return
             state = self._make_state()
             while True:
                 with self._lock:

@@ -106,7 +106,11 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(
-    *args: str, cwd: Path, environment: Mapping[str, str] | None = None, restricted: bool = False
+    *args: str,
+    cwd: Path,
+    environment: Mapping[str, str] | None = None,
+    restricted: bool = False,
+    timeout: float = 60,
 ) -> subprocess.CompletedProcess[str]:
     """Run the command to its end, its output in pipes."""
     return subprocess.run(
@@ -117,7 +121,7 @@ def run(
         capture_output=True,
         encoding="utf-8",
         errors="surrogateescape",
-        timeout=60,
+        timeout=timeout,
         preexec_fn=drop_superuser_rights if restricted else None,
     )
 
@@ -372,6 +376,38 @@ def test_an_axis_that_does_not_divide_is_named_in_full(here: Run, work: Path) ->
     assert SHAPES[name] == (int(dims[0]), int(dims[1]))
     assert (SHAPES[name][int(axis)], int(size)) == (100, 100)
     assert tree(work) == before
+
+
+def test_a_plan_that_never_comes_is_not_waited_for(work: Path) -> None:
+    os.mkfifo(work / "mine.toml")
+    args = ["convert", "model", "--tp", "2", "--plan", "mine.toml"]
+    assert_refused(partial(run, timeout=5), work, args, r"mine\.toml: not a regular file")
+
+
+def test_without_a_stderr_the_exit_codes_are_the_same(work: Path) -> None:
+    # A daemon may have closed it; Python then has None for it.
+    for source, code in (("model", 0), ("nothing", 2)):
+        done = subprocess.run(
+            [*RELAYOUT, "convert", source],
+            cwd=work,
+            env=ENVIRONMENT,
+            stdout=subprocess.PIPE,
+            preexec_fn=partial(os.close, 2),
+        )
+        assert done.returncode == code
+    assert (work / "model-tp1" / "relayout.json").is_file()
+
+
+@pytest.mark.parametrize("args", ["inspect out", "inspect out --json", "verify out"])
+def test_a_reader_that_has_gone_is_an_io_failure_without_a_word(converted: Path, args: str) -> None:
+    # As in `relayout inspect out | head -1`. Exit code 1 would say that verification found a difference.
+    ours, theirs = os.pipe()
+    os.close(ours)
+    done = subprocess.run(
+        [*RELAYOUT, *args.split()], cwd=converted, env=ENVIRONMENT, stdout=theirs, stderr=subprocess.PIPE, text=True
+    )
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (3, "")
 
 
 @pytest.mark.parametrize(

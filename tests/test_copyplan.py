@@ -163,10 +163,10 @@ def check(source: Checkpoint, *, chunk_nbytes: int, small_nbytes: int, max_part_
     layout = make_layout(catalogue, plan, 512, max_part_nbytes)
     execution = execute(source, layout, chunk_nbytes, small_nbytes)
 
-    for file, times in enumerate(execution.times_read):
+    for number, times in enumerate(execution.times_read):
         expected = np.zeros(len(times), int)
         for tensor in catalogue.tensors:
-            if tensor.file == file:
+            if tensor.file == number:
                 expected[tensor.extent.offset : tensor.extent.end] = 1
         np.testing.assert_array_equal(times, expected)
 
@@ -328,6 +328,20 @@ def test_batches_follow_the_order_of_the_file_so_that_each_is_written_as_one_spa
     steps = list(steps_of(source, chunk_nbytes=4 * (2 * BLOCK + 512)))
     assert [[t for t, _ in step.tensors] for step in steps] == [[1, 3, 5, 7], [0, 2, 4, 6]]
     assert [[span.nbytes for span in step.spans] for step in steps] == [[2048], [400]]
+
+
+def test_small_tensors_on_both_sides_of_a_large_one_are_hashed_in_their_own_spans() -> None:
+    tensors = [("U8", (rows, 512), even(0, 2, rows // 2)) for rows in (2, 80, 4)]
+    source = checkpoint(tensors, num_ranks=2)
+    *_, batch = steps_of(source, small_nbytes=4096)
+    assert [t for t, _ in batch.tensors] == [0, 2]
+    assert [[(one.tensor, one.slice, one.start, one.nbytes) for one in span.slices] for span in batch.spans] == [
+        [(0, 0, 0, 512)],
+        [(2, 0, 0, 1024)],
+        [(0, 1, 0, 512)],
+        [(2, 1, 0, 1024)],
+    ]
+    check(source, chunk_nbytes=10**6, small_nbytes=4096)
 
 
 def test_large_tensors_come_in_model_order_and_their_chunks_in_byte_order() -> None:

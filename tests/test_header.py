@@ -373,7 +373,7 @@ def check_no_laxer(blob: bytes) -> None:
 
 
 @given(blob=damaged_files())
-@settings(max_examples=800, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_what_we_accept_the_stock_reader_accepts_and_reads_alike(blob: bytes) -> None:
     check_no_laxer(blob)
 

@@ -481,6 +481,17 @@ TABLE_LIES: dict[str, tuple[Lie, str]] = {
     "a negative offset": (column_lie("offset", 0, -1), "'offset' is missing or not a list of sizes"),
     "an offset beyond 63 bits": (column_lie("offset", 0, 2**63), "'offset' is missing or not a list of sizes"),
     "a tensor outside its file": (column_lie("offset", 4, 4669), "tensor 'scale': ends outside its file, at byte 4675"),
+    "another tensor's bytes": (
+        lambda top: top["offset"].__setitem__(slice(2, 4), [4662, 4656]),
+        "tensor 'c': no read brings its bytes",
+    ),
+    "bytes of the file's header": (column_lie("offset", 0, 0), "tensor 'größe': no read brings its bytes"),
+    "a place that nothing is read to": (
+        column_lie("arena_offset", 4, 4656),
+        "tensor 'scale': no read brings its bytes",
+    ),
+    "a place before everything that is read": (column_lie("arena_offset", 4, 0), "tensor 'scale': no read brings its"),
+    "a place behind the last run": (column_lie("arena_offset", 4, 8240), "tensor 'scale': no read brings its bytes"),
     "a tensor outside the arena": (
         column_lie("arena_offset", 4, 12288),
         "tensor 'scale': 6 bytes at 12288 of an arena of 12288",
@@ -509,6 +520,34 @@ def test_a_lie_in_a_table_is_refused(lie: Lie, message: str) -> None:
     lie(top)
     with pytest.raises(FormatError, match=f"^table: .*{message}"):
         parse_stored(stored(top))
+
+
+def parse_small_tensors(reads: tuple[Read, ...], nbytes: int, **columns: list[int]) -> RankTable:
+    """Parse a table of just the three tensors of 6 bytes, with other reads, and the columns replaced."""
+    top = {name: value[2:] if isinstance(value, list) else value for name, value in table_tree().items()}
+    blob = stored({**top, **columns})
+    entry = replace(MANIFEST.ranks[0], table_digest=digest(blob), num_tensors=3, nbytes=nbytes, reads=reads)
+    return parse_table(blob, replace(MANIFEST, ranks=(entry, MANIFEST.ranks[1])), 0, "table")
+
+
+STRIDED = Read(0, Transfer(4656, 8192, 6, 3, 6, 16))
+
+
+def test_tensors_are_not_believed_to_come_from_nowhere() -> None:
+    assert parse_small_tensors((STRIDED,), 18).names == ["c", "d", "scale"]
+    with pytest.raises(FormatError, match=r"^table: tensor 'c': no read brings its bytes"):
+        parse_small_tensors((), 0)
+
+
+def test_a_tensor_where_a_run_before_the_first_would_be_is_refused() -> None:
+    with pytest.raises(FormatError, match=r"^table: tensor 'c': no read brings its bytes"):
+        parse_small_tensors((STRIDED,), 18, offset=[4650, 4656, 4662], arena_offset=[8176, 8192, 8208])
+
+
+def test_a_tensor_that_no_single_read_brings_is_refused() -> None:
+    halves = (Read(0, Transfer(4656, 8192, 3)), Read(0, Transfer(4659, 8195, 3)))
+    with pytest.raises(FormatError, match=r"^table: tensor 'c': no read brings its bytes"):
+        parse_small_tensors((*halves, Read(0, Transfer(4662, 8208, 6, 2, 6, 16))), 18)
 
 
 def test_a_table_whose_digest_the_manifest_does_not_name_is_refused() -> None:

@@ -275,7 +275,7 @@ def test_dcp_sharding_info_says_where_each_box_starts(max_part_nbytes: int) -> N
     layout = make_layout(source, BOXES, 512, max_part_nbytes)
     assert layout.is_boxes
     for rank, files in enumerate(layout.ranks):
-        found = {}
+        found: dict[str, object] = {}
         for file in files:
             metadata = parse_header(rank_header(source, BOXES, layout, file, CONVERSION), file.nbytes, "x").metadata
             assert metadata["DCP_VERSION"] == "1.0"

@@ -395,6 +395,7 @@ def test_a_built_in_plan_cuts_the_same_axes_as_the_plan_of_transformers(model_ty
         model = AutoModelForCausalLM.from_config(config)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     plan = plan_for(catalogue(shapes, **config.to_dict()), 2)
+    assert config.base_model_tp_plan
     styles = {f"model.{pattern}": style for pattern, style in config.base_model_tp_plan.items()}
 
     def expected_axis(name: str) -> int | None:
@@ -594,7 +595,7 @@ def test_a_bad_plan_file_is_refused(text: str | bytes, message: str, tmp_path: P
 
 @pytest.mark.parametrize("name", ["absent.toml", "."])
 def test_a_plan_file_that_cannot_be_read_is_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match="cannot be read: "):
+    with pytest.raises(FormatError, match="cannot be read: |not a regular file"):
         plan_for(catalogue(SMALL), 2, tmp_path / name)
 
 

@@ -338,6 +338,19 @@ def test_force_replaces_the_old_folder_whole(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["few", "many", "out"]
 
 
+def test_force_does_not_touch_what_links_in_the_old_folder_lead_to(tmp_path: Path) -> None:
+    source, out = write_source(tmp_path / "model"), tmp_path / "out"
+    convert(source, out)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere").chmod(0o755)
+    (tmp_path / "elsewhere" / "precious").write_text("mine")
+    (out / "link").symlink_to("../elsewhere")
+    convert(source, out, force=True)
+    assert not (out / "link").is_symlink()
+    assert listing(tmp_path / "elsewhere") == ["precious"]
+    assert (tmp_path / "elsewhere").stat().st_mode & 0o777 == 0o755
+
+
 def test_a_forced_conversion_that_fails_keeps_the_old_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_source(tmp_path / "model")
     convert(source, tmp_path / "out")

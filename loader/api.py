@@ -13,7 +13,7 @@ from relayout.folder import check_owner, check_rank, read_manifest, read_table
 from relayout.index import MANIFEST_NAME
 from relayout.loader.arena import HostArena, allocate
 from relayout.loader.backends import Backend, Filling, StoredFile, choose_backend
-from relayout.loader.tensors import arena_tensor, is_cpu, make_views
+from relayout.loader.tensors import arena_tensor, check_device, is_cpu, make_views
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +50,8 @@ def load(
         OSError: a read failed, or "direct" was asked for where the file system refuses it.
     """
     chosen = choose_backend(backend)
+    if device != "cpu":
+        check_device(device)  # Before anything is read for a device that is not there.
     path = Path(path)
     if (path / MANIFEST_NAME).exists():
         return _load_converted(path, rank, tp, device, chosen)

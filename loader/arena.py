@@ -34,7 +34,8 @@ def allocate(nbytes: int) -> HostArena:
         MemoryError: the address space is exhausted.
     """
     try:
-        memory = mmap.mmap(-1, align_up(max(nbytes, 1), HUGE_PAGE) + HUGE_PAGE)
+        # Private: memory that processes share takes huge pages on few systems, and is shared with a forked child.
+        memory = mmap.mmap(-1, align_up(max(nbytes, 1), HUGE_PAGE) + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
     except OSError as error:
         raise MemoryError(f"cannot reserve {nbytes} bytes for a rank: {error.strerror}") from None
     if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -44,6 +44,20 @@ def arena_tensor(arena: HostArena) -> torch.Tensor:
     return torch.frombuffer(arena.memory, dtype=torch.uint8, offset=arena.start, count=max(arena.nbytes, 1))
 
 
+def check_device(device: str | torch.device) -> None:
+    """Refuse a device that cannot be used.
+
+    Raises:
+        PlanError: torch says why.
+    """
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise PlanError(f"device {str(device)!r}: {str(error).splitlines()[0]}") from None
+
+
 def is_cpu(device: str | torch.device) -> bool:
     """Whether tensors of this device lie in host memory."""
     import torch
@@ -76,6 +90,8 @@ def make_views(
                 raise PlanError(f"tensor {name!r}: this torch ({torch.__version__}) has no type for {dtype}")
             parent = typed[dtype] = whole.view(torch_dtype)
         if dtype == "F4":  # Two elements in one of torch's.
+            if not shape or shape[-1] % 2:
+                raise PlanError(f"tensor {name!r}: torch has no F4 tensor of shape {list(shape)}: its last axis is odd")
             shape = (*shape[:-1], shape[-1] // 2)
         # as_strided on a typed view costs a third of slicing and viewing for each tensor.
         start = offset // max(1, BITS[dtype] // 8)

@@ -5,6 +5,8 @@ Reads directory entries, small JSON files and header bytes; never tensor data.
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -16,9 +18,8 @@ from relayout.errors import FormatError, PlanError
 from relayout.extents import Extent
 from relayout.files import open_regular, read_small
 from relayout.header import LENGTH_NBYTES, Header, header_nbytes, parse_header, strict_json
-from relayout.index import MANIFEST_NAME
+from relayout.index import HUB_INDEX_NAME, MANIFEST_NAME
 
-INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
 _MAX_JSON_NBYTES = 256 * 2**20
@@ -100,7 +101,8 @@ def read_catalogue(source: Path) -> Catalogue:
     try:
         if source.is_dir():
             return _read_folder(source)
-        is_file = source.suffix == ".safetensors" or source.is_file()
+        # Blobs of a hub cache have no suffix.
+        is_file = source.suffix == ".safetensors" or (source.suffix == "" and source.is_file())
     except PermissionError as error:
         raise FormatError(f"{source}: cannot be read: {error.strerror}") from None
     if is_file:
@@ -114,6 +116,8 @@ def read_catalogue(source: Path) -> Catalogue:
             side_files=(),
             left_out=[],
         )
+    if os.path.lexists(source):
+        raise PlanError(f"{source}: neither a folder nor a .safetensors file")
     raise PlanError(f"{source}: no such file or folder")
 
 
@@ -180,12 +184,12 @@ def _read_folder(root: Path) -> Catalogue:
 
 
 def _find_index(root: Path, names: list[str]) -> str | None:
-    if INDEX_NAME in names:
-        return INDEX_NAME
+    if HUB_INDEX_NAME in names:
+        return HUB_INDEX_NAME
     others = [name for name in names if name.endswith(".safetensors" + _INDEX_SUFFIX)]
     if others and SINGLE_NAME not in names:
         if len(others) > 1:
-            raise PlanError(f"{root}: no {INDEX_NAME}, but several others: {', '.join(others)}")
+            raise PlanError(f"{root}: no {HUB_INDEX_NAME}, but several others: {', '.join(others)}")
         return others[0]
     return None
 
@@ -277,6 +281,8 @@ def _walk(folder: Path) -> Iterator[tuple[Path, str | None]]:
                 yield from _walk(path)
         elif not entry.is_file():
             yield path, "a link to a folder, or to nothing" if entry.is_symlink() else "not a regular file"
+        elif not os.access(path, os.R_OK):
+            raise FormatError(f"{path}: cannot be read: {os.strerror(errno.EACCES)}")
         else:
             yield path, None
 
@@ -293,7 +299,11 @@ def _read_config(folder: Path) -> Mapping[str, Any]:
     path = folder / "config.json"
     if not os.path.lexists(path):
         return {}
-    parsed = strict_json(_decode(read_small(path, _MAX_JSON_NBYTES), path), str(path), constants=True)
+    # As laxly as transformers reads it: with NaN, and the last of two equal keys.
+    try:
+        parsed = json.loads(_decode(read_small(path, _MAX_JSON_NBYTES), path))
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(parsed, dict):
         raise FormatError(f"{path}: a JSON {type(parsed).__name__}, expected an object")
     return parsed

@@ -20,7 +20,6 @@ EXIT_DIFFERENCE = 1
 EXIT_BAD_INPUT = 2
 EXIT_IO = 3
 EXIT_INTERRUPTED = 130
-EXIT_TERMINATED = 143
 
 app = typer.Typer(
     name="relayout",
@@ -33,7 +32,7 @@ app = typer.Typer(
     epilog="First steps: [bold]relayout inspect MODEL[/] shows what a rank would pay today; "
     "[bold]relayout convert MODEL --tp 8[/] makes MODEL-tp8 beside it; then, in Python, "
     "[bold]relayout.load('MODEL-tp8', rank)[/]. Exit codes: 0 done, 1 verification found a difference, "
-    "2 bad input or usage, 3 I/O failure, 130 interrupted.",
+    "2 bad input or usage, 3 I/O failure, 130 interrupted, 143 terminated.",
 )
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout instead of text.")]
@@ -72,7 +71,8 @@ CompareOption = Annotated[
 
 def main() -> None:
     """Entry point of the `relayout` command."""
-    signal.signal(signal.SIGTERM, _terminate)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _terminate)
     app()
 
 
@@ -109,8 +109,7 @@ def convert(
 ) -> None:
     """Rewrite a checkpoint for N tensor-parallel ranks.
 
-    OUT appears complete or not at all; SRC is only read. With --tp 1 any model can be converted, and the result is
-    a drop-in model folder whose tensors are aligned.
+    OUT appears complete or not at all; SRC is only read. With --tp 1 any model can be converted, into a drop-in folder.
     """
     with _errors():
         from relayout import conversion, terminal
@@ -220,4 +219,4 @@ def _fail(message: str, code: int) -> NoReturn:
 
 
 def _terminate(signum: int, frame: object) -> NoReturn:
-    raise SystemExit(EXIT_TERMINATED)
+    raise SystemExit(128 + signum)

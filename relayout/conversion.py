@@ -12,9 +12,9 @@ from pathlib import Path
 import xxhash
 
 from relayout import __version__
-from relayout.catalogue import INDEX_NAME, Catalogue, read_catalogue
+from relayout.catalogue import Catalogue, read_catalogue
 from relayout.copyplan import copy_steps
-from relayout.index import MANIFEST_NAME, Arena, IndexedFile, Manifest, RankEntry, RankTable, plan_arena
+from relayout.index import HUB_INDEX_NAME, MANIFEST_NAME, Arena, IndexedFile, Manifest, RankEntry, RankTable, plan_arena
 from relayout.layout import (
     DEFAULT_ALIGNMENT,
     DEFAULT_MAX_PART_NBYTES,
@@ -162,8 +162,12 @@ def convert(
 
 
 def default_output(source: Path, tp: int) -> Path:
-    """`SOURCE-tpN` beside the source."""
+    """`SOURCE-tpN` beside the source; for a snapshot in a Hugging Face cache, `REPOSITORY-tpN` right here."""
     named = source.resolve() if source.name in ("", "..") else source
+    repository = named.absolute().parent.parent.name
+    if named.absolute().parent.name == "snapshots" and repository.startswith("models--"):
+        # Not into the hub's cache, among revisions: into the working directory, by the repository's name.
+        return Path(f"{repository.split('--')[-1]}-tp{tp}")
     return named.with_name(f"{named.name.removesuffix('.safetensors')}-tp{tp}")
 
 
@@ -204,8 +208,9 @@ def _write_sidecar(folder: Path, conversion: Conversion, digests: Digests) -> No
                 reads=arena.reads,
             )
         )
-    if plan.num_ranks == 1:
-        _write(folder / INDEX_NAME, _hub_index(catalogue, layout))
+    hub_index = _hub_index(catalogue, layout) if plan.num_ranks == 1 else None
+    if hub_index is not None:
+        _write(folder / HUB_INDEX_NAME, hub_index)
     manifest = Manifest(
         generator=f"relayout {__version__}",
         conversion=conversion_id,
@@ -215,6 +220,7 @@ def _write_sidecar(folder: Path, conversion: Conversion, digests: Digests) -> No
         dcp=layout.is_boxes,
         record_digest=digest_hex(stored_record),
         source_nbytes=catalogue.nbytes,
+        hub_index_digest=None if hub_index is None else digest_hex(hub_index),
         ranks=tuple(entries),
     )
     _write(folder / MANIFEST_NAME, dump_manifest(manifest))

@@ -86,8 +86,8 @@ class Step:
     spans: tuple[Span, ...]
     tensors: tuple[tuple[int, Extent], ...]
     """The source bytes covered: tensor, and extent in its file."""
-    turn: int
-    """The bytes of a tensor are hashed in order: this is chunk number `turn` of its (only) tensor."""
+    turn: int | None
+    """The bytes of a tensor are hashed in order: this is chunk number `turn` of its one tensor. None: all whole."""
 
     @property
     def nbytes(self) -> int:
@@ -140,6 +140,8 @@ class _Planner:
         tensor = self.tensors[t]
         base = tensor.extent.offset
         distinct, held = distinct_slices(self.slices[t])
+        # Hashed as they pass, slices want their ranges in the order of the source.
+        assert all(list(part.ranges or ()) == sorted(part.ranges or ()) for part in distinct)
         transfers = [slice_transfers(tensor.dtype, tensor.shape, part) for part in distinct]
         length = _chunk_length([one for group in transfers for one in group], self.chunk_nbytes)
         for turn, start in enumerate(range(0, tensor.extent.nbytes, length)):
@@ -197,7 +199,7 @@ class _Planner:
             _merge([_block_range(self.tensors[t].file, self.tensors[t].extent) for t in batch]),
             tuple(spans),
             tuple((t, self.tensors[t].extent) for t in batch),
-            0,
+            None,
         )
 
 

@@ -18,6 +18,7 @@ UNITS = ("even", "heads", "kv_heads", "vocabulary")
 """What an axis may be divided by."""
 
 _MAX_PLAN_NBYTES = 2**20
+_SIZES = frozenset({"heads", "kv_heads", "head_dim"})
 _AXES = {"rows": 0, "columns": 1}
 
 
@@ -42,7 +43,7 @@ class Family:
     """One plan file."""
 
     name: str
-    """The built-in name, or the file's path."""
+    """The built-in name, or the file's."""
     model_types: tuple[str, ...]
     """Values of `model_type` in config.json that this file is for."""
     sizes: Mapping[str, tuple[str, ...]]
@@ -60,7 +61,7 @@ def builtin_families() -> tuple[Family, ...]:
     """The plan files that come with relayout, by name."""
     folder = resources.files("relayout") / "plans"
     files = sorted((item for item in folder.iterdir() if item.name.endswith(".toml")), key=lambda item: item.name)
-    return tuple(parse_family(item.read_text("utf-8"), item.name.removesuffix(".toml")) for item in files)
+    return tuple(parse_family(item.read_text("utf-8"), item.name, item.name.removesuffix(".toml")) for item in files)
 
 
 def read_family(path: Path) -> Family:
@@ -74,7 +75,7 @@ def read_family(path: Path) -> Family:
         text = blob.decode()
     except UnicodeDecodeError as error:
         raise FormatError(f"{path}: not UTF-8 at byte {error.start}") from None
-    return parse_family(text, str(path))
+    return parse_family(text, str(path), path.name)
 
 
 def find_family(model_type: str | None) -> Family:
@@ -94,11 +95,11 @@ def find_family(model_type: str | None) -> Family:
     raise PlanError(f"{what}: supply one with --plan FILE, or use --tp 1, which needs none (built in: {known})")
 
 
-def parse_family(text: str, where: str) -> Family:
-    """Parse a plan file.
+def parse_family(text: str, where: str, name: str) -> Family:
+    """Parse a plan file; `name` is what the family shall be called, `where` names the file in messages.
 
     Raises:
-        FormatError: it is not one; `where` names the file in the message.
+        FormatError: it is not one.
     """
     try:
         top = tomllib.loads(text)
@@ -110,8 +111,11 @@ def parse_family(text: str, where: str) -> Family:
     sizes, cut = top.get("sizes", {}), top.get("cut")
     if not isinstance(sizes, dict) or not isinstance(cut, dict) or not cut:
         raise FormatError(f"{where}: a plan has a table [cut] with rules, and may have a table [sizes]")
+    unknown = sizes.keys() - _SIZES
+    if unknown:
+        raise FormatError(f"{where}: unknown size {min(unknown)!r}, expected {', '.join(sorted(_SIZES))}")
     return Family(
-        where,
+        name,
         _strings(top.get("model_types", []), "model_types", where),
         {name: _strings(keys, f"sizes.{name}", where) for name, keys in sizes.items()},
         tuple(_parse_rule(pattern, value, where) for pattern, value in cut.items()),

@@ -7,7 +7,9 @@ the page cache.
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import stat
@@ -20,6 +22,8 @@ from relayout.errors import FormatError
 from relayout.extents import BLOCK, align_down, align_up
 
 _O_DIRECT: int | None = getattr(os, "O_DIRECT", None)
+_PAGE = max(BLOCK, mmap.PAGESIZE)
+"""Bytes. What the page cache keeps together must not be written directly and through it."""
 _REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 
 
@@ -67,7 +71,9 @@ class Buffer:
     def reserve(self, nbytes: int) -> memoryview:
         """The first `nbytes` of the memory; what it held before is lost if it had to grow."""
         if self._memory is None or self._memory.nbytes < nbytes:
-            self._memory = memoryview(mmap.mmap(-1, align_up(max(nbytes, 1), BLOCK)))
+            self._memory = memoryview(
+                mmap.mmap(-1, align_up(max(nbytes, 1), BLOCK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
+            )
         return self._memory[:nbytes]
 
 
@@ -114,8 +120,6 @@ class InputFile:
                 count = _preadv(self._fd, view[done:], offset + done)
             except OSError as error:
                 if direct and error.errno in _REFUSED:
-                    if not self._fallback:
-                        raise _refused(self.path) from None
                     self._go_buffered()
                     continue
                 raise OSError(
@@ -131,12 +135,12 @@ class InputFile:
             done += count
 
     def _go_buffered(self) -> None:
+        if not self._fallback:
+            raise _refused(self.path)
         with self._lock:
-            if self.direct:
-                fd, _ = _open(self.path, os.O_RDONLY, False)
-                # The number stays, so that readers in other threads never see a closed one.
-                os.dup2(fd, self._fd, inheritable=False)
-                os.close(fd)
+            if self.direct and _O_DIRECT is not None:
+                # The same descriptor, so that it stays the same file whatever has come to be at its path.
+                fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~_O_DIRECT)
                 self.direct = False
 
     def close(self) -> None:
@@ -155,27 +159,28 @@ class InputFile:
 
 
 class OutputFile:
-    """A new file of known size, written at given offsets by any number of threads.
+    """A file of known size, written at given offsets by any number of threads.
 
-    A write goes directly as far as it covers whole blocks, and its edges through the page cache. As writes do not
-    overlap, a block is either inside one write or made of edges only: never written both ways.
+    A write goes directly as far as it covers whole pages, and its edges through the page cache. As writes do not
+    overlap, a page is either inside one write or made of edges only: never written both ways.
     """
 
-    def __init__(self, path: Path, nbytes: int, *, direct: bool = True) -> None:
-        """Create `path`, which must not exist, and allocate its space.
+    def __init__(self, path: Path, nbytes: int, *, create: bool = True, direct: bool = True) -> None:
+        """Create `path`, which must not exist, and allocate its space; or open it again.
 
         Raises:
             OSError: it exists, or there is no space.
         """
         self.path = path
         self.nbytes = nbytes
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0), 0o666)
         try:
-            _allocate(self._fd, nbytes)
+            if create:
+                _allocate(self._fd, nbytes)
             self._direct_fd, self.direct = _open(path, os.O_WRONLY, direct)
-        except BaseException:
+        except OSError as error:
             os.close(self._fd)
-            raise
+            raise OSError(error.errno, error.strerror, str(path)) from None
 
     def write(self, offset: int, view: memoryview, address: int) -> None:
         """Write `view` at `offset`; its memory starts at `address`, modulo `BLOCK`.
@@ -184,7 +189,7 @@ class OutputFile:
             OSError: the write failed.
         """
         end = offset + view.nbytes
-        low, high = align_up(offset, BLOCK), align_down(end, BLOCK)
+        low, high = align_up(offset, _PAGE), align_down(end, _PAGE)
         if not self.direct or low >= high or (address - offset) % BLOCK:
             self._write(self._fd, offset, view)
             return
@@ -208,16 +213,12 @@ class OutputFile:
                     error.errno, f"{os.strerror(error.errno or 0)} at byte {offset + done}", str(self.path)
                 ) from None
 
-    def sync(self) -> None:
-        """Return when everything written is on the drive."""
-        os.fsync(self._fd)
-
     def close(self) -> None:
         """Close the file."""
-        if self._fd >= 0:
-            os.close(self._direct_fd)
-            os.close(self._fd)
-            self._fd = -1
+        for fd in (self._fd, self._direct_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._direct_fd = -1
 
 
 def _refused(path: Path) -> OSError:
@@ -258,11 +259,11 @@ _preadv = _preadv_in_place if hasattr(os, "preadv") else _preadv_by_copy
 
 
 def _allocate(fd: int, nbytes: int) -> None:
-    """Give the file its length and its blocks, so that a full disk shows at once and writes never extend it."""
+    """Give the file its length and, where the file system can, its blocks, so that a full disk shows at once."""
     os.ftruncate(fd, nbytes)
-    if nbytes and hasattr(os, "posix_fallocate"):
-        try:
-            os.posix_fallocate(fd, 0, nbytes)
-        except OSError as error:
-            if error.errno not in _REFUSED:
-                raise
+    # Not os.posix_fallocate: where the file system cannot, the C library would write to every block.
+    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    if nbytes and fallocate is not None and fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) != 0:
+        code = ctypes.get_errno()
+        if code not in _REFUSED | {errno.ENOSYS}:
+            raise OSError(code, os.strerror(code))

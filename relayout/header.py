@@ -140,11 +140,10 @@ def build_header(tensors: Sequence[TensorEntry], metadata: Mapping[str, str], al
     return padded.to_bytes(LENGTH_NBYTES, "little") + text.ljust(padded, b" ")
 
 
-def strict_json(text: str, where: str, *, constants: bool = False) -> Any:
+def strict_json(text: str, where: str) -> Any:
     """Parse JSON as the reference reader's parser (serde_json) does, and refuse duplicate names.
 
     Python's own reader is laxer: it takes NaN, the last of two equal names, lone surrogates and any depth.
-    `constants` lets NaN and Infinity pass, which transformers writes into the config.json of some models.
 
     Raises:
         FormatError: `text` is not such JSON.
@@ -163,9 +162,6 @@ def strict_json(text: str, where: str, *, constants: bool = False) -> Any:
     def refuse(constant: str) -> NoReturn:
         raise FormatError(f"{where}: {constant} is no JSON number")
 
-    def keep(constant: str) -> float:
-        return float(constant)
-
     def integer(digits: str) -> int | float:
         # serde_json reads "-0" as a float, and integers beyond 64 bits as floats.
         if digits == "-0" or len(digits) > 20:
@@ -182,7 +178,7 @@ def strict_json(text: str, where: str, *, constants: bool = False) -> Any:
         parsed = json.loads(
             text,
             object_pairs_hook=unique,
-            parse_constant=keep if constants else refuse,
+            parse_constant=refuse,
             parse_int=integer,
             parse_float=floating,
         )

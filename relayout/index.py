@@ -15,6 +15,9 @@ from relayout.slicing import Slice
 MANIFEST_NAME = "relayout.json"
 """Its presence makes a folder a converted checkpoint."""
 
+HUB_INDEX_NAME = "model.safetensors.index.json"
+"""What stock loaders read to find out which tensor lies in which file."""
+
 FORMAT_VERSION = 1
 
 ARENA_ALIGNMENT = 16
@@ -78,6 +81,8 @@ class Manifest:
     """Digest of the source record as stored, in hex."""
     source_nbytes: int
     """Bytes of all source tensors."""
+    hub_index_digest: str | None
+    """Digest of model.safetensors.index.json, where one was written for stock loaders."""
     ranks: tuple[RankEntry, ...]
 
     @property

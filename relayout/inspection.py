@@ -37,7 +37,7 @@ class TensorGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class RankInfo:
+class RankSummary:
     """One rank of a converted checkpoint."""
 
     rank: int
@@ -79,7 +79,7 @@ class Inspection:
     """For several alignments: bytes of tensors that start at a multiple of it."""
     groups: tuple[TensorGroup, ...]
     """Of rank 0, or the rank asked for, in a converted checkpoint."""
-    ranks: tuple[RankInfo, ...]
+    ranks: tuple[RankSummary, ...]
     """Empty for a plain checkpoint."""
     amplification: tuple[Amplification, ...]
     """Empty for a converted checkpoint."""
@@ -128,7 +128,8 @@ def _inspect_converted(path: Path, manifest: Manifest, rank: int | None) -> Insp
         aligned_nbytes=_aligned(extents),
         groups=_table_groups(tables[shown[0]]),
         ranks=tuple(
-            RankInfo(one, entry.num_tensors, entry.nbytes, len(entry.files), len(entry.reads)) for one, entry in entries
+            RankSummary(one, entry.num_tensors, entry.nbytes, len(entry.files), len(entry.reads))
+            for one, entry in entries
         ),
         amplification=(),
         left_out=(),

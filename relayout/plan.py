@@ -1,4 +1,4 @@
-"""The tensor-parallel plan: which slice of each tensor each rank holds. Pure.
+"""The tensor-parallel plan: which slice of each tensor each rank holds. Pure, but for reading a plan file.
 
 The rules are those of the engines (vLLM 0.33 `model_executor/layers/linear.py` and `vocab_parallel_embedding.py`,
 SGLang 0.5 for a vocabulary that does not divide), so that an engine finds in a rank's files what it would have cut

@@ -104,6 +104,7 @@ def dump_manifest(manifest: Manifest) -> bytes:
             "record_digest": manifest.record_digest,
             "nbytes": manifest.source_nbytes,
         },
+        "hub_index_digest": manifest.hub_index_digest,
         "ranks": [
             {
                 "table": entry.table,
@@ -151,6 +152,7 @@ def parse_manifest(blob: bytes, where: str) -> Manifest:
         dcp=top.get("dcp") is True,
         record_digest=source.text("record_digest"),
         source_nbytes=source.size("nbytes"),
+        hub_index_digest=None if top.get("hub_index_digest") is None else fields.text("hub_index_digest"),
         ranks=tuple(_parse_rank(entry, rank, where) for rank, entry in enumerate(ranks)),
     )
 

@@ -53,7 +53,8 @@ WHOLE = Slice()
 """The slice of a replicated tensor."""
 
 
-def slice_transfers(dtype: str, shape: tuple[int, ...], part: Slice) -> list[Transfer]:
+@lru_cache(maxsize=65536)
+def slice_transfers(dtype: str, shape: tuple[int, ...], part: Slice) -> tuple[Transfer, ...]:
     """The bytes of a slice: from the tensor (source, relative to its first byte) to the slice's own dense bytes.
 
     Raises:
@@ -73,8 +74,8 @@ def slice_transfers(dtype: str, shape: tuple[int, ...], part: Slice) -> list[Tra
     held = sum(length_bits) // 8
     targets = accumulate((bits // 8 for bits in length_bits[:-1]), initial=0)
     if held == 0 or count == 0:
-        return []
-    return [
+        return ()
+    return tuple(
         Transfer(
             source=start // 8,
             target=target,
@@ -85,16 +86,17 @@ def slice_transfers(dtype: str, shape: tuple[int, ...], part: Slice) -> list[Tra
         ).normalised()
         for start, bits, target in zip(start_bits, length_bits, targets, strict=True)
         if bits
-    ]
+    )
 
 
+@lru_cache(maxsize=65536)
 def slice_nbytes(dtype: str, shape: tuple[int, ...], part: Slice) -> int:
     """Stored bytes of a slice."""
     return prod(part.shape(shape)) * BITS[dtype] // 8
 
 
-def _dense(nbytes: int) -> list[Transfer]:
-    return [Transfer(0, 0, nbytes)] if nbytes else []
+def _dense(nbytes: int) -> tuple[Transfer, ...]:
+    return (Transfer(0, 0, nbytes),) if nbytes else ()
 
 
 @lru_cache(maxsize=4096)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -31,6 +32,8 @@ def check_output(source: Path, output: Path, *, force: bool) -> None:
         return
     if not output.is_dir() or output.is_symlink():
         raise PlanError(f"{output}: exists and is not a folder")
+    if output.is_mount():
+        raise PlanError(f"{output}: is a mount point, which cannot be replaced; choose a folder in it with -o")
     if any(output.iterdir()):
         if not force:
             raise PlanError(f"{output}: is not empty; --force replaces a folder that relayout wrote")
@@ -66,7 +69,10 @@ def staging_folder(output: Path, *, replace: bool = False) -> Iterator[Path]:
     lock = _acquire(lock_path, output)
     try:
         try:
-            shutil.rmtree(staging, ignore_errors=True)  # Left by a process that was killed.
+            old = _old(output)
+            if old.is_dir() and not output.exists():
+                old.rename(output)  # A process was killed between two renames.
+            _remove(staging)  # Left by a process that was killed.
             staging.mkdir()
             yield staging
             _publish(staging, output, replace)
@@ -82,7 +88,7 @@ def staging_folder(output: Path, *, replace: bool = False) -> Iterator[Path]:
 def _publish(staging: Path, output: Path, replace: bool) -> None:
     for folder, _, _ in os.walk(staging):
         sync_folder(Path(folder))
-    old = output.with_name(f".{output.name}.relayout-old")
+    old = _old(output)
     _remove(old)
     try:
         if replace and (output / MANIFEST_NAME).is_file():
@@ -92,13 +98,17 @@ def _publish(staging: Path, output: Path, replace: bool) -> None:
         if old.is_dir() and not output.exists():
             old.rename(output)
         raise
-    sync_folder(output.parent)
-    _remove(old)
+    # From here on it is done, whatever becomes of the old one.
+    with suppress(OSError):
+        sync_folder(output.parent)
+        _remove(old)
 
 
 def _remove(folder: Path) -> None:
-    """Delete a folder of ours, also one whose owner took write permission from it."""
-    if not folder.is_dir() or folder.is_symlink():
+    """Delete a folder of ours, also one whose owner took write permission from it, or what lies in its place."""
+    if folder.is_symlink() or folder.is_file():
+        folder.unlink()
+    if not folder.is_dir():
         return
     folder.chmod(0o700)
     for parent, names, _ in os.walk(folder):
@@ -106,6 +116,11 @@ def _remove(folder: Path) -> None:
             if not path.is_symlink():
                 path.chmod(0o700)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _old(output: Path) -> Path:
+    """Where a folder that is being replaced waits for the new one to be in its place."""
+    return output.with_name(f".{output.name}.relayout-old")
 
 
 def _acquire(path: Path, output: Path) -> int:
@@ -118,6 +133,11 @@ def _acquire(path: Path, output: Path) -> int:
             holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
             os.close(fd)
             raise PlanError(f"{output}: is being written by another relayout (process {holder})") from None
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+                os.close(fd)
+                raise
+            # Some network mounts know no locks: go without.
         try:
             if path.stat().st_ino == os.fstat(fd).st_ino:
                 os.ftruncate(fd, 0)

@@ -147,7 +147,7 @@ def _print_amplification(console: Console, found: Inspection) -> None:
     table = _table("#tp", "#a rank needs", "#reading rows only", "#reading whole shards")
     for row in found.amplification:
         if row.needed_nbytes is None:
-            table.add_row(str(row.tp), "-", "-", "-")
+            table.add_row(str(row.tp), "-", "-", decimal(row.whole_nbytes))
         else:
             table.add_row(
                 str(row.tp),

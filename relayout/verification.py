@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import numpy as np
 import xxhash
 from safetensors import SafetensorError, safe_open
 
 from relayout.catalogue import Catalogue, read_catalogue, read_shard
-from relayout.copyplan import Span, Target, copy_steps
+from relayout.copyplan import copy_steps
 from relayout.dtypes import num_bytes
 from relayout.errors import FormatError
-from relayout.extents import BLOCK, Extent, align_down, align_up
+from relayout.extents import BLOCK, Extent, align_up
 from relayout.files import Buffer, InputFile, read_small
 from relayout.folder import MAX_TABLE_FILE_NBYTES, check_owner, read_manifest, read_table
-from relayout.index import Manifest, RankTable
+from relayout.index import HUB_INDEX_NAME, Manifest, RankEntry, RankTable
 from relayout.layout import Layout, RankFile
 from relayout.plan import Plan
 from relayout.record import SourceRecord, parse_record
 from relayout.sidecar import SOURCE_RECORD_NAME, decompress, digest_hex
 from relayout.workers import Stop, Turns, Workers
-from relayout.writer import DEFAULT_THREADS, run_steps
+from relayout.writer import DEFAULT_THREADS, NoSink, run_steps
 
 _CHUNK_NBYTES = 16 * 2**20
 
@@ -85,7 +84,7 @@ def verify(
 
     Args:
         path: the converted folder.
-        source: the checkpoint it was made from; every slice is compared with it, byte for byte.
+        source: the checkpoint it was made from; every slice is cut from it again and compared.
         on_progress: called now and then with (bytes done, bytes in all).
 
     Raises:
@@ -97,17 +96,20 @@ def verify(
     report = Report(manifest.num_ranks)
     tables = [_check_rank(folder, manifest, rank, report) for rank in range(manifest.num_ranks)]
     record = _check_record(folder, manifest, tables, report)
+    _check_other_files(folder, manifest, report)
     catalogue = None if source is None else read_catalogue(Path(source))
-    hash_nbytes = sum(file.nbytes for entry in manifest.ranks for file in entry.files)
+    usable = [(entry, table) for entry, table in zip(manifest.ranks, tables, strict=True) if table is not None]
+    hash_nbytes = sum(file.nbytes for entry, _ in usable for file in entry.files)
     total = hash_nbytes + (0 if catalogue is None else catalogue.nbytes)
 
     def progress(base: int) -> Callable[[int], None] | None:
         return None if on_progress is None else lambda done: on_progress(base + done, total)
 
-    _check_digests(folder, manifest, tables, report, progress(0))
-    if catalogue is not None and record is not None:
-        report.compared_with_source = True
-        _compare(folder, manifest, tables, record, catalogue, report, progress(hash_nbytes))
+    for entry, table in usable:
+        _check_digests(folder, entry, table, report, progress(report.nbytes))
+    # Where something is wrong in itself, that has been said, and nothing need lie where the plan says.
+    if catalogue is not None and record is not None and report.ok:
+        _compare(manifest, [table for _, table in usable], record, catalogue, report, progress(hash_nbytes))
     return report
 
 
@@ -155,6 +157,20 @@ def _check_rank(folder: Path, manifest: Manifest, rank: int, report: Report) -> 
     return table if usable else None
 
 
+def _check_other_files(folder: Path, manifest: Manifest, report: Report) -> None:
+    """Check the index for stock loaders, and that no file lies there that a loader would take for a part of it."""
+    known = {file.name for entry in manifest.ranks for file in entry.files}
+    for path in sorted(folder.glob("*.safetensors")):
+        if path.name not in known:
+            report.add(path.name, "is not part of this conversion")
+    if manifest.hub_index_digest is not None:
+        try:
+            if digest_hex(read_small(folder / HUB_INDEX_NAME, MAX_TABLE_FILE_NBYTES)) != manifest.hub_index_digest:
+                raise FormatError("differs from the one that was written")
+        except FormatError as error:
+            report.add(HUB_INDEX_NAME, str(error))
+
+
 def _place(row: tuple[str, str, tuple[int, ...], int]) -> tuple[int, str]:
     return row[3], row[0]
 
@@ -179,10 +195,27 @@ def _check_record(
                 raise FormatError("differs from the file that was copied")
         except FormatError as error:
             report.add(side.name, str(error))
+    _check_cuts(record, report)
     for rank, table in enumerate(tables):
         if table is not None:
             _check_slices(manifest.ranks[rank].table, rank, table, record, report)
     return record
+
+
+def _check_cuts(record: SourceRecord, report: Report) -> None:
+    """Check that the ranks together hold each tensor, all of it."""
+    first = dict(zip(zip(record.slices, record.shapes, strict=True), record.names, strict=True))
+    for (slices, shape), name in first.items():
+        axis = next((part.axis for part in slices if part.ranges is not None), None)
+        if axis is None or any(part.is_whole for part in slices):
+            continue
+        end = 0
+        for start, length in sorted(one for part in slices for one in part.ranges or ()):
+            if start > end:
+                break
+            end = max(end, start + length)
+        if axis >= len(shape) or end < shape[axis]:
+            report.add(SOURCE_RECORD_NAME, f"no rank holds element {end} of axis {axis} of {list(shape)}", name)
 
 
 def _check_slices(name: str, rank: int, table: RankTable, record: SourceRecord, report: Report) -> None:
@@ -204,30 +237,25 @@ def _check_slices(name: str, rank: int, table: RankTable, record: SourceRecord, 
 
 def _check_digests(
     folder: Path,
-    manifest: Manifest,
-    tables: list[RankTable | None],
+    entry: RankEntry,
+    table: RankTable,
     report: Report,
     on_progress: Callable[[int], None] | None,
 ) -> None:
-    """Read every rank file once, several requests in flight, and compare each slice's digest."""
-    files: list[InputFile] = []
-    tensors: list[list[tuple[Extent, str, str]]] = []
-    for entry, table in zip(manifest.ranks, tables, strict=True):
-        if table is None:
-            continue
-        by_file: list[list[tuple[Extent, str, str]]] = [[] for _ in entry.files]
-        for name, dtype, shape, number, offset, digest in zip(
-            table.names, table.dtypes, table.shapes, table.files, table.offsets, table.digests, strict=True
-        ):
-            by_file[number].append((Extent(offset, num_bytes(dtype, shape) or 0), name, digest))
-        files += [InputFile(folder / file.name, file.nbytes) for file in entry.files]
-        tensors += [sorted(column) for column in by_file]
+    """Read a rank's files once, several requests in flight, and compare each slice's digest."""
+    tensors: list[list[tuple[Extent, str, str]]] = [[] for _ in entry.files]
+    for name, dtype, shape, number, offset, digest in zip(
+        table.names, table.dtypes, table.shapes, table.files, table.offsets, table.digests, strict=True
+    ):
+        tensors[number].append((Extent(offset, num_bytes(dtype, shape) or 0), name, digest))
     stop = Stop()
     turns = Turns(stop)
-    running = [_RunningDigests(file.path.name, column, report) for file, column in zip(files, tensors, strict=True)]
+    running = [
+        _RunningDigests(file.name, sorted(column), report) for file, column in zip(entry.files, tensors, strict=True)
+    ]
 
     def chunks() -> Iterator[tuple[int, int, Extent]]:
-        for number, file in enumerate(files):
+        for number, file in enumerate(entry.files):
             for turn, offset in enumerate(range(0, file.nbytes, _CHUNK_NBYTES)):
                 yield number, turn, Extent(offset, min(_CHUNK_NBYTES, file.nbytes - offset))
 
@@ -240,14 +268,10 @@ def _check_digests(
         turns.done(number)
         return extent.nbytes
 
-    try:
-        workers = Workers(DEFAULT_THREADS, chunks(), Buffer, work, stop)
-        workers.start()
-        workers.join(on_progress)
-    finally:
-        for file in files:
-            file.close()
-    report.nbytes += sum(file.nbytes for file in files)
+    with ExitStack() as stack:
+        files = [stack.enter_context(InputFile(folder / file.name, file.nbytes)) for file in entry.files]
+        Workers(DEFAULT_THREADS, chunks(), Buffer, work, stop).run(on_progress)
+    report.nbytes += sum(file.nbytes for file in entry.files)
     for one in running:
         one.finish()
 
@@ -285,37 +309,40 @@ class _RunningDigests:
 
 
 def _compare(
-    folder: Path,
     manifest: Manifest,
-    tables: list[RankTable | None],
+    tables: list[RankTable],
     record: SourceRecord,
     catalogue: Catalogue,
     report: Report,
     on_progress: Callable[[int], None] | None,
 ) -> None:
-    """Compare every slice with the source: the conversion's own copy plan, read instead of written."""
-    usable = [table for table in tables if table is not None]
-    if len(usable) < len(tables) or not report.ok:
-        return  # What is wrong has been said, and nothing lies where the plan says.
+    """Cut the source's tensors again, by the conversion's own copy plan, and compare the digest of each slice."""
     found = [(tensor.name, tensor.dtype, tensor.shape) for tensor in catalogue.tensors]
     expected = list(zip(record.names, record.dtypes, record.shapes, strict=True))
     if found != expected:
-        different = sorted({name for name, *_ in set(found) ^ set(expected)})
-        report.add(
-            str(catalogue.root),
-            f"is not the source: {len(different)} tensors differ, such as {different[0]!r}",
-        )
+        different = sorted({name for name, *_ in set(found) ^ set(expected)}) or ["the order"]
+        report.add(str(catalogue.root), f"is not the source: {len(different)} tensors differ, such as {different[0]!r}")
         return
     plan = Plan(manifest.plan, manifest.num_ranks, tuple(record.slices))
-    layout = _layout(manifest, usable, catalogue)
-    sink = _CompareSink(folder, layout, catalogue, report)
-    try:
-        digests = run_steps(catalogue, plan, copy_steps(catalogue, plan, layout), sink, on_progress=on_progress)
-    finally:
-        sink.close()
-    for name, now, then in zip(record.names, digests.sources, record.digests, strict=True):
-        if now != then:
+    layout = _layout(manifest, tables, catalogue)
+    digests = run_steps(catalogue, plan, copy_steps(catalogue, plan, layout), NoSink(), on_progress=on_progress)
+    rows = [{name: row for row, name in enumerate(table.names)} for table in tables]
+    for t, name in enumerate(record.names):
+        for rank, table in enumerate(tables):
+            row = rows[rank][name]
+            if table.digests[row] != digests.slices[t][rank]:
+                file = manifest.ranks[rank].files[table.files[row]].name
+                nbytes = num_bytes(table.dtypes[row], table.shapes[row]) or 0
+                report.add(file, "differs from the source", name, Extent(table.offsets[row], nbytes))
+        if digests.sources[t] != record.digests[t]:
             report.add(str(catalogue.root), "has changed in the source since the conversion", name)
+    for side in record.side_files:
+        try:
+            if digest_hex(read_small(catalogue.root / side.name, side.nbytes)) != side.digest:
+                raise FormatError("has changed in the source since the conversion")
+        except FormatError as error:
+            report.add(side.name, str(error))
+    report.compared_with_source = True
 
 
 def _layout(manifest: Manifest, tables: list[RankTable], catalogue: Catalogue) -> Layout:
@@ -323,53 +350,20 @@ def _layout(manifest: Manifest, tables: list[RankTable], catalogue: Catalogue) -
     position = {tensor.name: t for t, tensor in enumerate(catalogue.tensors)}
     ranks = []
     for rank, (entry, table) in enumerate(zip(manifest.ranks, tables, strict=True)):
-        files = []
-        for part, file in enumerate(entry.files):
-            rows = [row for row, number in enumerate(table.files) if number == part]
-            tensors = tuple(position[table.names[row]] for row in rows)
-            offsets = tuple(table.offsets[row] for row in rows)
-            files.append(RankFile(file.name, rank, part, tensors, offsets, file.data_start, file.nbytes))
+        rows: list[list[int]] = [[] for _ in entry.files]
+        for row, number in enumerate(table.files):
+            rows[number].append(row)
+        files = (
+            RankFile(
+                file.name,
+                rank,
+                part,
+                tuple(position[table.names[row]] for row in rows[part]),
+                tuple(table.offsets[row] for row in rows[part]),
+                file.data_start,
+                file.nbytes,
+            )
+            for part, file in enumerate(entry.files)
+        )
         ranks.append(tuple(files))
     return Layout(manifest.alignment, tuple(ranks), manifest.dcp)
-
-
-class _CompareSink:
-    def __init__(self, folder: Path, layout: Layout, catalogue: Catalogue, report: Report) -> None:
-        self._files = {
-            (file.rank, file.part): InputFile(folder / file.name, file.nbytes)
-            for files in layout.ranks
-            for file in files
-        }
-        self._catalogue = catalogue
-        self._report = report
-        self._buffers = threading.local()
-
-    def put(self, span: Span, target: Target, view: memoryview, address: int) -> None:
-        buffer: Buffer = self._buffers.__dict__.setdefault("buffer", Buffer())
-        low = align_down(target.offset, BLOCK)
-        start = target.offset - low
-        memory = buffer.reserve(align_up(start + span.nbytes, BLOCK))
-        file = self._files[target.rank, target.part]
-        file.read(low, memory)
-        found, expected = (
-            np.frombuffer(memory, np.uint8)[start : start + span.nbytes],
-            np.frombuffer(view, np.uint8),
-        )
-        if np.array_equal(found, expected):
-            return
-        for piece in span.pieces:
-            begin, end = piece.transfer.target, piece.transfer.target_end
-            wrong = np.flatnonzero(found[begin:end] != expected[begin:end])
-            if wrong.size:
-                first, last = begin + int(wrong[0]), begin + int(wrong[-1])
-                self._report.add(
-                    file.path.name,
-                    f"{wrong.size} bytes differ from the source",
-                    self._catalogue.tensors[piece.tensor].name,
-                    Extent(target.offset + first, last + 1 - first),
-                )
-
-    def close(self) -> None:
-        """Close the rank files."""
-        for file in self._files.values():
-            file.close()

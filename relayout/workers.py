@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -81,62 +80,85 @@ class Workers(Generic[Item, State]):
         self._stop = stop or Stop()
         self._error: BaseException | None = None
         self._threads: list[threading.Thread] = []
+        self._changed = threading.Condition()
+        self._num_working = 0
+        self._num_ended = 0
+
+    def run(self, on_progress: Callable[[int], None] | None = None) -> None:
+        """Do all the work: `start` and `join`."""
+        try:
+            self.start()
+            self.join(on_progress)
+        finally:
+            self.cancel()
 
     def start(self) -> None:
         """Start the threads."""
         try:
             for number in range(self._num_threads):
                 thread = threading.Thread(target=self._run, name=f"relayout-{number}", daemon=True)
-                self._threads.append(thread)
                 thread.start()
+                self._threads.append(thread)
         except BaseException:
             self.cancel()
             raise
 
     def join(self, on_progress: Callable[[int], None] | None = None) -> None:
-        """Wait for all items, calling `on_progress` with the bytes done so far; all threads have ended on return.
+        """Wait for all items, calling `on_progress` with the bytes done so far; nobody works any more on return.
 
         Raises:
             the first error of a worker, or KeyboardInterrupt.
         """
         try:
-            for thread in self._threads:
-                while thread.is_alive():
-                    thread.join(_POLL_SECONDS)
-                    if on_progress is not None:
-                        on_progress(self.done_nbytes)
+            ended = False
+            while not ended:
+                with self._changed:
+                    ended = self._changed.wait_for(lambda: self._num_ended == len(self._threads), _POLL_SECONDS)
+                if on_progress is not None:
+                    on_progress(self.done_nbytes)
         finally:
             self.cancel()
         if self._error is not None:
             raise self._error
 
     def cancel(self) -> None:
-        """Take no further items, and wait for those in work; no thread does anything more after the return."""
+        """Take no further items, and wait for those in work; nobody works any more on return."""
         self._stop.request()
+        # Not by Thread.join alone: before Python 3.13, one that a signal interrupted has marked its thread as ended.
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_working == 0)
         for thread in self._threads:
-            # One that has not come up yet cannot be joined; it will find that it has nothing to do.
-            with suppress(RuntimeError):
-                thread.join()
+            thread.join()
 
     def _run(self) -> None:
+        with self._changed:
+            is_wanted = not self._stop.requested
+            self._num_working += is_wanted
         try:
-            if self._stop.requested:
-                return
-            state = self._make_state()
-            while True:
-                with self._lock:
-                    if self._stop.requested:
-                        return
-                    try:
-                        item = next(self._items)
-                    except StopIteration:
-                        return
-                nbytes = self._work(state, item)
-                with self._lock:
-                    self.done_nbytes += nbytes
+            if is_wanted:
+                self._work_off()
         except Stopped:
             pass
         except BaseException as error:
             with self._lock:
                 self._error = self._error or error
             self._stop.request()
+        finally:
+            with self._changed:
+                self._num_working -= is_wanted
+                self._num_ended += 1
+                self._changed.notify_all()
+
+    def _work_off(self) -> None:
+        state = self._make_state()
+        while True:
+            with self._lock:
+                if self._stop.requested:
+                    return
+                try:
+                    item = next(self._items)
+                except StopIteration:
+                    return
+            nbytes = self._work(state, item)
+            with self._lock:
+                self.done_nbytes += nbytes

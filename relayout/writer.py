@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -24,6 +26,9 @@ from relayout.workers import Stop, Turns, Workers
 
 DEFAULT_THREADS = 4
 
+MAX_OPEN_FILES = 64
+"""Rank files; each takes two descriptors."""
+
 
 class Sink(Protocol):
     """What becomes of finished spans. Called by several threads, never twice for the same bytes."""
@@ -42,44 +47,53 @@ class Digests:
     """Of each tensor: the slice of each rank."""
 
 
+class NoSink:
+    """Lets spans go: for their digests only."""
+
+    def put(self, span: Span, target: Target, view: memoryview, address: int) -> None:
+        """Do nothing."""
+
+
 class RankFileSink:
-    """Writes spans to rank files, which exist while bytes for them are outstanding."""
+    """Writes spans to rank files, of which only some are open at a time."""
 
     def __init__(self, folder: Path, layout: Layout) -> None:
         self._folder = folder
         self._layout = layout
         self._lock = threading.Lock()
+        self._created: set[tuple[int, int]] = set()
         self._open: dict[tuple[int, int], OutputFile] = {}
-        self._missing = {
-            (file.rank, file.part): file.nbytes - file.data_start for files in layout.ranks for file in files
-        }
+        """Least recently used first."""
+        self._users: Counter[tuple[int, int]] = Counter()
 
     def put(self, span: Span, target: Target, view: memoryview, address: int) -> None:
+        """Write the span."""
         key = (target.rank, target.part)
         with self._lock:
-            file = self._open.get(key)
-            if file is None:
-                file = self._open[key] = self.create(*key)
-        file.write(target.offset, view, address)
-        with self._lock:
-            self._missing[key] -= span.nbytes
-            complete = self._missing[key] == 0
-            if complete:
-                del self._open[key]
-        if complete:
-            file.sync()
-            file.close()
+            file = self._open.pop(key, None) or self._open_file(key)
+            self._open[key] = file
+            self._users[key] += 1
+        try:
+            file.write(target.offset, view, address)
+        finally:
+            with self._lock:
+                self._users[key] -= 1
 
-    def create(self, rank: int, part: int) -> OutputFile:
-        """Create a rank file at its full size."""
+    def _open_file(self, key: tuple[int, int]) -> OutputFile:
+        if len(self._open) >= MAX_OPEN_FILES:
+            idle = next((other for other in self._open if not self._users[other]), None)
+            if idle is not None:
+                self._open.pop(idle).close()
+        rank, part = key
         file = self._layout.ranks[rank][part]
-        return OutputFile(self._folder / file.name, file.nbytes)
+        opened = OutputFile(self._folder / file.name, file.nbytes, create=key not in self._created)
+        self._created.add(key)
+        return opened
 
     def close(self) -> None:
-        """Close what is still open, after a failure."""
-        for file in self._open.values():
-            file.close()
-        self._open.clear()
+        """Close what is open."""
+        while self._open:
+            self._open.popitem()[1].close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +170,6 @@ def run_steps(
     stop = Stop()
     turns = Turns(stop)
     hashes = _Hashes()
-    inputs = [InputFile(file.path, file.nbytes) for file in catalogue.files]
 
     def work(memory: _Memory, step: Step) -> int:
         loaded = _read(step.ranges, inputs, memory.read)
@@ -164,20 +177,18 @@ def run_steps(
         for one in staged:
             for target in one.span.targets:
                 sink.put(one.span, target, one.view, one.position)
-        for t, _ in step.tensors:
-            turns.wait(t, step.turn)
+        if step.turn is None:
+            _hash(step, catalogue, loaded, staged, hashes)
+            return step.nbytes
+        [(t, _)] = step.tensors
+        turns.wait(t, step.turn)
         _hash(step, catalogue, loaded, staged, hashes)
-        for t, _ in step.tensors:
-            turns.done(t)
+        turns.done(t)
         return step.nbytes
 
-    try:
-        workers = Workers(num_threads, steps, _Memory, work, stop)
-        workers.start()
-        workers.join(on_progress)
-    finally:
-        for file in inputs:
-            file.close()
+    with ExitStack() as stack:
+        inputs = [stack.enter_context(InputFile(file.path, file.nbytes)) for file in catalogue.files]
+        Workers(num_threads, steps, _Memory, work, stop).run(on_progress)
     return hashes.result(plan)
 
 

@@ -205,3 +205,26 @@ def test_peak_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
     )
     assert int(run.stdout) * 1024 < 400e6
     shutil.rmtree(tmp_path / "out")
+
+
+def test_many_parts_need_few_open_files(llama: Path, tmp_path: Path) -> None:
+    """More rank files than may be open, with small tensors in each."""
+    code = (
+        "import resource, sys, relayout\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (160, 160))\n"
+        "relayout.convert(sys.argv[1], sys.argv[2], tp=8, max_part_nbytes=20_000)\n"
+        "assert relayout.verify(sys.argv[2], source=sys.argv[1]).ok"
+    )
+    subprocess.run([sys.executable, "-c", code, llama, tmp_path / "out"], check=True)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 100
+
+
+def test_a_plans_path_and_a_stale_folder_leave_no_trace(llama: Path, tmp_path: Path) -> None:
+    text = '[cut]\n"**" = "whole"\n'
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.toml").write_text(text)
+        relayout.convert(llama, tmp_path / f"out-{name}", tp=2, plan=tmp_path / name / "mine.toml")
+    first, second = ((tmp_path / f"out-{name}" / "relayout.json").read_bytes() for name in ("one", "two"))
+    assert first == second
+    assert str(tmp_path).encode() not in first

@@ -115,7 +115,7 @@ class Execution:
         assert len(covered) == len(step.tensors)
         assert step.nbytes == sum(extent.nbytes for extent in covered.values()) > 0
         for t, extent in covered.items():
-            self.turns[t].append(step.turn)
+            self.turns[t].append(0 if step.turn is None else step.turn)
             self.times_read[tensors[t].file][extent.offset : extent.end] += 1
             assert readable[tensors[t].file][extent.offset : extent.end].all()
         for span in step.spans:
@@ -134,7 +134,7 @@ class Execution:
                 self.times_written[target.rank][target.part][window] += 1
             for one in span.slices:
                 assert 0 <= one.start < one.start + one.nbytes <= span.nbytes
-                self.hashed[one.tensor, one.slice].append((step.turn, memory[one.start : one.start + one.nbytes]))
+                self.hashed[one.tensor, one.slice].append((step.turn or 0, memory[one.start : one.start + one.nbytes]))
 
     def _readable(self, step: Step) -> list[Array]:
         """Which bytes of each file the step's requests bring, blocks of it that overlap nowhere."""
@@ -354,7 +354,7 @@ def test_large_tensors_come_in_model_order_and_their_chunks_in_byte_order() -> N
         (0, 2, 808),
         (2, 0, 4096),
         (2, 1, 904),
-        (1, 0, 10),
+        (1, None, 10),
     ]
 
 

@@ -42,7 +42,7 @@ def test_the_reader_in_the_format_document_reads_a_rank(
 
 def test_the_plan_in_the_format_document_is_one() -> None:
     [text] = blocks(FORMAT, "toml")
-    family = parse_family(text, "my-plan.toml")
+    family = parse_family(text, "my-plan.toml", "mine")
     cuts = {
         "model.layers.11.attn.k_proj.bias": (0, "kv_heads"),
         "model.layers.0.mlp.down_proj.weight": (1, "even"),

@@ -188,6 +188,7 @@ MANIFEST = Manifest(
     dcp=False,
     record_digest=digest(b"record"),
     source_nbytes=8514,
+    hub_index_digest=None,
     ranks=(
         entry_of(0, STORED_TABLE),
         entry_of(1, dump_table(replace(TABLE, rank=1), CONVERSION)),
@@ -247,6 +248,7 @@ def test_a_manifest_is_json_as_the_format_says() -> None:
         "conversion": CONVERSION,
         "digest": "xxh3_128",
         "model_type": "llama",
+        "hub_index_digest": None,
         "plan": "größe.toml",
         "num_ranks": 2,
         "alignment": 512,

@@ -315,3 +315,30 @@ def test_direct_reads_that_the_file_system_refuses_are_an_error_only_where_direc
     assert bytes(arena.view) == (bytes(range(256)) * 64)[100:9100]
     with pytest.raises(OSError, match="refuses direct I/O; use backend 'buffered'"):
         choose_backend("direct").start(arena.view, files, reads)
+
+
+def test_a_device_that_is_not_there_is_refused_before_anything_is_read(converted: Path) -> None:
+    (converted / "model-rank-0-part-0.safetensors").unlink()
+    missing = "cuda:77"  # With or without CUDA.
+    with pytest.raises(PlanError, match=f"device '{missing}': "):
+        relayout.load(converted, 0, device=missing)
+
+
+def test_an_f4_tensor_that_torch_cannot_hold_is_refused(tmp_path: Path) -> None:
+    header = json.dumps({"x": {"dtype": "F4", "shape": [2, 3], "data_offsets": [0, 3]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"abc")
+    relayout.convert(tmp_path / "model.safetensors", tmp_path / "out")
+    with pytest.raises(PlanError, match=r"'x': torch has no F4 tensor of shape .2, 3."):
+        relayout.load(tmp_path / "out", 0)
+
+
+def test_an_arena_belongs_to_its_process_alone(converted: Path) -> None:
+    tensor = relayout.load(converted, 0)["model.norm.weight"]
+    before = tensor.clone()
+    child = os.fork()
+    if child == 0:
+        tensor.zero_()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert torch.equal(tensor, before)
+    assert before.abs().sum() > 0

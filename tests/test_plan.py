@@ -471,7 +471,8 @@ def test_a_quantised_checkpoint_is_refused_by_the_built_in_plans(quantisation: A
 
 
 @pytest.mark.parametrize(
-    "name", ["model.layers.0.mlp.gate.weight", "layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight_scale"]
+    "name",
+    ["model.layers.0.mlp.gate.weight", "h.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight_scale"],
 )
 def test_a_tensor_that_no_rule_names_is_refused(name: str) -> None:
     with pytest.raises(PlanError, match=f"^tensor '{name}': no rule of plan 'llama' names it$"):
@@ -532,7 +533,7 @@ def test_a_plan_file_is_used_in_place_of_the_built_in_one(tmp_path: Path) -> Non
     )
     shapes = {"h.0.attn.q": (3, 8), "h.0.mlp.up": (3, 3), "wte": (6, 2), "h.1.attn.k": (1, 8)}
     plan = plan_for(catalogue(shapes, model_type="llama", n_head=2), 2, path)
-    assert plan.name == str(path)
+    assert plan.name == path.name
     assert shapes_of(plan, shapes, 1) == {
         "h.0.attn.q": (3, 4),
         "h.0.mlp.up": (3, 3),
@@ -549,9 +550,9 @@ def test_a_plan_file_may_cut_quantised_weights(tmp_path: Path) -> None:
 
 
 def test_the_first_rule_that_matches_counts() -> None:
-    family = parse_family('[cut]\n"a.*" = "whole"\n"a.b" = { rows = "even" }\n"**" = { columns = "even" }', "x")
+    family = parse_family('[cut]\n"a.*" = "whole"\n"a.b" = { rows = "even" }\n"**" = { columns = "even" }', "x", "x")
     assert [family.rule(name) for name in ("a.b", "a.b.c")] == [Rule("a.*", None, "even"), Rule("**", 1, "even")]
-    assert parse_family('[cut]\n"a" = "whole"', "x").rule("b") is None
+    assert parse_family('[cut]\n"a" = "whole"', "x", "x").rule("b") is None
 
 
 def test_a_unit_whose_size_the_plan_does_not_name_is_refused(tmp_path: Path) -> None:
@@ -595,7 +596,7 @@ def test_a_bad_plan_file_is_refused(text: str | bytes, message: str, tmp_path: P
 
 @pytest.mark.parametrize("name", ["absent.toml", "."])
 def test_a_plan_file_that_cannot_be_read_is_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match="cannot be read: |not a regular file"):
+    with pytest.raises(FormatError, match=r"cannot be read: |not a regular file"):
         plan_for(catalogue(SMALL), 2, tmp_path / name)
 
 
@@ -609,7 +610,7 @@ def test_a_built_in_plan_can_be_given_as_a_file_too(family: Any) -> None:
 
 
 def test_making_a_plan_of_one_rank_does_not_look_at_the_rules() -> None:
-    family = parse_family('[cut]\n"a" = "whole"', "x")
+    family = parse_family('[cut]\n"a" = "whole"', "x", "x")
     assert make_plan(catalogue({"b": (3,)}), 1, family) == Plan("none", 1, ((WHOLE,),))
 
 

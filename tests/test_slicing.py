@@ -125,16 +125,16 @@ def test_a_whole_tensor_is_one_run_or_none(dtype: str, shape: tuple[int, ...]) -
         assert shape == ()
         assert dtype in SUB_BYTE_DTYPES
         return
-    assert slice_transfers(dtype, shape, WHOLE) == ([Transfer(0, 0, nbytes)] if nbytes else [])
+    assert slice_transfers(dtype, shape, WHOLE) == ((Transfer(0, 0, nbytes),) if nbytes else ())
     assert slice_nbytes(dtype, shape, WHOLE) == nbytes
     assert WHOLE.shape(shape) == shape
 
 
 def test_rows_are_one_run_and_columns_one_run_for_each_row() -> None:
-    assert slice_transfers("BF16", (8, 6), Slice(0, ((4, 2),))) == [Transfer(48, 0, 24)]
-    assert slice_transfers("BF16", (8, 6), Slice(1, ((4, 2),))) == [Transfer(8, 0, 4, 8, 12, 4)]
+    assert slice_transfers("BF16", (8, 6), Slice(0, ((4, 2),))) == (Transfer(48, 0, 24),)
+    assert slice_transfers("BF16", (8, 6), Slice(1, ((4, 2),))) == (Transfer(8, 0, 4, 8, 12, 4),)
     # Columns of every row, all of them: nothing is cut after all.
-    assert slice_transfers("BF16", (8, 6), Slice(1, ((0, 6),))) == [Transfer(0, 0, 96)]
+    assert slice_transfers("BF16", (8, 6), Slice(1, ((0, 6),))) == (Transfer(0, 0, 96),)
 
 
 @pytest.mark.parametrize("dtype", ["F4", "F32"])

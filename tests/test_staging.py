@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -22,6 +23,7 @@ from safetensors.numpy import load_file, save_file
 from relayout import conversion
 from relayout.conversion import convert
 from relayout.errors import PlanError
+from relayout.files import OutputFile
 from relayout.staging import check_output, check_space, staging_folder
 from relayout.writer import run_steps
 
@@ -442,6 +444,40 @@ def test_an_interruption_while_threads_are_being_started_leaves_neither_files_no
     for thread in running:
         thread.join()
     assert running == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+def test_an_interruption_waits_for_what_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Python 3.9 to 3.12 takes a thread for ended if a signal interrupts join() on it (bpo-45274, as it was mended):
+    # a second join() returns at once, and the thread goes on writing into a folder that is being deleted.
+    source = write_source(tmp_path / "model")
+    true_write = OutputFile.write
+    writing = threading.Event()
+    written = threading.Event()
+
+    def write_slowly(*args: Any) -> None:
+        writing.set()
+        time.sleep(0.2)  # The main thread comes to wait for this one.
+        signal.pthread_kill(main_thread, signal.SIGALRM)
+        time.sleep(0.4)
+        true_write(*args)
+        written.set()
+
+    def interrupt(signum: int, frame: object) -> None:
+        raise KeyboardInterrupt("now")
+
+    main_thread = threading.get_ident()
+    monkeypatch.setattr(OutputFile, "write", write_slowly)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt, match="now"):
+            convert(source, tmp_path / "out")
+        ended_first = written.is_set()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        written.wait(2)  # Or the thread would meet the next test.
+    assert writing.is_set()
+    assert ended_first, "the conversion came to an end before its own writes"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 import relayout
+from relayout import plan
 from relayout.errors import FormatError
 from relayout.header import parse_header
 
@@ -117,6 +119,42 @@ def test_a_missing_file_is_found(folder: Path, name: str) -> None:
     assert any(one.file == name for one in report.differences)
 
 
+def test_a_changed_index_for_stock_loaders_is_found(llama: Path, tmp_path: Path) -> None:
+    relayout.convert(llama, tmp_path / "out")
+    assert relayout.verify(tmp_path / "out").ok
+    (tmp_path / "out" / "model.safetensors.index.json").write_text("{}")
+    assert {one.file for one in relayout.verify(tmp_path / "out").differences} == {"model.safetensors.index.json"}
+
+
+def test_a_file_that_loaders_would_take_for_a_part_is_found(folder: Path) -> None:
+    shutil.copy(folder / FILE, folder / "model-rank-9-part-0.safetensors")
+    assert {one.file for one in relayout.verify(folder).differences} == {"model-rank-9-part-0.safetensors"}
+
+
+def test_ranks_that_do_not_hold_all_of_a_tensor_together_are_found(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A planner that gives every rank the first rank's part: all digests are right, and elements are lost."""
+    true_ranges = plan.even_ranges
+
+    def wrong_ranges(*args: Any, **options: Any) -> list[tuple[int, int]]:
+        ranges = true_ranges(*args, **options)
+        return ranges[:1] * len(ranges)
+
+    monkeypatch.setattr(plan, "even_ranges", wrong_ranges)
+    relayout.convert(llama, tmp_path / "out", tp=2)
+    for source in (None, llama):
+        report = relayout.verify(tmp_path / "out", source=source)
+        assert not report.compared_with_source
+        assert any("no rank holds element 192 of axis 0 of [384, 128]" in one.what for one in report.differences)
+
+
+def test_a_side_file_that_has_changed_in_the_source_is_found(pristine: Path, llama: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(llama, tmp_path / "source")
+    (source / "config.json").write_text((source / "config.json").read_text() + " ")
+    assert {one.file for one in relayout.verify(pristine, source=source).differences} == {"config.json"}
+
+
 def test_a_folder_without_a_manifest_is_no_converted_checkpoint(llama: Path) -> None:
     with pytest.raises(FormatError, match=r"relayout.json: cannot be read"):
         relayout.verify(llama)
@@ -136,7 +174,8 @@ def _changed_copy(llama: Path, folder: Path, change: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"), [("byte", "1 bytes differ from the source"), ("tensors", "is not the source")]
+    ("change", "message"),
+    [("byte", "has changed in the source since"), ("tensors", "is not the source")],
 )
 def test_a_source_that_is_another_one_is_told(
     pristine: Path, llama: Path, tmp_path: Path, change: str, message: str

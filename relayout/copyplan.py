@@ -17,7 +17,7 @@ from relayout.layout import Layout
 from relayout.plan import Plan
 from relayout.slicing import distinct_slices, slice_nbytes, slice_transfers
 
-CHUNK_NBYTES = 16 * 2**20
+CHUNK_NBYTES = 32 * 2**20
 """Source bytes of one step, about."""
 
 SMALL_NBYTES = 256 * 2**10

@@ -65,7 +65,9 @@ ConvertedArgument = Annotated[
 ]
 CompareOption = Annotated[
     Path | None,
-    typer.Option(metavar="SRC", readable=False, help="Also compare every slice with this source, byte for byte."),
+    typer.Option(
+        metavar="SRC", readable=False, help="Also cut this source again and compare every slice (128-bit digests)."
+    ),
 ]
 
 

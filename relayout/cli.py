@@ -143,9 +143,7 @@ def convert(
 
 @app.command()
 def inspect(
-    path: Annotated[
-        Path, typer.Argument(metavar="PATH", readable=False, help="A .safetensors file, or a folder, converted or not.")
-    ],
+    path: PathArgument,
     rank: Annotated[
         int | None, typer.Option(metavar="R", help="Show the tensors of this rank of a converted checkpoint.")
     ] = None,
@@ -161,13 +159,8 @@ def inspect(
 
 @app.command()
 def verify(
-    path: Annotated[
-        Path, typer.Argument(metavar="OUT", readable=False, help="A folder that `relayout convert` wrote.")
-    ],
-    source: Annotated[
-        Path | None,
-        typer.Option(metavar="SRC", readable=False, help="Also compare every slice with this source, byte for byte."),
-    ] = None,
+    path: ConvertedArgument,
+    source: CompareOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Prove a converted checkpoint: structure, sidecar, and the digest of every slice."""

@@ -114,9 +114,12 @@ def _finish(
     """Make the views while bytes arrive, and wait for the last one."""
     try:
         base = arena_tensor(arena)
-        views = make_views(base, names, dtypes, shapes, offsets)
+        if is_cpu(device):
+            views = make_views(base, names, dtypes, shapes, offsets)
+            filling.join()
+            return views
         filling.join()
     except BaseException:
         filling.cancel()
         raise
-    return views if is_cpu(device) else make_views(base.to(device), names, dtypes, shapes, offsets)
+    return make_views(base.to(device), names, dtypes, shapes, offsets)

@@ -128,10 +128,10 @@ def read_shard(path: Path, name: str) -> tuple[SourceFile, Header]:
         FormatError: the file cannot be read or is damaged.
     """
     descriptor, status = open_regular(path)
-    with open(descriptor, "rb", buffering=0) as file:
+    with open(descriptor, "rb") as file:
         try:
-            prefix = file.read(LENGTH_NBYTES) or b""
-            blob = prefix + _read_exactly(file, header_nbytes(prefix, status.st_size, str(path)))
+            prefix = file.read(LENGTH_NBYTES)
+            blob = prefix + file.read(header_nbytes(prefix, status.st_size, str(path)))
         except OSError as error:
             raise FormatError(f"{path}: cannot be read: {error.strerror}") from None
     header = parse_header(blob, status.st_size, str(path))
@@ -314,14 +314,3 @@ def _decode(text: bytes, path: Path) -> str:
         return text.decode("utf-8")
     except UnicodeDecodeError as error:
         raise FormatError(f"{path}: not UTF-8 at byte {error.start}") from None
-
-
-def _read_exactly(file: Any, nbytes: int) -> bytes:
-    parts = []
-    while nbytes:
-        part = file.read(nbytes)
-        if not part:
-            break
-        parts.append(part)
-        nbytes -= len(part)
-    return b"".join(parts)

@@ -63,10 +63,8 @@ def read_small(path: Path, limit: int) -> bytes:
 class Buffer:
     """Page-aligned memory that grows on demand. Not for concurrent use."""
 
-    def __init__(self, nbytes: int = 0) -> None:
+    def __init__(self) -> None:
         self._memory: memoryview | None = None
-        if nbytes:
-            self.reserve(nbytes)
 
     def reserve(self, nbytes: int) -> memoryview:
         """The first `nbytes` of the memory; what it held before is lost if it had to grow."""

@@ -122,9 +122,7 @@ def _check_rank(folder: Path, manifest: Manifest, rank: int, report: Report) -> 
         report.add(entry.table, str(error))
         return None
     usable = True
-    rows: list[list[int]] = [[] for _ in entry.files]
-    for row, number in enumerate(table.files):
-        rows[number].append(row)
+    rows = _rows_of_files(table, len(entry.files))
     for number, file in enumerate(entry.files):
         path = folder / file.name
         try:
@@ -164,11 +162,25 @@ def _check_other_files(folder: Path, manifest: Manifest, report: Report) -> None
         if path.name not in known:
             report.add(path.name, "is not part of this conversion")
     if manifest.hub_index_digest is not None:
-        try:
-            if digest_hex(read_small(folder / HUB_INDEX_NAME, MAX_TABLE_FILE_NBYTES)) != manifest.hub_index_digest:
-                raise FormatError("differs from the one that was written")
-        except FormatError as error:
-            report.add(HUB_INDEX_NAME, str(error))
+        what = "differs from the one that was written"
+        _check_copy(folder, HUB_INDEX_NAME, MAX_TABLE_FILE_NBYTES, manifest.hub_index_digest, what, report)
+
+
+def _check_copy(folder: Path, name: str, limit: int, digest: str, what: str, report: Report) -> None:
+    """Check a small file's digest; `what` is said of one that differs."""
+    try:
+        if digest_hex(read_small(folder / name, limit)) != digest:
+            report.add(name, what)
+    except FormatError as error:
+        report.add(name, str(error))
+
+
+def _rows_of_files(table: RankTable, num_files: int) -> list[list[int]]:
+    """For each file of the rank: its rows in the table, in order."""
+    rows: list[list[int]] = [[] for _ in range(num_files)]
+    for row, number in enumerate(table.files):
+        rows[number].append(row)
+    return rows
 
 
 def _place(row: tuple[str, str, tuple[int, ...], int]) -> tuple[int, str]:
@@ -190,11 +202,7 @@ def _check_record(
         report.add(SOURCE_RECORD_NAME, str(error))
         return None
     for side in record.side_files:
-        try:
-            if digest_hex(read_small(folder / side.name, side.nbytes)) != side.digest:
-                raise FormatError("differs from the file that was copied")
-        except FormatError as error:
-            report.add(side.name, str(error))
+        _check_copy(folder, side.name, side.nbytes, side.digest, "differs from the file that was copied", report)
     _check_cuts(record, report)
     for rank, table in enumerate(tables):
         if table is not None:
@@ -337,11 +345,8 @@ def _compare(
         if digests.sources[t] != record.digests[t]:
             report.add(str(catalogue.root), "has changed in the source since the conversion", name)
     for side in record.side_files:
-        try:
-            if digest_hex(read_small(catalogue.root / side.name, side.nbytes)) != side.digest:
-                raise FormatError("has changed in the source since the conversion")
-        except FormatError as error:
-            report.add(side.name, str(error))
+        what = "has changed in the source since the conversion"
+        _check_copy(catalogue.root, side.name, side.nbytes, side.digest, what, report)
     report.compared_with_source = True
 
 
@@ -350,9 +355,7 @@ def _layout(manifest: Manifest, tables: list[RankTable], catalogue: Catalogue) -
     position = {tensor.name: t for t, tensor in enumerate(catalogue.tensors)}
     ranks = []
     for rank, (entry, table) in enumerate(zip(manifest.ranks, tables, strict=True)):
-        rows: list[list[int]] = [[] for _ in entry.files]
-        for row, number in enumerate(table.files):
-            rows[number].append(row)
+        rows = _rows_of_files(table, len(entry.files))
         files = (
             RankFile(
                 file.name,

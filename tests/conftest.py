@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -108,3 +113,20 @@ def expected_slice(name: str, whole: Array, rank: int, tp: int, *, heads: int = 
         return np.split(whole, tp, axis=1)[rank]
     assert "norm" in last or name.endswith(("o_proj.bias", "down_proj.bias")), name
     return whole
+
+
+@contextmanager
+def mounted_tmpfs(place: Path, size: str) -> Iterator[Path]:
+    """A file system of that size (as mount writes it), at a new folder; the test skips where it cannot be had."""
+    place.mkdir()
+    if os.getuid() or not sys.platform.startswith("linux"):
+        pytest.skip("mounting a small file system takes a superuser of Linux")
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size},mode=755", "tmpfs", str(place)], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"tmpfs cannot be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import pytest
+from conftest import mounted_tmpfs
 from safetensors.numpy import load_file, save_file
 
 import relayout
@@ -465,19 +466,8 @@ def test_a_read_only_place_is_an_io_failure(work: Path) -> None:
 @pytest.fixture
 def small_drive(tmp_path: Path) -> Iterator[Path]:
     """A file system of 64 KiB, less than the model."""
-    place = tmp_path / "drive"
-    place.mkdir()
-    if os.getuid() or not sys.platform.startswith("linux"):
-        pytest.skip("mounting a small file system takes a superuser of Linux")
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k,mode=755", "tmpfs", str(place)], capture_output=True, text=True
-    )
-    if mounted.returncode:
-        pytest.skip(f"tmpfs cannot be mounted here: {mounted.stderr.strip()}")
-    try:
+    with mounted_tmpfs(tmp_path / "drive", "64k") as place:
         yield place
-    finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 def test_too_little_space_is_noticed_before_anything_is_written(work: Path, small_drive: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import mounted_tmpfs
 from safetensors.numpy import load_file, save_file
 
 from relayout import conversion
@@ -66,19 +67,8 @@ def umask(mask: int) -> Iterator[None]:
 @pytest.fixture
 def small_drive(tmp_path: Path) -> Iterator[Path]:
     """A file system of 8 MiB."""
-    place = tmp_path / "drive"
-    place.mkdir()
-    if os.getuid() or not sys.platform.startswith("linux"):
-        pytest.skip("mounting a small file system takes a superuser of Linux")
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=8m,mode=755", "tmpfs", str(place)], capture_output=True, text=True
-    )
-    if mounted.returncode:
-        pytest.skip(f"tmpfs cannot be mounted here: {mounted.stderr.strip()}")
-    try:
+    with mounted_tmpfs(tmp_path / "drive", "8m") as place:
         yield place
-    finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 def test_success_gives_the_folder_its_name(tmp_path: Path) -> None:

@@ -28,6 +28,12 @@ _WEIGHT_SUFFIXES = frozenset(
     | {".tflite", ".mlmodel", ".ot"}
 )
 _INDEX_SUFFIX = ".index.json"
+_QUANTISATION_FILES = {
+    "hf_quant_config.json": ("modelopt", "quantization"),
+    "quantize_config.json": ("gptq", None),
+    "quant_config.json": ("awq", None),
+}
+"""Where tools have written what is quantization_config elsewhere: the method, and the key it hangs under."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +77,7 @@ class Catalogue:
     metadata: Mapping[str, str]
     """`__metadata__` entries on which all shards agree."""
     config: Mapping[str, Any]
-    """config.json; empty where there is none."""
+    """config.json; empty where there is none. Its quantization_config may come from a file of its own."""
     index: tuple[str, bytes] | None
     """Name and bytes of the index.json, where there is one."""
     side_files: tuple[str, ...]
@@ -296,7 +302,20 @@ def _is_utf8(name: str) -> bool:
 
 
 def _read_config(folder: Path) -> Mapping[str, Any]:
-    path = folder / "config.json"
+    config = _read_object(folder / "config.json")
+    nested = config.get("text_config")
+    inside = nested.get("quantization_config") if isinstance(nested, dict) else None
+    quantisation = config.get("quantization_config") or config.get("compression_config") or inside
+    for name, (method, key) in _QUANTISATION_FILES.items():
+        if not quantisation:
+            parsed = _read_object(folder / name)
+            own = parsed.get(key) if key else parsed
+            quantisation = {"quant_method": method} | own if isinstance(own, dict) and own else None
+    return config | {"quantization_config": quantisation} if quantisation else config
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """A JSON object, or an empty one where there is no such file."""
     if not os.path.lexists(path):
         return {}
     # As laxly as transformers reads it: with NaN, and the last of two equal keys.

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, NoReturn, Protocol, TypeVar
+from typing import Annotated, Literal, NoReturn, Protocol, TypeVar
 
 import typer
 
@@ -53,7 +53,8 @@ PlanOption = Annotated[
     typer.Option(
         metavar="FILE",
         readable=False,
-        help="A plan of your own (TOML). Default: built in, by config.json's model_type.",
+        help="A plan of your own (TOML), or the word [bold]transformers[/] for that package's plan. "
+        "Default: built in, by config.json's model_type.",
     ),
 ]
 PathArgument = Annotated[
@@ -102,6 +103,12 @@ def convert(
     ] = "4096",
     output: OutputOption = None,
     plan: PlanOption = None,
+    expert_parallel: Annotated[
+        bool, typer.Option("--expert-parallel", help="Experts are owned whole, in blocks over the ranks, not cut.")
+    ] = False,
+    unmatched: Annotated[
+        Literal["error", "replicate"], typer.Option(help="What becomes of tensors that no rule of the plan names.")
+    ] = "error",
     max_part_size: Annotated[
         str, typer.Option(metavar="SIZE", help="Split a rank into files of at most about this size, such as 48GB.")
     ] = "48GB",
@@ -122,7 +129,14 @@ def convert(
         if dry_run:
             planned = preview(
                 conversion.plan_conversion(
-                    source, output, tp=tp, align=alignment, plan=plan, max_part_nbytes=part_nbytes
+                    source,
+                    output,
+                    tp=tp,
+                    align=alignment,
+                    plan=plan,
+                    expert_parallel=expert_parallel,
+                    unmatched=unmatched,
+                    max_part_nbytes=part_nbytes,
                 )
             )
             _show(planned, as_json, terminal.print_preview)
@@ -134,11 +148,35 @@ def convert(
                 tp=tp,
                 align=alignment,
                 plan=plan,
+                expert_parallel=expert_parallel,
+                unmatched=unmatched,
                 max_part_nbytes=part_nbytes,
                 force=force,
                 on_progress=on_progress,
             )
         _show(summary, as_json, terminal.print_summary)
+
+
+@app.command()
+def plans(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Print this plan file.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the built-in plans, by which tensors are cut, or print one of them."""
+    with _errors():
+        from relayout import families, terminal
+
+        if name is not None:
+            text = families.builtin_text(name)
+            print(
+                json.dumps({"name": name, "text": text}) if as_json else text, end="\n" if as_json else "", flush=True
+            )
+            return
+        found = families.builtin_families()
+        if as_json:
+            print(json.dumps({family.name: family.model_types for family in found}), flush=True)
+        else:
+            terminal.print_plans(found)
 
 
 @app.command()

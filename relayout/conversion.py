@@ -24,7 +24,7 @@ from relayout.layout import (
     make_layout,
     rank_header,
 )
-from relayout.plan import Plan, plan_for
+from relayout.plan import Plan, Unmatched, plan_for
 from relayout.record import SideFile, dump_record
 from relayout.sidecar import SOURCE_RECORD_NAME, compress, digest_hex, dump_manifest, dump_table, table_name
 from relayout.slicing import slice_nbytes
@@ -67,6 +67,8 @@ class Summary:
     seconds: float
     left_out: tuple[str, ...]
     """What of the source did not go along, and why."""
+    unmatched: tuple[str, ...]
+    """Tensors that no rule of the plan names, and that every rank therefore holds whole."""
 
     def as_json(self) -> dict[str, object]:
         """For `--json`."""
@@ -80,6 +82,8 @@ def plan_conversion(
     tp: int = 1,
     align: int = DEFAULT_ALIGNMENT,
     plan: str | os.PathLike[str] | None = None,
+    expert_parallel: bool = False,
+    unmatched: Unmatched = "error",
     max_part_nbytes: int = DEFAULT_MAX_PART_NBYTES,
 ) -> Conversion:
     """Read the source's headers and decide everything; arguments as for `convert`. Writes nothing.
@@ -92,7 +96,9 @@ def plan_conversion(
     source = Path(source)
     output = default_output(source, tp) if output is None else Path(output)
     catalogue = read_catalogue(source)
-    made = plan_for(catalogue, tp, None if plan is None else Path(plan))
+    made = plan_for(
+        catalogue, tp, None if plan is None else Path(plan), expert_parallel=expert_parallel, unmatched=unmatched
+    )
     return Conversion(
         source, output, catalogue, made, make_layout(catalogue, made, align, max_part_nbytes), max_part_nbytes
     )
@@ -105,6 +111,8 @@ def convert(
     tp: int = 1,
     align: int = DEFAULT_ALIGNMENT,
     plan: str | os.PathLike[str] | None = None,
+    expert_parallel: bool = False,
+    unmatched: Unmatched = "error",
     max_part_nbytes: int = DEFAULT_MAX_PART_NBYTES,
     force: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
@@ -116,7 +124,10 @@ def convert(
         output: the folder to make; default is `SOURCE-tpN` beside the source. It appears complete or not at all.
         tp: number of tensor-parallel ranks.
         align: power of two, in bytes; tensors whose size is a multiple of it start at multiples of it.
-        plan: a plan file; default is the built-in plan for config.json's `model_type`. Not needed for `tp=1`.
+        plan: a plan file, or "transformers" for that package's plan; default is the built-in plan for config.json's
+            `model_type`. Not needed for `tp=1`.
+        expert_parallel: experts are owned whole, in contiguous blocks over the ranks; all else is cut as without.
+        unmatched: what becomes of tensors that no rule names: "error", or "replicate" to let every rank hold them.
         max_part_nbytes: a rank is split into files of about this many bytes.
         force: replace an output folder that relayout wrote.
         on_progress: called now and then with (source bytes done, source bytes in all).
@@ -127,7 +138,16 @@ def convert(
         OSError: reading or writing failed; nothing is left behind.
     """
     started = time.monotonic()
-    conversion = plan_conversion(source, output, tp=tp, align=align, plan=plan, max_part_nbytes=max_part_nbytes)
+    conversion = plan_conversion(
+        source,
+        output,
+        tp=tp,
+        align=align,
+        plan=plan,
+        expert_parallel=expert_parallel,
+        unmatched=unmatched,
+        max_part_nbytes=max_part_nbytes,
+    )
     catalogue, layout = conversion.catalogue, conversion.layout
     check_output(conversion.source, conversion.output, force=force)
     check_space(conversion.output, _needed_nbytes(conversion))
@@ -158,6 +178,7 @@ def convert(
         replicated_nbytes=sum(rank_nbytes) - total,
         seconds=time.monotonic() - started,
         left_out=catalogue.left_out,
+        unmatched=conversion.plan.unmatched,
     )
 
 
@@ -216,6 +237,7 @@ def _write_sidecar(folder: Path, conversion: Conversion, digests: Digests) -> No
         conversion=conversion_id,
         model_type=catalogue.model_type,
         plan=plan.name,
+        expert_parallel=plan.expert_parallel,
         alignment=layout.alignment,
         dcp=layout.is_boxes,
         record_digest=digest_hex(stored_record),

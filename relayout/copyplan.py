@@ -3,12 +3,18 @@
 A large tensor is cut into chunks along its bytes, at row borders where its columns are cut, so that what each rank
 gets of a chunk is contiguous in its file. Small tensors are gathered into batches, so that what each rank gets of a
 batch is written in few pieces. Every source byte is read once, every target byte written once.
+
+Digests are of bytes in their stored order. A slice of several ranges in another order than the source's (all query
+heads, then the key heads, where the source has them group by group) does not come by in its own order: for its digest,
+its bytes are read a second time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import merge
+from itertools import pairwise
 from math import gcd
 
 from relayout.catalogue import Catalogue
@@ -71,7 +77,7 @@ class Span:
 
     nbytes: int
     targets: tuple[Target, ...]
-    """The same bytes go to each of these."""
+    """The same bytes go to each of these; none, where they are wanted for their digest only."""
     pieces: tuple[Piece, ...]
     """They fill the span without hole or overlap."""
     slices: tuple[SliceBytes, ...]
@@ -86,8 +92,8 @@ class Step:
     spans: tuple[Span, ...]
     tensors: tuple[tuple[int, Extent], ...]
     """The source bytes covered: tensor, and extent in its file."""
-    turn: int | None
-    """The bytes of a tensor are hashed in order: this is chunk number `turn` of its one tensor. None: all whole."""
+    turn: tuple[Hashable, int] | None = None
+    """What is hashed over several steps is hashed in order: what, and which of its steps this is. None: all whole."""
 
     @property
     def nbytes(self) -> int:
@@ -111,7 +117,7 @@ def copy_steps(
             yield from planner.chunks(t)
         elif tensor.extent.nbytes:
             small.append(t)
-    small.sort(key=planner.place_in_first_rank)
+    small.sort(key=planner.first_place)
     for batch in _batches(small, planner.batch_cost, chunk_nbytes):
         yield planner.batch(batch)
 
@@ -121,13 +127,29 @@ class _Planner:
         self.tensors = catalogue.tensors
         self.slices = plan.slices
         self.chunk_nbytes = chunk_nbytes
-        self.places: list[dict[int, tuple[int, int]]] = [
-            {t: (file.part, offset) for file in files for t, offset in zip(file.tensors, file.offsets, strict=True)}
-            for files in layout.ranks
-        ]
+        self.files = layout.ranks
+        self.places: list[dict[int, tuple[int, int]]] = []
+        """Of each rank: tensor -> part, and offset in its data section. Ranks that are alike share one."""
+        known: dict[tuple[tuple[int, ...], ...], dict[int, tuple[int, int]]] = {}
+        for files in layout.ranks:
+            alike = tuple(column for file in files for column in (file.tensors, file.data_offsets))
+            if alike not in known:
+                known[alike] = {
+                    t: (file.part, offset)
+                    for file in files
+                    for t, offset in zip(file.tensors, file.data_offsets, strict=True)
+                }
+            self.places.append(known[alike])
 
-    def place_in_first_rank(self, t: int) -> tuple[int, int]:
-        return self.places[0].get(t, (-1, t))
+    def target(self, rank: int, t: int) -> Target:
+        """Where a rank's slice of a tensor starts."""
+        part, offset = self.places[rank][t]
+        return Target(rank, part, self.files[rank][part].data_start + offset)
+
+    def first_place(self, t: int) -> tuple[int, int, int]:
+        """The first rank that holds a tensor, and where."""
+        rank = next((rank for rank, places in enumerate(self.places) if t in places), 0)
+        return (rank, *self.places[rank].get(t, (0, 0)))
 
     def batch_cost(self, t: int) -> int:
         # Every rank's bytes are staged, and reads are rounded out to blocks.
@@ -140,27 +162,43 @@ class _Planner:
         tensor = self.tensors[t]
         base = tensor.extent.offset
         distinct, held = distinct_slices(self.slices[t])
-        # Hashed as they pass, slices want their ranges in the order of the source.
-        assert all(list(part.ranges or ()) == sorted(part.ranges or ()) for part in distinct)
         transfers = [slice_transfers(tensor.dtype, tensor.shape, part) for part in distinct]
         length = _chunk_length([one for group in transfers for one in group], self.chunk_nbytes)
+        in_order = [_in_order(group, length) for group in transfers]
         for turn, start in enumerate(range(0, tensor.extent.nbytes, length)):
             end = min(start + length, tensor.extent.nbytes)
             spans = []
             for which, group in enumerate(transfers):
-                cut = [Piece(t, part) for one in group for part in one.clipped(start, end)]
-                places = [(rank, *self.places[rank][t]) for rank, w in enumerate(held) if w == which]
+                parts = (part for one in group for part in one.clipped(start, end))
+                # Out of order, runs of several ranges may leave gaps between each other.
+                runs = parts if in_order[which] else (run for part in parts for run in part.runs())
+                cut = [Piece(t, one) for one in runs]
+                targets = [self.target(rank, t) for rank, w in enumerate(held) if w == which] if cut else []
+                hashed = in_order[which] and not distinct[which].is_whole
                 for low, high, pieces in _tile(cut):
                     spans.append(
                         Span(
                             high - low,
-                            tuple(Target(rank, part, offset + low) for rank, part, offset in places),
+                            tuple(Target(one.rank, one.part, one.offset + low) for one in targets),
                             tuple(Piece(t, p.transfer.shifted(source=base, target=-low)) for p in pieces),
-                            () if distinct[which].is_whole else (SliceBytes(t, which, 0, high - low),),
+                            (SliceBytes(t, which, 0, high - low),) if hashed else (),
                         )
                     )
             extent = Extent(base + start, end - start)
-            yield Step((_block_range(tensor.file, extent),), tuple(spans), ((t, extent),), turn)
+            yield Step((_block_range(tensor.file, extent),), tuple(spans), ((t, extent),), (t, turn))
+        for which, group in enumerate(transfers):
+            if not in_order[which]:
+                yield from self.hashing(t, which, group)
+
+    def hashing(self, t: int, which: int, transfers: Sequence[Transfer]) -> Iterator[Step]:
+        """The steps that read a slice of one large tensor again, in the slice's own order."""
+        tensor = self.tensors[t]
+        for turn, pieces in enumerate(_in_target_order(transfers, self.chunk_nbytes)):
+            low, nbytes = pieces[0].target, sum(one.nbytes for one in pieces)
+            moved = [one.shifted(source=tensor.extent.offset, target=-low) for one in pieces]
+            span = Span(nbytes, (), tuple(Piece(t, one) for one in moved), (SliceBytes(t, which, 0, nbytes),))
+            ranges = [_block_range(tensor.file, Extent(one.source, one.nbytes)) for one in moved]
+            yield Step(_merge(ranges), (span,), (), ((t, which), turn))
 
     def batch(self, batch: Sequence[int]) -> Step:
         """The step of several small tensors."""
@@ -170,8 +208,10 @@ class _Planner:
             by_part: dict[int, list[Piece]] = {}
             slices: dict[int, list[SliceBytes]] = {}
             for t in batch:
-                part, offset = places[t]
-                tensor = self.tensors[t]
+                if t not in places:
+                    continue
+                target = self.target(rank, t)
+                tensor, part, offset = self.tensors[t], target.part, target.offset
                 distinct, held = distinct_slices(self.slices[t])
                 pieces = slice_transfers(tensor.dtype, tensor.shape, distinct[held[rank]])
                 by_part.setdefault(part, []).extend(
@@ -199,7 +239,6 @@ class _Planner:
             _merge([_block_range(self.tensors[t].file, self.tensors[t].extent) for t in batch]),
             tuple(spans),
             tuple((t, self.tensors[t].extent) for t in batch),
-            None,
         )
 
 
@@ -212,6 +251,30 @@ def _chunk_length(transfers: Iterable[Transfer], chunk_nbytes: int) -> int:
     rows_of_blocks = BLOCK // gcd(BLOCK, *(one.nbytes for one in strided))
     unit = stride * rows_of_blocks
     return align_down(chunk_nbytes, unit) if unit <= chunk_nbytes else align_down(chunk_nbytes, stride)
+
+
+def _in_order(transfers: Sequence[Transfer], chunk_nbytes: int) -> bool:
+    """Whether a slice's bytes come by in its own order, in chunks of so many source bytes."""
+    if all(a.source < b.source for a, b in pairwise(transfers)):
+        return True
+    # The order is another within each row only, and a chunk has whole rows.
+    return all(one.count > 1 and chunk_nbytes % one.source_stride == 0 for one in transfers)
+
+
+def _in_target_order(transfers: Sequence[Transfer], chunk_nbytes: int) -> Iterator[list[Transfer]]:
+    """Single runs in the order of their targets, in groups of at most `chunk_nbytes`."""
+    group: list[Transfer] = []
+    room = chunk_nbytes
+    for run in merge(*(one.runs() for one in transfers), key=lambda one: one.target):
+        source, end = run.source, run.source_end
+        while source < end:
+            group += run.clipped(source, min(source + room, end))
+            source, room = source + group[-1].nbytes, room - group[-1].nbytes
+            if not room:
+                yield group
+                group, room = [], chunk_nbytes
+    if group:
+        yield group
 
 
 def _tile(pieces: list[Piece]) -> Iterator[tuple[int, int, list[Piece]]]:

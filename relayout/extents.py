@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 BLOCK = 4096
@@ -91,6 +92,11 @@ class Transfer:
         if self.count == 1 or self.nbytes == self.source_stride == self.target_stride:
             return Transfer(self.source, self.target, self.total_nbytes)
         return self
+
+    def runs(self) -> Iterator[Transfer]:
+        """Each run by itself."""
+        for i in range(self.count):
+            yield Transfer(self.source + i * self.source_stride, self.target + i * self.target_stride, self.nbytes)
 
     def clipped(self, start: int, end: int) -> list[Transfer]:
         """The part whose source bytes lie in `[start, end)`: at most a cut first run, whole runs, a cut last run."""

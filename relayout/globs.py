@@ -1,23 +1,26 @@
-"""Patterns for tensor names: `*` is one dotted part, `**` any number of characters, `{a,b}` either."""
+"""Patterns for tensor names: `*` is one dotted part, `#` a number, `**` any characters, `{a,b}` either."""
 
 from __future__ import annotations
 
 import re
 from functools import lru_cache
 
-_TOKEN = re.compile(r"\*\*|\*|\{[^{}]*\}|[^*{]+|\{")
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+_TOKEN = re.compile(r"\*\*|\*|#|\{[^{}]*\}|[^*#{]+|\{")
+_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
+_NAMED_NUMBER = re.compile(r"(?<![A-Za-z0-9_])[0-9]+(?![A-Za-z0-9_])|#")
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=4096)
 def compile_glob(pattern: str) -> re.Pattern[str]:
-    """The regular expression that matches just the names that `pattern` means."""
+    """The regular expression that matches just the names that `pattern` means; each `#` is a group."""
     parts = []
     for token in _TOKEN.findall(pattern):
         if token == "**":
             parts.append(".*")
         elif token == "*":
             parts.append(r"[^.]+")
+        elif token == "#":
+            parts.append("([0-9]{1,9})")
         elif token.startswith("{") and token.endswith("}"):
             parts.append("(?:" + "|".join(re.escape(choice) for choice in token[1:-1].split(",")) + ")")
         else:
@@ -28,3 +31,8 @@ def compile_glob(pattern: str) -> re.Pattern[str]:
 def collapse_numbers(name: str) -> str:
     """The name with each all-digit part written `*`: one pattern for all layers and experts."""
     return _NUMBER.sub("*", name)
+
+
+def names_numbers(pattern: str) -> bool:
+    """Whether the pattern can tell apart names that `collapse_numbers` makes equal."""
+    return _NAMED_NUMBER.search(pattern) is not None

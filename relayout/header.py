@@ -8,7 +8,7 @@ A file is 8 bytes (little-endian length n of the header), n bytes of JSON in UTF
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import isinf
 from typing import Any, NoReturn
@@ -117,7 +117,7 @@ def parse_header(blob: bytes, file_nbytes: int, where: str) -> Header:
     return Header(tuple(tensors), metadata, data_start, data_nbytes)
 
 
-def build_header(tensors: Sequence[TensorEntry], metadata: Mapping[str, str], alignment: int) -> bytes:
+def build_header(tensors: Iterable[TensorEntry], metadata: Mapping[str, str], alignment: int) -> bytes:
     """Serialise a header, padded with trailing spaces so that the data section starts at a multiple of `alignment`.
 
     `tensors` are in offset order (a zero-size tensor before the one that starts at the same offset); keys are
@@ -126,18 +126,30 @@ def build_header(tensors: Sequence[TensorEntry], metadata: Mapping[str, str], al
     Raises:
         PlanError: the header would exceed the format's limit.
     """
-    top: dict[str, Any] = {_METADATA_KEY: dict(metadata)} if metadata else {}
-    for tensor in tensors:
-        top[tensor.name] = {
-            "dtype": tensor.dtype,
-            "shape": tensor.shape,
-            "data_offsets": (tensor.offset, tensor.offset + tensor.nbytes),
-        }
-    text = json.dumps(top, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+    return join_header(entries_text(tensors), metadata, alignment)
+
+
+def entries_text(tensors: Iterable[TensorEntry]) -> str:
+    """The tensors' entries, without the braces around them: what headers of several ranks may have in common."""
+    return ",".join(
+        f'{json_text(tensor.name)}:{{"dtype":"{tensor.dtype}","shape":[{",".join(map(str, tensor.shape))}],'
+        f'"data_offsets":[{tensor.offset},{tensor.offset + tensor.nbytes}]}}'
+        for tensor in tensors
+    )
+
+
+def join_header(entries: str, metadata: Mapping[str, str], alignment: int) -> bytes:
+    """As `build_header`, with entries that `entries_text` has written."""
+    parts = [f"{json_text(_METADATA_KEY)}:{json_text(dict(metadata))}"] if metadata else []
+    text = f"{{{','.join([*parts, entries] if entries else parts)}}}".encode()
     padded = align_up(LENGTH_NBYTES + len(text), alignment) - LENGTH_NBYTES
     if padded > MAX_HEADER_NBYTES:
-        raise PlanError(f"a header of {padded} bytes for {len(tensors)} tensors, limit {MAX_HEADER_NBYTES}")
+        raise PlanError(f"a header of {padded} bytes, limit {MAX_HEADER_NBYTES}")
     return padded.to_bytes(LENGTH_NBYTES, "little") + text.ljust(padded, b" ")
+
+
+json_text = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+"""A value as JSON, without white space, non-ASCII characters as they are."""
 
 
 def strict_json(text: str, where: str) -> Any:

@@ -74,6 +74,8 @@ class Manifest:
     """Digest of the source record's JSON: names this conversion. Each rank file's header repeats it."""
     model_type: str | None
     plan: str
+    expert_parallel: bool
+    """Whether experts are owned whole."""
     alignment: int
     dcp: bool
     """Whether PyTorch DCP can read the rank files as one model."""

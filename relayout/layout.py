@@ -8,18 +8,19 @@ aligned; the rest is one packed tail, in which each slice is still aligned to it
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 
 from relayout.catalogue import Catalogue, SourceTensor
 from relayout.errors import PlanError
 from relayout.extents import natural_alignment
-from relayout.header import TensorEntry, build_header
+from relayout.header import TensorEntry, build_header, entries_text, join_header, json_text
 from relayout.index import ARENA_ALIGNMENT
 from relayout.plan import Plan
 from relayout.sidecar import relayout_entry
-from relayout.slicing import slice_nbytes
+from relayout.slicing import Slice, slice_nbytes
 
 MIN_ALIGNMENT = 512
 MAX_ALIGNMENT = 16 * 2**20
@@ -44,11 +45,16 @@ class RankFile:
     part: int
     tensors: tuple[int, ...]
     """Positions in the catalogue, in file order."""
-    offsets: tuple[int, ...]
-    """Absolute file offset of each slice."""
+    data_offsets: tuple[int, ...]
+    """Offset of each slice in the data section. Files of ranks that are alike share these two."""
     data_start: int
     nbytes: int
     """Length of the whole file."""
+
+    @property
+    def offsets(self) -> list[int]:
+        """Absolute file offset of each slice."""
+        return [self.data_start + offset for offset in self.data_offsets]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,21 +96,26 @@ def make_layout(
     check_alignment(alignment)
     if max_part_nbytes < 1:
         raise PlanError(f"a part size of {max_part_nbytes} bytes, expected a positive one")
-    entry_nbytes = [_entry_nbytes(tensor) for tensor in catalogue.tensors]
+    slots = _slots(catalogue, plan)
+    parts_of: dict[tuple[int, ...], list[_Part]] = {}
     is_boxes = all(part.is_box for slices in set(plan.slices) for part in slices)
-    return Layout(
-        alignment,
-        tuple(
-            _rank_files(catalogue, plan, rank, alignment, max_part_nbytes, entry_nbytes, is_boxes)
-            for rank in range(plan.num_ranks)
-        ),
-        is_boxes,
-    )
+    ranks = []
+    for rank in range(plan.num_ranks):
+        column = [of_ranks[rank] for of_ranks in slots]
+        alike = tuple(map(id, column))  # Equal slots are one object.
+        if alike not in parts_of:
+            parts_of[alike] = _parts(catalogue, column, alignment, max_part_nbytes)
+        ranks.append(tuple(_rank_file(catalogue, plan, rank, part, alignment, is_boxes) for part in parts_of[alike]))
+    return Layout(alignment, tuple(ranks), is_boxes)
 
 
 def rank_header(catalogue: Catalogue, plan: Plan, layout: Layout, file: RankFile, conversion: str) -> bytes:
     """The header bytes of a rank file."""
-    entries = _entries(catalogue, plan, file.rank, file.tensors)
+    entries = []
+    for t, offset in zip(file.tensors, file.data_offsets, strict=True):
+        tensor, part = catalogue.tensors[t], plan.slices[t][file.rank]
+        nbytes = slice_nbytes(tensor.dtype, tensor.shape, part)
+        entries.append(TensorEntry(tensor.name, tensor.dtype, part.shape(tensor.shape), offset, nbytes))
     metadata = _metadata(catalogue, plan, file.rank, file.part, file.tensors, conversion, layout.is_boxes)
     blob = build_header(entries, metadata, layout.alignment)
     assert len(blob) == file.data_start
@@ -116,30 +127,65 @@ def rank_file_name(rank: int, part: int) -> str:
     return f"model-rank-{rank}-part-{part}.safetensors"
 
 
-def _rank_files(
-    catalogue: Catalogue,
-    plan: Plan,
-    rank: int,
-    alignment: int,
-    max_part_nbytes: int,
-    entry_nbytes: Sequence[int],
-    is_boxes: bool,
-) -> tuple[RankFile, ...]:
-    sizes = [
-        slice_nbytes(tensor.dtype, tensor.shape, slices[rank])
-        for tensor, slices in zip(catalogue.tensors, plan.slices, strict=True)
-    ]
-    order = sorted(range(len(sizes)), key=lambda t: order_key(sizes[t], alignment))
-    files = []
-    for part, tensors in enumerate(_split(order, sizes, entry_nbytes, max_part_nbytes)):
-        entries = _entries(catalogue, plan, rank, tensors)
-        # The true id has the same length, so the header has its final size already.
-        metadata = _metadata(catalogue, plan, rank, part, tensors, "0" * CONVERSION_ID_LENGTH, is_boxes)
-        data_start = len(build_header(entries, metadata, alignment))
-        offsets = tuple(data_start + entry.offset for entry in entries)
-        nbytes = data_start + sum(entry.nbytes for entry in entries)
-        files.append(RankFile(rank_file_name(rank, part), rank, part, tuple(tensors), offsets, data_start, nbytes))
-    return tuple(files)
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """What a slice takes in a rank file."""
+
+    nbytes: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What the files of all ranks that are alike have in common."""
+
+    number: int
+    tensors: tuple[int, ...]
+    data_offsets: tuple[int, ...]
+    nbytes: int
+    """Of the data section."""
+    entries: str
+    """Of the header."""
+
+
+def _slots(catalogue: Catalogue, plan: Plan) -> list[tuple[_Slot | None, ...]]:
+    """For each tensor: what it takes in each rank; None where the rank does not hold it. Equal slots are one object."""
+    known: dict[_Slot, _Slot] = {}
+    of_cut: dict[tuple[str, tuple[int, ...], int], tuple[_Slot | None, ...]] = {}
+    column = []
+    for tensor, slices in zip(catalogue.tensors, plan.slices, strict=True):
+        # Tensors that are cut alike share one tuple of slices, which the plan keeps alive.
+        key = (tensor.dtype, tensor.shape, id(slices))
+        if key not in of_cut:
+            slots = (_Slot(slice_nbytes(tensor.dtype, tensor.shape, part), part.shape(tensor.shape)) for part in slices)
+            of_cut[key] = tuple(
+                known.setdefault(slot, slot) if part.is_held else None for slot, part in zip(slots, slices, strict=True)
+            )
+        column.append(of_cut[key])
+    return column
+
+
+def _parts(catalogue: Catalogue, slots: Sequence[_Slot | None], alignment: int, max_part_nbytes: int) -> list[_Part]:
+    """Order and place the slices of a rank."""
+    held = [(t, slot) for t, slot in enumerate(slots) if slot is not None]
+    held.sort(key=lambda item: order_key(item[1].nbytes, alignment))
+    parts = []
+    for number, chosen in enumerate(_split(catalogue, held, max_part_nbytes)):
+        *offsets, end = accumulate((slot.nbytes for _, slot in chosen), initial=0)
+        entries = entries_text(
+            TensorEntry(catalogue.tensors[t].name, catalogue.tensors[t].dtype, slot.shape, offset, slot.nbytes)
+            for (t, slot), offset in zip(chosen, offsets, strict=True)
+        )
+        parts.append(_Part(number, tuple(t for t, _ in chosen), tuple(offsets), end, entries))
+    return parts
+
+
+def _rank_file(catalogue: Catalogue, plan: Plan, rank: int, part: _Part, alignment: int, is_boxes: bool) -> RankFile:
+    # The true id has the same length, so the header has its final size already.
+    metadata = _metadata(catalogue, plan, rank, part.number, part.tensors, "0" * CONVERSION_ID_LENGTH, is_boxes)
+    data_start = len(join_header(part.entries, metadata, alignment))
+    name = rank_file_name(rank, part.number)
+    return RankFile(name, rank, part.number, part.tensors, part.data_offsets, data_start, data_start + part.nbytes)
 
 
 def order_key(nbytes: int, alignment: int) -> tuple[int, int]:
@@ -154,35 +200,30 @@ def order_key(nbytes: int, alignment: int) -> tuple[int, int]:
 
 def _entry_nbytes(tensor: SourceTensor) -> int:
     """Upper bound of what a tensor adds to a header: its entry, and DCP's, whose name is escaped twice."""
-    name = json.dumps(json.dumps(tensor.name, ensure_ascii=False), ensure_ascii=False)
+    name = json_text(json_text(tensor.name))
     return 2 * len(name.encode()) + 45 * len(tensor.shape) + 150
 
 
 def _split(
-    order: Sequence[int], sizes: Sequence[int], entry_nbytes: Sequence[int], max_part_nbytes: int
-) -> list[list[int]]:
+    catalogue: Catalogue, order: Sequence[tuple[int, _Slot]], max_part_nbytes: int
+) -> list[list[tuple[int, _Slot]]]:
     """Cut the order into parts that keep to both limits; a tensor larger than a part gets one of its own."""
-    parts: list[list[int]] = [[]]
+    parts: list[list[tuple[int, _Slot]]] = [[]]
     data_nbytes = header_nbytes = 0
-    for tensor in order:
-        data_nbytes += sizes[tensor]
-        header_nbytes += entry_nbytes[tensor]
+    for t, slot in order:
+        entry_nbytes = _entry_nbytes(catalogue.tensors[t])
+        data_nbytes += slot.nbytes
+        header_nbytes += entry_nbytes
         if parts[-1] and (data_nbytes > max_part_nbytes or header_nbytes > MAX_PART_HEADER_NBYTES):
             parts.append([])
-            data_nbytes, header_nbytes = sizes[tensor], entry_nbytes[tensor]
-        parts[-1].append(tensor)
+            data_nbytes, header_nbytes = slot.nbytes, entry_nbytes
+        parts[-1].append((t, slot))
     return parts
 
 
-def _entries(catalogue: Catalogue, plan: Plan, rank: int, tensors: Sequence[int]) -> list[TensorEntry]:
-    entries = []
-    offset = 0
-    for t in tensors:
-        tensor, part = catalogue.tensors[t], plan.slices[t][rank]
-        nbytes = slice_nbytes(tensor.dtype, tensor.shape, part)
-        entries.append(TensorEntry(tensor.name, tensor.dtype, part.shape(tensor.shape), offset, nbytes))
-        offset += nbytes
-    return entries
+@lru_cache(maxsize=65536)
+def _saved_offsets(part: Slice, num_axes: int) -> str:
+    return json_text({"saved_offsets": part.starts(num_axes)})
 
 
 def _metadata(
@@ -197,11 +238,9 @@ def _metadata(
     metadata = {"relayout": relayout_entry(rank, plan.num_ranks, part, conversion), "format": "pt"}
     if plan.num_ranks > 1 and is_boxes:
         # PyTorch 2.9 to 2.15, torch/distributed/checkpoint/_hf_utils.py and filesystem.py.
-        offsets = {
-            catalogue.tensors[t].name: {"saved_offsets": plan.slices[t][rank].starts(len(catalogue.tensors[t].shape))}
-            for t in tensors
-        }
-        metadata["DCP_SHARDING_INFO"] = json.dumps(offsets, ensure_ascii=False, separators=(",", ":"))
+        boxes = ((catalogue.tensors[t], plan.slices[t][rank]) for t in tensors)
+        offsets = (f"{json_text(one.name)}:{_saved_offsets(held, len(one.shape))}" for one, held in boxes)
+        metadata["DCP_SHARDING_INFO"] = f"{{{','.join(offsets)}}}"
         metadata["DCP_VERSION"] = "1.0"
     reserved = {"relayout", "DCP_SHARDING_INFO", "DCP_VERSION"}
     return metadata | {key: value for key, value in catalogue.metadata.items() if key not in reserved}

@@ -1,27 +1,33 @@
 """The tensor-parallel plan: which slice of each tensor each rank holds. Pure, but for reading a plan file.
 
-The rules are those of the engines (vLLM 0.33 `model_executor/layers/linear.py` and `vocab_parallel_embedding.py`,
-SGLang 0.5 for a vocabulary that does not divide), so that an engine finds in a rank's files what it would have cut
-out itself.
+A family's rules say how each tensor is cut, so that an engine finds in a rank's files what it would have cut out
+itself; tensors that store a quantised weight between them are cut where the weight is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal, get_args
 
-from relayout.catalogue import Catalogue
+from relayout.catalogue import Catalogue, SourceTensor
+from relayout.division import Sizes, divide, owner_ranges
 from relayout.errors import PlanError
-from relayout.extents import align_up
-from relayout.families import Family, Rule, find_family, read_family
-from relayout.slicing import WHOLE, Slice
-
-VOCABULARY_MULTIPLE = 64
-"""Engines pad the vocabulary to a multiple of this before they divide it (vLLM DEFAULT_VOCAB_PADDING_SIZE)."""
+from relayout.families import EXPERTS, Family, Rule, find_family, read_family
+from relayout.globs import collapse_numbers
+from relayout.quantisation import INPUT_SCALES, Scheme, Weight, find_scheme
+from relayout.slicing import NOT_HELD, WHOLE, Slice, slice_transfers
 
 MAX_RANKS = 1024
+
+TRANSFORMERS = "transformers"
+"""Given as a plan: the one that the transformers package has for the model type."""
+
+Unmatched = Literal["error", "replicate"]
+"""What becomes of tensors that no rule names."""
+
+_DEGREES_TO_TRY = range(1, 65)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,139 +39,246 @@ class Plan:
     num_ranks: int
     slices: tuple[tuple[Slice, ...], ...]
     """For each tensor of the catalogue, in its order: the slice of each rank."""
+    expert_parallel: bool = False
+    """Whether experts are owned whole."""
+    unmatched: tuple[str, ...] = ()
+    """Tensors that no rule names, and that every rank holds whole."""
 
 
-def plan_for(catalogue: Catalogue, num_ranks: int, plan_file: Path | None = None) -> Plan:
+def plan_for(
+    catalogue: Catalogue,
+    num_ranks: int,
+    plan: str | Path | None = None,
+    *,
+    expert_parallel: bool = False,
+    unmatched: Unmatched = "error",
+) -> Plan:
     """Choose the rules, a person's own or the built-in ones for the checkpoint's model type, and apply them.
 
+    Args:
+        catalogue: what is stored.
+        num_ranks: the tensor-parallel degree.
+        plan: a plan file, or "transformers" for that package's plan; None: the built-in one.
+        expert_parallel: experts are owned whole, in contiguous blocks over the ranks (vLLM's linear placement).
+        unmatched: "error", or "replicate" to let every rank hold whole what no rule names.
+
     Raises:
-        FormatError: `plan_file` is no plan file.
+        FormatError: `plan` is no plan file.
         PlanError: there are no rules for this checkpoint, or they cannot be applied at this degree.
     """
-    _check_degree(num_ranks)
-    if num_ranks == 1 and plan_file is None:
-        return make_plan(catalogue, num_ranks, None)
-    if plan_file is not None:
-        return make_plan(catalogue, num_ranks, read_family(plan_file))
-    family = find_family(catalogue.model_type)
+    if not 1 <= num_ranks <= MAX_RANKS:
+        raise PlanError(f"{num_ranks} ranks, expected 1 to {MAX_RANKS}")
+    if unmatched not in get_args(Unmatched):
+        raise PlanError(f"unmatched={unmatched!r}, expected one of {', '.join(get_args(Unmatched))}")
+    own = read_family(Path(plan)) if plan is not None and str(plan) != TRANSFORMERS else None
+    if num_ranks == 1:
+        return Plan("none", 1, ((WHOLE,),) * len(catalogue.tensors))
     quantisation = catalogue.config.get("quantization_config")
-    if quantisation:
-        method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation
-        raise PlanError(
-            f"{catalogue.root}: weights are quantised ({method}); plan {family.name!r} cuts unquantised ones only:"
-            " use --tp 1, or supply a plan with --plan FILE"
-        )
-    return make_plan(catalogue, num_ranks, family)
+    scheme = find_scheme(quantisation, str(catalogue.root)) if isinstance(quantisation, Mapping) else None
+    if own is not None:
+        family = own
+    elif plan is not None:
+        # Needed for this only, and heavy.
+        from relayout.transformers_plan import transformers_family
+
+        family, unmatched = transformers_family(catalogue.model_type, catalogue.config), "replicate"
+    else:
+        family = find_family(catalogue.model_type, None if scheme is None else scheme.name)
+    return make_plan(catalogue, num_ranks, family, scheme, expert_parallel=expert_parallel, unmatched=unmatched)
 
 
-def make_plan(catalogue: Catalogue, num_ranks: int, family: Family | None) -> Plan:
-    """Apply a family's rules to a checkpoint. `family` is needed, and used, only for more than one rank.
+def make_plan(
+    catalogue: Catalogue,
+    num_ranks: int,
+    family: Family,
+    scheme: Scheme | None = None,
+    *,
+    expert_parallel: bool = False,
+    unmatched: Unmatched = "error",
+) -> Plan:
+    """Apply a family's rules to a checkpoint.
 
     Raises:
         PlanError: a tensor has no rule, or its rule cannot be applied at this degree.
     """
-    _check_degree(num_ranks)
-    if num_ranks == 1:
-        return Plan("none", 1, ((WHOLE,),) * len(catalogue.tensors))
-    assert family is not None
-    cutter = _Cutter(family, catalogue.config, num_ranks)
-    return Plan(family.name, num_ranks, tuple(cutter.cut(tensor.name, tensor.shape) for tensor in catalogue.tensors))
+    sizes = Sizes(family.sizes, catalogue.config)
+    whole = (WHOLE,) * num_ranks
+    finder = _CutFinder(catalogue, family, scheme)
+    experts = _Experts(family, sizes, num_ranks) if expert_parallel else None
+    cuts: dict[_Cut, str] = {}
+    column: list[_Cut | tuple[Slice, ...]] = []
+    without = []
+    for tensor in catalogue.tensors:
+        owned = None if experts is None else experts.owners(tensor)
+        cut = finder.find(tensor) if owned is None else None
+        if cut is not None:
+            cuts.setdefault(cut, tensor.name)
+        elif owned is None:
+            without.append(tensor.name)
+        column.append(cut or owned or whole)
+    if without and unmatched == "error":
+        others = f" (nor {len(without) - 1} others)" if len(without) > 1 else ""
+        raise PlanError(
+            f"{catalogue.root}: tensor {without[0]!r}: no rule of plan {family.name!r} names it{others}: write one"
+            " (--plan FILE), or let every rank hold such tensors whole (--unmatched replicate)"
+        )
+    if experts is not None and not experts.found:
+        raise PlanError(f"{catalogue.root}: plan {family.name!r} names no tensor of experts that a rank could own")
+    held = _apply(cuts, sizes, num_ranks, scheme)
+    slices = tuple(held[one] if isinstance(one, _Cut) else one for one in column)
+    return Plan(family.name, num_ranks, slices, expert_parallel, tuple(without))
 
 
-def _check_degree(num_ranks: int) -> None:
-    if not 1 <= num_ranks <= MAX_RANKS:
-        raise PlanError(f"{num_ranks} ranks, expected 1 to {MAX_RANKS}")
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """What decides how a tensor is cut: those with equal ones are cut alike."""
+
+    rule: Rule
+    dtype: str
+    shape: tuple[int, ...]
+    weight: Weight | None = None
+    """Where the tensor is one of several that store a quantised weight between them: that weight."""
+    suffix: str = ""
+    """Last part of such a tensor's name."""
+
+    def apply(self, name: str, sizes: Sizes, num_ranks: int, scheme: Scheme | None) -> tuple[Slice, ...]:
+        """The slice of each rank; the name is for messages."""
+        axis = self.rule.axis
+        if axis is None:
+            return (WHOLE,) * num_ranks
+        where = f"tensor {name!r}: axis {axis} of {list(self.shape)}"
+        if scheme is not None and self.weight is not None:
+            if axis > 1:
+                raise PlanError(f"{where}: {self.rule.pattern!r} cuts an axis that no quantised matrix has")
+            dim = (self.weight.rows, self.weight.columns)[axis]
+            weight = f"tensor {name!r}: axis {axis} of a quantised weight [{self.weight.rows}, {self.weight.columns}]"
+            cut = divide(self.rule, dim, sizes, num_ranks, weight)
+            carried = scheme.carry(axis, self.suffix, self.shape, self.weight, cut, weight)
+            if carried is None:
+                return (WHOLE,) * num_ranks
+            axis, ranges = carried
+        elif axis >= len(self.shape):
+            raise PlanError(f"{where}: there is no such axis, which {self.rule.pattern!r} cuts")
+        else:
+            ranges = divide(self.rule, self.shape[axis], sizes, num_ranks, where)
+        return _checked(name, self.dtype, self.shape, tuple(Slice(axis, parts) for parts in ranges))
 
 
-class _Cutter:
-    """Applies rules, one computation for all tensors with the same rule and shape."""
-
-    def __init__(self, family: Family, config: Mapping[str, Any], num_ranks: int) -> None:
-        self.family = family
-        self.config = config
-        self.num_ranks = num_ranks
-        self.known: dict[tuple[Rule, tuple[int, ...]], tuple[Slice, ...]] = {}
-
-    def cut(self, name: str, shape: tuple[int, ...]) -> tuple[Slice, ...]:
-        rule = self.family.rule(name)
-        if rule is None:
-            raise PlanError(f"tensor {name!r}: no rule of plan {self.family.name!r} names it")
-        key = (rule, shape)
-        if key not in self.known:
-            self.known[key] = self._slices(rule, name, shape)
-        return self.known[key]
-
-    def _slices(self, rule: Rule, name: str, shape: tuple[int, ...]) -> tuple[Slice, ...]:
-        if rule.axis is None:
-            return (WHOLE,) * self.num_ranks
-        if rule.axis >= len(shape):
-            raise PlanError(
-                f"tensor {name!r}: shape {list(shape)} has no axis {rule.axis}, which {rule.pattern!r} cuts"
-            )
-        where = f"tensor {name!r}: axis {rule.axis} of {list(shape)}"
-        dim = shape[rule.axis]
-        match rule.unit:
-            case "vocabulary":
-                ranges = vocabulary_ranges(dim, self.num_ranks)
-            case "even":
-                ranges = even_ranges(dim, dim, self.num_ranks, where)
-            case unit:
-                count = self._size(unit, where)
-                self._check_heads(dim, count, where)
-                ranges = even_ranges(dim, count, self.num_ranks, where, replicate=unit == "kv_heads")
-        return tuple(Slice(rule.axis, (part,)) for part in ranges)
-
-    def _size(self, unit: str, where: str) -> int:
-        keys = self.family.sizes.get(unit, ())
-        for key in keys:
-            value = self.config.get(key)
-            if type(value) is int and value > 0:
-                return value
-        wanted = " or ".join(keys) or f"a key for {unit!r} in [sizes] of the plan"
-        raise PlanError(f"{where}: cut by {unit}, but config.json has no positive {wanted}")
-
-    def _check_heads(self, dim: int, count: int, where: str) -> None:
-        head_dims = [self.config.get(key) for key in self.family.sizes.get("head_dim", ())]
-        head_dim = next((value for value in head_dims if type(value) is int), None)
-        if dim % count or (head_dim is not None and dim != count * head_dim):
-            by = "" if head_dim is None else f" of {head_dim} elements"
-            raise PlanError(f"{where}: {dim} elements are not {count} heads{by}, which config.json declares")
-
-
-def even_ranges(dim: int, count: int, num_ranks: int, where: str, *, replicate: bool = False) -> list[tuple[int, int]]:
-    """Divide `count` groups of `dim // count` elements among the ranks: (start, length) of each rank.
-
-    With `replicate`, more ranks than groups share them: each group goes to as many neighbouring ranks
-    (vLLM 0.33 QKVParallelLinear: KV head `rank // (num_ranks // count)`).
+def _checked(name: str, dtype: str, shape: tuple[int, ...], slices: tuple[Slice, ...]) -> tuple[Slice, ...]:
+    """The slices, if they can be made of whole bytes.
 
     Raises:
-        PlanError: it does not come out even; `where` names tensor and axis.
+        PlanError: they cannot.
     """
-    group = dim // count if count else 0
-    if replicate and num_ranks > count > 0:
-        if num_ranks % count == 0:
-            share = num_ranks // count
-            return [(rank // share * group, group) for rank in range(num_ranks)]
-    elif count % num_ranks == 0:
-        length = count // num_ranks * group
-        return [(rank * length, length) for rank in range(num_ranks)]
-    what = f"{count} elements" if group <= 1 else f"{count} heads of {group} elements"
-    fitting = [n for n in range(1, 65) if count % n == 0 or (replicate and count and n % count == 0)]
-    raise PlanError(
-        f"{where} has {what}, not a multiple of {num_ranks}"
-        f" (degrees that fit this tensor: {', '.join(map(str, fitting))})"
-    )
+    try:
+        for part in slices:
+            slice_transfers(dtype, shape, part)
+    except PlanError as error:
+        raise PlanError(f"tensor {name!r}: {error}") from None
+    return slices
 
 
-def vocabulary_ranges(dim: int, num_ranks: int) -> list[tuple[int, int]]:
-    """Divide vocabulary rows as engines do: padded to a multiple of 64 for the split, stored unpadded.
+class _CutFinder:
+    """Finds what decides how each tensor is cut; names that differ in numbers only are looked up once."""
 
-    Where the padded size does not divide, it is padded to a multiple of 64 x ranks (SGLang 0.5
-    `vocab_parallel_embedding.py`; vLLM refuses). The last ranks may hold fewer rows, or none.
+    def __init__(self, catalogue: Catalogue, family: Family, scheme: Scheme | None) -> None:
+        self._family = family
+        self._scheme = scheme
+        self._collapse = not family.tells_numbers_apart
+        self._rules: dict[str, Rule | None] = {}
+        self._modules: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
+        """Of each quantised module: last part of the name -> dtype, shape."""
+        if scheme is not None:
+            for tensor in catalogue.tensors:
+                module, _, suffix = tensor.name.rpartition(".")
+                if suffix in scheme.tensors:
+                    self._modules.setdefault(module, {})[suffix] = (tensor.dtype, tensor.shape)
+
+    def find(self, tensor: SourceTensor) -> _Cut | None:
+        """None: no rule names the tensor."""
+        module, _, suffix = tensor.name.rpartition(".")
+        stored = self._modules.get(module, {})
+        if self._scheme is not None and suffix in stored and len(stored) > 1:
+            rule = self._rule(f"{module}.weight")
+            weight = self._scheme.weight(stored)
+            if rule is not None and weight is not None:
+                return _Cut(rule, tensor.dtype, tensor.shape, weight, suffix)
+        rule = self._rule(tensor.name)
+        if rule is None and suffix == "bias" and len(stored) > 1:
+            # Some tools give every quantised layer a bias, of zeros mostly; it goes with the rows.
+            rule = self._rule(f"{module}.weight")
+            rule = rule if rule is None or rule.axis == 0 else Rule(tensor.name, None)
+        if rule is None and self._scheme is not None and self._scheme.is_cache_scale(suffix, tensor.shape):
+            rule = Rule(tensor.name, None)
+        return None if rule is None else _Cut(rule, tensor.dtype, tensor.shape)
+
+    def _rule(self, name: str) -> Rule | None:
+        key = collapse_numbers(name) if self._collapse else name
+        if key not in self._rules:
+            self._rules[key] = self._family.rule(name)
+        return self._rules[key]
+
+
+class _Experts:
+    """Which rank owns which expert."""
+
+    def __init__(self, family: Family, sizes: Sizes, num_ranks: int) -> None:
+        self._family = family
+        self._sizes = sizes
+        self._num_ranks = num_ranks
+        self._owned: list[tuple[Slice, ...]] | None = None
+        self.found = False
+        """Whether any tensor belongs to an expert."""
+
+    def owners(self, tensor: SourceTensor) -> tuple[Slice, ...] | None:
+        """The slice of each rank; None: the tensor belongs to no expert.
+
+        Raises:
+            PlanError: config.json does not say how many experts there are, or there are more.
+        """
+        where = f"tensor {tensor.name!r}"
+        expert = self._family.expert(tensor.name)
+        if expert is not None:
+            self.found = True
+            if tensor.name.rpartition(".")[2] in INPUT_SCALES:
+                return (WHOLE,) * self._num_ranks
+            if self._owned is None:
+                self._owned = list(self._slices(self._sizes.get(EXPERTS, where)))
+            if expert >= len(self._owned):
+                raise PlanError(f"{where}: config.json declares {len(self._owned)} experts, counted from 0")
+            return self._owned[expert]
+        if tensor.shape and self._family.stacks_experts(tensor.name):
+            self.found = True
+            slices = tuple(Slice(0, (part,)) for part in owner_ranges(tensor.shape[0], self._num_ranks))
+            return _checked(tensor.name, tensor.dtype, tensor.shape, slices)
+        return None
+
+    def _slices(self, count: int) -> Iterator[tuple[Slice, ...]]:
+        for owner, (_, length) in enumerate(owner_ranges(count, self._num_ranks)):
+            slices = tuple(WHOLE if rank == owner else NOT_HELD for rank in range(self._num_ranks))
+            yield from [slices] * length
+
+
+def _apply(
+    cuts: Mapping[_Cut, str], sizes: Sizes, num_ranks: int, scheme: Scheme | None
+) -> dict[_Cut, tuple[Slice, ...]]:
+    """The slices for each cut, given with the name of a tensor that it is for.
+
+    Raises:
+        PlanError: one cannot be made; the message ends with the degrees at which all can.
     """
-    padded = align_up(dim, VOCABULARY_MULTIPLE)
-    if padded % num_ranks:
-        padded = align_up(dim, VOCABULARY_MULTIPLE * num_ranks)
-    share = padded // num_ranks
-    starts = [min(rank * share, dim) for rank in range(num_ranks)]
-    return [(start, min(share, dim - start)) for start in starts]
+
+    def applied(degree: int) -> dict[_Cut, tuple[Slice, ...]]:
+        return {cut: cut.apply(name, sizes, degree, scheme) for cut, name in cuts.items()}
+
+    def fits(degree: int) -> bool:
+        try:
+            return bool(applied(degree))
+        except PlanError:
+            return False
+
+    try:
+        return applied(num_ranks)
+    except PlanError as error:
+        degrees = ", ".join(str(degree) for degree in _DEGREES_TO_TRY if degree == 1 or fits(degree))
+        raise PlanError(f"{error} (this checkpoint can be cut for --tp {degrees})") from None

@@ -46,6 +46,7 @@ def dump_record(
         "relayout": FORMAT_VERSION,
         "num_ranks": plan.num_ranks,
         "plan": plan.name,
+        "expert_parallel": plan.expert_parallel,
         "alignment": layout.alignment,
         "max_part_nbytes": max_part_nbytes,
         "files": {

@@ -96,6 +96,7 @@ def dump_manifest(manifest: Manifest) -> bytes:
         "digest": DIGEST,
         "model_type": manifest.model_type,
         "plan": manifest.plan,
+        "expert_parallel": manifest.expert_parallel,
         "num_ranks": manifest.num_ranks,
         "alignment": manifest.alignment,
         "dcp": manifest.dcp,
@@ -148,6 +149,7 @@ def parse_manifest(blob: bytes, where: str) -> Manifest:
         conversion=fields.text("conversion"),
         model_type=model_type if isinstance(model_type, str) else None,
         plan=fields.text("plan"),
+        expert_parallel=top.get("expert_parallel") is True,
         alignment=fields.size("alignment"),
         dcp=top.get("dcp") is True,
         record_digest=source.text("record_digest"),
@@ -338,7 +340,8 @@ def _is_part(part: Slice, whole: tuple[int, ...], shape: tuple[int, ...]) -> boo
     if part.ranges is None:
         return whole == shape
     return (
-        part.axis < len(whole)
+        part.is_held
+        and part.axis < len(whole)
         and all(start + length <= whole[part.axis] for start, length in part.ranges)
         and part.shape(whole) == shape
     )

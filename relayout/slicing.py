@@ -11,6 +11,9 @@ from relayout.dtypes import BITS
 from relayout.errors import PlanError
 from relayout.extents import Transfer
 
+Range = tuple[int, int]
+"""(start, length) in elements along an axis."""
+
 
 @dataclass(frozen=True, slots=True)
 class Slice:
@@ -21,8 +24,8 @@ class Slice:
 
     axis: int = 0
     """The axis that is cut."""
-    ranges: tuple[tuple[int, int], ...] | None = None
-    """(start, length) in elements along `axis`; None: the tensor is held whole."""
+    ranges: tuple[Range, ...] | None = None
+    """(start, length) in elements along `axis`; None: the tensor is held whole; (): the rank does not hold it."""
 
     @property
     def is_whole(self) -> bool:
@@ -30,9 +33,14 @@ class Slice:
         return self.ranges is None
 
     @property
+    def is_held(self) -> bool:
+        """Whether the tensor is among the rank's tensors at all, if perhaps with no elements."""
+        return self.ranges != ()
+
+    @property
     def is_box(self) -> bool:
-        """Whether the slice is one contiguous index range along each axis."""
-        return self.ranges is None or len(self.ranges) == 1
+        """Whether the slice is one contiguous index range along each axis, or nothing."""
+        return self.ranges is None or len(self.ranges) <= 1
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The slice's shape, given the tensor's."""
@@ -51,6 +59,9 @@ class Slice:
 
 WHOLE = Slice()
 """The slice of a replicated tensor."""
+
+NOT_HELD = Slice(0, ())
+"""The slice of a tensor that is not among the rank's tensors: another rank owns it."""
 
 
 @lru_cache(maxsize=65536)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich import box
@@ -15,6 +16,8 @@ from rich.table import Table
 
 from relayout.conversion import Summary
 from relayout.errors import printable
+from relayout.families import Family
+from relayout.globs import collapse_numbers
 from relayout.inspection import Inspection
 from relayout.preview import Preview
 from relayout.verification import Report
@@ -53,6 +56,7 @@ def print_summary(summary: Summary) -> None:
         f"{decimal(summary.written_nbytes)} written in {summary.seconds:.1f} s ({speed:.2f} GB/s)"
     )
     console.print(_ranks_in_words(summary.rank_nbytes, summary.replicated_nbytes, summary.source_nbytes))
+    _print_unmatched(console, summary.unmatched)
     _print_left_out(console, summary.left_out)
 
 
@@ -74,14 +78,36 @@ def print_preview(preview: Preview) -> None:
     console.print(table)
     _print_more(console, len(preview.groups) - _MAX_GROUPS, "groups")
     share = 100 * preview.tail_nbytes / max(1, sum(preview.rank_nbytes))
+    owned = ", experts owned whole" if preview.expert_parallel else ""
     console.print(
-        f"plan {_text(preview.plan)}: {_text(preview.source)} ({decimal(preview.source_nbytes)}) -> "
+        f"plan {_text(preview.plan)}{owned}: {_text(preview.source)} ({decimal(preview.source_nbytes)}) -> "
         f"{_text(preview.output)} ({decimal(preview.written_nbytes)}, {_count(preview.num_files, 'file')}), "
         f"aligned to {preview.alignment} bytes but for {share:.2f} % of the bytes"
     )
-    console.print(_ranks_in_words(preview.rank_nbytes, preview.replicated_nbytes, preview.source_nbytes))
+    if preview.balance < 1:
+        ranks = _table("#rank", "#tensors", "#bytes")
+        for rank, (count, nbytes) in enumerate(zip(preview.rank_tensors, preview.rank_nbytes, strict=True)):
+            ranks.add_row(str(rank), f"{count:,}", decimal(nbytes))
+        console.print(ranks)
+    words = _ranks_in_words(preview.rank_nbytes, preview.replicated_nbytes, preview.source_nbytes)
+    console.print(f"{words}; balance {preview.balance:.4f} (average over largest)")
+    _print_unmatched(console, preview.unmatched)
     _print_left_out(console, preview.left_out)
     console.print("nothing was written (--dry-run)")
+
+
+def print_plans(families: Sequence[Family]) -> None:
+    """For `plans`."""
+    table = _table("plan", "model types", "experts")
+    for family in families:
+        types = ", ".join(family.model_types)
+        if family.quantisation:
+            types += f" ({family.quantisation} only)"
+        owned = bool(family.experts_each or family.experts_stacked)
+        table.add_row(family.name, types, "cut, or owned" if owned else "")
+    console = _console()
+    console.print(table)
+    console.print("`relayout plans NAME` prints one, to start a plan of your own from")
 
 
 def print_report(report: Report) -> None:
@@ -171,6 +197,13 @@ def _ranks_in_words(rank_nbytes: tuple[int, ...], replicated: int, source: int) 
     return (
         f"each rank {each}; replicated between ranks {decimal(replicated)} ({100 * replicated / max(1, source):.2f} %)"
     )
+
+
+def _print_unmatched(console: Console, names: tuple[str, ...]) -> None:
+    patterns = Counter(map(collapse_numbers, names))
+    for pattern, count in list(patterns.items())[:_MAX_GROUPS]:
+        console.print(f"[yellow]no rule[/] {_text(pattern)}: {_count(count, 'tensor')}, whole in every rank")
+    _print_more(console, len(patterns) - _MAX_GROUPS, "patterns without a rule")
 
 
 def _print_left_out(console: Console, left_out: tuple[str, ...]) -> None:

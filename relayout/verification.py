@@ -214,15 +214,15 @@ def _check_cuts(record: SourceRecord, report: Report) -> None:
     """Check that the ranks together hold each tensor, all of it."""
     first = dict(zip(zip(record.slices, record.shapes, strict=True), record.names, strict=True))
     for (slices, shape), name in first.items():
-        axis = next((part.axis for part in slices if part.ranges is not None), None)
-        if axis is None or any(part.is_whole for part in slices):
+        if any(part.is_whole for part in slices):
             continue
+        axis = next((part.axis for part in slices if part.ranges), 0)
         end = 0
         for start, length in sorted(one for part in slices for one in part.ranges or ()):
             if start > end:
                 break
             end = max(end, start + length)
-        if axis >= len(shape) or end < shape[axis]:
+        if axis >= len(shape) or end < shape[axis] or not any(part.is_held for part in slices):
             report.add(SOURCE_RECORD_NAME, f"no rank holds element {end} of axis {axis} of {list(shape)}", name)
 
 
@@ -230,10 +230,11 @@ def _check_slices(name: str, rank: int, table: RankTable, record: SourceRecord, 
     rows = {tensor: row for row, tensor in enumerate(table.names)}
     for t, tensor in enumerate(record.names):
         row = rows.pop(tensor, None)
-        if row is None:
-            report.add(name, "is missing", tensor)
-            continue
         part = record.slices[t][rank]
+        if row is None:
+            if part.is_held:
+                report.add(name, "is missing", tensor)
+            continue
         expected = (record.dtypes[t], record.shapes[t], part, part.shape(record.shapes[t]))
         if (table.dtypes[row], table.source_shapes[row], table.slices[row], table.shapes[row]) != expected:
             report.add(name, f"is not the slice that the source record names: {expected}", tensor)
@@ -337,8 +338,8 @@ def _compare(
     rows = [{name: row for row, name in enumerate(table.names)} for table in tables]
     for t, name in enumerate(record.names):
         for rank, table in enumerate(tables):
-            row = rows[rank][name]
-            if table.digests[row] != digests.slices[t][rank]:
+            row = rows[rank].get(name)
+            if row is not None and table.digests[row] != digests.slices[t][rank]:
                 file = manifest.ranks[rank].files[table.files[row]].name
                 nbytes = num_bytes(table.dtypes[row], table.shapes[row]) or 0
                 report.add(file, "differs from the source", name, Extent(table.offsets[row], nbytes))
@@ -362,7 +363,7 @@ def _layout(manifest: Manifest, tables: list[RankTable], catalogue: Catalogue) -
                 rank,
                 part,
                 tuple(position[table.names[row]] for row in rows[part]),
-                tuple(table.offsets[row] for row in rows[part]),
+                tuple(table.offsets[row] - file.data_start for row in rows[part]),
                 file.data_start,
                 file.nbytes,
             )

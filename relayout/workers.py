@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -38,9 +38,9 @@ class Turns:
 
     def __init__(self, stop: Stop) -> None:
         self._stop = stop
-        self._next: dict[int, int] = {}
+        self._next: dict[Hashable, int] = {}
 
-    def wait(self, key: int, turn: int) -> None:
+    def wait(self, key: Hashable, turn: int) -> None:
         """Return when it is the turn's turn.
 
         Raises:
@@ -52,7 +52,7 @@ class Turns:
                     raise Stopped
                 self._stop.condition.wait()
 
-    def done(self, key: int) -> None:
+    def done(self, key: Hashable) -> None:
         """Let the next turn of this key go on."""
         with self._stop.condition:
             self._next[key] = self._next.get(key, 0) + 1

@@ -180,10 +180,10 @@ def run_steps(
         if step.turn is None:
             _hash(step, catalogue, loaded, staged, hashes)
             return step.nbytes
-        [(t, _)] = step.tensors
-        turns.wait(t, step.turn)
+        hashed, turn = step.turn
+        turns.wait(hashed, turn)
         _hash(step, catalogue, loaded, staged, hashes)
-        turns.done(t)
+        turns.done(hashed)
         return step.nbytes
 
     with ExitStack() as stack:
@@ -205,7 +205,7 @@ def _stage(spans: Sequence[Span], catalogue: Catalogue, loaded: _Loaded, buffer:
     positions = []
     end = 0
     for span in spans:
-        positions.append(align_up(end, BLOCK) + span.targets[0].offset % BLOCK)
+        positions.append(align_up(end, BLOCK) + (span.targets[0].offset % BLOCK if span.targets else 0))
         end = positions[-1] + span.nbytes
     memory = buffer.reserve(end)
     staged = []

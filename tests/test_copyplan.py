@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -21,7 +21,7 @@ from relayout.dtypes import BITS
 from relayout.extents import Extent, Transfer
 from relayout.layout import Layout, make_layout
 from relayout.plan import Plan
-from relayout.slicing import WHOLE, Slice
+from relayout.slicing import NOT_HELD, WHOLE, Slice
 
 Array = npt.NDArray[Any]
 
@@ -85,6 +85,8 @@ def sliced(source: Checkpoint, t: int, part: Slice) -> Array:
     whole = tensor_bytes(source, t)
     if part.ranges is None:
         return whole.reshape(-1)
+    if not part.ranges:
+        return np.zeros(0, np.uint8)
     pieces = [np.take(whole, range(start, start + length), part.axis) for start, length in part.ranges]
     return np.concatenate(pieces, part.axis).reshape(-1)
 
@@ -106,25 +108,31 @@ class Execution:
         self.times_written = [[np.zeros(file.nbytes, int) for file in files] for files in layout.ranks]
         self.times_read = [np.zeros(len(file), int) for file in source.files]
         self.hashed: dict[tuple[int, int], list[tuple[int, Array]]] = defaultdict(list)
-        self.turns: dict[int, list[int]] = defaultdict(list)
+        self.turns: dict[Hashable, list[int]] = defaultdict(list)
+        """Of each sequence of steps."""
 
     def run(self, step: Step) -> None:
         tensors = self.source.catalogue.tensors
         readable = self._readable(step)
         covered = dict(step.tensors)
         assert len(covered) == len(step.tensors)
-        assert step.nbytes == sum(extent.nbytes for extent in covered.values()) > 0
+        assert step.nbytes == sum(extent.nbytes for extent in covered.values())
+        sequence, turn = step.turn or (None, 0)
+        if step.turn is not None:
+            self.turns[sequence].append(turn)
+        if not covered:  # A second look, for digests.
+            assert not any(span.targets for span in step.spans)
         for t, extent in covered.items():
-            self.turns[t].append(0 if step.turn is None else step.turn)
             self.times_read[tensors[t].file][extent.offset : extent.end] += 1
             assert readable[tensors[t].file][extent.offset : extent.end].all()
         for span in step.spans:
             memory, filled = np.zeros(span.nbytes, np.uint8), np.zeros(span.nbytes, int)
             for piece in span.pieces:
                 read, write = places(piece.transfer)
-                extent = covered[piece.tensor]
+                extent = covered.get(piece.tensor, tensors[piece.tensor].extent)
                 assert extent.offset <= read.min()
                 assert read.max() < extent.end
+                assert readable[tensors[piece.tensor].file][read].all()
                 memory[write] = self.source.files[tensors[piece.tensor].file][read]
                 np.add.at(filled, write, 1)
             assert (filled == 1).all()
@@ -134,7 +142,7 @@ class Execution:
                 self.times_written[target.rank][target.part][window] += 1
             for one in span.slices:
                 assert 0 <= one.start < one.start + one.nbytes <= span.nbytes
-                self.hashed[one.tensor, one.slice].append((step.turn or 0, memory[one.start : one.start + one.nbytes]))
+                self.hashed[one.tensor, one.slice].append((turn, memory[one.start : one.start + one.nbytes]))
 
     def _readable(self, step: Step) -> list[Array]:
         """Which bytes of each file the step's requests bring, blocks of it that overlap nowhere."""
@@ -180,8 +188,9 @@ def check(source: Checkpoint, *, chunk_nbytes: int, small_nbytes: int, max_part_
                 found = execution.outputs[rank][file.part][offset : offset + len(expected)]
                 np.testing.assert_array_equal(found, expected)
 
+    for turns in execution.turns.values():
+        assert turns == list(range(len(turns)))
     for t, slices in enumerate(plan.slices):
-        assert sorted(execution.turns.get(t, [])) == list(range(len(execution.turns.get(t, []))))
         for which, part in enumerate(dict.fromkeys(slices)):
             pieces = [memory for _, memory in sorted(execution.hashed.pop((t, which), []), key=lambda one: one[0])]
             expected = np.zeros(0, np.uint8) if part.is_whole else sliced(source, t, part)
@@ -214,20 +223,46 @@ def fused(axis: int, num_ranks: int, groups: Sequence[int]) -> tuple[Slice, ...]
     )
 
 
+def interleaved(axis: int, num_ranks: int, groups: int, heads: Sequence[int]) -> tuple[Slice, ...]:
+    """Parts that are stored group by group, and held part by part: q of all groups, then k, then v."""
+    pitch = sum(heads)
+    return tuple(
+        Slice(
+            axis,
+            tuple(
+                ((rank * groups + group) * pitch + sum(heads[:part]), heads[part])
+                for part in range(len(heads))
+                for group in range(groups)
+            ),
+        )
+        for rank in range(num_ranks)
+    )
+
+
+def owned(num_ranks: int, owner: int) -> tuple[Slice, ...]:
+    """Held whole, by one rank."""
+    return tuple(WHOLE if rank == owner else NOT_HELD for rank in range(num_ranks))
+
+
 @st.composite
 def tensors_of(draw: st.DrawFn, num_ranks: int) -> tuple[str, tuple[int, ...], tuple[Slice, ...]]:
     dtype = draw(st.sampled_from(["U8", "BF16", "F32"]))
     shape = draw(st.lists(st.sampled_from([1, 2, 3, 5, 16, 33, 200]), min_size=0, max_size=3))
     while prod(shape) > 8000:
         shape[shape.index(max(shape))] //= 4
-    kind = draw(st.sampled_from(["whole", "even", "replicated", "ragged", "fused"]))
+    kind = draw(st.sampled_from(["whole", "even", "replicated", "ragged", "fused", "interleaved", "owned"]))
     if kind == "whole" or not shape:
         if shape and draw(st.integers(0, 9)) == 0:
             shape[0] = 0
         return dtype, tuple(shape), (WHOLE,) * num_ranks
     axis = draw(st.integers(0, len(shape) - 1))
     group = shape[axis]
-    if kind == "even":
+    if kind == "owned":
+        return dtype, tuple(shape), owned(num_ranks, draw(st.integers(0, num_ranks - 1)))
+    if kind == "interleaved":
+        groups, heads = draw(st.integers(1, 3)), [draw(st.integers(1, 4)), 1, 2]
+        shape[axis], slices = num_ranks * groups * sum(heads), interleaved(axis, num_ranks, groups, heads)
+    elif kind == "even":
         shape[axis], slices = group * num_ranks, even(axis, num_ranks, group)
     elif kind == "replicated":
         shape[axis], slices = group * -(-num_ranks // 2), replicated(axis, num_ranks, group)
@@ -281,6 +316,11 @@ CASES: dict[str, tuple[tuple[int, ...], tuple[Slice, ...]]] = {
     "fused columns": ((130, 80), fused(1, 4, [10, 5, 5])),
     "long fused rows, by columns": ((3, 16400), fused(1, 4, [4000, 60, 40])),
     "fused middle axis": ((6, 20, 70), fused(1, 4, [3, 2])),
+    "interleaved rows": ((80, 130), interleaved(0, 4, 4, [3, 1, 1])),
+    "interleaved columns": ((130, 80), interleaved(1, 4, 4, [3, 1, 1])),
+    "long interleaved rows, by columns": ((3, 16400), interleaved(1, 4, 2, [2000, 30, 20])),
+    "interleaved middle axis": ((6, 20, 70), interleaved(1, 4, 1, [3, 2])),
+    "owned": ((100, 70), owned(4, 2)),
 }
 
 
@@ -349,11 +389,11 @@ def test_large_tensors_come_in_model_order_and_their_chunks_in_byte_order() -> N
     source = checkpoint(tensors, num_ranks=1, order=[2, 1, 0])
     steps = list(steps_of(source, chunk_nbytes=4096, small_nbytes=100))
     assert [(step.tensors[0][0], step.turn, step.nbytes) for step in steps] == [
-        (0, 0, 4096),
-        (0, 1, 4096),
-        (0, 2, 808),
-        (2, 0, 4096),
-        (2, 1, 904),
+        (0, (0, 0), 4096),
+        (0, (0, 1), 4096),
+        (0, (0, 2), 808),
+        (2, (2, 0), 4096),
+        (2, (2, 1), 904),
         (1, None, 10),
     ]
 

@@ -232,7 +232,7 @@ def no_config_and_no_ranks(work: Path) -> list[str]:
 
 
 def quantised(work: Path) -> list[str]:
-    write_model(work / "other", CONFIG | {"quantization_config": {"quant_method": "fp8"}})
+    write_model(work / "other", CONFIG | {"quantization_config": {"quant_method": "bitsandbytes"}})
     return ["convert", "other", "--tp", "2"]
 
 
@@ -310,7 +310,7 @@ def control_characters_in_a_path(work: Path) -> list[str]:
         (unknown_model_type, r"'no_such_model'.*--plan FILE"),
         (no_config, r"config\.json names no model_type.*--plan FILE"),
         (no_config_and_no_ranks, r"\b0 ranks"),
-        (quantised, r"quantised \(fp8\).*--plan FILE"),
+        (quantised, r"quantised by bitsandbytes, which cannot be cut offline: .* --tp 1"),
         (output_not_empty, r"out: is not empty; --force"),
         (forced_on_a_foreign_folder, r"out: is not empty and was not written by relayout"),
         (default_output_taken, r"model-tp1: is not empty; --force"),

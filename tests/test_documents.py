@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from typer.testing import CliRunner
 
 import relayout
 from relayout.cli import app
+from relayout.division import Sizes, divide
 from relayout.families import parse_family
 
+COMMANDS = ("convert", "inspect", "verify", "plans")
 ROOT = Path(__file__).parent.parent
 FORMAT = (ROOT / "relayout" / "FORMAT.md").read_text()
 README = (ROOT / "README.md").read_text()
@@ -44,21 +47,31 @@ def test_the_plan_in_the_format_document_is_one() -> None:
     [text] = blocks(FORMAT, "toml")
     family = parse_family(text, "my-plan.toml", "mine")
     cuts = {
-        "model.layers.11.attn.k_proj.bias": (0, "kv_heads"),
-        "model.layers.0.mlp.down_proj.weight": (1, "even"),
-        "model.layers.0.attn.q_norm.weight": (None, "even"),
-        "model.norm.weight": (None, "even"),
+        "model.layers.11.attn.qkv_proj.bias": (0, ("heads", "kv_heads", "kv_heads")),
+        "model.layers.0.mlp.experts.7.down_proj.weight": (1, ("even",)),
+        "model.layers.0.attn.q_norm.weight": (None, ()),
+        "model.norm.weight": (None, ()),
     }
     for name, cut in cuts.items():
         rule = family.rule(name)
         assert rule is not None
-        assert (rule.axis, rule.unit) == cut
+        assert (rule.axis, rule.units) == cut
     assert family.rule("model.layers.0.mlp.gate_proj.weight") is None
+    assert family.expert("model.layers.0.mlp.experts.7.down_proj.weight") == 7
+
+
+def test_the_worked_example_in_the_format_document_is_right() -> None:
+    [text] = blocks(FORMAT, "toml")
+    rule = parse_family(text, "my-plan.toml", "mine").rule("model.layers.0.attn.qkv_proj.weight")
+    assert rule is not None
+    config = {"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 64}
+    sizes = Sizes(parse_family(text, "my-plan.toml", "mine").sizes, config)
+    ranges = divide(rule, 1280, sizes, 4, "here")[1]
+    [said] = re.findall(r"`slice` is `\[0, (\[\[.*?\]\])\]`", FORMAT)
+    assert [list(part) for part in ranges] == json.loads(said)
 
 
 def test_the_manifest_has_the_fields_that_the_format_document_names_and_no_others(llama: Path, tmp_path: Path) -> None:
-    import json
-
     relayout.convert(llama, tmp_path / "out", tp=2)
     manifest = json.loads((tmp_path / "out" / "relayout.json").read_text())
     section = FORMAT.split("## 4.")[1].split("## 5.")[0]
@@ -86,7 +99,9 @@ def test_everyday_use_in_the_readme_runs(llama: Path, tmp_path: Path, monkeypatc
 
 
 def test_every_option_that_the_readme_names_exists() -> None:
-    helps = "".join(CliRunner().invoke(app, [name, "--help"]).output for name in ("convert", "inspect", "verify"))
+    helps = "".join(
+        CliRunner().invoke(app, [name, "--help"]).output for name in ("convert", "inspect", "verify", "plans")
+    )
     named = set(re.findall(r"`(--[a-z-]+)", README.split("## Everyday use")[1].split("### In Python")[0]))
     assert len(named) >= 8
     assert {option for option in named if option not in helps} == set()
@@ -95,5 +110,5 @@ def test_every_option_that_the_readme_names_exists() -> None:
 def test_the_readme_lists_every_built_in_plan() -> None:
     from relayout.families import builtin_families
 
-    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", README, re.MULTILINE))
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", README, re.MULTILINE))
     assert rows == {family.name: ", ".join(family.model_types) for family in builtin_families()}

@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 import relayout
-from relayout import plan
+from relayout import division, plan
+from relayout.catalogue import SourceTensor
 from relayout.errors import FormatError
 from relayout.header import parse_header
+from relayout.slicing import NOT_HELD, Slice
 
 FILE = "model-rank-2-part-0.safetensors"
 
@@ -135,18 +137,112 @@ def test_ranks_that_do_not_hold_all_of_a_tensor_together_are_found(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A planner that gives every rank the first rank's part: all digests are right, and elements are lost."""
-    true_ranges = plan.even_ranges
+    true_ranges = division.even_ranges
 
     def wrong_ranges(*args: Any, **options: Any) -> list[tuple[int, int]]:
         ranges = true_ranges(*args, **options)
         return ranges[:1] * len(ranges)
 
-    monkeypatch.setattr(plan, "even_ranges", wrong_ranges)
+    monkeypatch.setattr(division, "even_ranges", wrong_ranges)
     relayout.convert(llama, tmp_path / "out", tp=2)
     for source in (None, llama):
         report = relayout.verify(tmp_path / "out", source=source)
         assert not report.compared_with_source
         assert any("no rank holds element 192 of axis 0 of [384, 128]" in one.what for one in report.differences)
+
+
+EXPERT = "model.layers.0.block_sparse_moe.experts.{}.w1.weight"
+ROUTER = "model.layers.0.block_sparse_moe.gate.weight"
+FUSED = "transformer.h.0.self_attention.query_key_value.weight"
+
+
+def write_checkpoint(folder: Path, arrays: dict[str, Array], **config: Any) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(arrays, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def mixtral(tmp_path: Path) -> Path:
+    """Three experts and their router."""
+    arrays: dict[str, Array] = {
+        EXPERT.format(number): np.arange(48, dtype=np.float32).reshape(8, 6) + 100 * number for number in range(3)
+    }
+    arrays[ROUTER] = np.arange(18, dtype=np.float32).reshape(3, 6)
+    return write_checkpoint(tmp_path / "mixtral", arrays, model_type="mixtral", num_local_experts=3)
+
+
+@pytest.fixture
+def bloom(tmp_path: Path) -> Path:
+    """q, k, v of four heads of two rows each, head by head."""
+    fused = np.arange(24 * 5, dtype=np.float32).reshape(24, 5)
+    return write_checkpoint(tmp_path / "bloom", {FUSED: fused}, model_type="bloom", n_head=4)
+
+
+def test_a_folder_of_owned_experts_is_verified_alone_and_against_its_source(mixtral: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    relayout.convert(mixtral, out, tp=2, expert_parallel=True)
+    held = [load_file(out / f"model-rank-{rank}-part-0.safetensors").keys() for rank in range(2)]
+    assert held == [{EXPERT.format(0), EXPERT.format(1), ROUTER}, {EXPERT.format(2), ROUTER}]
+    for source in (None, mixtral):
+        report = relayout.verify(out, source=source)
+        assert (report.ok, report.compared_with_source, report.num_tensors) == (True, source is not None, 5)
+    # One expert's last byte, in the source and then in its owner's file.
+    shard = mixtral / "model.safetensors"
+    data = parse_header(shard.read_bytes(), shard.stat().st_size, "")
+    [place] = [data.data_start + one.offset for one in data.tensors if one.name == EXPERT.format(2)]
+    flip(shard, place + 8 * 6 * 4 - 1)
+    found = relayout.verify(out, source=mixtral).differences
+    assert {one.tensor for one in found} == {EXPERT.format(2)}
+    assert "model-rank-1-part-0.safetensors" in {one.file for one in found}
+    path = out / "model-rank-1-part-0.safetensors"
+    header = parse_header(path.read_bytes(), path.stat().st_size, "")
+    [offset] = [header.data_start + one.offset for one in header.tensors if one.name == EXPERT.format(2)]
+    flip(path, offset)
+    assert [(one.file, one.tensor) for one in relayout.verify(out).differences] == [(path.name, EXPERT.format(2))]
+
+
+def test_an_interleaved_tensor_is_verified_alone_and_against_its_source(bloom: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    relayout.convert(bloom, out, tp=2)
+    groups = load_file(bloom / "model.safetensors")[FUSED].reshape(4, 3, 2, 5)
+    for rank in range(2):
+        expected = groups[2 * rank : 2 * rank + 2].swapaxes(0, 1).reshape(12, 5)
+        np.testing.assert_array_equal(load_file(out / f"model-rank-{rank}-part-0.safetensors")[FUSED], expected)
+    for source in (None, bloom):
+        report = relayout.verify(out, source=source)
+        assert (report.ok, report.compared_with_source) == (True, source is not None)
+    shard = bloom / "model.safetensors"
+    flip(shard, shard.stat().st_size - 1)  # The last head's.
+    found = relayout.verify(out, source=bloom).differences
+    assert {one.file for one in found} == {"model-rank-1-part-0.safetensors", str(bloom)}
+    assert {one.tensor for one in found} == {FUSED}
+
+
+@pytest.mark.parametrize("shape", [(8, 6), (), (0,), (0, 6)])
+def test_a_tensor_that_nobody_holds_is_found(
+    shape: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A planner that forgets the second expert: what is there is right, by all digests."""
+    arrays: dict[str, Array] = {EXPERT.format(number): np.ones(shape, np.float32) for number in range(3)}
+    source = write_checkpoint(tmp_path / "source", arrays, model_type="mixtral", num_local_experts=3)
+    true_owners = plan._Experts.owners
+
+    def wrong_owners(self: Any, tensor: SourceTensor) -> tuple[Slice, ...] | None:
+        found = true_owners(self, tensor)
+        return (NOT_HELD,) * 2 if tensor.name == EXPERT.format(1) else found
+
+    relayout.convert(source, tmp_path / "right", tp=2, expert_parallel=True)
+    assert relayout.verify(tmp_path / "right", source=source).ok
+    monkeypatch.setattr(plan._Experts, "owners", wrong_owners)
+    relayout.convert(source, tmp_path / "out", tp=2, expert_parallel=True)
+    for compared in (None, source):
+        report = relayout.verify(tmp_path / "out", source=compared)
+        assert not report.compared_with_source
+        [found] = report.differences
+        assert (found.file, found.tensor) == ("relayout.source.json.zst", EXPERT.format(1))
+        assert f"no rank holds element 0 of axis 0 of {list(shape)}" in found.what
 
 
 def test_a_side_file_that_has_changed_in_the_source_is_found(pristine: Path, llama: Path, tmp_path: Path) -> None:

@@ -1,0 +1,45 @@
+"""Checkpoints for the planner, of which nothing is stored anywhere, and what a plan says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from relayout.catalogue import Catalogue, SourceTensor
+from relayout.extents import Extent
+from relayout.plan import Plan
+from relayout.slicing import Slice
+
+Shapes = Mapping[str, tuple[int, ...]]
+Ranges = tuple[tuple[int, int], ...]
+
+
+def catalogue(shapes: Shapes, *, stored_as: str = "BF16", **config: Any) -> Catalogue:
+    """A checkpoint of tensors of these shapes, in this order."""
+    return Catalogue(
+        root=Path("checkpoint"),
+        files=(),
+        tensors=tuple(SourceTensor(name, stored_as, shape, 0, Extent(0, 0)) for name, shape in shapes.items()),
+        metadata={},
+        config=config,
+        index=None,
+        side_files=(),
+        left_out=(),
+    )
+
+
+def slices_of(plan: Plan, shapes: Shapes) -> dict[str, tuple[Slice, ...]]:
+    """The slice of each rank, by name."""
+    return dict(zip(shapes, plan.slices, strict=True))
+
+
+def shapes_of(plan: Plan, shapes: Shapes, rank: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of what a rank holds, by name."""
+    return {name: slices[rank].shape(shapes[name]) for name, slices in slices_of(plan, shapes).items()}
+
+
+def ranges_of(plan: Plan, tensor: int = 0) -> list[Ranges]:
+    """The ranges of each rank, of a tensor that is cut."""
+    found = [part.ranges for part in plan.slices[tensor]]
+    return [ranges for ranges in found if ranges is not None]

@@ -1,0 +1,41 @@
+"""relayout.sizes: sizes as people write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from relayout.errors import PlanError
+from relayout.sizes import parse_size
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("0", 0),
+        ("4096", 4096),
+        ("4096B", 4096),
+        ("64K", 65536),
+        ("64k", 65536),
+        ("64KiB", 65536),
+        (" 64 kib ", 65536),
+        ("64KB", 64000),
+        ("2M", 2097152),
+        ("2MiB", 2097152),
+        ("2mb", 2000000),
+        ("48GB", 48 * 10**9),
+        ("48G", 48 * 2**30),
+        ("1TiB", 2**40),
+        ("1TB", 10**12),
+    ],
+)
+def test_sizes(text: str, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize(
+    "text", ["", "K", "-1", "+1", "1.5G", "4 096", "12XB", "1KiBB", "0x10", "1e9", "one", "²", "1i"]
+)
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(PlanError, match=r"is not a size; write bytes, or a number with K, KiB") as caught:
+        parse_size(text)
+    assert repr(text) in str(caught.value)

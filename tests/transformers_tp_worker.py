@@ -1,0 +1,127 @@
+"""Runs transformers' own tensor parallelism on CPUs, and writes down what each rank's process holds.
+
+`python transformers_tp_worker.py FOLDER TP...`: FOLDER has checkpoints, FOLDER/source/FAMILY, and conversions of them,
+FOLDER/tpN/FAMILY. For each degree N it writes of each rank R
+
+    shards/tpN/FAMILY/rank-R.safetensors    its part of each parameter, as transformers names them in memory
+    logits/tpN/FAMILY/rank-R.safetensors    of FORWARD families: logits of transformers' own shards, and of relayout's
+
+The processes are forked from one that has imported everything, which takes longer than all the rest.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import defaultdict
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+FORWARD = ["llama", "qwen2", "qwen3_moe"]
+TOKENS = range(1, 24)
+
+_EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.(\w+)\.weight")
+_PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
+
+
+def as_in_memory(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A checkpoint's tensors as transformers has them in memory: experts stacked, each one's gate on top of its up."""
+    import torch
+
+    named: dict[str, torch.Tensor] = {}
+    layers: defaultdict[str, defaultdict[int, dict[str, torch.Tensor]]] = defaultdict(lambda: defaultdict(dict))
+    for name, tensor in tensors.items():
+        name = name.replace(".block_sparse_moe.", ".mlp.").replace("embed_out.", "lm_head.")
+        if expert := _EXPERT.fullmatch(name):
+            layers[expert[1]][int(expert[2])][_PARTS[expert[3]]] = tensor
+        else:
+            named[name] = tensor
+    for layer, numbered in layers.items():
+        experts = [numbered[number] for number in range(len(numbered))]
+        named[f"{layer}.experts.gate_up_proj"] = torch.stack([torch.cat([e["gate"], e["up"]]) for e in experts])
+        named[f"{layer}.experts.down_proj"] = torch.stack([expert["down"] for expert in experts])
+    return named
+
+
+def main() -> None:
+    import torch.distributed.tensor
+    import torch.multiprocessing
+    import transformers.distributed
+    import transformers.integrations.accelerate
+
+    # What from_pretrained needs accelerate for is more than one device in a process.
+    transformers.integrations.accelerate.is_accelerate_available = lambda *_: True
+    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
+    folder = Path(sys.argv[1])
+    for source in (folder / "source").iterdir():  # Imports the family's modules, once instead of in each process.
+        transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(source))
+    for tp in map(int, sys.argv[2:]):
+        torch.multiprocessing.start_processes(_run_rank, (tp, folder), nprocs=tp, start_method="fork")
+
+
+def _run_rank(rank: int, tp: int, folder: Path) -> None:
+    import torch.distributed
+    from safetensors.torch import save_file
+
+    torch.distributed.init_process_group("gloo", f"file://{folder}/meet-{tp}", rank=rank, world_size=tp)
+    for source in sorted((folder / "source").iterdir()):
+        try:
+            results = {"shards": _shards(_load(source, tp))}
+            if source.name in FORWARD:
+                results["logits"] = _logits(_load(source, tp, dtype=torch.float32), folder / f"tp{tp}" / source.name)
+        except Exception as error:
+            error.add_note(f"family {source.name}, rank {rank} of {tp}")
+            raise
+        for kind, tensors in results.items():
+            path = folder / kind / f"tp{tp}" / source.name / f"rank-{rank}.safetensors"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    torch.distributed.destroy_process_group()
+
+
+def _load(source: Path, tp: int, dtype: Any = "auto") -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    config = DistributedConfig(tp_size=tp, tp_plan="auto")
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, distributed_config=config)
+    return model
+
+
+def _shards(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """This process's part of all that is saved: tied parameters once, by their first name."""
+    from torch.distributed.tensor import DTensor
+
+    saved = model.state_dict().keys()
+    return {
+        name: tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in chain(model.named_parameters(), model.named_buffers())
+        if name in saved
+    }
+
+
+def _logits(model: torch.nn.Module, converted: Path) -> dict[str, torch.Tensor]:
+    """Logits with transformers' own shards, and then, in the same processes, with what relayout holds for this rank."""
+    import torch
+
+    import relayout
+
+    tokens = torch.tensor([TOKENS])
+    with torch.no_grad():
+        logits = {"own": model(tokens).logits}
+        held = as_in_memory(relayout.load(converted, torch.distributed.get_rank()))
+        for name, tensor in _shards(model).items():
+            tensor.fill_(torch.nan)  # It stays so, for the test to see, where there is nothing that fits.
+            if name in held and held[name].shape == tensor.shape:
+                tensor.copy_(held[name])
+        logits["relayout"] = model(tokens).logits
+    return logits
+
+
+if __name__ == "__main__":
+    main()

@@ -126,34 +126,21 @@ def convert(
         from relayout.sizes import parse_size
 
         alignment, part_nbytes = parse_size(align), parse_size(max_part_size)
+        planned = conversion.plan_conversion(
+            source,
+            output,
+            tp=tp,
+            align=alignment,
+            plan=plan,
+            expert_parallel=expert_parallel,
+            unmatched=unmatched,
+            max_part_nbytes=part_nbytes,
+        )
         if dry_run:
-            planned = preview(
-                conversion.plan_conversion(
-                    source,
-                    output,
-                    tp=tp,
-                    align=alignment,
-                    plan=plan,
-                    expert_parallel=expert_parallel,
-                    unmatched=unmatched,
-                    max_part_nbytes=part_nbytes,
-                )
-            )
-            _show(planned, as_json, terminal.print_preview)
+            _show(preview(planned), as_json, terminal.print_preview)
             return
         with terminal.progress("converting", quiet=as_json) as on_progress:
-            summary = conversion.convert(
-                source,
-                output,
-                tp=tp,
-                align=alignment,
-                plan=plan,
-                expert_parallel=expert_parallel,
-                unmatched=unmatched,
-                max_part_nbytes=part_nbytes,
-                force=force,
-                on_progress=on_progress,
-            )
+            summary = conversion.carry_out(planned, force=force, on_progress=on_progress)
         _show(summary, as_json, terminal.print_summary)
 
 

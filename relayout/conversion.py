@@ -137,7 +137,6 @@ def convert(
         PlanError: it cannot be converted like this.
         OSError: reading or writing failed; nothing is left behind.
     """
-    started = time.monotonic()
     conversion = plan_conversion(
         source,
         output,
@@ -148,6 +147,14 @@ def convert(
         unmatched=unmatched,
         max_part_nbytes=max_part_nbytes,
     )
+    return carry_out(conversion, force=force, on_progress=on_progress)
+
+
+def carry_out(
+    conversion: Conversion, *, force: bool = False, on_progress: Callable[[int, int], None] | None = None
+) -> Summary:
+    """Do what was planned; arguments, result and errors as for `convert`."""
+    started = time.monotonic()
     catalogue, layout = conversion.catalogue, conversion.layout
     check_output(conversion.source, conversion.output, force=force)
     check_space(conversion.output, _needed_nbytes(conversion))

@@ -15,7 +15,7 @@ from relayout.folder import check_rank, read_manifest, read_table
 from relayout.globs import collapse_numbers
 from relayout.index import MANIFEST_NAME, Manifest, RankTable
 from relayout.plan import plan_for
-from relayout.slicing import slice_nbytes, slice_transfers
+from relayout.slicing import Slice, slice_nbytes, slice_transfers
 
 ALIGNMENTS = (512, 4096, 65536, 2 * 2**20)
 DEGREES = (2, 4, 8, 16)
@@ -189,9 +189,14 @@ def _table_groups(table: RankTable) -> tuple[TensorGroup, ...]:
     rows = []
     for row, extent in enumerate(_extents(table)):
         part, source = table.slices[row], table.source_shapes[row]
-        cut = None if part.is_whole else f"axis {part.axis} of {list(source)}"
+        cut = None if part.is_whole else _cut_in_words(part, source)
         rows.append((table.names[row], table.dtypes[row], table.shapes[row], extent.nbytes, cut))
     return _groups(rows)
+
+
+def _cut_in_words(part: Slice, source: tuple[int, ...]) -> str:
+    pieces = "" if part.is_box else f"{len(part.ranges or ())} ranges of "
+    return f"{pieces}axis {part.axis} of {list(source)}"
 
 
 def _groups(rows: Iterable[tuple[str, str, tuple[int, ...], int, str | None]]) -> tuple[TensorGroup, ...]:

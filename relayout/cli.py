@@ -49,10 +49,9 @@ OutputOption = Annotated[
     typer.Option("--output", "-o", metavar="OUT", readable=False, help="Folder to make. Default: SRC-tpN beside SRC."),
 ]
 PlanOption = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
         metavar="FILE",
-        readable=False,
         help="A plan of your own (TOML), or the word [bold]transformers[/] for that package's plan. "
         "Default: built in, by config.json's model_type.",
     ),
@@ -107,8 +106,12 @@ def convert(
         bool, typer.Option("--expert-parallel", help="Experts are owned whole, in blocks over the ranks, not cut.")
     ] = False,
     unmatched: Annotated[
-        Literal["error", "replicate"], typer.Option(help="What becomes of tensors that no rule of the plan names.")
-    ] = "error",
+        Literal["error", "replicate"] | None,
+        typer.Option(
+            help="What becomes of tensors that no rule of the plan names. Default: error; with --plan transformers,"
+            " which names just what is cut, replicate."
+        ),
+    ] = None,
     max_part_size: Annotated[
         str, typer.Option(metavar="SIZE", help="Split a rank into files of at most about this size, such as 48GB.")
     ] = "48GB",

@@ -24,7 +24,7 @@ from relayout.layout import (
     make_layout,
     rank_header,
 )
-from relayout.plan import Plan, Unmatched, plan_for
+from relayout.plan import TRANSFORMERS, Plan, Unmatched, plan_for
 from relayout.record import SideFile, dump_record
 from relayout.sidecar import SOURCE_RECORD_NAME, compress, digest_hex, dump_manifest, dump_table, table_name
 from relayout.slicing import slice_nbytes
@@ -83,7 +83,7 @@ def plan_conversion(
     align: int = DEFAULT_ALIGNMENT,
     plan: str | os.PathLike[str] | None = None,
     expert_parallel: bool = False,
-    unmatched: Unmatched = "error",
+    unmatched: Unmatched | None = None,
     max_part_nbytes: int = DEFAULT_MAX_PART_NBYTES,
 ) -> Conversion:
     """Read the source's headers and decide everything; arguments as for `convert`. Writes nothing.
@@ -97,7 +97,11 @@ def plan_conversion(
     output = default_output(source, tp) if output is None else Path(output)
     catalogue = read_catalogue(source)
     made = plan_for(
-        catalogue, tp, None if plan is None else Path(plan), expert_parallel=expert_parallel, unmatched=unmatched
+        catalogue,
+        tp,
+        plan if plan is None or plan == TRANSFORMERS else Path(plan),
+        expert_parallel=expert_parallel,
+        unmatched=unmatched,
     )
     return Conversion(
         source, output, catalogue, made, make_layout(catalogue, made, align, max_part_nbytes), max_part_nbytes
@@ -112,7 +116,7 @@ def convert(
     align: int = DEFAULT_ALIGNMENT,
     plan: str | os.PathLike[str] | None = None,
     expert_parallel: bool = False,
-    unmatched: Unmatched = "error",
+    unmatched: Unmatched | None = None,
     max_part_nbytes: int = DEFAULT_MAX_PART_NBYTES,
     force: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
@@ -127,7 +131,8 @@ def convert(
         plan: a plan file, or "transformers" for that package's plan; default is the built-in plan for config.json's
             `model_type`. Not needed for `tp=1`.
         expert_parallel: experts are owned whole, in contiguous blocks over the ranks; all else is cut as without.
-        unmatched: what becomes of tensors that no rule names: "error", or "replicate" to let every rank hold them.
+        unmatched: what becomes of tensors that no rule names: "error", or "replicate" to let every rank hold them
+            whole, which is the default with the plan of transformers.
         max_part_nbytes: a rank is split into files of about this many bytes.
         force: replace an output folder that relayout wrote.
         on_progress: called now and then with (source bytes done, source bytes in all).

@@ -29,6 +29,9 @@ CHUNK_NBYTES = 32 * 2**20
 SMALL_NBYTES = 256 * 2**10
 """Tensors below this many bytes are copied in batches."""
 
+_MAX_RUNS = 4096
+"""Of a slice, to be read one by one in one step."""
+
 
 @dataclass(frozen=True, slots=True)
 class SourceRange:
@@ -262,7 +265,7 @@ def _in_order(transfers: Sequence[Transfer], chunk_nbytes: int) -> bool:
 
 
 def _in_target_order(transfers: Sequence[Transfer], chunk_nbytes: int) -> Iterator[list[Transfer]]:
-    """Single runs in the order of their targets, in groups of at most `chunk_nbytes`."""
+    """Single runs in the order of their targets, in groups of bounded number and at most `chunk_nbytes`."""
     group: list[Transfer] = []
     room = chunk_nbytes
     for run in merge(*(one.runs() for one in transfers), key=lambda one: one.target):
@@ -270,7 +273,7 @@ def _in_target_order(transfers: Sequence[Transfer], chunk_nbytes: int) -> Iterat
         while source < end:
             group += run.clipped(source, min(source + room, end))
             source, room = source + group[-1].nbytes, room - group[-1].nbytes
-            if not room:
+            if not room or len(group) == _MAX_RUNS:
                 yield group
                 group, room = [], chunk_nbytes
     if group:

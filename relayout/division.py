@@ -17,6 +17,11 @@ from relayout.slicing import Range
 VOCABULARY_MULTIPLE = 64
 """Engines pad the vocabulary to a multiple of this before they divide it (vLLM DEFAULT_VOCAB_PADDING_SIZE)."""
 
+_MAX_SIZE = 2**63 - 1
+
+_MAX_RANGES = 2**16
+"""Pieces of one tensor that may be put together."""
+
 _HEADS = frozenset({"heads", KV_HEADS})
 
 
@@ -33,10 +38,20 @@ class Sizes:
         for source in self._sources.get(size, ()):
             if source.when is not None and self._value(source.when) != source.equals:
                 continue
-            value = self._value(source.use) if isinstance(source.use, str) else source.use
-            if type(value) is int and value > 0:
+            value = self._number(source.use)
+            if value is not None:
                 return value
         return None
+
+    def _number(self, use: str | int) -> int | None:
+        if isinstance(use, int):
+            return use
+        dividend, _, divisor = (part.strip() for part in use.partition("/"))
+        if divisor:
+            numbers = self._number(dividend), self._number(divisor)
+            return None if numbers[0] is None or numbers[1] is None else numbers[0] // numbers[1]
+        value = self._value(dividend)
+        return value if type(value) is int and 0 < value <= _MAX_SIZE else None
 
     def _value(self, key: str) -> Any:
         return next((config[key] for config in self._configs if config.get(key) is not None), None)
@@ -125,6 +140,13 @@ def ragged_ranges(dim: int, block: int, num_ranks: int, where: str) -> list[Rang
     return _ceil_ranges(dim, -(-dim // block // num_ranks) * block, num_ranks)
 
 
+def owner(expert: int, count: int, num_ranks: int) -> int:
+    """The rank whose range, of those of `owner_ranges`, has the expert."""
+    base, rest = divmod(count, num_ranks)
+    first = rest * (base + 1)  # Experts of the ranks that hold one more.
+    return expert // (base + 1) if expert < first else rest + (expert - first) // base
+
+
 def owner_ranges(count: int, num_ranks: int) -> list[Range]:
     """Deal whole experts in contiguous blocks, the remainder one each to the first ranks
     (vLLM 0.33 `fused_moe/expert_map_manager.py`, linear placement)."""
@@ -145,6 +167,8 @@ def _fused(rule: Rule, dim: int, sizes: Sizes, num_ranks: int, where: str) -> li
     if any(count % groups for count, _ in parts):
         counts = " + ".join(str(count) for count, _ in parts)
         raise PlanError(f"{where}: {counts} heads do not lie in {groups} equal groups")
+    if groups * len(parts) > _MAX_RANGES:
+        raise PlanError(f"{where}: {groups} groups of {len(parts)} parts are too many pieces, limit {_MAX_RANGES}")
     pitch = dim // groups
     held: list[list[Range]] = [[] for _ in range(num_ranks)]
     before = 0
@@ -184,7 +208,7 @@ def _parts(rule: Rule, dim: int, sizes: Sizes, where: str) -> list[tuple[int, in
 def _joined(ranges: Sequence[Range]) -> tuple[Range, ...]:
     """The same elements in the same order, with ranges that touch made one."""
     joined: list[Range] = []
-    for start, length in ranges:
+    for start, length in ranges or [(0, 0)]:
         if joined and sum(joined[-1]) == start:
             joined[-1] = (joined[-1][0], joined[-1][1] + length)
         else:

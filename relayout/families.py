@@ -12,7 +12,7 @@ from typing import Any
 
 from relayout.errors import FormatError, PlanError
 from relayout.files import read_small
-from relayout.globs import compile_glob, names_numbers
+from relayout.globs import compile_glob, is_glob, names_numbers
 
 EVEN, VOCABULARY, RAGGED = "even", "vocabulary", "ragged"
 """Units that need no size; any other unit is the name of a size: the number of groups, such as heads."""
@@ -27,7 +27,9 @@ EXPERTS = "experts"
 """The size that counts the experts."""
 
 _MAX_PLAN_NBYTES = 2**20
-_TOP_KEYS = frozenset({"model_types", "quantisation", "extends", "language_prefixes", "sizes", "cut", "experts"})
+_TOP_KEYS = frozenset(
+    {"model_types", "quantisation", "extends", "language_prefixes", "transposed", "sizes", "cut", "experts"}
+)
 _AXES = {"rows": 0, "columns": 1}
 
 
@@ -36,7 +38,7 @@ class SizeSource:
     """Where a size may be found."""
 
     use: str | int
-    """A key of config.json, or the size itself."""
+    """A key of config.json, two of them as "A / B", or the size itself."""
     when: str | None = None
     """A key of config.json on which it depends whether this source counts."""
     equals: str | int | bool = True
@@ -81,6 +83,8 @@ class Family:
     """Patterns of tensors that belong to one expert, whose number is at `#`."""
     experts_stacked: tuple[str, ...]
     """Patterns of tensors whose axis 0 counts the experts."""
+    is_transposed: bool = False
+    """Whether weights are stored [in, out], so that axis 0 of a rule is that of a quantised weight's columns."""
 
     @property
     def tells_numbers_apart(self) -> bool:
@@ -197,7 +201,7 @@ def _builtin(name: str, extended_by: tuple[str, ...] = ()) -> Family:
 def _parse_family(text: str, where: str, name: str, extended_by: tuple[str, ...]) -> Family:
     try:
         top = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # A TOMLDecodeError, or what it leaves to Python.
         raise FormatError(f"{where}: not valid TOML: {error}") from None
     unknown = top.keys() - _TOP_KEYS
     if unknown:
@@ -209,6 +213,9 @@ def _parse_family(text: str, where: str, name: str, extended_by: tuple[str, ...]
     quantisation = top.get("quantisation")
     if not isinstance(quantisation, str | None):
         raise FormatError(f"{where}: quantisation {quantisation!r}, expected the name of a method")
+    transposed = top.get("transposed", False)
+    if not isinstance(transposed, bool):
+        raise FormatError(f"{where}: transposed {transposed!r}, expected true or false")
     family = Family(
         name,
         _strings(top.get("model_types", []), "model_types", where),
@@ -218,7 +225,11 @@ def _parse_family(text: str, where: str, name: str, extended_by: tuple[str, ...]
         tuple(_parse_rule(pattern, value, where) for pattern, value in cut.items()),
         _strings(experts.get("each", []), "experts.each", where),
         _strings(experts.get("stacked", []), "experts.stacked", where),
+        transposed,
     )
+    for pattern in (*(rule.pattern for rule in family.rules), *family.experts_each, *family.experts_stacked):
+        if not is_glob(pattern):
+            raise FormatError(f"{where}: {pattern!r} is no pattern: braces hold words, one in another they cannot be")
     for pattern in family.experts_each:
         if compile_glob(pattern).groups != 1:
             raise FormatError(f"{where}: experts.each: {pattern!r} has not just one '#'")
@@ -246,6 +257,7 @@ def _extended(family: Family, extends: Any, where: str, extended_by: tuple[str, 
         rules=(*family.rules, *(rule for rule in base.rules if rule.pattern not in own)),
         experts_each=family.experts_each or base.experts_each,
         experts_stacked=family.experts_stacked or base.experts_stacked,
+        is_transposed=family.is_transposed or base.is_transposed,
     )
 
 

@@ -1,4 +1,4 @@
-"""Patterns for tensor names: `*` is one dotted part, `#` a number, `**` any characters, `{a,b}` either."""
+"""Patterns for tensor names: `*` is one dotted part, `**` any characters, `{a,b}` either, `#` up to 9 digits."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ from functools import lru_cache
 _TOKEN = re.compile(r"\*\*|\*|#|\{[^{}]*\}|[^*#{]+|\{")
 _NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 _NAMED_NUMBER = re.compile(r"(?<![A-Za-z0-9_])[0-9]+(?![A-Za-z0-9_])|#")
+
+
+_GLOB = re.compile(r"(?:[^{}]|\{[^{}*#]*\})*\Z")
+
+
+def is_glob(pattern: str) -> bool:
+    """Whether braces are paired, not nested, and hold words only."""
+    return _GLOB.match(pattern) is not None
 
 
 @lru_cache(maxsize=4096)

@@ -6,13 +6,13 @@ itself; tensors that store a quantised weight between them are cut where the wei
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
 from relayout.catalogue import Catalogue, SourceTensor
-from relayout.division import Sizes, divide, owner_ranges
+from relayout.division import Sizes, divide, owner, owner_ranges
 from relayout.errors import PlanError
 from relayout.families import EXPERTS, Family, Rule, find_family, read_family
 from relayout.globs import collapse_numbers
@@ -51,16 +51,17 @@ def plan_for(
     plan: str | Path | None = None,
     *,
     expert_parallel: bool = False,
-    unmatched: Unmatched = "error",
+    unmatched: Unmatched | None = None,
 ) -> Plan:
     """Choose the rules, a person's own or the built-in ones for the checkpoint's model type, and apply them.
 
     Args:
         catalogue: what is stored.
         num_ranks: the tensor-parallel degree.
-        plan: a plan file, or "transformers" for that package's plan; None: the built-in one.
+        plan: a plan file, or the word "transformers" for that package's plan; None: the built-in one.
         expert_parallel: experts are owned whole, in contiguous blocks over the ranks (vLLM's linear placement).
-        unmatched: "error", or "replicate" to let every rank hold whole what no rule names.
+        unmatched: "error", or "replicate" to let every rank hold whole what no rule names. None: "error", but
+            "replicate" with the plan of transformers, which names just what is cut.
 
     Raises:
         FormatError: `plan` is no plan file.
@@ -68,9 +69,9 @@ def plan_for(
     """
     if not 1 <= num_ranks <= MAX_RANKS:
         raise PlanError(f"{num_ranks} ranks, expected 1 to {MAX_RANKS}")
-    if unmatched not in get_args(Unmatched):
+    if unmatched not in (None, *get_args(Unmatched)):
         raise PlanError(f"unmatched={unmatched!r}, expected one of {', '.join(get_args(Unmatched))}")
-    own = read_family(Path(plan)) if plan is not None and str(plan) != TRANSFORMERS else None
+    own = _own_family(Path(plan), catalogue.model_type) if plan is not None and plan != TRANSFORMERS else None
     if num_ranks == 1:
         return Plan("none", 1, ((WHOLE,),) * len(catalogue.tensors))
     quantisation = catalogue.config.get("quantization_config")
@@ -81,10 +82,23 @@ def plan_for(
         # Needed for this only, and heavy.
         from relayout.transformers_plan import transformers_family
 
-        family, unmatched = transformers_family(catalogue.model_type, catalogue.config), "replicate"
+        family = transformers_family(catalogue.model_type, catalogue.config)
+        unmatched = unmatched or "replicate"
     else:
         family = find_family(catalogue.model_type, None if scheme is None else scheme.name)
-    return make_plan(catalogue, num_ranks, family, scheme, expert_parallel=expert_parallel, unmatched=unmatched)
+    return make_plan(
+        catalogue, num_ranks, family, scheme, expert_parallel=expert_parallel, unmatched=unmatched or "error"
+    )
+
+
+def _own_family(path: Path, model_type: str | None) -> Family:
+    family = read_family(path)
+    if family.model_types and model_type not in family.model_types:
+        raise PlanError(
+            f"{path}: is for model_types {', '.join(family.model_types)}, config.json says {model_type!r}: the line may"
+            " be left out"
+        )
+    return family
 
 
 def make_plan(
@@ -136,8 +150,8 @@ class _Cut:
     rule: Rule
     dtype: str
     shape: tuple[int, ...]
-    weight: Weight | None = None
-    """Where the tensor is one of several that store a quantised weight between them: that weight."""
+    weights: tuple[Weight, ...] = ()
+    """Where the tensor is one of several that store a quantised weight between them: what that weight may be."""
     suffix: str = ""
     """Last part of such a tensor's name."""
 
@@ -146,22 +160,33 @@ class _Cut:
         axis = self.rule.axis
         if axis is None:
             return (WHOLE,) * num_ranks
+        if scheme is not None and self.weights:
+            errors = []
+            for weight in self.weights:
+                try:
+                    return self._carry(scheme, weight, axis, name, sizes, num_ranks)
+                except PlanError as error:
+                    errors.append(error)
+            raise errors[0]
         where = f"tensor {name!r}: axis {axis} of {list(self.shape)}"
-        if scheme is not None and self.weight is not None:
-            if axis > 1:
-                raise PlanError(f"{where}: {self.rule.pattern!r} cuts an axis that no quantised matrix has")
-            dim = (self.weight.rows, self.weight.columns)[axis]
-            weight = f"tensor {name!r}: axis {axis} of a quantised weight [{self.weight.rows}, {self.weight.columns}]"
-            cut = divide(self.rule, dim, sizes, num_ranks, weight)
-            carried = scheme.carry(axis, self.suffix, self.shape, self.weight, cut, weight)
-            if carried is None:
-                return (WHOLE,) * num_ranks
-            axis, ranges = carried
-        elif axis >= len(self.shape):
+        if axis >= len(self.shape):
             raise PlanError(f"{where}: there is no such axis, which {self.rule.pattern!r} cuts")
-        else:
-            ranges = divide(self.rule, self.shape[axis], sizes, num_ranks, where)
+        ranges = divide(self.rule, self.shape[axis], sizes, num_ranks, where)
         return _checked(name, self.dtype, self.shape, tuple(Slice(axis, parts) for parts in ranges))
+
+    def _carry(
+        self, scheme: Scheme, weight: Weight, axis: int, name: str, sizes: Sizes, num_ranks: int
+    ) -> tuple[Slice, ...]:
+        """The slices, if the tensor is one of those that store this weight."""
+        where = f"tensor {name!r}: axis {axis} of a quantised weight [{weight.rows}, {weight.columns}]"
+        if axis > 1:
+            raise PlanError(f"{where}: there is no such axis, which {self.rule.pattern!r} cuts")
+        cut = divide(self.rule, (weight.rows, weight.columns)[axis], sizes, num_ranks, where)
+        carried = scheme.carry(axis, self.suffix, self.shape, weight, cut, where)
+        if carried is None:
+            return (WHOLE,) * num_ranks
+        own, ranges = carried
+        return _checked(name, self.dtype, self.shape, tuple(Slice(own, parts) for parts in ranges))
 
 
 def _checked(name: str, dtype: str, shape: tuple[int, ...], slices: tuple[Slice, ...]) -> tuple[Slice, ...]:
@@ -200,14 +225,17 @@ class _CutFinder:
         stored = self._modules.get(module, {})
         if self._scheme is not None and suffix in stored and len(stored) > 1:
             rule = self._rule(f"{module}.weight")
-            weight = self._scheme.weight(stored)
-            if rule is not None and weight is not None:
-                return _Cut(rule, tensor.dtype, tensor.shape, weight, suffix)
+            weights = self._scheme.weights(stored)
+            if rule is not None and weights:
+                if self._family.is_transposed and rule.axis in (0, 1):
+                    rule = replace(rule, axis=1 - rule.axis)
+                return _Cut(rule, tensor.dtype, tensor.shape, weights, suffix)
         rule = self._rule(tensor.name)
         if rule is None and suffix == "bias" and len(stored) > 1:
             # Some tools give every quantised layer a bias, of zeros mostly; it goes with the rows.
             rule = self._rule(f"{module}.weight")
-            rule = rule if rule is None or rule.axis == 0 else Rule(tensor.name, None)
+            is_rows = rule is not None and rule.axis == (1 if self._family.is_transposed else 0)
+            rule = replace(rule, axis=0) if rule is not None and is_rows else Rule(tensor.name, None)
         if rule is None and self._scheme is not None and self._scheme.is_cache_scale(suffix, tensor.shape):
             rule = Rule(tensor.name, None)
         return None if rule is None else _Cut(rule, tensor.dtype, tensor.shape)
@@ -226,7 +254,7 @@ class _Experts:
         self._family = family
         self._sizes = sizes
         self._num_ranks = num_ranks
-        self._owned: list[tuple[Slice, ...]] | None = None
+        self._owned: dict[int, tuple[Slice, ...]] = {}
         self.found = False
         """Whether any tensor belongs to an expert."""
 
@@ -242,21 +270,23 @@ class _Experts:
             self.found = True
             if tensor.name.rpartition(".")[2] in INPUT_SCALES:
                 return (WHOLE,) * self._num_ranks
-            if self._owned is None:
-                self._owned = list(self._slices(self._sizes.get(EXPERTS, where)))
-            if expert >= len(self._owned):
-                raise PlanError(f"{where}: config.json declares {len(self._owned)} experts, counted from 0")
-            return self._owned[expert]
+            count = self._sizes.get(EXPERTS, where)
+            if expert >= count:
+                raise PlanError(f"{where}: config.json declares {count} experts, counted from 0")
+            return self._owned_by(owner(expert, count, self._num_ranks))
         if tensor.shape and self._family.stacks_experts(tensor.name):
             self.found = True
+            declared = self._sizes.find(EXPERTS)
+            if declared not in (None, tensor.shape[0]):
+                raise PlanError(f"{where}: {tensor.shape[0]} experts along axis 0, config.json declares {declared}")
             slices = tuple(Slice(0, (part,)) for part in owner_ranges(tensor.shape[0], self._num_ranks))
             return _checked(tensor.name, tensor.dtype, tensor.shape, slices)
         return None
 
-    def _slices(self, count: int) -> Iterator[tuple[Slice, ...]]:
-        for owner, (_, length) in enumerate(owner_ranges(count, self._num_ranks)):
-            slices = tuple(WHOLE if rank == owner else NOT_HELD for rank in range(self._num_ranks))
-            yield from [slices] * length
+    def _owned_by(self, rank: int) -> tuple[Slice, ...]:
+        if rank not in self._owned:
+            self._owned[rank] = tuple(WHOLE if one == rank else NOT_HELD for one in range(self._num_ranks))
+        return self._owned[rank]
 
 
 def _apply(

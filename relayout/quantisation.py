@@ -95,24 +95,28 @@ class Scheme:
         """Whether a tensor is the one scale of an attention cache, which every rank holds."""
         return suffix in _CACHE_SCALES and shape in ((), (1,))
 
-    def weight(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Weight | None:
-        """The weight that these tensors (last part of the name -> dtype, shape) store between them.
+    def weights(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[Weight, ...]:
+        """What these tensors (last part of the name -> dtype, shape) may store between them.
 
-        None: they are no tensors of a quantised matrix.
+        Mostly one weight; several where a checkpoint stores its weights in several ways, and shapes alone do not tell
+        them apart; none where these are no tensors of a quantised matrix.
         """
-        found = [self._weight(tensors, values) for values in self.values]
-        fitting = (weight for weight, fits in found if fits)
-        return next(fitting, found[0][0])
+        found: dict[Weight, None] = {}
+        for values in self.values:
+            rows = self._size(0, self.rows_of, tensors, values.bits)
+            columns = self._size(1, self.columns_of, tensors, values.bits)
+            if rows is not None and columns is not None and self._fits(columns, values, tensors):
+                found[Weight(rows, columns, values)] = None
+        return tuple(found)
 
-    def _weight(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]], values: Values) -> tuple[Weight | None, bool]:
-        rows = self._size(0, self.rows_of, tensors, values.bits)
-        columns = self._size(1, self.columns_of, tensors, values.bits)
-        if rows is None or columns is None:
-            return None, False
+    def _fits(self, columns: int, values: Values, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bool:
+        """Whether there are as many scales as there are groups of columns."""
         axis = self.tensors[self.scale][1] if self.scale in tensors else None
-        shape = tensors[self.scale][1] if axis is not None else ()
-        groups = shape[axis] if axis is not None and axis < len(shape) else 1
-        return Weight(rows, columns, values), groups == -(-columns // (values.group or columns))
+        if axis is None or self.block != (1, 1):
+            return True
+        shape = tensors[self.scale][1]
+        groups = shape[axis] if axis < len(shape) else 1
+        return groups == -(-columns // (values.group or max(columns, 1)))
 
     def _size(
         self, which: int, names: Sequence[str], tensors: Mapping[str, tuple[str, tuple[int, ...]]], bits: int
@@ -183,14 +187,12 @@ class Scheme:
         ]
 
 
-def find_scheme(config: Mapping[str, Any] | None, where: str) -> Scheme | None:
-    """The scheme of a checkpoint's quantization_config; None: there is none, weights are stored as they are.
+def find_scheme(config: Mapping[str, Any], where: str) -> Scheme:
+    """The scheme of a checkpoint's quantization_config.
 
     Raises:
         PlanError: such weights cannot be cut.
     """
-    if config is None:
-        return None
     method = str(config.get("quant_method", "")).lower().replace("_", "-")
     if method in ("fp8", "fbgemm-fp8"):
         return _fp8(config, where)
@@ -236,11 +238,11 @@ _PACKED_INPUTS: Mapping[str, Axes] = {"qweight": (1, 0), "scales": (1, 0), "qzer
 
 
 def _gptq(config: Mapping[str, Any], where: str) -> Scheme:
-    values = Values(_number(config, "bits", where), _group(config.get("group_size")))
     dynamic = config.get("dynamic")  # GPTQModel: exceptions for some layers.
     exceptions = dynamic.values() if isinstance(dynamic, Mapping) else ()
-    wants = [config, *(one for one in exceptions if isinstance(one, Mapping))]
-    if any(one.get("desc_act") for one in wants) and values.group is not None:
+    layers = [config, *({**config, **one} for one in exceptions if isinstance(one, Mapping))]
+    values = {Values(_number(one, "bits", where), _group(one.get("group_size"))): None for one in layers}
+    if any(one.get("desc_act") and _group(one.get("group_size")) is not None for one in layers):
         raise _refusal(where, "GPTQ with act-order (desc_act)", _ACT_ORDER)
     stored = "marlin" if config.get("is_marlin_format") else config.get("checkpoint_format", "gptq")
     if stored not in ("gptq", "gptq_v2"):
@@ -252,7 +254,7 @@ def _gptq(config: Mapping[str, Any], where: str) -> Scheme:
         columns_of=("g_idx", "qweight"),
         scale="scales",
         packed=frozenset({"qweight"}),
-        values=(values,),
+        values=tuple(values),
     )
 
 

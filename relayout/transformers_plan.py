@@ -18,7 +18,10 @@ _BASES = "{model.,transformer.,gpt_neox.,}"
 _COLWISE = frozenset({"colwise", "colwise_rep", "colwise_gather_output"})
 _ROWWISE = frozenset({"rowwise", "rowwise_rep", "rowwise_split_input"})
 
-_UNITS = {"q_proj": "heads", "k_proj": KV_HEADS, "v_proj": KV_HEADS, "o_proj": "heads"}
+_UNITS = {
+    **dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj", "query_key_value", "o_proj"), "heads"),
+    **dict.fromkeys(("k_proj", "v_proj"), KV_HEADS),
+}
 """By these a contiguous cut must not fall inside a head. All other modules are cut evenly."""
 
 _EXPERTS_AXES = {

@@ -83,7 +83,10 @@ def write_quantised(quantised: Quantised, folder: Path) -> Path:
     for layer in range(quantised.all_sizes()["L"]):
         for name in method.cache_scales:
             tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.rand(()) + 0.5
-    config = quantised.base.config(quantised.all_sizes())
+    sizes = quantised.all_sizes()
+    config = quantised.base.config(sizes)
+    if sizes["D"] * sizes["A"] != sizes["H"] and not config["model_type"].startswith(("deepseek", "kimi")):
+        config = {**config, "head_dim": sizes["D"]}
     if method.config_file == "config.json":
         return write(folder, tensors, {**config, "quantization_config": method.config})
     write(folder, tensors, config)

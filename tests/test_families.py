@@ -266,7 +266,7 @@ def test_with_expert_parallel_each_expert_has_one_owner_and_the_rest_is_as_witho
 ) -> None:
     family = FAMILIES[name]
     # Sizes of which 3 and 5 ranks can hold their shares too.
-    more = {"A": 15, "K": 15, "H": 15 * 32, "I": 480, "S": 480, "M": 17, "D": 16} if num_ranks in (3, 5) else {}
+    more = {"A": 15, "K": 15, "H": 15 * 32, "I": 480, "S": 480, "M": 17, "D": 32} if num_ranks in (3, 5) else {}
     if more and name == "qwen3_next":
         more |= {"G": 15, "W": 30}
     if more and name == "glm4_moe":  # Its shared expert is as large as the others.

@@ -387,7 +387,7 @@ def test_a_built_in_plan_can_be_printed_and_given_as_a_file(family: Family, tmp_
     assert read_family(path) == replace(family, name="mine.toml")
     assert family.model_types
     with pytest.raises(PlanError, match=r"tensor 'strange': no rule of plan 'mine.toml' names it: "):
-        plan_for(catalogue({"strange": (8, 8)}), 2, path)
+        plan_for(catalogue({"strange": (8, 8)}, model_type=family.model_types[0]), 2, path)
 
 
 def test_a_built_in_plan_that_there_is_not_is_refused_with_those_that_there_are() -> None:

@@ -110,10 +110,6 @@ def test_the_scheme_is_that_of_the_method(config: dict[str, Any], name: str) -> 
     assert scheme(config).name == name
 
 
-def test_weights_that_are_stored_as_they_are_have_no_scheme() -> None:
-    assert find_scheme(None, "here") is None
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -245,7 +241,7 @@ STORED: dict[str, tuple[dict[str, Any], Stored, Values]] = {
 def test_tensors_tell_the_weight_that_they_store(name: str) -> None:
     config, stored, values = STORED[name]
     assert stored.keys() <= scheme(config).tensors.keys()
-    assert scheme(config).weight(stored) == Weight(64, 256, values)
+    assert Weight(64, 256, values) in scheme(config).weights(stored)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +254,7 @@ def test_tensors_tell_the_weight_that_they_store(name: str) -> None:
     ],
 )
 def test_tensors_that_store_no_matrix_are_no_weight(config: dict[str, Any], stored: Stored) -> None:
-    assert scheme(config).weight(stored) is None
+    assert scheme(config).weights(stored) == ()
 
 
 def test_the_mxfp4_of_gpt_oss_is_left_to_its_plan() -> None:
@@ -432,7 +428,7 @@ def test_the_catalogue_finds_the_quantization_config(
 def test_what_older_tools_wrote_is_a_scheme_too(tmp_path: Path) -> None:
     found = read_catalogue(checkpoint(tmp_path, {}, quant_config=AUTO_AWQ)).config["quantization_config"]
     stored = STORED["awq"][1]
-    assert scheme(found).weight(stored) == Weight(64, 256, Values(4, 128))
+    assert scheme(found).weights(stored) == (Weight(64, 256, Values(4, 128)),)
 
 
 @pytest.mark.parametrize("name", ["hf_quant_config", "quantize_config", "quant_config"])

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from relayout.errors import FormatError, PlanError, RelayoutError
     from relayout.inspection import inspect
     from relayout.loader import load
+    from relayout.restoration import restore
     from relayout.verification import verify
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "inspect",
     "load",
     "plan_conversion",
+    "restore",
     "verify",
 ]
 
@@ -35,6 +37,7 @@ _HOMES = {
     "inspect": "relayout.inspection",
     "load": "relayout.loader",
     "plan_conversion": "relayout.conversion",
+    "restore": "relayout.restoration",
     "verify": "relayout.verification",
 }
 

@@ -35,7 +35,9 @@ app = typer.Typer(
     "2 bad input or usage, 3 I/O failure, 130 interrupted, 143 terminated.",
 )
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout instead of text.")]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object to stdout, and events to stderr, a line each.")
+]
 
 # readable=False: that something cannot be read is for the library to say, in one line, as all else.
 SourceArgument = Annotated[
@@ -60,6 +62,8 @@ PathArgument = Annotated[
     Path,
     typer.Argument(metavar="PATH", readable=False, help="A .safetensors file, or a folder, converted or not."),
 ]
+JobsOption = Annotated[int, typer.Option(metavar="N", help="Threads that read, copy and write.")]
+MemoryOption = Annotated[str, typer.Option(metavar="SIZE", help="Memory that they may use for it.")]
 ConvertedArgument = Annotated[
     Path, typer.Argument(metavar="OUT", readable=False, help="A folder that `relayout convert` wrote.")
 ]
@@ -75,7 +79,10 @@ def main() -> None:
     """Entry point of the `relayout` command."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _terminate)
-    app()
+    try:
+        app()
+    except _Terminated as error:  # While nothing was being done yet, or any more.
+        sys.exit(128 + error.signum)
 
 
 def _show_version(wanted: bool) -> None:
@@ -115,20 +122,28 @@ def convert(
     max_part_size: Annotated[
         str, typer.Option(metavar="SIZE", help="Split a rank into files of at most about this size, such as 48GB.")
     ] = "48GB",
+    jobs: JobsOption = 8,
+    memory: MemoryOption = "512MiB",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, write nothing.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace OUT if relayout wrote it.")] = False,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force", help="Replace OUT if relayout wrote it; discard an interrupted conversion that does not fit."
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Rewrite a checkpoint for N tensor-parallel ranks.
 
-    OUT appears complete or not at all; SRC is only read. With --tp 1 any model can be converted, into a drop-in folder.
+    OUT appears complete or not at all; SRC is only read. Interrupted, the same command goes on from what is done. With
+    --tp 1 any model can be converted, into a drop-in folder.
     """
     with _errors():
         from relayout import conversion, terminal
         from relayout.preview import preview
         from relayout.sizes import parse_size
 
-        alignment, part_nbytes = parse_size(align), parse_size(max_part_size)
+        alignment, part_nbytes, memory_nbytes = parse_size(align), parse_size(max_part_size), parse_size(memory)
         planned = conversion.plan_conversion(
             source,
             output,
@@ -142,8 +157,10 @@ def convert(
         if dry_run:
             _show(preview(planned), as_json, terminal.print_preview)
             return
-        with terminal.progress("converting", quiet=as_json) as on_progress:
-            summary = conversion.carry_out(planned, force=force, on_progress=on_progress)
+        with terminal.progress("converting", as_json=as_json) as on_progress:
+            summary = conversion.carry_out(
+                planned, force=force, jobs=jobs, memory=memory_nbytes, on_progress=on_progress
+            )
         _show(summary, as_json, terminal.print_summary)
 
 
@@ -195,11 +212,32 @@ def verify(
     with _errors():
         from relayout import terminal, verification
 
-        with terminal.progress("verifying", quiet=as_json) as on_progress:
+        with terminal.progress("verifying", as_json=as_json) as on_progress:
             report = verification.verify(path, source=source, on_progress=on_progress)
         _show(report, as_json, terminal.print_report)
         if not report.ok:
             raise typer.Exit(EXIT_DIFFERENCE)
+
+
+@app.command()
+def restore(
+    path: ConvertedArgument,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", readable=False, help="Folder to make.")],
+    jobs: JobsOption = 8,
+    memory: MemoryOption = "512MiB",
+    force: Annotated[bool, typer.Option("--force", help="Replace DIR if relayout converted it.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Give back the original checkpoint, every file byte for byte, from a converted one alone."""
+    with _errors():
+        from relayout import restoration, terminal
+        from relayout.sizes import parse_size
+
+        with terminal.progress("restoring", as_json=as_json) as on_progress:
+            done = restoration.restore(
+                path, output, force=force, jobs=jobs, memory=parse_size(memory), on_progress=on_progress
+            )
+        _show(done, as_json, terminal.print_restored)
 
 
 class _Result(Protocol):
@@ -222,24 +260,36 @@ def _errors() -> Iterator[None]:
     try:
         yield
     except RelayoutError as error:
-        _fail(str(error), EXIT_BAD_INPUT)
+        _fail(str(error), EXIT_BAD_INPUT, error)
     except BrokenPipeError:
         # Whoever read our output has gone; nothing is left to tell, also when Python flushes at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(EXIT_IO) from None
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
-        _fail(f"{place}{error.strerror or error}", EXIT_IO)
+        _fail(f"{place}{error.strerror or error}", EXIT_IO, error)
     except MemoryError as error:
-        _fail(f"out of memory: {error}", EXIT_IO)
-    except KeyboardInterrupt:
-        _fail("interrupted", EXIT_INTERRUPTED)
+        _fail(f"out of memory: {error}", EXIT_IO, error)
+    except KeyboardInterrupt as error:
+        _fail("interrupted", EXIT_INTERRUPTED, error)
+    except _Terminated as error:
+        _fail("terminated", 128 + error.signum, error)
 
 
-def _fail(message: str, code: int) -> NoReturn:
+class _Terminated(BaseException):
+    """A signal asked the process to end."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
+
+
+def _fail(message: str, code: int, error: BaseException) -> NoReturn:
     typer.echo(f"relayout: error: {printable(message)}", err=True)
+    for note in getattr(error, "__notes__", ()):
+        typer.echo(f"relayout: note: {printable(note)}", err=True)
     raise typer.Exit(code) from None
 
 
 def _terminate(signum: int, frame: object) -> NoReturn:
-    raise SystemExit(128 + signum)
+    raise _Terminated(signum)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-import xxhash
 
 from relayout import __version__
 from relayout.catalogue import Catalogue, read_catalogue
 from relayout.copyplan import copy_steps
+from relayout.errors import FormatError
 from relayout.index import HUB_INDEX_NAME, MANIFEST_NAME, Arena, IndexedFile, Manifest, RankEntry, RankTable, plan_arena
+from relayout.journal import Journal, TensorDigests
 from relayout.layout import (
     DEFAULT_ALIGNMENT,
     DEFAULT_MAX_PART_NBYTES,
@@ -24,15 +24,17 @@ from relayout.layout import (
     make_layout,
     rank_header,
 )
+from relayout.memory import peak_nbytes
 from relayout.plan import TRANSFORMERS, Plan, Unmatched, plan_for
-from relayout.record import SideFile, dump_record
+from relayout.record import dump_record
+from relayout.resumption import claims_of, still_true, undertaking_of
 from relayout.sidecar import SOURCE_RECORD_NAME, compress, digest_hex, dump_manifest, dump_table, table_name
-from relayout.slicing import slice_nbytes
-from relayout.staging import check_output, check_space, staging_folder
-from relayout.writer import DEFAULT_THREADS, Digests, RankFileSink, run_steps
+from relayout.sidefiles import copy_side_file, write_file, write_header
+from relayout.slicing import distinct_slices, slice_nbytes
+from relayout.staging import check_output, check_space, clear_up, staging_folder
+from relayout.writer import DEFAULT_JOBS, DEFAULT_MEMORY, RankFileSink, empty_digests, run_steps, share_memory
 
 _SIDECAR_NBYTES_PER_TENSOR = 300
-_COPY_NBYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,11 @@ class Summary:
     """Bytes of each rank's tensors."""
     replicated_nbytes: int
     """Bytes that are stored more than once, counted once for each copy beyond the first."""
+    resumed_nbytes: int
+    """Source bytes of tensors that an interrupted conversion had written: checked, and not written again."""
     seconds: float
+    peak_nbytes: int
+    """The most memory that the process ever held (resident)."""
     left_out: tuple[str, ...]
     """What of the source did not go along, and why."""
     unmatched: tuple[str, ...]
@@ -119,6 +125,8 @@ def convert(
     unmatched: Unmatched | None = None,
     max_part_nbytes: int = DEFAULT_MAX_PART_NBYTES,
     force: bool = False,
+    jobs: int = DEFAULT_JOBS,
+    memory: int = DEFAULT_MEMORY,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Summary:
     """Rewrite a safetensors checkpoint so that each tensor-parallel rank's bytes are contiguous and aligned.
@@ -134,13 +142,19 @@ def convert(
         unmatched: what becomes of tensors that no rule names: "error", or "replicate" to let every rank hold them
             whole, which is the default with the plan of transformers.
         max_part_nbytes: a rank is split into files of about this many bytes.
-        force: replace an output folder that relayout wrote.
+        force: replace an output folder that relayout wrote, or discard an interrupted conversion to it that cannot be
+            gone on with.
+        jobs: threads that copy.
+        memory: bytes that they may use for copying.
         on_progress: called now and then with (source bytes done, source bytes in all).
 
     Raises:
         FormatError: the source is damaged.
         PlanError: it cannot be converted like this.
-        OSError: reading or writing failed; nothing is left behind.
+        OSError: reading or writing failed.
+
+    If it fails, or is interrupted, after some tensors were written, they stay in a hidden folder beside the output, and
+    the same call goes on from there: it reads what is written again, and believes only what has the right digest.
     """
     conversion = plan_conversion(
         source,
@@ -152,32 +166,54 @@ def convert(
         unmatched=unmatched,
         max_part_nbytes=max_part_nbytes,
     )
-    return carry_out(conversion, force=force, on_progress=on_progress)
+    return carry_out(conversion, force=force, jobs=jobs, memory=memory, on_progress=on_progress)
 
 
 def carry_out(
-    conversion: Conversion, *, force: bool = False, on_progress: Callable[[int, int], None] | None = None
+    conversion: Conversion,
+    *,
+    force: bool = False,
+    jobs: int = DEFAULT_JOBS,
+    memory: int = DEFAULT_MEMORY,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> Summary:
     """Do what was planned; arguments, result and errors as for `convert`."""
     started = time.monotonic()
+    jobs, chunk_nbytes = share_memory(jobs, memory)
     catalogue, layout = conversion.catalogue, conversion.layout
+    clear_up(conversion.output)
     check_output(conversion.source, conversion.output, force=force)
-    check_space(conversion.output, _needed_nbytes(conversion))
     total = catalogue.nbytes
-    with staging_folder(conversion.output, replace=force) as folder:
-        sink = RankFileSink(folder, layout)
-        try:
-            digests = run_steps(
-                catalogue,
-                conversion.plan,
-                copy_steps(catalogue, conversion.plan, layout),
-                sink,
-                num_threads=DEFAULT_THREADS,
-                on_progress=None if on_progress is None else lambda done: on_progress(done, total),
-            )
-        finally:
-            sink.close()
-        _write_sidecar(folder, conversion, digests)
+    undertaking = undertaking_of(catalogue, conversion.plan, layout, conversion.max_part_nbytes)
+    with staging_folder(conversion.output, replace=force) as staging:
+        claims = claims_of(staging, undertaking, force=force)
+        staging.advice = f"what is done is kept in {staging.place}; the same command goes on from there"
+        check_space(conversion.output, _needed_nbytes(conversion) - staging.allocated_nbytes())
+        done = still_true(staging.folder, claims, catalogue, conversion.plan, layout, jobs)
+        resumed_nbytes = sum(catalogue.tensors[t].extent.nbytes for t in done)
+        with Journal(staging.place, undertaking, append=bool(claims)) as journal:
+
+            def complete(t: int, digests: TensorDigests) -> None:
+                journal.add(t, digests)
+                staging.is_kept = True
+
+            sink = RankFileSink(staging.folder, layout)
+            try:
+                written = run_steps(
+                    catalogue,
+                    conversion.plan,
+                    copy_steps(catalogue, conversion.plan, layout, done=done, chunk_nbytes=chunk_nbytes),
+                    sink,
+                    num_threads=jobs,
+                    on_tensor=complete,
+                    on_progress=None if on_progress is None else lambda n: on_progress(resumed_nbytes + n, total),
+                )
+            finally:
+                sink.close()
+        _write_sidecar(staging.folder, conversion, {**done, **written})
+        if undertaking_of(catalogue, conversion.plan, layout, conversion.max_part_nbytes) != undertaking:
+            staging.is_kept = False
+            raise FormatError(f"{conversion.source}: has changed while it was read")
     rank_nbytes = tuple(sum(file.nbytes - file.data_start for file in files) for files in layout.ranks)
     return Summary(
         output=str(conversion.output),
@@ -188,7 +224,9 @@ def carry_out(
         written_nbytes=layout.nbytes,
         rank_nbytes=rank_nbytes,
         replicated_nbytes=sum(rank_nbytes) - total,
+        resumed_nbytes=resumed_nbytes,
         seconds=time.monotonic() - started,
+        peak_nbytes=peak_nbytes(),
         left_out=catalogue.left_out,
         unmatched=conversion.plan.unmatched,
     )
@@ -211,25 +249,28 @@ def _needed_nbytes(conversion: Conversion) -> int:
     return conversion.layout.nbytes + side + sidecar
 
 
-def _write_sidecar(folder: Path, conversion: Conversion, digests: Digests) -> None:
+def _write_sidecar(folder: Path, conversion: Conversion, digests: Mapping[int, TensorDigests]) -> None:
     """Write everything but the tensors' bytes: side files, source record, headers, rank tables, manifest."""
     catalogue, plan, layout = conversion.catalogue, conversion.plan, conversion.layout
-    side_files = [_copy_side_file(catalogue.root, folder, name) for name in catalogue.side_files]
-    record = dump_record(catalogue, plan, layout, conversion.max_part_nbytes, digests.sources, side_files)
+    side_files = [copy_side_file(catalogue.root, folder, name) for name in catalogue.side_files]
+    empty = (empty_digests(plan, t) for t in range(len(catalogue.tensors)))
+    digests = {t: digests.get(t, none) for t, none in enumerate(empty)}
+    sources = [digests[t].source for t in range(len(catalogue.tensors))]
+    record = dump_record(catalogue, plan, layout, conversion.max_part_nbytes, sources, side_files)
     conversion_id = digest_hex(record)
     stored_record = compress(record)
-    _write(folder / SOURCE_RECORD_NAME, stored_record)
+    write_file(folder / SOURCE_RECORD_NAME, stored_record)
     entries = []
     for rank, files in enumerate(layout.ranks):
         indexed = []
         for file in files:
             header = rank_header(catalogue, plan, layout, file, conversion_id)
-            _write_header(folder / file.name, file, header)
+            write_header(folder / file.name, header, file.nbytes)
             indexed.append(IndexedFile(file.name, file.nbytes, file.data_start, digest_hex(header)))
         sizes = [_slice_sizes(conversion, file) for file in files]
         arena = plan_arena([(file.data_start, file.offsets, nbytes) for file, nbytes in zip(files, sizes, strict=True)])
         table = dump_table(_rank_table(conversion, rank, arena, digests), conversion_id)
-        _write(folder / table_name(rank), table)
+        write_file(folder / table_name(rank), table)
         entries.append(
             RankEntry(
                 table=table_name(rank),
@@ -243,7 +284,7 @@ def _write_sidecar(folder: Path, conversion: Conversion, digests: Digests) -> No
         )
     hub_index = _hub_index(catalogue, layout) if plan.num_ranks == 1 else None
     if hub_index is not None:
-        _write(folder / HUB_INDEX_NAME, hub_index)
+        write_file(folder / HUB_INDEX_NAME, hub_index)
     manifest = Manifest(
         generator=f"relayout {__version__}",
         conversion=conversion_id,
@@ -257,7 +298,7 @@ def _write_sidecar(folder: Path, conversion: Conversion, digests: Digests) -> No
         hub_index_digest=None if hub_index is None else digest_hex(hub_index),
         ranks=tuple(entries),
     )
-    _write(folder / MANIFEST_NAME, dump_manifest(manifest))
+    write_file(folder / MANIFEST_NAME, dump_manifest(manifest))
 
 
 def _slice_sizes(conversion: Conversion, file: RankFile) -> list[int]:
@@ -265,7 +306,7 @@ def _slice_sizes(conversion: Conversion, file: RankFile) -> list[int]:
     return [slice_nbytes(tensors[t].dtype, tensors[t].shape, slices[t][file.rank]) for t in file.tensors]
 
 
-def _rank_table(conversion: Conversion, rank: int, arena: Arena, digests: Digests) -> RankTable:
+def _rank_table(conversion: Conversion, rank: int, arena: Arena, digests: Mapping[int, TensorDigests]) -> RankTable:
     files = conversion.layout.ranks[rank]
     order = [t for file in files for t in file.tensors]
     tensors = [conversion.catalogue.tensors[t] for t in order]
@@ -278,7 +319,7 @@ def _rank_table(conversion: Conversion, rank: int, arena: Arena, digests: Digest
         files=[number for number, file in enumerate(files) for _ in file.tensors],
         offsets=_flatten(file.offsets for file in files),
         arena_offsets=_flatten(arena.offsets),
-        digests=[digests.slices[t][rank] for t in order],
+        digests=[digests[t].slices[distinct_slices(conversion.plan.slices[t])[1][rank]] for t in order],
         source_shapes=[tensor.shape for tensor in tensors],
         slices=slices,
     )
@@ -290,39 +331,6 @@ def _hub_index(catalogue: Catalogue, layout: Layout) -> bytes:
     ordered = {tensor.name: weight_map[tensor.name] for tensor in catalogue.tensors}
     top = {"metadata": {"total_size": catalogue.nbytes}, "weight_map": ordered}
     return (json.dumps(top, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def _copy_side_file(source: Path, folder: Path, name: str) -> SideFile:
-    target = folder / name
-    target.parent.mkdir(parents=True, exist_ok=True)
-    digest = xxhash.xxh3_128()
-    nbytes = 0
-    with (source / name).open("rb") as reader, target.open("xb") as writer:
-        mode = os.fstat(reader.fileno()).st_mode & 0o777
-        while chunk := reader.read(_COPY_NBYTES):
-            digest.update(chunk)
-            nbytes += len(chunk)
-            writer.write(chunk)
-        os.fchmod(writer.fileno(), mode)
-        writer.flush()
-        os.fsync(writer.fileno())
-    return SideFile(name, nbytes, digest.hexdigest(), mode)
-
-
-def _write_header(path: Path, file: RankFile, header: bytes) -> None:
-    # A rank whose slices are all empty has no file yet.
-    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b") as stream:
-        stream.write(header)
-        stream.truncate(file.nbytes)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _write(path: Path, blob: bytes) -> None:
-    with path.open("xb") as stream:
-        stream.write(blob)
-        stream.flush()
-        os.fsync(stream.fileno())
 
 
 def _flatten(columns: Iterable[Sequence[int]]) -> list[int]:

@@ -11,7 +11,7 @@ its bytes are read a second time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import merge
 from itertools import pairwise
@@ -109,13 +109,16 @@ def copy_steps(
     plan: Plan,
     layout: Layout,
     *,
+    done: Container[int] = (),
     chunk_nbytes: int = CHUNK_NBYTES,
     small_nbytes: int = SMALL_NBYTES,
 ) -> Iterator[Step]:
-    """All steps of a conversion, lazily: large tensors in model order, then the small ones."""
+    """All steps of a conversion, but for tensors that are done: large tensors in model order, then the small ones."""
     planner = _Planner(catalogue, plan, layout, chunk_nbytes)
     small = []
     for t, tensor in enumerate(catalogue.tensors):
+        if t in done:
+            continue
         if tensor.extent.nbytes >= small_nbytes:
             yield from planner.chunks(t)
         elif tensor.extent.nbytes:

@@ -87,6 +87,10 @@ class Transfer:
             self.target_stride,
         )
 
+    def inverted(self) -> Transfer:
+        """The same runs, the other way."""
+        return Transfer(self.target, self.source, self.nbytes, self.count, self.target_stride, self.source_stride)
+
     def normalised(self) -> Transfer:
         """The same bytes with runs that follow each other in both spaces joined into one."""
         if self.count == 1 or self.nbytes == self.source_stride == self.target_stride:

@@ -14,6 +14,9 @@ import mmap
 import os
 import stat
 import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -25,6 +28,21 @@ _O_DIRECT: int | None = getattr(os, "O_DIRECT", None)
 _PAGE = max(BLOCK, mmap.PAGESIZE)
 """Bytes. What the page cache keeps together must not be written directly and through it."""
 _REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+_MAX_BEHIND = 4
+"""Writes of one file that may be on their way from the page cache to the drive."""
+_START, _WAIT = 2, 7
+"""Linux `sync_file_range`: SYNC_FILE_RANGE_WRITE, and with it both waits."""
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let an OSError that names no file name this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def open_regular(path: Path) -> tuple[int, os.stat_result]:
@@ -78,8 +96,12 @@ class Buffer:
 class InputFile:
     """A file of known size, read at given offsets by any number of threads."""
 
-    def __init__(self, path: Path, nbytes: int, *, direct: bool = True, fallback: bool = True) -> None:
+    def __init__(
+        self, path: Path, nbytes: int, *, direct: bool = True, fallback: bool = True, pass_by: bool = False
+    ) -> None:
         """Open `path`, which must be `nbytes` long; without `fallback`, refused direct I/O is an error.
+
+        With `pass_by`, what has to go through the page cache does not stay there.
 
         Raises:
             FormatError: the file is missing or has another length.
@@ -89,6 +111,7 @@ class InputFile:
         self.nbytes = nbytes
         self._lock = threading.Lock()
         self._fallback = fallback
+        self._pass_by = pass_by
         try:
             self._fd, self.direct = _open(path, os.O_RDONLY | os.O_NONBLOCK, direct)
         except FileNotFoundError:
@@ -131,6 +154,8 @@ class InputFile:
                 if count == 0:
                     self._go_buffered()
             done += count
+        if self._pass_by and not self.direct:
+            _forget(self._fd, offset, done)
 
     def _go_buffered(self) -> None:
         if not self._fallback:
@@ -160,24 +185,32 @@ class OutputFile:
     """A file of known size, written at given offsets by any number of threads.
 
     A write goes directly as far as it covers whole pages, and its edges through the page cache. As writes do not
-    overlap, a page is either inside one write or made of edges only: never written both ways.
+    overlap, a page is either inside one write or made of edges only: never written both ways. Where nothing can be
+    written directly, what was written goes to the drive soon, and leaves the page cache.
     """
 
     def __init__(self, path: Path, nbytes: int, *, create: bool = True, direct: bool = True) -> None:
-        """Create `path`, which must not exist, and allocate its space; or open it again.
+        """Create `path`, which must not exist, and allocate its space; or open it again, if it is no link.
 
         Raises:
             OSError: it exists, or there is no space.
         """
         self.path = path
         self.nbytes = nbytes
-        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0), 0o666)
+        self._lock = threading.Lock()
+        self._behind: deque[tuple[int, int]] = deque()
+        """(offset, nbytes) that are on their way from the page cache to the drive, oldest first."""
+        self._fd = os.open(
+            path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else os.O_NOFOLLOW), 0o666
+        )
         try:
             if create:
                 _allocate(self._fd, nbytes)
             self._direct_fd, self.direct = _open(path, os.O_WRONLY, direct)
         except OSError as error:
             os.close(self._fd)
+            if create:
+                path.unlink()  # Another thread would find it half made.
             raise OSError(error.errno, error.strerror, str(path)) from None
 
     def write(self, offset: int, view: memoryview, address: int) -> None:
@@ -190,6 +223,8 @@ class OutputFile:
         low, high = align_up(offset, _PAGE), align_down(end, _PAGE)
         if not self.direct or low >= high or (address - offset) % BLOCK:
             self._write(self._fd, offset, view)
+            if not self.direct:
+                self._write_behind(offset, view.nbytes)
             return
         self._write(self._fd, offset, view[: low - offset])
         try:
@@ -200,6 +235,15 @@ class OutputFile:
             self.direct = False
             self._write(self._fd, low, view[low - offset : high - offset])
         self._write(self._fd, high, view[high - offset :])
+
+    def _write_behind(self, offset: int, nbytes: int) -> None:
+        _sync_range(self._fd, offset, nbytes, wait=False)
+        with self._lock:
+            self._behind.append((offset, nbytes))
+            oldest = [self._behind.popleft() for _ in range(len(self._behind) - _MAX_BEHIND)]
+        for extent in oldest:
+            _sync_range(self._fd, *extent, wait=True)
+            _forget(self._fd, *extent)
 
     def _write(self, fd: int, offset: int, view: memoryview) -> None:
         done = 0
@@ -213,6 +257,10 @@ class OutputFile:
 
     def close(self) -> None:
         """Close the file."""
+        for extent in self._behind if self._fd >= 0 else ():
+            _sync_range(self._fd, *extent, wait=True)
+            _forget(self._fd, *extent)
+        self._behind.clear()
         for fd in (self._fd, self._direct_fd):
             if fd >= 0:
                 os.close(fd)
@@ -227,7 +275,8 @@ def sync_folder(path: Path) -> None:
     """Return when the folder's entries are on the drive."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
+        with naming(path):
+            os.fsync(fd)
     finally:
         os.close(fd)
 
@@ -254,6 +303,20 @@ def _preadv_in_place(fd: int, view: memoryview, offset: int) -> int:
 
 # macOS has no preadv in Python.
 _preadv = _preadv_in_place if hasattr(os, "preadv") else _preadv_by_copy
+
+
+def _forget(fd: int, offset: int, nbytes: int) -> None:
+    """Take bytes that nobody will want again soon out of the page cache, which would push out others for them."""
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError):
+            os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def _sync_range(fd: int, offset: int, nbytes: int, *, wait: bool) -> None:
+    """Start writing bytes from the page cache to the drive, and perhaps wait for it. A hint: errors show at fsync."""
+    function = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if function is not None:
+        function(fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), ctypes.c_uint(_WAIT if wait else _START))
 
 
 def _allocate(fd: int, nbytes: int) -> None:

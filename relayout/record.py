@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from relayout.catalogue import Catalogue
 from relayout.errors import FormatError
 from relayout.fields import Fields, parse_object
+from relayout.header import LENGTH_NBYTES
 from relayout.index import FORMAT_VERSION
 from relayout.layout import Layout
 from relayout.plan import Plan
@@ -77,8 +78,19 @@ def dump_record(
 
 
 @dataclass(frozen=True, slots=True)
+class RecordedFile:
+    """A shard of the source."""
+
+    name: str
+    """Path relative to the folder."""
+    nbytes: int
+    header: bytes
+    """The bytes before its data section."""
+
+
+@dataclass(frozen=True, slots=True)
 class SourceRecord:
-    """The source record, as far as verification needs it; columns of equal length."""
+    """The source record; columns of equal length."""
 
     names: Sequence[str]
     dtypes: Sequence[str]
@@ -87,6 +99,13 @@ class SourceRecord:
     """Of each source tensor's bytes."""
     slices: Sequence[tuple[Slice, ...]]
     """Of each source tensor: the slice of each rank."""
+    file_of: Sequence[int]
+    """Of each source tensor: position in `files`."""
+    offsets: Sequence[int]
+    """Of each source tensor: absolute offset in its file."""
+    files: tuple[RecordedFile, ...]
+    index: tuple[str, bytes] | None
+    """Name and bytes of the index.json, where there was one."""
     side_files: tuple[SideFile, ...]
 
 
@@ -108,15 +127,24 @@ def parse_record(text: bytes, num_ranks: int, where: str) -> SourceRecord:
     cut_of = tensors.column("cut", int, count)
     if cut_of and max(cut_of) >= len(cuts):
         raise FormatError(f"{where}: cut {max(cut_of)} of {len(cuts)}")
+    files = _parse_files(Fields(top.object("files"), where), where)
+    file_of = tensors.column("file", int, count)
+    if file_of and max(file_of) >= len(files):
+        raise FormatError(f"{where}: file {max(file_of)} of {len(files)}")
+    index = None if top.top.get("index") is None else Fields(top.object("index"), where)
     return SourceRecord(
         names=tensors.column("name", str, count),
         dtypes=tensors.column("dtype", str, count),
         shapes=parse_shapes(tensors.column("shape", list, count), where),
         digests=tensors.column("digest", str, count),
         slices=[cuts[cut] for cut in cut_of],
+        file_of=file_of,
+        offsets=tensors.column("offset", int, count),
+        files=files,
+        index=None if index is None else (_path(index.text("name"), where), index.text("text").encode()),
         side_files=tuple(
-            SideFile(*row)
-            for row in zip(
+            SideFile(_path(name, where), nbytes, digest, mode & 0o777)
+            for name, nbytes, digest, mode in zip(
                 side.column("name", str, num_side_files),
                 side.column("nbytes", int, num_side_files),
                 side.column("digest", str, num_side_files),
@@ -125,3 +153,25 @@ def parse_record(text: bytes, num_ranks: int, where: str) -> SourceRecord:
             )
         ),
     )
+
+
+def _parse_files(fields: Fields, where: str) -> tuple[RecordedFile, ...]:
+    count = len(fields.top.get("name") or ())
+    names, sizes = fields.column("name", str, count), fields.column("nbytes", int, count)
+    texts = (text.encode() for text in fields.column("header", str, count))
+    return tuple(
+        RecordedFile(_path(name, where), nbytes, len(text).to_bytes(LENGTH_NBYTES, "little") + text)
+        for name, nbytes, text in zip(names, sizes, texts, strict=True)
+    )
+
+
+def _path(name: str, where: str) -> str:
+    """A name that leads to a place in the folder.
+
+    Raises:
+        FormatError: it leads elsewhere, or nowhere.
+    """
+    parts = name.split("/")
+    if "\0" in name or any(part in ("", ".", "..") for part in parts):
+        raise FormatError(f"{where}: {name!r} is no name of a file in the checkpoint")
+    return name

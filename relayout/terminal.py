@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,18 +22,23 @@ from relayout.families import Family
 from relayout.globs import collapse_numbers
 from relayout.inspection import Inspection
 from relayout.preview import Preview
+from relayout.restoration import Restored
 from relayout.verification import Report
 
 _MAX_GROUPS = 60
+_SECONDS_BETWEEN_EVENTS = 1.0
 _MAX_DIFFERENCES = 20
 _PIPE_WIDTH = 100_000
 
 
 @contextmanager
-def progress(what: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None] | None]:
-    """A progress bar on stderr, where that is a terminal; yields what to call with (bytes done, bytes in all)."""
+def progress(what: str, *, as_json: bool = False) -> Iterator[Callable[[int, int], None] | None]:
+    """A progress bar on stderr, where that is a terminal, or events; yields what to call with (bytes done, in all)."""
     console = Console(stderr=True)
-    if quiet or sys.stderr is None or not sys.stderr.isatty():  # rich would count FORCE_COLOR as a terminal.
+    if as_json:
+        yield _events(what)
+        return
+    if sys.stderr is None or not sys.stderr.isatty():  # rich would count FORCE_COLOR as a terminal.
         yield None
         return
     columns = (
@@ -46,18 +53,49 @@ def progress(what: str, *, quiet: bool = False) -> Iterator[Callable[[int, int],
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
+def _events(what: str) -> Callable[[int, int], None]:
+    """Reports progress as JSON on stderr, a line every second."""
+    started = reported = time.monotonic()
+
+    def report(done: int, total: int) -> None:
+        nonlocal reported
+        now = time.monotonic()
+        if now - reported < _SECONDS_BETWEEN_EVENTS:
+            return
+        reported = now
+        event = {"event": what, "done_nbytes": done, "total_nbytes": total, "seconds": round(now - started, 3)}
+        print(json.dumps(event), file=sys.stderr, flush=True)
+
+    return report
+
+
 def print_summary(summary: Summary) -> None:
     """After a conversion."""
     console = _console()
-    speed = summary.source_nbytes / max(summary.seconds, 1e-9) / 1e9
+    copied = summary.source_nbytes - summary.resumed_nbytes
+    speed = copied / max(summary.seconds, 1e-9) / 1e9
+    overhead = 100 * (summary.written_nbytes / max(1, summary.source_nbytes) - 1)
     console.print(
         f"[bold green]done[/] {_text(summary.output)}: {_count(summary.num_tensors, 'tensor')} for "
-        f"{_count(summary.num_ranks, 'rank')} in {_count(summary.num_files, 'file')}, "
-        f"{decimal(summary.written_nbytes)} written in {summary.seconds:.1f} s ({speed:.2f} GB/s)"
+        f"{_count(summary.num_ranks, 'rank')} in {_count(summary.num_files, 'file')}, {decimal(summary.source_nbytes)} "
+        f"read, {decimal(summary.written_nbytes)} written ({overhead:+.2f} %) in {summary.seconds:.1f} s "
+        f"({speed:.2f} GB/s), peak memory {decimal(summary.peak_nbytes)}"
     )
+    if summary.resumed_nbytes:
+        console.print(f"{decimal(summary.resumed_nbytes)} of it were written before, checked, and kept")
     console.print(_ranks_in_words(summary.rank_nbytes, summary.replicated_nbytes, summary.source_nbytes))
     _print_unmatched(console, summary.unmatched)
     _print_left_out(console, summary.left_out)
+
+
+def print_restored(restored: Restored) -> None:
+    """After a restoration."""
+    _console().print(
+        f"[bold green]restored[/] {_text(restored.output)}: {_count(restored.num_tensors, 'tensor')} in "
+        f"{_count(restored.num_files, 'file')}, {decimal(restored.written_nbytes)} in {restored.seconds:.1f} s "
+        f"({restored.written_nbytes / max(restored.seconds, 1e-9) / 1e9:.2f} GB/s), every digest right, "
+        f"peak memory {decimal(restored.peak_nbytes)}"
+    )
 
 
 def print_preview(preview: Preview) -> None:

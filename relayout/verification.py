@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import xxhash
 from safetensors import SafetensorError, safe_open
 
 from relayout.catalogue import Catalogue, read_catalogue, read_shard
 from relayout.copyplan import copy_steps
 from relayout.dtypes import num_bytes
 from relayout.errors import FormatError
-from relayout.extents import BLOCK, Extent, align_up
-from relayout.files import Buffer, InputFile, read_small
+from relayout.extents import Extent
+from relayout.files import read_small
 from relayout.folder import MAX_TABLE_FILE_NBYTES, check_owner, read_manifest, read_table
 from relayout.index import HUB_INDEX_NAME, Manifest, RankEntry, RankTable
-from relayout.layout import Layout, RankFile
 from relayout.plan import Plan
-from relayout.record import SourceRecord, parse_record
-from relayout.sidecar import SOURCE_RECORD_NAME, decompress, digest_hex
-from relayout.workers import Stop, Turns, Workers
-from relayout.writer import DEFAULT_THREADS, NoSink, run_steps
-
-_CHUNK_NBYTES = 16 * 2**20
+from relayout.record import SourceRecord
+from relayout.rehash import HashedFile, hash_files
+from relayout.sidecar import SOURCE_RECORD_NAME, digest_hex
+from relayout.slicing import distinct_slices
+from relayout.stored import read_record, rows_of_files, stored_layout
+from relayout.writer import DEFAULT_JOBS, NoSink, empty_digests, run_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +119,7 @@ def _check_rank(folder: Path, manifest: Manifest, rank: int, report: Report) -> 
         report.add(entry.table, str(error))
         return None
     usable = True
-    rows = _rows_of_files(table, len(entry.files))
+    rows = rows_of_files(table, len(entry.files))
     for number, file in enumerate(entry.files):
         path = folder / file.name
         try:
@@ -175,14 +172,6 @@ def _check_copy(folder: Path, name: str, limit: int, digest: str, what: str, rep
         report.add(name, str(error))
 
 
-def _rows_of_files(table: RankTable, num_files: int) -> list[list[int]]:
-    """For each file of the rank: its rows in the table, in order."""
-    rows: list[list[int]] = [[] for _ in range(num_files)]
-    for row, number in enumerate(table.files):
-        rows[number].append(row)
-    return rows
-
-
 def _place(row: tuple[str, str, tuple[int, ...], int]) -> tuple[int, str]:
     return row[3], row[0]
 
@@ -191,13 +180,8 @@ def _check_record(
     folder: Path, manifest: Manifest, tables: list[RankTable | None], report: Report
 ) -> SourceRecord | None:
     """Check the source record, the side files, and that the ranks' slices are those that the record names."""
-    path = folder / SOURCE_RECORD_NAME
     try:
-        blob = read_small(path, MAX_TABLE_FILE_NBYTES)
-        text = decompress(blob, str(path))
-        if (digest_hex(blob), digest_hex(text)) != (manifest.record_digest, manifest.conversion):
-            raise FormatError(f"{path}: digest differs from the one that the manifest names")
-        record = parse_record(text, manifest.num_ranks, str(path))
+        record = read_record(folder, manifest)
     except FormatError as error:
         report.add(SOURCE_RECORD_NAME, str(error))
         return None
@@ -252,69 +236,21 @@ def _check_digests(
     on_progress: Callable[[int], None] | None,
 ) -> None:
     """Read a rank's files once, several requests in flight, and compare each slice's digest."""
-    tensors: list[list[tuple[Extent, str, str]]] = [[] for _ in entry.files]
+    rows: list[list[tuple[Extent, str, str]]] = [[] for _ in entry.files]
     for name, dtype, shape, number, offset, digest in zip(
         table.names, table.dtypes, table.shapes, table.files, table.offsets, table.digests, strict=True
     ):
-        tensors[number].append((Extent(offset, num_bytes(dtype, shape) or 0), name, digest))
-    stop = Stop()
-    turns = Turns(stop)
-    running = [
-        _RunningDigests(file.name, sorted(column), report) for file, column in zip(entry.files, tensors, strict=True)
+        rows[number].append((Extent(offset, num_bytes(dtype, shape) or 0), name, digest))
+    files = [
+        HashedFile(folder / file.name, file.nbytes, [extent for extent, _, _ in sorted(column)])
+        for file, column in zip(entry.files, rows, strict=True)
     ]
-
-    def chunks() -> Iterator[tuple[int, int, Extent]]:
-        for number, file in enumerate(entry.files):
-            for turn, offset in enumerate(range(0, file.nbytes, _CHUNK_NBYTES)):
-                yield number, turn, Extent(offset, min(_CHUNK_NBYTES, file.nbytes - offset))
-
-    def work(buffer: Buffer, item: tuple[int, int, Extent]) -> int:
-        number, turn, extent = item
-        view = buffer.reserve(align_up(extent.nbytes, BLOCK))
-        files[number].read(extent.offset, view)
-        turns.wait(number, turn)
-        running[number].update(extent, view)
-        turns.done(number)
-        return extent.nbytes
-
-    with ExitStack() as stack:
-        files = [stack.enter_context(InputFile(folder / file.name, file.nbytes)) for file in entry.files]
-        Workers(DEFAULT_THREADS, chunks(), Buffer, work, stop).run(on_progress)
+    hashed = hash_files(files, DEFAULT_JOBS, on_progress)
+    for file, column, digests in zip(entry.files, rows, hashed, strict=True):
+        for (extent, name, expected), found in zip(sorted(column), digests, strict=True):
+            if found != expected:
+                report.add(file.name, "digest differs: the stored bytes are damaged", name, extent)
     report.nbytes += sum(file.nbytes for file in entry.files)
-    for one in running:
-        one.finish()
-
-
-class _RunningDigests:
-    """Hashes a file's tensors as its bytes come by in order."""
-
-    def __init__(self, file: str, tensors: list[tuple[Extent, str, str]], report: Report) -> None:
-        self._file = file
-        self._tensors = tensors
-        self._report = report
-        self._current = 0
-        self._digest = xxhash.xxh3_128()
-
-    def update(self, extent: Extent, view: memoryview) -> None:
-        while self._current < len(self._tensors):
-            tensor = self._tensors[self._current][0]
-            low, high = max(tensor.offset, extent.offset), min(tensor.end, extent.end)
-            if low < high:
-                self._digest.update(view[low - extent.offset : high - extent.offset])
-            if tensor.end > extent.end:
-                return
-            self._complete()
-
-    def finish(self) -> None:
-        while self._current < len(self._tensors):
-            self._complete()
-
-    def _complete(self) -> None:
-        extent, name, expected = self._tensors[self._current]
-        if self._digest.hexdigest() != expected:
-            self._report.add(self._file, "digest differs: the stored bytes are damaged", name, extent)
-        self._current += 1
-        self._digest = xxhash.xxh3_128()
 
 
 def _compare(
@@ -333,41 +269,21 @@ def _compare(
         report.add(str(catalogue.root), f"is not the source: {len(different)} tensors differ, such as {different[0]!r}")
         return
     plan = Plan(manifest.plan, manifest.num_ranks, tuple(record.slices))
-    layout = _layout(manifest, tables, catalogue)
+    layout = stored_layout(manifest, tables, catalogue)
     digests = run_steps(catalogue, plan, copy_steps(catalogue, plan, layout), NoSink(), on_progress=on_progress)
     rows = [{name: row for row, name in enumerate(table.names)} for table in tables]
     for t, name in enumerate(record.names):
+        of_tensor = digests.get(t) or empty_digests(plan, t)
+        _, held = distinct_slices(plan.slices[t])
         for rank, table in enumerate(tables):
             row = rows[rank].get(name)
-            if row is not None and table.digests[row] != digests.slices[t][rank]:
+            if row is not None and table.digests[row] != of_tensor.slices[held[rank]]:
                 file = manifest.ranks[rank].files[table.files[row]].name
                 nbytes = num_bytes(table.dtypes[row], table.shapes[row]) or 0
                 report.add(file, "differs from the source", name, Extent(table.offsets[row], nbytes))
-        if digests.sources[t] != record.digests[t]:
+        if of_tensor.source != record.digests[t]:
             report.add(str(catalogue.root), "has changed in the source since the conversion", name)
     for side in record.side_files:
         what = "has changed in the source since the conversion"
         _check_copy(catalogue.root, side.name, side.nbytes, side.digest, what, report)
     report.compared_with_source = True
-
-
-def _layout(manifest: Manifest, tables: list[RankTable], catalogue: Catalogue) -> Layout:
-    """The layout that the sidecar describes."""
-    position = {tensor.name: t for t, tensor in enumerate(catalogue.tensors)}
-    ranks = []
-    for rank, (entry, table) in enumerate(zip(manifest.ranks, tables, strict=True)):
-        rows = _rows_of_files(table, len(entry.files))
-        files = (
-            RankFile(
-                file.name,
-                rank,
-                part,
-                tuple(position[table.names[row]] for row in rows[part]),
-                tuple(table.offsets[row] - file.data_start for row in rows[part]),
-                file.data_start,
-                file.nbytes,
-            )
-            for part, file in enumerate(entry.files)
-        )
-        ranks.append(tuple(files))
-    return Layout(manifest.alignment, tuple(ranks), manifest.dcp)

@@ -10,21 +10,34 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 import xxhash
 
 from relayout.catalogue import Catalogue
-from relayout.copyplan import SourceRange, Span, Step, Target
-from relayout.extents import BLOCK, align_up
+from relayout.copyplan import CHUNK_NBYTES, SourceRange, Span, Step, Target
+from relayout.errors import PlanError
+from relayout.extents import BLOCK, align_down, align_up
 from relayout.files import Buffer, InputFile, OutputFile
+from relayout.journal import TensorDigests
 from relayout.layout import Layout
 from relayout.plan import Plan
-from relayout.slicing import distinct_slices
+from relayout.slicing import Slice, distinct_slices, slice_nbytes
 from relayout.strided import copy_runs
 from relayout.workers import Stop, Turns, Workers
 
-DEFAULT_THREADS = 4
+DEFAULT_JOBS = 8
+"""Threads."""
+
+DEFAULT_MEMORY = 2 * DEFAULT_JOBS * CHUNK_NBYTES
+"""Bytes for copying: each thread holds what it has read, and what it puts together of it."""
+
+_MIN_CHUNK_NBYTES = 2**20
+
+_SOURCE = -1
+"""In place of a slice: the whole tensor, as stored in the source."""
+
+_EMPTY = xxhash.xxh3_128().hexdigest()
 
 MAX_OPEN_FILES = 64
 """Rank files; each takes two descriptors."""
@@ -37,14 +50,9 @@ class Sink(Protocol):
         """Take the span's bytes for one target. The memory is reused after the call."""
 
 
-@dataclass(frozen=True, slots=True)
-class Digests:
-    """Digests taken while the bytes passed, in hex."""
-
-    sources: tuple[str, ...]
-    """Of each tensor of the catalogue, as stored in the source."""
-    slices: tuple[tuple[str, ...], ...]
-    """Of each tensor: the slice of each rank."""
+def empty_digests(plan: Plan, t: int) -> TensorDigests:
+    """Of a tensor without bytes, which no step deals with."""
+    return TensorDigests(_EMPTY, (_EMPTY,) * len(distinct_slices(plan.slices[t])[0]))
 
 
 class NoSink:
@@ -58,10 +66,13 @@ class RankFileSink:
     """Writes spans to rank files, of which only some are open at a time."""
 
     def __init__(self, folder: Path, layout: Layout) -> None:
+        """Files that are in the folder already must have their full length."""
         self._folder = folder
         self._layout = layout
         self._lock = threading.Lock()
-        self._created: set[tuple[int, int]] = set()
+        self._existing = {
+            (file.rank, file.part) for files in layout.ranks for file in files if (folder / file.name).exists()
+        }
         self._open: dict[tuple[int, int], OutputFile] = {}
         """Least recently used first."""
         self._users: Counter[tuple[int, int]] = Counter()
@@ -86,8 +97,8 @@ class RankFileSink:
                 self._open.pop(idle).close()
         rank, part = key
         file = self._layout.ranks[rank][part]
-        opened = OutputFile(self._folder / file.name, file.nbytes, create=key not in self._created)
-        self._created.add(key)
+        opened = OutputFile(self._folder / file.name, file.nbytes, create=key not in self._existing)
+        self._existing.add(key)
         return opened
 
     def close(self) -> None:
@@ -97,14 +108,21 @@ class RankFileSink:
 
 
 @dataclass(frozen=True, slots=True)
-class _Loaded:
-    """Source ranges in memory."""
+class Loaded:
+    """Source ranges, or the memory for them."""
 
     memory: memoryview
     starts: list[tuple[int, int]]
     """(file, file offset) of each range, sorted."""
     positions: list[int]
     """Where each range lies in the memory."""
+
+    @classmethod
+    def place(cls, ranges: Sequence[SourceRange], buffer: Buffer) -> Self:
+        """Give the ranges, which are in order, their memory."""
+        positions = list(accumulate((one.extent.nbytes for one in ranges), initial=0))
+        memory = buffer.reserve(positions.pop())
+        return cls(memory, [(one.file, one.extent.offset) for one in ranges], positions)
 
     def position(self, file: int, offset: int) -> int:
         """Where the byte at a file's offset lies in the memory."""
@@ -130,26 +148,77 @@ class _Memory:
         self.staged = Buffer()
 
 
-class _Hashes:
-    """Running digests. One tensor is never updated by two threads at once."""
+class Hashes:
+    """Running digests. No two threads are ever at the same source, or slice, at once."""
 
-    def __init__(self) -> None:
-        self.sources: dict[int, xxhash.xxh3_128] = {}
-        self.slices: dict[tuple[int, int], xxhash.xxh3_128] = {}
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        plan: Plan,
+        on_tensor: Callable[[int, TensorDigests], None],
+        *,
+        slices: bool = True,
+    ) -> None:
+        """`on_tensor` is called when all bytes of a tensor, and of its `slices` if they count, have passed."""
+        self._with_slices = slices
+        self._tensors = catalogue.tensors
+        self._slices = plan.slices
+        self._on_tensor = on_tensor
+        self._lock = threading.Lock()
+        self._running: dict[tuple[int, int], xxhash.xxh3_128] = {}
+        self._left: dict[int, int] = {}
+        """Bytes of each tensor in work that are still to be hashed, in the source and in slices."""
 
-    def result(self, plan: Plan) -> Digests:
-        empty = xxhash.xxh3_128().hexdigest()
-        sources, slices = [], []
-        for t, parts in enumerate(plan.slices):
-            source = self.sources[t].hexdigest() if t in self.sources else empty
-            distinct, held = distinct_slices(parts)
-            digests = [
-                source if part.is_whole else self.slices[t, s].hexdigest() if (t, s) in self.slices else empty
-                for s, part in enumerate(distinct)
-            ]
-            sources.append(source)
-            slices.append(tuple(digests[s] for s in held))
-        return Digests(tuple(sources), tuple(slices))
+    def update(self, t: int, which: int, view: memoryview) -> None:
+        """Hash more bytes of a tensor's source, or of one of its distinct slices."""
+        with self._lock:
+            digest = self._running.setdefault((t, which), xxhash.xxh3_128())
+        digest.update(view)
+        with self._lock:
+            left = self._left.pop(t, None)
+            left = (self._total(t) if left is None else left) - view.nbytes
+            if left:
+                self._left[t] = left
+        if not left:
+            self._on_tensor(t, self._complete(t))
+
+    def update_source(self, t: int, view: memoryview) -> None:
+        """Hash more bytes of a tensor's source."""
+        self.update(t, _SOURCE, view)
+
+    def _distinct(self, t: int) -> tuple[Slice, ...]:
+        return distinct_slices(self._slices[t])[0] if self._with_slices else ()
+
+    def _total(self, t: int) -> int:
+        tensor = self._tensors[t]
+        parts = (part for part in self._distinct(t) if not part.is_whole)
+        return tensor.extent.nbytes + sum(slice_nbytes(tensor.dtype, tensor.shape, part) for part in parts)
+
+    def _complete(self, t: int) -> TensorDigests:
+        with self._lock:
+            found = {which: self._running.pop((t, which)).hexdigest() for which in self._keys(t)}
+        source = found[_SOURCE]
+        distinct = enumerate(self._distinct(t))
+        return TensorDigests(
+            source, tuple(source if part.is_whole else found.get(which, _EMPTY) for which, part in distinct)
+        )
+
+    def _keys(self, t: int) -> list[int]:
+        return [which for which in (_SOURCE, *range(len(self._distinct(t)))) if (t, which) in self._running]
+
+
+def share_memory(jobs: int, memory: int) -> tuple[int, int]:
+    """How many threads, `jobs` at most, share so many bytes, and how many source bytes each of them copies at once.
+
+    Raises:
+        PlanError: there are no threads, or not enough bytes for one.
+    """
+    if jobs < 1:
+        raise PlanError(f"{jobs} jobs, expected at least one")
+    if memory < 2 * _MIN_CHUNK_NBYTES:
+        raise PlanError(f"a memory of {memory} bytes, expected at least {2 * _MIN_CHUNK_NBYTES}")
+    jobs = min(jobs, memory // (2 * _MIN_CHUNK_NBYTES))
+    return jobs, align_down(memory // (2 * jobs), BLOCK)
 
 
 def run_steps(
@@ -158,10 +227,13 @@ def run_steps(
     steps: Iterable[Step],
     sink: Sink,
     *,
-    num_threads: int = DEFAULT_THREADS,
+    num_threads: int = DEFAULT_JOBS,
+    on_tensor: Callable[[int, TensorDigests], None] = lambda t, digests: None,
     on_progress: Callable[[int], None] | None = None,
-) -> Digests:
-    """Carry out all steps, and return the digests of everything that passed.
+) -> dict[int, TensorDigests]:
+    """Carry out all steps, and return the digests of each tensor that passed.
+
+    `on_tensor` is called by several threads, when a tensor's last byte has gone to the sink.
 
     Raises:
         FormatError: a source file has changed its length.
@@ -169,7 +241,13 @@ def run_steps(
     """
     stop = Stop()
     turns = Turns(stop)
-    hashes = _Hashes()
+    done: dict[int, TensorDigests] = {}
+
+    def complete(t: int, digests: TensorDigests) -> None:
+        done[t] = digests
+        on_tensor(t, digests)
+
+    hashes = Hashes(catalogue, plan, complete)
 
     def work(memory: _Memory, step: Step) -> int:
         loaded = _read(step.ranges, inputs, memory.read)
@@ -187,20 +265,19 @@ def run_steps(
         return step.nbytes
 
     with ExitStack() as stack:
-        inputs = [stack.enter_context(InputFile(file.path, file.nbytes)) for file in catalogue.files]
+        inputs = [stack.enter_context(InputFile(file.path, file.nbytes, pass_by=True)) for file in catalogue.files]
         Workers(num_threads, steps, _Memory, work, stop).run(on_progress)
-    return hashes.result(plan)
+    return done
 
 
-def _read(ranges: Sequence[SourceRange], inputs: Sequence[InputFile], buffer: Buffer) -> _Loaded:
-    positions = list(accumulate((one.extent.nbytes for one in ranges), initial=0))
-    memory = buffer.reserve(positions.pop())
-    for one, position in zip(ranges, positions, strict=True):
-        inputs[one.file].read(one.extent.offset, memory[position : position + one.extent.nbytes])
-    return _Loaded(memory, [(one.file, one.extent.offset) for one in ranges], positions)
+def _read(ranges: Sequence[SourceRange], inputs: Sequence[InputFile], buffer: Buffer) -> Loaded:
+    loaded = Loaded.place(ranges, buffer)
+    for one, position in zip(ranges, loaded.positions, strict=True):
+        inputs[one.file].read(one.extent.offset, loaded.memory[position : position + one.extent.nbytes])
+    return loaded
 
 
-def _stage(spans: Sequence[Span], catalogue: Catalogue, loaded: _Loaded, buffer: Buffer) -> list[_Staged]:
+def _stage(spans: Sequence[Span], catalogue: Catalogue, loaded: Loaded, buffer: Buffer) -> list[_Staged]:
     """Put the spans together, each at the address, modulo a block, that its first target wants."""
     positions = []
     end = 0
@@ -219,11 +296,10 @@ def _stage(spans: Sequence[Span], catalogue: Catalogue, loaded: _Loaded, buffer:
     return staged
 
 
-def _hash(step: Step, catalogue: Catalogue, loaded: _Loaded, staged: Sequence[_Staged], hashes: _Hashes) -> None:
-    for t, extent in step.tensors:
-        position = loaded.position(catalogue.tensors[t].file, extent.offset)
-        hashes.sources.setdefault(t, xxhash.xxh3_128()).update(loaded.memory[position : position + extent.nbytes])
+def _hash(step: Step, catalogue: Catalogue, loaded: Loaded, staged: Sequence[_Staged], hashes: Hashes) -> None:
     for one in staged:
         for part in one.span.slices:
-            digest = hashes.slices.setdefault((part.tensor, part.slice), xxhash.xxh3_128())
-            digest.update(one.view[part.start : part.start + part.nbytes])
+            hashes.update(part.tensor, part.slice, one.view[part.start : part.start + part.nbytes])
+    for t, extent in step.tensors:
+        position = loaded.position(catalogue.tensors[t].file, extent.offset)
+        hashes.update_source(t, loaded.memory[position : position + extent.nbytes])

@@ -24,6 +24,7 @@ from safetensors.numpy import load_file, save_file
 
 import relayout
 from relayout.cli import app, main
+from relayout.journal import read_journal
 
 Array = npt.NDArray[Any]
 RELAYOUT = [sys.executable, "-m", "relayout"]
@@ -844,7 +845,7 @@ def stopped_halfway(work: Path, number: signal.Signals) -> tuple[int, str, str]:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None,
     ) as child:
         deadline = time.monotonic() + 30
-        while not any(path.is_dir() and any(path.glob("*.safetensors")) for path in work.glob(".*")):
+        while not any(work.glob(".*/output/*.safetensors")):
             assert child.poll() is None, "ended before it could be stopped"
             assert time.monotonic() < deadline
             time.sleep(0.001)
@@ -854,23 +855,62 @@ def stopped_halfway(work: Path, number: signal.Signals) -> tuple[int, str, str]:
     return child.returncode, stdout, stderr
 
 
+BIG_PARTIAL = ".big-tp1.relayout-partial"
+
+
+def resumed_nbytes(big: Path) -> int:
+    """The same command ends, and nothing is left beside its output; how much it took over."""
+    done = run("convert", "big", "--json", cwd=big)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(path.name for path in big.iterdir()) == ["big", "big-tp1"]
+    found = one_object(run("verify", "big-tp1", "--source", "big", "--json", cwd=big))
+    assert (found["ok"], found["num_tensors"]) == (True, 48)
+    return int(json.loads(done.stdout)["resumed_nbytes"])
+
+
+def kept_nbytes(big: Path) -> int:
+    """Bytes of the tensors that a stopped conversion has done."""
+    found = read_journal(big / BIG_PARTIAL)
+    assert found is not None
+    return len(found[1]) * (BIG_NBYTES // 48)
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_stops_a_conversion_and_leaves_nothing(big: Path, number: signal.Signals, code: int) -> None:
+def test_a_signal_stops_a_conversion_and_keeps_what_is_done(big: Path, number: signal.Signals, code: int) -> None:
     before = tree(big)
     found, stdout, stderr = stopped_halfway(big, number)
     assert (found, stdout) == (code, "")
     assert "Traceback" not in stderr
-    assert len(stderr.splitlines()) <= 1
-    assert tree(big) == before
+    note = f"what is done is kept in {big / BIG_PARTIAL}; the same command goes on from there"
+    if number == signal.SIGINT:
+        assert stderr.splitlines() == ["relayout: error: interrupted", f"relayout: note: {note}"]
+    assert {name: one for name, one in tree(big).items() if not name.startswith(BIG_PARTIAL)} == before
+    kept = kept_nbytes(big)
+    assert 0 < kept < BIG_NBYTES
+    assert resumed_nbytes(big) == kept
 
 
 def test_after_a_kill_the_same_command_succeeds_and_clears_up(big: Path) -> None:
     found, _, _ = stopped_halfway(big, signal.SIGKILL)
     assert found == -signal.SIGKILL
-    assert not (big / "big-tp1").exists()
-    assert len(list(big.iterdir())) > 1, "nothing was left: the kill came too early or too late to show anything"
-    done = run("convert", "big", cwd=big)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert sorted(path.name for path in big.iterdir()) == ["big", "big-tp1"]
+    assert sorted(path.name for path in big.iterdir()) == [".big-tp1.relayout-lock", BIG_PARTIAL, "big"]
+    kept = kept_nbytes(big)
+    assert kept < BIG_NBYTES
+    assert resumed_nbytes(big) == kept
     [file] = (big / "big-tp1").glob("*.safetensors")
     assert file.stat().st_size > BIG_NBYTES
+
+
+def test_an_interrupted_conversion_is_not_gone_on_with_by_other_options(big: Path) -> None:
+    stopped_halfway(big, signal.SIGINT)
+    args = ["convert", "big", "--align", "512"]
+    says = rf"{BIG_PARTIAL}: holds an interrupted conversion, with other options; --force discards it and starts afresh"
+    assert_refused(run, big, args, says)
+    done = run(*args, "--force", cwd=big)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(path.name for path in big.iterdir()) == ["big", "big-tp1"]
+
+
+@pytest.mark.parametrize("args", ["--jobs 0", "--memory 1MiB", "--memory many"])
+def test_threads_and_memory_that_make_no_sense_are_one_line(here: Run, work: Path, args: str) -> None:
+    assert_refused(here, work, ["convert", "model", *args.split()], r"0 jobs|a memory of 1048576 bytes|'many' is not")

@@ -17,7 +17,7 @@ from relayout.cli import app
 from relayout.division import Sizes, divide
 from relayout.families import parse_family
 
-COMMANDS = ("convert", "inspect", "verify", "plans")
+COMMANDS = ("convert", "inspect", "verify", "restore", "plans")
 ROOT = Path(__file__).parent.parent
 FORMAT = (ROOT / "relayout" / "FORMAT.md").read_text()
 README = (ROOT / "README.md").read_text()

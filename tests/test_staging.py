@@ -1,4 +1,4 @@
-"""Outputs are absent or complete, and nothing is left beside them."""
+"""Outputs are absent or complete, and beside them is nothing, or what the same conversion goes on from."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ import pytest
 from conftest import mounted_tmpfs
 from safetensors.numpy import load_file, save_file
 
-from relayout import conversion
+from relayout import conversion, files
 from relayout.conversion import convert
 from relayout.errors import PlanError
 from relayout.files import OutputFile
+from relayout.journal import read_journal
 from relayout.staging import check_output, check_space, staging_folder
-from relayout.writer import run_steps
+from relayout.writer import RankFileSink, run_steps
 
 CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, PR_CAPBSET_DROP = 1, 2, 24
 W = np.arange(1, 4097, dtype=np.uint16)
@@ -35,7 +36,8 @@ HOLD = """
 import sys
 from pathlib import Path
 from relayout.staging import staging_folder
-with staging_folder(Path(sys.argv[1])) as folder:
+with staging_folder(Path(sys.argv[1])) as staging:
+    folder = staging.folder
     (folder / "mine").write_text("first")
     print("held", flush=True)
     sys.stdin.read()
@@ -55,6 +57,29 @@ def write_source(folder: Path, num_tensors: int = 1, nbytes: int = W.nbytes) -> 
     return folder
 
 
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def kept_tensors(error: BaseException, out: Path) -> set[int]:
+    """What a conversion that failed has kept; it says so, and its threads have closed all its files."""
+    place = out.with_name(f".{out.name}.relayout-partial")
+    note = f"what is done is kept in {place}; the same command goes on from there"
+    assert getattr(error, "__notes__", None) == [note]
+    assert [path.name for path in out.parent.iterdir() if path.name.startswith(".")] == [place.name]
+    if sys.platform.startswith("linux"):
+        opened = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        assert [path for path in opened if path.is_relative_to(place)] == []
+    found = read_journal(place)
+    assert found is not None
+    assert found[1]
+    return set(found[1])
+
+
+def assert_nothing_hidden(out: Path) -> None:
+    assert [path.name for path in out.parent.iterdir() if path.name.startswith(".")] == []
+
+
 @contextmanager
 def umask(mask: int) -> Iterator[None]:
     before = os.umask(mask)
@@ -72,8 +97,9 @@ def small_drive(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_success_gives_the_folder_its_name(tmp_path: Path) -> None:
-    with staging_folder(tmp_path / "out") as folder:
-        assert folder.parent == tmp_path
+    with staging_folder(tmp_path / "out") as staging:
+        folder = staging.folder
+        assert folder.parent.parent == tmp_path
         assert not (tmp_path / "out").exists()
         (folder / "sub").mkdir()
         (folder / "sub" / "file").write_text("done")
@@ -84,13 +110,58 @@ def test_success_gives_the_folder_its_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [ValueError, OSError, KeyboardInterrupt, SystemExit, GeneratorExit])
 def test_failure_leaves_nothing(tmp_path: Path, kind: type[BaseException]) -> None:
     def fail_halfway() -> None:
-        with staging_folder(tmp_path / "out") as folder:
+        with staging_folder(tmp_path / "out") as staging:
+            folder = staging.folder
             (folder / "file").write_text("half")
             raise kind("halfway")
 
     with pytest.raises(kind, match="halfway"):
         fail_halfway()
     assert listing(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", [ValueError, OSError, KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_failure_leaves_what_shall_be_kept_for_the_next_attempt(tmp_path: Path, kind: type[BaseException]) -> None:
+    def fail_halfway() -> None:
+        with staging_folder(tmp_path / "out") as staging:
+            (staging.folder / "file").write_text("half")
+            (staging.place / "note").write_text("not in the output")
+            staging.is_kept = True
+            raise kind("halfway")
+
+    with pytest.raises(kind, match="halfway"):
+        fail_halfway()
+    place = ".out.relayout-partial"
+    assert listing(tmp_path) == [place, f"{place}/note", f"{place}/output", f"{place}/output/file"]
+    with staging_folder(tmp_path / "out") as staging:
+        assert not staging.is_kept
+        assert (staging.place / "note").read_text() == "not in the output"
+        (staging.folder / "file").write_text("whole")
+    assert content(tmp_path) == {"out/file": b"whole"}
+
+
+def test_what_an_earlier_attempt_left_may_be_cleared(tmp_path: Path) -> None:
+    place = tmp_path / ".out.relayout-partial"
+    (place / "output" / "sub").mkdir(parents=True)
+    (place / "output" / "sub" / "file").write_text("old")
+    (place / "output" / "sub").chmod(0o500)
+    (place / "note").write_text("old")
+    with staging_folder(tmp_path / "out") as staging:
+        assert listing(staging.place) == ["note", "output", "output/sub", "output/sub/file"]
+        staging.clear()
+        assert listing(staging.place) == ["output"]
+    assert listing(tmp_path) == ["out"]
+
+
+def test_what_files_take_on_the_drive_is_counted(tmp_path: Path) -> None:
+    with staging_folder(tmp_path / "out") as staging:
+        assert staging.allocated_nbytes() == 0
+        (staging.folder / "sub").mkdir()
+        (staging.folder / "sub" / "file").write_bytes(bytes(range(256)) * 4096)
+        (staging.place / "note").write_bytes(bytes(range(256)) * 4096)
+        with (staging.folder / "sparse").open("wb") as stream:
+            stream.truncate(2**30)
+        assert 2 * 2**20 <= staging.allocated_nbytes() < 2**22
 
 
 def test_a_relative_output_stays_where_it_was_meant_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +186,8 @@ def test_the_second_of_two_writers_is_refused_with_the_first_ones_pid(tmp_path: 
         with refused, staging_folder(out):
             pytest.fail("two processes are writing the same output")
         assert listing(tmp_path) == before
-        with staging_folder(tmp_path / "other") as folder:
+        with staging_folder(tmp_path / "other") as staging:
+            folder = staging.folder
             (folder / "file").write_text("not refused")
         first.stdin.close()
         assert first.wait(30) == 0
@@ -141,12 +213,13 @@ def test_what_a_killed_process_left_is_taken_over(tmp_path: Path) -> None:
         assert first.stdout.readline() == "held\n"
         first.kill()
     left = listing(tmp_path)
-    assert len(left) == 3, "a lock, a folder and a file in it"
-    assert not out.exists()
-    with staging_folder(out) as folder:
-        assert listing(folder) == []
+    place = ".out.relayout-partial"
+    assert left == [".out.relayout-lock", place, f"{place}/output", f"{place}/output/mine"]
+    with staging_folder(out) as staging:
+        folder = staging.folder
+        assert content(folder) == {"mine": b"first"}
         (folder / "new").write_text("second")
-    assert listing(tmp_path) == ["out", "out/new"]
+    assert content(tmp_path) == {"out/mine": b"first", "out/new": b"second"}
 
 
 def test_a_lock_file_that_nobody_holds_is_no_lock(tmp_path: Path) -> None:
@@ -157,7 +230,8 @@ def test_a_lock_file_that_nobody_holds_is_no_lock(tmp_path: Path) -> None:
 
 
 def test_a_lock_is_given_back_on_success_and_on_failure(tmp_path: Path) -> None:
-    with staging_folder(tmp_path / "out") as folder:
+    with staging_folder(tmp_path / "out") as staging:
+        folder = staging.folder
         (folder / "file").write_text("1")
     with pytest.raises(ValueError, match="no"), staging_folder(tmp_path / "out"):
         raise ValueError("no")
@@ -208,32 +282,88 @@ def test_side_files_keep_their_mode(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "run.sh").stat().st_mode & 0o777 == 0o750
 
 
+def grow(drive: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,size=64m", str(drive)], check=True)
+
+
 @pytest.mark.parametrize("where", ["allocating", "writing"])
-def test_a_drive_that_fills_up_in_the_middle_leaves_nothing(
+def test_a_drive_that_fills_up_in_the_middle_keeps_what_is_done(
     tmp_path: Path, small_drive: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     # 1 MiB tensors in parts of 2 MiB: the first files fit, a later one does not.
     source = write_source(tmp_path / "model", num_tensors=12, nbytes=2**20)
-    monkeypatch.setattr(conversion, "check_space", lambda output, nbytes: None)
-    if where == "writing":
-        monkeypatch.delattr(os, "posix_fallocate")
-    with pytest.raises(OSError, match="No space left") as caught:
-        convert(source, small_drive / "out", max_part_nbytes=2 * 2**20)
+    convert(source, tmp_path / "expected", max_part_nbytes=2 * 2**20)
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "check_space", lambda output, nbytes: None)
+        if where == "writing":
+            patch.setattr(files, "_allocate", os.ftruncate)
+        with pytest.raises(OSError, match="No space left") as caught:
+            convert(source, small_drive / "out", max_part_nbytes=2 * 2**20)
     assert caught.value.errno == errno.ENOSPC
+    assert "/.out.relayout-partial/output/model-rank-0-part-" in caught.value.filename
+    kept = kept_tensors(caught.value, small_drive / "out")
+    assert 4 <= len(kept) <= 8
+    grow(small_drive)
+    summary = convert(source, small_drive / "out", max_part_nbytes=2 * 2**20)
+    assert summary.resumed_nbytes == len(kept) * 2**20
+    assert content(small_drive / "out") == content(tmp_path / "expected")
+    assert_nothing_hidden(small_drive / "out")
+
+
+def test_a_drive_too_small_for_a_single_tensor_is_left_as_it_was(
+    tmp_path: Path, small_drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_source(tmp_path / "model", num_tensors=1, nbytes=9 * 2**20)
+    monkeypatch.setattr(conversion, "check_space", lambda output, nbytes: None)
+    with pytest.raises(OSError, match="No space left") as caught:
+        convert(source, small_drive / "out")
+    assert not hasattr(caught.value, "__notes__")
     assert listing(small_drive) == []
     free = os.statvfs(small_drive)
     assert free.f_bfree == free.f_blocks, "an open file still holds space"
 
 
-def test_a_drive_that_fills_up_with_side_files_leaves_nothing(
+def test_of_threads_that_come_to_the_same_file_none_finds_it_half_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The one that has made it, and got no space for it, is slow to tell; the others want to write to it as well.
+    source = write_source(tmp_path / "model", num_tensors=12, nbytes=2**20)
+    true_put = RankFileSink.put
+
+    def allocate(fd: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def put(*args: Any) -> None:
+        try:
+            true_put(*args)
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                time.sleep(0.2)
+            raise
+
+    monkeypatch.setattr(files, "_allocate", allocate)
+    monkeypatch.setattr(RankFileSink, "put", put)
+    with pytest.raises(OSError, match="No space left"):
+        convert(source, tmp_path / "out")
+    assert listing(tmp_path) == ["model", "model/model.safetensors"]
+
+
+def test_a_drive_that_fills_up_with_side_files_keeps_what_is_done(
     tmp_path: Path, small_drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_source(tmp_path / "model")
     (source / "tokenizer.model").write_bytes(np.arange(2 * 2**20, dtype=np.uint64).tobytes())
-    monkeypatch.setattr(conversion, "check_space", lambda output, nbytes: None)
-    with pytest.raises(OSError, match="No space left"):
-        convert(source, small_drive / "out")
-    assert listing(small_drive) == []
+    convert(source, tmp_path / "expected")
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "check_space", lambda output, nbytes: None)
+        with pytest.raises(OSError, match="No space left") as caught:
+            convert(source, small_drive / "out")
+    assert not (small_drive / "out").exists()
+    grow(small_drive)
+    assert kept_tensors(caught.value, small_drive / "out") == {0}
+    assert convert(source, small_drive / "out").resumed_nbytes == W.nbytes
+    assert content(small_drive / "out") == content(tmp_path / "expected")
+    assert_nothing_hidden(small_drive / "out")
 
 
 def test_what_fits_a_small_drive_is_written_to_it(tmp_path: Path, small_drive: Path) -> None:
@@ -352,11 +482,16 @@ def test_a_forced_conversion_that_fails_keeps_the_old_folder(tmp_path: Path, mon
         run_steps(*args, **options)
         raise OSError(errno.EIO, "the drive is gone")
 
-    monkeypatch.setattr(conversion, "run_steps", fail)
-    with pytest.raises(OSError, match="the drive is gone"):
-        convert(source, tmp_path / "out", force=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "run_steps", fail)
+        with pytest.raises(OSError, match="the drive is gone") as caught:
+            convert(source, tmp_path / "out", force=True, align=512)
     assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
+    assert kept_tensors(caught.value, tmp_path / "out") == {0}
+    convert(source, tmp_path / "expected", align=512)
+    assert convert(source, tmp_path / "out", force=True, align=512).resumed_nbytes == W.nbytes
+    assert content(tmp_path / "out") == content(tmp_path / "expected")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["expected", "model", "out"]
 
 
 def test_a_folder_that_comes_up_meanwhile_is_not_destroyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,18 +503,28 @@ def test_a_folder_that_comes_up_meanwhile_is_not_destroyed(tmp_path: Path, monke
         (tmp_path / "out" / "precious").write_text("theirs")
         return run_steps(*args, **options)
 
-    monkeypatch.setattr(conversion, "run_steps", run_and_meet_another)
-    with pytest.raises((PlanError, OSError), match="out"):
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "run_steps", run_and_meet_another)
+        with pytest.raises((PlanError, OSError), match="out") as caught:
+            convert(source, tmp_path / "out")
+    assert content(tmp_path / "out") == {"precious": b"theirs"}
+    with pytest.raises(PlanError, match="out: is not empty"):
         convert(source, tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
-    assert listing(tmp_path / "out") == ["precious"]
+    assert content(tmp_path / "out") == {"precious": b"theirs"}
+    assert kept_tensors(caught.value, tmp_path / "out") == {0}
+    shutil.rmtree(tmp_path / "out")
+    convert(source, tmp_path / "expected")
+    assert convert(source, tmp_path / "out").resumed_nbytes == W.nbytes
+    assert content(tmp_path / "out") == content(tmp_path / "expected")
+    assert_nothing_hidden(tmp_path / "out")
 
 
 def test_a_link_in_the_place_of_the_partial_folder_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "precious").write_text("mine")
     (tmp_path / ".out.relayout-partial").symlink_to("elsewhere")
-    with suppress(OSError), staging_folder(tmp_path / "out") as folder:
+    with suppress(OSError), staging_folder(tmp_path / "out") as staging:
+        folder = staging.folder
         (folder / "file").write_text("new")
     assert not (tmp_path / "out").is_symlink()
     assert listing(tmp_path / "elsewhere") == ["precious"]
@@ -391,7 +536,8 @@ def test_if_the_last_rename_fails_the_old_folder_is_still_there(
 ) -> None:
     source, out = write_source(tmp_path / "model"), tmp_path / "out"
     convert(source, out)
-    before = {path: path.read_bytes() for path in out.iterdir()}
+    before = content(out)
+    convert(source, tmp_path / "expected", align=512)
     true_rename = os.rename
     failed: list[str | Path] = []
 
@@ -401,15 +547,20 @@ def test_if_the_last_rename_fails_the_old_folder_is_still_there(
             raise kind("now")
         true_rename(old, new, **options)
 
-    monkeypatch.setattr(os, "rename", rename)
-    with pytest.raises(kind, match="now"):
-        convert(source, out, force=True)
-    assert {path: path.read_bytes() for path in out.iterdir()} == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", rename)
+        with pytest.raises(kind, match="now") as caught:
+            convert(source, out, force=True, align=512)
+    assert content(out) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.relayout-partial", "expected", "model", "out"]
+    assert kept_tensors(caught.value, out) == {0}
+    assert convert(source, out, force=True, align=512).resumed_nbytes == W.nbytes
+    assert content(out) == content(tmp_path / "expected")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["expected", "model", "out"]
 
 
 @pytest.mark.parametrize("moment", ["while the first comes up", "before the second"])
-def test_an_interruption_while_threads_are_being_started_leaves_neither_files_nor_threads(
+def test_an_interruption_while_threads_are_being_started_leaves_no_threads_and_keeps_what_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     # Ctrl-C reaches the main thread anywhere: also when some workers run already, and others do not exist yet.
@@ -423,18 +574,24 @@ def test_an_interruption_while_threads_are_being_started_leaves_neither_files_no
             started.append(thread)
             true_start(thread)
         if is_second or moment == "while the first comes up":
-            while not any(any(folder.glob("*.safetensors")) for folder in tmp_path.glob(".out*")):
+            while not any(any(folder.rglob("*.safetensors")) for folder in tmp_path.glob(".out*")):
                 time.sleep(0.001)
             raise KeyboardInterrupt("now")
 
-    monkeypatch.setattr(threading.Thread, "start", start)
-    with pytest.raises(KeyboardInterrupt, match="now"):
-        convert(source, tmp_path / "out")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(KeyboardInterrupt, match="now") as caught:
+            convert(source, tmp_path / "out")
     running = [thread for thread in started if thread.is_alive()]
     for thread in running:
         thread.join()
     assert running == []
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+    kept = kept_tensors(caught.value, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.relayout-partial", "model"]
+    assert convert(source, tmp_path / "out").resumed_nbytes == len(kept) * 8 * 2**20
+    convert(source, tmp_path / "expected")
+    assert content(tmp_path / "out") == content(tmp_path / "expected")
+    assert_nothing_hidden(tmp_path / "out")
 
 
 def test_an_interruption_waits_for_what_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,10 +614,11 @@ def test_an_interruption_waits_for_what_is_being_written(tmp_path: Path, monkeyp
         raise KeyboardInterrupt("now")
 
     main_thread = threading.get_ident()
+    convert(source, tmp_path / "expected")
     monkeypatch.setattr(OutputFile, "write", write_slowly)
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        with pytest.raises(KeyboardInterrupt, match="now"):
+        with pytest.raises(KeyboardInterrupt, match="now") as caught:
             convert(source, tmp_path / "out")
         ended_first = written.is_set()
     finally:
@@ -468,7 +626,11 @@ def test_an_interruption_waits_for_what_is_being_written(tmp_path: Path, monkeyp
         written.wait(2)  # Or the thread would meet the next test.
     assert writing.is_set()
     assert ended_first, "the conversion came to an end before its own writes"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+    assert kept_tensors(caught.value, tmp_path / "out") == {0}
+    monkeypatch.undo()
+    assert convert(source, tmp_path / "out").resumed_nbytes == W.nbytes
+    assert content(tmp_path / "out") == content(tmp_path / "expected")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["expected", "model", "out"]
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="drops the superuser's rights by Linux's prctl")

@@ -1,0 +1,237 @@
+"""`restore`: the original checkpoint, every file byte for byte, from a converted folder alone.
+
+The conversion's own copy steps are carried out the other way: what a step wrote to rank files is read from them, put
+back to where it came from, hashed, and written to the shards.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from relayout.catalogue import Catalogue, SourceFile, SourceTensor
+from relayout.copyplan import Span, Step, copy_steps
+from relayout.dtypes import num_bytes
+from relayout.errors import FormatError
+from relayout.extents import BLOCK, Extent, align_down, align_up
+from relayout.files import Buffer, InputFile, OutputFile
+from relayout.folder import read_manifest, read_table
+from relayout.header import parse_header
+from relayout.index import Manifest
+from relayout.journal import TensorDigests
+from relayout.memory import peak_nbytes
+from relayout.plan import Plan
+from relayout.record import SourceRecord
+from relayout.sidefiles import check_side_file, copy_side_file, write_file, write_header
+from relayout.staging import check_output, check_space, clear_up, staging_folder
+from relayout.stored import read_record, stored_layout
+from relayout.strided import copy_runs
+from relayout.workers import Stop, Turns, Workers
+from relayout.writer import DEFAULT_JOBS, DEFAULT_MEMORY, Hashes, Loaded, share_memory
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a restoration did."""
+
+    output: str
+    num_files: int
+    """Shards written."""
+    num_tensors: int
+    written_nbytes: int
+    """Bytes of all shards."""
+    seconds: float
+    peak_nbytes: int
+    """The most memory that the process ever held (resident)."""
+
+    def as_json(self) -> dict[str, object]:
+        """For `--json`."""
+        return asdict(self)
+
+
+def restore(
+    path: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    force: bool = False,
+    jobs: int = DEFAULT_JOBS,
+    memory: int = DEFAULT_MEMORY,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Restored:
+    """Write the checkpoint that a folder was converted from: its shards, index and side files, byte for byte.
+
+    Args:
+        path: a folder that `convert` wrote.
+        output: the folder to make. It appears complete, with every digest right, or not at all.
+        force: replace an output folder that relayout converted.
+        jobs: threads that copy.
+        memory: bytes that they may use for copying.
+        on_progress: called now and then with (bytes done, bytes in all).
+
+    Raises:
+        FormatError: the folder is damaged, or lacks what the source had.
+        PlanError: it cannot be restored to `output`.
+        OSError: reading or writing failed; nothing is left behind.
+    """
+    started = time.monotonic()
+    jobs, chunk_nbytes = share_memory(jobs, memory)
+    folder, output = Path(path), Path(output)
+    manifest = read_manifest(folder)
+    record = read_record(folder, manifest)
+    clear_up(output)
+    check_output(folder, output, force=force)
+    written = sum(file.nbytes for file in record.files)
+    with staging_folder(output, replace=force) as staging:
+        staging.clear()
+        check_space(output, written + sum(side.nbytes for side in record.side_files))
+        catalogue = _catalogue(folder, staging.folder, record)
+        total = catalogue.nbytes
+        _restore_tensors(
+            folder,
+            manifest,
+            record,
+            catalogue,
+            jobs,
+            chunk_nbytes,
+            None if on_progress is None else lambda done: on_progress(done, total),
+        )
+        for file in catalogue.files:
+            write_header(file.path, file.header, file.nbytes)
+        if record.index is not None:
+            write_file(staging.folder / record.index[0], record.index[1])
+        for side in record.side_files:
+            check_side_file(folder / side.name, side, copy_side_file(folder, staging.folder, side.name))
+    return Restored(
+        output=str(output),
+        num_files=len(record.files),
+        num_tensors=len(record.names),
+        written_nbytes=written,
+        seconds=time.monotonic() - started,
+        peak_nbytes=peak_nbytes(),
+    )
+
+
+def _catalogue(folder: Path, place: Path, record: SourceRecord) -> Catalogue:
+    """The source's catalogue, of files that are still to be written at `place`.
+
+    Raises:
+        FormatError: the shards had bytes that the record does not tell of.
+    """
+    files = []
+    tensors = []
+    stored: list[dict[str, tuple[str, tuple[int, ...], int]]] = [{} for _ in record.files]
+    for name, dtype, shape, file, offset in zip(
+        record.names, record.dtypes, record.shapes, record.file_of, record.offsets, strict=True
+    ):
+        stored[file][name] = (dtype, shape, offset)
+        tensors.append(SourceTensor(name, dtype, shape, file, Extent(offset, num_bytes(dtype, shape) or 0)))
+    for shard, expected in zip(record.files, stored, strict=True):
+        header = parse_header(shard.header, shard.nbytes, f"{folder}: header of {shard.name}")
+        for entry in header.tensors:
+            if expected.pop(entry.name, None) != (entry.dtype, entry.shape, header.data_start + entry.offset):
+                raise FormatError(
+                    f"{folder}: {shard.name} cannot be restored: its tensor {entry.name!r} was not converted"
+                )
+        if expected:
+            raise FormatError(f"{folder}: header of {shard.name}: tensor {min(expected)!r} is not in it")
+        path = place / shard.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.append(SourceFile(shard.name, path, shard.nbytes, header.data_start, shard.header))
+    return Catalogue(folder, tuple(files), tuple(tensors), {}, {}, record.index, (), ())
+
+
+def _restore_tensors(
+    folder: Path,
+    manifest: Manifest,
+    record: SourceRecord,
+    catalogue: Catalogue,
+    jobs: int,
+    chunk_nbytes: int,
+    on_progress: Callable[[int], None] | None,
+) -> None:
+    """Read all rank files, and write the bytes of all tensors.
+
+    Raises:
+        FormatError: a tensor's bytes are not what the source's were.
+        OSError: a read or a write failed.
+    """
+    tables = [read_table(folder, manifest, rank) for rank in range(manifest.num_ranks)]
+    layout = stored_layout(manifest, tables, catalogue)
+    plan = Plan(manifest.plan, manifest.num_ranks, tuple(record.slices))
+    stop = Stop()
+    turns = Turns(stop)
+
+    def check(t: int, digests: TensorDigests) -> None:
+        if digests.source != record.digests[t]:
+            raise FormatError(f"{folder}: tensor {record.names[t]!r}: the stored bytes are damaged")
+
+    hashes = Hashes(catalogue, plan, check, slices=False)
+    opened = threading.Lock()
+    outputs: dict[int, OutputFile] = {}
+    inputs: dict[tuple[int, int], InputFile] = {}
+
+    def source(rank: int, part: int) -> InputFile:
+        with opened:
+            if (rank, part) not in inputs:
+                file = layout.ranks[rank][part]
+                inputs[rank, part] = stack.enter_context(InputFile(folder / file.name, file.nbytes, pass_by=True))
+            return inputs[rank, part]
+
+    def target(file: int) -> OutputFile:
+        with opened:
+            if file not in outputs:
+                shard = catalogue.files[file]
+                outputs[file] = OutputFile(shard.path, shard.nbytes)
+                stack.callback(outputs[file].close)
+            return outputs[file]
+
+    def work(memory: tuple[Buffer, Buffer], step: Step) -> int:
+        loaded = Loaded.place(step.ranges, memory[0])
+        for span in step.spans:
+            _put_back(span, loaded, catalogue, source, memory[1])
+        for file, extent in _joined(step, catalogue):
+            position = loaded.position(file, extent.offset)
+            target(file).write(extent.offset, loaded.memory[position : position + extent.nbytes], position)
+        if step.turn is not None:
+            turns.wait(*step.turn)
+        for t, extent in step.tensors:
+            position = loaded.position(catalogue.tensors[t].file, extent.offset)
+            hashes.update_source(t, loaded.memory[position : position + extent.nbytes])
+        if step.turn is not None:
+            turns.done(step.turn[0])
+        return step.nbytes
+
+    steps = (step for step in copy_steps(catalogue, plan, layout, chunk_nbytes=chunk_nbytes) if step.tensors)
+    with ExitStack() as stack:
+        Workers(jobs, steps, lambda: (Buffer(), Buffer()), work, stop).run(on_progress)
+
+
+def _put_back(
+    span: Span, loaded: Loaded, catalogue: Catalogue, source: Callable[[int, int], InputFile], buffer: Buffer
+) -> None:
+    """Read a span from the first of its targets, and spread its pieces to where they came from."""
+    place = span.targets[0]
+    start = align_down(place.offset, BLOCK)
+    blocks = buffer.reserve(align_up(place.offset + span.nbytes, BLOCK) - start)
+    source(place.rank, place.part).read(start, blocks)
+    stored = blocks[place.offset - start :]
+    for piece in span.pieces:
+        file = catalogue.tensors[piece.tensor].file
+        origin = loaded.position(file, piece.transfer.source) - piece.transfer.source
+        copy_runs(stored, loaded.memory, piece.transfer.inverted().shifted(target=origin))
+
+
+def _joined(step: Step, catalogue: Catalogue) -> Sequence[tuple[int, Extent]]:
+    """The step's source bytes as (file, extent), neighbours made one."""
+    joined: list[tuple[int, Extent]] = []
+    for file, extent in sorted((catalogue.tensors[t].file, extent) for t, extent in step.tensors):
+        if joined and joined[-1][0] == file and joined[-1][1].end == extent.offset:
+            joined[-1] = (file, Extent(joined[-1][1].offset, joined[-1][1].nbytes + extent.nbytes))
+        else:
+            joined.append((file, extent))
+    return joined

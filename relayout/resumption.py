@@ -1,0 +1,109 @@
+"""Going on with a conversion that was interrupted: what an earlier attempt claims, and what of it is true."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from relayout.catalogue import Catalogue
+from relayout.errors import FormatError, PlanError
+from relayout.extents import Extent
+from relayout.header import json_text
+from relayout.index import FORMAT_VERSION
+from relayout.journal import TensorDigests, Undertaking, read_journal
+from relayout.layout import Layout, RankFile
+from relayout.plan import Plan
+from relayout.rehash import HashedFile, hash_files
+from relayout.sidecar import digest_hex
+from relayout.slicing import Slice, distinct_slices, slice_nbytes
+from relayout.staging import Staging, remove
+
+
+def undertaking_of(catalogue: Catalogue, plan: Plan, layout: Layout, max_part_nbytes: int) -> Undertaking:
+    """What a conversion is of, as the source is now, and to.
+
+    Raises:
+        OSError: a source file is gone.
+    """
+    files = []
+    for file in catalogue.files:
+        status = file.path.stat()
+        name = os.fsencode(file.name).hex()  # It need not be UTF-8.
+        files.append([name, status.st_size, status.st_mtime_ns, digest_hex(file.header)])
+    cuts: dict[tuple[Slice, ...], int] = {}
+    options = [
+        FORMAT_VERSION,
+        plan.num_ranks,
+        plan.name,
+        plan.expert_parallel,
+        layout.alignment,
+        max_part_nbytes,
+        [cuts.setdefault(slices, len(cuts)) for slices in plan.slices],
+        [[[part.axis, part.ranges] for part in slices] for slices in cuts],
+    ]
+    return Undertaking(digest_hex(json_text(files).encode()), digest_hex(json_text(options).encode()))
+
+
+def claims_of(staging: Staging, undertaking: Undertaking, *, force: bool) -> Mapping[int, TensorDigests]:
+    """What an earlier attempt at the same says it has done. Of anything else nothing is left, or it is refused.
+
+    Raises:
+        PlanError: the place holds an attempt at something else, and is not to be cleared by `force`.
+    """
+    staging.is_kept = True
+    found = read_journal(staging.place)
+    if found is not None and found[0] == undertaking and found[1]:
+        return found[1]
+    if found is not None and found[1] and not force:
+        what = "the source has changed since" if found[0].options == undertaking.options else "with other options"
+        raise PlanError(
+            f"{staging.place}: holds an interrupted conversion, {what}; --force discards it and starts afresh"
+        )
+    staging.is_kept = False
+    staging.clear()
+    return {}
+
+
+def still_true(
+    folder: Path, claims: Mapping[int, TensorDigests], catalogue: Catalogue, plan: Plan, layout: Layout, jobs: int
+) -> dict[int, TensorDigests]:
+    """Those of the claimed tensors whose stored bytes have the claimed digests. What is no rank file is deleted.
+
+    Raises:
+        OSError: a read failed.
+    """
+    files = {file.name: file for files in layout.ranks for file in files}
+    for path in list(folder.iterdir()) if claims else []:
+        file = files.get(path.name)
+        status = path.lstat()
+        is_plain = stat.S_ISREG(status.st_mode) and status.st_nlink == 1
+        if file is None or not is_plain or status.st_size != file.nbytes:
+            remove(path)
+    wrong = {t for t, digests in claims.items() if not _fits(t, digests, plan)}
+    for files_of_rank in layout.ranks if claims else ():
+        for file in files_of_rank:
+            wrong |= _wrong(folder, file, claims, catalogue, plan, jobs)
+    return {t: digests for t, digests in claims.items() if t not in wrong}
+
+
+def _fits(t: int, digests: TensorDigests, plan: Plan) -> bool:
+    return 0 <= t < len(plan.slices) and len(digests.slices) == len(distinct_slices(plan.slices[t])[0])
+
+
+def _wrong(
+    folder: Path, file: RankFile, claims: Mapping[int, TensorDigests], catalogue: Catalogue, plan: Plan, jobs: int
+) -> set[int]:
+    """The claimed tensors whose slice is not in this rank file as it should be."""
+    rows = []
+    for t, offset in zip(file.tensors, file.offsets, strict=True):
+        if t in claims and _fits(t, claims[t], plan):
+            tensor, part = catalogue.tensors[t], plan.slices[t][file.rank]
+            rows.append((t, Extent(offset, slice_nbytes(tensor.dtype, tensor.shape, part))))
+    try:
+        [digests] = hash_files([HashedFile(folder / file.name, file.nbytes, [extent for _, extent in rows])], jobs)
+    except FormatError:
+        return {t for t, _ in rows}
+    held = (distinct_slices(plan.slices[t])[1][file.rank] for t, _ in rows)
+    return {t for (t, _), which, digest in zip(rows, held, digests, strict=True) if claims[t].slices[which] != digest}

@@ -1,0 +1,65 @@
+"""Writes the small files of a folder, each on the drive when its call returns."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+import xxhash
+
+from relayout.errors import FormatError
+from relayout.files import naming
+from relayout.record import SideFile
+
+_COPY_NBYTES = 2**20
+
+
+def copy_side_file(source: Path, folder: Path, name: str) -> SideFile:
+    """Copy a file, with its permission bits, from one folder to another."""
+    target = folder / name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    digest = xxhash.xxh3_128()
+    nbytes = 0
+    with naming(target), (source / name).open("rb") as reader, target.open("xb") as writer:
+        mode = os.fstat(reader.fileno()).st_mode & 0o777
+        while chunk := _read(reader, source / name):
+            digest.update(chunk)
+            nbytes += len(chunk)
+            writer.write(chunk)
+        os.fchmod(writer.fileno(), mode)
+        writer.flush()
+        os.fsync(writer.fileno())
+    return SideFile(name, nbytes, digest.hexdigest(), mode)
+
+
+def _read(reader: BinaryIO, path: Path) -> bytes:
+    with naming(path):
+        return reader.read(_COPY_NBYTES)
+
+
+def check_side_file(path: Path, expected: SideFile, found: SideFile) -> None:
+    """Refuse a copy that is not what it should be.
+
+    Raises:
+        FormatError: its bytes are not.
+    """
+    if (found.nbytes, found.digest) != (expected.nbytes, expected.digest):
+        raise FormatError(f"{path}: differs from the file that was copied")
+
+
+def write_header(path: Path, header: bytes, nbytes: int) -> None:
+    """Write the header of a file of `nbytes`, which is there already, or has no data section."""
+    with naming(path), open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b") as stream:
+        stream.write(header)
+        stream.truncate(nbytes)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def write_file(path: Path, blob: bytes) -> None:
+    """Write a new file."""
+    with naming(path), path.open("xb") as stream:
+        stream.write(blob)
+        stream.flush()
+        os.fsync(stream.fileno())

@@ -1,0 +1,223 @@
+"""Digests of stored bytes are those of the bytes, however the extents lie and the requests are cut."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from relayout import rehash
+from relayout.errors import FormatError
+from relayout.extents import BLOCK, Extent
+from relayout.files import InputFile
+from relayout.rehash import CHUNK_NBYTES, HashedFile, hash_files
+
+NBYTES = 10 * BLOCK + 1234
+BYTES = np.random.default_rng(3).bytes(NBYTES)
+EMPTY = xxhash.xxh3_128_hexdigest(b"")
+
+true_read = InputFile.read
+
+
+def expected(extents: Sequence[Extent], blob: bytes = BYTES) -> list[str]:
+    return [xxhash.xxh3_128_hexdigest(blob[one.offset : one.end]) for one in extents]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("rehash") / "file"
+    place.write_bytes(BYTES)
+    return place
+
+
+@pytest.fixture(params=[1, 2, 5, 1000], ids=lambda blocks: f"chunks of {blocks} blocks")
+def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Requests of another size, so that a small file takes many."""
+    nbytes: int = request.param * BLOCK
+    monkeypatch.setattr(rehash, "CHUNK_NBYTES", nbytes)
+    return nbytes
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[Extent]:
+    """What is read."""
+    seen: list[Extent] = []
+
+    def spy(self: InputFile, offset: int, view: memoryview) -> None:
+        seen.append(Extent(offset, view.nbytes))
+        true_read(self, offset, view)
+
+    monkeypatch.setattr(InputFile, "read", spy)
+    return seen
+
+
+@st.composite
+def arrangements(draw: Callable[[Any], Any]) -> list[Extent]:
+    """Extents in order, without overlap: with gaps, without, empty ones among them."""
+    near = st.sampled_from([0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 5 * BLOCK])
+    extents = []
+    offset = 0
+    for _ in range(draw(st.integers(0, 12))):
+        offset = min(NBYTES, offset + draw(st.one_of(st.just(0), near, st.integers(0, NBYTES))))
+        length = min(NBYTES - offset, draw(st.one_of(st.just(0), near, st.integers(0, NBYTES))))
+        extents.append(Extent(offset, length))
+        offset += length
+    return extents
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(extents=arrangements(), threads=st.integers(1, 4))
+def test_digests_are_those_of_the_files_bytes(path: Path, chunks: int, extents: list[Extent], threads: int) -> None:
+    assert hash_files([HashedFile(path, NBYTES, extents)], threads) == [expected(extents)]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(extents=arrangements(), empty=st.lists(st.tuples(st.integers(0, 12), st.integers(0, NBYTES)), max_size=3))
+def test_empty_extents_may_lie_anywhere(
+    path: Path, chunks: int, extents: list[Extent], empty: list[tuple[int, int]]
+) -> None:
+    for position, offset in empty:
+        extents.insert(position, Extent(offset, 0))
+    assert hash_files([HashedFile(path, NBYTES, extents)], 2) == [expected(extents)]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=30)
+@given(arrangement=st.lists(arrangements(), max_size=4), threads=st.integers(1, 4))
+def test_several_files_are_not_mixed_up(path: Path, chunks: int, arrangement: list[list[Extent]], threads: int) -> None:
+    other = path.with_name("other")
+    if not other.exists():
+        other.write_bytes(BYTES[::-1])
+    files = [HashedFile((path, other)[n % 2], NBYTES, extents) for n, extents in enumerate(arrangement)]
+    found = hash_files(files, threads)
+    assert found == [expected(one, (BYTES, BYTES[::-1])[n % 2]) for n, one in enumerate(arrangement)]
+
+
+def test_an_extent_over_many_chunks_is_one(path: Path, chunks: int) -> None:
+    extents = [Extent(5, NBYTES - 5)]
+    assert hash_files([HashedFile(path, NBYTES, extents)], 3) == [expected(extents)]
+
+
+def test_extents_that_meet_in_a_block_on_a_chunks_border_are_two(path: Path, chunks: int) -> None:
+    for border in range(chunks, min(NBYTES, 10 * chunks), chunks):
+        for meet in (border - 1, border, border + 1):
+            for gap in (0, 1, BLOCK):
+                extents = [Extent(3, meet - 3), Extent(meet + gap, max(0, min(NBYTES, meet + gap + 99) - meet - gap))]
+                assert hash_files([HashedFile(path, NBYTES, extents)], 2) == [expected(extents)]
+
+
+def test_a_file_larger_than_a_chunk_needs_no_patching(tmp_path: Path) -> None:
+    nbytes = 2 * CHUNK_NBYTES + 4321
+    blob = np.random.default_rng(4).bytes(nbytes)
+    (tmp_path / "file").write_bytes(blob)
+    extents = [Extent(0, 10), Extent(10, CHUNK_NBYTES), Extent(CHUNK_NBYTES + 5000, nbytes - CHUNK_NBYTES - 5000)]
+    seen: list[int] = []
+    found = hash_files([HashedFile(tmp_path / "file", nbytes, extents)], 2, seen.append)
+    assert found == [expected(extents, blob)]
+    assert seen[-1] >= nbytes
+
+
+def test_nothing_is_read_twice_or_in_vain(path: Path, chunks: int, reads: list[Extent]) -> None:
+    extents = [Extent(10, 20), Extent(30, 5), Extent(BLOCK - 1, 2), Extent(5 * BLOCK, 0), Extent(7 * BLOCK + 9, BLOCK)]
+    hash_files([HashedFile(path, NBYTES, extents)], 1)
+    blocks = sorted(block for one in reads for block in range(one.offset // BLOCK, one.end // BLOCK))
+    assert blocks == [0, 1, 7, 8]
+    assert all(one.offset % BLOCK == one.nbytes % BLOCK == 0 and one.nbytes <= chunks for one in reads)
+
+
+def test_where_there_is_nothing_to_hash_nothing_is_read(path: Path, reads: list[Extent]) -> None:
+    assert hash_files([], 2) == []
+    assert hash_files([HashedFile(path, NBYTES, [])], 2) == [[]]
+    assert hash_files([HashedFile(path, NBYTES, [Extent(0, 0), Extent(NBYTES, 0)])], 2) == [[EMPTY, EMPTY]]
+    assert reads == []
+
+
+def test_one_flipped_bit_changes_one_digest(path: Path, tmp_path: Path) -> None:
+    extents = [Extent(start, 1000) for start in range(0, NBYTES - 1000, 1000)]
+    for position in (0, 999, 1000, BLOCK, 2 * BLOCK - 1, 20_500):
+        blob = bytearray(BYTES)
+        blob[position] ^= 16
+        (tmp_path / "file").write_bytes(blob)
+        [found] = hash_files([HashedFile(tmp_path / "file", NBYTES, extents)], 2)
+        differ = [n for n, (a, b) in enumerate(zip(found, expected(extents), strict=True)) if a != b]
+        assert differ == [position // 1000]
+
+
+def missing(path: Path) -> Iterator[str]:
+    path.unlink()
+    yield r"file: is missing"
+
+
+def too_short(path: Path) -> Iterator[str]:
+    os.truncate(path, NBYTES - 1)
+    yield rf"file: {NBYTES - 1} bytes long, expected {NBYTES}"
+
+
+def too_long(path: Path) -> Iterator[str]:
+    os.truncate(path, NBYTES + 1)
+    yield rf"file: {NBYTES + 1} bytes long, expected {NBYTES}"
+
+
+def empty(path: Path) -> Iterator[str]:
+    os.truncate(path, 0)
+    yield rf"file: 0 bytes long, expected {NBYTES}"
+
+
+@pytest.mark.parametrize("trouble", [missing, too_short, too_long, empty])
+@pytest.mark.parametrize("extents", [[], [Extent(0, 0)], [Extent(0, 100)]], ids=["nothing", "empty", "some"])
+def test_a_file_of_another_length_is_refused(
+    tmp_path: Path, trouble: Callable[[Path], Iterator[str]], extents: list[Extent]
+) -> None:
+    (tmp_path / "file").write_bytes(BYTES)
+    says = next(trouble(tmp_path / "file"))
+    with pytest.raises(FormatError, match=says):
+        hash_files([HashedFile(tmp_path / "file", NBYTES, extents)], 2)
+
+
+@pytest.mark.parametrize("what", ["folder", "fifo"])
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path, what: str) -> None:
+    if what == "folder":
+        (tmp_path / "file").mkdir()
+    else:
+        os.mkfifo(tmp_path / "file")
+    with pytest.raises(FormatError, match="file: "):
+        hash_files([HashedFile(tmp_path / "file", NBYTES, [Extent(0, 1)])], 2)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_a_read_that_fails_names_file_and_offset(
+    path: Path, chunks: int, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    true_preadv = os.preadv
+
+    def preadv(fd: int, views: list[memoryview], offset: int) -> int:
+        if offset <= 4 * BLOCK < offset + views[0].nbytes:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return true_preadv(fd, views, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    at = 4 * BLOCK // chunks * chunks
+    with pytest.raises(OSError, match=rf"Input/output error at byte {at}\b.*/file") as caught:
+        hash_files([HashedFile(path, NBYTES, [Extent(0, NBYTES)])], threads)
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(path))
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rehash, "CHUNK_NBYTES", BLOCK)
+    file = tmp_path / "file"
+    file.write_bytes(BYTES)
+
+    def read(self: InputFile, offset: int, view: memoryview) -> None:
+        true_read(self, offset, view)
+        os.truncate(file, 2 * BLOCK)
+
+    monkeypatch.setattr(InputFile, "read", read)
+    with pytest.raises(FormatError, match=rf"file: ends at byte {2 * BLOCK}, expected {NBYTES} bytes"):
+        hash_files([HashedFile(file, NBYTES, [Extent(0, NBYTES)])], 1)

@@ -228,7 +228,7 @@ def restore(
     force: Annotated[bool, typer.Option("--force", help="Replace DIR if relayout converted it.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Give back the original checkpoint, every file byte for byte, from a converted one alone."""
+    """Write the source's shards, index and side files again, byte for byte, from a converted folder alone."""
     with _errors():
         from relayout import restoration, terminal
         from relayout.sizes import parse_size

@@ -27,6 +27,7 @@ from relayout.layout import (
 from relayout.memory import peak_nbytes
 from relayout.plan import TRANSFORMERS, Plan, Unmatched, plan_for
 from relayout.record import dump_record
+from relayout.rehash import CHUNK_NBYTES as REHASH_NBYTES
 from relayout.resumption import claims_of, still_true, undertaking_of
 from relayout.sidecar import SOURCE_RECORD_NAME, compress, digest_hex, dump_manifest, dump_table, table_name
 from relayout.sidefiles import copy_side_file, write_file, write_header
@@ -189,7 +190,8 @@ def carry_out(
         claims = claims_of(staging, undertaking, force=force)
         staging.advice = f"what is done is kept in {staging.place}; the same command goes on from there"
         check_space(conversion.output, _needed_nbytes(conversion) - staging.allocated_nbytes())
-        done = still_true(staging.folder, claims, catalogue, conversion.plan, layout, jobs)
+        num_readers = max(1, min(jobs, memory // REHASH_NBYTES))
+        done = still_true(staging.folder, claims, catalogue, conversion.plan, layout, num_readers)
         resumed_nbytes = sum(catalogue.tensors[t].extent.nbytes for t in done)
         with Journal(staging.place, undertaking, append=bool(claims)) as journal:
 

@@ -237,12 +237,14 @@ class OutputFile:
         self._write(self._fd, high, view[high - offset :])
 
     def _write_behind(self, offset: int, nbytes: int) -> None:
-        _sync_range(self._fd, offset, nbytes, wait=False)
+        with naming(self.path):
+            _sync_range(self._fd, offset, nbytes, wait=False)
         with self._lock:
             self._behind.append((offset, nbytes))
             oldest = [self._behind.popleft() for _ in range(len(self._behind) - _MAX_BEHIND)]
         for extent in oldest:
-            _sync_range(self._fd, *extent, wait=True)
+            with naming(self.path):
+                _sync_range(self._fd, *extent, wait=True)
             _forget(self._fd, *extent)
 
     def _write(self, fd: int, offset: int, view: memoryview) -> None:
@@ -256,19 +258,41 @@ class OutputFile:
                 ) from None
 
     def close(self) -> None:
-        """Close the file."""
-        for extent in self._behind if self._fd >= 0 else ():
-            _sync_range(self._fd, *extent, wait=True)
-            _forget(self._fd, *extent)
-        self._behind.clear()
-        for fd in (self._fd, self._direct_fd):
-            if fd >= 0:
-                os.close(fd)
+        """Return when what was written is on the drive, and close the file.
+
+        Raises:
+            OSError: it could not all be written. The kernel tells this once, to a descriptor that was open then.
+        """
+        fds = [fd for fd in (self._fd, self._direct_fd) if fd >= 0]
         self._fd = self._direct_fd = -1
+        try:
+            with naming(self.path):
+                for fd in fds[:1]:
+                    os.fsync(fd)
+                    for extent in self._behind:
+                        _forget(fd, *extent)
+        finally:
+            for fd in fds:
+                os.close(fd)
 
 
 def _refused(path: Path) -> OSError:
     return OSError(errno.EOPNOTSUPP, "the file system refuses direct I/O; use backend 'buffered'", str(path))
+
+
+def sync_and_forget(path: Path) -> None:
+    """Let the next read of a file show what is on the drive.
+
+    Raises:
+        OSError: what is in the page cache could not be written.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        with naming(path):
+            os.fsync(fd)
+        _forget(fd, 0, 0)
+    finally:
+        os.close(fd)
 
 
 def sync_folder(path: Path) -> None:
@@ -313,10 +337,19 @@ def _forget(fd: int, offset: int, nbytes: int) -> None:
 
 
 def _sync_range(fd: int, offset: int, nbytes: int, *, wait: bool) -> None:
-    """Start writing bytes from the page cache to the drive, and perhaps wait for it. A hint: errors show at fsync."""
-    function = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    if function is not None:
-        function(fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), ctypes.c_uint(_WAIT if wait else _START))
+    """Start writing bytes from the page cache to the drive, and perhaps wait for it, where the system can.
+
+    Raises:
+        OSError: they could not be written; a later fsync would not tell again.
+    """
+    function = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
+    if function is None:
+        return
+    flags = ctypes.c_uint(_WAIT if wait else _START)
+    if function(fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), flags) != 0:
+        code = ctypes.get_errno()
+        if code not in _REFUSED | {errno.ENOSYS, errno.ESPIPE}:
+            raise OSError(code, os.strerror(code))
 
 
 def _allocate(fd: int, nbytes: int) -> None:

@@ -1,8 +1,9 @@
 """The journal of a conversion: which tensors are done, so that the same command can go on after an interruption.
 
 A file of lines, each with a digest of itself in front, appended as tensors are completed. A line that a dying process
-or machine left torn is not one. What a line claims is not believed either: whoever goes on reads the written bytes
-again and compares their digests (`conversion`), so that nothing need be forced to the drive before it is claimed.
+or machine left torn is not one. What a line claims of slices is not believed either: whoever goes on reads the
+written bytes again and compares their digests (`resumption`), so that nothing need be forced to the drive before it is
+claimed. The digest of the source tensor is taken from the line.
 """
 
 from __future__ import annotations

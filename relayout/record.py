@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from relayout.catalogue import Catalogue
+from relayout.dtypes import BITS, num_bytes
 from relayout.errors import FormatError
 from relayout.fields import Fields, parse_object
 from relayout.header import LENGTH_NBYTES
@@ -118,8 +119,7 @@ def parse_record(text: bytes, num_ranks: int, where: str) -> SourceRecord:
     top = Fields(parse_object(text, where), where)
     tensors = Fields(top.object("tensors"), where)
     side = Fields(top.object("side_files"), where)
-    count = len(tensors.top.get("name") or ())
-    num_side_files = len(side.top.get("name") or ())
+    count, num_side_files = _count(tensors), _count(side)
     rows = top.top.get("cuts")
     if not isinstance(rows, list) or not all(isinstance(row, list) and len(row) == num_ranks for row in rows):
         raise FormatError(f"{where}: 'cuts' is missing or not a list of {num_ranks} slices each")
@@ -132,7 +132,7 @@ def parse_record(text: bytes, num_ranks: int, where: str) -> SourceRecord:
     if file_of and max(file_of) >= len(files):
         raise FormatError(f"{where}: file {max(file_of)} of {len(files)}")
     index = None if top.top.get("index") is None else Fields(top.object("index"), where)
-    return SourceRecord(
+    record = SourceRecord(
         names=tensors.column("name", str, count),
         dtypes=tensors.column("dtype", str, count),
         shapes=parse_shapes(tensors.column("shape", list, count), where),
@@ -154,9 +154,47 @@ def parse_record(text: bytes, num_ranks: int, where: str) -> SourceRecord:
         ),
     )
 
+    _check_names(
+        [*(file.name for file in files), *(record.index or ())[:1], *(one.name for one in record.side_files)], where
+    )
+    _check_tensors(record, where)
+    return record
+
+
+def _count(fields: Fields) -> int:
+    names = fields.top.get("name")
+    return len(names) if isinstance(names, list) else 0
+
+
+def _check_names(names: Sequence[str], where: str) -> None:
+    """No two of them may want one place, as files or as folders."""
+    folders = {"/".join(parts[:end]) for name in names for parts in [name.split("/")] for end in range(1, len(parts))}
+    seen: set[str] = set()
+    for name in names:
+        if name in seen or name in folders:
+            raise FormatError(f"{where}: {name!r} is the name of two things")
+        seen.add(name)
+
+
+def _check_tensors(record: SourceRecord, where: str) -> None:
+    if len(set(record.names)) != len(record.names):
+        raise FormatError(f"{where}: a tensor name occurs twice")
+    for name, dtype, shape, file, offset in zip(
+        record.names, record.dtypes, record.shapes, record.file_of, record.offsets, strict=True
+    ):
+        nbytes = num_bytes(dtype, shape) if dtype in BITS else None
+        if nbytes is None or offset + nbytes > record.files[file].nbytes:
+            raise FormatError(f"{where}: tensor {name!r}: {dtype!r} {list(shape)} at {offset} is not in its file")
+    first = dict(zip(zip(record.slices, record.shapes, strict=True), record.names, strict=True))
+    for (slices, shape), name in first.items():
+        for part in slices:
+            ranges = part.ranges or ()
+            if ranges and (part.axis >= len(shape) or any(sum(one) > shape[part.axis] for one in ranges)):
+                raise FormatError(f"{where}: tensor {name!r}: {list(shape)} has no slice {part}")
+
 
 def _parse_files(fields: Fields, where: str) -> tuple[RecordedFile, ...]:
-    count = len(fields.top.get("name") or ())
+    count = _count(fields)
     names, sizes = fields.column("name", str, count), fields.column("nbytes", int, count)
     texts = (text.encode() for text in fields.column("header", str, count))
     return tuple(

@@ -1,4 +1,4 @@
-"""`restore`: the original checkpoint, every file byte for byte, from a converted folder alone.
+"""`restore`: the source's shards, index and side files, byte for byte, from a converted folder alone.
 
 The conversion's own copy steps are carried out the other way: what a step wrote to rank files is read from them, put
 back to where it came from, hashed, and written to the shards.
@@ -7,23 +7,24 @@ back to where it came from, hashed, and written to the shards.
 from __future__ import annotations
 
 import os
+import resource
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from relayout.catalogue import Catalogue, SourceFile, SourceTensor
 from relayout.copyplan import Span, Step, copy_steps
 from relayout.dtypes import num_bytes
-from relayout.errors import FormatError
+from relayout.errors import FormatError, PlanError
 from relayout.extents import BLOCK, Extent, align_down, align_up
 from relayout.files import Buffer, InputFile, OutputFile
 from relayout.folder import read_manifest, read_table
 from relayout.header import parse_header
 from relayout.index import Manifest
-from relayout.journal import TensorDigests
+from relayout.journal import TensorDigests, read_journal
 from relayout.memory import peak_nbytes
 from relayout.plan import Plan
 from relayout.record import SourceRecord
@@ -33,6 +34,9 @@ from relayout.stored import read_record, stored_layout
 from relayout.strided import copy_runs
 from relayout.workers import Stop, Turns, Workers
 from relayout.writer import DEFAULT_JOBS, DEFAULT_MEMORY, Hashes, Loaded, share_memory
+
+_OTHER_FILES = 256
+"""Descriptors that the process has for other things."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,8 @@ def restore(
 ) -> Restored:
     """Write the checkpoint that a folder was converted from: its shards, index and side files, byte for byte.
 
+    What the conversion left out (it said so) is not there to be given back.
+
     Args:
         path: a folder that `convert` wrote.
         output: the folder to make. It appears complete, with every digest right, or not at all.
@@ -87,6 +93,10 @@ def restore(
     check_output(folder, output, force=force)
     written = sum(file.nbytes for file in record.files)
     with staging_folder(output, replace=force) as staging:
+        found = read_journal(staging.place)
+        if found is not None and found[1] and not force:
+            staging.is_kept = True
+            raise PlanError(f"{staging.place}: holds an interrupted conversion; --force discards it")
         staging.clear()
         check_space(output, written + sum(side.nbytes for side in record.side_files))
         catalogue = _catalogue(folder, staging.folder, record)
@@ -105,7 +115,7 @@ def restore(
         if record.index is not None:
             write_file(staging.folder / record.index[0], record.index[1])
         for side in record.side_files:
-            check_side_file(folder / side.name, side, copy_side_file(folder, staging.folder, side.name))
+            check_side_file(folder / side.name, side, copy_side_file(folder, staging.folder, side.name, side))
     return Restored(
         output=str(output),
         num_files=len(record.files),
@@ -161,8 +171,8 @@ def _restore_tensors(
         OSError: a read or a write failed.
     """
     tables = [read_table(folder, manifest, rank) for rank in range(manifest.num_ranks)]
-    layout = stored_layout(manifest, tables, catalogue)
     plan = Plan(manifest.plan, manifest.num_ranks, tuple(record.slices))
+    layout = stored_layout(manifest, tables, catalogue, plan)
     stop = Stop()
     turns = Turns(stop)
 
@@ -206,9 +216,20 @@ def _restore_tensors(
             turns.done(step.turn[0])
         return step.nbytes
 
+    _allow_open_files(2 * len(catalogue.files) + sum(map(len, layout.ranks)))
     steps = (step for step in copy_steps(catalogue, plan, layout, chunk_nbytes=chunk_nbytes) if step.tensors)
     with ExitStack() as stack:
         Workers(jobs, steps, lambda: (Buffer(), Buffer()), work, stop).run(on_progress)
+
+
+def _allow_open_files(number: int) -> None:
+    """Raise the process's own limit, as far as it may, for so many more descriptors."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = number + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(ValueError, OSError):
+            limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
 
 
 def _put_back(

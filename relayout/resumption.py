@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from pathlib import Path
 from relayout.catalogue import Catalogue
 from relayout.errors import FormatError, PlanError
 from relayout.extents import Extent
+from relayout.files import sync_and_forget
 from relayout.header import json_text
 from relayout.index import FORMAT_VERSION
 from relayout.journal import TensorDigests, Undertaking, read_journal
@@ -32,6 +34,9 @@ def undertaking_of(catalogue: Catalogue, plan: Plan, layout: Layout, max_part_nb
         status = file.path.stat()
         name = os.fsencode(file.name).hex()  # It need not be UTF-8.
         files.append([name, status.st_size, status.st_mtime_ns, digest_hex(file.header)])
+    # One tensor may lie in several files: the index says which counts.
+    tensors = [[tensor.name, tensor.file, tensor.extent.offset, tensor.extent.nbytes] for tensor in catalogue.tensors]
+    index = None if catalogue.index is None else digest_hex(catalogue.index[1])
     cuts: dict[tuple[Slice, ...], int] = {}
     options = [
         FORMAT_VERSION,
@@ -43,7 +48,8 @@ def undertaking_of(catalogue: Catalogue, plan: Plan, layout: Layout, max_part_nb
         [cuts.setdefault(slices, len(cuts)) for slices in plan.slices],
         [[[part.axis, part.ranges] for part in slices] for slices in cuts],
     ]
-    return Undertaking(digest_hex(json_text(files).encode()), digest_hex(json_text(options).encode()))
+    source = [files, tensors, index]
+    return Undertaking(digest_hex(json_text(source).encode()), digest_hex(json_text(options).encode()))
 
 
 def claims_of(staging: Staging, undertaking: Undertaking, *, force: bool) -> Mapping[int, TensorDigests]:
@@ -101,9 +107,15 @@ def _wrong(
         if t in claims and _fits(t, claims[t], plan):
             tensor, part = catalogue.tensors[t], plan.slices[t][file.rank]
             rows.append((t, Extent(offset, slice_nbytes(tensor.dtype, tensor.shape, part))))
+    path = folder / file.name
     try:
-        [digests] = hash_files([HashedFile(folder / file.name, file.nbytes, [extent for _, extent in rows])], jobs)
-    except FormatError:
+        # What an error kept from the drive may still be in the page cache, and look right.
+        sync_and_forget(path)
+        [digests] = hash_files([HashedFile(path, file.nbytes, [extent for _, extent in rows])], jobs)
+    except (FormatError, OSError) as error:
+        if not isinstance(error, FormatError | FileNotFoundError) and error.errno != errno.EIO:
+            raise
+        remove(path)  # Missing, or what cannot be read: to be written again.
         return {t for t, _ in rows}
     held = (distinct_slices(plan.slices[t])[1][file.rank] for t, _ in rows)
     return {t for (t, _), which, digest in zip(rows, held, digests, strict=True) if claims[t].slices[which] != digest}

@@ -9,20 +9,28 @@ from typing import BinaryIO
 import xxhash
 
 from relayout.errors import FormatError
-from relayout.files import naming
+from relayout.files import naming, open_regular
 from relayout.record import SideFile
 
 _COPY_NBYTES = 2**20
 
 
-def copy_side_file(source: Path, folder: Path, name: str) -> SideFile:
-    """Copy a file, with its permission bits, from one folder to another."""
+def copy_side_file(source: Path, folder: Path, name: str, expected: SideFile | None = None) -> SideFile:
+    """Copy a regular file, with its permission bits, from one folder to another.
+
+    Raises:
+        FormatError: it cannot be opened, is no regular file, or has not the length, if one is expected.
+    """
+    descriptor, status = open_regular(source / name)
+    if expected is not None and status.st_size != expected.nbytes:
+        os.close(descriptor)
+        raise FormatError(f"{source / name}: differs from the file that was copied")
     target = folder / name
     target.parent.mkdir(parents=True, exist_ok=True)
     digest = xxhash.xxh3_128()
     nbytes = 0
-    with naming(target), (source / name).open("rb") as reader, target.open("xb") as writer:
-        mode = os.fstat(reader.fileno()).st_mode & 0o777
+    with open(descriptor, "rb") as reader, naming(target), target.open("xb") as writer:
+        mode = status.st_mode & 0o777 if expected is None else expected.mode
         while chunk := _read(reader, source / name):
             digest.update(chunk)
             nbytes += len(chunk)

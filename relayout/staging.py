@@ -212,9 +212,13 @@ def _acquire(path: Path, output: Path) -> int:
             # Some network mounts know no locks: go without.
         try:
             if path.stat().st_ino == os.fstat(fd).st_ino:
-                os.ftruncate(fd, 0)
-                os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+                with suppress(OSError):  # For others to read, no more; the drive may be full.
+                    os.ftruncate(fd, 0)
+                    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
                 return fd
         except FileNotFoundError:
             pass
+        except BaseException:
+            os.close(fd)
+            raise
         os.close(fd)

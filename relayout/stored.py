@@ -10,6 +10,7 @@ from relayout.files import read_small
 from relayout.folder import MAX_TABLE_FILE_NBYTES
 from relayout.index import Manifest, RankTable
 from relayout.layout import Layout, RankFile
+from relayout.plan import Plan
 from relayout.record import SourceRecord, parse_record
 from relayout.sidecar import SOURCE_RECORD_NAME, decompress, digest_hex
 
@@ -28,9 +29,17 @@ def read_record(folder: Path, manifest: Manifest) -> SourceRecord:
     return parse_record(text, manifest.num_ranks, str(path))
 
 
-def stored_layout(manifest: Manifest, tables: list[RankTable], catalogue: Catalogue) -> Layout:
+def stored_layout(manifest: Manifest, tables: list[RankTable], catalogue: Catalogue, plan: Plan) -> Layout:
     """The layout that the sidecar describes."""
     position = {tensor.name: t for t, tensor in enumerate(catalogue.tensors)}
+    held = [{t for t, slices in enumerate(plan.slices) if slices[rank].is_held} for rank in range(plan.num_ranks)]
+    for rank, table in enumerate(tables):
+        for row, name in enumerate(table.names):
+            t = position.get(name)
+            if t not in held[rank] or table.slices[row] != plan.slices[t][rank]:
+                raise FormatError(f"rank table {rank}: tensor {name!r} is not what the source record says")
+        if len(table.names) != len(held[rank]):
+            raise FormatError(f"rank table {rank}: {len(table.names)} tensors, the source record has {len(held[rank])}")
     ranks = []
     for rank, (entry, table) in enumerate(zip(manifest.ranks, tables, strict=True)):
         rows = rows_of_files(table, len(entry.files))

@@ -269,7 +269,7 @@ def _compare(
         report.add(str(catalogue.root), f"is not the source: {len(different)} tensors differ, such as {different[0]!r}")
         return
     plan = Plan(manifest.plan, manifest.num_ranks, tuple(record.slices))
-    layout = stored_layout(manifest, tables, catalogue)
+    layout = stored_layout(manifest, tables, catalogue, plan)
     digests = run_steps(catalogue, plan, copy_steps(catalogue, plan, layout), NoSink(), on_progress=on_progress)
     rows = [{name: row for row, name in enumerate(table.names)} for table in tables]
     for t, name in enumerate(record.names):

@@ -524,11 +524,20 @@ def test_whatever_fails_the_file_is_named_and_what_is_done_kept(
     assert_fails(done, tmp_path, name, kept=kept)
 
 
-@pytest.mark.parametrize(("call", "number"), [("read", 2), ("write", 2), ("write", 9)])
+def test_a_rank_file_that_cannot_be_read_again_is_written_again(model: Model, shim: Path, tmp_path: Path) -> None:
+    # Else the same command would fail for ever at the same bad block.
+    run(tmp_path, source=model.place, shim=shim, faults=["write|model-rank-|40|eio"])
+    assert kept_after(tmp_path)
+    done = run(tmp_path, source=model.place, shim=shim, faults=["read|model-rank-|2|eio"])
+    assert done.returncode == 0, done.stderr
+    assert content(tmp_path / "out") == model.complete
+    assert_nothing_hidden(tmp_path)
+
+
+@pytest.mark.parametrize(("call", "number"), [("write", 2), ("write", 9)])
 def test_a_drive_that_fails_again_costs_nothing_that_was_done(
     model: Model, shim: Path, tmp_path: Path, call: str, number: int
 ) -> None:
-    # Going on: it reads what is claimed, and writes what is not.
     done = run(tmp_path, source=model.place, shim=shim, faults=["write|model-rank-|40|eio"])
     before = kept_after(tmp_path)
     assert before

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import shutil
+import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,11 @@ from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 import relayout
+from relayout import conversion
 from relayout.cli import app
 from relayout.errors import FormatError, PlanError
+from relayout.folder import read_manifest, read_table
+from relayout.sidecar import SOURCE_RECORD_NAME, compress, decompress, digest_hex, dump_manifest, dump_table
 
 DEGREES = (8, 4, 2, 1)
 
@@ -166,7 +170,6 @@ def test_a_changed_side_file_is_not_restored(odd: Path, tmp_path: Path) -> None:
 
 def test_a_shard_whose_tensor_was_left_out_is_not_restored_in_part(odd: Path, tmp_path: Path) -> None:
     """The index names a tensor in another file: the copy in this one was not converted."""
-    shutil.copy(odd / "second.safetensors", tmp_path / "blobs" / "copy")
     save_file({"c": np.arange(9), "d": np.arange(5)}, odd / "third.safetensors")
     index = json.loads((odd / "model.safetensors.index.json").read_text())
     index["weight_map"]["d"] = "third.safetensors"
@@ -175,3 +178,94 @@ def test_a_shard_whose_tensor_was_left_out_is_not_restored_in_part(odd: Path, tm
     with pytest.raises(FormatError, match=r"third.safetensors cannot be restored: its tensor 'c' was not converted"):
         relayout.restore(tmp_path / "out", tmp_path / "back")
     assert not (tmp_path / "back").exists()
+
+
+def test_a_fifo_in_place_of_a_side_file_is_not_waited_for(odd: Path, tmp_path: Path) -> None:
+    relayout.convert(odd, tmp_path / "out")
+    (tmp_path / "out" / "config.json").unlink()
+    os.mkfifo(tmp_path / "out" / "config.json")
+    with pytest.raises(FormatError, match=r"config.json: not a regular file"):
+        relayout.restore(tmp_path / "out", tmp_path / "back")
+
+
+def test_the_modes_are_those_of_the_source(odd: Path, tmp_path: Path) -> None:
+    relayout.convert(odd, tmp_path / "out")
+    (tmp_path / "out" / "sub" / "run.sh").chmod(0o600)
+    relayout.restore(tmp_path / "out", tmp_path / "back")
+    assert (tmp_path / "back" / "sub" / "run.sh").stat().st_mode & 0o777 == 0o750
+
+
+def test_an_interrupted_conversion_is_not_discarded_by_a_restoration(
+    odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relayout.convert(odd, tmp_path / "out")
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "_write_sidecar", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            relayout.convert(odd, tmp_path / "back")
+    with pytest.raises(PlanError, match=r"holds an interrupted conversion; --force discards it"):
+        relayout.restore(tmp_path / "out", tmp_path / "back")
+    assert relayout.convert(odd, tmp_path / "back").resumed_nbytes == 700_003 + 5000 * 8
+    assert not (tmp_path / ".back.relayout-partial").exists()
+
+
+def lies(record: dict[str, Any], what: str) -> None:
+    """Make a source record say what cannot be."""
+    tensors = record["tensors"]
+    if what == "two shards of one name":
+        record["files"]["name"][1] = record["files"]["name"][0]
+    elif what == "a shard outside":
+        record["files"]["name"][0] = "../escaped.safetensors"
+    elif what == "a side file below a shard":
+        record["side_files"]["name"][0] = record["files"]["name"][0] + "/x"
+    elif what == "a renamed tensor":
+        tensors["name"][0] = "renamed"
+    elif what == "a tensor listed twice":
+        tensors["name"][0] = tensors["name"][1]
+    elif what == "a cut along no axis":
+        record["cuts"] = [[[7, [[0, 1]]]]] * len(record["cuts"])
+    elif what == "a dtype that is none":
+        tensors["dtype"][0] = "F99"
+    else:
+        record[what]["name"] = 7
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "two shards of one name",
+        "a shard outside",
+        "a side file below a shard",
+        "a renamed tensor",
+        "a tensor listed twice",
+        "a cut along no axis",
+        "a dtype that is none",
+        "files",
+        "side_files",
+        "tensors",
+    ],
+)
+def test_a_record_that_lies_is_refused(odd: Path, tmp_path: Path, what: str) -> None:
+    relayout.convert(odd, tmp_path / "out")
+    path = tmp_path / "out" / SOURCE_RECORD_NAME
+    manifest = read_manifest(tmp_path / "out")
+    record = json.loads(decompress(path.read_bytes(), "here"))
+    lies(record, what)
+    text = json.dumps(record).encode()
+    path.write_bytes(compress(text))
+    # A forger can sign anew: the digests are no protection from forgery.
+    digests = {"record_digest": digest_hex(path.read_bytes()), "conversion": digest_hex(text)}
+    tables = []
+    for rank, entry in enumerate(manifest.ranks):
+        table = dump_table(read_table(tmp_path / "out", manifest, rank), digests["conversion"])
+        (tmp_path / "out" / entry.table).write_bytes(table)
+        tables.append(replace(entry, table_digest=digest_hex(table)))
+    forged = replace(manifest, ranks=tuple(tables), **digests)
+    (tmp_path / "out" / "relayout.json").write_bytes(dump_manifest(forged))
+    with pytest.raises(FormatError):
+        relayout.restore(tmp_path / "out", tmp_path / "back")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["blobs", "odd", "out"]

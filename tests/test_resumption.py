@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import subprocess
@@ -15,9 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import mounted_tmpfs
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from relayout import conversion
+from relayout import files as file_io
 from relayout.conversion import Conversion, Summary, carry_out, convert, plan_conversion
 from relayout.errors import FormatError, PlanError
 from relayout.extents import BLOCK
@@ -680,3 +682,52 @@ def test_a_drive_that_has_room_for_the_rest_only_is_large_enough(work: Path, tmp
         assert carry_out(plan, jobs=1).resumed_nbytes == DONE * LARGE_NBYTES
         assert content(drive / "out") == content(work.parent / "expected")
         assert [path.name for path in drive.iterdir()] == ["out"]
+
+
+def test_an_index_that_now_names_another_file_for_a_tensor_is_a_changed_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two shards hold a tensor of one name and shape: files and headers stay the same, and the bytes do not."""
+    source = tmp_path / "model"
+    source.mkdir()
+    for number in (1, 2):
+        save_file({"w": np.full(4096, number, np.float32)}, source / f"model-{number}.safetensors")
+    save_file({"x": np.arange(4096, dtype=np.float32)}, source / "model-3.safetensors")
+
+    def write_index(number: int) -> None:
+        names = {"w": f"model-{number}.safetensors", "x": "model-3.safetensors"}
+        (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    write_index(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "_write_sidecar", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            conversion.convert(source, tmp_path / "out")
+    write_index(2)
+    with pytest.raises(PlanError, match="the source has changed since"):
+        conversion.convert(source, tmp_path / "out")
+    conversion.convert(source, tmp_path / "out", force=True)
+    stored = load_file(tmp_path / "out" / "model-rank-0-part-0.safetensors")
+    assert set(stored["w"]) == {2.0}
+
+
+def test_what_cannot_be_brought_from_the_page_cache_to_the_drive_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "model"
+    source.mkdir()
+    save_file({"w": np.arange(2**20, dtype=np.float32)}, source / "model.safetensors")
+
+    def failing(*_: object, wait: bool) -> None:
+        if wait:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(file_io, "_O_DIRECT", None)
+    monkeypatch.setattr(file_io, "_MAX_BEHIND", 0)
+    monkeypatch.setattr(file_io, "_sync_range", failing)
+    with pytest.raises(OSError, match=r"Input/output error: .*model-rank-0-part-0.safetensors"):
+        conversion.convert(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -255,8 +255,7 @@ def _write_sidecar(folder: Path, conversion: Conversion, digests: Mapping[int, T
     """Write everything but the tensors' bytes: side files, source record, headers, rank tables, manifest."""
     catalogue, plan, layout = conversion.catalogue, conversion.plan, conversion.layout
     side_files = [copy_side_file(catalogue.root, folder, name) for name in catalogue.side_files]
-    empty = (empty_digests(plan, t) for t in range(len(catalogue.tensors)))
-    digests = {t: digests.get(t, none) for t, none in enumerate(empty)}
+    digests = {t: digests.get(t) or empty_digests(plan, t) for t in range(len(catalogue.tensors))}
     sources = [digests[t].source for t in range(len(catalogue.tensors))]
     record = dump_record(catalogue, plan, layout, conversion.max_part_nbytes, sources, side_files)
     conversion_id = digest_hex(record)

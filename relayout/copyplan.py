@@ -204,7 +204,7 @@ class _Planner:
             moved = [one.shifted(source=tensor.extent.offset, target=-low) for one in pieces]
             span = Span(nbytes, (), tuple(Piece(t, one) for one in moved), (SliceBytes(t, which, 0, nbytes),))
             ranges = [_block_range(tensor.file, Extent(one.source, one.nbytes)) for one in moved]
-            yield Step(_merge(ranges), (span,), (), ((t, which), turn))
+            yield Step(join_ranges(ranges), (span,), (), ((t, which), turn))
 
     def batch(self, batch: Sequence[int]) -> Step:
         """The step of several small tensors."""
@@ -242,7 +242,7 @@ class _Planner:
                         )
                     )
         return Step(
-            _merge([_block_range(self.tensors[t].file, self.tensors[t].extent) for t in batch]),
+            join_ranges([_block_range(self.tensors[t].file, self.tensors[t].extent) for t in batch]),
             tuple(spans),
             tuple((t, self.tensors[t].extent) for t in batch),
         )
@@ -304,7 +304,7 @@ def _block_range(file: int, extent: Extent) -> SourceRange:
     return SourceRange(file, Extent(start, align_up(extent.end, BLOCK) - start))
 
 
-def _merge(ranges: list[SourceRange]) -> tuple[SourceRange, ...]:
+def join_ranges(ranges: Iterable[SourceRange]) -> tuple[SourceRange, ...]:
     """Join ranges that touch or overlap."""
     merged: list[SourceRange] = []
     for one in sorted(ranges, key=lambda r: (r.file, r.extent)):

@@ -213,6 +213,8 @@ class _CutFinder:
         self._rules: dict[str, Rule | None] = {}
         self._modules: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
         """Of each quantised module: last part of the name -> dtype, shape."""
+        self._weights: dict[str, tuple[Weight, ...]] = {}
+        """What they store between them."""
         if scheme is not None:
             for tensor in catalogue.tensors:
                 module, _, suffix = tensor.name.rpartition(".")
@@ -225,7 +227,9 @@ class _CutFinder:
         stored = self._modules.get(module, {})
         if self._scheme is not None and suffix in stored and len(stored) > 1:
             rule = self._rule(f"{module}.weight")
-            weights = self._scheme.weights(stored)
+            if module not in self._weights:
+                self._weights[module] = self._scheme.weights(stored)
+            weights = self._weights[module]
             if rule is not None and weights:
                 if self._family.is_transposed and rule.axis in (0, 1):
                     rule = replace(rule, axis=1 - rule.axis)

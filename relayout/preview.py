@@ -65,17 +65,15 @@ def preview(conversion: Conversion) -> Preview:
     # Tensors that are cut alike share one tuple of slices: what follows is needed once for each such tuple and shape.
     alike: dict[tuple[str, tuple[int, ...], int], _Sum] = {}
     groups: dict[tuple[str, str, tuple[int, ...], str], list[tuple[_Sum, int]]] = {}
-    names: dict[tuple[str, int], int] = {}
+    named: Counter[tuple[str, tuple[str, tuple[int, ...], int]]] = Counter()
     for tensor, slices in zip(catalogue.tensors, plan.slices, strict=True):
         key = (tensor.dtype, tensor.shape, id(slices))
         if key not in alike:
             alike[key] = _Sum(tensor.dtype, tensor.shape, slices)
         alike[key].count += 1
-        named = (collapse_numbers(tensor.name), id(alike[key]))
-        names[named] = names.get(named, 0) + 1
-    of_id = {id(one): one for one in alike.values()}
-    for (pattern, one_id), count in names.items():
-        one = of_id[one_id]
+        named[collapse_numbers(tensor.name), key] += 1
+    for (pattern, key), count in named.items():
+        one = alike[key]
         groups.setdefault((pattern, one.dtype, one.shape, one.cut), []).append((one, count))
     sums = alike.values()
     rank_nbytes = [sum(one.nbytes[rank] * one.count for one in sums) for rank in range(plan.num_ranks)]

@@ -10,13 +10,13 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from relayout.catalogue import Catalogue, SourceFile, SourceTensor
-from relayout.copyplan import Span, Step, copy_steps
+from relayout.copyplan import SourceRange, Span, Step, copy_steps, join_ranges
 from relayout.dtypes import num_bytes
 from relayout.errors import FormatError, PlanError
 from relayout.extents import BLOCK, Extent, align_down, align_up
@@ -204,9 +204,10 @@ def _restore_tensors(
         loaded = Loaded.place(step.ranges, memory[0])
         for span in step.spans:
             _put_back(span, loaded, catalogue, source, memory[1])
-        for file, extent in _joined(step, catalogue):
-            position = loaded.position(file, extent.offset)
-            target(file).write(extent.offset, loaded.memory[position : position + extent.nbytes], position)
+        for one in join_ranges(SourceRange(catalogue.tensors[t].file, extent) for t, extent in step.tensors):
+            position = loaded.position(one.file, one.extent.offset)
+            view = loaded.memory[position : position + one.extent.nbytes]
+            target(one.file).write(one.extent.offset, view, position)
         if step.turn is not None:
             turns.wait(*step.turn)
         for t, extent in step.tensors:
@@ -245,14 +246,3 @@ def _put_back(
         file = catalogue.tensors[piece.tensor].file
         origin = loaded.position(file, piece.transfer.source) - piece.transfer.source
         copy_runs(stored, loaded.memory, piece.transfer.inverted().shifted(target=origin))
-
-
-def _joined(step: Step, catalogue: Catalogue) -> Sequence[tuple[int, Extent]]:
-    """The step's source bytes as (file, extent), neighbours made one."""
-    joined: list[tuple[int, Extent]] = []
-    for file, extent in sorted((catalogue.tensors[t].file, extent) for t, extent in step.tensors):
-        if joined and joined[-1][0] == file and joined[-1][1].end == extent.offset:
-            joined[-1] = (file, Extent(joined[-1][1].offset, joined[-1][1].nbytes + extent.nbytes))
-        else:
-            joined.append((file, extent))
-    return joined

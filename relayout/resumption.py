@@ -12,13 +12,12 @@ from relayout.catalogue import Catalogue
 from relayout.errors import FormatError, PlanError
 from relayout.extents import Extent
 from relayout.files import sync_and_forget
-from relayout.header import json_text
 from relayout.index import FORMAT_VERSION
 from relayout.journal import TensorDigests, Undertaking, read_journal
 from relayout.layout import Layout, RankFile
 from relayout.plan import Plan
 from relayout.rehash import HashedFile, hash_files
-from relayout.sidecar import digest_hex
+from relayout.sidecar import compact_json, digest_hex
 from relayout.slicing import Slice, distinct_slices, slice_nbytes
 from relayout.staging import Staging, remove
 
@@ -49,7 +48,7 @@ def undertaking_of(catalogue: Catalogue, plan: Plan, layout: Layout, max_part_nb
         [[[part.axis, part.ranges] for part in slices] for slices in cuts],
     ]
     source = [files, tensors, index]
-    return Undertaking(digest_hex(json_text(source).encode()), digest_hex(json_text(options).encode()))
+    return Undertaking(digest_hex(compact_json(source)), digest_hex(compact_json(options)))
 
 
 def claims_of(staging: Staging, undertaking: Undertaking, *, force: bool) -> Mapping[int, TensorDigests]:
@@ -87,11 +86,12 @@ def still_true(
         is_plain = stat.S_ISREG(status.st_mode) and status.st_nlink == 1
         if file is None or not is_plain or status.st_size != file.nbytes:
             remove(path)
-    wrong = {t for t, digests in claims.items() if not _fits(t, digests, plan)}
+    fitting = {t: digests for t, digests in claims.items() if _fits(t, digests, plan)}
+    wrong: set[int] = set()
     for files_of_rank in layout.ranks if claims else ():
         for file in files_of_rank:
-            wrong |= _wrong(folder, file, claims, catalogue, plan, jobs)
-    return {t: digests for t, digests in claims.items() if t not in wrong}
+            wrong |= _wrong(folder, file, fitting, catalogue, plan, jobs)
+    return {t: digests for t, digests in fitting.items() if t not in wrong}
 
 
 def _fits(t: int, digests: TensorDigests, plan: Plan) -> bool:
@@ -104,7 +104,7 @@ def _wrong(
     """The claimed tensors whose slice is not in this rank file as it should be."""
     rows = []
     for t, offset in zip(file.tensors, file.offsets, strict=True):
-        if t in claims and _fits(t, claims[t], plan):
+        if t in claims:
             tensor, part = catalogue.tensors[t], plan.slices[t][file.rank]
             rows.append((t, Extent(offset, slice_nbytes(tensor.dtype, tensor.shape, part))))
     path = folder / file.name

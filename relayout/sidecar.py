@@ -16,6 +16,7 @@ from relayout.dtypes import BITS, num_bytes
 from relayout.errors import FormatError
 from relayout.extents import BLOCK, Transfer
 from relayout.fields import Fields, parse_object
+from relayout.header import json_text
 from relayout.index import (
     ARENA_ALIGNMENT,
     FORMAT_VERSION,
@@ -56,9 +57,9 @@ def header_prefix(rank: int, num_ranks: int, part: int, conversion: str) -> byte
     return b'{"__metadata__":' + entry.removesuffix("}").encode()
 
 
-def compact_json(top: Mapping[str, Any]) -> bytes:
+def compact_json(top: object) -> bytes:
     """JSON without white space."""
-    return json.dumps(top, ensure_ascii=False, separators=(",", ":")).encode()
+    return json_text(top).encode()
 
 
 def digest_hex(blob: bytes) -> str:

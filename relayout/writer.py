@@ -195,16 +195,16 @@ class Hashes:
         return tensor.extent.nbytes + sum(slice_nbytes(tensor.dtype, tensor.shape, part) for part in parts)
 
     def _complete(self, t: int) -> TensorDigests:
-        with self._lock:
-            found = {which: self._running.pop((t, which)).hexdigest() for which in self._keys(t)}
-        source = found[_SOURCE]
         distinct = enumerate(self._distinct(t))
+        source = self._finished(t, _SOURCE)
         return TensorDigests(
-            source, tuple(source if part.is_whole else found.get(which, _EMPTY) for which, part in distinct)
+            source, tuple(source if part.is_whole else self._finished(t, which) for which, part in distinct)
         )
 
-    def _keys(self, t: int) -> list[int]:
-        return [which for which in (_SOURCE, *range(len(self._distinct(t)))) if (t, which) in self._running]
+    def _finished(self, t: int, which: int) -> str:
+        with self._lock:
+            digest = self._running.pop((t, which), None)
+        return _EMPTY if digest is None else digest.hexdigest()
 
 
 def share_memory(jobs: int, memory: int) -> tuple[int, int]:

@@ -1,5 +1,7 @@
-"""The run-time half: reads one rank's bytes into one arena and returns tensors that are views of it."""
+"""The run-time half: reads one rank's bytes to where they belong and returns tensors."""
 
-from relayout.loader.api import load
+from relayout.loader.api import iter_load, load
+from relayout.loader.explanation import explain
+from relayout.loader.opened import open_rank as open
 
-__all__ = ["load"]
+__all__ = ["explain", "iter_load", "load", "open"]

@@ -1,19 +1,20 @@
-"""`load`: one rank's tensors, from a converted checkpoint, or a plain one sliced on the fly."""
+"""`load` and `iter_load`: one rank's tensors, from a converted checkpoint, or a plain one sliced on the fly."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relayout.errors import PlanError
-from relayout.folder import check_owner, check_rank, read_manifest, read_table
-from relayout.index import MANIFEST_NAME
-from relayout.loader.arena import HostArena, allocate
-from relayout.loader.backends import Backend, Filling, StoredFile, choose_backend
-from relayout.loader.tensors import arena_tensor, check_device, is_cpu, make_views
+from relayout.loader.advice import advised
+from relayout.loader.checkpoint import Checkpoint, ConvertedRank, PlainRank, RegroupedRank, find_checkpoint
+from relayout.loader.into import load_into
+from relayout.loader.loading import Options, load_contents, load_rank
+from relayout.loader.progress import Progress
+from relayout.loader.streaming import stream
 
 if TYPE_CHECKING:
     import torch
@@ -25,101 +26,121 @@ def load(
     *,
     device: str | torch.device = "cpu",
     backend: str = "auto",
+    names: Sequence[str] | str | None = None,
+    verify: bool = False,
+    threads: int | None = None,
+    memory: int | None = None,
+    progress: Progress = None,
+    into: Mapping[str, torch.Tensor] | None = None,
     tp: int | None = None,
 ) -> dict[str, torch.Tensor]:
     """Load the tensors of one tensor-parallel rank.
 
-    All tensors are views of one allocation, at addresses that are multiples of 16 bytes; every byte has arrived when
-    the call returns. On another device than the CPU, the allocation is copied there in one piece.
+    They are views of one allocation, at addresses that are multiples of 16 bytes. Every byte has arrived when the call
+    returns; on a CUDA device, what the current stream does from then on sees it.
 
     Args:
         path: a folder that `relayout convert` wrote, or a plain checkpoint.
         rank: from 0.
         device: where the tensors shall lie.
-        backend: "direct" reads past the page cache, "buffered" through it; "auto" reads directly where the file
-            system takes it.
-        tp: for a plain checkpoint, the tensor-parallel degree to slice at, which is slower than loading a converted
-            one; for a converted one not needed, and checked if given.
+        backend: "auto" takes what is best here (see `relayout.explain`). To host memory: "direct" reads past the page
+            cache, "buffered" through it, "mapped" makes tensors of the page cache's own pages, read when first used.
+            To a CUDA device: "pinned" through pinned host memory, "gds" by GPUDirect Storage.
+        names: load only tensors whose names match one of these shell-style patterns; other bytes are not read.
+        verify: compare every tensor with its digest while it arrives.
+        threads: requests in flight. Default: twice the processors, at most 8, shared with the other ranks of the node
+            where LOCAL_WORLD_SIZE is set.
+        memory: bytes of buffers, pinned ones for a CUDA device, beside the tensors themselves. Default: at most 32 MiB,
+            pinned 128 MiB; all ranks of a node together 1 GiB.
+        progress: True for a bar on stderr, or a function to call with (bytes that have arrived, bytes in all).
+        into: tensors to fill, an engine's parameters for example, instead of new ones: of the slice's dtype and shape,
+            on `device`. Other tensors are loaded only if `names` asks for them. Tensors that are not contiguous are
+            filled through memory of their own, some at a time.
+        tp: the tensor-parallel degree, by default that of the conversion. Another one is put together from the slices
+            of several ranks, or cut out of one, by the same rules; just the bytes needed are read where the ranks' own
+            slices are joined. A plain checkpoint is sliced at this degree, which is slower.
 
     Returns:
-        Tensor names of the source checkpoint, and this rank's slice of each.
+        Tensor names of the source checkpoint, and this rank's slice of each; with `into`, the given tensors.
 
     Raises:
-        FormatError: a file is damaged, missing, or of another conversion.
+        FormatError: a file is damaged, missing, or of another conversion; with `verify`, also if a digest differs.
         PlanError: the rank does not exist, or the request makes no sense for this folder.
-        OSError: a read failed, or "direct" was asked for where the file system refuses it.
+        OSError: a read failed, or the backend asked for cannot be had on this file system.
+        MemoryError: there is no room for the tensors.
     """
-    chosen = choose_backend(backend)
-    if device != "cpu":
-        check_device(device)  # Before anything is read for a device that is not there.
-    path = Path(path)
-    if (path / MANIFEST_NAME).exists():
-        return _load_converted(path, rank, tp, device, chosen)
-    if not path.exists():
-        raise PlanError(f"{path}: no such file or folder")
-    if tp is None:
-        raise PlanError(f"{path}: not converted ({MANIFEST_NAME} is missing); say tp=N to slice it while loading")
-    return _load_plain(path, rank, tp, device, chosen)
+    with advised():
+        checkpoint = find_checkpoint(Path(path), rank, tp)
+        warn_if_plain(checkpoint)
+        patterns = [names] if isinstance(names, str) else names
+        if verify:
+            check_verifiable(checkpoint)
+        options = Options(device, backend, verify, threads, memory, progress)
+        if into is not None:
+            return load_into(checkpoint, into, patterns, options)
+        if isinstance(checkpoint, ConvertedRank) and patterns is None:
+            return load_rank(checkpoint, options)
+        return load_contents(checkpoint.contents(patterns), options)
 
 
-def _load_converted(
-    folder: Path, rank: int, tp: int | None, device: str | torch.device, backend: Backend
-) -> dict[str, torch.Tensor]:
-    manifest = read_manifest(folder)
-    if tp is not None and tp != manifest.num_ranks:
-        raise PlanError(f"{folder}: converted for tp={manifest.num_ranks}, asked for tp={tp}")
-    check_rank(rank, manifest.num_ranks)
-    entry = manifest.ranks[rank]
-    arena = allocate(entry.arena_nbytes)
-    files = [StoredFile(folder / file.name, file.nbytes) for file in entry.files]
-    # Where everything goes is known already: read while the table is parsed and torch, perhaps, imported.
-    filling = backend.start(arena.view, files, entry.reads)
-    try:
-        check_owner(folder, manifest, rank)
-        table = read_table(folder, manifest, rank)
-    except BaseException:
-        filling.cancel()
-        raise
-    return _finish(arena, filling, device, table.names, table.dtypes, table.shapes, table.arena_offsets)
+def iter_load(
+    path: str | os.PathLike[str],
+    rank: int,
+    *,
+    device: str | torch.device = "cpu",
+    backend: str = "auto",
+    names: Sequence[str] | str | None = None,
+    verify: bool = False,
+    threads: int | None = None,
+    memory: int | None = None,
+    progress: Progress = None,
+    tp: int | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) of one rank in file order, as they arrive.
+
+    For engines that copy each tensor to where it belongs, such as `load_weights(iterator)` of vLLM and SGLang. Tensors
+    are the caller's to keep; neighbours share memory, which is freed, or used again, when none of them is left. Reading
+    starts with the first `next`; an iterator that is not used up gives everything back when it is closed or collected.
+
+    Args:
+        path, rank, device, backend, names, verify, threads, progress, tp: as for `load`. "mapped" yields tensors that
+            are read when they are used.
+        memory: bytes that may have been read, or are being read, and were not yielded yet, with all buffers. Default:
+            512 MiB, 2 GiB for all ranks of a node together, and room for the largest tensor.
+
+    Raises:
+        FormatError, OSError, MemoryError: as `load`, while iterating too.
+        PlanError: as `load`, or `memory` is less than the largest tensor takes.
+    """
+    with advised():
+        checkpoint = find_checkpoint(Path(path), rank, tp)
+        warn_if_plain(checkpoint)
+        if verify:
+            check_verifiable(checkpoint)
+        contents = checkpoint.contents([names] if isinstance(names, str) else names)
+        return stream(contents, Options(device, backend, verify, threads, memory, progress))
 
 
-def _load_plain(
-    source: Path, rank: int, tp: int, device: str | torch.device, backend: Backend
-) -> dict[str, torch.Tensor]:
-    # The planner is needed for this only.
-    from relayout.loader.plain import plan_plain_rank
-
-    check_rank(rank, tp)
-    if tp > 1:
+def warn_if_plain(checkpoint: Checkpoint, stacklevel: int = 3) -> None:
+    """Tell at the line of the caller's caller that there is a faster way."""
+    if isinstance(checkpoint, PlainRank) and checkpoint.num_ranks > 1:
         warnings.warn(
-            f"{source}: a plain checkpoint, sliced while it is loaded; `relayout convert {source} --tp {tp}` once"
-            " makes every later load faster",
-            stacklevel=3,
+            f"{checkpoint.source}: a plain checkpoint, sliced while it is loaded; `relayout convert"
+            f" {checkpoint.source} --tp {checkpoint.num_ranks}` once makes every later load faster",
+            stacklevel=stacklevel,
         )
-    planned = plan_plain_rank(source, rank, tp)
-    arena = allocate(planned.arena_nbytes)
-    filling = backend.start(arena.view, planned.files, planned.reads)
-    return _finish(arena, filling, device, planned.names, planned.dtypes, planned.shapes, planned.arena_offsets)
 
 
-def _finish(
-    arena: HostArena,
-    filling: Filling,
-    device: str | torch.device,
-    names: Sequence[str],
-    dtypes: Sequence[str],
-    shapes: Sequence[tuple[int, ...]],
-    offsets: Sequence[int],
-) -> dict[str, torch.Tensor]:
-    """Make the views while bytes arrive, and wait for the last one."""
-    try:
-        base = arena_tensor(arena)
-        if is_cpu(device):
-            views = make_views(base, names, dtypes, shapes, offsets)
-            filling.join()
-            return views
-        filling.join()
-    except BaseException:
-        filling.cancel()
-        raise
-    return make_views(base.to(device), names, dtypes, shapes, offsets)
+def check_verifiable(checkpoint: Checkpoint) -> None:
+    """Refuse to verify what has no digests.
+
+    Raises:
+        PlanError: it is a plain checkpoint, or loaded at another degree than its own.
+    """
+    if isinstance(checkpoint, PlainRank):
+        raise PlanError(f"{checkpoint.source}: nothing to verify by: only converted checkpoints have digests")
+    if isinstance(checkpoint, RegroupedRank):
+        raise PlanError(
+            f"{checkpoint.folder}: nothing to verify by at tp={checkpoint.num_ranks}: digests are of the slices of"
+            f" {checkpoint.manifest.num_ranks} ranks; `relayout verify` checks them"
+        )

@@ -1,140 +1,73 @@
-"""Backends: the ways from files into an arena, behind one protocol."""
+"""Backends: the ways from files into memory, behind one protocol."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
-from relayout.errors import PlanError
-from relayout.extents import BLOCK
-from relayout.files import Buffer, InputFile
 from relayout.index import Read
-from relayout.loader.readplan import Chunk, plan_chunks
-from relayout.strided import copy_runs
-from relayout.workers import Workers
+from relayout.loader.budgets import Budget
+from relayout.loader.contents import StoredFile
+from relayout.loader.digests import Checks
+from relayout.workers import Stop
 
-MAX_THREADS = 8
+Memory = TypeVar("Memory", contravariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class StoredFile:
-    """A file that bytes come from."""
+class Fill:
+    """What is to be read, and how."""
 
-    path: Path
-    nbytes: int
-    """The length that it must have."""
+    files: tuple[StoredFile, ...]
+    reads: tuple[Read, ...]
+    """They do not overlap where they go."""
+    budget: Budget
+    checks: Checks | None = None
+    """Digests to check; `reads` brings the bytes of each tensor in order."""
+    arrived: Callable[[int, int], None] | None = None
+    """Called by any thread, with (offset, nbytes), for bytes that have arrived at an offset of the memory."""
+    stop: Stop = field(default_factory=Stop)
+    """Ends the fill when it is requested; requested by the fill when it fails."""
+
+    def tell(self, offset: int, nbytes: int) -> None:
+        """Call `arrived`, if anybody wants to know."""
+        if self.arrived is not None:
+            self.arrived(offset, nbytes)
 
 
 class Filling(Protocol):
     """A fill that is under way."""
 
-    def join(self) -> None:
-        """Return when every byte is in the arena; all threads and files of the fill are gone then.
+    def join(self, on_progress: Callable[[int], None] | None = None) -> None:
+        """Return when every byte is where it belongs; all threads and files of the fill are gone then.
+
+        Calls `on_progress` now and then with the bytes that have arrived. On a device, what the caller's current
+        stream does from now on sees the bytes.
 
         Raises:
-            FormatError: a file is shorter than expected.
+            FormatError: a file is shorter than expected, or a digest differs.
             OSError: a read failed.
         """
+
+    def settle(self) -> None:
+        """Let what the caller's current stream does from now on see all bytes that have arrived."""
 
     def cancel(self) -> None:
         """Give up; all threads and files of the fill are gone on return."""
 
 
-class Backend(Protocol):
-    """One way to fill an arena."""
+class Backend(Protocol, Generic[Memory]):
+    """One way to fill memory."""
 
     @property
     def name(self) -> str:
-        """What it is called in `BACKENDS` and in messages."""
+        """What it is called in messages."""
 
-    def start(self, arena: memoryview, files: Sequence[StoredFile], reads: Sequence[Read]) -> Filling:
-        """Begin to fill the arena, and return at once.
+    def start(self, memory: Memory, fill: Fill) -> Filling:
+        """Begin to fill the memory, and return at once.
 
         Raises:
-            FormatError: a file has another length than expected.
+            FormatError: a file is missing or has another length than expected.
             OSError: a file cannot be opened as this backend needs it.
         """
-
-
-@dataclass(frozen=True, slots=True)
-class HostBackend:
-    """Threads that read into host memory: past the page cache ("direct"), or through it ("buffered")."""
-
-    name: str
-    direct: bool
-    fallback: bool = False
-    """Whether files on which direct I/O is refused are read through the page cache instead."""
-
-    def start(self, arena: memoryview, files: Sequence[StoredFile], reads: Sequence[Read]) -> Filling:
-        """See `Backend.start`."""
-        opened: list[InputFile] = []
-        try:
-            opened.extend(self._open(file) for file in files)
-        except BaseException:
-            _close(opened)
-            raise
-        return _HostFilling(arena, opened, list(plan_chunks(reads, BLOCK if self.direct else 1)))
-
-    def _open(self, file: StoredFile) -> InputFile:
-        return InputFile(file.path, file.nbytes, direct=self.direct, fallback=self.fallback)
-
-
-class _HostFilling:
-    def __init__(self, arena: memoryview, files: list[InputFile], chunks: list[Chunk]) -> None:
-        self._arena = arena
-        self._files = files
-        self._workers = Workers(min(default_threads(), len(chunks)), chunks, Buffer, self._fill)
-        self._workers.start()
-
-    def join(self) -> None:
-        try:
-            self._workers.join()
-        finally:
-            _close(self._files)
-
-    def cancel(self) -> None:
-        self._workers.cancel()
-        _close(self._files)
-
-    def _fill(self, bounce: Buffer, chunk: Chunk) -> int:
-        file, extent = self._files[chunk.file], chunk.extent
-        if chunk.arena_offset is not None:
-            file.read(extent.offset, self._arena[chunk.arena_offset : chunk.arena_offset + extent.nbytes])
-        else:
-            view = bounce.reserve(extent.nbytes)
-            file.read(extent.offset, view)
-            for transfer in chunk.transfers:
-                copy_runs(view, self._arena, transfer)
-        return chunk.nbytes
-
-
-BACKENDS = ("auto", "direct", "buffered")
-
-
-def choose_backend(name: str) -> Backend:
-    """The backend of that name; "auto" reads directly where each file's file system takes it.
-
-    Raises:
-        PlanError: there is no such backend.
-    """
-    match name:
-        case "auto":
-            return HostBackend("direct", direct=True, fallback=True)
-        case "direct":
-            return HostBackend("direct", direct=True)
-        case "buffered":
-            return HostBackend("buffered", direct=False)
-    raise PlanError(f"backend {name!r}, expected one of {', '.join(BACKENDS)}")
-
-
-def default_threads() -> int:
-    """Requests in flight: enough to keep a drive busy, few enough to leave the machine usable."""
-    return min(MAX_THREADS, 2 * (os.cpu_count() or 1))
-
-
-def _close(files: Sequence[InputFile]) -> None:
-    for file in files:
-        file.close()

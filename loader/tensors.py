@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from relayout.dtypes import BITS
@@ -37,32 +41,53 @@ _TORCH_NAMES = {
 """As the stock safetensors package maps them; torch has no 6-bit types."""
 
 
-def arena_tensor(arena: HostArena) -> torch.Tensor:
-    """The arena as one uint8 tensor, which keeps the memory alive."""
+def arena_tensor(arena: HostArena, on_free: Callable[[HostArena], None] | None = None) -> torch.Tensor:
+    """The arena as one uint8 tensor, which keeps the memory alive; `on_free` is called when no view of it is left."""
     import torch
 
-    return torch.frombuffer(arena.memory, dtype=torch.uint8, offset=arena.start, count=max(arena.nbytes, 1))
+    nbytes = max(arena.nbytes, 1)
+    memory = (ctypes.c_char * nbytes).from_buffer(arena.memory, arena.start)
+    if on_free is not None:
+        weakref.finalize(memory, on_free, arena).atexit = False
+    return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
 
 
-def check_device(device: str | torch.device) -> None:
-    """Refuse a device that cannot be used.
+def torch_dtype(name: str, dtype: str) -> torch.dtype:
+    """The type of the elements of a tensor of that name.
 
     Raises:
-        PlanError: torch says why.
+        PlanError: torch has no such dtype.
     """
     import torch
 
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise PlanError(f"device {str(device)!r}: {str(error).splitlines()[0]}") from None
+    found = getattr(torch, _TORCH_NAMES.get(dtype, ""), None)
+    if found is None:
+        raise PlanError(f"tensor {name!r}: this torch ({torch.__version__}) has no type for {dtype}")
+    assert isinstance(found, torch.dtype)
+    return found
 
 
-def is_cpu(device: str | torch.device) -> bool:
-    """Whether tensors of this device lie in host memory."""
+def torch_shape(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape as torch counts, which has two elements of F4 in one.
+
+    Raises:
+        PlanError: the elements cannot be paired.
+    """
+    if dtype != "F4":
+        return shape
+    if not shape or shape[-1] % 2:
+        raise PlanError(f"tensor {name!r}: torch has no F4 tensor of shape {list(shape)}: its last axis is odd")
+    return (*shape[:-1], shape[-1] // 2)
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor, as a 1-D uint8 tensor."""
     import torch
 
-    return torch.device(device).type == "cpu"
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    start = tensor.storage_offset() * tensor.element_size()
+    result: torch.Tensor = whole.set_(tensor.untyped_storage(), start, (tensor.numel() * tensor.element_size(),), (1,))
+    return result
 
 
 def make_views(
@@ -80,23 +105,32 @@ def make_views(
     import torch
 
     whole = base[: base.numel() // 16 * 16]
-    typed: dict[str, torch.Tensor] = {}
+    forms: dict[tuple[str, tuple[int, ...]], tuple[torch.Tensor, tuple[int, ...], list[int], int, int]] = {}
     views = {}
-    for name, dtype, shape, offset in zip(names, dtypes, shapes, offsets, strict=True):
-        parent = typed.get(dtype)
-        if parent is None:
-            torch_dtype = getattr(torch, _TORCH_NAMES.get(dtype, ""), None)
-            if torch_dtype is None:
-                raise PlanError(f"tensor {name!r}: this torch ({torch.__version__}) has no type for {dtype}")
-            parent = typed[dtype] = whole.view(torch_dtype)
-        if dtype == "F4":  # Two elements in one of torch's.
-            if not shape or shape[-1] % 2:
-                raise PlanError(f"tensor {name!r}: torch has no F4 tensor of shape {list(shape)}: its last axis is odd")
-            shape = (*shape[:-1], shape[-1] // 2)
-        # as_strided on a typed view costs a third of slicing and viewing for each tensor.
-        start = offset // max(1, BITS[dtype] // 8)
-        views[name] = parent.as_strided(shape, _row_major(shape), start if 0 not in shape else 0)
+    # as_strided on a typed view costs a third of slicing and viewing.
+    make = torch.as_strided
+    with _uncollected():
+        for name, dtype, shape, offset in zip(names, dtypes, shapes, offsets, strict=True):
+            if (dtype, shape) not in forms:
+                counted = torch_shape(name, dtype, shape)
+                typed = whole.view(torch_dtype(name, dtype))
+                item_nbytes = max(1, BITS[dtype] // 8)
+                forms[dtype, shape] = (typed, counted, _row_major(counted), item_nbytes, int(typed.storage_offset()))
+            parent, counted, strides, item_nbytes, first = forms[dtype, shape]
+            views[name] = make(parent, counted, strides, first + (offset // item_nbytes if 0 not in counted else 0))
     return views
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Make many objects without the garbage collector looking at them all again and again, at half of the cost."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _row_major(shape: tuple[int, ...]) -> list[int]:

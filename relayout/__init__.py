@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from relayout.conversion import Summary, convert, plan_conversion
     from relayout.errors import FormatError, PlanError, RelayoutError
     from relayout.inspection import inspect
-    from relayout.loader import load
+    from relayout.loader import explain, iter_load, load, open
+    from relayout.loader.whole import safe_open
     from relayout.restoration import restore
     from relayout.verification import verify
 
@@ -21,10 +22,14 @@ __all__ = [
     "RelayoutError",
     "Summary",
     "convert",
+    "explain",
     "inspect",
+    "iter_load",
     "load",
+    "open",
     "plan_conversion",
     "restore",
+    "safe_open",
     "verify",
 ]
 
@@ -34,10 +39,14 @@ _HOMES = {
     "RelayoutError": "relayout.errors",
     "Summary": "relayout.conversion",
     "convert": "relayout.conversion",
+    "explain": "relayout.loader",
     "inspect": "relayout.inspection",
+    "iter_load": "relayout.loader",
     "load": "relayout.loader",
+    "open": "relayout.loader",
     "plan_conversion": "relayout.conversion",
     "restore": "relayout.restoration",
+    "safe_open": "relayout.loader.whole",
     "verify": "relayout.verification",
 }
 

@@ -117,7 +117,7 @@ def read_catalogue(source: Path) -> Catalogue:
             source,
             [(shard, header)],
             named=None,
-            config=_read_config(source.parent),
+            config=read_config(source.parent),
             index=None,
             side_files=(),
             left_out=[],
@@ -182,7 +182,7 @@ def _read_folder(root: Path) -> Catalogue:
         root,
         [read_shard(root / name, name) for name in used],
         named=named,
-        config=_read_config(root),
+        config=read_config(root),
         index=index,
         side_files=side_files,
         left_out=left_out + not_copied,
@@ -301,7 +301,12 @@ def _is_utf8(name: str) -> bool:
     return True
 
 
-def _read_config(folder: Path) -> Mapping[str, Any]:
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """config.json, with what other files of the folder say of quantisation.
+
+    Raises:
+        FormatError: one of them is no JSON object.
+    """
     config = _read_object(folder / "config.json")
     nested = config.get("text_config")
     inside = nested.get("quantization_config") if isinstance(nested, dict) else None

@@ -122,6 +122,14 @@ def convert(
     max_part_size: Annotated[
         str, typer.Option(metavar="SIZE", help="Split a rank into files of at most about this size, such as 48GB.")
     ] = "48GB",
+    dcp: Annotated[
+        bool | None,
+        typer.Option(
+            "--dcp/--no-dcp",
+            help="Let PyTorch DCP read the ranks as one model. Default: where every slice is one box, as all but those"
+            " of fused tensors are.",
+        ),
+    ] = None,
     jobs: JobsOption = 8,
     memory: MemoryOption = "512MiB",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, write nothing.")] = False,
@@ -153,6 +161,7 @@ def convert(
             expert_parallel=expert_parallel,
             unmatched=unmatched,
             max_part_nbytes=part_nbytes,
+            dcp=dcp,
         )
         if dry_run:
             _show(preview(planned), as_json, terminal.print_preview)
@@ -238,6 +247,25 @@ def restore(
                 path, output, force=force, jobs=jobs, memory=parse_size(memory), on_progress=on_progress
             )
         _show(done, as_json, terminal.print_restored)
+
+
+@app.command()
+def doctor(
+    path: PathArgument,
+    rank: Annotated[int | None, typer.Option(metavar="R", help="Only this rank. Default: all.")] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="DEVICE", help="Where tensors shall lie. Default: cuda if there is one.")
+    ] = None,
+    tp: Annotated[int, typer.Option("--tp", metavar="N", help="Ranks to slice a plain checkpoint for.")] = 1,
+    as_json: JsonOption = False,
+) -> None:
+    """Tell which way a load would take here, and why: file system, direct I/O, page cache, GPU."""
+    with _errors():
+        from relayout import terminal
+        from relayout.loader import diagnosis
+
+        found = diagnosis.diagnose(path, rank=rank, device=device, tp=tp)
+        _show(found, as_json, terminal.print_diagnosis)
 
 
 class _Result(Protocol):

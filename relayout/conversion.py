@@ -26,10 +26,11 @@ from relayout.layout import (
 )
 from relayout.memory import peak_nbytes
 from relayout.plan import TRANSFORMERS, Plan, Unmatched, plan_for
+from relayout.ranktable import dump_table
 from relayout.record import dump_record
 from relayout.rehash import CHUNK_NBYTES as REHASH_NBYTES
 from relayout.resumption import claims_of, still_true, undertaking_of
-from relayout.sidecar import SOURCE_RECORD_NAME, compress, digest_hex, dump_manifest, dump_table, table_name
+from relayout.sidecar import SOURCE_RECORD_NAME, compress, digest_hex, dump_manifest, table_name
 from relayout.sidefiles import copy_side_file, write_file, write_header
 from relayout.slicing import distinct_slices, slice_nbytes
 from relayout.staging import check_output, check_space, clear_up, staging_folder
@@ -92,6 +93,7 @@ def plan_conversion(
     expert_parallel: bool = False,
     unmatched: Unmatched | None = None,
     max_part_nbytes: int = DEFAULT_MAX_PART_NBYTES,
+    dcp: bool | None = None,
 ) -> Conversion:
     """Read the source's headers and decide everything; arguments as for `convert`. Writes nothing.
 
@@ -111,7 +113,7 @@ def plan_conversion(
         unmatched=unmatched,
     )
     return Conversion(
-        source, output, catalogue, made, make_layout(catalogue, made, align, max_part_nbytes), max_part_nbytes
+        source, output, catalogue, made, make_layout(catalogue, made, align, max_part_nbytes, dcp), max_part_nbytes
     )
 
 
@@ -125,6 +127,7 @@ def convert(
     expert_parallel: bool = False,
     unmatched: Unmatched | None = None,
     max_part_nbytes: int = DEFAULT_MAX_PART_NBYTES,
+    dcp: bool | None = None,
     force: bool = False,
     jobs: int = DEFAULT_JOBS,
     memory: int = DEFAULT_MEMORY,
@@ -143,6 +146,8 @@ def convert(
         unmatched: what becomes of tensors that no rule names: "error", or "replicate" to let every rank hold them
             whole, which is the default with the plan of transformers.
         max_part_nbytes: a rank is split into files of about this many bytes.
+        dcp: whether headers say what PyTorch DCP needs to read the ranks as one model. None: if every slice is one box,
+            as all but those of fused tensors are; True: or it is an error; False: no, which makes headers shorter.
         force: replace an output folder that relayout wrote, or discard an interrupted conversion to it that cannot be
             gone on with.
         jobs: threads that copy.
@@ -166,6 +171,7 @@ def convert(
         expert_parallel=expert_parallel,
         unmatched=unmatched,
         max_part_nbytes=max_part_nbytes,
+        dcp=dcp,
     )
     return carry_out(conversion, force=force, jobs=jobs, memory=memory, on_progress=on_progress)
 
@@ -293,7 +299,7 @@ def _write_sidecar(folder: Path, conversion: Conversion, digests: Mapping[int, T
         plan=plan.name,
         expert_parallel=plan.expert_parallel,
         alignment=layout.alignment,
-        dcp=layout.is_boxes,
+        dcp=layout.dcp,
         record_digest=digest_hex(stored_record),
         source_nbytes=catalogue.nbytes,
         hub_index_digest=None if hub_index is None else digest_hex(hub_index),

@@ -61,6 +61,13 @@ class Fields:
             self._refuse(name, "a list of objects")
         return value
 
+    def items(self, name: str) -> list[Any]:
+        """A list."""
+        value = self.top.get(name)
+        if not isinstance(value, list):
+            self._refuse(name, "a list")
+        return value
+
     def column(self, name: str, kind: type | tuple[type, ...], count: int) -> list[Any]:
         """A list of `count` items of one kind; whole numbers are sizes."""
         value = self.top.get(name)

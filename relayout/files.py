@@ -28,6 +28,8 @@ _O_DIRECT: int | None = getattr(os, "O_DIRECT", None)
 _PAGE = max(BLOCK, mmap.PAGESIZE)
 """Bytes. What the page cache keeps together must not be written directly and through it."""
 _REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+_NOT_THE_FILE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""Errors that say nothing of the file."""
 _MAX_BEHIND = 4
 """Writes of one file that may be on their way from the page cache to the drive."""
 _START, _WAIT = 2, 7
@@ -50,10 +52,13 @@ def open_regular(path: Path) -> tuple[int, os.stat_result]:
 
     Raises:
         FormatError: it cannot be opened or is no regular file.
+        OSError: this process or system can open no more files.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
+        if error.errno in _NOT_THE_FILE:
+            raise
         raise FormatError(f"{path}: cannot be read: {error.strerror}") from None
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
@@ -124,6 +129,11 @@ class InputFile:
             self.close()
             raise FormatError(f"{path}: {status.st_size} bytes long, expected {nbytes}")
 
+    @property
+    def fd(self) -> int:
+        """The open file's descriptor."""
+        return self._fd
+
     def read(self, offset: int, view: memoryview) -> None:
         """Fill `view` with the bytes at `offset`, as far as the file reaches.
 
@@ -152,6 +162,9 @@ class InputFile:
                 # A short read may end inside a block: go on from that block's start.
                 count = align_down(count, BLOCK)
                 if count == 0:
+                    length = os.fstat(self._fd).st_size
+                    if length < self.nbytes:
+                        raise FormatError(f"{self.path}: ends at byte {length}, expected {self.nbytes} bytes")
                     self._go_buffered()
             done += count
         if self._pass_by and not self.direct:

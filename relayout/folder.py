@@ -9,7 +9,8 @@ from relayout.errors import FormatError, PlanError
 from relayout.files import read_small
 from relayout.header import LENGTH_NBYTES
 from relayout.index import MANIFEST_NAME, Manifest, RankTable
-from relayout.sidecar import MAX_MANIFEST_NBYTES, header_prefix, parse_manifest, parse_table
+from relayout.ranktable import parse_table
+from relayout.sidecar import MAX_MANIFEST_NBYTES, header_prefix, parse_manifest
 
 MAX_TABLE_FILE_NBYTES = 256 * 2**20
 """Limit of a table or record as stored, compressed."""

@@ -85,6 +85,8 @@ class Inspection:
     """Empty for a converted checkpoint."""
     left_out: tuple[str, ...]
     """What a conversion would not take along, and why."""
+    dcp: bool | None
+    """Whether PyTorch DCP reads the rank files as one model; None for a plain checkpoint."""
 
     def as_json(self) -> dict[str, object]:
         """For `--json`."""
@@ -133,6 +135,7 @@ def _inspect_converted(path: Path, manifest: Manifest, rank: int | None) -> Insp
         ),
         amplification=(),
         left_out=(),
+        dcp=manifest.dcp,
     )
 
 
@@ -151,6 +154,7 @@ def _inspect_plain(path: Path, catalogue: Catalogue) -> Inspection:
         ranks=(),
         amplification=tuple(_amplification(catalogue, tp) for tp in DEGREES),
         left_out=catalogue.left_out,
+        dcp=None,
     )
 
 

@@ -64,8 +64,8 @@ class Layout:
     alignment: int
     ranks: tuple[tuple[RankFile, ...], ...]
     """The parts of each rank."""
-    is_boxes: bool
-    """Whether every slice is one box, so that PyTorch DCP can read the files as one model."""
+    dcp: bool
+    """Whether rank files say what PyTorch DCP needs to read them as one model."""
 
     @property
     def nbytes(self) -> int:
@@ -86,27 +86,42 @@ def check_alignment(alignment: int) -> None:
 
 
 def make_layout(
-    catalogue: Catalogue, plan: Plan, alignment: int, max_part_nbytes: int = DEFAULT_MAX_PART_NBYTES
+    catalogue: Catalogue,
+    plan: Plan,
+    alignment: int,
+    max_part_nbytes: int = DEFAULT_MAX_PART_NBYTES,
+    dcp: bool | None = None,
 ) -> Layout:
-    """Choose order, files and offsets.
+    """Choose order, files and offsets; `dcp` as for `convert`.
 
     Raises:
-        PlanError: the alignment or the part size cannot be had.
+        PlanError: the alignment, the part size, or what DCP needs, cannot be had.
     """
     check_alignment(alignment)
     if max_part_nbytes < 1:
         raise PlanError(f"a part size of {max_part_nbytes} bytes, expected a positive one")
     slots = _slots(catalogue, plan)
     parts_of: dict[tuple[int, ...], list[_Part]] = {}
-    is_boxes = all(part.is_box for slices in set(plan.slices) for part in slices)
+    dcp = _dcp(catalogue, plan, dcp)
     ranks = []
     for rank in range(plan.num_ranks):
         column = [of_ranks[rank] for of_ranks in slots]
         alike = tuple(map(id, column))  # Equal slots are one object.
         if alike not in parts_of:
             parts_of[alike] = _parts(catalogue, column, alignment, max_part_nbytes)
-        ranks.append(tuple(_rank_file(catalogue, plan, rank, part, alignment, is_boxes) for part in parts_of[alike]))
-    return Layout(alignment, tuple(ranks), is_boxes)
+        ranks.append(tuple(_rank_file(catalogue, plan, rank, part, alignment, dcp) for part in parts_of[alike]))
+    return Layout(alignment, tuple(ranks), dcp)
+
+
+def _dcp(catalogue: Catalogue, plan: Plan, wanted: bool | None) -> bool:
+    """Whether DCP can read the ranks as one model, and shall."""
+    if wanted is False:
+        return False
+    unfit = {slices for slices in set(plan.slices) if not all(part.is_box for part in slices)}
+    if wanted and unfit:
+        names = (tensor.name for tensor, slices in zip(catalogue.tensors, plan.slices, strict=True) if slices in unfit)
+        raise PlanError(f"tensor {next(names)!r}: slices of a fused tensor are no single box, which PyTorch DCP needs")
+    return not unfit
 
 
 def rank_header(catalogue: Catalogue, plan: Plan, layout: Layout, file: RankFile, conversion: str) -> bytes:
@@ -116,7 +131,7 @@ def rank_header(catalogue: Catalogue, plan: Plan, layout: Layout, file: RankFile
         tensor, part = catalogue.tensors[t], plan.slices[t][file.rank]
         nbytes = slice_nbytes(tensor.dtype, tensor.shape, part)
         entries.append(TensorEntry(tensor.name, tensor.dtype, part.shape(tensor.shape), offset, nbytes))
-    metadata = _metadata(catalogue, plan, file.rank, file.part, file.tensors, conversion, layout.is_boxes)
+    metadata = _metadata(catalogue, plan, file.rank, file.part, file.tensors, conversion, layout.dcp)
     blob = build_header(entries, metadata, layout.alignment)
     assert len(blob) == file.data_start
     return blob
@@ -180,9 +195,9 @@ def _parts(catalogue: Catalogue, slots: Sequence[_Slot | None], alignment: int, 
     return parts
 
 
-def _rank_file(catalogue: Catalogue, plan: Plan, rank: int, part: _Part, alignment: int, is_boxes: bool) -> RankFile:
+def _rank_file(catalogue: Catalogue, plan: Plan, rank: int, part: _Part, alignment: int, dcp: bool) -> RankFile:
     # The true id has the same length, so the header has its final size already.
-    metadata = _metadata(catalogue, plan, rank, part.number, part.tensors, "0" * CONVERSION_ID_LENGTH, is_boxes)
+    metadata = _metadata(catalogue, plan, rank, part.number, part.tensors, "0" * CONVERSION_ID_LENGTH, dcp)
     data_start = len(join_header(part.entries, metadata, alignment))
     name = rank_file_name(rank, part.number)
     return RankFile(name, rank, part.number, part.tensors, part.data_offsets, data_start, data_start + part.nbytes)
@@ -233,10 +248,10 @@ def _metadata(
     part: int,
     tensors: Sequence[int],
     conversion: str,
-    is_boxes: bool,
+    dcp: bool,
 ) -> Mapping[str, str]:
     metadata = {"relayout": relayout_entry(rank, plan.num_ranks, part, conversion), "format": "pt"}
-    if plan.num_ranks > 1 and is_boxes:
+    if plan.num_ranks > 1 and dcp:
         # PyTorch 2.9 to 2.15, torch/distributed/checkpoint/_hf_utils.py and filesystem.py.
         boxes = ((catalogue.tensors[t], plan.slices[t][rank]) for t in tensors)
         offsets = (f"{json_text(one.name)}:{_saved_offsets(held, len(one.shape))}" for one, held in boxes)

@@ -51,6 +51,7 @@ def dump_record(
         "expert_parallel": plan.expert_parallel,
         "alignment": layout.alignment,
         "max_part_nbytes": max_part_nbytes,
+        "dcp": layout.dcp,
         "files": {
             "name": [file.name for file in catalogue.files],
             "nbytes": [file.nbytes for file in catalogue.files],

@@ -44,6 +44,7 @@ def undertaking_of(catalogue: Catalogue, plan: Plan, layout: Layout, max_part_nb
         plan.expert_parallel,
         layout.alignment,
         max_part_nbytes,
+        layout.dcp,
         [cuts.setdefault(slices, len(cuts)) for slices in plan.slices],
         [[[part.axis, part.ranges] for part in slices] for slices in cuts],
     ]

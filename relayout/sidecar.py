@@ -1,18 +1,16 @@
-"""Writes and reads the sidecar index as JSON: the manifest and the rank tables. Pure; FORMAT.md is normative."""
+"""Writes and reads the manifest, and what all files of the sidecar index share. Pure; FORMAT.md is normative."""
 
 from __future__ import annotations
 
 import json
 import re
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import xxhash
 import zstandard
 
-from relayout.dtypes import BITS, num_bytes
 from relayout.errors import FormatError
 from relayout.extents import BLOCK, Transfer
 from relayout.fields import Fields, parse_object
@@ -20,11 +18,9 @@ from relayout.header import json_text
 from relayout.index import (
     ARENA_ALIGNMENT,
     FORMAT_VERSION,
-    MANIFEST_NAME,
     IndexedFile,
     Manifest,
     RankEntry,
-    RankTable,
     Read,
 )
 from relayout.slicing import Slice
@@ -160,61 +156,6 @@ def parse_manifest(blob: bytes, where: str) -> Manifest:
     )
 
 
-def dump_table(table: RankTable, conversion: str) -> bytes:
-    """Serialise a rank table, as it is stored."""
-    top = {
-        "relayout": FORMAT_VERSION,
-        "conversion": conversion,
-        "rank": table.rank,
-        "name": table.names,
-        "dtype": table.dtypes,
-        "shape": table.shapes,
-        "file": table.files,
-        "offset": table.offsets,
-        "arena_offset": table.arena_offsets,
-        "digest": table.digests,
-        "source_shape": [
-            None if part.is_whole else shape for shape, part in zip(table.source_shapes, table.slices, strict=True)
-        ],
-        "slice": [None if part.is_whole else [part.axis, part.ranges] for part in table.slices],
-    }
-    return compress(compact_json(top))
-
-
-def parse_table(blob: bytes, manifest: Manifest, rank: int, where: str) -> RankTable:
-    """Parse a rank table, given as stored, and prove that its tensors lie inside files and arena.
-
-    Raises:
-        FormatError: it is damaged, of another rank or conversion, or not what FORMAT.md demands.
-    """
-    entry = manifest.ranks[rank]
-    if digest_hex(blob) != entry.table_digest:
-        raise FormatError(f"{where}: digest differs from the one in {MANIFEST_NAME}: damaged, or of another conversion")
-    top = parse_object(decompress(blob, where), where)
-    if (top.get("conversion"), top.get("rank")) != (manifest.conversion, rank):
-        raise FormatError(f"{where}: is of rank {top.get('rank')!r} of conversion {top.get('conversion')!r}")
-    fields = Fields(top, where)
-    count = entry.num_tensors
-    table = RankTable(
-        rank=rank,
-        names=fields.column("name", str, count),
-        dtypes=fields.column("dtype", str, count),
-        shapes=parse_shapes(fields.column("shape", list, count), where),
-        files=fields.column("file", int, count),
-        offsets=fields.column("offset", int, count),
-        arena_offsets=fields.column("arena_offset", int, count),
-        digests=fields.column("digest", str, count),
-        source_shapes=(),
-        slices=(),
-    )
-    slices = tuple(parse_slice(value, where) for value in fields.column("slice", (list, type(None)), count))
-    whole = fields.column("source_shape", (list, type(None)), count)
-    source_shapes = [shape if value is None else value for shape, value in zip(table.shapes, whole, strict=True)]
-    table = replace(table, source_shapes=parse_shapes(source_shapes, where), slices=slices)
-    _check_table(table, entry, where)
-    return table
-
-
 def _self_digest(top: Mapping[str, Any]) -> str:
     """Digest of a manifest's fields, in their order, as compact JSON."""
     return digest_hex(compact_json(top))
@@ -305,64 +246,6 @@ def _check_reads(entry: RankEntry, where: str) -> None:
         if read.transfer.target < end:
             raise FormatError(f"{where}: reads overlap at byte {read.transfer.target} of the arena")
         end = read.transfer.target_end
-
-
-def _check_table(table: RankTable, entry: RankEntry, where: str) -> None:
-    if len(set(table.names)) != len(table.names):
-        raise FormatError(f"{where}: a tensor name occurs twice")
-    for part, whole, shape in set(zip(table.slices, table.source_shapes, table.shapes, strict=True)):
-        if not _is_part(part, whole, shape):
-            raise FormatError(f"{where}: {list(shape)} is not slice {part} of a tensor {list(whole)}")
-    reads = sorted(entry.reads, key=lambda read: read.transfer.target)
-    targets = [read.transfer.target for read in reads]
-    total = 0
-    for name, dtype, shape, file, offset, arena_offset in zip(
-        table.names, table.dtypes, table.shapes, table.files, table.offsets, table.arena_offsets, strict=True
-    ):
-        nbytes = num_bytes(dtype, shape) if dtype in BITS else None
-        if nbytes is None:
-            raise FormatError(f"{where}: tensor {name!r}: {dtype!r} {list(shape)} is no stored tensor")
-        if file >= len(entry.files) or offset + nbytes > entry.files[file].nbytes:
-            raise FormatError(f"{where}: tensor {name!r}: ends outside its file, at byte {offset + nbytes}")
-        if arena_offset % ARENA_ALIGNMENT or arena_offset + nbytes > entry.arena_nbytes:
-            raise FormatError(
-                f"{where}: tensor {name!r}: {nbytes} bytes at {arena_offset} of an arena of {entry.arena_nbytes}"
-            )
-        which = bisect_right(targets, arena_offset) - 1
-        if nbytes and (which < 0 or not _brings(reads[which], file, offset, arena_offset, nbytes)):
-            raise FormatError(f"{where}: tensor {name!r}: no read brings its bytes from its file to {arena_offset}")
-        total += nbytes
-    if total != entry.nbytes:
-        raise FormatError(f"{where}: tensors of {total} bytes, {MANIFEST_NAME} says {entry.nbytes}")
-
-
-def _is_part(part: Slice, whole: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Whether a slice of a tensor of shape `whole` exists and has `shape`."""
-    if part.ranges is None:
-        return whole == shape
-    return (
-        part.is_held
-        and part.axis < len(whole)
-        and all(start + length <= whole[part.axis] for start, length in part.ranges)
-        and part.shape(whole) == shape
-    )
-
-
-def _brings(read: Read, file: int, offset: int, arena_offset: int, nbytes: int) -> bool:
-    """Whether one run of the read has the tensor's bytes and puts them where the table says."""
-    transfer = read.transfer
-    run = (
-        0
-        if transfer.count == 1
-        else min((arena_offset - transfer.target) // transfer.target_stride, transfer.count - 1)
-    )
-    start = arena_offset - transfer.target - run * transfer.target_stride
-    return (
-        read.file == file
-        and transfer.source + run * transfer.source_stride + start == offset
-        and run < transfer.count
-        and 0 <= start <= transfer.nbytes - nbytes
-    )
 
 
 def parse_shapes(values: Iterable[Any], where: str) -> list[tuple[int, ...]]:

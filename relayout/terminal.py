@@ -8,12 +8,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
 from relayout.conversion import Summary
@@ -22,8 +22,13 @@ from relayout.families import Family
 from relayout.globs import collapse_numbers
 from relayout.inspection import Inspection
 from relayout.preview import Preview
+from relayout.progressbar import progress_bar
 from relayout.restoration import Restored
 from relayout.verification import Report
+
+if TYPE_CHECKING:
+    from relayout.loader.diagnosis import Diagnosis
+    from relayout.loader.explanation import FileFacts
 
 _MAX_GROUPS = 60
 _SECONDS_BETWEEN_EVENTS = 1.0
@@ -34,23 +39,14 @@ _PIPE_WIDTH = 100_000
 @contextmanager
 def progress(what: str, *, as_json: bool = False) -> Iterator[Callable[[int, int], None] | None]:
     """A progress bar on stderr, where that is a terminal, or events; yields what to call with (bytes done, in all)."""
-    console = Console(stderr=True)
     if as_json:
         yield _events(what)
         return
     if sys.stderr is None or not sys.stderr.isatty():  # rich would count FORCE_COLOR as a terminal.
         yield None
         return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    with progress_bar(what) as on_progress:
+        yield on_progress
 
 
 def _events(what: str) -> Callable[[int, int], None]:
@@ -202,6 +198,9 @@ def print_inspection(found: Inspection) -> None:
     for alignment, nbytes in found.aligned_nbytes.items():
         aligned.add_row(str(alignment), decimal(nbytes), f"{100 * nbytes / max(1, found.nbytes):.1f} %")
     console.print(aligned)
+    if found.dcp is not None:
+        no = "not by PyTorch DCP (slices of fused tensors, which are no single box, or --no-dcp)"
+        console.print(f"readable as one model by relayout.safe_open, and {'by PyTorch DCP' if found.dcp else no}")
     if found.amplification:
         _print_amplification(console, found)
     _print_left_out(console, found.left_out)
@@ -223,6 +222,65 @@ def _print_amplification(console: Console, found: Inspection) -> None:
     console.print(table)
     for reason in dict.fromkeys(row.reason for row in found.amplification if row.reason):
         console.print(f"[yellow]note[/] {_text(reason)}")
+
+
+def print_diagnosis(found: Diagnosis) -> None:
+    """For `doctor`."""
+    console = _console()
+    kind = "converted" if found.is_converted else "plain: every load slices it anew"
+    console.print(f"{_text(found.path)}: {kind}, {_count(len(found.ranks), 'rank')} looked at")
+    places = Counter(_place(file) for one in found.ranks for file in one.files)
+    for place, count in places.items():
+        console.print(f"[bold]files[/] {_count(count, 'file')} on {_text(place)}")
+    console.print(f"[bold]machine[/] {_text(_machine(found))}")
+    gds = next((one.gds for one in found.ranks if one.gds is not None), None)
+    if found.gpus:
+        console.print(f"[bold]GPUDirect Storage[/] {_text(gds or 'not available')}")
+    for reason in dict.fromkeys(one.reason for one in found.ranks):
+        console.print(f"[bold]way[/] {_text(found.ranks[0].device)}: {_text(reason)}")
+    table = _table(
+        "#rank",
+        "backend",
+        "#bytes",
+        "#read / needed",
+        "#straight to place",
+        "#in page cache",
+        "#requests",
+        "#threads",
+        "#buffers",
+    )
+    for one in found.ranks[:_MAX_GROUPS]:
+        table.add_row(
+            str(one.rank),
+            one.backend,
+            decimal(one.nbytes),
+            f"{one.read_nbytes / max(1, one.nbytes):.3f}",
+            f"{100 * one.straight_nbytes / max(1, one.nbytes):.1f} %",
+            f"{100 * one.resident_nbytes / max(1, one.read_nbytes):.1f} %",
+            f"{one.num_requests:,}",
+            str(one.threads),
+            decimal(one.memory),
+        )
+    console.print(table)
+    _print_more(console, len(found.ranks) - _MAX_GROUPS, "ranks")
+    if not found.is_converted:
+        console.print("[yellow]note[/] relayout convert makes a folder that loads straight to its place")
+
+
+def _place(file: FileFacts) -> str:
+    """Where a file lies and what that means, in words."""
+    system = file.filesystem
+    drive = "" if system.drive_block_nbytes is None else f", drive blocks of {system.drive_block_nbytes}"
+    refused = file.refuses_direct
+    direct = "direct I/O works" if refused is None else f"direct I/O does not work ({refused}): through the page cache"
+    return f"{system.kind} at {system.mount_point}, blocks of {system.block_nbytes} bytes{drive}; {direct}"
+
+
+def _machine(found: Diagnosis) -> str:
+    ranks = f", {found.local_world_size} ranks on this node (LOCAL_WORLD_SIZE)" if found.local_world_size > 1 else ""
+    torch = "torch is not installed, which loading needs" if found.torch is None else f"torch {found.torch}"
+    gpus = ", ".join(found.gpus) or "no CUDA device"
+    return f"{_count(found.num_cpus, 'processor')}{ranks}; {torch}; {gpus}"
 
 
 def _factor(nbytes: int, needed: int) -> str:

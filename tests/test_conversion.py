@@ -83,6 +83,20 @@ def test_a_folder_of_one_rank_loads_in_stock_transformers(source: Path, tmp_path
     assert torch.equal(expected, found)
 
 
+def test_a_folder_without_what_dcp_needs_says_so_and_is_verified(llama: Path, tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    relayout.convert(llama, tmp_path / "out", tp=2, dcp=False)
+    assert json.loads((tmp_path / "out" / "relayout.json").read_text())["dcp"] is False
+    with safe_open(tmp_path / "out" / "model-rank-1-part-0.safetensors", framework="np") as stock:
+        assert sorted(stock.metadata()) == ["format", "relayout"]
+    assert relayout.verify(tmp_path / "out", source=llama).ok
+    assert relayout.inspect(tmp_path / "out").dcp is False
+    relayout.convert(llama, tmp_path / "other", tp=2)
+    assert relayout.inspect(tmp_path / "other").dcp is True
+    assert relayout.inspect(llama).dcp is None
+
+
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_stock_dcp_reads_the_rank_files_as_one_model(llama: Path, tmp_path: Path, tp: int) -> None:
     import torch

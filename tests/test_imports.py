@@ -23,7 +23,7 @@ SHARED = {
     f"relayout.{name}"
     for name in (
         *("errors", "extents", "dtypes", "index", "slicing", "header"),
-        *("fields", "sidecar", "folder", "files", "strided", "workers"),
+        *("fields", "sidecar", "ranktable", "folder", "files", "strided", "workers"),
     )
 }
 """The small modules of the offline half that the loader may use."""
@@ -214,8 +214,11 @@ def test_the_offline_half_does_not_import_the_loader_at_import_time() -> None:
     assert [one for one in wrong if one.at_import_time] == []
 
 
-# relayout.loader.plain slices plain checkpoints, and needs the planner for it.
-@pytest.mark.parametrize("name", sorted(set(MODULES) - set(OFFLINE) - {"relayout.__main__", "relayout.loader.plain"}))
+PLANNING = {f"relayout.loader.{name}" for name in ("plain", "regrouped", "whole")}
+"""What slices plain checkpoints, or joins the slices of several ranks, needs the planner for it."""
+
+
+@pytest.mark.parametrize("name", sorted(set(MODULES) - set(OFFLINE) - {"relayout.__main__"} - PLANNING))
 def test_the_loader_shares_only_small_modules_with_the_offline_half(name: str) -> None:
     wrong = [
         one

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from relayout.errors import FormatError
 from relayout.extents import Transfer
 from relayout.index import Arena, IndexedFile, Manifest, RankEntry, RankTable, Read, plan_arena
-from relayout.sidecar import compress, decompress, dump_manifest, dump_table, parse_manifest, parse_table
+from relayout.ranktable import dump_table, parse_table
+from relayout.sidecar import compress, decompress, dump_manifest, parse_manifest
 from relayout.slicing import Slice
 
 Bytes = npt.NDArray[np.uint8]
@@ -292,15 +293,18 @@ def test_a_table_is_json_as_the_format_says() -> None:
         "relayout": 1,
         "conversion": CONVERSION,
         "rank": 0,
+        "kinds": {
+            "dtype": ["BF16", "F32", "I16", "F16"],
+            "shape": [[32, 64], [3, 4], [3], [3, 1]],
+            "source_shape": [[64, 64], [3, 8], None, None],
+            "slice": [[0, [[0, 32]]], [1, [[0, 2], [4, 2]]], None, None],
+        },
         "name": ["größe", "b", "c", "d", "scale"],
-        "dtype": ["BF16", "F32", "I16", "I16", "F16"],
-        "shape": [[32, 64], [3, 4], [3], [3], [3, 1]],
+        "kind": [0, 1, 2, 2, 3],
         "file": [0, 0, 0, 0, 0],
         "offset": [512, 4608, 4656, 4662, 4668],
         "arena_offset": [512, 4608, 8192, 8208, 8224],
         "digest": list(TABLE.digests),
-        "source_shape": [[64, 64], [3, 8], None, None, None],
-        "slice": [[0, [[0, 32]]], [1, [[0, 2], [4, 2]]], None, None, None],
     }
 
 
@@ -457,29 +461,43 @@ def column_lie(name: str, row: int, value: Any) -> Lie:
     return lambda top: top[name].__setitem__(row, value)
 
 
+def kind_lie(name: str, kind: int, value: Any) -> Lie:
+    return lambda top: top["kinds"][name].__setitem__(kind, value)
+
+
 TABLE_LIES: dict[str, tuple[Lie, str]] = {
     "another rank": (lambda top: top.update(rank=1), f"is of rank 1 of conversion '{CONVERSION}'"),
     "another conversion": (lambda top: top.update(conversion="f" * 32), "is of rank 0 of conversion 'f"),
     "a name too few": (lambda top: top["name"].pop(), "'name' is missing or not a list of 5 items"),
     "an offset too many": (lambda top: top["offset"].append(512), "'offset' is missing or not a list of 5 items"),
-    "a missing column": (lambda top: top.pop("slice"), "'slice' is missing or not a list of 5 items"),
+    "a missing column": (lambda top: top.pop("kind"), "'kind' is missing or not a list of 5 items"),
+    "missing kinds": (lambda top: top.pop("kinds"), "'kinds' is missing or not an object"),
+    "kinds without slices": (lambda top: top["kinds"].pop("slice"), "'slice' is missing or not a list of 4 items"),
+    "kinds without dtypes": (lambda top: top["kinds"].pop("dtype"), "'dtype' is missing or not a list"),
+    "a shape for no kind": (
+        lambda top: top["kinds"]["shape"].append([3]),
+        "'shape' is missing or not a list of 4 items",
+    ),
+    "a kind that is not there": (column_lie("kind", 1, 4), "kind 4 of 4"),
+    "a kind that is none": (column_lie("kind", 1, None), "'kind' is missing or not a list of int"),
+    "another kind": (column_lie("kind", 1, 0), "tensor 'b': ends outside its file, at byte 8704"),
     "a tensor too few": (
         lambda top: [column.pop() for column in top.values() if isinstance(column, list)],
         "is missing or not a list of 5 items",
     ),
     "a name that is none": (column_lie("name", 0, 7), "'name' is missing or not a list of str"),
     "a name twice": (column_lie("name", 3, "c"), "a tensor name occurs twice"),
-    "an unknown dtype": (column_lie("dtype", 0, "F7"), r"tensor 'größe': 'F7' \[32, 64\] is no stored tensor"),
-    "half a byte": (lambda top: top.update(dtype=["F4"] * 5), r"tensor 'c': 'F4' \[3\] is no stored tensor"),
-    "a larger shape": (column_lie("shape", 2, [4]), "tensor 'c': no read brings its bytes"),
-    "a smaller shape": (column_lie("shape", 2, [2]), "tensors of 4160 bytes, relayout.json says 4162"),
-    "a shape that is no list": (column_lie("shape", 2, 3), "'shape' is missing or not a list of list"),
-    "a negative shape": (column_lie("shape", 2, [-3]), r"\[-3\] is no shape"),
-    "a shape of a float": (column_lie("shape", 4, [3.0, 1]), r"\[3.0, 1\] is no shape"),
-    "a shape of a float beside an equal one": (column_lie("shape", 3, [3.0]), r"\[3.0\] is no shape"),
-    "a shape of true": (column_lie("shape", 4, [3, True]), r"\[3, True\] is no shape"),
-    "a nested shape": (column_lie("shape", 2, [[3]]), r"\[\[3\]\] is no shape"),
-    "a shape of objects": (column_lie("shape", 2, [{}]), r"\[{}\] is no shape"),
+    "an unknown dtype": (kind_lie("dtype", 0, "F7"), r"tensor 'größe': 'F7' \[32, 64\] is no stored tensor"),
+    "half a byte": (lambda top: top["kinds"].update(dtype=["F4"] * 4), r"tensor 'c': 'F4' \[3\] is no stored tensor"),
+    "a larger shape": (kind_lie("shape", 2, [4]), "tensor 'c': no read brings its bytes"),
+    "a smaller shape": (kind_lie("shape", 2, [2]), "tensors of 4158 bytes, relayout.json says 4162"),
+    "a shape that is no list": (kind_lie("shape", 2, 3), "'shape' is missing or not a list of list"),
+    "a negative shape": (kind_lie("shape", 2, [-3]), r"\[-3\] is no shape"),
+    "a shape of a float": (kind_lie("shape", 3, [3.0, 1]), r"\[3.0, 1\] is no shape"),
+    "a shape of a float beside an equal one": (kind_lie("shape", 2, [3.0]), r"\[3.0\] is no shape"),
+    "a shape of true": (kind_lie("shape", 3, [3, True]), r"\[3, True\] is no shape"),
+    "a nested shape": (kind_lie("shape", 2, [[3]]), r"\[\[3\]\] is no shape"),
+    "a shape of objects": (kind_lie("shape", 2, [{}]), r"\[{}\] is no shape"),
     "a file that is not there": (column_lie("file", 0, 1), "tensor 'größe': ends outside its file"),
     "a file of true": (column_lie("file", 0, True), "'file' is missing or not a list of int"),
     "a negative offset": (column_lie("offset", 0, -1), "'offset' is missing or not a list of sizes"),
@@ -506,14 +524,14 @@ TABLE_LIES: dict[str, tuple[Lie, str]] = {
     ),
     "a tensor at an odd address": (column_lie("arena_offset", 2, 8200), "tensor 'c': 6 bytes at 8200 of an arena"),
     "a digest that is none": (column_lie("digest", 0, None), "'digest' is missing or not a list of str"),
-    "a slice that is none": (column_lie("slice", 0, [0]), r"\[0\] is no slice"),
-    "a slice without ranges": (column_lie("slice", 0, [0, 5]), r"\[0, 5\] is no slice"),
-    "a slice of three numbers": (column_lie("slice", 0, [0, [[0, 32, 1]]]), "is no slice"),
-    "a slice from a negative start": (column_lie("slice", 0, [0, [[-1, 32]]]), "is no slice"),
-    "a slice of a float": (column_lie("slice", 0, [0, [[0, 32.0]]]), "is no slice"),
-    "a slice along true": (column_lie("slice", 0, [True, [[0, 32]]]), "is no slice"),
-    "a source shape that is none": (column_lie("source_shape", 0, [-64, 64]), r"\[-64, 64\] is no shape"),
-    "a nested source shape": (column_lie("source_shape", 0, [[64], 64]), r"\[\[64\], 64\] is no shape"),
+    "a slice that is none": (kind_lie("slice", 0, [0]), r"\[0\] is no slice"),
+    "a slice without ranges": (kind_lie("slice", 0, [0, 5]), r"\[0, 5\] is no slice"),
+    "a slice of three numbers": (kind_lie("slice", 0, [0, [[0, 32, 1]]]), "is no slice"),
+    "a slice from a negative start": (kind_lie("slice", 0, [0, [[-1, 32]]]), "is no slice"),
+    "a slice of a float": (kind_lie("slice", 0, [0, [[0, 32.0]]]), "is no slice"),
+    "a slice along true": (kind_lie("slice", 0, [True, [[0, 32]]]), "is no slice"),
+    "a source shape that is none": (kind_lie("source_shape", 0, [-64, 64]), r"\[-64, 64\] is no shape"),
+    "a nested source shape": (kind_lie("source_shape", 0, [[64], 64]), r"\[\[64\], 64\] is no shape"),
 }
 
 
@@ -540,7 +558,7 @@ STRIDED = Read(0, Transfer(4656, 8192, 6, 3, 6, 16))
 def test_tensors_are_not_believed_to_come_from_nowhere() -> None:
     assert parse_small_tensors((STRIDED,), 18).names == ["c", "d", "scale"]
     with pytest.raises(FormatError, match=r"^table: tensor 'c': no read brings its bytes"):
-        parse_small_tensors((), 0)
+        parse_small_tensors((), 18)
 
 
 def test_a_tensor_where_a_run_before_the_first_would_be_is_refused() -> None:

@@ -273,7 +273,7 @@ def test_metadata_names_rank_part_and_conversion_first(max_part_nbytes: int) -> 
 def test_dcp_sharding_info_says_where_each_box_starts(max_part_nbytes: int) -> None:
     source = catalogue(TENSORS)
     layout = make_layout(source, BOXES, 512, max_part_nbytes)
-    assert layout.is_boxes
+    assert layout.dcp
     for rank, files in enumerate(layout.ranks):
         found: dict[str, object] = {}
         for file in files:
@@ -298,7 +298,7 @@ def test_dcp_sharding_info_says_where_each_box_starts(max_part_nbytes: int) -> N
 def test_without_boxes_or_at_one_rank_there_is_no_dcp_sharding_info(plan: Plan) -> None:
     source = catalogue(TENSORS)
     layout = make_layout(source, plan, 512)
-    assert layout.is_boxes == (plan is not FUSED)
+    assert layout.dcp == (plan is not FUSED)
     for files in layout.ranks:
         metadata = parse_header(rank_header(source, plan, layout, files[0], CONVERSION), files[0].nbytes, "x").metadata
         assert sorted(metadata) == ["format", "relayout"]
@@ -312,3 +312,18 @@ def test_the_sources_metadata_goes_along_but_for_what_is_ours() -> None:
     metadata = dict(parse_header(rank_header(source, FUSED, layout, file, CONVERSION), file.nbytes, "x").metadata)
     assert json.loads(metadata.pop("relayout"))["conversion"] == CONVERSION
     assert metadata == {"format": "mlx", "license": "MIT"}
+
+
+def test_dcp_can_be_left_out_and_insisted_on() -> None:
+    source = catalogue(TENSORS)
+    without = make_layout(source, BOXES, 512, dcp=False)
+    assert not without.dcp
+    for files in without.ranks:
+        header = rank_header(source, BOXES, without, files[0], CONVERSION)
+        assert sorted(parse_header(header, files[0].nbytes, "x").metadata) == ["format", "relayout"]
+    assert make_layout(source, BOXES, 512, dcp=True) == make_layout(source, BOXES, 512)
+    fused = TENSORS[3][0]
+    with pytest.raises(
+        PlanError, match=f"tensor '{fused}': slices of a fused tensor are no single box, which PyTorch DCP"
+    ):
+        make_layout(source, FUSED, 512, dcp=True)

@@ -23,7 +23,8 @@ from relayout import conversion
 from relayout.cli import app
 from relayout.errors import FormatError, PlanError
 from relayout.folder import read_manifest, read_table
-from relayout.sidecar import SOURCE_RECORD_NAME, compress, decompress, digest_hex, dump_manifest, dump_table
+from relayout.ranktable import dump_table
+from relayout.sidecar import SOURCE_RECORD_NAME, compress, decompress, digest_hex, dump_manifest
 
 DEGREES = (8, 4, 2, 1)
 

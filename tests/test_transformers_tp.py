@@ -276,7 +276,7 @@ def put_together(folder: Path, tp: int) -> dict[str, torch.Tensor]:
 
     ranks = [relayout.load(folder, rank) for rank in range(tp)]
     table = json.loads(zstandard.ZstdDecompressor().decompressobj().decompress((folder / TABLE).read_bytes()))
-    cuts = dict(zip(table["name"], table["slice"], strict=True))
+    cuts = {name: table["kinds"]["slice"][kind] for name, kind in zip(table["name"], table["kind"], strict=True)}
     assert all(held.keys() == cuts.keys() for held in ranks)
     tensors = {}
     for name, cut in cuts.items():

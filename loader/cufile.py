@@ -1,0 +1,398 @@
+"""cuFile, NVIDIA's GPUDirect Storage: reads from a drive straight into GPU memory, and proof that they are.
+
+Where it does not support a drive, file system or GPU, cuFile reads through host memory ("compat mode") without saying
+so. That never passes as GPUDirect Storage here. What is known from what:
+
+- In a driver that was opened with compat mode refused, a file that could only be read through host memory cannot be
+  registered. Settings go before environment and cufile.json, hold for the process, and are made before the driver opens
+  (cufile.h of 1.20; there are none before 1.14). One that fails to open forgets them, and the next call of any kind
+  opens it again, in compat mode (seen with 1.15 and 1.20). So they are read back after each registration, which also
+  tells how someone else had opened it.
+- nvidia-fs is loaded if `NVIDIA_FS` has a `devcount`, where cuFile looks, too. Without it, only PCI P2PDMA is left
+  (cuFile logs "nvidia_fs not loaded, operating on P2P mode"); with it, a file may be read either way.
+
+Not seen: short reads that cufile.json sends through host memory whatever else is set (`posix_gds_min_kb` of Lustre and
+BeeGFS; cuFile API reference, "cuFile Compatibility Mode"), and reads of holes under P2PDMA.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import re
+import stat
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+NVIDIA_FS = Path("/proc/driver/nvidia-fs")
+KERNEL_MODULES = Path("/proc/modules")
+CONFIG = Path("/etc/cufile.json")
+
+_ALLOW_COMPAT = 1
+_THROUGH_HOST = {_ALLOW_COMPAT: "allow_compat_mode", 2: "force_compat_mode", 12: "posix_io_mode", 13: "gds_fallback_io"}
+"""Settings that let reads go through host memory: `CUFileBoolConfigParameter_t` in cufile.h, and their usual names."""
+
+_ALREADY_OPEN = "(5026)"  # CU_FILE_DRIVER_ALREADY_OPEN, in the text of an error.
+
+_opening = threading.Lock()
+"""Held from making settings until the driver is open."""
+_opened_by: int | None = None
+"""The process that has used cuFile."""
+_thread = threading.local()
+
+
+class Handle(Protocol):
+    """A file that is registered with cuFile."""
+
+    def read(self, target: torch.Tensor, offset: int) -> int:
+        """Fill `target` (1-D, uint8) from byte `offset` of the file; several threads may do so at once.
+
+        Returns how many bytes were read: fewer than wanted at the end of the file, and perhaps elsewhere.
+
+        Raises:
+            OSError: the read failed.
+        """
+
+    def close(self) -> None:
+        """Close the file, which nobody reads any more."""
+
+
+class CuFile(Protocol):
+    """One way to call cuFile."""
+
+    name: str
+    """The Python module that it goes through."""
+    concurrent: bool
+    """Whether a read lets other Python threads run."""
+
+    def register(self, arena: torch.Tensor) -> bool:
+        """Pin an arena (1-D, uint8), once, before the first read into it.
+
+        Waits for all that the GPU was given to do before: reads are not ordered with streams. False if it cannot be
+        pinned, as on a GPU with a small BAR1; reads then go by cuFile's own buffers on the GPU.
+        """
+
+    def deregister(self, arena: torch.Tensor) -> None:
+        """Undo `register`, whatever it returned; before the memory is freed, or nvidia-fs may deadlock."""
+
+    def open(self, path: Path) -> Handle:
+        """Open a file and register it.
+
+        Raises:
+            OSError: it cannot be opened, cuFile refuses it, or might read it through host memory unasked.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class GdsState:
+    """Whether a file can be read by GPUDirect Storage, and why."""
+
+    path: str | None
+    """"GDS" (nvidia-fs is loaded), "P2PDMA" (without it), "compat" (through host memory), or None: not at all."""
+    driver: str | None
+    """`CuFile.name` of what was tried."""
+    reason: str
+    """One line for a person."""
+
+
+def find_cufile(path: Path, *, allow_compat: bool = False) -> tuple[CuFile | None, GdsState]:
+    """A way to read `path`, and files beside it, by cuFile; proved by registering it.
+
+    With `allow_compat`, reading through host memory is good enough if there is nothing better.
+
+    Raises:
+        OSError: there is no such file.
+    """
+    import torch
+
+    file_system = _file_system(path)
+    if not torch.cuda.is_available():
+        return None, GdsState(None, None, "no CUDA device")
+    if not KERNEL_MODULES.exists():
+        # In some sandboxes. cuFileHandleRegister of 1.20 then reads lines of it for ever.
+        return None, GdsState(None, None, f"{KERNEL_MODULES} is missing, without which cuFile hangs")
+    driver, state = _try(path, file_system, allow_compat=False)
+    if driver is None and allow_compat:
+        driver, _ = _try(path, file_system, allow_compat=True)
+        if driver is not None:
+            state = replace(state, path="compat", reason=f"through host memory; {state.reason}")
+    return driver, state
+
+
+def _try(path: Path, file_system: str, *, allow_compat: bool) -> tuple[CuFile | None, GdsState]:
+    has_nvidia_fs = (NVIDIA_FS / "devcount").exists()
+    reasons = [] if has_nvidia_fs else [f"the kernel module nvidia-fs is not loaded ({NVIDIA_FS} is missing)"]
+    kind: type[BindingsCuFile | TorchCuFile] = BindingsCuFile
+    try:
+        module = import_module(kind.name)
+    except Exception as error:  # numpy, which it needs, may be missing or of another version.
+        reasons.append(f"{kind.name} cannot be imported: {_summary(error)}")
+        kind = TorchCuFile
+        module = import_module(kind.name)
+    try:
+        # If this fails, the other one is no way out: it would open the same library again, in compat mode.
+        driver = kind(module, allow_compat=allow_compat)
+        driver.open(path).close()
+    except OSError as error:
+        refused = f" (file system {file_system})" if error.filename else ""
+        return None, GdsState(None, kind.name, "; ".join([*reasons, _summary(error) + refused]))
+    reasons.append(f"cuFile takes files on {file_system} with compat mode refused")
+    return driver, GdsState("GDS" if has_nvidia_fs else "P2PDMA", kind.name, "; ".join(reasons))
+
+
+class BindingsCuFile(CuFile):
+    """cuFile by `cuda.bindings.cufile`, which CUDA builds of torch bring along from 2.13 on."""
+
+    name = "cuda.bindings.cufile"
+    concurrent = True
+
+    def __init__(self, module: Any, *, allow_compat: bool = False) -> None:
+        """Open the driver, for good, as others may use it, too. OSError: it does not open, or not as it should."""
+        self._module = module
+        self._settings = None if allow_compat else module
+        self._arenas: dict[int, int] = {}
+        """Address and bytes of what is registered."""
+        with _opening:
+            _prepare(self._settings)
+            try:
+                module.driver_open()
+            except Exception as error:
+                if _ALREADY_OPEN not in str(error):
+                    raise _as_os_error(error) from None
+
+    def register(self, arena: torch.Tensor) -> bool:
+        with _on_device(arena, wait=True):
+            try:
+                self._module.buf_register(arena.data_ptr(), arena.numel(), 0)
+            except Exception:
+                return False
+        self._arenas[arena.data_ptr()] = arena.numel()
+        return True
+
+    def deregister(self, arena: torch.Tensor) -> None:
+        if self._arenas.pop(arena.data_ptr(), None) is not None:
+            try:
+                with _on_device(arena):
+                    self._module.buf_deregister(arena.data_ptr())
+            except Exception as error:
+                raise _as_os_error(error) from None
+
+    def open(self, path: Path) -> Handle:
+        fd = _open_direct(path)
+        # CUfileDescr_t: CU_FILE_HANDLE_TYPE_OPAQUE_FD, the descriptor in a union with a pointer, no fs_ops.
+        descriptor = ctypes.create_string_buffer(struct.pack("i4xi4xP", 1, fd, 0))
+        try:
+            number = self._module.handle_register(ctypes.addressof(descriptor))
+        except Exception as error:
+            os.close(fd)
+            raise _as_os_error(error, path) from None
+        handle = _BindingsHandle(self._module, self._arenas, path, fd, number)
+        _check(self._settings, handle, path)
+        return handle
+
+
+@dataclass(slots=True)
+class _BindingsHandle:
+    module: Any
+    arenas: dict[int, int]
+    path: Path
+    fd: int
+    number: int
+
+    def read(self, target: torch.Tensor, offset: int) -> int:
+        address = target.data_ptr()
+        arenas = list(self.arenas.items())  # cuFile knows them by the address where they start.
+        base = next((start for start, nbytes in arenas if start <= address < start + nbytes), address)
+        try:
+            with _on_device(target):
+                count: int = self.module.read(self.number, base, target.numel(), offset, address - base)
+            if count < 0:  # The bindings raise on -1 only.
+                raise self.module.cuFileError(-count)
+        except Exception as error:
+            raise _as_os_error(error, self.path, offset) from None
+        return count
+
+    def close(self) -> None:
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            try:
+                self.module.handle_deregister(self.number)
+            finally:
+                os.close(fd)
+
+
+class TorchCuFile(CuFile):
+    """cuFile by `torch.cuda.gds`, for where the bindings are missing.
+
+    As of torch 2.15 a read holds the GIL and does not tell how much it read: one that ends early, inside the file, goes
+    unnoticed. torch passes the address of the piece, not of the arena, so that registering may be in vain.
+    """
+
+    name = "torch.cuda.gds"
+    concurrent = False
+
+    def __init__(self, module: Any, library: Any = None, *, allow_compat: bool = False) -> None:
+        """`library`: the settings of the cuFile behind torch. OSError: it cannot refuse compat mode."""
+        self._module = module
+        self._settings = None if allow_compat else library or _LoadedLibrary()
+        with _opening:
+            _prepare(self._settings)
+
+    def register(self, arena: torch.Tensor) -> bool:
+        with _on_device(arena, wait=True):
+            try:
+                self._module.gds_register_buffer(_storage(arena))
+            except RuntimeError:
+                return False
+        return True
+
+    def deregister(self, arena: torch.Tensor) -> None:
+        with suppress(RuntimeError):  # It was not registered.
+            self._module.gds_deregister_buffer(_storage(arena))
+
+    def open(self, path: Path) -> Handle:
+        os.close(_open_direct(path))  # If GdsFile cannot open a file, its `__del__` complains on stderr.
+        with _opening:
+            _prepare(self._settings)  # Again: each registration opens the driver as long as it is not open.
+            try:
+                handle = _TorchHandle(self._module.GdsFile(str(path), os.O_RDONLY), path)
+            except Exception as error:
+                raise _as_os_error(error, path) from None
+        _check(self._settings, handle, path)
+        return handle
+
+
+@dataclass(slots=True)
+class _TorchHandle:
+    file: Any
+    path: Path
+
+    def read(self, target: torch.Tensor, offset: int) -> int:
+        nbytes = min(target.numel(), os.fstat(self.file.fd).st_size - offset)
+        if nbytes <= 0:
+            return 0
+        try:
+            with _on_device(target):
+                self.file.load_storage(_storage(target[:nbytes]), offset)
+        except RuntimeError as error:  # Newer versions of torch: also for a short read.
+            raise _as_os_error(error, self.path, offset) from None
+        if os.fstat(self.file.fd).st_size < offset + nbytes:
+            raise OSError(errno.EIO, f"became shorter while it was read at byte {offset}", str(self.path))
+        return nbytes
+
+    def close(self) -> None:
+        self.file = None  # Its `__del__` closes it.
+
+
+class _LoadedLibrary:
+    """Settings of the cuFile that torch has loaded, by the names of the bindings."""
+
+    def get_parameter_bool(self, param: int) -> bool:
+        value = ctypes.c_bool(True)
+        self._call("cuFileGetParameterBool", param, ctypes.byref(value))
+        return value.value
+
+    def set_parameter_bool(self, param: int, value: bool) -> None:
+        self._call("cuFileSetParameterBool", param, ctypes.c_bool(value))
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        try:
+            function = getattr(ctypes.CDLL("libcufile.so.0", mode=os.RTLD_NOLOAD), name)
+        except OSError:
+            raise RuntimeError("torch was built without GDS (libcufile.so.0 is not loaded)") from None
+        function.restype = ctypes.c_uint64  # CUfileError_t: two ints, the first of them cuFile's.
+        if code := function(*arguments) & 0xFFFFFFFF:
+            raise RuntimeError(f"cuFile error ({code})")
+
+
+def _prepare(settings: Any) -> None:
+    """Have the driver open with compat mode refused (OSError: it cannot be); without `settings`, as configured."""
+    global _opened_by
+    if _opened_by not in (None, os.getpid()):
+        raise OSError(errno.EOPNOTSUPP, "cuFile does not work in a process that was forked after its first use")
+    _opened_by = os.getpid()
+    config = ""
+    with suppress(OSError):
+        config = Path(os.environ.get("CUFILE_ENV_PATH_JSON", CONFIG)).read_text("utf-8", "replace")
+    if not re.search(r'^(?!\s*//).*"dir"\s*:', config, re.MULTILINE):
+        # Else a cufile.log appears in the working directory. The settings for that have no effect (1.15, 1.20).
+        os.environ.setdefault("CUFILE_LOGFILE_PATH", os.devnull)
+    if settings is not None:
+        try:
+            settings.set_parameter_bool(_ALLOW_COMPAT, False)
+        except Exception as error:
+            if _ALREADY_OPEN not in str(error):
+                raise OSError(errno.EOPNOTSUPP, f"compat mode cannot be refused: {_summary(error)}") from None
+
+
+def _check(settings: Any, handle: Handle, path: Path) -> None:
+    """Close a handle, and raise OSError, if the driver may read through host memory, unless there are no `settings`."""
+    for number, name in _THROUGH_HOST.items() if settings is not None else ():
+        try:
+            is_on = settings.get_parameter_bool(number)
+        except Exception:
+            is_on = number == _ALLOW_COMPAT  # Older versions do not have all of the others.
+        if is_on:
+            handle.close()
+            raise OSError(errno.EOPNOTSUPP, f"cuFile may read through host memory: {name} is on", str(path))
+
+
+@contextmanager
+def _on_device(tensor: torch.Tensor, *, wait: bool = False) -> Iterator[None]:
+    """Make the tensor's CUDA context current, as cuFile demands, and with `wait` wait for what is queued there."""
+    if not tensor.is_cuda:  # cuFile reads into host memory, too.
+        yield
+        return
+    import torch
+
+    with torch.cuda.device(tensor.device):
+        # A new thread has device 0, but no context; torch makes none current where the device is right already.
+        if wait or getattr(_thread, "device", None) != tensor.device:
+            torch.cuda.synchronize()
+            _thread.device = tensor.device
+        yield
+
+
+def _storage(tensor: torch.Tensor) -> Any:
+    start = tensor.storage_offset()
+    return tensor.untyped_storage()[start : start + tensor.numel()]  # A view.
+
+
+def _open_direct(path: Path) -> int:
+    if not stat.S_ISREG(path.stat().st_mode):  # A FIFO would be waited for.
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+
+
+def _as_os_error(error: Exception, path: Path | None = None, offset: int | None = None) -> OSError:
+    error.__traceback__ = None  # Its frames would keep a GdsFile, and so a file, open.
+    code, text = errno.EIO, _summary(error)
+    if match := re.match(r"(\d+) is not a valid OpError", text):  # What the bindings make of an errno.
+        code, text = int(match[1]), os.strerror(int(match[1]))
+    where = "" if offset is None else f" at byte {offset}"
+    return OSError(code, f"cuFile: {text}{where}", *([str(path)] if path else []))
+
+
+def _summary(error: Exception) -> str:
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    # One sentence is enough; the second of 5001 is "Set allow_compat_mode to true ...".
+    return re.split(r"\n|\. ", text)[0] or type(error).__name__
+
+
+def _file_system(path: Path) -> str:
+    device = path.stat().st_dev
+    for line in Path("/proc/self/mountinfo").read_text("utf-8", "replace").splitlines():
+        fields = line.split()
+        if fields[2] == f"{os.major(device)}:{os.minor(device)}":
+            return fields[fields.index("-") + 1]
+    return "of unknown kind"

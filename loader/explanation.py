@@ -1,0 +1,146 @@
+"""`explain`: which way a load would take here, and why."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from relayout.index import Read
+from relayout.loader.advice import advised
+from relayout.loader.budgets import plan_budget
+from relayout.loader.checkpoint import ConvertedRank, find_checkpoint
+from relayout.loader.choice import choose
+from relayout.loader.contents import StoredFile
+from relayout.loader.filesystem import Filesystem, filesystem_of, refuses_direct
+from relayout.loader.placement import place
+from relayout.loader.readplan import plan_chunks
+from relayout.loader.sources import Sources
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """One file that a load would read."""
+
+    name: str
+    nbytes: int
+    """Length of the file."""
+    filesystem: Filesystem
+    refuses_direct: str | None
+    """Why direct I/O does not work on it; None if it works."""
+    resident_nbytes: int | None
+    """Bytes of the file in the page cache; None where the system does not tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What a load would do."""
+
+    path: str
+    rank: int
+    device: str
+    backend: str
+    """The one that would run."""
+    reason: str
+    gds: str | None
+    """The way that GPUDirect Storage would really take: "GDS", "P2PDMA" or "compat"; None: it is not available, or of
+    no use for this device."""
+    nbytes: int
+    """Bytes of the tensors."""
+    read_nbytes: int
+    """Bytes that would be requested."""
+    straight_nbytes: int
+    """Bytes of the tensors that come whole blocks at a time to where they belong, through no buffer."""
+    resident_nbytes: int
+    """Bytes of the requests that would come from the page cache."""
+    num_requests: int
+    threads: int
+    """Requests in flight."""
+    memory: int
+    """Bytes of buffers, at most."""
+    files: tuple[FileFacts, ...]
+
+    def as_json(self) -> dict[str, object]:
+        """For `--json`."""
+        return asdict(self)
+
+
+def explain(
+    path: str | os.PathLike[str],
+    rank: int,
+    device: str | torch.device = "cpu",
+    *,
+    backend: str = "auto",
+    threads: int | None = None,
+    memory: int | None = None,
+    tp: int | None = None,
+) -> Explanation:
+    """Tell what `load` with these arguments would do now, and why; nothing is loaded.
+
+    Raises:
+        FormatError, PlanError, OSError: as `load`, as far as it is known before the first byte is read.
+    """
+    with advised():
+        checkpoint = find_checkpoint(Path(path), rank, tp)
+        files: Sequence[StoredFile]
+        reads: Sequence[Read]
+        if isinstance(checkpoint, ConvertedRank):
+            files, reads, nbytes = checkpoint.files, checkpoint.entry.reads, checkpoint.entry.nbytes
+        else:
+            contents = checkpoint.contents(None)
+            sizes = contents.sizes()
+            files, reads, nbytes = contents.files, place(contents.reads, sizes).reads, sum(sizes)
+        choice = choose(backend, device, files)
+        budget = plan_budget(threads, memory, choice.max_buffers)
+        sources = Sources(files, choice.backend.access)
+        try:
+            chunks = list(plan_chunks(reads, sources.alignment, bounce_nbytes=budget.buffer_nbytes))
+            resident = sum(
+                sources.resident_nbytes(chunk.file, offset, nbytes) or 0
+                for chunk in chunks
+                for offset, nbytes, through_cache in sources.pieces(
+                    chunk.file, chunk.extent.offset, chunk.extent.nbytes
+                )
+                if through_cache
+            )
+            facts = tuple(
+                FileFacts(
+                    file.path.name,
+                    file.nbytes,
+                    filesystem_of(file.path),
+                    refuses_direct(file.path),
+                    sources.resident_nbytes(number, 0, file.nbytes),
+                )
+                for number, file in enumerate(files)
+            )
+        finally:
+            sources.close()
+    return Explanation(
+        path=str(path),
+        rank=rank,
+        device=str(device),
+        backend=choice.backend.name,
+        reason=f"{choice.reason}; {_found(facts, resident, sum(chunk.extent.nbytes for chunk in chunks))}",
+        gds=None if choice.gds is None else choice.gds.path,
+        nbytes=nbytes,
+        read_nbytes=sum(chunk.extent.nbytes for chunk in chunks),
+        straight_nbytes=sum(chunk.nbytes for chunk in chunks if chunk.arena_offset is not None),
+        resident_nbytes=resident,
+        num_requests=len(chunks),
+        threads=budget.threads,
+        memory=budget.memory,
+        files=facts,
+    )
+
+
+def _found(files: Sequence[FileFacts], resident: int, requested: int) -> str:
+    """What the choice is based on."""
+    refused = [file for file in files if file.refuses_direct is not None]
+    kinds = " and ".join(sorted({file.filesystem.kind for file in refused or files}))
+    direct = f"{kinds} refuses direct I/O: {refused[0].refuses_direct}" if refused else f"{kinds} takes direct I/O"
+    return f"here {direct}, {100 * resident / max(1, requested):.0f} % of the bytes come from the page cache"

@@ -1,0 +1,112 @@
+"""Fills tensors that exist already: directly where their memory allows it, else through memory of the loader's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from relayout.errors import PlanError
+from relayout.loader.arena import Scattered
+from relayout.loader.backends import Fill, Filling
+from relayout.loader.checkpoint import Checkpoint
+from relayout.loader.contents import Contents, select
+from relayout.loader.device import DeviceBackend, ScatteredOnDevice
+from relayout.loader.digests import Checks
+from relayout.loader.loading import Options, load_contents
+from relayout.loader.placement import place_at
+from relayout.loader.progress import reporting
+from relayout.loader.streaming import stream
+from relayout.loader.tensors import bytes_of, torch_dtype, torch_shape
+from relayout.workers import Stop
+
+if TYPE_CHECKING:
+    import torch
+
+
+def load_into(
+    checkpoint: Checkpoint, into: Mapping[str, torch.Tensor], patterns: Sequence[str] | None, options: Options
+) -> dict[str, torch.Tensor]:
+    """Load the tensors of `into` where these are, and what else the patterns name into new memory.
+
+    Raises:
+        PlanError: a given tensor is none of the rank's, or has another dtype, shape or device.
+    """
+    contents = checkpoint.contents(None)
+    row_of = {name: row for row, name in enumerate(contents.names)}
+    for name, tensor in into.items():
+        if name not in row_of:
+            raise PlanError(f"tensor {name!r}, given to be filled, is none of the rank's {len(row_of)}")
+        _check(name, tensor, contents.dtypes[row_of[name]], contents.shapes[row_of[name]], options)
+    wanted = set(select(contents.names, patterns)) if patterns is not None else set()
+    straight = [row for name, row in row_of.items() if name in into and _can_be_filled(into[name], options)]
+    others = [row for name, row in row_of.items() if name in into and not _can_be_filled(into[name], options)]
+    new = [row for name, row in row_of.items() if row in wanted and name not in into]
+    through = stream(contents.rows(others), replace(options, progress=None)) if others else iter(())
+    _fill(contents.rows(straight), into, options)
+    for name, loaded in through:
+        _copy(into[name], loaded)
+    found = dict(into)
+    if new:
+        found |= load_contents(contents.rows(new), replace(options, progress=None))
+    return {name: found[name] for name in contents.names if name in found}
+
+
+def _fill(contents: Contents, into: Mapping[str, torch.Tensor], options: Options) -> None:
+    """Fill contiguous tensors without a detour."""
+    if not contents.names:
+        return
+    choice, budget = options.choose(contents.files)
+    targets = [bytes_of(into[name]) for name in contents.names]
+    sizes = contents.sizes()
+    memory: Scattered | ScatteredOnDevice
+    if isinstance(choice.backend, DeviceBackend):
+        memory = ScatteredOnDevice(targets)
+    else:
+        memory = Scattered([(target.data_ptr(), target.numel()) for target in targets])
+    stop = Stop()
+    checks = None
+    if options.verify:
+        assert contents.digests is not None
+        checks = Checks(contents.names, memory.offsets, sizes, contents.digests, stop)
+    fill = Fill(contents.files, place_at(contents.reads, memory.offsets), budget, checks, stop=stop)
+    filling: Filling
+    with reporting(options.progress, sum(sizes)) as report:
+        if isinstance(memory, Scattered):
+            assert not isinstance(choice.backend, DeviceBackend)
+            filling = choice.backend.start(memory, fill)
+        else:
+            assert isinstance(choice.backend, DeviceBackend)
+            filling = choice.backend.start(memory, fill)
+        try:
+            filling.join(report)
+        except BaseException:
+            filling.cancel()
+            raise
+
+
+def _check(name: str, tensor: torch.Tensor, dtype: str, shape: tuple[int, ...], options: Options) -> None:
+    import torch
+
+    expected = (torch_dtype(name, dtype), torch_shape(name, dtype, shape))
+    if (tensor.dtype, tuple(tensor.shape)) != expected:
+        raise PlanError(
+            f"tensor {name!r}, given to be filled, is {tensor.dtype} {list(tensor.shape)};"
+            f" the rank's slice is {expected[0]} {list(expected[1])}"
+        )
+    device = torch.device(options.device)
+    if tensor.device.type != device.type or device.index not in (None, tensor.device.index):
+        raise PlanError(f"tensor {name!r}, given to be filled, is on {tensor.device}; the load is for {device}")
+
+
+def _can_be_filled(tensor: torch.Tensor, options: Options) -> bool:
+    return tensor.is_contiguous() and (
+        options.on_host or (tensor.is_cuda and options.backend in ("auto", "pinned", "gds"))
+    )
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    import torch
+
+    with torch.no_grad():
+        target.copy_(source)

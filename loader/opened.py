@@ -1,0 +1,164 @@
+"""`open`: one rank of a converted checkpoint, in the manner of `safetensors.safe_open`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from relayout.errors import FormatError, PlanError
+from relayout.index import RankTable
+from relayout.loader.advice import advised
+from relayout.loader.checkpoint import ConvertedRank, find_checkpoint
+from relayout.loader.choice import device_type
+from relayout.loader.contents import contents_of
+from relayout.loader.loading import Options, load_contents
+from relayout.slicing import Slice
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which part of a whole tensor a rank's tensor is."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor, in elements."""
+    part: Slice
+    """The axis that is cut and the ranges along it that the rank holds; or all of the tensor."""
+
+
+class RankSlice:
+    """A tensor of which parts can be read: what `safe_open(...).get_slice` returns."""
+
+    def __init__(self, tensor: torch.Tensor, dtype: str, device: str | torch.device) -> None:
+        self._tensor = tensor
+        self._dtype = dtype
+        self._device = device
+
+    def get_shape(self) -> list[int]:
+        """The shape of the rank's slice, in elements."""
+        return list(self._tensor.shape)
+
+    def get_dtype(self) -> str:
+        """The dtype, as safetensors writes it."""
+        return self._dtype
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """The elements that torch's basic indexing selects, in memory of their own."""
+        return self._tensor[index].clone().to(self._device)
+
+
+class OpenRank:
+    """One rank of a converted checkpoint; bytes of a tensor are read when they are used."""
+
+    def __init__(self, rank: ConvertedRank, device: str | torch.device) -> None:
+        self._is_open = True
+        self._rank = rank
+        self._device = device
+        self._table: RankTable = rank.table()
+        self._rows = {name: row for row, name in enumerate(self._table.names)}
+        self._tensors = load_contents(contents_of(rank.files, self._table), Options(backend="mapped"))
+
+    def keys(self) -> list[str]:
+        """The names of the rank's tensors, in file order."""
+        return list(self._table.names)
+
+    def offset_keys(self) -> list[str]:
+        """The same: `keys` are in file order."""
+        return self.keys()
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """A tensor: on the CPU a view of the files, private to this process; else a copy on the device.
+
+        Raises:
+            PlanError: the rank has no such tensor.
+        """
+        self._row(name)
+        return self._tensors[name].to(self._device)
+
+    def get_slice(self, name: str) -> RankSlice:
+        """A tensor to be read in part.
+
+        Raises:
+            PlanError: the rank has no such tensor.
+        """
+        return RankSlice(
+            self._tensors[self._table.names[self._row(name)]], self._table.dtypes[self._row(name)], self._device
+        )
+
+    def metadata(self) -> dict[str, str] | None:
+        """The `__metadata__` of the rank's first file.
+
+        Raises:
+            FormatError: its header is damaged.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        path = self._rank.files[0].path
+        try:
+            with safe_open(path, framework="np") as stock:
+                found: dict[str, str] | None = stock.metadata()
+                return found
+        except SafetensorError as error:
+            raise FormatError(f"{path}: {error}") from None
+
+    def place(self, name: str) -> Place:
+        """Which part of the whole tensor the rank's is.
+
+        Raises:
+            PlanError: the rank has no such tensor.
+        """
+        row = self._row(name)
+        return Place(tuple(self._table.source_shapes[row]), self._table.slices[row])
+
+    @property
+    def rank(self) -> int:
+        """Which rank this is."""
+        return self._rank.rank
+
+    @property
+    def num_ranks(self) -> int:
+        """The tensor-parallel degree."""
+        return self._rank.manifest.num_ranks
+
+    def _row(self, name: str) -> int:
+        if not self._is_open:
+            raise PlanError(f"{self._rank.folder}: is closed")
+        if name not in self._rows:
+            raise PlanError(f"{self._rank.folder}: rank {self.rank} has no tensor {name!r}")
+        return self._rows[name]
+
+    def close(self) -> None:
+        """Forget the tensors; those that were handed out stay."""
+        self._is_open = False
+        self._tensors = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_rank(path: str | os.PathLike[str], rank: int, *, device: str | torch.device = "cpu") -> OpenRank:
+    """Open one rank of a converted checkpoint, as `safetensors.safe_open` opens a file.
+
+    Nothing but the sidecar is read at once. Use it in a `with` statement, or close it.
+
+    Raises:
+        FormatError: sidecar or files are damaged.
+        PlanError: the rank does not exist, the folder was not converted, or the device cannot be used.
+        OSError: the file system does not map files into memory.
+    """
+    with advised():
+        if str(device) != "cpu":
+            device_type(device)
+        checkpoint = find_checkpoint(Path(path), rank, None)
+        assert isinstance(checkpoint, ConvertedRank)
+        return OpenRank(checkpoint, device)

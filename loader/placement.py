@@ -1,0 +1,105 @@
+"""Where tensors go in memory when not the whole rank is loaded at once: the reads that bring them there. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from relayout.extents import BLOCK, Transfer, align_up
+from relayout.index import ARENA_ALIGNMENT, Read
+
+_DIRECT_NBYTES = 2**20
+"""What lies together and has at least so many bytes is placed so that direct I/O can go straight to it: that may
+waste a block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """An arena for some tensors."""
+
+    nbytes: int
+    """Bytes of the arena, a multiple of the block."""
+    offsets: tuple[int, ...]
+    """Arena offset of each tensor, a multiple of `ARENA_ALIGNMENT`."""
+    reads: tuple[Read, ...]
+    """They do not overlap in the arena."""
+
+
+def place(tensors: Sequence[tuple[Read, ...]], sizes: Sequence[int], start: int = 0) -> Placement:
+    """Place tensors one after the other, from the arena offset `start` (a multiple of the block).
+
+    Each is given as the reads that bring it, their targets relative to its first byte. Tensors that follow each other
+    in a file as well are brought by one read.
+    """
+    offsets: list[int] = []
+    reads: list[Read] = []
+    end = start
+    for first, last in _runs(tensors, sizes):
+        base = _start(end, tensors[first], tensors[last])
+        if first < last:
+            source = tensors[first][0].transfer.source
+            reads.append(
+                Read(tensors[first][0].file, Transfer(source, base, tensors[last][0].transfer.source_end - source))
+            )
+            offsets += [base + tensors[row][0].transfer.source - source for row in range(first, last + 1)]
+        else:
+            reads += [Read(one.file, one.transfer.shifted(target=base)) for one in tensors[first]]
+            offsets.append(base)
+        end = offsets[-1] + sizes[last]
+    return Placement(align_up(end, BLOCK) - start, tuple(offsets), tuple(reads))
+
+
+def _start(end: int, first: tuple[Read, ...], last: tuple[Read, ...]) -> int:
+    """Where what is brought by these reads begins: behind `end`, so that the largest can go straight to its place."""
+    start = align_up(end, ARENA_ALIGNMENT)
+    contiguous = [one.transfer for one in first if one.transfer.count == 1]
+    if not contiguous:
+        return start
+    largest = max(contiguous, key=lambda one: one.nbytes)
+    # A stretch of tensors comes in one read.
+    nbytes = last[0].transfer.source_end - largest.source if last is not first else largest.nbytes
+    phase = (largest.source - largest.target) % BLOCK
+    return align_up(end, BLOCK) + phase if nbytes >= _DIRECT_NBYTES and phase % ARENA_ALIGNMENT == 0 else start
+
+
+def place_at(tensors: Sequence[tuple[Read, ...]], offsets: Sequence[int]) -> tuple[Read, ...]:
+    """The reads that bring tensors to given arena offsets."""
+    return tuple(
+        Read(one.file, one.transfer.shifted(target=offset))
+        for reads, offset in zip(tensors, offsets, strict=True)
+        for one in reads
+    )
+
+
+def batches(sizes: Sequence[int], limit: int) -> Iterator[range]:
+    """Cut a sequence of tensors into stretches of at most `limit` bytes; a larger tensor is one by itself."""
+    first = total = 0
+    for row, nbytes in enumerate(sizes):
+        padded = align_up(nbytes, ARENA_ALIGNMENT)
+        if row > first and total + padded > limit:
+            yield range(first, row)
+            first, total = row, 0
+        total += padded
+    if first < len(sizes):
+        yield range(first, len(sizes))
+
+
+def _runs(tensors: Sequence[tuple[Read, ...]], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """First and last row of each stretch of tensors that can come in one read, each at a multiple of 16 bytes."""
+    first = 0
+    for row in range(1, len(tensors) + 1):
+        if row < len(tensors) and _continues(tensors[first], tensors[row - 1], tensors[row], sizes[row - 1]):
+            continue
+        yield first, row - 1
+        first = row
+
+
+def _continues(first: tuple[Read, ...], before: tuple[Read, ...], after: tuple[Read, ...], before_nbytes: int) -> bool:
+    if not len(first) == len(before) == len(after) == 1 or before_nbytes % ARENA_ALIGNMENT:
+        return False
+    one, other = before[0], after[0]
+    return (
+        one.file == other.file
+        and one.transfer.count == other.transfer.count == 1
+        and one.transfer.source_end == other.transfer.source
+    )

@@ -1,0 +1,145 @@
+"""A converted checkpoint, loaded for another number of ranks than it was converted for. Needs the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from relayout.catalogue import Catalogue, SourceTensor, read_config
+from relayout.dtypes import num_bytes
+from relayout.errors import FormatError, PlanError
+from relayout.extents import Extent
+from relayout.folder import check_owner, check_rank, read_table
+from relayout.index import Manifest, RankTable, Read
+from relayout.loader.contents import Contents, StoredFile
+from relayout.loader.regroup import Holder, gather
+from relayout.plan import TRANSFORMERS, Plan, plan_for
+from relayout.record import SourceRecord
+from relayout.slicing import Range, Slice
+from relayout.stored import read_record
+
+_NO_PLAN = "none"
+"""What a folder of one rank was converted by."""
+
+
+def regrouped_contents(folder: Path, manifest: Manifest, rank: int, num_ranks: int) -> Contents:
+    """What `rank` of `num_ranks` would hold if the source were converted for so many, by the same rules.
+
+    Raises:
+        FormatError: the sidecar is damaged.
+        PlanError: there is no such rank, the model cannot be cut so, or the rules are not at hand any more.
+    """
+    check_rank(rank, num_ranks)
+    record = read_record(folder, manifest)
+    plan = _plan(folder, manifest, record, num_ranks)
+    first = rank * manifest.num_ranks // num_ranks
+    return Ranks(folder, manifest, record).pick([slices[rank] for slices in plan.slices], first)
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """A rank's table, and where its files are in the list of all files."""
+
+    first_file: int
+    table: RankTable
+    rows: Mapping[str, int]
+
+
+class Ranks:
+    """The slices of all ranks, from which others can be put together. Tables are read when they are needed."""
+
+    def __init__(self, folder: Path, manifest: Manifest, record: SourceRecord) -> None:
+        self._folder = folder
+        self._manifest = manifest
+        self._record = record
+        self._files: list[StoredFile] = []
+        self._tables: dict[int, _Table] = {}
+
+    def pick(self, wanted: Sequence[Slice], first: int) -> Contents:
+        """The wanted slice of each source tensor, in file order.
+
+        Args:
+            first: the rank that is asked first for what several hold, then those behind it.
+
+        Raises:
+            FormatError: the sidecar is damaged.
+            PlanError: the ranks do not hold all of a tensor.
+        """
+        record = self._record
+        rows = [(t, self._reads(t, part, first, None)) for t, part in enumerate(wanted) if part.is_held]
+        rows.sort(key=lambda row: (row[1][0].file, row[1][0].transfer.source) if row[1] else (-1, 0))
+        return self._contents(rows, [wanted[t].shape(record.shapes[t]) for t, _ in rows])
+
+    def pick_one(self, t: int, wanted: Slice, rows: Range | None, shape: tuple[int, ...]) -> Contents:
+        """A piece of one source tensor: a slice, and of that some rows (see `gather`).
+
+        Args:
+            shape: of the piece.
+
+        Raises:
+            FormatError, PlanError: as `pick`.
+        """
+        return self._contents([(t, self._reads(t, wanted, 0, rows))], [shape]).rows([0])
+
+    def _reads(self, t: int, wanted: Slice, first: int, rows: Range | None) -> tuple[Read, ...]:
+        record, count = self._record, self._manifest.num_ranks
+        order = ((first + i) % count for i in range(count))
+        holders = [Holder(record.slices[t][rank], rank, 0) for rank in order if record.slices[t][rank].is_held]
+        try:
+            reads = gather(record.dtypes[t], record.shapes[t], wanted, holders, rows)
+        except PlanError as error:
+            raise PlanError(f"{self._folder}: tensor {record.names[t]!r}: {error}") from None
+        return tuple(self._locate(t, read) for read in reads)
+
+    def _locate(self, t: int, read: Read) -> Read:
+        """A read within a rank's slice of a tensor (its file is the rank), in terms of files."""
+        record, rank = self._record, read.file
+        opened = self._tables.get(rank) or self._open(rank)
+        row = opened.rows.get(record.names[t], -1)
+        expected = (record.dtypes[t], record.shapes[t], record.slices[t][rank])
+        table = opened.table
+        if row < 0 or (table.dtypes[row], table.source_shapes[row], table.slices[row]) != expected:
+            raise FormatError(f"{self._folder}: table of rank {rank}: {record.names[t]!r} is not what the record says")
+        return Read(opened.first_file + table.files[row], read.transfer.shifted(source=table.offsets[row]))
+
+    def _open(self, rank: int) -> _Table:
+        check_owner(self._folder, self._manifest, rank)
+        table = read_table(self._folder, self._manifest, rank)
+        opened = _Table(len(self._files), table, {name: row for row, name in enumerate(table.names)})
+        self._tables[rank] = opened
+        self._files += [StoredFile(self._folder / file.name, file.nbytes) for file in self._manifest.ranks[rank].files]
+        return opened
+
+    def _contents(self, rows: Sequence[tuple[int, tuple[Read, ...]]], shapes: Sequence[tuple[int, ...]]) -> Contents:
+        return Contents(
+            files=tuple(self._files),
+            names=[self._record.names[t] for t, _ in rows],
+            dtypes=[self._record.dtypes[t] for t, _ in rows],
+            shapes=shapes,
+            reads=[reads for _, reads in rows],
+            digests=None,
+        )
+
+
+def _plan(folder: Path, manifest: Manifest, record: SourceRecord, num_ranks: int) -> Plan:
+    tensors = tuple(
+        SourceTensor(name, dtype, shape, file, Extent(offset, num_bytes(dtype, shape) or 0))
+        for name, dtype, shape, file, offset in zip(
+            record.names, record.dtypes, record.shapes, record.file_of, record.offsets, strict=True
+        )
+    )
+    catalogue = Catalogue(folder, (), tensors, {}, read_config(folder), None, (), ())
+    plan = plan_for(
+        catalogue,
+        num_ranks,
+        TRANSFORMERS if manifest.plan == TRANSFORMERS else None,
+        expert_parallel=manifest.expert_parallel,
+        unmatched="replicate",
+    )
+    if num_ranks > 1 and manifest.plan not in (plan.name, _NO_PLAN):
+        raise PlanError(
+            f"{folder}: was cut by the plan {manifest.plan!r}, and this relayout has {plan.name!r} for the model:"
+            " at another degree than its own it cannot be loaded"
+        )
+    return plan

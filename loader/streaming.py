@@ -1,0 +1,245 @@
+"""`iter_load`: a rank's tensors one after the other, with a bound on what is read ahead."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from relayout.errors import PlanError
+from relayout.extents import BLOCK
+from relayout.loader.advice import advised
+from relayout.loader.arena import ArenaPool, HostArena
+from relayout.loader.backends import Fill, Filling
+from relayout.loader.budgets import MAX_IN_FLIGHT, MIN_BUFFER, NODE_IN_FLIGHT, Budget, local_world_size, plan_budget
+from relayout.loader.choice import Choice, choose
+from relayout.loader.contents import Contents
+from relayout.loader.device import DeviceArena, DeviceBackend, allocate_on
+from relayout.loader.digests import Checks
+from relayout.loader.host import HostBackend
+from relayout.loader.loading import Options, load_contents
+from relayout.loader.placement import Placement, batches, place
+from relayout.loader.progress import reporting
+from relayout.loader.tensors import arena_tensor, make_views
+from relayout.workers import Stop, Stopped
+
+if TYPE_CHECKING:
+    import torch
+
+_NUM_BATCHES = 4
+"""Into so many parts the bytes in flight are cut: one is used, the others are read."""
+
+_SLACK = 2 * BLOCK
+"""Bytes that the place of a tensor may waste."""
+
+Arena = TypeVar("Arena")
+
+
+def stream(contents: Contents, options: Options) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in order; at most `options.memory` bytes are read and not yet yielded, or buffers.
+
+    Raises:
+        PlanError: that is less than what a tensor takes.
+    """
+    if options.backend == "mapped":
+        return iter(load_contents(contents, options).items())
+    sizes = contents.sizes()
+    choice = choose(options.backend, options.device, contents.files)
+    largest = max(range(len(sizes)), key=sizes.__getitem__, default=None)
+    needed = 0 if largest is None else sizes[largest] + _SLACK
+    if options.memory is None:
+        bound = max(needed, min(MAX_IN_FLIGHT, NODE_IN_FLIGHT // local_world_size()))
+        budget = plan_budget(options.threads, None, choice.max_buffers)
+    else:
+        budget = plan_budget(
+            options.threads,
+            max(MIN_BUFFER, min(options.memory // _NUM_BATCHES, choice.max_buffers)),
+            choice.max_buffers,
+        )
+        bound = options.memory - budget.memory
+        if bound < needed:
+            assert largest is not None
+            raise PlanError(
+                f"tensor {contents.names[largest]!r} has {sizes[largest]} bytes: at most {options.memory} in flight"
+                f" are too few, {needed + max(MIN_BUFFER, needed // (_NUM_BATCHES - 1))} would do"
+            )
+    return _stream(contents, sizes, choice, budget, bound, options)
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Tensors that share an arena."""
+
+    rows: range
+    start: int
+    """Where the arena begins in the address space of all batches."""
+    placement: Placement
+
+
+class _Window(Generic[Arena]):
+    """All batches in one address space, of which some have memory; whoever wants another's waits for it."""
+
+    def __init__(self, starts: Sequence[int], stop: Stop) -> None:
+        self._starts = starts
+        self._stop = stop
+        self._arenas: dict[int, Arena] = {}
+
+    def open(self, number: int, arena: Arena) -> None:
+        """Give a batch its memory."""
+        with self._stop.condition:
+            self._arenas[number] = arena
+            self._stop.condition.notify_all()
+
+    def close(self, number: int) -> None:
+        """Forget a batch's memory."""
+        del self._arenas[number]
+
+    def find(self, offset: int) -> tuple[Arena, int]:
+        """The arena that has this offset, and the offset there.
+
+        Raises:
+            Stopped: the load was given up.
+        """
+        number = bisect_right(self._starts, offset) - 1
+        with self._stop.condition:
+            while number not in self._arenas:
+                if self._stop.requested:
+                    raise Stopped
+                self._stop.condition.wait()
+            return self._arenas[number], offset - self._starts[number]
+
+
+class _HostBatches(_Window[HostArena]):
+    """Batches in host memory, which is used again when a batch's tensors are gone."""
+
+    def __init__(self, backend: HostBackend, starts: Sequence[int], stop: Stop, arena_nbytes: int) -> None:
+        super().__init__(starts, stop)
+        self._backend = backend
+        self._pool = ArenaPool(arena_nbytes)
+
+    def start(self, fill: Fill) -> Filling:
+        return self._backend.start(self, fill)
+
+    def make(self, number: int, nbytes: int) -> torch.Tensor:
+        """Give a batch memory: all of it, as a tensor."""
+        arena = self._pool.take(nbytes)
+        self.open(number, arena)
+        return arena_tensor(arena, self._pool.give)
+
+    def span(self, offset: int, nbytes: int) -> memoryview:
+        """See `HostMemory.span`."""
+        arena, start = self.find(offset)
+        return arena.span(start, nbytes)
+
+    def end(self) -> None:
+        """Keep no memory."""
+        self._pool.close()
+
+
+class _DeviceBatches(_Window[DeviceArena]):
+    """Batches in the memory of a device, whose allocator uses it again."""
+
+    def __init__(self, backend: DeviceBackend, starts: Sequence[int], stop: Stop, device: str | torch.device) -> None:
+        super().__init__(starts, stop)
+        self._backend = backend
+        self._device = device
+
+    def start(self, fill: Fill) -> Filling:
+        return self._backend.start(self, fill)
+
+    def make(self, number: int, nbytes: int) -> torch.Tensor:
+        """Give a batch memory: all of it, as a tensor."""
+        arena = allocate_on(self._device, nbytes)
+        self.open(number, arena)
+        return arena.tensor
+
+    def span(self, offset: int, nbytes: int) -> torch.Tensor:
+        """See `DeviceMemory.span`."""
+        arena, start = self.find(offset)
+        return arena.span(start, nbytes)
+
+    @property
+    def whole(self) -> None:
+        """See `DeviceMemory.whole`."""
+        return None
+
+    def end(self) -> None:
+        """Nothing is kept."""
+
+
+def _stream(
+    contents: Contents, sizes: Sequence[int], choice: Choice, budget: Budget, bound: int, options: Options
+) -> Iterator[tuple[str, torch.Tensor]]:
+    limit = bound // _NUM_BATCHES
+    parts = list(_plan_batches(contents, sizes, limit))
+    left = [sum(sizes[row] for row in part.rows) for part in parts]
+    starts = [part.start for part in parts]
+    stop = Stop()
+    checks = None
+    if options.verify:
+        assert contents.digests is not None
+        offsets = [offset for part in parts for offset in part.placement.offsets]
+        checks = Checks(contents.names, offsets, sizes, contents.digests, stop)
+
+    def arrived(offset: int, nbytes: int) -> None:
+        number = bisect_right(starts, offset) - 1
+        with stop.condition:
+            left[number] -= nbytes
+            if not left[number]:
+                stop.condition.notify_all()
+
+    reads = tuple(read for part in parts for read in part.placement.reads)
+    fill = Fill(contents.files, reads, budget, checks, arrived, stop)
+    memory: _HostBatches | _DeviceBatches
+    if isinstance(choice.backend, DeviceBackend):
+        memory = _DeviceBatches(choice.backend, starts, stop, options.device)
+    else:
+        assert isinstance(choice.backend, HostBackend)
+        memory = _HostBatches(choice.backend, starts, stop, limit + MIN_BUFFER)  # Placement wastes some.
+    with advised(), reporting(options.progress, sum(sizes)) as report:
+        filling = memory.start(fill)
+        try:
+            bases: dict[int, torch.Tensor] = {}
+            in_flight = done = 0
+            for number, part in enumerate(parts):
+                while len(bases) + number < len(parts):
+                    following = parts[number + len(bases)]
+                    if bases and in_flight + following.placement.nbytes > bound:
+                        break
+                    bases[number + len(bases)] = memory.make(number + len(bases), following.placement.nbytes)
+                    in_flight += following.placement.nbytes
+                with stop.condition:
+                    while left[number] and not stop.requested:
+                        stop.condition.wait()
+                if left[number]:
+                    filling.join()  # Raises what has gone wrong.
+                filling.settle()
+                memory.close(number)
+                views = _views(contents, part, bases.pop(number), options)
+                done += sum(sizes[row] for row in part.rows)
+                if report is not None:
+                    report(done)
+                for name in list(views):
+                    yield name, views.pop(name)
+                in_flight -= part.placement.nbytes
+            filling.join()
+        finally:
+            filling.cancel()
+            memory.end()
+
+
+def _plan_batches(contents: Contents, sizes: Sequence[int], limit: int) -> Iterator[_Batch]:
+    start = 0
+    for rows in batches(sizes, limit):
+        placement = place(contents.reads[rows.start : rows.stop], sizes[rows.start : rows.stop], start)
+        yield _Batch(rows, start, placement)
+        start += max(placement.nbytes, BLOCK)  # No two batches at one offset.
+
+
+def _views(contents: Contents, part: _Batch, base: torch.Tensor, options: Options) -> dict[str, torch.Tensor]:
+    if base.device.type == "cpu" and not options.on_host:
+        base = base.to(options.device)
+    rows = slice(part.rows.start, part.rows.stop)
+    offsets = [offset - part.start for offset in part.placement.offsets]
+    return make_views(base, contents.names[rows], contents.dtypes[rows], contents.shapes[rows], offsets)

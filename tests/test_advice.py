@@ -1,0 +1,259 @@
+"""Errors of the operating system, provoked for real: they keep their kind, name the file, and say what to do."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import relayout
+from relayout.errors import FormatError
+from relayout.loader.advice import advised
+
+NUM_PARTS = 6
+
+
+@pytest.fixture
+def converted(tmp_path: Path) -> Path:
+    """One rank, in parts."""
+    (tmp_path / "plain").mkdir()
+    tensors = {f"x{number}": np.arange(25_000, dtype=np.int32) + number for number in range(NUM_PARTS)}
+    save_file(tensors, tmp_path / "plain" / "model.safetensors")
+    relayout.convert(tmp_path / "plain", tmp_path / "out", max_part_nbytes=120_000)
+    assert len(list((tmp_path / "out").glob("model-rank-0-part-*"))) == NUM_PARTS
+    return tmp_path / "out"
+
+
+CALL = """
+import json, os, sys
+
+def open_files():
+    return len(os.listdir("/proc/self/fd"))
+
+def outcome(call):
+    before = open_files()
+    try:
+        call()
+    except Exception as error:
+        return {
+            "type": type(error).__name__,
+            "errno": getattr(error, "errno", None),
+            "filename": getattr(error, "filename", None),
+            "message": str(error),
+            "leaked": open_files() - before,
+        }
+    return {"type": None}
+"""
+
+
+def run(code: str, *args: object, folder: Path) -> Any:
+    """What a fresh process prints, as JSON."""
+    if not sys.platform.startswith("linux"):
+        pytest.skip("takes /proc")
+    command = [sys.executable, "-c", CALL + code, *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_too_many_open_files_is_told_with_the_limit(converted: Path, tmp_path: Path) -> None:
+    """Two of the six files can be opened."""
+    code = """
+import resource, relayout, relayout.loader
+relayout.explain(sys.argv[1], 0)  # All code is there.
+limit = max(map(int, os.listdir("/proc/self/fd"))) + 2
+resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+calls = {
+    "explain": lambda: relayout.explain(sys.argv[1], 0, backend="direct"),
+    "load": lambda: relayout.load(sys.argv[1], 0, backend="direct"),
+    "buffered": lambda: relayout.load(sys.argv[1], 0, backend="buffered"),
+    "mapped": lambda: relayout.load(sys.argv[1], 0, backend="mapped"),
+}
+print(json.dumps([limit, {name: outcome(call) for name, call in calls.items()}]))
+"""
+    limit, told = run(code, converted, folder=tmp_path)
+    assert len(told) == 4
+    for name, one in told.items():
+        assert (one["type"], one["errno"], one["leaked"]) == ("OSError", errno.EMFILE, 0), name
+        assert Path(one["filename"]).parent == converted
+        assert "model-rank-0-part-" in one["filename"]
+        assert one["message"] == (
+            f"[Errno {errno.EMFILE}] Too many open files; this process may open {limit} files:"
+            f" raise that with ulimit -n: '{one['filename']}'"
+        )
+
+
+def test_too_many_open_files_is_told_wherever_it_happens_and_leaves_none_behind(
+    converted: Path, tmp_path: Path
+) -> None:
+    """From the first file to the last one, and those that are opened while others are read."""
+    code = """
+import resource, torch, relayout
+calls = [relayout.load, lambda *args, **options: list(relayout.iter_load(*args, **options)), relayout.explain]
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+told = []
+for call in calls:
+    for backend in sys.argv[2:]:
+        call(sys.argv[1], 0, backend=backend)  # All code is there.
+        top = max(map(int, os.listdir("/proc/self/fd")))
+        for spare in range(1, 20):
+            def limited():
+                resource.setrlimit(resource.RLIMIT_NOFILE, (top + spare, hard))
+                try:
+                    call(sys.argv[1], 0, backend=backend)
+                finally:
+                    resource.setrlimit(resource.RLIMIT_NOFILE, (1000, hard))
+            told.append(outcome(limited))
+print(json.dumps(told))
+"""
+    backends = ["auto", "direct", "buffered", "mapped"]
+    told = run(code, converted, *backends, folder=tmp_path)
+    for number in range(3 * len(backends)):
+        by_limit = told[19 * number : 19 * (number + 1)]
+        failed = [one for one in by_limit if one["type"]]
+        assert NUM_PARTS - 1 <= len(failed) < 19
+        assert by_limit[: len(failed)] == failed  # From some limit on it works.
+        for one in failed:
+            assert (one["type"], one["errno"], one["leaked"]) == ("OSError", errno.EMFILE, 0)
+            assert "Too many open files; this process may open" in one["message"]
+            assert str(converted) in one["message"]
+
+
+def test_too_many_open_files_is_no_damage_of_the_manifest(converted: Path, tmp_path: Path) -> None:
+    code = """
+import resource, relayout, relayout.loader
+relayout.explain(sys.argv[1], 0)
+limit = max(map(int, os.listdir("/proc/self/fd")))
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+def limited():
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        relayout.explain(sys.argv[1], 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1000, hard))
+print(json.dumps(outcome(limited)))
+"""
+    told = run(code, converted, folder=tmp_path)
+    assert (told["type"], told["errno"]) == ("OSError", errno.EMFILE), told["message"]
+    assert "ulimit -n" in told["message"]
+
+
+def test_the_limit_is_told_when_not_one_more_file_can_be_opened(tmp_path: Path) -> None:
+    code = """
+from relayout.loader.advice import advised
+
+def use_up():
+    while True:
+        os.dup(0)
+
+try:
+    use_up()
+except OSError:
+    pass
+
+try:
+    with advised():
+        os.open("nothing", os.O_RDONLY)
+except Exception as error:
+    print(json.dumps([type(error).__name__, str(error)]))
+"""
+    if not sys.platform.startswith("linux"):
+        pytest.skip("takes ulimit")
+    # Set from outside, so that Python's own module for limits was not loaded before.
+    command = ["sh", "-c", 'ulimit -n 50 && exec "$@"', "sh", sys.executable, "-c", CALL + code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [
+        "OSError",
+        "[Errno 24] Too many open files; this process may open 50 files: raise that with ulimit -n: 'nothing'",
+    ]
+
+
+@pytest.mark.parametrize("backend", ["auto", "direct", "buffered", "mapped"])
+def test_a_file_that_may_not_be_read_is_told_with_who_wanted_it(converted: Path, tmp_path: Path, backend: str) -> None:
+    if os.getuid():
+        pytest.skip("becoming another user takes a superuser")
+    code = """
+import relayout, relayout.loader
+relayout.explain(sys.argv[1], 0)
+os.setgroups([4, 20])
+os.setgid(65534)
+os.setuid(65534)
+calls = [relayout.explain, relayout.load, lambda *args, **options: next(relayout.iter_load(*args, **options))]
+print(json.dumps([outcome(lambda: call(sys.argv[1], 0, backend=sys.argv[2])) for call in calls]))
+"""
+    tmp_path.chmod(0o755)
+    (converted / "model-rank-0-part-3.safetensors").chmod(0o600)
+    told = run(code, converted.name, backend, folder=tmp_path)  # By a relative path: pytest's folders are closed.
+    file = "out/model-rank-0-part-3.safetensors"
+    expected = {
+        "type": "PermissionError",
+        "errno": errno.EACCES,
+        "filename": file,
+        "message": f"[Errno {errno.EACCES}] Permission denied; look at the permissions of file and folders"
+        f" (user 65534, groups [4, 20, 65534]): '{file}'",
+        "leaked": 0,
+    }
+    assert told == [expected] * 3
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "says"),
+    [
+        (errno.EACCES, PermissionError, "look at the permissions of file and folders (user "),
+        (errno.EPERM, PermissionError, "look at the permissions of file and folders (user "),
+        (errno.EMFILE, OSError, "raise that with ulimit -n"),
+        (errno.ENFILE, OSError, "see fs.file-max"),
+        (errno.EIO, OSError, "see dmesg, then restore the file and check with relayout verify"),
+        (errno.ESTALE, OSError, "mount it again, or load again"),
+        (errno.ENOMEM, OSError, "load with fewer threads"),
+        (errno.EAGAIN, BlockingIOError, "load with fewer threads"),
+        (errno.ENOTCONN, OSError, "the network file system does not answer"),
+        (errno.ETIMEDOUT, TimeoutError, "the network file system does not answer"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/models/rank 0", None])
+def test_advice_is_added_and_nothing_is_lost(code: int, kind: type[OSError], says: str, path: str | None) -> None:
+    original = OSError(code, os.strerror(code), path)
+    with pytest.raises(OSError, match="; ") as caught, advised():
+        raise original
+    error = caught.value
+    assert type(error) is kind is type(original)
+    assert (error.errno, error.filename) == (code, path)
+    assert error.__cause__ is original
+    assert error.strerror.startswith(f"{os.strerror(code)}; ")
+    assert says in error.strerror
+    assert str(error) == f"[Errno {code}] {error.strerror}" + (f": {path!r}" if path else "")
+
+
+@pytest.mark.parametrize(
+    "original",
+    [
+        FileNotFoundError(errno.ENOENT, "No such file or directory", "there"),
+        OSError(errno.ENOSPC, "No space left on device", "there"),
+        OSError(errno.EOPNOTSUPP, "the file system refuses direct I/O; use backend 'buffered'", "there"),
+        OSError("without a number"),
+        FormatError("there: damaged"),
+        MemoryError("none"),
+        KeyboardInterrupt(),
+    ],
+)
+def test_where_there_is_nothing_to_do_the_error_is_the_same(original: BaseException) -> None:
+    with pytest.raises(type(original)) as caught, advised():
+        raise original
+    assert caught.value is original
+    assert caught.value.__cause__ is None
+
+
+def test_what_does_not_fail_is_left_alone() -> None:
+    with advised():
+        result = 1
+    assert result == 1

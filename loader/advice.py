@@ -16,7 +16,7 @@ def advised() -> Iterator[None]:
         yield
     except OSError as error:
         advice = _advice(error.errno)
-        if advice is None:
+        if advice is None or str(error.strerror).endswith(advice):
             raise
         raise OSError(error.errno, f"{error.strerror}; {advice}", error.filename) from error
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from relayout.errors import PlanError
 from relayout.loader.advice import advised
 from relayout.loader.checkpoint import Checkpoint, ConvertedRank, PlainRank, RegroupedRank, find_checkpoint
+from relayout.loader.choice import settled
 from relayout.loader.into import load_into
 from relayout.loader.loading import Options, load_contents, load_rank
 from relayout.loader.progress import Progress
@@ -75,7 +76,7 @@ def load(
         patterns = [names] if isinstance(names, str) else names
         if verify:
             check_verifiable(checkpoint)
-        options = Options(device, backend, verify, threads, memory, progress)
+        options = Options(settled(device), backend, verify, threads, memory, progress)
         if into is not None:
             return load_into(checkpoint, into, patterns, options)
         if isinstance(checkpoint, ConvertedRank) and patterns is None:
@@ -118,7 +119,7 @@ def iter_load(
         if verify:
             check_verifiable(checkpoint)
         contents = checkpoint.contents([names] if isinstance(names, str) else names)
-        return stream(contents, Options(device, backend, verify, threads, memory, progress))
+        return stream(contents, Options(settled(device), backend, verify, threads, memory, progress))
 
 
 def warn_if_plain(checkpoint: Checkpoint, stacklevel: int = 3) -> None:

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,7 +28,7 @@ class HostMemory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HostArena:
-    """Anonymous memory that starts on a huge-page border. Freed when nothing refers to it any more."""
+    """Anonymous memory that starts on a page border, a huge one if it is so large. Freed when nothing refers to it."""
 
     memory: mmap.mmap
     start: int
@@ -50,15 +51,23 @@ def allocate(nbytes: int) -> HostArena:
     Raises:
         MemoryError: the address space is exhausted.
     """
-    try:
-        # Private: memory that processes share takes huge pages on few systems, and is shared with a forked child.
-        memory = mmap.mmap(-1, align_up(max(nbytes, 1), HUGE_PAGE) + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
-    except OSError as error:
-        raise MemoryError(f"cannot reserve {nbytes} bytes for a rank: {error.strerror}") from None
+    if nbytes < HUGE_PAGE:
+        return HostArena(_reserve(align_up(max(nbytes, 1), mmap.PAGESIZE)), 0, nbytes)
+    memory = _reserve(align_up(nbytes, HUGE_PAGE) + HUGE_PAGE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         # Without huge pages, a direct read first has the kernel map and clear each 4 KiB page.
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # Of a kernel that has none.
+            memory.madvise(mmap.MADV_HUGEPAGE)
     return HostArena(memory, -HostArena(memory, 0, 0).address % HUGE_PAGE, nbytes)
+
+
+def _reserve(nbytes: int) -> mmap.mmap:
+    try:
+        # Private: memory that processes share takes huge pages on few systems, and is shared with a forked child.
+        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
+    except (OSError, OverflowError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "more than there are addresses"
+        raise MemoryError(f"cannot reserve {nbytes} bytes for a rank: {reason}") from None
 
 
 class ArenaPool:
@@ -78,6 +87,7 @@ class ArenaPool:
         """
         if nbytes <= self._nbytes and self._free:
             return self._free.pop()
+        self._free.clear()  # What is idle must not lie beside what is larger.
         return allocate(max(nbytes, self._nbytes))
 
     def give(self, arena: HostArena) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -10,6 +10,7 @@ from relayout.index import Read
 from relayout.loader.budgets import Budget
 from relayout.loader.contents import StoredFile
 from relayout.loader.digests import Checks
+from relayout.loader.readplan import Chunk
 from relayout.workers import Stop
 
 Memory = TypeVar("Memory", contravariant=True)
@@ -63,6 +64,9 @@ class Backend(Protocol, Generic[Memory]):
     @property
     def name(self) -> str:
         """What it is called in messages."""
+
+    def chunks(self, reads: Sequence[Read], alignment: int, budget: Budget) -> list[Chunk]:
+        """The requests that it makes for these reads, of files that must be read at multiples of `alignment`."""
 
     def start(self, memory: Memory, fill: Fill) -> Filling:
         """Begin to fill the memory, and return at once.

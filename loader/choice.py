@@ -16,6 +16,7 @@ from relayout.loader.sources import Access
 
 if TYPE_CHECKING:
     import torch
+
     from relayout.loader.cufile import GdsState
 
 BACKENDS = ("auto", "direct", "buffered", "mapped", "pinned", "gds")
@@ -45,7 +46,8 @@ def choose(name: str, device: str | torch.device, files: Sequence[StoredFile]) -
     """
     if name not in BACKENDS:
         raise PlanError(f"backend {name!r}, expected one of {', '.join(BACKENDS)}")
-    kind = "cpu" if device == "cpu" else device_type(device)
+    device = settled(device)
+    kind = str(device).partition(":")[0]
     if name in ("pinned", "gds") and kind != "cuda":
         raise PlanError(f"backend {name!r} loads to a CUDA device, not to {str(device)!r}")
     if name == "mapped" and kind != "cpu":
@@ -65,35 +67,41 @@ def choose(name: str, device: str | torch.device, files: Sequence[StoredFile]) -
 
 def _choose_cuda(name: str, device: str | torch.device, files: Sequence[StoredFile]) -> Choice:
     import torch
-    from relayout.loader.cufile import find_cufile
+
+    from relayout.loader.cufile import find_cufile, is_likely
 
     target = torch.device(device)
+    assert target.index is not None  # A thread of its own would have another default.
 
     def make_lane(nbytes: int) -> CudaLane:
         return CudaLane(target, nbytes)
 
     if name == "pinned":
         return Choice(DeviceBackend(Access.AUTO, make_lane), "asked for: read into pinned memory, copied from there")
-    cufile, state = find_cufile(files[0].path) if files else (None, None)
+    cufile, state = None, None
+    if files and (name == "gds" or is_likely()):
+        cufile, state = find_cufile(files[0].path)
     if cufile is not None and state is not None:
         asked = "asked for" if name == "gds" else "available"
         return Choice(DeviceBackend(Access.AUTO, make_lane, cufile), f"{state.path} is {asked}: {state.reason}", state)
-    why = state.reason if state is not None else "there is nothing to read"
+    why = state.reason if state is not None else "neither nvidia-fs nor PCI P2PDMA is set up"
     if name == "gds":
         raise PlanError(f"backend 'gds': GPUDirect Storage is not available: {why}")
     reason = f"no GPUDirect Storage ({why}): read into pinned memory, copied from there"
     return Choice(DeviceBackend(Access.AUTO, make_lane), reason, state)
 
 
-def device_type(device: str | torch.device) -> str:
-    """The kind of a device that can be used: "cpu", "cuda" ...
+def settled(device: str | torch.device) -> str | torch.device:
+    """The device with its number: "cuda" is the one that is the caller's default now.
 
     Raises:
         PlanError: torch says why it cannot be used.
     """
+    if str(device) == "cpu":  # Without torch, which may not be imported yet.
+        return "cpu"
     import torch
 
     try:
-        return torch.empty(0, device=device).device.type
+        return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
         raise PlanError(f"device {str(device)!r}: {str(error).splitlines()[0]}") from None

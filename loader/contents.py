@@ -72,10 +72,14 @@ def select(names: Sequence[str], patterns: Sequence[str]) -> list[int]:
     Raises:
         PlanError: a pattern matches no name, which is a mistake rather than a wish.
     """
+    row_of = {name: row for row, name in enumerate(names)}
     wanted: set[int] = set()
     for pattern in patterns:
+        if pattern in row_of:
+            wanted.add(row_of[pattern])
+            continue
         match = re.compile(translate(pattern)).match
-        found = [row for row, name in enumerate(names) if name == pattern or match(name)]
+        found = [row for row, name in enumerate(names) if match(name)]
         if not found:
             raise PlanError(f"{pattern!r} is none of the rank's {len(names)} tensors, and matches none")
         wanted.update(found)

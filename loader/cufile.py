@@ -72,8 +72,6 @@ class CuFile(Protocol):
 
     name: str
     """The Python module that it goes through."""
-    concurrent: bool
-    """Whether a read lets other Python threads run."""
 
     def register(self, arena: torch.Tensor) -> bool:
         """Pin an arena (1-D, uint8), once, before the first read into it.
@@ -103,6 +101,11 @@ class GdsState:
     """`CuFile.name` of what was tried."""
     reason: str
     """One line for a person."""
+
+
+def is_likely() -> bool:
+    """Whether there is a reason to ask cuFile, which then refuses compat mode to the whole process."""
+    return (NVIDIA_FS / "devcount").exists() or bool(os.environ.get("CUFILE_USE_PCIP2PDMA"))
 
 
 def find_cufile(path: Path, *, allow_compat: bool = False) -> tuple[CuFile | None, GdsState]:
@@ -154,7 +157,6 @@ class BindingsCuFile(CuFile):
     """cuFile by `cuda.bindings.cufile`, which CUDA builds of torch bring along from 2.13 on."""
 
     name = "cuda.bindings.cufile"
-    concurrent = True
 
     def __init__(self, module: Any, *, allow_compat: bool = False) -> None:
         """Open the driver, for good, as others may use it, too. OSError: it does not open, or not as it should."""
@@ -239,7 +241,6 @@ class TorchCuFile(CuFile):
     """
 
     name = "torch.cuda.gds"
-    concurrent = False
 
     def __init__(self, module: Any, library: Any = None, *, allow_compat: bool = False) -> None:
         """`library`: the settings of the cuFile behind torch. OSError: it cannot refuse compat mode."""

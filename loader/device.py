@@ -9,20 +9,24 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from relayout.errors import FormatError
 from relayout.extents import BLOCK, Transfer
+from relayout.index import Read
 from relayout.loader.arena import scatter
 from relayout.loader.backends import Fill
+from relayout.loader.budgets import Budget
 from relayout.loader.host import ThreadedFilling
-from relayout.loader.readplan import CHUNK_NBYTES, Chunk
+from relayout.loader.readplan import CHUNK_NBYTES, Chunk, plan_chunks
 from relayout.loader.sources import Access, Sources
 from relayout.strided import Bytes
 
 if TYPE_CHECKING:
     import torch
+
     from relayout.loader.cufile import CuFile, Handle
 
 BUFFERS_PER_LANE = 2
@@ -73,6 +77,7 @@ class CudaLane:
         """
         import torch
 
+        torch.cuda.set_device(device)  # Of this thread, which is the loader's own.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         try:
             slabs = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(BUFFERS_PER_LANE)]
@@ -135,6 +140,11 @@ class DeviceBackend:
         """See `Backend.name`."""
         return "pinned" if self.cufile is None else "gds"
 
+    def chunks(self, reads: Sequence[Read], alignment: int, budget: Budget) -> list[Chunk]:
+        """See `Backend.chunks`."""
+        nbytes = _buffer_nbytes(budget)
+        return list(plan_chunks(reads, alignment, chunk_nbytes=min(CHUNK_NBYTES, nbytes), bounce_nbytes=nbytes))
+
     def start(self, memory: DeviceMemory, fill: Fill) -> DeviceFilling:
         """See `Backend.start`."""
         sources = Sources(fill.files, self.access)
@@ -171,16 +181,13 @@ class DeviceFilling(ThreadedFilling[Lane]):
         self._handles = handles
         self._registered = registered
         self._lanes: list[Lane] = []
-        # torch's allocator of pinned memory takes powers of two.
-        self._buffer_nbytes = 1 << (fill.budget.buffer_nbytes // BUFFERS_PER_LANE).bit_length() - 1
-        super().__init__(
-            fill,
-            sources,
-            self._make_lane,
-            self._read,
-            chunk_nbytes=min(CHUNK_NBYTES, self._buffer_nbytes),
-            bounce_nbytes=self._buffer_nbytes - BLOCK,
-        )
+        self._buffer_nbytes = _buffer_nbytes(fill.budget)
+        chunks = backend.chunks(fill.reads, sources.alignment, fill.budget)
+        try:
+            super().__init__(fill, sources, self._make_lane, self._read, chunks)
+        except BaseException:
+            self._drain()
+            raise
 
     def join(self, on_progress: Callable[[int], None] | None = None) -> None:
         """See `Filling.join`."""
@@ -200,8 +207,10 @@ class DeviceFilling(ThreadedFilling[Lane]):
     def cancel(self) -> None:
         """See `Filling.cancel`."""
         super().cancel()
-        self._drain()
-        self._release()
+        try:
+            self._drain()
+        finally:
+            self._release()
 
     def _make_lane(self) -> Lane:
         lane = self._backend.make_lane(self._buffer_nbytes)
@@ -214,8 +223,9 @@ class DeviceFilling(ThreadedFilling[Lane]):
             lane.drain()
 
     def _release(self) -> None:
-        _release(self._backend.cufile, self._handles, self._registered)
-        self._registered = None
+        self._lanes.clear()
+        registered, self._registered = self._registered, None
+        _release(self._backend.cufile, self._handles, registered)
 
     def _read(self, lane: Lane, chunk: Chunk) -> int:
         if chunk.arena_offset is None:
@@ -276,10 +286,16 @@ def _view(tensor: torch.Tensor) -> memoryview:
 
 
 def _release(cufile: CuFile | None, handles: list[Handle], registered: torch.Tensor | None) -> None:
-    while handles:
-        handles.pop().close()
-    if cufile is not None and registered is not None:
-        cufile.deregister(registered)
+    with ExitStack() as stack:  # All of it, also if something of it fails.
+        if cufile is not None and registered is not None:
+            stack.callback(cufile.deregister, registered)
+        while handles:
+            stack.callback(handles.pop().close)
+
+
+def _buffer_nbytes(budget: Budget) -> int:
+    """Bytes of one pinned buffer: torch's allocator of pinned memory takes powers of two."""
+    return 1 << (budget.buffer_nbytes // BUFFERS_PER_LANE).bit_length() - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,11 +327,20 @@ def allocate_on(device: str | torch.device, nbytes: int) -> DeviceArena:
         whole = torch.empty(nbytes + BLOCK, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError as error:
         raise MemoryError(f"cannot allocate {nbytes} bytes on {device}: {str(error).splitlines()[0]}") from None
-    # The allocator gives out memory that kernels of this stream may still use; our streams and cuFile do not wait.
     if whole.is_cuda:
-        torch.cuda.current_stream(whole.device).synchronize()
+        _wait_for(whole.device)
     start = -whole.data_ptr() % BLOCK
     return DeviceArena(whole[start : start + nbytes])
+
+
+def _wait_for(device: torch.device) -> None:
+    """Wait for what the current stream was given to do: it may still use memory that is to be filled.
+
+    That is memory which the allocator has got back, or tensors that exist. Our streams and cuFile do not wait for it.
+    """
+    import torch
+
+    torch.cuda.current_stream(device).synchronize()
 
 
 class ScatteredOnDevice:
@@ -325,6 +350,8 @@ class ScatteredOnDevice:
         """Take 1-D uint8 tensors; see `arena.scatter` for where each begins."""
         self.offsets = scatter([(piece.data_ptr(), piece.numel()) for piece in pieces])
         self._pieces = pieces
+        for device in {piece.device for piece in pieces if piece.is_cuda}:
+            _wait_for(device)
 
     def span(self, offset: int, nbytes: int) -> torch.Tensor:
         """See `DeviceMemory.span`."""

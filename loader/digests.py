@@ -51,8 +51,13 @@ class Checks:
             row += 1
 
     def finish(self) -> None:
-        """Make sure that all tensors have been compared; to be called when all bytes have arrived."""
-        assert self._num_left == 0, f"{self._num_left} tensors were not checked"
+        """Make sure that all tensors have been compared; to be called when all bytes have arrived.
+
+        Raises:
+            FormatError: some have not: no read has brought all of their bytes, in order.
+        """
+        if self._num_left:
+            raise FormatError(f"{self._num_left} tensors could not be checked: their bytes did not arrive in order")
 
     def _update_row(self, row: int, low: int, high: int, view: memoryview) -> None:
         if (low, high) == (self._starts[row], self._ends[row]):

@@ -8,15 +8,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from relayout.extents import BLOCK
 from relayout.index import Read
 from relayout.loader.advice import advised
 from relayout.loader.budgets import plan_budget
 from relayout.loader.checkpoint import ConvertedRank, find_checkpoint
-from relayout.loader.choice import choose
+from relayout.loader.choice import choose, settled
 from relayout.loader.contents import StoredFile
+from relayout.loader.device import DeviceBackend
 from relayout.loader.filesystem import Filesystem, filesystem_of, refuses_direct
+from relayout.loader.host import HostBackend
+from relayout.loader.mapped import MappedBackend
 from relayout.loader.placement import place
-from relayout.loader.readplan import plan_chunks
 from relayout.loader.sources import Sources
 
 if TYPE_CHECKING:
@@ -95,11 +98,12 @@ def explain(
             contents = checkpoint.contents(None)
             sizes = contents.sizes()
             files, reads, nbytes = contents.files, place(contents.reads, sizes).reads, sum(sizes)
+        device = settled(device)
         choice = choose(backend, device, files)
         budget = plan_budget(threads, memory, choice.max_buffers)
         sources = Sources(files, choice.backend.access)
         try:
-            chunks = list(plan_chunks(reads, sources.alignment, bounce_nbytes=budget.buffer_nbytes))
+            chunks = choice.backend.chunks(reads, sources.alignment, budget)
             resident = sum(
                 sources.resident_nbytes(chunk.file, offset, nbytes) or 0
                 for chunk in chunks
@@ -124,18 +128,31 @@ def explain(
         path=str(path),
         rank=rank,
         device=str(device),
-        backend=choice.backend.name,
+        backend=_backend(choice.backend, facts, resident, sum(chunk.extent.nbytes for chunk in chunks)),
         reason=f"{choice.reason}; {_found(facts, resident, sum(chunk.extent.nbytes for chunk in chunks))}",
         gds=None if choice.gds is None else choice.gds.path,
         nbytes=nbytes,
         read_nbytes=sum(chunk.extent.nbytes for chunk in chunks),
-        straight_nbytes=sum(chunk.nbytes for chunk in chunks if chunk.arena_offset is not None),
+        straight_nbytes=sum(chunk.nbytes for chunk in chunks if chunk.arena_offset is not None)
+        if choice.backend.name != "pinned"
+        else 0,
         resident_nbytes=resident,
         num_requests=len(chunks),
         threads=budget.threads,
         memory=budget.memory,
         files=facts,
     )
+
+
+def _backend(
+    backend: HostBackend | MappedBackend | DeviceBackend, files: Sequence[FileFacts], resident: int, requested: int
+) -> str:
+    """The backend's name; of "auto", which of the two it comes to."""
+    if backend.name != "auto":
+        return backend.name
+    if resident > requested - BLOCK * (len(files) + 1) or any(file.refuses_direct is not None for file in files):
+        return "buffered"
+    return "direct and buffered" if resident else "direct"
 
 
 def _found(files: Sequence[FileFacts], resident: int, requested: int) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from relayout.files import Buffer
+from relayout.index import Read
 from relayout.loader.arena import HostMemory
 from relayout.loader.backends import Fill
-from relayout.loader.readplan import CHUNK_NBYTES, Chunk, plan_chunks
+from relayout.loader.budgets import Budget
+from relayout.loader.readplan import Chunk, plan_chunks
 from relayout.loader.sources import Access, Sources
 from relayout.strided import copy_runs
 from relayout.workers import Workers
@@ -27,6 +29,10 @@ class HostBackend:
     def name(self) -> str:
         """See `Backend.name`."""
         return self.access.value
+
+    def chunks(self, reads: Sequence[Read], alignment: int, budget: Budget) -> list[Chunk]:
+        """See `Backend.chunks`."""
+        return list(plan_chunks(reads, alignment, bounce_nbytes=budget.buffer_nbytes))
 
     def start(self, memory: HostMemory, fill: Fill) -> ThreadedFilling[Buffer]:
         """See `Backend.start`."""
@@ -51,7 +57,7 @@ class HostBackend:
                 fill.checks.update(offset, span)
             fill.tell(offset, nbytes)
 
-        return ThreadedFilling(fill, sources, Buffer, read, bounce_nbytes=fill.budget.buffer_nbytes)
+        return ThreadedFilling(fill, sources, Buffer, read, self.chunks(fill.reads, sources.alignment, fill.budget))
 
 
 class ThreadedFilling(Generic[State]):
@@ -63,17 +69,12 @@ class ThreadedFilling(Generic[State]):
         sources: Sources,
         make_state: Callable[[], State],
         work: Callable[[State, Chunk], int],
-        *,
-        chunk_nbytes: int = CHUNK_NBYTES,
-        bounce_nbytes: int,
+        chunks: list[Chunk],
     ) -> None:
         """Start them; `work` returns the bytes that it brought. Closes the sources in the end."""
         self.fill = fill
         self.sources = sources
         try:
-            chunks = list(
-                plan_chunks(fill.reads, sources.alignment, chunk_nbytes=chunk_nbytes, bounce_nbytes=bounce_nbytes)
-            )
             self._workers = Workers(min(fill.budget.threads, len(chunks)), chunks, make_state, work, fill.stop)
             self._workers.start()
         except BaseException:

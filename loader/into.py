@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from relayout.loader.digests import Checks
 from relayout.loader.loading import Options, load_contents
 from relayout.loader.placement import place_at
 from relayout.loader.progress import reporting
+from relayout.loader.sources import Access, Sources
 from relayout.loader.streaming import stream
 from relayout.loader.tensors import bytes_of, torch_dtype, torch_shape
 from relayout.workers import Stop
@@ -42,14 +43,28 @@ def load_into(
     straight = [row for name, row in row_of.items() if name in into and _can_be_filled(into[name], options)]
     others = [row for name, row in row_of.items() if name in into and not _can_be_filled(into[name], options)]
     new = [row for name, row in row_of.items() if row in wanted and name not in into]
-    through = stream(contents.rows(others), replace(options, progress=None)) if others else iter(())
-    _fill(contents.rows(straight), into, options)
-    for name, loaded in through:
-        _copy(into[name], loaded)
-    found = dict(into)
-    if new:
-        found |= load_contents(contents.rows(new), replace(options, progress=None))
+    for row in new:
+        torch_shape(contents.names[row], contents.dtypes[row], contents.shapes[row])
+        torch_dtype(contents.names[row], contents.dtypes[row])
+    # All that can be known to be wrong is told before a byte is written.
+    Sources(contents.rows([*straight, *others, *new]).files, Access.BUFFERED).close()
+    parts = [contents.rows(rows) for rows in (straight, others, new)]
+    sizes = [sum(part.sizes()) for part in parts]
+    with reporting(options.progress, sum(sizes)) as report:
+        stages = [_stage(options, report, sum(sizes[:number])) for number in range(len(parts))]
+        through = stream(parts[1], stages[1]) if others else iter(())
+        _fill(parts[0], into, stages[0])
+        for name, loaded in through:
+            _copy(into[name], loaded)
+        found = dict(into)
+        if new:
+            found |= load_contents(parts[2], stages[2])
     return {name: found[name] for name in contents.names if name in found}
+
+
+def _stage(options: Options, report: Callable[[int], None] | None, before: int) -> Options:
+    """The options for a part of the load, which begins when `before` bytes have arrived."""
+    return replace(options, progress=None if report is None else lambda done, total: report(before + done))
 
 
 def _fill(contents: Contents, into: Mapping[str, torch.Tensor], options: Options) -> None:
@@ -94,9 +109,12 @@ def _check(name: str, tensor: torch.Tensor, dtype: str, shape: tuple[int, ...], 
             f"tensor {name!r}, given to be filled, is {tensor.dtype} {list(tensor.shape)};"
             f" the rank's slice is {expected[0]} {list(expected[1])}"
         )
-    device = torch.device(options.device)
-    if tensor.device.type != device.type or device.index not in (None, tensor.device.index):
-        raise PlanError(f"tensor {name!r}, given to be filled, is on {tensor.device}; the load is for {device}")
+    if tensor.device != torch.device(options.device):
+        raise PlanError(f"tensor {name!r}, given to be filled, is on {tensor.device}; the load is for {options.device}")
+    overlaps = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    lazy = tensor.is_conj() or tensor.is_neg() or tensor.layout != torch.strided
+    if tensor.numel() and (tensor.data_ptr() == 0 or overlaps or lazy):
+        raise PlanError(f"tensor {name!r}, given to be filled, has no memory of its own for each element")
 
 
 def _can_be_filled(tensor: torch.Tensor, options: Options) -> bool:

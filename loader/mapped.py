@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from relayout.errors import PlanError
@@ -11,9 +11,10 @@ from relayout.extents import Transfer, align_down, align_up
 from relayout.index import Read
 from relayout.loader.arena import HostArena, HostMemory
 from relayout.loader.backends import Fill, Filling
+from relayout.loader.budgets import Budget
 from relayout.loader.host import HostBackend
 from relayout.loader.mapping import map_file
-from relayout.loader.readplan import CHUNK_NBYTES
+from relayout.loader.readplan import CHUNK_NBYTES, Chunk
 from relayout.loader.sources import Access, Sources
 from relayout.workers import Stop, Workers
 
@@ -39,6 +40,10 @@ class MappedBackend:
     def access(self) -> Access:
         """How files are read: through the page cache."""
         return Access.BUFFERED
+
+    def chunks(self, reads: Sequence[Read], alignment: int, budget: Budget) -> list[Chunk]:
+        """See `Backend.chunks`: what is mapped is not requested."""
+        return []
 
     def start(self, memory: HostMemory, fill: Fill) -> Filling:
         """See `Backend.start`.
@@ -72,6 +77,8 @@ class _MappedFilling:
         if checks is not None:
             Workers(self._fill.budget.threads, self._stretches(), object, self._check, self._fill.stop).run(on_progress)
             checks.finish()
+        if on_progress is not None:
+            on_progress(sum(read.transfer.total_nbytes for read in self._fill.reads))
         for read in self._fill.reads:
             self._fill.tell(read.transfer.target, read.transfer.total_nbytes)
 

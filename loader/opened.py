@@ -12,8 +12,9 @@ from relayout.errors import FormatError, PlanError
 from relayout.index import RankTable
 from relayout.loader.advice import advised
 from relayout.loader.checkpoint import ConvertedRank, find_checkpoint
-from relayout.loader.choice import device_type
+from relayout.loader.choice import settled
 from relayout.loader.contents import contents_of
+from relayout.loader.indexing import check_pairs, selection
 from relayout.loader.loading import Options, load_contents
 from relayout.slicing import Slice
 
@@ -34,21 +35,31 @@ class Place:
 class RankSlice:
     """A tensor of which parts can be read: what `safe_open(...).get_slice` returns."""
 
-    def __init__(self, tensor: torch.Tensor, dtype: str, device: str | torch.device) -> None:
+    def __init__(
+        self, name: str, tensor: torch.Tensor, dtype: str, shape: tuple[int, ...], device: str | torch.device
+    ) -> None:
+        self._name = name
         self._tensor = tensor
         self._dtype = dtype
+        self._shape = shape
         self._device = device
 
     def get_shape(self) -> list[int]:
         """The shape of the rank's slice, in elements."""
-        return list(self._tensor.shape)
+        return list(self._shape)
 
     def get_dtype(self) -> str:
         """The dtype, as safetensors writes it."""
         return self._dtype
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """The elements that torch's basic indexing selects, in memory of their own."""
+        """The elements that torch's basic indexing selects, in memory of their own.
+
+        Raises:
+            IndexError: there are no such elements.
+            PlanError: the dtype is F4, and the last axis would be cut.
+        """
+        check_pairs(self._name, self._dtype, selection(index, self._shape))
         return self._tensor[index].clone().to(self._device)
 
 
@@ -86,9 +97,8 @@ class OpenRank:
         Raises:
             PlanError: the rank has no such tensor.
         """
-        return RankSlice(
-            self._tensors[self._table.names[self._row(name)]], self._table.dtypes[self._row(name)], self._device
-        )
+        row, table = self._row(name), self._table
+        return RankSlice(name, self._tensors[name], table.dtypes[row], tuple(table.shapes[row]), self._device)
 
     def metadata(self) -> dict[str, str] | None:
         """The `__metadata__` of the rank's first file.
@@ -157,8 +167,7 @@ def open_rank(path: str | os.PathLike[str], rank: int, *, device: str | torch.de
         OSError: the file system does not map files into memory.
     """
     with advised():
-        if str(device) != "cpu":
-            device_type(device)
+        device = settled(device)
         checkpoint = find_checkpoint(Path(path), rank, None)
         assert isinstance(checkpoint, ConvertedRank)
         return OpenRank(checkpoint, device)

@@ -19,9 +19,6 @@ from relayout.record import SourceRecord
 from relayout.slicing import Range, Slice
 from relayout.stored import read_record
 
-_NO_PLAN = "none"
-"""What a folder of one rank was converted by."""
-
 
 def regrouped_contents(folder: Path, manifest: Manifest, rank: int, num_ranks: int) -> Contents:
     """What `rank` of `num_ranks` would hold if the source were converted for so many, by the same rules.
@@ -130,16 +127,16 @@ def _plan(folder: Path, manifest: Manifest, record: SourceRecord, num_ranks: int
         )
     )
     catalogue = Catalogue(folder, (), tensors, {}, read_config(folder), None, (), ())
-    plan = plan_for(
-        catalogue,
-        num_ranks,
-        TRANSFORMERS if manifest.plan == TRANSFORMERS else None,
-        expert_parallel=manifest.expert_parallel,
-        unmatched="replicate",
-    )
-    if num_ranks > 1 and manifest.plan not in (plan.name, _NO_PLAN):
+    if manifest.num_ranks == 1:
+        return plan_for(catalogue, num_ranks)
+
+    def plan(degree: int) -> Plan:
+        rules = TRANSFORMERS if manifest.plan.startswith(TRANSFORMERS) else None
+        return plan_for(catalogue, degree, rules, expert_parallel=manifest.expert_parallel, unmatched="replicate")
+
+    if num_ranks > 1 and plan(manifest.num_ranks).slices != tuple(record.slices):
         raise PlanError(
-            f"{folder}: was cut by the plan {manifest.plan!r}, and this relayout has {plan.name!r} for the model:"
+            f"{folder}: was cut by the plan {manifest.plan!r}, by other rules than this relayout has for the model:"
             " at another degree than its own it cannot be loaded"
         )
-    return plan
+    return plan(num_ranks)

@@ -43,23 +43,24 @@ def stream(contents: Contents, options: Options) -> Iterator[tuple[str, torch.Te
         PlanError: that is less than what a tensor takes.
     """
     if options.backend == "mapped":
-        return iter(load_contents(contents, options).items())
+        return _mapped(contents, options)
     sizes = contents.sizes()
     choice = choose(options.backend, options.device, contents.files)
     largest = max(range(len(sizes)), key=sizes.__getitem__, default=None)
     needed = 0 if largest is None else sizes[largest] + _SLACK
     if options.memory is None:
-        bound = max(needed, min(MAX_IN_FLIGHT, NODE_IN_FLIGHT // local_world_size()))
         budget = plan_budget(options.threads, None, choice.max_buffers)
+        bound = max(needed, min(MAX_IN_FLIGHT, NODE_IN_FLIGHT // local_world_size()) - budget.memory)
     else:
+        if options.memory < 2 * MIN_BUFFER:
+            raise PlanError(f"{options.memory} bytes of memory, expected {2 * MIN_BUFFER} or more")
         budget = plan_budget(
             options.threads,
             max(MIN_BUFFER, min(options.memory // _NUM_BATCHES, choice.max_buffers)),
             choice.max_buffers,
         )
         bound = options.memory - budget.memory
-        if bound < needed:
-            assert largest is not None
+        if largest is not None and bound < needed:
             raise PlanError(
                 f"tensor {contents.names[largest]!r} has {sizes[largest]} bytes: at most {options.memory} in flight"
                 f" are too few, {needed + max(MIN_BUFFER, needed // (_NUM_BATCHES - 1))} would do"
@@ -171,7 +172,8 @@ class _DeviceBatches(_Window[DeviceArena]):
 def _stream(
     contents: Contents, sizes: Sequence[int], choice: Choice, budget: Budget, bound: int, options: Options
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    limit = bound // _NUM_BATCHES
+    arena_nbytes = bound // _NUM_BATCHES
+    limit = arena_nbytes * 3 // 4  # Placement wastes some.
     parts = list(_plan_batches(contents, sizes, limit))
     left = [sum(sizes[row] for row in part.rows) for part in parts]
     starts = [part.start for part in parts]
@@ -196,7 +198,7 @@ def _stream(
         memory = _DeviceBatches(choice.backend, starts, stop, options.device)
     else:
         assert isinstance(choice.backend, HostBackend)
-        memory = _HostBatches(choice.backend, starts, stop, limit + MIN_BUFFER)  # Placement wastes some.
+        memory = _HostBatches(choice.backend, starts, stop, arena_nbytes)
     with advised(), reporting(options.progress, sum(sizes)) as report:
         filling = memory.start(fill)
         try:
@@ -204,11 +206,11 @@ def _stream(
             in_flight = done = 0
             for number, part in enumerate(parts):
                 while len(bases) + number < len(parts):
-                    following = parts[number + len(bases)]
-                    if bases and in_flight + following.placement.nbytes > bound:
+                    following = parts[number + len(bases)].placement.nbytes
+                    if bases and in_flight + max(following, arena_nbytes) > bound:
                         break
-                    bases[number + len(bases)] = memory.make(number + len(bases), following.placement.nbytes)
-                    in_flight += following.placement.nbytes
+                    bases[number + len(bases)] = memory.make(number + len(bases), following)
+                    in_flight += max(following, arena_nbytes)
                 with stop.condition:
                     while left[number] and not stop.requested:
                         stop.condition.wait()
@@ -222,11 +224,18 @@ def _stream(
                     report(done)
                 for name in list(views):
                     yield name, views.pop(name)
-                in_flight -= part.placement.nbytes
+                in_flight -= max(part.placement.nbytes, arena_nbytes)
             filling.join()
         finally:
             filling.cancel()
             memory.end()
+
+
+def _mapped(contents: Contents, options: Options) -> Iterator[tuple[str, torch.Tensor]]:
+    with advised():
+        tensors = load_contents(contents, options)
+    for name in list(tensors):
+        yield name, tensors.pop(name)
 
 
 def _plan_batches(contents: Contents, sizes: Sequence[int], limit: int) -> Iterator[_Batch]:

@@ -12,10 +12,12 @@ from relayout.folder import read_manifest
 from relayout.header import parse_header
 from relayout.index import MANIFEST_NAME, Manifest
 from relayout.loader.advice import advised
+from relayout.loader.choice import settled
+from relayout.loader.indexing import bounds, check_pairs, selection, within
 from relayout.loader.loading import Options, load_contents
 from relayout.loader.regrouped import Ranks
 from relayout.record import SourceRecord
-from relayout.slicing import WHOLE, Range, Slice
+from relayout.slicing import WHOLE, Slice
 from relayout.stored import read_record
 
 if TYPE_CHECKING:
@@ -53,7 +55,7 @@ class WholeCheckpoint:
 
     def __init__(self, folder: Path, device: str | torch.device) -> None:
         self._folder = folder
-        self._options = Options(device=device)
+        self._options = Options(device=settled(device))
         self._manifest: Manifest = read_manifest(folder)
         self._record: SourceRecord = read_record(folder, self._manifest)
         self._ranks = Ranks(folder, self._manifest, self._record)
@@ -108,17 +110,18 @@ class WholeCheckpoint:
         shape = self.shape(row)
         # torch says what is wrong with an index, of a tensor that has a shape and no memory.
         torch.empty(shape, device="meta")[index]
-        parts = _parts(index, shape)
+        parts = selection(index, shape)
+        check_pairs(self._record.names[row], self.dtype(row), parts)
         axis = next((part.axis for part in self._record.slices[row] if part.ranges), 0)
         wanted, rows, box = WHOLE, None, list(shape)
         if parts is not None and shape:
-            start, length = _bounds(parts[axis], shape[axis])
+            start, length = bounds(parts[axis], shape[axis])
             wanted, box[axis] = Slice(axis, ((start, length),)), length
-            parts[axis] = _moved(parts[axis], length)
+            parts[axis] = within(parts[axis], length)
             if axis:
-                rows = _bounds(parts[0], shape[0])
+                rows = bounds(parts[0], shape[0])
                 box[0] = rows[1]
-                parts[0] = _moved(parts[0], rows[1])
+                parts[0] = within(parts[0], rows[1])
         with advised():
             contents = self._ranks.pick_one(row, wanted, rows, tuple(box))
             [tensor] = load_contents(contents, self._options).values()
@@ -160,26 +163,3 @@ def safe_open(
         raise PlanError(f"{folder}: not converted ({MANIFEST_NAME} is missing): safetensors.safe_open reads its files")
     with advised():
         return WholeCheckpoint(folder, device)
-
-
-def _parts(index: Any, shape: tuple[int, ...]) -> list[int | slice] | None:
-    """An integer or slice for each axis; None for an index of another kind."""
-    given = list(index) if isinstance(index, tuple) else [index]
-    if Ellipsis not in [one for one in given if one is Ellipsis]:
-        given.append(Ellipsis)
-    place = next(i for i, one in enumerate(given) if one is Ellipsis)
-    given[place : place + 1] = [slice(None)] * (len(shape) - len(given) + 1)
-    return given if all(type(one) is int or isinstance(one, slice) for one in given) else None
-
-
-def _bounds(part: int | slice, size: int) -> Range:
-    """(start, length) of the elements along an axis from the first to the last that is selected."""
-    if isinstance(part, int):
-        return part % size, 1
-    selected = range(size)[part]
-    return (selected.start, selected[-1] + 1 - selected.start) if selected else (0, 0)
-
-
-def _moved(part: int | slice, length: int) -> int | slice:
-    """The same selection among the elements between its bounds."""
-    return 0 if isinstance(part, int) else slice(0, length, part.step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 from relayout.errors import FormatError, PlanError
@@ -55,7 +56,25 @@ def check_owner(folder: Path, manifest: Manifest, rank: int) -> None:
     for part, file in enumerate(manifest.ranks[rank].files):
         expected = header_prefix(rank, manifest.num_ranks, part, manifest.conversion)
         path = folder / file.name
-        with path.open("rb", buffering=0) as stream:
-            found = os.pread(stream.fileno(), LENGTH_NBYTES + len(expected), 0)[LENGTH_NBYTES:]
-        if found != expected:
+        found = _read_start(path, LENGTH_NBYTES + len(expected))
+        if found[LENGTH_NBYTES:] != expected:
             raise FormatError(f"{path}: its header is not of rank {rank}, part {part}, of this conversion")
+
+
+def _read_start(path: Path, nbytes: int) -> bytes:
+    """The first bytes of a file, fewer if it has not so many."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise FormatError(f"{path}: is missing") from None
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise FormatError(f"{path}: not a regular file")
+        found = b""
+        while chunk := os.pread(fd, nbytes - len(found), len(found)):
+            found += chunk
+        return found
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    finally:
+        os.close(fd)

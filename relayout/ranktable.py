@@ -152,6 +152,12 @@ def _check_places(table: RankTable, entry: RankEntry, sizes: Column, where: str)
             f"{where}: tensor {table.names[row]!r}: {sizes[row]} bytes at {arena_offsets[row]}"
             f" of an arena of {entry.arena_nbytes}"
         )
+    order = np.argsort(arena_offsets, kind="stable")
+    order = order[sizes[order] > 0]
+    ends = arena_offsets[order] + sizes[order]
+    for place in np.flatnonzero(ends[:-1] > arena_offsets[order[1:]])[:1]:
+        one, other = table.names[order[place]], table.names[order[place + 1]]
+        raise FormatError(f"{where}: tensors {one!r} and {other!r} overlap in the arena")
     brought = _are_brought(entry, files, offsets, arena_offsets, sizes)
     for row in np.flatnonzero(~brought)[:1]:
         raise FormatError(

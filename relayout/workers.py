@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import atexit
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 Item = TypeVar("Item")
 State = TypeVar("State")
 
 _POLL_SECONDS = 0.1
+
+
+_live: weakref.WeakSet[Workers[Any, Any]] = weakref.WeakSet()
+
+
+@atexit.register
+def _cancel_all() -> None:
+    """End threads while they can still run: later, whoever waits for one, waits for ever."""
+    for workers in list(_live):
+        workers.cancel()
 
 
 class Stopped(Exception):
@@ -59,6 +72,14 @@ class Turns:
             self._stop.condition.notify_all()
 
 
+def _no_work(state: Any, item: Any) -> int:
+    raise AssertionError("the work is over")
+
+
+def _no_state() -> Any:
+    raise AssertionError("the work is over")
+
+
 class Workers(Generic[Item, State]):
     """`num_threads` threads that take items in order and call `work(state, item)`, each with a state of its own."""
 
@@ -94,6 +115,7 @@ class Workers(Generic[Item, State]):
 
     def start(self) -> None:
         """Start the threads."""
+        _live.add(self)
         try:
             for number in range(self._num_threads):
                 thread = threading.Thread(target=self._run, name=f"relayout-{number}", daemon=True)
@@ -118,17 +140,29 @@ class Workers(Generic[Item, State]):
                     on_progress(self.done_nbytes)
         finally:
             self.cancel()
-        if self._error is not None:
-            raise self._error
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # Its traceback knows this frame: nothing that it refers to would be freed soon.
 
     def cancel(self) -> None:
         """Take no further items, and wait for those in work; nobody works any more on return."""
         self._stop.request()
+        if threading.current_thread() in self._threads or sys.is_finalizing():
+            # The garbage collector may call this in a worker; after `_cancel_all` there is nobody to wait for.
+            return
         # Not by Thread.join alone: before Python 3.13, one that a signal interrupted has marked its thread as ended.
         with self._changed:
             self._changed.wait_for(lambda: self._num_working == 0)
         for thread in self._threads:
             thread.join()
+        _live.discard(self)
+        # What the work refers to may refer to this.
+        self._items = iter(())
+        self._work = _no_work
+        self._make_state = _no_state
 
     def _run(self) -> None:
         with self._changed:

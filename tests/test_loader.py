@@ -1,43 +1,56 @@
-"""The loader: one suite that every backend passes, and what it refuses."""
+"""`relayout.load` of whole ranks: the same tensors by every way to memory, and what is refused."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
+import loads
 import numpy as np
 import pytest
 import torch
-from conftest import as_integers, expected_slice, read_tensors
-from hypothesis import given
-from hypothesis import strategies as st
-from safetensors.torch import save_file
+from conftest import expected_slice, read_tensors
+from loads import MIB, assert_equal, nothing_left_behind, whole_tensors
+from safetensors.torch import load_file, save_file
 
 import relayout
 from relayout.errors import FormatError, PlanError
 from relayout.extents import Transfer
 from relayout.index import Read
 from relayout.loader.arena import HUGE_PAGE, allocate
-from relayout.loader.backends import BACKENDS, StoredFile, choose_backend
-from relayout.loader.readplan import plan_chunks
+from relayout.loader.backends import Fill
+from relayout.loader.budgets import Budget
+from relayout.loader.contents import StoredFile
+from relayout.loader.host import HostBackend
+from relayout.loader.sources import Access
 
-MIB = 2**20
+way = loads.way
+
+DTYPES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
+    **dict.fromkeys(("I32", "U32", "F32"), 32),
+    **dict.fromkeys(("C64", "F64", "I64", "U64"), 64),
+    "F4": 4,
+}
+"""Bits of an element."""
 
 
-@pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
+@pytest.fixture(scope="module")
+def quartered(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("quartered") / "out"
+    relayout.convert(llama, output, tp=4, max_part_nbytes=200_000)
+    return output
 
 
 @pytest.fixture
-def converted(llama: Path, tmp_path: Path) -> Path:
-    relayout.convert(llama, tmp_path / "out", tp=4, max_part_nbytes=200_000)
-    return tmp_path / "out"
+def converted(quartered: Path, tmp_path: Path) -> Path:
+    """The same, for a test to damage."""
+    return Path(shutil.copytree(quartered, tmp_path / "out"))
 
 
 @pytest.fixture(scope="module")
@@ -55,40 +68,58 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_rank_is_equal_to_numpy_slices_of_the_source(converted: Path, llama: Path, backend: str) -> None:
+def test_a_rank_is_equal_to_numpy_slices_of_the_source(quartered: Path, llama: Path, way: str) -> None:
     whole = read_tensors(llama)
     for rank in range(4):
-        held = relayout.load(converted, rank, backend=backend)
-        assert held.keys() == whole.keys()
-        for name, tensor in held.items():
-            assert tensor.dtype == torch.bfloat16
-            np.testing.assert_array_equal(as_integers(tensor), expected_slice(name, whole[name], rank, 4), err_msg=name)
+        held = relayout.load(quartered, rank, backend=way)
+        assert {tensor.dtype for tensor in held.values()} == {torch.bfloat16}
+        assert_equal(held, {name: expected_slice(name, array, rank, 4) for name, array in whole.items()})
 
 
-@pytest.mark.parametrize("align", [512, 4096, 2 * MIB])
-@pytest.mark.parametrize("max_part_nbytes", [10**9, 10 * MIB])
-def test_odd_sizes_arrive_whole_and_at_multiples_of_16(
-    odd: Path, tmp_path: Path, backend: str, align: int, max_part_nbytes: int
-) -> None:
-    relayout.convert(odd, tmp_path / "out", align=align, max_part_nbytes=max_part_nbytes)
-    held = relayout.load(tmp_path / "out", 0, backend=backend)
-    whole = read_tensors(odd)
-    assert held.keys() == whole.keys()
+@pytest.fixture(scope="module", params=[(512, 10**9), (4096, 10 * MIB), (2 * MIB, 10 * MIB)])
+def odd_converted(odd: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    align, max_part_nbytes = request.param
+    output = tmp_path_factory.mktemp("odd") / "out"
+    relayout.convert(odd, output, align=align, max_part_nbytes=max_part_nbytes)
+    return output
+
+
+def test_odd_sizes_arrive_whole_and_at_multiples_of_16(odd: Path, odd_converted: Path, way: str) -> None:
+    held = relayout.load(odd_converted, 0, backend=way)
+    assert_equal(held, whole_tensors(odd))
+    assert {tensor.data_ptr() % 16 for tensor in held.values()} == {0}
+
+
+def test_every_dtype_is_what_the_stock_reader_makes_of_it(tmp_path: Path, way: str) -> None:
+    rng = np.random.default_rng(0)
+    header: dict[str, object] = {}
+    content = b""
+    for dtype, bits in DTYPES.items():
+        nbytes = 3 * 10 * bits // 8
+        data_offsets = [len(content), len(content) + nbytes]
+        header[dtype] = {"dtype": dtype, "shape": [3, 10], "data_offsets": data_offsets}
+        content += rng.integers(0, 2 if dtype == "BOOL" else 256, nbytes, dtype=np.uint8).tobytes()
+    blob = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(blob).to_bytes(8, "little") + blob + content)
+    stock = load_file(tmp_path / "model.safetensors")
+    relayout.convert(tmp_path / "model.safetensors", tmp_path / "out")
+    held = relayout.load(tmp_path / "out", 0, backend=way)
+    assert {name: tensor.dtype for name, tensor in held.items()} == {name: stock[name].dtype for name in DTYPES}
+    assert {name: tensor.shape for name, tensor in held.items()} == {name: stock[name].shape for name in DTYPES}
     for name, tensor in held.items():
-        assert tensor.data_ptr() % 16 == 0
-        np.testing.assert_array_equal(tensor.numpy(), whole[name], err_msg=name)
+        assert bytes(tensor.contiguous().view(torch.uint8).numpy()) == bytes(stock[name].view(torch.uint8).numpy())
 
 
-def test_tensors_share_one_allocation_of_the_ranks_bytes(converted: Path, backend: str) -> None:
-    held = relayout.load(converted, 1, backend=backend)
+def test_tensors_share_one_allocation_of_the_ranks_bytes(converted: Path, way: str) -> None:
+    held = relayout.load(converted, 1, backend=way)
     assert len({tensor.untyped_storage().data_ptr() for tensor in held.values()}) == 1
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in held.values())
     files = len(list(converted.glob("model-rank-1-part-*")))
     assert nbytes <= next(iter(held.values())).untyped_storage().nbytes() <= nbytes + (files + 1) * 4096
 
 
-def test_tensors_are_writable_and_outlive_everything_else(converted: Path, backend: str) -> None:
-    tensor = relayout.load(converted, 1, backend=backend)["model.norm.weight"]
+def test_tensors_are_writable_and_outlive_everything_else(converted: Path, way: str) -> None:
+    tensor = relayout.load(converted, 1, backend=way)["model.norm.weight"]
     shutil.rmtree(converted)
     before = tensor.clone()
     tensor += 1
@@ -96,20 +127,18 @@ def test_tensors_are_writable_and_outlive_everything_else(converted: Path, backe
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
-def test_a_plain_folder_is_sliced_on_the_fly(llama: Path, backend: str, tp: int) -> None:
+def test_a_plain_folder_is_sliced_on_the_fly(llama: Path, way: str, tp: int) -> None:
     whole = read_tensors(llama)
     rank = tp - 1
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        held = relayout.load(llama, rank, tp=tp, backend=backend)
+        held = relayout.load(llama, rank, tp=tp, backend=way)
     assert [str(one.message).count("relayout convert") for one in caught] == ([1] if tp > 1 else [])
-    assert held.keys() == whole.keys()
-    for name, tensor in held.items():
-        assert tensor.data_ptr() % 16 == 0
-        np.testing.assert_array_equal(as_integers(tensor), expected_slice(name, whole[name], rank, tp), err_msg=name)
+    assert {tensor.data_ptr() % 16 for tensor in held.values()} == {0}
+    assert_equal(held, {name: expected_slice(name, array, rank, tp) for name, array in whole.items()})
 
 
-def test_large_column_cuts_of_a_plain_folder_are_right(tmp_path: Path, backend: str) -> None:
+def test_large_column_cuts_of_a_plain_folder_are_right(tmp_path: Path, way: str) -> None:
     """Larger than a chunk, at odd file offsets; rows wider than what is read one by one, and narrower."""
     tensors = {
         "model.layers.0.mlp.down_proj.weight": torch.arange(3000 * 2048, dtype=torch.int32).reshape(3000, 2048),
@@ -121,7 +150,7 @@ def test_large_column_cuts_of_a_plain_folder_are_right(tmp_path: Path, backend: 
     for rank in range(2):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            held = relayout.load(tmp_path, rank, tp=2, backend=backend)
+            held = relayout.load(tmp_path, rank, tp=2, backend=way)
         for name, tensor in tensors.items():
             axis = 0 if "up_proj" in name else 1
             np.testing.assert_array_equal(held[name].numpy(), np.split(tensor.numpy(), 2, axis)[rank], err_msg=name)
@@ -138,7 +167,7 @@ def test_the_slower_way_is_told_at_the_callers_line(llama: Path) -> None:
     [
         (4, {}, r"rank 4, expected 0 to 3"),
         (-1, {}, r"rank -1, expected 0 to 3"),
-        (0, {"tp": 2}, r"converted for tp=4, asked for tp=2"),
+        (2, {"tp": 2}, r"rank 2, expected 0 to 1"),
         (0, {"backend": "magic"}, r"backend 'magic', expected one of"),
     ],
 )
@@ -172,6 +201,10 @@ def _truncate(folder: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
 
 
+def _remove(folder: Path) -> None:
+    (folder / "model-rank-0-part-1.safetensors").unlink()
+
+
 def _grow(folder: Path) -> None:
     with (folder / "model-rank-0-part-1.safetensors").open("ab") as file:
         file.write(b"x")
@@ -198,33 +231,50 @@ def _newer_manifest(folder: Path) -> None:
     path.write_text(path.read_text().replace('"relayout": 1', '"relayout": 2'))
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (_swap_ranks, "its header is not of rank 0, part 0, of this conversion|bytes long, expected"),
-        (_truncate, r"part-1.safetensors: \d+ bytes long, expected \d+"),
-        (_grow, r"part-1.safetensors: \d+ bytes long, expected \d+"),
-        (_other_table, "digest differs from the one in relayout.json"),
-        (_garbage_table, "digest differs from the one in relayout.json"),
-        (_no_table, "cannot be read: No such file"),
-        (_garbage_manifest, "not valid JSON"),
-        (_newer_manifest, "format version 2, this relayout reads 1"),
-    ],
-)
+DAMAGES: list[tuple[Callable[[Path], None], str]] = [
+    (_swap_ranks, "its header is not of rank 0, part 0, of this conversion|bytes long, expected"),
+    (_truncate, r"part-1.safetensors: \d+ bytes long, expected \d+"),
+    (_grow, r"part-1.safetensors: \d+ bytes long, expected \d+"),
+    (_remove, "part-1.safetensors: is missing"),
+    (_other_table, "digest differs from the one in relayout.json"),
+    (_garbage_table, "digest differs from the one in relayout.json"),
+    (_no_table, "cannot be read: No such file"),
+    (_garbage_manifest, "not valid JSON"),
+    (_newer_manifest, "format version 2, this relayout reads 1"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES[:5])
 def test_a_damaged_folder_is_refused_and_leaves_no_thread_or_file_behind(
-    converted: Path, backend: str, damage: object, message: str
+    converted: Path, way: str, damage: Callable[[Path], None], message: str
 ) -> None:
-    assert callable(damage)
     damage(converted)
-    relayout_threads = [t for t in threading.enumerate() if t.name.startswith("relayout")]
-    num_files = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-    with pytest.raises(FormatError, match=message):
-        relayout.load(converted, 0, backend=backend)
-    assert [t for t in threading.enumerate() if t.name.startswith("relayout")] == relayout_threads == []
-    assert len(os.listdir("/proc/self/fd")) == num_files  # noqa: PTH208
+    with nothing_left_behind(), pytest.raises(FormatError, match=message):
+        relayout.load(converted, 0, backend=way)
 
 
-def test_a_file_of_another_conversion_of_the_same_shapes_is_refused(llama: Path, tmp_path: Path, backend: str) -> None:
+@pytest.mark.parametrize(("damage", "message"), DAMAGES)
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda folder: relayout.load(folder, 0),
+        lambda folder: relayout.load(folder, 0, names="*"),
+        lambda folder: relayout.load(folder, 0, names="*", into={}),
+        lambda folder: relayout.load(folder, 0, verify=True),
+        lambda folder: list(relayout.iter_load(folder, 0)),
+        lambda folder: relayout.open(folder, 0),
+    ],
+    ids=["load", "names", "into", "verify", "iter_load", "open"],
+)
+def test_a_damaged_folder_is_refused_by_every_call(
+    converted: Path, load: Callable[[Path], object], damage: Callable[[Path], None], message: str
+) -> None:
+    damage(converted)
+    with nothing_left_behind(), pytest.raises(FormatError, match=message):
+        load(converted)
+
+
+def test_a_file_of_another_conversion_of_the_same_shapes_is_refused(llama: Path, tmp_path: Path) -> None:
     relayout.convert(llama, tmp_path / "a", tp=2)
     changed = shutil.copytree(llama, tmp_path / "changed")
     shard = sorted(changed.glob("*.safetensors"))[0]
@@ -234,66 +284,20 @@ def test_a_file_of_another_conversion_of_the_same_shapes_is_refused(llama: Path,
     relayout.convert(changed, tmp_path / "b", tp=2)
     shutil.copy(tmp_path / "b" / "model-rank-1-part-0.safetensors", tmp_path / "a")
     with pytest.raises(FormatError, match="not of rank 1, part 0, of this conversion"):
-        relayout.load(tmp_path / "a", 1, backend=backend)
+        relayout.load(tmp_path / "a", 1)
 
 
 def test_a_folder_moved_elsewhere_loads(converted: Path, tmp_path: Path) -> None:
+    before = {name: tensor.clone() for name, tensor in relayout.load(converted, 3).items()}
     moved = converted.rename(tmp_path / "elsewhere")
-    assert relayout.load(moved, 3)
+    assert_equal(relayout.load(str(moved), 3, device=torch.device("cpu")), before)
 
 
 def test_an_arena_starts_at_a_huge_page_border() -> None:
     arena = allocate(5 * MIB + 3)
-    array = np.frombuffer(arena.view, np.uint8)
+    array = np.frombuffer(arena.span(0, arena.nbytes), np.uint8)
     assert array.ctypes.data % HUGE_PAGE == 0
     assert array.size == 5 * MIB + 3
-
-
-@st.composite
-def reads_of_a_file(draw: st.DrawFn) -> tuple[int, list[Read], int]:
-    """A file's length, reads that do not overlap in the arena, and the arena's length."""
-    file_nbytes = draw(st.integers(1, 60_000))
-    reads = []
-    end = 0
-    for _ in range(draw(st.integers(1, 6))):
-        start = draw(st.integers(0, file_nbytes - 1))
-        nbytes = draw(st.integers(1, min(9_000, file_nbytes - start)))
-        stride = draw(st.integers(nbytes, nbytes + 3_000))
-        count = draw(st.integers(1, 1 + (file_nbytes - start - nbytes) // stride))
-        pitch = draw(st.integers(nbytes, nbytes + 40))
-        target = end + draw(st.one_of(st.integers(0, 20), st.just((start - end) % 512)))
-        strides = (stride, pitch) if count > 1 else (0, 0)
-        reads.append(Read(0, Transfer(start, target, nbytes, count, *strides)))
-        end = reads[-1].transfer.target_end
-    return file_nbytes, reads, end
-
-
-@given(reads_of_a_file(), st.sampled_from([1, 512]), st.sampled_from([1024, 8192]))
-def test_chunks_bring_every_byte_of_the_reads_to_its_place_and_touch_no_other(
-    case: tuple[int, list[Read], int], alignment: int, chunk_nbytes: int
-) -> None:
-    file_nbytes, reads, arena_nbytes = case
-    stored = np.random.default_rng(0).integers(0, 255, file_nbytes, dtype=np.uint8)
-    padded = np.concatenate([stored, np.full(8192 + chunk_nbytes, 255, np.uint8)])
-    expected = np.full(arena_nbytes, 255, np.uint8)
-    for read in reads:
-        one = read.transfer
-        for run in range(one.count):
-            source, target = one.source + run * one.source_stride, one.target + run * one.target_stride
-            expected[target : target + one.nbytes] = stored[source : source + one.nbytes]
-    arena = np.full(arena_nbytes, 255, np.uint8)
-    for chunk in plan_chunks(reads, alignment, chunk_nbytes):
-        assert chunk.extent.offset % alignment == chunk.extent.nbytes % alignment == 0
-        assert chunk.extent.nbytes <= max(chunk_nbytes, 12_000) + 2 * alignment
-        taken = padded[chunk.extent.offset : chunk.extent.end]
-        if chunk.arena_offset is not None:
-            assert chunk.arena_offset % alignment == 0
-            arena[chunk.arena_offset : chunk.arena_offset + chunk.extent.nbytes] = taken
-        for part in chunk.transfers:
-            for run in range(part.count):
-                source, target = part.source + run * part.source_stride, part.target + run * part.target_stride
-                arena[target : target + part.nbytes] = taken[source : source + part.nbytes]
-    np.testing.assert_array_equal(arena, expected)
 
 
 def test_direct_reads_that_the_file_system_refuses_are_an_error_only_where_direct_was_asked_for(
@@ -309,12 +313,12 @@ def test_direct_reads_that_the_file_system_refuses_are_an_error_only_where_direc
         return true_open(name, flags, *rest, **options)
 
     monkeypatch.setattr(os, "open", refuse)
-    files, reads = [StoredFile(path, 16384)], [Read(0, Transfer(100, 0, 9000))]
+    fill = Fill((StoredFile(path, 16384),), (Read(0, Transfer(100, 0, 9000)),), Budget(2, 2 * MIB))
     arena = allocate(9000)
-    choose_backend("auto").start(arena.view, files, reads).join()
-    assert bytes(arena.view) == (bytes(range(256)) * 64)[100:9100]
-    with pytest.raises(OSError, match="refuses direct I/O; use backend 'buffered'"):
-        choose_backend("direct").start(arena.view, files, reads)
+    HostBackend(Access.AUTO).start(arena, fill).join()
+    assert bytes(arena.span(0, 9000)) == (bytes(range(256)) * 64)[100:9100]
+    with nothing_left_behind(), pytest.raises(OSError, match="refuses direct I/O; use backend 'buffered'"):
+        HostBackend(Access.DIRECT).start(arena, fill)
 
 
 def test_a_device_that_is_not_there_is_refused_before_anything_is_read(converted: Path) -> None:

@@ -1,0 +1,231 @@
+"""A device that is none: its memory is host memory, copies to it happen late, and its cuFile reads less than asked for.
+
+With these, all of the loader that is for CUDA devices runs where there is none. What only a device can show is in
+test_cuda.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import random
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from relayout.files import Buffer
+
+BLOCK = 4096
+STALE = 0xDD
+"""What a buffer is full of when it is handed out."""
+
+
+class Lanes:
+    """Makes lanes. One thread does all copies: one lane's in order, most of them only when somebody waits for them."""
+
+    def __init__(self, *, refuse: bool = False, eagerness: float = 0.3) -> None:
+        """With `refuse`, no memory can be pinned; `eagerness` is the share of copies that begin at once."""
+        self.changed = threading.Condition()
+        self.in_flight = 0
+        """Bytes that were sent and have not arrived."""
+        self.pinned = 0
+        """Bytes of all buffers."""
+        self.random = random.Random(0)
+        self.eagerness = eagerness
+        self._refuse = refuse
+        self._lanes: list[SlowLane] = []
+        self._is_over = False
+        self._thread = threading.Thread(target=self._copy, name="copies", daemon=True)
+
+    def make(self, nbytes: int) -> SlowLane:
+        """What `DeviceBackend` is given to make lanes with."""
+        if self._refuse:
+            raise MemoryError(f"cannot pin {nbytes} bytes of host memory")
+        lane = SlowLane(self, nbytes)
+        with self.changed:
+            self._lanes.append(lane)
+            self.pinned += 2 * nbytes
+        return lane
+
+    def forget(self) -> None:
+        """Count from 0 again; nothing may be on its way."""
+        assert self.in_flight == 0
+        self._lanes = []
+        self.pinned = 0
+
+    def _copy(self) -> None:
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self._is_over or self._wanted())
+                wanted = self._wanted()
+                if not wanted:
+                    return
+                lane = self.random.choice(wanted)
+                source, target = lane.waiting.popleft()
+                pause = self.random.random() * 0.0004
+            time.sleep(pause)
+            target.copy_(source)
+            with self.changed:
+                lane.num_done += 1
+                self.in_flight -= source.numel()
+                self.changed.notify_all()
+
+    def _wanted(self) -> list[SlowLane]:
+        return [lane for lane in self._lanes if lane.num_done < lane.num_wanted]
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self.changed:
+            self._is_over = True
+            self.changed.notify_all()
+        self._thread.join()
+
+
+class SlowLane:
+    """See `relayout.loader.device.Lane`."""
+
+    def __init__(self, lanes: Lanes, nbytes: int) -> None:
+        self._lanes = lanes
+        self._buffers = [torch.frombuffer(Buffer().reserve(nbytes), dtype=torch.uint8) for _ in range(2)]
+        assert not any(buffer.data_ptr() % BLOCK for buffer in self._buffers)
+        self._last = [0, 0]
+        """The number of the last copy from each buffer."""
+        self._current = 0
+        self._num_sent = 0
+        self.num_done = 0
+        self.num_wanted = 0
+        self.waiting: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
+
+    def buffer(self) -> torch.Tensor:
+        self._current = 1 - self._current
+        self._wait(self._last[self._current])
+        return self._buffers[self._current].fill_(STALE)
+
+    def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        assert source.shape == target.shape
+        self._check_buffer(source)
+        with self._lanes.changed:
+            self.waiting.append((source, target))
+            self._num_sent += 1
+            self._last[self._current] = self._num_sent
+            self._lanes.in_flight += source.numel()
+            if self._lanes.random.random() < self._lanes.eagerness:
+                self.num_wanted = self._num_sent
+                self._lanes.changed.notify_all()
+
+    def settle(self) -> None:
+        self._wait(self._num_sent)
+
+    def fetch(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._check_buffer(target)
+        self._wait(self._num_sent)
+        target.copy_(source)
+
+    def drain(self) -> None:
+        self._wait(self._num_sent)
+
+    def _wait(self, number: int) -> None:
+        with self._lanes.changed:
+            self.num_wanted = max(self.num_wanted, number)
+            self._lanes.changed.notify_all()
+            self._lanes.changed.wait_for(lambda: self.num_done >= number)
+
+    def _check_buffer(self, piece: torch.Tensor) -> None:
+        buffer = self._buffers[self._current]
+        assert piece.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr(), "not the last buffer"
+
+
+class FakeCuFile:
+    """See `relayout.loader.cufile.CuFile`: reads with pread, as few bytes as it likes."""
+
+    name = "fake"
+    concurrent = True
+
+    def __init__(self, *, registers: bool = True, fails_at: int | None = None, refuses: str = "") -> None:
+        """The read of number `fails_at` fails, from 1; files with `refuses` in their name cannot be opened."""
+        self.registered: dict[int, int] = {}
+        """Address and bytes of arenas."""
+        self.handles: list[FakeHandle] = []
+        """Those that are open."""
+        self.random = random.Random(0)
+        self.lock = threading.Lock()
+        self.num_reads = 0
+        self.nbytes = 0
+        """Read since the beginning."""
+        self.fails_at = fails_at
+        self._registers = registers
+        self._refuses = refuses
+
+    def register(self, arena: torch.Tensor) -> bool:
+        assert arena.dtype == torch.uint8
+        assert arena.data_ptr() % BLOCK == 0
+        assert arena.data_ptr() not in self.registered
+        if self._registers:
+            self.registered[arena.data_ptr()] = arena.numel()
+        return self._registers
+
+    def deregister(self, arena: torch.Tensor) -> None:
+        if self._registers:
+            assert self.registered.pop(arena.data_ptr()) == arena.numel()
+
+    def open(self, path: Path) -> FakeHandle:
+        if self._refuses and self._refuses in path.name:
+            raise OSError(errno.EOPNOTSUPP, "cuFile refuses it", str(path))
+        handle = FakeHandle(self, path)
+        self.handles.append(handle)
+        return handle
+
+    def assert_given_back(self) -> None:
+        """Nothing is open or registered any more."""
+        assert self.registered == {}
+        assert self.handles == []
+
+
+class FakeHandle:
+    """See `relayout.loader.cufile.Handle`."""
+
+    def __init__(self, cufile: FakeCuFile, path: Path) -> None:
+        self._cufile = cufile
+        self._path = path
+        self._num_reading = 0
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def read(self, target: torch.Tensor, offset: int) -> int:
+        cufile = self._cufile
+        assert self._fd >= 0
+        assert target.dtype == torch.uint8
+        assert target.is_contiguous()
+        assert (target.data_ptr() - offset) % BLOCK == 0
+        with cufile.lock:
+            cufile.num_reads += 1
+            if cufile.num_reads == cufile.fails_at:
+                raise OSError(errno.EIO, f"cuFile failed at byte {offset}", str(self._path))
+            self._num_reading += 1
+            # Now and then a little, else all.
+            wanted = max(1, int(target.numel() * min(1.0, cufile.random.random() * 3)))
+        memory = (ctypes.c_char * wanted).from_address(target.data_ptr())
+        count = os.preadv(self._fd, [memory], offset)
+        # cuFile passes the page cache by.
+        os.posix_fadvise(self._fd, offset, wanted, os.POSIX_FADV_DONTNEED)
+        with cufile.lock:
+            self._num_reading -= 1
+            cufile.nbytes += count
+        return count
+
+    def close(self) -> None:
+        assert self._num_reading == 0
+        self._cufile.handles.remove(self)
+        os.close(self._fd)
+        self._fd = -1

@@ -129,21 +129,24 @@ def test_the_process_grows_by_no_more_than_memory(wide: Path) -> None:
 def status(key):
     return int(Path("/proc/self/status").read_text().split(key + ":")[1].split()[0]) * 1024
 
-grown = {}
+def grows(**options):
+    Path("/proc/self/clear_refs").write_text("5")  # The peak begins here.
+    before = status("VmRSS")
+    nbytes = 0
+    for _, tensor in relayout.iter_load(sys.argv[1], 0, **options):
+        nbytes += tensor[:, ::64].sum().item() >= 0 and tensor.nbytes
+        del tensor
+    return nbytes, status("VmHWM") - before
+
+grown = []
 for backend in ("auto", "direct", "buffered"):
-    for names, memory in ((["t.0[01]"], 2**24), (None, int(sys.argv[2]))):
-        Path("/proc/self/clear_refs").write_text("5")  # The peak begins here.
-        before = status("VmRSS")
-        nbytes = 0
-        for _, tensor in relayout.iter_load(sys.argv[1], 0, backend=backend, names=names, memory=memory):
-            nbytes += tensor[:, ::64].sum().item() >= 0 and tensor.nbytes
-            del tensor
-        grown[backend] = [status("VmHWM") - before, nbytes]
+    grows(backend=backend, names="t.0[01]", memory=2**24)  # What is imported grows it, too.
+    for memory in json.loads(sys.argv[2]):
+        grown.append((memory, *grows(backend=backend, memory=memory)))
 print(json.dumps(grown))
 """
     )
-    memory = 2 * IN_FLIGHT
-    for peak, nbytes in child(script, wide, memory).values():
+    for memory, nbytes, peak in child(script, wide, [IN_FLIGHT, 2 * IN_FLIGHT]):
         assert nbytes > 1.9 * memory
         # Each of the parts that are in memory at once may end in the middle of a huge page.
         assert peak <= memory + 5 * HUGE_PAGE

@@ -188,6 +188,7 @@ def read(self, *rest):
 
 iterator = relayout.iter_load(sys.argv[1], 0, memory=2**21, threads=2)
 next(iterator)
+time.sleep(0.5)  # What may be read ahead has been read.
 Sources.read = read
 next(iterator)
 cycle = [iterator]

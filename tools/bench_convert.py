@@ -1,0 +1,116 @@
+"""`tools/bench convert`: conversion, verification and restoration beside a plain copy and the drive's own limit."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from bench_drive import check_cold, fio_mixed, fio_read, forget, total_nbytes, touch_memory
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+_WITHOUT_DIGESTS = """
+import xxhash
+class Nothing:
+    def update(self, view): pass
+    def hexdigest(self): return 32 * "0"
+xxhash.xxh3_128 = Nothing
+from relayout.cli import main
+main()
+"""
+"""The command line of relayout, which hashes nothing that it copies."""
+
+
+def measure(scratch: Path, source: Path, runs: int) -> dict[str, Any]:
+    """Run everything so many times, in turns; medians."""
+    target, other = scratch / "target", scratch / "other"
+    nbytes = total_nbytes(source)
+    command = [sys.executable, "-m", "relayout"]
+    conversion = ["convert", str(source), "--tp", "8", "--json", "-o"]
+    ways: dict[str, list[list[str]]] = {
+        "relayout convert --tp 8": [[*command, *conversion, str(target)]],
+        "relayout verify": [[*command, "verify", str(target), "--json"]],
+        "relayout restore": [[*command, "restore", str(target), "-o", str(other), "--json"]],
+        "convert without digests": [[sys.executable, "-c", _WITHOUT_DIGESTS, *conversion, str(other)]],
+        "cp -r, sync": [["cp", "-r", str(source), str(other)], ["sync"]],
+    }
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    limits: list[dict[str, float]] = []
+    peaks = []
+    for _ in range(runs):
+        limits.append({"mixed": fio_mixed(scratch), "read": fio_read(list(source.glob("*.safetensors")))})
+        for way, commands in ways.items():
+            for leftover in [other, target] if way.startswith("relayout convert") else [other]:
+                shutil.rmtree(leftover, ignore_errors=True)
+            os.sync()
+            folders = [source, target] if target.exists() else [source]
+            forget(folders)
+            check_cold(folders)
+            if way.startswith("cp"):  # The page cache takes as much again; the others take next to nothing.
+                touch_memory(2 * nbytes)
+            started = time.monotonic()
+            peak = max(_run(command) for command in commands)
+            seconds[way].append(time.monotonic() - started)
+            if way.startswith("relayout convert"):
+                peaks.append(peak)
+    limit = {name: statistics.median(one[name] for one in limits) for name in limits[0]}
+    medians = {way: statistics.median(values) for way, values in seconds.items()}
+    copied = medians["cp -r, sync"]
+    digests = 1 - medians["convert without digests"] / medians["relayout convert --tp 8"]
+    rows = {
+        way: {
+            "seconds": median,
+            "all_seconds": seconds[way],
+            "gb_per_s": nbytes / median / 1e9,
+            "of_cp": median / copied,
+            # Both directions at once when writing: the limit is that of half reads, half writes.
+            "of_drive": nbytes / median / 1e9 / limit["read" if "verify" in way else "mixed"],
+        }
+        for way, median in medians.items()
+    }
+    return {
+        "ways": rows,
+        "digests_share": digests,
+        "peak_nbytes": peaks,
+        "drive_gb_per_s": limit,
+        "source_nbytes": nbytes,
+        "runs": runs,
+    }
+
+
+def print_table(console: Console, results: dict[str, Any]) -> None:
+    """What `measure` found."""
+    nbytes, runs, rows = results["source_nbytes"], results["runs"], results["ways"]
+    table = Table(box=box.SIMPLE_HEAD, title=f"{nbytes / 1e9:.1f} GB, cold cache, median of {runs}")
+    for heading in ("", "s", "GB/s", "of cp -r + sync", "of the drive's limit (fio)"):
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    for way, row in rows.items():
+        table.add_row(
+            way, f"{row['seconds']:.2f}", f"{row['gb_per_s']:.2f}", f"{row['of_cp']:.2f}", f"{row['of_drive']:.2f}"
+        )
+    console.print(table)
+    console.print(f"peak memory of the conversion: {statistics.median(results['peak_nbytes']) / 1e6:.0f} MB")
+    console.print(f"share of digests in its time: {100 * results['digests_share']:.1f} %")
+
+
+def _run(command: list[str]) -> int:
+    """Run a command; its peak resident memory in bytes, to within what it grows in its last 20 ms."""
+    peak = 0
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        # Not ru_maxrss, which begins with the size of the process that forks.
+        status = Path(f"/proc/{process.pid}/status")
+        while process.poll() is None:
+            found = re.search(r"VmHWM:\s*(\d+)", status.read_text())
+            peak = max(peak, int(found[1]) * 1024) if found else peak
+            time.sleep(0.02)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)}: exit code {process.returncode}")
+    return peak

@@ -104,6 +104,8 @@ def find_checkpoint(path: Path, rank: int, tp: int | None) -> Checkpoint:
         FormatError: relayout.json is damaged.
         PlanError: there is nothing, the rank does not exist, or `tp` is missing.
     """
+    if tp is not None and tp < 1:
+        raise PlanError(f"tp={tp}, expected 1 or more")
     if (path / MANIFEST_NAME).exists():
         manifest = read_manifest(path)
         check_rank(rank, manifest.num_ranks if tp is None else tp)

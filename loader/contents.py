@@ -75,11 +75,10 @@ def select(names: Sequence[str], patterns: Sequence[str]) -> list[int]:
     row_of = {name: row for row, name in enumerate(names)}
     wanted: set[int] = set()
     for pattern in patterns:
-        if pattern in row_of:
-            wanted.add(row_of[pattern])
-            continue
-        match = re.compile(translate(pattern)).match
-        found = [row for row, name in enumerate(names) if match(name)]
+        found = [row_of[pattern]] if pattern in row_of else []
+        if any(character in pattern for character in "*?["):
+            match = re.compile(translate(pattern)).match
+            found += [row for row, name in enumerate(names) if match(name)]
         if not found:
             raise PlanError(f"{pattern!r} is none of the rank's {len(names)} tensors, and matches none")
         wanted.update(found)

@@ -346,3 +346,9 @@ def test_an_arena_belongs_to_its_process_alone(converted: Path) -> None:
     os.waitpid(child, 0)
     assert torch.equal(tensor, before)
     assert before.abs().sum() > 0
+
+
+def test_a_degree_of_no_ranks_is_refused(converted: Path) -> None:
+    for tp in (0, -2):
+        with pytest.raises(PlanError, match=rf"tp={tp}, expected 1 or more"):
+            relayout.load(converted, 0, tp=tp)

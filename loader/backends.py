@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 from relayout.index import Read
 from relayout.loader.budgets import Budget
-from relayout.loader.contents import StoredFile
+from relayout.loader.contents import Contents, StoredFile
 from relayout.loader.digests import Checks
 from relayout.loader.readplan import Chunk
 from relayout.workers import Stop
@@ -35,6 +35,25 @@ class Fill:
         """Call `arrived`, if anybody wants to know."""
         if self.arrived is not None:
             self.arrived(offset, nbytes)
+
+
+def fill_of(
+    contents: Contents,
+    offsets: Sequence[int],
+    reads: tuple[Read, ...],
+    budget: Budget,
+    *,
+    verify: bool,
+    arrived: Callable[[int, int], None] | None = None,
+    stop: Stop | None = None,
+) -> Fill:
+    """The fill that brings tensors to `offsets` of a memory, by `reads`; with `verify`, their digests are checked."""
+    stop = stop or Stop()
+    checks = None
+    if verify:
+        assert contents.digests is not None
+        checks = Checks(contents.names, offsets, contents.sizes(), contents.digests, stop)
+    return Fill(contents.files, reads, budget, checks, arrived, stop)
 
 
 class Filling(Protocol):

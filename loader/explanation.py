@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 from relayout.extents import BLOCK
 from relayout.index import Read
 from relayout.loader.advice import advised
-from relayout.loader.budgets import plan_budget
 from relayout.loader.checkpoint import ConvertedRank, find_checkpoint
-from relayout.loader.choice import choose, settled
+from relayout.loader.choice import settled
 from relayout.loader.contents import StoredFile
 from relayout.loader.device import DeviceBackend
 from relayout.loader.filesystem import Filesystem, filesystem_of, refuses_direct
 from relayout.loader.host import HostBackend
+from relayout.loader.loading import Options
 from relayout.loader.mapped import MappedBackend
 from relayout.loader.placement import place
 from relayout.loader.sources import Sources
@@ -99,11 +99,11 @@ def explain(
             sizes = contents.sizes()
             files, reads, nbytes = contents.files, place(contents.reads, sizes).reads, sum(sizes)
         device = settled(device)
-        choice = choose(backend, device, files)
-        budget = plan_budget(threads, memory, choice.max_buffers)
+        choice, budget = Options(device, backend, threads=threads, memory=memory).choose(files)
         sources = Sources(files, choice.backend.access)
         try:
             chunks = choice.backend.chunks(reads, sources.alignment, budget)
+            requested = sum(chunk.extent.nbytes for chunk in chunks)
             resident = sum(
                 sources.resident_nbytes(chunk.file, offset, nbytes) or 0
                 for chunk in chunks
@@ -128,11 +128,11 @@ def explain(
         path=str(path),
         rank=rank,
         device=str(device),
-        backend=_backend(choice.backend, facts, resident, sum(chunk.extent.nbytes for chunk in chunks)),
-        reason=f"{choice.reason}; {_found(facts, resident, sum(chunk.extent.nbytes for chunk in chunks))}",
+        backend=_backend(choice.backend, facts, resident, requested),
+        reason=f"{choice.reason}; {_found(facts, resident, requested)}",
         gds=None if choice.gds is None else choice.gds.path,
         nbytes=nbytes,
-        read_nbytes=sum(chunk.extent.nbytes for chunk in chunks),
+        read_nbytes=requested,
         straight_nbytes=sum(chunk.nbytes for chunk in chunks if chunk.arena_offset is not None)
         if choice.backend.name != "pinned"
         else 0,

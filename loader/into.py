@@ -8,18 +8,16 @@ from typing import TYPE_CHECKING
 
 from relayout.errors import PlanError
 from relayout.loader.arena import Scattered
-from relayout.loader.backends import Fill, Filling
+from relayout.loader.backends import Filling, fill_of
 from relayout.loader.checkpoint import Checkpoint
 from relayout.loader.contents import Contents, select
 from relayout.loader.device import DeviceBackend, ScatteredOnDevice
-from relayout.loader.digests import Checks
 from relayout.loader.loading import Options, load_contents
 from relayout.loader.placement import place_at
 from relayout.loader.progress import reporting
 from relayout.loader.sources import Access, Sources
 from relayout.loader.streaming import stream
 from relayout.loader.tensors import bytes_of, torch_dtype, torch_shape
-from relayout.workers import Stop
 
 if TYPE_CHECKING:
     import torch
@@ -73,20 +71,15 @@ def _fill(contents: Contents, into: Mapping[str, torch.Tensor], options: Options
         return
     choice, budget = options.choose(contents.files)
     targets = [bytes_of(into[name]) for name in contents.names]
-    sizes = contents.sizes()
     memory: Scattered | ScatteredOnDevice
     if isinstance(choice.backend, DeviceBackend):
         memory = ScatteredOnDevice(targets)
     else:
         memory = Scattered([(target.data_ptr(), target.numel()) for target in targets])
-    stop = Stop()
-    checks = None
-    if options.verify:
-        assert contents.digests is not None
-        checks = Checks(contents.names, memory.offsets, sizes, contents.digests, stop)
-    fill = Fill(contents.files, place_at(contents.reads, memory.offsets), budget, checks, stop=stop)
+    reads = place_at(contents.reads, memory.offsets)
+    fill = fill_of(contents, memory.offsets, reads, budget, verify=options.verify)
     filling: Filling
-    with reporting(options.progress, sum(sizes)) as report:
+    with reporting(options.progress, sum(contents.sizes())) as report:
         if isinstance(memory, Scattered):
             assert not isinstance(choice.backend, DeviceBackend)
             filling = choice.backend.start(memory, fill)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from relayout.dtypes import num_bytes
 from relayout.loader.arena import HostArena, allocate
-from relayout.loader.backends import Fill, Filling
+from relayout.loader.backends import Fill, Filling, fill_of
 from relayout.loader.budgets import Budget, plan_budget
 from relayout.loader.checkpoint import ConvertedRank
 from relayout.loader.choice import Choice, choose
@@ -22,6 +22,10 @@ from relayout.workers import Stop
 
 if TYPE_CHECKING:
     import torch
+
+
+Columns: TypeAlias = tuple[Sequence[str], Sequence[str], Sequence[tuple[int, ...]], Sequence[int]]
+"""Names, dtypes, shapes and arena offsets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +65,13 @@ def load_rank(rank: ConvertedRank, options: Options) -> dict[str, torch.Tensor]:
         sizes = [num_bytes(*one) or 0 for one in zip(table.dtypes, table.shapes, strict=True)]
         checks = Checks(table.names, table.arena_offsets, sizes, table.digests, stop)
     fill = Fill(rank.files, entry.reads, budget, checks, stop=stop)
-    with reporting(options.progress, entry.nbytes) as report:
-        arena, filling = _start(choice, options.device, entry.arena_nbytes, fill)
-        try:
-            # While bytes arrive the table is parsed and torch, perhaps, imported.
-            table = table or rank.table()
-            columns = (table.names, table.dtypes, table.shapes, table.arena_offsets)
-            return _finish(arena, filling, options, report, columns)
-        except BaseException:
-            filling.cancel()
-            raise
+
+    def columns() -> Columns:
+        # While bytes arrive the table is parsed and torch, perhaps, imported.
+        found = table or rank.table()
+        return found.names, found.dtypes, found.shapes, found.arena_offsets
+
+    return _load(choice, options, entry.arena_nbytes, entry.nbytes, fill, columns)
 
 
 def load_contents(contents: Contents, options: Options) -> dict[str, torch.Tensor]:
@@ -78,44 +79,33 @@ def load_contents(contents: Contents, options: Options) -> dict[str, torch.Tenso
     choice, budget = options.choose(contents.files)
     sizes = contents.sizes()
     placement = place(contents.reads, sizes)
-    stop = Stop()
-    checks = None
-    if options.verify:
-        assert contents.digests is not None
-        checks = Checks(contents.names, placement.offsets, sizes, contents.digests, stop)
-    fill = Fill(contents.files, placement.reads, budget, checks, stop=stop)
-    with reporting(options.progress, sum(sizes)) as report:
-        arena, filling = _start(choice, options.device, placement.nbytes, fill)
+    fill = fill_of(contents, placement.offsets, placement.reads, budget, verify=options.verify)
+    columns = (contents.names, contents.dtypes, contents.shapes, placement.offsets)
+    return _load(choice, options, placement.nbytes, sum(sizes), fill, lambda: columns)
+
+
+def _load(
+    choice: Choice, options: Options, arena_nbytes: int, nbytes: int, fill: Fill, columns: Callable[[], Columns]
+) -> dict[str, torch.Tensor]:
+    """Fill a new arena, make the views of it while bytes arrive, and wait for the last of `nbytes`."""
+    arena: HostArena | DeviceArena
+    filling: Filling
+    with reporting(options.progress, nbytes) as report:
+        if isinstance(choice.backend, DeviceBackend):
+            arena = allocate_on(options.device, arena_nbytes)
+            filling = choice.backend.start(arena, fill)
+        else:
+            arena = allocate(arena_nbytes)
+            filling = choice.backend.start(arena, fill)
         try:
-            columns = (contents.names, contents.dtypes, contents.shapes, placement.offsets)
-            return _finish(arena, filling, options, report, columns)
+            found = columns()
+            base = arena.tensor if isinstance(arena, DeviceArena) else arena_tensor(arena)
+            if isinstance(arena, HostArena) and not options.on_host:
+                filling.join(report)
+                return make_views(base.to(options.device), *found)
+            views = make_views(base, *found)
+            filling.join(report)
+            return views
         except BaseException:
             filling.cancel()
             raise
-
-
-def _start(
-    choice: Choice, device: str | torch.device, nbytes: int, fill: Fill
-) -> tuple[HostArena | DeviceArena, Filling]:
-    """Begin to fill a new arena."""
-    if isinstance(choice.backend, DeviceBackend):
-        on_device = allocate_on(device, nbytes)
-        return on_device, choice.backend.start(on_device, fill)
-    on_host = allocate(nbytes)
-    return on_host, choice.backend.start(on_host, fill)
-
-
-def _finish(
-    arena: HostArena | DeviceArena,
-    filling: Filling,
-    options: Options,
-    report: Callable[[int], None] | None,
-    columns: tuple[Sequence[str], Sequence[str], Sequence[tuple[int, ...]], Sequence[int]],
-) -> dict[str, torch.Tensor]:
-    """Make the views (names, dtypes, shapes, offsets) while bytes arrive, and wait for the last one."""
-    if isinstance(arena, HostArena) and not options.on_host:
-        filling.join(report)
-        return make_views(arena_tensor(arena).to(options.device), *columns)
-    views = make_views(arena.tensor if isinstance(arena, DeviceArena) else arena_tensor(arena), *columns)
-    filling.join(report)
-    return views

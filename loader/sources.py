@@ -63,8 +63,9 @@ class Sources:
             yield offset, nbytes, not self._files[file].direct
             return
         wanted = min(nbytes, cached.nbytes - offset)  # A request may go on behind the end of the file.
-        if self._is_cached(cached, offset, wanted) or not resident_nbytes(cached.fd, offset, wanted):
-            yield offset, nbytes, self._is_cached(cached, offset, wanted)
+        is_cached = self._is_cached(cached, offset, wanted)
+        if is_cached or not resident_nbytes(cached.fd, offset, wanted):
+            yield offset, nbytes, is_cached
             return
         start, through_cache = offset, None
         for piece in range(offset, offset + wanted, _PIECE_NBYTES):

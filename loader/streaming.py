@@ -11,12 +11,11 @@ from relayout.errors import PlanError
 from relayout.extents import BLOCK
 from relayout.loader.advice import advised
 from relayout.loader.arena import ArenaPool, HostArena
-from relayout.loader.backends import Fill, Filling
+from relayout.loader.backends import Fill, Filling, fill_of
 from relayout.loader.budgets import MAX_IN_FLIGHT, MIN_BUFFER, NODE_IN_FLIGHT, Budget, local_world_size, plan_budget
 from relayout.loader.choice import Choice, choose
 from relayout.loader.contents import Contents
 from relayout.loader.device import DeviceArena, DeviceBackend, allocate_on
-from relayout.loader.digests import Checks
 from relayout.loader.host import HostBackend
 from relayout.loader.loading import Options, load_contents
 from relayout.loader.placement import Placement, batches, place
@@ -178,11 +177,6 @@ def _stream(
     left = [sum(sizes[row] for row in part.rows) for part in parts]
     starts = [part.start for part in parts]
     stop = Stop()
-    checks = None
-    if options.verify:
-        assert contents.digests is not None
-        offsets = [offset for part in parts for offset in part.placement.offsets]
-        checks = Checks(contents.names, offsets, sizes, contents.digests, stop)
 
     def arrived(offset: int, nbytes: int) -> None:
         number = bisect_right(starts, offset) - 1
@@ -192,7 +186,8 @@ def _stream(
                 stop.condition.notify_all()
 
     reads = tuple(read for part in parts for read in part.placement.reads)
-    fill = Fill(contents.files, reads, budget, checks, arrived, stop)
+    offsets = [offset for part in parts for offset in part.placement.offsets]
+    fill = fill_of(contents, offsets, reads, budget, verify=options.verify, arrived=arrived, stop=stop)
     memory: _HostBatches | _DeviceBatches
     if isinstance(choice.backend, DeviceBackend):
         memory = _DeviceBatches(choice.backend, starts, stop, options.device)

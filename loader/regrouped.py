@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from relayout.catalogue import Catalogue, SourceTensor, read_config
+from relayout.catalogue import Catalogue, SourceTensor
+from relayout.config import read_config
 from relayout.dtypes import num_bytes
 from relayout.errors import FormatError, PlanError
 from relayout.extents import Extent
 from relayout.folder import check_owner, check_rank, read_table
 from relayout.index import Manifest, RankTable, Read
-from relayout.loader.contents import Contents, StoredFile
+from relayout.loader.contents import Contents, StoredFile, rank_files
 from relayout.loader.regroup import Holder, gather
 from relayout.plan import TRANSFORMERS, Plan, plan_for
 from relayout.record import SourceRecord
@@ -101,11 +102,12 @@ class Ranks:
         return Read(opened.first_file + table.files[row], read.transfer.shifted(source=table.offsets[row]))
 
     def _open(self, rank: int) -> _Table:
+        files = rank_files(self._folder, self._manifest, rank)
         check_owner(self._folder, self._manifest, rank)
         table = read_table(self._folder, self._manifest, rank)
         opened = _Table(len(self._files), table, {name: row for row, name in enumerate(table.names)})
         self._tables[rank] = opened
-        self._files += [StoredFile(self._folder / file.name, file.nbytes) for file in self._manifest.ranks[rank].files]
+        self._files += files
         return opened
 
     def _contents(self, rows: Sequence[tuple[int, tuple[Read, ...]]], shapes: Sequence[tuple[int, ...]]) -> Contents:

@@ -6,7 +6,6 @@ Reads directory entries, small JSON files and header bytes; never tensor data.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -14,26 +13,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from relayout.errors import FormatError, PlanError
+from relayout.config import read_config
+from relayout.errors import FormatError, PlanError, shown
 from relayout.extents import Extent
-from relayout.files import open_regular, read_small
-from relayout.header import LENGTH_NBYTES, Header, header_nbytes, parse_header, strict_json
+from relayout.fields import Fields, parse_object
+from relayout.files import naming, open_regular, read_small
+from relayout.header import LENGTH_NBYTES, Header, header_nbytes, parse_header
 from relayout.index import HUB_INDEX_NAME, MANIFEST_NAME
+from relayout.members import is_member, member
 
 SINGLE_NAME = "model.safetensors"
 
-_MAX_JSON_NBYTES = 256 * 2**20
+_MAX_INDEX_NBYTES = 256 * 2**20
 _WEIGHT_SUFFIXES = frozenset(
     {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".ggml", ".onnx", ".npz", ".npy"}
     | {".tflite", ".mlmodel", ".ot"}
 )
 _INDEX_SUFFIX = ".index.json"
-_QUANTISATION_FILES = {
-    "hf_quant_config.json": ("modelopt", "quantization"),
-    "quantize_config.json": ("gptq", None),
-    "quant_config.json": ("awq", None),
-}
-"""Where tools have written what is quantization_config elsewhere: the method, and the key it hangs under."""
+_MARKS = re.compile(r"[\x00-\x03]")
+_ABOVE_MARKS = {mark: f"\3{chr(mark + 4)}" for mark in range(4)}
+"""Writes the characters that `model_order` uses itself in another way, in the same order."""
+_NUMBER = re.compile(r"\x02([0-9]+)(?=\x00)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +112,8 @@ def read_catalogue(source: Path) -> Catalogue:
     except PermissionError as error:
         raise FormatError(f"{source}: cannot be read: {error.strerror}") from None
     if is_file:
+        if source.name.startswith("."):
+            raise PlanError(f"{source}: a hidden file, which is not converted; give it another name")
         shard, header = read_shard(source, source.name)
         return _assemble(
             source,
@@ -131,43 +133,39 @@ def read_shard(path: Path, name: str) -> tuple[SourceFile, Header]:
     """Read and prove the header of one safetensors file.
 
     Raises:
-        FormatError: the file cannot be read or is damaged.
+        FormatError: the file cannot be opened or is damaged.
+        OSError: reading failed.
     """
     descriptor, status = open_regular(path)
-    with open(descriptor, "rb") as file:
-        try:
-            prefix = file.read(LENGTH_NBYTES)
-            blob = prefix + file.read(header_nbytes(prefix, status.st_size, str(path)))
-        except OSError as error:
-            raise FormatError(f"{path}: cannot be read: {error.strerror}") from None
+    with naming(path), open(descriptor, "rb") as file:
+        prefix = file.read(LENGTH_NBYTES)
+        blob = prefix + file.read(header_nbytes(prefix, status.st_size, str(path)))
     header = parse_header(blob, status.st_size, str(path))
     return SourceFile(name, path.resolve(), status.st_size, header.data_start, blob), header
 
 
-def model_order(name: str) -> tuple[tuple[bool, int, str], ...]:
-    """Sort key: by dotted part, numbers as numbers, so that layer 2 comes before layer 10."""
-    return tuple(
-        (False, len(digits), digits) if (digits := _number(part)) is not None else (True, 0, part)
-        for part in name.split(".")
-    )
-
-
-def _number(part: str) -> str | None:
-    return part.lstrip("0") or "0" if part.isascii() and part.isdigit() else None
+def model_order(name: str) -> str:
+    """Sort key: by dotted part, numbers as numbers and before words, so that layer 2 comes before layer 10."""
+    # One string, not a tuple of parts, of which a header may have millions. Each part begins with the mark of a number
+    # or a word, and ends with what is below both.
+    if _MARKS.search(name):
+        name = name.translate(_ABOVE_MARKS)
+    words = "\2" + name.replace(".", "\0\2") + "\0"
+    return _NUMBER.sub(lambda found: f"\1{len(digits := found[1].lstrip('0')):04}{digits}", words)
 
 
 def _read_folder(root: Path) -> Catalogue:
     if (root / MANIFEST_NAME).exists():
         raise PlanError(f"{root}: is a converted checkpoint already ({MANIFEST_NAME} lies in it)")
     names = sorted(entry.name for entry in os.scandir(root))
-    shards = [name for name in names if name.endswith(".safetensors")]
+    shards = [name for name in names if name.endswith(".safetensors") and not name.startswith(".")]
     index_name = _find_index(root, names)
     left_out: list[str] = []
     named: dict[str, str] | None = None
     index: tuple[str, bytes] | None = None
     if index_name is not None:
-        index = (index_name, read_small(root / index_name, _MAX_JSON_NBYTES))
-        named = _parse_index(index[1], root / index_name)
+        index = (index_name, read_small(member(root, index_name), _MAX_INDEX_NBYTES))
+        named = parse_index(index[1], str(root / index_name))
         used = sorted(set(named.values()))
         left_out += [f"{name}: not named by {index_name}" for name in shards if name not in set(used)]
     elif SINGLE_NAME in shards:
@@ -180,7 +178,7 @@ def _read_folder(root: Path) -> Catalogue:
     side_files, not_copied = _side_files(root)
     return _assemble(
         root,
-        [read_shard(root / name, name) for name in used],
+        [read_shard(member(root, name), name) for name in used],
         named=named,
         config=read_config(root),
         index=index,
@@ -200,16 +198,19 @@ def _find_index(root: Path, names: list[str]) -> str | None:
     return None
 
 
-def _parse_index(text: bytes, path: Path) -> dict[str, str]:
-    parsed = strict_json(_decode(text, path), str(path))
-    weight_map = parsed.get("weight_map") if isinstance(parsed, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise FormatError(f"{path}: has no 'weight_map' object")
+def parse_index(text: bytes, where: str) -> dict[str, str]:
+    """Parse an index.json: tensor name -> file name. Of what it says of sizes nothing is believed, or needed.
+
+    Raises:
+        FormatError: it is none, or names something else than .safetensors files beside it.
+    """
+    weight_map = Fields(parse_object(text, where), where).object("weight_map")
+    if not weight_map:
+        raise FormatError(f"{where}: 'weight_map' is empty")
     for name, file in weight_map.items():
-        # An untrusted path: only a plain file name beside the index is taken.
-        if not isinstance(file, str) or not re.fullmatch(r"[^/\\\0]+\.safetensors", file):
-            raise FormatError(f"{path}: tensor {name!r}: {file!r} is not the name of a .safetensors file")
-    return weight_map
+        if not isinstance(file, str) or not re.fullmatch(r"[^./\\\0][^/\\\0]*\.safetensors", file):
+            raise FormatError(f"{where}: tensor {shown(name)}: {shown(file)} is not the name of a .safetensors file")
+    return dict(weight_map)
 
 
 def _assemble(
@@ -239,7 +240,7 @@ def _assemble(
     if named is not None:
         for name, file in named.items():
             if name not in tensors:
-                raise FormatError(f"{root / file}: tensor {name!r}: named by the index, not in the file")
+                raise FormatError(f"{root / file}: tensor {shown(name)}: named by the index, not in the file")
     first = dict(shards[0][1].metadata)
     return Catalogue(
         root=root,
@@ -258,7 +259,7 @@ def _assemble(
 def _side_files(root: Path) -> tuple[tuple[str, ...], list[str]]:
     """Files that go along, and what does not, with the reason; names relative to `root`, sorted."""
     kept, left_out = [], []
-    for path, reason in sorted(_walk(root)):
+    for path, reason in sorted(_walk(root, root)):
         name = path.relative_to(root).as_posix()
         is_part = path.parent == root and (path.suffix == ".safetensors" or name.endswith(_INDEX_SUFFIX))
         if reason is None and (path.suffix in _WEIGHT_SUFFIXES or name.endswith(_INDEX_SUFFIX)):
@@ -272,7 +273,7 @@ def _side_files(root: Path) -> tuple[tuple[str, ...], list[str]]:
     return tuple(kept), left_out
 
 
-def _walk(folder: Path) -> Iterator[tuple[Path, str | None]]:
+def _walk(folder: Path, root: Path) -> Iterator[tuple[Path, str | None]]:
     """Everything below a folder that is not hidden: the path, and why it cannot go along, if it cannot."""
     for entry in os.scandir(folder):
         path = Path(entry.path)
@@ -284,8 +285,10 @@ def _walk(folder: Path) -> Iterator[tuple[Path, str | None]]:
             if (path / MANIFEST_NAME).exists():
                 yield path, "a converted checkpoint"
             else:
-                yield from _walk(path)
-        elif not entry.is_file():
+                yield from _walk(path, root)
+        elif not is_member(root, path):
+            yield path, "a link that leads out of the checkpoint"
+        elif not path.is_file():
             yield path, "a link to a folder, or to nothing" if entry.is_symlink() else "not a regular file"
         elif not os.access(path, os.R_OK):
             raise FormatError(f"{path}: cannot be read: {os.strerror(errno.EACCES)}")
@@ -299,42 +302,3 @@ def _is_utf8(name: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def read_config(folder: Path) -> Mapping[str, Any]:
-    """config.json, with what other files of the folder say of quantisation.
-
-    Raises:
-        FormatError: one of them is no JSON object.
-    """
-    config = _read_object(folder / "config.json")
-    nested = config.get("text_config")
-    inside = nested.get("quantization_config") if isinstance(nested, dict) else None
-    quantisation = config.get("quantization_config") or config.get("compression_config") or inside
-    for name, (method, key) in _QUANTISATION_FILES.items():
-        if not quantisation:
-            parsed = _read_object(folder / name)
-            own = parsed.get(key) if key else parsed
-            quantisation = {"quant_method": method} | own if isinstance(own, dict) and own else None
-    return config | {"quantization_config": quantisation} if quantisation else config
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """A JSON object, or an empty one where there is no such file."""
-    if not os.path.lexists(path):
-        return {}
-    # As laxly as transformers reads it: with NaN, and the last of two equal keys.
-    try:
-        parsed = json.loads(_decode(read_small(path, _MAX_JSON_NBYTES), path))
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path}: not valid JSON: {error}") from None
-    if not isinstance(parsed, dict):
-        raise FormatError(f"{path}: a JSON {type(parsed).__name__}, expected an object")
-    return parsed
-
-
-def _decode(text: bytes, path: Path) -> str:
-    try:
-        return text.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise FormatError(f"{path}: not UTF-8 at byte {error.start}") from None

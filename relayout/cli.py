@@ -21,6 +21,9 @@ EXIT_BAD_INPUT = 2
 EXIT_IO = 3
 EXIT_INTERRUPTED = 130
 
+_MAX_MESSAGE_LENGTH = 2000
+"""Characters."""
+
 app = typer.Typer(
     name="relayout",
     no_args_is_help=True,
@@ -313,10 +316,19 @@ class _Terminated(BaseException):
 
 
 def _fail(message: str, code: int, error: BaseException) -> NoReturn:
-    typer.echo(f"relayout: error: {printable(message)}", err=True)
+    typer.echo(f"relayout: error: {_one_line(message)}", err=True)
     for note in getattr(error, "__notes__", ()):
-        typer.echo(f"relayout: note: {printable(note)}", err=True)
+        typer.echo(f"relayout: note: {_one_line(note)}", err=True)
     raise typer.Exit(code) from None
+
+
+def _one_line(message: str) -> str:
+    """A message for the terminal, in which names from files may be long and may hold anything."""
+    middle = len(message) - _MAX_MESSAGE_LENGTH
+    if middle > 0:
+        half = _MAX_MESSAGE_LENGTH // 2
+        message = f"{message[:half]} ... {message[-half:]}"
+    return printable(message)
 
 
 def _terminate(signum: int, frame: object) -> NoReturn:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from reprlib import Repr
+
 
 class RelayoutError(Exception):
     """Base of both families. The message is one line: where, what was found, what was expected."""
@@ -13,6 +15,18 @@ class FormatError(RelayoutError):
 
 class PlanError(RelayoutError):
     """The request cannot be carried out on this checkpoint, or makes no sense."""
+
+
+def shown(value: object) -> str:
+    """A value that somebody else wrote, for a message: short, whatever its length and depth."""
+    return _SHORT.repr(value)
+
+
+_SHORT = Repr()
+_SHORT.maxlevel = 4
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 8
+_SHORT.maxstring = _SHORT.maxother = 200
+_SHORT.maxlong = 40
 
 
 def printable(text: str) -> str:

@@ -10,9 +10,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from relayout.errors import FormatError, PlanError
+from relayout.errors import FormatError, PlanError, shown
 from relayout.files import read_small
-from relayout.globs import compile_glob, is_glob, names_numbers
+from relayout.globs import compile_glob, is_glob, is_quick, names_numbers
 
 EVEN, VOCABULARY, RAGGED = "even", "vocabulary", "ragged"
 """Units that need no size; any other unit is the name of a size: the number of groups, such as heads."""
@@ -26,7 +26,9 @@ HEAD_DIM = "head_dim"
 EXPERTS = "experts"
 """The size that counts the experts."""
 
-_MAX_PLAN_NBYTES = 2**20
+_MAX_PLAN_NBYTES = 2**18
+_MAX_DOTS = 256
+"""In one line: the time that tomllib takes for a dotted key grows with their square."""
 _TOP_KEYS = frozenset(
     {"model_types", "quantisation", "extends", "language_prefixes", "transposed", "sizes", "cut", "experts"}
 )
@@ -166,7 +168,9 @@ def find_family(model_type: str | None, quantisation: str | None = None) -> Fami
             if model_type in family.model_types and family.quantisation == wanted:
                 return family
     what = (
-        "config.json names no model_type" if model_type is None else f"no built-in plan for model type {model_type!r}"
+        "config.json names no model_type"
+        if model_type is None
+        else f"no built-in plan for model type {shown(model_type)}"
     )
     raise PlanError(
         f"{what} (`relayout plans` lists them): supply one with --plan FILE, try --plan transformers,"
@@ -180,7 +184,10 @@ def parse_family(text: str, where: str, name: str) -> Family:
     Raises:
         FormatError: it is not one.
     """
-    return _parse_family(text, where, name, ())
+    try:
+        return _parse_family(text, where, name, ())
+    except RecursionError:
+        raise FormatError(f"{where}: nested too deeply") from None
 
 
 @cache
@@ -199,23 +206,25 @@ def _builtin(name: str, extended_by: tuple[str, ...] = ()) -> Family:
 
 
 def _parse_family(text: str, where: str, name: str, extended_by: tuple[str, ...]) -> Family:
+    if any(line.count(".") > _MAX_DOTS for line in text.splitlines()):
+        raise FormatError(f"{where}: a line with more than {_MAX_DOTS} dots")
     try:
         top = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # A TOMLDecodeError, or what it leaves to Python.
+    except ValueError as error:  # A TOMLDecodeError, or what it leaves to Python.
         raise FormatError(f"{where}: not valid TOML: {error}") from None
     unknown = top.keys() - _TOP_KEYS
     if unknown:
-        raise FormatError(f"{where}: unknown key {min(unknown)!r}, expected {', '.join(sorted(_TOP_KEYS))}")
+        raise FormatError(f"{where}: unknown key {shown(min(unknown))}, expected {', '.join(sorted(_TOP_KEYS))}")
     sizes, cut, experts = (_table(top, key, where) for key in ("sizes", "cut", "experts"))
     unknown = experts.keys() - {"each", "stacked"}
     if unknown:
-        raise FormatError(f"{where}: experts: unknown key {min(unknown)!r}, expected each, stacked")
+        raise FormatError(f"{where}: experts: unknown key {shown(min(unknown))}, expected each, stacked")
     quantisation = top.get("quantisation")
     if not isinstance(quantisation, str | None):
-        raise FormatError(f"{where}: quantisation {quantisation!r}, expected the name of a method")
+        raise FormatError(f"{where}: quantisation {shown(quantisation)}, expected the name of a method")
     transposed = top.get("transposed", False)
     if not isinstance(transposed, bool):
-        raise FormatError(f"{where}: transposed {transposed!r}, expected true or false")
+        raise FormatError(f"{where}: transposed {shown(transposed)}, expected true or false")
     family = Family(
         name,
         _strings(top.get("model_types", []), "model_types", where),
@@ -229,10 +238,17 @@ def _parse_family(text: str, where: str, name: str, extended_by: tuple[str, ...]
     )
     for pattern in (*(rule.pattern for rule in family.rules), *family.experts_each, *family.experts_stacked):
         if not is_glob(pattern):
-            raise FormatError(f"{where}: {pattern!r} is no pattern: braces hold words, one in another they cannot be")
+            raise FormatError(
+                f"{where}: {shown(pattern)} is no pattern: braces hold words, one in another they cannot be"
+            )
+        if not is_quick(pattern):
+            raise FormatError(
+                f"{where}: {shown(pattern)} takes too long to match: it has more than two '**', two '*' in a dotted"
+                " part, or 1024 ways to choose words in braces that begin with others"
+            )
     for pattern in family.experts_each:
         if compile_glob(pattern).groups != 1:
-            raise FormatError(f"{where}: experts.each: {pattern!r} has not just one '#'")
+            raise FormatError(f"{where}: experts.each: {shown(pattern)} has not just one '#'")
     extends = top.get("extends")
     if extends is not None:
         family = _extended(family, extends, where, extended_by)
@@ -245,9 +261,9 @@ def _parse_family(text: str, where: str, name: str, extended_by: tuple[str, ...]
 def _extended(family: Family, extends: Any, where: str, extended_by: tuple[str, ...]) -> Family:
     """The family with sizes, rules and experts of the plan that it extends behind its own."""
     if not isinstance(extends, str) or extends not in _builtin_texts():
-        raise FormatError(f"{where}: extends {extends!r}, which is no built-in plan")
+        raise FormatError(f"{where}: extends {shown(extends)}, which is no built-in plan")
     if extends in extended_by:
-        raise FormatError(f"{where}: extends {extends!r}, which extends it")
+        raise FormatError(f"{where}: extends {shown(extends)}, which extends it")
     base = _builtin(extends, extended_by)
     own = {rule.pattern for rule in family.rules}
     return replace(
@@ -272,7 +288,7 @@ def _parse_sources(size: str, value: Any, where: str) -> tuple[SizeSource, ...]:
         is_known = isinstance(when, str | None) and isinstance(equals, str | int)
         if not is_size or not is_known or table.keys() - {"use", "when", "is"} or ("is" in table and when is None):
             raise FormatError(
-                f"{where}: sizes.{size}: {source!r} is no key of config.json, no positive number,"
+                f"{where}: sizes.{size}: {shown(source)} is no key of config.json, no positive number,"
                 " and no { when = KEY, is = VALUE, use = KEY or number }"
             )
         sources.append(SizeSource(use, when, equals))  # type: ignore[arg-type]  # is_size: it is str or int.
@@ -283,7 +299,7 @@ def _parse_rule(pattern: str, value: Any, where: str) -> Rule:
     if value == "whole":
         return Rule(pattern, None)
     rest = dict(value) if isinstance(value, dict) else {}
-    what = f"{where}: cut {pattern!r}: {value!r}"
+    what = f"{where}: cut {shown(pattern)}: {shown(value)}"
     if "axis" in rest:
         axis, by = rest.pop("axis"), rest.pop("by", None)
     else:
@@ -298,7 +314,7 @@ def _parse_rule(pattern: str, value: Any, where: str) -> Rule:
         raise FormatError(f"{what}: UNIT * WIDTH is for all parts or for none")
     interleaved, block = rest.pop("interleaved", None), rest.pop("block", 1)
     if rest:
-        raise FormatError(f"{what}: unknown key {min(rest)!r}")
+        raise FormatError(f"{what}: unknown key {shown(min(rest))}")
     if not isinstance(interleaved, str | None) or (interleaved is not None and len(units) == 1):
         raise FormatError(f"{what}: interleaved is for a list of units, and names the unit of a group")
     if type(block) is not int or block < 1 or (block > 1 and units != (RAGGED,)):
@@ -316,7 +332,9 @@ def _check_units(family: Family, where: str) -> None:
         counted = [*rule.widths, *([] if rule.interleaved is None else [rule.interleaved])]
         for names, known in ((rule.units, sizes | {EVEN, VOCABULARY, RAGGED}), (counted, sizes)):
             for unit in set(names) - known:
-                raise FormatError(f"{where}: cut {rule.pattern!r}: unit {unit!r}, expected {', '.join(sorted(known))}")
+                raise FormatError(
+                    f"{where}: cut {shown(rule.pattern)}: unit {shown(unit)}, expected {', '.join(sorted(known))}"
+                )
 
 
 def _table(top: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:

@@ -16,14 +16,22 @@ def parse_object(blob: bytes, where: str) -> dict[str, Any]:
     Raises:
         FormatError: it is none.
     """
-    try:
-        text = blob.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise FormatError(f"{where}: not UTF-8 at byte {error.start}") from None
-    top = strict_json(text, where)
+    top = strict_json(decode(blob, where), where)
     if not isinstance(top, dict):
         raise FormatError(f"{where}: a JSON {type(top).__name__}, expected an object")
     return top
+
+
+def decode(blob: bytes, where: str) -> str:
+    """Text in UTF-8; json.loads, given bytes, would also accept UTF-16.
+
+    Raises:
+        FormatError: it is none.
+    """
+    try:
+        return blob.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{where}: not UTF-8 at byte {error.start}") from None
 
 
 @dataclass(frozen=True, slots=True)

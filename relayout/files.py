@@ -30,6 +30,9 @@ _PAGE = max(BLOCK, mmap.PAGESIZE)
 _REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 _NOT_THE_FILE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 """Errors that say nothing of the file."""
+_NOWHERE = frozenset({errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR})
+TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+"""Does not wait, should a FIFO have taken the place of a file that was looked at."""
 _MAX_BEHIND = 4
 """Writes of one file that may be on their way from the page cache to the drive."""
 _START, _WAIT = 2, 7
@@ -48,39 +51,53 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def open_regular(path: Path) -> tuple[int, os.stat_result]:
-    """Open a file for reading: its descriptor and status. A FIFO or device in its place is refused, not waited for.
+    """Open a file for reading: its descriptor and status. A FIFO or device in its place is refused, and not opened.
 
     Raises:
         FormatError: it cannot be opened or is no regular file.
         OSError: this process or system can open no more files.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        check_regular(path)
+        fd = os.open(path, TO_READ)
     except OSError as error:
         if error.errno in _NOT_THE_FILE:
             raise
         raise FormatError(f"{path}: cannot be read: {error.strerror}") from None
-    status = os.fstat(fd)
+    return fd, os.fstat(fd)
+
+
+def check_regular(path: Path) -> os.stat_result:
+    """A file's status. What is none is refused before it is opened: opening a device may do something already.
+
+    Raises:
+        FormatError: it is none, or a path that leads nowhere.
+        OSError: there is nothing, or it cannot be looked at.
+    """
+    try:
+        status = path.stat()
+    except OSError as error:
+        if error.errno in _NOWHERE:
+            raise FormatError(f"{path}: cannot be read: {error.strerror}") from None
+        raise
     if not stat.S_ISREG(status.st_mode):
-        os.close(fd)
         raise FormatError(f"{path}: not a regular file")
-    return fd, status
+    return status
 
 
 def read_small(path: Path, limit: int) -> bytes:
     """Read a whole file.
 
     Raises:
-        FormatError: it cannot be read, is no regular file, or is larger than `limit` bytes.
+        FormatError: it cannot be opened, is no regular file, or is larger than `limit` bytes.
+        OSError: reading failed.
     """
     fd, status = open_regular(path)
     with open(fd, "rb") as file:
         if status.st_size > limit:
             raise FormatError(f"{path}: {status.st_size} bytes, limit {limit}")
-        try:
-            return file.read(limit)
-        except OSError as error:
-            raise FormatError(f"{path}: cannot be read: {error.strerror}") from None
+        with naming(path):
+            return file.read(status.st_size)
 
 
 class Buffer:
@@ -118,16 +135,17 @@ class InputFile:
         self._fallback = fallback
         self._pass_by = pass_by
         try:
-            self._fd, self.direct = _open(path, os.O_RDONLY | os.O_NONBLOCK, direct)
+            check_regular(path)
+            self._fd, self.direct = _open(path, TO_READ, direct)
         except FileNotFoundError:
             raise FormatError(f"{path}: is missing") from None
         if direct and not self.direct and not fallback:
             self.close()
             raise _refused(path)
-        status = os.fstat(self._fd)
-        if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
+        length = os.fstat(self._fd).st_size
+        if length != nbytes:
             self.close()
-            raise FormatError(f"{path}: {status.st_size} bytes long, expected {nbytes}")
+            raise FormatError(f"{path}: {length} bytes long, expected {nbytes}")
 
     @property
     def fd(self) -> int:
@@ -181,9 +199,9 @@ class InputFile:
 
     def close(self) -> None:
         """Close the file."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def __enter__(self) -> Self:
         return self
@@ -219,7 +237,7 @@ class OutputFile:
         try:
             if create:
                 _allocate(self._fd, nbytes)
-            self._direct_fd, self.direct = _open(path, os.O_WRONLY, direct)
+            self._direct_fd, self.direct = _open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, direct)
         except OSError as error:
             os.close(self._fd)
             if create:
@@ -321,11 +339,11 @@ def sync_folder(path: Path) -> None:
 def _open(path: Path, flags: int, direct: bool) -> tuple[int, bool]:
     if direct and _O_DIRECT is not None:
         try:
-            return os.open(path, flags | os.O_CLOEXEC | _O_DIRECT), True
+            return os.open(path, flags | _O_DIRECT), True
         except OSError as error:
             if error.errno not in _REFUSED:
                 raise
-    return os.open(path, flags | os.O_CLOEXEC), False
+    return os.open(path, flags), False
 
 
 def _preadv_by_copy(fd: int, view: memoryview, offset: int) -> int:

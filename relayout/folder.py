@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import stat
 from pathlib import Path
 
 from relayout.errors import FormatError, PlanError
-from relayout.files import read_small
+from relayout.files import TO_READ, check_regular, naming, read_small
 from relayout.header import LENGTH_NBYTES
 from relayout.index import MANIFEST_NAME, Manifest, RankTable
+from relayout.members import member
 from relayout.ranktable import parse_table
 from relayout.sidecar import MAX_MANIFEST_NBYTES, header_prefix, parse_manifest
 
@@ -23,7 +23,7 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         FormatError: it cannot be read or is damaged.
     """
-    path = folder / MANIFEST_NAME
+    path = member(folder, MANIFEST_NAME)
     return parse_manifest(read_small(path, MAX_MANIFEST_NBYTES), str(path))
 
 
@@ -43,7 +43,7 @@ def read_table(folder: Path, manifest: Manifest, rank: int) -> RankTable:
     Raises:
         FormatError: it cannot be read, is damaged, or belongs to another conversion.
     """
-    path = folder / manifest.ranks[rank].table
+    path = member(folder, manifest.ranks[rank].table)
     return parse_table(read_small(path, MAX_TABLE_FILE_NBYTES), manifest, rank, str(path))
 
 
@@ -55,7 +55,7 @@ def check_owner(folder: Path, manifest: Manifest, rank: int) -> None:
     """
     for part, file in enumerate(manifest.ranks[rank].files):
         expected = header_prefix(rank, manifest.num_ranks, part, manifest.conversion)
-        path = folder / file.name
+        path = member(folder, file.name)
         found = _read_start(path, LENGTH_NBYTES + len(expected))
         if found[LENGTH_NBYTES:] != expected:
             raise FormatError(f"{path}: its header is not of rank {rank}, part {part}, of this conversion")
@@ -64,17 +64,12 @@ def check_owner(folder: Path, manifest: Manifest, rank: int) -> None:
 def _read_start(path: Path, nbytes: int) -> bytes:
     """The first bytes of a file, fewer if it has not so many."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        check_regular(path)
+        fd = os.open(path, TO_READ)
     except FileNotFoundError:
         raise FormatError(f"{path}: is missing") from None
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise FormatError(f"{path}: not a regular file")
+    with naming(path), open(fd, "rb", buffering=0) as file:
         found = b""
-        while chunk := os.pread(fd, nbytes - len(found), len(found)):
+        while chunk := file.read(nbytes - len(found)):
             found += chunk
         return found
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
-    finally:
-        os.close(fd)

@@ -14,18 +14,27 @@ from math import isinf
 from typing import Any, NoReturn
 
 from relayout.dtypes import BITS
-from relayout.errors import FormatError, PlanError
+from relayout.errors import FormatError, PlanError, shown
 from relayout.extents import align_up
 
 MAX_HEADER_NBYTES = 100_000_000
 """The reference reader refuses a longer header."""
 
+MAX_NAME_LENGTH = 4096
+"""Characters of a tensor's name."""
+
+MAX_AXES = 64
+"""numpy's and PyTorch's limit."""
+
 LENGTH_NBYTES = 8
 """Bytes of the length field that starts a file."""
 
 _MAX_SIZE = 2**64 - 1
-_MAX_DEPTH = 127
+MAX_DEPTH = 127
 """Of nested JSON (serde_json's limit)."""
+_FEW_BRACKETS = 2**20
+_CHARACTERS_PER_BRACKET = 16
+"""The shortest entry of a header has three in 51."""
 _METADATA_KEY = "__metadata__"
 
 
@@ -155,11 +164,15 @@ json_text = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 def strict_json(text: str, where: str) -> Any:
     """Parse JSON as the reference reader's parser (serde_json) does, and refuse duplicate names.
 
-    Python's own reader is laxer: it takes NaN, the last of two equal names, lone surrogates and any depth.
+    Python's own reader is laxer: it takes NaN, the last of two equal names, lone surrogates and any depth. Refused also
+    is what consists of little but brackets, each of which would become 70 bytes of memory.
 
     Raises:
         FormatError: `text` is not such JSON.
     """
+    brackets = text.count("[") + text.count("{")
+    if brackets > _FEW_BRACKETS + len(text) // _CHARACTERS_PER_BRACKET:
+        raise FormatError(f"{where}: {brackets} brackets in {len(text)} characters of JSON")
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
@@ -167,7 +180,7 @@ def strict_json(text: str, where: str) -> Any:
             seen: set[str] = set()
             for name, _ in pairs:
                 if name in seen:
-                    raise FormatError(f"{where}: name {name!r} occurs twice")
+                    raise FormatError(f"{where}: name {shown(name)} occurs twice")
                 seen.add(name)
         return result
 
@@ -198,12 +211,23 @@ def strict_json(text: str, where: str) -> Any:
         raise FormatError(f"{where}: not valid JSON: {error.msg} at character {error.pos}") from None
     except RecursionError:
         raise FormatError(f"{where}: JSON nested too deeply") from None
+    refuse_surrogates(text, parsed, where)
+    return parsed
+
+
+def refuse_surrogates(text: str, parsed: Any, where: str) -> None:
+    """Refuse JSON with a string that is no Unicode text.
+
+    Raises:
+        FormatError: there is one.
+    """
     if "\\u" in text:  # Only an escape can bring in half of a surrogate pair.
         try:
             json.dumps(parsed, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError:
             raise FormatError(f"{where}: a string holds half of a surrogate pair") from None
-    return parsed
+        except RecursionError:
+            raise FormatError(f"{where}: JSON nested too deeply") from None
 
 
 def _parse_metadata(value: Any, where: str) -> dict[str, str]:
@@ -214,42 +238,57 @@ def _parse_metadata(value: Any, where: str) -> dict[str, str]:
     return value
 
 
+def check_name(name: str, where: str) -> None:
+    """Refuse a tensor name that is too long for rules that look at its parts.
+
+    Raises:
+        FormatError: it is longer than MAX_NAME_LENGTH.
+    """
+    if len(name) > MAX_NAME_LENGTH:
+        raise FormatError(
+            f"{where}: tensor {name[:64]!r}...: a name of {len(name)} characters, limit {MAX_NAME_LENGTH}"
+        )
+
+
 def _parse_entry(name: str, entry: Any, where: str) -> TensorEntry:
+    check_name(name, where)
     if not isinstance(entry, dict):
         raise FormatError(f"{where}: tensor {name!r}: expected an object, found {type(entry).__name__}")
     try:
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     except KeyError as error:
         raise FormatError(f"{where}: tensor {name!r}: {error.args[0]!r} is missing") from None
-    if len(entry) > 3 and _depth(entry) + 1 > _MAX_DEPTH:
+    if len(entry) > 3 and depth(entry) + 1 > MAX_DEPTH:
         raise FormatError(f"{where}: tensor {name!r}: JSON nested too deeply")
     bits = BITS.get(dtype) if isinstance(dtype, str) else None
     if bits is None:
-        raise FormatError(f"{where}: tensor {name!r}: unknown dtype {dtype!r}")
+        raise FormatError(f"{where}: tensor {name!r}: unknown dtype {shown(dtype)}")
     if not isinstance(shape, list) or not all(_is_size(dim) for dim in shape):
-        raise FormatError(f"{where}: tensor {name!r}: shape {shape!r} is not a list of sizes")
+        raise FormatError(f"{where}: tensor {name!r}: shape {shown(shape)} is not a list of sizes")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
-        raise FormatError(f"{where}: tensor {name!r}: data_offsets {offsets!r} is not a pair of sizes")
+        raise FormatError(f"{where}: tensor {name!r}: data_offsets {shown(offsets)} is not a pair of sizes")
+    if len(shape) > MAX_AXES:
+        raise FormatError(f"{where}: tensor {name!r}: a shape of {len(shape)} axes, limit {MAX_AXES}")
     size = 1
     for dim in shape:
         size *= dim
         if size > _MAX_SIZE:
-            raise FormatError(f"{where}: tensor {name!r}: shape {shape} overflows 64 bits")
+            raise FormatError(f"{where}: tensor {name!r}: shape {shown(shape)} overflows 64 bits")
     size *= bits
     start, end = offsets
     if size > _MAX_SIZE:
-        raise FormatError(f"{where}: tensor {name!r}: shape {shape} of {dtype} overflows 64 bits")
+        raise FormatError(f"{where}: tensor {name!r}: shape {shown(shape)} of {dtype} overflows 64 bits")
     if size % 8:
-        raise FormatError(f"{where}: tensor {name!r}: shape {shape} of {dtype} does not fill whole bytes")
+        raise FormatError(f"{where}: tensor {name!r}: shape {shown(shape)} of {dtype} does not fill whole bytes")
     if end - start != size // 8:
         raise FormatError(
             f"{where}: tensor {name!r}: data_offsets [{start}, {end}] hold {end - start} bytes, "
-            f"shape {shape} of {dtype} needs {size // 8}"
+            f"shape {shown(shape)} of {dtype} needs {size // 8}"
         )
     return TensorEntry(name, dtype, tuple(shape), start, size // 8)
 
 
-def _depth(value: Any) -> int:
+def depth(value: Any) -> int:
     """Levels of nesting, 0 for a number or string."""
     depth, level = 0, [value]
     while level := [one for one in level if isinstance(one, (dict, list))]:

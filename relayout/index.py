@@ -24,6 +24,10 @@ ARENA_ALIGNMENT = 16
 """Bytes. Every tensor starts at a multiple of this in the arena."""
 
 
+MIN_ALIGNMENT, MAX_ALIGNMENT = 512, 16 * 2**20
+"""Bytes. Between them a conversion's alignment is a power of two."""
+
+
 @dataclass(frozen=True, slots=True)
 class Read:
     """Bytes of one rank file and where in the arena they go."""

@@ -114,6 +114,6 @@ def _parsed(line: bytes) -> list[Any]:
         return []
     try:
         parsed = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return []
     return parsed if isinstance(parsed, list) else []

@@ -17,13 +17,11 @@ from relayout.catalogue import Catalogue, SourceTensor
 from relayout.errors import PlanError
 from relayout.extents import natural_alignment
 from relayout.header import TensorEntry, build_header, entries_text, join_header, json_text
-from relayout.index import ARENA_ALIGNMENT
+from relayout.index import ARENA_ALIGNMENT, MAX_ALIGNMENT, MIN_ALIGNMENT
 from relayout.plan import Plan
 from relayout.sidecar import relayout_entry
 from relayout.slicing import Slice, slice_nbytes
 
-MIN_ALIGNMENT = 512
-MAX_ALIGNMENT = 16 * 2**20
 DEFAULT_ALIGNMENT = 4096
 
 DEFAULT_MAX_PART_NBYTES = 48 * 10**9

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 from relayout.catalogue import Catalogue, SourceTensor
 from relayout.division import Sizes, divide, owner, owner_ranges
-from relayout.errors import PlanError
+from relayout.errors import PlanError, shown
 from relayout.families import EXPERTS, Family, Rule, find_family, read_family
 from relayout.globs import collapse_numbers
 from relayout.quantisation import INPUT_SCALES, Scheme, Weight, find_scheme
@@ -95,8 +95,8 @@ def _own_family(path: Path, model_type: str | None) -> Family:
     family = read_family(path)
     if family.model_types and model_type not in family.model_types:
         raise PlanError(
-            f"{path}: is for model_types {', '.join(family.model_types)}, config.json says {model_type!r}: the line may"
-            " be left out"
+            f"{path}: is for model_types {', '.join(family.model_types)}, config.json says {shown(model_type)}:"
+            " the line may be left out"
         )
     return family
 

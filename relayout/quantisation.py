@@ -14,7 +14,7 @@ from fractions import Fraction
 from math import prod
 from typing import Any
 
-from relayout.errors import PlanError
+from relayout.errors import PlanError, shown
 from relayout.slicing import Range
 
 Axes = tuple[int | None, int | None]
@@ -363,11 +363,11 @@ def _block(value: Any, where: str) -> tuple[int, int]:
         return (1, 1)
     if isinstance(value, list) and len(value) == 2 and all(type(size) is int and size > 0 for size in value):
         return (value[0], value[1])
-    raise PlanError(f"{where}: quantization_config: {value!r} is no block of rows and columns")
+    raise PlanError(f"{where}: quantization_config: {shown(value)} is no block of rows and columns")
 
 
 def _number(config: Mapping[str, Any], key: str, where: str) -> int:
     value = config.get(key)
     if type(value) is not int or not 1 <= value <= 16:
-        raise PlanError(f"{where}: quantization_config: {key} is {value!r}, expected a number of bits")
+        raise PlanError(f"{where}: quantization_config: {key} is {shown(value)}, expected a number of bits")
     return value

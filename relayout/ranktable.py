@@ -13,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from relayout.dtypes import BITS, num_bytes
-from relayout.errors import FormatError
+from relayout.errors import FormatError, shown
 from relayout.fields import Fields, parse_object
+from relayout.header import check_name
 from relayout.index import ARENA_ALIGNMENT, FORMAT_VERSION, MANIFEST_NAME, Manifest, RankEntry, RankTable
-from relayout.sidecar import compact_json, compress, decompress, digest_hex, parse_shapes, parse_slice
+from relayout.sidecar import check_version, compact_json, compress, decompress, digest_hex, parse_shapes, parse_slice
 from relayout.slicing import Slice
 
 Column = npt.NDArray[np.int64]
@@ -71,9 +72,10 @@ def parse_table(blob: bytes, manifest: Manifest, rank: int, where: str) -> RankT
     if digest_hex(blob) != entry.table_digest:
         raise FormatError(f"{where}: digest differs from the one in {MANIFEST_NAME}: damaged, or of another conversion")
     top = parse_object(decompress(blob, where), where)
-    if (top.get("conversion"), top.get("rank")) != (manifest.conversion, rank):
-        raise FormatError(f"{where}: is of rank {top.get('rank')!r} of conversion {top.get('conversion')!r}")
+    check_version(top, where)
     fields = Fields(top, where)
+    if (fields.text("conversion"), fields.size("rank")) != (manifest.conversion, rank):
+        raise FormatError(f"{where}: is of rank {top['rank']} of conversion {shown(top['conversion'])}")
     kinds = _parse_kinds(Fields(fields.object("kinds"), where), where)
     count = entry.num_tensors
     kind = fields.column("kind", int, count)
@@ -92,6 +94,8 @@ def parse_table(blob: bytes, manifest: Manifest, rank: int, where: str) -> RankT
         source_shapes=[one.source_shape for one in of],
         slices=[one.part for one in of],
     )
+    if count:
+        check_name(max(table.names, key=len), where)
     if len(set(table.names)) != count:
         raise FormatError(f"{where}: a tensor name occurs twice")
     sizes = _sizes(table, kinds, np.array(kind, np.int64), entry, where)
@@ -112,7 +116,8 @@ def _parse_kinds(fields: Fields, where: str) -> list[_Kind]:
     for one in kinds:
         if not _is_part(one.part, one.source_shape, one.shape):
             raise FormatError(
-                f"{where}: {list(one.shape)} is not slice {one.part} of a tensor {list(one.source_shape)}"
+                f"{where}: {shown(list(one.shape))} is not slice {shown(one.part)} of a tensor"
+                f" {shown(list(one.source_shape))}"
             )
     return kinds
 
@@ -125,7 +130,9 @@ def _sizes(table: RankTable, kinds: Sequence[_Kind], kind: Column, entry: RankEn
         nbytes = num_bytes(one.dtype, one.shape) if one.dtype in BITS else None
         if nbytes is None or nbytes > entry.nbytes:
             name = table.names[first]
-            raise FormatError(f"{where}: tensor {name!r}: {one.dtype!r} {list(one.shape)} is no stored tensor")
+            raise FormatError(
+                f"{where}: tensor {name!r}: {shown(one.dtype)} {shown(list(one.shape))} is no stored tensor"
+            )
         sizes[number] = nbytes
     return sizes[kind]
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from relayout.catalogue import Catalogue
 from relayout.dtypes import BITS, num_bytes
-from relayout.errors import FormatError
+from relayout.errors import FormatError, shown
 from relayout.fields import Fields, parse_object
-from relayout.header import LENGTH_NBYTES
-from relayout.index import FORMAT_VERSION
+from relayout.header import LENGTH_NBYTES, check_name
+from relayout.index import FORMAT_VERSION, MANIFEST_NAME
 from relayout.layout import Layout
 from relayout.plan import Plan
-from relayout.sidecar import compact_json, parse_shapes, parse_slice
+from relayout.sidecar import check_version, compact_json, parse_shapes, parse_slice
 from relayout.slicing import Slice
 
 
@@ -118,6 +118,9 @@ def parse_record(text: bytes, num_ranks: int, where: str) -> SourceRecord:
         FormatError: it is not what FORMAT.md demands.
     """
     top = Fields(parse_object(text, where), where)
+    check_version(top.top, where)
+    if top.size("num_ranks") != num_ranks:
+        raise FormatError(f"{where}: is of {top.size('num_ranks')} ranks, {MANIFEST_NAME} of {num_ranks}")
     tensors = Fields(top.object("tensors"), where)
     side = Fields(top.object("side_files"), where)
     count, num_side_files = _count(tensors), _count(side)
@@ -173,7 +176,9 @@ def _check_names(names: Sequence[str], where: str) -> None:
     seen: set[str] = set()
     for name in names:
         if name in seen or name in folders:
-            raise FormatError(f"{where}: {name!r} is the name of two things")
+            raise FormatError(f"{where}: {shown(name)} is the name of two things")
+        if name.split("/")[-1] == MANIFEST_NAME:
+            raise FormatError(f"{where}: {shown(name)} would make a converted folder of the source")
         seen.add(name)
 
 
@@ -183,15 +188,18 @@ def _check_tensors(record: SourceRecord, where: str) -> None:
     for name, dtype, shape, file, offset in zip(
         record.names, record.dtypes, record.shapes, record.file_of, record.offsets, strict=True
     ):
+        check_name(name, where)
         nbytes = num_bytes(dtype, shape) if dtype in BITS else None
         if nbytes is None or offset + nbytes > record.files[file].nbytes:
-            raise FormatError(f"{where}: tensor {name!r}: {dtype!r} {list(shape)} at {offset} is not in its file")
+            raise FormatError(
+                f"{where}: tensor {name!r}: {shown(dtype)} {shown(list(shape))} at {offset} is not in its file"
+            )
     first = dict(zip(zip(record.slices, record.shapes, strict=True), record.names, strict=True))
     for (slices, shape), name in first.items():
         for part in slices:
             ranges = part.ranges or ()
             if ranges and (part.axis >= len(shape) or any(sum(one) > shape[part.axis] for one in ranges)):
-                raise FormatError(f"{where}: tensor {name!r}: {list(shape)} has no slice {part}")
+                raise FormatError(f"{where}: tensor {name!r}: {shown(list(shape))} has no slice {shown(part)}")
 
 
 def _parse_files(fields: Fields, where: str) -> tuple[RecordedFile, ...]:
@@ -210,7 +218,7 @@ def _path(name: str, where: str) -> str:
     Raises:
         FormatError: it leads elsewhere, or nowhere.
     """
-    parts = name.split("/")
-    if "\0" in name or any(part in ("", ".", "..") for part in parts):
-        raise FormatError(f"{where}: {name!r} is no name of a file in the checkpoint")
+    # No hidden ones, which a conversion does not take along either: they may steer other programs.
+    if "\0" in name or any(part == "" or part.startswith(".") for part in name.split("/")):
+        raise FormatError(f"{where}: {shown(name)} is no name of a file in the checkpoint")
     return name

@@ -25,6 +25,7 @@ from relayout.folder import read_manifest, read_table
 from relayout.header import parse_header
 from relayout.index import Manifest
 from relayout.journal import TensorDigests, read_journal
+from relayout.members import member
 from relayout.memory import peak_nbytes
 from relayout.plan import Plan
 from relayout.record import SourceRecord
@@ -99,7 +100,9 @@ def restore(
             raise PlanError(f"{staging.place}: holds an interrupted conversion; --force discards it")
         staging.clear()
         check_space(output, written + sum(side.nbytes for side in record.side_files))
-        catalogue = _catalogue(folder, staging.folder, record)
+        catalogue = source_catalogue(folder, staging.folder, record)
+        for file in catalogue.files:
+            file.path.parent.mkdir(parents=True, exist_ok=True)
         total = catalogue.nbytes
         _restore_tensors(
             folder,
@@ -126,7 +129,7 @@ def restore(
     )
 
 
-def _catalogue(folder: Path, place: Path, record: SourceRecord) -> Catalogue:
+def source_catalogue(folder: Path, place: Path, record: SourceRecord) -> Catalogue:
     """The source's catalogue, of files that are still to be written at `place`.
 
     Raises:
@@ -149,9 +152,7 @@ def _catalogue(folder: Path, place: Path, record: SourceRecord) -> Catalogue:
                 )
         if expected:
             raise FormatError(f"{folder}: header of {shard.name}: tensor {min(expected)!r} is not in it")
-        path = place / shard.name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        files.append(SourceFile(shard.name, path, shard.nbytes, header.data_start, shard.header))
+        files.append(SourceFile(shard.name, place / shard.name, shard.nbytes, header.data_start, shard.header))
     return Catalogue(folder, tuple(files), tuple(tensors), {}, {}, record.index, (), ())
 
 
@@ -189,7 +190,9 @@ def _restore_tensors(
         with opened:
             if (rank, part) not in inputs:
                 file = layout.ranks[rank][part]
-                inputs[rank, part] = stack.enter_context(InputFile(folder / file.name, file.nbytes, pass_by=True))
+                inputs[rank, part] = stack.enter_context(
+                    InputFile(member(folder, file.name), file.nbytes, pass_by=True)
+                )
             return inputs[rank, part]
 
     def target(file: int) -> OutputFile:

@@ -11,13 +11,15 @@ from typing import Any
 import xxhash
 import zstandard
 
-from relayout.errors import FormatError
+from relayout.errors import FormatError, PlanError, shown
 from relayout.extents import BLOCK, Transfer
 from relayout.fields import Fields, parse_object
-from relayout.header import json_text
+from relayout.header import MAX_AXES, json_text
 from relayout.index import (
     ARENA_ALIGNMENT,
     FORMAT_VERSION,
+    MAX_ALIGNMENT,
+    MIN_ALIGNMENT,
     IndexedFile,
     Manifest,
     RankEntry,
@@ -30,10 +32,12 @@ DIGEST = "xxh3_128"
 """The algorithm of every digest: detects damage and stale copies, not forgery."""
 
 MAX_MANIFEST_NBYTES = 64 * 2**20
-MAX_TABLE_NBYTES = 2**30
+MAX_TABLE_NBYTES = 2**28
 """Limit of a table's JSON, uncompressed."""
+_PIECE_NBYTES = 2**12
+"""Of a zstd frame, at a time: what this expands to, at most 32,000 times as much, may be too much already."""
 
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\.safetensors\Z")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,242}\.safetensors\Z")
 
 
 def table_name(rank: int) -> str:
@@ -64,7 +68,13 @@ def digest_hex(blob: bytes) -> str:
 
 
 def compress(text: bytes) -> bytes:
-    """What is stored of a table or record."""
+    """What is stored of a table or record.
+
+    Raises:
+        PlanError: it would be too large to be read again.
+    """
+    if len(text) > MAX_TABLE_NBYTES:
+        raise PlanError(f"too many tensors: a table of {len(text)} bytes, limit {MAX_TABLE_NBYTES}")
     return zstandard.ZstdCompressor(level=10).compress(text)
 
 
@@ -74,14 +84,25 @@ def decompress(blob: bytes, where: str) -> bytes:
     Raises:
         FormatError: not a zstd frame, or larger than a table may be.
     """
-    try:
-        with zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(blob) as reader:
-            text = reader.read(MAX_TABLE_NBYTES + 1)
-    except zstandard.ZstdError as error:
-        raise FormatError(f"{where}: not a zstd frame: {error}") from None
-    if len(text) > MAX_TABLE_NBYTES:
-        raise FormatError(f"{where}: expands to more than {MAX_TABLE_NBYTES} bytes")
-    return text
+    frame = zstandard.ZstdDecompressor(max_window_size=2**27).decompressobj()
+    pieces = []
+    room = MAX_TABLE_NBYTES
+    for start in range(0, len(blob), _PIECE_NBYTES):
+        if frame.eof:
+            break
+        try:
+            pieces.append(frame.decompress(blob[start : start + _PIECE_NBYTES]))
+        except zstandard.ZstdError as error:
+            raise FormatError(f"{where}: not a zstd frame: {error}") from None
+        room -= len(pieces[-1])
+        if room < 0:
+            raise FormatError(f"{where}: expands to more than {MAX_TABLE_NBYTES} bytes")
+    if not frame.eof:
+        raise FormatError(f"{where}: the zstd frame does not end (truncated?)")
+    rest = len(frame.unused_data) + max(0, len(blob) - len(pieces) * _PIECE_NBYTES)
+    if rest:
+        raise FormatError(f"{where}: {rest} bytes behind the zstd frame")
+    return b"".join(pieces)
 
 
 def dump_manifest(manifest: Manifest) -> bytes:
@@ -127,14 +148,12 @@ def parse_manifest(blob: bytes, where: str) -> Manifest:
         FormatError: it is not what FORMAT.md demands.
     """
     top = parse_object(blob, where)
-    version = top.get("relayout")
-    if version != FORMAT_VERSION:
-        raise FormatError(f"{where}: format version {version!r}, this relayout reads {FORMAT_VERSION}")
+    check_version(top, where)
     claimed = top.pop("self_digest", None)
     if claimed != _self_digest(top):
-        raise FormatError(f"{where}: its self_digest is {claimed!r}, not that of its content: damaged or edited")
+        raise FormatError(f"{where}: its self_digest is {shown(claimed)}, not that of its content: damaged or edited")
     if top.get("digest") != DIGEST:
-        raise FormatError(f"{where}: digest algorithm {top.get('digest')!r}, expected {DIGEST!r}")
+        raise FormatError(f"{where}: digest algorithm {shown(top.get('digest'))}, expected {DIGEST!r}")
     fields = Fields(top, where)
     ranks = fields.objects("ranks")
     if len(ranks) != fields.size("num_ranks") or not ranks:
@@ -147,7 +166,7 @@ def parse_manifest(blob: bytes, where: str) -> Manifest:
         model_type=model_type if isinstance(model_type, str) else None,
         plan=fields.text("plan"),
         expert_parallel=top.get("expert_parallel") is True,
-        alignment=fields.size("alignment"),
+        alignment=_alignment(fields),
         dcp=top.get("dcp") is True,
         record_digest=source.text("record_digest"),
         source_nbytes=source.size("nbytes"),
@@ -156,9 +175,29 @@ def parse_manifest(blob: bytes, where: str) -> Manifest:
     )
 
 
+def check_version(top: Mapping[str, Any], where: str) -> None:
+    """Refuse a format that is not this one.
+
+    Raises:
+        FormatError: it is another, or none is named.
+    """
+    version = top.get("relayout")
+    if type(version) is not int or version != FORMAT_VERSION:
+        raise FormatError(f"{where}: format version {shown(version)}, this relayout reads {FORMAT_VERSION}")
+
+
 def _self_digest(top: Mapping[str, Any]) -> str:
     """Digest of a manifest's fields, in their order, as compact JSON."""
     return digest_hex(compact_json(top))
+
+
+def _alignment(fields: Fields) -> int:
+    alignment = fields.size("alignment")
+    if not MIN_ALIGNMENT <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
+        raise FormatError(
+            f"{fields.where}: alignment {alignment}, expected a power of two, {MIN_ALIGNMENT} to {MAX_ALIGNMENT}"
+        )
+    return alignment
 
 
 def _dump_read(read: Read) -> dict[str, int]:
@@ -198,12 +237,12 @@ def _parse_rank(entry: Mapping[str, Any], rank: int, where: str) -> RankEntry:
     where = f"{where}: rank {rank}"
     fields = Fields(entry, where)
     if fields.text("table") != table_name(rank):
-        raise FormatError(f"{where}: table {fields.text('table')!r}, expected {table_name(rank)!r}")
+        raise FormatError(f"{where}: table {shown(fields.text('table'))}, expected {table_name(rank)!r}")
     files = []
     for row in fields.objects("files"):
         file = Fields(row, where)
         if not _FILE_NAME.match(file.text("name")):
-            raise FormatError(f"{where}: {file.text('name')!r} is not the name of a .safetensors file")
+            raise FormatError(f"{where}: {shown(file.text('name'))} is not the name of a .safetensors file")
         files.append(
             IndexedFile(file.text("name"), file.size("nbytes"), file.size("data_start"), file.text("header_digest"))
         )
@@ -246,6 +285,12 @@ def _check_reads(entry: RankEntry, where: str) -> None:
         if read.transfer.target < end:
             raise FormatError(f"{where}: reads overlap at byte {read.transfer.target} of the arena")
         end = read.transfer.target_end
+    wanted = [0] * len(entry.files)
+    for read in entry.reads:
+        wanted[read.file] += read.transfer.total_nbytes
+    for file, nbytes in zip(entry.files, wanted, strict=True):
+        if nbytes > file.nbytes:
+            raise FormatError(f"{where}: reads of {nbytes} bytes of {file.name}, which has {file.nbytes}")
 
 
 def parse_shapes(values: Iterable[Any], where: str) -> list[tuple[int, ...]]:
@@ -256,9 +301,11 @@ def parse_shapes(values: Iterable[Any], where: str) -> list[tuple[int, ...]]:
     """
     shapes = list(map(tuple, values))
     dims = [dim for shape in shapes for dim in shape]
+    if any(len(shape) > MAX_AXES for shape in shapes):
+        raise FormatError(f"{where}: a shape of {max(map(len, shapes))} axes, limit {MAX_AXES}")
     if not set(map(type, dims)) <= {int} or (dims and not (min(dims) >= 0 and max(dims) < 2**63)):
         wrong = next(shape for shape in shapes if not all(type(dim) is int and 0 <= dim < 2**63 for dim in shape))
-        raise FormatError(f"{where}: {list(wrong)} is no shape")
+        raise FormatError(f"{where}: {shown(list(wrong))} is no shape")
     return shapes
 
 
@@ -274,8 +321,8 @@ def parse_slice(value: Any, where: str) -> Slice:
         axis, ranges = value
         parsed = Slice(axis, tuple((start, length) for start, length in ranges))
     except (TypeError, ValueError):
-        raise FormatError(f"{where}: {value!r} is no slice") from None
+        raise FormatError(f"{where}: {shown(value)} is no slice") from None
     numbers = (axis, *(number for pair in parsed.ranges or () for number in pair))
     if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
-        raise FormatError(f"{where}: {value!r} is no slice")
+        raise FormatError(f"{where}: {shown(value)} is no slice")
     return parsed

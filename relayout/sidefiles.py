@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 from typing import BinaryIO
 
@@ -10,18 +11,20 @@ import xxhash
 
 from relayout.errors import FormatError
 from relayout.files import naming, open_regular
+from relayout.members import member
 from relayout.record import SideFile
 
 _COPY_NBYTES = 2**20
+_TO_CHANGE = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 def copy_side_file(source: Path, folder: Path, name: str, expected: SideFile | None = None) -> SideFile:
-    """Copy a regular file, with its permission bits, from one folder to another.
+    """Copy a regular file from one folder to another, with as much of its permissions as the umask leaves.
 
     Raises:
         FormatError: it cannot be opened, is no regular file, or has not the length, if one is expected.
     """
-    descriptor, status = open_regular(source / name)
+    descriptor, status = open_regular(member(source, name))
     if expected is not None and status.st_size != expected.nbytes:
         os.close(descriptor)
         raise FormatError(f"{source / name}: differs from the file that was copied")
@@ -29,13 +32,16 @@ def copy_side_file(source: Path, folder: Path, name: str, expected: SideFile | N
     target.parent.mkdir(parents=True, exist_ok=True)
     digest = xxhash.xxh3_128()
     nbytes = 0
-    with open(descriptor, "rb") as reader, naming(target), target.open("xb") as writer:
-        mode = status.st_mode & 0o777 if expected is None else expected.mode
+    mode = status.st_mode & 0o777 if expected is None else expected.mode
+
+    def create(path: str, flags: int) -> int:
+        return os.open(path, flags, mode | stat.S_IRUSR)
+
+    with open(descriptor, "rb") as reader, naming(target), open(target, "xb", opener=create) as writer:
         while chunk := _read(reader, source / name):
             digest.update(chunk)
             nbytes += len(chunk)
             writer.write(chunk)
-        os.fchmod(writer.fileno(), mode)
         writer.flush()
         os.fsync(writer.fileno())
     return SideFile(name, nbytes, digest.hexdigest(), mode)
@@ -44,6 +50,23 @@ def copy_side_file(source: Path, folder: Path, name: str, expected: SideFile | N
 def _read(reader: BinaryIO, path: Path) -> bytes:
     with naming(path):
         return reader.read(_COPY_NBYTES)
+
+
+def read_side_file(folder: Path, name: str) -> SideFile:
+    """Length and digest of a regular file, and its permission bits.
+
+    Raises:
+        FormatError: it cannot be read, or is no regular file.
+    """
+    path = member(folder, name)
+    descriptor, status = open_regular(path)
+    digest = xxhash.xxh3_128()
+    nbytes = 0
+    with open(descriptor, "rb") as reader:
+        while chunk := _read(reader, path):
+            digest.update(chunk)
+            nbytes += len(chunk)
+    return SideFile(name, nbytes, digest.hexdigest(), status.st_mode & 0o777)
 
 
 def check_side_file(path: Path, expected: SideFile, found: SideFile) -> None:
@@ -58,7 +81,7 @@ def check_side_file(path: Path, expected: SideFile, found: SideFile) -> None:
 
 def write_header(path: Path, header: bytes, nbytes: int) -> None:
     """Write the header of a file of `nbytes`, which is there already, or has no data section."""
-    with naming(path), open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b") as stream:
+    with naming(path), open(os.open(path, _TO_CHANGE, 0o666), "r+b") as stream:
         stream.write(header)
         stream.truncate(nbytes)
         stream.flush()

@@ -10,6 +10,7 @@ from relayout.files import read_small
 from relayout.folder import MAX_TABLE_FILE_NBYTES
 from relayout.index import Manifest, RankTable
 from relayout.layout import Layout, RankFile
+from relayout.members import member
 from relayout.plan import Plan
 from relayout.record import SourceRecord, parse_record
 from relayout.sidecar import SOURCE_RECORD_NAME, decompress, digest_hex
@@ -21,7 +22,7 @@ def read_record(folder: Path, manifest: Manifest) -> SourceRecord:
     Raises:
         FormatError: it cannot be read, is damaged, or of another conversion.
     """
-    path = folder / SOURCE_RECORD_NAME
+    path = member(folder, SOURCE_RECORD_NAME)
     blob = read_small(path, MAX_TABLE_FILE_NBYTES)
     text = decompress(blob, str(path))
     if (digest_hex(blob), digest_hex(text)) != (manifest.record_digest, manifest.conversion):

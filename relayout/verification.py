@@ -14,13 +14,14 @@ from relayout.copyplan import copy_steps
 from relayout.dtypes import num_bytes
 from relayout.errors import FormatError
 from relayout.extents import Extent
-from relayout.files import read_small
-from relayout.folder import MAX_TABLE_FILE_NBYTES, check_owner, read_manifest, read_table
+from relayout.folder import check_owner, read_manifest, read_table
 from relayout.index import HUB_INDEX_NAME, Manifest, RankEntry, RankTable
+from relayout.members import member
 from relayout.plan import Plan
 from relayout.record import SourceRecord
 from relayout.rehash import HashedFile, hash_files
 from relayout.sidecar import SOURCE_RECORD_NAME, digest_hex
+from relayout.sidefiles import read_side_file
 from relayout.slicing import distinct_slices
 from relayout.stored import read_record, rows_of_files, stored_layout
 from relayout.writer import DEFAULT_JOBS, NoSink, empty_digests, run_steps
@@ -121,8 +122,8 @@ def _check_rank(folder: Path, manifest: Manifest, rank: int, report: Report) -> 
     usable = True
     rows = rows_of_files(table, len(entry.files))
     for number, file in enumerate(entry.files):
-        path = folder / file.name
         try:
+            path = member(folder, file.name)
             shard, header = read_shard(path, file.name)
             if shard.nbytes != file.nbytes:
                 raise FormatError(f"{path}: {shard.nbytes} bytes long, expected {file.nbytes}")
@@ -144,12 +145,14 @@ def _check_rank(folder: Path, manifest: Manifest, rank: int, report: Report) -> 
                 report.add(file.name, f"header has {found[1:]}, the rank table {expected}", found[0])
         if len(stored) != len(indexed):
             report.add(file.name, f"{len(stored)} tensors, the rank table has {len(indexed)}")
+    report.num_tensors += len(table.names)
+    if not usable:
+        return None
     try:
         check_owner(folder, manifest, rank)
     except (FormatError, OSError) as error:
         report.add(entry.files[0].name if entry.files else entry.table, str(error))
-    report.num_tensors += len(table.names)
-    return table if usable else None
+    return table
 
 
 def _check_other_files(folder: Path, manifest: Manifest, report: Report) -> None:
@@ -160,16 +163,18 @@ def _check_other_files(folder: Path, manifest: Manifest, report: Report) -> None
             report.add(path.name, "is not part of this conversion")
     if manifest.hub_index_digest is not None:
         what = "differs from the one that was written"
-        _check_copy(folder, HUB_INDEX_NAME, MAX_TABLE_FILE_NBYTES, manifest.hub_index_digest, what, report)
+        _check_copy(folder, HUB_INDEX_NAME, None, manifest.hub_index_digest, what, report)
 
 
-def _check_copy(folder: Path, name: str, limit: int, digest: str, what: str, report: Report) -> None:
-    """Check a small file's digest; `what` is said of one that differs."""
+def _check_copy(folder: Path, name: str, nbytes: int | None, digest: str, what: str, report: Report) -> None:
+    """Check a file's length, if it is known, and its digest; `what` is said of one that differs."""
     try:
-        if digest_hex(read_small(folder / name, limit)) != digest:
-            report.add(name, what)
+        found = read_side_file(folder, name)
     except FormatError as error:
         report.add(name, str(error))
+        return
+    if found.digest != digest or nbytes not in (None, found.nbytes):
+        report.add(name, what)
 
 
 def _place(row: tuple[str, str, tuple[int, ...], int]) -> tuple[int, str]:
@@ -186,7 +191,8 @@ def _check_record(
         report.add(SOURCE_RECORD_NAME, str(error))
         return None
     for side in record.side_files:
-        _check_copy(folder, side.name, side.nbytes, side.digest, "differs from the file that was copied", report)
+        what = "differs from the file that was copied"
+        _check_copy(folder, side.name, side.nbytes, side.digest, what, report)
     _check_cuts(record, report)
     for rank, table in enumerate(tables):
         if table is not None:

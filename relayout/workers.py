@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import sys
 import threading
 import weakref
@@ -114,12 +115,19 @@ class Workers(Generic[Item, State]):
             self.cancel()
 
     def start(self) -> None:
-        """Start the threads."""
+        """Start the threads.
+
+        Raises:
+            OSError: the system gives no more threads.
+        """
         _live.add(self)
         try:
             for number in range(self._num_threads):
                 thread = threading.Thread(target=self._run, name=f"relayout-{number}", daemon=True)
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError as error:  # All that Python says where the system gives no more threads.
+                    raise OSError(errno.EAGAIN, str(error)) from None
                 self._threads.append(thread)
         except BaseException:
             self.cancel()

@@ -334,10 +334,10 @@ def test_a_weight_map_leads_to_plain_file_names_only(tmp_path: Path, value: Any)
     ("text", "says"),
     [
         (b"{", "not valid JSON"),
-        (b"[]", "no 'weight_map'"),
-        (b"{}", "no 'weight_map'"),
-        (b'{"weight_map": {}}', "no 'weight_map'"),
-        (b'{"weight_map": ["a"]}', "no 'weight_map'"),
+        (b"[]", "a JSON list, expected an object"),
+        (b"{}", "'weight_map' is missing or not an object"),
+        (b'{"weight_map": {}}', "'weight_map' is empty"),
+        (b'{"weight_map": ["a"]}', "'weight_map' is missing or not an object"),
         (b'{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', "'a' occurs twice"),
         (b'{"weight_map": {"a": "\xff.safetensors"}}', "not UTF-8 at byte 22"),
         (b'{"weight_map": {"a": "\\ud800.safetensors"}}', "surrogate"),
@@ -372,12 +372,14 @@ def test_a_fifo_as_the_source_is_refused_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("indexed", [False, True])
 def test_a_dangling_link_in_the_place_of_a_shard_is_refused(tmp_path: Path, indexed: bool) -> None:
-    write(tmp_path / "x.safetensors", {"a": A})
-    (tmp_path / "y.safetensors").symlink_to("../../blobs/gone")
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "0123abcd"
+    snapshot.mkdir(parents=True)
+    write(snapshot / "x.safetensors", {"a": A})
+    (snapshot / "y.safetensors").symlink_to("../../blobs/gone")
     if indexed:
-        write_index(tmp_path / INDEX, {"a": "x.safetensors", "b": "y.safetensors"})
+        write_index(snapshot / INDEX, {"a": "x.safetensors", "b": "y.safetensors"})
     with pytest.raises(FormatError, match=r"y\.safetensors: cannot be read: No such file"):
-        read_catalogue(tmp_path)
+        read_catalogue(snapshot)
 
 
 @pytest.mark.parametrize("name", [INDEX, "config.json"])
@@ -580,3 +582,14 @@ def test_model_order_sorts_numbers_before_words_and_shorter_names_first() -> Non
     # "²" and "٣" are digits to str.isdigit, but no numbers here.
     order = ["a", "a.007", "a.7", "a.7.b", "a.10", "a.", "a.x", "a.²", "a.٣", "b"]
     assert sorted(order, key=lambda name: (model_order(name), name)) == order
+
+
+@given(st.lists(st.text(alphabet="\0\1\2\3\4.01a9²é", max_size=8), max_size=8))
+def test_model_order_is_that_of_the_parts(names: list[str]) -> None:
+    """Parts as tuples compare as FORMAT.md says: numbers by value, and before words."""
+
+    def by_parts(name: str) -> list[tuple[bool, int, str]]:
+        parts = name.split(".")
+        return [(False, int(part), "") if part.isascii() and part.isdigit() else (True, 0, part) for part in parts]
+
+    assert sorted(names, key=model_order) == sorted(names, key=by_parts)

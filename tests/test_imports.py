@@ -22,7 +22,7 @@ ROOT = PACKAGE.parent
 SHARED = {
     f"relayout.{name}"
     for name in (
-        *("errors", "extents", "dtypes", "index", "slicing", "header"),
+        *("errors", "extents", "dtypes", "index", "slicing", "header", "members"),
         *("fields", "sidecar", "ranktable", "folder", "files", "strided", "workers"),
     )
 }

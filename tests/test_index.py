@@ -350,6 +350,12 @@ def extra_read(**fields: int) -> Lie:
     return lie
 
 
+def read_again(top: Tree) -> None:
+    """Fill a larger arena with the same bytes: a small file could take any memory."""
+    extra_read(file=0, offset=512, nbytes=4144, arena_offset=12288)(top)
+    top["ranks"][0]["arena_nbytes"] = 12288 + 4144
+
+
 MANIFEST_LIES: dict[str, tuple[Lie, str]] = {
     "a later version": (lambda top: top.update(relayout=2), "format version 2, this relayout reads 1"),
     "no version": (lambda top: top.pop("relayout"), "format version None"),
@@ -405,6 +411,10 @@ MANIFEST_LIES: dict[str, tuple[Lie, str]] = {
     "a read twice": (
         extra_read(file=0, offset=512, nbytes=4144, arena_offset=512),
         "rank 0: reads overlap at byte 512 of the arena",
+    ),
+    "bytes read again and again": (
+        read_again,
+        "rank 0: reads of 8306 bytes of model-rank-0-part-0.safetensors, which has 4674",
     ),
     "a read within another": (
         extra_read(file=0, offset=512, nbytes=1, arena_offset=600),
@@ -588,10 +598,12 @@ def test_the_table_of_another_rank_or_conversion_is_refused_even_under_its_own_d
 @pytest.mark.parametrize(
     ("blob", "message"),
     [
-        (b"", "not valid JSON"),
+        (b"", "the zstd frame does not end"),
         (b"no zstd frame", "not a zstd frame"),
         (b"\x28\xb5\x2f\xfd" + b"\xff" * 40, "not a zstd frame"),
-        (STORED_TABLE[:-20], "not"),
+        (STORED_TABLE[:-20], "the zstd frame does not end"),
+        (STORED_TABLE + b"x", "1 bytes behind the zstd frame"),
+        (STORED_TABLE + bytes(5000), "5000 bytes behind the zstd frame"),
         (STORED_TABLE[:40] + b"\xff" * 8 + STORED_TABLE[48:], "not"),
         (stored([]), "a JSON list, expected an object"),
         (zstandard.ZstdCompressor().compress(b"\xff"), "not UTF-8 at byte 0"),

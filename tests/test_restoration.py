@@ -80,7 +80,8 @@ def write_shard(path: Path, header: str, data: bytes) -> None:
 def odd(tmp_path: Path) -> Path:
     """Headers that no writer of ours would make: spaces in front, keys in another order than the data, extra fields,
     long metadata, sizes of nothing, odd offsets; a link to a shard elsewhere; a nested side file with its mode."""
-    folder = tmp_path / "odd"
+    repository = tmp_path / "models--odd"
+    folder = repository / "snapshots" / "0"
     (folder / "sub").mkdir(parents=True)
     data = np.random.default_rng(0).bytes(700_003)
     entries = {
@@ -92,10 +93,9 @@ def odd(tmp_path: Path) -> Path:
         "__metadata__": {"long": "ä" * 100_000, "format": "pt"},
     }
     write_shard(folder / "first.safetensors", "   \n" + json.dumps(entries, indent=1, ensure_ascii=True) + " \t ", data)
-    elsewhere = tmp_path / "blobs"
-    elsewhere.mkdir()
-    save_file({"c": np.arange(1, 5001, dtype=np.int64)}, elsewhere / "0abc")
-    (folder / "second.safetensors").symlink_to("../blobs/0abc")
+    (repository / "blobs").mkdir()
+    save_file({"c": np.arange(1, 5001, dtype=np.int64)}, repository / "blobs" / "0abc")
+    (folder / "second.safetensors").symlink_to("../../blobs/0abc")
     names = {**dict.fromkeys(set(entries) - {"__metadata__"}, "first.safetensors"), "c": "second.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}, indent=7) + "\n\n")
     (folder / "config.json").write_text("{}")
@@ -158,7 +158,7 @@ def test_a_damaged_folder_is_not_restored(odd: Path, tmp_path: Path) -> None:
     file.write_bytes(blob)
     with pytest.raises(FormatError, match=r"tensor '.*': the stored bytes are damaged"):
         relayout.restore(tmp_path / "out", tmp_path / "back")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["blobs", "odd", "out"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["models--odd", "out"]
 
 
 def test_a_changed_side_file_is_not_restored(odd: Path, tmp_path: Path) -> None:
@@ -196,6 +196,19 @@ def test_the_modes_are_those_of_the_source(odd: Path, tmp_path: Path) -> None:
     assert (tmp_path / "back" / "sub" / "run.sh").stat().st_mode & 0o777 == 0o750
 
 
+@pytest.mark.parametrize(("mode", "result"), [(0o7777, 0o755), (0o666, 0o644), (0o000, 0o400), (0o444, 0o444)])
+def test_nobody_gets_rights_that_the_umask_does_not_give(odd: Path, tmp_path: Path, mode: int, result: int) -> None:
+    """A record from a stranger could ask for files that everybody may write, or that run with their owner's rights."""
+    relayout.convert(odd, tmp_path / "out")
+    forge(tmp_path / "out", lambda record: record["side_files"].update(mode=[mode, mode]))
+    previous = os.umask(0o022)
+    try:
+        relayout.restore(tmp_path / "out", tmp_path / "back")
+    finally:
+        os.umask(previous)
+    assert (tmp_path / "back" / "sub" / "run.sh").stat().st_mode & 0o7777 == result
+
+
 def test_an_interrupted_conversion_is_not_discarded_by_a_restoration(
     odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,6 +225,23 @@ def test_an_interrupted_conversion_is_not_discarded_by_a_restoration(
         relayout.restore(tmp_path / "out", tmp_path / "back")
     assert relayout.convert(odd, tmp_path / "back").resumed_nbytes == 700_003 + 5000 * 8
     assert not (tmp_path / ".back.relayout-partial").exists()
+
+
+def forge(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the source record, and sign it anew, as a forger can: digests are no protection from forgery."""
+    path = folder / SOURCE_RECORD_NAME
+    manifest = read_manifest(folder)
+    record = json.loads(decompress(path.read_bytes(), "here"))
+    change(record)
+    text = json.dumps(record).encode()
+    path.write_bytes(compress(text))
+    digests = {"record_digest": digest_hex(path.read_bytes()), "conversion": digest_hex(text)}
+    tables = []
+    for rank, entry in enumerate(manifest.ranks):
+        table = dump_table(read_table(folder, manifest, rank), digests["conversion"])
+        (folder / entry.table).write_bytes(table)
+        tables.append(replace(entry, table_digest=digest_hex(table)))
+    (folder / "relayout.json").write_bytes(dump_manifest(replace(manifest, ranks=tuple(tables), **digests)))
 
 
 def lies(record: dict[str, Any], what: str) -> None:
@@ -252,21 +282,7 @@ def lies(record: dict[str, Any], what: str) -> None:
 )
 def test_a_record_that_lies_is_refused(odd: Path, tmp_path: Path, what: str) -> None:
     relayout.convert(odd, tmp_path / "out")
-    path = tmp_path / "out" / SOURCE_RECORD_NAME
-    manifest = read_manifest(tmp_path / "out")
-    record = json.loads(decompress(path.read_bytes(), "here"))
-    lies(record, what)
-    text = json.dumps(record).encode()
-    path.write_bytes(compress(text))
-    # A forger can sign anew: the digests are no protection from forgery.
-    digests = {"record_digest": digest_hex(path.read_bytes()), "conversion": digest_hex(text)}
-    tables = []
-    for rank, entry in enumerate(manifest.ranks):
-        table = dump_table(read_table(tmp_path / "out", manifest, rank), digests["conversion"])
-        (tmp_path / "out" / entry.table).write_bytes(table)
-        tables.append(replace(entry, table_digest=digest_hex(table)))
-    forged = replace(manifest, ranks=tuple(tables), **digests)
-    (tmp_path / "out" / "relayout.json").write_bytes(dump_manifest(forged))
+    forge(tmp_path / "out", lambda record: lies(record, what))
     with pytest.raises(FormatError):
         relayout.restore(tmp_path / "out", tmp_path / "back")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["blobs", "odd", "out"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["models--odd", "out"]

@@ -1,4 +1,4 @@
-"""Tells, with an operating system's error, what to do about it."""
+"""Tells, with an error of the system, what to do about it."""
 
 from __future__ import annotations
 
@@ -6,19 +6,47 @@ import errno
 import os
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 
 @contextmanager
 def advised() -> Iterator[None]:
-    """Let an OSError say what to do about it, where there is something to do."""
+    """Let an error of the system say what to do about it, where there is something to do.
+
+    Whoever keeps the error does not keep the memory of what has failed.
+    """
     try:
         yield
-    except OSError as error:
-        advice = _advice(error.errno)
-        if advice is None or str(error.strerror).endswith(advice):
+    except BaseException as error:
+        _forget(error)
+        better = _with_advice(error)
+        if better is None:
             raise
-        raise OSError(error.errno, f"{error.strerror}; {advice}", error.filename) from error
+        raise better from error
+
+
+def _with_advice(error: BaseException) -> Exception | None:
+    if isinstance(error, MemoryError) and not str(error):
+        return MemoryError(f"no memory is left for what a load takes beside tensors and buffers{_limit()}")
+    if not isinstance(error, OSError):
+        return None
+    advice = _advice(error.errno)
+    if advice is None or str(error.strerror).endswith(advice):
+        return None
+    return OSError(error.errno, f"{error.strerror}; {advice}", error.filename)
+
+
+def _forget(error: BaseException) -> None:
+    """Clear the loader's frames that an error knows: they refer to arenas, buffers and pinned memory."""
+    found: BaseException | None = error
+    while found is not None:
+        trace = found.__traceback__
+        while trace is not None:
+            if str(trace.tb_frame.f_globals.get("__name__")).startswith("relayout."):
+                with suppress(RuntimeError):  # It still runs.
+                    trace.tb_frame.clear()
+            trace = trace.tb_next
+        found = found.__context__
 
 
 def _advice(code: int | None) -> str | None:
@@ -34,11 +62,18 @@ def _advice(code: int | None) -> str | None:
             return "the drive or file system failed: see dmesg, then restore the file and check with relayout verify"
         case errno.ESTALE:
             return "the network file system has replaced the file: mount it again, or load again"
-        case errno.ENOMEM | errno.EAGAIN:
+        case errno.ENOMEM:
             return "the system has no memory for the request: load with fewer threads, or raise ulimit -l"
+        case errno.EAGAIN:
+            return "a limit of this process or user is reached: load with fewer threads, or raise ulimit -u or -l"
         case errno.ENOTCONN | errno.ETIMEDOUT | errno.EREMOTEIO:
             return "the network file system does not answer"
     return None
+
+
+def _limit() -> str:
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return "" if limit == resource.RLIM_INFINITY else f": this process may have {limit} bytes (ulimit -v)"
 
 
 def _open_files() -> int:

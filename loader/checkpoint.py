@@ -10,7 +10,7 @@ from typing import TypeAlias
 from relayout.errors import PlanError
 from relayout.folder import check_owner, check_rank, read_manifest, read_table
 from relayout.index import MANIFEST_NAME, Manifest, RankEntry, RankTable
-from relayout.loader.contents import Contents, StoredFile, contents_of, select
+from relayout.loader.contents import Contents, StoredFile, contents_of, rank_files, select
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class ConvertedRank:
 
     @property
     def files(self) -> tuple[StoredFile, ...]:
-        """The rank's files."""
-        return tuple(StoredFile(self.folder / file.name, file.nbytes) for file in self.entry.files)
+        """The rank's files; for errors see `rank_files`."""
+        return rank_files(self.folder, self.manifest, self.rank)
 
     def table(self) -> RankTable:
         """The rank's table, after a look at whose files these are.
@@ -47,8 +47,8 @@ class ConvertedRank:
             FormatError: as `table`.
             PlanError: a pattern matches nothing.
         """
-        table = self.table()
-        return _selected(contents_of(self.files, table), patterns)
+        files = self.files  # Before their headers are looked at.
+        return _selected(contents_of(files, self.table()), patterns)
 
 
 @dataclass(frozen=True, slots=True)

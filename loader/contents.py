@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,9 +10,12 @@ from fnmatch import translate
 from pathlib import Path
 
 from relayout.dtypes import num_bytes
-from relayout.errors import PlanError
+from relayout.errors import FormatError, PlanError
 from relayout.extents import Transfer
-from relayout.index import RankTable, Read
+from relayout.files import check_regular
+from relayout.index import Manifest, RankTable, Read
+from relayout.members import member
+from relayout.sidecar import header_prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +25,23 @@ class StoredFile:
     path: Path
     nbytes: int
     """The length that it must have."""
+    proof: Proof | None = None
+    """By which to tell, when it is opened, that it is the right one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What is known of the right file."""
+
+    identity: tuple[int, ...]
+    """Of the file that was looked at."""
+    prefix: bytes
+    """What follows the length of its header; to be read only if this is another file than was looked at."""
+
+
+def identity_of(status: os.stat_result) -> tuple[int, ...]:
+    """The same for as long as a file is not replaced or written to."""
+    return (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +75,27 @@ class Contents:
             [tuple(Read(number[one.file], one.transfer) for one in tensor) for tensor in reads],
             None if self.digests is None else [self.digests[row] for row in rows],
         )
+
+
+def rank_files(folder: Path, manifest: Manifest, rank: int) -> tuple[StoredFile, ...]:
+    """The files of a rank, whose headers are looked at next; they may be opened much later.
+
+    Raises:
+        FormatError: one is missing, no file of the folder, or has another length than the manifest says.
+        OSError: one cannot be looked at.
+    """
+    found = []
+    for part, file in enumerate(manifest.ranks[rank].files):
+        path = member(folder, file.name)
+        try:
+            status = check_regular(path)
+        except FileNotFoundError:
+            raise FormatError(f"{path}: is missing") from None
+        if status.st_size != file.nbytes:  # Before memory is taken: an arena is no larger than its files.
+            raise FormatError(f"{path}: {status.st_size} bytes long, expected {file.nbytes}")
+        proof = Proof(identity_of(status), header_prefix(rank, manifest.num_ranks, part, manifest.conversion))
+        found.append(StoredFile(path, file.nbytes, proof))
+    return tuple(found)
 
 
 def contents_of(files: tuple[StoredFile, ...], table: RankTable) -> Contents:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -152,7 +152,9 @@ class DeviceBackend:
         registered: torch.Tensor | None = None
         try:
             if self.cufile is not None:
-                handles.extend(self.cufile.open(file.path) for file in fill.files)
+                for number, file in enumerate(fill.files):
+                    handles.append(self.cufile.open(file.path))
+                    sources.check_place(number)
                 registered = memory.whole
                 if registered is not None:
                     self.cufile.register(registered)
@@ -218,9 +220,11 @@ class DeviceFilling(ThreadedFilling[Lane]):
         return lane
 
     def _drain(self) -> None:
-        # The memory that copies go to must not be given to somebody else before they have ended.
+        # The memory that copies go to must not be given to somebody else before they have ended. If one has failed,
+        # an error is under way that tells it.
         for lane in self._lanes:
-            lane.drain()
+            with suppress(RuntimeError):
+                lane.drain()
 
     def _release(self) -> None:
         self._lanes.clear()
@@ -331,6 +335,20 @@ def allocate_on(device: str | torch.device, nbytes: int) -> DeviceArena:
         _wait_for(whole.device)
     start = -whole.data_ptr() % BLOCK
     return DeviceArena(whole[start : start + nbytes])
+
+
+def moved(tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:
+    """The tensor, or a copy of it, on a device.
+
+    Raises:
+        MemoryError: it has not so much memory.
+    """
+    import torch
+
+    try:
+        return tensor.to(device)
+    except torch.OutOfMemoryError as error:
+        raise MemoryError(f"cannot allocate {tensor.nbytes} bytes on {device}: {str(error).splitlines()[0]}") from None
 
 
 def _wait_for(device: torch.device) -> None:

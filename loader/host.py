@@ -37,27 +37,53 @@ class HostBackend:
     def start(self, memory: HostMemory, fill: Fill) -> ThreadedFilling[Buffer]:
         """See `Backend.start`."""
         sources = Sources(fill.files, self.access)
+        try:
+            chunks = self.chunks(fill.reads, sources.alignment, fill.budget)
+            return ThreadedFilling(fill, sources, Buffer, Placing(memory, sources, fill).read, chunks)
+        except BaseException:
+            sources.close()
+            raise
 
-        def read(bounce: Buffer, chunk: Chunk) -> int:
-            if chunk.arena_offset is not None:
-                span = memory.span(chunk.arena_offset, chunk.extent.nbytes)
-                sources.read(chunk.file, chunk.extent.offset, span)
-                arrive(chunk.arena_offset, span, span.nbytes)
-            else:
-                view = bounce.reserve(chunk.extent.nbytes)
-                sources.read(chunk.file, chunk.extent.offset, view)
-                for transfer in chunk.transfers:
-                    span = memory.span(transfer.target, transfer.target_end - transfer.target)
-                    copy_runs(view, span, transfer.shifted(target=-transfer.target))
-                    arrive(transfer.target, span, transfer.total_nbytes)
-            return chunk.nbytes
 
-        def arrive(offset: int, span: memoryview, nbytes: int) -> None:
-            if fill.checks is not None:
-                fill.checks.update(offset, span)
-            fill.tell(offset, nbytes)
+@dataclass(frozen=True, slots=True)
+class Placing:
+    """Brings chunks to where they belong. Not a closure, which an error's frames would keep, and with it the memory."""
 
-        return ThreadedFilling(fill, sources, Buffer, read, self.chunks(fill.reads, sources.alignment, fill.budget))
+    memory: HostMemory
+    sources: Sources
+    fill: Fill
+
+    def read(self, bounce: Buffer, chunk: Chunk) -> int:
+        """Read a chunk, perhaps through a buffer; the bytes that it brought."""
+        if chunk.arena_offset is not None:
+            span = self.memory.span(chunk.arena_offset, chunk.extent.nbytes)
+            self.sources.read(chunk.file, chunk.extent.offset, span)
+            self._arrive(chunk.arena_offset, span, span.nbytes)
+        else:
+            view = reserve(bounce, chunk.extent.nbytes)
+            self.sources.read(chunk.file, chunk.extent.offset, view)
+            for transfer in chunk.transfers:
+                span = self.memory.span(transfer.target, transfer.target_end - transfer.target)
+                copy_runs(view, span, transfer.shifted(target=-transfer.target))
+                self._arrive(transfer.target, span, transfer.total_nbytes)
+        return chunk.nbytes
+
+    def _arrive(self, offset: int, span: memoryview, nbytes: int) -> None:
+        if self.fill.checks is not None:
+            self.fill.checks.update(offset, span)
+        self.fill.tell(offset, nbytes)
+
+
+def reserve(buffer: Buffer, nbytes: int) -> memoryview:
+    """The first `nbytes` of a buffer.
+
+    Raises:
+        MemoryError: it had to grow, and cannot.
+    """
+    try:
+        return buffer.reserve(nbytes)
+    except OSError as error:
+        raise MemoryError(f"cannot reserve {nbytes} bytes for a buffer: {error.strerror}") from None
 
 
 class ThreadedFilling(Generic[State]):

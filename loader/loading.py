@@ -13,7 +13,7 @@ from relayout.loader.budgets import Budget, plan_budget
 from relayout.loader.checkpoint import ConvertedRank
 from relayout.loader.choice import Choice, choose
 from relayout.loader.contents import Contents, StoredFile
-from relayout.loader.device import DeviceArena, DeviceBackend, allocate_on
+from relayout.loader.device import DeviceArena, DeviceBackend, allocate_on, moved
 from relayout.loader.digests import Checks
 from relayout.loader.placement import place
 from relayout.loader.progress import Progress, reporting
@@ -102,7 +102,7 @@ def _load(
             base = arena.tensor if isinstance(arena, DeviceArena) else arena_tensor(arena)
             if isinstance(arena, HostArena) and not options.on_host:
                 filling.join(report)
-                return make_views(base.to(options.device), *found)
+                return make_views(moved(base, options.device), *found)
             views = make_views(base, *found)
             filling.join(report)
             return views

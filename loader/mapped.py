@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from relayout.errors import PlanError
+from relayout.errors import FormatError, PlanError
 from relayout.extents import Transfer, align_down, align_up
+from relayout.files import Buffer
 from relayout.index import Read
 from relayout.loader.arena import HostArena, HostMemory
 from relayout.loader.backends import Fill, Filling
 from relayout.loader.budgets import Budget
-from relayout.loader.host import HostBackend
+from relayout.loader.host import Placing, ThreadedFilling, reserve
 from relayout.loader.mapping import map_file
-from relayout.loader.readplan import CHUNK_NBYTES, Chunk
+from relayout.loader.readplan import Chunk, plan_chunks
 from relayout.loader.sources import Access, Sources
 from relayout.workers import Stop, Workers
 
 _FLAGS = mmap.MAP_PRIVATE | 0x10
 """With MAP_FIXED, which has this value on Linux and macOS: in place of the arena's own pages. Private: who writes to a
 tensor gets a copy of the page."""
+
+_STRETCH_NBYTES = 2**20
+"""What is looked at is read in pieces that a processor's cache holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,48 +61,62 @@ class MappedBackend:
         sources = Sources(fill.files, self.access)
         try:
             copied = tuple(rest for read in fill.reads for rest in _map(memory, sources, read))
-        finally:
+            edges = replace(fill, reads=copied, checks=None, arrived=None, stop=Stop())
+            return _MappedFilling(memory, fill, edges, sources)
+        except BaseException:
             sources.close()
-        edges = replace(fill, reads=copied, checks=None, arrived=None, stop=Stop())
-        return _MappedFilling(memory, fill, HostBackend(self.access).start(memory, edges))
+            raise
 
 
-class _MappedFilling:
+class _MappedFilling(ThreadedFilling[Buffer]):
     """Waits for the bytes that had to be copied, and looks at all of them if digests are to be checked."""
 
-    def __init__(self, memory: HostArena, fill: Fill, copying: Filling) -> None:
+    def __init__(self, memory: HostArena, fill: Fill, edges: Fill, sources: Sources) -> None:
+        """`edges`: what is to be copied of the `fill`."""
         self._memory = memory
-        self._fill = fill
-        self._copying = copying
+        self._whole = fill
+        chunks = plan_chunks(edges.reads, sources.alignment, bounce_nbytes=edges.budget.buffer_nbytes)
+        super().__init__(edges, sources, Buffer, Placing(memory, sources, edges).read, list(chunks))
 
     def join(self, on_progress: Callable[[int], None] | None = None) -> None:
         """See `Filling.join`."""
-        self._copying.join()
-        checks = self._fill.checks
-        if checks is not None:
-            Workers(self._fill.budget.threads, self._stretches(), object, self._check, self._fill.stop).run(on_progress)
-            checks.finish()
+        fill = self._whole
+        try:
+            self._workers.join()
+            if fill.checks is not None:
+                Workers(fill.budget.threads, self._stretches(), Buffer, self._check, fill.stop).run(on_progress)
+                fill.checks.finish()
+            for number, file in enumerate(fill.files):
+                length = os.fstat(self.sources.fd(number)).st_size
+                if length < file.nbytes:
+                    raise FormatError(f"{file.path}: ends at byte {length}, expected {file.nbytes} bytes")
+        finally:
+            self.sources.close()
         if on_progress is not None:
-            on_progress(sum(read.transfer.total_nbytes for read in self._fill.reads))
-        for read in self._fill.reads:
-            self._fill.tell(read.transfer.target, read.transfer.total_nbytes)
+            on_progress(sum(read.transfer.total_nbytes for read in fill.reads))
+        for read in fill.reads:
+            fill.tell(read.transfer.target, read.transfer.total_nbytes)
 
-    def _stretches(self) -> Iterator[tuple[int, int]]:
-        for read in self._fill.reads:
-            for offset in range(read.transfer.target, read.transfer.target_end, CHUNK_NBYTES):
-                yield offset, min(CHUNK_NBYTES, read.transfer.target_end - offset)
+    def _stretches(self) -> Iterator[Read]:
+        for read in self._whole.reads:
+            if read.transfer.count > 1:
+                yield read
+                continue
+            for start in range(read.transfer.source, read.transfer.source_end, _STRETCH_NBYTES):
+                for part in read.transfer.clipped(start, start + _STRETCH_NBYTES):
+                    yield Read(read.file, part)
 
-    def _check(self, state: object, stretch: tuple[int, int]) -> int:
-        assert self._fill.checks is not None
-        self._fill.checks.update(stretch[0], self._memory.span(*stretch))
-        return stretch[1]
-
-    def settle(self) -> None:
-        """See `Filling.settle`."""
-
-    def cancel(self) -> None:
-        """See `Filling.cancel`."""
-        self._copying.cancel()
+    def _check(self, buffer: Buffer, read: Read) -> int:
+        # Not through the mapping: there, what cannot be read kills the process.
+        checks, one = self._whole.checks, read.transfer
+        assert checks is not None
+        if one.count > 1:
+            checks.update(one.target, self._memory.span(one.target, one.target_end - one.target))
+        else:
+            view = reserve(buffer, one.nbytes)
+            self.sources.read(read.file, one.source, view)
+            checks.update(one.target, view)
+        return one.total_nbytes
 
 
 def _map(arena: HostArena, sources: Sources, read: Read) -> Iterator[Read]:

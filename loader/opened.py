@@ -14,6 +14,7 @@ from relayout.loader.advice import advised
 from relayout.loader.checkpoint import ConvertedRank, find_checkpoint
 from relayout.loader.choice import settled
 from relayout.loader.contents import contents_of
+from relayout.loader.device import moved
 from relayout.loader.indexing import check_pairs, selection
 from relayout.loader.loading import Options, load_contents
 from relayout.slicing import Slice
@@ -60,7 +61,7 @@ class RankSlice:
             PlanError: the dtype is F4, and the last axis would be cut.
         """
         check_pairs(self._name, self._dtype, selection(index, self._shape))
-        return self._tensor[index].clone().to(self._device)
+        return moved(self._tensor[index].clone(), self._device)
 
 
 class OpenRank:
@@ -89,7 +90,7 @@ class OpenRank:
             PlanError: the rank has no such tensor.
         """
         self._row(name)
-        return self._tensors[name].to(self._device)
+        return moved(self._tensors[name], self._device)
 
     def get_slice(self, name: str) -> RankSlice:
         """A tensor to be read in part.

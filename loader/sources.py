@@ -8,8 +8,9 @@ from enum import Enum
 
 from relayout.errors import FormatError
 from relayout.extents import BLOCK
-from relayout.files import InputFile
-from relayout.loader.contents import StoredFile
+from relayout.files import Buffer, InputFile
+from relayout.header import LENGTH_NBYTES
+from relayout.loader.contents import StoredFile, identity_of
 from relayout.loader.residency import read_ahead_nbytes, resident_nbytes
 
 _PIECE_NBYTES = 2**20
@@ -34,9 +35,10 @@ class Sources:
         """Open them.
 
         Raises:
-            FormatError: one is missing or has another length than expected.
+            FormatError: one is missing, has another length than expected, or is another rank's or conversion's.
             OSError: one cannot be opened as asked.
         """
+        self._stored = files
         self._files: list[InputFile] = []
         self._cached: list[InputFile | None] = []
         self._read_ahead = 0
@@ -47,6 +49,7 @@ class Sources:
                 )
                 self._files.append(opened)
                 self._cached.append(self._open_cached(file, opened) if access is Access.AUTO else None)
+                self._prove(len(self._files) - 1, file)
         except BaseException:
             self.close()
             raise
@@ -108,11 +111,35 @@ class Sources:
         """A file's descriptor."""
         return self._files[file].fd
 
+    def check_place(self, file: int) -> None:
+        """Refuse a file that is not at its path any more, where somebody else has just opened it, too.
+
+        Raises:
+            FormatError: another file, or none, has taken its place.
+        """
+        stored = self._stored[file]
+        try:
+            status = stored.path.stat()
+        except FileNotFoundError:
+            raise _replaced(stored) from None
+        if not os.path.samestat(status, os.fstat(self.fd(file))):
+            raise _replaced(stored)
+
     def close(self) -> None:
         """Close all files."""
         for file in (*self._files, *self._cached):
             if file is not None:
                 file.close()
+
+    def _prove(self, number: int, file: StoredFile) -> None:
+        proof = file.proof
+        # Of the very descriptor that is read: what is at a path may be replaced at any time.
+        if proof is None or proof.identity == identity_of(os.fstat(self.fd(number))):
+            return
+        view = Buffer().reserve(BLOCK)
+        (self._cached[number] or self._files[number]).read(0, view)
+        if view[LENGTH_NBYTES : LENGTH_NBYTES + len(proof.prefix)] != proof.prefix:
+            raise FormatError(f"{file.path}: its header is not of this rank, part and conversion any more")
 
     def _open_cached(self, file: StoredFile, opened: InputFile) -> InputFile | None:
         if not opened.direct or not resident_nbytes(opened.fd, 0, file.nbytes):
@@ -120,6 +147,10 @@ class Sources:
         other = InputFile(file.path, file.nbytes, direct=False)
         if not os.path.sameopenfile(opened.fd, other.fd):
             other.close()
-            raise FormatError(f"{file.path}: was replaced while it was opened")
+            raise _replaced(file)
         self._read_ahead = max(self._read_ahead, read_ahead_nbytes(other.fd))
         return other
+
+
+def _replaced(file: StoredFile) -> FormatError:
+    return FormatError(f"{file.path}: was replaced while it was opened")

@@ -15,7 +15,7 @@ from relayout.loader.backends import Fill, Filling, fill_of
 from relayout.loader.budgets import MAX_IN_FLIGHT, MIN_BUFFER, NODE_IN_FLIGHT, Budget, local_world_size, plan_budget
 from relayout.loader.choice import Choice, choose
 from relayout.loader.contents import Contents
-from relayout.loader.device import DeviceArena, DeviceBackend, allocate_on
+from relayout.loader.device import DeviceArena, DeviceBackend, allocate_on, moved
 from relayout.loader.host import HostBackend
 from relayout.loader.loading import Options, load_contents
 from relayout.loader.placement import Placement, batches, place
@@ -42,7 +42,7 @@ def stream(contents: Contents, options: Options) -> Iterator[tuple[str, torch.Te
         PlanError: that is less than what a tensor takes.
     """
     if options.backend == "mapped":
-        return _mapped(contents, options)
+        return _advised(_mapped(contents, options))
     sizes = contents.sizes()
     choice = choose(options.backend, options.device, contents.files)
     largest = max(range(len(sizes)), key=sizes.__getitem__, default=None)
@@ -64,7 +64,13 @@ def stream(contents: Contents, options: Options) -> Iterator[tuple[str, torch.Te
                 f"tensor {contents.names[largest]!r} has {sizes[largest]} bytes: at most {options.memory} in flight"
                 f" are too few, {needed + max(MIN_BUFFER, needed // (_NUM_BATCHES - 1))} would do"
             )
-    return _stream(contents, sizes, choice, budget, bound, options)
+    return _advised(_stream(contents, sizes, choice, budget, bound, options))
+
+
+def _advised(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same tensors, and errors that say what to do about them."""
+    with advised():
+        yield from tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +200,7 @@ def _stream(
     else:
         assert isinstance(choice.backend, HostBackend)
         memory = _HostBatches(choice.backend, starts, stop, arena_nbytes)
-    with advised(), reporting(options.progress, sum(sizes)) as report:
+    with reporting(options.progress, sum(sizes)) as report:
         filling = memory.start(fill)
         try:
             bases: dict[int, torch.Tensor] = {}
@@ -227,8 +233,7 @@ def _stream(
 
 
 def _mapped(contents: Contents, options: Options) -> Iterator[tuple[str, torch.Tensor]]:
-    with advised():
-        tensors = load_contents(contents, options)
+    tensors = load_contents(contents, options)
     for name in list(tensors):
         yield name, tensors.pop(name)
 
@@ -243,7 +248,7 @@ def _plan_batches(contents: Contents, sizes: Sequence[int], limit: int) -> Itera
 
 def _views(contents: Contents, part: _Batch, base: torch.Tensor, options: Options) -> dict[str, torch.Tensor]:
     if base.device.type == "cpu" and not options.on_host:
-        base = base.to(options.device)
+        base = moved(base, options.device)
     rows = slice(part.rows.start, part.rows.stop)
     offsets = [offset - part.start for offset in part.placement.offsets]
     return make_views(base, contents.names[rows], contents.dtypes[rows], contents.shapes[rows], offsets)

@@ -2,10 +2,13 @@
  *
  * FAULTS is a list of rules, one a line: "call|part of the path|which|what|number".
  *   call: read, write, sync, rename, truncate, allocate, unlink, mkdir, or any.
- *   which: "5" is the fifth call that the rule fits, "5+" that and all later ones, "/5" every fifth.
+ *   which: "5" is the fifth call that the rule fits, "5+" that and all later ones, "/5" every fifth; "@100-200" is each
+ *          that touches bytes 100 to 199 of the file, where the call says which it moves.
  *   what: eio, enospc, eintr: fails so. short: moves at most `number` bytes. sleep: takes `number` ms longer.
+ *         hold: waits until the process calls release_faults(); held_faults() tells how many calls wait.
  *         int, term: the process gets the signal, the call goes on. kill: the process dies before the call; tear: after
  *         half of what it writes; after: when it is done.
+ * The process may call set_faults(text) to have other rules from then on.
  * FAULTS_LOG is a file that gets a line for each call: "call offset nbytes path".
  */
 #define _GNU_SOURCE
@@ -24,7 +27,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum what { NOTHING, FAIL, SHORT, SLEEP, SIGNAL, KILL, TEAR, AFTER };
+enum what { NOTHING, FAIL, SHORT, SLEEP, HOLD, SIGNAL, KILL, TEAR, AFTER };
 
 struct rule {
     char call[16], part[512], which[32];
@@ -36,14 +39,15 @@ struct rule {
 static struct rule rules[16];
 static int num_rules;
 static int log_fd = -1;
+static atomic_int num_held, is_released;
 
 #define REAL(name) \
     static __typeof__(&name) real; \
     if (!real) real = (__typeof__(&name))dlsym(RTLD_NEXT, #name)
 
-__attribute__((constructor)) static void begin(void) {
-    const char *log = getenv("FAULTS_LOG"), *text = getenv("FAULTS");
-    if (log) log_fd = syscall(SYS_openat, AT_FDCWD, log, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
+void set_faults(const char *text) {
+    memset(rules, 0, sizeof rules);
+    num_rules = is_released = 0;
     while (text && *text && num_rules < 16) {
         struct rule *rule = &rules[num_rules];
         char what[16] = "";
@@ -54,6 +58,7 @@ __attribute__((constructor)) static void begin(void) {
             else if (!strcmp(what, "eintr")) rule->what = FAIL, rule->number = EINTR;
             else if (!strcmp(what, "short")) rule->what = SHORT;
             else if (!strcmp(what, "sleep")) rule->what = SLEEP;
+            else if (!strcmp(what, "hold")) rule->what = HOLD, rule->number = 1;
             else if (!strcmp(what, "int")) rule->what = SIGNAL, rule->number = SIGINT;
             else if (!strcmp(what, "term")) rule->what = SIGNAL, rule->number = SIGTERM;
             else if (!strcmp(what, "kill")) rule->what = KILL;
@@ -65,6 +70,23 @@ __attribute__((constructor)) static void begin(void) {
         text = strchr(text, '\n');
         if (text) text++;
     }
+}
+
+__attribute__((constructor)) static void begin(void) {
+    const char *log = getenv("FAULTS_LOG");
+    if (log) log_fd = syscall(SYS_openat, AT_FDCWD, log, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
+    set_faults(getenv("FAULTS"));
+}
+
+int held_faults(void) { return num_held; }
+void release_faults(void) { is_released = 1; }
+
+static int fits(struct rule *rule, long long offset, size_t nbytes) {
+    long long from, to;
+    if (sscanf(rule->which, "@%lld-%lld", &from, &to) == 2) return offset < to && offset + (long long)nbytes > from;
+    long seen = ++rule->seen, wanted = atol(rule->which + (rule->which[0] == '/'));
+    if (rule->which[0] == '/') return seen % wanted == 0;
+    return strchr(rule->which, '+') ? seen >= wanted : seen == wanted;
 }
 
 static void die(void) {
@@ -84,9 +106,7 @@ static enum what judge(const char *call, const char *path, long long offset, siz
         struct rule *rule = &rules[i];
         if (strcmp(rule->call, "any") && strcmp(rule->call, call)) continue;
         if (!strstr(path, rule->part)) continue;
-        long seen = ++rule->seen, wanted = atol(rule->which + (rule->which[0] == '/'));
-        int fits = rule->which[0] == '/' ? seen % wanted == 0 : strchr(rule->which, '+') ? seen >= wanted : seen == wanted;
-        if (!fits) continue;
+        if (!fits(rule, offset, nbytes ? *nbytes : 0)) continue;
         struct timespec pause = {rule->number / 1000, rule->number % 1000 * 1000000};
         switch (rule->what) {
         case FAIL: errno = (int)rule->number; return FAIL;
@@ -96,6 +116,10 @@ static enum what judge(const char *call, const char *path, long long offset, siz
             errno = before;
             return SHORT;
         case SLEEP: nanosleep(&pause, NULL); break;
+        case HOLD:
+            for (num_held++; !is_released;) nanosleep(&pause, NULL);
+            num_held--;
+            break;
         case SIGNAL: syscall(SYS_kill, getpid(), (int)rule->number); break;
         case KILL: die(); break;
         case TEAR: if (nbytes) *nbytes = (*nbytes + 1) / 2; errno = before; return AFTER;

@@ -12,6 +12,7 @@ import os
 import random
 import threading
 import time
+import weakref
 from collections import deque
 from pathlib import Path
 from types import TracebackType
@@ -30,16 +31,24 @@ class Lanes:
     """Makes lanes. One thread does all copies: one lane's in order, most of them only when somebody waits for them."""
 
     def __init__(self, *, refuse: bool = False, eagerness: float = 0.3) -> None:
-        """With `refuse`, no memory can be pinned; `eagerness` is the share of copies that begin at once."""
+        """With `refuse`, no memory can be pinned; `eagerness` is the share of copies that begin at once.
+
+        `fails` may be set to the name of a lane's method: each second call of it fails from then on.
+        """
+        self.fails = ""
+        self.num_calls = 0
         self.changed = threading.Condition()
         self.in_flight = 0
         """Bytes that were sent and have not arrived."""
         self.pinned = 0
-        """Bytes of all buffers."""
+        """Bytes of all buffers that there were."""
+        self.held = 0
+        """Bytes of buffers that have not been freed."""
         self.random = random.Random(0)
         self.eagerness = eagerness
         self._refuse = refuse
         self._lanes: list[SlowLane] = []
+        """Those that have something to copy."""
         self._is_over = False
         self._thread = threading.Thread(target=self._copy, name="copies", daemon=True)
 
@@ -49,14 +58,31 @@ class Lanes:
             raise MemoryError(f"cannot pin {nbytes} bytes of host memory")
         lane = SlowLane(self, nbytes)
         with self.changed:
-            self._lanes.append(lane)
             self.pinned += 2 * nbytes
+            self.held += 2 * nbytes
+        weakref.finalize(lane, self._free, 2 * nbytes)
         return lane
+
+    def _free(self, nbytes: int) -> None:
+        self.held -= nbytes
+
+    def call(self, method: str) -> None:
+        """A lane's method is called; as a device would, it may fail."""
+        if method == self.fails:
+            with self.changed:
+                self.num_calls += 1
+                fails = self.num_calls % 2 == 0
+            if fails:
+                raise RuntimeError(f"CUDA error: {method}: an illegal memory access was encountered\nCompile with ...")
+
+    def expect(self, lane: SlowLane) -> None:
+        """A lane has something to copy."""
+        if lane not in self._lanes:
+            self._lanes.append(lane)
 
     def forget(self) -> None:
         """Count from 0 again; nothing may be on its way."""
         assert self.in_flight == 0
-        self._lanes = []
         self.pinned = 0
 
     def _copy(self) -> None:
@@ -71,9 +97,14 @@ class Lanes:
                 pause = self.random.random() * 0.0004
             time.sleep(pause)
             target.copy_(source)
+            nbytes = source.numel()
+            del source, target  # Whoever waits may count what is still there.
             with self.changed:
                 lane.num_done += 1
-                self.in_flight -= source.numel()
+                self.in_flight -= nbytes
+                if not lane.waiting:
+                    self._lanes.remove(lane)
+                del lane, wanted
                 self.changed.notify_all()
 
     def _wanted(self) -> list[SlowLane]:
@@ -108,15 +139,18 @@ class SlowLane:
         self.waiting: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
 
     def buffer(self) -> torch.Tensor:
+        self._lanes.call("buffer")
         self._current = 1 - self._current
         self._wait(self._last[self._current])
         return self._buffers[self._current].fill_(STALE)
 
     def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
         assert source.shape == target.shape
+        self._lanes.call("send")
         self._check_buffer(source)
         with self._lanes.changed:
             self.waiting.append((source, target))
+            self._lanes.expect(self)
             self._num_sent += 1
             self._last[self._current] = self._num_sent
             self._lanes.in_flight += source.numel()
@@ -125,14 +159,17 @@ class SlowLane:
                 self._lanes.changed.notify_all()
 
     def settle(self) -> None:
+        self._lanes.call("settle")
         self._wait(self._num_sent)
 
     def fetch(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._lanes.call("fetch")
         self._check_buffer(target)
         self._wait(self._num_sent)
         target.copy_(source)
 
     def drain(self) -> None:
+        self._lanes.call("drain")
         self._wait(self._num_sent)
 
     def _wait(self, number: int) -> None:
@@ -216,7 +253,13 @@ class FakeHandle:
             # Now and then a little, else all.
             wanted = max(1, int(target.numel() * min(1.0, cufile.random.random() * 3)))
         memory = (ctypes.c_char * wanted).from_address(target.data_ptr())
-        count = os.preadv(self._fd, [memory], offset)
+        try:
+            count = os.preadv(self._fd, [memory], offset)
+        except OSError as error:
+            with cufile.lock:
+                self._num_reading -= 1
+            del target, memory  # The error would keep them.
+            raise OSError(error.errno, f"cuFile: {error.strerror} at byte {offset}", str(self._path)) from None
         # cuFile passes the page cache by.
         os.posix_fadvise(self._fd, offset, wanted, os.POSIX_FADV_DONTNEED)
         with cufile.lock:

@@ -7,8 +7,10 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -62,13 +64,15 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
         yield from fake_device(monkeypatch, request.param)
 
 
-def fake_device(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[str]:
+def fake_device(
+    monkeypatch: pytest.MonkeyPatch, name: str, lanes: Lanes | None = None, cufile: FakeCuFile | None = None
+) -> Iterator[str]:
     """Let loads go to the fake device; yields what to give as `backend`.
 
     Files lie in the page cache in part, so that each of the two ways that `gds` has is taken.
     """
-    with Lanes() as lanes:
-        cufile = FakeCuFile() if name == "gds" else None
+    with lanes or Lanes() as lanes:
+        cufile = cufile or FakeCuFile() if name == "gds" else None
         choice = Choice(DeviceBackend(Access.AUTO, lanes.make, cufile), "a fake")
 
         def choose(name: str, device: object, files: Sequence[StoredFile]) -> Choice:
@@ -81,7 +85,7 @@ def fake_device(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[str]:
         monkeypatch.setattr(loading, "choose", choose)
         monkeypatch.setattr(streaming, "choose", choose)
         yield "auto"
-        assert lanes.in_flight == 0
+        assert (lanes.in_flight, lanes.held) == (0, 0)
         if cufile is not None:
             cufile.assert_given_back()
 
@@ -219,6 +223,41 @@ def open_files() -> dict[str, str]:
 def loader_threads() -> list[str]:
     """The threads of the loader, by name."""
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("relayout")]
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What this process holds that a load must give back."""
+
+    descriptors: int
+    threads: int
+    mapped_files: int
+    """Mappings of rank files."""
+    large: int
+    """Bytes of anonymous mappings, heaps and stacks aside, of at least as many bytes as were asked for."""
+    nbytes: int
+    """Of address space."""
+
+
+def num_threads() -> int:
+    """As the kernel counts them."""
+    return len(os.listdir("/proc/self/task"))  # noqa: PTH208
+
+
+def holdings(large: int, others: int) -> Holdings:
+    """Count them, when the kernel does not list threads any more that Python has joined; `others` are not Python's."""
+    end = time.monotonic() + 2
+    while num_threads() > threading.active_count() + others and time.monotonic() < end:
+        time.sleep(0.0005)
+    mapped_files = total = nbytes = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        place, _, _, _, inode, *name = line.split(maxsplit=5)
+        start, end_of = (int(number, 16) for number in place.split("-"))
+        nbytes += end_of - start
+        mapped_files += "model-rank" in line
+        if inode == "0" and not name and end_of - start >= large:
+            total += end_of - start
+    return Holdings(len(open_files()), num_threads(), mapped_files, total, nbytes)
 
 
 @contextmanager

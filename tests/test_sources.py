@@ -270,7 +270,7 @@ def test_files_that_cannot_be_had_are_refused_and_all_others_closed(
 def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path: Path, access: Access) -> None:
     os.mkfifo(tmp_path / "file")
     before = num_descriptors()
-    with pytest.raises((FormatError, OSError), match=r"file: 0 bytes long, expected 0$|refuses direct I/O.*file'$"):
+    with pytest.raises(FormatError, match=r"file: not a regular file$"):
         Sources([StoredFile(tmp_path / "file", 0)], access)
     assert num_descriptors() == before
 

@@ -1,0 +1,451 @@
+"""What is fuzzed: each parser as a function of bytes, behind whatever stands in front of it, and what it promises.
+
+Any bytes either parse or raise the parser's own errors, and what has parsed is as the code behind it relies on, by
+checks of another make. Digests, lengths and compression are made truthful first, so that mutations get past them.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import cache
+from math import prod
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import safetensors
+from zstandard import ZstdDecompressor, ZstdError
+
+from relayout.catalogue import Catalogue, SourceTensor, parse_index
+from relayout.config import parse_config
+from relayout.dtypes import BITS
+from relayout.errors import FormatError, PlanError
+from relayout.extents import Extent
+from relayout.families import parse_family
+from relayout.header import LENGTH_NBYTES, json_text, parse_header
+from relayout.index import Manifest
+from relayout.plan import Plan, make_plan, plan_for
+from relayout.ranktable import parse_table
+from relayout.record import parse_record
+from relayout.restoration import source_catalogue
+from relayout.sidecar import compact_json, compress, digest_hex, parse_manifest
+from relayout.stored import stored_layout
+
+VECTORS = Path(__file__).parent.parent / "tests" / "vectors"
+"""Files that somebody might send, each with what is wrong with it: the corpus."""
+
+_CONVERTED = VECTORS / "base" / "converted"
+MAX_INPUT_NBYTES = 2**16
+_MAX_DATA_NBYTES = 2**20
+"""Length of the data section of a made-up file."""
+_STRICTER = ("occurs twice", "expected an object, found list", "unknown dtype {")
+"""What is refused, though the reference reader takes it (FORMAT.md, section 10)."""
+_AS_STORED = b"\1"
+"""First byte of an input that is taken as it is, digest aside; any other is what gets a truthful prefix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A parser."""
+
+    files: str
+    """Pattern of the names of its files in the vectors."""
+    run: Callable[[bytes], None]
+    """Raises what is a finding: an error that the parser does not promise, or an AssertionError."""
+    to_input: Callable[[bytes], bytes | None] = lambda blob: blob
+    """From a file to an input; None: it is too large for one."""
+    mutate: Callable[[bytes, random.Random], bytes] = lambda data, rng: mutate_json(data, rng)
+    """Changes an input in a way that bytes alone would rarely change."""
+
+    def seeds(self) -> list[bytes]:
+        """The inputs that the vectors give."""
+        inputs = (self.to_input(path.read_bytes()) for path in sorted(VECTORS.rglob(self.files)) if path.is_file())
+        return [one for one in inputs if one is not None and len(one) <= MAX_INPUT_NBYTES]
+
+
+def _header(data: bytes) -> None:
+    """Beside the reference reader, which may be laxer only where FORMAT.md says so, and never stricter."""
+    if data[:1] == _AS_STORED:
+        file = data[1:]
+    else:
+        file = len(data[1:]).to_bytes(LENGTH_NBYTES, "little") + data[1:]
+        file += bytes(_claimed_nbytes(data[1:]))
+    try:
+        reference = {
+            name: (item["dtype"], tuple(item["shape"]), len(item["data"]))
+            for name, item in safetensors.deserialize(file)
+        }
+    except safetensors.SafetensorError as error:
+        reference, refused = None, str(error)
+    try:
+        declared = LENGTH_NBYTES + int.from_bytes(file[:LENGTH_NBYTES], "little")
+        header = parse_header(file[:declared], len(file), "x")
+    except FormatError as error:
+        if reference is not None and not any(word in str(error) for word in _STRICTER):
+            raise AssertionError(f"the reference takes it: {error}") from None
+        return
+    assert reference is not None, f"the reference refuses it: {refused}"
+    found = {tensor.name: (tensor.dtype, tensor.shape, tensor.nbytes) for tensor in header.tensors}
+    assert found == reference
+    assert sum(tensor.nbytes for tensor in header.tensors) == header.data_nbytes == len(file) - header.data_start
+
+
+def _claimed_nbytes(text: bytes) -> int:
+    """Where a header says that the last tensor ends, as far as that is little."""
+    try:
+        top = json.loads(text)
+        ends = [entry["data_offsets"][1] for entry in top.values() if "data_offsets" in entry]
+    except (ValueError, RecursionError, AttributeError, TypeError, LookupError):
+        return 0
+    return max((end for end in ends if type(end) is int and 0 <= end <= _MAX_DATA_NBYTES), default=0)
+
+
+def _index(data: bytes) -> None:
+    try:
+        weight_map = parse_index(data, "x")
+    except FormatError:
+        return
+    assert weight_map
+    assert all(_is_plain(file) and file.endswith(".safetensors") for file in weight_map.values())
+
+
+def _config(data: bytes) -> None:
+    """With a plan: its numbers and words go there."""
+    try:
+        config = parse_config(data, "x")
+        config = {"model_type": "llama"} | config
+        quantised = config.get("quantization_config") is not None
+        catalogue = _model(config, quantised=quantised)
+        _check_plan(catalogue, plan_for(catalogue, 2, unmatched="replicate"))
+    except (FormatError, PlanError):
+        return
+    json_text(config).encode()
+
+
+def _plan(data: bytes) -> None:
+    try:
+        family = parse_family(data.decode("utf-8", "replace"), "x", "x")
+    except FormatError:
+        return
+    catalogue = _model({"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 2})
+    for expert_parallel in (False, True):
+        try:
+            plan = make_plan(catalogue, 2, family, expert_parallel=expert_parallel, unmatched="replicate")
+        except PlanError:
+            continue
+        _check_plan(catalogue, plan)
+
+
+@cache
+def _shapes(quantised: bool) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+    plain = {
+        "model.embed_tokens.weight": ("BF16", (200, 64)),
+        "model.norm.weight": ("BF16", (64,)),
+        "model.layers.0.self_attn.q_proj.weight": ("BF16", (64, 64)),
+        "model.layers.0.self_attn.k_proj.weight": ("BF16", (32, 64)),
+        "model.layers.0.self_attn.o_proj.weight": ("BF16", (64, 64)),
+        "model.layers.0.mlp.down_proj.weight": ("BF16", (64, 128)),
+        "model.layers.0.mlp.experts.1.up_proj.weight": ("BF16", (128, 64)),
+    }
+    packed = {
+        "model.layers.1.self_attn.q_proj.qweight": ("I32", (8, 64)),
+        "model.layers.1.self_attn.q_proj.qzeros": ("I32", (2, 8)),
+        "model.layers.1.self_attn.q_proj.scales": ("F16", (2, 64)),
+        "model.layers.1.self_attn.q_proj.g_idx": ("I32", (64,)),
+        "model.layers.1.mlp.down_proj.weight": ("F8_E4M3", (64, 128)),
+        "model.layers.1.mlp.down_proj.weight_scale": ("F32", (64, 1)),
+        "model.layers.1.mlp.up_proj.weight": ("F8_E4M3", (256, 128)),
+        "model.layers.1.mlp.up_proj.weight_scale_inv": ("F32", (2, 1)),
+        "model.layers.1.mlp.gate_proj.weight_packed": ("I32", (128, 8)),
+        "model.layers.1.mlp.gate_proj.weight_scale": ("BF16", (128, 2)),
+        "model.layers.1.mlp.gate_proj.weight_shape": ("I64", (2,)),
+    }
+    return plain | packed if quantised else plain
+
+
+def _model(config: Mapping[str, Any], *, quantised: bool = False) -> Catalogue:
+    """A checkpoint of which nothing is stored."""
+    tensors = tuple(
+        SourceTensor(name, dtype, shape, 0, Extent(0, prod(shape) * BITS[dtype] // 8))
+        for name, (dtype, shape) in _shapes(quantised).items()
+    )
+    return Catalogue(Path("x"), (), tensors, {}, config, None, (), ())
+
+
+def _check_plan(catalogue: Catalogue, plan: Plan) -> None:
+    """Slices lie inside their tensors; the ranks hold all of each between them."""
+    for tensor, slices in zip(catalogue.tensors, plan.slices, strict=True):
+        held = np.zeros(tensor.shape, bool)
+        for part in slices:
+            if part.ranges is None:
+                held[...] = True
+            for start, length in part.ranges or ():
+                assert start + length <= tensor.shape[part.axis]
+                held[(slice(None),) * part.axis + (slice(start, start + length),)] = True
+        assert held.all(), tensor.name
+
+
+def _manifest(data: bytes) -> None:
+    top = _object(data)
+    if top is not None:
+        top.pop("self_digest", None)
+        data = compact_json({**top, "self_digest": digest_hex(compact_json(top))})
+    try:
+        manifest = parse_manifest(data, "x")
+    except FormatError:
+        return
+    for entry in manifest.ranks:
+        assert _is_plain(entry.table)
+        assert all(_is_plain(file.name) and file.name.endswith(".safetensors") for file in entry.files)
+        total, places = 0, []
+        for read in entry.reads:
+            one = read.transfer
+            total += one.nbytes * one.count
+            assert one.nbytes > 0
+            assert one.source + (one.count - 1) * one.source_stride + one.nbytes <= entry.files[read.file].nbytes
+            places.append((one.target, one.target + (one.count - 1) * one.target_stride + one.nbytes))
+            assert one.count == 1 or min(one.source_stride, one.target_stride) >= one.nbytes
+        assert total == entry.nbytes
+        assert entry.arena_nbytes <= entry.nbytes + 16 * entry.num_tensors + 8192 * (len(entry.files) + 1)
+        ends = [0, *(end for _, end in sorted(places)), entry.arena_nbytes]
+        assert all(start >= end for (start, _), end in zip(sorted(places), ends, strict=False))
+        assert ends == sorted(ends)
+
+
+def _table(data: bytes) -> None:
+    stored = data[1:] if data[:1] == _AS_STORED else compress(data)
+    manifest = _base_manifest()
+    entry = replace(manifest.ranks[1], table_digest=digest_hex(stored))
+    try:
+        table = parse_table(stored, replace(manifest, ranks=(manifest.ranks[0], entry)), 1, "x")
+    except FormatError:
+        return
+    held: set[int] = set()
+    for row, name in enumerate(table.names):
+        json_text(name).encode()
+        nbytes = prod(table.shapes[row]) * BITS[table.dtypes[row]] // 8
+        offset, place = table.offsets[row], table.arena_offsets[row]
+        assert offset + nbytes <= entry.files[table.files[row]].nbytes
+        assert place % 16 == 0
+        assert place + nbytes <= entry.arena_nbytes
+        assert not held & set(range(place, place + nbytes))
+        held |= set(range(place, place + nbytes))
+        assert nbytes == 0 or any(
+            read.file == table.files[row]
+            and read.transfer.source + run * read.transfer.source_stride + inside == offset
+            and 0 <= inside <= read.transfer.nbytes - nbytes
+            for read in entry.reads
+            for run in range(read.transfer.count)
+            for inside in [place - read.transfer.target - run * read.transfer.target_stride]
+        )
+        assert table.slices[row].shape(table.source_shapes[row]) == table.shapes[row]
+
+
+def _record(data: bytes) -> None:
+    """With what `restore` makes of it, up to the first byte that is read or written."""
+    manifest = _base_manifest()
+    try:
+        record = parse_record(data, 2, "x")
+        names = [file.name for file in (*record.files, *record.side_files)] + list((record.index or ())[:1])
+        assert len(set(names)) == len(names)
+        assert all(_stays_inside(name) for name in names)
+        catalogue = source_catalogue(Path("x"), Path("out"), record)
+        stored_layout(manifest, _base_tables(), catalogue, Plan("x", 2, tuple(record.slices)))
+    except FormatError:
+        return
+    for file in catalogue.files:
+        extents = sorted(tensor.extent for tensor in catalogue.tensors if catalogue.files[tensor.file] == file)
+        assert sum(extent.nbytes for extent in extents) == file.nbytes - file.data_start
+        assert all(extent.end <= file.nbytes for extent in extents)
+
+
+@cache
+def _base_manifest() -> Manifest:
+    return parse_manifest((_CONVERTED / "relayout.json").read_bytes(), "base")
+
+
+@cache
+def _base_tables() -> list[Any]:
+    manifest = _base_manifest()
+    return [
+        parse_table((_CONVERTED / entry.table).read_bytes(), manifest, rank, "base")
+        for rank, entry in enumerate(manifest.ranks)
+    ]
+
+
+def _is_plain(name: str) -> bool:
+    """Whether it names a file beside the one that it is in, on any system."""
+    return not set(name) & set("/\\\0") and name not in ("", ".", "..")
+
+
+def _stays_inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts and "\0" not in name and str(path) not in ("", ".")
+
+
+def _object(data: bytes) -> dict[str, Any] | None:
+    try:
+        top = json.loads(data.decode())
+        json_text(top).encode()
+    except (ValueError, RecursionError):
+        return None
+    return top if isinstance(top, dict) else None
+
+
+_HOSTILE: tuple[Any, ...] = (
+    *(None, True, False, 0, 1, -1, 2, 15, 16, 4095, 4096, 4097, 2**31, 2**32, 2**53, 2**62, 2**63 - 1, 2**63, 2**64),
+    *(-(2**63), 10**30, 1.0, -0.0, 1.5, 1e300, "", "0", "1", ".", "..", "../x", "/etc/passwd", "a/b", "a\\b", "\0"),
+    *("x.safetensors", "relayout.json", "\x1b[31m", "\ud800", "é", "F32", "BF16", "F4", "whole", "a" * 300),
+    *([], [0], [[0, 1]], [0, [[0, 1]]], [0, []], [1, [[0, 1], [1, 1]]], [2**62, 2**62], {}, {"a": 1}),
+)
+
+
+def mutate_json(data: bytes, rng: random.Random) -> bytes:
+    """Change some values, names or the order in a JSON text; rarely, the text."""
+    mark, text = (data[:1], data[1:]) if data[:1] in (b"\0", _AS_STORED) else (b"", data)
+    try:
+        top = json.loads(text)
+    except (ValueError, RecursionError):
+        return data
+    holder = [top]
+    try:
+        for _ in range(1 + int(rng.expovariate(1))):
+            _change_one(holder, rng)
+        text = json.dumps(holder[0], ensure_ascii=rng.random() < 0.5).encode("utf-8", "surrogatepass")
+    except RecursionError:
+        return data
+    if rng.random() < 0.1:
+        old, new = rng.choice(
+            [(b"0", b"-0"), (b"1", b"1e0"), (b"2", b"NaN"), (b"{", b"{{"), (b'"', b'"\\u0000'), (b",", b",,")]
+        )
+        text = text.replace(old, new, 1)
+    return mark + text
+
+
+def _change_one(holder: list[Any], rng: random.Random) -> None:
+    """Walk to some place, and change what is there."""
+    parent: Any = holder
+    while True:
+        keys = list(parent) if isinstance(parent, dict) else range(len(parent))
+        if not keys:
+            return
+        key = rng.choice(keys)
+        value = parent[key]
+        if not isinstance(value, (dict, list)) or not value or rng.random() < 0.15:
+            break
+        parent = value
+    action = rng.random()
+    if action < 0.3:
+        parent[key] = deepcopy(rng.choice(_HOSTILE))
+    elif action < 0.55 and type(value) is int:
+        parent[key] = rng.choice(
+            [value + 1, value - 1, -value, 2 * value, value // 2, value + 16, value + 4096, str(value)]
+        )
+    elif action < 0.7:
+        other = rng.choice(list(parent) if isinstance(parent, dict) else range(len(parent)))
+        parent[key], parent[other] = parent[other], parent[key]
+    elif action < 0.8 and parent is not holder:
+        del parent[key]
+    elif isinstance(parent, dict):
+        parent[rng.choice([*parent, "new", "", "__metadata__", "\x1b", "a.b"])] = deepcopy(value)
+    elif parent is not holder:
+        parent.insert(rng.randrange(len(parent) + 1), deepcopy(value))
+    else:
+        for _ in range(rng.choice([1, 10, 130, 2000])):
+            parent[key] = [parent[key]]
+
+
+def mutate_words(data: bytes, rng: random.Random) -> bytes:
+    """Change lines and words of a text."""
+    lines = data.decode("utf-8", "replace").split("\n")
+    for _ in range(1 + int(rng.expovariate(1))):
+        one, other = rng.randrange(len(lines)), rng.randrange(len(lines))
+        words = lines[one].split(" ")
+        place = rng.randrange(len(words))
+        action = rng.random()
+        if action < 0.25:
+            lines[one], lines[other] = lines[other], lines[one]
+        elif action < 0.4:
+            lines.insert(one, lines[other])
+        elif action < 0.5 and len(lines) > 1:
+            del lines[one]
+        elif action < 0.75:
+            words[place] = rng.choice(lines[other].split(" "))
+            lines[one] = " ".join(words)
+        else:
+            words[place] = rng.choice(_WORDS)
+            lines[one] = " ".join(words)
+    return "\n".join(lines).encode("utf-8", "replace")
+
+
+_WORDS = (
+    *(
+        "[cut]",
+        "[sizes]",
+        "[experts]",
+        "=",
+        '"**"',
+        '"**.**"',
+        '"*.{a,b}"',
+        '"#"',
+        '"{"',
+        '"whole"',
+        '"even"',
+        '"ragged"',
+    ),
+    *(
+        '"vocabulary"',
+        '"heads"',
+        "{ rows = ",
+        "{ axis = 1, by = ",
+        "}",
+        "[",
+        "]",
+        "-1",
+        "0",
+        "1",
+        "99999999999999999999",
+    ),
+    *(
+        "nan",
+        "true",
+        '""',
+        '"even * even"',
+        "block = 2",
+        'interleaved = "heads"',
+        'extends = "llama"',
+        '"a / b"',
+        "1e9",
+    ),
+    *('"""', "'", "#", "1979-05-27", "\x00", "[[cut]]", "transposed = true", 'each = "**.#.**"', 'stacked = "**"'),
+)
+
+
+def _of_header(blob: bytes) -> bytes:
+    length = int.from_bytes(blob[:LENGTH_NBYTES], "little")
+    text = blob[LENGTH_NBYTES : LENGTH_NBYTES + length]
+    return b"\0" + text if len(text) == length > 0 else _AS_STORED + blob
+
+
+def _of_table(blob: bytes) -> bytes | None:
+    """What is in a zstd frame, or the frame, if it is none."""
+    try:
+        with ZstdDecompressor().stream_reader(blob) as reader:
+            return reader.read(MAX_INPUT_NBYTES + 1)
+    except ZstdError:
+        return _AS_STORED + blob
+
+
+TARGETS: Mapping[str, Target] = {
+    "header": Target("*.safetensors", _header, _of_header),
+    "index": Target("*.index.json", _index),
+    "config": Target("*config.json", _config),
+    "manifest": Target("relayout.json", _manifest),
+    "table": Target("relayout.rank-*.json.zst", _table, _of_table),
+    "record": Target("relayout.source.json.zst", _record, _of_table),
+    "plan": Target("plan*.toml", _plan, mutate=mutate_words),
+}

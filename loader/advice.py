@@ -39,7 +39,9 @@ def _with_advice(error: BaseException) -> Exception | None:
 def _forget(error: BaseException) -> None:
     """Clear the loader's frames that an error knows: they refer to arenas, buffers and pinned memory."""
     found: BaseException | None = error
-    while found is not None:
+    seen = set()  # Errors may be in a ring.
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
         trace = found.__traceback__
         while trace is not None:
             if str(trace.tb_frame.f_globals.get("__name__")).startswith("relayout."):

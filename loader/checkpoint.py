@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from relayout.errors import PlanError
-from relayout.folder import check_owner, check_rank, read_manifest, read_table
+from relayout.folder import check_rank, read_manifest, read_table
 from relayout.index import MANIFEST_NAME, Manifest, RankEntry, RankTable
 from relayout.loader.contents import Contents, StoredFile, contents_of, rank_files, select
 
@@ -32,12 +32,11 @@ class ConvertedRank:
         return rank_files(self.folder, self.manifest, self.rank)
 
     def table(self) -> RankTable:
-        """The rank's table, after a look at whose files these are.
+        """The rank's table.
 
         Raises:
-            FormatError: files or table are damaged, or of another rank or conversion.
+            FormatError: it is damaged, or of another rank or conversion.
         """
-        check_owner(self.folder, self.manifest, self.rank)
         return read_table(self.folder, self.manifest, self.rank)
 
     def contents(self, patterns: Sequence[str] | None) -> Contents:
@@ -47,8 +46,7 @@ class ConvertedRank:
             FormatError: as `table`.
             PlanError: a pattern matches nothing.
         """
-        files = self.files  # Before their headers are looked at.
-        return _selected(contents_of(files, self.table()), patterns)
+        return _selected(contents_of(self.files, self.table()), patterns)
 
 
 @dataclass(frozen=True, slots=True)

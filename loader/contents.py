@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,23 +24,18 @@ class StoredFile:
     path: Path
     nbytes: int
     """The length that it must have."""
-    proof: Proof | None = None
-    """By which to tell, when it is opened, that it is the right one."""
+    owner: Owner | None = None
+    """Whose it must be, where its header tells."""
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
-    """What is known of the right file."""
+class Owner:
+    """What a rank file is."""
 
-    identity: tuple[int, ...]
-    """Of the file that was looked at."""
+    rank: int
+    part: int
     prefix: bytes
-    """What follows the length of its header; to be read only if this is another file than was looked at."""
-
-
-def identity_of(status: os.stat_result) -> tuple[int, ...]:
-    """The same for as long as a file is not replaced or written to."""
-    return (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
+    """What follows the length of its header."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +72,7 @@ class Contents:
 
 
 def rank_files(folder: Path, manifest: Manifest, rank: int) -> tuple[StoredFile, ...]:
-    """The files of a rank, whose headers are looked at next; they may be opened much later.
+    """The files of a rank.
 
     Raises:
         FormatError: one is missing, no file of the folder, or has another length than the manifest says.
@@ -93,8 +87,8 @@ def rank_files(folder: Path, manifest: Manifest, rank: int) -> tuple[StoredFile,
             raise FormatError(f"{path}: is missing") from None
         if status.st_size != file.nbytes:  # Before memory is taken: an arena is no larger than its files.
             raise FormatError(f"{path}: {status.st_size} bytes long, expected {file.nbytes}")
-        proof = Proof(identity_of(status), header_prefix(rank, manifest.num_ranks, part, manifest.conversion))
-        found.append(StoredFile(path, file.nbytes, proof))
+        prefix = header_prefix(rank, manifest.num_ranks, part, manifest.conversion)
+        found.append(StoredFile(path, file.nbytes, Owner(rank, part, prefix)))
     return tuple(found)
 
 

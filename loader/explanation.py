@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -100,7 +100,8 @@ def explain(
             files, reads, nbytes = contents.files, place(contents.reads, sizes).reads, sum(sizes)
         device = settled(device)
         choice, budget = Options(device, backend, threads=threads, memory=memory).choose(files)
-        sources = Sources(files, choice.backend.access)
+        # Nothing is read, not even headers: what is in the page cache shall stay as it is found.
+        sources = Sources([replace(file, owner=None) for file in files], choice.backend.access)
         try:
             chunks = choice.backend.chunks(reads, sources.alignment, budget)
             requested = sum(chunk.extent.nbytes for chunk in chunks)

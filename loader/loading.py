@@ -56,7 +56,8 @@ class Options:
 
 def load_rank(rank: ConvertedRank, options: Options) -> dict[str, torch.Tensor]:
     """Load all of a rank: where everything goes is in the manifest."""
-    choice, budget = options.choose(rank.files)
+    files = rank.files
+    choice, budget = options.choose(files)
     entry = rank.entry
     stop = Stop()
     table = checks = None
@@ -64,7 +65,7 @@ def load_rank(rank: ConvertedRank, options: Options) -> dict[str, torch.Tensor]:
         table = rank.table()
         sizes = [num_bytes(*one) or 0 for one in zip(table.dtypes, table.shapes, strict=True)]
         checks = Checks(table.names, table.arena_offsets, sizes, table.digests, stop)
-    fill = Fill(rank.files, entry.reads, budget, checks, stop=stop)
+    fill = Fill(files, entry.reads, budget, checks, stop=stop)
 
     def columns() -> Columns:
         # While bytes arrive the table is parsed and torch, perhaps, imported.

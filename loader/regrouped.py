@@ -11,7 +11,7 @@ from relayout.config import read_config
 from relayout.dtypes import num_bytes
 from relayout.errors import FormatError, PlanError
 from relayout.extents import Extent
-from relayout.folder import check_owner, check_rank, read_table
+from relayout.folder import check_rank, read_table
 from relayout.index import Manifest, RankTable, Read
 from relayout.loader.contents import Contents, StoredFile, rank_files
 from relayout.loader.regroup import Holder, gather
@@ -103,7 +103,6 @@ class Ranks:
 
     def _open(self, rank: int) -> _Table:
         files = rank_files(self._folder, self._manifest, rank)
-        check_owner(self._folder, self._manifest, rank)
         table = read_table(self._folder, self._manifest, rank)
         opened = _Table(len(self._files), table, {name: row for row, name in enumerate(table.names)})
         self._tables[rank] = opened

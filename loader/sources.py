@@ -10,7 +10,7 @@ from relayout.errors import FormatError
 from relayout.extents import BLOCK
 from relayout.files import Buffer, InputFile
 from relayout.header import LENGTH_NBYTES
-from relayout.loader.contents import StoredFile, identity_of
+from relayout.loader.contents import StoredFile
 from relayout.loader.residency import read_ahead_nbytes, resident_nbytes
 
 _PIECE_NBYTES = 2**20
@@ -132,14 +132,16 @@ class Sources:
                 file.close()
 
     def _prove(self, number: int, file: StoredFile) -> None:
-        proof = file.proof
-        # Of the very descriptor that is read: what is at a path may be replaced at any time.
-        if proof is None or proof.identity == identity_of(os.fstat(self.fd(number))):
+        # By the very descriptor that is read: what is at a path may be replaced at any time.
+        owner = file.owner
+        if owner is None:
             return
         view = Buffer().reserve(BLOCK)
-        (self._cached[number] or self._files[number]).read(0, view)
-        if view[LENGTH_NBYTES : LENGTH_NBYTES + len(proof.prefix)] != proof.prefix:
-            raise FormatError(f"{file.path}: its header is not of this rank, part and conversion any more")
+        self._files[number].read(0, view)
+        if view[LENGTH_NBYTES : LENGTH_NBYTES + len(owner.prefix)] != owner.prefix:
+            raise FormatError(
+                f"{file.path}: its header is not of rank {owner.rank}, part {owner.part}, of this conversion"
+            )
 
     def _open_cached(self, file: StoredFile, opened: InputFile) -> InputFile | None:
         if not opened.direct or not resident_nbytes(opened.fd, 0, file.nbytes):

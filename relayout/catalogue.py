@@ -24,7 +24,7 @@ from relayout.members import is_member, member
 
 SINGLE_NAME = "model.safetensors"
 
-_MAX_INDEX_NBYTES = 256 * 2**20
+_MAX_INDEX_NBYTES = 64 * 2**20
 _WEIGHT_SUFFIXES = frozenset(
     {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".ggml", ".onnx", ".npz", ".npy"}
     | {".tflite", ".mlmodel", ".ot"}
@@ -112,8 +112,6 @@ def read_catalogue(source: Path) -> Catalogue:
     except PermissionError as error:
         raise FormatError(f"{source}: cannot be read: {error.strerror}") from None
     if is_file:
-        if source.name.startswith("."):
-            raise PlanError(f"{source}: a hidden file, which is not converted; give it another name")
         shard, header = read_shard(source, source.name)
         return _assemble(
             source,
@@ -190,7 +188,7 @@ def _read_folder(root: Path) -> Catalogue:
 def _find_index(root: Path, names: list[str]) -> str | None:
     if HUB_INDEX_NAME in names:
         return HUB_INDEX_NAME
-    others = [name for name in names if name.endswith(".safetensors" + _INDEX_SUFFIX)]
+    others = [name for name in names if name.endswith(".safetensors" + _INDEX_SUFFIX) and name[0] != "."]
     if others and SINGLE_NAME not in names:
         if len(others) > 1:
             raise PlanError(f"{root}: no {HUB_INDEX_NAME}, but several others: {', '.join(others)}")

@@ -12,7 +12,7 @@ from pathlib import Path
 from relayout import __version__
 from relayout.catalogue import Catalogue, read_catalogue
 from relayout.copyplan import copy_steps
-from relayout.errors import FormatError
+from relayout.errors import FormatError, PlanError
 from relayout.index import HUB_INDEX_NAME, MANIFEST_NAME, Arena, IndexedFile, Manifest, RankEntry, RankTable, plan_arena
 from relayout.journal import Journal, TensorDigests
 from relayout.layout import (
@@ -105,6 +105,8 @@ def plan_conversion(
     source = Path(source)
     output = default_output(source, tp) if output is None else Path(output)
     catalogue = read_catalogue(source)
+    if source.name.startswith(".") and source.is_file():
+        raise PlanError(f"{source}: a hidden file, which would not be restored: give it another name")
     made = plan_for(
         catalogue,
         tp,

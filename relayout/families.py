@@ -206,7 +206,7 @@ def _builtin(name: str, extended_by: tuple[str, ...] = ()) -> Family:
 
 
 def _parse_family(text: str, where: str, name: str, extended_by: tuple[str, ...]) -> Family:
-    if any(line.count(".") > _MAX_DOTS for line in text.splitlines()):
+    if any(line.count(".") > _MAX_DOTS for line in text.split("\n")):
         raise FormatError(f"{where}: a line with more than {_MAX_DOTS} dots")
     try:
         top = tomllib.loads(text)
@@ -243,8 +243,8 @@ def _parse_family(text: str, where: str, name: str, extended_by: tuple[str, ...]
             )
         if not is_quick(pattern):
             raise FormatError(
-                f"{where}: {shown(pattern)} takes too long to match: it has more than two '**', two '*' in a dotted"
-                " part, or 1024 ways to choose words in braces that begin with others"
+                f"{where}: {shown(pattern)} takes too long to match: it has more than two '**', two of '*' and"
+                " '#' in a dotted part, or 1024 ways to choose words in braces that begin with others"
             )
     for pattern in family.experts_each:
         if compile_glob(pattern).groups != 1:

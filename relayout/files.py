@@ -28,8 +28,8 @@ _O_DIRECT: int | None = getattr(os, "O_DIRECT", None)
 _PAGE = max(BLOCK, mmap.PAGESIZE)
 """Bytes. What the page cache keeps together must not be written directly and through it."""
 _REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
-_NOT_THE_FILE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-"""Errors that say nothing of the file."""
+_NO_FILE = frozenset({errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENXIO})
+"""Errors that tell of what lies there, not of the system."""
 _NOWHERE = frozenset({errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR})
 TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 """Does not wait, should a FIFO have taken the place of a file that was looked at."""
@@ -55,16 +55,20 @@ def open_regular(path: Path) -> tuple[int, os.stat_result]:
 
     Raises:
         FormatError: it cannot be opened or is no regular file.
-        OSError: this process or system can open no more files.
+        OSError: the system failed, or this process can open no more files.
     """
     try:
         check_regular(path)
         fd = os.open(path, TO_READ)
     except OSError as error:
-        if error.errno in _NOT_THE_FILE:
+        if error.errno not in _NO_FILE:
             raise
         raise FormatError(f"{path}: cannot be read: {error.strerror}") from None
-    return fd, os.fstat(fd)
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(fd)
+        raise FormatError(f"{path}: not a regular file")
+    return fd, status
 
 
 def check_regular(path: Path) -> os.stat_result:
@@ -142,10 +146,10 @@ class InputFile:
         if direct and not self.direct and not fallback:
             self.close()
             raise _refused(path)
-        length = os.fstat(self._fd).st_size
-        if length != nbytes:
+        status = os.fstat(self._fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
             self.close()
-            raise FormatError(f"{path}: {length} bytes long, expected {nbytes}")
+            raise FormatError(f"{path}: {status.st_size} bytes long, expected {nbytes}")
 
     @property
     def fd(self) -> int:

@@ -11,9 +11,9 @@ from relayout.header import LENGTH_NBYTES
 from relayout.index import MANIFEST_NAME, Manifest, RankTable
 from relayout.members import member
 from relayout.ranktable import parse_table
-from relayout.sidecar import MAX_MANIFEST_NBYTES, header_prefix, parse_manifest
+from relayout.sidecar import MAX_MANIFEST_NBYTES, MAX_TABLE_NBYTES, header_prefix, parse_manifest
 
-MAX_TABLE_FILE_NBYTES = 256 * 2**20
+MAX_TABLE_FILE_NBYTES = MAX_TABLE_NBYTES
 """Limit of a table or record as stored, compressed."""
 
 

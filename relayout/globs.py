@@ -22,16 +22,16 @@ def is_glob(pattern: str) -> bool:
 def is_quick(pattern: str) -> bool:
     """Whether any name can be matched in little time.
 
-    At most two `**`, and two stars in a dotted part; where words in braces begin with others, so that it takes a try to
-    tell which is meant, there are at most 1024 ways to choose them.
+    At most two `**`, and two of `*` and `#` in a dotted part; where words in braces begin with others, so that it takes
+    a try to tell which is meant, there are at most 1024 ways to choose them.
     """
     ways = 1
     for token in _TOKEN.findall(pattern):
         words = token[1:-1].split(",") if token.startswith("{") else []
         if any(other.startswith(one) for one, other in pairwise(sorted(words))):
             ways *= len(words)
-    stars = max(part.count("*") for part in pattern.split("."))
-    return pattern.count("**") <= 2 and stars <= 2 and ways <= 1024
+    wildcards = max(part.count("*") + part.count("#") for part in pattern.split("."))
+    return pattern.count("**") <= 2 and wildcards <= 2 and ways <= 1024
 
 
 @lru_cache(maxsize=4096)

@@ -32,7 +32,7 @@ LENGTH_NBYTES = 8
 _MAX_SIZE = 2**64 - 1
 MAX_DEPTH = 127
 """Of nested JSON (serde_json's limit)."""
-_FEW_BRACKETS = 2**20
+_FEW_BRACKETS = 2**22
 _CHARACTERS_PER_BRACKET = 16
 """The shortest entry of a header has three in 51."""
 _METADATA_KEY = "__metadata__"

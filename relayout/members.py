@@ -8,6 +8,10 @@ from pathlib import Path
 
 from relayout.errors import FormatError
 
+FOLLOW_LINKS = "RELAYOUT_FOLLOW_LINKS"
+"""Environment variable: "1" lets links lead anywhere, for folders that were put together of links by a person."""
+
+_REPOSITORY = re.compile(r"(models|datasets|spaces)--")
 _SHARED_BLOB = re.compile(r"([0-9a-f]{2})/\1[0-9a-f]{62}")
 
 
@@ -21,7 +25,7 @@ def member(folder: Path, name: str) -> Path:
     if not is_member(folder, path):
         raise FormatError(
             f"{path}: a symbolic link that leads out of the checkpoint, to {os.path.realpath(path)}:"
-            " put the file in its place if you trust it"
+            f" put the file in its place, or set {FOLLOW_LINKS}=1, if you trust it"
         )
     return path
 
@@ -37,10 +41,12 @@ def is_member(folder: Path, path: Path) -> bool:
     real = Path(os.path.realpath(path))
     if real.is_relative_to(home):
         return True
-    snapshots = next((parent for parent in home.parents if parent.name == "snapshots"), None)
-    if snapshots is None:
+    if os.environ.get(FOLLOW_LINKS) == "1":
+        return True
+    repository = next((parent.parent for parent in home.parents if parent.name == "snapshots"), None)
+    if repository is None or not _REPOSITORY.match(repository.name):
         return False
-    own, shared = snapshots.parent / "blobs", snapshots.parent.parent / "blobs"
+    own, shared = (Path(os.path.realpath(folder / "blobs")) for folder in (repository, repository.parent))
     return real.parent == own or (
         real.is_relative_to(shared) and _SHARED_BLOB.fullmatch(real.relative_to(shared).as_posix()) is not None
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from relayout.catalogue import Catalogue
 from relayout.dtypes import BITS, num_bytes
@@ -18,6 +19,9 @@ from relayout.layout import Layout
 from relayout.plan import Plan
 from relayout.sidecar import check_version, compact_json, parse_shapes, parse_slice
 from relayout.slicing import Slice
+
+_MAX_PATH_NBYTES, _MAX_PART_NBYTES = 4095, 255
+"""Linux has no longer paths, and file systems no longer names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +165,7 @@ def parse_record(text: bytes, num_ranks: int, where: str) -> SourceRecord:
     _check_names(
         [*(file.name for file in files), *(record.index or ())[:1], *(one.name for one in record.side_files)], where
     )
-    _check_tensors(record, where)
+    _check_tensors(record, cut_of, where)
     return record
 
 
@@ -172,17 +176,15 @@ def _count(fields: Fields) -> int:
 
 def _check_names(names: Sequence[str], where: str) -> None:
     """No two of them may want one place, as files or as folders."""
-    folders = {"/".join(parts[:end]) for name in names for parts in [name.split("/")] for end in range(1, len(parts))}
-    seen: set[str] = set()
+    for one, other in pairwise(sorted(f"{name}/" for name in names)):
+        if other.startswith(one):
+            raise FormatError(f"{where}: {shown(one[:-1])} is the name of two things")
     for name in names:
-        if name in seen or name in folders:
-            raise FormatError(f"{where}: {shown(name)} is the name of two things")
-        if name.split("/")[-1] == MANIFEST_NAME:
+        if MANIFEST_NAME in name.split("/"):
             raise FormatError(f"{where}: {shown(name)} would make a converted folder of the source")
-        seen.add(name)
 
 
-def _check_tensors(record: SourceRecord, where: str) -> None:
+def _check_tensors(record: SourceRecord, cut_of: Sequence[int], where: str) -> None:
     if len(set(record.names)) != len(record.names):
         raise FormatError(f"{where}: a tensor name occurs twice")
     for name, dtype, shape, file, offset in zip(
@@ -194,12 +196,22 @@ def _check_tensors(record: SourceRecord, where: str) -> None:
             raise FormatError(
                 f"{where}: tensor {name!r}: {shown(dtype)} {shown(list(shape))} at {offset} is not in its file"
             )
-    first = dict(zip(zip(record.slices, record.shapes, strict=True), record.names, strict=True))
-    for (slices, shape), name in first.items():
-        for part in slices:
-            ranges = part.ranges or ()
-            if ranges and (part.axis >= len(shape) or any(sum(one) > shape[part.axis] for one in ranges)):
-                raise FormatError(f"{where}: tensor {name!r}: {shown(list(shape))} has no slice {shown(part)}")
+    reach = {cut: _reach(slices) for cut, slices in dict(zip(cut_of, record.slices, strict=True)).items()}
+    for name, shape, cut in zip(record.names, record.shapes, cut_of, strict=True):
+        for axis, end in reach[cut].items():
+            if axis >= len(shape) or end > shape[axis]:
+                raise FormatError(
+                    f"{where}: tensor {name!r}: {shown(list(shape))} has no slice up to {end} along axis {axis}"
+                )
+
+
+def _reach(slices: Sequence[Slice]) -> dict[int, int]:
+    """How far slices go along each axis."""
+    ends: dict[int, int] = {}
+    for part in slices:
+        for start, length in part.ranges or ():
+            ends[part.axis] = max(ends.get(part.axis, 0), start + length)
+    return ends
 
 
 def _parse_files(fields: Fields, where: str) -> tuple[RecordedFile, ...]:
@@ -219,6 +231,8 @@ def _path(name: str, where: str) -> str:
         FormatError: it leads elsewhere, or nowhere.
     """
     # No hidden ones, which a conversion does not take along either: they may steer other programs.
-    if "\0" in name or any(part == "" or part.startswith(".") for part in name.split("/")):
+    parts = name.split("/")
+    is_long = len(name) > _MAX_PATH_NBYTES or len(max(parts, key=len).encode()) > _MAX_PART_NBYTES
+    if "\0" in name or is_long or any(part == "" or part.startswith(".") for part in parts):
         raise FormatError(f"{where}: {shown(name)} is no name of a file in the checkpoint")
     return name

@@ -14,7 +14,7 @@ import zstandard
 from relayout.errors import FormatError, PlanError, shown
 from relayout.extents import BLOCK, Transfer
 from relayout.fields import Fields, parse_object
-from relayout.header import MAX_AXES, json_text
+from relayout.header import LENGTH_NBYTES, MAX_AXES, MAX_HEADER_NBYTES, json_text
 from relayout.index import (
     ARENA_ALIGNMENT,
     FORMAT_VERSION,
@@ -32,8 +32,10 @@ DIGEST = "xxh3_128"
 """The algorithm of every digest: detects damage and stale copies, not forgery."""
 
 MAX_MANIFEST_NBYTES = 64 * 2**20
-MAX_TABLE_NBYTES = 2**28
+MAX_TABLE_NBYTES = 2**27
 """Limit of a table's JSON, uncompressed."""
+_MIN_ENTRY_NBYTES = 48
+"""Of a tensor's entry in a header."""
 _PIECE_NBYTES = 2**12
 """Of a zstd frame, at a time: what this expands to, at most 32,000 times as much, may be too much already."""
 
@@ -246,6 +248,8 @@ def _parse_rank(entry: Mapping[str, Any], rank: int, where: str) -> RankEntry:
         files.append(
             IndexedFile(file.text("name"), file.size("nbytes"), file.size("data_start"), file.text("header_digest"))
         )
+        if files[-1].data_start > min(files[-1].nbytes, LENGTH_NBYTES + MAX_HEADER_NBYTES):
+            raise FormatError(f"{where}: {files[-1].name}: no header of a file ends at byte {files[-1].data_start}")
     parsed = RankEntry(
         table=fields.text("table"),
         table_digest=fields.text("table_digest"),
@@ -274,6 +278,9 @@ def _check_reads(entry: RankEntry, where: str) -> None:
             raise FormatError(f"{what}: ends at byte {transfer.source_end} of {file.name}, which has {file.nbytes}")
         if transfer.target_end > entry.arena_nbytes:
             raise FormatError(f"{what}: ends at byte {transfer.target_end} of an arena of {entry.arena_nbytes}")
+    headers_nbytes = sum(file.data_start for file in entry.files)
+    if entry.num_tensors * _MIN_ENTRY_NBYTES > headers_nbytes:
+        raise FormatError(f"{where}: {entry.num_tensors} tensors in headers of {headers_nbytes} bytes")
     limit = entry.nbytes + ARENA_ALIGNMENT * entry.num_tensors + 2 * BLOCK * (len(entry.files) + 1)
     if entry.arena_nbytes > limit:
         raise FormatError(f"{where}: an arena of {entry.arena_nbytes} bytes for tensors of {entry.nbytes}")

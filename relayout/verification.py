@@ -159,7 +159,7 @@ def _check_other_files(folder: Path, manifest: Manifest, report: Report) -> None
     """Check the index for stock loaders, and that no file lies there that a loader would take for a part of it."""
     known = {file.name for entry in manifest.ranks for file in entry.files}
     for path in sorted(folder.glob("*.safetensors")):
-        if path.name not in known:
+        if path.name not in known and not path.name.startswith("."):
             report.add(path.name, "is not part of this conversion")
     if manifest.hub_index_digest is not None:
         what = "differs from the one that was written"

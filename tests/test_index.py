@@ -57,7 +57,7 @@ def rank_files(draw: st.DrawFn) -> Files:
     borders = sorted(draw(st.lists(st.integers(0, len(sizes)), max_size=2)))
     files: Files = []
     for start, end in zip([0, *borders], [*borders, len(sizes)], strict=True):
-        data_start = draw(st.sampled_from([512, 1536, 4096, 4608, 65536]))
+        data_start = draw(st.sampled_from([1536, 2560, 4096, 4608, 65536]))  # Room for 25 entries.
         part = sizes[start:end]
         files.append((data_start, [data_start + sum(part[:i]) for i in range(len(part))], part))
     return files

@@ -100,6 +100,38 @@ def test_links_stay_in_the_folder_or_lead_to_the_blobs_of_a_snapshot(tmp_path: P
     assert not is_member(plain, plain / "blob"), "not in a snapshot"
 
 
+def test_only_a_repository_of_the_hub_has_blobs_outside(tmp_path: Path) -> None:
+    root = tmp_path / "backups" / "snapshots" / "1"
+    root.mkdir(parents=True)
+    (root / "x").symlink_to("../../blobs/id_rsa")
+    assert not is_member(root, root / "x")
+
+
+def test_the_blobs_of_a_cache_may_lie_on_another_drive(tmp_path: Path) -> None:
+    repository = tmp_path / "models--a--b"
+    root = repository / "snapshots" / "1"
+    root.mkdir(parents=True)
+    (tmp_path / "drive").mkdir()
+    (repository / "blobs").symlink_to(tmp_path / "drive")
+    (root / "x").symlink_to("../../blobs/0")
+    assert is_member(root, root / "x")
+
+
+def test_who_trusts_links_may_say_so(
+    llama: Path, outside: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As older downloads left them: a folder of links into a cache elsewhere."""
+    folder = tmp_path / "model"
+    shutil.copytree(llama, folder)
+    for path in list(folder.iterdir()):
+        move_out(folder, path.name, outside)
+    with pytest.raises(FormatError, match="or set RELAYOUT_FOLLOW_LINKS=1, if you trust it"):
+        relayout.inspect(folder)
+    monkeypatch.setenv("RELAYOUT_FOLLOW_LINKS", "1")
+    relayout.convert(folder, tmp_path / "out", tp=2)
+    assert relayout.verify(tmp_path / "out", source=llama).ok
+
+
 @pytest.mark.parametrize("kind", ["plain", "converted"])
 def test_a_snapshot_in_the_hubs_cache_is_read_like_a_folder(
     kind: str, llama: Path, converted: Path, tmp_path: Path

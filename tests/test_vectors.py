@@ -176,6 +176,7 @@ def call(what: str, path: Path, out: Path) -> None:
             raise AssertionError(what)
 
 
+@pytest.mark.filterwarnings("ignore:.*a plain checkpoint")
 @pytest.mark.parametrize("vector", named(lambda one: one.get("python") and not one.get("is_bomb")))
 def test_python_refuses_a_vector(vector: dict[str, Any], tmp_path: Path) -> None:
     folder, out = laid_out(vector, tmp_path), tmp_path / "out"

@@ -284,7 +284,7 @@ def _walk(folder: Path, root: Path) -> Iterator[tuple[Path, str | None]]:
                 yield path, "a converted checkpoint"
             else:
                 yield from _walk(path, root)
-        elif not is_member(root, path):
+        elif entry.is_symlink() and not is_member(root, path):
             yield path, "a link that leads out of the checkpoint"
         elif not path.is_file():
             yield path, "a link to a folder, or to nothing" if entry.is_symlink() else "not a regular file"

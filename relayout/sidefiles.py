@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -30,26 +31,16 @@ def copy_side_file(source: Path, folder: Path, name: str, expected: SideFile | N
         raise FormatError(f"{source / name}: differs from the file that was copied")
     target = folder / name
     target.parent.mkdir(parents=True, exist_ok=True)
-    digest = xxhash.xxh3_128()
-    nbytes = 0
     mode = status.st_mode & 0o777 if expected is None else expected.mode
 
     def create(path: str, flags: int) -> int:
         return os.open(path, flags, mode | stat.S_IRUSR)
 
     with open(descriptor, "rb") as reader, naming(target), open(target, "xb", opener=create) as writer:
-        while chunk := _read(reader, source / name):
-            digest.update(chunk)
-            nbytes += len(chunk)
-            writer.write(chunk)
+        nbytes, digest = _read_through(reader, source / name, writer.write)
         writer.flush()
         os.fsync(writer.fileno())
-    return SideFile(name, nbytes, digest.hexdigest(), mode)
-
-
-def _read(reader: BinaryIO, path: Path) -> bytes:
-    with naming(path):
-        return reader.read(_COPY_NBYTES)
+    return SideFile(name, nbytes, digest, mode)
 
 
 def read_side_file(folder: Path, name: str) -> SideFile:
@@ -60,13 +51,24 @@ def read_side_file(folder: Path, name: str) -> SideFile:
     """
     path = member(folder, name)
     descriptor, status = open_regular(path)
+    with open(descriptor, "rb") as reader:
+        nbytes, digest = _read_through(reader, path)
+    return SideFile(name, nbytes, digest, status.st_mode & 0o777)
+
+
+def _read_through(reader: BinaryIO, path: Path, use: Callable[[bytes], object] | None = None) -> tuple[int, str]:
+    """Length and digest of all that is read, and `use` it on the way; `path` is for errors of reading."""
     digest = xxhash.xxh3_128()
     nbytes = 0
-    with open(descriptor, "rb") as reader:
-        while chunk := _read(reader, path):
-            digest.update(chunk)
-            nbytes += len(chunk)
-    return SideFile(name, nbytes, digest.hexdigest(), status.st_mode & 0o777)
+    while True:
+        with naming(path):
+            chunk = reader.read(_COPY_NBYTES)
+        if not chunk:
+            return nbytes, digest.hexdigest()
+        digest.update(chunk)
+        nbytes += len(chunk)
+        if use is not None:
+            use(chunk)
 
 
 def check_side_file(path: Path, expected: SideFile, found: SideFile) -> None:

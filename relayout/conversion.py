@@ -25,6 +25,7 @@ from relayout.layout import (
     rank_header,
 )
 from relayout.memory import peak_nbytes
+from relayout.openfolder import OpenFolder
 from relayout.plan import TRANSFORMERS, Plan, Unmatched, plan_for
 from relayout.ranktable import dump_table
 from relayout.record import dump_record
@@ -33,7 +34,7 @@ from relayout.resumption import claims_of, still_true, undertaking_of
 from relayout.sidecar import SOURCE_RECORD_NAME, compress, digest_hex, dump_manifest, table_name
 from relayout.sidefiles import copy_side_file, write_file, write_header
 from relayout.slicing import distinct_slices, slice_nbytes
-from relayout.staging import check_output, check_space, clear_up, staging_folder
+from relayout.staging import check_output, check_space, clear_up, modes_of, staging_folder
 from relayout.writer import DEFAULT_JOBS, DEFAULT_MEMORY, RankFileSink, empty_digests, run_steps, share_memory
 
 _SIDECAR_NBYTES_PER_TENSOR = 300
@@ -194,9 +195,10 @@ def carry_out(
     check_output(conversion.source, conversion.output, force=force)
     total = catalogue.nbytes
     undertaking = undertaking_of(catalogue, conversion.plan, layout, conversion.max_part_nbytes)
-    with staging_folder(conversion.output, replace=force) as staging:
+    modes = modes_of(catalogue.root if catalogue.root.is_dir() else None, [file.path for file in catalogue.files])
+    with staging_folder(conversion.output, replace=force, modes=modes) as staging:
         claims = claims_of(staging, undertaking, force=force)
-        staging.advice = f"what is done is kept in {staging.place}; the same command goes on from there"
+        staging.advice = f"what is done is kept in {staging.place.path}; the same command goes on from there"
         check_space(conversion.output, _needed_nbytes(conversion) - staging.allocated_nbytes())
         num_readers = max(1, min(jobs, memory // REHASH_NBYTES))
         done = still_true(staging.folder, claims, catalogue, conversion.plan, layout, num_readers)
@@ -207,7 +209,7 @@ def carry_out(
                 journal.add(t, digests)
                 staging.is_kept = True
 
-            sink = RankFileSink(staging.folder, layout)
+            sink = RankFileSink(staging.folder, layout, staging.modes.file)
             try:
                 written = run_steps(
                     catalogue,
@@ -220,7 +222,7 @@ def carry_out(
                 )
             finally:
                 sink.close()
-        _write_sidecar(staging.folder, conversion, {**done, **written})
+        _write_sidecar(staging.folder, staging.modes.file, conversion, {**done, **written})
         if undertaking_of(catalogue, conversion.plan, layout, conversion.max_part_nbytes) != undertaking:
             staging.is_kept = False
             raise FormatError(f"{conversion.source}: has changed while it was read")
@@ -259,7 +261,7 @@ def _needed_nbytes(conversion: Conversion) -> int:
     return conversion.layout.nbytes + side + sidecar
 
 
-def _write_sidecar(folder: Path, conversion: Conversion, digests: Mapping[int, TensorDigests]) -> None:
+def _write_sidecar(folder: OpenFolder, mode: int, conversion: Conversion, digests: Mapping[int, TensorDigests]) -> None:
     """Write everything but the tensors' bytes: side files, source record, headers, rank tables, manifest."""
     catalogue, plan, layout = conversion.catalogue, conversion.plan, conversion.layout
     side_files = [copy_side_file(catalogue.root, folder, name) for name in catalogue.side_files]
@@ -268,18 +270,18 @@ def _write_sidecar(folder: Path, conversion: Conversion, digests: Mapping[int, T
     record = dump_record(catalogue, plan, layout, conversion.max_part_nbytes, sources, side_files)
     conversion_id = digest_hex(record)
     stored_record = compress(record)
-    write_file(folder / SOURCE_RECORD_NAME, stored_record)
+    write_file(folder, SOURCE_RECORD_NAME, stored_record, mode)
     entries = []
     for rank, files in enumerate(layout.ranks):
         indexed = []
         for file in files:
             header = rank_header(catalogue, plan, layout, file, conversion_id)
-            write_header(folder / file.name, header, file.nbytes)
+            write_header(folder, file.name, header, file.nbytes, mode)
             indexed.append(IndexedFile(file.name, file.nbytes, file.data_start, digest_hex(header)))
         sizes = [_slice_sizes(conversion, file) for file in files]
         arena = plan_arena([(file.data_start, file.offsets, nbytes) for file, nbytes in zip(files, sizes, strict=True)])
         table = dump_table(_rank_table(conversion, rank, arena, digests), conversion_id)
-        write_file(folder / table_name(rank), table)
+        write_file(folder, table_name(rank), table, mode)
         entries.append(
             RankEntry(
                 table=table_name(rank),
@@ -293,7 +295,7 @@ def _write_sidecar(folder: Path, conversion: Conversion, digests: Mapping[int, T
         )
     hub_index = _hub_index(catalogue, layout) if plan.num_ranks == 1 else None
     if hub_index is not None:
-        write_file(folder / HUB_INDEX_NAME, hub_index)
+        write_file(folder, HUB_INDEX_NAME, hub_index, mode)
     manifest = Manifest(
         generator=f"relayout {__version__}",
         conversion=conversion_id,
@@ -307,7 +309,7 @@ def _write_sidecar(folder: Path, conversion: Conversion, digests: Mapping[int, T
         hub_index_digest=None if hub_index is None else digest_hex(hub_index),
         ranks=tuple(entries),
     )
-    write_file(folder / MANIFEST_NAME, dump_manifest(manifest))
+    write_file(folder, MANIFEST_NAME, dump_manifest(manifest), mode)
 
 
 def _slice_sizes(conversion: Conversion, file: RankFile) -> list[int]:

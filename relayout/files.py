@@ -7,7 +7,6 @@ the page cache.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import mmap
@@ -15,14 +14,17 @@ import os
 import stat
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from relayout.errors import FormatError
 from relayout.extents import BLOCK, align_down, align_up
+from relayout.libc import allocate, sync_range
+from relayout.openfolder import OpenFolder, restrict
 
 _O_DIRECT: int | None = getattr(os, "O_DIRECT", None)
 _PAGE = max(BLOCK, mmap.PAGESIZE)
@@ -35,8 +37,6 @@ TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 """Does not wait, should a FIFO have taken the place of a file that was looked at."""
 _MAX_BEHIND = 4
 """Writes of one file that may be on their way from the page cache to the drive."""
-_START, _WAIT = 2, 7
-"""Linux `sync_file_range`: SYNC_FILE_RANGE_WRITE, and with it both waits."""
 
 
 @contextmanager
@@ -123,11 +123,19 @@ class InputFile:
     """A file of known size, read at given offsets by any number of threads."""
 
     def __init__(
-        self, path: Path, nbytes: int, *, direct: bool = True, fallback: bool = True, pass_by: bool = False
+        self,
+        path: Path,
+        nbytes: int,
+        *,
+        direct: bool = True,
+        fallback: bool = True,
+        pass_by: bool = False,
+        folder: OpenFolder | None = None,
     ) -> None:
         """Open `path`, which must be `nbytes` long; without `fallback`, refused direct I/O is an error.
 
-        With `pass_by`, what has to go through the page cache does not stay there.
+        With `pass_by`, what has to go through the page cache does not stay there. With `folder`, it is a file of that
+        folder's owner, directly in it.
 
         Raises:
             FormatError: the file is missing or has another length.
@@ -139,8 +147,11 @@ class InputFile:
         self._fallback = fallback
         self._pass_by = pass_by
         try:
-            check_regular(path)
-            self._fd, self.direct = _open(path, TO_READ, direct)
+            if folder is None:
+                check_regular(path)
+                self._fd, self.direct = _open(partial(os.open, path), TO_READ, direct)
+            else:
+                self._fd, self.direct = _open(partial(folder.open_own, path.name), TO_READ, direct)
         except FileNotFoundError:
             raise FormatError(f"{path}: is missing") from None
         if direct and not self.direct and not fallback:
@@ -224,29 +235,38 @@ class OutputFile:
     written directly, what was written goes to the drive soon, and leaves the page cache.
     """
 
-    def __init__(self, path: Path, nbytes: int, *, create: bool = True, direct: bool = True) -> None:
-        """Create `path`, which must not exist, and allocate its space; or open it again, if it is no link.
+    def __init__(
+        self, folder: OpenFolder, name: str, nbytes: int, *, create: bool = True, direct: bool = True, mode: int = 0o666
+    ) -> None:
+        """Create a file, which must not exist, and allocate its space; or open one of the folder's owner again.
+
+        Args:
+            mode: its permissions, less the umask; one that exists loses those beyond.
 
         Raises:
+            FormatError: it is to be opened again, and is no regular file of its own.
             OSError: it exists, or there is no space.
         """
-        self.path = path
+        self.path = folder.path / name
         self.nbytes = nbytes
         self._lock = threading.Lock()
         self._behind: deque[tuple[int, int]] = deque()
         """(offset, nbytes) that are on their way from the page cache to the drive, oldest first."""
-        self._fd = os.open(
-            path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else os.O_NOFOLLOW), 0o666
-        )
+        if create:
+            self._fd = folder.open(name, os.O_RDWR | os.O_CREAT, mode)
+        else:
+            self._fd = folder.open_own(name, os.O_RDWR)
         try:
             if create:
-                _allocate(self._fd, nbytes)
-            self._direct_fd, self.direct = _open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, direct)
+                allocate(self._fd, nbytes)
+            else:
+                restrict(self._fd, mode)
+            self._direct_fd, self.direct = _open(partial(folder.open_own, name), os.O_WRONLY, direct)
         except OSError as error:
             os.close(self._fd)
             if create:
-                path.unlink()  # Another thread would find it half made.
-            raise OSError(error.errno, error.strerror, str(path)) from None
+                folder.remove(name)  # Another thread would find it half made.
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
 
     def write(self, offset: int, view: memoryview, address: int) -> None:
         """Write `view` at `offset`; its memory starts at `address`, modulo `BLOCK`.
@@ -273,13 +293,13 @@ class OutputFile:
 
     def _write_behind(self, offset: int, nbytes: int) -> None:
         with naming(self.path):
-            _sync_range(self._fd, offset, nbytes, wait=False)
+            sync_range(self._fd, offset, nbytes, wait=False)
         with self._lock:
             self._behind.append((offset, nbytes))
             oldest = [self._behind.popleft() for _ in range(len(self._behind) - _MAX_BEHIND)]
         for extent in oldest:
             with naming(self.path):
-                _sync_range(self._fd, *extent, wait=True)
+                sync_range(self._fd, *extent, wait=True)
             _forget(self._fd, *extent)
 
     def _write(self, fd: int, offset: int, view: memoryview) -> None:
@@ -315,39 +335,30 @@ def _refused(path: Path) -> OSError:
     return OSError(errno.EOPNOTSUPP, "the file system refuses direct I/O; use backend 'buffered'", str(path))
 
 
-def sync_and_forget(path: Path) -> None:
+def sync_and_forget(folder: OpenFolder, name: str) -> None:
     """Let the next read of a file show what is on the drive.
 
     Raises:
+        FormatError: it is no regular file of the folder's owner.
         OSError: what is in the page cache could not be written.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    fd = folder.open_own(name, os.O_RDONLY)
     try:
-        with naming(path):
+        with naming(folder.path / name):
             os.fsync(fd)
         _forget(fd, 0, 0)
     finally:
         os.close(fd)
 
 
-def sync_folder(path: Path) -> None:
-    """Return when the folder's entries are on the drive."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with naming(path):
-            os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _open(path: Path, flags: int, direct: bool) -> tuple[int, bool]:
+def _open(opener: Callable[[int], int], flags: int, direct: bool) -> tuple[int, bool]:
     if direct and _O_DIRECT is not None:
         try:
-            return os.open(path, flags | _O_DIRECT), True
+            return opener(flags | _O_DIRECT), True
         except OSError as error:
             if error.errno not in _REFUSED:
                 raise
-    return os.open(path, flags), False
+    return opener(flags), False
 
 
 def _preadv_by_copy(fd: int, view: memoryview, offset: int) -> int:
@@ -369,30 +380,3 @@ def _forget(fd: int, offset: int, nbytes: int) -> None:
     if hasattr(os, "posix_fadvise"):
         with suppress(OSError):
             os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
-
-
-def _sync_range(fd: int, offset: int, nbytes: int, *, wait: bool) -> None:
-    """Start writing bytes from the page cache to the drive, and perhaps wait for it, where the system can.
-
-    Raises:
-        OSError: they could not be written; a later fsync would not tell again.
-    """
-    function = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
-    if function is None:
-        return
-    flags = ctypes.c_uint(_WAIT if wait else _START)
-    if function(fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), flags) != 0:
-        code = ctypes.get_errno()
-        if code not in _REFUSED | {errno.ENOSYS, errno.ESPIPE}:
-            raise OSError(code, os.strerror(code))
-
-
-def _allocate(fd: int, nbytes: int) -> None:
-    """Give the file its length and, where the file system can, its blocks, so that a full disk shows at once."""
-    os.ftruncate(fd, nbytes)
-    # Not os.posix_fallocate: where the file system cannot, the C library would write to every block.
-    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
-    if nbytes and fallocate is not None and fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) != 0:
-        code = ctypes.get_errno()
-        if code not in _REFUSED | {errno.ENOSYS}:
-            raise OSError(code, os.strerror(code))

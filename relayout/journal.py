@@ -13,14 +13,15 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import xxhash
 
+from relayout.errors import FormatError
 from relayout.files import naming
 from relayout.header import json_text
+from relayout.openfolder import OpenFolder
 
 JOURNAL_NAME = "relayout.journal"
 
@@ -50,12 +51,15 @@ class Undertaking:
 class Journal:
     """Appends to a journal. Lines may be added by several threads."""
 
-    def __init__(self, folder: Path, undertaking: Undertaking, *, append: bool) -> None:
+    def __init__(self, folder: OpenFolder, undertaking: Undertaking, *, append: bool) -> None:
         """Go on with the journal in a folder, or begin a new one in place of what may be there."""
         self._lock = threading.Lock()
-        self._path = folder / JOURNAL_NAME
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_APPEND if append else os.O_TRUNC)
-        self._fd = os.open(self._path, flags, 0o666)
+        self._path = folder.path / JOURNAL_NAME
+        if append:
+            self._fd = folder.open_own(JOURNAL_NAME, os.O_WRONLY | os.O_APPEND)
+        else:
+            folder.remove(JOURNAL_NAME)
+            self._fd = folder.open(JOURNAL_NAME, os.O_WRONLY | os.O_CREAT, 0o600)
         # Behind a torn line, too, a new one starts.
         self._write(b"\n" if append else _line([undertaking.source, undertaking.options]))
 
@@ -81,17 +85,18 @@ class Journal:
         self.close()
 
 
-def read_journal(folder: Path) -> tuple[Undertaking, Mapping[int, TensorDigests]] | None:
-    """What a journal is of, and what it claims to be done; None where there is none.
+def read_journal(folder: OpenFolder) -> tuple[Undertaking, Mapping[int, TensorDigests]] | None:
+    """What a journal is of, and what it claims to be done; None where there is none of the folder's owner.
 
     Raises:
         OSError: there is one, and it cannot be read now.
     """
-    path = folder / JOURNAL_NAME
-    if path.is_symlink() or not path.is_file():
+    try:
+        fd = folder.open_own(JOURNAL_NAME, os.O_RDONLY)
+    except (FileNotFoundError, FormatError):
         return None
-    with naming(path):
-        lines = path.read_bytes().split(b"\n")
+    with naming(folder.path / JOURNAL_NAME), open(fd, "rb") as file:
+        lines = file.read().split(b"\n")
     first = _parsed(lines[0])
     if not (len(first) == 2 and all(isinstance(item, str) for item in first)):
         return None

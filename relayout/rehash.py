@@ -11,6 +11,7 @@ import xxhash
 
 from relayout.extents import BLOCK, Extent, align_down, align_up
 from relayout.files import Buffer, InputFile
+from relayout.openfolder import OpenFolder
 from relayout.workers import Stop, Turns, Workers
 
 CHUNK_NBYTES = 16 * 2**20
@@ -25,6 +26,8 @@ class HashedFile:
     """The length that it must have."""
     extents: Sequence[Extent]
     """In order, without overlap. Empty ones may lie anywhere."""
+    folder: OpenFolder | None = None
+    """Where the path was found: it is to be a file of this folder's owner, directly in it."""
 
 
 def hash_files(
@@ -55,7 +58,9 @@ def hash_files(
         return extent.nbytes
 
     with ExitStack() as stack:
-        inputs = [stack.enter_context(InputFile(file.path, file.nbytes, pass_by=True)) for file in files]
+        inputs = [
+            stack.enter_context(InputFile(file.path, file.nbytes, pass_by=True, folder=file.folder)) for file in files
+        ]
         Workers(num_threads, requests(), Buffer, work, stop).run(on_progress)
     return [one.digests() for one in running]
 

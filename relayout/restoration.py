@@ -30,7 +30,7 @@ from relayout.memory import peak_nbytes
 from relayout.plan import Plan
 from relayout.record import SourceRecord
 from relayout.sidefiles import check_side_file, copy_side_file, write_file, write_header
-from relayout.staging import check_output, check_space, clear_up, staging_folder
+from relayout.staging import Staging, check_output, check_space, clear_up, modes_of, staging_folder
 from relayout.stored import read_record, stored_layout
 from relayout.strided import copy_runs
 from relayout.workers import Stop, Turns, Workers
@@ -93,30 +93,30 @@ def restore(
     clear_up(output)
     check_output(folder, output, force=force)
     written = sum(file.nbytes for file in record.files)
-    with staging_folder(output, replace=force) as staging:
+    modes = modes_of(folder, [member(folder, file.name) for entry in manifest.ranks for file in entry.files])
+    with staging_folder(output, replace=force, modes=modes) as staging:
         found = read_journal(staging.place)
         if found is not None and found[1] and not force:
             staging.is_kept = True
-            raise PlanError(f"{staging.place}: holds an interrupted conversion; --force discards it")
+            raise PlanError(f"{staging.place.path}: holds an interrupted conversion; --force discards it")
         staging.clear()
         check_space(output, written + sum(side.nbytes for side in record.side_files))
-        catalogue = source_catalogue(folder, staging.folder, record)
-        for file in catalogue.files:
-            file.path.parent.mkdir(parents=True, exist_ok=True)
+        catalogue = source_catalogue(folder, staging.folder.path, record)
         total = catalogue.nbytes
         _restore_tensors(
             folder,
             manifest,
             record,
             catalogue,
+            staging,
             jobs,
             chunk_nbytes,
             None if on_progress is None else lambda done: on_progress(done, total),
         )
         for file in catalogue.files:
-            write_header(file.path, file.header, file.nbytes)
+            write_header(staging.folder, file.name, file.header, file.nbytes, staging.modes.file)
         if record.index is not None:
-            write_file(staging.folder / record.index[0], record.index[1])
+            write_file(staging.folder, record.index[0], record.index[1], staging.modes.file)
         for side in record.side_files:
             check_side_file(folder / side.name, side, copy_side_file(folder, staging.folder, side.name, side))
     return Restored(
@@ -161,6 +161,7 @@ def _restore_tensors(
     manifest: Manifest,
     record: SourceRecord,
     catalogue: Catalogue,
+    staging: Staging,
     jobs: int,
     chunk_nbytes: int,
     on_progress: Callable[[int], None] | None,
@@ -199,7 +200,7 @@ def _restore_tensors(
         with opened:
             if file not in outputs:
                 shard = catalogue.files[file]
-                outputs[file] = OutputFile(shard.path, shard.nbytes)
+                outputs[file] = OutputFile(staging.folder, shard.name, shard.nbytes, mode=staging.modes.file)
                 stack.callback(outputs[file].close)
             return outputs[file]
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 from collections.abc import Mapping
-from pathlib import Path
 
 from relayout.catalogue import Catalogue
 from relayout.errors import FormatError, PlanError
@@ -15,11 +13,12 @@ from relayout.files import sync_and_forget
 from relayout.index import FORMAT_VERSION
 from relayout.journal import TensorDigests, Undertaking, read_journal
 from relayout.layout import Layout, RankFile
+from relayout.openfolder import OpenFolder
 from relayout.plan import Plan
 from relayout.rehash import HashedFile, hash_files
 from relayout.sidecar import compact_json, digest_hex
 from relayout.slicing import Slice, distinct_slices, slice_nbytes
-from relayout.staging import Staging, remove
+from relayout.staging import Staging
 
 
 def undertaking_of(catalogue: Catalogue, plan: Plan, layout: Layout, max_part_nbytes: int) -> Undertaking:
@@ -65,7 +64,7 @@ def claims_of(staging: Staging, undertaking: Undertaking, *, force: bool) -> Map
     if found is not None and found[1] and not force:
         what = "the source has changed since" if found[0].options == undertaking.options else "with other options"
         raise PlanError(
-            f"{staging.place}: holds an interrupted conversion, {what}; --force discards it and starts afresh"
+            f"{staging.place.path}: holds an interrupted conversion, {what}; --force discards it and starts afresh"
         )
     staging.is_kept = False
     staging.clear()
@@ -73,7 +72,7 @@ def claims_of(staging: Staging, undertaking: Undertaking, *, force: bool) -> Map
 
 
 def still_true(
-    folder: Path, claims: Mapping[int, TensorDigests], catalogue: Catalogue, plan: Plan, layout: Layout, jobs: int
+    folder: OpenFolder, claims: Mapping[int, TensorDigests], catalogue: Catalogue, plan: Plan, layout: Layout, jobs: int
 ) -> dict[int, TensorDigests]:
     """Those of the claimed tensors whose stored bytes have the claimed digests. What is no rank file is deleted.
 
@@ -81,12 +80,9 @@ def still_true(
         OSError: a read failed.
     """
     files = {file.name: file for files in layout.ranks for file in files}
-    for path in list(folder.iterdir()) if claims else []:
-        file = files.get(path.name)
-        status = path.lstat()
-        is_plain = stat.S_ISREG(status.st_mode) and status.st_nlink == 1
-        if file is None or not is_plain or status.st_size != file.nbytes:
-            remove(path)
+    for name in folder.names() if claims else ():
+        if name not in files or not _is_whole(folder, files[name]):
+            folder.remove(name)
     fitting = {t: digests for t, digests in claims.items() if _fits(t, digests, plan)}
     wrong: set[int] = set()
     for files_of_rank in layout.ranks if claims else ():
@@ -95,12 +91,22 @@ def still_true(
     return {t: digests for t, digests in fitting.items() if t not in wrong}
 
 
+def _is_whole(folder: OpenFolder, file: RankFile) -> bool:
+    """Whether it is a regular file of ours, without another name, and as long as it will be."""
+    try:
+        fd = folder.open_own(file.name, os.O_RDONLY)
+    except (FormatError, PermissionError):
+        return False
+    with open(fd, "rb"):
+        return os.fstat(fd).st_size == file.nbytes
+
+
 def _fits(t: int, digests: TensorDigests, plan: Plan) -> bool:
     return 0 <= t < len(plan.slices) and len(digests.slices) == len(distinct_slices(plan.slices[t])[0])
 
 
 def _wrong(
-    folder: Path, file: RankFile, claims: Mapping[int, TensorDigests], catalogue: Catalogue, plan: Plan, jobs: int
+    folder: OpenFolder, file: RankFile, claims: Mapping[int, TensorDigests], catalogue: Catalogue, plan: Plan, jobs: int
 ) -> set[int]:
     """The claimed tensors whose slice is not in this rank file as it should be."""
     rows = []
@@ -108,15 +114,15 @@ def _wrong(
         if t in claims:
             tensor, part = catalogue.tensors[t], plan.slices[t][file.rank]
             rows.append((t, Extent(offset, slice_nbytes(tensor.dtype, tensor.shape, part))))
-    path = folder / file.name
     try:
         # What an error kept from the drive may still be in the page cache, and look right.
-        sync_and_forget(path)
-        [digests] = hash_files([HashedFile(path, file.nbytes, [extent for _, extent in rows])], jobs)
+        sync_and_forget(folder, file.name)
+        stored = HashedFile(folder.path / file.name, file.nbytes, [extent for _, extent in rows], folder)
+        [digests] = hash_files([stored], jobs)
     except (FormatError, OSError) as error:
         if not isinstance(error, FormatError | FileNotFoundError) and error.errno != errno.EIO:
             raise
-        remove(path)  # Missing, or what cannot be read: to be written again.
+        folder.remove(file.name)  # Missing, or what cannot be read: to be written again.
         return {t for t, _ in rows}
     held = (distinct_slices(plan.slices[t])[1][file.rank] for t, _ in rows)
     return {t for (t, _), which, digest in zip(rows, held, digests, strict=True) if claims[t].slices[which] != digest}

@@ -1,4 +1,4 @@
-"""Writes the small files of a folder, each on the drive when its call returns."""
+"""Writes the small files of an open folder, each on the drive when its call returns."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ import xxhash
 from relayout.errors import FormatError
 from relayout.files import naming, open_regular
 from relayout.members import member
+from relayout.openfolder import OpenFolder, restrict
 from relayout.record import SideFile
 
 _COPY_NBYTES = 2**20
-_TO_CHANGE = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+_TO_CREATE = os.O_RDWR | os.O_CREAT
 
 
-def copy_side_file(source: Path, folder: Path, name: str, expected: SideFile | None = None) -> SideFile:
-    """Copy a regular file from one folder to another, with as much of its permissions as the umask leaves.
+def copy_side_file(source: Path, folder: OpenFolder, name: str, expected: SideFile | None = None) -> SideFile:
+    """Copy a regular file from one folder into an open one, with as much of its permissions as the umask leaves.
 
     Raises:
         FormatError: it cannot be opened, is no regular file, or has not the length, if one is expected.
@@ -29,14 +30,12 @@ def copy_side_file(source: Path, folder: Path, name: str, expected: SideFile | N
     if expected is not None and status.st_size != expected.nbytes:
         os.close(descriptor)
         raise FormatError(f"{source / name}: differs from the file that was copied")
-    target = folder / name
-    target.parent.mkdir(parents=True, exist_ok=True)
     mode = status.st_mode & 0o777 if expected is None else expected.mode
-
-    def create(path: str, flags: int) -> int:
-        return os.open(path, flags, mode | stat.S_IRUSR)
-
-    with open(descriptor, "rb") as reader, naming(target), open(target, "xb", opener=create) as writer:
+    with (
+        open(descriptor, "rb") as reader,
+        naming(folder.path / name),
+        open(folder.open(name, _TO_CREATE, mode | stat.S_IRUSR), "wb") as writer,
+    ):
         nbytes, digest = _read_through(reader, source / name, writer.write)
         writer.flush()
         os.fsync(writer.fileno())
@@ -81,18 +80,30 @@ def check_side_file(path: Path, expected: SideFile, found: SideFile) -> None:
         raise FormatError(f"{path}: differs from the file that was copied")
 
 
-def write_header(path: Path, header: bytes, nbytes: int) -> None:
-    """Write the header of a file of `nbytes`, which is there already, or has no data section."""
-    with naming(path), open(os.open(path, _TO_CHANGE, 0o666), "r+b") as stream:
+def write_header(folder: OpenFolder, name: str, header: bytes, nbytes: int, mode: int = 0o666) -> None:
+    """Write the header of a file of `nbytes`, which is there already, or has no data section.
+
+    Raises:
+        FormatError: what is there is no regular file of the folder's owner.
+        OSError: writing failed.
+    """
+    is_new = folder.status(name) is None
+    fd = folder.open(name, _TO_CREATE, mode) if is_new else folder.open_own(name, os.O_RDWR)
+    with open(fd, "r+b") as stream, naming(folder.path / name):
+        restrict(fd, mode)
         stream.write(header)
         stream.truncate(nbytes)
         stream.flush()
         os.fsync(stream.fileno())
 
 
-def write_file(path: Path, blob: bytes) -> None:
-    """Write a new file."""
-    with naming(path), path.open("xb") as stream:
+def write_file(folder: OpenFolder, name: str, blob: bytes, mode: int = 0o666) -> None:
+    """Write a new file, with as much of the mode as the umask leaves.
+
+    Raises:
+        OSError: it exists, or writing failed.
+    """
+    with open(folder.open(name, _TO_CREATE, mode), "wb") as stream, naming(folder.path / name):
         stream.write(blob)
         stream.flush()
         os.fsync(stream.fileno())

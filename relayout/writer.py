@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import Protocol, Self
 
 import xxhash
@@ -21,6 +20,7 @@ from relayout.extents import BLOCK, align_down, align_up
 from relayout.files import Buffer, InputFile, OutputFile
 from relayout.journal import TensorDigests
 from relayout.layout import Layout
+from relayout.openfolder import OpenFolder
 from relayout.plan import Plan
 from relayout.slicing import Slice, distinct_slices, slice_nbytes
 from relayout.strided import copy_runs
@@ -65,14 +65,14 @@ class NoSink:
 class RankFileSink:
     """Writes spans to rank files, of which only some are open at a time."""
 
-    def __init__(self, folder: Path, layout: Layout) -> None:
-        """Files that are in the folder already must have their full length."""
+    def __init__(self, folder: OpenFolder, layout: Layout, mode: int = 0o666) -> None:
+        """Files that are in the folder already must have their full length; `mode` is for new ones, less the umask."""
         self._folder = folder
+        self._mode = mode
         self._layout = layout
         self._lock = threading.Lock()
-        self._existing = {
-            (file.rank, file.part) for files in layout.ranks for file in files if (folder / file.name).exists()
-        }
+        names = set(folder.names())
+        self._existing = {(file.rank, file.part) for files in layout.ranks for file in files if file.name in names}
         self._open: dict[tuple[int, int], OutputFile] = {}
         """Least recently used first."""
         self._users: Counter[tuple[int, int]] = Counter()
@@ -97,7 +97,7 @@ class RankFileSink:
                 self._open.pop(idle).close()
         rank, part = key
         file = self._layout.ranks[rank][part]
-        opened = OutputFile(self._folder / file.name, file.nbytes, create=key not in self._existing)
+        opened = OutputFile(self._folder, file.name, file.nbytes, create=key not in self._existing, mode=self._mode)
         self._existing.add(key)
         return opened
 

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -116,17 +116,20 @@ def expected_slice(name: str, whole: Array, rank: int, tp: int, *, heads: int = 
 
 
 @contextmanager
-def mounted_tmpfs(place: Path, size: str) -> Iterator[Path]:
-    """A file system of that size (as mount writes it), at a new folder; the test skips where it cannot be had."""
-    place.mkdir()
+def mounted(place: Path, *options: str) -> Iterator[Path]:
+    """What mount(8) puts at a new folder; the test skips where it cannot be had."""
+    place.mkdir(exist_ok=True)
     if os.getuid() or not sys.platform.startswith("linux"):
-        pytest.skip("mounting a small file system takes a superuser of Linux")
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size},mode=755", "tmpfs", str(place)], capture_output=True, text=True
-    )
-    if mounted.returncode:
-        pytest.skip(f"tmpfs cannot be mounted here: {mounted.stderr.strip()}")
+        pytest.skip("mounting takes a superuser of Linux")
+    done = subprocess.run(["mount", *options, str(place)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"cannot be mounted here: {done.stderr.strip()}")
     try:
         yield place
     finally:
         subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def mounted_tmpfs(place: Path, size: str) -> AbstractContextManager[Path]:
+    """A file system of that size (as mount writes it), at a new folder; the test skips where it cannot be had."""
+    return mounted(place, "-t", "tmpfs", "-o", f"size={size},mode=755", "tmpfs")

@@ -1,10 +1,10 @@
 /* Loaded with LD_PRELOAD below Python: counts the calls that move bytes or names, and lets chosen ones go wrong.
  *
  * FAULTS is a list of rules, one a line: "call|part of the path|which|what|number".
- *   call: read, write, sync, rename, truncate, allocate, unlink, mkdir, or any.
+ *   call: read, write, sync, rename, exchange, truncate, allocate, unlink, mkdir, or any.
  *   which: "5" is the fifth call that the rule fits, "5+" that and all later ones, "/5" every fifth; "@100-200" is each
  *          that touches bytes 100 to 199 of the file, where the call says which it moves.
- *   what: eio, enospc, eintr: fails so. short: moves at most `number` bytes. sleep: takes `number` ms longer.
+ *   what: eio, enospc, eintr, einval: fails so. short: moves at most `number` bytes. sleep: takes `number` ms longer.
  *         hold: waits until the process calls release_faults(); held_faults() tells how many calls wait.
  *         int, term: the process gets the signal, the call goes on. kill: the process dies before the call; tear: after
  *         half of what it writes; after: when it is done.
@@ -56,6 +56,7 @@ void set_faults(const char *text) {
             if (!strcmp(what, "eio")) rule->what = FAIL, rule->number = EIO;
             else if (!strcmp(what, "enospc")) rule->what = FAIL, rule->number = ENOSPC;
             else if (!strcmp(what, "eintr")) rule->what = FAIL, rule->number = EINTR;
+            else if (!strcmp(what, "einval")) rule->what = FAIL, rule->number = EINVAL;
             else if (!strcmp(what, "short")) rule->what = SHORT;
             else if (!strcmp(what, "sleep")) rule->what = SLEEP;
             else if (!strcmp(what, "hold")) rule->what = HOLD, rule->number = 1;
@@ -139,16 +140,23 @@ static enum what judge_fd(const char *call, int fd, long long offset, size_t *nb
     return judge(call, path, offset, nbytes);
 }
 
-static enum what judge_at(const char *call, int folder, const char *name) {
-    char link[64], path[2 * PATH_MAX] = "";
+/* The whole path of a name in an open folder. */
+static int path_at(int folder, const char *name, char path[2 * PATH_MAX]) {
+    char link[64];
+    path[0] = 0;
     if (name[0] != '/' && folder != AT_FDCWD) {
         snprintf(link, sizeof link, "/proc/self/fd/%d", folder);
         ssize_t length = readlink(link, path, PATH_MAX - 2);
-        if (length < 0) return NOTHING;
+        if (length < 0) return 0;
         path[length] = '/', path[length + 1] = 0;
     }
     strncat(path, name, PATH_MAX - 1);
-    return judge(call, path, 0, NULL);
+    return 1;
+}
+
+static enum what judge_at(const char *call, int folder, const char *name) {
+    char path[2 * PATH_MAX];
+    return path_at(folder, name, path) ? judge(call, path, 0, NULL) : NOTHING;
 }
 
 /* A direct transfer cannot be asked for an odd length, but may come back with one. */
@@ -258,11 +266,24 @@ int fallocate64(int fd, int mode, off64_t at, off64_t n) {
     REAL(fallocate64);
     DONE(int, judge_fd("allocate", fd, n, NULL), real(fd, mode, at, n));
 }
+static enum what judge_rename(const char *call, int from, const char *old, int to, const char *new) {
+    char both[4 * PATH_MAX + 8], first[2 * PATH_MAX], second[2 * PATH_MAX];
+    if (!path_at(from, old, first) || !path_at(to, new, second)) return NOTHING;
+    snprintf(both, sizeof both, "%s -> %s", first, second);
+    return judge(call, both, 0, NULL);
+}
+
 int rename(const char *old, const char *new) {
     REAL(rename);
-    char both[2 * PATH_MAX];
-    snprintf(both, sizeof both, "%s -> %s", old, new);
-    DONE(int, judge("rename", both, 0, NULL), real(old, new));
+    DONE(int, judge_rename("rename", AT_FDCWD, old, AT_FDCWD, new), real(old, new));
+}
+int renameat(int from, const char *old, int to, const char *new) {
+    REAL(renameat);
+    DONE(int, judge_rename("rename", from, old, to, new), real(from, old, to, new));
+}
+int renameat2(int from, const char *old, int to, const char *new, unsigned int flags) {
+    REAL(renameat2);
+    DONE(int, judge_rename("exchange", from, old, to, new), real(from, old, to, new, flags));
 }
 int unlink(const char *path) { REAL(unlink); DONE(int, judge("unlink", path, 0, NULL), real(path)); }
 int rmdir(const char *path) { REAL(rmdir); DONE(int, judge("unlink", path, 0, NULL), real(path)); }
@@ -271,3 +292,7 @@ int unlinkat(int folder, const char *name, int flags) {
     DONE(int, judge_at("unlink", folder, name), real(folder, name, flags));
 }
 int mkdir(const char *path, mode_t mode) { REAL(mkdir); DONE(int, judge("mkdir", path, 0, NULL), real(path, mode)); }
+int mkdirat(int folder, const char *name, mode_t mode) {
+    REAL(mkdirat);
+    DONE(int, judge_at("mkdir", folder, name), real(folder, name, mode));
+}

@@ -20,11 +20,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from conftest import mounted_tmpfs
+from journals import read_journal
 from safetensors.numpy import load_file, save_file
 
 import relayout
 from relayout.cli import app, main
-from relayout.journal import read_journal
 
 Array = npt.NDArray[Any]
 RELAYOUT = [sys.executable, "-m", "relayout"]

@@ -44,8 +44,7 @@ def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
     """Bytes and permission bits of everything below a folder."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     assert paths
-    modes = {path: path.stat().st_mode & 0o777 for path in paths if path.suffix != ".safetensors"}
-    return {path.relative_to(folder).as_posix(): (path.read_bytes(), modes.get(path, 0)) for path in paths}
+    return {path.relative_to(folder).as_posix(): (path.read_bytes(), path.stat().st_mode & 0o777) for path in paths}
 
 
 def bytes_of(folder: Path) -> dict[str, bytes]:
@@ -95,6 +94,7 @@ def odd(tmp_path: Path) -> Path:
     write_shard(folder / "first.safetensors", "   \n" + json.dumps(entries, indent=1, ensure_ascii=True) + " \t ", data)
     (repository / "blobs").mkdir()
     save_file({"c": np.arange(1, 5001, dtype=np.int64)}, repository / "blobs" / "0abc")
+    (repository / "blobs" / "0abc").chmod(0o644)
     (folder / "second.safetensors").symlink_to("../../blobs/0abc")
     names = {**dict.fromkeys(set(entries) - {"__metadata__"}, "first.safetensors"), "c": "second.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}, indent=7) + "\n\n")

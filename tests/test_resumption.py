@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import mounted_tmpfs
+from journals import read_journal
 from safetensors.numpy import load_file, save_file
 
 from relayout import conversion
@@ -24,7 +25,7 @@ from relayout.conversion import Conversion, Summary, carry_out, convert, plan_co
 from relayout.errors import FormatError, PlanError
 from relayout.extents import BLOCK
 from relayout.files import InputFile, OutputFile
-from relayout.journal import JOURNAL_NAME, read_journal
+from relayout.journal import JOURNAL_NAME
 from relayout.slicing import slice_nbytes
 from relayout.writer import RankFileSink
 
@@ -338,6 +339,11 @@ def file_is_a_link(work: Path, done: set[int]) -> set[int]:
     return done
 
 
+def file_has_another_name(work: Path, done: set[int]) -> set[int]:
+    os.link(work / PARTIAL / "output" / FILE, work.parent / "outside")  # What is written here would be written there.
+    return done
+
+
 def file_is_a_folder(work: Path, done: set[int]) -> set[int]:
     path = work / PARTIAL / "output" / FILE
     path.unlink()
@@ -444,6 +450,7 @@ def strange_files(work: Path, done: set[int]) -> set[int]:
         file_too_long,
         file_zeroed,
         file_is_a_link,
+        file_has_another_name,
         file_is_a_folder,
         file_is_a_fifo,
         folder_deleted,
@@ -468,6 +475,38 @@ def test_only_what_is_true_is_believed(work: Path, damage: Damage) -> None:
     assert not any(path.is_symlink() for path in (work / "out").rglob("*"))
 
 
+def test_what_is_believed_was_read_from_the_drive_not_from_the_page_cache(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # After an error of the drive, or before a power cut, the page cache holds what the drive does not.
+    interrupt(work)
+    events: list[tuple[str, str]] = []
+    true_fsync, true_advise, true_read = os.fsync, os.posix_fadvise, InputFile.read
+
+    def fsync(fd: int) -> None:
+        events.append(("sync", Path(f"/proc/self/fd/{fd}").readlink().name))
+        true_fsync(fd)
+
+    def advise(fd: int, offset: int, nbytes: int, advice: int) -> None:
+        if (offset, nbytes, advice) == (0, 0, os.POSIX_FADV_DONTNEED):
+            events.append(("forget", Path(f"/proc/self/fd/{fd}").readlink().name))
+        true_advise(fd, offset, nbytes, advice)
+
+    def read(self: InputFile, offset: int, view: memoryview) -> None:
+        events.append(("read", self.path.name))
+        true_read(self, offset, view)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        patch.setattr(os, "posix_fadvise", advise)
+        patch.setattr(InputFile, "read", read)
+        assert go(work).resumed_nbytes > 0
+    for rank in (0, 1):
+        name = f"model-rank-{rank}-part-0.safetensors"
+        of_file = [event for event, file in events if file == name]
+        assert of_file[:3] == ["sync", "forget", "read"], name
+
+
 def test_a_journal_that_is_a_link_is_not_written_through(work: Path) -> None:
     interrupt(work)
     journal = work / PARTIAL / JOURNAL_NAME
@@ -482,11 +521,12 @@ def test_a_journal_that_is_a_link_is_not_written_through(work: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only a superuser can give files away")
-@pytest.mark.parametrize("part", ["", "output"])
-def test_a_folder_that_belongs_to_somebody_else_is_not_trusted(work: Path, part: str) -> None:
+@pytest.mark.parametrize("part", ["output", FILE])
+def test_what_belongs_to_somebody_else_is_not_believed(work: Path, part: str) -> None:
     interrupt(work)
-    os.chown(work / PARTIAL / part, 12345, 12345)
-    assert_goes_on(work, set())
+    folder = work / PARTIAL / "output"
+    os.chown(folder if part == "output" else folder / part, 12345, 12345)
+    assert_goes_on(work, set())  # Each tensor has a slice in that file.
     assert {path.stat().st_uid for path in (work / "out", *(work / "out").iterdir())} == {0}
 
 
@@ -727,7 +767,7 @@ def test_what_cannot_be_brought_from_the_page_cache_to_the_drive_is_an_error(
 
     monkeypatch.setattr(file_io, "_O_DIRECT", None)
     monkeypatch.setattr(file_io, "_MAX_BEHIND", 0)
-    monkeypatch.setattr(file_io, "_sync_range", failing)
+    monkeypatch.setattr(file_io, "sync_range", failing)
     with pytest.raises(OSError, match=r"Input/output error: .*model-rank-0-part-0.safetensors"):
         conversion.convert(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,14 +19,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import mounted_tmpfs
+from conftest import mounted, mounted_tmpfs
+from journals import read_journal
 from safetensors.numpy import load_file, save_file
 
-from relayout import conversion, files
+from relayout import conversion, files, openfolder
 from relayout.conversion import convert
 from relayout.errors import PlanError
 from relayout.files import OutputFile
-from relayout.journal import read_journal
+from relayout.restoration import restore
 from relayout.staging import check_output, check_space, staging_folder
 from relayout.writer import RankFileSink, run_steps
 
@@ -37,7 +39,7 @@ import sys
 from pathlib import Path
 from relayout.staging import staging_folder
 with staging_folder(Path(sys.argv[1])) as staging:
-    folder = staging.folder
+    folder = staging.folder.path
     (folder / "mine").write_text("first")
     print("held", flush=True)
     sys.stdin.read()
@@ -98,7 +100,7 @@ def small_drive(tmp_path: Path) -> Iterator[Path]:
 
 def test_success_gives_the_folder_its_name(tmp_path: Path) -> None:
     with staging_folder(tmp_path / "out") as staging:
-        folder = staging.folder
+        folder = staging.folder.path
         assert folder.parent.parent == tmp_path
         assert not (tmp_path / "out").exists()
         (folder / "sub").mkdir()
@@ -111,7 +113,7 @@ def test_success_gives_the_folder_its_name(tmp_path: Path) -> None:
 def test_failure_leaves_nothing(tmp_path: Path, kind: type[BaseException]) -> None:
     def fail_halfway() -> None:
         with staging_folder(tmp_path / "out") as staging:
-            folder = staging.folder
+            folder = staging.folder.path
             (folder / "file").write_text("half")
             raise kind("halfway")
 
@@ -124,8 +126,8 @@ def test_failure_leaves_nothing(tmp_path: Path, kind: type[BaseException]) -> No
 def test_failure_leaves_what_shall_be_kept_for_the_next_attempt(tmp_path: Path, kind: type[BaseException]) -> None:
     def fail_halfway() -> None:
         with staging_folder(tmp_path / "out") as staging:
-            (staging.folder / "file").write_text("half")
-            (staging.place / "note").write_text("not in the output")
+            (staging.folder.path / "file").write_text("half")
+            (staging.place.path / "note").write_text("not in the output")
             staging.is_kept = True
             raise kind("halfway")
 
@@ -135,8 +137,8 @@ def test_failure_leaves_what_shall_be_kept_for_the_next_attempt(tmp_path: Path, 
     assert listing(tmp_path) == [place, f"{place}/note", f"{place}/output", f"{place}/output/file"]
     with staging_folder(tmp_path / "out") as staging:
         assert not staging.is_kept
-        assert (staging.place / "note").read_text() == "not in the output"
-        (staging.folder / "file").write_text("whole")
+        assert (staging.place.path / "note").read_text() == "not in the output"
+        (staging.folder.path / "file").write_text("whole")
     assert content(tmp_path) == {"out/file": b"whole"}
 
 
@@ -147,19 +149,19 @@ def test_what_an_earlier_attempt_left_may_be_cleared(tmp_path: Path) -> None:
     (place / "output" / "sub").chmod(0o500)
     (place / "note").write_text("old")
     with staging_folder(tmp_path / "out") as staging:
-        assert listing(staging.place) == ["note", "output", "output/sub", "output/sub/file"]
+        assert listing(staging.place.path) == ["note", "output", "output/sub", "output/sub/file"]
         staging.clear()
-        assert listing(staging.place) == ["output"]
+        assert listing(staging.place.path) == ["output"]
     assert listing(tmp_path) == ["out"]
 
 
 def test_what_files_take_on_the_drive_is_counted(tmp_path: Path) -> None:
     with staging_folder(tmp_path / "out") as staging:
         assert staging.allocated_nbytes() == 0
-        (staging.folder / "sub").mkdir()
-        (staging.folder / "sub" / "file").write_bytes(bytes(range(256)) * 4096)
-        (staging.place / "note").write_bytes(bytes(range(256)) * 4096)
-        with (staging.folder / "sparse").open("wb") as stream:
+        (staging.folder.path / "sub").mkdir()
+        (staging.folder.path / "sub" / "file").write_bytes(bytes(range(256)) * 4096)
+        (staging.place.path / "note").write_bytes(bytes(range(256)) * 4096)
+        with (staging.folder.path / "sparse").open("wb") as stream:
             stream.truncate(2**30)
         assert 2 * 2**20 <= staging.allocated_nbytes() < 2**22
 
@@ -187,7 +189,7 @@ def test_the_second_of_two_writers_is_refused_with_the_first_ones_pid(tmp_path: 
             pytest.fail("two processes are writing the same output")
         assert listing(tmp_path) == before
         with staging_folder(tmp_path / "other") as staging:
-            folder = staging.folder
+            folder = staging.folder.path
             (folder / "file").write_text("not refused")
         first.stdin.close()
         assert first.wait(30) == 0
@@ -216,7 +218,7 @@ def test_what_a_killed_process_left_is_taken_over(tmp_path: Path) -> None:
     place = ".out.relayout-partial"
     assert left == [".out.relayout-lock", place, f"{place}/output", f"{place}/output/mine"]
     with staging_folder(out) as staging:
-        folder = staging.folder
+        folder = staging.folder.path
         assert content(folder) == {"mine": b"first"}
         (folder / "new").write_text("second")
     assert content(tmp_path) == {"out/mine": b"first", "out/new": b"second"}
@@ -231,7 +233,7 @@ def test_a_lock_file_that_nobody_holds_is_no_lock(tmp_path: Path) -> None:
 
 def test_a_lock_is_given_back_on_success_and_on_failure(tmp_path: Path) -> None:
     with staging_folder(tmp_path / "out") as staging:
-        folder = staging.folder
+        folder = staging.folder.path
         (folder / "file").write_text("1")
     with pytest.raises(ValueError, match="no"), staging_folder(tmp_path / "out"):
         raise ValueError("no")
@@ -261,16 +263,69 @@ def test_a_lock_that_is_taken_while_its_file_goes_away_is_taken_again(
     assert listing(tmp_path) == ["out"]
 
 
-@pytest.mark.parametrize(("mask", "folder_mode", "file_mode"), [(0o022, 0o755, 0o644), (0o027, 0o750, 0o640)])
-def test_modes_follow_the_umask(tmp_path: Path, mask: int, folder_mode: int, file_mode: int) -> None:
-    source = write_source(tmp_path / "model")
+@pytest.mark.parametrize(
+    ("source_folder", "shards", "mask", "folder_mode", "file_mode"),
+    [
+        (0o777, (0o666, 0o644), 0o022, 0o755, 0o644),
+        (0o777, (0o666, 0o666), 0o027, 0o750, 0o640),
+        (0o700, (0o600, 0o600), 0o022, 0o700, 0o600),
+        (0o750, (0o640, 0o644), 0o000, 0o750, 0o640),
+        (0o777, (0o664, 0o604), 0o000, 0o777, 0o604),
+        (0o555, (0o444, 0o444), 0o022, 0o755, 0o644),
+    ],
+)
+@pytest.mark.parametrize("again", [False, True])
+def test_what_is_written_is_no_more_open_than_what_it_is_made_of_and_the_umask(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    source_folder: int,
+    shards: tuple[int, int],
+    mask: int,
+    folder_mode: int,
+    file_mode: int,
+    again: bool,
+) -> None:
+    source = tmp_path / "model"
+    source.mkdir()
+    for number, mode in enumerate(shards):
+        save_file({f"w.{number}": W + np.uint16(number)}, source / f"model-{number}.safetensors")
+        (source / f"model-{number}.safetensors").chmod(mode)
+    source.chmod(source_folder)
+    if again:  # What an interrupted attempt has left was open to all.
+        with umask(0), interrupted_before_the_end(monkeypatch):
+            convert(source, tmp_path / "out")
+        for path in (tmp_path / ".out.relayout-partial").rglob("*"):
+            path.chmod(0o777 if path.is_dir() else 0o666)
     with umask(mask):
+        summary = convert(source, tmp_path / "out")
+        restore(tmp_path / "out", tmp_path / "back")
+    assert (summary.resumed_nbytes > 0) == again
+    written = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+    assert {"model-rank-0-part-0.safetensors", "relayout.json", "relayout.source.json.zst"} <= set(written)
+    assert ((tmp_path / "out").stat().st_mode & 0o777, set(written.values())) == (folder_mode, {file_mode})
+    restored = {path.stat().st_mode & 0o777 for path in (tmp_path / "back").iterdir()}
+    assert ((tmp_path / "back").stat().st_mode & 0o777, restored) == (folder_mode, {file_mode})
+
+
+def test_nobody_else_can_look_into_what_is_not_done_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_source(tmp_path / "model")
+    (source / "model.safetensors").chmod(0o644)
+    with umask(0), interrupted_before_the_end(monkeypatch):
         convert(source, tmp_path / "out")
-    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
-    assert "model-rank-0-part-0.safetensors" in modes
-    assert "relayout.json" in modes
-    assert set(modes.values()) == {file_mode}
-    assert (tmp_path / "out").stat().st_mode & 0o777 == folder_mode
+    assert (tmp_path / ".out.relayout-partial").stat().st_mode & 0o777 == 0o700
+
+
+@contextmanager
+def interrupted_before_the_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A conversion that is stopped when all tensors are written, and the sidecar is not."""
+
+    def stop(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "_write_sidecar", stop)
+        with pytest.raises(KeyboardInterrupt):
+            yield
 
 
 def test_side_files_keep_their_mode(tmp_path: Path) -> None:
@@ -296,7 +351,7 @@ def test_a_drive_that_fills_up_in_the_middle_keeps_what_is_done(
     with monkeypatch.context() as patch:
         patch.setattr(conversion, "check_space", lambda output, nbytes: None)
         if where == "writing":
-            patch.setattr(files, "_allocate", os.ftruncate)
+            patch.setattr(files, "allocate", os.ftruncate)
         with pytest.raises(OSError, match="No space left") as caught:
             convert(source, small_drive / "out", max_part_nbytes=2 * 2**20)
     assert caught.value.errno == errno.ENOSPC
@@ -341,7 +396,7 @@ def test_of_threads_that_come_to_the_same_file_none_finds_it_half_made(
                 time.sleep(0.2)
             raise
 
-    monkeypatch.setattr(files, "_allocate", allocate)
+    monkeypatch.setattr(files, "allocate", allocate)
     monkeypatch.setattr(RankFileSink, "put", put)
     with pytest.raises(OSError, match="No space left"):
         convert(source, tmp_path / "out")
@@ -524,33 +579,42 @@ def test_a_link_in_the_place_of_the_partial_folder_is_not_followed(tmp_path: Pat
     (tmp_path / "elsewhere" / "precious").write_text("mine")
     (tmp_path / ".out.relayout-partial").symlink_to("elsewhere")
     with suppress(OSError), staging_folder(tmp_path / "out") as staging:
-        folder = staging.folder
+        folder = staging.folder.path
         (folder / "file").write_text("new")
     assert not (tmp_path / "out").is_symlink()
     assert listing(tmp_path / "elsewhere") == ["precious"]
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, OSError])
+@pytest.mark.parametrize("can_exchange", [True, False])
 def test_if_the_last_rename_fails_the_old_folder_is_still_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException], can_exchange: bool
 ) -> None:
     source, out = write_source(tmp_path / "model"), tmp_path / "out"
     convert(source, out)
     before = content(out)
     convert(source, tmp_path / "expected", align=512)
     true_rename = os.rename
-    failed: list[str | Path] = []
+    failed: list[str] = []
 
-    def rename(old: str | Path, new: str | Path, **options: int) -> None:
-        if Path(new) == out and not failed:
+    def rename(old: str, new: str, **options: int) -> None:
+        if new == "out" and not failed:
             failed.append(old)
-            raise kind("now")
+            raise kind(errno.EIO, "now")
         true_rename(old, new, **options)
+
+    def exchange(*args: Any) -> bool:
+        if can_exchange:
+            failed.append("exchange")
+            raise kind(errno.EIO, "now")
+        return False
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", rename)
+        patch.setattr(openfolder, "exchange_names", exchange)
         with pytest.raises(kind, match="now") as caught:
             convert(source, out, force=True, align=512)
+    assert failed == ["exchange" if can_exchange else "done"]
     assert content(out) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == [".out.relayout-partial", "expected", "model", "out"]
     assert kept_tensors(caught.value, out) == {0}
@@ -663,3 +727,89 @@ def drop_superuser_rights() -> None:
         for capability in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):
             if ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, capability, 0, 0, 0):
                 raise OSError("prctl refused")
+
+
+def test_a_mount_of_the_same_file_system_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    # As containers have them. Python's is_mount does not see it, and rename(2) only fails at the end.
+    source, out = write_source(tmp_path / "model"), tmp_path / "out"
+    (tmp_path / "elsewhere").mkdir()
+    with mounted(out, "--bind", str(tmp_path / "elsewhere")):
+        for force in (False, True):
+            with pytest.raises(PlanError, match="out: is a mount point, which cannot be replaced; choose a folder in"):
+                convert(source, out, force=force)
+        assert listing(tmp_path) == ["elsewhere", "model", "model/model.safetensors", "out"]
+        convert(source, out / "in it")
+    assert (tmp_path / "elsewhere" / "in it" / "relayout.json").is_file()
+
+
+@pytest.fixture
+def overlay(tmp_path: Path) -> Iterator[Path]:
+    """A container's file system: what it was made from lies in a lower layer."""
+    for name in ("lower", "upper", "work", "drive"):
+        (tmp_path / name).mkdir()
+    with mounted_tmpfs(tmp_path / "drive", "16m") as drive:  # An overlay cannot lie upon another one.
+        for name in ("lower", "upper", "work"):
+            (drive / name).mkdir()
+        convert(write_source(tmp_path / "model"), drive / "lower" / "converted")
+        (drive / "lower" / "empty").mkdir()
+        layers = f"lowerdir={drive}/lower,upperdir={drive}/upper,workdir={drive}/work,redirect_dir=off"
+        with mounted(tmp_path / "overlay", "-t", "overlay", "-o", layers, "overlay") as place:
+            yield place
+
+
+def test_a_folder_of_a_lower_layer_is_refused_before_anything_is_written(tmp_path: Path, overlay: Path) -> None:
+    before = content(overlay)
+    with pytest.raises(PlanError, match="converted: lies in a lower layer of an overlay file system"):
+        convert(tmp_path / "model", overlay / "converted", force=True, align=512)
+    assert content(overlay) == before
+    assert_nothing_hidden(overlay / "converted")
+
+
+@pytest.mark.parametrize("name", ["empty", "new"])
+def test_on_an_overlay_an_empty_folder_is_used_and_an_own_one_replaced(
+    tmp_path: Path, overlay: Path, name: str
+) -> None:
+    for align in (4096, 512):
+        convert(tmp_path / "model", overlay / name, align=align, force=align == 512)
+        convert(tmp_path / "model", tmp_path / "expected", align=align, force=True)
+        assert content(overlay / name) == content(tmp_path / "expected")
+        assert_nothing_hidden(overlay / name)
+
+
+@pytest.mark.parametrize("output", [".", "..", "../here"])
+def test_the_working_directory_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str) -> None:
+    # Whoever stands in it would go on standing in a folder that has no name any more.
+    source = write_source(tmp_path / "model")
+    (tmp_path / "there" / "here").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "there" / "here")
+    with pytest.raises(PlanError, match=f"{re.escape(output)}: is or holds the working directory"):
+        convert(source, output)
+    assert listing(tmp_path / "there") == ["here"]
+
+
+def test_the_root_of_all_folders_is_no_output(tmp_path: Path) -> None:
+    convert(write_source(tmp_path / "model"), tmp_path / "out")
+    with pytest.raises(PlanError, match="/: "):
+        convert(tmp_path / "model", "/")
+    with pytest.raises(PlanError, match="/: "):
+        restore(tmp_path / "out", "/", force=True)
+
+
+def test_what_is_missing_is_told_to_the_byte_where_rounding_would_hide_it(tmp_path: Path) -> None:
+    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
+    with pytest.raises(PlanError, match=r"are free there \((\d+) bytes too few\)") as caught:
+        check_space(tmp_path / "out", free + 10**9)
+    missing = int(re.search(r"(\d+) bytes", str(caught.value))[1])
+    assert abs(missing - 10**9) < 10**9, "the drive is shared"
+
+
+def test_a_force_that_was_killed_between_the_exchange_and_the_end_leaves_nothing_in_the_end(tmp_path: Path) -> None:
+    source, out = write_source(tmp_path / "model"), tmp_path / "out"
+    convert(source, out)
+    shutil.copytree(out, tmp_path / ".out.relayout-partial" / "done")
+    (tmp_path / ".out.relayout-partial" / "relayout.journal").write_text("of what is done")
+    before = content(out)
+    with pytest.raises(PlanError, match="is not empty"):
+        convert(source, out)
+    assert content(out) == before
+    assert_nothing_hidden(out)

@@ -804,6 +804,18 @@ def test_a_file_name_that_is_no_utf_8_causes_no_traceback(work: Path, what: str)
             assert any(word.startswith(name) for word in found["left_out"])
 
 
+@pytest.mark.parametrize("args", ["convert model", "convert model --dry-run", "convert model/{}", "inspect model"])
+def test_a_shard_whose_name_is_no_utf_8_is_refused_at_once_on_any_terminal(work: Path, args: str) -> None:
+    name = os.fsdecode(b"m\xff.safetensors")
+    try:
+        (work / "model" / "model.safetensors").rename(work / "model" / name)
+    except OSError:
+        pytest.skip("this file system takes UTF-8 names only")
+    ascii_only = partial(run, environment={"PYTHONIOENCODING": "ascii:strict"})
+    says = r"model: b'm\\xff\.safetensors': its name is not UTF-8: rename it"
+    assert_refused(ascii_only, work, args.format(name).split(), says)
+
+
 def test_a_model_without_tensors_can_be_converted_and_verified(here: Run, work: Path) -> None:
     (work / "none").mkdir()
     save_file({}, work / "none" / "model.safetensors")

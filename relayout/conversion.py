@@ -14,6 +14,7 @@ from relayout.catalogue import Catalogue, read_catalogue
 from relayout.copyplan import copy_steps
 from relayout.errors import FormatError, PlanError
 from relayout.index import HUB_INDEX_NAME, MANIFEST_NAME, Arena, IndexedFile, Manifest, RankEntry, RankTable, plan_arena
+from relayout.integers import integer
 from relayout.journal import Journal, TensorDigests
 from relayout.layout import (
     DEFAULT_ALIGNMENT,
@@ -101,6 +102,7 @@ def plan_conversion(
         FormatError: the source is damaged.
         PlanError: it cannot be converted like this.
     """
+    tp, align, max_part_nbytes = integer(tp, "tp"), integer(align, "align"), integer(max_part_nbytes, "max_part_nbytes")
     check_alignment(align)
     source = Path(source)
     output = default_output(source, tp) if output is None else Path(output)
@@ -164,6 +166,7 @@ def convert(
     If it fails, or is interrupted, after some tensors were written, they stay in a hidden folder beside the output, and
     the same call goes on from there: it reads what is written again, and believes only what has the right digest.
     """
+    jobs, memory = integer(jobs, "jobs"), integer(memory, "memory")
     conversion = plan_conversion(
         source,
         output,
@@ -243,8 +246,14 @@ def carry_out(
 
 
 def default_output(source: Path, tp: int) -> Path:
-    """`SOURCE-tpN` beside the source; for a snapshot in a Hugging Face cache, `REPOSITORY-tpN` right here."""
+    """`SOURCE-tpN` beside the source; for a snapshot in a Hugging Face cache, `REPOSITORY-tpN` right here.
+
+    Raises:
+        PlanError: there is no place beside the source.
+    """
     named = source.resolve() if source.name in ("", "..") else source
+    if not named.name:
+        raise PlanError(f"{source}: nothing lies beside the root folder; choose another folder with -o")
     repository = named.absolute().parent.parent.name
     if named.absolute().parent.name == "snapshots" and repository.startswith("models--"):
         # Not into the hub's cache, among revisions: into the working directory, by the repository's name.

@@ -14,6 +14,7 @@ from relayout.extents import Extent
 from relayout.folder import check_rank, read_manifest, read_table
 from relayout.globs import collapse_numbers
 from relayout.index import MANIFEST_NAME, Manifest, RankTable
+from relayout.integers import integer
 from relayout.plan import plan_for
 from relayout.slicing import Slice, slice_nbytes, slice_transfers
 
@@ -106,6 +107,7 @@ def inspect(path: str | os.PathLike[str], *, rank: int | None = None) -> Inspect
         PlanError: there is nothing to look at, or no such rank.
     """
     path = Path(path)
+    rank = None if rank is None else integer(rank, "rank")
     if (path / MANIFEST_NAME).exists():
         return _inspect_converted(path, read_manifest(path), rank)
     if rank is not None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from relayout.config import read_config
+from relayout.config import Config, find_config
 from relayout.errors import FormatError, PlanError, shown
 from relayout.extents import Extent
 from relayout.fields import Fields, parse_object
@@ -85,6 +85,15 @@ class Catalogue:
     """Everything that goes along and is no weight, as paths relative to the folder."""
     left_out: tuple[str, ...]
     """What does not go along, each with the reason, for the person."""
+    config_error: str | None = None
+    """Why nothing can be planned by config.json, though it is there."""
+    is_file: bool = False
+    """Whether `root` is a file, and its side files lie beside it."""
+
+    @property
+    def folder(self) -> Path:
+        """Where the side files lie."""
+        return self.root.parent if self.is_file else self.root
 
     @property
     def nbytes(self) -> int:
@@ -115,14 +124,17 @@ def read_catalogue(source: Path) -> Catalogue:
     if is_file:
         check_name(source)
         shard, header = read_shard(source, source.name)
+        config = find_config(source.parent)
         return _assemble(
             source,
             [(shard, header)],
             named=None,
-            config=read_config(source.parent),
+            config=config,
             index=None,
-            side_files=(),
+            # What it was planned by: the output is loaded at other degrees by the same.
+            side_files=tuple(sorted(config.names)),
             left_out=[],
+            is_file=True,
         )
     if os.path.lexists(source):
         raise PlanError(f"{source}: neither a folder nor a .safetensors file")
@@ -180,7 +192,7 @@ def _read_folder(root: Path) -> Catalogue:
         root,
         [read_shard(member(root, name), name) for name in used],
         named=named,
-        config=read_config(root),
+        config=find_config(root),
         index=index,
         side_files=side_files,
         left_out=left_out + not_copied,
@@ -233,10 +245,11 @@ def _assemble(
     shards: list[tuple[SourceFile, Header]],
     *,
     named: Mapping[str, str] | None,
-    config: Mapping[str, Any],
+    config: Config,
     index: tuple[str, bytes] | None,
     side_files: tuple[str, ...],
     left_out: list[str],
+    is_file: bool = False,
 ) -> Catalogue:
     tensors: dict[str, SourceTensor] = {}
     for position, (shard, header) in enumerate(shards):
@@ -264,10 +277,12 @@ def _assemble(
         metadata={
             key: value for key, value in first.items() if all(header.metadata.get(key) == value for _, header in shards)
         },
-        config=config,
+        config=config.content,
         index=index,
         side_files=side_files,
         left_out=tuple(left_out),
+        config_error=config.error,
+        is_file=is_file,
     )
 
 

@@ -263,7 +263,7 @@ def default_output(source: Path, tp: int) -> Path:
 
 def _needed_nbytes(conversion: Conversion) -> int:
     catalogue = conversion.catalogue
-    side = sum((catalogue.root / name).stat().st_size for name in catalogue.side_files)
+    side = sum((catalogue.folder / name).stat().st_size for name in catalogue.side_files)
     sidecar = _SIDECAR_NBYTES_PER_TENSOR * len(catalogue.tensors) * (conversion.plan.num_ranks + 1)
     return conversion.layout.nbytes + side + sidecar
 
@@ -271,7 +271,7 @@ def _needed_nbytes(conversion: Conversion) -> int:
 def _write_sidecar(folder: Path, conversion: Conversion, digests: Mapping[int, TensorDigests]) -> None:
     """Write everything but the tensors' bytes: side files, source record, headers, rank tables, manifest."""
     catalogue, plan, layout = conversion.catalogue, conversion.plan, conversion.layout
-    side_files = [copy_side_file(catalogue.root, folder, name) for name in catalogue.side_files]
+    side_files = [copy_side_file(catalogue.folder, folder, name) for name in catalogue.side_files]
     digests = {t: digests.get(t) or empty_digests(plan, t) for t in range(len(catalogue.tensors))}
     sources = [digests[t].source for t in range(len(catalogue.tensors))]
     record = dump_record(catalogue, plan, layout, conversion.max_part_nbytes, sources, side_files)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from relayout.catalogue import Catalogue, read_catalogue
 from relayout.dtypes import num_bytes
-from relayout.errors import PlanError
+from relayout.errors import PlanError, RelayoutError
 from relayout.extents import Extent
 from relayout.folder import check_rank, read_manifest, read_table
 from relayout.globs import collapse_numbers
@@ -164,7 +164,7 @@ def _amplification(catalogue: Catalogue, tp: int) -> Amplification:
     whole = sum(file.nbytes - file.data_start for file in catalogue.files)
     try:
         plan = plan_for(catalogue, tp)
-    except PlanError as error:
+    except RelayoutError as error:
         return Amplification(tp, None, None, whole, str(error))
     needed, by_rows = [0] * tp, [0] * tp
     for tensor, slices in zip(catalogue.tensors, plan.slices, strict=True):

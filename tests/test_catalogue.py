@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+import relayout
 from relayout.catalogue import Catalogue, model_order, read_catalogue
 from relayout.conversion import convert
 from relayout.errors import FormatError, PlanError
@@ -415,7 +416,31 @@ def test_a_single_file_is_a_checkpoint_with_the_config_beside_it(tmp_path: Path,
     catalogue = read_catalogue(tmp_path / name)
     assert_holds(catalogue, {"a": A, "b": B})
     assert (catalogue.root, names(catalogue), catalogue.model_type) == (tmp_path / name, [name], "qwen2")
-    assert (catalogue.side_files, catalogue.left_out, catalogue.index) == ((), (), None)
+    assert (catalogue.side_files, catalogue.left_out, catalogue.index) == (("config.json",), (), None)
+    assert catalogue.folder == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, ()),
+        ({"hf_quant_config": {"quantization": {"quant_algo": "FP8"}}}, ("hf_quant_config.json",)),
+        (
+            {"config": {}, "quantize_config": {"bits": 4}, "quant_config": {"bits": 4}},
+            ("config.json", "quantize_config.json"),
+        ),
+        ({"config": {"quantization_config": {"quant_method": "fp8"}}, "quant_config": {"bits": 4}}, ("config.json",)),
+    ],
+)
+def test_with_a_single_file_goes_what_it_would_be_planned_by(
+    tmp_path: Path, files: dict[str, Any], expected: tuple[str, ...]
+) -> None:
+    write(tmp_path / "one.safetensors", {"a": A})
+    for name in ("tokenizer", "generation_config"):
+        (tmp_path / f"{name}.json").write_text("{}")
+    for name, content in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    assert read_catalogue(tmp_path / "one.safetensors").side_files == expected
 
 
 @pytest.mark.parametrize(
@@ -685,6 +710,28 @@ def test_a_broken_config_is_refused(tmp_path: Path, text: bytes, says: str) -> N
     (tmp_path / "config.json").write_bytes(text)
     with pytest.raises(FormatError, match=rf"config\.json: {says}"):
         read_catalogue(tmp_path)
+
+
+def test_a_config_with_a_byte_order_mark_is_needed_at_more_than_one_rank_only(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    source = tmp_path / "model"
+    write(source / "model.safetensors", {"model.norm.weight": A})
+    blob = b'\xef\xbb\xbf{"model_type": "llama"}'
+    (source / "config.json").write_bytes(blob)
+    with pytest.raises(OSError, match="not a valid JSON file"):
+        AutoConfig.from_pretrained(source)
+    says = r"config\.json: not valid JSON: begins with a byte order mark, which transformers refuses too"
+    with pytest.raises(FormatError, match=says):
+        convert(source, tmp_path / "out", tp=2)
+    convert(source, tmp_path / "out")
+    assert (tmp_path / "out" / "config.json").read_bytes() == blob
+    assert relayout.verify(tmp_path / "out", source=source).ok
+    with pytest.raises(FormatError, match=says):
+        relayout.load(tmp_path / "out", 0, tp=2)
+    found = relayout.inspect(source)
+    assert found.num_tensors == 1
+    assert all(re.search(says, row.reason or "") for row in found.amplification)
 
 
 def test_tensors_come_in_model_order_across_shards(tmp_path: Path) -> None:

@@ -1,5 +1,18 @@
-"""`python -m relayout`."""
+"""The `relayout` command, also as `python -m relayout`."""
 
-from relayout.cli import main
+from relayout import signals
 
-main()
+
+def main() -> None:
+    """Run the command; to be called once, as the process ends with it."""
+    signals.leave_when_asked()
+    try:
+        from relayout import cli  # A Ctrl-C may come while this is imported.
+
+        cli.main()
+    finally:
+        signals.ignore()
+
+
+if __name__ == "__main__":
+    main()

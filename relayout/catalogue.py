@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from relayout.config import read_config
+from relayout.config import Config, find_config
 from relayout.errors import FormatError, PlanError, shown
 from relayout.extents import Extent
 from relayout.fields import Fields, parse_object
@@ -21,8 +21,7 @@ from relayout.files import naming, open_regular, read_small
 from relayout.header import LENGTH_NBYTES, Header, header_nbytes, parse_header
 from relayout.index import HUB_INDEX_NAME, MANIFEST_NAME
 from relayout.members import is_member, member
-
-SINGLE_NAME = "model.safetensors"
+from relayout.shards import SINGLE_NAME, check_name, choose_shards, is_utf8
 
 _MAX_INDEX_NBYTES = 64 * 2**20
 _WEIGHT_SUFFIXES = frozenset(
@@ -30,6 +29,8 @@ _WEIGHT_SUFFIXES = frozenset(
     | {".tflite", ".mlmodel", ".ot"}
 )
 _INDEX_SUFFIX = ".index.json"
+_MAX_FOLDERS = 16
+"""Named in a message."""
 _MARKS = re.compile(r"[\x00-\x03]")
 _ABOVE_MARKS = {mark: f"\3{chr(mark + 4)}" for mark in range(4)}
 """Writes the characters that `model_order` uses itself in another way, in the same order."""
@@ -84,6 +85,15 @@ class Catalogue:
     """Everything that goes along and is no weight, as paths relative to the folder."""
     left_out: tuple[str, ...]
     """What does not go along, each with the reason, for the person."""
+    config_error: str | None = None
+    """Why nothing can be planned by config.json, though it is there."""
+    is_file: bool = False
+    """Whether `root` is a file, and its side files lie beside it."""
+
+    @property
+    def folder(self) -> Path:
+        """Where the side files lie."""
+        return self.root.parent if self.is_file else self.root
 
     @property
     def nbytes(self) -> int:
@@ -112,15 +122,19 @@ def read_catalogue(source: Path) -> Catalogue:
     except PermissionError as error:
         raise FormatError(f"{source}: cannot be read: {error.strerror}") from None
     if is_file:
+        check_name(source)
         shard, header = read_shard(source, source.name)
+        config = find_config(source.parent)
         return _assemble(
             source,
             [(shard, header)],
             named=None,
-            config=read_config(source.parent),
+            config=config,
             index=None,
-            side_files=(),
+            # What it was planned by: the output is loaded at other degrees by the same.
+            side_files=tuple(sorted(config.names)),
             left_out=[],
+            is_file=True,
         )
     if os.path.lexists(source):
         raise PlanError(f"{source}: neither a folder nor a .safetensors file")
@@ -166,23 +180,38 @@ def _read_folder(root: Path) -> Catalogue:
         named = parse_index(index[1], str(root / index_name))
         used = sorted(set(named.values()))
         left_out += [f"{name}: not named by {index_name}" for name in shards if name not in set(used)]
-    elif SINGLE_NAME in shards:
-        used = [SINGLE_NAME]
-        left_out += [f"{name}: {SINGLE_NAME} is the model" for name in shards if name != SINGLE_NAME]
+        check_name(root / index_name)
     else:
-        used = shards
+        used, left_out = choose_shards(root, shards)
     if not used:
-        raise PlanError(f"{root}: holds no safetensors file")
+        raise PlanError(f"{root}: holds no safetensors file{_elsewhere(root, names)}")
+    for name in used:
+        check_name(root / name)
     side_files, not_copied = _side_files(root)
     return _assemble(
         root,
         [read_shard(member(root, name), name) for name in used],
         named=named,
-        config=read_config(root),
+        config=find_config(root),
         index=index,
         side_files=side_files,
         left_out=left_out + not_copied,
     )
+
+
+def _elsewhere(root: Path, names: list[str]) -> str:
+    """Where the weights are, if they lie one folder deeper, as those of diffusers' pipelines do."""
+    found = [
+        name
+        for name in names
+        if not name.startswith(".")
+        and any((root / name).glob("[!.]*.safetensors"))
+        and not (root / name / MANIFEST_NAME).exists()
+    ]
+    if not found:
+        return ""
+    more = " ..." if len(found) > _MAX_FOLDERS else ""
+    return f": they lie in folders in it, to be converted one by one: {', '.join(found[:_MAX_FOLDERS])}{more}"
 
 
 def _find_index(root: Path, names: list[str]) -> str | None:
@@ -216,10 +245,11 @@ def _assemble(
     shards: list[tuple[SourceFile, Header]],
     *,
     named: Mapping[str, str] | None,
-    config: Mapping[str, Any],
+    config: Config,
     index: tuple[str, bytes] | None,
     side_files: tuple[str, ...],
     left_out: list[str],
+    is_file: bool = False,
 ) -> Catalogue:
     tensors: dict[str, SourceTensor] = {}
     for position, (shard, header) in enumerate(shards):
@@ -247,10 +277,12 @@ def _assemble(
         metadata={
             key: value for key, value in first.items() if all(header.metadata.get(key) == value for _, header in shards)
         },
-        config=config,
+        config=config.content,
         index=index,
         side_files=side_files,
         left_out=tuple(left_out),
+        config_error=config.error,
+        is_file=is_file,
     )
 
 
@@ -277,7 +309,7 @@ def _walk(folder: Path, root: Path) -> Iterator[tuple[Path, str | None]]:
         path = Path(entry.path)
         if entry.name.startswith("."):
             continue
-        if not _is_utf8(entry.name):
+        if not is_utf8(entry.name):
             yield path, "its name is not UTF-8"
         elif entry.is_dir(follow_symlinks=False):
             if (path / MANIFEST_NAME).exists():
@@ -292,11 +324,3 @@ def _walk(folder: Path, root: Path) -> Iterator[tuple[Path, str | None]]:
             raise FormatError(f"{path}: cannot be read: {os.strerror(errno.EACCES)}")
         else:
             yield path, None
-
-
-def _is_utf8(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

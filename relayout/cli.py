@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -13,13 +12,13 @@ from typing import Annotated, Literal, NoReturn, Protocol, TypeVar
 
 import typer
 
-from relayout import __version__
-from relayout.errors import RelayoutError, printable
+from relayout import __version__, signals
+from relayout.errors import PlanError, RelayoutError, printable
+from relayout.streams import abandon
 
 EXIT_DIFFERENCE = 1
 EXIT_BAD_INPUT = 2
 EXIT_IO = 3
-EXIT_INTERRUPTED = 130
 
 _MAX_MESSAGE_LENGTH = 2000
 """Characters."""
@@ -79,18 +78,21 @@ CompareOption = Annotated[
 
 
 def main() -> None:
-    """Entry point of the `relayout` command."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _terminate)
-    try:
-        app()
-    except _Terminated as error:  # While nothing was being done yet, or any more.
-        sys.exit(128 + error.signum)
+    """Parse the command line, do what it says, and raise SystemExit with the exit code."""
+    with signals.restored():
+        signals.leave_when_asked()
+        # A command that has nothing to do but to print ends like any other when its reader does (128 + SIGPIPE).
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        try:
+            with _errors():
+                app()
+        except typer.Exit as end:
+            sys.exit(end.exit_code)
 
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        print(f"relayout {__version__}")
+        print(f"relayout {__version__}", flush=True)
         raise typer.Exit
 
 
@@ -169,11 +171,12 @@ def convert(
         if dry_run:
             _show(preview(planned), as_json, terminal.print_preview)
             return
+        _begin_work()
         with terminal.progress("converting", as_json=as_json) as on_progress:
             summary = conversion.carry_out(
                 planned, force=force, jobs=jobs, memory=memory_nbytes, on_progress=on_progress
             )
-        _show(summary, as_json, terminal.print_summary)
+        _tell(summary, as_json, terminal.print_summary)
 
 
 @app.command()
@@ -224,9 +227,10 @@ def verify(
     with _errors():
         from relayout import terminal, verification
 
+        _begin_work()
         with terminal.progress("verifying", as_json=as_json) as on_progress:
             report = verification.verify(path, source=source, on_progress=on_progress)
-        _show(report, as_json, terminal.print_report)
+        _tell(report, as_json, terminal.print_report)
         if not report.ok:
             raise typer.Exit(EXIT_DIFFERENCE)
 
@@ -245,11 +249,13 @@ def restore(
         from relayout import restoration, terminal
         from relayout.sizes import parse_size
 
+        memory_nbytes = parse_size(memory)
+        _begin_work()
         with terminal.progress("restoring", as_json=as_json) as on_progress:
             done = restoration.restore(
-                path, output, force=force, jobs=jobs, memory=parse_size(memory), on_progress=on_progress
+                path, output, force=force, jobs=jobs, memory=memory_nbytes, on_progress=on_progress
             )
-        _show(done, as_json, terminal.print_restored)
+        _tell(done, as_json, terminal.print_restored)
 
 
 @app.command()
@@ -264,6 +270,8 @@ def doctor(
 ) -> None:
     """Tell which way a load would take here, and why: file system, direct I/O, page cache, GPU."""
     with _errors():
+        if tp < 1:
+            raise PlanError(f"{tp} ranks, expected at least one")
         from relayout import terminal
         from relayout.loader import diagnosis
 
@@ -285,6 +293,23 @@ def _show(result: R, as_json: bool, print_text: Callable[[R], None]) -> None:
         print_text(result)
 
 
+def _begin_work() -> None:
+    """What follows is to be carried out whoever reads of it, and put in order if it is interrupted."""
+    signals.raise_when_asked()
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+
+
+def _tell(result: R, as_json: bool, print_text: Callable[[R], None]) -> None:
+    """Show what was done; the exit code is about that, and not about who reads it."""
+    try:
+        _show(result, as_json, print_text)
+    except BrokenPipeError:
+        abandon(sys.stdout)
+    except OSError as error:
+        error.filename = "standard output"  # Not what was done.
+        raise
+
+
 @contextmanager
 def _errors() -> Iterator[None]:
     """Turn errors into one line and the exit code of their family."""
@@ -292,33 +317,23 @@ def _errors() -> Iterator[None]:
         yield
     except RelayoutError as error:
         _fail(str(error), EXIT_BAD_INPUT, error)
-    except BrokenPipeError:
-        # Whoever read our output has gone; nothing is left to tell, also when Python flushes at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(EXIT_IO) from None
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
         _fail(f"{place}{error.strerror or error}", EXIT_IO, error)
     except MemoryError as error:
         _fail(f"out of memory: {error}", EXIT_IO, error)
-    except KeyboardInterrupt as error:
-        _fail("interrupted", EXIT_INTERRUPTED, error)
-    except _Terminated as error:
-        _fail("terminated", 128 + error.signum, error)
-
-
-class _Terminated(BaseException):
-    """A signal asked the process to end."""
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(signum)
-        self.signum = signum
+    except signals.Stopped as error:
+        signals.ignore()
+        _fail(str(error), error.exit_code, error)
 
 
 def _fail(message: str, code: int, error: BaseException) -> NoReturn:
-    typer.echo(f"relayout: error: {_one_line(message)}", err=True)
-    for note in getattr(error, "__notes__", ()):
-        typer.echo(f"relayout: note: {_one_line(note)}", err=True)
+    try:
+        typer.echo(f"relayout: error: {_one_line(message)}", err=True)
+        for note in getattr(error, "__notes__", ()):
+            typer.echo(f"relayout: note: {_one_line(note)}", err=True)
+    except OSError:
+        abandon(sys.stderr)
     raise typer.Exit(code) from None
 
 
@@ -329,7 +344,3 @@ def _one_line(message: str) -> str:
         half = _MAX_MESSAGE_LENGTH // 2
         message = f"{message[:half]} ... {message[-half:]}"
     return printable(message)
-
-
-def _terminate(signum: int, frame: object) -> NoReturn:
-    raise _Terminated(signum)

@@ -14,6 +14,7 @@ from relayout.catalogue import Catalogue, read_catalogue
 from relayout.copyplan import copy_steps
 from relayout.errors import FormatError, PlanError
 from relayout.index import HUB_INDEX_NAME, MANIFEST_NAME, Arena, IndexedFile, Manifest, RankEntry, RankTable, plan_arena
+from relayout.integers import integer
 from relayout.journal import Journal, TensorDigests
 from relayout.layout import (
     DEFAULT_ALIGNMENT,
@@ -102,6 +103,7 @@ def plan_conversion(
         FormatError: the source is damaged.
         PlanError: it cannot be converted like this.
     """
+    tp, align, max_part_nbytes = integer(tp, "tp"), integer(align, "align"), integer(max_part_nbytes, "max_part_nbytes")
     check_alignment(align)
     source = Path(source)
     output = default_output(source, tp) if output is None else Path(output)
@@ -165,6 +167,7 @@ def convert(
     If it fails, or is interrupted, after some tensors were written, they stay in a hidden folder beside the output, and
     the same call goes on from there: it reads what is written again, and believes only what has the right digest.
     """
+    jobs, memory = integer(jobs, "jobs"), integer(memory, "memory")
     conversion = plan_conversion(
         source,
         output,
@@ -245,8 +248,14 @@ def carry_out(
 
 
 def default_output(source: Path, tp: int) -> Path:
-    """`SOURCE-tpN` beside the source; for a snapshot in a Hugging Face cache, `REPOSITORY-tpN` right here."""
+    """`SOURCE-tpN` beside the source; for a snapshot in a Hugging Face cache, `REPOSITORY-tpN` right here.
+
+    Raises:
+        PlanError: there is no place beside the source.
+    """
     named = source.resolve() if source.name in ("", "..") else source
+    if not named.name:
+        raise PlanError(f"{source}: nothing lies beside the root folder; choose another folder with -o")
     repository = named.absolute().parent.parent.name
     if named.absolute().parent.name == "snapshots" and repository.startswith("models--"):
         # Not into the hub's cache, among revisions: into the working directory, by the repository's name.
@@ -256,7 +265,7 @@ def default_output(source: Path, tp: int) -> Path:
 
 def _needed_nbytes(conversion: Conversion) -> int:
     catalogue = conversion.catalogue
-    side = sum((catalogue.root / name).stat().st_size for name in catalogue.side_files)
+    side = sum((catalogue.folder / name).stat().st_size for name in catalogue.side_files)
     sidecar = _SIDECAR_NBYTES_PER_TENSOR * len(catalogue.tensors) * (conversion.plan.num_ranks + 1)
     return conversion.layout.nbytes + side + sidecar
 
@@ -264,7 +273,7 @@ def _needed_nbytes(conversion: Conversion) -> int:
 def _write_sidecar(folder: OpenFolder, mode: int, conversion: Conversion, digests: Mapping[int, TensorDigests]) -> None:
     """Write everything but the tensors' bytes: side files, source record, headers, rank tables, manifest."""
     catalogue, plan, layout = conversion.catalogue, conversion.plan, conversion.layout
-    side_files = [copy_side_file(catalogue.root, folder, name) for name in catalogue.side_files]
+    side_files = [copy_side_file(catalogue.folder, folder, name) for name in catalogue.side_files]
     digests = {t: digests.get(t) or empty_digests(plan, t) for t in range(len(catalogue.tensors))}
     sources = [digests[t].source for t in range(len(catalogue.tensors))]
     record = dump_record(catalogue, plan, layout, conversion.max_part_nbytes, sources, side_files)

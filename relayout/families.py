@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ _MAX_DOTS = 256
 _TOP_KEYS = frozenset(
     {"model_types", "quantisation", "extends", "language_prefixes", "transposed", "sizes", "cut", "experts"}
 )
+_MODEL_TYPES = re.compile(r"^model_types *= *\[[^]]*]", re.MULTILINE)
 _AXES = {"rows": 0, "columns": 1}
 
 
@@ -162,7 +164,7 @@ def find_family(model_type: str | None, quantisation: str | None = None) -> Fami
     Raises:
         PlanError: there is none.
     """
-    families = builtin_families()
+    families = [_builtin(name) for name, text in sorted(_builtin_texts().items()) if _may_be_for(text, model_type)]
     for wanted in dict.fromkeys((quantisation, None)):
         for family in families:
             if model_type in family.model_types and family.quantisation == wanted:
@@ -176,6 +178,15 @@ def find_family(model_type: str | None, quantisation: str | None = None) -> Fami
         f"{what} (`relayout plans` lists them): supply one with --plan FILE, try --plan transformers,"
         " or use --tp 1, which needs none"
     )
+
+
+def _may_be_for(text: str, model_type: str | None) -> bool:
+    """Whether a plan file may be for a model type: told by one of its lines, as parsing all plans takes a while."""
+    found = _MODEL_TYPES.search(text)
+    try:
+        return found is None or model_type in tomllib.loads(found[0])["model_types"]
+    except tomllib.TOMLDecodeError:  # More than the pattern knows.
+        return True
 
 
 def parse_family(text: str, where: str, name: str) -> Family:

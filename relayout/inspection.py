@@ -9,11 +9,12 @@ from pathlib import Path
 
 from relayout.catalogue import Catalogue, read_catalogue
 from relayout.dtypes import num_bytes
-from relayout.errors import PlanError
+from relayout.errors import PlanError, RelayoutError
 from relayout.extents import Extent
 from relayout.folder import check_rank, read_manifest, read_table
 from relayout.globs import collapse_numbers
 from relayout.index import MANIFEST_NAME, Manifest, RankTable
+from relayout.integers import integer
 from relayout.plan import plan_for
 from relayout.slicing import Slice, slice_nbytes, slice_transfers
 
@@ -106,6 +107,7 @@ def inspect(path: str | os.PathLike[str], *, rank: int | None = None) -> Inspect
         PlanError: there is nothing to look at, or no such rank.
     """
     path = Path(path)
+    rank = None if rank is None else integer(rank, "rank")
     if (path / MANIFEST_NAME).exists():
         return _inspect_converted(path, read_manifest(path), rank)
     if rank is not None:
@@ -162,7 +164,7 @@ def _amplification(catalogue: Catalogue, tp: int) -> Amplification:
     whole = sum(file.nbytes - file.data_start for file in catalogue.files)
     try:
         plan = plan_for(catalogue, tp)
-    except PlanError as error:
+    except RelayoutError as error:
         return Amplification(tp, None, None, whole, str(error))
     needed, by_rows = [0] * tp, [0] * tp
     for tensor, slices in zip(catalogue.tensors, plan.slices, strict=True):

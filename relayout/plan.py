@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 from relayout.catalogue import Catalogue, SourceTensor
 from relayout.division import Sizes, divide, owner, owner_ranges
-from relayout.errors import PlanError, shown
+from relayout.errors import FormatError, PlanError, shown
 from relayout.families import EXPERTS, Family, Rule, find_family, read_family
 from relayout.globs import collapse_numbers
 from relayout.quantisation import INPUT_SCALES, Scheme, Weight, find_scheme
@@ -64,13 +64,15 @@ def plan_for(
             "replicate" with the plan of transformers, which names just what is cut.
 
     Raises:
-        FormatError: `plan` is no plan file.
+        FormatError: `plan` is no plan file, or config.json begins with a byte order mark.
         PlanError: there are no rules for this checkpoint, or they cannot be applied at this degree.
     """
     if not 1 <= num_ranks <= MAX_RANKS:
         raise PlanError(f"{num_ranks} ranks, expected 1 to {MAX_RANKS}")
     if unmatched not in (None, *get_args(Unmatched)):
         raise PlanError(f"unmatched={unmatched!r}, expected one of {', '.join(get_args(Unmatched))}")
+    if num_ranks > 1 and catalogue.config_error is not None:
+        raise FormatError(catalogue.config_error)
     own = _own_family(Path(plan), catalogue.model_type) if plan is not None and plan != TRANSFORMERS else None
     if num_ranks == 1:
         return Plan("none", 1, ((WHOLE,),) * len(catalogue.tensors))

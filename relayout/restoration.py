@@ -24,6 +24,7 @@ from relayout.files import Buffer, InputFile, OutputFile
 from relayout.folder import read_manifest, read_table
 from relayout.header import parse_header
 from relayout.index import Manifest
+from relayout.integers import integer
 from relayout.journal import TensorDigests, read_journal
 from relayout.members import member
 from relayout.memory import peak_nbytes
@@ -86,7 +87,7 @@ def restore(
         OSError: reading or writing failed; nothing is left behind.
     """
     started = time.monotonic()
-    jobs, chunk_nbytes = share_memory(jobs, memory)
+    jobs, chunk_nbytes = share_memory(integer(jobs, "jobs"), integer(memory, "memory"))
     folder, output = Path(path), Path(output)
     manifest = read_manifest(folder)
     record = read_record(folder, manifest)

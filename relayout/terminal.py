@@ -24,6 +24,7 @@ from relayout.inspection import Inspection
 from relayout.preview import Preview
 from relayout.progressbar import progress_bar
 from relayout.restoration import Restored
+from relayout.streams import abandon
 from relayout.verification import Report
 
 if TYPE_CHECKING:
@@ -60,7 +61,10 @@ def _events(what: str) -> Callable[[int, int], None]:
             return
         reported = now
         event = {"event": what, "done_nbytes": done, "total_nbytes": total, "seconds": round(now - started, 3)}
-        print(json.dumps(event), file=sys.stderr, flush=True)
+        try:
+            print(json.dumps(event), file=sys.stderr, flush=True)
+        except OSError:  # It stops no work that nobody reads of it any more.
+            abandon(sys.stderr)
 
     return report
 

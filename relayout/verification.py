@@ -291,5 +291,5 @@ def _compare(
             report.add(str(catalogue.root), "has changed in the source since the conversion", name)
     for side in record.side_files:
         what = "has changed in the source since the conversion"
-        _check_copy(catalogue.root, side.name, side.nbytes, side.digest, what, report)
+        _check_copy(catalogue.folder, side.name, side.nbytes, side.digest, what, report)
     report.compared_with_source = True

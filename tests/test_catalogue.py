@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+import relayout
 from relayout.catalogue import Catalogue, model_order, read_catalogue
 from relayout.conversion import convert
 from relayout.errors import FormatError, PlanError
@@ -246,6 +248,124 @@ def test_without_an_index_model_safetensors_is_the_model_and_others_get_a_word(t
     )
 
 
+def write_set(folder: Path, *files: str) -> dict[str, Array]:
+    """A tensor in each file; what they hold together."""
+    tensors = {f"w.{number}": np.arange(number, number + 5, dtype=np.uint8) for number in range(len(files))}
+    for name, file in zip(tensors, files, strict=True):
+        write(folder / f"{file}.safetensors", {name: tensors[name]})
+    return tensors
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        ["model-00001-of-00002", "model-00002-of-00002"],
+        ["model-00000-of-00002", "model-00001-of-00002"],
+        ["model-00000-of-00002", "model-00001-of-00002", "model-00002-of-00002"],
+        ["model-00001-of-000002", "model-00002-of-000002"],
+        ["model_00001-of-00001", "vision-00001-of-00002", "vision-00002-of-00002", "extra"],
+        ["model.fp16-00001-of-00001", "model.safetensors-00001-of-00001"],
+        ["model-00001-of-00001.fp16", "model-00001-of-00002.bf16", "model-00002-of-00002.bf16"],
+        ["00001-of-00002", "00002-of-00002"],
+        # Some other count than that of the files of one model.
+        ["epoch-3-of-10", "epoch-4-of-10"],
+        ["model-00001-of-many", "model-00002-of-", "model-00003-of-00009-or-more", "model-٠٠٠٠١-of-٠٠٠٠٢"],  # noqa: RUF001
+    ],
+)
+def test_without_an_index_numbered_shards_of_which_none_is_missing_are_the_model(
+    tmp_path: Path, files: list[str]
+) -> None:
+    expected = write_set(tmp_path, *files)
+    catalogue = read_catalogue(tmp_path)
+    assert_holds(catalogue, expected)
+    assert catalogue.left_out == ()
+
+
+@pytest.mark.parametrize(
+    ("files", "missing"),
+    [
+        (["model-00001-of-00002"], "model-00002-of-00002"),
+        (["model-00001-of-00004", "model-00002-of-00004", "model-00004-of-00004"], "model-00003-of-00004"),
+        (
+            ["model-00002-of-00004", "model-00004-of-00004"],
+            "model-00001-of-00004",
+        ),
+        (["model-00000-of-00003", "model-00002-of-00003"], "model-00001-of-00003"),
+        (["model-00001-of-99999999999999999999"], "model-00002-of-99999999999999999999"),
+        (["model_00001-of-000002"], "model_00002-of-000002"),
+        (["x", "model-00001-of-00001", "vision-00002-of-00002"], "vision-00001-of-00002"),
+        (["model.fp16-00001-of-00002", "model-00002-of-00002"], "model-00001-of-00002"),
+        (["model-00001-of-00002.fp16", "model-00002-of-00002.bf16"], "model-00002-of-00002.fp16"),
+        (["00002-of-00002"], "00001-of-00002"),
+        (["consolidated-00001-of-00002"], "consolidated-00002-of-00002"),
+    ],
+)
+def test_without_an_index_a_missing_one_of_numbered_shards_is_named(
+    tmp_path: Path, files: list[str], missing: str
+) -> None:
+    write_set(tmp_path, *files)
+    with pytest.raises(FormatError, match=re.escape(f"{tmp_path}/{missing}.safetensors: is missing")):
+        read_catalogue(tmp_path)
+
+
+def test_one_of_numbered_shards_can_be_converted_alone(tmp_path: Path) -> None:
+    expected = write_set(tmp_path, "model-00002-of-00004")
+    assert_holds(read_catalogue(tmp_path / "model-00002-of-00004.safetensors"), expected)
+
+
+def test_without_an_index_numbered_shards_of_two_models_are_refused(tmp_path: Path) -> None:
+    write_set(tmp_path, "model-00001-of-00002", "model-00002-of-00002", "model-00001-of-00001")
+    with pytest.raises(FormatError, match=r"model-00001-of-00001\S+ and model-00001-of-00002\S+ are of two models"):
+        read_catalogue(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "consolidated",
+    [
+        ["consolidated"],
+        ["consolidated-00001-of-00002", "consolidated-00002-of-00002"],
+        ["consolidated-00001-of-00002"],
+        ["consolidated.00", "consolidated.01"],
+    ],
+)
+def test_without_an_index_the_numbered_model_counts_and_not_the_same_weights_by_other_names(
+    tmp_path: Path, consolidated: list[str]
+) -> None:
+    for file in consolidated:
+        write(tmp_path / f"{file}.safetensors", {f"layers.{file}": A})
+    expected = write_set(tmp_path, "model-00001-of-00002", "model-00002-of-00002", "vision")
+    catalogue = read_catalogue(tmp_path)
+    assert_holds(catalogue, expected)
+    reason = "model-00001-of-00002.safetensors and those that go with it are the model"
+    assert catalogue.left_out == tuple(f"{file}.safetensors: {reason}" for file in consolidated)
+
+
+@pytest.mark.parametrize("other", ["consolidated_2", "my-consolidated", "vision"])
+def test_consolidated_weights_alone_are_the_model(tmp_path: Path, other: str) -> None:
+    expected = write_set(tmp_path, "consolidated", other)
+    catalogue = read_catalogue(tmp_path)
+    assert_holds(catalogue, expected)
+    assert catalogue.left_out == ()
+
+
+@pytest.mark.parametrize("which", ["folder", "file", "index"])
+def test_a_shard_whose_name_is_not_utf8_is_refused_before_a_byte_is_copied(tmp_path: Path, which: str) -> None:
+    name = os.fsdecode(b"m\xff.safetensors")
+    source = tmp_path / "model"
+    try:
+        write(source / name, {"a": A})
+    except OSError:
+        pytest.skip("this file system takes UTF-8 names only")
+    if which == "index":
+        (source / name).rename(source / "x.safetensors")
+        name += ".index.json"
+        write_index(source / name, {"a": "x.safetensors"})
+    says = re.escape(rf"{source}: {os.fsencode(name)!r}: its name is not UTF-8: rename it")
+    with pytest.raises(PlanError, match=says):
+        convert(source / name if which == "file" else source, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == [source]
+
+
 def hub_snapshot(cache: Path) -> Path:
     """A model as huggingface_hub lays it out: names are relative links into a pool of blobs."""
     model = cache / "models--org--name"
@@ -296,7 +416,31 @@ def test_a_single_file_is_a_checkpoint_with_the_config_beside_it(tmp_path: Path,
     catalogue = read_catalogue(tmp_path / name)
     assert_holds(catalogue, {"a": A, "b": B})
     assert (catalogue.root, names(catalogue), catalogue.model_type) == (tmp_path / name, [name], "qwen2")
-    assert (catalogue.side_files, catalogue.left_out, catalogue.index) == ((), (), None)
+    assert (catalogue.side_files, catalogue.left_out, catalogue.index) == (("config.json",), (), None)
+    assert catalogue.folder == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, ()),
+        ({"hf_quant_config": {"quantization": {"quant_algo": "FP8"}}}, ("hf_quant_config.json",)),
+        (
+            {"config": {}, "quantize_config": {"bits": 4}, "quant_config": {"bits": 4}},
+            ("config.json", "quantize_config.json"),
+        ),
+        ({"config": {"quantization_config": {"quant_method": "fp8"}}, "quant_config": {"bits": 4}}, ("config.json",)),
+    ],
+)
+def test_with_a_single_file_goes_what_it_would_be_planned_by(
+    tmp_path: Path, files: dict[str, Any], expected: tuple[str, ...]
+) -> None:
+    write(tmp_path / "one.safetensors", {"a": A})
+    for name in ("tokenizer", "generation_config"):
+        (tmp_path / f"{name}.json").write_text("{}")
+    for name, content in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    assert read_catalogue(tmp_path / "one.safetensors").side_files == expected
 
 
 @pytest.mark.parametrize(
@@ -466,7 +610,18 @@ def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
 
 def test_safetensors_files_in_subfolders_are_no_model(tmp_path: Path) -> None:
     write(tmp_path / "sub" / "model.safetensors", {"a": A})
-    with pytest.raises(PlanError, match="holds no safetensors file"):
+    with pytest.raises(PlanError, match=r"holds no safetensors file: they lie in folders in it, .* one by one: sub$"):
+        read_catalogue(tmp_path)
+
+
+def test_of_a_pipeline_of_models_the_folders_that_can_be_converted_are_named(tmp_path: Path) -> None:
+    for name in ("vae", "transformer", "text_encoder"):
+        write(tmp_path / name / "diffusion_pytorch_model.safetensors", {"a": A})
+    convert(tmp_path / "vae", tmp_path / "vae-tp1")
+    write(tmp_path / ".cache" / "x.safetensors", {"a": A})
+    (tmp_path / "scheduler").mkdir()
+    (tmp_path / "model_index.json").write_text("{}")
+    with pytest.raises(PlanError, match=r"holds no safetensors file: .*: text_encoder, transformer, vae$"):
         read_catalogue(tmp_path)
 
 
@@ -555,6 +710,28 @@ def test_a_broken_config_is_refused(tmp_path: Path, text: bytes, says: str) -> N
     (tmp_path / "config.json").write_bytes(text)
     with pytest.raises(FormatError, match=rf"config\.json: {says}"):
         read_catalogue(tmp_path)
+
+
+def test_a_config_with_a_byte_order_mark_is_needed_at_more_than_one_rank_only(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    source = tmp_path / "model"
+    write(source / "model.safetensors", {"model.norm.weight": A})
+    blob = b'\xef\xbb\xbf{"model_type": "llama"}'
+    (source / "config.json").write_bytes(blob)
+    with pytest.raises(OSError, match="not a valid JSON file"):
+        AutoConfig.from_pretrained(source)
+    says = r"config\.json: not valid JSON: begins with a byte order mark, which transformers refuses too"
+    with pytest.raises(FormatError, match=says):
+        convert(source, tmp_path / "out", tp=2)
+    convert(source, tmp_path / "out")
+    assert (tmp_path / "out" / "config.json").read_bytes() == blob
+    assert relayout.verify(tmp_path / "out", source=source).ok
+    with pytest.raises(FormatError, match=says):
+        relayout.load(tmp_path / "out", 0, tp=2)
+    found = relayout.inspect(source)
+    assert found.num_tensors == 1
+    assert all(re.search(says, row.reason or "") for row in found.amplification)
 
 
 def test_tensors_come_in_model_order_across_shards(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def run(
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Run]:
+def here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
     """As `run`, but in this process: most of what a run takes is the start of Python."""
 
     def run_here(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -144,9 +144,7 @@ def here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
 
     for name in TERMINAL_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    before = signal.getsignal(signal.SIGTERM)
-    yield run_here
-    signal.signal(signal.SIGTERM, before)
+    return run_here
 
 
 def drop_superuser_rights() -> None:
@@ -340,12 +338,16 @@ def test_bad_input_is_one_line_and_leaves_nothing_behind(here: Run, work: Path, 
         ("verify nothing", r"nothing.*No such file"),
         ("verify model", r"model.*relayout\.json"),
         ("inspect model --rank 0", r"model: not converted"),
+        ("convert / --tp 2", r" /: nothing lies beside the root folder; choose another folder with -o"),
         ("convert model --tp 0", r"\b0 ranks, expected 1 to"),
+        ("doctor model --tp 0", r"\b0 ranks, expected at least one"),
+        ("doctor model --tp -1", r"-1 ranks, expected at least one"),
         ("convert model --tp -1", r"-1 ranks, expected 1 to"),
         ("convert model --align 3000", r"alignment 3000 is not a power of two"),
         ("convert model --align 256", r"alignment 256 .* between 512 and"),
         ("convert model --align 32MiB", r"alignment 33554432 .* between 512 and"),
         ("convert model --align many", r"'many' is not a size"),
+        (f"convert model --memory {'9' * 5000}", r"is too large a size, expected at most 9223372036854775807 bytes"),
         ("convert model --max-part-size 0", r"part size of 0 bytes"),
         ("convert model --tp 2 --plan nothing.toml", r"nothing\.toml: cannot be read"),
         ("convert model -o model", r"model: is the source itself"),
@@ -400,16 +402,76 @@ def test_without_a_stderr_the_exit_codes_are_the_same(work: Path) -> None:
     assert (work / "model-tp1" / "relayout.json").is_file()
 
 
-@pytest.mark.parametrize("args", ["inspect out", "inspect out --json", "verify out"])
-def test_a_reader_that_has_gone_is_an_io_failure_without_a_word(converted: Path, args: str) -> None:
-    # As in `relayout inspect out | head -1`. Exit code 1 would say that verification found a difference.
+def run_unread(
+    *args: str, cwd: Path, stderr: bool = False, script: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run the command with a stdout, or also a stderr, whose reader has gone."""
     ours, theirs = os.pipe()
     os.close(ours)
     done = subprocess.run(
-        [*RELAYOUT, *args.split()], cwd=converted, env=ENVIRONMENT, stdout=theirs, stderr=subprocess.PIPE, text=True
+        [*(RELAYOUT if script is None else [sys.executable, "-c", script]), *args],
+        cwd=cwd,
+        env=ENVIRONMENT,
+        stdout=theirs,
+        stderr=theirs if stderr else subprocess.PIPE,
+        text=True,
+        timeout=60,
     )
     os.close(theirs)
-    assert (done.returncode, done.stderr) == (3, "")
+    return done
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        *("inspect out", "inspect out --json", "plans", "plans llama", "plans --json", "doctor model"),
+        *("convert model --dry-run", "--help", "inspect --help", "--version"),
+    ],
+)
+def test_a_command_that_only_prints_ends_without_a_word_when_its_reader_does(converted: Path, args: str) -> None:
+    # As in `relayout inspect out | head -1`: a shell makes 141 of it.
+    done = run_unread(*args.split(), cwd=converted)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
+
+
+@pytest.mark.parametrize("stderr", [False, True])
+@pytest.mark.parametrize("as_json", [[], ["--json"]])
+def test_work_is_carried_out_and_its_exit_code_is_its_own_whoever_reads_of_it(
+    work: Path, as_json: list[str], stderr: bool
+) -> None:
+    # As in `relayout convert model | true`: with pipefail a script would take another code for a failure.
+    script = "from relayout import __main__, terminal; terminal._SECONDS_BETWEEN_EVENTS = 0; __main__.main()"
+    for args in ("convert model -o out", "verify out", "restore out -o back"):
+        done = run_unread(*args.split(), *as_json, cwd=work, stderr=stderr, script=script)
+        assert done.returncode == 0, done.stderr
+        assert stderr or all(line.startswith('{"event": ') for line in done.stderr.splitlines())
+    assert relayout.verify(work / "out", source=work / "back").ok
+    with (work / "out" / "model-rank-0-part-0.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read()[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+    assert run_unread("verify", "out", *as_json, cwd=work, stderr=stderr).returncode == 1
+    assert run_unread("convert", "model", "-o", "out", *as_json, cwd=work, stderr=stderr).returncode == 2
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no file that is always full")
+@pytest.mark.parametrize(
+    "args",
+    [
+        *("inspect out", "inspect out --json", "plans llama", "--help", "--version"),
+        *("verify out", "convert model -o again", "convert model -o again --json"),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_an_io_failure(converted: Path, tmp_path: Path, args: str) -> None:
+    place = shutil.copytree(converted, tmp_path / "converted")
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*RELAYOUT, *args.split()], cwd=place, env=ENVIRONMENT, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 3
+    assert re.fullmatch(r"relayout: error: (standard output: )?No space left on device\n", done.stderr)
+    assert (place / "again" / "relayout.json").exists() == ("again" in args), "what it tells of is done"
 
 
 @pytest.mark.parametrize(
@@ -804,6 +866,18 @@ def test_a_file_name_that_is_no_utf_8_causes_no_traceback(work: Path, what: str)
             assert any(word.startswith(name) for word in found["left_out"])
 
 
+@pytest.mark.parametrize("args", ["convert model", "convert model --dry-run", "convert model/{}", "inspect model"])
+def test_a_shard_whose_name_is_no_utf_8_is_refused_at_once_on_any_terminal(work: Path, args: str) -> None:
+    name = os.fsdecode(b"m\xff.safetensors")
+    try:
+        (work / "model" / "model.safetensors").rename(work / "model" / name)
+    except OSError:
+        pytest.skip("this file system takes UTF-8 names only")
+    ascii_only = partial(run, environment={"PYTHONIOENCODING": "ascii:strict"})
+    says = r"model: b'm\\xff\.safetensors': its name is not UTF-8: rename it"
+    assert_refused(ascii_only, work, args.format(name).split(), says)
+
+
 def test_a_model_without_tensors_can_be_converted_and_verified(here: Run, work: Path) -> None:
     (work / "none").mkdir()
     save_file({}, work / "none" / "model.safetensors")
@@ -861,7 +935,7 @@ BIG_PARTIAL = ".big-tp1.relayout-partial"
 def resumed_nbytes(big: Path) -> int:
     """The same command ends, and nothing is left beside its output; how much it took over."""
     done = run("convert", "big", "--json", cwd=big)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in big.iterdir()) == ["big", "big-tp1"]
     found = one_object(run("verify", "big-tp1", "--source", "big", "--json", cwd=big))
     assert (found["ok"], found["num_tensors"]) == (True, 48)

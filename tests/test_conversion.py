@@ -246,3 +246,26 @@ def test_a_plans_path_and_a_stale_folder_leave_no_trace(llama: Path, tmp_path: P
     first, second = ((tmp_path / f"out-{name}" / "relayout.json").read_bytes() for name in ("one", "two"))
     assert first == second
     assert str(tmp_path).encode() not in first
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_single_file_is_loaded_at_other_degrees_by_the_config_that_was_beside_it(
+    mistral: Path, tmp_path: Path, tp: int
+) -> None:
+    place = shutil.copytree(mistral, tmp_path / "model")
+    file, out = place / "model.safetensors", tmp_path / "out"
+    relayout.convert(file, out, tp=tp)
+    whole = read_tensors(mistral)
+    for rank in range(4):
+        held = relayout.load(out, rank, tp=4)
+        assert held.keys() == whole.keys()
+        for name, tensor in held.items():
+            np.testing.assert_array_equal(as_integers(tensor), expected_slice(name, whole[name], rank, 4), err_msg=name)
+    relayout.restore(out, tmp_path / "back")
+    assert sorted(path.name for path in (tmp_path / "back").iterdir()) == ["config.json", "model.safetensors"]
+    for path in (tmp_path / "back").iterdir():
+        assert path.read_bytes() == (mistral / path.name).read_bytes()
+    assert relayout.verify(out, source=file).ok
+    (place / "config.json").write_text("{}")
+    [difference] = relayout.verify(out, source=file).differences
+    assert (difference.file, difference.what) == ("config.json", "has changed in the source since the conversion")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -359,6 +360,41 @@ def test_a_plan_for_just_this_quantisation_comes_before_others(
     assert find_family(model_type, quantisation).name == name
 
 
+def test_each_built_in_plan_is_found_by_each_of_its_model_types() -> None:
+    for family in builtin_families():
+        for model_type in family.model_types:
+            assert find_family(model_type, family.quantisation) == family
+
+
+def test_to_find_a_plan_only_few_are_parsed() -> None:
+    families._builtin.cache_clear()
+    find_family("mixtral")
+    assert families._builtin.cache_info().currsize <= 2  # It, and what it extends.
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'model_types = ["mine", "other"]',
+        "model_types = ['other', 'mine']",
+        'model_types = "mine"',
+        'model_types=["mine"]',
+        'model_types\t=\t["mine"]',
+        '"model_types" = ["mine"]',
+        'model_types = ["m\\u0069ne"]',
+        'model_types = [\n    "a]",\n    "mine",\n]',
+        'model_types = [\n    "a", # no ]\n    "mine",\n]',
+        'model_types = ["""\nmine""", "a"]',
+    ],
+)
+def test_a_plan_is_found_however_its_model_types_are_written(builtin: Builtin, line: str) -> None:
+    assert "mine" in tomllib.loads(line)["model_types"]
+    builtin(one=f'{line}\n[cut]\n"*" = "whole"\n', two='model_types = ["b"]\n[cut]\n"*" = "whole"\n')
+    assert find_family("mine").name == "one"
+    with pytest.raises(PlanError, match="no built-in plan for model type 'min'"):
+        find_family("min")
+
+
 @pytest.mark.parametrize(
     ("model_type", "quantisation"), [("rwkv", None), ("rwkv", "mxfp4"), ("", None), ("Llama", None)]
 )
@@ -370,14 +406,10 @@ def test_a_model_type_without_a_plan_is_named_and_the_ways_out(model_type: str, 
 
 def test_a_plan_for_one_quantisation_is_not_for_others(builtin: Builtin) -> None:
     builtin(base=BASE)
-    builtin_families.cache_clear()
-    try:
-        assert find_family("base", "fp8").name == "base"
-        for quantisation in (None, "awq"):
-            with pytest.raises(PlanError, match="no built-in plan for model type 'base'"):
-                find_family("base", quantisation)
-    finally:
-        builtin_families.cache_clear()
+    assert find_family("base", "fp8").name == "base"
+    for quantisation in (None, "awq"):
+        with pytest.raises(PlanError, match="no built-in plan for model type 'base'"):
+            find_family("base", quantisation)
 
 
 @pytest.mark.parametrize("family", builtin_families(), ids=lambda family: str(family.name))

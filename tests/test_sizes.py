@@ -26,6 +26,8 @@ from relayout.sizes import parse_size
         ("48G", 48 * 2**30),
         ("1TiB", 2**40),
         ("1TB", 10**12),
+        ("9223372036854775807", 2**63 - 1),
+        ("000000000000000000000000000000001K", 1024),
     ],
 )
 def test_sizes(text: str, nbytes: int) -> None:
@@ -33,9 +35,36 @@ def test_sizes(text: str, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "K", "-1", "+1", "1.5G", "4 096", "12XB", "1KiBB", "0x10", "1e9", "one", "²", "1i"]
+    "text",
+    [
+        "",
+        "K",
+        "-1",
+        "+1",
+        "1.5G",
+        "4 096",
+        "12XB",
+        "1KiBB",
+        "0x10",
+        "1e9",
+        "one",
+        "²",
+        "1i",
+        "٤٠٩٦",
+        "4٠96",  # noqa: RUF001
+        "9" * 5000 + "X",
+    ],
 )
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(PlanError, match=r"is not a size; write bytes, or a number with K, KiB") as caught:
         parse_size(text)
-    assert repr(text) in str(caught.value)
+    assert repr(text) in str(caught.value) or len(text) > len(str(caught.value))
+
+
+@pytest.mark.parametrize(
+    "text", ["9223372036854775808", "9007199254740992K", "9223373TB", "9" * 5000, "9" * 5000 + "GB"]
+)
+def test_a_size_that_nothing_has_is_refused(text: str) -> None:
+    with pytest.raises(PlanError, match=r"is too large a size, expected at most 9223372036854775807 bytes$") as caught:
+        parse_size(text)
+    assert len(str(caught.value)) < 500

@@ -198,7 +198,7 @@ def carry_out(
     check_output(conversion.source, conversion.output, force=force)
     total = catalogue.nbytes
     undertaking = undertaking_of(catalogue, conversion.plan, layout, conversion.max_part_nbytes)
-    modes = modes_of(catalogue.root if catalogue.root.is_dir() else None, [file.path for file in catalogue.files])
+    modes = modes_of(None if catalogue.is_file else catalogue.root, [file.path for file in catalogue.files])
     with staging_folder(conversion.output, replace=force, modes=modes) as staging:
         claims = claims_of(staging, undertaking, force=force)
         staging.advice = f"what is done is kept in {staging.place.path}; the same command goes on from there"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import typer
 
 from relayout import __version__
 from relayout.errors import RelayoutError, printable
+from relayout.openfiles import advice_on_limit
 
 EXIT_DIFFERENCE = 1
 EXIT_BAD_INPUT = 2
@@ -298,7 +300,7 @@ def _errors() -> Iterator[None]:
         raise typer.Exit(EXIT_IO) from None
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
-        _fail(f"{place}{error.strerror or error}", EXIT_IO, error)
+        _fail(f"{place}{_reason(error)}", EXIT_IO, error)
     except MemoryError as error:
         _fail(f"out of memory: {error}", EXIT_IO, error)
     except KeyboardInterrupt as error:
@@ -320,6 +322,11 @@ def _fail(message: str, code: int, error: BaseException) -> NoReturn:
     for note in getattr(error, "__notes__", ()):
         typer.echo(f"relayout: note: {_one_line(note)}", err=True)
     raise typer.Exit(code) from None
+
+
+def _reason(error: OSError) -> str:
+    reason, advice = str(error.strerror or error), advice_on_limit()
+    return reason if error.errno != errno.EMFILE or reason.endswith(advice) else f"{reason}; {advice}"
 
 
 def _one_line(message: str) -> str:

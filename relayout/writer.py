@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -21,6 +19,7 @@ from relayout.extents import BLOCK, align_down, align_up
 from relayout.files import Buffer, InputFile, OutputFile
 from relayout.journal import TensorDigests
 from relayout.layout import Layout
+from relayout.openfiles import OpenFiles
 from relayout.plan import Plan
 from relayout.slicing import Slice, distinct_slices, slice_nbytes
 from relayout.strided import copy_runs
@@ -38,9 +37,6 @@ _SOURCE = -1
 """In place of a slice: the whole tensor, as stored in the source."""
 
 _EMPTY = xxhash.xxh3_128().hexdigest()
-
-MAX_OPEN_FILES = 64
-"""Rank files; each takes two descriptors."""
 
 
 class Sink(Protocol):
@@ -69,32 +65,17 @@ class RankFileSink:
         """Files that are in the folder already must have their full length."""
         self._folder = folder
         self._layout = layout
-        self._lock = threading.Lock()
         self._existing = {
             (file.rank, file.part) for files in layout.ranks for file in files if (folder / file.name).exists()
         }
-        self._open: dict[tuple[int, int], OutputFile] = {}
-        """Least recently used first."""
-        self._users: Counter[tuple[int, int]] = Counter()
+        self._files = OpenFiles(self._open_file, num_descriptors=2)
 
     def put(self, span: Span, target: Target, view: memoryview, address: int) -> None:
         """Write the span."""
-        key = (target.rank, target.part)
-        with self._lock:
-            file = self._open.pop(key, None) or self._open_file(key)
-            self._open[key] = file
-            self._users[key] += 1
-        try:
+        with self._files.use((target.rank, target.part)) as file:
             file.write(target.offset, view, address)
-        finally:
-            with self._lock:
-                self._users[key] -= 1
 
     def _open_file(self, key: tuple[int, int]) -> OutputFile:
-        if len(self._open) >= MAX_OPEN_FILES:
-            idle = next((other for other in self._open if not self._users[other]), None)
-            if idle is not None:
-                self._open.pop(idle).close()
         rank, part = key
         file = self._layout.ranks[rank][part]
         opened = OutputFile(self._folder / file.name, file.nbytes, create=key not in self._existing)
@@ -102,9 +83,12 @@ class RankFileSink:
         return opened
 
     def close(self) -> None:
-        """Close what is open."""
-        while self._open:
-            self._open.popitem()[1].close()
+        """Return when all that was put is on the drive, and close what is open.
+
+        Raises:
+            OSError: it could not all be written.
+        """
+        self._files.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,16 +248,20 @@ def run_steps(
         turns.done(hashed)
         return step.nbytes
 
-    with ExitStack() as stack:
-        inputs = [stack.enter_context(InputFile(file.path, file.nbytes, pass_by=True)) for file in catalogue.files]
+    def open_input(number: int) -> InputFile:
+        file = catalogue.files[number]
+        return InputFile(file.path, file.nbytes, pass_by=True)
+
+    with OpenFiles(open_input) as inputs:
         Workers(num_threads, steps, _Memory, work, stop).run(on_progress)
     return done
 
 
-def _read(ranges: Sequence[SourceRange], inputs: Sequence[InputFile], buffer: Buffer) -> Loaded:
+def _read(ranges: Sequence[SourceRange], inputs: OpenFiles[int, InputFile], buffer: Buffer) -> Loaded:
     loaded = Loaded.place(ranges, buffer)
     for one, position in zip(ranges, loaded.positions, strict=True):
-        inputs[one.file].read(one.extent.offset, loaded.memory[position : position + one.extent.nbytes])
+        with inputs.use(one.file) as file:
+            file.read(one.extent.offset, loaded.memory[position : position + one.extent.nbytes])
     return loaded
 
 

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors
 from conftest import Array
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save, save_file
+from test_header import REFUSED, STRICTER, file_of
 
 import relayout
-from relayout import division, plan
+from relayout import division, dtypes, plan, verification
 from relayout.catalogue import SourceTensor
+from relayout.copyplan import Span, Target
 from relayout.errors import FormatError
 from relayout.header import parse_header
 from relayout.slicing import NOT_HELD, Slice
+from relayout.writer import RankFileSink
 
 FILE = "model-rank-2-part-0.safetensors"
+OF_THE_LENGTH = {"trailing bytes", "data without tensors"}
+"""Of headers that the stock reader refuses, those that are right for files of another length."""
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +107,66 @@ def test_a_changed_header_is_found(folder: Path) -> None:
     blob = path.read_bytes()
     path.write_bytes(blob.replace(b'"model.norm.weight":{', b'"model.norm.height":{'))
     assert any(one.file == FILE and "rank table" in one.what for one in relayout.verify(folder).differences)
+
+
+@pytest.mark.parametrize("case", sorted(REFUSED.keys() - STRICTER - OF_THE_LENGTH))
+def test_the_stock_reader_refuses_without_the_data_what_it_refuses(case: str) -> None:
+    header, data, _ = REFUSED[case]
+    blob = file_of(header, data)
+    with pytest.raises(safetensors.SafetensorError):
+        safetensors.deserialize(blob)
+    with pytest.raises(FormatError, match=r"^x: the reference reader of safetensors: Error while deserializing"):
+        verification._check_by_reference_reader(blob[: len(blob) - len(data)], len(data), "x")
+
+
+@pytest.mark.parametrize("num_elements", [0, 1, 5])
+def test_the_stock_reader_accepts_without_the_data_what_it_accepts(num_elements: int) -> None:
+    blob = save({"a": np.ones(num_elements, np.uint8), "empty": np.ones((0, 3), np.float32)})
+    verification._check_by_reference_reader(blob[: len(blob) - num_elements], num_elements, "x")
+
+
+def test_what_only_the_stock_reader_refuses_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder / FILE
+    path.write_bytes(path.read_bytes().replace(b'"dtype":"BF16"', b'"dtype":"BF99"', 1))
+    monkeypatch.setitem(dtypes.BITS, "BF99", 16)
+    with pytest.raises(safetensors.SafetensorError, match="unknown variant `BF99`"):
+        load_file(path)
+    said = [one.what for one in relayout.verify(folder).differences if one.file == FILE]
+    assert any("the reference reader of safetensors: " in what and "unknown variant `BF99`" in what for what in said)
+
+
+def test_a_rank_file_may_be_larger_than_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a sparse checkpoint, whose rank file is sparse as well."""
+    if not sys.platform.startswith("linux"):
+        pytest.skip("takes a limit of address space")
+    source, nbytes = tmp_path / "model.safetensors", 3 * 2**30
+    text = json.dumps({"x": {"dtype": "U8", "shape": [nbytes], "data_offsets": [0, nbytes]}}).encode()
+    source.write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(source, 8 + len(text) + nbytes)
+
+    def leave_sparse(sink: RankFileSink, span: Span, target: Target, view: memoryview, address: int) -> None:
+        with sink._files.use((target.rank, target.part)) as file:
+            os.ftruncate(file._fd, 0)  # Gives the space back that it has allocated.
+            os.ftruncate(file._fd, file.nbytes)
+
+    monkeypatch.setattr(RankFileSink, "put", leave_sparse)
+    relayout.convert(source, tmp_path / "out")
+    script = """
+import re, resource, sys, relayout
+from pathlib import Path
+from relayout import verification
+used = 1024 * int(re.search(r"VmSize:\\s*(\\d+)", Path("/proc/self/status").read_text())[1])
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, -1))
+report = relayout.verify(sys.argv[1])
+print(report.ok, report.nbytes)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "out"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "MALLOC_ARENA_MAX": "1"},
+    )
+    assert done.stdout.split() == ["True", str(nbytes + 4096)], done.stderr
 
 
 def test_swapped_rank_files_are_found(folder: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from safetensors.numpy import load_file, save, save_file
 from test_header import REFUSED, STRICTER, file_of
 
 import relayout
-from relayout import division, dtypes, plan, verification
+from relayout import conversion, division, dtypes, plan, verification
 from relayout.catalogue import SourceTensor
 from relayout.copyplan import Span, Target
 from relayout.errors import FormatError
@@ -218,6 +219,26 @@ def test_ranks_that_do_not_hold_all_of_a_tensor_together_are_found(
         report = relayout.verify(tmp_path / "out", source=source)
         assert not report.compared_with_source
         assert any("no rank holds element 192 of axis 0 of [384, 128]" in one.what for one in report.differences)
+
+
+def test_ranks_that_cut_a_tensor_along_different_axes_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The upper half and the right half: of each axis every element is somewhere, but not the lower left quarter."""
+    source, name = tmp_path / "source", "model.layers.0.mlp.up_proj.weight"
+    write_checkpoint(source, {name: np.arange(16, dtype=np.float32).reshape(4, 4)}, model_type="llama")
+    true_plan = conversion.plan_for
+
+    def wrong_plan(*args: Any, **options: Any) -> plan.Plan:
+        return replace(true_plan(*args, **options), slices=((Slice(0, ((0, 2),)), Slice(1, ((2, 2),))),))
+
+    monkeypatch.setattr(conversion, "plan_for", wrong_plan)
+    relayout.convert(source, tmp_path / "out", tp=2)
+    [found] = relayout.verify(tmp_path / "out", source=source).differences
+    assert found.file == "relayout.source.json.zst"
+    assert f"tensor {name!r}: is cut along axes [0, 1], expected one" in found.what
+    with pytest.raises(FormatError, match="is cut along axes"):
+        relayout.restore(tmp_path / "out", tmp_path / "back")
 
 
 EXPERT = "model.layers.0.block_sparse_moe.experts.{}.w1.weight"

@@ -17,6 +17,7 @@ import safetensors
 from conftest import Array
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rebuilding import rebuild
 from safetensors.numpy import load_file, save, save_file
 from test_header import REFUSED, STRICTER, file_of
 
@@ -221,6 +222,25 @@ def test_ranks_that_do_not_hold_all_of_a_tensor_together_are_found(
         assert any("no rank holds element 192 of axis 0 of [384, 128]" in one.what for one in report.differences)
 
 
+@pytest.mark.parametrize(("short", "missing"), [(0, 191), (1, 383)], ids=["between two ranks", "the last"])
+def test_one_element_that_no_rank_holds_is_found(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short: int, missing: int
+) -> None:
+    """A planner that gives one rank an element too little."""
+    true_ranges = division.even_ranges
+
+    def wrong_ranges(*args: Any, **options: Any) -> list[tuple[int, int]]:
+        ranges = true_ranges(*args, **options)
+        start, length = ranges[short]
+        return [*ranges[:short], (start, length - 1), *ranges[short + 1 :]]
+
+    monkeypatch.setattr(division, "even_ranges", wrong_ranges)
+    relayout.convert(llama, tmp_path / "out", tp=2)
+    said = [str(one) for one in relayout.verify(tmp_path / "out").differences]
+    assert f"no rank holds element {missing} of axis 0 of [384, 128]" in "\n".join(said)
+    assert all("no rank holds element" in one for one in said)
+
+
 def test_ranks_that_cut_a_tensor_along_different_axes_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,6 +328,56 @@ def test_an_interleaved_tensor_is_verified_alone_and_against_its_source(bloom: P
     found = relayout.verify(out, source=bloom).differences
     assert {one.file for one in found} == {"model-rank-1-part-0.safetensors", str(bloom)}
     assert {one.tensor for one in found} == {FUSED}
+
+
+def test_a_slice_that_a_rank_lacks_is_found(mixtral: Path, tmp_path: Path) -> None:
+    """The record says that both ranks hold the expert that one of them owns."""
+    out = tmp_path / "out"
+    relayout.convert(mixtral, out, tp=2, expert_parallel=True)
+
+    def lie(record: dict[str, Any]) -> None:
+        record["cuts"].append([None, None])
+        record["tensors"]["cut"][record["tensors"]["name"].index(EXPERT.format(0))] = len(record["cuts"]) - 1
+
+    rebuild(out, lie)
+    [found] = relayout.verify(out).differences
+    assert (found.file, found.tensor) == ("relayout.rank-1.json.zst", EXPERT.format(0))
+    assert "is missing" in found.what
+
+
+def test_a_whole_tensor_whose_digest_is_not_the_sources_is_found(mixtral: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    relayout.convert(mixtral, out, tp=2, expert_parallel=True)
+
+    def lie(record: dict[str, Any]) -> None:
+        record["tensors"]["digest"][record["tensors"]["name"].index(ROUTER)] = 32 * "0"
+
+    rebuild(out)
+    assert relayout.verify(out, source=mixtral).ok
+    rebuild(out, lie)
+    found = relayout.verify(out).differences
+    assert {(one.file, one.tensor) for one in found} == {(f"relayout.rank-{rank}.json.zst", ROUTER) for rank in (0, 1)}
+    assert all("its digest differs from the source tensor's" in one.what for one in found)
+
+
+def test_a_tensor_that_only_the_header_names_is_found(mixtral: Path, tmp_path: Path) -> None:
+    """An empty one, behind all others: the bytes are the same with it and without."""
+    out = tmp_path / "out"
+    relayout.convert(mixtral, out, tp=2, expert_parallel=True)
+    names = sorted(path.name for path in out.glob("*.safetensors"))
+
+    def lie(header: bytes) -> bytes:
+        text = header[8:].rstrip(b" ")
+        end = max(entry["data_offsets"][1] for entry in json.loads(text).values() if "dtype" in entry)
+        more = json.dumps({"zzz": {"dtype": "U8", "shape": [0], "data_offsets": [end, end]}}).encode()
+        return header[:8] + (text[:-1] + b"," + more[1:]).ljust(len(header) - 8)
+
+    rebuild(out, change_header=lie)
+    found = relayout.verify(out).differences
+    assert [(one.file, one.what) for one in found] == [
+        (names[0], "4 tensors, the rank table has 3"),
+        (names[1], "3 tensors, the rank table has 2"),
+    ]
 
 
 @pytest.mark.parametrize("shape", [(8, 6), (), (0,), (0, 6)])

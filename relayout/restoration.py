@@ -172,7 +172,10 @@ def _restore_tensors(
     stop = Stop()
     turns = Turns(stop)
 
+    checked: set[int] = set()
+
     def check(t: int, digests: TensorDigests) -> None:
+        checked.add(t)
         if digests.source != record.digests[t]:
             raise FormatError(f"{folder}: tensor {record.names[t]!r}: the stored bytes are damaged")
 
@@ -212,6 +215,7 @@ def _restore_tensors(
     steps = (step for step in copy_steps(catalogue, plan, layout, chunk_nbytes=chunk_nbytes) if step.tensors)
     with OpenFiles(open_input) as inputs, OpenFiles(open_output, num_descriptors=2) as outputs:
         Workers(jobs, steps, lambda: (Buffer(), Buffer()), work, stop).run(on_progress)
+    assert checked == {t for t, tensor in enumerate(catalogue.tensors) if tensor.extent.nbytes}
 
 
 def _put_back(

@@ -25,7 +25,7 @@ from relayout.sidecar import SOURCE_RECORD_NAME, digest_hex
 from relayout.sidefiles import read_side_file
 from relayout.slicing import distinct_slices
 from relayout.stored import read_record, rows_of_files, stored_layout
-from relayout.writer import DEFAULT_JOBS, NoSink, empty_digests, run_steps
+from relayout.writer import DEFAULT_JOBS, NoSink, digests_of_all, run_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,10 +296,11 @@ def _compare(
         return
     plan = Plan(manifest.plan, manifest.num_ranks, tuple(record.slices))
     layout = stored_layout(manifest, tables, catalogue, plan)
-    digests = run_steps(catalogue, plan, copy_steps(catalogue, plan, layout), NoSink(), on_progress=on_progress)
+    passed = run_steps(catalogue, plan, copy_steps(catalogue, plan, layout), NoSink(), on_progress=on_progress)
+    digests = digests_of_all(catalogue, plan, passed)
     rows = [{name: row for row, name in enumerate(table.names)} for table in tables]
     for t, name in enumerate(record.names):
-        of_tensor = digests.get(t) or empty_digests(plan, t)
+        of_tensor = digests[t]
         _, held = distinct_slices(plan.slices[t])
         for rank, table in enumerate(tables):
             row = rows[rank].get(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -46,8 +46,16 @@ class Sink(Protocol):
         """Take the span's bytes for one target. The memory is reused after the call."""
 
 
-def empty_digests(plan: Plan, t: int) -> TensorDigests:
-    """Of a tensor without bytes, which no step deals with."""
+def digests_of_all(catalogue: Catalogue, plan: Plan, passed: Mapping[int, TensorDigests]) -> dict[int, TensorDigests]:
+    """The digests of those tensors that have passed, and of those without bytes, which no step deals with."""
+    digests = {}
+    for t, tensor in enumerate(catalogue.tensors):
+        assert t in passed or not tensor.extent.nbytes, f"tensor {tensor.name!r}: was not hashed to its end"
+        digests[t] = passed[t] if t in passed else _of_nothing(plan, t)
+    return digests
+
+
+def _of_nothing(plan: Plan, t: int) -> TensorDigests:
     return TensorDigests(_EMPTY, (_EMPTY,) * len(distinct_slices(plan.slices[t])[0]))
 
 

@@ -8,6 +8,8 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from relayout.openfiles import advice_on_limit
+
 
 @contextmanager
 def advised() -> Iterator[None]:
@@ -54,7 +56,7 @@ def _forget(error: BaseException) -> None:
 def _advice(code: int | None) -> str | None:
     match code:
         case errno.EMFILE:
-            return f"this process may open {_open_files()} files: raise that with ulimit -n"
+            return advice_on_limit()
         case errno.ENFILE:
             return "the system has too many files open: see fs.file-max"
         case errno.EACCES | errno.EPERM:
@@ -76,7 +78,3 @@ def _advice(code: int | None) -> str | None:
 def _limit() -> str:
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     return "" if limit == resource.RLIM_INFINITY else f": this process may have {limit} bytes (ulimit -v)"
-
-
-def _open_files() -> int:
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import sys
@@ -14,6 +15,7 @@ import typer
 
 from relayout import __version__, signals
 from relayout.errors import PlanError, RelayoutError, printable
+from relayout.openfiles import advice_on_limit
 from relayout.streams import abandon
 
 EXIT_DIFFERENCE = 1
@@ -319,7 +321,7 @@ def _errors() -> Iterator[None]:
         _fail(str(error), EXIT_BAD_INPUT, error)
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
-        _fail(f"{place}{error.strerror or error}", EXIT_IO, error)
+        _fail(f"{place}{_reason(error)}", EXIT_IO, error)
     except MemoryError as error:
         _fail(f"out of memory: {error}", EXIT_IO, error)
     except signals.Stopped as error:
@@ -335,6 +337,11 @@ def _fail(message: str, code: int, error: BaseException) -> NoReturn:
     except OSError:
         abandon(sys.stderr)
     raise typer.Exit(code) from None
+
+
+def _reason(error: OSError) -> str:
+    reason, advice = str(error.strerror or error), advice_on_limit()
+    return reason if error.errno != errno.EMFILE or reason.endswith(advice) else f"{reason}; {advice}"
 
 
 def _one_line(message: str) -> str:

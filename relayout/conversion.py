@@ -36,7 +36,7 @@ from relayout.sidecar import SOURCE_RECORD_NAME, compress, digest_hex, dump_mani
 from relayout.sidefiles import copy_side_file, write_file, write_header
 from relayout.slicing import distinct_slices, slice_nbytes
 from relayout.staging import check_output, check_space, clear_up, modes_of, staging_folder
-from relayout.writer import DEFAULT_JOBS, DEFAULT_MEMORY, RankFileSink, empty_digests, run_steps, share_memory
+from relayout.writer import DEFAULT_JOBS, DEFAULT_MEMORY, RankFileSink, digests_of_all, run_steps, share_memory
 
 _SIDECAR_NBYTES_PER_TENSOR = 300
 
@@ -274,7 +274,7 @@ def _write_sidecar(folder: OpenFolder, mode: int, conversion: Conversion, digest
     """Write everything but the tensors' bytes: side files, source record, headers, rank tables, manifest."""
     catalogue, plan, layout = conversion.catalogue, conversion.plan, conversion.layout
     side_files = [copy_side_file(catalogue.folder, folder, name) for name in catalogue.side_files]
-    digests = {t: digests.get(t) or empty_digests(plan, t) for t in range(len(catalogue.tensors))}
+    digests = digests_of_all(catalogue, plan, digests)
     sources = [digests[t].source for t in range(len(catalogue.tensors))]
     record = dump_record(catalogue, plan, layout, conversion.max_part_nbytes, sources, side_files)
     conversion_id = digest_hex(record)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import xxhash
 
 from relayout.extents import BLOCK, Extent, align_down, align_up
 from relayout.files import Buffer, InputFile
+from relayout.openfiles import OpenFiles
 from relayout.openfolder import OpenFolder
 from relayout.workers import Stop, Turns, Workers
 
@@ -51,16 +51,21 @@ def hash_files(
     def work(buffer: Buffer, item: tuple[int, int, Extent]) -> int:
         number, turn, extent = item
         view = buffer.reserve(extent.nbytes)
-        inputs[number].read(extent.offset, view)
+        with inputs.use(number) as file:
+            file.read(extent.offset, view)
         turns.wait(number, turn)
         running[number].update(extent, view)
         turns.done(number)
         return extent.nbytes
 
-    with ExitStack() as stack:
-        inputs = [
-            stack.enter_context(InputFile(file.path, file.nbytes, pass_by=True, folder=file.folder)) for file in files
-        ]
+    def open_input(number: int) -> InputFile:
+        file = files[number]
+        return InputFile(file.path, file.nbytes, pass_by=True, folder=file.folder)
+
+    with OpenFiles(open_input) as inputs:
+        for number in range(len(files)):  # Those with nothing to read must be right as well.
+            with inputs.use(number):
+                pass
         Workers(num_threads, requests(), Buffer, work, stop).run(on_progress)
     return [one.digests() for one in running]
 

@@ -7,11 +7,8 @@ back to where it came from, hashed, and written to the shards.
 from __future__ import annotations
 
 import os
-import resource
-import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -28,6 +25,7 @@ from relayout.integers import integer
 from relayout.journal import TensorDigests, read_journal
 from relayout.members import member
 from relayout.memory import peak_nbytes
+from relayout.openfiles import OpenFiles
 from relayout.plan import Plan
 from relayout.record import SourceRecord
 from relayout.sidefiles import check_side_file, copy_side_file, write_file, write_header
@@ -36,9 +34,6 @@ from relayout.stored import read_record, stored_layout
 from relayout.strided import copy_runs
 from relayout.workers import Stop, Turns, Workers
 from relayout.writer import DEFAULT_JOBS, DEFAULT_MEMORY, Hashes, Loaded, share_memory
-
-_OTHER_FILES = 256
-"""Descriptors that the process has for other things."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,40 +174,38 @@ def _restore_tensors(
     stop = Stop()
     turns = Turns(stop)
 
+    checked: set[int] = set()
+
     def check(t: int, digests: TensorDigests) -> None:
+        checked.add(t)
         if digests.source != record.digests[t]:
             raise FormatError(f"{folder}: tensor {record.names[t]!r}: the stored bytes are damaged")
 
     hashes = Hashes(catalogue, plan, check, slices=False)
-    opened = threading.Lock()
-    outputs: dict[int, OutputFile] = {}
-    inputs: dict[tuple[int, int], InputFile] = {}
 
-    def source(rank: int, part: int) -> InputFile:
-        with opened:
-            if (rank, part) not in inputs:
-                file = layout.ranks[rank][part]
-                inputs[rank, part] = stack.enter_context(
-                    InputFile(member(folder, file.name), file.nbytes, pass_by=True)
-                )
-            return inputs[rank, part]
+    def open_input(place: tuple[int, int]) -> InputFile:
+        rank, part = place
+        file = layout.ranks[rank][part]
+        return InputFile(member(folder, file.name), file.nbytes, pass_by=True)
 
-    def target(file: int) -> OutputFile:
-        with opened:
-            if file not in outputs:
-                shard = catalogue.files[file]
-                outputs[file] = OutputFile(staging.folder, shard.name, shard.nbytes, mode=staging.modes.file)
-                stack.callback(outputs[file].close)
-            return outputs[file]
+    created: set[int] = set()
+
+    def open_output(number: int) -> OutputFile:
+        shard = catalogue.files[number]
+        is_new = number not in created
+        opened = OutputFile(staging.folder, shard.name, shard.nbytes, create=is_new, mode=staging.modes.file)
+        created.add(number)
+        return opened
 
     def work(memory: tuple[Buffer, Buffer], step: Step) -> int:
         loaded = Loaded.place(step.ranges, memory[0])
         for span in step.spans:
-            _put_back(span, loaded, catalogue, source, memory[1])
+            _put_back(span, loaded, catalogue, inputs, memory[1])
         for one in join_ranges(SourceRange(catalogue.tensors[t].file, extent) for t, extent in step.tensors):
             position = loaded.position(one.file, one.extent.offset)
             view = loaded.memory[position : position + one.extent.nbytes]
-            target(one.file).write(one.extent.offset, view, position)
+            with outputs.use(one.file) as output:
+                output.write(one.extent.offset, view, position)
         if step.turn is not None:
             turns.wait(*step.turn)
         for t, extent in step.tensors:
@@ -222,30 +215,21 @@ def _restore_tensors(
             turns.done(step.turn[0])
         return step.nbytes
 
-    _allow_open_files(2 * len(catalogue.files) + sum(map(len, layout.ranks)))
     steps = (step for step in copy_steps(catalogue, plan, layout, chunk_nbytes=chunk_nbytes) if step.tensors)
-    with ExitStack() as stack:
+    with OpenFiles(open_input) as inputs, OpenFiles(open_output, num_descriptors=2) as outputs:
         Workers(jobs, steps, lambda: (Buffer(), Buffer()), work, stop).run(on_progress)
-
-
-def _allow_open_files(number: int) -> None:
-    """Raise the process's own limit, as far as it may, for so many more descriptors."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = number + _OTHER_FILES
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with suppress(ValueError, OSError):
-            limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
+    assert checked == {t for t, tensor in enumerate(catalogue.tensors) if tensor.extent.nbytes}
 
 
 def _put_back(
-    span: Span, loaded: Loaded, catalogue: Catalogue, source: Callable[[int, int], InputFile], buffer: Buffer
+    span: Span, loaded: Loaded, catalogue: Catalogue, inputs: OpenFiles[tuple[int, int], InputFile], buffer: Buffer
 ) -> None:
     """Read a span from the first of its targets, and spread its pieces to where they came from."""
     place = span.targets[0]
     start = align_down(place.offset, BLOCK)
     blocks = buffer.reserve(align_up(place.offset + span.nbytes, BLOCK) - start)
-    source(place.rank, place.part).read(start, blocks)
+    with inputs.use((place.rank, place.part)) as stored_file:
+        stored_file.read(start, blocks)
     stored = blocks[place.offset - start :]
     for piece in span.pieces:
         file = catalogue.tensors[piece.tensor].file

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol, Self
@@ -20,6 +18,7 @@ from relayout.extents import BLOCK, align_down, align_up
 from relayout.files import Buffer, InputFile, OutputFile
 from relayout.journal import TensorDigests
 from relayout.layout import Layout
+from relayout.openfiles import OpenFiles
 from relayout.openfolder import OpenFolder
 from relayout.plan import Plan
 from relayout.slicing import Slice, distinct_slices, slice_nbytes
@@ -39,9 +38,6 @@ _SOURCE = -1
 
 _EMPTY = xxhash.xxh3_128().hexdigest()
 
-MAX_OPEN_FILES = 64
-"""Rank files; each takes two descriptors."""
-
 
 class Sink(Protocol):
     """What becomes of finished spans. Called by several threads, never twice for the same bytes."""
@@ -50,8 +46,16 @@ class Sink(Protocol):
         """Take the span's bytes for one target. The memory is reused after the call."""
 
 
-def empty_digests(plan: Plan, t: int) -> TensorDigests:
-    """Of a tensor without bytes, which no step deals with."""
+def digests_of_all(catalogue: Catalogue, plan: Plan, passed: Mapping[int, TensorDigests]) -> dict[int, TensorDigests]:
+    """The digests of those tensors that have passed, and of those without bytes, which no step deals with."""
+    digests = {}
+    for t, tensor in enumerate(catalogue.tensors):
+        assert t in passed or not tensor.extent.nbytes, f"tensor {tensor.name!r}: was not hashed to its end"
+        digests[t] = passed[t] if t in passed else _of_nothing(plan, t)
+    return digests
+
+
+def _of_nothing(plan: Plan, t: int) -> TensorDigests:
     return TensorDigests(_EMPTY, (_EMPTY,) * len(distinct_slices(plan.slices[t])[0]))
 
 
@@ -70,31 +74,16 @@ class RankFileSink:
         self._folder = folder
         self._mode = mode
         self._layout = layout
-        self._lock = threading.Lock()
         names = set(folder.names())
         self._existing = {(file.rank, file.part) for files in layout.ranks for file in files if file.name in names}
-        self._open: dict[tuple[int, int], OutputFile] = {}
-        """Least recently used first."""
-        self._users: Counter[tuple[int, int]] = Counter()
+        self._files = OpenFiles(self._open_file, num_descriptors=2)
 
     def put(self, span: Span, target: Target, view: memoryview, address: int) -> None:
         """Write the span."""
-        key = (target.rank, target.part)
-        with self._lock:
-            file = self._open.pop(key, None) or self._open_file(key)
-            self._open[key] = file
-            self._users[key] += 1
-        try:
+        with self._files.use((target.rank, target.part)) as file:
             file.write(target.offset, view, address)
-        finally:
-            with self._lock:
-                self._users[key] -= 1
 
     def _open_file(self, key: tuple[int, int]) -> OutputFile:
-        if len(self._open) >= MAX_OPEN_FILES:
-            idle = next((other for other in self._open if not self._users[other]), None)
-            if idle is not None:
-                self._open.pop(idle).close()
         rank, part = key
         file = self._layout.ranks[rank][part]
         opened = OutputFile(self._folder, file.name, file.nbytes, create=key not in self._existing, mode=self._mode)
@@ -102,9 +91,12 @@ class RankFileSink:
         return opened
 
     def close(self) -> None:
-        """Close what is open."""
-        while self._open:
-            self._open.popitem()[1].close()
+        """Return when all that was put is on the drive, and close what is open.
+
+        Raises:
+            OSError: it could not all be written.
+        """
+        self._files.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,16 +256,20 @@ def run_steps(
         turns.done(hashed)
         return step.nbytes
 
-    with ExitStack() as stack:
-        inputs = [stack.enter_context(InputFile(file.path, file.nbytes, pass_by=True)) for file in catalogue.files]
+    def open_input(number: int) -> InputFile:
+        file = catalogue.files[number]
+        return InputFile(file.path, file.nbytes, pass_by=True)
+
+    with OpenFiles(open_input) as inputs:
         Workers(num_threads, steps, _Memory, work, stop).run(on_progress)
     return done
 
 
-def _read(ranges: Sequence[SourceRange], inputs: Sequence[InputFile], buffer: Buffer) -> Loaded:
+def _read(ranges: Sequence[SourceRange], inputs: OpenFiles[int, InputFile], buffer: Buffer) -> Loaded:
     loaded = Loaded.place(ranges, buffer)
     for one, position in zip(ranges, loaded.positions, strict=True):
-        inputs[one.file].read(one.extent.offset, loaded.memory[position : position + one.extent.nbytes])
+        with inputs.use(one.file) as file:
+            file.read(one.extent.offset, loaded.memory[position : position + one.extent.nbytes])
     return loaded
 
 

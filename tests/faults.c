@@ -16,6 +16,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -40,6 +41,7 @@ static struct rule rules[16];
 static int num_rules;
 static int log_fd = -1;
 static atomic_int num_held, is_released;
+static atomic_flag is_counting = ATOMIC_FLAG_INIT;
 
 #define REAL(name) \
     static __typeof__(&name) real; \
@@ -95,9 +97,14 @@ static void die(void) {
     for (;;) pause();
 }
 
+/* The lines of the log are in the order in which calls are counted. */
+static void take_turn(void) { while (atomic_flag_test_and_set(&is_counting)) sched_yield(); }
+static void end_turn(void) { atomic_flag_clear(&is_counting); }
+
 /* What shall become of a call; *nbytes is cut where it is to be short. FAIL has set errno. */
 static enum what judge(const char *call, const char *path, long long offset, size_t *nbytes) {
     int before = errno;
+    take_turn();
     if (log_fd >= 0) {
         char line[PATH_MAX + 128];
         int length = snprintf(line, sizeof line, "%s %lld %zu %s\n", call, offset, nbytes ? *nbytes : 0, path);
@@ -108,6 +115,7 @@ static enum what judge(const char *call, const char *path, long long offset, siz
         if (strcmp(rule->call, "any") && strcmp(rule->call, call)) continue;
         if (!strstr(path, rule->part)) continue;
         if (!fits(rule, offset, nbytes ? *nbytes : 0)) continue;
+        end_turn();
         struct timespec pause = {rule->number / 1000, rule->number % 1000 * 1000000};
         switch (rule->what) {
         case FAIL: errno = (int)rule->number; return FAIL;
@@ -126,7 +134,9 @@ static enum what judge(const char *call, const char *path, long long offset, siz
         case TEAR: if (nbytes) *nbytes = (*nbytes + 1) / 2; errno = before; return AFTER;
         default: errno = before; return rule->what;
         }
+        take_turn();
     }
+    end_turn();
     errno = before;
     return NOTHING;
 }

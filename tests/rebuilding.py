@@ -1,8 +1,10 @@
-"""Puts a source's tensors together again from converted rank files, which stock safetensors reads."""
+"""Puts a source's tensors together again from converted rank files, and a converted folder from one that is not so."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ import numpy.typing as npt
 from conftest import read_tensors
 
 from relayout.folder import read_manifest, read_table
+from relayout.ranktable import dump_table
+from relayout.sidecar import SOURCE_RECORD_NAME, compress, decompress, digest_hex, dump_manifest
 from relayout.slicing import Slice
 
 Array = npt.NDArray[Any]
@@ -54,3 +58,36 @@ def assert_ranks_give_back(out: Path, whole: Mapping[str, Array], num_ranks: int
     for name, array in whole.items():
         assert covered[name].all(), f"{name}: elements that no rank holds"
         np.testing.assert_array_equal(rebuilt[name], array, err_msg=name)
+
+
+def rebuild(
+    folder: Path,
+    change_record: Callable[[dict[str, Any]], None] = lambda record: None,
+    change_header: Callable[[bytes], bytes] = lambda header: header,
+) -> None:
+    """Change the source record, or the header of each rank file, and sign all that hangs on it anew.
+
+    As a faulty writer would, or a forger: the digests are right, whatever they are of.
+    """
+    manifest = read_manifest(folder)
+    record = json.loads(decompress((folder / SOURCE_RECORD_NAME).read_bytes(), "here"))
+    change_record(record)
+    text = json.dumps(record).encode()
+    stored, conversion = compress(text), digest_hex(text)
+    (folder / SOURCE_RECORD_NAME).write_bytes(stored)
+    ranks = []
+    for rank, entry in enumerate(manifest.ranks):
+        table = dump_table(read_table(folder, manifest, rank), conversion)
+        (folder / entry.table).write_bytes(table)
+        files = []
+        for file in entry.files:
+            with (folder / file.name).open("r+b") as stream:
+                found = stream.read(file.data_start)
+                header = change_header(found.replace(manifest.conversion.encode(), conversion.encode()))
+                assert (len(header), found.count(manifest.conversion.encode())) == (len(found), 1)
+                stream.seek(0)
+                stream.write(header)
+            files.append(replace(file, header_digest=digest_hex(header)))
+        ranks.append(replace(entry, table_digest=digest_hex(table), files=tuple(files)))
+    changed = replace(manifest, conversion=conversion, record_digest=digest_hex(stored), ranks=tuple(ranks))
+    (folder / "relayout.json").write_bytes(dump_manifest(changed))

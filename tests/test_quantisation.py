@@ -343,6 +343,55 @@ def test_cuts_are_carried_over_in_proportion(
     assert scheme(config).carry(axis, suffix, shape, weight, ranges, "here") == expected
 
 
+GROUPED: dict[str, tuple[dict[str, Any], Stored, tuple[int, int], str, int]] = {
+    # Three groups of columns, the last one half full: AutoGPTQ makes ceil(columns / group_size) of them.
+    "gptq": (
+        GPTQ,
+        {"qweight": ("I32", (40, 64)), "qzeros": ("I32", (3, 8)), "scales": ("F16", (3, 64)), "g_idx": ("I32", (320,))},
+        (64, 320), "scales", 128,
+    ),
+    "w4a16": (
+        compressed("pack-quantized", INT4),
+        {"weight_packed": ("I32", (64, 40)), "weight_scale": ("BF16", (64, 3)), "weight_shape": SHAPE},
+        (64, 320), "weight_scale", 128,
+    ),
+    # ModelOpt leaves group_size out where it is 16, as vLLM and SGLang take it to be.
+    "modelopt nvfp4 without group_size": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        STORED["modelopt nvfp4"][1], (64, 256), "weight_scale", 16,
+    ),
+    # Blocks of 64 rows and 128 columns, the last of them partial both ways.
+    "fp8 blocks that are no squares": (
+        {**FP8_BLOCKS, "weight_block_size": [64, 128]},
+        {"weight": ("F8_E4M3", (96, 320)), "weight_scale_inv": ("F32", (2, 3))},
+        (96, 320), "weight_scale_inv", 128,
+    ),
+}  # fmt: skip
+"""Config, tensors, the weight's rows and columns, the scales' tensor, and how many columns share one."""
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_a_rank_holds_the_scales_of_its_columns(name: str) -> None:
+    config, stored, size, suffix, group = GROUPED[name]
+    [weight] = scheme(config).weights(stored)
+    assert (weight.rows, weight.columns) == size
+    ranges = [((0, 128),), ((128, 128),), ((256, size[1] - 256),)]
+    scale_of = np.arange(size[1]) // group
+    expected = []
+    for [(start, length)] in ranges:
+        held = np.unique(scale_of[start : start + length])
+        expected.append((int(held[0]) if len(held) else 256 // group, len(held)))
+    found = scheme(config).carry(1, suffix, stored[suffix][1], weight, ranges, "here")
+    assert found == (scheme(config).tensors[suffix][1], [(one,) for one in expected])
+    assert sum(length for _, length in expected) == stored[suffix][1][found[0]]
+
+
+@pytest.mark.parametrize("num_groups", [2, 4])
+def test_with_other_scales_than_groups_of_columns_it_is_no_such_weight(num_groups: int) -> None:
+    config, stored, *_ = GROUPED["gptq"]
+    assert scheme(config).weights({**stored, "scales": ("F16", (num_groups, 64))}) == ()
+
+
 @pytest.mark.parametrize(
     ("config", "axis", "suffix", "shape", "size", "at", "message"),
     [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 from checkpoints import write_family
 from families_of_the_hub import FAMILIES
 from quantised_of_the_hub import QUANTISED, write_quantised
+from rebuilding import rebuild
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
@@ -22,9 +22,6 @@ import relayout
 from relayout import conversion
 from relayout.cli import app
 from relayout.errors import FormatError, PlanError
-from relayout.folder import read_manifest, read_table
-from relayout.ranktable import dump_table
-from relayout.sidecar import SOURCE_RECORD_NAME, compress, decompress, digest_hex, dump_manifest
 
 DEGREES = (8, 4, 2, 1)
 
@@ -201,7 +198,7 @@ def test_the_modes_are_those_of_the_source(odd: Path, tmp_path: Path) -> None:
 def test_nobody_gets_rights_that_the_umask_does_not_give(odd: Path, tmp_path: Path, mode: int, result: int) -> None:
     """A record from a stranger could ask for files that everybody may write, or that run with their owner's rights."""
     relayout.convert(odd, tmp_path / "out")
-    forge(tmp_path / "out", lambda record: record["side_files"].update(mode=[mode, mode]))
+    rebuild(tmp_path / "out", lambda record: record["side_files"].update(mode=[mode, mode]))
     previous = os.umask(0o022)
     try:
         relayout.restore(tmp_path / "out", tmp_path / "back")
@@ -226,23 +223,6 @@ def test_an_interrupted_conversion_is_not_discarded_by_a_restoration(
         relayout.restore(tmp_path / "out", tmp_path / "back")
     assert relayout.convert(odd, tmp_path / "back").resumed_nbytes == 700_003 + 5000 * 8
     assert not (tmp_path / ".back.relayout-partial").exists()
-
-
-def forge(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the source record, and sign it anew, as a forger can: digests are no protection from forgery."""
-    path = folder / SOURCE_RECORD_NAME
-    manifest = read_manifest(folder)
-    record = json.loads(decompress(path.read_bytes(), "here"))
-    change(record)
-    text = json.dumps(record).encode()
-    path.write_bytes(compress(text))
-    digests = {"record_digest": digest_hex(path.read_bytes()), "conversion": digest_hex(text)}
-    tables = []
-    for rank, entry in enumerate(manifest.ranks):
-        table = dump_table(read_table(folder, manifest, rank), digests["conversion"])
-        (folder / entry.table).write_bytes(table)
-        tables.append(replace(entry, table_digest=digest_hex(table)))
-    (folder / "relayout.json").write_bytes(dump_manifest(replace(manifest, ranks=tuple(tables), **digests)))
 
 
 def lies(record: dict[str, Any], what: str) -> None:
@@ -283,7 +263,7 @@ def lies(record: dict[str, Any], what: str) -> None:
 )
 def test_a_record_that_lies_is_refused(odd: Path, tmp_path: Path, what: str) -> None:
     relayout.convert(odd, tmp_path / "out")
-    forge(tmp_path / "out", lambda record: lies(record, what))
+    rebuild(tmp_path / "out", lambda record: lies(record, what))
     with pytest.raises(FormatError):
         relayout.restore(tmp_path / "out", tmp_path / "back")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["models--odd", "out"]

@@ -771,3 +771,45 @@ def test_what_cannot_be_brought_from_the_page_cache_to_the_drive_is_an_error(
     with pytest.raises(OSError, match=r"Input/output error: .*model-rank-0-part-0.safetensors"):
         conversion.convert(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_damage_counts_whichever_of_the_rank_files_has_it(work: Path, rank: int) -> None:
+    done = interrupt(work)
+    name, wrong = f"model-rank-{rank}-part-0.safetensors", min(done)
+    [(start, _)] = places_of(planned(work), {wrong})[name]
+    flip(work / PARTIAL / "output" / name, start)
+    assert_goes_on(work, done - {wrong})
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_file_that_the_drive_cannot_read_is_written_again(
+    work: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    interrupt(work)
+    true_read = InputFile.read
+
+    def read(self: InputFile, offset: int, view: memoryview) -> None:
+        if self.path.name == f"model-rank-{rank}-part-0.safetensors":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(self.path))
+        true_read(self, offset, view)
+
+    monkeypatch.setattr(InputFile, "read", read)
+    assert go(work).resumed_nbytes == 0
+    assert content(work / "out") == content(work.parent / "expected")
+
+
+def test_other_errors_of_reading_a_rank_file_again_are_told_and_cost_nothing(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = interrupt(work)
+
+    def read(self: InputFile, offset: int, view: memoryview) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(self.path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(InputFile, "read", read)
+        with pytest.raises(OSError, match=r"model-rank-0-part-0.safetensors") as caught:
+            go(work)
+    assert caught.value.errno == errno.ESTALE
+    assert_goes_on(work, done)

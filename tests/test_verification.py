@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors
 from conftest import Array
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import load_file, save_file
+from rebuilding import rebuild
+from safetensors.numpy import load_file, save, save_file
+from test_header import REFUSED, STRICTER, file_of
 
 import relayout
-from relayout import division, plan
+from relayout import conversion, division, dtypes, plan, verification
 from relayout.catalogue import SourceTensor
+from relayout.copyplan import Span, Target
 from relayout.errors import FormatError
 from relayout.header import parse_header
 from relayout.slicing import NOT_HELD, Slice
+from relayout.writer import RankFileSink
 
 FILE = "model-rank-2-part-0.safetensors"
+OF_THE_LENGTH = {"trailing bytes", "data without tensors"}
+"""Of headers that the stock reader refuses, those that are right for files of another length."""
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +111,66 @@ def test_a_changed_header_is_found(folder: Path) -> None:
     assert any(one.file == FILE and "rank table" in one.what for one in relayout.verify(folder).differences)
 
 
+@pytest.mark.parametrize("case", sorted(REFUSED.keys() - STRICTER - OF_THE_LENGTH))
+def test_the_stock_reader_refuses_without_the_data_what_it_refuses(case: str) -> None:
+    header, data, _ = REFUSED[case]
+    blob = file_of(header, data)
+    with pytest.raises(safetensors.SafetensorError):
+        safetensors.deserialize(blob)
+    with pytest.raises(FormatError, match=r"^x: the reference reader of safetensors: Error while deserializing"):
+        verification._check_by_reference_reader(blob[: len(blob) - len(data)], len(data), "x")
+
+
+@pytest.mark.parametrize("num_elements", [0, 1, 5])
+def test_the_stock_reader_accepts_without_the_data_what_it_accepts(num_elements: int) -> None:
+    blob = save({"a": np.ones(num_elements, np.uint8), "empty": np.ones((0, 3), np.float32)})
+    verification._check_by_reference_reader(blob[: len(blob) - num_elements], num_elements, "x")
+
+
+def test_what_only_the_stock_reader_refuses_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder / FILE
+    path.write_bytes(path.read_bytes().replace(b'"dtype":"BF16"', b'"dtype":"BF99"', 1))
+    monkeypatch.setitem(dtypes.BITS, "BF99", 16)
+    with pytest.raises(safetensors.SafetensorError, match="unknown variant `BF99`"):
+        load_file(path)
+    said = [one.what for one in relayout.verify(folder).differences if one.file == FILE]
+    assert any("the reference reader of safetensors: " in what and "unknown variant `BF99`" in what for what in said)
+
+
+def test_a_rank_file_may_be_larger_than_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a sparse checkpoint, whose rank file is sparse as well."""
+    if not sys.platform.startswith("linux"):
+        pytest.skip("takes a limit of address space")
+    source, nbytes = tmp_path / "model.safetensors", 3 * 2**30
+    text = json.dumps({"x": {"dtype": "U8", "shape": [nbytes], "data_offsets": [0, nbytes]}}).encode()
+    source.write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(source, 8 + len(text) + nbytes)
+
+    def leave_sparse(sink: RankFileSink, span: Span, target: Target, view: memoryview, address: int) -> None:
+        with sink._files.use((target.rank, target.part)) as file:
+            os.ftruncate(file._fd, 0)  # Gives the space back that it has allocated.
+            os.ftruncate(file._fd, file.nbytes)
+
+    monkeypatch.setattr(RankFileSink, "put", leave_sparse)
+    relayout.convert(source, tmp_path / "out")
+    script = """
+import re, resource, sys, relayout
+from pathlib import Path
+from relayout import verification
+used = 1024 * int(re.search(r"VmSize:\\s*(\\d+)", Path("/proc/self/status").read_text())[1])
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, -1))
+report = relayout.verify(sys.argv[1])
+print(report.ok, report.nbytes)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "out"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "MALLOC_ARENA_MAX": "1"},
+    )
+    assert done.stdout.split() == ["True", str(nbytes + 4096)], done.stderr
+
+
 def test_swapped_rank_files_are_found(folder: Path) -> None:
     (folder / FILE).rename(folder / "spare")
     (folder / FILE.replace("2", "1", 1)).rename(folder / FILE)
@@ -149,6 +220,45 @@ def test_ranks_that_do_not_hold_all_of_a_tensor_together_are_found(
         report = relayout.verify(tmp_path / "out", source=source)
         assert not report.compared_with_source
         assert any("no rank holds element 192 of axis 0 of [384, 128]" in one.what for one in report.differences)
+
+
+@pytest.mark.parametrize(("short", "missing"), [(0, 191), (1, 383)], ids=["between two ranks", "the last"])
+def test_one_element_that_no_rank_holds_is_found(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short: int, missing: int
+) -> None:
+    """A planner that gives one rank an element too little."""
+    true_ranges = division.even_ranges
+
+    def wrong_ranges(*args: Any, **options: Any) -> list[tuple[int, int]]:
+        ranges = true_ranges(*args, **options)
+        start, length = ranges[short]
+        return [*ranges[:short], (start, length - 1), *ranges[short + 1 :]]
+
+    monkeypatch.setattr(division, "even_ranges", wrong_ranges)
+    relayout.convert(llama, tmp_path / "out", tp=2)
+    said = [str(one) for one in relayout.verify(tmp_path / "out").differences]
+    assert f"no rank holds element {missing} of axis 0 of [384, 128]" in "\n".join(said)
+    assert all("no rank holds element" in one for one in said)
+
+
+def test_ranks_that_cut_a_tensor_along_different_axes_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The upper half and the right half: of each axis every element is somewhere, but not the lower left quarter."""
+    source, name = tmp_path / "source", "model.layers.0.mlp.up_proj.weight"
+    write_checkpoint(source, {name: np.arange(16, dtype=np.float32).reshape(4, 4)}, model_type="llama")
+    true_plan = conversion.plan_for
+
+    def wrong_plan(*args: Any, **options: Any) -> plan.Plan:
+        return replace(true_plan(*args, **options), slices=((Slice(0, ((0, 2),)), Slice(1, ((2, 2),))),))
+
+    monkeypatch.setattr(conversion, "plan_for", wrong_plan)
+    relayout.convert(source, tmp_path / "out", tp=2)
+    [found] = relayout.verify(tmp_path / "out", source=source).differences
+    assert found.file == "relayout.source.json.zst"
+    assert f"tensor {name!r}: is cut along axes [0, 1], expected one" in found.what
+    with pytest.raises(FormatError, match="is cut along axes"):
+        relayout.restore(tmp_path / "out", tmp_path / "back")
 
 
 EXPERT = "model.layers.0.block_sparse_moe.experts.{}.w1.weight"
@@ -218,6 +328,56 @@ def test_an_interleaved_tensor_is_verified_alone_and_against_its_source(bloom: P
     found = relayout.verify(out, source=bloom).differences
     assert {one.file for one in found} == {"model-rank-1-part-0.safetensors", str(bloom)}
     assert {one.tensor for one in found} == {FUSED}
+
+
+def test_a_slice_that_a_rank_lacks_is_found(mixtral: Path, tmp_path: Path) -> None:
+    """The record says that both ranks hold the expert that one of them owns."""
+    out = tmp_path / "out"
+    relayout.convert(mixtral, out, tp=2, expert_parallel=True)
+
+    def lie(record: dict[str, Any]) -> None:
+        record["cuts"].append([None, None])
+        record["tensors"]["cut"][record["tensors"]["name"].index(EXPERT.format(0))] = len(record["cuts"]) - 1
+
+    rebuild(out, lie)
+    [found] = relayout.verify(out).differences
+    assert (found.file, found.tensor) == ("relayout.rank-1.json.zst", EXPERT.format(0))
+    assert "is missing" in found.what
+
+
+def test_a_whole_tensor_whose_digest_is_not_the_sources_is_found(mixtral: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    relayout.convert(mixtral, out, tp=2, expert_parallel=True)
+
+    def lie(record: dict[str, Any]) -> None:
+        record["tensors"]["digest"][record["tensors"]["name"].index(ROUTER)] = 32 * "0"
+
+    rebuild(out)
+    assert relayout.verify(out, source=mixtral).ok
+    rebuild(out, lie)
+    found = relayout.verify(out).differences
+    assert {(one.file, one.tensor) for one in found} == {(f"relayout.rank-{rank}.json.zst", ROUTER) for rank in (0, 1)}
+    assert all("its digest differs from the source tensor's" in one.what for one in found)
+
+
+def test_a_tensor_that_only_the_header_names_is_found(mixtral: Path, tmp_path: Path) -> None:
+    """An empty one, behind all others: the bytes are the same with it and without."""
+    out = tmp_path / "out"
+    relayout.convert(mixtral, out, tp=2, expert_parallel=True)
+    names = sorted(path.name for path in out.glob("*.safetensors"))
+
+    def lie(header: bytes) -> bytes:
+        text = header[8:].rstrip(b" ")
+        end = max(entry["data_offsets"][1] for entry in json.loads(text).values() if "dtype" in entry)
+        more = json.dumps({"zzz": {"dtype": "U8", "shape": [0], "data_offsets": [end, end]}}).encode()
+        return header[:8] + (text[:-1] + b"," + more[1:]).ljust(len(header) - 8)
+
+    rebuild(out, change_header=lie)
+    found = relayout.verify(out).differences
+    assert [(one.file, one.what) for one in found] == [
+        (names[0], "4 tensors, the rank table has 3"),
+        (names[1], "3 tensors, the rank table has 2"),
+    ]
 
 
 @pytest.mark.parametrize("shape", [(8, 6), (), (0,), (0, 6)])

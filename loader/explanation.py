@@ -83,7 +83,7 @@ def explain(
     memory: int | None = None,
     tp: int | None = None,
 ) -> Explanation:
-    """Tell what `load` with these arguments would do now, and why; nothing is loaded.
+    """Tell what `load` with these arguments would do now, and why; nothing is loaded. Several threads may ask at once.
 
     Raises:
         FormatError, PlanError, OSError: as `load`, as far as it is known before the first byte is read.

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 
 class WholeTensor:
-    """A tensor of which parts can be read: what `safe_open(...).get_slice` returns."""
+    """A tensor of which parts can be read: what `safe_open(...).get_slice` returns.
+
+    Any number of threads may use it at once.
+    """
 
     def __init__(self, opened: WholeCheckpoint, row: int) -> None:
         self._opened = opened
@@ -51,7 +54,11 @@ class WholeTensor:
 
 
 class WholeCheckpoint:
-    """A converted checkpoint, with the names and shapes of its source."""
+    """A converted checkpoint, with the names and shapes of its source.
+
+    Any number of threads may use it at once, and children of a fork too. Who reads while another thread closes it gets
+    the tensor, or a PlanError.
+    """
 
     def __init__(self, folder: Path, device: str | torch.device) -> None:
         self._folder = folder
@@ -128,12 +135,13 @@ class WholeCheckpoint:
         return tensor[index if parts is None else tuple(parts)]
 
     def _row(self, name: str) -> int:
-        if name not in self._rows:
+        row = self._rows.get(name)  # Another thread may close this meanwhile.
+        if row is None:
             raise PlanError(f"{self._folder}: has no tensor {name!r}, or is closed")
-        return self._rows[name]
+        return row
 
     def close(self) -> None:
-        """Forget the sidecar; tensors that were handed out stay."""
+        """Know no names any more; tensors that were handed out stay, and slices can still be read."""
         self._rows = {}
 
     def __enter__(self) -> Self:
@@ -151,6 +159,7 @@ def safe_open(
     """Open a converted checkpoint as if it were the source: whole tensors, put together from the ranks' files.
 
     It can be used in place of `safetensors.safe_open`, for all shards at once. Nothing but the sidecar is read at once.
+    Any number of threads may share what it returns.
 
     Raises:
         FormatError: the sidecar is damaged.

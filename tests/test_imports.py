@@ -23,7 +23,7 @@ SHARED = {
     f"relayout.{name}"
     for name in (
         *("errors", "extents", "dtypes", "index", "slicing", "header", "members"),
-        *("fields", "sidecar", "ranktable", "folder", "files", "strided", "workers"),
+        *("fields", "sidecar", "ranktable", "folder", "files", "strided", "workers", "forks"),
     )
 }
 """The small modules of the offline half that the loader may use."""

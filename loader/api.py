@@ -38,7 +38,8 @@ def load(
     """Load the tensors of one tensor-parallel rank.
 
     They are views of one allocation, at addresses that are multiples of 16 bytes. Every byte has arrived when the call
-    returns; on a CUDA device, what the current stream does from then on sees it.
+    returns; on a CUDA device, what the current stream does from then on sees it. Several threads may load at once, but
+    not into the same memory.
 
     Args:
         path: a folder that `relayout convert` wrote, or a plain checkpoint.
@@ -69,6 +70,8 @@ def load(
         PlanError: the rank does not exist, or the request makes no sense for this folder.
         OSError: a read failed, or the backend asked for cannot be had on this file system.
         MemoryError: there is no room for the tensors.
+        RuntimeError: the load was given up before its end, as the interpreter is ending; or this process was forked by
+            the `progress` function.
     """
     with advised():
         checkpoint = find_checkpoint(Path(path), rank, tp)
@@ -103,6 +106,10 @@ def iter_load(
     are the caller's to keep; neighbours share memory, which is freed, or used again, when none of them is left. Reading
     starts with the first `next`; an iterator that is not used up gives everything back when it is closed or collected.
 
+    Threads may take turns at one iterator, and each tensor comes once; who calls `next` or `close` while another thread
+    is in the middle of it gets a ValueError. On a CUDA device, the stream that is current at a `next` sees its tensor.
+    A process that is forked in the middle may close it, and keeps the tensors that have come, but cannot go on.
+
     Args:
         path, rank, device, backend, names, verify, threads, progress, tp: as for `load`. "mapped" yields tensors that
             are read when they are used.
@@ -111,6 +118,7 @@ def iter_load(
 
     Raises:
         FormatError, OSError, MemoryError: as `load`, while iterating too.
+        RuntimeError: while iterating: this process is a child that was forked in the middle, or is ending.
         PlanError: as `load`, or `memory` is less than the largest tensor takes.
     """
     with advised():

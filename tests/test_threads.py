@@ -16,11 +16,12 @@ from loads import LITTLE, assert_equal, nothing_left_behind, whole_tensors, writ
 
 import relayout
 from relayout.errors import PlanError
-from relayout.loader import regrouped
+from relayout.loader import regrouped, streaming
+from relayout.loader.device import DeviceFilling
 
 Result = TypeVar("Result")
 
-way, model, converted = loads.way, loads.model, loads.converted
+model, converted = loads.model, loads.converted
 
 NUM_THREADS = 8
 ROUNDS = 5
@@ -179,3 +180,29 @@ def test_loads_at_once_of_the_same_rank_and_of_others_are_the_stored_bytes(conve
     found = at_once(lambda number: relayout.load(converted, number % 2, threads=2, verify=number < 4))
     for number, tensors in enumerate(found):
         assert_equal(tensors, stored[number % 2])
+
+
+def test_every_tensor_is_waited_for_by_the_stream_that_is_current_when_it_comes(
+    converted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several tensors come in one part, and each `next` is called with another stream."""
+    current = ""
+    waited: list[str] = []
+    settle = DeviceFilling.settle
+
+    def note(filling: DeviceFilling) -> None:
+        waited.append(current)
+        settle(filling)
+
+    monkeypatch.setattr(DeviceFilling, "settle", note)
+    monkeypatch.setattr(streaming._DeviceBatches, "stream", property(lambda _: current))
+    found = {}
+    for way in loads.fake_device(monkeypatch, "pinned"):
+        iterator = relayout.iter_load(converted, 1, backend=way)
+        for number in range(23):
+            current = f"stream {number}"
+            name, tensor = next(iterator)
+            found[name] = tensor
+            assert waited[-1] == current
+        assert list(iterator) == []
+    assert_equal(found, whole_tensors(converted, "model-rank-1-*"))

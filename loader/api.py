@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 from relayout.errors import PlanError
 from relayout.loader.advice import advised
 from relayout.loader.checkpoint import Checkpoint, ConvertedRank, PlainRank, RegroupedRank, find_checkpoint
-from relayout.loader.choice import settled
 from relayout.loader.into import load_into
-from relayout.loader.loading import Options, load_contents, load_rank
+from relayout.loader.loading import load_contents, load_rank, options_of
 from relayout.loader.progress import Progress
 from relayout.loader.streaming import stream
 
@@ -67,24 +66,23 @@ def load(
 
     Raises:
         FormatError: a file is damaged, missing, or of another conversion; with `verify`, also if a digest differs.
-        PlanError: the rank does not exist, or the request makes no sense for this folder.
+        PlanError: the rank does not exist, or the request makes no sense for this folder; torch's FakeTensorMode is on.
         OSError: a read failed, or the backend asked for cannot be had on this file system.
         MemoryError: there is no room for the tensors.
         RuntimeError: the load was given up before its end, as the interpreter is ending; or this process was forked by
             the `progress` function.
     """
     with advised():
+        options = options_of(device, backend, verify, threads, memory, progress)
         checkpoint = find_checkpoint(Path(path), rank, tp)
-        warn_if_plain(checkpoint)
-        patterns = [names] if isinstance(names, str) else names
         if verify:
             check_verifiable(checkpoint)
-        options = Options(settled(device), backend, verify, threads, memory, progress)
-        if into is not None:
-            return load_into(checkpoint, into, patterns, options)
-        if isinstance(checkpoint, ConvertedRank) and patterns is None:
+        patterns = [names] if isinstance(names, str) else names
+        if isinstance(checkpoint, ConvertedRank) and patterns is None and into is None:
             return load_rank(checkpoint, options)
-        return load_contents(checkpoint.contents(patterns), options)
+        contents = checkpoint.contents(patterns if into is None else None)
+        warn_if_plain(checkpoint)
+        return load_contents(contents, options) if into is None else load_into(contents, into, patterns, options)
 
 
 def iter_load(
@@ -122,12 +120,13 @@ def iter_load(
         PlanError: as `load`, or `memory` is less than the largest tensor takes.
     """
     with advised():
+        options = options_of(device, backend, verify, threads, memory, progress)
         checkpoint = find_checkpoint(Path(path), rank, tp)
-        warn_if_plain(checkpoint)
         if verify:
             check_verifiable(checkpoint)
         contents = checkpoint.contents([names] if isinstance(names, str) else names)
-        return stream(contents, Options(settled(device), backend, verify, threads, memory, progress))
+        warn_if_plain(checkpoint)
+        return stream(contents, options)
 
 
 def warn_if_plain(checkpoint: Checkpoint, stacklevel: int = 3) -> None:

@@ -12,12 +12,11 @@ from relayout.extents import BLOCK
 from relayout.index import Read
 from relayout.loader.advice import advised
 from relayout.loader.checkpoint import ConvertedRank, find_checkpoint
-from relayout.loader.choice import settled
 from relayout.loader.contents import StoredFile
 from relayout.loader.device import DeviceBackend
 from relayout.loader.filesystem import Filesystem, filesystem_of, refuses_direct
 from relayout.loader.host import HostBackend
-from relayout.loader.loading import Options
+from relayout.loader.loading import options_of
 from relayout.loader.mapped import MappedBackend
 from relayout.loader.placement import place
 from relayout.loader.sources import Sources
@@ -89,6 +88,7 @@ def explain(
         FormatError, PlanError, OSError: as `load`, as far as it is known before the first byte is read.
     """
     with advised():
+        options = options_of(device, backend, False, threads, memory, None)
         checkpoint = find_checkpoint(Path(path), rank, tp)
         files: Sequence[StoredFile]
         reads: Sequence[Read]
@@ -98,8 +98,7 @@ def explain(
             contents = checkpoint.contents(None)
             sizes = contents.sizes()
             files, reads, nbytes = contents.files, place(contents.reads, sizes).reads, sum(sizes)
-        device = settled(device)
-        choice, budget = Options(device, backend, threads=threads, memory=memory).choose(files)
+        choice, budget = options.choose(files)
         # Nothing is read, not even headers: what is in the page cache shall stay as it is found.
         sources = Sources([replace(file, owner=None) for file in files], choice.backend.access)
         try:
@@ -127,8 +126,8 @@ def explain(
             sources.close()
     return Explanation(
         path=str(path),
-        rank=rank,
-        device=str(device),
+        rank=checkpoint.rank,
+        device=str(options.device),
         backend=_backend(choice.backend, facts, resident, requested),
         reason=f"{choice.reason}; {_found(facts, resident, requested)}",
         gds=None if choice.gds is None else choice.gds.path,

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from relayout.errors import PlanError
 from relayout.loader.arena import Scattered
 from relayout.loader.backends import Filling, fill_of
-from relayout.loader.checkpoint import Checkpoint
 from relayout.loader.contents import Contents, select
 from relayout.loader.device import DeviceBackend, ScatteredOnDevice
 from relayout.loader.loading import Options, load_contents
@@ -24,14 +23,13 @@ if TYPE_CHECKING:
 
 
 def load_into(
-    checkpoint: Checkpoint, into: Mapping[str, torch.Tensor], patterns: Sequence[str] | None, options: Options
+    contents: Contents, into: Mapping[str, torch.Tensor], patterns: Sequence[str] | None, options: Options
 ) -> dict[str, torch.Tensor]:
-    """Load the tensors of `into` where these are, and what else the patterns name into new memory.
+    """Load those of a rank's tensors that are in `into` there, and what else the patterns name into new memory.
 
     Raises:
         PlanError: a given tensor is none of the rank's, or has another dtype, shape or device.
     """
-    contents = checkpoint.contents(None)
     row_of = {name: row for row, name in enumerate(contents.names)}
     for name, tensor in into.items():
         if name not in row_of:

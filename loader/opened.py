@@ -18,6 +18,7 @@ from relayout.loader.contents import contents_of
 from relayout.loader.device import moved
 from relayout.loader.indexing import check_pairs, selection
 from relayout.loader.loading import Options, load_contents
+from relayout.loader.tensors import check_mode
 from relayout.slicing import Slice
 
 if TYPE_CHECKING:
@@ -62,8 +63,9 @@ class RankSlice:
 
         Raises:
             IndexError: there are no such elements.
-            PlanError: the dtype is F4, and the last axis would be cut.
+            PlanError: the dtype is F4, and the last axis would be cut; or torch's FakeTensorMode is on.
         """
+        check_mode()
         check_pairs(self._name, self._dtype, selection(index, self._shape))
         return moved(self._tensor[index].clone(), self._device)
 
@@ -96,8 +98,9 @@ class OpenRank:
         """A tensor: on the CPU a view of the files, private to this process; else a copy on the device.
 
         Raises:
-            PlanError: the rank has no such tensor.
+            PlanError: the rank has no such tensor, or torch's FakeTensorMode is on.
         """
+        check_mode()
         _, tensor = self._find(name)
         return moved(tensor, self._device)
 

@@ -16,6 +16,7 @@ from relayout.loader.choice import settled
 from relayout.loader.indexing import bounds, check_pairs, selection, within
 from relayout.loader.loading import Options, load_contents
 from relayout.loader.regrouped import Ranks
+from relayout.loader.tensors import check_mode
 from relayout.record import SourceRecord
 from relayout.slicing import WHOLE, Slice
 from relayout.stored import read_record
@@ -89,7 +90,7 @@ class WholeCheckpoint:
         """A whole tensor, in memory of its own.
 
         Raises:
-            PlanError: there is no such tensor.
+            PlanError: there is no such tensor, or torch's FakeTensorMode is on.
             FormatError, OSError: as `load`.
         """
         return self.read(self._row(name), ...)
@@ -114,6 +115,7 @@ class WholeCheckpoint:
         """The elements of a tensor that an index selects."""
         import torch
 
+        check_mode()
         shape = self.shape(row)
         # torch says what is wrong with an index, of a tensor that has a shape and no memory.
         torch.empty(shape, device="meta")[index]

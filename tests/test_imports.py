@@ -23,7 +23,7 @@ SHARED = {
     f"relayout.{name}"
     for name in (
         *("errors", "extents", "dtypes", "index", "slicing", "header", "members"),
-        *("fields", "sidecar", "ranktable", "folder", "files", "strided", "workers", "forks"),
+        *("fields", "sidecar", "ranktable", "folder", "files", "strided", "workers", "forks", "integers"),
     )
 }
 """The small modules of the offline half that the loader may use."""

@@ -56,7 +56,8 @@ def load(
         progress: True for a bar on stderr, or a function to call with (bytes that have arrived, bytes in all).
         into: tensors to fill, an engine's parameters for example, instead of new ones: of the slice's dtype and shape,
             on `device`. Other tensors are loaded only if `names` asks for them. Tensors that are not contiguous are
-            filled through memory of their own, some at a time.
+            filled through memory of their own, some at a time. No two may share memory, but for the two names of one
+            tensor that a converted checkpoint has twice, with the same digest.
         tp: the tensor-parallel degree, by default that of the conversion. Another one is put together from the slices
             of several ranks, or cut out of one, by the same rules; just the bytes needed are read where the ranks' own
             slices are joined. A plain checkpoint is sliced at this degree, which is slower.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from relayout.errors import PlanError
-from relayout.folder import check_rank, read_manifest, read_table
+from relayout.folder import check_rank, read_manifest, read_table, waiting
 from relayout.index import MANIFEST_NAME, Manifest, RankEntry, RankTable
 from relayout.integers import integer
 from relayout.loader.contents import Contents, StoredFile, contents_of, rank_files, select
@@ -115,7 +115,7 @@ def find_checkpoint(path: Path, rank: int, tp: int | None) -> Checkpoint:
             return RegroupedRank(path, manifest, rank, tp)
         return ConvertedRank(path, manifest, rank)
     if not path.exists():
-        raise PlanError(f"{path}: no such file or folder")
+        raise PlanError(f"{path}: no such file or folder{waiting(path)}")
     if tp is None:
         raise PlanError(f"{path}: not converted ({MANIFEST_NAME} is missing); say tp=N to slice it while loading")
     check_rank(rank, tp)

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from relayout.errors import PlanError
-from relayout.folder import read_manifest
+from relayout.folder import read_manifest, waiting
 from relayout.header import parse_header
 from relayout.index import MANIFEST_NAME, Manifest
 from relayout.loader.advice import advised
@@ -165,11 +165,13 @@ def safe_open(
 
     Raises:
         FormatError: the sidecar is damaged.
-        PlanError: `path` was not converted, or another framework than torch ("pt") is asked for.
+        PlanError: there is nothing, `path` was not converted, or another framework than torch ("pt") is asked for.
     """
     if framework not in ("pt", "torch", "pytorch"):
         raise PlanError(f"framework {framework!r}: tensors are torch's, expected 'pt'")
     folder = Path(path)
+    if not folder.exists():
+        raise PlanError(f"{folder}: no such file or folder{waiting(folder)}")
     if not (folder / MANIFEST_NAME).exists():
         raise PlanError(f"{folder}: not converted ({MANIFEST_NAME} is missing): safetensors.safe_open reads its files")
     with advised():

@@ -10,6 +10,9 @@ from contextlib import contextmanager, suppress
 
 from relayout.openfiles import advice_on_limit
 
+_NO_ANSWER = {errno.ENOTCONN, errno.ETIMEDOUT, getattr(errno, "EREMOTEIO", errno.ETIMEDOUT)}
+"""macOS has no EREMOTEIO."""
+
 
 @contextmanager
 def advised() -> Iterator[None]:
@@ -60,8 +63,7 @@ def _advice(code: int | None) -> str | None:
         case errno.ENFILE:
             return "the system has too many files open: see fs.file-max"
         case errno.EACCES | errno.EPERM:
-            who = f"user {os.geteuid()}, groups {sorted({os.getegid(), *os.getgroups()})}"
-            return f"look at the permissions of file and folders ({who})"
+            return f"look at the permissions of file and folders (user {os.geteuid()})"
         case errno.EIO:
             return "the drive or file system failed: see dmesg, then restore the file and check with relayout verify"
         case errno.ESTALE:
@@ -70,9 +72,7 @@ def _advice(code: int | None) -> str | None:
             return "the system has no memory for the request: load with fewer threads, or raise ulimit -l"
         case errno.EAGAIN:
             return "a limit of this process or user is reached: load with fewer threads, or raise ulimit -u or -l"
-        case errno.ENOTCONN | errno.ETIMEDOUT | errno.EREMOTEIO:
-            return "the network file system does not answer"
-    return None
+    return "the network file system does not answer" if code in _NO_ANSWER else None
 
 
 def _limit() -> str:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 from relayout.errors import PlanError
 from relayout.loader.advice import advised
 from relayout.loader.checkpoint import Checkpoint, ConvertedRank, PlainRank, RegroupedRank, find_checkpoint
-from relayout.loader.choice import settled
 from relayout.loader.into import load_into
-from relayout.loader.loading import Options, load_contents, load_rank
+from relayout.loader.loading import load_contents, load_rank, options_of
 from relayout.loader.progress import Progress
 from relayout.loader.streaming import stream
 
@@ -38,7 +37,8 @@ def load(
     """Load the tensors of one tensor-parallel rank.
 
     They are views of one allocation, at addresses that are multiples of 16 bytes. Every byte has arrived when the call
-    returns; on a CUDA device, what the current stream does from then on sees it.
+    returns; on a CUDA device, what the current stream does from then on sees it. Several threads may load at once, but
+    not into the same memory.
 
     Args:
         path: a folder that `relayout convert` wrote, or a plain checkpoint.
@@ -56,7 +56,8 @@ def load(
         progress: True for a bar on stderr, or a function to call with (bytes that have arrived, bytes in all).
         into: tensors to fill, an engine's parameters for example, instead of new ones: of the slice's dtype and shape,
             on `device`. Other tensors are loaded only if `names` asks for them. Tensors that are not contiguous are
-            filled through memory of their own, some at a time.
+            filled through memory of their own, some at a time. No two may share memory, but for the two names of one
+            tensor that a converted checkpoint has twice, with the same digest.
         tp: the tensor-parallel degree, by default that of the conversion. Another one is put together from the slices
             of several ranks, or cut out of one, by the same rules; just the bytes needed are read where the ranks' own
             slices are joined. A plain checkpoint is sliced at this degree, which is slower.
@@ -66,22 +67,23 @@ def load(
 
     Raises:
         FormatError: a file is damaged, missing, or of another conversion; with `verify`, also if a digest differs.
-        PlanError: the rank does not exist, or the request makes no sense for this folder.
+        PlanError: the rank does not exist, or the request makes no sense for this folder; torch's FakeTensorMode is on.
         OSError: a read failed, or the backend asked for cannot be had on this file system.
         MemoryError: there is no room for the tensors.
+        RuntimeError: the load was given up before its end, as the interpreter is ending; or this process was forked by
+            the `progress` function.
     """
     with advised():
+        options = options_of(device, backend, verify, threads, memory, progress)
         checkpoint = find_checkpoint(Path(path), rank, tp)
-        warn_if_plain(checkpoint)
-        patterns = [names] if isinstance(names, str) else names
         if verify:
             check_verifiable(checkpoint)
-        options = Options(settled(device), backend, verify, threads, memory, progress)
-        if into is not None:
-            return load_into(checkpoint, into, patterns, options)
-        if isinstance(checkpoint, ConvertedRank) and patterns is None:
+        patterns = [names] if isinstance(names, str) else names
+        if isinstance(checkpoint, ConvertedRank) and patterns is None and into is None:
             return load_rank(checkpoint, options)
-        return load_contents(checkpoint.contents(patterns), options)
+        contents = checkpoint.contents(patterns if into is None else None)
+        warn_if_plain(checkpoint)
+        return load_contents(contents, options) if into is None else load_into(contents, into, patterns, options)
 
 
 def iter_load(
@@ -103,6 +105,10 @@ def iter_load(
     are the caller's to keep; neighbours share memory, which is freed, or used again, when none of them is left. Reading
     starts with the first `next`; an iterator that is not used up gives everything back when it is closed or collected.
 
+    Threads may take turns at one iterator, and each tensor comes once; who calls `next` or `close` while another thread
+    is in the middle of it gets a ValueError. On a CUDA device, the stream that is current at a `next` sees its tensor.
+    A process that is forked in the middle may close it, and keeps the tensors that have come, but cannot go on.
+
     Args:
         path, rank, device, backend, names, verify, threads, progress, tp: as for `load`. "mapped" yields tensors that
             are read when they are used.
@@ -111,15 +117,17 @@ def iter_load(
 
     Raises:
         FormatError, OSError, MemoryError: as `load`, while iterating too.
+        RuntimeError: while iterating: this process is a child that was forked in the middle, or is ending.
         PlanError: as `load`, or `memory` is less than the largest tensor takes.
     """
     with advised():
+        options = options_of(device, backend, verify, threads, memory, progress)
         checkpoint = find_checkpoint(Path(path), rank, tp)
-        warn_if_plain(checkpoint)
         if verify:
             check_verifiable(checkpoint)
         contents = checkpoint.contents([names] if isinstance(names, str) else names)
-        return stream(contents, Options(settled(device), backend, verify, threads, memory, progress))
+        warn_if_plain(checkpoint)
+        return stream(contents, options)
 
 
 def warn_if_plain(checkpoint: Checkpoint, stacklevel: int = 3) -> None:

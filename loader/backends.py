@@ -68,6 +68,7 @@ class Filling(Protocol):
         Raises:
             FormatError: a file is shorter than expected, or a digest differs.
             OSError: a read failed.
+            Stopped: the fill was given up before its end: this process is ending, or was forked in the middle of it.
         """
 
     def settle(self) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TypeAlias
 
 from relayout.errors import PlanError
-from relayout.folder import check_rank, read_manifest, read_table
+from relayout.folder import check_rank, read_manifest, read_table, waiting
 from relayout.index import MANIFEST_NAME, Manifest, RankEntry, RankTable
+from relayout.integers import integer
 from relayout.loader.contents import Contents, StoredFile, contents_of, rank_files, select
 
 
@@ -100,10 +101,13 @@ def find_checkpoint(path: Path, rank: int, tp: int | None) -> Checkpoint:
 
     Raises:
         FormatError: relayout.json is damaged.
-        PlanError: there is nothing, the rank does not exist, or `tp` is missing.
+        PlanError: there is nothing, the rank does not exist, `tp` is missing, or one of them is no integer.
     """
-    if tp is not None and tp < 1:
-        raise PlanError(f"tp={tp}, expected 1 or more")
+    rank = integer(rank, "rank")
+    if tp is not None:
+        tp = integer(tp, "tp")
+        if tp < 1:
+            raise PlanError(f"tp={tp}, expected 1 or more")
     if (path / MANIFEST_NAME).exists():
         manifest = read_manifest(path)
         check_rank(rank, manifest.num_ranks if tp is None else tp)
@@ -111,7 +115,7 @@ def find_checkpoint(path: Path, rank: int, tp: int | None) -> Checkpoint:
             return RegroupedRank(path, manifest, rank, tp)
         return ConvertedRank(path, manifest, rank)
     if not path.exists():
-        raise PlanError(f"{path}: no such file or folder")
+        raise PlanError(f"{path}: no such file or folder{waiting(path)}")
     if tp is None:
         raise PlanError(f"{path}: not converted ({MANIFEST_NAME} is missing); say tp=N to slice it while loading")
     check_rank(rank, tp)

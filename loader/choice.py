@@ -13,6 +13,7 @@ from relayout.loader.device import CudaLane, DeviceBackend
 from relayout.loader.host import HostBackend
 from relayout.loader.mapped import MappedBackend
 from relayout.loader.sources import Access
+from relayout.loader.tensors import check_mode
 
 if TYPE_CHECKING:
     import torch
@@ -95,8 +96,9 @@ def settled(device: str | torch.device) -> str | torch.device:
     """The device with its number: "cuda" is the one that is the caller's default now.
 
     Raises:
-        PlanError: torch says why it cannot be used.
+        PlanError: torch says why it cannot be used; or as `tensors.check_mode`.
     """
+    check_mode()
     if str(device) == "cpu":  # Without torch, which may not be imported yet.
         return "cpu"
     import torch

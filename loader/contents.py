@@ -72,24 +72,34 @@ class Contents:
 
 
 def rank_files(folder: Path, manifest: Manifest, rank: int) -> tuple[StoredFile, ...]:
-    """The files of a rank.
+    """The files of a rank, looked at.
 
     Raises:
         FormatError: one is missing, no file of the folder, or has another length than the manifest says.
         OSError: one cannot be looked at.
     """
-    found = []
-    for part, file in enumerate(manifest.ranks[rank].files):
-        path = member(folder, file.name)
+    files = files_of(folder, manifest, rank)
+    for file, entry in zip(files, manifest.ranks[rank].files, strict=True):
+        member(folder, entry.name)
         try:
-            status = check_regular(path)
+            status = check_regular(file.path)
         except FileNotFoundError:
-            raise FormatError(f"{path}: is missing") from None
+            raise FormatError(f"{file.path}: is missing") from None
         if status.st_size != file.nbytes:  # Before memory is taken: an arena is no larger than its files.
-            raise FormatError(f"{path}: {status.st_size} bytes long, expected {file.nbytes}")
-        prefix = header_prefix(rank, manifest.num_ranks, part, manifest.conversion)
-        found.append(StoredFile(path, file.nbytes, Owner(rank, part, prefix)))
-    return tuple(found)
+            raise FormatError(f"{file.path}: {status.st_size} bytes long, expected {file.nbytes}")
+    return files
+
+
+def files_of(folder: Path, manifest: Manifest, rank: int) -> tuple[StoredFile, ...]:
+    """The files of a rank, as the manifest has them; not looked at."""
+    return tuple(
+        StoredFile(
+            folder / file.name,
+            file.nbytes,
+            Owner(rank, part, header_prefix(rank, manifest.num_ranks, part, manifest.conversion)),
+        )
+        for part, file in enumerate(manifest.ranks[rank].files)
+    )
 
 
 def contents_of(files: tuple[StoredFile, ...], table: RankTable) -> Contents:

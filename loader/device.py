@@ -196,10 +196,9 @@ class DeviceFilling(ThreadedFilling[Lane]):
         try:
             super().join(on_progress)
         except BaseException:
-            self._drain()
+            self.cancel()
             raise
-        finally:
-            self._release()
+        self._release()
 
     def settle(self) -> None:
         """See `Filling.settle`."""
@@ -209,6 +208,8 @@ class DeviceFilling(ThreadedFilling[Lane]):
     def cancel(self) -> None:
         """See `Filling.cancel`."""
         super().cancel()
+        if self.fill.stop.is_lost:  # CUDA does not work in a process that was forked after its first use.
+            return
         try:
             self._drain()
         finally:

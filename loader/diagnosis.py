@@ -8,6 +8,7 @@ from pathlib import Path
 
 from relayout.folder import read_manifest
 from relayout.index import MANIFEST_NAME
+from relayout.integers import integer
 from relayout.loader.budgets import local_world_size, num_cpus
 from relayout.loader.explanation import Explanation, explain
 
@@ -33,15 +34,15 @@ class Diagnosis:
 
 
 def diagnose(
-    path: str | os.PathLike[str], *, rank: int | None = None, device: str | None = None, tp: int = 1
+    path: str | os.PathLike[str], *, rank: int | None = None, device: str | None = None, tp: int | None = None
 ) -> Diagnosis:
-    """Explain the load of one rank, or of all; of a plain checkpoint those of degree `tp`.
+    """Explain the load of one rank, or of all.
 
     Args:
         path: a folder that `relayout convert` wrote, or a plain checkpoint.
         rank: from 0; None: all.
         device: where tensors shall lie; None: a CUDA device if there is one, else the CPU.
-        tp: the tensor-parallel degree at which a plain checkpoint is sliced.
+        tp: the tensor-parallel degree to load at; None: that of the conversion, 1 for a plain checkpoint.
 
     Raises:
         FormatError, PlanError, OSError: as `explain`.
@@ -50,8 +51,10 @@ def diagnose(
     if device is None:
         device = "cuda" if gpus else "cpu"
     is_converted = (Path(path) / MANIFEST_NAME).exists()
-    num_ranks = read_manifest(Path(path)).num_ranks if is_converted else tp
-    ranks = range(num_ranks) if rank is None else [rank]
+    if tp is None:
+        tp = read_manifest(Path(path)).num_ranks if is_converted else 1
+    # Of a degree that is impossible, the first explanation says so.
+    ranks = range(max(1, integer(tp, "tp"))) if rank is None else [rank]
     return Diagnosis(
         path=str(path),
         is_converted=is_converted,
@@ -59,7 +62,7 @@ def diagnose(
         local_world_size=local_world_size(),
         torch=version,
         gpus=gpus,
-        ranks=tuple(explain(path, number, device, tp=None if is_converted else tp) for number in ranks),
+        ranks=tuple(explain(path, number, device, tp=tp) for number in ranks),
     )
 
 

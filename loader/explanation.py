@@ -12,14 +12,14 @@ from relayout.extents import BLOCK
 from relayout.index import Read
 from relayout.loader.advice import advised
 from relayout.loader.checkpoint import ConvertedRank, find_checkpoint
-from relayout.loader.choice import settled
 from relayout.loader.contents import StoredFile
 from relayout.loader.device import DeviceBackend
 from relayout.loader.filesystem import Filesystem, filesystem_of, refuses_direct
 from relayout.loader.host import HostBackend
-from relayout.loader.loading import Options
+from relayout.loader.loading import options_of
 from relayout.loader.mapped import MappedBackend
 from relayout.loader.placement import place
+from relayout.loader.readplan import Chunk
 from relayout.loader.sources import Sources
 
 if TYPE_CHECKING:
@@ -56,11 +56,11 @@ class Explanation:
     nbytes: int
     """Bytes of the tensors."""
     read_nbytes: int
-    """Bytes that would be requested."""
+    """Bytes that would be requested; "mapped" requests none, its pages are read when they are used."""
     straight_nbytes: int
     """Bytes of the tensors that come whole blocks at a time to where they belong, through no buffer."""
     resident_nbytes: int
-    """Bytes of the requests that would come from the page cache."""
+    """Bytes of the requests that would come from the page cache; of "mapped", bytes of the tensors that are in it."""
     num_requests: int
     threads: int
     """Requests in flight."""
@@ -83,12 +83,13 @@ def explain(
     memory: int | None = None,
     tp: int | None = None,
 ) -> Explanation:
-    """Tell what `load` with these arguments would do now, and why; nothing is loaded.
+    """Tell what `load` with these arguments would do now, and why; nothing is loaded. Several threads may ask at once.
 
     Raises:
         FormatError, PlanError, OSError: as `load`, as far as it is known before the first byte is read.
     """
     with advised():
+        options = options_of(device, backend, False, threads, memory, None)
         checkpoint = find_checkpoint(Path(path), rank, tp)
         files: Sequence[StoredFile]
         reads: Sequence[Read]
@@ -98,21 +99,14 @@ def explain(
             contents = checkpoint.contents(None)
             sizes = contents.sizes()
             files, reads, nbytes = contents.files, place(contents.reads, sizes).reads, sum(sizes)
-        device = settled(device)
-        choice, budget = Options(device, backend, threads=threads, memory=memory).choose(files)
+        choice, budget = options.choose(files)
         # Nothing is read, not even headers: what is in the page cache shall stay as it is found.
         sources = Sources([replace(file, owner=None) for file in files], choice.backend.access)
         try:
             chunks = choice.backend.chunks(reads, sources.alignment, budget)
             requested = sum(chunk.extent.nbytes for chunk in chunks)
-            resident = sum(
-                sources.resident_nbytes(chunk.file, offset, nbytes) or 0
-                for chunk in chunks
-                for offset, nbytes, through_cache in sources.pieces(
-                    chunk.file, chunk.extent.offset, chunk.extent.nbytes
-                )
-                if through_cache
-            )
+            is_mapped = isinstance(choice.backend, MappedBackend)
+            resident = _resident_of_tensors(sources, reads) if is_mapped else _resident(sources, chunks)
             facts = tuple(
                 FileFacts(
                     file.path.name,
@@ -127,10 +121,10 @@ def explain(
             sources.close()
     return Explanation(
         path=str(path),
-        rank=rank,
-        device=str(device),
+        rank=checkpoint.rank,
+        device=str(options.device),
         backend=_backend(choice.backend, facts, resident, requested),
-        reason=f"{choice.reason}; {_found(facts, resident, requested)}",
+        reason=f"{choice.reason}; {_found(facts, is_mapped, resident, nbytes if is_mapped else requested)}",
         gds=None if choice.gds is None else choice.gds.path,
         nbytes=nbytes,
         read_nbytes=requested,
@@ -145,6 +139,26 @@ def explain(
     )
 
 
+def _resident(sources: Sources, chunks: Sequence[Chunk]) -> int:
+    """Bytes of requests that would come from the page cache."""
+    return sum(
+        sources.resident_nbytes(chunk.file, offset, nbytes) or 0
+        for chunk in chunks
+        for offset, nbytes, through_cache in sources.pieces(chunk.file, chunk.extent.offset, chunk.extent.nbytes)
+        if through_cache
+    )
+
+
+def _resident_of_tensors(sources: Sources, reads: Sequence[Read]) -> int:
+    """Bytes of tensors that are in the page cache; what lies between the pieces of a read may count for them."""
+    total = 0
+    for read in reads:
+        one = read.transfer
+        there = sources.resident_nbytes(read.file, one.source, one.source_end - one.source) or 0
+        total += min(there, one.total_nbytes)
+    return total
+
+
 def _backend(
     backend: HostBackend | MappedBackend | DeviceBackend, files: Sequence[FileFacts], resident: int, requested: int
 ) -> str:
@@ -156,9 +170,13 @@ def _backend(
     return "direct and buffered" if resident else "direct"
 
 
-def _found(files: Sequence[FileFacts], resident: int, requested: int) -> str:
+def _found(files: Sequence[FileFacts], is_mapped: bool, resident: int, total: int) -> str:
     """What the choice is based on."""
+    percent = f"{100 * resident / max(1, total):.0f} %"
+    if is_mapped:
+        kinds = " and ".join(sorted({file.filesystem.kind for file in files}))
+        return f"here all of them come through the page cache of {kinds}, which has {percent} of the bytes now"
     refused = [file for file in files if file.refuses_direct is not None]
     kinds = " and ".join(sorted({file.filesystem.kind for file in refused or files}))
     direct = f"{kinds} refuses direct I/O: {refused[0].refuses_direct}" if refused else f"{kinds} takes direct I/O"
-    return f"here {direct}, {100 * resident / max(1, requested):.0f} % of the bytes come from the page cache"
+    return f"here {direct}, {percent} of the bytes come from the page cache"

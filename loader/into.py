@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from relayout.errors import PlanError
 from relayout.loader.arena import Scattered
 from relayout.loader.backends import Filling, fill_of
-from relayout.loader.checkpoint import Checkpoint
 from relayout.loader.contents import Contents, select
 from relayout.loader.device import DeviceBackend, ScatteredOnDevice
+from relayout.loader.disjoint import Strided, is_simple, sharing, strided
 from relayout.loader.loading import Options, load_contents
 from relayout.loader.placement import place_at
 from relayout.loader.progress import reporting
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 
 def load_into(
-    checkpoint: Checkpoint, into: Mapping[str, torch.Tensor], patterns: Sequence[str] | None, options: Options
+    contents: Contents, into: Mapping[str, torch.Tensor], patterns: Sequence[str] | None, options: Options
 ) -> dict[str, torch.Tensor]:
-    """Load the tensors of `into` where these are, and what else the patterns name into new memory.
+    """Load those of a rank's tensors that are in `into` there, and what else the patterns name into new memory.
 
     Raises:
-        PlanError: a given tensor is none of the rank's, or has another dtype, shape or device.
+        PlanError: a given tensor is none of the rank's, has another dtype, shape or device, or shares memory.
     """
-    contents = checkpoint.contents(None)
     row_of = {name: row for row, name in enumerate(contents.names)}
     for name, tensor in into.items():
         if name not in row_of:
             raise PlanError(f"tensor {name!r}, given to be filled, is none of the rank's {len(row_of)}")
         _check(name, tensor, contents.dtypes[row_of[name]], contents.shapes[row_of[name]], options)
+    _check_memory(into, contents, row_of)
     wanted = set(select(contents.names, patterns)) if patterns is not None else set()
     straight = [row for name, row in row_of.items() if name in into and _can_be_filled(into[name], options)]
     others = [row for name, row in row_of.items() if name in into and not _can_be_filled(into[name], options)]
@@ -70,6 +70,7 @@ def _fill(contents: Contents, into: Mapping[str, torch.Tensor], options: Options
     if not contents.names:
         return
     choice, budget = options.choose(contents.files)
+    _tell_autograd([into[name] for name in contents.names])
     targets = [bytes_of(into[name]) for name in contents.names]
     memory: Scattered | ScatteredOnDevice
     if isinstance(choice.backend, DeviceBackend):
@@ -96,6 +97,8 @@ def _fill(contents: Contents, into: Mapping[str, torch.Tensor], options: Options
 def _check(name: str, tensor: torch.Tensor, dtype: str, shape: tuple[int, ...], options: Options) -> None:
     import torch
 
+    if not isinstance(tensor, torch.Tensor):
+        raise PlanError(f"tensor {name!r}, given to be filled, is a {type(tensor).__name__}")
     expected = (torch_dtype(name, dtype), torch_shape(name, dtype, shape))
     if (tensor.dtype, tuple(tensor.shape)) != expected:
         raise PlanError(
@@ -104,16 +107,59 @@ def _check(name: str, tensor: torch.Tensor, dtype: str, shape: tuple[int, ...], 
         )
     if tensor.device != torch.device(options.device):
         raise PlanError(f"tensor {name!r}, given to be filled, is on {tensor.device}; the load is for {options.device}")
-    overlaps = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-    lazy = tensor.is_conj() or tensor.is_neg() or tensor.layout != torch.strided
-    if tensor.numel() and (tensor.data_ptr() == 0 or overlaps or lazy):
+    if tensor.layout != torch.strided:
+        raise PlanError(f"tensor {name!r}, given to be filled, is {tensor.layout}, expected torch.strided")
+    if not tensor.numel():
+        return
+    lazy = tensor.is_conj() or tensor.is_neg()
+    if lazy or _address(tensor) == 0 or not is_simple(_memory(tensor)):
         raise PlanError(f"tensor {name!r}, given to be filled, has no memory of its own for each element")
+
+
+def _check_memory(into: Mapping[str, torch.Tensor], contents: Contents, row_of: Mapping[str, int]) -> None:
+    """Refuse tensors that share memory, but for one that has two names in the checkpoint, with the same bytes."""
+    names = [name for name, tensor in into.items() if tensor.numel()]
+    digests = contents.digests
+    for one, other in sharing([_memory(into[name]) for name in names]):
+        first, second = names[one], names[other]
+        is_tied = (
+            digests is not None
+            and digests[row_of[first]] == digests[row_of[second]]
+            and _view(into[first]) == _view(into[second])
+        )
+        if not is_tied:
+            raise PlanError(f"tensors {first!r} and {second!r}, given to be filled, share memory")
+
+
+def _view(tensor: torch.Tensor) -> tuple[object, ...]:
+    """What makes two tensors the same view of the same memory."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _memory(tensor: torch.Tensor) -> Strided:
+    return strided(tensor.data_ptr(), tensor.element_size(), tensor.stride(), tensor.shape)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # All that torch says of tensors without memory, of several kinds.
+        return 0
 
 
 def _can_be_filled(tensor: torch.Tensor, options: Options) -> bool:
     return tensor.is_contiguous() and (
         options.on_host or (tensor.is_cuda and options.backend in ("auto", "pinned", "gds"))
     )
+
+
+def _tell_autograd(tensors: Sequence[torch.Tensor]) -> None:
+    """Let a backward pass that has kept a tensor find out that it was changed, as after any operation in place."""
+    import torch
+
+    increment = getattr(torch.autograd.graph, "increment_version", None)
+    if increment is not None:  # Older versions of torch have none.
+        increment(tensors)
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

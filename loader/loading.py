@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from relayout.dtypes import num_bytes
+from relayout.integers import integer
 from relayout.loader.arena import HostArena, allocate
 from relayout.loader.backends import Fill, Filling, fill_of
 from relayout.loader.budgets import Budget, plan_budget
 from relayout.loader.checkpoint import ConvertedRank
-from relayout.loader.choice import Choice, choose
+from relayout.loader.choice import Choice, choose, settled
 from relayout.loader.contents import Contents, StoredFile
 from relayout.loader.device import DeviceArena, DeviceBackend, allocate_on, moved
 from relayout.loader.digests import Checks
@@ -52,6 +53,24 @@ class Options:
     def on_host(self) -> bool:
         """Whether the tensors shall lie in host memory."""
         return str(self.device).partition(":")[0] == "cpu"
+
+
+def options_of(
+    device: str | torch.device, backend: str, verify: bool, threads: int | None, memory: int | None, progress: Progress
+) -> Options:
+    """What a caller asks for.
+
+    Raises:
+        PlanError: the device cannot be used now, or a number is no integer.
+    """
+    return Options(
+        settled(device),
+        backend,
+        verify,
+        None if threads is None else integer(threads, "threads"),
+        None if memory is None else integer(memory, "memory"),
+        progress,
+    )
 
 
 def load_rank(rank: ConvertedRank, options: Options) -> dict[str, torch.Tensor]:

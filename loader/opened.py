@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +18,7 @@ from relayout.loader.contents import contents_of
 from relayout.loader.device import moved
 from relayout.loader.indexing import check_pairs, selection
 from relayout.loader.loading import Options, load_contents
+from relayout.loader.tensors import check_mode
 from relayout.slicing import Slice
 
 if TYPE_CHECKING:
@@ -34,7 +36,10 @@ class Place:
 
 
 class RankSlice:
-    """A tensor of which parts can be read: what `safe_open(...).get_slice` returns."""
+    """A tensor of which parts can be read: what `safe_open(...).get_slice` returns.
+
+    Any number of threads may use it at once.
+    """
 
     def __init__(
         self, name: str, tensor: torch.Tensor, dtype: str, shape: tuple[int, ...], device: str | torch.device
@@ -58,21 +63,27 @@ class RankSlice:
 
         Raises:
             IndexError: there are no such elements.
-            PlanError: the dtype is F4, and the last axis would be cut.
+            PlanError: the dtype is F4, and the last axis would be cut; or torch's FakeTensorMode is on.
         """
+        check_mode()
         check_pairs(self._name, self._dtype, selection(index, self._shape))
         return moved(self._tensor[index].clone(), self._device)
 
 
 class OpenRank:
-    """One rank of a converted checkpoint; bytes of a tensor are read when they are used."""
+    """One rank of a converted checkpoint; bytes of a tensor are read when they are used.
+
+    Any number of threads may use it at once, and children of a fork too; on the CPU all of them are given the same
+    tensors. Who asks while another thread closes it gets the tensor, or a PlanError.
+    """
 
     def __init__(self, rank: ConvertedRank, device: str | torch.device) -> None:
-        self._is_open = True
         self._rank = rank
         self._device = device
         self._table: RankTable = rank.table()
         self._rows = {name: row for row, name in enumerate(self._table.names)}
+        self._tensors: Mapping[str, torch.Tensor] | None
+        """None when it has been closed."""
         self._tensors = load_contents(contents_of(rank.files, self._table), Options(backend="mapped"))
 
     def keys(self) -> list[str]:
@@ -87,10 +98,11 @@ class OpenRank:
         """A tensor: on the CPU a view of the files, private to this process; else a copy on the device.
 
         Raises:
-            PlanError: the rank has no such tensor.
+            PlanError: the rank has no such tensor, or torch's FakeTensorMode is on.
         """
-        self._row(name)
-        return moved(self._tensors[name], self._device)
+        check_mode()
+        _, tensor = self._find(name)
+        return moved(tensor, self._device)
 
     def get_slice(self, name: str) -> RankSlice:
         """A tensor to be read in part.
@@ -98,8 +110,8 @@ class OpenRank:
         Raises:
             PlanError: the rank has no such tensor.
         """
-        row, table = self._row(name), self._table
-        return RankSlice(name, self._tensors[name], table.dtypes[row], tuple(table.shapes[row]), self._device)
+        row, tensor = self._find(name)
+        return RankSlice(name, tensor, self._table.dtypes[row], tuple(self._table.shapes[row]), self._device)
 
     def metadata(self) -> dict[str, str] | None:
         """The `__metadata__` of the rank's first file.
@@ -123,7 +135,7 @@ class OpenRank:
         Raises:
             PlanError: the rank has no such tensor.
         """
-        row = self._row(name)
+        row, _ = self._find(name)
         return Place(tuple(self._table.source_shapes[row]), self._table.slices[row])
 
     @property
@@ -136,17 +148,18 @@ class OpenRank:
         """The tensor-parallel degree."""
         return self._rank.manifest.num_ranks
 
-    def _row(self, name: str) -> int:
-        if not self._is_open:
+    def _find(self, name: str) -> tuple[int, torch.Tensor]:
+        """A tensor's row of the table, and all of it."""
+        tensors = self._tensors  # Another thread may close this meanwhile.
+        if tensors is None:
             raise PlanError(f"{self._rank.folder}: is closed")
-        if name not in self._rows:
+        if name not in tensors:
             raise PlanError(f"{self._rank.folder}: rank {self.rank} has no tensor {name!r}")
-        return self._rows[name]
+        return self._rows[name], tensors[name]
 
     def close(self) -> None:
-        """Forget the tensors; those that were handed out stay."""
-        self._is_open = False
-        self._tensors = {}
+        """Forget the tensors; those that were handed out stay, and so does what can be read of slices."""
+        self._tensors = None
 
     def __enter__(self) -> Self:
         return self
@@ -160,7 +173,8 @@ class OpenRank:
 def open_rank(path: str | os.PathLike[str], rank: int, *, device: str | torch.device = "cpu") -> OpenRank:
     """Open one rank of a converted checkpoint, as `safetensors.safe_open` opens a file.
 
-    Nothing but the sidecar is read at once. Use it in a `with` statement, or close it.
+    Nothing but the sidecar is read at once. Use it in a `with` statement, or close it. Any number of threads may share
+    what it returns.
 
     Raises:
         FormatError: sidecar or files are damaged.

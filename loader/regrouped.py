@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from relayout.catalogue import Catalogue, SourceTensor
@@ -12,8 +14,9 @@ from relayout.dtypes import num_bytes
 from relayout.errors import FormatError, PlanError
 from relayout.extents import Extent
 from relayout.folder import check_rank, read_table
+from relayout.forks import remake_in_child
 from relayout.index import Manifest, RankTable, Read
-from relayout.loader.contents import Contents, StoredFile, rank_files
+from relayout.loader.contents import Contents, files_of, rank_files
 from relayout.loader.regroup import Holder, gather
 from relayout.plan import TRANSFORMERS, Plan, plan_for
 from relayout.record import SourceRecord
@@ -37,22 +40,33 @@ def regrouped_contents(folder: Path, manifest: Manifest, rank: int, num_ranks: i
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """A rank's table, and where its files are in the list of all files."""
+    """A rank's table, and its rows by name."""
 
-    first_file: int
     table: RankTable
     rows: Mapping[str, int]
 
 
 class Ranks:
-    """The slices of all ranks, from which others can be put together. Tables are read when they are needed."""
+    """The slices of all ranks, from which others can be put together. Tables are read when they are needed.
+
+    Any number of threads may use it at once.
+    """
 
     def __init__(self, folder: Path, manifest: Manifest, record: SourceRecord) -> None:
         self._folder = folder
         self._manifest = manifest
         self._record = record
-        self._files: list[StoredFile] = []
+        parts = [files_of(folder, manifest, rank) for rank in range(manifest.num_ranks)]
+        # Numbered by the manifest, not in the order in which threads come to need them.
+        self._files = tuple(file for files in parts for file in files)
+        self._first_file = list(accumulate(map(len, parts), initial=0))
         self._tables: dict[int, _Table] = {}
+        self._lock = threading.Lock()
+        remake_in_child(self)
+
+    def after_fork(self) -> None:
+        """See `forks.Forked`."""
+        self._lock = threading.Lock()
 
     def pick(self, wanted: Sequence[Slice], first: int) -> Contents:
         """The wanted slice of each source tensor, in file order.
@@ -78,7 +92,7 @@ class Ranks:
         Raises:
             FormatError, PlanError: as `pick`.
         """
-        return self._contents([(t, self._reads(t, wanted, 0, rows))], [shape]).rows([0])
+        return self._contents([(t, self._reads(t, wanted, 0, rows))], [shape])
 
     def _reads(self, t: int, wanted: Slice, first: int, rows: Range | None) -> tuple[Read, ...]:
         record, count = self._record, self._manifest.num_ranks
@@ -93,31 +107,32 @@ class Ranks:
     def _locate(self, t: int, read: Read) -> Read:
         """A read within a rank's slice of a tensor (its file is the rank), in terms of files."""
         record, rank = self._record, read.file
-        opened = self._tables.get(rank) or self._open(rank)
+        opened = self._open(rank)
         row = opened.rows.get(record.names[t], -1)
         expected = (record.dtypes[t], record.shapes[t], record.slices[t][rank])
         table = opened.table
         if row < 0 or (table.dtypes[row], table.source_shapes[row], table.slices[row]) != expected:
             raise FormatError(f"{self._folder}: table of rank {rank}: {record.names[t]!r} is not what the record says")
-        return Read(opened.first_file + table.files[row], read.transfer.shifted(source=table.offsets[row]))
+        return Read(self._first_file[rank] + table.files[row], read.transfer.shifted(source=table.offsets[row]))
 
     def _open(self, rank: int) -> _Table:
-        files = rank_files(self._folder, self._manifest, rank)
-        table = read_table(self._folder, self._manifest, rank)
-        opened = _Table(len(self._files), table, {name: row for row, name in enumerate(table.names)})
-        self._tables[rank] = opened
-        self._files += files
-        return opened
+        with self._lock:  # Each table is parsed once.
+            if rank not in self._tables:
+                rank_files(self._folder, self._manifest, rank)
+                table = read_table(self._folder, self._manifest, rank)
+                self._tables[rank] = _Table(table, {name: row for row, name in enumerate(table.names)})
+            return self._tables[rank]
 
     def _contents(self, rows: Sequence[tuple[int, tuple[Read, ...]]], shapes: Sequence[tuple[int, ...]]) -> Contents:
-        return Contents(
-            files=tuple(self._files),
+        everything = Contents(
+            files=self._files,
             names=[self._record.names[t] for t, _ in rows],
             dtypes=[self._record.dtypes[t] for t, _ in rows],
             shapes=shapes,
             reads=[reads for _, reads in rows],
             digests=None,
         )
+        return everything.rows(range(len(rows)))
 
 
 def _plan(folder: Path, manifest: Manifest, record: SourceRecord, num_ranks: int) -> Plan:

@@ -138,6 +138,11 @@ class _HostBatches(_Window[HostArena]):
         arena, start = self.find(offset)
         return arena.span(start, nbytes)
 
+    @property
+    def stream(self) -> None:
+        """There are no streams in host memory."""
+        return None
+
     def end(self) -> None:
         """Keep no memory."""
         self._pool.close()
@@ -169,6 +174,14 @@ class _DeviceBatches(_Window[DeviceArena]):
     def whole(self) -> None:
         """See `DeviceMemory.whole`."""
         return None
+
+    @property
+    def stream(self) -> object:
+        """What the caller's work on the device goes into now."""
+        import torch
+
+        device = torch.device(self._device)
+        return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def end(self) -> None:
         """Nothing is kept."""
@@ -223,8 +236,13 @@ def _stream(
                 done += sum(sizes[row] for row in part.rows)
                 if report is not None:
                     report(done)
+                stream = memory.stream
                 for name in list(views):
+                    if memory.stream != stream:  # Another thread's, perhaps, which has not been told to wait.
+                        stream = memory.stream
+                        filling.settle()
                     yield name, views.pop(name)
+                    stop.check_process()
                 in_flight -= max(part.placement.nbytes, arena_nbytes)
             filling.join()
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -41,9 +42,26 @@ _TORCH_NAMES = {
 """As the stock safetensors package maps them; torch has no 6-bit types."""
 
 
+def check_mode() -> None:
+    """Refuse to load where torch makes tensors without memory.
+
+    Raises:
+        PlanError: FakeTensorMode is on, in this thread.
+    """
+    fake = sys.modules.get("torch._subclasses.fake_tensor")
+    if fake is not None and isinstance(sys.modules["torch"].empty(0, device="cpu"), fake.FakeTensor):
+        raise PlanError("under torch's FakeTensorMode tensors have no memory that bytes could be loaded into")
+
+
 def arena_tensor(arena: HostArena, on_free: Callable[[HostArena], None] | None = None) -> torch.Tensor:
-    """The arena as one uint8 tensor, which keeps the memory alive; `on_free` is called when no view of it is left."""
+    """The arena as one uint8 tensor, which keeps the memory alive; `on_free` is called when no view of it is left.
+
+    Raises:
+        PlanError: as `check_mode`.
+    """
     import torch
+
+    check_mode()
 
     nbytes = max(arena.nbytes, 1)
     memory = (ctypes.c_char * nbytes).from_buffer(arena.memory, arena.start)
@@ -100,10 +118,11 @@ def make_views(
     """Tensors at byte `offsets` (multiples of 16) of the arena, dense and row-major.
 
     Raises:
-        PlanError: torch has no such dtype.
+        PlanError: torch has no such dtype; or as `check_mode`.
     """
     import torch
 
+    check_mode()
     whole = base[: base.numel() // 16 * 16]
     forms: dict[tuple[str, tuple[int, ...]], tuple[torch.Tensor, tuple[int, ...], list[int], int, int]] = {}
     views = {}

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from relayout.errors import PlanError
-from relayout.folder import read_manifest
+from relayout.folder import read_manifest, waiting
 from relayout.header import parse_header
 from relayout.index import MANIFEST_NAME, Manifest
 from relayout.loader.advice import advised
@@ -16,6 +16,7 @@ from relayout.loader.choice import settled
 from relayout.loader.indexing import bounds, check_pairs, selection, within
 from relayout.loader.loading import Options, load_contents
 from relayout.loader.regrouped import Ranks
+from relayout.loader.tensors import check_mode
 from relayout.record import SourceRecord
 from relayout.slicing import WHOLE, Slice
 from relayout.stored import read_record
@@ -25,7 +26,10 @@ if TYPE_CHECKING:
 
 
 class WholeTensor:
-    """A tensor of which parts can be read: what `safe_open(...).get_slice` returns."""
+    """A tensor of which parts can be read: what `safe_open(...).get_slice` returns.
+
+    Any number of threads may use it at once.
+    """
 
     def __init__(self, opened: WholeCheckpoint, row: int) -> None:
         self._opened = opened
@@ -51,7 +55,11 @@ class WholeTensor:
 
 
 class WholeCheckpoint:
-    """A converted checkpoint, with the names and shapes of its source."""
+    """A converted checkpoint, with the names and shapes of its source.
+
+    Any number of threads may use it at once, and children of a fork too. Who reads while another thread closes it gets
+    the tensor, or a PlanError.
+    """
 
     def __init__(self, folder: Path, device: str | torch.device) -> None:
         self._folder = folder
@@ -82,7 +90,7 @@ class WholeCheckpoint:
         """A whole tensor, in memory of its own.
 
         Raises:
-            PlanError: there is no such tensor.
+            PlanError: there is no such tensor, or torch's FakeTensorMode is on.
             FormatError, OSError: as `load`.
         """
         return self.read(self._row(name), ...)
@@ -107,6 +115,7 @@ class WholeCheckpoint:
         """The elements of a tensor that an index selects."""
         import torch
 
+        check_mode()
         shape = self.shape(row)
         # torch says what is wrong with an index, of a tensor that has a shape and no memory.
         torch.empty(shape, device="meta")[index]
@@ -128,12 +137,13 @@ class WholeCheckpoint:
         return tensor[index if parts is None else tuple(parts)]
 
     def _row(self, name: str) -> int:
-        if name not in self._rows:
+        row = self._rows.get(name)  # Another thread may close this meanwhile.
+        if row is None:
             raise PlanError(f"{self._folder}: has no tensor {name!r}, or is closed")
-        return self._rows[name]
+        return row
 
     def close(self) -> None:
-        """Forget the sidecar; tensors that were handed out stay."""
+        """Know no names any more; tensors that were handed out stay, and slices can still be read."""
         self._rows = {}
 
     def __enter__(self) -> Self:
@@ -151,14 +161,17 @@ def safe_open(
     """Open a converted checkpoint as if it were the source: whole tensors, put together from the ranks' files.
 
     It can be used in place of `safetensors.safe_open`, for all shards at once. Nothing but the sidecar is read at once.
+    Any number of threads may share what it returns.
 
     Raises:
         FormatError: the sidecar is damaged.
-        PlanError: `path` was not converted, or another framework than torch ("pt") is asked for.
+        PlanError: there is nothing, `path` was not converted, or another framework than torch ("pt") is asked for.
     """
     if framework not in ("pt", "torch", "pytorch"):
         raise PlanError(f"framework {framework!r}: tensors are torch's, expected 'pt'")
     folder = Path(path)
+    if not folder.exists():
+        raise PlanError(f"{folder}: no such file or folder{waiting(folder)}")
     if not (folder / MANIFEST_NAME).exists():
         raise PlanError(f"{folder}: not converted ({MANIFEST_NAME} is missing): safetensors.safe_open reads its files")
     with advised():

@@ -267,7 +267,9 @@ def doctor(
     device: Annotated[
         str | None, typer.Option(metavar="DEVICE", help="Where tensors shall lie. Default: cuda if there is one.")
     ] = None,
-    tp: Annotated[int, typer.Option("--tp", metavar="N", help="Ranks to slice a plain checkpoint for.")] = 1,
+    tp: Annotated[
+        int | None, typer.Option("--tp", metavar="N", help="Tensor-parallel ranks. Default: as converted, or 1.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Tell which way a load would take here, and why: file system, direct I/O, page cache, GPU."""

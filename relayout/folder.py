@@ -27,6 +27,15 @@ def read_manifest(folder: Path) -> Manifest:
     return parse_manifest(read_small(path, MAX_MANIFEST_NBYTES), str(path))
 
 
+def waiting(path: Path) -> str:
+    """What to add to the news that there is nothing at `path`: where an older folder waits to be put back, if one does.
+
+    A conversion with --force that ends between two renames leaves it there.
+    """
+    old = path.parent / f".{path.name}.relayout-old"
+    return f"; the older folder, which was being replaced, is {old}: it can be renamed back" if old.is_dir() else ""
+
+
 def check_rank(rank: int, num_ranks: int) -> None:
     """Refuse a rank that does not exist.
 

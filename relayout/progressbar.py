@@ -22,9 +22,11 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
         TimeRemainingColumn(),
     )
     stream = None if sys.stderr is None else cast(TextIO, _Lenient(sys.stderr))
-    with Progress(*columns, console=Console(stderr=True, file=stream), transient=True) as bar:
+    console = Console(stderr=True, file=stream)
+    # Without a thread that draws it: a forked child would wait for locks that the thread held.
+    with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
         task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        yield lambda done, total: bar.update(task, completed=done, total=total, refresh=True)
 
 
 class _Lenient:

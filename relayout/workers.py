@@ -10,24 +10,32 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Generic, TypeVar
 
+from relayout.forks import remake_in_child
+
 Item = TypeVar("Item")
 State = TypeVar("State")
 
 _POLL_SECONDS = 0.1
 
 
-_live: weakref.WeakSet[Workers[Any, Any]] = weakref.WeakSet()
+_live: set[weakref.ref[Workers[Any, Any]]] = set()
 
 
 @atexit.register
 def _cancel_all() -> None:
     """End threads while they can still run: later, whoever waits for one, waits for ever."""
-    for workers in list(_live):
-        workers.cancel()
+    for reference in list(_live):  # Other threads go on: a WeakSet could change under the loop.
+        workers = reference()
+        if workers is not None:
+            workers.cancel()
 
 
-class Stopped(Exception):
-    """Raised inside a worker whose work is no longer wanted, because another one failed."""
+class Stopped(RuntimeError):
+    """The work was given up before its end.
+
+    Inside a worker: because another one failed. For whoever waits: because the interpreter ends, or this process was
+    forked in the middle of it.
+    """
 
 
 class Stop:
@@ -36,12 +44,29 @@ class Stop:
     def __init__(self) -> None:
         self.condition = threading.Condition()
         self.requested = False
+        self.is_lost = False
+        """Whether this process was forked in the middle of the work: the threads are its parent's."""
+        remake_in_child(self)
 
     def request(self) -> None:
         """Ask all workers to stop, and wake those that wait for their turn."""
         with self.condition:
             self.requested = True
             self.condition.notify_all()
+
+    def check_process(self) -> None:
+        """Refuse to go on in a process that was forked in the middle of the work.
+
+        Raises:
+            Stopped: it was.
+        """
+        if self.is_lost:
+            raise Stopped("this process was forked in the middle of the work, whose threads are its parent's")
+
+    def after_fork(self) -> None:
+        """See `forks.Forked`."""
+        self.condition = threading.Condition()
+        self.requested = self.is_lost = True
 
 
 class Turns:
@@ -105,6 +130,11 @@ class Workers(Generic[Item, State]):
         self._changed = threading.Condition()
         self._num_working = 0
         self._num_ended = 0
+        self._num_begun = 0
+        self._num_done = 0
+        self._is_used_up = num_threads == 0
+        """Whether there are no more items to begin."""
+        remake_in_child(self)
 
     def run(self, on_progress: Callable[[int], None] | None = None) -> None:
         """Do all the work: `start` and `join`."""
@@ -120,7 +150,7 @@ class Workers(Generic[Item, State]):
         Raises:
             OSError: the system gives no more threads.
         """
-        _live.add(self)
+        _live.add(weakref.ref(self, _live.discard))
         try:
             for number in range(self._num_threads):
                 thread = threading.Thread(target=self._run, name=f"relayout-{number}", daemon=True)
@@ -138,6 +168,8 @@ class Workers(Generic[Item, State]):
 
         Raises:
             the first error of a worker, or KeyboardInterrupt.
+            Stopped: items are left, though none has failed: somebody else has cancelled the work, or this process was
+                forked in the middle of it.
         """
         try:
             ended = False
@@ -154,6 +186,9 @@ class Workers(Generic[Item, State]):
                 raise error
             finally:
                 del error  # Its traceback knows this frame: nothing that it refers to would be freed soon.
+        self._stop.check_process()
+        if not self._is_used_up or self._num_done < self._num_begun:
+            raise Stopped("the work was given up before its end, as the interpreter is ending")
 
     def cancel(self) -> None:
         """Take no further items, and wait for those in work; nobody works any more on return."""
@@ -166,11 +201,19 @@ class Workers(Generic[Item, State]):
             self._changed.wait_for(lambda: self._num_working == 0)
         for thread in self._threads:
             thread.join()
-        _live.discard(self)
+        _live.discard(weakref.ref(self))
         # What the work refers to may refer to this.
         self._items = iter(())
         self._work = _no_work
         self._make_state = _no_state
+
+    def after_fork(self) -> None:
+        """See `forks.Forked`: in the child there are no threads, and nobody may wait for them."""
+        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._threads = []
+        self._num_working = self._num_ended = 0
+        _live.discard(weakref.ref(self))
 
     def _run(self) -> None:
         with self._changed:
@@ -200,7 +243,10 @@ class Workers(Generic[Item, State]):
                 try:
                     item = next(self._items)
                 except StopIteration:
+                    self._is_used_up = True
                     return
+                self._num_begun += 1
             nbytes = self._work(state, item)
             with self._lock:
                 self.done_nbytes += nbytes
+                self._num_done += 1

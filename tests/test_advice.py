@@ -199,7 +199,7 @@ print(json.dumps([outcome(lambda: call(sys.argv[1], 0, backend=sys.argv[2])) for
         "errno": errno.EACCES,
         "filename": file,
         "message": f"[Errno {errno.EACCES}] Permission denied; look at the permissions of file and folders"
-        f" (user 65534, groups [4, 20, 65534]): '{file}'",
+        f" (user 65534): '{file}'",
         "leaked": 0,
     }
     assert told == [expected] * 3
@@ -218,6 +218,7 @@ print(json.dumps([outcome(lambda: call(sys.argv[1], 0, backend=sys.argv[2])) for
         (errno.EAGAIN, BlockingIOError, "load with fewer threads"),
         (errno.ENOTCONN, OSError, "the network file system does not answer"),
         (errno.ETIMEDOUT, TimeoutError, "the network file system does not answer"),
+        (getattr(errno, "EREMOTEIO", errno.ENOTCONN), OSError, "the network file system does not answer"),
     ],
 )
 @pytest.mark.parametrize("path", ["/models/rank 0", None])
@@ -251,6 +252,26 @@ def test_where_there_is_nothing_to_do_the_error_is_the_same(original: BaseExcept
         raise original
     assert caught.value is original
     assert caught.value.__cause__ is None
+
+
+def test_a_system_without_some_of_the_numbers_gets_the_same_errors(tmp_path: Path) -> None:
+    """macOS, of which Linux has all numbers but one."""
+    code = """
+import errno
+if hasattr(errno, "EREMOTEIO"):
+    del errno.EREMOTEIO
+from relayout.loader.advice import advised
+
+def fail(code):
+    with advised():
+        raise OSError(code, "of the system")
+
+print(json.dumps([outcome(lambda: fail(code))["message"] for code in (errno.ENOSPC, errno.ETIMEDOUT)]))
+"""
+    assert run(code, folder=tmp_path) == [
+        f"[Errno {errno.ENOSPC}] of the system",
+        f"[Errno {errno.ETIMEDOUT}] of the system; the network file system does not answer",
+    ]
 
 
 def test_what_does_not_fail_is_left_alone() -> None:

@@ -235,6 +235,18 @@ def test_a_wrong_digest_names_the_tensor(target: Target, wrong: int) -> None:
     target.check(SOME, cuts=(10, 70_000))
 
 
+def test_a_tensor_that_no_read_brought_whole_is_not_taken_for_checked(target: Target) -> None:
+    """The digests are of all pieces, and the last one is not read."""
+    ground = target.lay_out(SOME)
+    stop = Stop()
+    checks = ground.checks(SOME, (), stop)
+    fill = target.fill(ground, SOME, checks=checks, stop=stop)
+    fill = replace(fill, reads=fill.reads[:-1])
+    with nothing_left_behind(), pytest.raises(FormatError, match=r"^1 tensors could not be checked"):
+        within(30, lambda: target.backend.start(ground.memory, fill).join())
+    target.lanes.forget()
+
+
 def test_a_fill_that_is_cancelled_stops_and_leaves_nothing(target: Target) -> None:
     ground = target.lay_out(LARGE)
     begun = threading.Event()

@@ -154,6 +154,22 @@ def test_what_is_mapped_is_not_requested(cold: Path) -> None:
     assert (told.backend, told.nbytes, told.read_nbytes, told.num_requests) == ("mapped", RANK_NBYTES, 0, 0)
 
 
+@pytest.mark.usefixtures("unmarked")
+@pytest.mark.parametrize("tp", [2, 1])
+def test_of_what_is_mapped_it_is_told_how_much_the_page_cache_has(cold: Path, tp: int) -> None:
+    """At the degree of the conversion, and at another one, for which rows are joined from both ranks."""
+    told = relayout.explain(cold, 0, backend="mapped", tp=tp)
+    assert told.resident_nbytes == 0
+    assert "through the page cache" in told.reason
+    assert "has 0 % of the bytes now" in told.reason
+    assert "direct" not in told.reason
+    for file in cold.glob("model-rank-*"):
+        warm(file, 0, file.stat().st_size)
+    told = relayout.explain(cold, 0, backend="mapped", tp=tp)
+    assert told.resident_nbytes == told.nbytes
+    assert "has 100 % of the bytes now" in told.reason
+
+
 def test_what_auto_comes_to_is_told(cold: Path) -> None:
     assert relayout.explain(cold, 0).backend == "direct"
     for file in cold.glob("model-rank-0-*"):

@@ -23,7 +23,8 @@ SHARED = {
     f"relayout.{name}"
     for name in (
         *("errors", "extents", "dtypes", "index", "slicing", "header", "members"),
-        *("fields", "sidecar", "ranktable", "folder", "files", "openfiles", "strided", "workers"),
+        *("fields", "sidecar", "ranktable", "folder", "files", "openfiles", "strided"),
+        *("workers", "forks", "integers"),
     )
 }
 """The small modules of the offline half that the loader may use."""

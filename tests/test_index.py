@@ -582,6 +582,32 @@ def test_a_tensor_that_no_single_read_brings_is_refused() -> None:
         parse_small_tensors((*halves, Read(0, Transfer(4662, 8208, 6, 2, 6, 16))), 18)
 
 
+def test_a_tensor_that_begins_in_the_last_bytes_of_another_is_refused() -> None:
+    """By as little as arena offsets can differ, and brought so by its read."""
+    top = table_tree()
+    top["offset"][1] -= 16
+    top["arena_offset"][1] -= 16
+    with pytest.raises(FormatError, match=r"^table: tensors 'größe' and 'b' overlap in the arena"):
+        parse_stored(stored(top))
+
+
+def test_a_tensor_that_a_read_of_another_file_brings_is_refused() -> None:
+    """The other file exists, and is long enough."""
+    entry = MANIFEST.ranks[0]
+    other = IndexedFile("model-rank-0-part-1.safetensors", 4674, 512, digest(b"other"))
+
+    def parse(number: int) -> RankTable:
+        top = table_tree()
+        top["file"][3] = number
+        blob = stored(top)
+        two = replace(entry, files=(*entry.files, other), table_digest=digest(blob))
+        return parse_table(blob, replace(MANIFEST, ranks=(two, MANIFEST.ranks[1])), 0, "table")
+
+    assert parse(0).files == TABLE.files
+    with pytest.raises(FormatError, match=r"^table: tensor 'd': no read brings its bytes from its file to 8208"):
+        parse(1)
+
+
 def test_a_table_whose_digest_the_manifest_does_not_name_is_refused() -> None:
     for blob in (stored(table_tree()), STORED_TABLE + b"\0", STORED_TABLE[:-1], b""):
         with pytest.raises(FormatError, match=r"^table: digest differs from the one in relayout.json"):

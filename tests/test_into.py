@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,9 @@ from safetensors.torch import save_file
 
 import relayout
 from relayout.errors import FormatError, PlanError
+from relayout.loader.device import DeviceFilling
+from relayout.loader.host import ThreadedFilling
+from relayout.loader.sources import Sources
 
 way, model, converted = loads.way, loads.model, loads.converted
 
@@ -320,3 +326,196 @@ def test_f4_tensors_are_filled_as_torch_counts_them(tmp_path: Path, way: str) ->
     into = {"x": memory[1:7].view(torch.float4_e2m1fn_x2).view(3, 2)}
     relayout.load(tmp_path / "out", 0, into=into, backend=way)
     assert bytes(memory.numpy()) == b"\0abcdef\0"
+
+
+OVERLAPS: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
+    "the same": lambda room: (room[0], room[0]),
+    "a view of it": lambda room: (room[0], room[0].detach()[...]),
+    "one row behind": lambda room: (room[0], room.view(-1, *room.shape[2:])[1 : 1 + room.shape[1]]),
+    "one column behind": lambda room: (
+        _fused(room)[:, : room.shape[2]],
+        _fused(room)[:, room.shape[2] - 1 : 2 * room.shape[2] - 1],
+    ),
+    "all in a gap but one": lambda room: (
+        _fused(room)[:, : room.shape[2]],
+        room.view(-1)[room.shape[2] + 1 :][: room[0].numel()].view(room[0].shape),
+    ),
+    "through each other": lambda room: (room[0], transposed(room)),
+}
+DISJOINT: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
+    "side by side": lambda room: (room[0], room[1]),
+    "columns": lambda room: (_fused(room)[:, : room.shape[2]], _fused(room)[:, room.shape[2] : 2 * room.shape[2]]),
+    "every other element": lambda room: (
+        room.view(-1)[: 2 * room[0].numel() : 2].view(room[0].shape),
+        room.view(-1)[1 : 2 * room[0].numel() : 2].view(room[0].shape),
+    ),
+    "every other row": lambda room: (
+        room.view(-1, 2, *room.shape[2:])[: room.shape[1], 0],
+        room.view(-1, 2, *room.shape[2:])[: room.shape[1], 1],
+    ),
+}
+PAIR = ("model.layers.0.mlp.gate_proj.weight", "model.layers.1.mlp.gate_proj.weight")
+
+
+def _fused(room: torch.Tensor) -> torch.Tensor:
+    return room.view(-1)[: 3 * room[0].numel()].view(room.shape[1], 3 * room.shape[2])
+
+
+@pytest.mark.parametrize("kind", OVERLAPS)
+def test_tensors_that_share_memory_are_named_before_any_is_touched(
+    converted: Path, stored: dict[str, torch.Tensor], kind: str
+) -> None:
+    guarded = Guarded(stored, MAKERS["contiguous"])
+    memory = torch.full((5 * stored[PAIR[0]].nbytes,), UNTOUCHED, dtype=torch.uint8)
+    one, other = OVERLAPS[kind](_typed(memory, stored[PAIR[0]]))
+    for into in (dict(zip(PAIR, (one, other), strict=True)), dict(zip(PAIR, (other, one), strict=True))):
+        with nothing_left_behind(), pytest.raises(PlanError, match=f"'{PAIR[0]}' and '{PAIR[1]}'.* share memory"):
+            relayout.load(converted, 1, into=guarded.tensors | into)
+    guarded.assert_untouched()
+    assert (memory == UNTOUCHED).all()
+
+
+@pytest.mark.parametrize("kind", DISJOINT)
+def test_tensors_that_lie_between_each_other_are_filled(
+    converted: Path, stored: dict[str, torch.Tensor], kind: str
+) -> None:
+    memory = torch.full((5 * stored[PAIR[0]].nbytes,), UNTOUCHED, dtype=torch.uint8)
+    into = dict(zip(PAIR, DISJOINT[kind](_typed(memory, stored[PAIR[0]])), strict=True))
+    assert_equal(relayout.load(converted, 1, into=into), {name: stored[name] for name in PAIR})
+
+
+@pytest.mark.filterwarnings("ignore:.*plain checkpoint")
+def test_two_names_of_one_tensor_are_refused_where_nothing_tells_that_they_are_tied(model: Path) -> None:
+    tied = torch.full((72, 33), 7)
+    with pytest.raises(PlanError, match=r"'lm_head.weight' and 'model.embed_tokens.weight'.* share memory"):
+        relayout.load(model, 1, tp=2, into=dict.fromkeys(["lm_head.weight", "model.embed_tokens.weight"], tied))
+    assert (tied == 7).all()
+
+
+@pytest.mark.parametrize("strides", [(1, 1), (200, 1), (0, 1), (257, 0)])
+def test_a_tensor_whose_elements_lie_over_each_other_is_named(
+    converted: Path, stored: dict[str, torch.Tensor], strides: tuple[int, int]
+) -> None:
+    name = "model.layers.3.mlp.up_proj.weight"
+    memory = torch.full((stored[name].numel(),), 7, dtype=torch.bfloat16)
+    with pytest.raises(PlanError, match=f"'{name}'.* no memory of its own for each element"):
+        relayout.load(converted, 1, into={name: memory.as_strided(stored[name].shape, strides)})
+    assert (memory == 7).all()
+
+
+OTHERS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "sparse": (lambda tensor: tensor.to_sparse(), "is torch.sparse_coo, expected torch.strided"),
+    "sparse rows": (lambda tensor: tensor.to_sparse_csr(), "is torch.sparse_csr, expected torch.strided"),
+    "mkldnn": (lambda tensor: tensor.to_mkldnn(), "is torch._mkldnn, expected torch.strided"),
+    "quantised": (lambda tensor: torch.quantize_per_tensor(tensor, 1.0, 0, torch.qint8), "is torch.qint8"),
+    "numpy": (lambda tensor: tensor.numpy(), "is a ndarray"),
+    "list": (lambda tensor: tensor.tolist(), "is a list"),
+    "conjugate": (lambda tensor: torch.complex(tensor, tensor).conj().imag, "no memory of its own"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", OTHERS)
+def test_tensors_of_other_kinds_are_named_before_any_is_touched(
+    converted: Path, stored: dict[str, torch.Tensor], kind: str
+) -> None:
+    make, message = OTHERS[kind]
+    name = "model.layers.2.mlp.down_proj.weight"
+    guarded = Guarded(stored, MAKERS["contiguous"])
+    given = guarded.tensors | {name: make(torch.zeros(stored[name].shape))}
+    with nothing_left_behind(), pytest.raises(PlanError, match=f"tensor '{name}', given to be filled, .*{message}"):
+        relayout.load(converted, 1, into=given)
+    guarded.assert_untouched()
+
+
+def test_autograd_finds_out_that_a_tensor_was_filled(tmp_path: Path) -> None:
+    layer = torch.nn.Linear(300, 700)
+    expected = {name: torch.randn(tensor.shape) for name, tensor in layer.named_parameters()}
+    save_file(expected, tmp_path / "model.safetensors")
+    relayout.convert(tmp_path / "model.safetensors", tmp_path / "out")
+    for turn in (False, True):
+        if turn:
+            layer.weight.data = layer.weight.data.t().contiguous().t()
+        product = (torch.ones(300, requires_grad=True) @ layer.weight.t()).sum()
+        versions = [parameter._version for parameter in layer.parameters()]
+        relayout.load(tmp_path / "out", 0, into=dict(layer.named_parameters()))
+        assert all(one._version > before for one, before in zip(layer.parameters(), versions, strict=True))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()  # type: ignore[no-untyped-call]
+    with torch.inference_mode():
+        into = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
+        relayout.load(tmp_path / "out", 0, into=into)
+    assert_equal(into, expected)
+
+
+def test_damage_that_can_be_known_before_leaves_all_tensors_as_they_were(
+    converted: Path, stored: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    """Of two files, the first has what would be filled at once, the other what goes through memory of the loader."""
+    folder = Path(shutil.copytree(converted, tmp_path / "copy"))
+    first, *_, last = sorted(folder.glob("model-rank-1-*"))
+    straight = Guarded({name: stored[name] for name in extents(first)}, MAKERS["contiguous"])
+    matrices = {name: stored[name] for name in extents(last) if stored[name].dim() == 2}
+    others = Guarded(matrices, MAKERS["transposed"])
+    assert matrices
+    assert not any(tensor.is_contiguous() for tensor in others.tensors.values())
+
+    def cut() -> None:
+        os.truncate(last, last.stat().st_size - 1)
+
+    def exchange() -> None:
+        last.write_bytes(first.read_bytes()[:4096] + bytes(last.stat().st_size - 4096))
+
+    for damage in (exchange, cut, last.unlink):
+        damage()
+        with nothing_left_behind(), pytest.raises(FormatError, match=last.name):
+            relayout.load(folder, 1, into=straight.tensors | others.tensors)
+        straight.assert_untouched()
+        others.assert_untouched()
+
+
+def test_whoever_is_interrupted_has_tensors_that_no_thread_writes_to(
+    converted: Path, stored: dict[str, torch.Tensor], way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the very moment when the load begins to wait for its threads."""
+    if way == "mapped":
+        pytest.skip("it does not fill memory that exists")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for kind in (ThreadedFilling, DeviceFilling):
+        monkeypatch.setattr(kind, "join", interrupt)
+    into = {name: torch.empty_like(tensor) for name, tensor in stored.items()}
+    with nothing_left_behind(), pytest.raises(KeyboardInterrupt):
+        relayout.load(converted, 1, into=into, backend=way)
+
+
+def test_when_a_read_fails_the_error_waits_for_reads_that_are_under_way(
+    converted: Path, stored: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed, over, late = threading.Event(), threading.Event(), []
+    true_read = Sources.read
+    numbers = iter(range(1000))
+
+    def read(self: Sources, *given: Any) -> None:
+        if next(numbers) == 1:
+            failed.set()
+            raise OSError(errno.EIO, "of the drive")
+        failed.wait(20)
+        late.append(over.wait(0.2))  # Nobody may have been told yet.
+        true_read(self, *given)
+
+    monkeypatch.setattr(Sources, "read", read)
+    into = {name: torch.empty_like(tensor) for name, tensor in stored.items()}
+
+    def load() -> None:
+        try:
+            relayout.load(converted, 1, into=into, backend="buffered", threads=3)
+        finally:
+            over.set()
+
+    with nothing_left_behind(), pytest.raises(OSError, match="of the drive"):
+        load()
+    assert late
+    assert not any(late)

@@ -8,6 +8,7 @@ import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import loads
 import numpy as np
@@ -186,6 +187,33 @@ def test_a_plain_folder_without_a_degree_is_refused(llama: Path) -> None:
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="no such file or folder"):
         relayout.load(tmp_path / "nothing", 0)
+
+
+def test_a_folder_that_waits_to_be_put_back_is_told_of(converted: Path) -> None:
+    """As a conversion with --force leaves it that is killed between its two renames."""
+    old = converted.with_name(f".{converted.name}.relayout-old")
+    converted.rename(old)
+    calls: list[Callable[[], Any]] = [
+        lambda: relayout.load(converted, 0),
+        lambda: relayout.load(converted, 0, tp=2),
+        lambda: relayout.iter_load(converted, 0),
+        lambda: relayout.open(converted, 0),
+        lambda: relayout.explain(converted, 0),
+        lambda: relayout.safe_open(converted),
+    ]
+    for call in calls:
+        with pytest.raises(PlanError) as caught:
+            call()
+        assert str(caught.value) == (
+            f"{converted}: no such file or folder; the older folder, which was being replaced, is {old}:"
+            " it can be renamed back"
+        )
+    old.rename(converted)
+    assert relayout.load(converted, 0)
+    converted.rename(converted.with_name("away"))
+    for call in calls:
+        with pytest.raises(PlanError, match=r"no such file or folder$"):
+            call()
 
 
 def _swap_ranks(folder: Path) -> None:

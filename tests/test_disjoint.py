@@ -1,0 +1,103 @@
+"""Whether tensors share memory, compared with sets of addresses that torch itself tells of."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relayout.loader import disjoint
+from relayout.loader.disjoint import Strided, is_simple, share, sharing, strided
+
+ROOM = 512
+
+
+def of(tensor: torch.Tensor) -> Strided:
+    return strided(
+        tensor.storage_offset() * tensor.element_size(), tensor.element_size(), tensor.stride(), tensor.shape
+    )
+
+
+def offsets(tensor: torch.Tensor) -> list[int]:
+    """The bytes of each element, by torch's own view of memory that holds their numbers."""
+    numbers = torch.arange(ROOM)
+    size = tensor.element_size()
+    firsts = torch.as_strided(numbers, tensor.shape, tensor.stride(), tensor.storage_offset()).reshape(-1).tolist()
+    return [first * size + byte for first in firsts for byte in range(size)]
+
+
+@st.composite
+def views(draw: st.DrawFn) -> torch.Tensor:
+    """Any strided tensor, overlapping or not, within the room."""
+    dtype = draw(st.sampled_from([torch.uint8, torch.int16, torch.int64]))
+    shape = draw(st.lists(st.integers(1, 4), max_size=3))
+    strides = draw(st.lists(st.integers(0, 20), min_size=len(shape), max_size=len(shape)))
+    reach = sum(stride * (size - 1) for stride, size in zip(strides, shape, strict=True))
+    start = draw(st.integers(0, min(60, ROOM - 1 - reach)))
+    return torch.empty(ROOM, dtype=dtype).as_strided(shape, strides, start)
+
+
+@settings(max_examples=500, deadline=None)
+@given(views(), views())
+def test_two_tensors_share_memory_if_and_only_if_they_share_a_byte(one: torch.Tensor, other: torch.Tensor) -> None:
+    assert share(of(one), of(other)) == (not set(offsets(one)).isdisjoint(offsets(other)))
+
+
+@settings(max_examples=300, deadline=None)
+@given(views())
+def test_a_simple_tensor_has_each_byte_once_and_ends_behind_the_last(one: torch.Tensor) -> None:
+    found = offsets(one)
+    assert of(one).address == min(found)
+    assert of(one).end == max(found) + 1
+    if is_simple(of(one)):
+        assert len(set(found)) == len(found)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_what_is_cut_permuted_and_stepped_through_of_a_dense_tensor_is_simple(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+    dense = torch.empty(shape, dtype=data.draw(st.sampled_from([torch.uint8, torch.float32])))
+    axes = data.draw(st.permutations(range(len(shape))))
+    index = tuple(slice(data.draw(st.integers(0, size - 1)), None, data.draw(st.integers(1, 3))) for size in shape)
+    assert is_simple(of(dense[index].permute(axes)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(views(), max_size=6))
+def test_all_pairs_that_share_memory_are_found(tensors: list[torch.Tensor]) -> None:
+    sets = [set(offsets(one)) for one in tensors]
+    expected = [(a, b) for b in range(len(sets)) for a in range(b) if sets[a] & sets[b]]
+    assert sorted(sharing([of(one) for one in tensors])) == sorted(expected)
+
+
+def test_parts_of_one_large_parameter_are_told_apart_in_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disjoint, "MAX_STEPS", 8)
+    columns = [(part * 2048, 2, (6 * 1024, 1), (4096, 1024)) for part in range(6)]
+    assert list(sharing([strided(*one) for one in columns])) == []
+    transposed = [(part * 2048, 2, (1, 6 * 1024), (1024, 4096)) for part in range(6)]
+    assert list(sharing([strided(*one) for one in transposed])) == []
+    interleaved = [(part * 2, 2, (2 * 2880 * 2880, 2 * 2880, 2), (32, 2880, 2880)) for part in range(2)]
+    assert list(sharing([strided(*one) for one in interleaved])) == []
+    overlapping = [strided(*columns[0]), strided(columns[1][0] - 2, 2, (6 * 1024, 1), (4096, 1024))]
+    assert list(sharing(overlapping)) == [(0, 1)]
+
+
+def test_thousands_of_tensors_that_lie_side_by_side_need_no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(one: Strided, other: Strided) -> bool:
+        raise AssertionError
+
+    monkeypatch.setattr(disjoint, "share", refuse)
+    order = np.random.default_rng(0).permutation(20_000).tolist()
+    assert list(sharing([strided(number * 64, 2, (8, 1), (4, 8)) for number in order])) == []
+
+
+def test_what_takes_too_long_counts_as_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disjoint, "MAX_STEPS", 2)
+    one = strided(0, 1, (2 * 3 * 5 * 7, 6, 4), (5, 5, 5))
+    other = strided(1, 1, (10, 14, 22), (5, 5, 5))
+    assert share(one, other)
+    monkeypatch.setattr(disjoint, "MAX_STEPS", 10**6)
+    assert not share(one, other)

@@ -14,7 +14,7 @@ from typing import Annotated, Literal, NoReturn, Protocol, TypeVar
 import typer
 
 from relayout import __version__, signals
-from relayout.errors import PlanError, RelayoutError, printable
+from relayout.errors import RelayoutError, printable
 from relayout.openfiles import advice_on_limit
 from relayout.streams import abandon
 
@@ -274,8 +274,6 @@ def doctor(
 ) -> None:
     """Tell which way a load would take here, and why: file system, direct I/O, page cache, GPU."""
     with _errors():
-        if tp < 1:
-            raise PlanError(f"{tp} ranks, expected at least one")
         from relayout import terminal
         from relayout.loader import diagnosis
 

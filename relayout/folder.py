@@ -23,8 +23,15 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         FormatError: it cannot be read or is damaged.
     """
+    if not os.path.lexists(folder):
+        raise FormatError(f"{folder}: no such folder{waiting(folder)}")
     path = member(folder, MANIFEST_NAME)
     return parse_manifest(read_small(path, MAX_MANIFEST_NBYTES), str(path))
+
+
+def older_folder(path: Path) -> Path:
+    """Where a folder that --force replaces waits for the new one, if the two cannot change places in one step."""
+    return path.parent / f".{path.name}.relayout-old"
 
 
 def waiting(path: Path) -> str:
@@ -32,7 +39,7 @@ def waiting(path: Path) -> str:
 
     A conversion with --force that ends between two renames leaves it there.
     """
-    old = path.parent / f".{path.name}.relayout-old"
+    old = older_folder(path)
     return f"; the older folder, which was being replaced, is {old}: it can be renamed back" if old.is_dir() else ""
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relayout.errors import PlanError
+from relayout.folder import older_folder, waiting
 from relayout.index import MANIFEST_NAME
 from relayout.lockfile import check_user, locked
 from relayout.openfolder import OpenFolder, exchange, rename, restrict
@@ -61,11 +62,6 @@ def _holds_working_folder(folder: Path) -> bool:
         return False
 
 
-def waiting(output: Path) -> str:
-    """What to say of a folder that a killed --force has left beside an output."""
-    return f"an older folder waits at {_old(output)}, since its replacement was interrupted: rename it to {output.name}"
-
-
 def _check_vacant(output: Path, *, force: bool) -> None:
     """Refuse a folder that holds something, but for one that relayout wrote and that is to be replaced.
 
@@ -82,7 +78,7 @@ def _check_vacant(output: Path, *, force: bool) -> None:
 def clear_up(output: Path) -> None:
     """Delete what a process of this user that was killed behind its last rename has left beside its output."""
     output = output.resolve()
-    if not output.name or not any(os.path.lexists(name_of(output)) for name_of in (_place, _lock, _old)):
+    if not output.name or not any(os.path.lexists(name_of(output)) for name_of in (_place, _lock, older_folder)):
         return
     with (
         suppress(PlanError, OSError),
@@ -235,11 +231,6 @@ def _place(output: Path) -> Path:
     return output.with_name(f".{output.name}.relayout-partial")
 
 
-def _old(output: Path) -> Path:
-    """Where a folder that is being replaced waits for the new one, if the two cannot change places in one step."""
-    return output.with_name(f".{output.name}.relayout-old")
-
-
 def _open_place(parent: OpenFolder, output: Path, user: int) -> OpenFolder | None:
     """The place that an earlier attempt of this user has left, closed to all others.
 
@@ -287,14 +278,14 @@ def _put_back(parent: OpenFolder, output: Path, user: int, replace: bool) -> Non
     Raises:
         PlanError: it is somebody else's, or is not to be replaced.
     """
-    old = _old(output)
+    old = older_folder(output)
     status = parent.status(old.name)
     if status is None:
         return
     check_user(old, status, user)
     if parent.status(output.name) is None:
         if not replace:
-            raise PlanError(f"{output}: {waiting(output)}, or replace it with --force")
+            raise PlanError(f"{output}: is missing{waiting(output)}, or replaced with --force")
         rename(parent, old.name, parent, output.name)
 
 
@@ -364,7 +355,7 @@ def _replace(place: OpenFolder, parent: OpenFolder, output: Path) -> None:
 
 def _replace_in_two_steps(place: OpenFolder, parent: OpenFolder, output: Path) -> None:
     """Where the system cannot exchange two names: for a moment there is no output."""
-    old = _old(output).name
+    old = older_folder(output).name
     rename(parent, output.name, parent, old)
     try:
         rename(place, _DONE, parent, output.name)
@@ -375,7 +366,7 @@ def _replace_in_two_steps(place: OpenFolder, parent: OpenFolder, output: Path) -
 
 def _take_in_old(place: OpenFolder, parent: OpenFolder, output: Path, user: int) -> None:
     """Bring a folder that has been replaced to where it will be deleted."""
-    name = _old(output).name
+    name = older_folder(output).name
     status = parent.status(name)
     if status is not None and status.st_uid == user and parent.status(output.name) is not None:
         with suppress(OSError):

@@ -438,8 +438,12 @@ def test_after_a_kill_between_two_renames_nothing_changes_without_force(
     assert not out.exists()
     done = run(tmp_path, source=model.place)
     assert done.returncode == 2
-    says = f"{out}: an older folder waits at {waiting}, since its replacement was interrupted: rename it to out"
-    assert says in done.stderr
+    says = f"the older folder, which was being replaced, is {waiting}: it can be renamed back"
+    assert f"{out}: is missing; {says}, or replaced with --force" in done.stderr
+    for arguments in (["verify", str(out)], ["restore", str(out), "-o", str(tmp_path / "back")]):
+        done = subprocess.run([sys.executable, "-m", "relayout", *arguments], capture_output=True, text=True)
+        assert done.returncode == 2
+        assert says in done.stderr
     assert not out.exists()
     assert content(waiting) == old
     assert run(tmp_path, "--force", source=model.place).returncode == 0

@@ -1,7 +1,7 @@
 """The run-time half: reads one rank's bytes to where they belong and returns tensors."""
 
 from relayout.loader.api import iter_load, load
-from relayout.loader.explanation import explain
-from relayout.loader.opened import open_rank as open
+from relayout.loader.diagnose.explain import explain
+from relayout.loader.handles.rank import open_rank as open
 
 __all__ = ["explain", "iter_load", "load", "open"]

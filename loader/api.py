@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relayout.errors import PlanError
-from relayout.loader.advice import advised
-from relayout.loader.checkpoint import Checkpoint, ConvertedRank, PlainRank, RegroupedRank, find_checkpoint
+from relayout.loader.diagnose.hints import advised
 from relayout.loader.into import load_into
 from relayout.loader.loading import load_contents, load_rank, options_of
-from relayout.loader.progress import Progress
-from relayout.loader.streaming import stream
+from relayout.loader.sources.checkpoint import Checkpoint, ConvertedRank, PlainRank, RegroupedRank, find_checkpoint
+from relayout.loader.stream import stream
+from relayout.progress import Progress
 
 if TYPE_CHECKING:
     import torch

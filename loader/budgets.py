@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from relayout.core.extents import BLOCK, align_down
 from relayout.errors import PlanError
-from relayout.extents import BLOCK, align_down
 
 MAX_THREADS = 8
 """Of one rank. Requests of 8 MiB: so many keep any one drive busy."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import xxhash
 
+from relayout.core.workers import Stop, Stopped
 from relayout.errors import FormatError
-from relayout.workers import Stop, Stopped
 
 
 class Checks:

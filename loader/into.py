@@ -7,17 +7,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from relayout.errors import PlanError
-from relayout.loader.arena import Scattered
-from relayout.loader.backends import Filling, fill_of
-from relayout.loader.contents import Contents, select
-from relayout.loader.device import DeviceBackend, ScatteredOnDevice
+from relayout.loader.backends.arena import Scattered
+from relayout.loader.backends.base import Filling, fill_of
+from relayout.loader.backends.cuda import DeviceBackend, ScatteredOnDevice
+from relayout.loader.backends.files import Access, Sources
 from relayout.loader.disjoint import Strided, is_simple, sharing, strided
 from relayout.loader.loading import Options, load_contents
 from relayout.loader.placement import place_at
-from relayout.loader.progress import reporting
-from relayout.loader.sources import Access, Sources
-from relayout.loader.streaming import stream
+from relayout.loader.sources.contents import Contents, select
+from relayout.loader.stream import stream
 from relayout.loader.tensors import bytes_of, torch_dtype, torch_shape
+from relayout.progress import reporting
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,7 @@ def load_into(
     Sources(contents.rows([*straight, *others, *new]).files, Access.BUFFERED).close()
     parts = [contents.rows(rows) for rows in (straight, others, new)]
     sizes = [sum(part.sizes()) for part in parts]
-    with reporting(options.progress, sum(sizes)) as report:
+    with reporting(options.progress, "loading", sum(sizes)) as report:
         stages = [_stage(options, report, sum(sizes[:number])) for number in range(len(parts))]
         through = stream(parts[1], stages[1]) if others else iter(())
         _fill(parts[0], into, stages[0])
@@ -80,7 +80,7 @@ def _fill(contents: Contents, into: Mapping[str, torch.Tensor], options: Options
     reads = place_at(contents.reads, memory.offsets)
     fill = fill_of(contents, memory.offsets, reads, budget, verify=options.verify)
     filling: Filling
-    with reporting(options.progress, sum(contents.sizes())) as report:
+    with reporting(options.progress, "loading", sum(contents.sizes())) as report:
         if isinstance(memory, Scattered):
             assert not isinstance(choice.backend, DeviceBackend)
             filling = choice.backend.start(memory, fill)

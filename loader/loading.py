@@ -6,20 +6,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from relayout.dtypes import num_bytes
-from relayout.integers import integer
-from relayout.loader.arena import HostArena, allocate
-from relayout.loader.backends import Fill, Filling, fill_of
+from relayout.core.dtypes import num_bytes
+from relayout.core.integers import integer
+from relayout.core.workers import Stop
+from relayout.loader.backends.arena import HostArena, allocate
+from relayout.loader.backends.base import Fill, Filling, fill_of
+from relayout.loader.backends.choice import Choice, choose, settled
+from relayout.loader.backends.cuda import DeviceArena, DeviceBackend, allocate_on, moved
 from relayout.loader.budgets import Budget, plan_budget
-from relayout.loader.checkpoint import ConvertedRank
-from relayout.loader.choice import Choice, choose, settled
-from relayout.loader.contents import Contents, StoredFile
-from relayout.loader.device import DeviceArena, DeviceBackend, allocate_on, moved
 from relayout.loader.digests import Checks
 from relayout.loader.placement import place
-from relayout.loader.progress import Progress, reporting
+from relayout.loader.sources.checkpoint import ConvertedRank
+from relayout.loader.sources.contents import Contents, StoredFile
 from relayout.loader.tensors import arena_tensor, make_views
-from relayout.workers import Stop
+from relayout.progress import Progress, reporting
 
 if TYPE_CHECKING:
     import torch
@@ -110,7 +110,7 @@ def _load(
     """Fill a new arena, make the views of it while bytes arrive, and wait for the last of `nbytes`."""
     arena: HostArena | DeviceArena
     filling: Filling
-    with reporting(options.progress, nbytes) as report:
+    with reporting(options.progress, "loading", nbytes) as report:
         if isinstance(choice.backend, DeviceBackend):
             arena = allocate_on(options.device, arena_nbytes)
             filling = choice.backend.start(arena, fill)

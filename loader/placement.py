@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from relayout.extents import BLOCK, Transfer, align_up
-from relayout.index import ARENA_ALIGNMENT, Read
+from relayout.core.extents import BLOCK, Transfer, align_up
+from relayout.format.index import ARENA_ALIGNMENT, Read
 
 _DIRECT_NBYTES = 2**20
 """What lies together and has at least so many bytes is placed so that direct I/O can go straight to it: that may

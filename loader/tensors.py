@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from relayout.dtypes import BITS
+from relayout.core.dtypes import BITS
 from relayout.errors import PlanError
-from relayout.loader.arena import HostArena
+from relayout.loader.backends.arena import HostArena
 
 if TYPE_CHECKING:
     import torch

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from relayout.conversion import Summary, convert, plan_conversion
+    from relayout.commands.inspect import inspect
+    from relayout.commands.restore import restore
+    from relayout.commands.verify import verify
+    from relayout.conversion.run import Summary, convert, plan_conversion
     from relayout.errors import FormatError, PlanError, RelayoutError
-    from relayout.inspection import inspect
     from relayout.loader import explain, iter_load, load, open
-    from relayout.loader.whole import safe_open
-    from relayout.restoration import restore
-    from relayout.verification import verify
+    from relayout.loader.handles.whole import safe_open
 
 __all__ = [
     "FormatError",
@@ -37,17 +37,17 @@ _HOMES = {
     "FormatError": "relayout.errors",
     "PlanError": "relayout.errors",
     "RelayoutError": "relayout.errors",
-    "Summary": "relayout.conversion",
-    "convert": "relayout.conversion",
+    "Summary": "relayout.conversion.run",
+    "convert": "relayout.conversion.run",
     "explain": "relayout.loader",
-    "inspect": "relayout.inspection",
+    "inspect": "relayout.commands.inspect",
     "iter_load": "relayout.loader",
     "load": "relayout.loader",
     "open": "relayout.loader",
-    "plan_conversion": "relayout.conversion",
-    "restore": "relayout.restoration",
-    "safe_open": "relayout.loader.whole",
-    "verify": "relayout.verification",
+    "plan_conversion": "relayout.conversion.run",
+    "restore": "relayout.commands.restore",
+    "safe_open": "relayout.loader.handles.whole",
+    "verify": "relayout.commands.verify",
 }
 
 

@@ -1,13 +1,13 @@
 """The `relayout` command, also as `python -m relayout`."""
 
-from relayout import signals
+from relayout.cli import signals
 
 
 def main() -> None:
     """Run the command; to be called once, as the process ends with it."""
     signals.leave_when_asked()
     try:
-        from relayout import cli  # A Ctrl-C may come while this is imported.
+        from relayout.cli import app as cli
 
         cli.main()
     finally:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from relayout import journal
-from relayout.journal import TensorDigests, Undertaking
-from relayout.openfolder import OpenFolder
+from relayout.conversion import journal
+from relayout.conversion.journal import TensorDigests, Undertaking
+from relayout.storage.open_folder import OpenFolder
 
 
 def read_journal(folder: Path) -> tuple[Undertaking, Mapping[int, TensorDigests]] | None:

@@ -20,7 +20,7 @@ from typing import Self
 
 import torch
 
-from relayout.files import Buffer
+from relayout.storage.files import Buffer
 
 BLOCK = 4096
 STALE = 0xDD
@@ -124,7 +124,7 @@ class Lanes:
 
 
 class SlowLane:
-    """See `relayout.loader.device.Lane`."""
+    """See `relayout.loader.backends.cuda.Lane`."""
 
     def __init__(self, lanes: Lanes, nbytes: int) -> None:
         self._lanes = lanes
@@ -184,7 +184,7 @@ class SlowLane:
 
 
 class FakeCuFile:
-    """See `relayout.loader.cufile.CuFile`: reads with pread, as few bytes as it likes."""
+    """See `relayout.loader.backends.cufile.CuFile`: reads with pread, as few bytes as it likes."""
 
     name = "fake"
     concurrent = True
@@ -230,7 +230,7 @@ class FakeCuFile:
 
 
 class FakeHandle:
-    """See `relayout.loader.cufile.Handle`."""
+    """See `relayout.loader.backends.cufile.Handle`."""
 
     def __init__(self, cufile: FakeCuFile, path: Path) -> None:
         self._cufile = cufile

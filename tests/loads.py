@@ -24,12 +24,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import relayout
-from relayout.loader import choice as choices
-from relayout.loader import loading, streaming
-from relayout.loader.choice import Choice
-from relayout.loader.contents import StoredFile
-from relayout.loader.device import DeviceBackend
-from relayout.loader.sources import Access
+from relayout.loader import loading
+from relayout.loader import stream as streaming
+from relayout.loader.backends import choice as choices
+from relayout.loader.backends.choice import Choice
+from relayout.loader.backends.cuda import DeviceBackend
+from relayout.loader.backends.files import Access
+from relayout.loader.sources.contents import StoredFile
 
 Array = npt.NDArray[Any]
 Result = TypeVar("Result")

@@ -17,7 +17,7 @@ Bytes = npt.NDArray[np.uint8]
 @pytest.fixture
 def unmarked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages that came by `warm` bear no mark at which the kernel would read ahead: each can be used where it is."""
-    monkeypatch.setattr("relayout.loader.sources.read_ahead_nbytes", lambda fd: 0)
+    monkeypatch.setattr("relayout.loader.backends.files.read_ahead_nbytes", lambda fd: 0)
 
 
 def drive_nbytes() -> int:

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from relayout.catalogue import Catalogue, SourceTensor
-from relayout.extents import Extent
-from relayout.plan import Plan
-from relayout.slicing import Slice
+from relayout.checkpoint.source import Catalogue, SourceTensor
+from relayout.core.extents import Extent
+from relayout.core.slices import Slice
+from relayout.plans.planner import Plan
 
 Shapes = Mapping[str, tuple[int, ...]]
 Ranges = tuple[tuple[int, int], ...]

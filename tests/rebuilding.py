@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 from conftest import read_tensors
 
-from relayout.folder import read_manifest, read_table
-from relayout.ranktable import dump_table
-from relayout.sidecar import SOURCE_RECORD_NAME, compress, decompress, digest_hex, dump_manifest
-from relayout.slicing import Slice
+from relayout.checkpoint.converted import read_manifest, read_table
+from relayout.core.slices import Slice
+from relayout.format.manifest import SOURCE_RECORD_NAME, compress, decompress, digest_hex, dump_manifest
+from relayout.format.rank_table import dump_table
 
 Array = npt.NDArray[Any]
 

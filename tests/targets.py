@@ -13,18 +13,18 @@ import xxhash
 from lanes import FakeCuFile, Lanes
 from loads import MIB, Array, nothing_left_behind
 
-from relayout.extents import BLOCK, Transfer, align_up
-from relayout.index import Read
-from relayout.loader.arena import Scattered, allocate
-from relayout.loader.backends import Fill
+from relayout.core.extents import BLOCK, Transfer, align_up
+from relayout.core.workers import Stop
+from relayout.format.index import Read
+from relayout.loader.backends.arena import Scattered, allocate
+from relayout.loader.backends.base import Fill
+from relayout.loader.backends.cuda import DeviceArena, DeviceBackend, ScatteredOnDevice
+from relayout.loader.backends.files import Access
+from relayout.loader.backends.host import HostBackend
+from relayout.loader.backends.mapped import MappedBackend
 from relayout.loader.budgets import Budget
-from relayout.loader.contents import StoredFile
-from relayout.loader.device import DeviceArena, DeviceBackend, ScatteredOnDevice
 from relayout.loader.digests import Checks
-from relayout.loader.host import HostBackend
-from relayout.loader.mapped import MappedBackend
-from relayout.loader.sources import Access
-from relayout.workers import Stop
+from relayout.loader.sources.contents import StoredFile
 
 UNTOUCHED = 0xEE
 GUARD = 64

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 import relayout
 from relayout.errors import FormatError
-from relayout.loader.advice import advised
+from relayout.loader.diagnose.hints import advised
 
 NUM_PARTS = 6
 
@@ -148,7 +148,7 @@ print(json.dumps(outcome(limited)))
 
 def test_the_limit_is_told_when_not_one_more_file_can_be_opened(tmp_path: Path) -> None:
     code = """
-from relayout.loader.advice import advised
+from relayout.loader.diagnose.hints import advised
 
 def use_up():
     while True:
@@ -260,7 +260,7 @@ def test_a_system_without_some_of_the_numbers_gets_the_same_errors(tmp_path: Pat
 import errno
 if hasattr(errno, "EREMOTEIO"):
     del errno.EREMOTEIO
-from relayout.loader.advice import advised
+from relayout.loader.diagnose.hints import advised
 
 def fail(code):
     with advised():

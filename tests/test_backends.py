@@ -22,15 +22,15 @@ from lanes import FakeCuFile, Lanes
 from loads import MIB, Array, cache_in_part, forget, nothing_left_behind, within
 from targets import SIZES, SMALL, Piece, Target, read, stored, strided
 
+from relayout.core.extents import BLOCK, Transfer
+from relayout.core.workers import Stop
 from relayout.errors import FormatError, PlanError
-from relayout.extents import BLOCK, Transfer
-from relayout.index import Read
-from relayout.loader.arena import Scattered
-from relayout.loader.backends import Fill
+from relayout.format.index import Read
+from relayout.loader.backends.arena import Scattered
+from relayout.loader.backends.base import Fill
+from relayout.loader.backends.mapped import MappedBackend
 from relayout.loader.budgets import Budget
-from relayout.loader.mapped import MappedBackend
-from relayout.loader.residency import resident_nbytes
-from relayout.workers import Stop
+from relayout.storage.page_cache import resident_nbytes
 
 TARGETS = [
     *((name, kind) for name in ("direct", "buffered", "auto", "pinned", "gds") for kind in ("arena", "scattered")),

@@ -15,11 +15,11 @@ NBYTES = 6 * 2**20
 
 SCRIPT = """
 import resource, sys
-from relayout.catalogue import parse_index
-from relayout.config import parse_config
+from relayout.checkpoint.source import parse_index
+from relayout.checkpoint.config import parse_config
 from relayout.errors import FormatError
-from relayout.header import parse_header
-from relayout.sidecar import parse_manifest
+from relayout.format.safetensors import parse_header
+from relayout.format.manifest import parse_manifest
 
 def peak():
     with open("/proc/self/status") as status:

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 import relayout
-from relayout.catalogue import Catalogue, model_order, read_catalogue
-from relayout.conversion import convert
+from relayout.checkpoint.source import Catalogue, model_order, read_catalogue
+from relayout.conversion.run import convert
 from relayout.errors import FormatError, PlanError
 
 Array = npt.NDArray[Any]
@@ -566,7 +566,7 @@ def test_an_unreadable_file_is_a_format_error(tmp_path: Path, name: str) -> None
     write_index(tmp_path / INDEX, {"a": "x.safetensors"})
     (tmp_path / "config.json").write_text("{}")
     script = (
-        "import sys; from pathlib import Path; from relayout.catalogue import read_catalogue\n"
+        "import sys; from pathlib import Path; from relayout.checkpoint.source import read_catalogue\n"
         "from relayout.errors import FormatError\n"
         "try: print(len(read_catalogue(Path(sys.argv[1])).tensors))\n"
         "except FormatError as error: print('FormatError', error)"

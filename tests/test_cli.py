@@ -24,7 +24,7 @@ from journals import read_journal
 from safetensors.numpy import load_file, save_file
 
 import relayout
-from relayout.cli import app, main
+from relayout.cli.app import app, main
 
 Array = npt.NDArray[Any]
 RELAYOUT = [sys.executable, "-m", "relayout"]

@@ -16,7 +16,7 @@ from conftest import as_integers, expected_slice, read_tensors
 from safetensors import safe_open
 
 import relayout
-from relayout.header import parse_header
+from relayout.format.safetensors import parse_header
 
 MODELS = ["llama", "qwen2", "mistral"]
 ONE_PART, SEVERAL_PARTS = 10**9, 50_000

@@ -1,4 +1,4 @@
-"""relayout.copyplan: steps carried out in memory by numpy give each rank what numpy slicing gives."""
+"""relayout.conversion.steps: steps carried out in memory by numpy give each rank what numpy slicing gives."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from relayout.catalogue import Catalogue, SourceFile, SourceTensor
-from relayout.copyplan import Step, copy_steps
-from relayout.dtypes import BITS
-from relayout.extents import Extent, Transfer
-from relayout.layout import Layout, make_layout
-from relayout.plan import Plan
-from relayout.slicing import NOT_HELD, WHOLE, Slice
+from relayout.checkpoint.source import Catalogue, SourceFile, SourceTensor
+from relayout.conversion.layout import Layout, make_layout
+from relayout.conversion.steps import Step, copy_steps
+from relayout.core.dtypes import BITS
+from relayout.core.extents import Extent, Transfer
+from relayout.core.slices import NOT_HELD, WHOLE, Slice
+from relayout.plans.planner import Plan
 
 Array = npt.NDArray[Any]
 

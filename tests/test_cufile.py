@@ -25,8 +25,8 @@ import pytest
 import torch
 import torch.cuda.gds
 
-from relayout.loader import cufile
-from relayout.loader.cufile import BindingsCuFile, CuFile, GdsState, TorchCuFile, find_cufile
+from relayout.loader.backends import cufile
+from relayout.loader.backends.cufile import BindingsCuFile, CuFile, GdsState, TorchCuFile, find_cufile
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="cuFile is for Linux")
 

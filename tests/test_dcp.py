@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from relayout.folder import read_manifest, read_table
+from relayout.checkpoint.converted import read_manifest, read_table
 
 conversions, written = test_other_degrees.conversions, test_other_degrees.written
 

@@ -12,7 +12,7 @@ import pytest
 
 import relayout
 from relayout.errors import PlanError
-from relayout.loader.diagnosis import diagnose
+from relayout.loader.diagnose.doctor import diagnose
 
 model, converted = loads.model, loads.converted
 

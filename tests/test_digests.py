@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import xxhash
 
+from relayout.core.workers import Stop
 from relayout.errors import FormatError
 from relayout.loader.digests import Checks
-from relayout.workers import Stop
 
 SIZES = (1000, 0, 48, 5000)
 OFFSETS = (0, 1008, 1008, 1056)

@@ -1,4 +1,4 @@
-"""relayout.division: which elements of an axis each rank holds, by hand and by numpy from the rules of the engines."""
+"""relayout.plans.division: which elements of an axis each rank holds, by hand and by numpy from the engines' rules."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relayout.division import Sizes, divide, even_ranges, owner_ranges, ragged_ranges, vocabulary_ranges
 from relayout.errors import PlanError
-from relayout.families import Rule, SizeSource
+from relayout.plans.division import Sizes, divide, even_ranges, owner_ranges, ragged_ranges, vocabulary_ranges
+from relayout.plans.family import Rule, SizeSource
 
 Range = tuple[int, int]
 Indices = npt.NDArray[np.int64]

@@ -13,9 +13,9 @@ from conftest import as_integers
 from typer.testing import CliRunner
 
 import relayout
-from relayout.cli import app
-from relayout.division import Sizes, divide
-from relayout.families import parse_family
+from relayout.cli.app import app
+from relayout.plans.division import Sizes, divide
+from relayout.plans.family import parse_family
 
 COMMANDS = ("convert", "inspect", "verify", "restore", "plans")
 ROOT = Path(__file__).parent.parent
@@ -108,7 +108,7 @@ def test_every_option_that_the_readme_names_exists() -> None:
 
 
 def test_the_readme_lists_every_built_in_plan() -> None:
-    from relayout.families import builtin_families
+    from relayout.plans.family import builtin_families
 
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", README, re.MULTILINE))
     assert rows == {family.name: ", ".join(family.model_types) for family in builtin_families()}

@@ -1,4 +1,4 @@
-"""relayout.extents and relayout.strided against models that move one byte at a time."""
+"""relayout.core.extents and relayout.core.strided against models that move one byte at a time."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from relayout.extents import BLOCK, Extent, Transfer, align_down, align_up, natural_alignment
-from relayout.strided import Bytes, copy_runs
+from relayout.core.extents import BLOCK, Extent, Transfer, align_down, align_up, natural_alignment
+from relayout.core.strided import Bytes, copy_runs
 
 Pair = tuple[int, int]
 

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from rebuilding import assert_ranks_give_back, indices, ranks_of
 
 import relayout
-from relayout.catalogue import Catalogue, SourceTensor, read_catalogue
+from relayout.checkpoint.source import Catalogue, SourceTensor, read_catalogue
+from relayout.core.extents import Extent
+from relayout.core.slices import Slice
 from relayout.errors import PlanError
-from relayout.extents import Extent
-from relayout.families import builtin_families
-from relayout.plan import Plan, plan_for
-from relayout.slicing import Slice
+from relayout.plans.family import builtin_families
+from relayout.plans.planner import Plan, plan_for
 
 DEGREES = range(2, 17)
 
@@ -349,7 +349,7 @@ def test_a_tensor_held_whole_on_request_is_in_every_rank_and_the_summary_lists_i
 ) -> None:
     from typer.testing import CliRunner
 
-    from relayout.cli import app
+    from relayout.cli.app import app
 
     source = add_tensor(
         checkpoint("llama"), tmp_path / "source", "model.strange", np.arange(35, dtype=np.int32).reshape(5, 7)

@@ -28,10 +28,10 @@ from conftest import mounted_tmpfs
 from journals import read_journal
 from safetensors.numpy import save_file
 
-from relayout.conversion import Conversion, carry_out, plan_conversion
-from relayout.copyplan import SMALL_NBYTES
-from relayout.journal import JOURNAL_NAME
-from relayout.slicing import slice_nbytes
+from relayout.conversion.journal import JOURNAL_NAME
+from relayout.conversion.run import Conversion, carry_out, plan_conversion
+from relayout.conversion.steps import SMALL_NBYTES
+from relayout.core.slices import slice_nbytes
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="takes Linux's dynamic linker and /proc")
 

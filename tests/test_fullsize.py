@@ -13,7 +13,7 @@ from fullsize import dry_run, row
 from models import MODELS, tensor_nbytes
 
 import relayout
-from relayout.preview import preview
+from relayout.conversion.preview import preview
 
 PUBLISHED = {
     # Number of tensors, and bytes of all of them: total_size of the model's index.json, or parameters times item size.

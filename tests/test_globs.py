@@ -1,4 +1,4 @@
-"""relayout.globs: which names a pattern means, and which names may be looked up as one."""
+"""relayout.core.patterns: which names a pattern means, and which names may be looked up as one."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning import catalogue
 
-from relayout.families import parse_family
-from relayout.globs import collapse_numbers, compile_glob, names_numbers
-from relayout.plan import make_plan
+from relayout.core.patterns import collapse_numbers, compile_glob, names_numbers
+from relayout.plans.family import parse_family
+from relayout.plans.planner import make_plan
 
 
 @pytest.mark.parametrize(

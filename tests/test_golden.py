@@ -1,4 +1,4 @@
-"""relayout.plan against tables of real checkpoints made by hand from the engines' rules: golden/README.md."""
+"""relayout.plans.planner against tables of real checkpoints made by hand from the engines' rules: golden/README.md."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from relayout.catalogue import Catalogue, SourceFile, SourceTensor, model_order
-from relayout.extents import Extent
-from relayout.plan import plan_for
-from relayout.slicing import Slice
+from relayout.checkpoint.source import Catalogue, SourceFile, SourceTensor, model_order
+from relayout.core.extents import Extent
+from relayout.core.slices import Slice
+from relayout.plans.planner import plan_for
 
 Table = Mapping[str, Any]
 Ranges = tuple[tuple[int, int], ...]

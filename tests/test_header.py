@@ -1,4 +1,4 @@
-"""relayout.header against the stock safetensors package: what it writes we read, what we write or accept it reads."""
+"""relayout.format.safetensors against the stock package: what it writes we read, what we write or accept it reads."""
 
 from __future__ import annotations
 
@@ -17,9 +17,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from relayout.dtypes import BITS
+from relayout.core.dtypes import BITS
 from relayout.errors import FormatError, PlanError
-from relayout.header import MAX_HEADER_NBYTES, Header, TensorEntry, build_header, header_nbytes, parse_header
+from relayout.format.safetensors import (
+    MAX_HEADER_NBYTES,
+    Header,
+    TensorEntry,
+    build_header,
+    header_nbytes,
+    parse_header,
+)
 
 ALIGNMENTS = [512, 4096, 65536, 2 * 2**20]
 METADATA = {"format": "pt", "größe": "日本 🦙", 'quote"d': "back\\slash\nnewline"}

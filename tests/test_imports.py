@@ -6,30 +6,40 @@ import ast
 import graphlib
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from safetensors.numpy import load_file, save_file
 
 import relayout
 
 PACKAGE = Path(relayout.__file__).parent
 ROOT = PACKAGE.parent
-SHARED = {
-    f"relayout.{name}"
-    for name in (
-        *("errors", "extents", "dtypes", "index", "slicing", "header", "members"),
-        *("fields", "sidecar", "ranktable", "folder", "files", "openfiles", "strided"),
-        *("workers", "forks", "integers"),
-    )
+LAYERS: dict[str, set[str]] = {
+    "errors": set(),
+    "core": {"errors"},
+    "progress": {"errors"},
+    "format": {"errors", "core"},
+    "storage": {"errors", "core"},
+    "checkpoint": {"errors", "core", "format", "storage"},
+    "plans": {"errors", "core", "storage"},
+    "conversion": {"errors", "core", "format", "storage", "checkpoint", "plans"},
+    "commands": {"errors", "core", "format", "storage", "checkpoint", "plans", "conversion"},
+    "loader": {"errors", "core", "format", "storage", "checkpoint", "progress"},
+    "cli": {"errors", "core", "storage", "progress", "plans", "conversion", "commands", "loader"},
 }
-"""The small modules of the offline half that the loader may use."""
+"""What each package may import, beside itself. Files are read by `plans` only where a person names a plan file."""
 
-MAX_LINES = 400
+SLICING = {f"relayout.loader.{name}" for name in ("sources.plain", "sources.resharded")}
+"""What slices plain checkpoints, or joins the slices of several ranks: these need the plans for it."""
+
+MAX_MODULES = 10
+"""In one package."""
+
 IMPORT_ALL = """
 import importlib, json, sys
 for name in json.loads(sys.argv[1]):
@@ -50,9 +60,13 @@ class Import:
 
 def module_files() -> dict[str, Path]:
     """Every module of the two halves, by its full name, and its file."""
-    files = {f"relayout.{path.stem}": path for path in PACKAGE.glob("*.py")}
-    files |= {f"relayout.loader.{path.stem}": path for path in (ROOT / "loader").glob("*.py")}
-    return {name.removesuffix(".__init__"): path for name, path in files.items()}
+    files = {}
+    for package, folder in (("relayout", PACKAGE), ("relayout.loader", ROOT / "loader")):
+        for path in folder.rglob("*.py"):
+            parts = path.relative_to(folder).with_suffix("").parts
+            if parts[0] != "loader":  # A link, seen from the package.
+                files[".".join((package, *parts)).removesuffix(".__init__")] = path
+    return files
 
 
 FILES = module_files()
@@ -115,29 +129,35 @@ def as_json(names: list[str]) -> str:
 
 
 def test_the_graph_is_not_empty() -> None:
-    assert {"relayout", "relayout.cli", "relayout.catalogue", "relayout.loader", "relayout.loader.api"} <= set(MODULES)
+    assert {
+        "relayout",
+        "relayout.cli.app",
+        "relayout.checkpoint.source",
+        "relayout.loader",
+        "relayout.loader.api",
+    } <= set(MODULES)
     assert len(MODULES) > 25
     edges = {(one.source, one.target, one.at_import_time) for one in IMPORTS}
-    assert ("relayout.staging", "relayout.errors", True) in edges
-    assert ("relayout.cli", "relayout.conversion", False) in edges
+    assert ("relayout.conversion.staging", "relayout.errors", True) in edges
+    assert ("relayout.cli.app", "relayout.conversion.run", False) in edges
     assert ("relayout", "relayout.loader", True) not in edges, "TYPE_CHECKING is not seen"
 
 
 def test_importing_the_package_and_the_command_line_loads_nothing_heavy() -> None:
-    loaded = loaded_after("import relayout, relayout.cli")
-    assert {"relayout", "relayout.cli"} <= loaded
+    loaded = loaded_after("import relayout, relayout.cli.app")
+    assert {"relayout", "relayout.cli.app"} <= loaded
     assert not loaded & {"torch", "numpy", "safetensors", "xxhash", "zstandard", "relayout.loader"}
 
 
 def test_help_loads_nothing_heavy() -> None:
     script = """
-import sys, relayout.cli
+import sys, relayout.cli.app
 sys.argv = ["relayout", "--help"]
-try: relayout.cli.main()
+try: relayout.cli.app.main()
 except SystemExit as end: assert not end.code
 """
     loaded = loaded_after(script)
-    assert "relayout.cli" in loaded
+    assert "relayout.cli.app" in loaded
     assert not loaded & {"torch", "numpy", "safetensors", "xxhash", "zstandard", "relayout.loader"}
 
 
@@ -160,7 +180,7 @@ for path in sys.argv[1:]:
     print(*(set(sys.modules) - before))
 """
     converted, plain = (set(line.split()) for line in python(script, str(tmp_path / "out"), str(source)).splitlines())
-    planner = {"relayout.catalogue", "relayout.plan", "relayout.families"}
+    planner = {"relayout.checkpoint.source", "relayout.plans.planner", "relayout.plans.family"}
     assert {"torch", "relayout.loader"} <= converted
     assert not planner & converted
     assert planner <= plain
@@ -207,7 +227,11 @@ def test_imports_go_one_way() -> None:
             graph[one.source].add(one.target)
     assert sum(map(len, graph.values())) > 50
     order = list(graphlib.TopologicalSorter(graph).static_order())  # Raises CycleError.
-    assert order.index("relayout.errors") < order.index("relayout.catalogue") < order.index("relayout.conversion")
+    assert (
+        order.index("relayout.errors")
+        < order.index("relayout.checkpoint.source")
+        < order.index("relayout.conversion.run")
+    )
 
 
 def test_the_offline_half_does_not_import_the_loader_at_import_time() -> None:
@@ -215,25 +239,34 @@ def test_the_offline_half_does_not_import_the_loader_at_import_time() -> None:
     assert [one for one in wrong if one.at_import_time] == []
 
 
-PLANNING = {f"relayout.loader.{name}" for name in ("plain", "regrouped", "whole")}
-"""What slices plain checkpoints, or joins the slices of several ranks, needs the planner for it."""
+def package_of(name: str) -> str:
+    """The package of a module, below relayout; "" for relayout itself and its entry point."""
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] != "__main__" else ""
 
 
-@pytest.mark.parametrize("name", sorted(set(MODULES) - set(OFFLINE) - {"relayout.__main__"} - PLANNING))
-def test_the_loader_shares_only_small_modules_with_the_offline_half(name: str) -> None:
-    wrong = [
-        one
-        for one in IMPORTS
-        if one.source == name
-        and one.at_import_time
-        and one.target.split(".")[0] == "relayout"
-        and not one.target.startswith("relayout.loader")
-        and one.target not in SHARED
-    ]
-    assert wrong == []
+def test_each_package_imports_only_those_below_it() -> None:
+    seen = set()
+    for one in IMPORTS:
+        package, imported = package_of(one.source), package_of(one.target)
+        if not one.target.startswith("relayout") or "" in (package, imported) or package == imported:
+            continue
+        seen.add((package, imported))
+        allowed = LAYERS[package] | ({"plans"} if one.source in SLICING else set())
+        assert imported in allowed, f"{one.source}, line {one.line}: {one.target}"
+    assert ("conversion", "plans") in seen
+    assert ("loader", "storage") in seen
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_modules_are_short(name: str) -> None:
-    num_lines = len(FILES[name].read_text("utf-8").splitlines())
-    assert num_lines <= MAX_LINES
+def test_a_package_says_what_lives_there_and_has_few_modules() -> None:
+    packages = [name for name, path in FILES.items() if path.name == "__init__.py"]
+    assert {"relayout.core", "relayout.format", "relayout.storage", "relayout.loader.backends"} <= set(packages)
+    for package in packages:
+        assert ast.get_docstring(ast.parse(FILES[package].read_text("utf-8"))), package
+        modules = [name for name in MODULES if name.rpartition(".")[0] == package and name not in packages]
+        assert len(modules) <= MAX_MODULES, package
+
+
+def test_the_published_package_has_all_packages() -> None:
+    published = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert sorted(published) == sorted(name for name, path in FILES.items() if path.name == "__init__.py")

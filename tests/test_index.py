@@ -1,4 +1,4 @@
-"""relayout.index and relayout.sidecar: the arena simulated on byte arrays, the sidecar's JSON, and lies in it."""
+"""relayout.format.index and .manifest: the arena simulated on byte arrays, the sidecar's JSON, and lies in it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import zstandard
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from relayout.core.extents import Transfer
+from relayout.core.slices import Slice
 from relayout.errors import FormatError
-from relayout.extents import Transfer
-from relayout.index import Arena, IndexedFile, Manifest, RankEntry, RankTable, Read, plan_arena
-from relayout.ranktable import dump_table, parse_table
-from relayout.sidecar import compress, decompress, dump_manifest, parse_manifest
-from relayout.slicing import Slice
+from relayout.format.index import Arena, IndexedFile, Manifest, RankEntry, RankTable, Read, plan_arena
+from relayout.format.manifest import compress, decompress, dump_manifest, parse_manifest
+from relayout.format.rank_table import dump_table, parse_table
 
 Bytes = npt.NDArray[np.uint8]
 Files = list[tuple[int, list[int], list[int]]]
@@ -642,7 +642,7 @@ def test_a_stored_table_that_is_no_compressed_json_is_refused(blob: bytes, messa
 
 
 def test_what_expands_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("relayout.sidecar.MAX_TABLE_NBYTES", 1000)
+    monkeypatch.setattr("relayout.format.manifest.MAX_TABLE_NBYTES", 1000)
     assert decompress(zstandard.ZstdCompressor().compress(b"7" * 1000), "x") == b"7" * 1000
     with pytest.raises(FormatError, match=r"^x: expands to more than 1000 bytes"):
         decompress(zstandard.ZstdCompressor().compress(b"7" * 1001), "x")

@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 
 import relayout
 from relayout.errors import FormatError, PlanError
-from relayout.loader.device import DeviceFilling
-from relayout.loader.host import ThreadedFilling
-from relayout.loader.sources import Sources
+from relayout.loader.backends.cuda import DeviceFilling
+from relayout.loader.backends.files import Sources
+from relayout.loader.backends.host import ThreadedFilling
 
 way, model, converted = loads.way, loads.model, loads.converted
 

@@ -28,9 +28,9 @@ from loads import (
 
 import relayout
 from relayout.errors import PlanError
-from relayout.loader import arena
-from relayout.loader.arena import HUGE_PAGE
-from relayout.loader.sources import Sources
+from relayout.loader.backends import arena
+from relayout.loader.backends.arena import HUGE_PAGE
+from relayout.loader.backends.files import Sources
 
 way, model, converted, wide = loads.way, loads.model, loads.converted, loads.wide
 

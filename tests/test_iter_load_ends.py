@@ -175,7 +175,7 @@ def test_an_iterator_may_be_collected_by_one_of_its_own_threads(converted: Path)
     """Any thread that allocates may be the one that finds a cycle of garbage."""
     script = """
 import gc, json, sys, threading, time, relayout
-from relayout.loader.sources import Sources
+from relayout.loader.backends.files import Sources
 
 gc.disable()
 true_read, left = Sources.read, threading.Event()

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from journals import read_journal
 
-from relayout.journal import JOURNAL_NAME, Journal, TensorDigests, Undertaking
-from relayout.openfolder import OpenFolder
+from relayout.conversion.journal import JOURNAL_NAME, Journal, TensorDigests, Undertaking
+from relayout.storage.open_folder import OpenFolder
 
 OURS = Undertaking("a" * 32, "b" * 32)
 THEIRS = Undertaking("c" * 32, "b" * 32)

@@ -1,4 +1,4 @@
-"""relayout.layout: where each slice lies in its rank file, by properties over sizes from nothing to gigabytes."""
+"""relayout.conversion.layout: where each slice lies in its rank file, by properties over sizes from 0 to gigabytes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import safetensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relayout.catalogue import Catalogue, SourceTensor
-from relayout.dtypes import BITS
+from relayout.checkpoint.source import Catalogue, SourceTensor
+from relayout.conversion.layout import Layout, RankFile, check_alignment, make_layout, rank_header
+from relayout.core.dtypes import BITS
+from relayout.core.extents import Extent
+from relayout.core.slices import WHOLE, Slice
 from relayout.errors import PlanError
-from relayout.extents import Extent
-from relayout.header import parse_header
-from relayout.layout import Layout, RankFile, check_alignment, make_layout, rank_header
-from relayout.plan import Plan
-from relayout.slicing import WHOLE, Slice
+from relayout.format.safetensors import parse_header
+from relayout.plans.planner import Plan
 
 ALIGNMENTS = [512, 4096, 65536, 2 * 2**20]
 CONVERSION = "0123456789abcdef0123456789abcdef"

@@ -27,8 +27,9 @@ from loads import MIB, WAYS, assert_equal, fake_device, flip, mlp_model, nothing
 
 import relayout
 from relayout.errors import FormatError
-from relayout.files import InputFile
-from relayout.loader import into, sources
+from relayout.loader import into
+from relayout.loader.backends import files as sources
+from relayout.storage.files import InputFile
 
 pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="takes Linux's dynamic linker and /proc"),

@@ -21,7 +21,7 @@ from lanes import FakeCuFile, Lanes, SlowLane
 from loads import BLOCK, MIB, assert_equal, child, fake_device, nothing_left_behind, within, write_model
 
 import relayout
-from relayout.loader import checkpoint
+from relayout.loader.sources import checkpoint
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="takes Linux's /proc and limits")
 

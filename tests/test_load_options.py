@@ -30,7 +30,7 @@ from loads import (
 
 import relayout
 from relayout.errors import FormatError, PlanError
-from relayout.loader.sources import Sources
+from relayout.loader.backends.files import Sources
 
 way, model, converted = loads.way, loads.model, loads.converted
 backend = loads.backend
@@ -287,6 +287,6 @@ def test_a_torch_dtype_that_is_missing_is_refused_and_its_file_can_be_loaded_wit
 
 
 def test_the_backends_are_those_that_are_tested() -> None:
-    from relayout.loader.choice import BACKENDS
+    from relayout.loader.backends.choice import BACKENDS
 
     assert {*HOST, "pinned", "gds"} == set(BACKENDS)

@@ -19,15 +19,15 @@ from loads import MIB, assert_equal, nothing_left_behind, whole_tensors
 from safetensors.torch import load_file, save_file
 
 import relayout
+from relayout.core.extents import Transfer
 from relayout.errors import FormatError, PlanError
-from relayout.extents import Transfer
-from relayout.index import Read
-from relayout.loader.arena import HUGE_PAGE, allocate
-from relayout.loader.backends import Fill
+from relayout.format.index import Read
+from relayout.loader.backends.arena import HUGE_PAGE, allocate
+from relayout.loader.backends.base import Fill
+from relayout.loader.backends.files import Access
+from relayout.loader.backends.host import HostBackend
 from relayout.loader.budgets import Budget
-from relayout.loader.contents import StoredFile
-from relayout.loader.host import HostBackend
-from relayout.loader.sources import Access
+from relayout.loader.sources.contents import StoredFile
 
 way = loads.way
 

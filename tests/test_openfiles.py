@@ -16,8 +16,8 @@ import pytest
 from conftest import read_tensors
 from safetensors.numpy import save_file
 
-from relayout import openfiles
-from relayout.openfiles import OpenFiles
+from relayout.storage import file_pool as openfiles
+from relayout.storage.file_pool import OpenFiles
 
 LIMIT = 3
 
@@ -216,7 +216,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def relayout(*args: object, limit: int, script: str = "from relayout.cli import main; main()") -> str:
+def relayout(*args: object, limit: int, script: str = "from relayout.cli.app import main; main()") -> str:
     """Run the command line in a process that may open so few files; what it said on stderr."""
 
     def lower() -> None:
@@ -255,7 +255,7 @@ def test_a_process_that_may_open_no_more_files_is_told_what_to_raise(sharded: Pa
     use_up = """
 import os
 from relayout import conversion
-from relayout.cli import main
+from relayout.cli.app import main
 
 plan_conversion = conversion.plan_conversion
 

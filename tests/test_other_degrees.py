@@ -421,7 +421,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 LOAD = """
-import relayout.loader.regrouped
+import relayout.loader.sources.resharded
 folder, rank, tp = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 forget(folder)
 before = drive_nbytes()

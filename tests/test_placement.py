@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relayout.extents import Transfer
-from relayout.index import Read
+from relayout.core.extents import Transfer
+from relayout.format.index import Read
 from relayout.loader.placement import batches, place, place_at
 
 Bytes = npt.NDArray[np.uint8]

@@ -1,4 +1,4 @@
-"""relayout.plan: which rules a checkpoint gets, who holds what by them, and what is refused."""
+"""relayout.plans.planner: which rules a checkpoint gets, who holds what by them, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import catalogue, ranges_of, shapes_of, slices_of
 
+from relayout.core.slices import WHOLE, Slice
 from relayout.errors import PlanError
-from relayout.families import parse_family
-from relayout.plan import Plan, make_plan, plan_for
-from relayout.slicing import WHOLE, Slice
+from relayout.plans.family import parse_family
+from relayout.plans.planner import Plan, make_plan, plan_for
 
 UP = "model.layers.0.mlp.up_proj.weight"
 SMALL: dict[str, tuple[int, ...]] = {UP: (18944, 3584)}

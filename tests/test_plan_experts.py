@@ -1,4 +1,4 @@
-"""relayout.plan with experts owned whole: which rank holds which, and what is refused."""
+"""relayout.plans.planner with experts owned whole: which rank holds which, and what is refused."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from planning import catalogue, ranges_of
 
-from relayout.catalogue import Catalogue
+from relayout.checkpoint.source import Catalogue
+from relayout.core.slices import NOT_HELD, WHOLE, Slice
 from relayout.errors import PlanError
-from relayout.plan import Plan, plan_for
-from relayout.slicing import NOT_HELD, WHOLE, Slice
+from relayout.plans.planner import Plan, plan_for
 
 W1 = "model.layers.0.block_sparse_moe.experts.{}.w1.weight"
 

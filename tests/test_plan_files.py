@@ -1,4 +1,4 @@
-"""relayout.families: the plan language, what is refused of it, and the plans that come with relayout."""
+"""relayout.plans.family: the plan language, what is refused of it, and the plans that come with relayout."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from planning import catalogue
 
-from relayout import families
 from relayout.errors import FormatError, PlanError
-from relayout.families import (
+from relayout.plans import family as families
+from relayout.plans.family import (
     Family,
     Rule,
     SizeSource,
@@ -23,7 +23,7 @@ from relayout.families import (
     parse_family,
     read_family,
 )
-from relayout.plan import plan_for
+from relayout.plans.planner import plan_for
 
 
 def parse(text: str) -> Family:

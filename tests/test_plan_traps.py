@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from planning import catalogue
 
+from relayout.core.slices import Slice
 from relayout.errors import FormatError, PlanError
-from relayout.families import parse_family
-from relayout.plan import plan_for
-from relayout.slicing import Slice
+from relayout.plans.family import parse_family
+from relayout.plans.planner import plan_for
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
 

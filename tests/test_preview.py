@@ -1,4 +1,4 @@
-"""relayout.preview: what a planned conversion will do, in sums made by hand."""
+"""relayout.conversion.preview: what a planned conversion will do, in sums made by hand."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from planning import Shapes, catalogue
 
-from relayout.catalogue import Catalogue
-from relayout.conversion import Conversion
-from relayout.extents import Extent
-from relayout.layout import make_layout
-from relayout.plan import plan_for
-from relayout.preview import PlannedGroup, Preview, preview
+from relayout.checkpoint.source import Catalogue
+from relayout.conversion.layout import make_layout
+from relayout.conversion.preview import PlannedGroup, Preview, preview
+from relayout.conversion.run import Conversion
+from relayout.core.extents import Extent
+from relayout.plans.planner import plan_for
 
 
 def stored(shapes: Shapes, config: Mapping[str, Any]) -> Catalogue:

@@ -1,4 +1,4 @@
-"""relayout.quantisation: which tensors store a weight between them, and where they are cut when the weight is.
+"""relayout.plans.quantization: which tensors store a weight between them, and where they are cut when the weight is.
 
 The quantization_config of each method is as checkpoints on the hub have it, some of it left out where it is long.
 """
@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from relayout.catalogue import read_catalogue
+from relayout.checkpoint.source import read_catalogue
 from relayout.errors import FormatError, PlanError
-from relayout.quantisation import Scheme, Values, Weight, find_scheme
+from relayout.plans.quantization import Scheme, Values, Weight, find_scheme
 
 Stored = dict[str, tuple[str, tuple[int, ...]]]
 

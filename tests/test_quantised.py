@@ -29,10 +29,10 @@ from rebuilding import assert_ranks_give_back
 from safetensors.torch import load_file
 
 import relayout
-from relayout.catalogue import Catalogue, SourceTensor, read_catalogue
+from relayout.checkpoint.source import Catalogue, SourceTensor, read_catalogue
+from relayout.core.extents import Extent
 from relayout.errors import PlanError
-from relayout.extents import Extent
-from relayout.plan import Plan, plan_for
+from relayout.plans.planner import Plan, plan_for
 
 DEGREES = range(2, 17)
 

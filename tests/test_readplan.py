@@ -1,4 +1,4 @@
-"""relayout.loader.readplan: requests carried out by numpy fill memory as the reads say, and ask for little else."""
+"""relayout.loader.read_plan: requests carried out by numpy fill memory as the reads say, and ask for little else."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relayout.extents import Extent, Transfer
-from relayout.index import Read
-from relayout.loader import readplan
-from relayout.loader.readplan import Chunk, plan_chunks
+from relayout.core.extents import Extent, Transfer
+from relayout.format.index import Read
+from relayout.loader import read_plan as readplan
+from relayout.loader.read_plan import Chunk, plan_chunks
 
 Bytes = npt.NDArray[np.uint8]
 Mask = npt.NDArray[np.bool_]

@@ -1,4 +1,4 @@
-"""relayout.loader.regroup: what `gather` reads out of slices is the wanted slice, by numpy, and nothing else."""
+"""relayout.loader.sources.reshard: what `gather` reads is the wanted slice, by numpy, and nothing else."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relayout.dtypes import BITS
+from relayout.core.dtypes import BITS
+from relayout.core.extents import Transfer
+from relayout.core.slices import WHOLE, Range, Slice
 from relayout.errors import PlanError
-from relayout.extents import Transfer
-from relayout.index import Read
-from relayout.loader.regroup import Holder, gather
-from relayout.slicing import WHOLE, Range, Slice
+from relayout.format.index import Read
+from relayout.loader.sources.reshard import Holder, gather
 
 Array = npt.NDArray[Any]
 Ranges = tuple[Range, ...]

@@ -14,11 +14,11 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from relayout import rehash
+from relayout.core.extents import BLOCK, Extent
 from relayout.errors import FormatError
-from relayout.extents import BLOCK, Extent
-from relayout.files import InputFile
-from relayout.rehash import CHUNK_NBYTES, HashedFile, hash_files
+from relayout.storage import hashing as rehash
+from relayout.storage.files import InputFile
+from relayout.storage.hashing import CHUNK_NBYTES, HashedFile, hash_files
 
 NBYTES = 10 * BLOCK + 1234
 BYTES = np.random.default_rng(3).bytes(NBYTES)

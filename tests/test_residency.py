@@ -1,4 +1,4 @@
-"""relayout.loader.residency against a page cache that was emptied, and filled again by reading known pages."""
+"""relayout.storage.page_cache against a page cache that was emptied, and filled again by reading known pages."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import pytest
 from conftest import mounted_tmpfs
 from pagecache import Bytes, drive_nbytes, drop, opened, warm, write_cold
 
-from relayout.loader import residency
-from relayout.loader.residency import resident_nbytes
+from relayout.storage import page_cache as residency
+from relayout.storage.page_cache import resident_nbytes
 
 PAGE = mmap.PAGESIZE
 NUM_PAGES = 64

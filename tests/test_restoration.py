@@ -19,8 +19,8 @@ from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 import relayout
-from relayout import conversion
-from relayout.cli import app
+from relayout.cli.app import app
+from relayout.conversion import run as conversion
 from relayout.errors import FormatError, PlanError
 
 DEGREES = (8, 4, 2, 1)

@@ -19,15 +19,15 @@ from conftest import mounted_tmpfs
 from journals import read_journal
 from safetensors.numpy import load_file, save_file
 
-from relayout import conversion
-from relayout import files as file_io
-from relayout.conversion import Conversion, Summary, carry_out, convert, plan_conversion
+from relayout.conversion import run as conversion
+from relayout.conversion.copy import RankFileSink
+from relayout.conversion.journal import JOURNAL_NAME
+from relayout.conversion.run import Conversion, Summary, carry_out, convert, plan_conversion
+from relayout.core.extents import BLOCK
+from relayout.core.slices import slice_nbytes
 from relayout.errors import FormatError, PlanError
-from relayout.extents import BLOCK
-from relayout.files import InputFile, OutputFile
-from relayout.journal import JOURNAL_NAME
-from relayout.slicing import slice_nbytes
-from relayout.writer import RankFileSink
+from relayout.storage import files as file_io
+from relayout.storage.files import InputFile, OutputFile
 
 PARTIAL = ".out.relayout-partial"
 FILE = "model-rank-1-part-0.safetensors"
@@ -664,7 +664,7 @@ def test_a_source_that_changes_while_it_is_read_is_noticed(work: Path) -> None:
 HOLD = """
 import sys
 from relayout import writer
-from relayout.conversion import convert
+from relayout.conversion.run import convert
 true_put = writer.RankFileSink.put
 count = 0
 def put(*args):

@@ -24,7 +24,7 @@ from test_other_degrees import EXPERT_CASES, Conversions, grouped
 
 import relayout
 from relayout.errors import FormatError, PlanError
-from relayout.loader.whole import WholeCheckpoint
+from relayout.loader.handles.whole import WholeCheckpoint
 
 conversions, written = test_other_degrees.conversions, test_other_degrees.written
 

@@ -1,4 +1,4 @@
-"""relayout.loader.contents: which tensors patterns choose, and the files that these need."""
+"""relayout.loader.sources.contents: which tensors patterns choose, and the files that these need."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from relayout.core.extents import Transfer
+from relayout.core.slices import WHOLE
 from relayout.errors import PlanError
-from relayout.extents import Transfer
-from relayout.index import RankTable, Read
-from relayout.loader.contents import Contents, StoredFile, contents_of, select
-from relayout.slicing import WHOLE
+from relayout.format.index import RankTable, Read
+from relayout.loader.sources.contents import Contents, StoredFile, contents_of, select
 
 NAMES = [
     "model.embed_tokens.weight",

@@ -1,11 +1,11 @@
-"""relayout.sizes: sizes as people write them."""
+"""relayout.core.sizes: sizes as people write them."""
 
 from __future__ import annotations
 
 import pytest
 
+from relayout.core.sizes import parse_size
 from relayout.errors import PlanError
-from relayout.sizes import parse_size
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""relayout.slicing against numpy indexing, at the level of elements and, below 8 bits, of single bits."""
+"""relayout.core.slices against numpy indexing, at the level of elements and, below 8 bits, of single bits."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from relayout.dtypes import BITS, num_bytes
+from relayout.core.dtypes import BITS, num_bytes
+from relayout.core.extents import Transfer
+from relayout.core.slices import WHOLE, Slice, distinct_slices, slice_nbytes, slice_transfers
 from relayout.errors import PlanError
-from relayout.extents import Transfer
-from relayout.slicing import WHOLE, Slice, distinct_slices, slice_nbytes, slice_transfers
 
 Array = npt.NDArray[Any]
 Ranges = tuple[tuple[int, int], ...]

@@ -1,4 +1,4 @@
-"""relayout.loader.sources: which bytes come from the page cache and which from the drive, by the kernel's own count."""
+"""relayout.loader.backends.files: which bytes come from the page cache, by the kernel's own count."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import numpy.typing as npt
 import pytest
 from pagecache import drive_nbytes, drop, opened, unmarked, warm, write_cold  # noqa: F401
 
+from relayout.core.extents import align_up
 from relayout.errors import FormatError
-from relayout.extents import align_up
-from relayout.files import Buffer, InputFile
-from relayout.loader import sources as sources_module
-from relayout.loader.contents import StoredFile
-from relayout.loader.residency import read_ahead_nbytes, resident_nbytes
-from relayout.loader.sources import Access, Sources
+from relayout.loader.backends import files as sources_module
+from relayout.loader.backends.files import Access, Sources
+from relayout.loader.sources.contents import StoredFile
+from relayout.storage.files import Buffer, InputFile
+from relayout.storage.page_cache import read_ahead_nbytes, resident_nbytes
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -23,13 +23,15 @@ from conftest import mounted, mounted_tmpfs
 from journals import read_journal
 from safetensors.numpy import load_file, save_file
 
-from relayout import conversion, files, openfolder
-from relayout.conversion import convert
+from relayout.commands.restore import restore
+from relayout.conversion import run as conversion
+from relayout.conversion.copy import RankFileSink, run_steps
+from relayout.conversion.run import convert
+from relayout.conversion.staging import check_output, check_space, staging_folder
 from relayout.errors import PlanError
-from relayout.files import OutputFile
-from relayout.restoration import restore
-from relayout.staging import check_output, check_space, staging_folder
-from relayout.writer import RankFileSink, run_steps
+from relayout.storage import files
+from relayout.storage import open_folder as openfolder
+from relayout.storage.files import OutputFile
 
 CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, PR_CAPBSET_DROP = 1, 2, 24
 W = np.arange(1, 4097, dtype=np.uint16)
@@ -37,7 +39,7 @@ W = np.arange(1, 4097, dtype=np.uint16)
 HOLD = """
 import sys
 from pathlib import Path
-from relayout.staging import staging_folder
+from relayout.conversion.staging import staging_folder
 with staging_folder(Path(sys.argv[1])) as staging:
     folder = staging.folder.path
     (folder / "mine").write_text("first")

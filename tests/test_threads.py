@@ -16,8 +16,9 @@ from loads import LITTLE, assert_equal, nothing_left_behind, whole_tensors, writ
 
 import relayout
 from relayout.errors import PlanError
-from relayout.loader import regrouped, streaming
-from relayout.loader.device import DeviceFilling
+from relayout.loader import stream as streaming
+from relayout.loader.backends.cuda import DeviceFilling
+from relayout.loader.sources import resharded as regrouped
 
 Result = TypeVar("Result")
 

@@ -13,10 +13,10 @@ import pytest
 from planning import Shapes, catalogue, shapes_of, slices_of
 from rebuilding import indices
 
+from relayout.core.slices import NOT_HELD, WHOLE
 from relayout.errors import PlanError
-from relayout.families import builtin_families
-from relayout.plan import plan_for
-from relayout.slicing import NOT_HELD, WHOLE
+from relayout.plans.family import builtin_families
+from relayout.plans.planner import plan_for
 
 SIZES = {
     "num_hidden_layers": 2,

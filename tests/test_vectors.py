@@ -23,7 +23,7 @@ sys.path.append(str(Path(__file__).parent.parent / "tools"))
 from vectors import CONFIG, INDEX, file_of, stock_verdict
 
 import relayout
-from relayout.cli import main
+from relayout.cli.app import main
 from relayout.errors import FormatError, PlanError
 
 FOLDER = Path(__file__).parent / "vectors"

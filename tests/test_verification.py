@@ -22,13 +22,17 @@ from safetensors.numpy import load_file, save, save_file
 from test_header import REFUSED, STRICTER, file_of
 
 import relayout
-from relayout import conversion, division, dtypes, plan, verification
-from relayout.catalogue import SourceTensor
-from relayout.copyplan import Span, Target
+from relayout.checkpoint.source import SourceTensor
+from relayout.commands import verify as verification
+from relayout.conversion import run as conversion
+from relayout.conversion.copy import RankFileSink
+from relayout.conversion.steps import Span, Target
+from relayout.core import dtypes
+from relayout.core.slices import NOT_HELD, Slice
 from relayout.errors import FormatError
-from relayout.header import parse_header
-from relayout.slicing import NOT_HELD, Slice
-from relayout.writer import RankFileSink
+from relayout.format.safetensors import parse_header
+from relayout.plans import division
+from relayout.plans import planner as plan
 
 FILE = "model-rank-2-part-0.safetensors"
 OF_THE_LENGTH = {"trailing bytes", "data without tensors"}

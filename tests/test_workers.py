@@ -9,7 +9,7 @@ import loads
 import pytest
 from loads import child, within
 
-from relayout.workers import Stop, Stopped, Workers
+from relayout.core.workers import Stop, Stopped, Workers
 
 wide = loads.wide
 
@@ -76,7 +76,7 @@ def show():
 
 atexit.register(show)
 import torch, relayout
-from relayout.loader.sources import Sources
+from relayout.loader.backends.files import Sources
 
 reading, may_read = threading.Event(), threading.Event()
 true_read = Sources.read
@@ -104,7 +104,7 @@ def go_on():
         pass
     may_read.set()
 
-from relayout.workers import Stop
+from relayout.core.workers import Stop
 import gc
 stops = [one for one in gc.get_objects() if isinstance(one, Stop)]
 threading.Thread(target=go_on, daemon=True).start()

@@ -1,4 +1,4 @@
-"""relayout.writer: digests whatever threads do in whichever order, and rank files whose bytes reach the drive."""
+"""relayout.conversion.copy: digests in whatever order threads work, and rank files whose bytes reach the drive."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from loads import open_files
 from safetensors.numpy import save_file
 
 import relayout
-from relayout import conversion, files, writer
-from relayout.catalogue import Catalogue, read_catalogue
-from relayout.copyplan import copy_steps
-from relayout.folder import read_manifest, read_table
-from relayout.journal import TensorDigests
-from relayout.layout import make_layout
-from relayout.plan import Plan
-from relayout.slicing import Slice
-from relayout.stored import read_record
-from relayout.writer import Hashes, NoSink, RankFileSink, digests_of_all, run_steps
+from relayout.checkpoint.converted import read_manifest, read_record, read_table
+from relayout.checkpoint.source import Catalogue, read_catalogue
+from relayout.conversion import copy as writer
+from relayout.conversion import run as conversion
+from relayout.conversion.copy import Hashes, NoSink, RankFileSink, digests_of_all, run_steps
+from relayout.conversion.journal import TensorDigests
+from relayout.conversion.layout import make_layout
+from relayout.conversion.steps import copy_steps
+from relayout.core.slices import Slice
+from relayout.plans.planner import Plan
+from relayout.storage import files
 
 MIB = 2**20
 digest = xxhash.xxh3_128_hexdigest

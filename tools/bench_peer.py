@@ -36,10 +36,10 @@ def _drive_nbytes() -> int:
 
 
 def _expected_digests(job: Job) -> dict[str, str]:
-    import relayout.folder
+    from relayout.checkpoint.converted import read_manifest, read_table
 
     folder = Path(job.converted)
-    table = relayout.folder.read_table(folder, relayout.folder.read_manifest(folder), job.rank)
+    table = read_table(folder, read_manifest(folder), job.rank)
     return dict(zip(table.names, table.digests, strict=True))
 
 

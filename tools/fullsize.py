@@ -40,7 +40,7 @@ def main() -> None:
 
 _MEASURED = """
 import sys
-from relayout.cli import main
+from relayout.cli.app import main
 try:
     main()
 finally:

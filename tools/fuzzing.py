@@ -20,20 +20,20 @@ import numpy as np
 import safetensors
 from zstandard import ZstdDecompressor, ZstdError
 
-from relayout.catalogue import Catalogue, SourceTensor, parse_index
-from relayout.config import parse_config
-from relayout.dtypes import BITS
+from relayout.checkpoint.config import parse_config
+from relayout.checkpoint.source import Catalogue, SourceTensor, parse_index
+from relayout.commands.restore import source_catalogue
+from relayout.conversion.layout import stored_layout
+from relayout.core.dtypes import BITS
+from relayout.core.extents import Extent
 from relayout.errors import FormatError, PlanError
-from relayout.extents import Extent
-from relayout.families import parse_family
-from relayout.header import LENGTH_NBYTES, json_text, parse_header
-from relayout.index import Manifest
-from relayout.plan import Plan, make_plan, plan_for
-from relayout.ranktable import parse_table
-from relayout.record import parse_record
-from relayout.restoration import source_catalogue
-from relayout.sidecar import compact_json, compress, digest_hex, parse_manifest
-from relayout.stored import stored_layout
+from relayout.format.index import Manifest
+from relayout.format.manifest import compact_json, compress, digest_hex, parse_manifest
+from relayout.format.rank_table import parse_table
+from relayout.format.safetensors import LENGTH_NBYTES, json_text, parse_header
+from relayout.format.source_record import parse_record
+from relayout.plans.family import parse_family
+from relayout.plans.planner import Plan, make_plan, plan_for
 
 VECTORS = Path(__file__).parent.parent / "tests" / "vectors"
 """Files that somebody might send, each with what is wrong with it: the corpus."""

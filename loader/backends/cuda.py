@@ -1,0 +1,384 @@
+"""Backends that bring bytes into the memory of a CUDA device: `pinned`, and `gds`, which needs it for the rest.
+
+`pinned`: each thread reads directly into pinned host memory, and its own stream copies from there to the very address
+where the bytes belong, while the thread reads the next ones into its other buffer. `gds`: cuFile reads whole blocks
+straight into the device; what is in the page cache, and what does not fill a block, goes the other way.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from relayout.core.extents import BLOCK, Transfer
+from relayout.core.strided import Bytes
+from relayout.errors import FormatError
+from relayout.format.index import Read
+from relayout.loader.backends.arena import scatter
+from relayout.loader.backends.base import Fill
+from relayout.loader.backends.files import Access, Sources
+from relayout.loader.backends.host import ThreadedFilling
+from relayout.loader.budgets import Budget
+from relayout.loader.read_plan import CHUNK_NBYTES, Chunk, plan_chunks
+
+if TYPE_CHECKING:
+    import torch
+
+    from relayout.loader.backends.cufile import CuFile, Handle
+
+BUFFERS_PER_LANE = 2
+"""One is read into while the other is copied from."""
+
+
+class DeviceMemory(Protocol):
+    """Where bytes go on a device: an address space of its own, which starts at 0."""
+
+    def span(self, offset: int, nbytes: int) -> torch.Tensor:
+        """The bytes of these offsets, which must all have been asked for as one piece, as a 1-D uint8 tensor.
+
+        Its address is congruent with `offset`, modulo `BLOCK`.
+        """
+
+    @property
+    def whole(self) -> torch.Tensor | None:
+        """All of it, where that is one tensor."""
+
+
+class Lane(Protocol):
+    """One thread's way into a device."""
+
+    def buffer(self) -> torch.Tensor:
+        """Pinned memory to read into next: 1-D, uint8, at a multiple of `BLOCK`. Waits until it has been copied."""
+
+    def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Begin to copy from the last `buffer` to the device."""
+
+    def settle(self) -> None:
+        """Let the caller's current stream wait for all that was sent."""
+
+    def fetch(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy from the device to the last `buffer`; it has arrived on return."""
+
+    def drain(self) -> None:
+        """Return when all that was sent has arrived."""
+
+
+class CudaLane:
+    """Two pinned buffers and a stream of their own."""
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        """Allocate two buffers of `nbytes`.
+
+        Raises:
+            MemoryError: no more memory can be pinned.
+        """
+        import torch
+
+        torch.cuda.set_device(device)  # Of this thread, which is the loader's own.
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        try:
+            slabs = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(BUFFERS_PER_LANE)]
+        except RuntimeError as error:
+            raise MemoryError(f"cannot pin {nbytes} bytes of host memory: {str(error).splitlines()[0]}") from None
+        # cudaHostAlloc gives whole pages; torch's allocator hands its blocks on as they are.
+        assert not any(slab.data_ptr() % BLOCK for slab in slabs)
+        self._buffers = slabs
+        self._copied: list[torch.cuda.Event | None] = [None] * BUFFERS_PER_LANE
+        self._current = 0
+
+    def buffer(self) -> torch.Tensor:
+        """See `Lane.buffer`."""
+        self._current = (self._current + 1) % BUFFERS_PER_LANE
+        copied = self._copied[self._current]
+        if copied is not None:
+            copied.synchronize()
+        return self._buffers[self._current]
+
+    def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """See `Lane.send`."""
+        import torch
+
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        self._copied[self._current] = event
+
+    def settle(self) -> None:
+        """See `Lane.settle`."""
+        import torch
+
+        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def fetch(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """See `Lane.fetch`."""
+        import torch
+
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        self._stream.synchronize()
+
+    def drain(self) -> None:
+        """See `Lane.drain`."""
+        self._stream.synchronize()
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBackend:
+    """Fills the memory of a device, through lanes, and where there is cuFile by that as far as it goes."""
+
+    access: Access
+    make_lane: Callable[[int], Lane]
+    """Makes a lane with two buffers of so many bytes."""
+    cufile: CuFile | None = None
+
+    @property
+    def name(self) -> str:
+        """See `Backend.name`."""
+        return "pinned" if self.cufile is None else "gds"
+
+    def chunks(self, reads: Sequence[Read], alignment: int, budget: Budget) -> list[Chunk]:
+        """See `Backend.chunks`."""
+        nbytes = _buffer_nbytes(budget)
+        return list(plan_chunks(reads, alignment, chunk_nbytes=min(CHUNK_NBYTES, nbytes), bounce_nbytes=nbytes))
+
+    def start(self, memory: DeviceMemory, fill: Fill) -> DeviceFilling:
+        """See `Backend.start`."""
+        sources = Sources(fill.files, self.access)
+        handles: list[Handle] = []
+        registered: torch.Tensor | None = None
+        try:
+            if self.cufile is not None:
+                for number, file in enumerate(fill.files):
+                    handles.append(self.cufile.open(file.path))
+                    sources.check_place(number)
+                registered = memory.whole
+                if registered is not None:
+                    self.cufile.register(registered)
+            return DeviceFilling(self, memory, fill, sources, handles, registered)
+        except BaseException:
+            _release(self.cufile, handles, registered)
+            sources.close()
+            raise
+
+
+class DeviceFilling(ThreadedFilling[Lane]):
+    """Threads that fill a device's memory."""
+
+    def __init__(
+        self,
+        backend: DeviceBackend,
+        memory: DeviceMemory,
+        fill: Fill,
+        sources: Sources,
+        handles: list[Handle],
+        registered: torch.Tensor | None,
+    ) -> None:
+        """Start them."""
+        self._backend = backend
+        self._memory = memory
+        self._handles = handles
+        self._registered = registered
+        self._lanes: list[Lane] = []
+        self._buffer_nbytes = _buffer_nbytes(fill.budget)
+        chunks = backend.chunks(fill.reads, sources.alignment, fill.budget)
+        try:
+            super().__init__(fill, sources, self._make_lane, self._read, chunks)
+        except BaseException:
+            self._drain()
+            raise
+
+    def join(self, on_progress: Callable[[int], None] | None = None) -> None:
+        """See `Filling.join`."""
+        try:
+            super().join(on_progress)
+        except BaseException:
+            self.cancel()
+            raise
+        self._release()
+
+    def settle(self) -> None:
+        """See `Filling.settle`."""
+        for lane in list(self._lanes):
+            lane.settle()
+
+    def cancel(self) -> None:
+        """See `Filling.cancel`."""
+        super().cancel()
+        if self.fill.stop.is_lost:  # CUDA does not work in a process that was forked after its first use.
+            return
+        try:
+            self._drain()
+        finally:
+            self._release()
+
+    def _make_lane(self) -> Lane:
+        lane = self._backend.make_lane(self._buffer_nbytes)
+        self._lanes.append(lane)
+        return lane
+
+    def _drain(self) -> None:
+        # The memory that copies go to must not be given to somebody else before they have ended. If one has failed,
+        # an error is under way that tells it.
+        for lane in self._lanes:
+            with suppress(RuntimeError):
+                lane.drain()
+
+    def _release(self) -> None:
+        self._lanes.clear()
+        registered, self._registered = self._registered, None
+        _release(self._backend.cufile, self._handles, registered)
+
+    def _read(self, lane: Lane, chunk: Chunk) -> int:
+        if chunk.arena_offset is None:
+            self._send(lane, chunk.file, chunk.extent.offset, chunk.extent.nbytes, chunk.transfers)
+            return chunk.nbytes
+        shift = chunk.arena_offset - chunk.extent.offset
+        for offset, nbytes, is_cached in self.sources.pieces(chunk.file, chunk.extent.offset, chunk.extent.nbytes):
+            if self._handles and not is_cached:
+                self._read_straight(lane, chunk.file, offset, offset + shift, nbytes)
+            else:
+                for start in range(offset, offset + nbytes, self._buffer_nbytes):
+                    length = min(self._buffer_nbytes, offset + nbytes - start)
+                    self._send(lane, chunk.file, start, length, (Transfer(0, start + shift, length),))
+        return chunk.nbytes
+
+    def _send(self, lane: Lane, file: int, offset: int, nbytes: int, transfers: Sequence[Transfer]) -> None:
+        """Read into a buffer, and copy from there to where the bytes belong."""
+        buffer = lane.buffer()
+        view = _view(buffer)[:nbytes]
+        self.sources.read(file, offset, view)
+        for transfer in transfers:
+            if self.fill.checks is not None:
+                for run in transfer.runs():
+                    self.fill.checks.update(run.target, view[run.source : run.source + run.nbytes])
+            span = self._memory.span(transfer.target, transfer.target_end - transfer.target)
+            if transfer.count == 1:
+                lane.send(buffer[transfer.source : transfer.source + transfer.nbytes], span)
+            else:
+                size = (transfer.count, transfer.nbytes)
+                source = buffer.as_strided(size, (transfer.source_stride, 1), buffer.storage_offset() + transfer.source)
+                lane.send(source, span.as_strided(size, (transfer.target_stride, 1), span.storage_offset()))
+            self.fill.tell(transfer.target, transfer.total_nbytes)
+
+    def _read_straight(self, lane: Lane, file: int, offset: int, target: int, nbytes: int) -> None:
+        span = self._memory.span(target, nbytes)
+        done = 0
+        while done < nbytes:
+            count = self._handles[file].read(span[done:], offset + done)
+            if count <= 0:
+                path = self.fill.files[file].path
+                raise FormatError(
+                    f"{path}: ends at byte {offset + done}, expected {self.fill.files[file].nbytes} bytes"
+                )
+            done += count
+        if self.fill.checks is not None:
+            # What has arrived is looked at: it is fetched again.
+            for start in range(0, nbytes, self._buffer_nbytes):
+                piece = span[start : start + self._buffer_nbytes]
+                buffer = lane.buffer()[: piece.numel()]
+                lane.fetch(buffer, piece)
+                self.fill.checks.update(target + start, _view(buffer))
+        self.fill.tell(target, nbytes)
+
+
+def _view(tensor: torch.Tensor) -> memoryview:
+    array: Bytes = tensor.numpy()
+    return array.data
+
+
+def _release(cufile: CuFile | None, handles: list[Handle], registered: torch.Tensor | None) -> None:
+    with ExitStack() as stack:  # All of it, also if something of it fails.
+        if cufile is not None and registered is not None:
+            stack.callback(cufile.deregister, registered)
+        while handles:
+            stack.callback(handles.pop().close)
+
+
+def _buffer_nbytes(budget: Budget) -> int:
+    """Bytes of one pinned buffer: torch's allocator of pinned memory takes powers of two."""
+    return 1 << (budget.buffer_nbytes // BUFFERS_PER_LANE).bit_length() - 1
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceArena:
+    """One allocation on a device."""
+
+    tensor: torch.Tensor
+    """1-D, uint8, at a multiple of `BLOCK`."""
+
+    def span(self, offset: int, nbytes: int) -> torch.Tensor:
+        """See `DeviceMemory.span`."""
+        return self.tensor[offset : offset + nbytes]
+
+    @property
+    def whole(self) -> torch.Tensor:
+        """See `DeviceMemory.whole`."""
+        return self.tensor
+
+
+def allocate_on(device: str | torch.device, nbytes: int) -> DeviceArena:
+    """Memory of a device that nothing works on any more.
+
+    Raises:
+        MemoryError: it has not so much.
+    """
+    import torch
+
+    try:
+        whole = torch.empty(nbytes + BLOCK, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as error:
+        raise MemoryError(f"cannot allocate {nbytes} bytes on {device}: {str(error).splitlines()[0]}") from None
+    if whole.is_cuda:
+        _wait_for(whole.device)
+    start = -whole.data_ptr() % BLOCK
+    return DeviceArena(whole[start : start + nbytes])
+
+
+def moved(tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:
+    """The tensor, or a copy of it, on a device.
+
+    Raises:
+        MemoryError: it has not so much memory.
+    """
+    import torch
+
+    try:
+        return tensor.to(device)
+    except torch.OutOfMemoryError as error:
+        raise MemoryError(f"cannot allocate {tensor.nbytes} bytes on {device}: {str(error).splitlines()[0]}") from None
+
+
+def _wait_for(device: torch.device) -> None:
+    """Wait for what the current stream was given to do: it may still use memory that is to be filled.
+
+    That is memory which the allocator has got back, or tensors that exist. Our streams and cuFile do not wait for it.
+    """
+    import torch
+
+    torch.cuda.current_stream(device).synchronize()
+
+
+class ScatteredOnDevice:
+    """Tensors of a device that exist already."""
+
+    def __init__(self, pieces: Sequence[torch.Tensor]) -> None:
+        """Take 1-D uint8 tensors; see `arena.scatter` for where each begins."""
+        self.offsets = scatter([(piece.data_ptr(), piece.numel()) for piece in pieces])
+        self._pieces = pieces
+        for device in {piece.device for piece in pieces if piece.is_cuda}:
+            _wait_for(device)
+
+    def span(self, offset: int, nbytes: int) -> torch.Tensor:
+        """See `DeviceMemory.span`."""
+        which = bisect_right(self.offsets, offset) - 1
+        start = offset - self.offsets[which]
+        return self._pieces[which][start : start + nbytes]
+
+    @property
+    def whole(self) -> None:
+        """See `DeviceMemory.whole`."""
+        return None

@@ -1,0 +1,158 @@
+"""The files of a load: bytes that are in the page cache are copied from there, all others are read directly."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from enum import Enum
+
+from relayout.core.extents import BLOCK
+from relayout.errors import FormatError
+from relayout.format.safetensors import LENGTH_NBYTES
+from relayout.loader.sources.contents import StoredFile
+from relayout.storage.files import Buffer, InputFile
+from relayout.storage.page_cache import read_ahead_nbytes, resident_nbytes
+
+_PIECE_NBYTES = 2**20
+"""A request is cut into pieces of this size where only some of its bytes are in the page cache."""
+
+
+class Access(Enum):
+    """How files are read."""
+
+    DIRECT = "direct"
+    """Past the page cache; where the file system refuses that, it is an error."""
+    BUFFERED = "buffered"
+    """Through the page cache."""
+    AUTO = "auto"
+    """Directly where the file system takes it, but for bytes that are in the page cache."""
+
+
+class Sources:
+    """Open files, read by any number of threads."""
+
+    def __init__(self, files: Sequence[StoredFile], access: Access) -> None:
+        """Open them.
+
+        Raises:
+            FormatError: one is missing, has another length than expected, or is another rank's or conversion's.
+            OSError: one cannot be opened as asked.
+        """
+        self._stored = files
+        self._files: list[InputFile] = []
+        self._cached: list[InputFile | None] = []
+        self._read_ahead = 0
+        try:
+            for file in files:
+                opened = InputFile(
+                    file.path, file.nbytes, direct=access is not Access.BUFFERED, fallback=access is Access.AUTO
+                )
+                self._files.append(opened)
+                self._cached.append(self._open_cached(file, opened) if access is Access.AUTO else None)
+                self._prove(len(self._files) - 1, file)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def alignment(self) -> int:
+        """What offset, length and address of a read must be multiples of, in bytes."""
+        return BLOCK if any(file.direct for file in self._files) else 1
+
+    def pieces(self, file: int, offset: int, nbytes: int) -> Iterator[tuple[int, int, bool]]:
+        """(offset, nbytes, whether through the page cache) of the parts that a request is best cut into."""
+        cached = self._cached[file]
+        if cached is None:
+            yield offset, nbytes, not self._files[file].direct
+            return
+        wanted = min(nbytes, cached.nbytes - offset)  # A request may go on behind the end of the file.
+        is_cached = self._is_cached(cached, offset, wanted)
+        if is_cached or not resident_nbytes(cached.fd, offset, wanted):
+            yield offset, nbytes, is_cached
+            return
+        start, through_cache = offset, None
+        for piece in range(offset, offset + wanted, _PIECE_NBYTES):
+            is_cached = self._is_cached(cached, piece, min(_PIECE_NBYTES, offset + wanted - piece))
+            if through_cache is not None and is_cached != through_cache:
+                yield start, piece - start, through_cache
+                start = piece
+            through_cache = is_cached
+        yield start, offset + nbytes - start, bool(through_cache)
+
+    def _is_cached(self, file: InputFile, offset: int, nbytes: int) -> bool:
+        """Whether bytes are in the page cache, and so much behind them that the kernel does not start to read ahead.
+
+        Where it has read ahead before, it has left a mark; reading the marked page makes it look for the first page
+        that is missing not far behind, whatever posix_fadvise says (mm/readahead.c, page_cache_async_ra).
+        """
+        reach = min(nbytes + self._read_ahead, file.nbytes - offset)
+        return resident_nbytes(file.fd, offset, reach) == reach
+
+    def read(self, file: int, offset: int, view: memoryview) -> None:
+        """Fill `view` with the bytes at `offset`, as far as the file reaches.
+
+        Raises:
+            FormatError: the file has become shorter.
+            OSError: the read failed.
+        """
+        for start, nbytes, through_cache in self.pieces(file, offset, view.nbytes):
+            self.read_piece(file, start, view[start - offset : start - offset + nbytes], through_cache)
+
+    def read_piece(self, file: int, offset: int, view: memoryview, through_cache: bool) -> None:
+        """The same for one of the `pieces`."""
+        source = self._cached[file] if through_cache else None
+        (source or self._files[file]).read(offset, view)
+
+    def resident_nbytes(self, file: int, offset: int, nbytes: int) -> int | None:
+        """How many of these bytes are in the page cache; None where the system does not tell."""
+        return resident_nbytes(self.fd(file), offset, nbytes)
+
+    def fd(self, file: int) -> int:
+        """A file's descriptor."""
+        return self._files[file].fd
+
+    def check_place(self, file: int) -> None:
+        """Refuse a file that is not at its path any more, where somebody else has just opened it, too.
+
+        Raises:
+            FormatError: another file, or none, has taken its place.
+        """
+        stored = self._stored[file]
+        try:
+            status = stored.path.stat()
+        except FileNotFoundError:
+            raise _replaced(stored) from None
+        if not os.path.samestat(status, os.fstat(self.fd(file))):
+            raise _replaced(stored)
+
+    def close(self) -> None:
+        """Close all files."""
+        for file in (*self._files, *self._cached):
+            if file is not None:
+                file.close()
+
+    def _prove(self, number: int, file: StoredFile) -> None:
+        # By the very descriptor that is read: what is at a path may be replaced at any time.
+        owner = file.owner
+        if owner is None:
+            return
+        view = Buffer().reserve(BLOCK)
+        self._files[number].read(0, view)
+        if view[LENGTH_NBYTES : LENGTH_NBYTES + len(owner.prefix)] != owner.prefix:
+            raise FormatError(
+                f"{file.path}: its header is not of rank {owner.rank}, part {owner.part}, of this conversion"
+            )
+
+    def _open_cached(self, file: StoredFile, opened: InputFile) -> InputFile | None:
+        if not opened.direct or not resident_nbytes(opened.fd, 0, file.nbytes):
+            return None
+        other = InputFile(file.path, file.nbytes, direct=False)
+        if not os.path.sameopenfile(opened.fd, other.fd):
+            other.close()
+            raise _replaced(file)
+        self._read_ahead = max(self._read_ahead, read_ahead_nbytes(other.fd))
+        return other
+
+
+def _replaced(file: StoredFile) -> FormatError:
+    return FormatError(f"{file.path}: was replaced while it was opened")

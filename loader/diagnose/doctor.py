@@ -1,0 +1,79 @@
+"""`relayout doctor`: what loading from a folder would be like here, rank by rank, and the machine's part in it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from relayout.checkpoint.converted import read_manifest
+from relayout.core.integers import integer
+from relayout.format.index import MANIFEST_NAME
+from relayout.loader.budgets import local_world_size, num_cpus
+from relayout.loader.diagnose.explain import Explanation, explain
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What a person wants to know before loading."""
+
+    path: str
+    is_converted: bool
+    num_cpus: int
+    local_world_size: int
+    """Ranks of this node, among which budgets are divided."""
+    torch: str | None
+    """Its version; None if it is not installed."""
+    gpus: tuple[str, ...]
+    """Name and memory of each CUDA device."""
+    ranks: tuple[Explanation, ...]
+
+    def as_json(self) -> dict[str, object]:
+        """For `--json`."""
+        return asdict(self)
+
+
+def diagnose(
+    path: str | os.PathLike[str], *, rank: int | None = None, device: str | None = None, tp: int | None = None
+) -> Diagnosis:
+    """Explain the load of one rank, or of all.
+
+    Args:
+        path: a folder that `relayout convert` wrote, or a plain checkpoint.
+        rank: from 0; None: all.
+        device: where tensors shall lie; None: a CUDA device if there is one, else the CPU.
+        tp: the tensor-parallel degree to load at; None: that of the conversion, 1 for a plain checkpoint.
+
+    Raises:
+        FormatError, PlanError, OSError: as `explain`.
+    """
+    version, gpus = _machine()
+    if device is None:
+        device = "cuda" if gpus else "cpu"
+    is_converted = (Path(path) / MANIFEST_NAME).exists()
+    if tp is None:
+        tp = read_manifest(Path(path)).num_ranks if is_converted else 1
+    # Of a degree that is impossible, the first explanation says so.
+    ranks = range(max(1, integer(tp, "tp"))) if rank is None else [rank]
+    return Diagnosis(
+        path=str(path),
+        is_converted=is_converted,
+        num_cpus=num_cpus(),
+        local_world_size=local_world_size(),
+        torch=version,
+        gpus=gpus,
+        ranks=tuple(explain(path, number, device, tp=tp) for number in ranks),
+    )
+
+
+def _machine() -> tuple[str | None, tuple[str, ...]]:
+    """torch's version, and its CUDA devices."""
+    try:
+        import torch
+    except ImportError:
+        return None, ()
+    gpus = []
+    for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(number)
+        gpus.append(f"{properties.name}, {properties.total_memory / 1e9:.0f} GB")
+    return str(torch.__version__), tuple(gpus)

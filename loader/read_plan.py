@@ -1,0 +1,127 @@
+"""The read plan: which requests fill memory. Pure.
+
+A read whose target is congruent with its file offset, modulo the alignment, goes straight to its place, but for the
+edges that do not fill a block. All else goes through a bounce buffer: edges, bytes at odd places, and strided reads,
+which are requested whole, gaps included, where the gaps are small. What small pieces share or neighbour blocks of a
+file is requested once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from relayout.core.extents import Extent, Transfer, align_down, align_up
+from relayout.format.index import Read
+
+CHUNK_NBYTES = 8 * 2**20
+"""Largest request. At this size Python's part in a request is noise, and a bounce buffer is still small."""
+
+MIN_RUN_NBYTES = 256 * 2**10
+"""Runs of at least this many bytes are requested one by one; the gaps between shorter ones are read as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One request."""
+
+    file: int
+    extent: Extent
+    """What to read; borders are multiples of the alignment, so it may end behind the end of the file."""
+    arena_offset: int | None
+    """Where it goes, whole; None: through a bounce buffer."""
+    transfers: tuple[Transfer, ...] = ()
+    """From the bounce buffer to where the bytes belong, in the order of the reads."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it brings."""
+        return self.extent.nbytes if self.arena_offset is not None else sum(t.total_nbytes for t in self.transfers)
+
+
+def plan_chunks(
+    reads: Iterable[Read],
+    alignment: int,
+    *,
+    chunk_nbytes: int = CHUNK_NBYTES,
+    bounce_nbytes: int = CHUNK_NBYTES,
+) -> Iterator[Chunk]:
+    """Cut reads into requests of at most `chunk_nbytes` (a multiple of `alignment`), and edges.
+
+    Requests that need a bounce buffer fit one of `bounce_nbytes`, which has room for four blocks at least.
+    """
+    whole = min(chunk_nbytes, align_down(bounce_nbytes, alignment) - 2 * alignment)
+    return _merged(_requests(reads, alignment, chunk_nbytes, whole), bounce_nbytes)
+
+
+def _requests(reads: Iterable[Read], alignment: int, chunk_nbytes: int, bounce_nbytes: int) -> Iterator[Chunk]:
+    for read in reads:
+        transfer = read.transfer
+        if transfer.count == 1:
+            yield from _contiguous(read.file, transfer, alignment, chunk_nbytes, bounce_nbytes)
+        elif transfer.nbytes >= MIN_RUN_NBYTES or transfer.source_stride > bounce_nbytes:
+            for run in transfer.runs():
+                yield from _contiguous(read.file, run, alignment, chunk_nbytes, bounce_nbytes)
+        else:
+            rows = bounce_nbytes // transfer.source_stride
+            for first in range(0, transfer.count, rows):
+                start = transfer.source + first * transfer.source_stride
+                for part in transfer.clipped(start, start + rows * transfer.source_stride):
+                    yield _bounced(read.file, part, alignment)
+
+
+def _contiguous(
+    file: int, transfer: Transfer, alignment: int, chunk_nbytes: int, bounce_nbytes: int
+) -> Iterator[Chunk]:
+    start, end = transfer.source, transfer.source_end
+    shift = transfer.target - transfer.source
+    low, high = align_up(start, alignment), align_down(end, alignment)
+    if shift % alignment or low >= high:
+        for offset in range(align_down(start, alignment), end, bounce_nbytes):
+            for part in transfer.clipped(offset, offset + bounce_nbytes):
+                yield _bounced(file, part, alignment)
+        return
+    if start < low:
+        yield _bounced(file, Transfer(start, start + shift, low - start), alignment)
+    for offset in range(low, high, chunk_nbytes):
+        extent = Extent(offset, min(chunk_nbytes, high - offset))
+        yield Chunk(file, extent, offset + shift)
+    if high < end:
+        yield _bounced(file, Transfer(high, high + shift, end - high), alignment)
+
+
+def _bounced(file: int, transfer: Transfer, alignment: int) -> Chunk:
+    low = align_down(transfer.source, alignment)
+    extent = Extent(low, align_up(transfer.source_end, alignment) - low)
+    return Chunk(file, extent, None, (transfer.shifted(source=-low),))
+
+
+def _merged(chunks: Iterable[Chunk], bounce_nbytes: int) -> Iterator[Chunk]:
+    """Join bounced requests that follow each other and whose extents touch, as far as a buffer holds them."""
+    waiting: list[Chunk] = []
+    low = high = 0
+    for chunk in chunks:
+        if waiting and (
+            chunk.arena_offset is not None
+            or chunk.file != waiting[0].file
+            or not low <= chunk.extent.offset <= high
+            or chunk.extent.end - low > bounce_nbytes
+        ):
+            yield _join(waiting, Extent(low, high - low))
+            waiting = []
+        if chunk.arena_offset is not None:
+            yield chunk
+            continue
+        if not waiting:
+            low = high = chunk.extent.offset
+        waiting.append(chunk)
+        high = max(high, chunk.extent.end)
+    if waiting:
+        yield _join(waiting, Extent(low, high - low))
+
+
+def _join(chunks: list[Chunk], extent: Extent) -> Chunk:
+    if len(chunks) == 1:
+        return chunks[0]
+    transfers = (part.shifted(source=one.extent.offset - extent.offset) for one in chunks for part in one.transfers)
+    return Chunk(chunks[0].file, extent, None, tuple(transfers))

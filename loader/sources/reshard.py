@@ -1,0 +1,110 @@
+"""Finds a slice, as cut for one number of ranks, in slices that were cut for another. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from relayout.core.dtypes import BITS
+from relayout.core.extents import Transfer
+from relayout.core.slices import Range, Slice
+from relayout.errors import PlanError
+from relayout.format.index import Read
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Where a rank's slice of a tensor lies."""
+
+    part: Slice
+    file: int
+    """Position in the list of files."""
+    offset: int
+    """Absolute offset of its first byte."""
+
+
+def gather(
+    dtype: str, shape: tuple[int, ...], wanted: Slice, holders: Sequence[Holder], rows: Range | None = None
+) -> tuple[Read, ...]:
+    """The reads that bring a slice of a tensor; their targets are relative to its first byte.
+
+    Of elements that several hold, the first in `holders` is asked that has the most of what comes next.
+
+    Args:
+        rows: (start, length) of elements along axis 0: only these, where the cut is along another axis.
+
+    Raises:
+        PlanError: the holders do not have all of it, or were cut along another axis, or inside a byte.
+    """
+    axis = _axis(wanted, holders)
+    if not shape or axis is None:
+        return _whole(dtype, shape, holders)
+    wanted_ranges = ((0, shape[axis]),) if wanted.ranges is None else wanted.ranges
+    held = [
+        (holder, start, length, position)
+        for holder in holders
+        for start, length, position in _ranges(holder, shape[axis])
+    ]
+    wanted_length = sum(length for _, length in wanted_ranges)
+    inner_bits = prod(shape[axis + 1 :]) * BITS[dtype]
+    skipped, count = 0, prod(shape[:axis])
+    if rows is not None and axis > 0:
+        skipped, count = (number * prod(shape[1:axis]) for number in rows)
+    reads = []
+    target = 0
+    for start, length in wanted_ranges:
+        end = start + length
+        while start < end:
+            holder, first, span, position = max(
+                (one for one in held if one[1] <= start < one[1] + one[2]),
+                key=lambda one: min(one[1] + one[2], end),
+                default=(None, 0, 0, 0),
+            )
+            if holder is None:
+                raise PlanError(f"element {start} of axis {axis} of {list(shape)} is in no rank's slice")
+            taken = min(first + span, end) - start
+            bits = (
+                (position + start - first) * inner_bits,
+                target * inner_bits,
+                taken * inner_bits,
+                _length(holder, shape[axis]) * inner_bits,
+                wanted_length * inner_bits,
+            )
+            if any(number % 8 for number in bits):
+                raise PlanError(f"a cut of {dtype} {list(shape)} along axis {axis} falls inside a byte")
+            source, place, nbytes, source_stride, target_stride = (number // 8 for number in bits)
+            if nbytes and count:
+                strides = (source_stride, target_stride) if count > 1 else (0, 0)
+                transfer = Transfer(holder.offset + skipped * source_stride + source, place, nbytes, count, *strides)
+                reads.append(Read(holder.file, transfer.normalised()))
+            start += taken
+            target += taken
+    return tuple(reads)
+
+
+def _axis(wanted: Slice, holders: Sequence[Holder]) -> int | None:
+    """The axis along which wanted and held slices are cut; None if none of them is."""
+    axes = {part.axis for part in (wanted, *(holder.part for holder in holders)) if part.ranges is not None}
+    if len(axes) > 1:
+        raise PlanError(f"slices are cut along different axes: {sorted(axes)}")
+    return next(iter(axes), None)
+
+
+def _ranges(holder: Holder, size: int) -> Iterator[tuple[int, int, int]]:
+    """(start, length, position in the slice) of what a holder has along the axis, in elements."""
+    position = 0
+    for start, length in ((0, size),) if holder.part.ranges is None else holder.part.ranges:
+        yield start, length, position
+        position += length
+
+
+def _length(holder: Holder, size: int) -> int:
+    return size if holder.part.ranges is None else sum(length for _, length in holder.part.ranges)
+
+
+def _whole(dtype: str, shape: tuple[int, ...], holders: Sequence[Holder]) -> tuple[Read, ...]:
+    if not holders:
+        raise PlanError("no rank holds the tensor")
+    nbytes = prod(shape) * BITS[dtype] // 8
+    return (Read(holders[0].file, Transfer(holders[0].offset, 0, nbytes)),) if nbytes else ()

@@ -1,0 +1,157 @@
+"""A converted checkpoint, loaded for another number of ranks than it was converted for. Needs the planner."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+from relayout.checkpoint.config import read_config
+from relayout.checkpoint.converted import check_rank, read_record, read_table
+from relayout.checkpoint.source import Catalogue, SourceTensor
+from relayout.core.dtypes import num_bytes
+from relayout.core.extents import Extent
+from relayout.core.forks import remake_in_child
+from relayout.core.slices import Range, Slice
+from relayout.errors import FormatError, PlanError
+from relayout.format.index import Manifest, RankTable, Read
+from relayout.format.source_record import SourceRecord
+from relayout.loader.sources.contents import Contents, files_of, rank_files
+from relayout.loader.sources.reshard import Holder, gather
+from relayout.plans.planner import TRANSFORMERS, Plan, plan_for
+
+
+def regrouped_contents(folder: Path, manifest: Manifest, rank: int, num_ranks: int) -> Contents:
+    """What `rank` of `num_ranks` would hold if the source were converted for so many, by the same rules.
+
+    Raises:
+        FormatError: the sidecar is damaged.
+        PlanError: there is no such rank, the model cannot be cut so, or the rules are not at hand any more.
+    """
+    check_rank(rank, num_ranks)
+    record = read_record(folder, manifest)
+    plan = _plan(folder, manifest, record, num_ranks)
+    first = rank * manifest.num_ranks // num_ranks
+    return Ranks(folder, manifest, record).pick([slices[rank] for slices in plan.slices], first)
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """A rank's table, and its rows by name."""
+
+    table: RankTable
+    rows: Mapping[str, int]
+
+
+class Ranks:
+    """The slices of all ranks, from which others can be put together. Tables are read when they are needed.
+
+    Any number of threads may use it at once.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, record: SourceRecord) -> None:
+        self._folder = folder
+        self._manifest = manifest
+        self._record = record
+        parts = [files_of(folder, manifest, rank) for rank in range(manifest.num_ranks)]
+        # Numbered by the manifest, not in the order in which threads come to need them.
+        self._files = tuple(file for files in parts for file in files)
+        self._first_file = list(accumulate(map(len, parts), initial=0))
+        self._tables: dict[int, _Table] = {}
+        self._lock = threading.Lock()
+        remake_in_child(self)
+
+    def after_fork(self) -> None:
+        """See `forks.Forked`."""
+        self._lock = threading.Lock()
+
+    def pick(self, wanted: Sequence[Slice], first: int) -> Contents:
+        """The wanted slice of each source tensor, in file order.
+
+        Args:
+            first: the rank that is asked first for what several hold, then those behind it.
+
+        Raises:
+            FormatError: the sidecar is damaged.
+            PlanError: the ranks do not hold all of a tensor.
+        """
+        record = self._record
+        rows = [(t, self._reads(t, part, first, None)) for t, part in enumerate(wanted) if part.is_held]
+        rows.sort(key=lambda row: (row[1][0].file, row[1][0].transfer.source) if row[1] else (-1, 0))
+        return self._contents(rows, [wanted[t].shape(record.shapes[t]) for t, _ in rows])
+
+    def pick_one(self, t: int, wanted: Slice, rows: Range | None, shape: tuple[int, ...]) -> Contents:
+        """A piece of one source tensor: a slice, and of that some rows (see `gather`).
+
+        Args:
+            shape: of the piece.
+
+        Raises:
+            FormatError, PlanError: as `pick`.
+        """
+        return self._contents([(t, self._reads(t, wanted, 0, rows))], [shape])
+
+    def _reads(self, t: int, wanted: Slice, first: int, rows: Range | None) -> tuple[Read, ...]:
+        record, count = self._record, self._manifest.num_ranks
+        order = ((first + i) % count for i in range(count))
+        holders = [Holder(record.slices[t][rank], rank, 0) for rank in order if record.slices[t][rank].is_held]
+        try:
+            reads = gather(record.dtypes[t], record.shapes[t], wanted, holders, rows)
+        except PlanError as error:
+            raise PlanError(f"{self._folder}: tensor {record.names[t]!r}: {error}") from None
+        return tuple(self._locate(t, read) for read in reads)
+
+    def _locate(self, t: int, read: Read) -> Read:
+        """A read within a rank's slice of a tensor (its file is the rank), in terms of files."""
+        record, rank = self._record, read.file
+        opened = self._open(rank)
+        row = opened.rows.get(record.names[t], -1)
+        expected = (record.dtypes[t], record.shapes[t], record.slices[t][rank])
+        table = opened.table
+        if row < 0 or (table.dtypes[row], table.source_shapes[row], table.slices[row]) != expected:
+            raise FormatError(f"{self._folder}: table of rank {rank}: {record.names[t]!r} is not what the record says")
+        return Read(self._first_file[rank] + table.files[row], read.transfer.shifted(source=table.offsets[row]))
+
+    def _open(self, rank: int) -> _Table:
+        with self._lock:  # Each table is parsed once.
+            if rank not in self._tables:
+                rank_files(self._folder, self._manifest, rank)
+                table = read_table(self._folder, self._manifest, rank)
+                self._tables[rank] = _Table(table, {name: row for row, name in enumerate(table.names)})
+            return self._tables[rank]
+
+    def _contents(self, rows: Sequence[tuple[int, tuple[Read, ...]]], shapes: Sequence[tuple[int, ...]]) -> Contents:
+        everything = Contents(
+            files=self._files,
+            names=[self._record.names[t] for t, _ in rows],
+            dtypes=[self._record.dtypes[t] for t, _ in rows],
+            shapes=shapes,
+            reads=[reads for _, reads in rows],
+            digests=None,
+        )
+        return everything.rows(range(len(rows)))
+
+
+def _plan(folder: Path, manifest: Manifest, record: SourceRecord, num_ranks: int) -> Plan:
+    tensors = tuple(
+        SourceTensor(name, dtype, shape, file, Extent(offset, num_bytes(dtype, shape) or 0))
+        for name, dtype, shape, file, offset in zip(
+            record.names, record.dtypes, record.shapes, record.file_of, record.offsets, strict=True
+        )
+    )
+    catalogue = Catalogue(folder, (), tensors, {}, read_config(folder), None, (), ())
+    if manifest.num_ranks == 1:
+        return plan_for(catalogue, num_ranks)
+
+    def plan(degree: int) -> Plan:
+        rules = TRANSFORMERS if manifest.plan.startswith(TRANSFORMERS) else None
+        return plan_for(catalogue, degree, rules, expert_parallel=manifest.expert_parallel, unmatched="replicate")
+
+    if num_ranks > 1 and plan(manifest.num_ranks).slices != tuple(record.slices):
+        raise PlanError(
+            f"{folder}: was cut by the plan {manifest.plan!r}, by other rules than this relayout has for the model:"
+            " at another degree than its own it cannot be loaded"
+        )
+    return plan(num_ranks)

@@ -1,0 +1,108 @@
+"""Reads config.json, and what other files of a checkpoint say of how it is quantised."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from relayout.errors import FormatError
+from relayout.format.fields import decode
+from relayout.format.safetensors import MAX_DEPTH, depth, refuse_surrogates
+from relayout.storage.files import read_small
+from relayout.storage.paths import member
+
+_MAX_CONFIG_NBYTES = 16 * 2**20
+_QUANTISATION_FILES = {
+    "hf_quant_config.json": ("modelopt", "quantization"),
+    "quantize_config.json": ("gptq", None),
+    "quant_config.json": ("awq", None),
+}
+"""Where tools have written what is quantization_config elsewhere: the method, and the key it hangs under."""
+
+
+class ByteOrderMarkError(FormatError):
+    """A file that begins with a byte order mark, which transformers refuses, as its JSON parser does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What a checkpoint's folder says of the model."""
+
+    content: Mapping[str, Any]
+    """config.json, with what other files say of quantisation; empty where there is none."""
+    names: tuple[str, ...]
+    """The files that were read for it."""
+    error: str | None
+    """Why nothing can be planned by it, though there is one: a byte order mark."""
+
+
+def find_config(folder: Path) -> Config:
+    """As `read_config`, for those who may do without.
+
+    Raises:
+        FormatError: a file is no JSON object, and that not just for a byte order mark.
+    """
+    names: list[str] = []
+    try:
+        return Config(_read(folder, names), tuple(names), None)
+    except ByteOrderMarkError as error:
+        return Config({}, tuple(names), str(error))
+
+
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """config.json, with what other files of the folder say of quantisation.
+
+    Raises:
+        FormatError: one of them is no JSON object.
+    """
+    return _read(folder, [])
+
+
+def _read(folder: Path, names: list[str]) -> Mapping[str, Any]:
+    """As `read_config`; `names` gets those of the files that are there."""
+    config = _read_object(folder, "config.json", names)
+    nested = config.get("text_config")
+    inside = nested.get("quantization_config") if isinstance(nested, dict) else None
+    quantisation = config.get("quantization_config") or config.get("compression_config") or inside
+    for name, (method, key) in _QUANTISATION_FILES.items():
+        if not quantisation:
+            parsed = _read_object(folder, name, names)
+            own = parsed.get(key) if key else parsed
+            quantisation = {"quant_method": method} | own if isinstance(own, dict) and own else None
+    return config | {"quantization_config": quantisation} if quantisation else config
+
+
+def _read_object(folder: Path, name: str, names: list[str]) -> dict[str, Any]:
+    """A JSON object, or an empty one where there is no such file."""
+    if not os.path.lexists(folder / name):
+        return {}
+    names.append(name)
+    path = member(folder, name)
+    return parse_config(read_small(path, _MAX_CONFIG_NBYTES), str(path))
+
+
+def parse_config(blob: bytes, where: str) -> dict[str, Any]:
+    """Parse a JSON object as laxly as transformers does: with NaN, and the last of two equal keys.
+
+    Raises:
+        FormatError: it is none.
+    """
+    text = decode(blob, where)
+    if text.startswith("\ufeff"):
+        raise ByteOrderMarkError(
+            f"{where}: not valid JSON: begins with a byte order mark, which transformers refuses too: save it without"
+        )
+    try:
+        parsed = json.loads(text)
+    except (ValueError, RecursionError) as error:  # A JSONDecodeError, or what it leaves to Python.
+        raise FormatError(f"{where}: not valid JSON: {error}") from None
+    refuse_surrogates(text, parsed, where)
+    if depth(parsed) > MAX_DEPTH:
+        raise FormatError(f"{where}: JSON nested too deeply")
+    if not isinstance(parsed, dict):
+        raise FormatError(f"{where}: a JSON {type(parsed).__name__}, expected an object")
+    return parsed

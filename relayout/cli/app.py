@@ -1,0 +1,359 @@
+"""The command line: parse, call one library function, print, exit code."""
+
+from __future__ import annotations
+
+import errno
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Literal, NoReturn, Protocol, TypeVar
+
+import typer
+
+from relayout import __version__
+from relayout.cli import signals
+from relayout.cli.streams import abandon
+from relayout.errors import RelayoutError, printable
+from relayout.storage.file_pool import advice_on_limit
+
+EXIT_DIFFERENCE = 1
+EXIT_BAD_INPUT = 2
+EXIT_IO = 3
+
+_MAX_MESSAGE_LENGTH = 2000
+"""Characters."""
+
+app = typer.Typer(
+    name="relayout",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Rewrite safetensors checkpoints so that each tensor-parallel rank reads only its own bytes, "
+    "contiguous and aligned.",
+    epilog="First steps: [bold]relayout inspect MODEL[/] shows what a rank would pay today; "
+    "[bold]relayout convert MODEL --tp 8[/] makes MODEL-tp8 beside it; then, in Python, "
+    "[bold]relayout.load('MODEL-tp8', rank)[/]. Exit codes: 0 done, 1 verification found a difference, "
+    "2 bad input or usage, 3 I/O failure, 130 interrupted, 143 terminated.",
+)
+
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object to stdout, and events to stderr, a line each.")
+]
+
+# readable=False: that something cannot be read is for the library to say, in one line, as all else.
+SourceArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="SRC", readable=False, help="A checkpoint folder, Hugging Face snapshot, or .safetensors file."
+    ),
+]
+OutputOption = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="OUT", readable=False, help="Folder to make. Default: SRC-tpN beside SRC."),
+]
+PlanOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="A plan of your own (TOML), or the word [bold]transformers[/] for that package's plan. "
+        "Default: built in, by config.json's model_type.",
+    ),
+]
+PathArgument = Annotated[
+    Path,
+    typer.Argument(metavar="PATH", readable=False, help="A .safetensors file, or a folder, converted or not."),
+]
+JobsOption = Annotated[int, typer.Option(metavar="N", help="Threads that read, copy and write.")]
+MemoryOption = Annotated[str, typer.Option(metavar="SIZE", help="Memory that they may use for it.")]
+ConvertedArgument = Annotated[
+    Path, typer.Argument(metavar="OUT", readable=False, help="A folder that `relayout convert` wrote.")
+]
+CompareOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="SRC", readable=False, help="Also cut this source again and compare every slice (128-bit digests)."
+    ),
+]
+
+
+def main() -> None:
+    """Parse the command line, do what it says, and raise SystemExit with the exit code."""
+    with signals.restored():
+        signals.leave_when_asked()
+        # A command that has nothing to do but to print ends like any other when its reader does (128 + SIGPIPE).
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        try:
+            with _errors():
+                app()
+        except typer.Exit as end:
+            sys.exit(end.exit_code)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"relayout {__version__}", flush=True)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def convert(
+    source: SourceArgument,
+    tp: Annotated[int, typer.Option("--tp", metavar="N", help="Tensor-parallel ranks to cut for.")] = 1,
+    align: Annotated[
+        str, typer.Option(metavar="BYTES", help="Power of two, 512 to 16MiB, that tensors start at multiples of.")
+    ] = "4096",
+    output: OutputOption = None,
+    plan: PlanOption = None,
+    expert_parallel: Annotated[
+        bool, typer.Option("--expert-parallel", help="Experts are owned whole, in blocks over the ranks, not cut.")
+    ] = False,
+    unmatched: Annotated[
+        Literal["error", "replicate"] | None,
+        typer.Option(
+            help="What becomes of tensors that no rule of the plan names. Default: error; with --plan transformers,"
+            " which names just what is cut, replicate."
+        ),
+    ] = None,
+    max_part_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Split a rank into files of at most about this size, such as 48GB.")
+    ] = "48GB",
+    dcp: Annotated[
+        bool | None,
+        typer.Option(
+            "--dcp/--no-dcp",
+            help="Let PyTorch DCP read the ranks as one model. Default: where every slice is one box, as all but those"
+            " of fused tensors are.",
+        ),
+    ] = None,
+    jobs: JobsOption = 8,
+    memory: MemoryOption = "512MiB",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, write nothing.")] = False,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force", help="Replace OUT if relayout wrote it; discard an interrupted conversion that does not fit."
+        ),
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Rewrite a checkpoint for N tensor-parallel ranks.
+
+    OUT appears complete or not at all; SRC is only read. Interrupted, the same command goes on from what is done. With
+    --tp 1 any model can be converted, into a drop-in folder.
+    """
+    with _errors():
+        from relayout.cli import render as terminal
+        from relayout.conversion import run as conversion
+        from relayout.conversion.preview import preview
+        from relayout.core.sizes import parse_size
+
+        alignment, part_nbytes, memory_nbytes = parse_size(align), parse_size(max_part_size), parse_size(memory)
+        planned = conversion.plan_conversion(
+            source,
+            output,
+            tp=tp,
+            align=alignment,
+            plan=plan,
+            expert_parallel=expert_parallel,
+            unmatched=unmatched,
+            max_part_nbytes=part_nbytes,
+            dcp=dcp,
+        )
+        if dry_run:
+            _show(preview(planned), as_json, terminal.print_preview)
+            return
+        _begin_work()
+        with terminal.progress("converting", as_json=as_json) as on_progress:
+            summary = conversion.carry_out(
+                planned, force=force, jobs=jobs, memory=memory_nbytes, on_progress=on_progress
+            )
+        _tell(summary, as_json, terminal.print_summary)
+
+
+@app.command()
+def plans(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Print this plan file.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the built-in plans, by which tensors are cut, or print one of them."""
+    with _errors():
+        from relayout.cli import render as terminal
+        from relayout.plans import family as families
+
+        if name is not None:
+            text = families.builtin_text(name)
+            print(
+                json.dumps({"name": name, "text": text}) if as_json else text, end="\n" if as_json else "", flush=True
+            )
+            return
+        found = families.builtin_families()
+        if as_json:
+            print(json.dumps({family.name: family.model_types for family in found}), flush=True)
+        else:
+            terminal.print_plans(found)
+
+
+@app.command()
+def inspect(
+    path: PathArgument,
+    rank: Annotated[
+        int | None, typer.Option(metavar="R", help="Show the tensors of this rank of a converted checkpoint.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show tensors, ranks and alignment; for a plain checkpoint also what a rank would read of it in vain."""
+    with _errors():
+        from relayout.cli import render as terminal
+        from relayout.commands import inspect as inspection
+
+        found = inspection.inspect(path, rank=rank)
+        _show(found, as_json, terminal.print_inspection)
+
+
+@app.command()
+def verify(
+    path: ConvertedArgument,
+    source: CompareOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Prove a converted checkpoint: structure, sidecar, and the digest of every slice."""
+    with _errors():
+        from relayout.cli import render as terminal
+        from relayout.commands import verify as verification
+
+        _begin_work()
+        with terminal.progress("verifying", as_json=as_json) as on_progress:
+            report = verification.verify(path, source=source, on_progress=on_progress)
+        _tell(report, as_json, terminal.print_report)
+        if not report.ok:
+            raise typer.Exit(EXIT_DIFFERENCE)
+
+
+@app.command()
+def restore(
+    path: ConvertedArgument,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", readable=False, help="Folder to make.")],
+    jobs: JobsOption = 8,
+    memory: MemoryOption = "512MiB",
+    force: Annotated[bool, typer.Option("--force", help="Replace DIR if relayout converted it.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the source's shards, index and side files again, byte for byte, from a converted folder alone."""
+    with _errors():
+        from relayout.cli import render as terminal
+        from relayout.commands import restore as restoration
+        from relayout.core.sizes import parse_size
+
+        memory_nbytes = parse_size(memory)
+        _begin_work()
+        with terminal.progress("restoring", as_json=as_json) as on_progress:
+            done = restoration.restore(
+                path, output, force=force, jobs=jobs, memory=memory_nbytes, on_progress=on_progress
+            )
+        _tell(done, as_json, terminal.print_restored)
+
+
+@app.command()
+def doctor(
+    path: PathArgument,
+    rank: Annotated[int | None, typer.Option(metavar="R", help="Only this rank. Default: all.")] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="DEVICE", help="Where tensors shall lie. Default: cuda if there is one.")
+    ] = None,
+    tp: Annotated[
+        int | None, typer.Option("--tp", metavar="N", help="Tensor-parallel ranks. Default: as converted, or 1.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Tell which way a load would take here, and why: file system, direct I/O, page cache, GPU."""
+    with _errors():
+        from relayout.cli import render as terminal
+        from relayout.loader.diagnose import doctor as diagnosis
+
+        found = diagnosis.diagnose(path, rank=rank, device=device, tp=tp)
+        _show(found, as_json, terminal.print_diagnosis)
+
+
+class _Result(Protocol):
+    def as_json(self) -> dict[str, object]: ...
+
+
+R = TypeVar("R", bound=_Result)
+
+
+def _show(result: R, as_json: bool, print_text: Callable[[R], None]) -> None:
+    if as_json:
+        print(json.dumps(result.as_json()), flush=True)
+    else:
+        print_text(result)
+
+
+def _begin_work() -> None:
+    """What follows is to be carried out whoever reads of it, and put in order if it is interrupted."""
+    signals.raise_when_asked()
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+
+
+def _tell(result: R, as_json: bool, print_text: Callable[[R], None]) -> None:
+    """Show what was done; the exit code is about that, and not about who reads it."""
+    try:
+        _show(result, as_json, print_text)
+    except BrokenPipeError:
+        abandon(sys.stdout)
+    except OSError as error:
+        error.filename = "standard output"  # Not what was done.
+        raise
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Turn errors into one line and the exit code of their family."""
+    try:
+        yield
+    except RelayoutError as error:
+        _fail(str(error), EXIT_BAD_INPUT, error)
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        _fail(f"{place}{_reason(error)}", EXIT_IO, error)
+    except MemoryError as error:
+        _fail(f"out of memory: {error}", EXIT_IO, error)
+    except signals.Stopped as error:
+        signals.ignore()
+        _fail(str(error), error.exit_code, error)
+
+
+def _fail(message: str, code: int, error: BaseException) -> NoReturn:
+    try:
+        typer.echo(f"relayout: error: {_one_line(message)}", err=True)
+        for note in getattr(error, "__notes__", ()):
+            typer.echo(f"relayout: note: {_one_line(note)}", err=True)
+    except OSError:
+        abandon(sys.stderr)
+    raise typer.Exit(code) from None
+
+
+def _reason(error: OSError) -> str:
+    reason, advice = str(error.strerror or error), advice_on_limit()
+    return reason if error.errno != errno.EMFILE or reason.endswith(advice) else f"{reason}; {advice}"
+
+
+def _one_line(message: str) -> str:
+    """A message for the terminal, in which names from files may be long and may hold anything."""
+    middle = len(message) - _MAX_MESSAGE_LENGTH
+    if middle > 0:
+        half = _MAX_MESSAGE_LENGTH // 2
+        message = f"{message[:half]} ... {message[-half:]}"
+    return printable(message)

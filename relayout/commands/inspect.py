@@ -1,0 +1,217 @@
+"""`inspect`: what is in a safetensors file or folder, converted or not, and what a tensor-parallel rank would pay."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from relayout.checkpoint.converted import check_rank, read_manifest, read_table
+from relayout.checkpoint.source import Catalogue, read_catalogue
+from relayout.core.dtypes import num_bytes
+from relayout.core.extents import Extent
+from relayout.core.integers import integer
+from relayout.core.patterns import collapse_numbers
+from relayout.core.slices import Slice, slice_nbytes, slice_transfers
+from relayout.errors import PlanError, RelayoutError
+from relayout.format.index import MANIFEST_NAME, Manifest, RankTable
+from relayout.plans.planner import plan_for
+
+ALIGNMENTS = (512, 4096, 65536, 2 * 2**20)
+DEGREES = (2, 4, 8, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorGroup:
+    """Tensors whose names differ in numbers only, of one dtype, shape and cut."""
+
+    pattern: str
+    count: int
+    dtype: str
+    shape: tuple[int, ...]
+    """As stored: of the slice, in a converted checkpoint."""
+    nbytes: int
+    """Of all tensors of the group."""
+    cut: str | None
+    """Which part of the whole tensor is stored, in words; None: all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankSummary:
+    """One rank of a converted checkpoint."""
+
+    rank: int
+    num_tensors: int
+    nbytes: int
+    num_files: int
+    num_reads: int
+    """Contiguous or strided pieces that a load reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Amplification:
+    """What the rank that needs most would read of a plain checkpoint, at one tensor-parallel degree."""
+
+    tp: int
+    needed_nbytes: int | None
+    """Bytes of the rank's slices; None where the checkpoint cannot be cut like this."""
+    row_reader_nbytes: int | None
+    """Read by a loader that can read rows (axis 0) of a tensor, but no columns."""
+    whole_nbytes: int
+    """Read by a loader that reads whole shards."""
+    reason: str | None
+    """Why it cannot be cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What `inspect` found."""
+
+    path: str
+    converted: bool
+    model_type: str | None
+    num_files: int
+    num_tensors: int
+    """Of the whole model."""
+    nbytes: int
+    """Stored bytes of all tensors shown: of all ranks, one rank, or the plain checkpoint."""
+    aligned_nbytes: dict[int, int]
+    """For several alignments: bytes of tensors that start at a multiple of it."""
+    groups: tuple[TensorGroup, ...]
+    """Of rank 0, or the rank asked for, in a converted checkpoint."""
+    ranks: tuple[RankSummary, ...]
+    """Empty for a plain checkpoint."""
+    amplification: tuple[Amplification, ...]
+    """Empty for a converted checkpoint."""
+    left_out: tuple[str, ...]
+    """What a conversion would not take along, and why."""
+    dcp: bool | None
+    """Whether PyTorch DCP reads the rank files as one model; None for a plain checkpoint."""
+
+    def as_json(self) -> dict[str, object]:
+        """For `--json`."""
+        return asdict(self)
+
+
+def inspect(path: str | os.PathLike[str], *, rank: int | None = None) -> Inspection:
+    """Look at a .safetensors file, a plain checkpoint folder, or a converted one; reads headers and tables only.
+
+    Args:
+        path: what to look at.
+        rank: of a converted checkpoint, the rank whose tensors to show; default is all ranks in the sums, and the
+            tensors of rank 0.
+
+    Raises:
+        FormatError: a file is damaged.
+        PlanError: there is nothing to look at, or no such rank.
+    """
+    path = Path(path)
+    rank = None if rank is None else integer(rank, "rank")
+    if (path / MANIFEST_NAME).exists():
+        return _inspect_converted(path, read_manifest(path), rank)
+    if rank is not None:
+        raise PlanError(f"{path}: not converted, has no ranks")
+    return _inspect_plain(path, read_catalogue(path))
+
+
+def _inspect_converted(path: Path, manifest: Manifest, rank: int | None) -> Inspection:
+    if rank is not None:
+        check_rank(rank, manifest.num_ranks)
+    shown = range(manifest.num_ranks) if rank is None else [rank]
+    tables = {one: read_table(path, manifest, one) for one in shown}
+    extents = [extent for table in tables.values() for extent in _extents(table)]
+    entries = [(one, manifest.ranks[one]) for one in shown]
+    return Inspection(
+        path=str(path),
+        converted=True,
+        model_type=manifest.model_type,
+        num_files=sum(len(entry.files) for _, entry in entries),
+        num_tensors=len({name for table in tables.values() for name in table.names}),
+        nbytes=sum(extent.nbytes for extent in extents),
+        aligned_nbytes=_aligned(extents),
+        groups=_table_groups(tables[shown[0]]),
+        ranks=tuple(
+            RankSummary(one, entry.num_tensors, entry.nbytes, len(entry.files), len(entry.reads))
+            for one, entry in entries
+        ),
+        amplification=(),
+        left_out=(),
+        dcp=manifest.dcp,
+    )
+
+
+def _inspect_plain(path: Path, catalogue: Catalogue) -> Inspection:
+    return Inspection(
+        path=str(path),
+        converted=False,
+        model_type=catalogue.model_type,
+        num_files=len(catalogue.files),
+        num_tensors=len(catalogue.tensors),
+        nbytes=catalogue.nbytes,
+        aligned_nbytes=_aligned(tensor.extent for tensor in catalogue.tensors),
+        groups=_groups(
+            (tensor.name, tensor.dtype, tensor.shape, tensor.extent.nbytes, None) for tensor in catalogue.tensors
+        ),
+        ranks=(),
+        amplification=tuple(_amplification(catalogue, tp) for tp in DEGREES),
+        left_out=catalogue.left_out,
+        dcp=None,
+    )
+
+
+def _amplification(catalogue: Catalogue, tp: int) -> Amplification:
+    whole = sum(file.nbytes - file.data_start for file in catalogue.files)
+    try:
+        plan = plan_for(catalogue, tp)
+    except RelayoutError as error:
+        return Amplification(tp, None, None, whole, str(error))
+    needed, by_rows = [0] * tp, [0] * tp
+    for tensor, slices in zip(catalogue.tensors, plan.slices, strict=True):
+        for rank, part in enumerate(slices):
+            nbytes = slice_nbytes(tensor.dtype, tensor.shape, part)
+            needed[rank] += nbytes
+            strided = any(one.count > 1 for one in slice_transfers(tensor.dtype, tensor.shape, part))
+            by_rows[rank] += tensor.extent.nbytes if strided else nbytes
+    return Amplification(tp, max(needed), max(by_rows), whole, None)
+
+
+def _aligned(extents: Iterable[Extent]) -> dict[int, int]:
+    extents = list(extents)
+    return {
+        alignment: sum(extent.nbytes for extent in extents if extent.offset % alignment == 0)
+        for alignment in ALIGNMENTS
+    }
+
+
+def _extents(table: RankTable) -> list[Extent]:
+    return [
+        Extent(offset, num_bytes(dtype, shape) or 0)
+        for dtype, shape, offset in zip(table.dtypes, table.shapes, table.offsets, strict=True)
+    ]
+
+
+def _table_groups(table: RankTable) -> tuple[TensorGroup, ...]:
+    rows = []
+    for row, extent in enumerate(_extents(table)):
+        part, source = table.slices[row], table.source_shapes[row]
+        cut = None if part.is_whole else _cut_in_words(part, source)
+        rows.append((table.names[row], table.dtypes[row], table.shapes[row], extent.nbytes, cut))
+    return _groups(rows)
+
+
+def _cut_in_words(part: Slice, source: tuple[int, ...]) -> str:
+    pieces = "" if part.is_box else f"{len(part.ranges or ())} ranges of "
+    return f"{pieces}axis {part.axis} of {list(source)}"
+
+
+def _groups(rows: Iterable[tuple[str, str, tuple[int, ...], int, str | None]]) -> tuple[TensorGroup, ...]:
+    sums: dict[tuple[str, str, tuple[int, ...], str | None], tuple[int, int]] = {}
+    for name, dtype, shape, nbytes, cut in rows:
+        key = (collapse_numbers(name), dtype, shape, cut)
+        count, total = sums.get(key, (0, 0))
+        sums[key] = (count + 1, total + nbytes)
+    return tuple(
+        TensorGroup(pattern, count, dtype, shape, total, cut)
+        for (pattern, dtype, shape, cut), (count, total) in sums.items()
+    )

@@ -1,0 +1,237 @@
+"""`restore`: the source's shards, index and side files, byte for byte, from a converted folder alone.
+
+The conversion's own copy steps are carried out the other way: what a step wrote to rank files is read from them, put
+back to where it came from, hashed, and written to the shards.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from relayout.checkpoint.converted import read_manifest, read_record, read_table
+from relayout.checkpoint.source import Catalogue, SourceFile, SourceTensor
+from relayout.conversion.copy import DEFAULT_JOBS, DEFAULT_MEMORY, Hashes, Loaded, share_memory
+from relayout.conversion.journal import TensorDigests, read_journal
+from relayout.conversion.layout import stored_layout
+from relayout.conversion.side_files import check_side_file, copy_side_file, write_file, write_header
+from relayout.conversion.staging import Staging, check_output, check_space, clear_up, modes_of, staging_folder
+from relayout.conversion.steps import SourceRange, Span, Step, copy_steps, join_ranges
+from relayout.core.dtypes import num_bytes
+from relayout.core.extents import BLOCK, Extent, align_down, align_up
+from relayout.core.integers import integer
+from relayout.core.strided import copy_runs
+from relayout.core.workers import Stop, Turns, Workers
+from relayout.errors import FormatError, PlanError
+from relayout.format.index import Manifest
+from relayout.format.safetensors import parse_header
+from relayout.format.source_record import SourceRecord
+from relayout.plans.planner import Plan
+from relayout.storage.file_pool import OpenFiles
+from relayout.storage.files import Buffer, InputFile, OutputFile
+from relayout.storage.memory import peak_nbytes
+from relayout.storage.paths import member
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a restoration did."""
+
+    output: str
+    num_files: int
+    """Shards written."""
+    num_tensors: int
+    written_nbytes: int
+    """Bytes of all shards."""
+    seconds: float
+    peak_nbytes: int
+    """The most memory that the process ever held (resident)."""
+
+    def as_json(self) -> dict[str, object]:
+        """For `--json`."""
+        return asdict(self)
+
+
+def restore(
+    path: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    force: bool = False,
+    jobs: int = DEFAULT_JOBS,
+    memory: int = DEFAULT_MEMORY,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Restored:
+    """Write the checkpoint that a folder was converted from: its shards, index and side files, byte for byte.
+
+    What the conversion left out (it said so) is not there to be given back.
+
+    Args:
+        path: a folder that `convert` wrote.
+        output: the folder to make. It appears complete, with every digest right, or not at all.
+        force: replace an output folder that relayout converted.
+        jobs: threads that copy.
+        memory: bytes that they may use for copying.
+        on_progress: called now and then with (bytes done, bytes in all).
+
+    Raises:
+        FormatError: the folder is damaged, or lacks what the source had.
+        PlanError: it cannot be restored to `output`.
+        OSError: reading or writing failed; nothing is left behind.
+    """
+    started = time.monotonic()
+    jobs, chunk_nbytes = share_memory(integer(jobs, "jobs"), integer(memory, "memory"))
+    folder, output = Path(path), Path(output)
+    manifest = read_manifest(folder)
+    record = read_record(folder, manifest)
+    clear_up(output)
+    check_output(folder, output, force=force)
+    written = sum(file.nbytes for file in record.files)
+    modes = modes_of(folder, [member(folder, file.name) for entry in manifest.ranks for file in entry.files])
+    with staging_folder(output, replace=force, modes=modes) as staging:
+        found = read_journal(staging.place)
+        if found is not None and found[1] and not force:
+            staging.is_kept = True
+            raise PlanError(f"{staging.place.path}: holds an interrupted conversion; --force discards it")
+        staging.clear()
+        check_space(output, written + sum(side.nbytes for side in record.side_files))
+        catalogue = source_catalogue(folder, staging.folder.path, record)
+        total = catalogue.nbytes
+        _restore_tensors(
+            folder,
+            manifest,
+            record,
+            catalogue,
+            staging,
+            jobs,
+            chunk_nbytes,
+            None if on_progress is None else lambda done: on_progress(done, total),
+        )
+        for file in catalogue.files:
+            write_header(staging.folder, file.name, file.header, file.nbytes, staging.modes.file)
+        if record.index is not None:
+            write_file(staging.folder, record.index[0], record.index[1], staging.modes.file)
+        for side in record.side_files:
+            check_side_file(folder / side.name, side, copy_side_file(folder, staging.folder, side.name, side))
+    return Restored(
+        output=str(output),
+        num_files=len(record.files),
+        num_tensors=len(record.names),
+        written_nbytes=written,
+        seconds=time.monotonic() - started,
+        peak_nbytes=peak_nbytes(),
+    )
+
+
+def source_catalogue(folder: Path, place: Path, record: SourceRecord) -> Catalogue:
+    """The source's catalogue, of files that are still to be written at `place`.
+
+    Raises:
+        FormatError: the shards had bytes that the record does not tell of.
+    """
+    files = []
+    tensors = []
+    stored: list[dict[str, tuple[str, tuple[int, ...], int]]] = [{} for _ in record.files]
+    for name, dtype, shape, file, offset in zip(
+        record.names, record.dtypes, record.shapes, record.file_of, record.offsets, strict=True
+    ):
+        stored[file][name] = (dtype, shape, offset)
+        tensors.append(SourceTensor(name, dtype, shape, file, Extent(offset, num_bytes(dtype, shape) or 0)))
+    for shard, expected in zip(record.files, stored, strict=True):
+        header = parse_header(shard.header, shard.nbytes, f"{folder}: header of {shard.name}")
+        for entry in header.tensors:
+            if expected.pop(entry.name, None) != (entry.dtype, entry.shape, header.data_start + entry.offset):
+                raise FormatError(
+                    f"{folder}: {shard.name} cannot be restored: its tensor {entry.name!r} was not converted"
+                )
+        if expected:
+            raise FormatError(f"{folder}: header of {shard.name}: tensor {min(expected)!r} is not in it")
+        files.append(SourceFile(shard.name, place / shard.name, shard.nbytes, header.data_start, shard.header))
+    return Catalogue(folder, tuple(files), tuple(tensors), {}, {}, record.index, (), ())
+
+
+def _restore_tensors(
+    folder: Path,
+    manifest: Manifest,
+    record: SourceRecord,
+    catalogue: Catalogue,
+    staging: Staging,
+    jobs: int,
+    chunk_nbytes: int,
+    on_progress: Callable[[int], None] | None,
+) -> None:
+    """Read all rank files, and write the bytes of all tensors.
+
+    Raises:
+        FormatError: a tensor's bytes are not what the source's were.
+        OSError: a read or a write failed.
+    """
+    tables = [read_table(folder, manifest, rank) for rank in range(manifest.num_ranks)]
+    plan = Plan(manifest.plan, manifest.num_ranks, tuple(record.slices))
+    layout = stored_layout(manifest, tables, catalogue, plan)
+    stop = Stop()
+    turns = Turns(stop)
+
+    checked: set[int] = set()
+
+    def check(t: int, digests: TensorDigests) -> None:
+        checked.add(t)
+        if digests.source != record.digests[t]:
+            raise FormatError(f"{folder}: tensor {record.names[t]!r}: the stored bytes are damaged")
+
+    hashes = Hashes(catalogue, plan, check, slices=False)
+
+    def open_input(place: tuple[int, int]) -> InputFile:
+        rank, part = place
+        file = layout.ranks[rank][part]
+        return InputFile(member(folder, file.name), file.nbytes, pass_by=True)
+
+    created: set[int] = set()
+
+    def open_output(number: int) -> OutputFile:
+        shard = catalogue.files[number]
+        is_new = number not in created
+        opened = OutputFile(staging.folder, shard.name, shard.nbytes, create=is_new, mode=staging.modes.file)
+        created.add(number)
+        return opened
+
+    def work(memory: tuple[Buffer, Buffer], step: Step) -> int:
+        loaded = Loaded.place(step.ranges, memory[0])
+        for span in step.spans:
+            _put_back(span, loaded, catalogue, inputs, memory[1])
+        for one in join_ranges(SourceRange(catalogue.tensors[t].file, extent) for t, extent in step.tensors):
+            position = loaded.position(one.file, one.extent.offset)
+            view = loaded.memory[position : position + one.extent.nbytes]
+            with outputs.use(one.file) as output:
+                output.write(one.extent.offset, view, position)
+        if step.turn is not None:
+            turns.wait(*step.turn)
+        for t, extent in step.tensors:
+            position = loaded.position(catalogue.tensors[t].file, extent.offset)
+            hashes.update_source(t, loaded.memory[position : position + extent.nbytes])
+        if step.turn is not None:
+            turns.done(step.turn[0])
+        return step.nbytes
+
+    steps = (step for step in copy_steps(catalogue, plan, layout, chunk_nbytes=chunk_nbytes) if step.tensors)
+    with OpenFiles(open_input) as inputs, OpenFiles(open_output, num_descriptors=2) as outputs:
+        Workers(jobs, steps, lambda: (Buffer(), Buffer()), work, stop).run(on_progress)
+    assert checked == {t for t, tensor in enumerate(catalogue.tensors) if tensor.extent.nbytes}
+
+
+def _put_back(
+    span: Span, loaded: Loaded, catalogue: Catalogue, inputs: OpenFiles[tuple[int, int], InputFile], buffer: Buffer
+) -> None:
+    """Read a span from the first of its targets, and spread its pieces to where they came from."""
+    place = span.targets[0]
+    start = align_down(place.offset, BLOCK)
+    blocks = buffer.reserve(align_up(place.offset + span.nbytes, BLOCK) - start)
+    with inputs.use((place.rank, place.part)) as stored_file:
+        stored_file.read(start, blocks)
+    stored = blocks[place.offset - start :]
+    for piece in span.pieces:
+        file = catalogue.tensors[piece.tensor].file
+        origin = loaded.position(file, piece.transfer.source) - piece.transfer.source
+        copy_runs(stored, loaded.memory, piece.transfer.inverted().shifted(target=origin))

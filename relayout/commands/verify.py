@@ -1,0 +1,316 @@
+"""`verify`: proves a converted checkpoint, alone or against its source."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from safetensors import SafetensorError, deserialize
+
+from relayout.checkpoint.converted import check_owner, read_manifest, read_record, read_table
+from relayout.checkpoint.source import Catalogue, read_catalogue, read_shard
+from relayout.conversion.copy import DEFAULT_JOBS, NoSink, digests_of_all, run_steps
+from relayout.conversion.layout import rows_of_files, stored_layout
+from relayout.conversion.side_files import read_side_file
+from relayout.conversion.steps import copy_steps
+from relayout.core.dtypes import num_bytes
+from relayout.core.extents import Extent
+from relayout.core.slices import distinct_slices
+from relayout.errors import FormatError
+from relayout.format.index import HUB_INDEX_NAME, MIN_ALIGNMENT, Manifest, RankEntry, RankTable
+from relayout.format.manifest import SOURCE_RECORD_NAME, digest_hex
+from relayout.format.safetensors import TensorEntry, build_header
+from relayout.format.source_record import SourceRecord
+from relayout.plans.planner import Plan
+from relayout.storage.hashing import HashedFile, hash_files
+from relayout.storage.paths import member
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One thing that is not as it should be."""
+
+    file: str
+    tensor: str | None
+    start: int | None
+    """Absolute offset in the file of the first byte concerned."""
+    end: int | None
+    """Absolute offset after the last."""
+    what: str
+
+    def __str__(self) -> str:
+        place = "" if self.start is None else f", bytes {self.start} to {self.end}"
+        tensor = "" if self.tensor is None else f": tensor {self.tensor!r}"
+        return f"{self.file}{tensor}{place}: {self.what}"
+
+
+@dataclass(slots=True)
+class Report:
+    """What `verify` found."""
+
+    num_ranks: int
+    num_tensors: int = 0
+    """Slices, over all ranks."""
+    nbytes: int = 0
+    """Bytes of rank files that were read and hashed."""
+    compared_with_source: bool = False
+    differences: list[Difference] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything is as it should be."""
+        return not self.differences
+
+    def as_json(self) -> dict[str, object]:
+        """For `--json`."""
+        return asdict(self) | {"ok": self.ok}
+
+    def add(self, file: str, what: str, tensor: str | None = None, extent: Extent | None = None) -> None:
+        """Note a difference."""
+        start, end = (None, None) if extent is None else (extent.offset, extent.end)
+        self.differences.append(Difference(file, tensor, start, end, what))
+
+
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    source: str | os.PathLike[str] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Report:
+    """Check a folder that `convert` wrote: structure, sidecar, and the digest of every slice.
+
+    Args:
+        path: the converted folder.
+        source: the checkpoint it was made from; every slice is cut from it again and compared.
+        on_progress: called now and then with (bytes done, bytes in all).
+
+    Raises:
+        FormatError: `path` has no readable manifest, or the source is damaged.
+        OSError: reading failed.
+    """
+    folder = Path(path)
+    manifest = read_manifest(folder)
+    report = Report(manifest.num_ranks)
+    tables = [_check_rank(folder, manifest, rank, report) for rank in range(manifest.num_ranks)]
+    record = _check_record(folder, manifest, tables, report)
+    _check_other_files(folder, manifest, report)
+    catalogue = None if source is None else read_catalogue(Path(source))
+    usable = [(entry, table) for entry, table in zip(manifest.ranks, tables, strict=True) if table is not None]
+    hash_nbytes = sum(file.nbytes for entry, _ in usable for file in entry.files)
+    total = hash_nbytes + (0 if catalogue is None else catalogue.nbytes)
+
+    def progress(base: int) -> Callable[[int], None] | None:
+        return None if on_progress is None else lambda done: on_progress(base + done, total)
+
+    for entry, table in usable:
+        _check_digests(folder, entry, table, report, progress(report.nbytes))
+    # Where something is wrong in itself, that has been said, and nothing need lie where the plan says.
+    if catalogue is not None and record is not None and report.ok:
+        _compare(manifest, [table for _, table in usable], record, catalogue, report, progress(hash_nbytes))
+    return report
+
+
+def _check_rank(folder: Path, manifest: Manifest, rank: int, report: Report) -> RankTable | None:
+    """Check one rank's table and headers against each other; the table, if it and all its files are usable."""
+    entry = manifest.ranks[rank]
+    try:
+        table = read_table(folder, manifest, rank)
+    except FormatError as error:
+        report.add(entry.table, str(error))
+        return None
+    usable = True
+    rows = rows_of_files(table, len(entry.files))
+    for number, file in enumerate(entry.files):
+        try:
+            path = member(folder, file.name)
+            shard, header = read_shard(path, file.name)
+            if shard.nbytes != file.nbytes:
+                raise FormatError(f"{path}: {shard.nbytes} bytes long, expected {file.nbytes}")
+            if digest_hex(shard.header) != file.header_digest:
+                report.add(file.name, "header differs from the one that was written", extent=Extent(0, file.data_start))
+            _check_by_reference_reader(shard.header, header.data_nbytes, str(path))
+        except FormatError as error:
+            report.add(file.name, str(error))
+            usable = False
+            continue
+        stored = [
+            (tensor.name, tensor.dtype, tensor.shape, header.data_start + tensor.offset) for tensor in header.tensors
+        ]
+        indexed = [(table.names[row], table.dtypes[row], table.shapes[row], table.offsets[row]) for row in rows[number]]
+        # A zero-size tensor shares its offset with the next.
+        for found, expected in zip(sorted(stored, key=_place), sorted(indexed, key=_place), strict=False):
+            if found != expected:
+                report.add(file.name, f"header has {found[1:]}, the rank table {expected}", found[0])
+        if len(stored) != len(indexed):
+            report.add(file.name, f"{len(stored)} tensors, the rank table has {len(indexed)}")
+    report.num_tensors += len(table.names)
+    if not usable:
+        return None
+    try:
+        check_owner(folder, manifest, rank)
+    except (FormatError, OSError) as error:
+        report.add(entry.files[0].name if entry.files else entry.table, str(error))
+    return table
+
+
+def _check_by_reference_reader(header: bytes, data_nbytes: int, where: str) -> None:
+    """Ask safetensors itself. It gets the header alone: to open a file it maps all of it, which memory may not allow.
+
+    Raises:
+        FormatError: it finds anything wrong, but that the data section is missing.
+    """
+    complaint = _complaint(header)
+    one_byte = build_header([TensorEntry("x", "U8", (1,), 0, 1)], {}, MIN_ALIGNMENT)
+    if complaint != (_complaint(one_byte) if data_nbytes else None):
+        raise FormatError(f"{where}: the reference reader of safetensors: {complaint}")
+
+
+def _complaint(header: bytes) -> str | None:
+    try:
+        deserialize(header)  # type: ignore[no-untyped-call]
+    except SafetensorError as error:
+        return str(error)
+    return None
+
+
+def _check_other_files(folder: Path, manifest: Manifest, report: Report) -> None:
+    """Check the index for stock loaders, and that no file lies there that a loader would take for a part of it."""
+    known = {file.name for entry in manifest.ranks for file in entry.files}
+    for path in sorted(folder.glob("*.safetensors")):
+        if path.name not in known and not path.name.startswith("."):
+            report.add(path.name, "is not part of this conversion")
+    if manifest.hub_index_digest is not None:
+        what = "differs from the one that was written"
+        _check_copy(folder, HUB_INDEX_NAME, None, manifest.hub_index_digest, what, report)
+
+
+def _check_copy(folder: Path, name: str, nbytes: int | None, digest: str, what: str, report: Report) -> None:
+    """Check a file's length, if it is known, and its digest; `what` is said of one that differs."""
+    try:
+        found = read_side_file(folder, name)
+    except FormatError as error:
+        report.add(name, str(error))
+        return
+    if found.digest != digest or nbytes not in (None, found.nbytes):
+        report.add(name, what)
+
+
+def _place(row: tuple[str, str, tuple[int, ...], int]) -> tuple[int, str]:
+    return row[3], row[0]
+
+
+def _check_record(
+    folder: Path, manifest: Manifest, tables: list[RankTable | None], report: Report
+) -> SourceRecord | None:
+    """Check the source record, the side files, and that the ranks' slices are those that the record names."""
+    try:
+        record = read_record(folder, manifest)
+    except FormatError as error:
+        report.add(SOURCE_RECORD_NAME, str(error))
+        return None
+    for side in record.side_files:
+        what = "differs from the file that was copied"
+        _check_copy(folder, side.name, side.nbytes, side.digest, what, report)
+    _check_cuts(record, report)
+    for rank, table in enumerate(tables):
+        if table is not None:
+            _check_slices(manifest.ranks[rank].table, rank, table, record, report)
+    return record
+
+
+def _check_cuts(record: SourceRecord, report: Report) -> None:
+    """Check that the ranks together hold each tensor, all of it."""
+    first = dict(zip(zip(record.slices, record.shapes, strict=True), record.names, strict=True))
+    for (slices, shape), name in first.items():
+        if any(part.is_whole for part in slices):
+            continue
+        axis = next((part.axis for part in slices if part.ranges), 0)
+        end = 0
+        for start, length in sorted(one for part in slices for one in part.ranges or ()):
+            if start > end:
+                break
+            end = max(end, start + length)
+        if axis >= len(shape) or end < shape[axis] or not any(part.is_held for part in slices):
+            report.add(SOURCE_RECORD_NAME, f"no rank holds element {end} of axis {axis} of {list(shape)}", name)
+
+
+def _check_slices(name: str, rank: int, table: RankTable, record: SourceRecord, report: Report) -> None:
+    rows = {tensor: row for row, tensor in enumerate(table.names)}
+    for t, tensor in enumerate(record.names):
+        row = rows.pop(tensor, None)
+        part = record.slices[t][rank]
+        if row is None:
+            if part.is_held:
+                report.add(name, "is missing", tensor)
+            continue
+        expected = (record.dtypes[t], record.shapes[t], part, part.shape(record.shapes[t]))
+        if (table.dtypes[row], table.source_shapes[row], table.slices[row], table.shapes[row]) != expected:
+            report.add(name, f"is not the slice that the source record names: {expected}", tensor)
+        if part.is_whole and table.digests[row] != record.digests[t]:
+            report.add(name, "its digest differs from the source tensor's", tensor)
+    for tensor in rows:
+        report.add(name, "is not in the source record", tensor)
+
+
+def _check_digests(
+    folder: Path,
+    entry: RankEntry,
+    table: RankTable,
+    report: Report,
+    on_progress: Callable[[int], None] | None,
+) -> None:
+    """Read a rank's files once, several requests in flight, and compare each slice's digest."""
+    rows: list[list[tuple[Extent, str, str]]] = [[] for _ in entry.files]
+    for name, dtype, shape, number, offset, digest in zip(
+        table.names, table.dtypes, table.shapes, table.files, table.offsets, table.digests, strict=True
+    ):
+        rows[number].append((Extent(offset, num_bytes(dtype, shape) or 0), name, digest))
+    files = [
+        HashedFile(folder / file.name, file.nbytes, [extent for extent, _, _ in sorted(column)])
+        for file, column in zip(entry.files, rows, strict=True)
+    ]
+    hashed = hash_files(files, DEFAULT_JOBS, on_progress)
+    for file, column, digests in zip(entry.files, rows, hashed, strict=True):
+        for (extent, name, expected), found in zip(sorted(column), digests, strict=True):
+            if found != expected:
+                report.add(file.name, "digest differs: the stored bytes are damaged", name, extent)
+    report.nbytes += sum(file.nbytes for file in entry.files)
+
+
+def _compare(
+    manifest: Manifest,
+    tables: list[RankTable],
+    record: SourceRecord,
+    catalogue: Catalogue,
+    report: Report,
+    on_progress: Callable[[int], None] | None,
+) -> None:
+    """Cut the source's tensors again, by the conversion's own copy plan, and compare the digest of each slice."""
+    found = [(tensor.name, tensor.dtype, tensor.shape) for tensor in catalogue.tensors]
+    expected = list(zip(record.names, record.dtypes, record.shapes, strict=True))
+    if found != expected:
+        different = sorted({name for name, *_ in set(found) ^ set(expected)}) or ["the order"]
+        report.add(str(catalogue.root), f"is not the source: {len(different)} tensors differ, such as {different[0]!r}")
+        return
+    plan = Plan(manifest.plan, manifest.num_ranks, tuple(record.slices))
+    layout = stored_layout(manifest, tables, catalogue, plan)
+    passed = run_steps(catalogue, plan, copy_steps(catalogue, plan, layout), NoSink(), on_progress=on_progress)
+    digests = digests_of_all(catalogue, plan, passed)
+    rows = [{name: row for row, name in enumerate(table.names)} for table in tables]
+    for t, name in enumerate(record.names):
+        of_tensor = digests[t]
+        _, held = distinct_slices(plan.slices[t])
+        for rank, table in enumerate(tables):
+            row = rows[rank].get(name)
+            if row is not None and table.digests[row] != of_tensor.slices[held[rank]]:
+                file = manifest.ranks[rank].files[table.files[row]].name
+                nbytes = num_bytes(table.dtypes[row], table.shapes[row]) or 0
+                report.add(file, "differs from the source", name, Extent(table.offsets[row], nbytes))
+        if of_tensor.source != record.digests[t]:
+            report.add(str(catalogue.root), "has changed in the source since the conversion", name)
+    for side in record.side_files:
+        what = "has changed in the source since the conversion"
+        _check_copy(catalogue.folder, side.name, side.nbytes, side.digest, what, report)
+    report.compared_with_source = True

@@ -1,0 +1,301 @@
+"""Carries out copy steps: reads source ranges, puts spans together, hashes, and hands spans to a sink."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol, Self
+
+import xxhash
+
+from relayout.checkpoint.source import Catalogue
+from relayout.conversion.journal import TensorDigests
+from relayout.conversion.layout import Layout
+from relayout.conversion.steps import CHUNK_NBYTES, SourceRange, Span, Step, Target
+from relayout.core.extents import BLOCK, align_down, align_up
+from relayout.core.slices import Slice, distinct_slices, slice_nbytes
+from relayout.core.strided import copy_runs
+from relayout.core.workers import Stop, Turns, Workers
+from relayout.errors import PlanError
+from relayout.plans.planner import Plan
+from relayout.storage.file_pool import OpenFiles
+from relayout.storage.files import Buffer, InputFile, OutputFile
+from relayout.storage.open_folder import OpenFolder
+
+DEFAULT_JOBS = 8
+"""Threads."""
+
+DEFAULT_MEMORY = 2 * DEFAULT_JOBS * CHUNK_NBYTES
+"""Bytes for copying: each thread holds what it has read, and what it puts together of it."""
+
+_MIN_CHUNK_NBYTES = 2**20
+
+_SOURCE = -1
+"""In place of a slice: the whole tensor, as stored in the source."""
+
+_EMPTY = xxhash.xxh3_128().hexdigest()
+
+
+class Sink(Protocol):
+    """What becomes of finished spans. Called by several threads, never twice for the same bytes."""
+
+    def put(self, span: Span, target: Target, view: memoryview, address: int) -> None:
+        """Take the span's bytes for one target. The memory is reused after the call."""
+
+
+def digests_of_all(catalogue: Catalogue, plan: Plan, passed: Mapping[int, TensorDigests]) -> dict[int, TensorDigests]:
+    """The digests of those tensors that have passed, and of those without bytes, which no step deals with."""
+    digests = {}
+    for t, tensor in enumerate(catalogue.tensors):
+        assert t in passed or not tensor.extent.nbytes, f"tensor {tensor.name!r}: was not hashed to its end"
+        digests[t] = passed[t] if t in passed else _of_nothing(plan, t)
+    return digests
+
+
+def _of_nothing(plan: Plan, t: int) -> TensorDigests:
+    return TensorDigests(_EMPTY, (_EMPTY,) * len(distinct_slices(plan.slices[t])[0]))
+
+
+class NoSink:
+    """Lets spans go: for their digests only."""
+
+    def put(self, span: Span, target: Target, view: memoryview, address: int) -> None:
+        """Do nothing."""
+
+
+class RankFileSink:
+    """Writes spans to rank files, of which only some are open at a time."""
+
+    def __init__(self, folder: OpenFolder, layout: Layout, mode: int = 0o666) -> None:
+        """Files that are in the folder already must have their full length; `mode` is for new ones, less the umask."""
+        self._folder = folder
+        self._mode = mode
+        self._layout = layout
+        names = set(folder.names())
+        self._existing = {(file.rank, file.part) for files in layout.ranks for file in files if file.name in names}
+        self._files = OpenFiles(self._open_file, num_descriptors=2)
+
+    def put(self, span: Span, target: Target, view: memoryview, address: int) -> None:
+        """Write the span."""
+        with self._files.use((target.rank, target.part)) as file:
+            file.write(target.offset, view, address)
+
+    def _open_file(self, key: tuple[int, int]) -> OutputFile:
+        rank, part = key
+        file = self._layout.ranks[rank][part]
+        opened = OutputFile(self._folder, file.name, file.nbytes, create=key not in self._existing, mode=self._mode)
+        self._existing.add(key)
+        return opened
+
+    def close(self) -> None:
+        """Return when all that was put is on the drive, and close what is open.
+
+        Raises:
+            OSError: it could not all be written.
+        """
+        self._files.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Source ranges, or the memory for them."""
+
+    memory: memoryview
+    starts: list[tuple[int, int]]
+    """(file, file offset) of each range, sorted."""
+    positions: list[int]
+    """Where each range lies in the memory."""
+
+    @classmethod
+    def place(cls, ranges: Sequence[SourceRange], buffer: Buffer) -> Self:
+        """Give the ranges, which are in order, their memory."""
+        positions = list(accumulate((one.extent.nbytes for one in ranges), initial=0))
+        memory = buffer.reserve(positions.pop())
+        return cls(memory, [(one.file, one.extent.offset) for one in ranges], positions)
+
+    def position(self, file: int, offset: int) -> int:
+        """Where the byte at a file's offset lies in the memory."""
+        which = bisect_right(self.starts, (file, offset)) - 1
+        return self.positions[which] + offset - self.starts[which][1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    """A span put together in memory."""
+
+    span: Span
+    view: memoryview
+    position: int
+    """Where the view starts in page-aligned memory."""
+
+
+class _Memory:
+    """What one worker owns."""
+
+    def __init__(self) -> None:
+        self.read = Buffer()
+        self.staged = Buffer()
+
+
+class Hashes:
+    """Running digests. No two threads are ever at the same source, or slice, at once."""
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        plan: Plan,
+        on_tensor: Callable[[int, TensorDigests], None],
+        *,
+        slices: bool = True,
+    ) -> None:
+        """`on_tensor` is called when all bytes of a tensor, and of its `slices` if they count, have passed."""
+        self._with_slices = slices
+        self._tensors = catalogue.tensors
+        self._slices = plan.slices
+        self._on_tensor = on_tensor
+        self._lock = threading.Lock()
+        self._running: dict[tuple[int, int], xxhash.xxh3_128] = {}
+        self._left: dict[int, int] = {}
+        """Bytes of each tensor in work that are still to be hashed, in the source and in slices."""
+
+    def update(self, t: int, which: int, view: memoryview) -> None:
+        """Hash more bytes of a tensor's source, or of one of its distinct slices."""
+        with self._lock:
+            digest = self._running.setdefault((t, which), xxhash.xxh3_128())
+        digest.update(view)
+        with self._lock:
+            left = self._left.pop(t, None)
+            left = (self._total(t) if left is None else left) - view.nbytes
+            if left:
+                self._left[t] = left
+        if not left:
+            self._on_tensor(t, self._complete(t))
+
+    def update_source(self, t: int, view: memoryview) -> None:
+        """Hash more bytes of a tensor's source."""
+        self.update(t, _SOURCE, view)
+
+    def _distinct(self, t: int) -> tuple[Slice, ...]:
+        return distinct_slices(self._slices[t])[0] if self._with_slices else ()
+
+    def _total(self, t: int) -> int:
+        tensor = self._tensors[t]
+        parts = (part for part in self._distinct(t) if not part.is_whole)
+        return tensor.extent.nbytes + sum(slice_nbytes(tensor.dtype, tensor.shape, part) for part in parts)
+
+    def _complete(self, t: int) -> TensorDigests:
+        distinct = enumerate(self._distinct(t))
+        source = self._finished(t, _SOURCE)
+        return TensorDigests(
+            source, tuple(source if part.is_whole else self._finished(t, which) for which, part in distinct)
+        )
+
+    def _finished(self, t: int, which: int) -> str:
+        with self._lock:
+            digest = self._running.pop((t, which), None)
+        return _EMPTY if digest is None else digest.hexdigest()
+
+
+def share_memory(jobs: int, memory: int) -> tuple[int, int]:
+    """How many threads, `jobs` at most, share so many bytes, and how many source bytes each of them copies at once.
+
+    Raises:
+        PlanError: there are no threads, or not enough bytes for one.
+    """
+    if jobs < 1:
+        raise PlanError(f"{jobs} jobs, expected at least one")
+    if memory < 2 * _MIN_CHUNK_NBYTES:
+        raise PlanError(f"a memory of {memory} bytes, expected at least {2 * _MIN_CHUNK_NBYTES}")
+    jobs = min(jobs, memory // (2 * _MIN_CHUNK_NBYTES))
+    return jobs, align_down(memory // (2 * jobs), BLOCK)
+
+
+def run_steps(
+    catalogue: Catalogue,
+    plan: Plan,
+    steps: Iterable[Step],
+    sink: Sink,
+    *,
+    num_threads: int = DEFAULT_JOBS,
+    on_tensor: Callable[[int, TensorDigests], None] = lambda t, digests: None,
+    on_progress: Callable[[int], None] | None = None,
+) -> dict[int, TensorDigests]:
+    """Carry out all steps, and return the digests of each tensor that passed.
+
+    `on_tensor` is called by several threads, when a tensor's last byte has gone to the sink.
+
+    Raises:
+        FormatError: a source file has changed its length.
+        OSError: a read or a write failed.
+    """
+    stop = Stop()
+    turns = Turns(stop)
+    done: dict[int, TensorDigests] = {}
+
+    def complete(t: int, digests: TensorDigests) -> None:
+        done[t] = digests
+        on_tensor(t, digests)
+
+    hashes = Hashes(catalogue, plan, complete)
+
+    def work(memory: _Memory, step: Step) -> int:
+        loaded = _read(step.ranges, inputs, memory.read)
+        staged = _stage(step.spans, catalogue, loaded, memory.staged)
+        for one in staged:
+            for target in one.span.targets:
+                sink.put(one.span, target, one.view, one.position)
+        if step.turn is None:
+            _hash(step, catalogue, loaded, staged, hashes)
+            return step.nbytes
+        hashed, turn = step.turn
+        turns.wait(hashed, turn)
+        _hash(step, catalogue, loaded, staged, hashes)
+        turns.done(hashed)
+        return step.nbytes
+
+    def open_input(number: int) -> InputFile:
+        file = catalogue.files[number]
+        return InputFile(file.path, file.nbytes, pass_by=True)
+
+    with OpenFiles(open_input) as inputs:
+        Workers(num_threads, steps, _Memory, work, stop).run(on_progress)
+    return done
+
+
+def _read(ranges: Sequence[SourceRange], inputs: OpenFiles[int, InputFile], buffer: Buffer) -> Loaded:
+    loaded = Loaded.place(ranges, buffer)
+    for one, position in zip(ranges, loaded.positions, strict=True):
+        with inputs.use(one.file) as file:
+            file.read(one.extent.offset, loaded.memory[position : position + one.extent.nbytes])
+    return loaded
+
+
+def _stage(spans: Sequence[Span], catalogue: Catalogue, loaded: Loaded, buffer: Buffer) -> list[_Staged]:
+    """Put the spans together, each at the address, modulo a block, that its first target wants."""
+    positions = []
+    end = 0
+    for span in spans:
+        positions.append(align_up(end, BLOCK) + (span.targets[0].offset % BLOCK if span.targets else 0))
+        end = positions[-1] + span.nbytes
+    memory = buffer.reserve(end)
+    staged = []
+    for span, position in zip(spans, positions, strict=True):
+        view = memory[position : position + span.nbytes]
+        for piece in span.pieces:
+            file = catalogue.tensors[piece.tensor].file
+            source = loaded.position(file, piece.transfer.source) - piece.transfer.source
+            copy_runs(loaded.memory, view, piece.transfer.shifted(source=source))
+        staged.append(_Staged(span, view, position))
+    return staged
+
+
+def _hash(step: Step, catalogue: Catalogue, loaded: Loaded, staged: Sequence[_Staged], hashes: Hashes) -> None:
+    for one in staged:
+        for part in one.span.slices:
+            hashes.update(part.tensor, part.slice, one.view[part.start : part.start + part.nbytes])
+    for t, extent in step.tensors:
+        position = loaded.position(catalogue.tensors[t].file, extent.offset)
+        hashes.update_source(t, loaded.memory[position : position + extent.nbytes])

@@ -1,0 +1,128 @@
+"""Going on with a conversion that was interrupted: what an earlier attempt claims, and what of it is true."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping
+
+from relayout.checkpoint.source import Catalogue
+from relayout.conversion.journal import TensorDigests, Undertaking, read_journal
+from relayout.conversion.layout import Layout, RankFile
+from relayout.conversion.staging import Staging
+from relayout.core.extents import Extent
+from relayout.core.slices import Slice, distinct_slices, slice_nbytes
+from relayout.errors import FormatError, PlanError
+from relayout.format.index import FORMAT_VERSION
+from relayout.format.manifest import compact_json, digest_hex
+from relayout.plans.planner import Plan
+from relayout.storage.files import sync_and_forget
+from relayout.storage.hashing import HashedFile, hash_files
+from relayout.storage.open_folder import OpenFolder
+
+
+def undertaking_of(catalogue: Catalogue, plan: Plan, layout: Layout, max_part_nbytes: int) -> Undertaking:
+    """What a conversion is of, as the source is now, and to.
+
+    Raises:
+        OSError: a source file is gone.
+    """
+    files = []
+    for file in catalogue.files:
+        status = file.path.stat()
+        name = os.fsencode(file.name).hex()  # It need not be UTF-8.
+        files.append([name, status.st_size, status.st_mtime_ns, digest_hex(file.header)])
+    # One tensor may lie in several files: the index says which counts.
+    tensors = [[tensor.name, tensor.file, tensor.extent.offset, tensor.extent.nbytes] for tensor in catalogue.tensors]
+    index = None if catalogue.index is None else digest_hex(catalogue.index[1])
+    cuts: dict[tuple[Slice, ...], int] = {}
+    options = [
+        FORMAT_VERSION,
+        plan.num_ranks,
+        plan.name,
+        plan.expert_parallel,
+        layout.alignment,
+        max_part_nbytes,
+        layout.dcp,
+        [cuts.setdefault(slices, len(cuts)) for slices in plan.slices],
+        [[[part.axis, part.ranges] for part in slices] for slices in cuts],
+    ]
+    source = [files, tensors, index]
+    return Undertaking(digest_hex(compact_json(source)), digest_hex(compact_json(options)))
+
+
+def claims_of(staging: Staging, undertaking: Undertaking, *, force: bool) -> Mapping[int, TensorDigests]:
+    """What an earlier attempt at the same says it has done. Of anything else nothing is left, or it is refused.
+
+    Raises:
+        PlanError: the place holds an attempt at something else, and is not to be cleared by `force`.
+    """
+    staging.is_kept = True
+    found = read_journal(staging.place)
+    if found is not None and found[0] == undertaking and found[1]:
+        return found[1]
+    if found is not None and found[1] and not force:
+        what = "the source has changed since" if found[0].options == undertaking.options else "with other options"
+        raise PlanError(
+            f"{staging.place.path}: holds an interrupted conversion, {what}; --force discards it and starts afresh"
+        )
+    staging.is_kept = False
+    staging.clear()
+    return {}
+
+
+def still_true(
+    folder: OpenFolder, claims: Mapping[int, TensorDigests], catalogue: Catalogue, plan: Plan, layout: Layout, jobs: int
+) -> dict[int, TensorDigests]:
+    """Those of the claimed tensors whose stored bytes have the claimed digests. What is no rank file is deleted.
+
+    Raises:
+        OSError: a read failed.
+    """
+    files = {file.name: file for files in layout.ranks for file in files}
+    for name in folder.names() if claims else ():
+        if name not in files or not _is_whole(folder, files[name]):
+            folder.remove(name)
+    fitting = {t: digests for t, digests in claims.items() if _fits(t, digests, plan)}
+    wrong: set[int] = set()
+    for files_of_rank in layout.ranks if claims else ():
+        for file in files_of_rank:
+            wrong |= _wrong(folder, file, fitting, catalogue, plan, jobs)
+    return {t: digests for t, digests in fitting.items() if t not in wrong}
+
+
+def _is_whole(folder: OpenFolder, file: RankFile) -> bool:
+    """Whether it is a regular file of ours, without another name, and as long as it will be."""
+    try:
+        fd = folder.open_own(file.name, os.O_RDONLY)
+    except (FormatError, PermissionError):
+        return False
+    with open(fd, "rb"):
+        return os.fstat(fd).st_size == file.nbytes
+
+
+def _fits(t: int, digests: TensorDigests, plan: Plan) -> bool:
+    return 0 <= t < len(plan.slices) and len(digests.slices) == len(distinct_slices(plan.slices[t])[0])
+
+
+def _wrong(
+    folder: OpenFolder, file: RankFile, claims: Mapping[int, TensorDigests], catalogue: Catalogue, plan: Plan, jobs: int
+) -> set[int]:
+    """The claimed tensors whose slice is not in this rank file as it should be."""
+    rows = []
+    for t, offset in zip(file.tensors, file.offsets, strict=True):
+        if t in claims:
+            tensor, part = catalogue.tensors[t], plan.slices[t][file.rank]
+            rows.append((t, Extent(offset, slice_nbytes(tensor.dtype, tensor.shape, part))))
+    try:
+        # What an error kept from the drive may still be in the page cache, and look right.
+        sync_and_forget(folder, file.name)
+        stored = HashedFile(folder.path / file.name, file.nbytes, [extent for _, extent in rows], folder)
+        [digests] = hash_files([stored], jobs)
+    except (FormatError, OSError) as error:
+        if not isinstance(error, FormatError | FileNotFoundError) and error.errno != errno.EIO:
+            raise
+        folder.remove(file.name)  # Missing, or what cannot be read: to be written again.
+        return {t for t, _ in rows}
+    held = (distinct_slices(plan.slices[t])[1][file.rank] for t, _ in rows)
+    return {t for (t, _), which, digest in zip(rows, held, digests, strict=True) if claims[t].slices[which] != digest}

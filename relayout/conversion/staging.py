@@ -1,0 +1,373 @@
+"""Outputs are absent or complete: everything is written into a folder beside OUT that takes OUT's name at the end.
+
+The folder beside OUT, `.OUT.relayout-partial`, is readable by nobody else and held open from beginning to end. Beside
+OUT others may be able to make, rename and link what they like, as in /tmp: what belongs to somebody else there is
+refused, and never entered, deleted or taken over.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from relayout.checkpoint.converted import older_folder, waiting
+from relayout.errors import PlanError
+from relayout.format.index import MANIFEST_NAME
+from relayout.storage.lock_file import check_user, locked
+from relayout.storage.open_folder import OpenFolder, exchange, rename, restrict
+
+_FOLDER = "output"
+_DONE = "done"
+"""What is complete, a moment before it becomes the output; then what it has replaced, to be deleted."""
+_CANNOT_REPLACE = {
+    errno.EBUSY: "is a mount point, which cannot be replaced; choose a folder in it with -o",
+    errno.EXDEV: "lies in a lower layer of an overlay file system, where it cannot be replaced; choose another with -o",
+}
+
+
+def check_output(source: Path, output: Path, *, force: bool) -> None:
+    """Refuse an output folder that would lose something. Changes nothing.
+
+    Raises:
+        PlanError: it is, contains or lies in the source, is not empty, or its parent is missing.
+    """
+    real_source, real_output = source.resolve(), output.resolve()
+    if real_source == real_output:
+        raise PlanError(f"{output}: is the source itself; choose another folder with -o")
+    if real_output.is_relative_to(real_source) or real_source.is_relative_to(real_output):
+        raise PlanError(f"{output}: lies in the source or around it; choose another folder with -o")
+    if not real_output.name:
+        raise PlanError(f"{output}: cannot be replaced; choose a folder in it with -o")
+    if not real_output.parent.is_dir():
+        raise PlanError(f"{output}: its parent folder does not exist")
+    if os.path.lexists(output):
+        if not output.is_dir() or output.is_symlink():
+            raise PlanError(f"{output}: exists and is not a folder")
+        if _holds_working_folder(real_output):
+            raise PlanError(f"{output}: is or holds the working directory, and would be replaced by another folder")
+        if real_output.is_mount():
+            raise PlanError(f"{output}: {_CANNOT_REPLACE[errno.EBUSY]}")
+        _check_vacant(output, force=force)
+
+
+def _holds_working_folder(folder: Path) -> bool:
+    try:
+        return Path.cwd().is_relative_to(folder)
+    except FileNotFoundError:  # Deleted.
+        return False
+
+
+def _check_vacant(output: Path, *, force: bool) -> None:
+    """Refuse a folder that holds something, but for one that relayout wrote and that is to be replaced.
+
+    Raises:
+        PlanError: it does.
+    """
+    if any(output.iterdir()):
+        if not force:
+            raise PlanError(f"{output}: is not empty; --force replaces a folder that relayout wrote")
+        if not (output / MANIFEST_NAME).is_file():
+            raise PlanError(f"{output}: is not empty and was not written by relayout ({MANIFEST_NAME} is missing)")
+
+
+def clear_up(output: Path) -> None:
+    """Delete what a process of this user that was killed behind its last rename has left beside its output."""
+    output = output.resolve()
+    if not output.name or not any(os.path.lexists(name_of(output)) for name_of in (_place, _lock, older_folder)):
+        return
+    with (
+        suppress(PlanError, OSError),
+        _alone(output) as (parent, user),
+        _open_place(parent, output, user) or _make_place(parent, output, user) as place,
+    ):
+        if place.status(_FOLDER) is None:
+            _take_in_old(place, parent, output, user)
+            _remove_place(parent, place)
+
+
+def check_space(output: Path, nbytes: int) -> None:
+    """Refuse to start what the drive cannot hold.
+
+    Raises:
+        PlanError: less than `nbytes` bytes are free.
+    """
+    status = os.statvfs(output.resolve().parent)
+    free = status.f_bavail * status.f_frsize
+    if free < nbytes:
+        raise PlanError(
+            f"{output}: needs {nbytes / 1e9:.3f} GB, {free / 1e9:.3f} GB are free there ({nbytes - free} bytes too few)"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Modes:
+    """The most permissions that what is written may have, less the umask."""
+
+    folder: int = 0o777
+    file: int = 0o666
+
+
+def modes_of(folder: Path | None, files: list[Path]) -> Modes:
+    """What all of the files grant, and the folder, to others than the owner, who may always read and write.
+
+    A file that is missing is left to whoever reads it.
+    """
+    folder_mode, file_mode = Modes().folder, Modes().file
+    if folder is not None:
+        folder_mode &= folder.stat().st_mode
+    for path in files:
+        with suppress(FileNotFoundError):
+            file_mode &= path.stat().st_mode
+    return Modes(folder_mode | stat.S_IRWXU, file_mode | stat.S_IRUSR | stat.S_IWUSR)
+
+
+class Staging:
+    """A place beside an output, where it is put together."""
+
+    def __init__(self, place: OpenFolder, modes: Modes) -> None:
+        """Take the place, which is this user's alone; another attempt may have left something there."""
+        self.place = place
+        """For notes that must not be in the output."""
+        self.modes = _granted(place, modes)
+        """What the umask leaves of them, also for files that were made under another one."""
+        self.is_kept = False
+        """Whether what is here shall stay, for the next attempt, if this one fails."""
+        self.advice: str | None = None
+        """What to tell, with whatever goes wrong, if it stays."""
+        self.folder = self._open_folder()
+        """Becomes the output."""
+
+    def _open_folder(self) -> OpenFolder:
+        status = self.place.status(_FOLDER)
+        if status is None or not stat.S_ISDIR(status.st_mode) or status.st_uid != self.place.owner:
+            return self._emptied()
+        folder = self.place.subfolder(_FOLDER)
+        restrict(folder.fd, self.modes.folder)
+        return folder
+
+    def clear(self) -> None:
+        """Make the place an empty one, whatever is there."""
+        self.folder.close()
+        self.folder = self._emptied()
+
+    def _emptied(self) -> OpenFolder:
+        for name in self.place.names():
+            self.place.remove(name)
+        self.place.make(_FOLDER, self.modes.folder)
+        return self.place.subfolder(_FOLDER)
+
+    def allocated_nbytes(self) -> int:
+        """Bytes that the files here take on the drive."""
+        return self.place.allocated_nbytes()
+
+
+def _granted(place: OpenFolder, modes: Modes) -> Modes:
+    place.remove("probe")
+    place.make("probe", 0o777)
+    with place.subfolder("probe") as probe:
+        granted = os.fstat(probe.fd).st_mode | stat.S_IRWXU
+    place.remove("probe")
+    return Modes(modes.folder & granted, modes.file & granted)
+
+
+@contextmanager
+def staging_folder(output: Path, *, replace: bool = False, modes: Modes | None = None) -> Iterator[Staging]:
+    """A place beside `output`, whose folder becomes `output` when the block ends; if it fails, all vanishes, or stays.
+
+    It may hold what an earlier attempt left. An `output` that is there already may be empty, or, with `replace`, a
+    folder that relayout wrote.
+
+    Raises:
+        PlanError: another process is writing the same output, what lies beside it is somebody else's, or `output`
+            cannot be replaced. Nothing has been changed then.
+        OSError: among others, something else has come to be at `output` meanwhile.
+    """
+    output = output.resolve()
+    with _alone(output) as (parent, user):
+        _put_back(parent, output, user, replace)
+        left = _open_place(parent, output, user)
+        with left or _make_place(parent, output, user) as place:
+            staging = Staging(place, modes or Modes())
+            try:
+                staging.is_kept = left is not None  # As it was, if the output cannot be replaced.
+                _check_replaceable(place, parent, output)
+                staging.is_kept = False
+                yield staging
+                _publish(staging, parent, output, replace)
+                _take_in_old(place, parent, output, user)
+                _remove_place(parent, place)
+            except BaseException as error:
+                if not staging.is_kept:
+                    _remove_place(parent, place)
+                elif staging.advice is not None:
+                    error.add_note(staging.advice)
+                raise
+            finally:
+                staging.folder.close()
+
+
+@contextmanager
+def _alone(output: Path) -> Iterator[tuple[OpenFolder, int]]:
+    """The folder that the output lies in, and the id that this user has there, while others are kept away.
+
+    Raises:
+        PlanError: another process is writing the same output, or the lock is somebody else's.
+    """
+    with OpenFolder(output.parent) as parent, locked(parent, _lock(output).name, output) as user:
+        yield parent, user
+
+
+def _lock(output: Path) -> Path:
+    return output.with_name(f".{output.name}.relayout-lock")
+
+
+def _place(output: Path) -> Path:
+    """Where an output is put together."""
+    return output.with_name(f".{output.name}.relayout-partial")
+
+
+def _open_place(parent: OpenFolder, output: Path, user: int) -> OpenFolder | None:
+    """The place that an earlier attempt of this user has left, closed to all others.
+
+    Raises:
+        PlanError: there is one of somebody else.
+    """
+    path = _place(output)
+    status = parent.status(path.name)
+    if status is None:
+        return None
+    check_user(path, status, user)
+    if not stat.S_ISDIR(status.st_mode):
+        os.unlink(path.name, dir_fd=parent.fd)  # Which no folder suffers, should one have taken its place.
+        return None
+    place = parent.subfolder(path.name)
+    try:
+        check_user(path, os.fstat(place.fd), user)
+        restrict(place.fd, stat.S_IRWXU)
+    except BaseException:
+        place.close()
+        raise
+    return place
+
+
+def _make_place(parent: OpenFolder, output: Path, user: int) -> OpenFolder:
+    parent.make(_place(output).name, stat.S_IRWXU)
+    place = _open_place(parent, output, user)
+    if place is None or place.names():
+        raise PlanError(f"{_place(output)}: somebody else has put something in its place")
+    return place
+
+
+def _remove_place(parent: OpenFolder, place: OpenFolder) -> None:
+    """Delete the place; whatever else may have come to be at its path stays."""
+    for name in place.names():
+        with suppress(OSError):
+            place.remove(name)
+    with suppress(OSError):
+        os.rmdir(place.path.name, dir_fd=parent.fd)
+
+
+def _put_back(parent: OpenFolder, output: Path, user: int, replace: bool) -> None:
+    """Give a folder its name again that waits since a process was killed between two renames.
+
+    Raises:
+        PlanError: it is somebody else's, or is not to be replaced.
+    """
+    old = older_folder(output)
+    status = parent.status(old.name)
+    if status is None:
+        return
+    check_user(old, status, user)
+    if parent.status(output.name) is None:
+        if not replace:
+            raise PlanError(f"{output}: is missing{waiting(output)}, or replaced with --force")
+        rename(parent, old.name, parent, output.name)
+
+
+def _check_replaceable(place: OpenFolder, parent: OpenFolder, output: Path) -> None:
+    """Find out before any work whether a folder that is there can be renamed away.
+
+    rename(2) onto a folder with something in it always fails. Where it would have been refused anyway, it fails for
+    that reason: the kernel looks at mount points and permissions first, overlayfs at its layers.
+
+    Raises:
+        PlanError: it cannot.
+    """
+    if parent.status(output.name) is None:
+        return
+    place.remove("occupied")
+    place.make("occupied", stat.S_IRWXU)
+    place.make("occupied/by", stat.S_IRWXU)
+    try:
+        rename(parent, output.name, place, "occupied")
+    except OSError as error:
+        if error.errno not in _expected(output):
+            reason = _CANNOT_REPLACE.get(error.errno or 0, f"cannot be replaced: {error.strerror}")
+            raise PlanError(f"{output}: {reason}") from None
+    finally:
+        place.remove("occupied")
+
+
+def _expected(output: Path) -> set[int]:
+    """Errors of that rename that do not stand in the way."""
+    is_empty = not any(output.iterdir())
+    is_read_only = not os.access(output, os.W_OK)
+    return (
+        {errno.ENOTEMPTY, errno.EEXIST}
+        | ({errno.EXDEV} if is_empty else set())  # Is not renamed, but written over.
+        | ({errno.EACCES} if is_read_only else set())  # Its owner can change that, as `_replace` does.
+    )
+
+
+def _publish(staging: Staging, parent: OpenFolder, output: Path, replace: bool) -> None:
+    staging.folder.sync()
+    if replace and (output / MANIFEST_NAME).is_file():
+        _replace(staging.place, parent, output)
+    else:
+        # Fails, as it should, where a folder with anything in it has come up meanwhile.
+        rename(staging.place, _FOLDER, parent, output.name)
+    # It is done now, whatever becomes of the old one.
+    staging.is_kept = False
+    with suppress(OSError):
+        os.fsync(parent.fd)
+
+
+def _replace(place: OpenFolder, parent: OpenFolder, output: Path) -> None:
+    """Put the folder in the place of an older one, which comes here."""
+    # From here on the next attempt finds nothing to go on from: it could not tell this folder from the older one.
+    rename(place, _FOLDER, place, _DONE)
+    try:
+        with suppress(PermissionError), parent.subfolder(output.name) as older:
+            # A folder that its owner may not write to cannot be moved to another one.
+            os.fchmod(older.fd, stat.S_IMODE(os.fstat(older.fd).st_mode) | stat.S_IWUSR)
+        if not exchange(place, _DONE, parent, output.name):
+            _take_in_old(place, parent, output, place.owner)
+            _replace_in_two_steps(place, parent, output)
+    except BaseException:
+        rename(place, _DONE, place, _FOLDER)
+        raise
+
+
+def _replace_in_two_steps(place: OpenFolder, parent: OpenFolder, output: Path) -> None:
+    """Where the system cannot exchange two names: for a moment there is no output."""
+    old = older_folder(output).name
+    rename(parent, output.name, parent, old)
+    try:
+        rename(place, _DONE, parent, output.name)
+    except BaseException:
+        rename(parent, old, parent, output.name)
+        raise
+
+
+def _take_in_old(place: OpenFolder, parent: OpenFolder, output: Path, user: int) -> None:
+    """Bring a folder that has been replaced to where it will be deleted."""
+    name = older_folder(output).name
+    status = parent.status(name)
+    if status is not None and status.st_uid == user and parent.status(output.name) is not None:
+        with suppress(OSError):
+            rename(parent, name, place, "old")

@@ -1,0 +1,92 @@
+"""Typed access to JSON that others wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from relayout.errors import FormatError
+from relayout.format.safetensors import strict_json
+
+
+def parse_object(blob: bytes, where: str) -> dict[str, Any]:
+    """Parse one JSON object in UTF-8.
+
+    Raises:
+        FormatError: it is none.
+    """
+    top = strict_json(decode(blob, where), where)
+    if not isinstance(top, dict):
+        raise FormatError(f"{where}: a JSON {type(top).__name__}, expected an object")
+    return top
+
+
+def decode(blob: bytes, where: str) -> str:
+    """Text in UTF-8; json.loads, given bytes, would also accept UTF-16.
+
+    Raises:
+        FormatError: it is none.
+    """
+    try:
+        return blob.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{where}: not UTF-8 at byte {error.start}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """Typed access to a parsed JSON object; every method raises FormatError where the field is not as asked."""
+
+    top: Mapping[str, Any]
+    where: str
+
+    def text(self, name: str) -> str:
+        """A string."""
+        value = self.top.get(name)
+        if not isinstance(value, str):
+            self._refuse(name, "a string")
+        return value
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """A whole number, 0 or more, below 2**63."""
+        value = self.top.get(name, default)
+        if type(value) is not int or not 0 <= value < 2**63:
+            self._refuse(name, "a size")
+        return value
+
+    def object(self, name: str) -> Mapping[str, Any]:
+        """An object."""
+        value = self.top.get(name)
+        if not isinstance(value, dict):
+            self._refuse(name, "an object")
+        return value
+
+    def objects(self, name: str) -> list[Mapping[str, Any]]:
+        """A list of objects."""
+        value = self.top.get(name)
+        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+            self._refuse(name, "a list of objects")
+        return value
+
+    def items(self, name: str) -> list[Any]:
+        """A list."""
+        value = self.top.get(name)
+        if not isinstance(value, list):
+            self._refuse(name, "a list")
+        return value
+
+    def column(self, name: str, kind: type | tuple[type, ...], count: int) -> list[Any]:
+        """A list of `count` items of one kind; whole numbers are sizes."""
+        value = self.top.get(name)
+        if not isinstance(value, list) or len(value) != count:
+            self._refuse(name, f"a list of {count} items")
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        if not set(map(type, value)) <= set(kinds):
+            self._refuse(name, f"a list of {' or '.join(one.__name__ for one in kinds)}")
+        if kind is int and value and not (min(value) >= 0 and max(value) < 2**63):
+            self._refuse(name, "a list of sizes")
+        return value
+
+    def _refuse(self, name: str, expected: str) -> NoReturn:
+        raise FormatError(f"{self.where}: {name!r} is missing or not {expected}")

@@ -1,0 +1,226 @@
+"""Writes and reads rank tables: which tensor of a rank lies where. Pure; FORMAT.md is normative.
+
+Half a million tensors are of a few dozen kinds (dtype, shape, how they were cut): these are stored once each. What is
+said of each tensor is a column of numbers, which numpy checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from relayout.core.dtypes import BITS, num_bytes
+from relayout.core.slices import Slice
+from relayout.errors import FormatError, shown
+from relayout.format.fields import Fields, parse_object
+from relayout.format.index import ARENA_ALIGNMENT, FORMAT_VERSION, MANIFEST_NAME, Manifest, RankEntry, RankTable
+from relayout.format.manifest import (
+    check_version,
+    compact_json,
+    compress,
+    decompress,
+    digest_hex,
+    parse_shapes,
+    parse_slice,
+)
+from relayout.format.safetensors import check_name
+
+Column = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What many tensors have in common."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    source_shape: tuple[int, ...]
+    part: Slice
+
+
+def dump_table(table: RankTable, conversion: str) -> bytes:
+    """Serialise a rank table, as it is stored."""
+    number: dict[_Kind, int] = {}
+    kind = [
+        number.setdefault(_Kind(dtype, tuple(shape), tuple(source_shape), part), len(number))
+        for dtype, shape, source_shape, part in zip(
+            table.dtypes, table.shapes, table.source_shapes, table.slices, strict=True
+        )
+    ]
+    top = {
+        "relayout": FORMAT_VERSION,
+        "conversion": conversion,
+        "rank": table.rank,
+        "kinds": {
+            "dtype": [one.dtype for one in number],
+            "shape": [one.shape for one in number],
+            "source_shape": [None if one.part.is_whole else one.source_shape for one in number],
+            "slice": [None if one.part.is_whole else [one.part.axis, one.part.ranges] for one in number],
+        },
+        "name": table.names,
+        "kind": kind,
+        "file": table.files,
+        "offset": table.offsets,
+        "arena_offset": table.arena_offsets,
+        "digest": table.digests,
+    }
+    return compress(compact_json(top))
+
+
+def parse_table(blob: bytes, manifest: Manifest, rank: int, where: str) -> RankTable:
+    """Parse a rank table, given as stored, and prove that its tensors lie inside files and arena.
+
+    Raises:
+        FormatError: it is damaged, of another rank or conversion, or not what FORMAT.md demands.
+    """
+    entry = manifest.ranks[rank]
+    if digest_hex(blob) != entry.table_digest:
+        raise FormatError(f"{where}: digest differs from the one in {MANIFEST_NAME}: damaged, or of another conversion")
+    top = parse_object(decompress(blob, where), where)
+    check_version(top, where)
+    fields = Fields(top, where)
+    if (fields.text("conversion"), fields.size("rank")) != (manifest.conversion, rank):
+        raise FormatError(f"{where}: is of rank {top['rank']} of conversion {shown(top['conversion'])}")
+    kinds = _parse_kinds(Fields(fields.object("kinds"), where), where)
+    count = entry.num_tensors
+    kind = fields.column("kind", int, count)
+    if kind and max(kind) >= len(kinds):
+        raise FormatError(f"{where}: kind {max(kind)} of {len(kinds)}")
+    of = [kinds[number] for number in kind]
+    table = RankTable(
+        rank=rank,
+        names=fields.column("name", str, count),
+        dtypes=[one.dtype for one in of],
+        shapes=[one.shape for one in of],
+        files=fields.column("file", int, count),
+        offsets=fields.column("offset", int, count),
+        arena_offsets=fields.column("arena_offset", int, count),
+        digests=fields.column("digest", str, count),
+        source_shapes=[one.source_shape for one in of],
+        slices=[one.part for one in of],
+    )
+    if count:
+        check_name(max(table.names, key=len), where)
+    if len(set(table.names)) != count:
+        raise FormatError(f"{where}: a tensor name occurs twice")
+    sizes = _sizes(table, kinds, np.array(kind, np.int64), entry, where)
+    _check_places(table, entry, sizes, where)
+    if (total := sum(sizes.tolist())) != entry.nbytes:
+        raise FormatError(f"{where}: tensors of {total} bytes, {MANIFEST_NAME} says {entry.nbytes}")
+    return table
+
+
+def _parse_kinds(fields: Fields, where: str) -> list[_Kind]:
+    count = len(fields.items("dtype"))
+    shapes = parse_shapes(fields.column("shape", list, count), where)
+    whole = fields.column("source_shape", (list, type(None)), count)
+    slices = [parse_slice(value, where) for value in fields.column("slice", (list, type(None)), count)]
+    source_shapes = [shape if value is None else value for shape, value in zip(shapes, whole, strict=True)]
+    columns = (fields.column("dtype", str, count), shapes, parse_shapes(source_shapes, where), slices)
+    kinds = [_Kind(*one) for one in zip(*columns, strict=True)]
+    for one in kinds:
+        if not _is_part(one.part, one.source_shape, one.shape):
+            raise FormatError(
+                f"{where}: {shown(list(one.shape))} is not slice {shown(one.part)} of a tensor"
+                f" {shown(list(one.source_shape))}"
+            )
+    return kinds
+
+
+def _sizes(table: RankTable, kinds: Sequence[_Kind], kind: Column, entry: RankEntry, where: str) -> Column:
+    """Bytes of each tensor."""
+    sizes = np.zeros(len(kinds), np.int64)
+    for number, first in zip(*np.unique(kind, return_index=True), strict=True):
+        one = kinds[number]
+        nbytes = num_bytes(one.dtype, one.shape) if one.dtype in BITS else None
+        if nbytes is None or nbytes > entry.nbytes:
+            name = table.names[first]
+            raise FormatError(
+                f"{where}: tensor {name!r}: {shown(one.dtype)} {shown(list(one.shape))} is no stored tensor"
+            )
+        sizes[number] = nbytes
+    return sizes[kind]
+
+
+def _check_places(table: RankTable, entry: RankEntry, sizes: Column, where: str) -> None:
+    """Prove that each tensor lies inside its file and the arena, and that one run of one read brings it there.
+
+    All numbers are below 2**63, and `_check_reads` has proved those of the reads: no sum below overflows.
+    """
+    files, offsets, arena_offsets = (
+        np.array(column, np.int64) for column in (table.files, table.offsets, table.arena_offsets)
+    )
+    lengths = np.array([file.nbytes for file in entry.files], np.int64)
+    exists = files < len(lengths)
+    inside = exists.copy()
+    inside[exists] = offsets[exists] <= lengths[files[exists]] - sizes[exists]
+    for row in np.flatnonzero(~inside)[:1]:
+        end = int(offsets[row]) + int(sizes[row])
+        raise FormatError(f"{where}: tensor {table.names[row]!r}: ends outside its file, at byte {end}")
+    for row in np.flatnonzero((arena_offsets % ARENA_ALIGNMENT != 0) | (arena_offsets > entry.arena_nbytes - sizes))[
+        :1
+    ]:
+        raise FormatError(
+            f"{where}: tensor {table.names[row]!r}: {sizes[row]} bytes at {arena_offsets[row]}"
+            f" of an arena of {entry.arena_nbytes}"
+        )
+    order = np.argsort(arena_offsets, kind="stable")
+    order = order[sizes[order] > 0]
+    ends = arena_offsets[order] + sizes[order]
+    for place in np.flatnonzero(ends[:-1] > arena_offsets[order[1:]])[:1]:
+        one, other = table.names[order[place]], table.names[order[place + 1]]
+        raise FormatError(f"{where}: tensors {one!r} and {other!r} overlap in the arena")
+    brought = _are_brought(entry, files, offsets, arena_offsets, sizes)
+    for row in np.flatnonzero(~brought)[:1]:
+        raise FormatError(
+            f"{where}: tensor {table.names[row]!r}: no read brings its bytes from its file to {arena_offsets[row]}"
+        )
+
+
+def _are_brought(
+    entry: RankEntry, files: Column, offsets: Column, arena_offsets: Column, sizes: Column
+) -> npt.NDArray[np.bool_]:
+    """Whether one run of one read has a tensor's bytes and puts them where the table says; empty tensors need none."""
+    is_empty: npt.NDArray[np.bool_] = sizes == 0
+    if not entry.reads:
+        return is_empty
+    reads = sorted(entry.reads, key=lambda read: read.transfer.target)
+
+    def column(values: list[int]) -> Column:
+        return np.array(values, np.int64)[which]
+
+    targets = np.array([read.transfer.target for read in reads], np.int64)
+    which = np.searchsorted(targets, arena_offsets, side="right") - 1
+    before_all = which < 0
+    which = np.maximum(which, 0)
+    count = column([read.transfer.count for read in reads])
+    pitch = column([max(1, read.transfer.target_stride) for read in reads])
+    nbytes = column([read.transfer.nbytes for read in reads])
+    inside = arena_offsets - targets[which]
+    run = np.where(count == 1, 0, np.minimum(inside // pitch, count - 1))
+    start = inside - run * pitch
+    source = column([read.transfer.source for read in reads]) + run * column(
+        [read.transfer.source_stride for read in reads]
+    )
+    right: npt.NDArray[np.bool_] = (
+        ~before_all
+        & (column([read.file for read in reads]) == files)
+        & (source + start == offsets)
+        & (start <= nbytes - sizes)
+    )
+    return right | is_empty
+
+
+def _is_part(part: Slice, whole: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether a slice of a tensor of shape `whole` exists and has `shape`."""
+    if part.ranges is None:
+        return whole == shape
+    return (
+        part.is_held
+        and part.axis < len(whole)
+        and all(start + length <= whole[part.axis] for start, length in part.ranges)
+        and part.shape(whole) == shape
+    )

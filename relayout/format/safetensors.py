@@ -1,0 +1,301 @@
+"""Reads and writes the header of a safetensors file. Pure: bytes in, bytes out.
+
+A file is 8 bytes (little-endian length n of the header), n bytes of JSON in UTF-8, then the data section.
+`parse_header` proves in one pass what the reference reader proves (safetensors 0.8.0, `src/tensor.rs`,
+`Metadata::validate`), so that nothing downstream checks again, and is stricter in the points that FORMAT.md lists.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import isinf
+from typing import Any, NoReturn
+
+from relayout.core.dtypes import BITS
+from relayout.core.extents import align_up
+from relayout.errors import FormatError, PlanError, shown
+
+MAX_HEADER_NBYTES = 100_000_000
+"""The reference reader refuses a longer header."""
+
+MAX_NAME_LENGTH = 4096
+"""Characters of a tensor's name."""
+
+MAX_AXES = 64
+"""numpy's and PyTorch's limit."""
+
+LENGTH_NBYTES = 8
+"""Bytes of the length field that starts a file."""
+
+_MAX_SIZE = 2**64 - 1
+MAX_DEPTH = 127
+"""Of nested JSON (serde_json's limit)."""
+_FEW_BRACKETS = 2**22
+_CHARACTERS_PER_BRACKET = 16
+"""The shortest entry of a header has three in 51."""
+_METADATA_KEY = "__metadata__"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of a file."""
+
+    name: str
+    dtype: str
+    """A key of `dtypes.BITS`."""
+    shape: tuple[int, ...]
+    """Elements along each axis, row-major; for types below 8 bits the logical element count."""
+    offset: int
+    """Bytes from the start of the data section."""
+    nbytes: int
+    """Stored bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a valid header says. The tensors, in offset order, cover the data section without hole or overlap."""
+
+    tensors: tuple[TensorEntry, ...]
+    metadata: Mapping[str, str]
+    """The `__metadata__` entry; empty where the file has none."""
+    data_start: int
+    """Absolute file offset of the data section, in bytes."""
+    data_nbytes: int
+    """Length of the data section in bytes."""
+
+
+def header_nbytes(prefix: bytes, file_nbytes: int, where: str) -> int:
+    """The length n that the first 8 bytes declare, checked against the file's size.
+
+    Raises:
+        FormatError: fewer than 8 bytes, a length above the limit, or one that the file cannot hold.
+    """
+    if len(prefix) < LENGTH_NBYTES:
+        raise FormatError(f"{where}: {len(prefix)} bytes, shorter than the 8-byte length that starts a file")
+    declared = int.from_bytes(prefix[:LENGTH_NBYTES], "little")
+    if declared > MAX_HEADER_NBYTES:
+        raise FormatError(f"{where}: header length {declared} at byte 0, limit {MAX_HEADER_NBYTES}")
+    if LENGTH_NBYTES + declared > file_nbytes:
+        raise FormatError(
+            f"{where}: header ends at byte {LENGTH_NBYTES + declared}, the file at byte {file_nbytes} (truncated?)"
+        )
+    return declared
+
+
+def parse_header(blob: bytes, file_nbytes: int, where: str) -> Header:
+    """Parse the 8 + n bytes that start a file of `file_nbytes` bytes, and prove the whole file's structure.
+
+    Raises:
+        FormatError: anything is not as the format demands; `where` names the file in the message.
+    """
+    data_start = LENGTH_NBYTES + header_nbytes(blob, file_nbytes, where)
+    # Decode first: given bytes, json.loads would also accept UTF-16.
+    try:
+        text = blob[LENGTH_NBYTES:data_start].decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{where}: header is not UTF-8 at byte {LENGTH_NBYTES + error.start}") from None
+    top = strict_json(text, where)
+    if not isinstance(top, dict):
+        raise FormatError(f"{where}: header is a JSON {type(top).__name__}, expected an object")
+    metadata = _parse_metadata(top.pop(_METADATA_KEY, None), where)
+    tensors = sorted(
+        (_parse_entry(name, entry, where) for name, entry in top.items()),
+        key=lambda tensor: (tensor.offset, tensor.nbytes),
+    )
+    data_nbytes = file_nbytes - data_start
+    position = 0
+    for tensor in tensors:
+        if tensor.offset != position:
+            what = "overlaps the tensor before it" if tensor.offset < position else "leaves a hole before it"
+            raise FormatError(
+                f"{where}: tensor {tensor.name!r}: starts at byte {tensor.offset} of the data section, "
+                f"expected {position}: {what}"
+            )
+        position += tensor.nbytes
+        if position > data_nbytes:
+            raise FormatError(
+                f"{where}: tensor {tensor.name!r}: ends at byte {position} of the data section, "
+                f"which has {data_nbytes} (truncated?)"
+            )
+    if position != data_nbytes:
+        raise FormatError(
+            f"{where}: the tensors cover {position} bytes, the data section has {data_nbytes}: trailing bytes"
+        )
+    return Header(tuple(tensors), metadata, data_start, data_nbytes)
+
+
+def build_header(tensors: Iterable[TensorEntry], metadata: Mapping[str, str], alignment: int) -> bytes:
+    """Serialise a header, padded with trailing spaces so that the data section starts at a multiple of `alignment`.
+
+    `tensors` are in offset order (a zero-size tensor before the one that starts at the same offset); keys are
+    written in that order.
+
+    Raises:
+        PlanError: the header would exceed the format's limit.
+    """
+    return join_header(entries_text(tensors), metadata, alignment)
+
+
+def entries_text(tensors: Iterable[TensorEntry]) -> str:
+    """The tensors' entries, without the braces around them: what headers of several ranks may have in common."""
+    return ",".join(
+        f'{json_text(tensor.name)}:{{"dtype":"{tensor.dtype}","shape":[{",".join(map(str, tensor.shape))}],'
+        f'"data_offsets":[{tensor.offset},{tensor.offset + tensor.nbytes}]}}'
+        for tensor in tensors
+    )
+
+
+def join_header(entries: str, metadata: Mapping[str, str], alignment: int) -> bytes:
+    """As `build_header`, with entries that `entries_text` has written."""
+    parts = [f"{json_text(_METADATA_KEY)}:{json_text(dict(metadata))}"] if metadata else []
+    text = f"{{{','.join([*parts, entries] if entries else parts)}}}".encode()
+    padded = align_up(LENGTH_NBYTES + len(text), alignment) - LENGTH_NBYTES
+    if padded > MAX_HEADER_NBYTES:
+        raise PlanError(f"a header of {padded} bytes, limit {MAX_HEADER_NBYTES}")
+    return padded.to_bytes(LENGTH_NBYTES, "little") + text.ljust(padded, b" ")
+
+
+json_text = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+"""A value as JSON, without white space, non-ASCII characters as they are."""
+
+
+def strict_json(text: str, where: str) -> Any:
+    """Parse JSON as the reference reader's parser (serde_json) does, and refuse duplicate names.
+
+    Python's own reader is laxer: it takes NaN, the last of two equal names, lone surrogates and any depth. Refused also
+    is what consists of little but brackets, each of which would become 70 bytes of memory.
+
+    Raises:
+        FormatError: `text` is not such JSON.
+    """
+    brackets = text.count("[") + text.count("{")
+    if brackets > _FEW_BRACKETS + len(text) // _CHARACTERS_PER_BRACKET:
+        raise FormatError(f"{where}: {brackets} brackets in {len(text)} characters of JSON")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            seen: set[str] = set()
+            for name, _ in pairs:
+                if name in seen:
+                    raise FormatError(f"{where}: name {shown(name)} occurs twice")
+                seen.add(name)
+        return result
+
+    def refuse(constant: str) -> NoReturn:
+        raise FormatError(f"{where}: {constant} is no JSON number")
+
+    def integer(digits: str) -> int | float:
+        # serde_json reads "-0" as a float, and integers beyond 64 bits as floats.
+        if digits == "-0" or len(digits) > 20:
+            return floating(digits)
+        return int(digits)
+
+    def floating(digits: str) -> float:
+        value = float(digits)
+        if isinf(value):
+            raise FormatError(f"{where}: a number is out of range: {digits[:20]}...")
+        return value
+
+    try:
+        parsed = json.loads(
+            text,
+            object_pairs_hook=unique,
+            parse_constant=refuse,
+            parse_int=integer,
+            parse_float=floating,
+        )
+    except json.JSONDecodeError as error:
+        raise FormatError(f"{where}: not valid JSON: {error.msg} at character {error.pos}") from None
+    except RecursionError:
+        raise FormatError(f"{where}: JSON nested too deeply") from None
+    refuse_surrogates(text, parsed, where)
+    return parsed
+
+
+def refuse_surrogates(text: str, parsed: Any, where: str) -> None:
+    """Refuse JSON with a string that is no Unicode text.
+
+    Raises:
+        FormatError: there is one.
+    """
+    if "\\u" in text:  # Only an escape can bring in half of a surrogate pair.
+        try:
+            json.dumps(parsed, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            raise FormatError(f"{where}: a string holds half of a surrogate pair") from None
+        except RecursionError:
+            raise FormatError(f"{where}: JSON nested too deeply") from None
+
+
+def _parse_metadata(value: Any, where: str) -> dict[str, str]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
+        raise FormatError(f"{where}: {_METADATA_KEY} must map strings to strings")
+    return value
+
+
+def check_name(name: str, where: str) -> None:
+    """Refuse a tensor name that is too long for rules that look at its parts.
+
+    Raises:
+        FormatError: it is longer than MAX_NAME_LENGTH.
+    """
+    if len(name) > MAX_NAME_LENGTH:
+        raise FormatError(
+            f"{where}: tensor {name[:64]!r}...: a name of {len(name)} characters, limit {MAX_NAME_LENGTH}"
+        )
+
+
+def _parse_entry(name: str, entry: Any, where: str) -> TensorEntry:
+    check_name(name, where)
+    if not isinstance(entry, dict):
+        raise FormatError(f"{where}: tensor {name!r}: expected an object, found {type(entry).__name__}")
+    try:
+        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    except KeyError as error:
+        raise FormatError(f"{where}: tensor {name!r}: {error.args[0]!r} is missing") from None
+    if len(entry) > 3 and depth(entry) + 1 > MAX_DEPTH:
+        raise FormatError(f"{where}: tensor {name!r}: JSON nested too deeply")
+    bits = BITS.get(dtype) if isinstance(dtype, str) else None
+    if bits is None:
+        raise FormatError(f"{where}: tensor {name!r}: unknown dtype {shown(dtype)}")
+    if not isinstance(shape, list) or not all(_is_size(dim) for dim in shape):
+        raise FormatError(f"{where}: tensor {name!r}: shape {shown(shape)} is not a list of sizes")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
+        raise FormatError(f"{where}: tensor {name!r}: data_offsets {shown(offsets)} is not a pair of sizes")
+    if len(shape) > MAX_AXES:
+        raise FormatError(f"{where}: tensor {name!r}: a shape of {len(shape)} axes, limit {MAX_AXES}")
+    size = 1
+    for dim in shape:
+        size *= dim
+        if size > _MAX_SIZE:
+            raise FormatError(f"{where}: tensor {name!r}: shape {shown(shape)} overflows 64 bits")
+    size *= bits
+    start, end = offsets
+    if size > _MAX_SIZE:
+        raise FormatError(f"{where}: tensor {name!r}: shape {shown(shape)} of {dtype} overflows 64 bits")
+    if size % 8:
+        raise FormatError(f"{where}: tensor {name!r}: shape {shown(shape)} of {dtype} does not fill whole bytes")
+    if end - start != size // 8:
+        raise FormatError(
+            f"{where}: tensor {name!r}: data_offsets [{start}, {end}] hold {end - start} bytes, "
+            f"shape {shown(shape)} of {dtype} needs {size // 8}"
+        )
+    return TensorEntry(name, dtype, tuple(shape), start, size // 8)
+
+
+def depth(value: Any) -> int:
+    """Levels of nesting, 0 for a number or string."""
+    depth, level = 0, [value]
+    while level := [one for one in level if isinstance(one, (dict, list))]:
+        depth += 1
+        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+    return depth
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _MAX_SIZE

@@ -1,0 +1,242 @@
+"""The source record: what the source checkpoint was, so that it can be compared, and given back. Pure.
+
+Its digest names the conversion: it covers every source tensor's digest, how each was cut, and the options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+
+from relayout.core.dtypes import BITS, num_bytes
+from relayout.core.slices import Slice
+from relayout.errors import FormatError, shown
+from relayout.format.fields import Fields, parse_object
+from relayout.format.index import FORMAT_VERSION, MANIFEST_NAME
+from relayout.format.manifest import check_version, compact_json, parse_shapes, parse_slice
+from relayout.format.safetensors import LENGTH_NBYTES, check_name
+
+_MAX_PATH_NBYTES, _MAX_PART_NBYTES = 4095, 255
+"""Linux has no longer paths, and file systems no longer names."""
+
+
+@dataclass(frozen=True, slots=True)
+class SideFile:
+    """A file that was copied as it is."""
+
+    name: str
+    """Path relative to the folder."""
+    nbytes: int
+    digest: str
+    mode: int
+    """Permission bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedFile:
+    """A shard of the source."""
+
+    name: str
+    """Path relative to the folder."""
+    nbytes: int
+    header: bytes
+    """The bytes before its data section."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRecord:
+    """The source record; columns of equal length."""
+
+    names: Sequence[str]
+    dtypes: Sequence[str]
+    shapes: Sequence[tuple[int, ...]]
+    digests: Sequence[str]
+    """Of each source tensor's bytes."""
+    slices: Sequence[tuple[Slice, ...]]
+    """Of each source tensor: the slice of each rank."""
+    file_of: Sequence[int]
+    """Of each source tensor: position in `files`."""
+    offsets: Sequence[int]
+    """Of each source tensor: absolute offset in its file."""
+    files: tuple[RecordedFile, ...]
+    index: tuple[str, bytes] | None
+    """Name and bytes of the index.json, where there was one."""
+    side_files: tuple[SideFile, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionOptions:
+    """What decides, beside the source and the cuts of its tensors, which bytes a conversion writes."""
+
+    num_ranks: int
+    """The tensor-parallel degree."""
+    plan: str
+    """The name of the plan."""
+    expert_parallel: bool
+    """Whether experts are owned whole."""
+    alignment: int
+    """Bytes."""
+    max_part_nbytes: int
+    """About how large a rank file may be."""
+    dcp: bool
+    """Whether headers say what PyTorch DCP needs."""
+
+
+def dump_record(record: SourceRecord, options: ConversionOptions) -> bytes:
+    """Serialise the source record, uncompressed."""
+    cuts: dict[tuple[Slice, ...], int] = {}
+    cut_of = [cuts.setdefault(slices, len(cuts)) for slices in record.slices]
+    top = {
+        "relayout": FORMAT_VERSION,
+        **asdict(options),
+        "files": {
+            "name": [file.name for file in record.files],
+            "nbytes": [file.nbytes for file in record.files],
+            # Valid UTF-8, or the header would not have been accepted.
+            "header": [file.header[LENGTH_NBYTES:].decode() for file in record.files],
+        },
+        "index": None if record.index is None else {"name": record.index[0], "text": record.index[1].decode()},
+        "side_files": {
+            "name": [file.name for file in record.side_files],
+            "nbytes": [file.nbytes for file in record.side_files],
+            "digest": [file.digest for file in record.side_files],
+            "mode": [file.mode for file in record.side_files],
+        },
+        "cuts": [[None if part.is_whole else [part.axis, part.ranges] for part in slices] for slices in cuts],
+        "tensors": {
+            "name": record.names,
+            "dtype": record.dtypes,
+            "shape": record.shapes,
+            "file": record.file_of,
+            "offset": record.offsets,
+            "digest": record.digests,
+            "cut": cut_of,
+        },
+    }
+    return compact_json(top)
+
+
+def parse_record(text: bytes, num_ranks: int, where: str) -> SourceRecord:
+    """Parse the source record, given uncompressed.
+
+    Raises:
+        FormatError: it is not what FORMAT.md demands.
+    """
+    top = Fields(parse_object(text, where), where)
+    check_version(top.top, where)
+    if top.size("num_ranks") != num_ranks:
+        raise FormatError(f"{where}: is of {top.size('num_ranks')} ranks, {MANIFEST_NAME} of {num_ranks}")
+    tensors = Fields(top.object("tensors"), where)
+    side = Fields(top.object("side_files"), where)
+    count, num_side_files = _count(tensors), _count(side)
+    rows = top.top.get("cuts")
+    if not isinstance(rows, list) or not all(isinstance(row, list) and len(row) == num_ranks for row in rows):
+        raise FormatError(f"{where}: 'cuts' is missing or not a list of {num_ranks} slices each")
+    cuts = [tuple(parse_slice(value, where) for value in row) for row in rows]
+    cut_of = tensors.column("cut", int, count)
+    if cut_of and max(cut_of) >= len(cuts):
+        raise FormatError(f"{where}: cut {max(cut_of)} of {len(cuts)}")
+    files = _parse_files(Fields(top.object("files"), where), where)
+    file_of = tensors.column("file", int, count)
+    if file_of and max(file_of) >= len(files):
+        raise FormatError(f"{where}: file {max(file_of)} of {len(files)}")
+    index = None if top.top.get("index") is None else Fields(top.object("index"), where)
+    record = SourceRecord(
+        names=tensors.column("name", str, count),
+        dtypes=tensors.column("dtype", str, count),
+        shapes=parse_shapes(tensors.column("shape", list, count), where),
+        digests=tensors.column("digest", str, count),
+        slices=[cuts[cut] for cut in cut_of],
+        file_of=file_of,
+        offsets=tensors.column("offset", int, count),
+        files=files,
+        index=None if index is None else (_path(index.text("name"), where), index.text("text").encode()),
+        side_files=tuple(
+            SideFile(_path(name, where), nbytes, digest, mode & 0o777)
+            for name, nbytes, digest, mode in zip(
+                side.column("name", str, num_side_files),
+                side.column("nbytes", int, num_side_files),
+                side.column("digest", str, num_side_files),
+                side.column("mode", int, num_side_files),
+                strict=True,
+            )
+        ),
+    )
+
+    _check_names(
+        [*(file.name for file in files), *(record.index or ())[:1], *(one.name for one in record.side_files)], where
+    )
+    _check_tensors(record, cut_of, where)
+    return record
+
+
+def _count(fields: Fields) -> int:
+    names = fields.top.get("name")
+    return len(names) if isinstance(names, list) else 0
+
+
+def _check_names(names: Sequence[str], where: str) -> None:
+    """No two of them may want one place, as files or as folders."""
+    for one, other in pairwise(sorted(f"{name}/" for name in names)):
+        if other.startswith(one):
+            raise FormatError(f"{where}: {shown(one[:-1])} is the name of two things")
+    for name in names:
+        if MANIFEST_NAME in name.split("/"):
+            raise FormatError(f"{where}: {shown(name)} would make a converted folder of the source")
+
+
+def _check_tensors(record: SourceRecord, cut_of: Sequence[int], where: str) -> None:
+    if len(set(record.names)) != len(record.names):
+        raise FormatError(f"{where}: a tensor name occurs twice")
+    for name, dtype, shape, file, offset in zip(
+        record.names, record.dtypes, record.shapes, record.file_of, record.offsets, strict=True
+    ):
+        check_name(name, where)
+        nbytes = num_bytes(dtype, shape) if dtype in BITS else None
+        if nbytes is None or offset + nbytes > record.files[file].nbytes:
+            raise FormatError(
+                f"{where}: tensor {name!r}: {shown(dtype)} {shown(list(shape))} at {offset} is not in its file"
+            )
+    reach = {cut: _reach(slices) for cut, slices in dict(zip(cut_of, record.slices, strict=True)).items()}
+    for name, shape, cut in zip(record.names, record.shapes, cut_of, strict=True):
+        if len(reach[cut]) > 1:
+            raise FormatError(f"{where}: tensor {name!r}: is cut along axes {sorted(reach[cut])}, expected one")
+        for axis, end in reach[cut].items():
+            if axis >= len(shape) or end > shape[axis]:
+                raise FormatError(
+                    f"{where}: tensor {name!r}: {shown(list(shape))} has no slice up to {end} along axis {axis}"
+                )
+
+
+def _reach(slices: Sequence[Slice]) -> dict[int, int]:
+    """How far slices go along each axis."""
+    ends: dict[int, int] = {}
+    for part in slices:
+        for start, length in part.ranges or ():
+            ends[part.axis] = max(ends.get(part.axis, 0), start + length)
+    return ends
+
+
+def _parse_files(fields: Fields, where: str) -> tuple[RecordedFile, ...]:
+    count = _count(fields)
+    names, sizes = fields.column("name", str, count), fields.column("nbytes", int, count)
+    texts = (text.encode() for text in fields.column("header", str, count))
+    return tuple(
+        RecordedFile(_path(name, where), nbytes, len(text).to_bytes(LENGTH_NBYTES, "little") + text)
+        for name, nbytes, text in zip(names, sizes, texts, strict=True)
+    )
+
+
+def _path(name: str, where: str) -> str:
+    """A name that leads to a place in the folder.
+
+    Raises:
+        FormatError: it leads elsewhere, or nowhere.
+    """
+    # No hidden ones, which a conversion does not take along either: they may steer other programs.
+    parts = name.split("/")
+    is_long = len(name) > _MAX_PATH_NBYTES or len(max(parts, key=len).encode()) > _MAX_PART_NBYTES
+    if "\0" in name or is_long or any(part == "" or part.startswith(".") for part in parts):
+        raise FormatError(f"{where}: {shown(name)} is no name of a file in the checkpoint")
+    return name

@@ -1,0 +1,223 @@
+"""Dividing an axis among ranks: which elements each of them holds. Pure integers.
+
+The rules are those of the engines (vLLM 0.33 `model_executor/layers/linear.py` and `vocab_parallel_embedding.py`,
+SGLang 0.5 for a vocabulary that does not divide).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from relayout.core.extents import align_up
+from relayout.core.slices import Range
+from relayout.errors import PlanError
+from relayout.plans.family import EVEN, HEAD_DIM, KV_HEADS, RAGGED, VOCABULARY, Rule, SizeSource
+
+VOCABULARY_MULTIPLE = 64
+"""Engines pad the vocabulary to a multiple of this before they divide it (vLLM DEFAULT_VOCAB_PADDING_SIZE)."""
+
+_MAX_SIZE = 2**63 - 1
+
+_MAX_RANGES = 2**16
+"""Pieces of one tensor that may be put together."""
+
+_HEADS = frozenset({"heads", KV_HEADS})
+
+
+class Sizes:
+    """The sizes that a family's rules need, from config.json, that of the nested text model first."""
+
+    def __init__(self, sources: Mapping[str, Sequence[SizeSource]], config: Mapping[str, Any]) -> None:
+        nested = config.get("text_config")
+        self._configs = (nested, config) if isinstance(nested, Mapping) else (config,)
+        self._sources = sources
+
+    def find(self, size: str) -> int | None:
+        """A size, or None where config.json does not have it."""
+        for source in self._sources.get(size, ()):
+            if source.when is not None and self._value(source.when) != source.equals:
+                continue
+            value = self._number(source.use)
+            if value is not None:
+                return value
+        return None
+
+    def _number(self, use: str | int) -> int | None:
+        if isinstance(use, int):
+            return use
+        dividend, _, divisor = (part.strip() for part in use.partition("/"))
+        if divisor:
+            numbers = self._number(dividend), self._number(divisor)
+            return None if numbers[0] is None or numbers[1] is None else numbers[0] // numbers[1]
+        value = self._value(dividend)
+        return value if type(value) is int and 0 < value <= _MAX_SIZE else None
+
+    def _value(self, key: str) -> Any:
+        return next((config[key] for config in self._configs if config.get(key) is not None), None)
+
+    def get(self, size: str, where: str) -> int:
+        """A size.
+
+        Raises:
+            PlanError: config.json does not have it; `where` says for what it is needed.
+        """
+        value = self.find(size)
+        if value is None:
+            keys = " or ".join(str(source.use) for source in self._sources.get(size, ()))
+            raise PlanError(f"{where}: needs {size}, but config.json has no positive {keys or 'such number'}")
+        return value
+
+
+def divide(rule: Rule, dim: int, sizes: Sizes, num_ranks: int, where: str) -> list[tuple[Range, ...]]:
+    """The ranges of an axis of `dim` elements that each rank holds, in the order in which it holds them.
+
+    Raises:
+        PlanError: it does not come out even, or config.json contradicts the shape; `where` names tensor and axis.
+    """
+    if len(rule.units) > 1 or rule.widths:
+        return _fused(rule, dim, sizes, num_ranks, where)
+    [unit] = rule.units
+    if unit == VOCABULARY:
+        ranges = vocabulary_ranges(dim, num_ranks)
+    elif unit == RAGGED:
+        ranges = ragged_ranges(dim, rule.block, num_ranks, where)
+    elif unit == EVEN:
+        ranges = even_ranges(dim, dim, num_ranks, where)
+    else:
+        count = sizes.get(unit, where)
+        if unit in _HEADS and dim != count:
+            _check_heads(dim, count, sizes, where)
+        elif dim % count:
+            raise PlanError(f"{where}: {dim} elements are not {count} {unit}, which config.json declares")
+        ranges = even_ranges(dim, count, num_ranks, where, share=unit == KV_HEADS)
+    return [(part,) for part in ranges]
+
+
+def even_ranges(dim: int, count: int, num_ranks: int, where: str, *, share: bool = False) -> list[Range]:
+    """Divide `count` groups of `dim // count` elements among the ranks: (start, length) of each rank.
+
+    With `share`, more ranks than groups share them: each group goes to as many neighbouring ranks
+    (vLLM 0.33 QKVParallelLinear: KV head `rank // (num_ranks // count)`).
+
+    Raises:
+        PlanError: it does not come out even; `where` names tensor and axis.
+    """
+    group = dim // count if count else 0
+    if share and num_ranks > count > 0:
+        if num_ranks % count == 0:
+            ranks = num_ranks // count
+            return [(rank // ranks * group, group) for rank in range(num_ranks)]
+        raise PlanError(f"{where} has {count} heads of {group} elements, which {num_ranks} ranks cannot share evenly")
+    if count % num_ranks == 0:
+        length = count // num_ranks * group
+        return [(rank * length, length) for rank in range(num_ranks)]
+    what = f"{count} elements" if group <= 1 else f"{count} groups of {group} elements"
+    raise PlanError(f"{where} has {what}, not a multiple of {num_ranks}")
+
+
+def vocabulary_ranges(dim: int, num_ranks: int) -> list[Range]:
+    """Divide vocabulary rows as engines do: padded to a multiple of 64 for the split, stored unpadded.
+
+    Where the padded size does not divide, it is padded to a multiple of 64 x ranks (SGLang 0.5
+    `vocab_parallel_embedding.py`; vLLM refuses). The last ranks may hold fewer rows, or none.
+    """
+    padded = align_up(dim, VOCABULARY_MULTIPLE)
+    if padded % num_ranks:
+        padded = align_up(dim, VOCABULARY_MULTIPLE * num_ranks)
+    return _ceil_ranges(dim, padded // num_ranks, num_ranks)
+
+
+def ragged_ranges(dim: int, block: int, num_ranks: int, where: str) -> list[Range]:
+    """Divide whole blocks, as many for each rank as the first needs; the last ranks may hold fewer, or none
+    (vLLM 0.33 `models/gpt_oss.py`).
+
+    Raises:
+        PlanError: there are no whole blocks.
+    """
+    if dim % block:
+        raise PlanError(f"{where} has {dim} elements, not a multiple of {block}, which belong together")
+    return _ceil_ranges(dim, -(-dim // block // num_ranks) * block, num_ranks)
+
+
+def owner(expert: int, count: int, num_ranks: int) -> int:
+    """The rank whose range, of those of `owner_ranges`, has the expert."""
+    base, rest = divmod(count, num_ranks)
+    first = rest * (base + 1)  # Experts of the ranks that hold one more.
+    return expert // (base + 1) if expert < first else rest + (expert - first) // base
+
+
+def owner_ranges(count: int, num_ranks: int) -> list[Range]:
+    """Deal whole experts in contiguous blocks, the remainder one each to the first ranks
+    (vLLM 0.33 `fused_moe/expert_map_manager.py`, linear placement)."""
+    base, rest = divmod(count, num_ranks)
+    return [(rank * base + min(rank, rest), base + (rank < rest)) for rank in range(num_ranks)]
+
+
+def _ceil_ranges(dim: int, share: int, num_ranks: int) -> list[Range]:
+    starts = [min(rank * share, dim) for rank in range(num_ranks)]
+    return [(start, min(share, dim - start)) for start in starts]
+
+
+def _fused(rule: Rule, dim: int, sizes: Sizes, num_ranks: int, where: str) -> list[tuple[Range, ...]]:
+    """Each rank's share of each part, one part after another: what the engines' fused layers hold
+    (vLLM 0.33 MergedColumnParallelLinear and QKVParallelLinear)."""
+    parts = _parts(rule, dim, sizes, where)
+    groups = 1 if rule.interleaved is None else sizes.get(rule.interleaved, where)
+    if any(count % groups for count, _ in parts):
+        counts = " + ".join(str(count) for count, _ in parts)
+        raise PlanError(f"{where}: {counts} heads do not lie in {groups} equal groups")
+    if groups * len(parts) > _MAX_RANGES:
+        raise PlanError(f"{where}: {groups} groups of {len(parts)} parts are too many pieces, limit {_MAX_RANGES}")
+    pitch = dim // groups
+    held: list[list[Range]] = [[] for _ in range(num_ranks)]
+    before = 0
+    for unit, (count, width) in zip(rule.units, parts, strict=True):
+        together = count // groups * width  # Elements of the part in one group.
+        ranges = even_ranges(count * width, count, num_ranks, where, share=unit == KV_HEADS)
+        for rank, (start, length) in enumerate(ranges):
+            while length:
+                group, inside = divmod(start, together)
+                number = min(length, together - inside)
+                held[rank].append((group * pitch + before + inside, number))
+                start, length = start + number, length - number
+        before += together
+    return [_joined(ranges) for ranges in held]
+
+
+def _parts(rule: Rule, dim: int, sizes: Sizes, where: str) -> list[tuple[int, int]]:
+    """Of each part of a fused axis: how many units it has, and how many elements each of them has."""
+    if set(rule.units) == {EVEN}:
+        if dim % len(rule.units):
+            raise PlanError(f"{where}: {dim} elements are not {len(rule.units)} parts of equal size")
+        return [(dim // len(rule.units), 1)] * len(rule.units)
+    counts = [sizes.get(unit, where) for unit in rule.units]
+    if rule.widths:
+        parts = list(zip(counts, (sizes.get(width, where) for width in rule.widths), strict=True))
+        if sum(count * width for count, width in parts) != dim:
+            words = " + ".join(f"{count} * {width}" for count, width in parts)
+            raise PlanError(f"{where}: {dim} elements are not {words}, which config.json declares")
+        return parts
+    if _HEADS & set(rule.units):
+        _check_heads(dim, sum(counts), sizes, where)
+    elif dim % sum(counts):
+        raise PlanError(f"{where}: {dim} elements are not {' + '.join(map(str, counts))} of equal size")
+    return [(count, dim // sum(counts)) for count in counts]
+
+
+def _joined(ranges: Sequence[Range]) -> tuple[Range, ...]:
+    """The same elements in the same order, with ranges that touch made one."""
+    joined: list[Range] = []
+    for start, length in ranges or [(0, 0)]:
+        if joined and sum(joined[-1]) == start:
+            joined[-1] = (joined[-1][0], joined[-1][1] + length)
+        else:
+            joined.append((start, length))
+    return tuple(joined)
+
+
+def _check_heads(dim: int, count: int, sizes: Sizes, where: str) -> None:
+    head_dim = sizes.find(HEAD_DIM)
+    if dim % count or (head_dim is not None and dim != count * head_dim):
+        by = "" if head_dim is None else f" of {head_dim} elements"
+        raise PlanError(f"{where}: {dim} elements are not {count} heads{by}, which config.json declares")

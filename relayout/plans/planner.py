@@ -1,0 +1,352 @@
+"""The tensor-parallel plan: which slice of each tensor each rank holds. Pure, but for reading a plan file.
+
+A family's rules say how each tensor is cut, so that an engine finds in a rank's files what it would have cut out
+itself; tensors that store a quantised weight between them are cut where the weight is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Protocol, get_args
+
+from relayout.core.patterns import collapse_numbers
+from relayout.core.slices import NOT_HELD, WHOLE, Slice, slice_transfers
+from relayout.errors import FormatError, PlanError, shown
+from relayout.plans.division import Sizes, divide, owner, owner_ranges
+from relayout.plans.family import EXPERTS, Family, Rule, find_family, read_family
+from relayout.plans.quantization import INPUT_SCALES, Scheme, Weight, find_scheme
+
+MAX_RANKS = 1024
+
+TRANSFORMERS = "transformers"
+"""Given as a plan: the one that the transformers package has for the model type."""
+
+Unmatched = Literal["error", "replicate"]
+"""What becomes of tensors that no rule names."""
+
+_DEGREES_TO_TRY = range(1, 65)
+
+
+class PlannedTensor(Protocol):
+    """A tensor, as far as a plan is concerned."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class PlannedCheckpoint(Protocol):
+    """A checkpoint, as far as a plan is concerned."""
+
+    @property
+    def root(self) -> Path:
+        """For messages."""
+
+    @property
+    def tensors(self) -> Sequence[PlannedTensor]: ...
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """config.json."""
+
+    @property
+    def config_error(self) -> str | None:
+        """Why nothing can be planned by config.json, though it is there."""
+
+    @property
+    def model_type(self) -> str | None:
+        """Of config.json."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Who holds what."""
+
+    name: str
+    """The family whose rules were used; "none" at one rank."""
+    num_ranks: int
+    slices: tuple[tuple[Slice, ...], ...]
+    """For each tensor of the catalogue, in its order: the slice of each rank."""
+    expert_parallel: bool = False
+    """Whether experts are owned whole."""
+    unmatched: tuple[str, ...] = ()
+    """Tensors that no rule names, and that every rank holds whole."""
+
+
+def plan_for(
+    catalogue: PlannedCheckpoint,
+    num_ranks: int,
+    plan: str | Path | None = None,
+    *,
+    expert_parallel: bool = False,
+    unmatched: Unmatched | None = None,
+) -> Plan:
+    """Choose the rules, a person's own or the built-in ones for the checkpoint's model type, and apply them.
+
+    Args:
+        catalogue: what is stored.
+        num_ranks: the tensor-parallel degree.
+        plan: a plan file, or the word "transformers" for that package's plan; None: the built-in one.
+        expert_parallel: experts are owned whole, in contiguous blocks over the ranks (vLLM's linear placement).
+        unmatched: "error", or "replicate" to let every rank hold whole what no rule names. None: "error", but
+            "replicate" with the plan of transformers, which names just what is cut.
+
+    Raises:
+        FormatError: `plan` is no plan file, or config.json begins with a byte order mark.
+        PlanError: there are no rules for this checkpoint, or they cannot be applied at this degree.
+    """
+    if not 1 <= num_ranks <= MAX_RANKS:
+        raise PlanError(f"{num_ranks} ranks, expected 1 to {MAX_RANKS}")
+    if unmatched not in (None, *get_args(Unmatched)):
+        raise PlanError(f"unmatched={unmatched!r}, expected one of {', '.join(get_args(Unmatched))}")
+    if num_ranks > 1 and catalogue.config_error is not None:
+        raise FormatError(catalogue.config_error)
+    own = _own_family(Path(plan), catalogue.model_type) if plan is not None and plan != TRANSFORMERS else None
+    if num_ranks == 1:
+        return Plan("none", 1, ((WHOLE,),) * len(catalogue.tensors))
+    quantisation = catalogue.config.get("quantization_config")
+    scheme = find_scheme(quantisation, str(catalogue.root)) if isinstance(quantisation, Mapping) else None
+    if own is not None:
+        family = own
+    elif plan is not None:
+        # Needed for this only, and heavy.
+        from relayout.plans.transformers import transformers_family
+
+        family = transformers_family(catalogue.model_type, catalogue.config)
+        unmatched = unmatched or "replicate"
+    else:
+        family = find_family(catalogue.model_type, None if scheme is None else scheme.name)
+    return make_plan(
+        catalogue, num_ranks, family, scheme, expert_parallel=expert_parallel, unmatched=unmatched or "error"
+    )
+
+
+def _own_family(path: Path, model_type: str | None) -> Family:
+    family = read_family(path)
+    if family.model_types and model_type not in family.model_types:
+        raise PlanError(
+            f"{path}: is for model_types {', '.join(family.model_types)}, config.json says {shown(model_type)}:"
+            " the line may be left out"
+        )
+    return family
+
+
+def make_plan(
+    catalogue: PlannedCheckpoint,
+    num_ranks: int,
+    family: Family,
+    scheme: Scheme | None = None,
+    *,
+    expert_parallel: bool = False,
+    unmatched: Unmatched = "error",
+) -> Plan:
+    """Apply a family's rules to a checkpoint.
+
+    Raises:
+        PlanError: a tensor has no rule, or its rule cannot be applied at this degree.
+    """
+    sizes = Sizes(family.sizes, catalogue.config)
+    whole = (WHOLE,) * num_ranks
+    finder = _CutFinder(catalogue, family, scheme)
+    experts = _Experts(family, sizes, num_ranks) if expert_parallel else None
+    cuts: dict[_Cut, str] = {}
+    column: list[_Cut | tuple[Slice, ...]] = []
+    without = []
+    for tensor in catalogue.tensors:
+        owned = None if experts is None else experts.owners(tensor)
+        cut = finder.find(tensor) if owned is None else None
+        if cut is not None:
+            cuts.setdefault(cut, tensor.name)
+        elif owned is None:
+            without.append(tensor.name)
+        column.append(cut or owned or whole)
+    if without and unmatched == "error":
+        others = f" (nor {len(without) - 1} others)" if len(without) > 1 else ""
+        raise PlanError(
+            f"{catalogue.root}: tensor {without[0]!r}: no rule of plan {family.name!r} names it{others}: write one"
+            " (--plan FILE), or let every rank hold such tensors whole (--unmatched replicate)"
+        )
+    if experts is not None and not experts.found:
+        raise PlanError(f"{catalogue.root}: plan {family.name!r} names no tensor of experts that a rank could own")
+    held = _apply(cuts, sizes, num_ranks, scheme)
+    slices = tuple(held[one] if isinstance(one, _Cut) else one for one in column)
+    return Plan(family.name, num_ranks, slices, expert_parallel, tuple(without))
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """What decides how a tensor is cut: those with equal ones are cut alike."""
+
+    rule: Rule
+    dtype: str
+    shape: tuple[int, ...]
+    weights: tuple[Weight, ...] = ()
+    """Where the tensor is one of several that store a quantised weight between them: what that weight may be."""
+    suffix: str = ""
+    """Last part of such a tensor's name."""
+
+    def apply(self, name: str, sizes: Sizes, num_ranks: int, scheme: Scheme | None) -> tuple[Slice, ...]:
+        """The slice of each rank; the name is for messages."""
+        axis = self.rule.axis
+        if axis is None:
+            return (WHOLE,) * num_ranks
+        if scheme is not None and self.weights:
+            errors = []
+            for weight in self.weights:
+                try:
+                    return self._carry(scheme, weight, axis, name, sizes, num_ranks)
+                except PlanError as error:
+                    errors.append(error)
+            raise errors[0]
+        where = f"tensor {name!r}: axis {axis} of {list(self.shape)}"
+        if axis >= len(self.shape):
+            raise PlanError(f"{where}: there is no such axis, which {self.rule.pattern!r} cuts")
+        ranges = divide(self.rule, self.shape[axis], sizes, num_ranks, where)
+        return _checked(name, self.dtype, self.shape, tuple(Slice(axis, parts) for parts in ranges))
+
+    def _carry(
+        self, scheme: Scheme, weight: Weight, axis: int, name: str, sizes: Sizes, num_ranks: int
+    ) -> tuple[Slice, ...]:
+        """The slices, if the tensor is one of those that store this weight."""
+        where = f"tensor {name!r}: axis {axis} of a quantised weight [{weight.rows}, {weight.columns}]"
+        if axis > 1:
+            raise PlanError(f"{where}: there is no such axis, which {self.rule.pattern!r} cuts")
+        cut = divide(self.rule, (weight.rows, weight.columns)[axis], sizes, num_ranks, where)
+        carried = scheme.carry(axis, self.suffix, self.shape, weight, cut, where)
+        if carried is None:
+            return (WHOLE,) * num_ranks
+        own, ranges = carried
+        return _checked(name, self.dtype, self.shape, tuple(Slice(own, parts) for parts in ranges))
+
+
+def _checked(name: str, dtype: str, shape: tuple[int, ...], slices: tuple[Slice, ...]) -> tuple[Slice, ...]:
+    """The slices, if they can be made of whole bytes.
+
+    Raises:
+        PlanError: they cannot.
+    """
+    try:
+        for part in slices:
+            slice_transfers(dtype, shape, part)
+    except PlanError as error:
+        raise PlanError(f"tensor {name!r}: {error}") from None
+    return slices
+
+
+class _CutFinder:
+    """Finds what decides how each tensor is cut; names that differ in numbers only are looked up once."""
+
+    def __init__(self, catalogue: PlannedCheckpoint, family: Family, scheme: Scheme | None) -> None:
+        self._family = family
+        self._scheme = scheme
+        self._collapse = not family.tells_numbers_apart
+        self._rules: dict[str, Rule | None] = {}
+        self._modules: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
+        """Of each quantised module: last part of the name -> dtype, shape."""
+        self._weights: dict[str, tuple[Weight, ...]] = {}
+        """What they store between them."""
+        if scheme is not None:
+            for tensor in catalogue.tensors:
+                module, _, suffix = tensor.name.rpartition(".")
+                if suffix in scheme.tensors:
+                    self._modules.setdefault(module, {})[suffix] = (tensor.dtype, tensor.shape)
+
+    def find(self, tensor: PlannedTensor) -> _Cut | None:
+        """None: no rule names the tensor."""
+        module, _, suffix = tensor.name.rpartition(".")
+        stored = self._modules.get(module, {})
+        if self._scheme is not None and suffix in stored and len(stored) > 1:
+            rule = self._rule(f"{module}.weight")
+            if module not in self._weights:
+                self._weights[module] = self._scheme.weights(stored)
+            weights = self._weights[module]
+            if rule is not None and weights:
+                if self._family.is_transposed and rule.axis in (0, 1):
+                    rule = replace(rule, axis=1 - rule.axis)
+                return _Cut(rule, tensor.dtype, tensor.shape, weights, suffix)
+        rule = self._rule(tensor.name)
+        if rule is None and suffix == "bias" and len(stored) > 1:
+            # Some tools give every quantised layer a bias, of zeros mostly; it goes with the rows.
+            rule = self._rule(f"{module}.weight")
+            is_rows = rule is not None and rule.axis == (1 if self._family.is_transposed else 0)
+            rule = replace(rule, axis=0) if rule is not None and is_rows else Rule(tensor.name, None)
+        if rule is None and self._scheme is not None and self._scheme.is_cache_scale(suffix, tensor.shape):
+            rule = Rule(tensor.name, None)
+        return None if rule is None else _Cut(rule, tensor.dtype, tensor.shape)
+
+    def _rule(self, name: str) -> Rule | None:
+        key = collapse_numbers(name) if self._collapse else name
+        if key not in self._rules:
+            self._rules[key] = self._family.rule(name)
+        return self._rules[key]
+
+
+class _Experts:
+    """Which rank owns which expert."""
+
+    def __init__(self, family: Family, sizes: Sizes, num_ranks: int) -> None:
+        self._family = family
+        self._sizes = sizes
+        self._num_ranks = num_ranks
+        self._owned: dict[int, tuple[Slice, ...]] = {}
+        self.found = False
+        """Whether any tensor belongs to an expert."""
+
+    def owners(self, tensor: PlannedTensor) -> tuple[Slice, ...] | None:
+        """The slice of each rank; None: the tensor belongs to no expert.
+
+        Raises:
+            PlanError: config.json does not say how many experts there are, or there are more.
+        """
+        where = f"tensor {tensor.name!r}"
+        expert = self._family.expert(tensor.name)
+        if expert is not None:
+            self.found = True
+            if tensor.name.rpartition(".")[2] in INPUT_SCALES:
+                return (WHOLE,) * self._num_ranks
+            count = self._sizes.get(EXPERTS, where)
+            if expert >= count:
+                raise PlanError(f"{where}: config.json declares {count} experts, counted from 0")
+            return self._owned_by(owner(expert, count, self._num_ranks))
+        if tensor.shape and self._family.stacks_experts(tensor.name):
+            self.found = True
+            declared = self._sizes.find(EXPERTS)
+            if declared not in (None, tensor.shape[0]):
+                raise PlanError(f"{where}: {tensor.shape[0]} experts along axis 0, config.json declares {declared}")
+            slices = tuple(Slice(0, (part,)) for part in owner_ranges(tensor.shape[0], self._num_ranks))
+            return _checked(tensor.name, tensor.dtype, tensor.shape, slices)
+        return None
+
+    def _owned_by(self, rank: int) -> tuple[Slice, ...]:
+        if rank not in self._owned:
+            self._owned[rank] = tuple(WHOLE if one == rank else NOT_HELD for one in range(self._num_ranks))
+        return self._owned[rank]
+
+
+def _apply(
+    cuts: Mapping[_Cut, str], sizes: Sizes, num_ranks: int, scheme: Scheme | None
+) -> dict[_Cut, tuple[Slice, ...]]:
+    """The slices for each cut, given with the name of a tensor that it is for.
+
+    Raises:
+        PlanError: one cannot be made; the message ends with the degrees at which all can.
+    """
+
+    def applied(degree: int) -> dict[_Cut, tuple[Slice, ...]]:
+        return {cut: cut.apply(name, sizes, degree, scheme) for cut, name in cuts.items()}
+
+    def fits(degree: int) -> bool:
+        try:
+            return bool(applied(degree))
+        except PlanError:
+            return False
+
+    try:
+        return applied(num_ranks)
+    except PlanError as error:
+        degrees = ", ".join(str(degree) for degree in _DEGREES_TO_TRY if degree == 1 or fits(degree))
+        raise PlanError(f"{error} (this checkpoint can be cut for --tp {degrees})") from None

@@ -1,0 +1,373 @@
+"""Quantised weights: how the tensors that store one weight between them are cut where the weight is cut. Pure.
+
+A scheme says, for each tensor that a method stores beside or instead of a weight, which of its axes runs with the
+weight's rows (outputs) and which with its columns (inputs). A cut of the weight is carried over in proportion, and
+only at borders: of blocks that share a scale, of groups, of words that pack several values. Layouts as vLLM 0.33 reads
+them (vllm/model_executor/parameter.py and layers/quantization/).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import prod
+from typing import Any
+
+from relayout.core.slices import Range
+from relayout.errors import PlanError, shown
+
+Axes = tuple[int | None, int | None]
+"""The axis that runs with the weight's rows, and the one that runs with its columns; None: there is none."""
+
+_NEITHER: Axes = (None, None)
+
+_ACT_ORDER = "the inputs of a group are scattered over all columns, so that ranks share scales"
+
+INPUT_SCALES = frozenset({"input_scale", "input_global_scale"})
+"""Scales of activations. Engines may want those of all experts, whoever owns them (vLLM 0.33 ep_weight_filter.py)."""
+
+_OF_WEIGHTS = frozenset({"weight_scale", "weight_scale_inv", "weight_zero_point"})
+"""Of these a weight may have just one element, which every rank holds."""
+
+_OF_GROUPS = _OF_WEIGHTS | {"scales", "qzeros"}
+"""Of these a row may have just one element, which every rank that holds the row holds."""
+
+_CACHE_SCALES = frozenset({"k_scale", "v_scale", "q_scale", "kv_scale", "prob_scale", "output_scale"})
+"""Of attention's cache, one number each, wherever they hang."""
+
+_REFUSED = {
+    "bitsandbytes": "its 4-bit and 8-bit weights are packed flat, across rows",
+    "gguf": "its blocks are not stored as tensors",
+    "torchao": "its tensors are flattened objects",
+    "quark": "its scales and packing depend on settings per layer",
+    "quanto": "its packed tensors hold no rows",
+    "aqlm": "its codebooks have no rows",
+    "vptq": "its codebooks have no rows",
+    "quip": "its weights are rotated across columns",
+    "higgs": "its weights are rotated across columns",
+    "hqq": "its weights are packed flat, across rows",
+    "auto-round": "its packing depends on the kernel it was exported for",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """How the values of a weight are stored."""
+
+    bits: int
+    """Of one value."""
+    group: int | None = None
+    """Columns that share a scale; None: all of them do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A quantised weight, in values."""
+
+    rows: int
+    columns: int
+    values: Values
+    """How they are stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How one method stores weights."""
+
+    name: str
+    tensors: Mapping[str, Axes]
+    """Last part of a tensor's name -> which of its axes run with the weight's."""
+    rows_of: tuple[str, ...] = ()
+    """Tensors that have one element for each of the weight's rows along their row axis; the first found counts."""
+    columns_of: tuple[str, ...] = ()
+    """Tensors that tell the weight's columns: one element for each, or as many as fit where they are packed."""
+    scale: str = ""
+    """The tensor with one element for each group of columns along its column axis."""
+    packed: frozenset[str] = frozenset()
+    """Tensors in which an I32 holds the values of several columns."""
+    block: tuple[int, int] = (1, 1)
+    """Rows and columns that share a scale, where the last block may be partial."""
+    values: tuple[Values, ...] = (Values(8),)
+    """Ways in which weights of this checkpoint may be stored; the first that fits a weight's shapes counts."""
+
+    def is_cache_scale(self, suffix: str, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor is the one scale of an attention cache, which every rank holds."""
+        return suffix in _CACHE_SCALES and shape in ((), (1,))
+
+    def weights(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[Weight, ...]:
+        """What these tensors (last part of the name -> dtype, shape) may store between them.
+
+        Mostly one weight; several where a checkpoint stores its weights in several ways, and shapes alone do not tell
+        them apart; none where these are no tensors of a quantised matrix.
+        """
+        found: dict[Weight, None] = {}
+        for values in self.values:
+            rows = self._size(0, self.rows_of, tensors, values.bits)
+            columns = self._size(1, self.columns_of, tensors, values.bits)
+            if rows is not None and columns is not None and self._fits(columns, values, tensors):
+                found[Weight(rows, columns, values)] = None
+        return tuple(found)
+
+    def _fits(self, columns: int, values: Values, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bool:
+        """Whether there are as many scales as there are groups of columns."""
+        axis = self.tensors[self.scale][1] if self.scale in tensors else None
+        if axis is None or self.block != (1, 1):
+            return True
+        shape = tensors[self.scale][1]
+        groups = shape[axis] if axis < len(shape) else 1
+        return groups == -(-columns // (values.group or max(columns, 1)))
+
+    def _size(
+        self, which: int, names: Sequence[str], tensors: Mapping[str, tuple[str, tuple[int, ...]]], bits: int
+    ) -> int | None:
+        for suffix in names:
+            axis = self.tensors[suffix][which]
+            dtype, shape = tensors.get(suffix, ("", ()))
+            if axis is None or axis >= len(shape):
+                continue
+            if which and dtype == "I32" and suffix in self.packed:
+                return shape[axis] * 32 // bits
+            return shape[axis] * 2 if which and dtype == "U8" else shape[axis]
+        return None
+
+    def carry(
+        self,
+        axis: int,
+        suffix: str,
+        shape: tuple[int, ...],
+        weight: Weight,
+        ranges: Sequence[tuple[Range, ...]],
+        where: str,
+    ) -> tuple[int, list[tuple[Range, ...]]] | None:
+        """Carry a cut of the weight over to one of its tensors.
+
+        Args:
+            axis: of the weight: 0 for rows, 1 for columns.
+            suffix: last part of the tensor's name.
+            shape: of the tensor.
+            weight: what the tensors store.
+            ranges: for each rank: (start, length) in values of the weight, along `axis`.
+            where: names the tensor in messages.
+
+        Returns:
+            The tensor's axis and, for each rank, ranges of its elements; None: every rank holds it whole.
+
+        Raises:
+            PlanError: a border falls inside a block, group or word.
+        """
+        own = self.tensors[suffix][axis]
+        if own is None or own >= len(shape):
+            return None
+        size, dim = shape[own], (weight.rows, weight.columns)[axis]
+        shared = self.block[axis] if self.block != (1, 1) else weight.values.group if axis else None
+        if (
+            size == 1
+            and shared is None
+            and (suffix in _OF_GROUPS if axis else suffix in _OF_WEIGHTS and prod(shape) == 1)
+        ):
+            return None
+        # How many values one element stands for: those that share it, the last few perhaps, or those packed in a word.
+        word = Fraction(32, weight.values.bits)
+        if shared is not None and size == -(-dim // shared):
+            per = Fraction(shared)
+        elif size and (dim % size == 0 or dim == size * word):
+            per = Fraction(dim, size)
+        else:
+            raise PlanError(f"{where}: has {dim} values, for which a tensor {list(shape)} cannot be made out")
+
+        def border(at: int) -> int:
+            if at % per and at != dim:
+                raise PlanError(f"{where}: the cut at {at} of {dim} falls inside {per} values that are stored together")
+            return size if at == dim else int(at // per)
+
+        return own, [
+            tuple((border(start), border(start + length) - border(start)) for start, length in parts)
+            for parts in ranges
+        ]
+
+
+def find_scheme(config: Mapping[str, Any], where: str) -> Scheme:
+    """The scheme of a checkpoint's quantization_config.
+
+    Raises:
+        PlanError: such weights cannot be cut.
+    """
+    method = str(config.get("quant_method", "")).lower().replace("_", "-")
+    if method in ("fp8", "fbgemm-fp8"):
+        return _fp8(config, where)
+    if method in ("gptq", "gptqmodel"):
+        return _gptq(config, where)
+    if method == "awq":
+        return _awq(config, where)
+    if method == "compressed-tensors":
+        return _compressed_tensors(config, where)
+    if method.startswith("modelopt"):
+        return _modelopt(config, where)
+    if method == "mxfp4":
+        # As gpt_oss stores it: blocks and scales under names of their own, which its plan cuts.
+        return Scheme("mxfp4", {})
+    family = next((name for name in _REFUSED if method.startswith(name)), None)
+    why = _REFUSED[family] if family else "how it stores them is not known here"
+    raise _refusal(where, method or "method unknown", why)
+
+
+def _refusal(where: str, method: str, why: str) -> PlanError:
+    return PlanError(
+        f"{where}: weights are quantised by {method}, which cannot be cut offline: {why};"
+        " use --tp 1, which cuts nothing"
+    )
+
+
+_PLAIN = ("weight",)
+
+
+def _fp8(config: Mapping[str, Any], where: str) -> Scheme:
+    tensors: Mapping[str, Axes] = {
+        "weight": (0, 1),
+        "weight_scale": (0, 1),
+        "weight_scale_inv": (0, 1),
+        "input_scale": _NEITHER,
+        "input_scale_ub": _NEITHER,
+        "activation_scale": _NEITHER,
+    }
+    return Scheme("fp8", tensors, _PLAIN, _PLAIN, block=_block(config.get("weight_block_size"), where))
+
+
+_PACKED_INPUTS: Mapping[str, Axes] = {"qweight": (1, 0), "scales": (1, 0), "qzeros": (1, 0), "g_idx": (None, 0)}
+
+
+def _gptq(config: Mapping[str, Any], where: str) -> Scheme:
+    dynamic = config.get("dynamic")  # GPTQModel: exceptions for some layers.
+    exceptions = dynamic.values() if isinstance(dynamic, Mapping) else ()
+    layers = [config, *({**config, **one} for one in exceptions if isinstance(one, Mapping))]
+    values = {Values(_number(one, "bits", where), _group(one.get("group_size"))): None for one in layers}
+    if any(one.get("desc_act") and _group(one.get("group_size")) is not None for one in layers):
+        raise _refusal(where, "GPTQ with act-order (desc_act)", _ACT_ORDER)
+    stored = "marlin" if config.get("is_marlin_format") else config.get("checkpoint_format", "gptq")
+    if stored not in ("gptq", "gptq_v2"):
+        raise _refusal(where, f"GPTQ in {stored} format", "it is packed for one kernel, across rows and columns")
+    return Scheme(
+        "gptq",
+        _PACKED_INPUTS,
+        rows_of=("scales", "qweight"),
+        columns_of=("g_idx", "qweight"),
+        scale="scales",
+        packed=frozenset({"qweight"}),
+        values=tuple(values),
+    )
+
+
+def _awq(config: Mapping[str, Any], where: str) -> Scheme:
+    bits = _number(config, "bits" if "bits" in config else "w_bit", where)
+    version = str(config.get("version", "gemm")).lower()
+    if version != "gemm":
+        raise _refusal(where, f"AWQ in {version} format", "only the gemm format stores rows and columns in order")
+    values = Values(bits, _group(config.get("group_size", config.get("q_group_size"))))
+    tensors = {name: axes for name, axes in _PACKED_INPUTS.items() if name != "g_idx"}
+    return Scheme("awq", tensors, ("scales",), ("qweight",), "scales", values=(values,))
+
+
+_COMPRESSED_FORMATS = frozenset(
+    {
+        "dense",
+        "pack-quantized",
+        "float-quantized",
+        "int-quantized",
+        "naive-quantized",
+        "nvfp4-pack-quantized",
+        "mxfp4-pack-quantized",
+        "mixed-precision",
+    }
+)
+
+
+_COMPRESSED_TENSORS: Mapping[str, Axes] = {
+    "weight": (0, 1),
+    "weight_packed": (0, 1),
+    "weight_scale": (0, 1),
+    "weight_zero_point": (0, 1),
+    "weight_g_idx": (None, 0),
+    "weight_shape": _NEITHER,
+    "weight_global_scale": _NEITHER,
+    "input_global_scale": _NEITHER,
+    "input_scale": _NEITHER,
+    "input_zero_point": _NEITHER,
+}
+
+
+def _compressed_tensors(config: Mapping[str, Any], where: str) -> Scheme:
+    groups, sparsity = config.get("config_groups"), config.get("sparsity_config")
+    sparse = sparsity.get("format") if isinstance(sparsity, Mapping) else None
+    if sparse not in (None, "dense"):
+        raise _refusal(where, f"compressed-tensors, sparsity format {sparse}", "its values are packed flat, row by row")
+    if not isinstance(groups, dict) or not groups:
+        raise _refusal(where, "compressed-tensors", "its config has no config_groups")
+    stored = [
+        _compressed_layers(group, config.get("format"), where)
+        for group in groups.values()
+        if isinstance(group, Mapping) and isinstance(group.get("weights"), Mapping)
+    ]
+    blocks = {block for _, block in stored} or {(1, 1)}
+    if len(blocks) > 1:
+        raise _refusal(where, "compressed-tensors", "its config groups have scales of different blocks")
+    return Scheme(
+        "compressed-tensors",
+        _COMPRESSED_TENSORS,
+        rows_of=("weight_packed", "weight"),
+        columns_of=("weight_packed", "weight"),
+        scale="weight_scale",
+        packed=frozenset({"weight_packed"}),
+        block=blocks.pop(),
+        values=tuple(dict.fromkeys(values for values, _ in stored)) or (Values(8),),
+    )
+
+
+def _compressed_layers(group: Mapping[str, Any], default: Any, where: str) -> tuple[Values, tuple[int, int]]:
+    """How the layers of a config group are stored: values, and the block that shares a scale."""
+    weights, stored = group["weights"], group.get("format") or default or "dense"
+    if not isinstance(stored, str) or stored not in _COMPRESSED_FORMATS:
+        raise _refusal(where, f"compressed-tensors, format {stored}", "its packing has no rows and columns")
+    strategy = weights.get("strategy")
+    is_grouped = strategy in ("group", "tensor_group")
+    if is_grouped and weights.get("actorder") in ("group", "dynamic", True):
+        raise _refusal(where, "compressed-tensors with act-order (actorder)", _ACT_ORDER)
+    values = Values(_number(weights, "num_bits", where), _group(weights.get("group_size")) if is_grouped else None)
+    return values, _block(weights.get("block_structure") if strategy == "block" else None, where)
+
+
+def _modelopt(config: Mapping[str, Any], where: str) -> Scheme:
+    nested = config.get("quantization")
+    config = nested if "quant_algo" not in config and isinstance(nested, Mapping) else config
+    algorithm = str(config.get("quant_algo") or "").upper()
+    if algorithm not in ("FP8", "NVFP4"):
+        raise _refusal(
+            where, f"modelopt ({algorithm or 'no quant_algo'})", "only its FP8 and NVFP4 forms are known here"
+        )
+    tensors: Mapping[str, Axes] = {
+        "weight": (0, 1),
+        "weight_scale": (0, 1),
+        "weight_scale_2": _NEITHER,
+        "input_scale": _NEITHER,
+    }
+    values = Values(4, _group(config.get("group_size", 16))) if algorithm == "NVFP4" else Values(8)
+    return Scheme("modelopt", tensors, _PLAIN, _PLAIN, "weight_scale", values=(values,))
+
+
+def _group(size: Any) -> int | None:
+    return size if type(size) is int and size > 0 else None
+
+
+def _block(value: Any, where: str) -> tuple[int, int]:
+    if value is None:
+        return (1, 1)
+    if isinstance(value, list) and len(value) == 2 and all(type(size) is int and size > 0 for size in value):
+        return (value[0], value[1])
+    raise PlanError(f"{where}: quantization_config: {shown(value)} is no block of rows and columns")
+
+
+def _number(config: Mapping[str, Any], key: str, where: str) -> int:
+    value = config.get(key)
+    if type(value) is not int or not 1 <= value <= 16:
+        raise PlanError(f"{where}: quantization_config: {key} is {shown(value)}, expected a number of bits")
+    return value

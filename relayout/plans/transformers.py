@@ -1,0 +1,108 @@
+"""The tensor-parallel plan that the transformers package has for a model type, as a family.
+
+Its `base_model_tp_plan` names modules in memory, and the way in which each is cut
+(transformers 5.23, `distributed/tensor_parallel.py`). Embeddings and heads are not in it, nor is what a checkpoint
+stores in other pieces than memory: those rules are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from relayout.errors import PlanError
+from relayout.plans.family import EVEN, EXPERTS, KV_HEADS, VOCABULARY, Family, Rule, SizeSource
+
+_BASES = "{model.,transformer.,gpt_neox.,}"
+
+_COLWISE = frozenset({"colwise", "colwise_rep", "colwise_gather_output"})
+_ROWWISE = frozenset({"rowwise", "rowwise_rep", "rowwise_split_input"})
+
+_UNITS = {
+    **dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj", "query_key_value", "o_proj"), "heads"),
+    **dict.fromkeys(("k_proj", "v_proj"), KV_HEADS),
+}
+"""By these a contiguous cut must not fall inside a head. All other modules are cut evenly."""
+
+_EXPERTS_AXES = {
+    "gate_up_proj": {"packed_colwise": 1, "packed_rowwise": 2},
+    "down_proj": {"rowwise": 2, "colwise": 1},
+}
+"""Of a tensor of all experts: style -> the axis that it cuts."""
+
+_EXPERTS_STORED = {"gate_up_proj": "{gate_proj,up_proj,w1,w3}", "down_proj": "{down_proj,w2}"}
+
+_SIZES = {
+    "heads": (SizeSource("num_attention_heads"),),
+    KV_HEADS: (SizeSource("num_key_value_heads"), SizeSource("num_attention_heads")),
+    EXPERTS: (SizeSource("num_experts"), SizeSource("n_routed_experts"), SizeSource("num_local_experts")),
+}
+
+
+def transformers_family(model_type: str | None, config: Mapping[str, Any]) -> Family:
+    """The plan of transformers for a model type, or for that of the text model inside.
+
+    Raises:
+        PlanError: transformers is not installed, does not know the type, or has no plan for it.
+    """
+    try:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    except ImportError as error:
+        raise PlanError(
+            f"--plan transformers: the package cannot be imported ({error}): pip install transformers"
+        ) from None
+    nested = config.get("text_config")
+    types = [model_type, nested.get("model_type") if isinstance(nested, Mapping) else None]
+    for name in types:
+        found = CONFIG_MAPPING[name] if isinstance(name, str) and name in CONFIG_MAPPING else None
+        subtypes = (getattr(found, "sub_configs", None) or {}).get("text_config")
+        for candidate in (found, subtypes):
+            plan = getattr(candidate, "base_model_tp_plan", None)
+            if isinstance(plan, dict) and any("layers" in module for module in plan):
+                return _family(f"transformers:{name}", plan)
+    raise PlanError(f"--plan transformers: it has no tensor-parallel plan for model type {model_type!r}")
+
+
+def _family(name: str, plan: Mapping[str, str]) -> Family:
+    rules = [rule for module, style in plan.items() for rule in _rules(module, style)]
+    rules += [
+        Rule(f"{_BASES}{{embed_tokens,wte,embed_in}}.weight", 0, (VOCABULARY,)),
+        Rule("{lm_head,embed_out}.{weight,bias}", 0, (VOCABULARY,)),
+    ]
+    experts = [module.removesuffix(".gate_up_proj") for module in plan if module.endswith(".experts.gate_up_proj")]
+    return Family(
+        name,
+        (),
+        None,
+        ("model.language_model.", "language_model."),
+        _SIZES,
+        tuple(rules),
+        tuple(f"{_BASES}{_older(module)}.#.**" for module in experts),
+        tuple(f"{_BASES}{_older(module)}.{{gate_up_proj,down_proj}}" for module in experts),
+    )
+
+
+def _rules(module: str, style: str) -> Iterator[Rule]:
+    stem, _, last = module.rpartition(".")
+    if stem.endswith(".experts") and last in _EXPERTS_AXES:
+        # One tensor in memory; in a checkpoint mostly some for each expert, and perhaps under an older name.
+        places, axis = f"{_BASES}{_older(stem)}", _EXPERTS_AXES[last].get(style)
+        if axis is None:
+            return
+        fused, stored, units = last == "gate_up_proj", _EXPERTS_STORED[last], (EVEN,)
+        yield Rule(f"{places}.*.{stored}.weight", 0 if fused else 1, units)
+        yield Rule(f"{places}.{last}", axis, units * 2 if fused else units)
+        return
+    pattern, units = f"{_BASES}{module}", (_UNITS.get(last, EVEN),)
+    if style in _COLWISE:
+        yield Rule(f"{pattern}.{{weight,bias}}", 0, units)
+    elif style in _ROWWISE:
+        yield Rule(f"{pattern}.weight", 1, units)
+        yield Rule(f"{pattern}.bias", None)
+    elif style == "packed_colwise":
+        yield Rule(f"{pattern}.{{weight,bias}}", 0, (EVEN, EVEN))
+
+
+def _older(stem: str) -> str:
+    """The pattern with the name that Mixtral's checkpoints have (transformers `conversion_mapping.py`)."""
+    return stem.replace(".mlp.", ".{mlp,block_sparse_moe}.")

@@ -1,0 +1,1 @@
+"""The only place with open(), fsync, O_DIRECT and calls of the C library. Imports `core`."""

@@ -1,0 +1,107 @@
+"""The lock file beside an output: one process at a time writes it, and it is of the user who does."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from relayout.errors import PlanError
+from relayout.storage.open_folder import OpenFolder
+
+
+def check_user(path: Path, status: os.stat_result, user: int) -> None:
+    """Refuse what is not this user's.
+
+    Raises:
+        PlanError: it is not.
+    """
+    if status.st_uid != user:
+        raise PlanError(
+            f"{path}: belongs to another user (id {status.st_uid}, not {user});"
+            " have it removed, or choose another folder with -o"
+        )
+
+
+@contextmanager
+def locked(parent: OpenFolder, name: str, output: Path) -> Iterator[int]:
+    """Keep other conversions away from the output; yields this user's id, as the file system there has it.
+
+    Raises:
+        PlanError: another process holds the lock, or it is somebody else's.
+    """
+    lock, user = _acquire(parent, name, output)
+    try:
+        yield user
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=parent.fd)
+        os.close(lock)
+
+
+def _acquire(parent: OpenFolder, name: str, output: Path) -> tuple[int, int]:
+    """Open and lock the lock file; it is the lock only while its name still leads to it."""
+    while True:
+        fd, user = _open_lock(parent, name)
+        try:
+            check_user(parent.path / name, os.fstat(fd), user)
+            _flock(fd, output)
+            status = parent.status(name)
+            if status is not None and os.path.samestat(status, os.fstat(fd)):
+                with suppress(OSError):  # For others to read, no more; the drive may be full.
+                    os.ftruncate(fd, 0)
+                    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+                return fd, user
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def _open_lock(parent: OpenFolder, name: str) -> tuple[int, int]:
+    """The lock file's descriptor, and the id of the user whom files made here belong to.
+
+    That is not always the process's own: of a network file system the server may have others.
+    """
+    while True:
+        try:
+            fd = parent.open(name, os.O_RDWR | os.O_CREAT, 0o600)
+            return fd, os.fstat(fd).st_uid
+        except FileExistsError:
+            user = _user_of_new_files(parent, name)
+        try:
+            status = parent.status(name)
+            if status is not None:
+                check_user(parent.path / name, status, user)
+                if not stat.S_ISREG(status.st_mode):
+                    raise PlanError(f"{parent.path / name}: is in the way of a lock file; remove it")
+                return parent.open(name, os.O_RDWR), user
+        except FileNotFoundError:
+            continue  # Its holder has ended.
+
+
+def _user_of_new_files(parent: OpenFolder, name: str) -> int:
+    probe = f"{name}-{secrets.token_hex(8)}"
+    fd = parent.open(probe, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        return os.fstat(fd).st_uid
+    finally:
+        os.unlink(probe, dir_fd=parent.fd)
+        os.close(fd)
+
+
+def _flock(fd: int, output: Path) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
+        raise PlanError(f"{output}: is being written by another relayout (process {holder})") from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+            raise
+        # Some network mounts know no locks: go without.

@@ -337,7 +337,9 @@ def test_what_is_not_there_is_named(
     for call in (opened.get_tensor, opened.get_slice):
         with pytest.raises(PlanError, match=r"llama-tp4: has no tensor 'model\.nothing'"):
             call("model.nothing")
-    for path in (conversions.source("llama"), tmp_path / "nothing", opened._folder / "config.json"):
+    with pytest.raises(PlanError, match=r"nothing: no such file or folder$"):
+        relayout.safe_open(tmp_path / "nothing")
+    for path in (conversions.source("llama"), opened._folder / "config.json"):
         with pytest.raises(PlanError, match=rf"{path.name}: not converted .*safetensors\.safe_open reads"):
             relayout.safe_open(path)
     with pytest.raises(PlanError, match=r"framework 'np': tensors are torch's, expected 'pt'"):

@@ -33,7 +33,7 @@ def read_manifest(folder: Path) -> Manifest:
         FormatError: it cannot be read or is damaged.
     """
     if not os.path.lexists(folder):
-        raise FormatError(f"{folder}: no such folder{waiting(folder)}")
+        raise FormatError(f"{folder}: no such file or folder{waiting(folder)}")
     path = member(folder, MANIFEST_NAME)
     return parse_manifest(read_small(path, MAX_MANIFEST_NBYTES), str(path))
 

@@ -115,13 +115,13 @@ class Modes:
 def modes_of(folder: Path | None, files: list[Path]) -> Modes:
     """What all of the files grant, and the folder, to others than the owner, who may always read and write.
 
-    A file that is missing is left to whoever reads it.
+    A file that is missing, or no file, is left to whoever reads it.
     """
     folder_mode, file_mode = Modes().folder, Modes().file
     if folder is not None:
         folder_mode &= folder.stat().st_mode
     for path in files:
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             file_mode &= path.stat().st_mode
     return Modes(folder_mode | stat.S_IRWXU, file_mode | stat.S_IRUSR | stat.S_IWUSR)
 

@@ -200,13 +200,13 @@ def _check_tensors(record: SourceRecord, cut_of: Sequence[int], where: str) -> N
             )
     reach = {cut: _reach(slices) for cut, slices in dict(zip(cut_of, record.slices, strict=True)).items()}
     for name, shape, cut in zip(record.names, record.shapes, cut_of, strict=True):
-        if len(reach[cut]) > 1:
-            raise FormatError(f"{where}: tensor {name!r}: is cut along axes {sorted(reach[cut])}, expected one")
         for axis, end in reach[cut].items():
             if axis >= len(shape) or end > shape[axis]:
                 raise FormatError(
                     f"{where}: tensor {name!r}: {shown(list(shape))} has no slice up to {end} along axis {axis}"
                 )
+        if len(reach[cut]) > 1:
+            raise FormatError(f"{where}: tensor {name!r}: is cut along axes {sorted(reach[cut])}, expected one")
 
 
 def _reach(slices: Sequence[Slice]) -> dict[int, int]:

@@ -46,10 +46,18 @@ _ALREADY_OPEN = "(5026)"  # CU_FILE_DRIVER_ALREADY_OPEN, in the text of an error
 
 _opening = threading.Lock()
 """Held from making settings until the driver is open."""
-os.register_at_fork(after_in_child=_opening._at_fork_reinit)  # type: ignore[attr-defined]
 _opened_by: int | None = None
 """The process that has used cuFile."""
 _thread = threading.local()
+
+
+def _after_fork() -> None:
+    """A thread of the parent may have held the lock, and does not exist here."""
+    global _opening
+    _opening = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class Handle(Protocol):

@@ -43,7 +43,9 @@ OPTIONS = ["--tp", str(TP), "--plan", "plan.toml", "--max-part-size", str(MAX_PA
 LIMITS = ["--jobs", "4", "--memory", "8MiB"]
 PARTIAL = ".out.relayout-partial"
 LOCK = ".out.relayout-lock"
-WITHOUT_SPACE_CHECK = "from relayout import cli, conversion; conversion.check_space = lambda *_: None; cli.main()"
+WITHOUT_SPACE_CHECK = (
+    "from relayout.cli import app; from relayout.conversion import run; run.check_space = lambda *_: None; app.main()"
+)
 
 PLAN = """
 [sizes]

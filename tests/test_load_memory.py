@@ -55,7 +55,9 @@ LIMITED = """
 import json, resource, sys, threading
 from pathlib import Path
 import relayout
-from relayout.loader import host, loading, streaming
+from relayout.loader import loading
+from relayout.loader import stream as streaming
+from relayout.loader.backends import host
 
 MIB = 2**20
 folder = sys.argv[1]

@@ -160,7 +160,7 @@ def test_a_rank_file_may_be_larger_than_the_memory(tmp_path: Path, monkeypatch: 
     script = """
 import re, resource, sys, relayout
 from pathlib import Path
-from relayout import verification
+import relayout.commands.verify
 used = 1024 * int(re.search(r"VmSize:\\s*(\\d+)", Path("/proc/self/status").read_text())[1])
 resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, -1))
 report = relayout.verify(sys.argv[1])

@@ -19,6 +19,7 @@ SECONDS = 30
 
 START = f"""
 import gc, multiprocessing, os, signal, sys, threading, time
+import torch  # A child could not import what another thread is importing while the process forks (CPython's own limit).
 import relayout
 folder, backend = sys.argv[1:3]
 

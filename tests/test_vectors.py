@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import resource
 import shutil
@@ -9,7 +10,9 @@ import signal
 import subprocess
 import sys
 import tomllib
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +20,20 @@ import pytest
 import safetensors
 from transformers import PreTrainedConfig
 from transformers.utils.hub import get_checkpoint_shard_files
-from vector_edits import BASES, CONFIG, FOLDER, INDEX, changed_files, file_of, laid_out, vectors
+from vector_edits import (
+    BASES,
+    CONFIG,
+    FOLDER,
+    INDEX,
+    MANIFEST,
+    RECORD,
+    TABLES,
+    base,
+    changed_files,
+    file_of,
+    laid_out,
+    vectors,
+)
 
 import relayout
 from relayout.cli.app import main
@@ -25,6 +41,10 @@ from relayout.errors import FormatError, PlanError
 
 VECTORS = vectors()
 PARSERS = {"header", "index", "config", "manifest", "table", "record", "plan", "rank_file", "paths"}
+FIELDS = {
+    *("name", "base", "edit", "stale", "made", "command", "exit", "reason", "says", "python", "error", "is_bomb"),
+    *("stock", "safetensors", "transformers"),
+}
 MEMORY_NBYTES = 3 * 2**30
 """Address space of a process that is given a bomb."""
 SECONDS = 60
@@ -144,6 +164,11 @@ def test_python_refuses_a_vector(vector: dict[str, Any], tmp_path: Path) -> None
     assert seen(tmp_path) == before
 
 
+@cache
+def changed_by_name() -> dict[str, dict[str, bytes]]:
+    return {one["name"]: changed_files(one) for one in VECTORS}
+
+
 def test_the_lists_are_whole() -> None:
     names = [one["name"] for one in VECTORS]
     assert len(names) == len(set(names)) >= 80
@@ -153,16 +178,43 @@ def test_the_lists_are_whole() -> None:
         assert {one["name"].split("/")[0] for one in listed} == {path.stem}
     assert {one["base"] for one in VECTORS} == {"plain", "converted"}
     for one in VECTORS:
+        assert one.keys() <= FIELDS, one["name"]
+        assert set(one.get("stale", [])) <= {"conversion", "record", "tables"}, one["name"]
         assert one["reason"]
         re.compile(one["says"])
 
 
 def test_each_vector_differs_from_its_base_and_from_all_others() -> None:
-    found = [(one["base"], changed_files(one), one.get("made", {}), one["command"]) for one in VECTORS]
-    for one, (_, files, made, _) in zip(VECTORS, found, strict=True):
+    found = set()
+    for one in VECTORS:
+        files, made = changed_by_name()[one["name"]], one.get("made", {})
         assert files or made, one["name"]
-        assert {edit["file"] for edit in one.get("edit", [])} <= set(files), one["name"]
-    assert len({repr(one) for one in found}) == len(VECTORS)
+        assert {edit["file"] for edit in one.get("edit", [])} <= files.keys(), one["name"]
+        found.add(repr((one["base"], files, made, one["command"])))
+    assert len(found) == len(VECTORS)
+
+
+@pytest.mark.parametrize("file", [MANIFEST, *TABLES, RECORD])
+def test_an_edit_of_what_nobody_reads_leaves_a_valid_checkpoint(file: str, run: Run, tmp_path: Path) -> None:
+    vector = {"base": "converted", "edit": [{"file": file, "set": "/x", "value": "1"}]}
+    assert {file, MANIFEST} <= changed_files(vector).keys()
+    code, _, stderr = run(["verify", str(laid_out(vector, tmp_path)), "--source", str(BASES / "plain")])
+    assert (code, stderr) == (0, "")
+
+
+def test_an_export_holds_each_vector(tmp_path: Path) -> None:
+    tool = Path(__file__).parent.parent / "tools" / "vectors.py"
+    subprocess.run([sys.executable, str(tool), "export", str(tmp_path / "all.zip")], check=True)
+    with zipfile.ZipFile(tmp_path / "all.zip") as archive:
+        listed = json.loads(archive.read("vectors.json"))
+        assert [one["name"] for one in listed] == [one["name"] for one in VECTORS]
+        assert all(one.keys() >= {"base", "command", "reason", "says", "stock"} for one in listed)
+        for name in ("plain", "converted"):
+            for file, blob in base(name).items():
+                assert archive.read(f"base/{name}/{file}") == blob
+        for one in VECTORS:
+            for file, blob in changed_by_name()[one["name"]].items():
+                assert archive.read(f"{one['name']}/{file}") == blob
 
 
 def test_the_bases_are_valid(run: Run, tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def content(what: Any) -> bytes:
         case {"hex": digits}:
             return bytes.fromhex(digits)
         case {"repeat": [one, times]}:
-            return content(one) * times
+            return content(one) * int(times)
         case {"file": name}:
             return _of_a_base(name)
         case {"text": name}:

@@ -1,35 +1,50 @@
-"""Checkpoints that strangers might send: each vector of vectors.toml is refused in one line, and leaves no trace."""
+"""Checkpoints that strangers might send: each of vectors/*.toml is refused in one line, and leaves no trace."""
 
 from __future__ import annotations
 
-import os
+import json
 import re
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tomllib
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
 import safetensors
-
-sys.path.append(str(Path(__file__).parent.parent / "tools"))
-
-from vectors import CONFIG, INDEX, file_of, stock_verdict
+from transformers import PreTrainedConfig
+from transformers.utils.hub import get_checkpoint_shard_files
+from vector_edits import (
+    BASES,
+    CONFIG,
+    FOLDER,
+    INDEX,
+    MANIFEST,
+    RECORD,
+    TABLES,
+    base,
+    changed_files,
+    file_of,
+    laid_out,
+    vectors,
+)
 
 import relayout
 from relayout.cli.app import main
 from relayout.errors import FormatError, PlanError
 
-FOLDER = Path(__file__).parent / "vectors"
-LIST = tomllib.loads((FOLDER / "vectors.toml").read_text(encoding="utf-8"))
-VECTORS: list[dict[str, Any]] = LIST["vector"]
+VECTORS = vectors()
 PARSERS = {"header", "index", "config", "manifest", "table", "record", "plan", "rank_file", "paths"}
+FIELDS = {
+    *("name", "base", "edit", "stale", "made", "command", "exit", "reason", "says", "python", "error", "is_bomb"),
+    *("stock", "safetensors", "transformers"),
+}
 MEMORY_NBYTES = 3 * 2**30
 """Address space of a process that is given a bomb."""
 SECONDS = 60
@@ -77,49 +92,6 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> I
     yield run_it
     for number, handler in before.items():
         signal.signal(number, handler)
-
-
-def laid_out(vector: Mapping[str, Any], place: Path) -> Path:
-    """The vector's checkpoint: the base, what replaces or joins it, and what git cannot store."""
-    folder = place / "checkpoint"
-    shutil.copytree(FOLDER / "base" / vector["base"], folder)
-    if (FOLDER / vector["name"]).exists():
-        shutil.copytree(FOLDER / vector["name"], folder, dirs_exist_ok=True)
-    for name, kind in vector.get("made", {}).items():
-        make(folder / name, kind, place)
-    return folder
-
-
-def make(path: Path, kind: str, place: Path) -> None:
-    """Put a thing in the place of a file: `fifo`, `socket`, `folder`, `nothing`, `hole NBYTES`, or `link TARGET`.
-
-    A link's target may be {self}, the link, or {outside}, a copy of the file that lies outside of the checkpoint.
-    """
-    outside = place / "outside" / path.name
-    if "{outside}" in kind:
-        outside.parent.mkdir()
-        shutil.copyfile(path, outside)
-    path.unlink(missing_ok=True)
-    match kind.split():
-        case ["fifo"]:
-            os.mkfifo(path)
-        case ["folder"]:
-            path.mkdir()
-        case ["nothing"]:
-            pass
-        case ["hole", nbytes]:
-            path.touch()
-            os.truncate(path, int(nbytes))
-        case ["socket"]:
-            # The name of a socket has about 100 bytes at most.
-            here = os.open(path.parent, os.O_RDONLY)
-            with socket.socket(socket.AF_UNIX) as made:
-                made.bind(f"/proc/self/fd/{here}/{path.name}")
-            os.close(here)
-        case ["link", target]:
-            path.symlink_to(target.format(self=path.name, outside=outside))
-        case _:
-            raise AssertionError(kind)
 
 
 def seen(place: Path) -> set[str]:
@@ -192,23 +164,62 @@ def test_python_refuses_a_vector(vector: dict[str, Any], tmp_path: Path) -> None
     assert seen(tmp_path) == before
 
 
-def test_the_list_is_that_of_the_folders() -> None:
+@cache
+def changed_by_name() -> dict[str, dict[str, bytes]]:
+    return {one["name"]: changed_files(one) for one in VECTORS}
+
+
+def test_the_lists_are_whole() -> None:
     names = [one["name"] for one in VECTORS]
-    stored = {path.parent.relative_to(FOLDER) for path in FOLDER.rglob("*") if path.is_file()}
-    found = {"/".join(path.parts[:2]) for path in stored if path.parts and path.parts[0] != "base"}
     assert len(names) == len(set(names)) >= 80
-    assert found == {one["name"] for one in VECTORS if (FOLDER / one["name"]).exists()}
-    assert [one["name"] for one in VECTORS if one["name"] not in found and not one.get("made")] == []
-    assert {name.split("/")[0] for name in names} == PARSERS
+    assert {path.stem for path in FOLDER.glob("*.toml")} == PARSERS
+    for path in FOLDER.glob("*.toml"):
+        listed = tomllib.loads(path.read_text(encoding="utf-8"))["vector"]
+        assert {one["name"].split("/")[0] for one in listed} == {path.stem}
     assert {one["base"] for one in VECTORS} == {"plain", "converted"}
     for one in VECTORS:
+        assert one.keys() <= FIELDS, one["name"]
+        assert set(one.get("stale", [])) <= {"conversion", "record", "tables"}, one["name"]
         assert one["reason"]
         re.compile(one["says"])
 
 
+def test_each_vector_differs_from_its_base_and_from_all_others() -> None:
+    found = set()
+    for one in VECTORS:
+        files, made = changed_by_name()[one["name"]], one.get("made", {})
+        assert files or made, one["name"]
+        assert {edit["file"] for edit in one.get("edit", [])} <= files.keys(), one["name"]
+        found.add(repr((one["base"], files, made, one["command"])))
+    assert len(found) == len(VECTORS)
+
+
+@pytest.mark.parametrize("file", [MANIFEST, *TABLES, RECORD])
+def test_an_edit_of_what_nobody_reads_leaves_a_valid_checkpoint(file: str, run: Run, tmp_path: Path) -> None:
+    vector = {"base": "converted", "edit": [{"file": file, "set": "/x", "value": "1"}]}
+    assert {file, MANIFEST} <= changed_files(vector).keys()
+    code, _, stderr = run(["verify", str(laid_out(vector, tmp_path)), "--source", str(BASES / "plain")])
+    assert (code, stderr) == (0, "")
+
+
+def test_an_export_holds_each_vector(tmp_path: Path) -> None:
+    tool = Path(__file__).parent.parent / "tools" / "vectors.py"
+    subprocess.run([sys.executable, str(tool), "export", str(tmp_path / "all.zip")], check=True)
+    with zipfile.ZipFile(tmp_path / "all.zip") as archive:
+        listed = json.loads(archive.read("vectors.json"))
+        assert [one["name"] for one in listed] == [one["name"] for one in VECTORS]
+        assert all(one.keys() >= {"base", "command", "reason", "says", "stock"} for one in listed)
+        for name in ("plain", "converted"):
+            for file, blob in base(name).items():
+                assert archive.read(f"base/{name}/{file}") == blob
+        for one in VECTORS:
+            for file, blob in changed_by_name()[one["name"]].items():
+                assert archive.read(f"{one['name']}/{file}") == blob
+
+
 def test_the_bases_are_valid(run: Run, tmp_path: Path) -> None:
-    plain, converted, out = FOLDER / "base" / "plain", FOLDER / "base" / "converted", tmp_path / "out"
-    plan = str(FOLDER / "base" / "plan.toml")
+    plain, converted, out = BASES / "plain", BASES / "converted", tmp_path / "out"
+    plan = str(BASES / "plan.toml")
     for words in (
         ["inspect", str(plain)],
         ["convert", str(plain), "--tp", "2", "-o", str(out)],
@@ -227,11 +238,54 @@ def test_the_bases_are_valid(run: Run, tmp_path: Path) -> None:
         assert (tmp_path / "restored" / path.name).read_bytes() == path.read_bytes()
 
 
+def stock_verdict(vector: Mapping[str, Any], folder: Path) -> str:
+    """What the reader that most people use makes of a vector: "takes", or "refuses: why".
+
+    safetensors for its own files (`safe_open` and `deserialize`), transformers for index.json and config.json.
+    """
+    match vector["name"].split("/")[0]:
+        case "header" | "rank_file":
+            files = sorted(name for name in changed_files(vector) if name.endswith(".safetensors"))
+            found = [stock_file_verdict(folder / name) for name in files]
+            return next((one for one in found if one != "takes"), "takes")
+        case "index":
+            return verdict_of(lambda: get_checkpoint_shard_files(str(folder), str(folder / INDEX)))
+        case "config":
+            return verdict_of(lambda: PreTrainedConfig.get_config_dict(str(folder)))
+    raise AssertionError(vector["name"])
+
+
+def stock_file_verdict(path: Path) -> str:
+    """What safetensors says of a file."""
+
+    def opened() -> None:
+        with safetensors.safe_open(path, framework="np") as file:
+            file.keys()
+
+    message = ""
+    try:
+        safetensors.deserialize(path.read_bytes())
+    except safetensors.SafetensorError as error:
+        message = str(error).removeprefix("Error while deserializing: ")
+    one, other = message == "", verdict_of(opened) == "takes"
+    assert one == other, f"{path}: safe_open and deserialize disagree"
+    # Which of two tensors at one place it names is chance.
+    return f"refuses: {message.partition(' `')[0][:60]}" if message else "takes"
+
+
+def verdict_of(call: Callable[[], object]) -> str:
+    """The verdict of a reader in Python: whatever it raises is a refusal."""
+    try:
+        call()
+    except Exception as error:
+        return f"refuses: {type(error).__name__}"
+    return "takes"
+
+
 @pytest.mark.parametrize("vector", named(lambda one: one["stock"] != "none"))
-def test_the_stock_readers_verdict_is_as_listed(vector: dict[str, Any]) -> None:
-    folder = FOLDER / vector["name"]
-    found = stock_verdict(vector["name"], folder, [path.name for path in folder.iterdir()])
-    if vector["name"].startswith(("header/", "rank_file/")) and safetensors.__version__ != LIST["safetensors"]:
+def test_the_stock_readers_verdict_is_as_listed(vector: dict[str, Any], tmp_path: Path) -> None:
+    found = stock_verdict(vector, laid_out(vector, tmp_path))
+    if vector.get("safetensors", safetensors.__version__) != safetensors.__version__:
         # Another version has other words.
         assert found.split(":")[0] == vector["stock"].split(":")[0]
     else:
@@ -244,7 +298,7 @@ def test_the_stock_readers_verdict_is_as_listed(vector: dict[str, Any]) -> None:
 def many_tensors() -> bytes:
     """A valid header of 50,000 tensors."""
     entries = (f'"t.{i}.weight":{{"dtype":"I8","shape":[1],"data_offsets":[{i},{i + 1}]}}' for i in range(50_000))
-    return file_of("{" + ",".join(entries) + "}", bytes(50_000))
+    return file_of(("{" + ",".join(entries) + "}").encode(), bytes(50_000))
 
 
 HEAVY: dict[str, tuple[str, Callable[[], bytes]]] = {
@@ -263,7 +317,7 @@ HEAVY: dict[str, tuple[str, Callable[[], bytes]]] = {
 @pytest.mark.parametrize("name", HEAVY)
 def test_a_bomb_is_done_or_refused(name: str, run: Run, tmp_path: Path) -> None:
     folder, out = tmp_path / "checkpoint", tmp_path / "out"
-    shutil.copytree(FOLDER / "base" / "plain", folder)
+    shutil.copytree(BASES / "plain", folder)
     file, content = HEAVY[name]
     (folder / file).write_bytes(content())
     source = folder / file if file not in (CONFIG, INDEX) else folder

@@ -116,8 +116,8 @@ def _fuzz(engine: str, name: str, seconds: float, folder: Path) -> None:
 
 def _fuzz_at_random(target: Target, seconds: float, folder: Path) -> None:
     number = 0
-    end = time.monotonic() + seconds
     seeds = target.seeds()
+    end = time.monotonic() + seconds
     while time.monotonic() < end:
         rng = random.Random(f"{time.time_ns()}")
         data = rng.choice(seeds)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from functools import cache
 from math import prod
 from pathlib import Path, PurePosixPath
@@ -35,10 +37,11 @@ from relayout.format.source_record import parse_record
 from relayout.plans.family import parse_family
 from relayout.plans.planner import Plan, make_plan, plan_for
 
-VECTORS = Path(__file__).parent.parent / "tests" / "vectors"
-"""Files that somebody might send, each with what is wrong with it: the corpus."""
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
-_CONVERTED = VECTORS / "base" / "converted"
+from vector_edits import BASES, changed_files, vectors
+
+_CONVERTED = BASES / "converted"
 MAX_INPUT_NBYTES = 2**16
 _MAX_DATA_NBYTES = 2**20
 """Length of the data section of a made-up file."""
@@ -66,8 +69,15 @@ class Target:
 
     def seeds(self) -> list[bytes]:
         """The inputs that the vectors give."""
-        inputs = (self.to_input(path.read_bytes()) for path in sorted(VECTORS.rglob(self.files)) if path.is_file())
+        inputs = (self.to_input(blob) for name, blob in _corpus() if fnmatch(name, self.files))
         return [one for one in inputs if one is not None and len(one) <= MAX_INPUT_NBYTES]
+
+
+@cache
+def _corpus() -> list[tuple[str, bytes]]:
+    """Files that somebody might send, first of the bases, then of the vectors, each with something wrong with it."""
+    good = [(path.name, path.read_bytes()) for path in sorted(BASES.rglob("*")) if path.is_file()]
+    return good + [file for one in vectors() for file in changed_files(one).items()]
 
 
 def _header(data: bytes) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from relayout.checkpoint.source import Catalogue, SourceTensor
 from relayout.core.extents import Extent
-from relayout.core.slices import Slice
+from relayout.core.slices import Cut, Slice, number_cuts
 from relayout.plans.planner import Plan
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -29,9 +29,19 @@ def catalogue(shapes: Shapes, *, stored_as: str = "BF16", **config: Any) -> Cata
     )
 
 
+def plan_of(name: str, num_ranks: int, slices: Iterable[tuple[Slice, ...]], **more: Any) -> Plan:
+    """A plan by which tensors are cut so: for each the slice of each rank."""
+    return Plan(name, num_ranks, *number_cuts(map(Cut, slices)), **more)
+
+
+def all_slices(plan: Plan) -> tuple[tuple[Slice, ...], ...]:
+    """For each tensor the slice of each rank."""
+    return tuple(plan.cuts[cut].slices for cut in plan.cut_of)
+
+
 def slices_of(plan: Plan, shapes: Shapes) -> dict[str, tuple[Slice, ...]]:
     """The slice of each rank, by name."""
-    return dict(zip(shapes, plan.slices, strict=True))
+    return dict(zip(shapes, all_slices(plan), strict=True))
 
 
 def shapes_of(plan: Plan, shapes: Shapes, rank: int) -> dict[str, tuple[int, ...]]:
@@ -41,5 +51,5 @@ def shapes_of(plan: Plan, shapes: Shapes, rank: int) -> dict[str, tuple[int, ...
 
 def ranges_of(plan: Plan, tensor: int = 0) -> list[Ranges]:
     """The ranges of each rank, of a tensor that is cut."""
-    found = [part.ranges for part in plan.slices[tensor]]
+    found = [part.ranges for part in plan.cut(tensor).slices]
     return [ranges for ranges in found if ranges is not None]

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from planning import all_slices, plan_of
 
 from relayout.checkpoint.source import Catalogue, SourceFile, SourceTensor
 from relayout.conversion.layout import Layout, make_layout
@@ -69,7 +70,7 @@ def checkpoint(
         side_files=(),
         left_out=(),
     )
-    plan = Plan("x", num_ranks, tuple(slices for _, _, slices in tensors))
+    plan = plan_of("x", num_ranks, tuple(slices for _, _, slices in tensors))
     return Checkpoint(catalogue, plan, [pattern(end, i) for i, end in enumerate(ends)])
 
 
@@ -184,13 +185,13 @@ def check(source: Checkpoint, *, chunk_nbytes: int, small_nbytes: int, max_part_
             assert not times[: file.data_start].any()
             assert (times[file.data_start :] == 1).all()
             for t, offset in zip(file.tensors, file.offsets, strict=True):
-                expected = sliced(source, t, plan.slices[t][rank])
+                expected = sliced(source, t, plan.cut(t).slices[rank])
                 found = execution.outputs[rank][file.part][offset : offset + len(expected)]
                 np.testing.assert_array_equal(found, expected)
 
     for turns in execution.turns.values():
         assert turns == list(range(len(turns)))
-    for t, slices in enumerate(plan.slices):
+    for t, slices in enumerate(all_slices(plan)):
         for which, part in enumerate(dict.fromkeys(slices)):
             pieces = [memory for _, memory in sorted(execution.hashed.pop((t, which), []), key=lambda one: one[0])]
             expected = np.zeros(0, np.uint8) if part.is_whole else sliced(source, t, part)

@@ -17,6 +17,7 @@ from engines import Array, IndivisibleError, expected, owners, split_cut
 from families_of_the_hub import BESIDE_THE_LANGUAGE_MODEL, EXPERT_FAMILIES, FAMILIES, MULTIMODAL
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planning import all_slices
 from rebuilding import assert_ranks_give_back, indices, ranks_of
 
 import relayout
@@ -64,7 +65,7 @@ def fitting_degrees(entries: list[Entry], sizes: Sizes) -> list[int]:
 
 
 def assert_cut_as_expected(source: Catalogue, plan: Plan, entries: list[Entry], sizes: Sizes, what: str) -> None:
-    slices = {tensor.name: parts for tensor, parts in zip(source.tensors, plan.slices, strict=True)}
+    slices = {tensor.name: parts for tensor, parts in zip(source.tensors, all_slices(plan), strict=True)}
     assert {entry.name for entry in entries} <= slices.keys()
     known: dict[tuple[Any, ...], None] = {}
     for entry in entries:
@@ -221,7 +222,7 @@ def test_at_other_sizes_too(name: str) -> None:
             return
         plan = plan_for(source, num_ranks)
         assert_cut_as_expected(source, plan, entries, sizes, f"{name}, {num_ranks} ranks")
-        for tensor, parts in zip(source.tensors, plan.slices, strict=True):
+        for tensor, parts in zip(source.tensors, all_slices(plan), strict=True):
             numbered = numbered_along(parts[0].axis, tensor.shape)
             held = np.concatenate([taken(numbered, part).ravel() for part in parts])
             assert np.array_equal(np.unique(held), numbered.ravel()), tensor.name
@@ -280,7 +281,7 @@ def test_with_expert_parallel_each_expert_has_one_owner_and_the_rest_is_as_witho
     owner = owners(sizes["E"], num_ranks)
     assert sorted(owner) == owner
     assert of_experts
-    slices = {tensor.name: parts for tensor, parts in zip(source.tensors, plan.slices, strict=True)}
+    slices = {tensor.name: parts for tensor, parts in zip(source.tensors, all_slices(plan), strict=True)}
     for entry in of_experts:
         numbered = np.arange(entry.shape[0])
         for rank, part in enumerate(slices[entry.name]):
@@ -292,7 +293,7 @@ def test_with_expert_parallel_each_expert_has_one_owner_and_the_rest_is_as_witho
                 assert (part.is_whole, part.is_held) == (owner[entry.expert] == rank,) * 2, entry.name
     assert_cut_as_expected(source, plan, rest, sizes, f"{name}, {num_ranks} ranks")
     without = catalogue({entry.name: entry.shape for entry in rest}, family.config(sizes))
-    assert plan_for(without, num_ranks).slices == tuple(slices[tensor.name] for tensor in without.tensors)
+    assert all_slices(plan_for(without, num_ranks)) == tuple(slices[tensor.name] for tensor in without.tensors)
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -340,8 +341,8 @@ def test_a_tensor_that_no_rule_names_is_an_error_that_names_it_or_held_whole_on_
         plan_for(more, tp)
     plan = plan_for(more, tp, unmatched="replicate")
     assert plan.unmatched == (extra,)
-    assert all(part.is_whole for part in plan.slices[-1])
-    assert plan.slices[:-1] == plan_for(source, tp).slices
+    assert all(part.is_whole for part in all_slices(plan)[-1])
+    assert all_slices(plan)[:-1] == all_slices(plan_for(source, tp))
 
 
 def test_a_tensor_held_whole_on_request_is_in_every_rank_and_the_summary_lists_it(

@@ -654,7 +654,7 @@ def overlapping(planned: Conversion, lost: dict[str, tuple[int, int]]) -> set[in
     for file in (file for files in planned.layout.ranks for file in files if file.name in lost):
         for t, offset in zip(file.tensors, file.offsets, strict=True):
             tensor = planned.catalogue.tensors[t]
-            end = offset + slice_nbytes(tensor.dtype, tensor.shape, planned.plan.slices[t][file.rank])
+            end = offset + slice_nbytes(tensor.dtype, tensor.shape, planned.plan.cut(t).slices[file.rank])
             if max(offset, lost[file.name][0]) < min(end, lost[file.name][1]):
                 found.add(t)
     return found

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning import catalogue
+from planning import all_slices, catalogue
 
 from relayout.core.patterns import collapse_numbers, compile_glob, names_numbers
 from relayout.plans.family import parse_family
@@ -138,7 +138,7 @@ def test_a_plan_that_names_numbers_is_applied_by_each_name(literal: str, order: 
     family = parse_family(f'[cut]\n"{literal}" = "whole"\n"h.*.w" = {{ rows = "even" }}', "x", "x")
     assert family.tells_numbers_apart
     plan = make_plan(catalogue(dict.fromkeys(order, (4,))), 2, family)
-    whole = {name for name, parts in zip(order, plan.slices, strict=True) if parts[0].is_whole}
+    whole = {name for name, parts in zip(order, all_slices(plan), strict=True) if parts[0].is_whole}
     assert whole == ({"h.0.w"} if literal != "h.0*.w" else set())
 
 
@@ -148,7 +148,7 @@ def test_a_prefix_that_names_numbers_is_taken_off_each_name(order: tuple[str, ..
     assert family.tells_numbers_apart
     plan = make_plan(catalogue(dict.fromkeys(order, (4,))), 2, family, unmatched="replicate")
     assert plan.unmatched == ("m.1.w",)
-    assert {name: parts[0].is_whole for name, parts in zip(order, plan.slices, strict=True)} == {
+    assert {name: parts[0].is_whole for name, parts in zip(order, all_slices(plan), strict=True)} == {
         "m.0.w": False,
         "m.1.w": True,
     }
@@ -158,5 +158,5 @@ def test_a_prefix_that_names_numbers_is_taken_off_each_name(order: tuple[str, ..
 def test_digits_that_are_not_ascii_are_names_and_no_numbers(order: tuple[str, ...]) -> None:
     family = parse_family('[cut]\n"a.\u0663" = "whole"\n"a.*" = { rows = "even" }', "x", "x")
     plan = make_plan(catalogue(dict.fromkeys(order, (4,))), 2, family)
-    whole = {name for name, parts in zip(order, plan.slices, strict=True) if parts[0].is_whole}
+    whole = {name for name, parts in zip(order, all_slices(plan), strict=True) if parts[0].is_whole}
     assert whole == {"a.\u0663"}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from planning import all_slices
 
 from relayout.checkpoint.source import Catalogue, SourceFile, SourceTensor, model_order
 from relayout.core.extents import Extent
@@ -176,7 +177,7 @@ def case(request: pytest.FixtureRequest) -> Case:
     table, catalogue = table_of(model), catalogue_of(model)
     golden = table["plans"][name]
     plan = plan_for(catalogue, golden["ranks"], expert_parallel=golden.get("expert_parallel", False))
-    return Case(table, golden, catalogue, [tuple(slices) for slices in plan.slices])
+    return Case(table, golden, catalogue, [tuple(slices) for slices in all_slices(plan)])
 
 
 def test_every_rank_holds_the_slices_of_the_table(case: Case) -> None:

@@ -11,9 +11,10 @@ import pytest
 import safetensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planning import all_slices, plan_of
 
 from relayout.checkpoint.source import Catalogue, SourceTensor
-from relayout.conversion.layout import Layout, RankFile, check_alignment, make_layout, rank_header
+from relayout.conversion.layout import Layout, RankFile, RankHeaders, check_alignment, make_layout
 from relayout.core.dtypes import BITS
 from relayout.core.extents import Extent
 from relayout.core.slices import WHOLE, Slice
@@ -71,7 +72,7 @@ def cases(draw: st.DrawFn) -> tuple[Catalogue, Plan, list[list[int]]]:
             starts = [sum(lengths[:rank]) for rank in range(num_ranks)]
             slices.append(tuple(Slice(0, (part,)) for part in zip(starts, lengths, strict=True)))
         nbytes.append([length * item_bits // 8 for length in lengths])
-    return catalogue(tensors), Plan("x", num_ranks, tuple(slices)), nbytes
+    return catalogue(tensors), plan_of("x", num_ranks, tuple(slices)), nbytes
 
 
 max_part_sizes = st.sampled_from([1, 4096, 100_000, 10**7, 48 * 10**9])
@@ -141,13 +142,13 @@ def test_a_part_is_as_full_as_its_limit_allows(
 def test_a_tensor_larger_than_a_part_gets_one_of_its_own() -> None:
     sizes = [4096, 4096, 40960, 4096, 100]
     source = catalogue([(f"t{i}", "U8", (size,)) for i, size in enumerate(sizes)])
-    layout = make_layout(source, Plan("none", 1, ((WHOLE,),) * 5), 4096, 10_000)
+    layout = make_layout(source, plan_of("none", 1, ((WHOLE,),) * 5), 4096, 10_000)
     assert [file.tensors for file in layout.ranks[0]] == [(0, 1), (2,), (3, 4)]
 
 
 def test_a_part_ends_before_its_header_is_more_than_hubs_parse() -> None:
     source = catalogue([(f"{i}" * 10**6, "U8", (2,)) for i in range(10, 40)])
-    plan = Plan("x", 2, ((Slice(0, ((0, 1),)), Slice(0, ((1, 1),))),) * 30)
+    plan = plan_of("x", 2, ((Slice(0, ((0, 1),)), Slice(0, ((1, 1),))),) * 30)
     layout = make_layout(source, plan, 4096)
     assert [t for file in layout.ranks[1] for t in file.tensors] == list(range(30))
     assert all(10_000_000 < file.data_start < 25_000_000 for file in layout.ranks[1][:-1])
@@ -155,7 +156,7 @@ def test_a_part_ends_before_its_header_is_more_than_hubs_parse() -> None:
 
 
 def test_a_checkpoint_without_tensors_has_a_file_for_each_rank() -> None:
-    layout = make_layout(catalogue([]), Plan("x", 2, ()), 512)
+    layout = make_layout(catalogue([]), plan_of("x", 2, ()), 512)
     assert [[(file.name, file.tensors, file.nbytes) for file in files] for files in layout.ranks] == [
         [("model-rank-0-part-0.safetensors", (), 512)],
         [("model-rank-1-part-0.safetensors", (), 512)],
@@ -168,20 +169,20 @@ def test_an_alignment_that_is_no_power_of_two_in_the_range_is_refused(alignment:
     with pytest.raises(PlanError, match=message):
         check_alignment(alignment)
     with pytest.raises(PlanError, match=message):
-        make_layout(catalogue([]), Plan("none", 1, ()), alignment)
+        make_layout(catalogue([]), plan_of("none", 1, ()), alignment)
 
 
 @pytest.mark.parametrize("alignment", [512 << i for i in range(16)])
 def test_every_power_of_two_in_the_range_is_an_alignment(alignment: int) -> None:
     check_alignment(alignment)
-    layout = make_layout(catalogue([("a", "U8", (3,))]), Plan("none", 1, ((WHOLE,),)), alignment)
+    layout = make_layout(catalogue([("a", "U8", (3,))]), plan_of("none", 1, ((WHOLE,),)), alignment)
     assert layout.ranks[0][0].offsets == [alignment]
 
 
 @pytest.mark.parametrize("nbytes", [0, -1])
 def test_a_part_size_below_one_byte_is_refused(nbytes: int) -> None:
     with pytest.raises(PlanError, match=f"a part size of {nbytes} bytes"):
-        make_layout(catalogue([]), Plan("none", 1, ()), 512, nbytes)
+        make_layout(catalogue([]), plan_of("none", 1, ()), 512, nbytes)
 
 
 # Headers of rank files.
@@ -200,7 +201,7 @@ def halves(dim: int) -> list[tuple[int, int]]:
 
 
 # The vocabulary's second part is empty on rank 1.
-BOXES = Plan(
+BOXES = plan_of(
     "x",
     2,
     (
@@ -211,12 +212,14 @@ BOXES = Plan(
         (WHOLE, WHOLE),
     ),
 )
-FUSED = Plan("x", 2, (*BOXES.slices[:3], (Slice(1, ((0, 8), (32, 8))), Slice(1, ((8, 8), (40, 8)))), BOXES.slices[4]))
+FUSED = plan_of(
+    "x", 2, (*all_slices(BOXES)[:3], (Slice(1, ((0, 8), (32, 8))), Slice(1, ((8, 8), (40, 8)))), all_slices(BOXES)[4])
+)
 
 
 def written(source: Catalogue, plan: Plan, layout: Layout, file: RankFile) -> bytes:
     """The file with position-dependent data."""
-    head = rank_header(source, plan, layout, file, CONVERSION)
+    head = RankHeaders(source, plan, layout).build(file, CONVERSION)
     return head + (np.arange(file.nbytes - len(head)) * 31 + 7).astype(np.uint8).tobytes()
 
 
@@ -260,7 +263,7 @@ def test_metadata_names_rank_part_and_conversion_first(max_part_nbytes: int) -> 
     assert (len(layout.ranks[0]) > 1) == (max_part_nbytes == 300)
     for rank, files in enumerate(layout.ranks):
         for part, file in enumerate(files):
-            blob = rank_header(source, BOXES, layout, file, CONVERSION)
+            blob = RankHeaders(source, BOXES, layout).build(file, CONVERSION)
             entry = f'{{"format":1,"rank":{rank},"num_ranks":2,"part":{part},"conversion":"{CONVERSION}"}}'
             assert blob[8:].startswith(b'{"__metadata__":{"relayout":' + json.dumps(entry).encode())
             metadata = parse_header(blob, file.nbytes, "x").metadata
@@ -277,7 +280,9 @@ def test_dcp_sharding_info_says_where_each_box_starts(max_part_nbytes: int) -> N
     for rank, files in enumerate(layout.ranks):
         found: dict[str, object] = {}
         for file in files:
-            metadata = parse_header(rank_header(source, BOXES, layout, file, CONVERSION), file.nbytes, "x").metadata
+            metadata = parse_header(
+                RankHeaders(source, BOXES, layout).build(file, CONVERSION), file.nbytes, "x"
+            ).metadata
             assert metadata["DCP_VERSION"] == "1.0"
             sharding = json.loads(metadata["DCP_SHARDING_INFO"])
             # PyTorch looks up every key of the file.
@@ -293,14 +298,16 @@ def test_dcp_sharding_info_says_where_each_box_starts(max_part_nbytes: int) -> N
 
 
 @pytest.mark.parametrize(
-    "plan", [FUSED, Plan("none", 1, ((WHOLE,),) * len(TENSORS))], ids=["a slice of two ranges", "one rank"]
+    "plan", [FUSED, plan_of("none", 1, ((WHOLE,),) * len(TENSORS))], ids=["a slice of two ranges", "one rank"]
 )
 def test_without_boxes_or_at_one_rank_there_is_no_dcp_sharding_info(plan: Plan) -> None:
     source = catalogue(TENSORS)
     layout = make_layout(source, plan, 512)
     assert layout.dcp == (plan is not FUSED)
     for files in layout.ranks:
-        metadata = parse_header(rank_header(source, plan, layout, files[0], CONVERSION), files[0].nbytes, "x").metadata
+        metadata = parse_header(
+            RankHeaders(source, plan, layout).build(files[0], CONVERSION), files[0].nbytes, "x"
+        ).metadata
         assert sorted(metadata) == ["format", "relayout"]
 
 
@@ -309,7 +316,7 @@ def test_the_sources_metadata_goes_along_but_for_what_is_ours() -> None:
     source = catalogue(TENSORS, stale)
     layout = make_layout(source, FUSED, 512)
     file = layout.ranks[0][0]
-    metadata = dict(parse_header(rank_header(source, FUSED, layout, file, CONVERSION), file.nbytes, "x").metadata)
+    metadata = dict(parse_header(RankHeaders(source, FUSED, layout).build(file, CONVERSION), file.nbytes, "x").metadata)
     assert json.loads(metadata.pop("relayout"))["conversion"] == CONVERSION
     assert metadata == {"format": "mlx", "license": "MIT"}
 
@@ -319,7 +326,7 @@ def test_dcp_can_be_left_out_and_insisted_on() -> None:
     without = make_layout(source, BOXES, 512, dcp=False)
     assert not without.dcp
     for files in without.ranks:
-        header = rank_header(source, BOXES, without, files[0], CONVERSION)
+        header = RankHeaders(source, BOXES, without).build(files[0], CONVERSION)
         assert sorted(parse_header(header, files[0].nbytes, "x").metadata) == ["format", "relayout"]
     assert make_layout(source, BOXES, 512, dcp=True) == make_layout(source, BOXES, 512)
     fused = TENSORS[3][0]

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning import catalogue, ranges_of, shapes_of, slices_of
+from planning import catalogue, plan_of, ranges_of, shapes_of, slices_of
 
 from relayout.core.slices import WHOLE, Slice
 from relayout.errors import PlanError
 from relayout.plans.family import parse_family
-from relayout.plans.planner import Plan, make_plan, plan_for
+from relayout.plans.planner import make_plan, plan_for
 
 UP = "model.layers.0.mlp.up_proj.weight"
 SMALL: dict[str, tuple[int, ...]] = {UP: (18944, 3584)}
@@ -38,7 +38,7 @@ Q_PROJ, K_PROJ, O_PROJ = (f"{ATTENTION}{name}_proj.weight" for name in "qko")
     ],
 )
 def test_the_plan_is_chosen_by_model_type_and_quantisation(config: dict[str, Any], name: str) -> None:
-    assert plan_for(catalogue({"model.norm.weight": (8,)}, **config), 2) == Plan(name, 2, ((WHOLE, WHOLE),))
+    assert plan_for(catalogue({"model.norm.weight": (8,)}, **config), 2) == plan_of(name, 2, ((WHOLE, WHOLE),))
 
 
 def test_an_unknown_model_type_is_named_and_the_ways_out() -> None:
@@ -126,7 +126,7 @@ def test_one_rank_needs_no_plan_and_holds_everything(config: dict[str, Any]) -> 
     for plan in (None, "transformers"):
         for expert_parallel in (False, True):
             found = plan_for(source, 1, plan, expert_parallel=expert_parallel)
-            assert found == Plan("none", 1, ((WHOLE,), (WHOLE,)))
+            assert found == plan_of("none", 1, ((WHOLE,), (WHOLE,)))
 
 
 @pytest.mark.parametrize("num_ranks", [-1, 0, 1025])
@@ -157,7 +157,7 @@ def test_a_tensor_that_no_rule_names_is_refused_or_held_whole_on_request(name: s
     )
     plan = plan_for(source, 2, unmatched="replicate")
     halves = (Slice(0, ((0, 9472),)), Slice(0, ((9472, 9472),)))
-    assert plan == Plan("llama", 2, (halves, (WHOLE, WHOLE)), unmatched=(name,))
+    assert plan == plan_of("llama", 2, (halves, (WHOLE, WHOLE)), unmatched=(name,))
 
 
 def test_the_first_tensor_that_no_rule_names_is_told_and_how_many_more() -> None:
@@ -410,7 +410,7 @@ def test_a_rank_of_a_real_model_holds_what_the_engines_cut_out(
     shapes = real_shapes(config)
     assert len(shapes) == num_tensors
     plan = plan_for(catalogue(shapes, **config), num_ranks)
-    assert (plan.num_ranks, len(plan.slices), plan.unmatched) == (num_ranks, num_tensors, ())
+    assert (plan.num_ranks, len(plan.cut_of), plan.unmatched) == (num_ranks, num_tensors, ())
     for rank in range(num_ranks):
         assert shapes_of(plan, shapes, rank) == {
             name: (expected | norms)[".".join(name.split(".")[-2:])] for name in shapes

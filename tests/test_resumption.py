@@ -176,7 +176,7 @@ def places_of(plan: Conversion, tensors: set[int]) -> Intervals:
     for file in (file for files in plan.layout.ranks for file in files):
         for t, offset in zip(file.tensors, file.offsets, strict=True):
             tensor = plan.catalogue.tensors[t]
-            nbytes = slice_nbytes(tensor.dtype, tensor.shape, plan.plan.slices[t][file.rank])
+            nbytes = slice_nbytes(tensor.dtype, tensor.shape, plan.plan.cut(t).slices[file.rank])
             if t in tensors and nbytes:
                 result.setdefault(file.name, []).append((offset, offset + nbytes))
     return result

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from relayout.core.dtypes import BITS, num_bytes
 from relayout.core.extents import Transfer
-from relayout.core.slices import WHOLE, Slice, distinct_slices, slice_nbytes, slice_transfers
+from relayout.core.slices import NOT_HELD, WHOLE, Cut, Slice, number_cuts, slice_nbytes, slice_transfers
 from relayout.errors import PlanError
 
 Array = npt.NDArray[Any]
@@ -157,11 +157,52 @@ def test_a_box_starts_where_its_range_does() -> None:
 
 def test_the_slices_of_ranks_that_hold_the_same_are_one() -> None:
     first, second = Slice(0, ((0, 4),)), Slice(0, ((4, 4),))
-    assert distinct_slices((first, first, second, second)) == ((first, second), (0, 0, 1, 1))
-    assert distinct_slices((second, first, second)) == ((second, first), (0, 1, 0))
-    assert distinct_slices((WHOLE, WHOLE)) == ((WHOLE,), (0, 0))
+
+    def found(*slices: Slice) -> tuple[object, ...]:
+        cut = Cut(slices)
+        return cut.distinct, cut.which, cut.holders, cut.is_whole
+
+    assert found(first, first, second, second) == ((first, second), (0, 0, 1, 1), ((0, 1), (2, 3)), False)
+    assert found(second, first, second) == ((second, first), (0, 1, 0), ((0, 2), (1,)), False)
+    assert found(WHOLE, WHOLE) == ((WHOLE,), (0, 0), ((0, 1),), True)
+    assert found(WHOLE, NOT_HELD) == ((WHOLE, NOT_HELD), (0, 1), ((0,), (1,)), False)
 
 
 def test_slices_of_other_axes_or_orders_are_not_the_same() -> None:
     parts = (Slice(0, ((0, 4),)), Slice(1, ((0, 4),)), Slice(0, ((0, 2), (2, 2))), Slice(0, ((2, 2), (0, 2))), WHOLE)
-    assert distinct_slices(parts) == (parts, (0, 1, 2, 3, 4))
+    assert (Cut(parts).distinct, Cut(parts).which) == (parts, (0, 1, 2, 3, 4))
+
+
+def test_a_cut_is_of_boxes_if_no_slice_has_two_ranges() -> None:
+    box, fused = Slice(0, ((0, 4),)), Slice(0, ((0, 2), (4, 2)))
+    assert [Cut(one).is_box for one in ((box, WHOLE, NOT_HELD), (box, fused), (fused, fused))] == [True, False, False]
+
+
+def test_equal_cuts_are_one() -> None:
+    def halves() -> Cut:
+        return Cut((Slice(0, ((0, 4),)), Slice(0, ((4, 4),))))
+
+    whole = Cut((WHOLE, WHOLE))
+    assert (halves() == halves(), halves() == whole, hash(halves()) == hash(halves())) == (True, False, True)
+    assert number_cuts([whole, halves(), Cut((WHOLE, WHOLE)), halves()]) == ((whole, halves()), (0, 1, 0, 1))
+    assert number_cuts([]) == ((), ())
+
+
+@pytest.mark.parametrize("shape", [(), (4, 2)])
+def test_of_a_tensor_that_is_not_held_there_are_no_bytes(shape: tuple[int, ...]) -> None:
+    assert slice_transfers("F32", shape, NOT_HELD) == ()
+    assert slice_nbytes("F32", shape, NOT_HELD) == 0
+
+
+@given(dtype=st.sampled_from(WHOLE_BYTE_DTYPES), case=cuts())
+def test_a_cut_tensor_says_what_each_rank_holds(dtype: str, case: tuple[tuple[int, ...], int, Ranges]) -> None:
+    shape, axis, ranges = case
+    slices = (WHOLE, Slice(axis, ranges), WHOLE)
+    of_ranks = Cut(slices)
+    tensor = of_ranks.tensor(dtype, shape)
+    assert of_ranks.tensor(dtype, shape) is tensor
+    assert of_ranks.tensor(dtype, (*shape, 1)) is not tensor
+    for rank, one in enumerate(slices):
+        assert tensor.rank_shape(rank) == one.shape(shape)
+        assert tensor.rank_nbytes(rank) == slice_nbytes(dtype, shape, one)
+        assert tensor.rank_transfers(rank) == slice_transfers(dtype, shape, one)

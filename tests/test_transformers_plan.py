@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from planning import Shapes, catalogue, shapes_of, slices_of
+from planning import Shapes, all_slices, catalogue, shapes_of, slices_of
 from rebuilding import indices
 
 from relayout.core.slices import NOT_HELD, WHOLE
@@ -153,7 +153,7 @@ def test_for_a_wrapper_it_is_the_plan_of_the_text_model_inside() -> None:
     name = "language_model.model.layers.0.mlp.down_proj.weight"
     for model_type, text in (("gemma3", "gemma3_text"), ("no_such_type", "helium")):
         source = catalogue({name: (4, 8)}, model_type=model_type, text_config={"model_type": text})
-        [parts] = plan_for(source, 2, "transformers").slices
+        [parts] = all_slices(plan_for(source, 2, "transformers"))
         assert [(part.axis, part.ranges) for part in parts] == [(1, ((0, 4),)), (1, ((4, 4),))]
 
 

@@ -28,7 +28,7 @@ from relayout.conversion import run as conversion
 from relayout.conversion.copy import RankFileSink
 from relayout.conversion.steps import Span, Target
 from relayout.core import dtypes
-from relayout.core.slices import NOT_HELD, Slice
+from relayout.core.slices import NOT_HELD, Cut, Slice
 from relayout.errors import FormatError
 from relayout.format.safetensors import parse_header
 from relayout.plans import division
@@ -254,7 +254,7 @@ def test_ranks_that_cut_a_tensor_along_different_axes_are_found(
     true_plan = conversion.plan_for
 
     def wrong_plan(*args: Any, **options: Any) -> plan.Plan:
-        return replace(true_plan(*args, **options), slices=((Slice(0, ((0, 2),)), Slice(1, ((2, 2),))),))
+        return replace(true_plan(*args, **options), cuts=(Cut((Slice(0, ((0, 2),)), Slice(1, ((2, 2),)))),))
 
     monkeypatch.setattr(conversion, "plan_for", wrong_plan)
     relayout.convert(source, tmp_path / "out", tp=2)

@@ -15,6 +15,7 @@ import pytest
 import xxhash
 from conftest import Array
 from loads import open_files
+from planning import plan_of
 from safetensors.numpy import save_file
 
 import relayout
@@ -80,7 +81,7 @@ def in_parts(folder: Path, num_tensors: int, num_parts: int) -> tuple[Catalogue,
     values = random_bytes(num_tensors, num_parts, 8)
     write(folder, {f"{t}": values[t] for t in range(num_tensors)})
     slices = tuple(Slice(0, ((part, 1),)) for part in range(num_parts))
-    return read_catalogue(folder), Plan("x", num_parts, (slices,) * num_tensors), values
+    return read_catalogue(folder), plan_of("x", num_parts, (slices,) * num_tensors), values
 
 
 def test_each_tensor_is_complete_once_whichever_threads_hash_its_slices(tmp_path: Path) -> None:
@@ -113,7 +114,7 @@ def test_each_tensor_is_complete_once_whichever_threads_hash_its_slices(tmp_path
 def test_a_tensor_of_which_bytes_were_not_hashed_has_no_digest(tmp_path: Path) -> None:
     arrays = {"a": random_bytes(3, 5), "b": random_bytes(7), "empty": random_bytes(0, 2)}
     catalogue = read_catalogue(write(tmp_path / "model", arrays))
-    plan = Plan("x", 1, ((Slice(),),) * 3)
+    plan = plan_of("x", 1, ((Slice(),),) * 3)
     steps = list(copy_steps(catalogue, plan, make_layout(catalogue, plan, 4096)))
     passed = run_steps(catalogue, plan, steps, NoSink())
     expected = {t: TensorDigests(digest(one), (digest(one),)) for t, one in enumerate(arrays.values())}

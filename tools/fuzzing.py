@@ -191,9 +191,9 @@ def _model(config: Mapping[str, Any], *, quantised: bool = False) -> Catalogue:
 
 def _check_plan(catalogue: Catalogue, plan: Plan) -> None:
     """Slices lie inside their tensors; the ranks hold all of each between them."""
-    for tensor, slices in zip(catalogue.tensors, plan.slices, strict=True):
+    for tensor, cut in zip(catalogue.tensors, plan.cut_of, strict=True):
         held = np.zeros(tensor.shape, bool)
-        for part in slices:
+        for part in plan.cuts[cut].distinct:
             if part.ranges is None:
                 held[...] = True
             for start, length in part.ranges or ():
@@ -267,7 +267,7 @@ def _record(data: bytes) -> None:
         assert len(set(names)) == len(names)
         assert all(_stays_inside(name) for name in names)
         catalogue = source_catalogue(Path("x"), Path("out"), record)
-        stored_layout(manifest, _base_tables(), catalogue, Plan("x", 2, tuple(record.slices)))
+        stored_layout(manifest, _base_tables(), catalogue, Plan("x", 2, record.cuts, record.cut_of))
     except FormatError:
         return
     for file in catalogue.files:

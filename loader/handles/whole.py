@@ -120,7 +120,7 @@ class WholeCheckpoint:
         torch.empty(shape, device="meta")[index]
         parts = selection(index, shape)
         check_pairs(self._record.names[row], self.dtype(row), parts)
-        axis = next((part.axis for part in self._record.slices[row] if part.ranges), 0)
+        axis = next((part.axis for part in self._record.cut(row).distinct if part.ranges), 0)
         wanted, rows, box = WHOLE, None, list(shape)
         if parts is not None and shape:
             start, length = bounds(parts[axis], shape[axis])

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from relayout.checkpoint.source import read_catalogue
-from relayout.core.slices import slice_transfers
 from relayout.format.index import Read
 from relayout.loader.sources.contents import Contents, StoredFile
 from relayout.plans.planner import plan_for
@@ -22,14 +21,13 @@ def plain_contents(source: Path, rank: int, num_ranks: int) -> Contents:
     catalogue = read_catalogue(source)
     plan = plan_for(catalogue, num_ranks)
     held = [
-        (tensor, slices[rank])
-        for tensor, slices in zip(catalogue.tensors, plan.slices, strict=True)
-        if slices[rank].is_held
+        (tensor, plan.cuts[cut].tensor(tensor.dtype, tensor.shape))
+        for tensor, cut in zip(catalogue.tensors, plan.cut_of, strict=True)
+        if plan.cuts[cut].slices[rank].is_held
     ]
     reads: Sequence[tuple[Read, ...]] = [
         tuple(
-            Read(tensor.file, transfer.shifted(source=tensor.extent.offset))
-            for transfer in slice_transfers(tensor.dtype, tensor.shape, part)
+            Read(tensor.file, transfer.shifted(source=tensor.extent.offset)) for transfer in part.rank_transfers(rank)
         )
         for tensor, part in held
     ]
@@ -37,7 +35,7 @@ def plain_contents(source: Path, rank: int, num_ranks: int) -> Contents:
         files=tuple(StoredFile(file.path, file.nbytes) for file in catalogue.files),
         names=[tensor.name for tensor, _ in held],
         dtypes=[tensor.dtype for tensor, _ in held],
-        shapes=[part.shape(tensor.shape) for tensor, part in held],
+        shapes=[part.rank_shape(rank) for _, part in held],
         reads=reads,
         digests=None,
     )

@@ -34,7 +34,7 @@ def regrouped_contents(folder: Path, manifest: Manifest, rank: int, num_ranks: i
     record = read_record(folder, manifest)
     plan = _plan(folder, manifest, record, num_ranks)
     first = rank * manifest.num_ranks // num_ranks
-    return Ranks(folder, manifest, record).pick([slices[rank] for slices in plan.slices], first)
+    return Ranks(folder, manifest, record).pick([plan.cuts[cut].slices[rank] for cut in plan.cut_of], first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,8 @@ class Ranks:
     def _reads(self, t: int, wanted: Slice, first: int, rows: Range | None) -> tuple[Read, ...]:
         record, count = self._record, self._manifest.num_ranks
         order = ((first + i) % count for i in range(count))
-        holders = [Holder(record.slices[t][rank], rank, 0) for rank in order if record.slices[t][rank].is_held]
+        slices = record.cut(t).slices
+        holders = [Holder(slices[rank], rank, 0) for rank in order if slices[rank].is_held]
         try:
             reads = gather(record.dtypes[t], record.shapes[t], wanted, holders, rows)
         except PlanError as error:
@@ -108,7 +109,7 @@ class Ranks:
         record, rank = self._record, read.file
         opened = self._open(rank)
         row = opened.rows.get(record.names[t], -1)
-        expected = (record.dtypes[t], record.shapes[t], record.slices[t][rank])
+        expected = (record.dtypes[t], record.shapes[t], record.cut(t).slices[rank])
         table = opened.table
         if row < 0 or (table.dtypes[row], table.source_shapes[row], table.slices[row]) != expected:
             raise FormatError(f"{self._folder}: table of rank {rank}: {record.names[t]!r} is not what the record says")
@@ -149,9 +150,15 @@ def _plan(folder: Path, manifest: Manifest, record: SourceRecord, num_ranks: int
         rules = TRANSFORMERS if manifest.plan.startswith(TRANSFORMERS) else None
         return plan_for(catalogue, degree, rules, expert_parallel=manifest.expert_parallel, unmatched="replicate")
 
-    if num_ranks > 1 and plan(manifest.num_ranks).slices != tuple(record.slices):
+    if num_ranks > 1 and not _are_alike(plan(manifest.num_ranks), record):
         raise PlanError(
             f"{folder}: was cut by the plan {manifest.plan!r}, by other rules than this relayout has for the model:"
             " at another degree than its own it cannot be loaded"
         )
     return plan(num_ranks)
+
+
+def _are_alike(plan: Plan, record: SourceRecord) -> bool:
+    """Whether a plan cuts every tensor as it was cut."""
+    pairs = set(zip(plan.cut_of, record.cut_of, strict=True))
+    return all(plan.cuts[one] == record.cuts[other] for one, other in pairs)

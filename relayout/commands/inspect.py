@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from relayout.core.dtypes import num_bytes
 from relayout.core.extents import Extent
 from relayout.core.integers import integer
 from relayout.core.patterns import collapse_numbers
-from relayout.core.slices import Slice, slice_nbytes, slice_transfers
+from relayout.core.slices import Slice
 from relayout.errors import PlanError, RelayoutError
 from relayout.format.index import MANIFEST_NAME, Manifest, RankTable
 from relayout.plans.planner import plan_for
@@ -167,12 +168,16 @@ def _amplification(catalogue: Catalogue, tp: int) -> Amplification:
     except RelayoutError as error:
         return Amplification(tp, None, None, whole, str(error))
     needed, by_rows = [0] * tp, [0] * tp
-    for tensor, slices in zip(catalogue.tensors, plan.slices, strict=True):
-        for rank, part in enumerate(slices):
-            nbytes = slice_nbytes(tensor.dtype, tensor.shape, part)
-            needed[rank] += nbytes
-            strided = any(one.count > 1 for one in slice_transfers(tensor.dtype, tensor.shape, part))
-            by_rows[rank] += tensor.extent.nbytes if strided else nbytes
+    alike = Counter(
+        (plan.cuts[cut].tensor(tensor.dtype, tensor.shape), tensor.extent.nbytes)
+        for tensor, cut in zip(catalogue.tensors, plan.cut_of, strict=True)
+    )
+    for (one, source_nbytes), count in alike.items():
+        for rank in range(tp):
+            nbytes = one.rank_nbytes(rank)
+            needed[rank] += nbytes * count
+            strided = any(transfer.count > 1 for transfer in one.rank_transfers(rank))
+            by_rows[rank] += (source_nbytes if strided else nbytes) * count
     return Amplification(tp, max(needed), max(by_rows), whole, None)
 
 

@@ -169,7 +169,7 @@ def _restore_tensors(
         OSError: a read or a write failed.
     """
     tables = [read_table(folder, manifest, rank) for rank in range(manifest.num_ranks)]
-    plan = Plan(manifest.plan, manifest.num_ranks, tuple(record.slices))
+    plan = Plan(manifest.plan, manifest.num_ranks, record.cuts, record.cut_of)
     layout = stored_layout(manifest, tables, catalogue, plan)
     stop = Stop()
     turns = Turns(stop)

@@ -17,7 +17,6 @@ from relayout.conversion.side_files import read_side_file
 from relayout.conversion.steps import copy_steps
 from relayout.core.dtypes import num_bytes
 from relayout.core.extents import Extent
-from relayout.core.slices import distinct_slices
 from relayout.errors import FormatError
 from relayout.format.index import HUB_INDEX_NAME, MIN_ALIGNMENT, Manifest, RankEntry, RankTable
 from relayout.format.manifest import SOURCE_RECORD_NAME, digest_hex
@@ -222,8 +221,9 @@ def _check_record(
 
 def _check_cuts(record: SourceRecord, report: Report) -> None:
     """Check that the ranks together hold each tensor, all of it."""
-    first = dict(zip(zip(record.slices, record.shapes, strict=True), record.names, strict=True))
-    for (slices, shape), name in first.items():
+    first = dict(zip(zip(record.cut_of, record.shapes, strict=True), record.names, strict=True))
+    for (cut, shape), name in first.items():
+        slices = record.cuts[cut].distinct
         if any(part.is_whole for part in slices):
             continue
         axis = next((part.axis for part in slices if part.ranges), 0)
@@ -240,7 +240,7 @@ def _check_slices(name: str, rank: int, table: RankTable, record: SourceRecord, 
     rows = {tensor: row for row, tensor in enumerate(table.names)}
     for t, tensor in enumerate(record.names):
         row = rows.pop(tensor, None)
-        part = record.slices[t][rank]
+        part = record.cut(t).slices[rank]
         if row is None:
             if part.is_held:
                 report.add(name, "is missing", tensor)
@@ -294,14 +294,14 @@ def _compare(
         different = sorted({name for name, *_ in set(found) ^ set(expected)}) or ["the order"]
         report.add(str(catalogue.root), f"is not the source: {len(different)} tensors differ, such as {different[0]!r}")
         return
-    plan = Plan(manifest.plan, manifest.num_ranks, tuple(record.slices))
+    plan = Plan(manifest.plan, manifest.num_ranks, record.cuts, record.cut_of)
     layout = stored_layout(manifest, tables, catalogue, plan)
     passed = run_steps(catalogue, plan, copy_steps(catalogue, plan, layout), NoSink(), on_progress=on_progress)
     digests = digests_of_all(catalogue, plan, passed)
     rows = [{name: row for row, name in enumerate(table.names)} for table in tables]
     for t, name in enumerate(record.names):
         of_tensor = digests[t]
-        _, held = distinct_slices(plan.slices[t])
+        held = plan.cut(t).which
         for rank, table in enumerate(tables):
             row = rows[rank].get(name)
             if row is not None and table.digests[row] != of_tensor.slices[held[rank]]:

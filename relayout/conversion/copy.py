@@ -13,10 +13,9 @@ import xxhash
 
 from relayout.checkpoint.source import Catalogue
 from relayout.conversion.journal import TensorDigests
-from relayout.conversion.layout import Layout
+from relayout.conversion.layout import Layout, cut_tensors
 from relayout.conversion.steps import CHUNK_NBYTES, SourceRange, Span, Step, Target
 from relayout.core.extents import BLOCK, align_down, align_up
-from relayout.core.slices import Slice, distinct_slices, slice_nbytes
 from relayout.core.strided import copy_runs
 from relayout.core.workers import Stop, Turns, Workers
 from relayout.errors import PlanError
@@ -56,7 +55,7 @@ def digests_of_all(catalogue: Catalogue, plan: Plan, passed: Mapping[int, Tensor
 
 
 def _of_nothing(plan: Plan, t: int) -> TensorDigests:
-    return TensorDigests(_EMPTY, (_EMPTY,) * len(distinct_slices(plan.slices[t])[0]))
+    return TensorDigests(_EMPTY, (_EMPTY,) * len(plan.cut(t).distinct))
 
 
 class NoSink:
@@ -153,8 +152,8 @@ class Hashes:
     ) -> None:
         """`on_tensor` is called when all bytes of a tensor, and of its `slices` if they count, have passed."""
         self._with_slices = slices
-        self._tensors = catalogue.tensors
-        self._slices = plan.slices
+        self._tensors = cut_tensors(catalogue, plan)
+        self._source_nbytes = [tensor.extent.nbytes for tensor in catalogue.tensors]
         self._on_tensor = on_tensor
         self._lock = threading.Lock()
         self._running: dict[tuple[int, int], xxhash.xxh3_128] = {}
@@ -178,16 +177,13 @@ class Hashes:
         """Hash more bytes of a tensor's source."""
         self.update(t, _SOURCE, view)
 
-    def _distinct(self, t: int) -> tuple[Slice, ...]:
-        return distinct_slices(self._slices[t])[0] if self._with_slices else ()
-
     def _total(self, t: int) -> int:
         tensor = self._tensors[t]
-        parts = (part for part in self._distinct(t) if not part.is_whole)
-        return tensor.extent.nbytes + sum(slice_nbytes(tensor.dtype, tensor.shape, part) for part in parts)
+        parts = zip(tensor.cut.distinct, tensor.sizes, strict=True) if self._with_slices else ()
+        return self._source_nbytes[t] + sum(nbytes for part, nbytes in parts if not part.is_whole)
 
     def _complete(self, t: int) -> TensorDigests:
-        distinct = enumerate(self._distinct(t))
+        distinct = enumerate(self._tensors[t].cut.distinct if self._with_slices else ())
         source = self._finished(t, _SOURCE)
         return TensorDigests(
             source, tuple(source if part.is_whole else self._finished(t, which) for which, part in distinct)

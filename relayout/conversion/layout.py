@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate
 
 from relayout.checkpoint.source import Catalogue, SourceTensor
 from relayout.core.extents import natural_alignment
-from relayout.core.slices import Slice, slice_nbytes
+from relayout.core.slices import CutTensor
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import ARENA_ALIGNMENT, MAX_ALIGNMENT, MIN_ALIGNMENT, Manifest, RankTable
 from relayout.format.manifest import relayout_entry
@@ -98,41 +97,59 @@ def make_layout(
     check_alignment(alignment)
     if max_part_nbytes < 1:
         raise PlanError(f"a part size of {max_part_nbytes} bytes, expected a positive one")
-    slots = _slots(catalogue, plan)
-    parts_of: dict[tuple[int, ...], list[_Part]] = {}
-    dcp = _dcp(catalogue, plan, dcp)
+    tensors = cut_tensors(catalogue, plan)
+    different = list(dict.fromkeys(tensors))
+    parts_of: dict[tuple[_Slot | None, ...], list[_Part]] = {}
+    metadata = _Metadata(catalogue, plan, _dcp(catalogue, plan, dcp))
     ranks = []
     for rank in range(plan.num_ranks):
-        column = [of_ranks[rank] for of_ranks in slots]
-        alike = tuple(map(id, column))  # Equal slots are one object.
+        slots = {tensor: _slot(tensor, rank) for tensor in different}
+        alike = tuple(slots.values())
         if alike not in parts_of:
-            parts_of[alike] = _parts(catalogue, column, alignment, max_part_nbytes)
-        ranks.append(tuple(_rank_file(catalogue, plan, rank, part, alignment, dcp) for part in parts_of[alike]))
-    return Layout(alignment, tuple(ranks), dcp)
+            parts_of[alike] = _parts(catalogue, [slots[tensor] for tensor in tensors], alignment, max_part_nbytes)
+        ranks.append(tuple(_rank_file(metadata, rank, part, alignment) for part in parts_of[alike]))
+    return Layout(alignment, tuple(ranks), metadata.dcp)
+
+
+def cut_tensors(catalogue: Catalogue, plan: Plan) -> list[CutTensor]:
+    """Each tensor of the catalogue as the plan cuts it; one object for those that are alike."""
+    return [
+        plan.cuts[cut].tensor(tensor.dtype, tensor.shape)
+        for tensor, cut in zip(catalogue.tensors, plan.cut_of, strict=True)
+    ]
 
 
 def _dcp(catalogue: Catalogue, plan: Plan, wanted: bool | None) -> bool:
     """Whether DCP can read the ranks as one model, and shall."""
     if wanted is False:
         return False
-    unfit = {slices for slices in set(plan.slices) if not all(part.is_box for part in slices)}
+    unfit = {number for number, cut in enumerate(plan.cuts) if not cut.is_box}
     if wanted and unfit:
-        names = (tensor.name for tensor, slices in zip(catalogue.tensors, plan.slices, strict=True) if slices in unfit)
+        names = (tensor.name for tensor, cut in zip(catalogue.tensors, plan.cut_of, strict=True) if cut in unfit)
         raise PlanError(f"tensor {next(names)!r}: slices of a fused tensor are no single box, which PyTorch DCP needs")
     return not unfit
 
 
-def rank_header(catalogue: Catalogue, plan: Plan, layout: Layout, file: RankFile, conversion: str) -> bytes:
-    """The header bytes of a rank file."""
-    entries = []
-    for t, offset in zip(file.tensors, file.data_offsets, strict=True):
-        tensor, part = catalogue.tensors[t], plan.slices[t][file.rank]
-        nbytes = slice_nbytes(tensor.dtype, tensor.shape, part)
-        entries.append(TensorEntry(tensor.name, tensor.dtype, part.shape(tensor.shape), offset, nbytes))
-    metadata = _metadata(catalogue, plan, file.rank, file.part, file.tensors, conversion, layout.dcp)
-    blob = build_header(entries, metadata, layout.alignment)
-    assert len(blob) == file.data_start
-    return blob
+class RankHeaders:
+    """Builds the headers of rank files."""
+
+    def __init__(self, catalogue: Catalogue, plan: Plan, layout: Layout) -> None:
+        self._catalogue = catalogue
+        self._tensors = cut_tensors(catalogue, plan)
+        self._metadata = _Metadata(catalogue, plan, layout.dcp)
+        self._alignment = layout.alignment
+
+    def build(self, file: RankFile, conversion: str) -> bytes:
+        """The header bytes of a rank file."""
+        entries = []
+        for t, offset in zip(file.tensors, file.data_offsets, strict=True):
+            tensor, cut = self._catalogue.tensors[t], self._tensors[t]
+            which = cut.cut.which[file.rank]
+            entries.append(TensorEntry(tensor.name, tensor.dtype, cut.shapes[which], offset, cut.sizes[which]))
+        metadata = self._metadata.of(file.rank, file.part, file.tensors, conversion)
+        blob = build_header(entries, metadata, self._alignment)
+        assert len(blob) == file.data_start
+        return blob
 
 
 def rank_file_name(rank: int, part: int) -> str:
@@ -161,21 +178,11 @@ class _Part:
     """Of the header."""
 
 
-def _slots(catalogue: Catalogue, plan: Plan) -> list[tuple[_Slot | None, ...]]:
-    """For each tensor: what it takes in each rank; None where the rank does not hold it. Equal slots are one object."""
-    known: dict[_Slot, _Slot] = {}
-    of_cut: dict[tuple[str, tuple[int, ...], int], tuple[_Slot | None, ...]] = {}
-    column = []
-    for tensor, slices in zip(catalogue.tensors, plan.slices, strict=True):
-        # Tensors that are cut alike share one tuple of slices, which the plan keeps alive.
-        key = (tensor.dtype, tensor.shape, id(slices))
-        if key not in of_cut:
-            slots = (_Slot(slice_nbytes(tensor.dtype, tensor.shape, part), part.shape(tensor.shape)) for part in slices)
-            of_cut[key] = tuple(
-                known.setdefault(slot, slot) if part.is_held else None for slot, part in zip(slots, slices, strict=True)
-            )
-        column.append(of_cut[key])
-    return column
+def _slot(tensor: CutTensor, rank: int) -> _Slot | None:
+    """What a tensor takes in a rank; None where the rank does not hold it."""
+    if not tensor.cut.slices[rank].is_held:
+        return None
+    return _Slot(tensor.rank_nbytes(rank), tensor.rank_shape(rank))
 
 
 def _parts(catalogue: Catalogue, slots: Sequence[_Slot | None], alignment: int, max_part_nbytes: int) -> list[_Part]:
@@ -193,10 +200,10 @@ def _parts(catalogue: Catalogue, slots: Sequence[_Slot | None], alignment: int, 
     return parts
 
 
-def _rank_file(catalogue: Catalogue, plan: Plan, rank: int, part: _Part, alignment: int, dcp: bool) -> RankFile:
+def _rank_file(metadata: _Metadata, rank: int, part: _Part, alignment: int) -> RankFile:
     # The true id has the same length, so the header has its final size already.
-    metadata = _metadata(catalogue, plan, rank, part.number, part.tensors, "0" * CONVERSION_ID_LENGTH, dcp)
-    data_start = len(join_header(part.entries, metadata, alignment))
+    entries = metadata.of(rank, part.number, part.tensors, "0" * CONVERSION_ID_LENGTH)
+    data_start = len(join_header(part.entries, entries, alignment))
     name = rank_file_name(rank, part.number)
     return RankFile(name, rank, part.number, part.tensors, part.data_offsets, data_start, data_start + part.nbytes)
 
@@ -234,49 +241,44 @@ def _split(
     return parts
 
 
-@lru_cache(maxsize=65536)
-def _saved_offsets(part: Slice, num_axes: int) -> str:
-    return json_text({"saved_offsets": part.starts(num_axes)})
+class _Metadata:
+    """Writes the `__metadata__` of rank files."""
 
+    def __init__(self, catalogue: Catalogue, plan: Plan, dcp: bool) -> None:
+        self.dcp = dcp
+        self._plan = plan
+        reserved = {"relayout", "DCP_SHARDING_INFO", "DCP_VERSION"}
+        self._source = {key: value for key, value in catalogue.metadata.items() if key not in reserved}
+        self._names = [json_text(tensor.name) for tensor in catalogue.tensors] if dcp and plan.num_ranks > 1 else []
+        self._tensors = cut_tensors(catalogue, plan)
 
-def _metadata(
-    catalogue: Catalogue,
-    plan: Plan,
-    rank: int,
-    part: int,
-    tensors: Sequence[int],
-    conversion: str,
-    dcp: bool,
-) -> Mapping[str, str]:
-    metadata = {"relayout": relayout_entry(rank, plan.num_ranks, part, conversion), "format": "pt"}
-    if plan.num_ranks > 1 and dcp:
-        # PyTorch 2.9 to 2.15, torch/distributed/checkpoint/_hf_utils.py and filesystem.py.
-        boxes = ((catalogue.tensors[t], plan.slices[t][rank]) for t in tensors)
-        offsets = (f"{json_text(one.name)}:{_saved_offsets(held, len(one.shape))}" for one, held in boxes)
-        metadata["DCP_SHARDING_INFO"] = f"{{{','.join(offsets)}}}"
-        metadata["DCP_VERSION"] = "1.0"
-    reserved = {"relayout", "DCP_SHARDING_INFO", "DCP_VERSION"}
-    return metadata | {key: value for key, value in catalogue.metadata.items() if key not in reserved}
+    def of(self, rank: int, part: int, tensors: Sequence[int], conversion: str) -> Mapping[str, str]:
+        """The entries of one file."""
+        num_ranks = self._plan.num_ranks
+        metadata = {"relayout": relayout_entry(rank, num_ranks, part, conversion), "format": "pt"}
+        if num_ranks > 1 and self.dcp:
+            # PyTorch 2.9 to 2.15, torch/distributed/checkpoint/_hf_utils.py and filesystem.py.
+            starts = {
+                tensor: json_text({"saved_offsets": tensor.cut.slices[rank].starts(len(tensor.shape))})
+                for tensor in {self._tensors[t] for t in tensors}
+            }
+            offsets = ",".join([f"{self._names[t]}:{starts[self._tensors[t]]}" for t in tensors])
+            metadata["DCP_SHARDING_INFO"] = f"{{{offsets}}}"
+            metadata["DCP_VERSION"] = "1.0"
+        return metadata | self._source
 
 
 def stored_layout(manifest: Manifest, tables: list[RankTable], catalogue: Catalogue, plan: Plan) -> Layout:
     """The layout that the sidecar describes."""
     position = {tensor.name: t for t, tensor in enumerate(catalogue.tensors)}
-    agreeing: set[tuple[int, int]] = set()
-    """Slices that are equal, by identity: many tensors have the same ones, and these may be long."""
-
-    def agree(one: Slice, other: Slice) -> bool:
-        if (id(one), id(other)) not in agreeing:
-            if one != other:
-                return False
-            agreeing.add((id(one), id(other)))
-        return True
-
-    held = [{t for t, slices in enumerate(plan.slices) if slices[rank].is_held} for rank in range(plan.num_ranks)]
+    held = [
+        {t for t, cut in enumerate(plan.cut_of) if plan.cuts[cut].slices[rank].is_held}
+        for rank in range(plan.num_ranks)
+    ]
     for rank, table in enumerate(tables):
         for row, name in enumerate(table.names):
             t = position.get(name)
-            if t is None or t not in held[rank] or not agree(table.slices[row], plan.slices[t][rank]):
+            if t is None or t not in held[rank] or table.slices[row] != plan.cut(t).slices[rank]:
                 raise FormatError(f"rank table {rank}: tensor {name!r} is not what the source record says")
         if len(table.names) != len(held[rank]):
             raise FormatError(f"rank table {rank}: {len(table.names)} tensors, the source record has {len(held[rank])}")

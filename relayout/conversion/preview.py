@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import asdict, dataclass
 
+from relayout.conversion.layout import cut_tensors
 from relayout.conversion.run import Conversion
 from relayout.core.patterns import collapse_numbers
-from relayout.core.slices import Slice, slice_nbytes
+from relayout.core.slices import Cut, CutTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +63,16 @@ class Preview:
 def preview(conversion: Conversion) -> Preview:
     """Sum up a planned conversion."""
     catalogue, plan, layout = conversion.catalogue, conversion.plan, conversion.layout
-    # Tensors that are cut alike share one tuple of slices: what follows is needed once for each such tuple and shape.
-    alike: dict[tuple[str, tuple[int, ...], int], _Sum] = {}
-    groups: dict[tuple[str, str, tuple[int, ...], str], list[tuple[_Sum, int]]] = {}
-    named: Counter[tuple[str, tuple[str, tuple[int, ...], int]]] = Counter()
-    for tensor, slices in zip(catalogue.tensors, plan.slices, strict=True):
-        key = (tensor.dtype, tensor.shape, id(slices))
-        if key not in alike:
-            alike[key] = _Sum(tensor.dtype, tensor.shape, slices)
-        alike[key].count += 1
-        named[collapse_numbers(tensor.name), key] += 1
-    for (pattern, key), count in named.items():
-        one = alike[key]
-        groups.setdefault((pattern, one.dtype, one.shape, one.cut), []).append((one, count))
-    sums = alike.values()
-    rank_nbytes = [sum(one.nbytes[rank] * one.count for one in sums) for rank in range(plan.num_ranks)]
+    tensors = cut_tensors(catalogue, plan)
+    counts = Counter(tensors)
+    groups: dict[tuple[str, str, tuple[int, ...], str], list[tuple[CutTensor, int]]] = {}
+    words = {cut: _cut_in_words(cut) for cut in plan.cuts}
+    named = Counter(zip((collapse_numbers(tensor.name) for tensor in catalogue.tensors), tensors, strict=True))
+    for (pattern, one), count in named.items():
+        groups.setdefault((pattern, one.dtype, one.shape, words[one.cut]), []).append((one, count))
+    rank_nbytes = [
+        sum(one.rank_nbytes(rank) * count for one, count in counts.items()) for rank in range(plan.num_ranks)
+    ]
     return Preview(
         source=str(conversion.source),
         output=str(conversion.output),
@@ -91,7 +87,7 @@ def preview(conversion: Conversion) -> Preview:
         rank_tensors=tuple(sum(len(file.tensors) for file in files) for files in layout.ranks),
         balance=sum(rank_nbytes) / max(1, max(rank_nbytes) * plan.num_ranks),
         replicated_nbytes=sum(rank_nbytes) - catalogue.nbytes,
-        tail_nbytes=sum(one.count * sum(n for n in one.nbytes if n % layout.alignment) for one in sums),
+        tail_nbytes=sum(count * _tail_nbytes(one, layout.alignment) for one, count in counts.items()),
         num_files=sum(map(len, layout.ranks)),
         groups=tuple(_group(*key, members) for key, members in groups.items()),
         unmatched=plan.unmatched,
@@ -99,41 +95,50 @@ def preview(conversion: Conversion) -> Preview:
     )
 
 
-class _Sum:
-    """Tensors of one dtype and shape that are cut alike."""
-
-    def __init__(self, dtype: str, shape: tuple[int, ...], slices: tuple[Slice, ...]) -> None:
-        self.dtype = dtype
-        self.shape = shape
-        self.slices = slices
-        self.count = 0
-        self.nbytes = [slice_nbytes(dtype, shape, part) for part in slices]
-        """Of one tensor, in each rank."""
-        self.cut = _cut_in_words(slices)
+def _tail_nbytes(tensor: CutTensor, alignment: int) -> int:
+    """Bytes, over all ranks, in slices that are no multiple of the alignment."""
+    return sum(
+        nbytes * len(ranks)
+        for nbytes, ranks in zip(tensor.sizes, tensor.cut.holders, strict=True)
+        if nbytes % alignment
+    )
 
 
-def _group(pattern: str, dtype: str, shape: tuple[int, ...], cut: str, members: list[tuple[_Sum, int]]) -> PlannedGroup:
-    num_ranks = len(members[0][0].slices)
-    held = [part for one, _ in members for part in one.slices if part.is_held]
+def _group(
+    pattern: str, dtype: str, shape: tuple[int, ...], cut: str, members: list[tuple[CutTensor, int]]
+) -> PlannedGroup:
+    held = [
+        held_shape
+        for one, _ in members
+        for part, held_shape in zip(one.cut.distinct, one.shapes, strict=True)
+        if part.is_held
+    ]
+    num_ranks = len(members[0][0].cut.slices)
     return PlannedGroup(
         pattern,
         sum(count for _, count in members),
         dtype,
         shape,
         cut,
-        tuple(dict.fromkeys(part.shape(shape) for part in held)),
-        max(sum(one.nbytes[rank] * count for one, count in members) for rank in range(num_ranks)),
+        tuple(dict.fromkeys(held)),
+        max(sum(one.rank_nbytes(rank) * count for one, count in members) for rank in range(num_ranks)),
     )
 
 
-def _cut_in_words(slices: tuple[Slice, ...]) -> str:
-    if all(part.is_whole for part in slices):
+def _cut_in_words(cut: Cut) -> str:
+    if cut.is_whole:
         return "whole"
-    if not all(part.is_held for part in slices):
+    if not all(part.is_held for part in cut.distinct):
         return "whole, in one rank"
-    axis = {0: "rows", 1: "columns"}.get(slices[0].axis, f"axis {slices[0].axis}")
-    num_ranges = max(len(part.ranges or ()) for part in slices)
+    axis = {0: "rows", 1: "columns"}.get(cut.slices[0].axis, f"axis {cut.slices[0].axis}")
+    num_ranges = max(len(part.ranges or ()) for part in cut.distinct)
     fused = f", {num_ranges} ranges" if num_ranges > 1 else ""
-    parts = Counter(part for part in slices if any(length for _, length in part.ranges or ()))
-    shared = max(parts.values(), default=1)
+    shared = max(
+        (
+            len(ranks)
+            for part, ranks in zip(cut.distinct, cut.holders, strict=True)
+            if any(length for _, length in part.ranges or ())
+        ),
+        default=1,
+    )
     return f"{axis}{fused}" if shared == 1 else f"{axis}{fused}, each part in {shared} ranks"

@@ -11,7 +11,6 @@ from relayout.conversion.journal import TensorDigests, Undertaking, read_journal
 from relayout.conversion.layout import Layout, RankFile
 from relayout.conversion.staging import Staging
 from relayout.core.extents import Extent
-from relayout.core.slices import Slice, distinct_slices, slice_nbytes
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import FORMAT_VERSION
 from relayout.format.manifest import compact_json, digest_hex
@@ -35,7 +34,6 @@ def undertaking_of(catalogue: Catalogue, plan: Plan, layout: Layout, max_part_nb
     # One tensor may lie in several files: the index says which counts.
     tensors = [[tensor.name, tensor.file, tensor.extent.offset, tensor.extent.nbytes] for tensor in catalogue.tensors]
     index = None if catalogue.index is None else digest_hex(catalogue.index[1])
-    cuts: dict[tuple[Slice, ...], int] = {}
     options = [
         FORMAT_VERSION,
         plan.num_ranks,
@@ -44,8 +42,8 @@ def undertaking_of(catalogue: Catalogue, plan: Plan, layout: Layout, max_part_nb
         layout.alignment,
         max_part_nbytes,
         layout.dcp,
-        [cuts.setdefault(slices, len(cuts)) for slices in plan.slices],
-        [[[part.axis, part.ranges] for part in slices] for slices in cuts],
+        plan.cut_of,
+        [[[part.axis, part.ranges] for part in cut.slices] for cut in plan.cuts],
     ]
     source = [files, tensors, index]
     return Undertaking(digest_hex(compact_json(source)), digest_hex(compact_json(options)))
@@ -102,7 +100,7 @@ def _is_whole(folder: OpenFolder, file: RankFile) -> bool:
 
 
 def _fits(t: int, digests: TensorDigests, plan: Plan) -> bool:
-    return 0 <= t < len(plan.slices) and len(digests.slices) == len(distinct_slices(plan.slices[t])[0])
+    return 0 <= t < len(plan.cut_of) and len(digests.slices) == len(plan.cut(t).distinct)
 
 
 def _wrong(
@@ -112,8 +110,9 @@ def _wrong(
     rows = []
     for t, offset in zip(file.tensors, file.offsets, strict=True):
         if t in claims:
-            tensor, part = catalogue.tensors[t], plan.slices[t][file.rank]
-            rows.append((t, Extent(offset, slice_nbytes(tensor.dtype, tensor.shape, part))))
+            tensor = catalogue.tensors[t]
+            nbytes = plan.cut(t).tensor(tensor.dtype, tensor.shape).rank_nbytes(file.rank)
+            rows.append((t, Extent(offset, nbytes)))
     try:
         # What an error kept from the drive may still be in the page cache, and look right.
         sync_and_forget(folder, file.name)
@@ -124,5 +123,5 @@ def _wrong(
             raise
         folder.remove(file.name)  # Missing, or what cannot be read: to be written again.
         return {t for t, _ in rows}
-    held = (distinct_slices(plan.slices[t])[1][file.rank] for t, _ in rows)
+    held = (plan.cut(t).which[file.rank] for t, _ in rows)
     return {t for (t, _), which, digest in zip(rows, held, digests, strict=True) if claims[t].slices[which] != digest}

@@ -17,17 +17,17 @@ from relayout.conversion.layout import (
     DEFAULT_ALIGNMENT,
     DEFAULT_MAX_PART_NBYTES,
     Layout,
-    RankFile,
+    RankHeaders,
     check_alignment,
+    cut_tensors,
     make_layout,
-    rank_header,
 )
 from relayout.conversion.resume import claims_of, still_true, undertaking_of
 from relayout.conversion.side_files import copy_side_file, write_file, write_header
 from relayout.conversion.staging import check_output, check_space, clear_up, modes_of, staging_folder
 from relayout.conversion.steps import copy_steps
 from relayout.core.integers import integer
-from relayout.core.slices import distinct_slices, slice_nbytes
+from relayout.core.slices import CutTensor
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import (
     HUB_INDEX_NAME,
@@ -309,15 +309,17 @@ def _write_sidecar(folder: OpenFolder, mode: int, conversion: Conversion, digest
     stored_record = compress(record)
     write_file(folder, SOURCE_RECORD_NAME, stored_record, mode)
     entries = []
+    headers = RankHeaders(catalogue, plan, layout)
+    tensors = cut_tensors(catalogue, plan)
     for rank, files in enumerate(layout.ranks):
         indexed = []
         for file in files:
-            header = rank_header(catalogue, plan, layout, file, conversion_id)
+            header = headers.build(file, conversion_id)
             write_header(folder, file.name, header, file.nbytes, mode)
             indexed.append(IndexedFile(file.name, file.nbytes, file.data_start, digest_hex(header)))
-        sizes = [_slice_sizes(conversion, file) for file in files]
+        sizes = [[tensors[t].rank_nbytes(rank) for t in file.tensors] for file in files]
         arena = plan_arena([(file.data_start, file.offsets, nbytes) for file, nbytes in zip(files, sizes, strict=True)])
-        table = dump_table(_rank_table(conversion, rank, arena, digests), conversion_id)
+        table = dump_table(_rank_table(conversion, rank, tensors, arena, digests), conversion_id)
         write_file(folder, table_name(rank), table, mode)
         entries.append(
             RankEntry(
@@ -357,7 +359,8 @@ def _source_record(conversion: Conversion, digests: Sequence[str], side_files: S
         dtypes=[tensor.dtype for tensor in tensors],
         shapes=[tensor.shape for tensor in tensors],
         digests=digests,
-        slices=conversion.plan.slices,
+        cuts=conversion.plan.cuts,
+        cut_of=conversion.plan.cut_of,
         file_of=[tensor.file for tensor in tensors],
         offsets=[tensor.extent.offset for tensor in tensors],
         files=tuple(RecordedFile(file.name, file.nbytes, file.header) for file in catalogue.files),
@@ -366,27 +369,27 @@ def _source_record(conversion: Conversion, digests: Sequence[str], side_files: S
     )
 
 
-def _slice_sizes(conversion: Conversion, file: RankFile) -> list[int]:
-    tensors, slices = conversion.catalogue.tensors, conversion.plan.slices
-    return [slice_nbytes(tensors[t].dtype, tensors[t].shape, slices[t][file.rank]) for t in file.tensors]
-
-
-def _rank_table(conversion: Conversion, rank: int, arena: Arena, digests: Mapping[int, TensorDigests]) -> RankTable:
+def _rank_table(
+    conversion: Conversion,
+    rank: int,
+    cut: Sequence[CutTensor],
+    arena: Arena,
+    digests: Mapping[int, TensorDigests],
+) -> RankTable:
     files = conversion.layout.ranks[rank]
     order = [t for file in files for t in file.tensors]
-    tensors = [conversion.catalogue.tensors[t] for t in order]
-    slices = [conversion.plan.slices[t][rank] for t in order]
+    tensors = [cut[t] for t in order]
     return RankTable(
         rank=rank,
-        names=[tensor.name for tensor in tensors],
+        names=[conversion.catalogue.tensors[t].name for t in order],
         dtypes=[tensor.dtype for tensor in tensors],
-        shapes=[part.shape(tensor.shape) for tensor, part in zip(tensors, slices, strict=True)],
+        shapes=[tensor.rank_shape(rank) for tensor in tensors],
         files=[number for number, file in enumerate(files) for _ in file.tensors],
         offsets=_flatten(file.offsets for file in files),
         arena_offsets=_flatten(arena.offsets),
-        digests=[digests[t].slices[distinct_slices(conversion.plan.slices[t])[1][rank]] for t in order],
+        digests=[digests[t].slices[cut[t].cut.which[rank]] for t in order],
         source_shapes=[tensor.shape for tensor in tensors],
-        slices=slices,
+        slices=[tensor.cut.slices[rank] for tensor in tensors],
     )
 
 

@@ -18,9 +18,8 @@ from itertools import pairwise
 from math import gcd
 
 from relayout.checkpoint.source import Catalogue
-from relayout.conversion.layout import Layout
+from relayout.conversion.layout import Layout, cut_tensors
 from relayout.core.extents import BLOCK, Extent, Transfer, align_down, align_up
-from relayout.core.slices import distinct_slices, slice_nbytes, slice_transfers
 from relayout.plans.planner import Plan
 
 CHUNK_NBYTES = 32 * 2**20
@@ -128,10 +127,14 @@ def copy_steps(
         yield planner.batch(batch)
 
 
+_Placed = tuple[int, int, int]
+"""A slice in a rank file: offset in the data section, bytes, tensor."""
+
+
 class _Planner:
     def __init__(self, catalogue: Catalogue, plan: Plan, layout: Layout, chunk_nbytes: int) -> None:
         self.tensors = catalogue.tensors
-        self.slices = plan.slices
+        self.cut = cut_tensors(catalogue, plan)
         self.chunk_nbytes = chunk_nbytes
         self.files = layout.ranks
         self.places: list[dict[int, tuple[int, int]]] = []
@@ -159,16 +162,14 @@ class _Planner:
 
     def batch_cost(self, t: int) -> int:
         # Every rank's bytes are staged, and reads are rounded out to blocks.
-        tensor = self.tensors[t]
-        staged = sum(slice_nbytes(tensor.dtype, tensor.shape, part) for part in self.slices[t])
-        return max(staged, tensor.extent.nbytes) + 2 * BLOCK
+        staged = sum(size * len(ranks) for size, ranks in zip(self.cut[t].sizes, self.cut[t].cut.holders, strict=True))
+        return max(staged, self.tensors[t].extent.nbytes) + 2 * BLOCK
 
     def chunks(self, t: int) -> Iterator[Step]:
         """The steps of one large tensor."""
         tensor = self.tensors[t]
         base = tensor.extent.offset
-        distinct, held = distinct_slices(self.slices[t])
-        transfers = [slice_transfers(tensor.dtype, tensor.shape, part) for part in distinct]
+        cut, transfers = self.cut[t].cut, self.cut[t].transfers
         length = _chunk_length([one for group in transfers for one in group], self.chunk_nbytes)
         in_order = [_in_order(group, length) for group in transfers]
         for turn, start in enumerate(range(0, tensor.extent.nbytes, length)):
@@ -178,10 +179,10 @@ class _Planner:
                 parts = (part for one in group for part in one.clipped(start, end))
                 # Out of order, runs of several ranges may leave gaps between each other.
                 runs = parts if in_order[which] else (run for part in parts for run in part.runs())
-                cut = [Piece(t, one) for one in runs]
-                targets = [self.target(rank, t) for rank, w in enumerate(held) if w == which] if cut else []
-                hashed = in_order[which] and not distinct[which].is_whole
-                for low, high, pieces in _tile(cut):
+                moved = [Piece(t, one) for one in runs]
+                targets = [self.target(rank, t) for rank in cut.holders[which]] if moved else []
+                hashed = in_order[which] and not cut.distinct[which].is_whole
+                for low, high, pieces in _tile(moved):
                     spans.append(
                         Span(
                             high - low,
@@ -208,44 +209,44 @@ class _Planner:
 
     def batch(self, batch: Sequence[int]) -> Step:
         """The step of several small tensors."""
-        hashed: set[tuple[int, int]] = set()
-        spans = []
-        for rank, places in enumerate(self.places):
-            by_part: dict[int, list[Piece]] = {}
-            slices: dict[int, list[SliceBytes]] = {}
-            for t in batch:
-                if t not in places:
-                    continue
-                target = self.target(rank, t)
-                tensor, part, offset = self.tensors[t], target.part, target.offset
-                distinct, held = distinct_slices(self.slices[t])
-                pieces = slice_transfers(tensor.dtype, tensor.shape, distinct[held[rank]])
-                by_part.setdefault(part, []).extend(
-                    Piece(t, one.shifted(source=tensor.extent.offset, target=offset)) for one in pieces
-                )
-                if pieces and not distinct[held[rank]].is_whole and (t, held[rank]) not in hashed:
-                    hashed.add((t, held[rank]))
-                    nbytes = sum(one.total_nbytes for one in pieces)
-                    slices.setdefault(part, []).append(SliceBytes(t, held[rank], offset, nbytes))
-            for part, gathered in by_part.items():
-                for low, high, pieces_of_span in _tile(gathered):
-                    spans.append(
-                        Span(
-                            high - low,
-                            (Target(rank, part, low),),
-                            tuple(Piece(p.tensor, p.transfer.shifted(target=-low)) for p in pieces_of_span),
-                            tuple(
-                                SliceBytes(s.tensor, s.slice, s.start - low, s.nbytes)
-                                for s in slices.get(part, ())
-                                if low <= s.start < high
-                            ),
-                        )
-                    )
+        spans = (
+            self.span_of_slices(rank, part, group)
+            for rank in range(len(self.places))
+            for part, placed in self.placed(rank, batch).items()
+            for group in _touching(placed)
+        )
         return Step(
             join_ranges([_block_range(self.tensors[t].file, self.tensors[t].extent) for t in batch]),
             tuple(spans),
             tuple((t, self.tensors[t].extent) for t in batch),
         )
+
+    def placed(self, rank: int, batch: Sequence[int]) -> dict[int, list[_Placed]]:
+        """What a rank holds of a batch, by part; not what has no bytes."""
+        by_part: dict[int, list[_Placed]] = {}
+        places = self.places[rank]
+        for t in batch:
+            nbytes = self.cut[t].rank_nbytes(rank)
+            if nbytes and t in places:
+                part, offset = places[t]
+                by_part.setdefault(part, []).append((offset, nbytes, t))
+        return by_part
+
+    def span_of_slices(self, rank: int, part: int, group: Sequence[_Placed]) -> Span:
+        """The span of whole slices that lie side by side."""
+        low = group[0][0]
+        end = group[-1][0] + group[-1][1]
+        pieces: list[Piece] = []
+        slices = []
+        for offset, nbytes, t in group:
+            cut, source = self.cut[t].cut, self.tensors[t].extent.offset
+            which = cut.which[rank]
+            moved = (one.shifted(source=source, target=offset - low) for one in self.cut[t].transfers[which])
+            pieces += [Piece(t, one) for one in moved]
+            if rank == cut.holders[which][0] and not cut.distinct[which].is_whole:
+                slices.append(SliceBytes(t, which, offset - low, nbytes))
+        target = Target(rank, part, self.files[rank][part].data_start + low)
+        return Span(end - low, (target,), tuple(pieces), tuple(slices))
 
 
 def _chunk_length(transfers: Iterable[Transfer], chunk_nbytes: int) -> int:
@@ -297,6 +298,20 @@ def _tile(pieces: list[Piece]) -> Iterator[tuple[int, int, list[Piece]]]:
         high = max(high, piece.transfer.target_end)
     if group:
         yield low, high, group
+
+
+def _touching(placed: Iterable[_Placed]) -> Iterator[list[_Placed]]:
+    """Group slices, by offset, into gapless runs."""
+    group: list[_Placed] = []
+    end = 0
+    for one in sorted(placed):
+        if group and one[0] > end:
+            yield group
+            group = []
+        group.append(one)
+        end = one[0] + one[1]
+    if group:
+        yield group
 
 
 def _block_range(file: int, extent: Extent) -> SourceRange:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
 
@@ -64,7 +64,6 @@ NOT_HELD = Slice(0, ())
 """The slice of a tensor that is not among the rank's tensors: another rank owns it."""
 
 
-@lru_cache(maxsize=65536)
 def slice_transfers(dtype: str, shape: tuple[int, ...], part: Slice) -> tuple[Transfer, ...]:
     """The bytes of a slice: from the tensor (source, relative to its first byte) to the slice's own dense bytes.
 
@@ -73,6 +72,8 @@ def slice_transfers(dtype: str, shape: tuple[int, ...], part: Slice) -> tuple[Tr
     """
     if part.ranges is None:
         return _dense(prod(shape) * BITS[dtype] // 8)
+    if not part.is_held:
+        return ()
     inner_bits = prod(shape[part.axis + 1 :]) * BITS[dtype]
     length_bits = [inner_bits * length for _, length in part.ranges]
     start_bits = [inner_bits * start for start, _ in part.ranges]
@@ -100,7 +101,6 @@ def slice_transfers(dtype: str, shape: tuple[int, ...], part: Slice) -> tuple[Tr
     )
 
 
-@lru_cache(maxsize=65536)
 def slice_nbytes(dtype: str, shape: tuple[int, ...], part: Slice) -> int:
     """Stored bytes of a slice."""
     return prod(part.shape(shape)) * BITS[dtype] // 8
@@ -110,8 +110,99 @@ def _dense(nbytes: int) -> tuple[Transfer, ...]:
     return (Transfer(0, 0, nbytes),) if nbytes else ()
 
 
-@lru_cache(maxsize=4096)
-def distinct_slices(slices: tuple[Slice, ...]) -> tuple[tuple[Slice, ...], tuple[int, ...]]:
-    """The different slices among the ranks' slices of a tensor, and for each rank which of them it holds."""
-    distinct = tuple(dict.fromkeys(slices))
-    return distinct, tuple(distinct.index(part) for part in slices)
+@dataclass(frozen=True, slots=True, eq=False)
+class CutTensor:
+    """A tensor of one dtype and shape, cut: what each distinct slice of it is. Every tensor that is alike has this one.
+
+    Raises:
+        PlanError: by `transfers` alone, as `slice_transfers` does.
+    """
+
+    cut: Cut
+    dtype: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Of each distinct slice."""
+    sizes: tuple[int, ...]
+    """Stored bytes of each distinct slice."""
+    _transfers: list[tuple[Transfer, ...]] = field(default_factory=list, repr=False)
+
+    @property
+    def transfers(self) -> list[tuple[Transfer, ...]]:
+        """Of each distinct slice: its bytes, see `slice_transfers`."""
+        if not self._transfers:
+            # At once, for other threads.
+            self._transfers[:] = [slice_transfers(self.dtype, self.shape, part) for part in self.cut.distinct]
+        return self._transfers
+
+    def rank_shape(self, rank: int) -> tuple[int, ...]:
+        """Shape of what a rank holds."""
+        return self.shapes[self.cut.which[rank]]
+
+    def rank_nbytes(self, rank: int) -> int:
+        """Stored bytes of what a rank holds."""
+        return self.sizes[self.cut.which[rank]]
+
+    def rank_transfers(self, rank: int) -> tuple[Transfer, ...]:
+        """The bytes of what a rank holds."""
+        return self.transfers[self.cut.which[rank]]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a tensor is divided: the slice of each rank."""
+
+    slices: tuple[Slice, ...]
+    """Of each rank."""
+    distinct: tuple[Slice, ...] = field(init=False, repr=False, compare=False)
+    """The different slices, in the order in which ranks first hold them."""
+    which: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """Of each rank: position of its slice in `distinct`."""
+    holders: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    """Of each distinct slice: the ranks that hold it."""
+    is_box: bool = field(init=False, repr=False, compare=False)
+    """Whether each slice is one contiguous index range along each axis, or nothing."""
+    _hash: int = field(init=False, repr=False, compare=False)
+    _tensors: dict[tuple[str, tuple[int, ...]], CutTensor] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        positions: dict[Slice, int] = {}
+        which = tuple(positions.setdefault(part, len(positions)) for part in self.slices)
+        holders: list[list[int]] = [[] for _ in positions]
+        for rank, position in enumerate(which):
+            holders[position].append(rank)
+        derived = {
+            "distinct": tuple(positions),
+            "which": which,
+            "holders": tuple(map(tuple, holders)),
+            "is_box": all(part.is_box for part in positions),
+            "_hash": hash(self.slices),
+            "_tensors": {},
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds every element."""
+        return self.distinct == (WHOLE,)
+
+    def tensor(self, dtype: str, shape: tuple[int, ...]) -> CutTensor:
+        """A tensor that is cut like this."""
+        known = self._tensors.get((dtype, shape))
+        if known is None:
+            shapes = tuple(part.shape(shape) for part in self.distinct)
+            sizes = tuple(prod(one) * BITS[dtype] // 8 for one in shapes)
+            known = self._tensors.setdefault((dtype, shape), CutTensor(self, dtype, shape, shapes, sizes))
+        return known
+
+
+def number_cuts(cuts: Iterable[Cut]) -> tuple[tuple[Cut, ...], tuple[int, ...]]:
+    """The different cuts, in the order in which they first occur, and for each given one which of them it is."""
+    numbers: dict[Cut, int] = {}
+    cut_of = tuple(numbers.setdefault(cut, len(numbers)) for cut in cuts)
+    return tuple(numbers), cut_of

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 
 from relayout.core.dtypes import BITS, num_bytes
-from relayout.core.slices import Slice
+from relayout.core.slices import Cut
 from relayout.errors import FormatError, shown
 from relayout.format.fields import Fields, parse_object
 from relayout.format.index import FORMAT_VERSION, MANIFEST_NAME
@@ -53,8 +53,9 @@ class SourceRecord:
     shapes: Sequence[tuple[int, ...]]
     digests: Sequence[str]
     """Of each source tensor's bytes."""
-    slices: Sequence[tuple[Slice, ...]]
-    """Of each source tensor: the slice of each rank."""
+    cuts: tuple[Cut, ...]
+    cut_of: tuple[int, ...]
+    """Of each source tensor: position in `cuts`."""
     file_of: Sequence[int]
     """Of each source tensor: position in `files`."""
     offsets: Sequence[int]
@@ -63,6 +64,10 @@ class SourceRecord:
     index: tuple[str, bytes] | None
     """Name and bytes of the index.json, where there was one."""
     side_files: tuple[SideFile, ...]
+
+    def cut(self, t: int) -> Cut:
+        """How a source tensor is cut."""
+        return self.cuts[self.cut_of[t]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +90,6 @@ class ConversionOptions:
 
 def dump_record(record: SourceRecord, options: ConversionOptions) -> bytes:
     """Serialise the source record, uncompressed."""
-    cuts: dict[tuple[Slice, ...], int] = {}
-    cut_of = [cuts.setdefault(slices, len(cuts)) for slices in record.slices]
     top = {
         "relayout": FORMAT_VERSION,
         **asdict(options),
@@ -103,7 +106,7 @@ def dump_record(record: SourceRecord, options: ConversionOptions) -> bytes:
             "digest": [file.digest for file in record.side_files],
             "mode": [file.mode for file in record.side_files],
         },
-        "cuts": [[None if part.is_whole else [part.axis, part.ranges] for part in slices] for slices in cuts],
+        "cuts": [[None if part.is_whole else [part.axis, part.ranges] for part in cut.slices] for cut in record.cuts],
         "tensors": {
             "name": record.names,
             "dtype": record.dtypes,
@@ -111,7 +114,7 @@ def dump_record(record: SourceRecord, options: ConversionOptions) -> bytes:
             "file": record.file_of,
             "offset": record.offsets,
             "digest": record.digests,
-            "cut": cut_of,
+            "cut": record.cut_of,
         },
     }
     return compact_json(top)
@@ -133,8 +136,8 @@ def parse_record(text: bytes, num_ranks: int, where: str) -> SourceRecord:
     rows = top.top.get("cuts")
     if not isinstance(rows, list) or not all(isinstance(row, list) and len(row) == num_ranks for row in rows):
         raise FormatError(f"{where}: 'cuts' is missing or not a list of {num_ranks} slices each")
-    cuts = [tuple(parse_slice(value, where) for value in row) for row in rows]
-    cut_of = tensors.column("cut", int, count)
+    cuts = tuple(Cut(tuple(parse_slice(value, where) for value in row)) for row in rows)
+    cut_of = tuple(tensors.column("cut", int, count))
     if cut_of and max(cut_of) >= len(cuts):
         raise FormatError(f"{where}: cut {max(cut_of)} of {len(cuts)}")
     files = _parse_files(Fields(top.object("files"), where), where)
@@ -147,7 +150,8 @@ def parse_record(text: bytes, num_ranks: int, where: str) -> SourceRecord:
         dtypes=tensors.column("dtype", str, count),
         shapes=parse_shapes(tensors.column("shape", list, count), where),
         digests=tensors.column("digest", str, count),
-        slices=[cuts[cut] for cut in cut_of],
+        cuts=cuts,
+        cut_of=cut_of,
         file_of=file_of,
         offsets=tensors.column("offset", int, count),
         files=files,
@@ -167,7 +171,7 @@ def parse_record(text: bytes, num_ranks: int, where: str) -> SourceRecord:
     _check_names(
         [*(file.name for file in files), *(record.index or ())[:1], *(one.name for one in record.side_files)], where
     )
-    _check_tensors(record, cut_of, where)
+    _check_tensors(record, where)
     return record
 
 
@@ -186,7 +190,7 @@ def _check_names(names: Sequence[str], where: str) -> None:
             raise FormatError(f"{where}: {shown(name)} would make a converted folder of the source")
 
 
-def _check_tensors(record: SourceRecord, cut_of: Sequence[int], where: str) -> None:
+def _check_tensors(record: SourceRecord, where: str) -> None:
     if len(set(record.names)) != len(record.names):
         raise FormatError(f"{where}: a tensor name occurs twice")
     for name, dtype, shape, file, offset in zip(
@@ -198,8 +202,8 @@ def _check_tensors(record: SourceRecord, cut_of: Sequence[int], where: str) -> N
             raise FormatError(
                 f"{where}: tensor {name!r}: {shown(dtype)} {shown(list(shape))} at {offset} is not in its file"
             )
-    reach = {cut: _reach(slices) for cut, slices in dict(zip(cut_of, record.slices, strict=True)).items()}
-    for name, shape, cut in zip(record.names, record.shapes, cut_of, strict=True):
+    reach = [_reach(cut) for cut in record.cuts]
+    for name, shape, cut in zip(record.names, record.shapes, record.cut_of, strict=True):
         for axis, end in reach[cut].items():
             if axis >= len(shape) or end > shape[axis]:
                 raise FormatError(
@@ -209,10 +213,10 @@ def _check_tensors(record: SourceRecord, cut_of: Sequence[int], where: str) -> N
             raise FormatError(f"{where}: tensor {name!r}: is cut along axes {sorted(reach[cut])}, expected one")
 
 
-def _reach(slices: Sequence[Slice]) -> dict[int, int]:
+def _reach(cut: Cut) -> dict[int, int]:
     """How far slices go along each axis."""
     ends: dict[int, int] = {}
-    for part in slices:
+    for part in cut.distinct:
         for start, length in part.ranges or ():
             ends[part.axis] = max(ends.get(part.axis, 0), start + length)
     return ends

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
 from relayout.core.patterns import collapse_numbers
-from relayout.core.slices import NOT_HELD, WHOLE, Slice, slice_transfers
+from relayout.core.slices import NOT_HELD, WHOLE, Cut, Slice, number_cuts
 from relayout.errors import FormatError, PlanError, shown
 from relayout.plans.division import Sizes, divide, owner, owner_ranges
 from relayout.plans.family import EXPERTS, Family, Rule, find_family, read_family
@@ -69,12 +69,18 @@ class Plan:
     name: str
     """The family whose rules were used; "none" at one rank."""
     num_ranks: int
-    slices: tuple[tuple[Slice, ...], ...]
-    """For each tensor of the catalogue, in its order: the slice of each rank."""
+    cuts: tuple[Cut, ...]
+    """The different cuts, in the order in which tensors first have them."""
+    cut_of: tuple[int, ...]
+    """For each tensor of the catalogue, in its order: position in `cuts`."""
     expert_parallel: bool = False
     """Whether experts are owned whole."""
     unmatched: tuple[str, ...] = ()
     """Tensors that no rule names, and that every rank holds whole."""
+
+    def cut(self, t: int) -> Cut:
+        """How a tensor is cut."""
+        return self.cuts[self.cut_of[t]]
 
 
 def plan_for(
@@ -107,7 +113,7 @@ def plan_for(
         raise FormatError(catalogue.config_error)
     own = _own_family(Path(plan), catalogue.model_type) if plan is not None and plan != TRANSFORMERS else None
     if num_ranks == 1:
-        return Plan("none", 1, ((WHOLE,),) * len(catalogue.tensors))
+        return Plan("none", 1, *number_cuts([Cut((WHOLE,))] * len(catalogue.tensors)))
     quantisation = catalogue.config.get("quantization_config")
     scheme = find_scheme(quantisation, str(catalogue.root)) if isinstance(quantisation, Mapping) else None
     if own is not None:
@@ -150,20 +156,20 @@ def make_plan(
         PlanError: a tensor has no rule, or its rule cannot be applied at this degree.
     """
     sizes = Sizes(family.sizes, catalogue.config)
-    whole = (WHOLE,) * num_ranks
-    finder = _CutFinder(catalogue, family, scheme)
+    whole = Cut((WHOLE,) * num_ranks)
+    finder = _KindFinder(catalogue, family, scheme)
     experts = _Experts(family, sizes, num_ranks) if expert_parallel else None
-    cuts: dict[_Cut, str] = {}
-    column: list[_Cut | tuple[Slice, ...]] = []
+    kinds: dict[_Kind, str] = {}
+    column: list[_Kind | Cut] = []
     without = []
     for tensor in catalogue.tensors:
         owned = None if experts is None else experts.owners(tensor)
-        cut = finder.find(tensor) if owned is None else None
-        if cut is not None:
-            cuts.setdefault(cut, tensor.name)
+        kind = finder.find(tensor) if owned is None else None
+        if kind is not None:
+            kinds.setdefault(kind, tensor.name)
         elif owned is None:
             without.append(tensor.name)
-        column.append(cut or owned or whole)
+        column.append(kind or owned or whole)
     if without and unmatched == "error":
         others = f" (nor {len(without) - 1} others)" if len(without) > 1 else ""
         raise PlanError(
@@ -172,14 +178,14 @@ def make_plan(
         )
     if experts is not None and not experts.found:
         raise PlanError(f"{catalogue.root}: plan {family.name!r} names no tensor of experts that a rank could own")
-    held = _apply(cuts, sizes, num_ranks, scheme)
-    slices = tuple(held[one] if isinstance(one, _Cut) else one for one in column)
-    return Plan(family.name, num_ranks, slices, expert_parallel, tuple(without))
+    cuts = _apply(kinds, sizes, num_ranks, scheme)
+    numbered = number_cuts(cuts[one] if isinstance(one, _Kind) else one for one in column)
+    return Plan(family.name, num_ranks, *numbered, expert_parallel, tuple(without))
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
-    """What decides how a tensor is cut: those with equal ones are cut alike."""
+class _Kind:
+    """What decides how a tensor is cut: those of equal kinds are cut alike."""
 
     rule: Rule
     dtype: str
@@ -189,11 +195,11 @@ class _Cut:
     suffix: str = ""
     """Last part of such a tensor's name."""
 
-    def apply(self, name: str, sizes: Sizes, num_ranks: int, scheme: Scheme | None) -> tuple[Slice, ...]:
-        """The slice of each rank; the name is for messages."""
+    def apply(self, name: str, sizes: Sizes, num_ranks: int, scheme: Scheme | None) -> Cut:
+        """The cut; the name is for messages."""
         axis = self.rule.axis
         if axis is None:
-            return (WHOLE,) * num_ranks
+            return Cut((WHOLE,) * num_ranks)
         if scheme is not None and self.weights:
             errors = []
             for weight in self.weights:
@@ -208,36 +214,34 @@ class _Cut:
         ranges = divide(self.rule, self.shape[axis], sizes, num_ranks, where)
         return _checked(name, self.dtype, self.shape, tuple(Slice(axis, parts) for parts in ranges))
 
-    def _carry(
-        self, scheme: Scheme, weight: Weight, axis: int, name: str, sizes: Sizes, num_ranks: int
-    ) -> tuple[Slice, ...]:
-        """The slices, if the tensor is one of those that store this weight."""
+    def _carry(self, scheme: Scheme, weight: Weight, axis: int, name: str, sizes: Sizes, num_ranks: int) -> Cut:
+        """The cut, if the tensor is one of those that store this weight."""
         where = f"tensor {name!r}: axis {axis} of a quantised weight [{weight.rows}, {weight.columns}]"
         if axis > 1:
             raise PlanError(f"{where}: there is no such axis, which {self.rule.pattern!r} cuts")
         cut = divide(self.rule, (weight.rows, weight.columns)[axis], sizes, num_ranks, where)
         carried = scheme.carry(axis, self.suffix, self.shape, weight, cut, where)
         if carried is None:
-            return (WHOLE,) * num_ranks
+            return Cut((WHOLE,) * num_ranks)
         own, ranges = carried
         return _checked(name, self.dtype, self.shape, tuple(Slice(own, parts) for parts in ranges))
 
 
-def _checked(name: str, dtype: str, shape: tuple[int, ...], slices: tuple[Slice, ...]) -> tuple[Slice, ...]:
-    """The slices, if they can be made of whole bytes.
+def _checked(name: str, dtype: str, shape: tuple[int, ...], slices: tuple[Slice, ...]) -> Cut:
+    """The cut, if its slices can be made of whole bytes.
 
     Raises:
         PlanError: they cannot.
     """
+    cut = Cut(slices)
     try:
-        for part in slices:
-            slice_transfers(dtype, shape, part)
+        _ = cut.tensor(dtype, shape).transfers
     except PlanError as error:
         raise PlanError(f"tensor {name!r}: {error}") from None
-    return slices
+    return cut
 
 
-class _CutFinder:
+class _KindFinder:
     """Finds what decides how each tensor is cut; names that differ in numbers only are looked up once."""
 
     def __init__(self, catalogue: PlannedCheckpoint, family: Family, scheme: Scheme | None) -> None:
@@ -255,7 +259,7 @@ class _CutFinder:
                 if suffix in scheme.tensors:
                     self._modules.setdefault(module, {})[suffix] = (tensor.dtype, tensor.shape)
 
-    def find(self, tensor: PlannedTensor) -> _Cut | None:
+    def find(self, tensor: PlannedTensor) -> _Kind | None:
         """None: no rule names the tensor."""
         module, _, suffix = tensor.name.rpartition(".")
         stored = self._modules.get(module, {})
@@ -267,7 +271,7 @@ class _CutFinder:
             if rule is not None and weights:
                 if self._family.is_transposed and rule.axis in (0, 1):
                     rule = replace(rule, axis=1 - rule.axis)
-                return _Cut(rule, tensor.dtype, tensor.shape, weights, suffix)
+                return _Kind(rule, tensor.dtype, tensor.shape, weights, suffix)
         rule = self._rule(tensor.name)
         if rule is None and suffix == "bias" and len(stored) > 1:
             # Some tools give every quantised layer a bias, of zeros mostly; it goes with the rows.
@@ -276,7 +280,7 @@ class _CutFinder:
             rule = replace(rule, axis=0) if rule is not None and is_rows else Rule(tensor.name, None)
         if rule is None and self._scheme is not None and self._scheme.is_cache_scale(suffix, tensor.shape):
             rule = Rule(tensor.name, None)
-        return None if rule is None else _Cut(rule, tensor.dtype, tensor.shape)
+        return None if rule is None else _Kind(rule, tensor.dtype, tensor.shape)
 
     def _rule(self, name: str) -> Rule | None:
         key = collapse_numbers(name) if self._collapse else name
@@ -292,12 +296,13 @@ class _Experts:
         self._family = family
         self._sizes = sizes
         self._num_ranks = num_ranks
-        self._owned: dict[int, tuple[Slice, ...]] = {}
+        self._whole = Cut((WHOLE,) * num_ranks)
+        self._owned: dict[int, Cut] = {}
         self.found = False
         """Whether any tensor belongs to an expert."""
 
-    def owners(self, tensor: PlannedTensor) -> tuple[Slice, ...] | None:
-        """The slice of each rank; None: the tensor belongs to no expert.
+    def owners(self, tensor: PlannedTensor) -> Cut | None:
+        """The cut; None: the tensor belongs to no expert.
 
         Raises:
             PlanError: config.json does not say how many experts there are, or there are more.
@@ -307,7 +312,7 @@ class _Experts:
         if expert is not None:
             self.found = True
             if tensor.name.rpartition(".")[2] in INPUT_SCALES:
-                return (WHOLE,) * self._num_ranks
+                return self._whole
             count = self._sizes.get(EXPERTS, where)
             if expert >= count:
                 raise PlanError(f"{where}: config.json declares {count} experts, counted from 0")
@@ -321,23 +326,21 @@ class _Experts:
             return _checked(tensor.name, tensor.dtype, tensor.shape, slices)
         return None
 
-    def _owned_by(self, rank: int) -> tuple[Slice, ...]:
+    def _owned_by(self, rank: int) -> Cut:
         if rank not in self._owned:
-            self._owned[rank] = tuple(WHOLE if one == rank else NOT_HELD for one in range(self._num_ranks))
+            self._owned[rank] = Cut(tuple(WHOLE if one == rank else NOT_HELD for one in range(self._num_ranks)))
         return self._owned[rank]
 
 
-def _apply(
-    cuts: Mapping[_Cut, str], sizes: Sizes, num_ranks: int, scheme: Scheme | None
-) -> dict[_Cut, tuple[Slice, ...]]:
-    """The slices for each cut, given with the name of a tensor that it is for.
+def _apply(kinds: Mapping[_Kind, str], sizes: Sizes, num_ranks: int, scheme: Scheme | None) -> dict[_Kind, Cut]:
+    """The cut for each kind, given with the name of a tensor that it is for.
 
     Raises:
         PlanError: one cannot be made; the message ends with the degrees at which all can.
     """
 
-    def applied(degree: int) -> dict[_Cut, tuple[Slice, ...]]:
-        return {cut: cut.apply(name, sizes, degree, scheme) for cut, name in cuts.items()}
+    def applied(degree: int) -> dict[_Kind, Cut]:
+        return {kind: kind.apply(name, sizes, degree, scheme) for kind, name in kinds.items()}
 
     def fits(degree: int) -> bool:
         try:

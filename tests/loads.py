@@ -26,10 +26,9 @@ from safetensors.torch import save_file
 import relayout
 from relayout.loader import loading
 from relayout.loader import stream as streaming
-from relayout.loader.backends import choice as choices
-from relayout.loader.backends.choice import Choice
+from relayout.loader.backends import cuda
+from relayout.loader.backends.base import Choice
 from relayout.loader.backends.cuda import DeviceBackend
-from relayout.loader.backends.files import Access
 from relayout.loader.sources.contents import StoredFile
 
 Array = npt.NDArray[Any]
@@ -74,7 +73,7 @@ def fake_device(
     """
     with lanes or Lanes() as lanes:
         cufile = cufile or FakeCuFile() if name == "gds" else None
-        choice = Choice(DeviceBackend(Access.AUTO, lanes.make, cufile), "a fake")
+        choice = Choice(DeviceBackend("cpu", lanes.make, cufile), "a fake")
 
         def choose(name: str, device: object, files: Sequence[StoredFile]) -> Choice:
             for file in files:
@@ -82,7 +81,7 @@ def fake_device(
                     cache_in_part(file.path)
             return choice
 
-        monkeypatch.setattr(choices, "MAX_BUFFERS", 8 * MIB)
+        monkeypatch.setattr(cuda, "MAX_BUFFERS", 8 * MIB)
         monkeypatch.setattr(loading, "choose", choose)
         monkeypatch.setattr(streaming, "choose", choose)
         yield "auto"

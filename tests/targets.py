@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import toy
 import xxhash
 from lanes import FakeCuFile, Lanes
 from loads import MIB, Array, nothing_left_behind
@@ -30,13 +29,11 @@ SMALL = Budget(3, 3 * 64 * 1024)
 """So that small files take many requests."""
 SIZES = (300_001, 16 * BLOCK, 9 * MIB + 777)
 """Bytes of the stored files."""
-BACKENDS = {**REGISTRY, "toy": toy.offer}
-"""Every backend, and one that is written for the tests."""
 
 
 def kinds(name: str) -> list[str]:
     """The kinds of memory that a backend fills."""
-    found = BACKENDS[name](Request("cpu", (), is_by_name=True))
+    found = REGISTRY[name](Request("cpu", (), is_by_name=True))
     wraps = isinstance(found, Refusal) or not isinstance(found.backend.wrap([]), Refusal)
     return ["arena", "scattered"] if wraps else ["arena"]
 
@@ -77,7 +74,7 @@ class Target:
 
     @property
     def backend(self) -> Backend[Any]:
-        found = BACKENDS[self.name](Request("cpu", self.stored, is_by_name=True))
+        found = REGISTRY[self.name](Request("cpu", self.stored, is_by_name=True))
         if isinstance(found, Choice):
             return found.backend
         return DeviceBackend("cpu", self.lanes.make, self.cufile if self.name == "gds" else None)

@@ -20,17 +20,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lanes import FakeCuFile, Lanes
 from loads import MIB, Array, cache_in_part, forget, nothing_left_behind, within
-from targets import BACKENDS, SIZES, Piece, Target, kinds, read, stored, strided
+from targets import SIZES, Piece, Target, kinds, read, stored, strided
 
 from relayout.core.extents import BLOCK, Transfer
 from relayout.core.workers import Stop
 from relayout.errors import FormatError
 from relayout.format.index import Read
+from relayout.loader.backends.choice import REGISTRY
 from relayout.loader.backends.mapped import MappedBackend
 from relayout.loader.budgets import Budget
 from relayout.storage.page_cache import resident_nbytes
 
-TARGETS = [(name, kind) for name in BACKENDS for kind in kinds(name)]
+TARGETS = [(name, kind) for name in REGISTRY for kind in kinds(name)]
 
 
 @pytest.fixture(scope="module")
@@ -285,7 +286,7 @@ def test_an_error_of_who_watches_ends_the_fill(target: Target) -> None:
 
 
 def test_all_backends_but_mapped_fill_memory_that_exists() -> None:
-    assert [name for name in BACKENDS if kinds(name) == ["arena"]] == ["mapped"]
+    assert [name for name in REGISTRY if kinds(name) == ["arena"]] == ["mapped"]
     found = MappedBackend().wrap([])
     assert found.reason == "backend 'mapped' makes the memory of its tensors itself: it cannot fill given ones"
 

@@ -36,7 +36,7 @@ def ended(pid):
 BEGUN = (
     START
     + f"""
-from relayout.loader import sources
+from relayout.loader.backends import files as sources
 
 # The other threads are in the middle of a read, or wait for their turn, while the process forks.
 reading, may_read = threading.Event(), threading.Event()
@@ -180,7 +180,7 @@ print(ended(pid))
 
 def test_a_child_uses_what_is_open_while_another_thread_of_the_parent_reads_a_table(wide: Path) -> None:
     script = f"""{START}
-from relayout.loader import regrouped
+from relayout.loader.sources import resharded as regrouped
 
 reading, may_read = threading.Event(), threading.Event()
 true_read = regrouped.read_table

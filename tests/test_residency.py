@@ -207,7 +207,7 @@ def test_mapping_to_look_leaves_no_mapping(stored: Stored, monkeypatch: pytest.M
 
 AS_ANOTHER = """
 import ctypes, mmap, os, sys
-from relayout.loader import residency
+from relayout.storage import page_cache as residency
 user = int(sys.argv[1])
 fd = os.open(sys.argv[2], os.O_RDONLY)
 nbytes = os.fstat(fd).st_size

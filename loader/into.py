@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from relayout.errors import PlanError
-from relayout.loader.backends.arena import Scattered
-from relayout.loader.backends.base import Filling, fill_of
-from relayout.loader.backends.cuda import DeviceBackend, ScatteredOnDevice
+from relayout.loader.backends.base import Backend, Refusal, read_job
 from relayout.loader.backends.files import Access, Sources
+from relayout.loader.budgets import Budget
 from relayout.loader.disjoint import Strided, is_simple, sharing, strided
 from relayout.loader.loading import Options, load_contents
 from relayout.loader.placement import place_at
@@ -38,20 +37,22 @@ def load_into(
         _check(name, tensor, contents.dtypes[row_of[name]], contents.shapes[row_of[name]], options)
     _check_memory(into, contents, row_of)
     wanted = set(select(contents.names, patterns)) if patterns is not None else set()
-    straight = [row for name, row in row_of.items() if name in into and _can_be_filled(into[name], options)]
-    others = [row for name, row in row_of.items() if name in into and not _can_be_filled(into[name], options)]
+    given = [row for name, row in row_of.items() if name in into]
     new = [row for name, row in row_of.items() if row in wanted and name not in into]
     for row in new:
         torch_shape(contents.names[row], contents.dtypes[row], contents.shapes[row])
         torch_dtype(contents.names[row], contents.dtypes[row])
     # All that can be known to be wrong is told before a byte is written.
-    Sources(contents.rows([*straight, *others, *new]).files, Access.BUFFERED).close()
+    Sources(contents.rows([*given, *new]).files, Access.BUFFERED).close()
+    choice, budget = options.choose(contents.files)
+    fits = {row: choice.backend.device == options.device and into[contents.names[row]].is_contiguous() for row in given}
+    straight, others = [row for row in given if fits[row]], [row for row in given if not fits[row]]
     parts = [contents.rows(rows) for rows in (straight, others, new)]
     sizes = [sum(part.sizes()) for part in parts]
     with reporting(options.progress, "loading", sum(sizes)) as report:
         stages = [_stage(options, report, sum(sizes[:number])) for number in range(len(parts))]
         through = stream(parts[1], stages[1]) if others else iter(())
-        _fill(parts[0], into, stages[0])
+        _fill(parts[0], into, stages[0], choice.backend, budget)
         for name, loaded in through:
             _copy(into[name], loaded)
         found = dict(into)
@@ -65,32 +66,25 @@ def _stage(options: Options, report: Callable[[int], None] | None, before: int) 
     return replace(options, progress=None if report is None else lambda done, total: report(before + done))
 
 
-def _fill(contents: Contents, into: Mapping[str, torch.Tensor], options: Options) -> None:
+def _fill(
+    contents: Contents, into: Mapping[str, torch.Tensor], options: Options, backend: Backend[Any], budget: Budget
+) -> None:
     """Fill contiguous tensors without a detour."""
     if not contents.names:
         return
-    choice, budget = options.choose(contents.files)
     _tell_autograd([into[name] for name in contents.names])
     targets = [bytes_of(into[name]) for name in contents.names]
-    memory: Scattered | ScatteredOnDevice
-    if isinstance(choice.backend, DeviceBackend):
-        memory = ScatteredOnDevice(targets)
-    else:
-        memory = Scattered([(target.data_ptr(), target.numel()) for target in targets])
+    memory = backend.wrap(targets)
+    if isinstance(memory, Refusal):
+        raise PlanError(memory.reason)
     reads = place_at(contents.reads, memory.offsets)
-    fill = fill_of(contents, memory.offsets, reads, budget, verify=options.verify)
-    filling: Filling
+    job = read_job(contents, memory.offsets, reads, budget, verify=options.verify)
     with reporting(options.progress, "loading", sum(contents.sizes())) as report:
-        if isinstance(memory, Scattered):
-            assert not isinstance(choice.backend, DeviceBackend)
-            filling = choice.backend.start(memory, fill)
-        else:
-            assert isinstance(choice.backend, DeviceBackend)
-            filling = choice.backend.start(memory, fill)
+        running = backend.start(memory, job)
         try:
-            filling.join(report)
+            running.join(report)
         except BaseException:
-            filling.cancel()
+            running.cancel()
             raise
 
 
@@ -145,12 +139,6 @@ def _address(tensor: torch.Tensor) -> int:
         return tensor.data_ptr()
     except RuntimeError:  # All that torch says of tensors without memory, of several kinds.
         return 0
-
-
-def _can_be_filled(tensor: torch.Tensor, options: Options) -> bool:
-    return tensor.is_contiguous() and (
-        options.on_host or (tensor.is_cuda and options.backend in ("auto", "pinned", "gds"))
-    )
 
 
 def _tell_autograd(tensors: Sequence[torch.Tensor]) -> None:

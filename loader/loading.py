@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, TypeAlias
 from relayout.core.dtypes import num_bytes
 from relayout.core.integers import integer
 from relayout.core.workers import Stop
-from relayout.loader.backends.arena import HostArena, allocate
-from relayout.loader.backends.base import Fill, Filling, fill_of
-from relayout.loader.backends.choice import Choice, choose, settled
-from relayout.loader.backends.cuda import DeviceArena, DeviceBackend, allocate_on, moved
+from relayout.loader.backends.base import Choice, ReadJob, read_job
+from relayout.loader.backends.choice import choose, resolve_device
 from relayout.loader.budgets import Budget, plan_budget
 from relayout.loader.digests import Checks
 from relayout.loader.placement import place
 from relayout.loader.sources.checkpoint import ConvertedRank
 from relayout.loader.sources.contents import Contents, StoredFile
-from relayout.loader.tensors import arena_tensor, make_views
+from relayout.loader.tensors import make_views, to_device
 from relayout.progress import Progress, reporting
 
 if TYPE_CHECKING:
@@ -47,12 +45,7 @@ class Options:
             PlanError: as `choice.choose` and `budgets.plan_budget`.
         """
         choice = choose(self.backend, self.device, files)
-        return choice, plan_budget(self.threads, self.memory, choice.max_buffers)
-
-    @property
-    def on_host(self) -> bool:
-        """Whether the tensors shall lie in host memory."""
-        return str(self.device).partition(":")[0] == "cpu"
+        return choice, plan_budget(self.threads, self.memory, choice.backend.max_buffer_nbytes)
 
 
 def options_of(
@@ -64,7 +57,7 @@ def options_of(
         PlanError: the device cannot be used now, or a number is no integer.
     """
     return Options(
-        settled(device),
+        resolve_device(device),
         backend,
         verify,
         None if threads is None else integer(threads, "threads"),
@@ -84,14 +77,14 @@ def load_rank(rank: ConvertedRank, options: Options) -> dict[str, torch.Tensor]:
         table = rank.table()
         sizes = [num_bytes(*one) or 0 for one in zip(table.dtypes, table.shapes, strict=True)]
         checks = Checks(table.names, table.arena_offsets, sizes, table.digests, stop)
-    fill = Fill(files, entry.reads, budget, checks, stop=stop)
+    job = ReadJob(files, entry.reads, budget, checks, stop=stop)
 
     def columns() -> Columns:
         # While bytes arrive the table is parsed and torch, perhaps, imported.
         found = table or rank.table()
         return found.names, found.dtypes, found.shapes, found.arena_offsets
 
-    return _load(choice, options, entry.arena_nbytes, entry.nbytes, fill, columns)
+    return _load(choice, options, entry.arena_nbytes, entry.nbytes, job, columns)
 
 
 def load_contents(contents: Contents, options: Options) -> dict[str, torch.Tensor]:
@@ -99,33 +92,26 @@ def load_contents(contents: Contents, options: Options) -> dict[str, torch.Tenso
     choice, budget = options.choose(contents.files)
     sizes = contents.sizes()
     placement = place(contents.reads, sizes)
-    fill = fill_of(contents, placement.offsets, placement.reads, budget, verify=options.verify)
+    job = read_job(contents, placement.offsets, placement.reads, budget, verify=options.verify)
     columns = (contents.names, contents.dtypes, contents.shapes, placement.offsets)
-    return _load(choice, options, placement.nbytes, sum(sizes), fill, lambda: columns)
+    return _load(choice, options, placement.nbytes, sum(sizes), job, lambda: columns)
 
 
 def _load(
-    choice: Choice, options: Options, arena_nbytes: int, nbytes: int, fill: Fill, columns: Callable[[], Columns]
+    choice: Choice, options: Options, arena_nbytes: int, nbytes: int, job: ReadJob, columns: Callable[[], Columns]
 ) -> dict[str, torch.Tensor]:
     """Fill a new arena, make the views of it while bytes arrive, and wait for the last of `nbytes`."""
-    arena: HostArena | DeviceArena
-    filling: Filling
     with reporting(options.progress, "loading", nbytes) as report:
-        if isinstance(choice.backend, DeviceBackend):
-            arena = allocate_on(options.device, arena_nbytes)
-            filling = choice.backend.start(arena, fill)
-        else:
-            arena = allocate(arena_nbytes)
-            filling = choice.backend.start(arena, fill)
+        arena = choice.backend.allocate(arena_nbytes)
+        running = choice.backend.start(arena, job)
         try:
             found = columns()
-            base = arena.tensor if isinstance(arena, DeviceArena) else arena_tensor(arena)
-            if isinstance(arena, HostArena) and not options.on_host:
-                filling.join(report)
-                return make_views(moved(base, options.device), *found)
-            views = make_views(base, *found)
-            filling.join(report)
+            if choice.backend.device != options.device:
+                running.join(report)
+                return make_views(to_device(arena.tensor(), options.device), *found)
+            views = make_views(arena.tensor(), *found)
+            running.join(report)
             return views
         except BaseException:
-            filling.cancel()
+            running.cancel()
             raise

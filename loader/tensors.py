@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import sys
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from relayout.core.dtypes import BITS
 from relayout.errors import PlanError
-from relayout.loader.backends.arena import HostArena
 
 if TYPE_CHECKING:
     import torch
@@ -53,23 +50,6 @@ def check_mode() -> None:
         raise PlanError("under torch's FakeTensorMode tensors have no memory that bytes could be loaded into")
 
 
-def arena_tensor(arena: HostArena, on_free: Callable[[HostArena], None] | None = None) -> torch.Tensor:
-    """The arena as one uint8 tensor, which keeps the memory alive; `on_free` is called when no view of it is left.
-
-    Raises:
-        PlanError: as `check_mode`.
-    """
-    import torch
-
-    check_mode()
-
-    nbytes = max(arena.nbytes, 1)
-    memory = (ctypes.c_char * nbytes).from_buffer(arena.memory, arena.start)
-    if on_free is not None:
-        weakref.finalize(memory, on_free, arena).atexit = False
-    return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
-
-
 def torch_dtype(name: str, dtype: str) -> torch.dtype:
     """The type of the elements of a tensor of that name.
 
@@ -106,6 +86,20 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     start = tensor.storage_offset() * tensor.element_size()
     result: torch.Tensor = whole.set_(tensor.untyped_storage(), start, (tensor.numel() * tensor.element_size(),), (1,))
     return result
+
+
+def to_device(tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:
+    """The tensor, or a copy of it, on a device.
+
+    Raises:
+        MemoryError: it has not so much memory.
+    """
+    import torch
+
+    try:
+        return tensor.to(device)
+    except torch.OutOfMemoryError as error:
+        raise MemoryError(f"cannot allocate {tensor.nbytes} bytes on {device}: {str(error).splitlines()[0]}") from None
 
 
 def make_views(

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 from lanes import FakeCuFile, Lanes
-from loads import BLOCK, HOST, MIB, WAYS, Holdings, extents, fake_device, holdings, num_threads, whole_tensors
+from loads import BLOCK, DEVICE, MIB, OWN, Holdings, extents, fake_device, holdings, num_threads, whole_tensors
 
 import relayout
 
@@ -94,7 +94,7 @@ def calls_of(way: str) -> list[str]:
     return [
         call
         for call in CALLS
-        if way in chosen_by_others.get(call, WAYS) and (way != "mapped" or call in (*MAPPED, "open"))
+        if way in chosen_by_others.get(call, OWN) and (way != "mapped" or call in (*MAPPED, "open"))
     ]
 
 
@@ -142,7 +142,7 @@ class Trial:
         self.faults = Faults()
         self.folder, self.way, self.call = folder, way, call
         self.others = others
-        self.backend = way if way in HOST else "auto"
+        self.backend = "auto" if way in DEVICE else way
         self.start = next(start for start, _ in extents(self.file).values())
         self.end = len(self.good)
         assert self.end % BLOCK
@@ -236,7 +236,7 @@ def grown(before: Holdings, after: Holdings) -> list[int]:
 @contextmanager
 def device(way: str) -> Iterator[Lanes | None]:
     """The fake device, where the way leads there; nothing may be left on it."""
-    if way in HOST:
+    if way not in DEVICE:
         yield None
         return
     with pytest.MonkeyPatch.context() as patch:
@@ -252,7 +252,7 @@ def main(folder: Path, foreign: Path) -> None:
     found = {}
     time.sleep(0.1)
     others = num_threads() - threading.active_count()
-    for way in WAYS:
+    for way in OWN:
         for call in calls_of(way):
             with device(way):
                 trial = Trial(folder, foreign, way, call, others)

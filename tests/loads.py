@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+import toy
 from conftest import as_integers
 from lanes import FakeCuFile, Lanes
 from safetensors import safe_open
@@ -26,10 +27,10 @@ from safetensors.torch import save_file
 import relayout
 from relayout.loader import loading
 from relayout.loader import stream as streaming
-from relayout.loader.backends import choice as choices
-from relayout.loader.backends.choice import Choice
+from relayout.loader.backends import cuda
+from relayout.loader.backends.base import Choice
+from relayout.loader.backends.choice import REGISTRY
 from relayout.loader.backends.cuda import DeviceBackend
-from relayout.loader.backends.files import Access
 from relayout.loader.sources.contents import StoredFile
 
 Array = npt.NDArray[Any]
@@ -46,7 +47,11 @@ IN_FLIGHT = 8 * MIB
 # Where processors are few, torch's own threads mostly wait for each other.
 torch.set_num_threads(1)
 HOST = ("auto", "direct", "buffered", "mapped")
-WAYS = (*HOST, "pinned", "gds")
+DEVICE = ("pinned", "gds")
+REGISTRY["toy"] = toy.offer  # All that is needed for it to be taken as any other.
+OWN = (*HOST, *DEVICE)
+"""The package's own: of others, an error's frames keep what they refer to."""
+WAYS = (*OWN, "toy")
 
 
 @pytest.fixture(params=HOST)
@@ -59,7 +64,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """What to give as `backend`; for the ways to a device, a fake one takes the place of what would be chosen."""
-    if request.param in HOST:
+    if request.param not in DEVICE:
         yield request.param
     else:
         yield from fake_device(monkeypatch, request.param)
@@ -74,7 +79,7 @@ def fake_device(
     """
     with lanes or Lanes() as lanes:
         cufile = cufile or FakeCuFile() if name == "gds" else None
-        choice = Choice(DeviceBackend(Access.AUTO, lanes.make, cufile), "a fake")
+        choice = Choice(DeviceBackend("cpu", lanes.make, cufile), "a fake")
 
         def choose(name: str, device: object, files: Sequence[StoredFile]) -> Choice:
             for file in files:
@@ -82,7 +87,7 @@ def fake_device(
                     cache_in_part(file.path)
             return choice
 
-        monkeypatch.setattr(choices, "MAX_BUFFERS", 8 * MIB)
+        monkeypatch.setattr(cuda, "MAX_BUFFERS", 8 * MIB)
         monkeypatch.setattr(loading, "choose", choose)
         monkeypatch.setattr(streaming, "choose", choose)
         yield "auto"

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import xxhash
 from lanes import FakeCuFile, Lanes
 from loads import MIB, Array, nothing_left_behind
@@ -16,12 +15,9 @@ from loads import MIB, Array, nothing_left_behind
 from relayout.core.extents import BLOCK, Transfer, align_up
 from relayout.core.workers import Stop
 from relayout.format.index import Read
-from relayout.loader.backends.arena import Scattered, allocate
-from relayout.loader.backends.base import Fill
-from relayout.loader.backends.cuda import DeviceArena, DeviceBackend, ScatteredOnDevice
-from relayout.loader.backends.files import Access
-from relayout.loader.backends.host import HostBackend
-from relayout.loader.backends.mapped import MappedBackend
+from relayout.loader.backends.base import Backend, Choice, ReadJob, Refusal, Request
+from relayout.loader.backends.choice import REGISTRY
+from relayout.loader.backends.cuda import DeviceBackend
 from relayout.loader.budgets import Budget
 from relayout.loader.digests import Checks
 from relayout.loader.sources.contents import StoredFile
@@ -33,6 +29,13 @@ SMALL = Budget(3, 3 * 64 * 1024)
 """So that small files take many requests."""
 SIZES = (300_001, 16 * BLOCK, 9 * MIB + 777)
 """Bytes of the stored files."""
+
+
+def kinds(name: str) -> list[str]:
+    """The kinds of memory that a backend fills."""
+    found = REGISTRY[name](Request("cpu", (), is_by_name=True))
+    wraps = isinstance(found, Refusal) or not isinstance(found.backend.wrap([]), Refusal)
+    return ["arena", "scattered"] if wraps else ["arena"]
 
 
 @dataclass(frozen=True)
@@ -70,14 +73,11 @@ class Target:
     cufile: FakeCuFile = field(default_factory=FakeCuFile)
 
     @property
-    def on_device(self) -> bool:
-        return self.name in ("pinned", "gds")
-
-    @property
-    def backend(self) -> Any:
-        if self.on_device:
-            return DeviceBackend(Access.AUTO, self.lanes.make, self.cufile if self.name == "gds" else None)
-        return MappedBackend() if self.name == "mapped" else HostBackend(Access(self.name))
+    def backend(self) -> Backend[Any]:
+        found = REGISTRY[self.name](Request("cpu", self.stored, is_by_name=True))
+        if isinstance(found, Choice):
+            return found.backend
+        return DeviceBackend("cpu", self.lanes.make, self.cufile if self.name == "gds" else None)
 
     def lay_out(self, pieces: Sequence[Piece]) -> Ground:
         """Memory for the pieces, full of one byte, and what it should hold in the end."""
@@ -85,8 +85,10 @@ class Target:
         for piece in pieces:
             positions.append(end + (piece.skew - end) % BLOCK)
             end = positions[-1] + piece.nbytes + GUARD
-        arena = allocate(align_up(end, BLOCK))
-        space = np.frombuffer(arena.span(0, arena.nbytes), np.uint8)
+        backend = self.backend
+        arena = backend.allocate(align_up(end, BLOCK))
+        whole = arena.tensor()
+        space: Array = whole.numpy()
         space[:] = UNTOUCHED
         expected = space.copy()
         for piece, position in zip(pieces, positions, strict=True):
@@ -96,24 +98,21 @@ class Target:
                     source = one.source + run * one.source_stride
                     start = position + one.target + run * one.target_stride
                     expected[start : start + one.nbytes] = self.contents[read.file][source : source + one.nbytes]
-        whole = torch.from_numpy(space)
         places = [slice(start, start + piece.nbytes) for start, piece in zip(positions, pieces, strict=True)]
         if self.kind == "arena":
-            return Ground(DeviceArena(whole) if self.on_device else arena, positions, space, expected, places)
-        if self.on_device:
-            memory: Any = ScatteredOnDevice([whole[place] for place in places])
-        else:
-            memory = Scattered([(space.ctypes.data + place.start, place.stop - place.start) for place in places])
+            return Ground(arena, positions, space, expected, places)
+        memory = backend.wrap([whole[place] for place in places])
+        assert not isinstance(memory, Refusal)
         return Ground(memory, memory.offsets, space, expected, places)
 
-    def fill(self, ground: Ground, pieces: Sequence[Piece], **options: Any) -> Fill:
+    def fill(self, ground: Ground, pieces: Sequence[Piece], **options: Any) -> ReadJob:
         """What brings the pieces where the memory has them."""
         reads = (
             Read(read.file, read.transfer.shifted(target=offset))
             for piece, offset in zip(pieces, ground.offsets, strict=True)
             for read in piece.reads
         )
-        return replace(Fill(self.stored, tuple(reads), SMALL), **options)
+        return replace(ReadJob(self.stored, tuple(reads), SMALL), **options)
 
     def check(self, pieces: Sequence[Piece], *, cuts: Sequence[int] = (), **options: Any) -> None:
         """Fill the pieces, and look at everything that a fill promises; `cuts` are borders of tensors in a piece."""
@@ -150,7 +149,7 @@ class Ground:
     """Memory, before and after."""
 
     memory: Any
-    offsets: list[int]
+    offsets: Sequence[int]
     """Of the pieces, as the memory counts."""
     space: Array
     expected: Array

@@ -20,22 +20,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lanes import FakeCuFile, Lanes
 from loads import MIB, Array, cache_in_part, forget, nothing_left_behind, within
-from targets import SIZES, SMALL, Piece, Target, read, stored, strided
+from targets import SIZES, Piece, Target, kinds, read, stored, strided
 
 from relayout.core.extents import BLOCK, Transfer
 from relayout.core.workers import Stop
-from relayout.errors import FormatError, PlanError
+from relayout.errors import FormatError
 from relayout.format.index import Read
-from relayout.loader.backends.arena import Scattered
-from relayout.loader.backends.base import Fill
+from relayout.loader.backends.choice import REGISTRY
 from relayout.loader.backends.mapped import MappedBackend
 from relayout.loader.budgets import Budget
 from relayout.storage.page_cache import resident_nbytes
 
-TARGETS = [
-    *((name, kind) for name in ("direct", "buffered", "auto", "pinned", "gds") for kind in ("arena", "scattered")),
-    ("mapped", "arena"),
-]
+TARGETS = [(name, kind) for name in REGISTRY for kind in kinds(name)]
 
 
 @pytest.fixture(scope="module")
@@ -289,10 +285,10 @@ def test_an_error_of_who_watches_ends_the_fill(target: Target) -> None:
     target.cufile.assert_given_back()
 
 
-def test_mapped_refuses_memory_that_exists(files: list[Path]) -> None:
-    memory = Scattered([])
-    with nothing_left_behind(), pytest.raises(PlanError, match="cannot fill given ones"):
-        MappedBackend().start(memory, Fill(stored(files), (), SMALL))
+def test_all_backends_but_mapped_fill_memory_that_exists() -> None:
+    assert [name for name in REGISTRY if kinds(name) == ["arena"]] == ["mapped"]
+    found = MappedBackend().wrap([])
+    assert found.reason == "backend 'mapped' makes the memory of its tensors itself: it cannot fill given ones"
 
 
 @pytest.mark.parametrize("kind", ["arena", "scattered"])

@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 
 import relayout
 from relayout.errors import FormatError, PlanError
-from relayout.loader.backends.cuda import DeviceFilling
+from relayout.loader.backends.cuda import DeviceJob
 from relayout.loader.backends.files import Sources
-from relayout.loader.backends.host import ThreadedFilling
+from relayout.loader.backends.host import ThreadedJob
 
 way, model, converted = loads.way, loads.model, loads.converted
 
@@ -484,7 +484,7 @@ def test_whoever_is_interrupted_has_tensors_that_no_thread_writes_to(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    for kind in (ThreadedFilling, DeviceFilling):
+    for kind in (ThreadedJob, DeviceJob):
         monkeypatch.setattr(kind, "join", interrupt)
     into = {name: torch.empty_like(tensor) for name, tensor in stored.items()}
     with nothing_left_behind(), pytest.raises(KeyboardInterrupt):

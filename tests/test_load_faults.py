@@ -23,7 +23,7 @@ import test_faults
 import torch
 from faulty import CUT, PART
 from lanes import FakeCuFile, FakeHandle
-from loads import MIB, WAYS, assert_equal, fake_device, flip, mlp_model, nothing_left_behind
+from loads import MIB, OWN, assert_equal, fake_device, flip, mlp_model, nothing_left_behind
 
 import relayout
 from relayout.errors import FormatError
@@ -37,7 +37,7 @@ pytestmark = [
 ]
 
 shim, way = test_faults.shim, loads.way
-TRIALS = [(way, call) for way in WAYS for call in faulty.calls_of(way)]
+TRIALS = [(way, call) for way in OWN for call in faulty.calls_of(way)]
 READ_IN_PART = {("mapped", call) for call in (*faulty.MAPPED, "open") if call != "load verify"}
 """Whole pages are mapped, and nobody looks at them."""
 NOTHING = [0, 0, 0, 0]

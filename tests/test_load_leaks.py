@@ -33,7 +33,7 @@ import pytest, torch
 import relayout
 from faulty import CALLS, LARGE, PART, device, stored
 from lanes import Lanes
-from loads import HOST, WAYS, holdings, num_threads
+from loads import DEVICE, WAYS, holdings, num_threads
 
 folder, warm_up, repeats, memory = Path(sys.argv[1]), *map(int, sys.argv[2:])
 file = folder / PART
@@ -105,7 +105,7 @@ for way in sys.stdin.read().split():
                 if number == warm_up:
                     gc.collect()
                     before = holdings(LARGE, others)
-                what(way if way in HOST else "auto", number)
+                what("auto" if way in DEVICE else way, number)
             gc.collect()
             after = holdings(LARGE, others)
             found[f"{way}: {what.__name__}"] = [

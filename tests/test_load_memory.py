@@ -55,9 +55,7 @@ LIMITED = """
 import json, resource, sys, threading
 from pathlib import Path
 import relayout
-from relayout.loader import loading
-from relayout.loader import stream as streaming
-from relayout.loader.backends import host
+from relayout.loader.backends import host, mapped
 
 MIB = 2**20
 folder = sys.argv[1]
@@ -82,11 +80,11 @@ def iterate(**options):
 found = []
 sums = {name: int(tensor.sum()) for name, tensor in load(backend="buffered").items()}
 for module, name, nbytes, call, options in (
-    (loading, "allocate", 4 * MIB, load, {}),
-    (loading, "allocate", 4 * MIB, load, {"backend": "mapped"}),
-    (loading, "allocate", 4 * MIB, load, {"verify": True}),
-    (loading, "allocate", 4 * MIB, load, {"tp": 1}),
-    (streaming, "ArenaPool", 4 * MIB, iterate, {}),
+    (host, "allocate", 4 * MIB, load, {}),
+    (mapped, "allocate", 4 * MIB, load, {"backend": "mapped"}),
+    (host, "allocate", 4 * MIB, load, {"verify": True}),
+    (host, "allocate", 4 * MIB, load, {"tp": 1}),
+    (host, "ArenaPool", 4 * MIB, iterate, {}),
     (host, "reserve", 4 * MIB, load, {"backend": "direct"}),
     (host, "reserve", 4 * MIB, load, {"verify": True, "backend": "direct", "threads": 1}),
 ):

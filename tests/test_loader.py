@@ -23,7 +23,7 @@ from relayout.core.extents import Transfer
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import Read
 from relayout.loader.backends.arena import HUGE_PAGE, allocate
-from relayout.loader.backends.base import Fill
+from relayout.loader.backends.base import ReadJob
 from relayout.loader.backends.files import Access
 from relayout.loader.backends.host import HostBackend
 from relayout.loader.budgets import Budget
@@ -341,7 +341,7 @@ def test_direct_reads_that_the_file_system_refuses_are_an_error_only_where_direc
         return true_open(name, flags, *rest, **options)
 
     monkeypatch.setattr(os, "open", refuse)
-    fill = Fill((StoredFile(path, 16384),), (Read(0, Transfer(100, 0, 9000)),), Budget(2, 2 * MIB))
+    fill = ReadJob((StoredFile(path, 16384),), (Read(0, Transfer(100, 0, 9000)),), Budget(2, 2 * MIB))
     arena = allocate(9000)
     HostBackend(Access.AUTO).start(arena, fill).join()
     assert bytes(arena.span(0, 9000)) == (bytes(range(256)) * 64)[100:9100]

@@ -16,8 +16,7 @@ from loads import LITTLE, assert_equal, nothing_left_behind, whole_tensors, writ
 
 import relayout
 from relayout.errors import PlanError
-from relayout.loader import stream as streaming
-from relayout.loader.backends.cuda import DeviceFilling
+from relayout.loader.backends.cuda import DeviceJob
 from relayout.loader.sources import resharded as regrouped
 
 Result = TypeVar("Result")
@@ -189,14 +188,14 @@ def test_every_tensor_is_waited_for_by_the_stream_that_is_current_when_it_comes(
     """Several tensors come in one part, and each `next` is called with another stream."""
     current = ""
     waited: list[str] = []
-    settle = DeviceFilling.settle
+    settle = DeviceJob.settle
 
-    def note(filling: DeviceFilling) -> None:
+    def note(filling: DeviceJob) -> None:
         waited.append(current)
         settle(filling)
 
-    monkeypatch.setattr(DeviceFilling, "settle", note)
-    monkeypatch.setattr(streaming._DeviceBatches, "stream", property(lambda _: current))
+    monkeypatch.setattr(DeviceJob, "settle", note)
+    monkeypatch.setattr(DeviceJob, "current_stream", property(lambda _: current))
     found = {}
     for way in loads.fake_device(monkeypatch, "pinned"):
         iterator = relayout.iter_load(converted, 1, backend=way)

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import weakref
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from relayout.core.extents import BLOCK, align_up
+from relayout.loader.tensors import check_mode
+
+if TYPE_CHECKING:
+    import torch
 
 HUGE_PAGE = 2 * 2**20
 """Bytes of a huge page on x86-64 and, mostly, arm64."""
-
-
-class HostMemory(Protocol):
-    """Where bytes go: an address space of its own, which starts at 0."""
-
-    def span(self, offset: int, nbytes: int) -> memoryview:
-        """Writable memory of these offsets, which must all have been asked for as one piece.
-
-        Its address is congruent with `offset`, modulo `BLOCK`.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +31,33 @@ class HostArena:
     nbytes: int
 
     def span(self, offset: int, nbytes: int) -> memoryview:
-        """See `HostMemory.span`."""
+        """See `Memory.span`."""
         return memoryview(self.memory)[self.start + offset : self.start + offset + nbytes]
+
+    @property
+    def whole(self) -> memoryview:
+        """See `Memory.whole`."""
+        return self.span(0, self.nbytes)
 
     @property
     def address(self) -> int:
         """Of the arena's first byte."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self.memory)) + self.start
+
+    def tensor(self, on_free: Callable[[HostArena], None] | None = None) -> torch.Tensor:
+        """See `Arena.tensor`; `on_free` is called when no view of it is left.
+
+        Raises:
+            PlanError: as `tensors.check_mode`.
+        """
+        import torch
+
+        check_mode()
+        nbytes = max(self.nbytes, 1)
+        memory = (ctypes.c_char * nbytes).from_buffer(self.memory, self.start)
+        if on_free is not None:
+            weakref.finalize(memory, on_free, self).atexit = False
+        return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
 
 
 def allocate(nbytes: int) -> HostArena:
@@ -79,24 +94,22 @@ class ArenaPool:
         self._free: list[HostArena] = []
         self._is_open = True
 
-    def take(self, nbytes: int) -> HostArena:
-        """An arena of at least `nbytes`, with any content.
-
-        Raises:
-            MemoryError: the address space is exhausted.
-        """
+    def take(self, nbytes: int) -> tuple[HostArena, torch.Tensor]:
+        """See `Pool.take`."""
         if nbytes <= self._nbytes and self._free:
-            return self._free.pop()
-        self._free.clear()  # What is idle must not lie beside what is larger.
-        return allocate(max(nbytes, self._nbytes))
+            arena = self._free.pop()
+        else:
+            self._free.clear()  # What is idle must not lie beside what is larger.
+            arena = allocate(max(nbytes, self._nbytes))
+        return arena, arena.tensor(self._give)
 
-    def give(self, arena: HostArena) -> None:
+    def _give(self, arena: HostArena) -> None:
         """Take back an arena that nobody uses any more."""
         if self._is_open and arena.nbytes == self._nbytes:
             self._free.append(arena)
 
     def close(self) -> None:
-        """Free all arenas, also those that are still to be given back."""
+        """See `Pool.close`."""
         self._is_open = False
         self._free.clear()
 
@@ -111,10 +124,15 @@ class Scattered:
         self._addresses = [address for address, _ in pieces]
 
     def span(self, offset: int, nbytes: int) -> memoryview:
-        """See `HostMemory.span`."""
+        """See `Memory.span`."""
         which = bisect_right(self.offsets, offset) - 1
         address = self._addresses[which] + offset - self.offsets[which]
         return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+
+    @property
+    def whole(self) -> None:
+        """See `Memory.whole`."""
+        return None
 
 
 def scatter(pieces: Sequence[tuple[int, int]]) -> list[int]:

@@ -11,17 +11,18 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from relayout.core.extents import BLOCK, Transfer
 from relayout.core.strided import Bytes
 from relayout.errors import FormatError
 from relayout.format.index import Read
 from relayout.loader.backends.arena import scatter
-from relayout.loader.backends.base import Fill
+from relayout.loader.backends.base import Choice, FreshArenas, Memory, ReadJob, Refusal, Request
+from relayout.loader.backends.cufile import find_cufile, is_likely
 from relayout.loader.backends.files import Access, Sources
-from relayout.loader.backends.host import ThreadedFilling
-from relayout.loader.budgets import Budget
+from relayout.loader.backends.host import ThreadedJob
+from relayout.loader.budgets import MAX_BUFFERS, Budget
 from relayout.loader.read_plan import CHUNK_NBYTES, Chunk, plan_chunks
 
 if TYPE_CHECKING:
@@ -31,20 +32,6 @@ if TYPE_CHECKING:
 
 BUFFERS_PER_LANE = 2
 """One is read into while the other is copied from."""
-
-
-class DeviceMemory(Protocol):
-    """Where bytes go on a device: an address space of its own, which starts at 0."""
-
-    def span(self, offset: int, nbytes: int) -> torch.Tensor:
-        """The bytes of these offsets, which must all have been asked for as one piece, as a 1-D uint8 tensor.
-
-        Its address is congruent with `offset`, modulo `BLOCK`.
-        """
-
-    @property
-    def whole(self) -> torch.Tensor | None:
-        """All of it, where that is one tensor."""
 
 
 class Lane(Protocol):
@@ -130,49 +117,78 @@ class CudaLane:
 class DeviceBackend:
     """Fills the memory of a device, through lanes, and where there is cuFile by that as far as it goes."""
 
-    access: Access
+    device: str | torch.device
     make_lane: Callable[[int], Lane]
     """Makes a lane with two buffers of so many bytes."""
     cufile: CuFile | None = None
+
+    access: ClassVar[Access] = Access.AUTO
+    reads_when_used: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
         """See `Backend.name`."""
         return "pinned" if self.cufile is None else "gds"
 
+    @property
+    def max_buffer_nbytes(self) -> int:
+        """See `Backend.max_buffer_nbytes`."""
+        return MAX_BUFFERS
+
+    @property
+    def is_zero_copy(self) -> bool:
+        """See `Backend.is_zero_copy`."""
+        return self.cufile is not None
+
+    def name_for(self, ways: Sequence[Access]) -> str:
+        """See `Backend.name_for`."""
+        return self.name
+
     def chunks(self, reads: Sequence[Read], alignment: int, budget: Budget) -> list[Chunk]:
         """See `Backend.chunks`."""
         nbytes = _buffer_nbytes(budget)
         return list(plan_chunks(reads, alignment, chunk_nbytes=min(CHUNK_NBYTES, nbytes), bounce_nbytes=nbytes))
 
-    def start(self, memory: DeviceMemory, fill: Fill) -> DeviceFilling:
+    def allocate(self, nbytes: int) -> DeviceArena:
+        """See `Backend.allocate`."""
+        return allocate_on(self.device, nbytes)
+
+    def pool(self, nbytes: int) -> FreshArenas[torch.Tensor]:
+        """See `Backend.pool`: torch's allocator uses memory again."""
+        return FreshArenas(self.allocate)
+
+    def wrap(self, tensors: Sequence[torch.Tensor]) -> ScatteredOnDevice:
+        """See `Backend.wrap`."""
+        return ScatteredOnDevice(tensors)
+
+    def start(self, memory: Memory[torch.Tensor], job: ReadJob) -> DeviceJob:
         """See `Backend.start`."""
-        sources = Sources(fill.files, self.access)
+        sources = Sources(job.files, self.access)
         handles: list[Handle] = []
         registered: torch.Tensor | None = None
         try:
             if self.cufile is not None:
-                for number, file in enumerate(fill.files):
+                for number, file in enumerate(job.files):
                     handles.append(self.cufile.open(file.path))
                     sources.check_place(number)
                 registered = memory.whole
                 if registered is not None:
                     self.cufile.register(registered)
-            return DeviceFilling(self, memory, fill, sources, handles, registered)
+            return DeviceJob(self, memory, job, sources, handles, registered)
         except BaseException:
             _release(self.cufile, handles, registered)
             sources.close()
             raise
 
 
-class DeviceFilling(ThreadedFilling[Lane]):
+class DeviceJob(ThreadedJob[Lane]):
     """Threads that fill a device's memory."""
 
     def __init__(
         self,
         backend: DeviceBackend,
-        memory: DeviceMemory,
-        fill: Fill,
+        memory: Memory[torch.Tensor],
+        job: ReadJob,
         sources: Sources,
         handles: list[Handle],
         registered: torch.Tensor | None,
@@ -183,16 +199,16 @@ class DeviceFilling(ThreadedFilling[Lane]):
         self._handles = handles
         self._registered = registered
         self._lanes: list[Lane] = []
-        self._buffer_nbytes = _buffer_nbytes(fill.budget)
-        chunks = backend.chunks(fill.reads, sources.alignment, fill.budget)
+        self._buffer_nbytes = _buffer_nbytes(job.budget)
+        chunks = backend.chunks(job.reads, sources.alignment, job.budget)
         try:
-            super().__init__(fill, sources, self._make_lane, self._read, chunks)
+            super().__init__(job, sources, self._make_lane, self._read, chunks)
         except BaseException:
             self._drain()
             raise
 
     def join(self, on_progress: Callable[[int], None] | None = None) -> None:
-        """See `Filling.join`."""
+        """See `RunningJob.join`."""
         try:
             super().join(on_progress)
         except BaseException:
@@ -201,14 +217,22 @@ class DeviceFilling(ThreadedFilling[Lane]):
         self._release()
 
     def settle(self) -> None:
-        """See `Filling.settle`."""
+        """See `RunningJob.settle`."""
         for lane in list(self._lanes):
             lane.settle()
 
+    @property
+    def current_stream(self) -> object:
+        """See `RunningJob.current_stream`."""
+        import torch
+
+        device = torch.device(self._backend.device)
+        return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
     def cancel(self) -> None:
-        """See `Filling.cancel`."""
+        """See `RunningJob.cancel`."""
         super().cancel()
-        if self.fill.stop.is_lost:  # CUDA does not work in a process that was forked after its first use.
+        if self.job.stop.is_lost:  # CUDA does not work in a process that was forked after its first use.
             return
         try:
             self._drain()
@@ -252,9 +276,9 @@ class DeviceFilling(ThreadedFilling[Lane]):
         view = _view(buffer)[:nbytes]
         self.sources.read(file, offset, view)
         for transfer in transfers:
-            if self.fill.checks is not None:
+            if self.job.checks is not None:
                 for run in transfer.runs():
-                    self.fill.checks.update(run.target, view[run.source : run.source + run.nbytes])
+                    self.job.checks.update(run.target, view[run.source : run.source + run.nbytes])
             span = self._memory.span(transfer.target, transfer.target_end - transfer.target)
             if transfer.count == 1:
                 lane.send(buffer[transfer.source : transfer.source + transfer.nbytes], span)
@@ -262,7 +286,7 @@ class DeviceFilling(ThreadedFilling[Lane]):
                 size = (transfer.count, transfer.nbytes)
                 source = buffer.as_strided(size, (transfer.source_stride, 1), buffer.storage_offset() + transfer.source)
                 lane.send(source, span.as_strided(size, (transfer.target_stride, 1), span.storage_offset()))
-            self.fill.tell(transfer.target, transfer.total_nbytes)
+            self.job.tell(transfer.target, transfer.total_nbytes)
 
     def _read_straight(self, lane: Lane, file: int, offset: int, target: int, nbytes: int) -> None:
         span = self._memory.span(target, nbytes)
@@ -270,19 +294,17 @@ class DeviceFilling(ThreadedFilling[Lane]):
         while done < nbytes:
             count = self._handles[file].read(span[done:], offset + done)
             if count <= 0:
-                path = self.fill.files[file].path
-                raise FormatError(
-                    f"{path}: ends at byte {offset + done}, expected {self.fill.files[file].nbytes} bytes"
-                )
+                path = self.job.files[file].path
+                raise FormatError(f"{path}: ends at byte {offset + done}, expected {self.job.files[file].nbytes} bytes")
             done += count
-        if self.fill.checks is not None:
+        if self.job.checks is not None:
             # What has arrived is looked at: it is fetched again.
             for start in range(0, nbytes, self._buffer_nbytes):
                 piece = span[start : start + self._buffer_nbytes]
                 buffer = lane.buffer()[: piece.numel()]
                 lane.fetch(buffer, piece)
-                self.fill.checks.update(target + start, _view(buffer))
-        self.fill.tell(target, nbytes)
+                self.job.checks.update(target + start, _view(buffer))
+        self.job.tell(target, nbytes)
 
 
 def _view(tensor: torch.Tensor) -> memoryview:
@@ -307,17 +329,16 @@ def _buffer_nbytes(budget: Budget) -> int:
 class DeviceArena:
     """One allocation on a device."""
 
-    tensor: torch.Tensor
+    whole: torch.Tensor
     """1-D, uint8, at a multiple of `BLOCK`."""
 
     def span(self, offset: int, nbytes: int) -> torch.Tensor:
-        """See `DeviceMemory.span`."""
-        return self.tensor[offset : offset + nbytes]
+        """See `Memory.span`."""
+        return self.whole[offset : offset + nbytes]
 
-    @property
-    def whole(self) -> torch.Tensor:
-        """See `DeviceMemory.whole`."""
-        return self.tensor
+    def tensor(self) -> torch.Tensor:
+        """See `Arena.tensor`."""
+        return self.whole
 
 
 def allocate_on(device: str | torch.device, nbytes: int) -> DeviceArena:
@@ -336,20 +357,6 @@ def allocate_on(device: str | torch.device, nbytes: int) -> DeviceArena:
         _wait_for(whole.device)
     start = -whole.data_ptr() % BLOCK
     return DeviceArena(whole[start : start + nbytes])
-
-
-def moved(tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:
-    """The tensor, or a copy of it, on a device.
-
-    Raises:
-        MemoryError: it has not so much memory.
-    """
-    import torch
-
-    try:
-        return tensor.to(device)
-    except torch.OutOfMemoryError as error:
-        raise MemoryError(f"cannot allocate {tensor.nbytes} bytes on {device}: {str(error).splitlines()[0]}") from None
 
 
 def _wait_for(device: torch.device) -> None:
@@ -373,12 +380,49 @@ class ScatteredOnDevice:
             _wait_for(device)
 
     def span(self, offset: int, nbytes: int) -> torch.Tensor:
-        """See `DeviceMemory.span`."""
+        """See `Memory.span`."""
         which = bisect_right(self.offsets, offset) - 1
         start = offset - self.offsets[which]
         return self._pieces[which][start : start + nbytes]
 
     @property
     def whole(self) -> None:
-        """See `DeviceMemory.whole`."""
+        """See `Memory.whole`."""
         return None
+
+
+def offer_pinned(request: Request) -> Choice | Refusal:
+    """See `choice.REGISTRY`."""
+    return _refusal("pinned", request) or Choice(
+        DeviceBackend(request.device, _lanes_of(request.device)),
+        request.reason("read into pinned memory, copied from there"),
+    )
+
+
+def offer_gds(request: Request) -> Choice | Refusal:
+    """See `choice.REGISTRY`; who asks cuFile refuses compat mode to the whole process."""
+    if refused := _refusal("gds", request):
+        return refused
+    why = "neither nvidia-fs nor PCI P2PDMA is set up"
+    if request.files and (request.is_by_name or is_likely()):
+        cufile, state = find_cufile(request.files[0].path)
+        if cufile is not None:
+            asked = "asked for" if request.is_by_name else "available"
+            backend = DeviceBackend(request.device, _lanes_of(request.device), cufile)
+            return Choice(backend, f"{state.path} is {asked}: {state.reason}", state.path)
+        why = state.reason
+    return Refusal(f"backend 'gds': GPUDirect Storage is not available: {why}")
+
+
+def _refusal(name: str, request: Request) -> Refusal | None:
+    if request.kind == "cuda":
+        return None
+    return Refusal(f"backend {name!r} loads to a CUDA device, not to {str(request.device)!r}")
+
+
+def _lanes_of(device: str | torch.device) -> Callable[[int], Lane]:
+    import torch
+
+    target = torch.device(device)
+    assert target.index is not None  # A thread of its own would have another default.
+    return lambda nbytes: CudaLane(target, nbytes)

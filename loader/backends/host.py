@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 from relayout.core.strided import copy_runs
 from relayout.core.workers import Workers
 from relayout.format.index import Read
-from relayout.loader.backends.arena import HostMemory
-from relayout.loader.backends.base import Fill
+from relayout.loader.backends.arena import ArenaPool, HostArena, Scattered, allocate
+from relayout.loader.backends.base import Choice, Factory, Memory, ReadJob, Refusal, Request
 from relayout.loader.backends.files import Access, Sources
-from relayout.loader.budgets import Budget
+from relayout.loader.budgets import HOST_BUFFERS, Budget
 from relayout.loader.read_plan import Chunk, plan_chunks
 from relayout.storage.files import Buffer
+
+if TYPE_CHECKING:
+    import torch
 
 State = TypeVar("State")
 
@@ -25,33 +28,54 @@ class HostBackend:
 
     access: Access
 
+    device: ClassVar[str] = "cpu"
+    max_buffer_nbytes: ClassVar[int] = HOST_BUFFERS
+    reads_when_used: ClassVar[bool] = False
+    is_zero_copy: ClassVar[bool] = True
+
     @property
     def name(self) -> str:
         """See `Backend.name`."""
         return self.access.value
 
+    def name_for(self, ways: Sequence[Access]) -> str:
+        """See `Backend.name_for`."""
+        return " and ".join(way.value for way in ways) if self.access is Access.AUTO else self.name
+
     def chunks(self, reads: Sequence[Read], alignment: int, budget: Budget) -> list[Chunk]:
         """See `Backend.chunks`."""
         return list(plan_chunks(reads, alignment, bounce_nbytes=budget.buffer_nbytes))
 
-    def start(self, memory: HostMemory, fill: Fill) -> ThreadedFilling[Buffer]:
+    def allocate(self, nbytes: int) -> HostArena:
+        """See `Backend.allocate`."""
+        return allocate(nbytes)
+
+    def pool(self, nbytes: int) -> ArenaPool:
+        """See `Backend.pool`."""
+        return ArenaPool(nbytes)
+
+    def wrap(self, tensors: Sequence[torch.Tensor]) -> Scattered:
+        """See `Backend.wrap`."""
+        return Scattered([(tensor.data_ptr(), tensor.numel()) for tensor in tensors])
+
+    def start(self, memory: Memory[memoryview], job: ReadJob) -> ThreadedJob[Buffer]:
         """See `Backend.start`."""
-        sources = Sources(fill.files, self.access)
+        sources = Sources(job.files, self.access)
         try:
-            chunks = self.chunks(fill.reads, sources.alignment, fill.budget)
-            return ThreadedFilling(fill, sources, Buffer, Placing(memory, sources, fill).read, chunks)
+            chunks = self.chunks(job.reads, sources.alignment, job.budget)
+            return ThreadedJob(job, sources, Buffer, Copier(memory, sources, job).read, chunks)
         except BaseException:
             sources.close()
             raise
 
 
 @dataclass(frozen=True, slots=True)
-class Placing:
+class Copier:
     """Brings chunks to where they belong. Not a closure, which an error's frames would keep, and with it the memory."""
 
-    memory: HostMemory
+    memory: Memory[memoryview]
     sources: Sources
-    fill: Fill
+    job: ReadJob
 
     def read(self, bounce: Buffer, chunk: Chunk) -> int:
         """Read a chunk, perhaps through a buffer; the bytes that it brought."""
@@ -69,9 +93,9 @@ class Placing:
         return chunk.nbytes
 
     def _arrive(self, offset: int, span: memoryview, nbytes: int) -> None:
-        if self.fill.checks is not None:
-            self.fill.checks.update(offset, span)
-        self.fill.tell(offset, nbytes)
+        if self.job.checks is not None:
+            self.job.checks.update(offset, span)
+        self.job.tell(offset, nbytes)
 
 
 def reserve(buffer: Buffer, nbytes: int) -> memoryview:
@@ -86,41 +110,60 @@ def reserve(buffer: Buffer, nbytes: int) -> memoryview:
         raise MemoryError(f"cannot reserve {nbytes} bytes for a buffer: {error.strerror}") from None
 
 
-class ThreadedFilling(Generic[State]):
-    """Threads that deal with the chunks of a fill, each with a state of its own."""
+class ThreadedJob(Generic[State]):
+    """Threads that deal with the chunks of a job, each with a state of its own."""
 
     def __init__(
         self,
-        fill: Fill,
+        job: ReadJob,
         sources: Sources,
         make_state: Callable[[], State],
         work: Callable[[State, Chunk], int],
         chunks: list[Chunk],
     ) -> None:
         """Start them; `work` returns the bytes that it brought. Closes the sources in the end."""
-        self.fill = fill
+        self.job = job
         self.sources = sources
         try:
-            self._workers = Workers(min(fill.budget.threads, len(chunks)), chunks, make_state, work, fill.stop)
+            self._workers = Workers(min(job.budget.threads, len(chunks)), chunks, make_state, work, job.stop)
             self._workers.start()
         except BaseException:
             sources.close()
             raise
 
     def join(self, on_progress: Callable[[int], None] | None = None) -> None:
-        """See `Filling.join`."""
+        """See `RunningJob.join`."""
         try:
             self._workers.join(on_progress)
         finally:
             self.sources.close()
-        if self.fill.checks is not None:
-            self.fill.checks.finish()
+        if self.job.checks is not None:
+            self.job.checks.finish()
         self.settle()
 
     def settle(self) -> None:
-        """See `Filling.settle`: host memory is what everybody sees."""
+        """See `RunningJob.settle`: host memory is what everybody sees."""
+
+    @property
+    def current_stream(self) -> object:
+        """See `RunningJob.current_stream`."""
+        return None
 
     def cancel(self) -> None:
-        """See `Filling.cancel`."""
+        """See `RunningJob.cancel`."""
         self._workers.cancel()
         self.sources.close()
+
+
+def factory(access: Access) -> Factory:
+    """See `choice.REGISTRY`: makes the backend that reads so."""
+
+    def offer(request: Request) -> Choice | Refusal:
+        then = "" if request.kind == "cpu" else f"{{}} copied to {request.device} in one piece"
+        if access is Access.AUTO:
+            how = "threads read directly where the file system takes it, and from the page cache what is there"
+            return Choice(HostBackend(access), request.reason(how + then.format("; then")))
+        how = "read past the page cache" if access is Access.DIRECT else "read through the page cache"
+        return Choice(HostBackend(access), request.reason(how + then.format(", then")))
+
+    return offer

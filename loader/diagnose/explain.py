@@ -10,10 +10,7 @@ from typing import TYPE_CHECKING
 
 from relayout.core.extents import BLOCK
 from relayout.format.index import Read
-from relayout.loader.backends.cuda import DeviceBackend
-from relayout.loader.backends.files import Sources
-from relayout.loader.backends.host import HostBackend
-from relayout.loader.backends.mapped import MappedBackend
+from relayout.loader.backends.files import Access, Sources
 from relayout.loader.diagnose.hints import advised
 from relayout.loader.loading import options_of
 from relayout.loader.placement import place
@@ -100,13 +97,14 @@ def explain(
             sizes = contents.sizes()
             files, reads, nbytes = contents.files, place(contents.reads, sizes).reads, sum(sizes)
         choice, budget = options.choose(files)
+        chosen = choice.backend
         # Nothing is read, not even headers: what is in the page cache shall stay as it is found.
-        sources = Sources([replace(file, owner=None) for file in files], choice.backend.access)
+        sources = Sources([replace(file, owner=None) for file in files], chosen.access)
         try:
-            chunks = choice.backend.chunks(reads, sources.alignment, budget)
+            chunks = chosen.chunks(reads, sources.alignment, budget)
             requested = sum(chunk.extent.nbytes for chunk in chunks)
-            is_mapped = isinstance(choice.backend, MappedBackend)
-            resident = _resident_of_tensors(sources, reads) if is_mapped else _resident(sources, chunks)
+            is_lazy = chosen.reads_when_used
+            resident = _resident_of_tensors(sources, reads) if is_lazy else _resident(sources, chunks)
             facts = tuple(
                 FileFacts(
                     file.path.name,
@@ -123,13 +121,13 @@ def explain(
         path=str(path),
         rank=checkpoint.rank,
         device=str(options.device),
-        backend=_backend(choice.backend, facts, resident, requested),
-        reason=f"{choice.reason}; {_found(facts, is_mapped, resident, nbytes if is_mapped else requested)}",
-        gds=None if choice.gds is None else choice.gds.path,
+        backend=chosen.name_for(_ways(facts, resident, requested)),
+        reason=f"{choice.reason}; {_found(facts, is_lazy, resident, nbytes if is_lazy else requested)}",
+        gds=choice.gds,
         nbytes=nbytes,
         read_nbytes=requested,
         straight_nbytes=sum(chunk.nbytes for chunk in chunks if chunk.arena_offset is not None)
-        if choice.backend.name != "pinned"
+        if chosen.is_zero_copy
         else 0,
         resident_nbytes=resident,
         num_requests=len(chunks),
@@ -159,21 +157,17 @@ def _resident_of_tensors(sources: Sources, reads: Sequence[Read]) -> int:
     return total
 
 
-def _backend(
-    backend: HostBackend | MappedBackend | DeviceBackend, files: Sequence[FileFacts], resident: int, requested: int
-) -> str:
-    """The backend's name; of "auto", which of the two it comes to."""
-    if backend.name != "auto":
-        return backend.name
+def _ways(files: Sequence[FileFacts], resident: int, requested: int) -> list[Access]:
+    """How requests would go that are made directly wherever that is better."""
     if resident > requested - BLOCK * (len(files) + 1) or any(file.refuses_direct is not None for file in files):
-        return "buffered"
-    return "direct and buffered" if resident else "direct"
+        return [Access.BUFFERED]
+    return [Access.DIRECT, Access.BUFFERED] if resident else [Access.DIRECT]
 
 
-def _found(files: Sequence[FileFacts], is_mapped: bool, resident: int, total: int) -> str:
+def _found(files: Sequence[FileFacts], is_lazy: bool, resident: int, total: int) -> str:
     """What the choice is based on."""
     percent = f"{100 * resident / max(1, total):.0f} %"
-    if is_mapped:
+    if is_lazy:
         kinds = " and ".join(sorted({file.filesystem.kind for file in files}))
         return f"here all of them come through the page cache of {kinds}, which has {percent} of the bytes now"
     refused = [file for file in files if file.refuses_direct is not None]

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any, Self
 from relayout.core.slices import Slice
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import RankTable
-from relayout.loader.backends.choice import settled
-from relayout.loader.backends.cuda import moved
+from relayout.loader.backends.choice import resolve_device
 from relayout.loader.diagnose.hints import advised
 from relayout.loader.handles.indexing import check_pairs, selection
 from relayout.loader.loading import Options, load_contents
 from relayout.loader.sources.checkpoint import ConvertedRank, find_checkpoint
 from relayout.loader.sources.contents import contents_of
-from relayout.loader.tensors import check_mode
+from relayout.loader.tensors import check_mode, to_device
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +66,7 @@ class RankSlice:
         """
         check_mode()
         check_pairs(self._name, self._dtype, selection(index, self._shape))
-        return moved(self._tensor[index].clone(), self._device)
+        return to_device(self._tensor[index].clone(), self._device)
 
 
 class OpenRank:
@@ -102,7 +101,7 @@ class OpenRank:
         """
         check_mode()
         _, tensor = self._find(name)
-        return moved(tensor, self._device)
+        return to_device(tensor, self._device)
 
     def get_slice(self, name: str) -> RankSlice:
         """A tensor to be read in part.
@@ -182,7 +181,7 @@ def open_rank(path: str | os.PathLike[str], rank: int, *, device: str | torch.de
         OSError: the file system does not map files into memory.
     """
     with advised():
-        device = settled(device)
+        device = resolve_device(device)
         checkpoint = find_checkpoint(Path(path), rank, None)
         assert isinstance(checkpoint, ConvertedRank)
         return OpenRank(checkpoint, device)

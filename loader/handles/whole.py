@@ -13,7 +13,7 @@ from relayout.errors import PlanError
 from relayout.format.index import MANIFEST_NAME, Manifest
 from relayout.format.safetensors import parse_header
 from relayout.format.source_record import SourceRecord
-from relayout.loader.backends.choice import settled
+from relayout.loader.backends.choice import resolve_device
 from relayout.loader.diagnose.hints import advised
 from relayout.loader.handles.indexing import bounds, check_pairs, selection, within
 from relayout.loader.loading import Options, load_contents
@@ -62,7 +62,7 @@ class WholeCheckpoint:
 
     def __init__(self, folder: Path, device: str | torch.device) -> None:
         self._folder = folder
-        self._options = Options(device=settled(device))
+        self._options = Options(device=resolve_device(device))
         self._manifest: Manifest = read_manifest(folder)
         self._record: SourceRecord = read_record(folder, self._manifest)
         self._ranks = Ranks(folder, self._manifest, self._record)

@@ -663,7 +663,7 @@ def test_a_source_that_changes_while_it_is_read_is_noticed(work: Path) -> None:
 
 HOLD = """
 import sys
-from relayout import writer
+from relayout.conversion import copy as writer
 from relayout.conversion.run import convert
 true_put = writer.RankFileSink.put
 count = 0

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from relayout.checkpoint.source import Catalogue, SourceTensor
+from relayout.conversion.layout import Conversion, lay_out
 from relayout.core.extents import Extent
 from relayout.core.slices import Cut, Slice, number_cuts
 from relayout.plans.planner import Plan
@@ -32,6 +33,11 @@ def catalogue(shapes: Shapes, *, stored_as: str = "BF16", **config: Any) -> Cata
 def plan_of(name: str, num_ranks: int, slices: Iterable[tuple[Slice, ...]], **more: Any) -> Plan:
     """A plan by which tensors are cut so: for each the slice of each rank."""
     return Plan(name, num_ranks, *number_cuts(map(Cut, slices)), **more)
+
+
+def conversion_of(source: Catalogue, plan: Plan, alignment: int, *options: Any, **more: Any) -> Conversion:
+    """What converts a checkpoint by a plan; options as for `lay_out`."""
+    return lay_out(Path("out"), source, plan, alignment, *options, **more)
 
 
 def all_slices(plan: Plan) -> tuple[tuple[Slice, ...], ...]:

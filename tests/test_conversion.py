@@ -16,7 +16,11 @@ from conftest import as_integers, expected_slice, read_tensors
 from safetensors import safe_open
 
 import relayout
+from relayout.checkpoint.converted import read_manifest, read_record
+from relayout.errors import FormatError
+from relayout.format.manifest import SOURCE_RECORD_NAME, decompress
 from relayout.format.safetensors import parse_header
+from relayout.format.source_record import ConversionOptions, parse_record
 
 MODELS = ["llama", "qwen2", "mistral"]
 ONE_PART, SEVERAL_PARTS = 10**9, 50_000
@@ -269,3 +273,16 @@ def test_a_single_file_is_loaded_at_other_degrees_by_the_config_that_was_beside_
     (place / "config.json").write_text("{}")
     [difference] = relayout.verify(out, source=file).differences
     assert (difference.file, difference.what) == ("config.json", "has changed in the source since the conversion")
+
+
+def test_the_record_has_the_options_and_is_refused_without_one(llama: Path, tmp_path: Path) -> None:
+    relayout.convert(llama, tmp_path / "out", tp=2, align=512, max_part_nbytes=400_000, dcp=False)
+    manifest = read_manifest(tmp_path / "out")
+    options = read_record(tmp_path / "out", manifest).options
+    assert options == ConversionOptions(2, "llama", False, 512, 400_000, False)
+    top = json.loads(decompress((tmp_path / "out" / SOURCE_RECORD_NAME).read_bytes(), "x"))
+    parse_record(json.dumps(top).encode(), 2, "x")
+    for name in ("plan", "expert_parallel", "alignment", "max_part_nbytes", "dcp"):
+        for wrong in ({key: value for key, value in top.items() if key != name}, top | {name: None}):
+            with pytest.raises(FormatError, match=f"x: .*'{name}'.* missing or not"):
+                parse_record(json.dumps(wrong).encode(), 2, "x")

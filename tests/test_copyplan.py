@@ -14,10 +14,10 @@ import numpy.typing as npt
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from planning import all_slices, plan_of
+from planning import all_slices, conversion_of, plan_of
 
 from relayout.checkpoint.source import Catalogue, SourceFile, SourceTensor
-from relayout.conversion.layout import Layout, make_layout
+from relayout.conversion.layout import Conversion, Layout
 from relayout.conversion.steps import Step, copy_steps
 from relayout.core.dtypes import BITS
 from relayout.core.extents import Extent, Transfer
@@ -157,10 +157,10 @@ class Execution:
         return readable
 
 
-def execute(source: Checkpoint, layout: Layout, chunk_nbytes: int, small_nbytes: int) -> Execution:
-    execution = Execution(source, layout)
+def execute(source: Checkpoint, conversion: Conversion, chunk_nbytes: int, small_nbytes: int) -> Execution:
+    execution = Execution(source, conversion.layout)
     limit = max(-(-chunk_nbytes // BLOCK) * BLOCK, small_nbytes)
-    for step in copy_steps(source.catalogue, source.plan, layout, chunk_nbytes=chunk_nbytes, small_nbytes=small_nbytes):
+    for step in copy_steps(conversion, chunk_nbytes=chunk_nbytes, small_nbytes=small_nbytes):
         assert step.nbytes <= limit
         execution.run(step)
     return execution
@@ -169,8 +169,9 @@ def execute(source: Checkpoint, layout: Layout, chunk_nbytes: int, small_nbytes:
 def check(source: Checkpoint, *, chunk_nbytes: int, small_nbytes: int, max_part_nbytes: int = 10**9) -> Execution:
     """Carry out a whole conversion, and compare every byte of it with numpy's slices."""
     catalogue, plan = source.catalogue, source.plan
-    layout = make_layout(catalogue, plan, 512, max_part_nbytes)
-    execution = execute(source, layout, chunk_nbytes, small_nbytes)
+    conversion = conversion_of(catalogue, plan, 512, max_part_nbytes)
+    layout = conversion.layout
+    execution = execute(source, conversion, chunk_nbytes, small_nbytes)
 
     for number, times in enumerate(execution.times_read):
         expected = np.zeros(len(times), int)
@@ -337,8 +338,8 @@ def test_each_kind_of_cut(
 
 
 def steps_of(source: Checkpoint, **sizes: int) -> Iterator[Step]:
-    layout = make_layout(source.catalogue, source.plan, 512)
-    return copy_steps(source.catalogue, source.plan, layout, **sizes)
+    conversion = conversion_of(source.catalogue, source.plan, 512)
+    return copy_steps(conversion, **sizes)
 
 
 def test_ranks_that_hold_the_same_slice_are_written_from_one_span() -> None:

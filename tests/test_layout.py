@@ -11,10 +11,10 @@ import pytest
 import safetensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning import all_slices, plan_of
+from planning import all_slices, conversion_of, plan_of
 
 from relayout.checkpoint.source import Catalogue, SourceTensor
-from relayout.conversion.layout import Layout, RankFile, RankHeaders, check_alignment, make_layout
+from relayout.conversion.layout import Conversion, RankFile, RankHeaders, check_alignment
 from relayout.core.dtypes import BITS
 from relayout.core.extents import Extent
 from relayout.core.slices import WHOLE, Slice
@@ -84,7 +84,8 @@ def test_each_slice_lies_behind_the_one_before_and_is_as_aligned_as_its_size(
     case: tuple[Catalogue, Plan, list[list[int]]], alignment: int, max_part_nbytes: int
 ) -> None:
     source, plan, nbytes = case
-    layout = make_layout(source, plan, alignment, max_part_nbytes)
+    conversion = conversion_of(source, plan, alignment, max_part_nbytes)
+    layout = conversion.layout
     assert len(layout.ranks) == plan.num_ranks
     for rank, files in enumerate(layout.ranks):
         assert sorted(t for file in files for t in file.tensors) == list(range(len(nbytes)))
@@ -107,7 +108,7 @@ def test_aligned_slices_come_first_in_model_order_then_a_tail_by_falling_power(
     case: tuple[Catalogue, Plan, list[list[int]]], alignment: int, max_part_nbytes: int
 ) -> None:
     source, plan, nbytes = case
-    for rank, files in enumerate(make_layout(source, plan, alignment, max_part_nbytes).ranks):
+    for rank, files in enumerate(conversion_of(source, plan, alignment, max_part_nbytes).layout.ranks):
         order = [t for file in files for t in file.tensors]
         sizes = [nbytes[t][rank] for t in order]
         powers = [largest_power(size, alignment) for size in sizes]
@@ -128,7 +129,7 @@ def test_a_part_is_as_full_as_its_limit_allows(
     case: tuple[Catalogue, Plan, list[list[int]]], max_part_nbytes: int
 ) -> None:
     source, plan, nbytes = case
-    for rank, files in enumerate(make_layout(source, plan, 4096, max_part_nbytes).ranks):
+    for rank, files in enumerate(conversion_of(source, plan, 4096, max_part_nbytes).layout.ranks):
         assert [file.name for file in files] == [
             f"model-rank-{rank}-part-{part}.safetensors" for part in range(len(files))
         ]
@@ -142,21 +143,23 @@ def test_a_part_is_as_full_as_its_limit_allows(
 def test_a_tensor_larger_than_a_part_gets_one_of_its_own() -> None:
     sizes = [4096, 4096, 40960, 4096, 100]
     source = catalogue([(f"t{i}", "U8", (size,)) for i, size in enumerate(sizes)])
-    layout = make_layout(source, plan_of("none", 1, ((WHOLE,),) * 5), 4096, 10_000)
+    layout = conversion_of(source, plan_of("none", 1, ((WHOLE,),) * 5), 4096, 10_000).layout
     assert [file.tensors for file in layout.ranks[0]] == [(0, 1), (2,), (3, 4)]
 
 
 def test_a_part_ends_before_its_header_is_more_than_hubs_parse() -> None:
     source = catalogue([(f"{i}" * 10**6, "U8", (2,)) for i in range(10, 40)])
     plan = plan_of("x", 2, ((Slice(0, ((0, 1),)), Slice(0, ((1, 1),))),) * 30)
-    layout = make_layout(source, plan, 4096)
+    conversion = conversion_of(source, plan, 4096)
+    layout = conversion.layout
     assert [t for file in layout.ranks[1] for t in file.tensors] == list(range(30))
     assert all(10_000_000 < file.data_start < 25_000_000 for file in layout.ranks[1][:-1])
     assert len(layout.ranks[1]) > 1
 
 
 def test_a_checkpoint_without_tensors_has_a_file_for_each_rank() -> None:
-    layout = make_layout(catalogue([]), plan_of("x", 2, ()), 512)
+    conversion = conversion_of(catalogue([]), plan_of("x", 2, ()), 512)
+    layout = conversion.layout
     assert [[(file.name, file.tensors, file.nbytes) for file in files] for files in layout.ranks] == [
         [("model-rank-0-part-0.safetensors", (), 512)],
         [("model-rank-1-part-0.safetensors", (), 512)],
@@ -169,20 +172,20 @@ def test_an_alignment_that_is_no_power_of_two_in_the_range_is_refused(alignment:
     with pytest.raises(PlanError, match=message):
         check_alignment(alignment)
     with pytest.raises(PlanError, match=message):
-        make_layout(catalogue([]), plan_of("none", 1, ()), alignment)
+        conversion_of(catalogue([]), plan_of("none", 1, ()), alignment)
 
 
 @pytest.mark.parametrize("alignment", [512 << i for i in range(16)])
 def test_every_power_of_two_in_the_range_is_an_alignment(alignment: int) -> None:
     check_alignment(alignment)
-    layout = make_layout(catalogue([("a", "U8", (3,))]), plan_of("none", 1, ((WHOLE,),)), alignment)
+    layout = conversion_of(catalogue([("a", "U8", (3,))]), plan_of("none", 1, ((WHOLE,),)), alignment).layout
     assert layout.ranks[0][0].offsets == [alignment]
 
 
 @pytest.mark.parametrize("nbytes", [0, -1])
 def test_a_part_size_below_one_byte_is_refused(nbytes: int) -> None:
     with pytest.raises(PlanError, match=f"a part size of {nbytes} bytes"):
-        make_layout(catalogue([]), plan_of("none", 1, ()), 512, nbytes)
+        conversion_of(catalogue([]), plan_of("none", 1, ()), 512, nbytes)
 
 
 # Headers of rank files.
@@ -217,9 +220,9 @@ FUSED = plan_of(
 )
 
 
-def written(source: Catalogue, plan: Plan, layout: Layout, file: RankFile) -> bytes:
+def written(conversion: Conversion, file: RankFile) -> bytes:
     """The file with position-dependent data."""
-    head = RankHeaders(source, plan, layout).build(file, CONVERSION)
+    head = RankHeaders(conversion).build(file, CONVERSION)
     return head + (np.arange(file.nbytes - len(head)) * 31 + 7).astype(np.uint8).tobytes()
 
 
@@ -228,11 +231,12 @@ def written(source: Catalogue, plan: Plan, layout: Layout, file: RankFile) -> by
 @pytest.mark.parametrize("plan", [BOXES, FUSED], ids=["boxes", "fused"])
 def test_the_stock_reader_reads_rank_files(plan: Plan, max_part_nbytes: int, alignment: int) -> None:
     source = catalogue(TENSORS)
-    layout = make_layout(source, plan, alignment, max_part_nbytes)
+    conversion = conversion_of(source, plan, alignment, max_part_nbytes)
+    layout = conversion.layout
     for rank, files in enumerate(layout.ranks):
         seen: dict[str, tuple[int, ...]] = {}
         for file in files:
-            blob = written(source, plan, layout, file)
+            blob = written(conversion, file)
             assert len(blob) == file.nbytes
             ours = parse_header(blob[: file.data_start], file.nbytes, file.name)
             assert ours.data_start == file.data_start
@@ -259,11 +263,12 @@ def test_the_stock_reader_reads_rank_files(plan: Plan, max_part_nbytes: int, ali
 @pytest.mark.parametrize("max_part_nbytes", [10**9, 300])
 def test_metadata_names_rank_part_and_conversion_first(max_part_nbytes: int) -> None:
     source = catalogue(TENSORS, {"author": "größe"})
-    layout = make_layout(source, BOXES, 512, max_part_nbytes)
+    conversion = conversion_of(source, BOXES, 512, max_part_nbytes)
+    layout = conversion.layout
     assert (len(layout.ranks[0]) > 1) == (max_part_nbytes == 300)
     for rank, files in enumerate(layout.ranks):
         for part, file in enumerate(files):
-            blob = RankHeaders(source, BOXES, layout).build(file, CONVERSION)
+            blob = RankHeaders(conversion).build(file, CONVERSION)
             entry = f'{{"format":1,"rank":{rank},"num_ranks":2,"part":{part},"conversion":"{CONVERSION}"}}'
             assert blob[8:].startswith(b'{"__metadata__":{"relayout":' + json.dumps(entry).encode())
             metadata = parse_header(blob, file.nbytes, "x").metadata
@@ -275,14 +280,13 @@ def test_metadata_names_rank_part_and_conversion_first(max_part_nbytes: int) -> 
 @pytest.mark.parametrize("max_part_nbytes", [10**9, 300])
 def test_dcp_sharding_info_says_where_each_box_starts(max_part_nbytes: int) -> None:
     source = catalogue(TENSORS)
-    layout = make_layout(source, BOXES, 512, max_part_nbytes)
-    assert layout.dcp
+    conversion = conversion_of(source, BOXES, 512, max_part_nbytes)
+    layout = conversion.layout
+    assert conversion.options.dcp
     for rank, files in enumerate(layout.ranks):
         found: dict[str, object] = {}
         for file in files:
-            metadata = parse_header(
-                RankHeaders(source, BOXES, layout).build(file, CONVERSION), file.nbytes, "x"
-            ).metadata
+            metadata = parse_header(RankHeaders(conversion).build(file, CONVERSION), file.nbytes, "x").metadata
             assert metadata["DCP_VERSION"] == "1.0"
             sharding = json.loads(metadata["DCP_SHARDING_INFO"])
             # PyTorch looks up every key of the file.
@@ -302,35 +306,35 @@ def test_dcp_sharding_info_says_where_each_box_starts(max_part_nbytes: int) -> N
 )
 def test_without_boxes_or_at_one_rank_there_is_no_dcp_sharding_info(plan: Plan) -> None:
     source = catalogue(TENSORS)
-    layout = make_layout(source, plan, 512)
-    assert layout.dcp == (plan is not FUSED)
+    conversion = conversion_of(source, plan, 512)
+    layout = conversion.layout
+    assert conversion.options.dcp == (plan is not FUSED)
     for files in layout.ranks:
-        metadata = parse_header(
-            RankHeaders(source, plan, layout).build(files[0], CONVERSION), files[0].nbytes, "x"
-        ).metadata
+        metadata = parse_header(RankHeaders(conversion).build(files[0], CONVERSION), files[0].nbytes, "x").metadata
         assert sorted(metadata) == ["format", "relayout"]
 
 
 def test_the_sources_metadata_goes_along_but_for_what_is_ours() -> None:
     stale = {"format": "mlx", "relayout": "old", "DCP_SHARDING_INFO": "{}", "DCP_VERSION": "0.9", "license": "MIT"}
     source = catalogue(TENSORS, stale)
-    layout = make_layout(source, FUSED, 512)
+    conversion = conversion_of(source, FUSED, 512)
+    layout = conversion.layout
     file = layout.ranks[0][0]
-    metadata = dict(parse_header(RankHeaders(source, FUSED, layout).build(file, CONVERSION), file.nbytes, "x").metadata)
+    metadata = dict(parse_header(RankHeaders(conversion).build(file, CONVERSION), file.nbytes, "x").metadata)
     assert json.loads(metadata.pop("relayout"))["conversion"] == CONVERSION
     assert metadata == {"format": "mlx", "license": "MIT"}
 
 
 def test_dcp_can_be_left_out_and_insisted_on() -> None:
     source = catalogue(TENSORS)
-    without = make_layout(source, BOXES, 512, dcp=False)
-    assert not without.dcp
-    for files in without.ranks:
-        header = RankHeaders(source, BOXES, without).build(files[0], CONVERSION)
+    without = conversion_of(source, BOXES, 512, dcp=False)
+    assert not without.options.dcp
+    for files in without.layout.ranks:
+        header = RankHeaders(without).build(files[0], CONVERSION)
         assert sorted(parse_header(header, files[0].nbytes, "x").metadata) == ["format", "relayout"]
-    assert make_layout(source, BOXES, 512, dcp=True) == make_layout(source, BOXES, 512)
+    assert conversion_of(source, BOXES, 512, dcp=True) == conversion_of(source, BOXES, 512)
     fused = TENSORS[3][0]
     with pytest.raises(
         PlanError, match=f"tensor '{fused}': slices of a fused tensor are no single box, which PyTorch DCP"
     ):
-        make_layout(source, FUSED, 512, dcp=True)
+        conversion_of(source, FUSED, 512, dcp=True)

@@ -6,16 +6,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import pytest
-from planning import Shapes, catalogue
+from planning import Shapes, catalogue, conversion_of
 
 from relayout.checkpoint.source import Catalogue
-from relayout.conversion.layout import make_layout
 from relayout.conversion.preview import PlannedGroup, Preview, preview
-from relayout.conversion.run import Conversion
 from relayout.core.extents import Extent
 from relayout.plans.planner import plan_for
 
@@ -32,8 +29,7 @@ def previewed(
 ) -> Preview:
     source = stored(shapes, config)
     plan = plan_for(source, num_ranks, **options)
-    layout = make_layout(source, plan, alignment)
-    return preview(Conversion(Path("checkpoint"), Path("out"), source, plan, layout, 10**9))
+    return preview(conversion_of(source, plan, alignment))
 
 
 def cuts_of(found: Preview) -> dict[str, str]:

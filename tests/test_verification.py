@@ -393,9 +393,9 @@ def test_a_tensor_that_nobody_holds_is_found(
     source = write_checkpoint(tmp_path / "source", arrays, model_type="mixtral", num_local_experts=3)
     true_owners = plan._Experts.owners
 
-    def wrong_owners(self: Any, tensor: SourceTensor) -> tuple[Slice, ...] | None:
+    def wrong_owners(self: Any, tensor: SourceTensor) -> Cut | None:
         found = true_owners(self, tensor)
-        return (NOT_HELD,) * 2 if tensor.name == EXPERT.format(1) else found
+        return Cut((NOT_HELD,) * 2) if tensor.name == EXPERT.format(1) else found
 
     relayout.convert(source, tmp_path / "right", tp=2, expert_parallel=True)
     assert relayout.verify(tmp_path / "right", source=source).ok

@@ -15,7 +15,7 @@ import pytest
 import xxhash
 from conftest import Array
 from loads import open_files
-from planning import plan_of
+from planning import conversion_of, plan_of
 from safetensors.numpy import save_file
 
 import relayout
@@ -25,7 +25,6 @@ from relayout.conversion import copy as writer
 from relayout.conversion import run as conversion
 from relayout.conversion.copy import Hashes, NoSink, RankFileSink, digests_of_all, run_steps
 from relayout.conversion.journal import TensorDigests
-from relayout.conversion.layout import make_layout
 from relayout.conversion.steps import copy_steps
 from relayout.core.slices import Slice
 from relayout.plans.planner import Plan
@@ -87,7 +86,7 @@ def in_parts(folder: Path, num_tensors: int, num_parts: int) -> tuple[Catalogue,
 def test_each_tensor_is_complete_once_whichever_threads_hash_its_slices(tmp_path: Path) -> None:
     catalogue, plan, values = in_parts(tmp_path / "model", NUM_TENSORS, NUM_PARTS)
     found: list[tuple[int, TensorDigests]] = []
-    hashes = Hashes(catalogue, plan, lambda *one: found.append(one))
+    hashes = Hashes(conversion_of(catalogue, plan, 4096), lambda *one: found.append(one))
     hashes._left = SlowCounts()
     together = threading.Barrier(NUM_PARTS + 1)
 
@@ -115,13 +114,13 @@ def test_a_tensor_of_which_bytes_were_not_hashed_has_no_digest(tmp_path: Path) -
     arrays = {"a": random_bytes(3, 5), "b": random_bytes(7), "empty": random_bytes(0, 2)}
     catalogue = read_catalogue(write(tmp_path / "model", arrays))
     plan = plan_of("x", 1, ((Slice(),),) * 3)
-    steps = list(copy_steps(catalogue, plan, make_layout(catalogue, plan, 4096)))
-    passed = run_steps(catalogue, plan, steps, NoSink())
+    conversion = conversion_of(catalogue, plan, 4096)
+    passed = run_steps(conversion, list(copy_steps(conversion)), NoSink())
     expected = {t: TensorDigests(digest(one), (digest(one),)) for t, one in enumerate(arrays.values())}
-    assert digests_of_all(catalogue, plan, passed) == expected
+    assert digests_of_all(conversion, passed) == expected
     del passed[1]
     with pytest.raises(AssertionError, match="tensor 'b': was not hashed to its end"):
-        digests_of_all(catalogue, plan, passed)
+        digests_of_all(conversion, passed)
 
 
 def test_rank_files_are_closed_before_their_headers_are_written(

@@ -25,7 +25,7 @@ from zstandard import ZstdDecompressor, ZstdError
 from relayout.checkpoint.config import parse_config
 from relayout.checkpoint.source import Catalogue, SourceTensor, parse_index
 from relayout.commands.restore import source_catalogue
-from relayout.conversion.layout import stored_layout
+from relayout.conversion.layout import stored_conversion
 from relayout.core.dtypes import BITS
 from relayout.core.extents import Extent
 from relayout.errors import FormatError, PlanError
@@ -267,7 +267,7 @@ def _record(data: bytes) -> None:
         assert len(set(names)) == len(names)
         assert all(_stays_inside(name) for name in names)
         catalogue = source_catalogue(Path("x"), Path("out"), record)
-        stored_layout(manifest, _base_tables(), catalogue, Plan("x", 2, record.cuts, record.cut_of))
+        stored_conversion(Path("x"), manifest, _base_tables(), record, catalogue)
     except FormatError:
         return
     for file in catalogue.files:

@@ -16,7 +16,7 @@ from relayout.checkpoint.converted import read_manifest, read_record, read_table
 from relayout.checkpoint.source import Catalogue, SourceFile, SourceTensor
 from relayout.conversion.copy import DEFAULT_JOBS, DEFAULT_MEMORY, Hashes, Loaded, share_memory
 from relayout.conversion.journal import TensorDigests, read_journal
-from relayout.conversion.layout import stored_layout
+from relayout.conversion.layout import stored_conversion
 from relayout.conversion.side_files import check_side_file, copy_side_file, write_file, write_header
 from relayout.conversion.staging import Staging, check_output, check_space, clear_up, modes_of, staging_folder
 from relayout.conversion.steps import SourceRange, Span, Step, copy_steps, join_ranges
@@ -29,7 +29,6 @@ from relayout.errors import FormatError, PlanError
 from relayout.format.index import Manifest
 from relayout.format.safetensors import parse_header
 from relayout.format.source_record import SourceRecord
-from relayout.plans.planner import Plan
 from relayout.storage.file_pool import OpenFiles
 from relayout.storage.files import Buffer, InputFile, OutputFile
 from relayout.storage.memory import peak_nbytes
@@ -169,8 +168,7 @@ def _restore_tensors(
         OSError: a read or a write failed.
     """
     tables = [read_table(folder, manifest, rank) for rank in range(manifest.num_ranks)]
-    plan = Plan(manifest.plan, manifest.num_ranks, record.cuts, record.cut_of)
-    layout = stored_layout(manifest, tables, catalogue, plan)
+    conversion = stored_conversion(folder, manifest, tables, record, catalogue)
     stop = Stop()
     turns = Turns(stop)
 
@@ -181,11 +179,11 @@ def _restore_tensors(
         if digests.source != record.digests[t]:
             raise FormatError(f"{folder}: tensor {record.names[t]!r}: the stored bytes are damaged")
 
-    hashes = Hashes(catalogue, plan, check, slices=False)
+    hashes = Hashes(conversion, check, slices=False)
 
     def open_input(place: tuple[int, int]) -> InputFile:
         rank, part = place
-        file = layout.ranks[rank][part]
+        file = conversion.layout.ranks[rank][part]
         return InputFile(member(folder, file.name), file.nbytes, pass_by=True)
 
     created: set[int] = set()
@@ -215,7 +213,7 @@ def _restore_tensors(
             turns.done(step.turn[0])
         return step.nbytes
 
-    steps = (step for step in copy_steps(catalogue, plan, layout, chunk_nbytes=chunk_nbytes) if step.tensors)
+    steps = (step for step in copy_steps(conversion, chunk_nbytes=chunk_nbytes) if step.tensors)
     with OpenFiles(open_input) as inputs, OpenFiles(open_output, num_descriptors=2) as outputs:
         Workers(jobs, steps, lambda: (Buffer(), Buffer()), work, stop).run(on_progress)
     assert checked == {t for t, tensor in enumerate(catalogue.tensors) if tensor.extent.nbytes}

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, deserialize
 from relayout.checkpoint.converted import check_owner, read_manifest, read_record, read_table
 from relayout.checkpoint.source import Catalogue, read_catalogue, read_shard
 from relayout.conversion.copy import DEFAULT_JOBS, NoSink, digests_of_all, run_steps
-from relayout.conversion.layout import rows_of_files, stored_layout
+from relayout.conversion.layout import rows_of_files, stored_conversion
 from relayout.conversion.side_files import read_side_file
 from relayout.conversion.steps import copy_steps
 from relayout.core.dtypes import num_bytes
@@ -22,7 +22,6 @@ from relayout.format.index import HUB_INDEX_NAME, MIN_ALIGNMENT, Manifest, RankE
 from relayout.format.manifest import SOURCE_RECORD_NAME, digest_hex
 from relayout.format.safetensors import TensorEntry, build_header
 from relayout.format.source_record import SourceRecord
-from relayout.plans.planner import Plan
 from relayout.storage.hashing import HashedFile, hash_files
 from relayout.storage.paths import member
 
@@ -107,7 +106,7 @@ def verify(
         _check_digests(folder, entry, table, report, progress(report.nbytes))
     # Where something is wrong in itself, that has been said, and nothing need lie where the plan says.
     if catalogue is not None and record is not None and report.ok:
-        _compare(manifest, [table for _, table in usable], record, catalogue, report, progress(hash_nbytes))
+        _compare(folder, manifest, [table for _, table in usable], record, catalogue, report, progress(hash_nbytes))
     return report
 
 
@@ -280,6 +279,7 @@ def _check_digests(
 
 
 def _compare(
+    folder: Path,
     manifest: Manifest,
     tables: list[RankTable],
     record: SourceRecord,
@@ -294,14 +294,13 @@ def _compare(
         different = sorted({name for name, *_ in set(found) ^ set(expected)}) or ["the order"]
         report.add(str(catalogue.root), f"is not the source: {len(different)} tensors differ, such as {different[0]!r}")
         return
-    plan = Plan(manifest.plan, manifest.num_ranks, record.cuts, record.cut_of)
-    layout = stored_layout(manifest, tables, catalogue, plan)
-    passed = run_steps(catalogue, plan, copy_steps(catalogue, plan, layout), NoSink(), on_progress=on_progress)
-    digests = digests_of_all(catalogue, plan, passed)
+    conversion = stored_conversion(folder, manifest, tables, record, catalogue)
+    passed = run_steps(conversion, copy_steps(conversion), NoSink(), on_progress=on_progress)
+    digests = digests_of_all(conversion, passed)
     rows = [{name: row for row, name in enumerate(table.names)} for table in tables]
     for t, name in enumerate(record.names):
         of_tensor = digests[t]
-        held = plan.cut(t).which
+        held = record.cut(t).which
         for rank, table in enumerate(tables):
             row = rows[rank].get(name)
             if row is not None and table.digests[row] != of_tensor.slices[held[rank]]:

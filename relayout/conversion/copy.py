@@ -13,13 +13,12 @@ import xxhash
 
 from relayout.checkpoint.source import Catalogue
 from relayout.conversion.journal import TensorDigests
-from relayout.conversion.layout import Layout, cut_tensors
+from relayout.conversion.layout import Conversion, Layout, cut_tensors
 from relayout.conversion.steps import CHUNK_NBYTES, SourceRange, Span, Step, Target
 from relayout.core.extents import BLOCK, align_down, align_up
 from relayout.core.strided import copy_runs
 from relayout.core.workers import Stop, Turns, Workers
 from relayout.errors import PlanError
-from relayout.plans.planner import Plan
 from relayout.storage.file_pool import OpenFiles
 from relayout.storage.files import Buffer, InputFile, OutputFile
 from relayout.storage.open_folder import OpenFolder
@@ -45,17 +44,17 @@ class Sink(Protocol):
         """Take the span's bytes for one target. The memory is reused after the call."""
 
 
-def digests_of_all(catalogue: Catalogue, plan: Plan, passed: Mapping[int, TensorDigests]) -> dict[int, TensorDigests]:
+def digests_of_all(conversion: Conversion, passed: Mapping[int, TensorDigests]) -> dict[int, TensorDigests]:
     """The digests of those tensors that have passed, and of those without bytes, which no step deals with."""
     digests = {}
-    for t, tensor in enumerate(catalogue.tensors):
+    for t, tensor in enumerate(conversion.catalogue.tensors):
         assert t in passed or not tensor.extent.nbytes, f"tensor {tensor.name!r}: was not hashed to its end"
-        digests[t] = passed[t] if t in passed else _of_nothing(plan, t)
+        digests[t] = passed[t] if t in passed else _of_nothing(conversion, t)
     return digests
 
 
-def _of_nothing(plan: Plan, t: int) -> TensorDigests:
-    return TensorDigests(_EMPTY, (_EMPTY,) * len(plan.cut(t).distinct))
+def _of_nothing(conversion: Conversion, t: int) -> TensorDigests:
+    return TensorDigests(_EMPTY, (_EMPTY,) * len(conversion.plan.cut(t).distinct))
 
 
 class NoSink:
@@ -144,16 +143,15 @@ class Hashes:
 
     def __init__(
         self,
-        catalogue: Catalogue,
-        plan: Plan,
+        conversion: Conversion,
         on_tensor: Callable[[int, TensorDigests], None],
         *,
         slices: bool = True,
     ) -> None:
         """`on_tensor` is called when all bytes of a tensor, and of its `slices` if they count, have passed."""
         self._with_slices = slices
-        self._tensors = cut_tensors(catalogue, plan)
-        self._source_nbytes = [tensor.extent.nbytes for tensor in catalogue.tensors]
+        self._tensors = cut_tensors(conversion.catalogue, conversion.plan)
+        self._source_nbytes = [tensor.extent.nbytes for tensor in conversion.catalogue.tensors]
         self._on_tensor = on_tensor
         self._lock = threading.Lock()
         self._running: dict[tuple[int, int], xxhash.xxh3_128] = {}
@@ -162,8 +160,9 @@ class Hashes:
 
     def update(self, t: int, which: int, view: memoryview) -> None:
         """Hash more bytes of a tensor's source, or of one of its distinct slices."""
-        with self._lock:
-            digest = self._running.setdefault((t, which), xxhash.xxh3_128())
+        digest = self._running.get((t, which))
+        if digest is None:
+            digest = self._running[t, which] = xxhash.xxh3_128()
         digest.update(view)
         with self._lock:
             left = self._left.pop(t, None)
@@ -190,8 +189,7 @@ class Hashes:
         )
 
     def _finished(self, t: int, which: int) -> str:
-        with self._lock:
-            digest = self._running.pop((t, which), None)
+        digest = self._running.pop((t, which), None)
         return _EMPTY if digest is None else digest.hexdigest()
 
 
@@ -210,8 +208,7 @@ def share_memory(jobs: int, memory: int) -> tuple[int, int]:
 
 
 def run_steps(
-    catalogue: Catalogue,
-    plan: Plan,
+    conversion: Conversion,
     steps: Iterable[Step],
     sink: Sink,
     *,
@@ -227,6 +224,7 @@ def run_steps(
         FormatError: a source file has changed its length.
         OSError: a read or a write failed.
     """
+    catalogue = conversion.catalogue
     stop = Stop()
     turns = Turns(stop)
     done: dict[int, TensorDigests] = {}
@@ -235,7 +233,7 @@ def run_steps(
         done[t] = digests
         on_tensor(t, digests)
 
-    hashes = Hashes(catalogue, plan, complete)
+    hashes = Hashes(conversion, complete)
 
     def work(memory: _Memory, step: Step) -> int:
         loaded = _read(step.ranges, inputs, memory.read)
@@ -283,7 +281,7 @@ def _stage(spans: Sequence[Span], catalogue: Catalogue, loaded: Loaded, buffer: 
         for piece in span.pieces:
             file = catalogue.tensors[piece.tensor].file
             source = loaded.position(file, piece.transfer.source) - piece.transfer.source
-            copy_runs(loaded.memory, view, piece.transfer.shifted(source=source))
+            copy_runs(loaded.memory, view, piece.transfer, source)
         staged.append(_Staged(span, view, position))
     return staged
 

@@ -8,9 +8,10 @@ aligned; the rest is one packed tail, in which each slice is still aligned to it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 
 from relayout.checkpoint.source import Catalogue, SourceTensor
 from relayout.core.extents import natural_alignment
@@ -18,7 +19,8 @@ from relayout.core.slices import CutTensor
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import ARENA_ALIGNMENT, MAX_ALIGNMENT, MIN_ALIGNMENT, Manifest, RankTable
 from relayout.format.manifest import relayout_entry
-from relayout.format.safetensors import TensorEntry, build_header, entries_text, join_header, json_text
+from relayout.format.safetensors import TensorEntry, entries_text, join_header, json_text
+from relayout.format.source_record import ConversionOptions, SourceRecord
 from relayout.plans.planner import Plan
 
 DEFAULT_ALIGNMENT = 4096
@@ -58,16 +60,30 @@ class RankFile:
 class Layout:
     """Where everything goes."""
 
-    alignment: int
     ranks: tuple[tuple[RankFile, ...], ...]
     """The parts of each rank."""
-    dcp: bool
-    """Whether rank files say what PyTorch DCP needs to read them as one model."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of all rank files."""
         return sum(file.nbytes for files in self.ranks for file in files)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """A conversion that was planned: everything that is known before a byte moves."""
+
+    output: Path
+    """The folder that it makes, or has made."""
+    catalogue: Catalogue
+    plan: Plan
+    layout: Layout
+    options: ConversionOptions
+
+    @property
+    def source(self) -> Path:
+        """The checkpoint that is converted."""
+        return self.catalogue.root
 
 
 def check_alignment(alignment: int) -> None:
@@ -82,13 +98,14 @@ def check_alignment(alignment: int) -> None:
         )
 
 
-def make_layout(
+def lay_out(
+    output: Path,
     catalogue: Catalogue,
     plan: Plan,
     alignment: int,
     max_part_nbytes: int = DEFAULT_MAX_PART_NBYTES,
     dcp: bool | None = None,
-) -> Layout:
+) -> Conversion:
     """Choose order, files and offsets; `dcp` as for `convert`.
 
     Raises:
@@ -100,7 +117,15 @@ def make_layout(
     tensors = cut_tensors(catalogue, plan)
     different = list(dict.fromkeys(tensors))
     parts_of: dict[tuple[_Slot | None, ...], list[_Part]] = {}
-    metadata = _Metadata(catalogue, plan, _dcp(catalogue, plan, dcp))
+    options = ConversionOptions(
+        num_ranks=plan.num_ranks,
+        plan=plan.name,
+        expert_parallel=plan.expert_parallel,
+        alignment=alignment,
+        max_part_nbytes=max_part_nbytes,
+        dcp=_dcp(catalogue, plan, dcp),
+    )
+    metadata = _Metadata(catalogue, plan, options)
     ranks = []
     for rank in range(plan.num_ranks):
         slots = {tensor: _slot(tensor, rank) for tensor in different}
@@ -108,7 +133,7 @@ def make_layout(
         if alike not in parts_of:
             parts_of[alike] = _parts(catalogue, [slots[tensor] for tensor in tensors], alignment, max_part_nbytes)
         ranks.append(tuple(_rank_file(metadata, rank, part, alignment) for part in parts_of[alike]))
-    return Layout(alignment, tuple(ranks), metadata.dcp)
+    return Conversion(output, catalogue, plan, Layout(tuple(ranks)), options)
 
 
 def cut_tensors(catalogue: Catalogue, plan: Plan) -> list[CutTensor]:
@@ -133,23 +158,30 @@ def _dcp(catalogue: Catalogue, plan: Plan, wanted: bool | None) -> bool:
 class RankHeaders:
     """Builds the headers of rank files."""
 
-    def __init__(self, catalogue: Catalogue, plan: Plan, layout: Layout) -> None:
+    def __init__(self, conversion: Conversion) -> None:
+        catalogue, plan = conversion.catalogue, conversion.plan
         self._catalogue = catalogue
         self._tensors = cut_tensors(catalogue, plan)
-        self._metadata = _Metadata(catalogue, plan, layout.dcp)
-        self._alignment = layout.alignment
+        self._different = list(dict.fromkeys(self._tensors))
+        self._entries: dict[Hashable, str] = {}
+        """Entries that files of several ranks have in common."""
+        self._metadata = _Metadata(catalogue, plan, conversion.options)
+        self._alignment = conversion.options.alignment
 
     def build(self, file: RankFile, conversion: str) -> bytes:
         """The header bytes of a rank file."""
-        entries = []
-        for t, offset in zip(file.tensors, file.data_offsets, strict=True):
-            tensor, cut = self._catalogue.tensors[t], self._tensors[t]
-            which = cut.cut.which[file.rank]
-            entries.append(TensorEntry(tensor.name, tensor.dtype, cut.shapes[which], offset, cut.sizes[which]))
+        shapes = tuple(tensor.rank_shape(file.rank) for tensor in self._different)
+        alike = (file.tensors, file.data_offsets, shapes)
+        if alike not in self._entries:
+            self._entries[alike] = entries_text(self._entry(file.rank, *one) for one in zip(*alike[:2], strict=True))
         metadata = self._metadata.of(file.rank, file.part, file.tensors, conversion)
-        blob = build_header(entries, metadata, self._alignment)
+        blob = join_header(self._entries[alike], metadata, self._alignment)
         assert len(blob) == file.data_start
         return blob
+
+    def _entry(self, rank: int, t: int, offset: int) -> TensorEntry:
+        tensor, cut = self._catalogue.tensors[t], self._tensors[t]
+        return TensorEntry(tensor.name, tensor.dtype, cut.rank_shape(rank), offset, cut.rank_nbytes(rank))
 
 
 def rank_file_name(rank: int, part: int) -> str:
@@ -244,19 +276,18 @@ def _split(
 class _Metadata:
     """Writes the `__metadata__` of rank files."""
 
-    def __init__(self, catalogue: Catalogue, plan: Plan, dcp: bool) -> None:
-        self.dcp = dcp
-        self._plan = plan
+    def __init__(self, catalogue: Catalogue, plan: Plan, options: ConversionOptions) -> None:
+        self._num_ranks = options.num_ranks
+        self._with_dcp = options.dcp and options.num_ranks > 1
         reserved = {"relayout", "DCP_SHARDING_INFO", "DCP_VERSION"}
         self._source = {key: value for key, value in catalogue.metadata.items() if key not in reserved}
-        self._names = [json_text(tensor.name) for tensor in catalogue.tensors] if dcp and plan.num_ranks > 1 else []
+        self._names = [json_text(tensor.name) for tensor in catalogue.tensors] if self._with_dcp else []
         self._tensors = cut_tensors(catalogue, plan)
 
     def of(self, rank: int, part: int, tensors: Sequence[int], conversion: str) -> Mapping[str, str]:
         """The entries of one file."""
-        num_ranks = self._plan.num_ranks
-        metadata = {"relayout": relayout_entry(rank, num_ranks, part, conversion), "format": "pt"}
-        if num_ranks > 1 and self.dcp:
+        metadata = {"relayout": relayout_entry(rank, self._num_ranks, part, conversion), "format": "pt"}
+        if self._with_dcp:
             # PyTorch 2.9 to 2.15, torch/distributed/checkpoint/_hf_utils.py and filesystem.py.
             starts = {
                 tensor: json_text({"saved_offsets": tensor.cut.slices[rank].starts(len(tensor.shape))})
@@ -268,8 +299,16 @@ class _Metadata:
         return metadata | self._source
 
 
-def stored_layout(manifest: Manifest, tables: list[RankTable], catalogue: Catalogue, plan: Plan) -> Layout:
-    """The layout that the sidecar describes."""
+def stored_conversion(
+    folder: Path, manifest: Manifest, tables: Sequence[RankTable], record: SourceRecord, catalogue: Catalogue
+) -> Conversion:
+    """The conversion that the sidecar describes.
+
+    Raises:
+        FormatError: rank tables and source record contradict each other.
+    """
+    options = record.options
+    plan = Plan(options.plan, options.num_ranks, record.cuts, record.cut_of, options.expert_parallel)
     position = {tensor.name: t for t, tensor in enumerate(catalogue.tensors)}
     held = [
         {t for t, cut in enumerate(plan.cut_of) if plan.cuts[cut].slices[rank].is_held}
@@ -298,7 +337,7 @@ def stored_layout(manifest: Manifest, tables: list[RankTable], catalogue: Catalo
             for part, file in enumerate(entry.files)
         )
         ranks.append(tuple(files))
-    return Layout(manifest.alignment, tuple(ranks), manifest.dcp)
+    return Conversion(folder, catalogue, plan, Layout(tuple(ranks)), options)
 
 
 def rows_of_files(table: RankTable, num_files: int) -> list[list[int]]:

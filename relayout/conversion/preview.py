@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import asdict, dataclass
 
-from relayout.conversion.layout import cut_tensors
-from relayout.conversion.run import Conversion
+from relayout.conversion.layout import Conversion, cut_tensors
 from relayout.core.patterns import collapse_numbers
 from relayout.core.slices import Cut, CutTensor
 
@@ -63,6 +62,7 @@ class Preview:
 def preview(conversion: Conversion) -> Preview:
     """Sum up a planned conversion."""
     catalogue, plan, layout = conversion.catalogue, conversion.plan, conversion.layout
+    options = conversion.options
     tensors = cut_tensors(catalogue, plan)
     counts = Counter(tensors)
     groups: dict[tuple[str, str, tuple[int, ...], str], list[tuple[CutTensor, int]]] = {}
@@ -76,10 +76,10 @@ def preview(conversion: Conversion) -> Preview:
     return Preview(
         source=str(conversion.source),
         output=str(conversion.output),
-        plan=plan.name,
-        expert_parallel=plan.expert_parallel,
-        num_ranks=plan.num_ranks,
-        alignment=layout.alignment,
+        plan=options.plan,
+        expert_parallel=options.expert_parallel,
+        num_ranks=options.num_ranks,
+        alignment=options.alignment,
         num_tensors=len(catalogue.tensors),
         source_nbytes=catalogue.nbytes,
         written_nbytes=layout.nbytes,
@@ -87,7 +87,7 @@ def preview(conversion: Conversion) -> Preview:
         rank_tensors=tuple(sum(len(file.tensors) for file in files) for files in layout.ranks),
         balance=sum(rank_nbytes) / max(1, max(rank_nbytes) * plan.num_ranks),
         replicated_nbytes=sum(rank_nbytes) - catalogue.nbytes,
-        tail_nbytes=sum(count * _tail_nbytes(one, layout.alignment) for one, count in counts.items()),
+        tail_nbytes=sum(count * _tail_nbytes(one, options.alignment) for one, count in counts.items()),
         num_files=sum(map(len, layout.ranks)),
         groups=tuple(_group(*key, members) for key, members in groups.items()),
         unmatched=plan.unmatched,

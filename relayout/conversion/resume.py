@@ -5,27 +5,27 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Mapping
+from dataclasses import astuple
 
-from relayout.checkpoint.source import Catalogue
 from relayout.conversion.journal import TensorDigests, Undertaking, read_journal
-from relayout.conversion.layout import Layout, RankFile
+from relayout.conversion.layout import Conversion, RankFile
 from relayout.conversion.staging import Staging
 from relayout.core.extents import Extent
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import FORMAT_VERSION
 from relayout.format.manifest import compact_json, digest_hex
-from relayout.plans.planner import Plan
 from relayout.storage.files import sync_and_forget
 from relayout.storage.hashing import HashedFile, hash_files
 from relayout.storage.open_folder import OpenFolder
 
 
-def undertaking_of(catalogue: Catalogue, plan: Plan, layout: Layout, max_part_nbytes: int) -> Undertaking:
+def undertaking_of(conversion: Conversion) -> Undertaking:
     """What a conversion is of, as the source is now, and to.
 
     Raises:
         OSError: a source file is gone.
     """
+    catalogue, plan = conversion.catalogue, conversion.plan
     files = []
     for file in catalogue.files:
         status = file.path.stat()
@@ -36,12 +36,7 @@ def undertaking_of(catalogue: Catalogue, plan: Plan, layout: Layout, max_part_nb
     index = None if catalogue.index is None else digest_hex(catalogue.index[1])
     options = [
         FORMAT_VERSION,
-        plan.num_ranks,
-        plan.name,
-        plan.expert_parallel,
-        layout.alignment,
-        max_part_nbytes,
-        layout.dcp,
+        *astuple(conversion.options),
         plan.cut_of,
         [[[part.axis, part.ranges] for part in cut.slices] for cut in plan.cuts],
     ]
@@ -70,22 +65,23 @@ def claims_of(staging: Staging, undertaking: Undertaking, *, force: bool) -> Map
 
 
 def still_true(
-    folder: OpenFolder, claims: Mapping[int, TensorDigests], catalogue: Catalogue, plan: Plan, layout: Layout, jobs: int
+    folder: OpenFolder, claims: Mapping[int, TensorDigests], conversion: Conversion, jobs: int
 ) -> dict[int, TensorDigests]:
     """Those of the claimed tensors whose stored bytes have the claimed digests. What is no rank file is deleted.
 
     Raises:
         OSError: a read failed.
     """
+    layout = conversion.layout
     files = {file.name: file for files in layout.ranks for file in files}
     for name in folder.names() if claims else ():
         if name not in files or not _is_whole(folder, files[name]):
             folder.remove(name)
-    fitting = {t: digests for t, digests in claims.items() if _fits(t, digests, plan)}
+    fitting = {t: digests for t, digests in claims.items() if _fits(t, digests, conversion)}
     wrong: set[int] = set()
     for files_of_rank in layout.ranks if claims else ():
         for file in files_of_rank:
-            wrong |= _wrong(folder, file, fitting, catalogue, plan, jobs)
+            wrong |= _wrong(folder, file, fitting, conversion, jobs)
     return {t: digests for t, digests in fitting.items() if t not in wrong}
 
 
@@ -99,18 +95,20 @@ def _is_whole(folder: OpenFolder, file: RankFile) -> bool:
         return os.fstat(fd).st_size == file.nbytes
 
 
-def _fits(t: int, digests: TensorDigests, plan: Plan) -> bool:
+def _fits(t: int, digests: TensorDigests, conversion: Conversion) -> bool:
+    plan = conversion.plan
     return 0 <= t < len(plan.cut_of) and len(digests.slices) == len(plan.cut(t).distinct)
 
 
 def _wrong(
-    folder: OpenFolder, file: RankFile, claims: Mapping[int, TensorDigests], catalogue: Catalogue, plan: Plan, jobs: int
+    folder: OpenFolder, file: RankFile, claims: Mapping[int, TensorDigests], conversion: Conversion, jobs: int
 ) -> set[int]:
     """The claimed tensors whose slice is not in this rank file as it should be."""
+    plan = conversion.plan
     rows = []
     for t, offset in zip(file.tensors, file.offsets, strict=True):
         if t in claims:
-            tensor = catalogue.tensors[t]
+            tensor = conversion.catalogue.tensors[t]
             nbytes = plan.cut(t).tensor(tensor.dtype, tensor.shape).rank_nbytes(file.rank)
             rows.append((t, Extent(offset, nbytes)))
     try:

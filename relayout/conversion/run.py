@@ -16,11 +16,12 @@ from relayout.conversion.journal import Journal, TensorDigests
 from relayout.conversion.layout import (
     DEFAULT_ALIGNMENT,
     DEFAULT_MAX_PART_NBYTES,
+    Conversion,
     Layout,
     RankHeaders,
     check_alignment,
     cut_tensors,
-    make_layout,
+    lay_out,
 )
 from relayout.conversion.resume import claims_of, still_true, undertaking_of
 from relayout.conversion.side_files import copy_side_file, write_file, write_header
@@ -42,43 +43,17 @@ from relayout.format.index import (
 from relayout.format.manifest import SOURCE_RECORD_NAME, compress, digest_hex, dump_manifest, table_name
 from relayout.format.rank_table import dump_table
 from relayout.format.source_record import (
-    ConversionOptions,
     RecordedFile,
     SideFile,
     SourceRecord,
     dump_record,
 )
-from relayout.plans.planner import TRANSFORMERS, Plan, Unmatched, plan_for
+from relayout.plans.planner import TRANSFORMERS, Unmatched, plan_for
 from relayout.storage.hashing import CHUNK_NBYTES as REHASH_NBYTES
 from relayout.storage.memory import peak_nbytes
 from relayout.storage.open_folder import OpenFolder
 
 _SIDECAR_NBYTES_PER_TENSOR = 300
-
-
-@dataclass(frozen=True, slots=True)
-class Conversion:
-    """A conversion that was planned: everything that is known before a byte moves."""
-
-    source: Path
-    output: Path
-    catalogue: Catalogue
-    plan: Plan
-    layout: Layout
-    max_part_nbytes: int
-
-    @property
-    def options(self) -> ConversionOptions:
-        """What decides, beside the source and the cuts of its tensors, which bytes it writes."""
-        plan, layout = self.plan, self.layout
-        return ConversionOptions(
-            num_ranks=plan.num_ranks,
-            plan=plan.name,
-            expert_parallel=plan.expert_parallel,
-            alignment=layout.alignment,
-            max_part_nbytes=self.max_part_nbytes,
-            dcp=layout.dcp,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +120,7 @@ def plan_conversion(
         expert_parallel=expert_parallel,
         unmatched=unmatched,
     )
-    return Conversion(
-        source, output, catalogue, made, make_layout(catalogue, made, align, max_part_nbytes, dcp), max_part_nbytes
-    )
+    return lay_out(output, catalogue, made, align, max_part_nbytes, dcp)
 
 
 def convert(
@@ -225,14 +198,14 @@ def carry_out(
     clear_up(conversion.output)
     check_output(conversion.source, conversion.output, force=force)
     total = catalogue.nbytes
-    undertaking = undertaking_of(catalogue, conversion.plan, layout, conversion.max_part_nbytes)
+    undertaking = undertaking_of(conversion)
     modes = modes_of(None if catalogue.is_file else catalogue.root, [file.path for file in catalogue.files])
     with staging_folder(conversion.output, replace=force, modes=modes) as staging:
         claims = claims_of(staging, undertaking, force=force)
         staging.advice = f"what is done is kept in {staging.place.path}; the same command goes on from there"
         check_space(conversion.output, _needed_nbytes(conversion) - staging.allocated_nbytes())
         num_readers = max(1, min(jobs, memory // REHASH_NBYTES))
-        done = still_true(staging.folder, claims, catalogue, conversion.plan, layout, num_readers)
+        done = still_true(staging.folder, claims, conversion, num_readers)
         resumed_nbytes = sum(catalogue.tensors[t].extent.nbytes for t in done)
         with Journal(staging.place, undertaking, append=bool(claims)) as journal:
 
@@ -243,9 +216,8 @@ def carry_out(
             sink = RankFileSink(staging.folder, layout, staging.modes.file)
             try:
                 written = run_steps(
-                    catalogue,
-                    conversion.plan,
-                    copy_steps(catalogue, conversion.plan, layout, done=done, chunk_nbytes=chunk_nbytes),
+                    conversion,
+                    copy_steps(conversion, done=done, chunk_nbytes=chunk_nbytes),
                     sink,
                     num_threads=jobs,
                     on_tensor=complete,
@@ -254,7 +226,7 @@ def carry_out(
             finally:
                 sink.close()
         _write_sidecar(staging.folder, staging.modes.file, conversion, {**done, **written})
-        if undertaking_of(catalogue, conversion.plan, layout, conversion.max_part_nbytes) != undertaking:
+        if undertaking_of(conversion) != undertaking:
             staging.is_kept = False
             raise FormatError(f"{conversion.source}: has changed while it was read")
     rank_nbytes = tuple(sum(file.nbytes - file.data_start for file in files) for files in layout.ranks)
@@ -300,17 +272,17 @@ def _needed_nbytes(conversion: Conversion) -> int:
 
 def _write_sidecar(folder: OpenFolder, mode: int, conversion: Conversion, digests: Mapping[int, TensorDigests]) -> None:
     """Write everything but the tensors' bytes: side files, source record, headers, rank tables, manifest."""
-    catalogue, plan, layout = conversion.catalogue, conversion.plan, conversion.layout
+    catalogue, layout, options = conversion.catalogue, conversion.layout, conversion.options
     side_files = [copy_side_file(catalogue.folder, folder, name) for name in catalogue.side_files]
-    digests = digests_of_all(catalogue, plan, digests)
+    digests = digests_of_all(conversion, digests)
     sources = [digests[t].source for t in range(len(catalogue.tensors))]
-    record = dump_record(_source_record(conversion, sources, side_files), conversion.options)
+    record = dump_record(_source_record(conversion, sources, side_files))
     conversion_id = digest_hex(record)
     stored_record = compress(record)
     write_file(folder, SOURCE_RECORD_NAME, stored_record, mode)
     entries = []
-    headers = RankHeaders(catalogue, plan, layout)
-    tensors = cut_tensors(catalogue, plan)
+    headers = RankHeaders(conversion)
+    tensors = cut_tensors(catalogue, conversion.plan)
     for rank, files in enumerate(layout.ranks):
         indexed = []
         for file in files:
@@ -332,17 +304,17 @@ def _write_sidecar(folder: OpenFolder, mode: int, conversion: Conversion, digest
                 reads=arena.reads,
             )
         )
-    hub_index = _hub_index(catalogue, layout) if plan.num_ranks == 1 else None
+    hub_index = _hub_index(catalogue, layout) if options.num_ranks == 1 else None
     if hub_index is not None:
         write_file(folder, HUB_INDEX_NAME, hub_index, mode)
     manifest = Manifest(
         generator=f"relayout {__version__}",
         conversion=conversion_id,
         model_type=catalogue.model_type,
-        plan=plan.name,
-        expert_parallel=plan.expert_parallel,
-        alignment=layout.alignment,
-        dcp=layout.dcp,
+        plan=options.plan,
+        expert_parallel=options.expert_parallel,
+        alignment=options.alignment,
+        dcp=options.dcp,
         record_digest=digest_hex(stored_record),
         source_nbytes=catalogue.nbytes,
         hub_index_digest=None if hub_index is None else digest_hex(hub_index),
@@ -355,6 +327,7 @@ def _source_record(conversion: Conversion, digests: Sequence[str], side_files: S
     catalogue = conversion.catalogue
     tensors = catalogue.tensors
     return SourceRecord(
+        options=conversion.options,
         names=[tensor.name for tensor in tensors],
         dtypes=[tensor.dtype for tensor in tensors],
         shapes=[tensor.shape for tensor in tensors],

@@ -17,10 +17,8 @@ from heapq import merge
 from itertools import pairwise
 from math import gcd
 
-from relayout.checkpoint.source import Catalogue
-from relayout.conversion.layout import Layout, cut_tensors
+from relayout.conversion.layout import Conversion, cut_tensors
 from relayout.core.extents import BLOCK, Extent, Transfer, align_down, align_up
-from relayout.plans.planner import Plan
 
 CHUNK_NBYTES = 32 * 2**20
 """Source bytes of one step, about."""
@@ -104,18 +102,16 @@ class Step:
 
 
 def copy_steps(
-    catalogue: Catalogue,
-    plan: Plan,
-    layout: Layout,
+    conversion: Conversion,
     *,
     done: Container[int] = (),
     chunk_nbytes: int = CHUNK_NBYTES,
     small_nbytes: int = SMALL_NBYTES,
 ) -> Iterator[Step]:
     """All steps of a conversion, but for tensors that are done: large tensors in model order, then the small ones."""
-    planner = _Planner(catalogue, plan, layout, chunk_nbytes)
+    planner = _Planner(conversion, chunk_nbytes)
     small = []
-    for t, tensor in enumerate(catalogue.tensors):
+    for t, tensor in enumerate(conversion.catalogue.tensors):
         if t in done:
             continue
         if tensor.extent.nbytes >= small_nbytes:
@@ -132,15 +128,15 @@ _Placed = tuple[int, int, int]
 
 
 class _Planner:
-    def __init__(self, catalogue: Catalogue, plan: Plan, layout: Layout, chunk_nbytes: int) -> None:
-        self.tensors = catalogue.tensors
-        self.cut = cut_tensors(catalogue, plan)
+    def __init__(self, conversion: Conversion, chunk_nbytes: int) -> None:
+        self.tensors = conversion.catalogue.tensors
+        self.cut = cut_tensors(conversion.catalogue, conversion.plan)
         self.chunk_nbytes = chunk_nbytes
-        self.files = layout.ranks
+        self.files = conversion.layout.ranks
         self.places: list[dict[int, tuple[int, int]]] = []
         """Of each rank: tensor -> part, and offset in its data section. Ranks that are alike share one."""
         known: dict[tuple[tuple[int, ...], ...], dict[int, tuple[int, int]]] = {}
-        for files in layout.ranks:
+        for files in self.files:
             alike = tuple(column for file in files for column in (file.tensors, file.data_offsets))
             if alike not in known:
                 known[alike] = {

@@ -10,11 +10,14 @@ from relayout.core.extents import Transfer
 Bytes = npt.NDArray[np.uint8]
 
 
-def copy_runs(source: memoryview | Bytes, target: memoryview | Bytes, transfer: Transfer) -> None:
-    """Copy a transfer's runs; its offsets count from the start of each memory. Releases the GIL while it copies."""
+def copy_runs(source: memoryview | Bytes, target: memoryview | Bytes, transfer: Transfer, origin: int = 0) -> None:
+    """Copy a transfer's runs; its offsets count from the start of the target, and from `origin` in the source.
+
+    Releases the GIL while it copies.
+    """
     np.copyto(
         _runs(target, transfer.target, transfer.target_stride, transfer),
-        _runs(source, transfer.source, transfer.source_stride, transfer),
+        _runs(source, origin + transfer.source, transfer.source_stride, transfer),
     )
 
 

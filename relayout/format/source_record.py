@@ -45,9 +45,28 @@ class RecordedFile:
 
 
 @dataclass(frozen=True, slots=True)
+class ConversionOptions:
+    """What decides, beside the source and the cuts of its tensors, which bytes a conversion writes."""
+
+    num_ranks: int
+    """The tensor-parallel degree."""
+    plan: str
+    """The name of the plan."""
+    expert_parallel: bool
+    """Whether experts are owned whole."""
+    alignment: int
+    """Bytes."""
+    max_part_nbytes: int
+    """About how large a rank file may be."""
+    dcp: bool
+    """Whether headers say what PyTorch DCP needs."""
+
+
+@dataclass(frozen=True, slots=True)
 class SourceRecord:
     """The source record; columns of equal length."""
 
+    options: ConversionOptions
     names: Sequence[str]
     dtypes: Sequence[str]
     shapes: Sequence[tuple[int, ...]]
@@ -70,29 +89,11 @@ class SourceRecord:
         return self.cuts[self.cut_of[t]]
 
 
-@dataclass(frozen=True, slots=True)
-class ConversionOptions:
-    """What decides, beside the source and the cuts of its tensors, which bytes a conversion writes."""
-
-    num_ranks: int
-    """The tensor-parallel degree."""
-    plan: str
-    """The name of the plan."""
-    expert_parallel: bool
-    """Whether experts are owned whole."""
-    alignment: int
-    """Bytes."""
-    max_part_nbytes: int
-    """About how large a rank file may be."""
-    dcp: bool
-    """Whether headers say what PyTorch DCP needs."""
-
-
-def dump_record(record: SourceRecord, options: ConversionOptions) -> bytes:
+def dump_record(record: SourceRecord) -> bytes:
     """Serialise the source record, uncompressed."""
     top = {
         "relayout": FORMAT_VERSION,
-        **asdict(options),
+        **asdict(record.options),
         "files": {
             "name": [file.name for file in record.files],
             "nbytes": [file.nbytes for file in record.files],
@@ -146,6 +147,7 @@ def parse_record(text: bytes, num_ranks: int, where: str) -> SourceRecord:
         raise FormatError(f"{where}: file {max(file_of)} of {len(files)}")
     index = None if top.top.get("index") is None else Fields(top.object("index"), where)
     record = SourceRecord(
+        options=_parse_options(top, where),
         names=tensors.column("name", str, count),
         dtypes=tensors.column("dtype", str, count),
         shapes=parse_shapes(tensors.column("shape", list, count), where),
@@ -173,6 +175,20 @@ def parse_record(text: bytes, num_ranks: int, where: str) -> SourceRecord:
     )
     _check_tensors(record, where)
     return record
+
+
+def _parse_options(top: Fields, where: str) -> ConversionOptions:
+    flags = [top.top.get(name) for name in ("expert_parallel", "dcp")]
+    if not all(isinstance(flag, bool) for flag in flags):
+        raise FormatError(f"{where}: 'expert_parallel' or 'dcp' is missing or not a boolean")
+    return ConversionOptions(
+        num_ranks=top.size("num_ranks"),
+        plan=top.text("plan"),
+        expert_parallel=flags[0] is True,
+        alignment=top.size("alignment"),
+        max_part_nbytes=top.size("max_part_nbytes"),
+        dcp=flags[1] is True,
+    )
 
 
 def _count(fields: Fields) -> int:

@@ -290,3 +290,28 @@ def test_the_backends_are_those_that_are_tested() -> None:
     from relayout.loader.backends.choice import REGISTRY
 
     assert set(WAYS) == set(REGISTRY)
+
+
+def test_a_backend_of_somebody_else_is_explained_and_refuses_as_any_other(converted: Path) -> None:
+    told = relayout.explain(converted, 1, backend="toy")
+    assert (told.backend, told.straight_nbytes) == ("toy", 0)
+    assert told.reason.startswith("asked for: one thread reads all of it; here ")
+    assert told.read_nbytes >= told.nbytes > 0
+    with pytest.raises(PlanError, match=r"^backend 'toy' loads to host memory, not to 'meta'$"):
+        relayout.load(converted, 1, backend="toy", device="meta")
+
+
+def test_auto_takes_the_first_backend_that_does_not_refuse_and_tells_what_the_others_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from relayout.loader.backends import choice, cuda
+
+    monkeypatch.setattr(choice, "resolve_device", lambda device: device)
+    monkeypatch.setattr(cuda, "is_likely", lambda: False)
+    found = choice.choose("auto", "cuda:0", ())
+    assert (found.backend.name, found.backend.device, found.gds) == ("pinned", "cuda:0", None)
+    why = "backend 'gds': GPUDirect Storage is not available: neither nvidia-fs nor PCI P2PDMA is set up"
+    assert found.reason == f"{why}; read into pinned memory, copied from there"
+    with pytest.raises(PlanError, match=f"^{why}$"):
+        choice.choose("gds", "cuda:0", ())
+    assert choice.choose("pinned", "cuda:0", ()).reason == "asked for: read into pinned memory, copied from there"

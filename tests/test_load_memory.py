@@ -150,7 +150,7 @@ def test_a_thread_that_does_not_start_ends_the_load(
     expected: dict[str, torch.Tensor],
 ) -> None:
     true_start = threading.Thread.start
-    for number in (1, 3):
+    for number in (1,) if way == "toy" else (1, 3):  # The toy has one thread.
         started: list[str] = []
 
         def start(thread: threading.Thread, number: int = number, started: list[str] = started) -> None:

@@ -41,8 +41,6 @@ def check_output(source: Path, output: Path, *, force: bool) -> None:
         raise PlanError(f"{output}: is the source itself; choose another folder with -o")
     if real_output.is_relative_to(real_source) or real_source.is_relative_to(real_output):
         raise PlanError(f"{output}: lies in the source or around it; choose another folder with -o")
-    if not real_output.name:
-        raise PlanError(f"{output}: cannot be replaced; choose a folder in it with -o")
     if not real_output.parent.is_dir():
         raise PlanError(f"{output}: its parent folder does not exist")
     if os.path.lexists(output):

@@ -39,7 +39,7 @@ from relayout.plans.planner import Plan, make_plan, plan_for
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
-from vector_edits import BASES, changed_files, vectors
+from support.vector_edits import BASES, changed_files, vectors
 
 _CONVERTED = BASES / "converted"
 MAX_INPUT_NBYTES = 2**16

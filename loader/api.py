@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relayout.errors import PlanError
@@ -75,7 +74,7 @@ def load(
     """
     with advised():
         options = options_of(device, backend, verify, threads, memory, progress)
-        checkpoint = find_checkpoint(Path(path), rank, tp)
+        checkpoint = find_checkpoint(path, rank, tp)
         if verify:
             check_verifiable(checkpoint)
         patterns = [names] if isinstance(names, str) else names
@@ -122,7 +121,7 @@ def iter_load(
     """
     with advised():
         options = options_of(device, backend, verify, threads, memory, progress)
-        checkpoint = find_checkpoint(Path(path), rank, tp)
+        checkpoint = find_checkpoint(path, rank, tp)
         if verify:
             check_verifiable(checkpoint)
         contents = checkpoint.contents([names] if isinstance(names, str) else names)

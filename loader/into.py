@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from relayout.errors import PlanError
 from relayout.loader.backends.base import Backend, Refusal, read_job
-from relayout.loader.backends.files import Access, Sources
+from relayout.loader.backends.files import Sources
 from relayout.loader.budgets import Budget
 from relayout.loader.disjoint import Strided, is_simple, sharing, strided
 from relayout.loader.loading import Options, load_contents
@@ -17,6 +17,7 @@ from relayout.loader.sources.contents import Contents, select
 from relayout.loader.stream import stream
 from relayout.loader.tensors import bytes_of, torch_dtype, torch_shape
 from relayout.progress import reporting
+from relayout.storage.protocols import Access
 
 if TYPE_CHECKING:
     import torch

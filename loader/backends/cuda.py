@@ -20,10 +20,11 @@ from relayout.format.index import Read
 from relayout.loader.backends.arena import scatter
 from relayout.loader.backends.base import Choice, FreshArenas, Memory, ReadJob, Refusal, Request
 from relayout.loader.backends.cufile import find_cufile, is_likely
-from relayout.loader.backends.files import Access, Sources
+from relayout.loader.backends.files import Sources
 from relayout.loader.backends.host import ThreadedJob
 from relayout.loader.budgets import MAX_BUFFERS, Budget
 from relayout.loader.read_plan import CHUNK_NBYTES, Chunk, plan_chunks
+from relayout.storage.protocols import Access
 
 if TYPE_CHECKING:
     import torch
@@ -169,6 +170,7 @@ class DeviceBackend:
         try:
             if self.cufile is not None:
                 for number, file in enumerate(job.files):
+                    assert file.path is not None  # Or the backend would have been refused.
                     handles.append(self.cufile.open(file.path))
                     sources.check_place(number)
                 registered = memory.whole
@@ -294,8 +296,8 @@ class DeviceJob(ThreadedJob[Lane]):
         while done < nbytes:
             count = self._handles[file].read(span[done:], offset + done)
             if count <= 0:
-                path = self.job.files[file].path
-                raise FormatError(f"{path}: ends at byte {offset + done}, expected {self.job.files[file].nbytes} bytes")
+                stored = self.job.files[file]
+                raise FormatError(f"{stored.where}: ends at byte {offset + done}, expected {stored.nbytes} bytes")
             done += count
         if self.job.checks is not None:
             # What has arrived is looked at: it is fetched again.
@@ -401,11 +403,12 @@ def offer_pinned(request: Request) -> Choice | Refusal:
 
 def offer_gds(request: Request) -> Choice | Refusal:
     """See `choice.REGISTRY`; who asks cuFile refuses compat mode to the whole process."""
-    if refused := _refusal("gds", request):
+    if refused := _refusal("gds", request) or request.refusal_without_descriptors("gds"):
         return refused
     why = "neither nvidia-fs nor PCI P2PDMA is set up"
-    if request.files and (request.is_by_name or is_likely()):
-        cufile, state = find_cufile(request.files[0].path)
+    path = request.files[0].path if request.files else None
+    if path is not None and (request.is_by_name or is_likely()):
+        cufile, state = find_cufile(path)
         if cufile is not None:
             asked = "asked for" if request.is_by_name else "available"
             backend = DeviceBackend(request.device, _lanes_of(request.device), cufile)

@@ -11,10 +11,11 @@ from relayout.core.workers import Workers
 from relayout.format.index import Read
 from relayout.loader.backends.arena import ArenaPool, HostArena, Scattered, allocate
 from relayout.loader.backends.base import Choice, Factory, Memory, ReadJob, Refusal, Request
-from relayout.loader.backends.files import Access, Sources
+from relayout.loader.backends.files import Sources
 from relayout.loader.budgets import HOST_BUFFERS, Budget
 from relayout.loader.read_plan import Chunk, plan_chunks
-from relayout.storage.files import Buffer
+from relayout.storage.buffers import Buffer
+from relayout.storage.protocols import Access
 
 if TYPE_CHECKING:
     import torch
@@ -160,6 +161,8 @@ def factory(access: Access) -> Factory:
 
     def offer(request: Request) -> Choice | Refusal:
         then = "" if request.kind == "cpu" else f"{{}} copied to {request.device} in one piece"
+        if access is Access.DIRECT and (refused := request.refusal_without_descriptors("direct")):
+            return refused
         if access is Access.AUTO:
             how = "threads read directly where the file system takes it, and from the page cache what is there"
             return Choice(HostBackend(access), request.reason(how + then.format("; then")))

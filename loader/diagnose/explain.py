@@ -5,19 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relayout.core.extents import BLOCK
 from relayout.format.index import Read
-from relayout.loader.backends.files import Access, Sources
+from relayout.loader.backends.files import Sources
 from relayout.loader.diagnose.hints import advised
 from relayout.loader.loading import options_of
 from relayout.loader.placement import place
 from relayout.loader.read_plan import Chunk
 from relayout.loader.sources.checkpoint import ConvertedRank, find_checkpoint
 from relayout.loader.sources.contents import StoredFile
-from relayout.storage.mounts import Filesystem, filesystem_of, refuses_direct
+from relayout.storage.local.mounts import Filesystem, filesystem_of, refuses_direct
+from relayout.storage.protocols import Access
+from relayout.storage.stores import scheme_of
 
 if TYPE_CHECKING:
     import torch
@@ -87,7 +88,7 @@ def explain(
     """
     with advised():
         options = options_of(device, backend, False, threads, memory, None)
-        checkpoint = find_checkpoint(Path(path), rank, tp)
+        checkpoint = find_checkpoint(path, rank, tp)
         files: Sequence[StoredFile]
         reads: Sequence[Read]
         if isinstance(checkpoint, ConvertedRank):
@@ -107,10 +108,10 @@ def explain(
             resident = _resident_of_tensors(sources, reads) if is_lazy else _resident(sources, chunks)
             facts = tuple(
                 FileFacts(
-                    file.path.name,
+                    file.name,
                     file.nbytes,
-                    filesystem_of(file.path),
-                    refuses_direct(file.path),
+                    _filesystem(file),
+                    _refuses_direct(file),
                     sources.resident_nbytes(number, 0, file.nbytes),
                 )
                 for number, file in enumerate(files)
@@ -135,6 +136,16 @@ def explain(
         memory=budget.memory,
         files=facts,
     )
+
+
+def _filesystem(file: StoredFile) -> Filesystem:
+    if file.path is not None:
+        return filesystem_of(file.path)
+    return Filesystem(scheme_of(str(file.folder)) or "unknown", str(file.folder), file.folder.cost.chunk_nbytes, None)
+
+
+def _refuses_direct(file: StoredFile) -> str | None:
+    return "a store without descriptors" if file.path is None else refuses_direct(file.path)
 
 
 def _resident(sources: Sources, chunks: Sequence[Chunk]) -> int:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from relayout.core.slices import Slice
-from relayout.errors import FormatError, PlanError
+from relayout.errors import PlanError
 from relayout.format.index import RankTable
 from relayout.loader.backends.choice import resolve_device
 from relayout.loader.diagnose.hints import advised
@@ -118,15 +117,10 @@ class OpenRank:
         Raises:
             FormatError: its header is damaged.
         """
-        from safetensors import SafetensorError, safe_open
+        from relayout.checkpoint.source import read_shard
 
-        path = self._rank.files[0].path
-        try:
-            with safe_open(path, framework="np") as stock:
-                found: dict[str, str] | None = stock.metadata()
-                return found
-        except SafetensorError as error:
-            raise FormatError(f"{path}: {error}") from None
+        _, header = read_shard(self._rank.folder, self._rank.files[0].name)
+        return dict(header.metadata) or None
 
     def place(self, name: str) -> Place:
         """Which part of the whole tensor the rank's is.
@@ -182,6 +176,6 @@ def open_rank(path: str | os.PathLike[str], rank: int, *, device: str | torch.de
     """
     with advised():
         device = resolve_device(device)
-        checkpoint = find_checkpoint(Path(path), rank, None)
+        checkpoint = find_checkpoint(path, rank, None)
         assert isinstance(checkpoint, ConvertedRank)
         return OpenRank(checkpoint, device)

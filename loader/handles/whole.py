@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from relayout.checkpoint.converted import read_manifest, read_record, waiting
+from relayout.checkpoint.converted import is_converted, read_manifest, read_record
 from relayout.core.slices import WHOLE, Slice
 from relayout.errors import PlanError
 from relayout.format.index import MANIFEST_NAME, Manifest
@@ -19,6 +18,8 @@ from relayout.loader.handles.indexing import bounds, check_pairs, selection, wit
 from relayout.loader.loading import Options, load_contents
 from relayout.loader.sources.resharded import Ranks
 from relayout.loader.tensors import check_mode
+from relayout.storage.protocols import Kind, Store
+from relayout.storage.stores import find_store
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +61,7 @@ class WholeCheckpoint:
     the tensor, or a PlanError.
     """
 
-    def __init__(self, folder: Path, device: str | torch.device) -> None:
+    def __init__(self, folder: Store, device: str | torch.device) -> None:
         self._folder = folder
         self._options = Options(device=resolve_device(device))
         self._manifest: Manifest = read_manifest(folder)
@@ -168,10 +169,10 @@ def safe_open(
     """
     if framework not in ("pt", "torch", "pytorch"):
         raise PlanError(f"framework {framework!r}: tensors are torch's, expected 'pt'")
-    folder = Path(path)
-    if not folder.exists():
-        raise PlanError(f"{folder}: no such file or folder{waiting(folder)}")
-    if not (folder / MANIFEST_NAME).exists():
+    folder = find_store(path)
+    if folder.kind() is Kind.NOTHING:
+        raise PlanError(f"{folder}: {folder.absence()}")
+    if not is_converted(folder):
         raise PlanError(f"{folder}: not converted ({MANIFEST_NAME} is missing): safetensors.safe_open reads its files")
     with advised():
         return WholeCheckpoint(folder, device)

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeAlias
 
-from relayout.checkpoint.converted import check_rank, read_manifest, read_table, waiting
+from relayout.checkpoint.converted import check_rank, is_converted, read_manifest, read_table
 from relayout.core.integers import integer
 from relayout.errors import PlanError
 from relayout.format.index import MANIFEST_NAME, Manifest, RankEntry, RankTable
 from relayout.loader.sources.contents import Contents, StoredFile, contents_of, rank_files, select
+from relayout.storage.protocols import Kind, Store
+from relayout.storage.stores import find_store
 
 
 @dataclass(frozen=True, slots=True)
 class ConvertedRank:
     """One rank of a folder that `relayout convert` wrote."""
 
-    folder: Path
+    folder: Store
     manifest: Manifest
     rank: int
 
@@ -54,7 +56,7 @@ class ConvertedRank:
 class RegroupedRank:
     """One rank of another number of ranks than a folder was converted for."""
 
-    folder: Path
+    folder: Store
     manifest: Manifest
     rank: int
     num_ranks: int
@@ -76,7 +78,7 @@ class RegroupedRank:
 class PlainRank:
     """One rank of a checkpoint as it was published."""
 
-    source: Path
+    source: Store
     rank: int
     num_ranks: int
 
@@ -96,8 +98,8 @@ class PlainRank:
 Checkpoint: TypeAlias = ConvertedRank | RegroupedRank | PlainRank
 
 
-def find_checkpoint(path: Path, rank: int, tp: int | None) -> Checkpoint:
-    """What is at `path`.
+def find_checkpoint(path: str | os.PathLike[str], rank: int, tp: int | None) -> Checkpoint:
+    """What is at a path or URL.
 
     Raises:
         FormatError: relayout.json is damaged.
@@ -108,18 +110,19 @@ def find_checkpoint(path: Path, rank: int, tp: int | None) -> Checkpoint:
         tp = integer(tp, "tp")
         if tp < 1:
             raise PlanError(f"tp={tp}, expected 1 or more")
-    if (path / MANIFEST_NAME).exists():
-        manifest = read_manifest(path)
+    store = find_store(path)
+    if is_converted(store):
+        manifest = read_manifest(store)
         check_rank(rank, manifest.num_ranks if tp is None else tp)
         if tp is not None and tp != manifest.num_ranks:
-            return RegroupedRank(path, manifest, rank, tp)
-        return ConvertedRank(path, manifest, rank)
-    if not path.exists():
-        raise PlanError(f"{path}: no such file or folder{waiting(path)}")
+            return RegroupedRank(store, manifest, rank, tp)
+        return ConvertedRank(store, manifest, rank)
+    if store.kind() is Kind.NOTHING:
+        raise PlanError(f"{store}: {store.absence()}")
     if tp is None:
-        raise PlanError(f"{path}: not converted ({MANIFEST_NAME} is missing); say tp=N to slice it while loading")
+        raise PlanError(f"{store}: not converted ({MANIFEST_NAME} is missing); say tp=N to slice it while loading")
     check_rank(rank, tp)
-    return PlainRank(path, rank, tp)
+    return PlainRank(store, rank, tp)
 
 
 def _selected(contents: Contents, patterns: Sequence[str] | None) -> Contents:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from relayout.checkpoint.source import read_catalogue
 from relayout.format.index import Read
 from relayout.loader.sources.contents import Contents, StoredFile
 from relayout.plans.planner import plan_for
+from relayout.storage.protocols import Store
 
 
-def plain_contents(source: Path, rank: int, num_ranks: int) -> Contents:
+def plain_contents(source: Store, rank: int, num_ranks: int) -> Contents:
     """What `rank` holds, by the built-in plan for the checkpoint's model type.
 
     Raises:
@@ -32,7 +32,9 @@ def plain_contents(source: Path, rank: int, num_ranks: int) -> Contents:
         for tensor, part in held
     ]
     return Contents(
-        files=tuple(StoredFile(file.path, file.nbytes) for file in catalogue.files),
+        files=tuple(
+            StoredFile(catalogue.folder, file.name, file.nbytes, version=file.version) for file in catalogue.files
+        ),
         names=[tensor.name for tensor, _ in held],
         dtypes=[tensor.dtype for tensor, _ in held],
         shapes=[part.rank_shape(rank) for _, part in held],

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 
 from relayout.checkpoint.config import read_config
 from relayout.checkpoint.converted import check_rank, read_record, read_table
@@ -21,9 +20,10 @@ from relayout.format.source_record import SourceRecord
 from relayout.loader.sources.contents import Contents, files_of, rank_files
 from relayout.loader.sources.reshard import Holder, gather
 from relayout.plans.planner import TRANSFORMERS, Plan, plan_for
+from relayout.storage.protocols import Store
 
 
-def regrouped_contents(folder: Path, manifest: Manifest, rank: int, num_ranks: int) -> Contents:
+def regrouped_contents(folder: Store, manifest: Manifest, rank: int, num_ranks: int) -> Contents:
     """What `rank` of `num_ranks` would hold if the source were converted for so many, by the same rules.
 
     Raises:
@@ -51,7 +51,7 @@ class Ranks:
     Any number of threads may use it at once.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, record: SourceRecord) -> None:
+    def __init__(self, folder: Store, manifest: Manifest, record: SourceRecord) -> None:
         self._folder = folder
         self._manifest = manifest
         self._record = record
@@ -135,7 +135,7 @@ class Ranks:
         return everything.rows(range(len(rows)))
 
 
-def _plan(folder: Path, manifest: Manifest, record: SourceRecord, num_ranks: int) -> Plan:
+def _plan(folder: Store, manifest: Manifest, record: SourceRecord, num_ranks: int) -> Plan:
     tensors = tuple(
         SourceTensor(name, dtype, shape, file, Extent(offset, num_bytes(dtype, shape) or 0))
         for name, dtype, shape, file, offset in zip(

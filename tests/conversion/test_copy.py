@@ -15,12 +15,12 @@ import pytest
 import xxhash
 from safetensors.numpy import save_file
 from support.loader_fixtures import open_files
+from support.local_stores import read_catalogue, read_manifest, read_record, read_table
 from support.models import Array
 from support.planning import conversion_of, plan_of
 
 import relayout
-from relayout.checkpoint.converted import read_manifest, read_record, read_table
-from relayout.checkpoint.source import Catalogue, read_catalogue
+from relayout.checkpoint.source import Catalogue
 from relayout.conversion import copy as writer
 from relayout.conversion import run as conversion
 from relayout.conversion.copy import Hashes, NoSink, RankFileSink, digests_of_all, run_steps
@@ -28,7 +28,7 @@ from relayout.conversion.journal import TensorDigests
 from relayout.conversion.steps import copy_steps
 from relayout.core.slices import Slice
 from relayout.plans.planner import Plan
-from relayout.storage import files
+from relayout.storage.local import files
 
 MIB = 2**20
 digest = xxhash.xxh3_128_hexdigest

@@ -26,8 +26,8 @@ from relayout.conversion.run import Conversion, Summary, carry_out, convert, pla
 from relayout.core.extents import BLOCK
 from relayout.core.slices import slice_nbytes
 from relayout.errors import FormatError, PlanError
-from relayout.storage import files as file_io
-from relayout.storage.files import InputFile, OutputFile
+from relayout.storage.local import files as file_io
+from relayout.storage.local.files import InputFile, OutputFile
 
 PARTIAL = ".out.relayout-partial"
 FILE = "model-rank-1-part-0.safetensors"

@@ -21,17 +21,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from support.journals import read_journal
+from support.local_stores import check_output, staging_folder
 from support.mounts import mounted, mounted_tmpfs
 
 from relayout.commands.restore import restore
 from relayout.conversion import run as conversion
 from relayout.conversion.copy import RankFileSink, run_steps
 from relayout.conversion.run import convert
-from relayout.conversion.staging import check_output, check_space, staging_folder
 from relayout.errors import PlanError
-from relayout.storage import files
-from relayout.storage import open_folder as openfolder
-from relayout.storage.files import OutputFile
+from relayout.storage.local import files
+from relayout.storage.local import open_folder as openfolder
+from relayout.storage.local.files import OutputFile
+from relayout.storage.local.staging import check_space
 
 CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, PR_CAPBSET_DROP = 1, 2, 24
 W = np.arange(1, 4097, dtype=np.uint16)
@@ -39,7 +40,7 @@ W = np.arange(1, 4097, dtype=np.uint16)
 HOLD = """
 import sys
 from pathlib import Path
-from relayout.conversion.staging import staging_folder
+
 with staging_folder(Path(sys.argv[1])) as staging:
     folder = staging.folder.path
     (folder / "mine").write_text("first")

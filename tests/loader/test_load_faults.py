@@ -27,7 +27,7 @@ import relayout
 from relayout.errors import FormatError
 from relayout.loader import into
 from relayout.loader.backends import files as sources
-from relayout.storage.files import InputFile
+from relayout.storage.local.files import InputFile
 
 pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="takes Linux's dynamic linker and /proc"),

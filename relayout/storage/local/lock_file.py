@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from relayout.errors import PlanError
-from relayout.storage.open_folder import OpenFolder
+from relayout.storage.local.open_folder import OpenFolder
 
 
 def check_user(path: Path, status: os.stat_result, user: int) -> None:

@@ -21,14 +21,13 @@ from support.planning import conversion_of, plan_of
 
 import relayout
 from relayout.checkpoint.source import Catalogue
-from relayout.conversion import copy as writer
 from relayout.conversion import run as conversion
 from relayout.conversion.copy import Hashes, NoSink, RankFileSink, digests_of_all, run_steps
 from relayout.conversion.journal import TensorDigests
 from relayout.conversion.steps import copy_steps
 from relayout.core.slices import Slice
 from relayout.plans.planner import Plan
-from relayout.storage.local import files
+from relayout.storage.local import files, staging
 
 MIB = 2**20
 digest = xxhash.xxh3_128_hexdigest
@@ -165,7 +164,7 @@ def test_bytes_that_do_not_reach_the_drive_fail_the_conversion(
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         true_fsync(fd)
 
-    monkeypatch.setattr(writer, "OutputFile", Noted)
+    monkeypatch.setattr(staging, "OutputFile", Noted)
     monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(OSError, match=r"Input/output error: '.*model-rank-0-part-0.safetensors'") as caught:
         relayout.convert(large[0], tmp_path / "out")

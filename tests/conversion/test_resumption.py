@@ -27,6 +27,7 @@ from relayout.core.extents import BLOCK
 from relayout.core.slices import slice_nbytes
 from relayout.errors import FormatError, PlanError
 from relayout.storage.local import files as file_io
+from relayout.storage.local import staging
 from relayout.storage.local.files import InputFile, OutputFile
 
 PARTIAL = ".out.relayout-partial"
@@ -702,7 +703,7 @@ def test_a_second_conversion_to_the_same_folder_is_refused_with_the_first_ones_p
 
 def test_what_is_there_already_counts_as_space(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(conversion, "check_space", lambda output, nbytes: asked.append(nbytes))
+    monkeypatch.setattr(staging, "check_space", lambda output, nbytes: asked.append(nbytes))
     interrupt(work)
     there = sum(path.stat().st_blocks * 512 for path in (work / PARTIAL).rglob("*") if path.is_file())
     go(work)

@@ -31,6 +31,7 @@ from relayout.conversion.run import convert
 from relayout.errors import PlanError
 from relayout.storage.local import files
 from relayout.storage.local import open_folder as openfolder
+from relayout.storage.local import staging as local_staging
 from relayout.storage.local.files import OutputFile
 from relayout.storage.local.staging import check_space
 
@@ -41,7 +42,9 @@ HOLD = """
 import sys
 from pathlib import Path
 
-with staging_folder(Path(sys.argv[1])) as staging:
+from relayout.storage.local.staging import staging_folder
+
+with staging_folder(Path(sys.argv[1]), "relayout.json") as staging:
     folder = staging.folder.path
     (folder / "mine").write_text("first")
     print("held", flush=True)
@@ -352,7 +355,7 @@ def test_a_drive_that_fills_up_in_the_middle_keeps_what_is_done(
     source = write_source(tmp_path / "model", num_tensors=12, nbytes=2**20)
     convert(source, tmp_path / "expected", max_part_nbytes=2 * 2**20)
     with monkeypatch.context() as patch:
-        patch.setattr(conversion, "check_space", lambda output, nbytes: None)
+        patch.setattr(local_staging, "check_space", lambda output, nbytes: None)
         if where == "writing":
             patch.setattr(files, "allocate", os.ftruncate)
         with pytest.raises(OSError, match="No space left") as caught:
@@ -372,7 +375,7 @@ def test_a_drive_too_small_for_a_single_tensor_is_left_as_it_was(
     tmp_path: Path, small_drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_source(tmp_path / "model", num_tensors=1, nbytes=9 * 2**20)
-    monkeypatch.setattr(conversion, "check_space", lambda output, nbytes: None)
+    monkeypatch.setattr(local_staging, "check_space", lambda output, nbytes: None)
     with pytest.raises(OSError, match="No space left") as caught:
         convert(source, small_drive / "out")
     assert not hasattr(caught.value, "__notes__")
@@ -413,7 +416,7 @@ def test_a_drive_that_fills_up_with_side_files_keeps_what_is_done(
     (source / "tokenizer.model").write_bytes(np.arange(2 * 2**20, dtype=np.uint64).tobytes())
     convert(source, tmp_path / "expected")
     with monkeypatch.context() as patch:
-        patch.setattr(conversion, "check_space", lambda output, nbytes: None)
+        patch.setattr(local_staging, "check_space", lambda output, nbytes: None)
         with pytest.raises(OSError, match="No space left") as caught:
             convert(source, small_drive / "out")
     assert not (small_drive / "out").exists()

@@ -22,6 +22,7 @@ from relayout.errors import FormatError
 from relayout.loader.backends import files as sources_module
 from relayout.loader.backends.files import Access, Sources
 from relayout.storage.buffers import Buffer
+from relayout.storage.local import store
 from relayout.storage.local.files import InputFile
 from relayout.storage.local.page_cache import read_ahead_nbytes, resident_nbytes
 
@@ -299,11 +300,11 @@ def test_a_file_that_is_replaced_between_two_opens_is_refused(
 
     class Replacing(InputFile):
         def __init__(self, path: Path, nbytes: int, **options: Any) -> None:
-            if not options["direct"]:
+            if options["access"] is Access.BUFFERED:
                 (tmp_path / "other").rename(path)
             super().__init__(path, nbytes, **options)
 
-    monkeypatch.setattr(sources_module, "InputFile", Replacing)
+    monkeypatch.setattr(store, "InputFile", Replacing)
     before = num_descriptors()
     with pytest.raises(FormatError, match=r"file: was replaced while it was opened$"):
         Sources([stored_file(path, NBYTES)], Access.AUTO)
@@ -318,11 +319,11 @@ def test_a_file_that_vanishes_between_two_opens_is_refused(
 
     class Vanishing(InputFile):
         def __init__(self, path: Path, nbytes: int, **options: Any) -> None:
-            if not options["direct"]:
+            if options["access"] is Access.BUFFERED:
                 path.unlink()
             super().__init__(path, nbytes, **options)
 
-    monkeypatch.setattr(sources_module, "InputFile", Vanishing)
+    monkeypatch.setattr(store, "InputFile", Vanishing)
     before = num_descriptors()
     with pytest.raises(FormatError, match=r"file: is missing$"):
         Sources([stored_file(path, NBYTES)], Access.AUTO)

@@ -26,7 +26,7 @@ from support.loader_fixtures import OWN, assert_equal, fake_device, nothing_left
 import relayout
 from relayout.errors import FormatError
 from relayout.loader import into
-from relayout.loader.backends import files as sources
+from relayout.storage.local import store
 from relayout.storage.local.files import InputFile
 
 pytestmark = [
@@ -164,7 +164,7 @@ def test_a_file_that_is_replaced_while_it_is_opened_is_not_taken_for_another(
             Path(shutil.copy(own, folder / "beside")).replace(folder / PART)
         return opened
 
-    monkeypatch.setattr(sources, "InputFile", open_file)
+    monkeypatch.setattr(store, "InputFile", open_file)
     kept: dict[str, torch.Tensor] = {}
     with nothing_left_behind(), pytest.raises(FormatError, match=f"{NOT_ITS_OWN}|was replaced while it was opened"):
         faulty.CALLS[call](folder, way, kept)

@@ -56,7 +56,7 @@ class FileStat:
     nbytes: int
     version: str
     """Changes when the content does: length and time of a local file, the ETag of an object."""
-    mode: int = 0o666
+    mode: int = 0o644
     """Permission bits; where a store has none, these."""
 
 

@@ -197,7 +197,7 @@ class _Kind:
 
     def apply(self, name: str, sizes: Sizes, num_ranks: int, scheme: Scheme | None) -> Cut:
         """The cut; the name is for messages."""
-        axis = self.rule.axis
+        axis = self.rule.dim
         if axis is None:
             return Cut((WHOLE,) * num_ranks)
         if scheme is not None and self.weights:
@@ -269,15 +269,15 @@ class _KindFinder:
                 self._weights[module] = self._scheme.weights(stored)
             weights = self._weights[module]
             if rule is not None and weights:
-                if self._family.is_transposed and rule.axis in (0, 1):
-                    rule = replace(rule, axis=1 - rule.axis)
+                if self._family.is_transposed and rule.dim in (0, 1):
+                    rule = replace(rule, dim=1 - rule.dim)
                 return _Kind(rule, tensor.dtype, tensor.shape, weights, suffix)
         rule = self._rule(tensor.name)
         if rule is None and suffix == "bias" and len(stored) > 1:
             # Some tools give every quantised layer a bias, of zeros mostly; it goes with the rows.
             rule = self._rule(f"{module}.weight")
-            is_rows = rule is not None and rule.axis == (1 if self._family.is_transposed else 0)
-            rule = replace(rule, axis=0) if rule is not None and is_rows else Rule(tensor.name, None)
+            is_rows = rule is not None and rule.dim == (1 if self._family.is_transposed else 0)
+            rule = replace(rule, dim=0) if rule is not None and is_rows else Rule(tensor.name, None)
         if rule is None and self._scheme is not None and self._scheme.is_cache_scale(suffix, tensor.shape):
             rule = Rule(tensor.name, None)
         return None if rule is None else _Kind(rule, tensor.dtype, tensor.shape)

@@ -266,7 +266,7 @@ def plan_is_no_toml(work: Path) -> list[str]:
 
 
 def plan_of_unknown_unit(work: Path) -> list[str]:
-    (work / "mine.toml").write_text('[cut]\n"*" = { rows = "fingers" }\n')
+    (work / "mine.toml").write_text('[cut]\n"*" = { dim = 0, by = "fingers" }\n')
     return ["convert", "model", "--tp", "2", "--plan", "mine.toml"]
 
 

@@ -19,7 +19,7 @@ EVEN, VOCABULARY, RAGGED = "even", "vocabulary", "ragged"
 """Units that need no size; any other unit is the name of a size: the number of groups, such as heads."""
 
 KV_HEADS = "kv_heads"
-"""The unit that neighbouring ranks share where there are more ranks than units."""
+"""The unit that neighboring ranks share where there are more ranks than units."""
 
 HEAD_DIM = "head_dim"
 """The size that a dimension cut by heads is checked against."""
@@ -29,7 +29,7 @@ EXPERTS = "experts"
 
 _MAX_PLAN_NBYTES = 2**18
 _TOP_KEYS = frozenset(
-    {"model_types", "quantisation", "extends", "language_prefixes", "transposed", "sizes", "cut", "experts"}
+    {"model_types", "quantization", "extends", "language_prefixes", "transposed", "sizes", "cut", "experts"}
 )
 _MODEL_TYPES = re.compile(r"^model_types *= *\[[^]]*]", re.MULTILINE)
 
@@ -72,7 +72,7 @@ class Family:
     """The built-in name, or the file's."""
     model_types: tuple[str, ...]
     """Values of `model_type` in config.json that this file is for."""
-    quantisation: str | None
+    quantization: str | None
     """The only `quant_method` that this file is for; None: it does not matter."""
     prefixes: tuple[str, ...]
     """What may be taken off a name that no rule matches, longest first."""
@@ -155,16 +155,16 @@ def read_family(path: Path) -> Family:
     return parse_family(text, str(path), path.name)
 
 
-def find_family(model_type: str | None, quantisation: str | None = None) -> Family:
-    """The built-in plan for a model type; one for just this quantisation before others.
+def find_family(model_type: str | None, quantization: str | None = None) -> Family:
+    """The built-in plan for a model type; one for just this quantization before others.
 
     Raises:
         PlanError: there is none.
     """
     families = [_builtin(name) for name, text in sorted(_builtin_texts().items()) if _may_be_for(text, model_type)]
-    for wanted in dict.fromkeys((quantisation, None)):
+    for wanted in dict.fromkeys((quantization, None)):
         for family in families:
-            if model_type in family.model_types and family.quantisation == wanted:
+            if model_type in family.model_types and family.quantization == wanted:
                 return family
     what = (
         "config.json names no model_type"
@@ -222,16 +222,16 @@ def _parse_family(text: str, where: str, name: str, extended_by: tuple[str, ...]
     unknown = experts.keys() - {"each", "stacked"}
     if unknown:
         raise FormatError(f"{where}: experts: unknown key {shown(min(unknown))}, expected each, stacked")
-    quantisation = top.get("quantisation")
-    if not isinstance(quantisation, str | None):
-        raise FormatError(f"{where}: quantisation {shown(quantisation)}, expected the name of a method")
+    quantization = top.get("quantization")
+    if not isinstance(quantization, str | None):
+        raise FormatError(f"{where}: quantization {shown(quantization)}, expected the name of a method")
     transposed = top.get("transposed", False)
     if not isinstance(transposed, bool):
         raise FormatError(f"{where}: transposed {shown(transposed)}, expected true or false")
     family = Family(
         name,
         _strings(top.get("model_types", []), "model_types", where),
-        quantisation,
+        quantization,
         tuple(sorted(_strings(top.get("language_prefixes", []), "language_prefixes", where), key=len, reverse=True)),
         {size: _parse_sources(size, value, where) for size, value in sizes.items()},
         tuple(_parse_rule(pattern, value, where) for pattern, value in cut.items()),

@@ -16,7 +16,7 @@ from relayout.plans.planner import plan_for
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
 
 
-def test_quantised_weights_of_a_transposed_family_are_cut_the_other_way() -> None:
+def test_quantized_weights_of_a_transposed_family_are_cut_the_other_way() -> None:
     """GPT-2 stores [in, out]; what GPTQ makes of it has outputs along axis 1 as everywhere."""
     module = "transformer.h.0.mlp.c_fc"
     shapes = {

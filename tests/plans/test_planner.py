@@ -37,7 +37,7 @@ Q_PROJ, K_PROJ, O_PROJ = (f"{ATTENTION}{name}_proj.weight" for name in "qko")
         ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, "gemma3"),
     ],
 )
-def test_the_plan_is_chosen_by_model_type_and_quantisation(config: dict[str, Any], name: str) -> None:
+def test_the_plan_is_chosen_by_model_type_and_quantization(config: dict[str, Any], name: str) -> None:
     assert plan_for(catalogue({"model.norm.weight": (8,)}, **config), 2) == plan_of(name, 2, ((WHOLE, WHOLE),))
 
 
@@ -77,7 +77,7 @@ def test_a_plan_file_is_used_in_place_of_the_built_in_one(tmp_path: Path) -> Non
         }
 
 
-def test_a_plan_file_cuts_quantised_weights_by_the_rule_of_the_weight(tmp_path: Path) -> None:
+def test_a_plan_file_cuts_quantized_weights_by_the_rule_of_the_weight(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(
         '[cut]\n"a.weight" = { dim = 0, by = "even" }\n"b.weight" = { dim = 1, by = "even" }'
     )
@@ -98,7 +98,7 @@ def test_a_plan_file_cuts_quantised_weights_by_the_rule_of_the_weight(tmp_path: 
     }
 
 
-def test_a_bias_that_no_rule_names_goes_with_the_rows_of_its_quantised_weight(tmp_path: Path) -> None:
+def test_a_bias_that_no_rule_names_goes_with_the_rows_of_its_quantized_weight(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(
         '[cut]\n"{a,c}.weight" = { dim = 0, by = "even" }\n"b.weight" = { dim = 1, by = "even" }'
     )
@@ -111,7 +111,7 @@ def test_a_bias_that_no_rule_names_goes_with_the_rows_of_its_quantised_weight(tm
         **{"b.weight": (4, 1), "b.weight_scale": (4, 1), "b.bias": (4,)},
     }
     assert plan.unmatched == ()
-    shapes |= {"c.weight": (4, 2), "c.bias": (4,)}  # Not quantised.
+    shapes |= {"c.weight": (4, 2), "c.bias": (4,)}  # Not quantized.
     with pytest.raises(PlanError, match=r"tensor 'c.bias': no rule of plan 'mine.toml' names it: "):
         plan_for(catalogue(shapes, quantization_config=config), 2, tmp_path / "mine.toml")
 
@@ -120,7 +120,7 @@ def test_a_bias_that_no_rule_names_goes_with_the_rows_of_its_quantised_weight(tm
 def test_weights_that_cannot_be_cut_are_refused_by_any_plan(own: bool, tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text('[cut]\n"**" = { dim = 0, by = "even" }')
     source = catalogue({UP: (4, 2)}, model_type="llama", quantization_config={"quant_method": "bitsandbytes"})
-    with pytest.raises(PlanError, match=r"^checkpoint: weights are quantised by bitsandbytes, .*--tp 1"):
+    with pytest.raises(PlanError, match=r"^checkpoint: weights are quantized by bitsandbytes, .*--tp 1"):
         plan_for(source, 2, tmp_path / "mine.toml" if own else None)
 
 

@@ -7,15 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[2]
+PYTHONPATH = os.pathsep.join(
+    [str(_ROOT / "tools"), str(_ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
+"""With which a child finds the tools and tests.support."""
 
 
 def run_tool(*words: str) -> subprocess.CompletedProcess[str]:
     """`tools/run WORDS` in this environment; at most a minute."""
-    paths = [str(ROOT / "tools"), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.run(
         [sys.executable, "-m", *words],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
         capture_output=True,
         text=True,
         timeout=60,

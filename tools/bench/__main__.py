@@ -28,7 +28,7 @@ from bench.run import Folders
 LAYER_NBYTES = 436_224_000
 EMBEDDING_NBYTES = 2_101_355_000
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=bench.__doc__)
+app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, pretty_exceptions_enable=False, help=bench.__doc__)
 console = Console(highlight=False, width=132)
 progress = Console(highlight=False, stderr=True)
 

@@ -230,7 +230,7 @@ def no_config_and_no_ranks(work: Path) -> list[str]:
     return ["convert", "other", "--tp", "0"]
 
 
-def quantised(work: Path) -> list[str]:
+def quantized(work: Path) -> list[str]:
     write_model(work / "other", CONFIG | {"quantization_config": {"quant_method": "bitsandbytes"}})
     return ["convert", "other", "--tp", "2"]
 
@@ -266,7 +266,7 @@ def plan_is_no_toml(work: Path) -> list[str]:
 
 
 def plan_of_unknown_unit(work: Path) -> list[str]:
-    (work / "mine.toml").write_text('[cut]\n"*" = { rows = "fingers" }\n')
+    (work / "mine.toml").write_text('[cut]\n"*" = { dim = 0, by = "fingers" }\n')
     return ["convert", "model", "--tp", "2", "--plan", "mine.toml"]
 
 
@@ -309,7 +309,7 @@ def control_characters_in_a_path(work: Path) -> list[str]:
         (unknown_model_type, r"'no_such_model'.*--plan FILE"),
         (no_config, r"config\.json names no model_type.*--plan FILE"),
         (no_config_and_no_ranks, r"\b0 ranks"),
-        (quantised, r"quantised by bitsandbytes, which cannot be cut offline: .* --tp 1"),
+        (quantized, r"quantized by bitsandbytes, which cannot be cut offline: .* --tp 1"),
         (output_not_empty, r"out: is not empty; --force"),
         (forced_on_a_foreign_folder, r"out: is not empty and was not written by relayout"),
         (default_output_taken, r"model-tp1: is not empty; --force"),

@@ -55,13 +55,13 @@ head_dim = ["hidden_size / num_attention_heads"]
 experts = ["num_experts"]
 
 [cut]
-"embed.weight" = { rows = "vocabulary" }
-"h.*.qkv.{weight,bias}" = { interleaved = "heads", rows = ["heads", "heads", "heads"] }
-"h.*.dense.weight" = { columns = "heads" }
+"embed.weight" = { dim = 0, by = "vocabulary" }
+"h.*.qkv.{weight,bias}" = { interleaved = "heads", dim = 0, by = ["heads", "heads", "heads"] }
+"h.*.dense.weight" = { dim = 1, by = "heads" }
 "h.*.norm.{weight,bias}" = "whole"
-"h.*.experts.gate_up" = { axis = 1, by = ["even", "even"] }
-"h.*.experts.down" = { axis = 2, by = "even" }
-"h.*.experts.*.w1.weight" = { rows = "even" }
+"h.*.experts.gate_up" = { dim = 1, by = ["even", "even"] }
+"h.*.experts.down" = { dim = 2, by = "even" }
+"h.*.experts.*.w1.weight" = { dim = 0, by = "even" }
 "none" = "whole"
 """
 HIDDEN, LAYERS, EXPERTS = 512, 3, 4

@@ -41,7 +41,7 @@ PUTS = 2
 
 PLAN = """
 [cut]
-"large.*" = { rows = "even" }
+"large.*" = { dim = 0, by = "even" }
 "small.*" = "whole"
 "none" = "whole"
 """

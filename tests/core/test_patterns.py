@@ -135,7 +135,7 @@ def test_a_pattern_that_names_no_numbers_means_all_names_that_differ_in_numbers_
 @pytest.mark.parametrize("literal", ["h.0.w", "h.{0,7}.w", "h.0*.w", "h.0.*", "**.0.w"])
 def test_a_plan_that_names_numbers_is_applied_by_each_name(literal: str, order: tuple[str, ...]) -> None:
     """One that does not is looked up once for all layers; h.0* is the number 0 and one digit more, so no name here."""
-    family = parse_family(f'[cut]\n"{literal}" = "whole"\n"h.*.w" = {{ rows = "even" }}', "x", "x")
+    family = parse_family(f'[cut]\n"{literal}" = "whole"\n"h.*.w" = {{ dim = 0, by = "even" }}', "x", "x")
     assert family.tells_numbers_apart
     plan = make_plan(catalogue(dict.fromkeys(order, (4,))), 2, family)
     whole = {name for name, parts in zip(order, all_slices(plan), strict=True) if parts[0].is_whole}
@@ -144,7 +144,7 @@ def test_a_plan_that_names_numbers_is_applied_by_each_name(literal: str, order: 
 
 @pytest.mark.parametrize("order", [("m.0.w", "m.1.w"), ("m.1.w", "m.0.w")])
 def test_a_prefix_that_names_numbers_is_taken_off_each_name(order: tuple[str, ...]) -> None:
-    family = parse_family('language_prefixes = ["m.0."]\n[cut]\n"w" = { rows = "even" }', "x", "x")
+    family = parse_family('language_prefixes = ["m.0."]\n[cut]\n"w" = { dim = 0, by = "even" }', "x", "x")
     assert family.tells_numbers_apart
     plan = make_plan(catalogue(dict.fromkeys(order, (4,))), 2, family, unmatched="replicate")
     assert plan.unmatched == ("m.1.w",)
@@ -156,7 +156,7 @@ def test_a_prefix_that_names_numbers_is_taken_off_each_name(order: tuple[str, ..
 
 @pytest.mark.parametrize("order", [("a.\u0663", "a.3"), ("a.3", "a.\u0663")])
 def test_digits_that_are_not_ascii_are_names_and_no_numbers(order: tuple[str, ...]) -> None:
-    family = parse_family('[cut]\n"a.\u0663" = "whole"\n"a.*" = { rows = "even" }', "x", "x")
+    family = parse_family('[cut]\n"a.\u0663" = "whole"\n"a.*" = { dim = 0, by = "even" }', "x", "x")
     plan = make_plan(catalogue(dict.fromkeys(order, (4,))), 2, family)
     whole = {name for name, parts in zip(order, all_slices(plan), strict=True) if parts[0].is_whole}
     assert whole == {"a.\u0663"}

@@ -132,7 +132,7 @@ def executed(reads: tuple[Read, ...], files: tuple[Array, ...], nbytes: int) -> 
     result, times = np.zeros(nbytes, np.uint8), np.zeros(nbytes, int)
     for read in reads:
         assert read.transfer.nbytes > 0
-        assert read.transfer.normalised() == read.transfer
+        assert read.transfer.normalized() == read.transfer
         for run in read.transfer.runs():
             assert 0 <= run.source <= run.source_end <= files[read.file].size
             assert 0 <= run.target <= run.target_end <= nbytes

@@ -61,7 +61,7 @@ def test_even_cuts(dim: int, num_ranks: int, expected: list[Range]) -> None:
         (3, 6, [(0, 1), (0, 1), (1, 1), (1, 1), (2, 1), (2, 1)]),
     ],
 )
-def test_kv_heads_are_divided_or_shared_by_neighbouring_ranks(
+def test_kv_heads_are_divided_or_shared_by_neighboring_ranks(
     kv_heads: int, num_ranks: int, heads_of_ranks: list[Range]
 ) -> None:
     expected = [(first * 128, count * 128) for first, count in heads_of_ranks]

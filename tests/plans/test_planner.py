@@ -37,7 +37,7 @@ Q_PROJ, K_PROJ, O_PROJ = (f"{ATTENTION}{name}_proj.weight" for name in "qko")
         ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, "gemma3"),
     ],
 )
-def test_the_plan_is_chosen_by_model_type_and_quantisation(config: dict[str, Any], name: str) -> None:
+def test_the_plan_is_chosen_by_model_type_and_quantization(config: dict[str, Any], name: str) -> None:
     assert plan_for(catalogue({"model.norm.weight": (8,)}, **config), 2) == plan_of(name, 2, ((WHOLE, WHOLE),))
 
 
@@ -59,9 +59,9 @@ def test_a_plan_file_is_used_in_place_of_the_built_in_one(tmp_path: Path) -> Non
         [sizes]
         heads = "n_head"
         [cut]
-        "h.*.attn.{q,k}" = { columns = "heads" }
+        "h.*.attn.{q,k}" = { dim = 1, by = "heads" }
         "h.0.**" = "whole"
-        "**" = { rows = "even" }
+        "**" = { dim = 0, by = "even" }
         """
     )
     shapes = {"h.0.attn.q": (3, 8), "h.0.mlp.up": (3, 3), "wte": (6, 2), "h.1.attn.k": (1, 8), "h.1.mlp.up": (4, 3)}
@@ -77,8 +77,10 @@ def test_a_plan_file_is_used_in_place_of_the_built_in_one(tmp_path: Path) -> Non
         }
 
 
-def test_a_plan_file_cuts_quantised_weights_by_the_rule_of_the_weight(tmp_path: Path) -> None:
-    (tmp_path / "mine.toml").write_text('[cut]\n"a.weight" = { rows = "even" }\n"b.weight" = { columns = "even" }')
+def test_a_plan_file_cuts_quantized_weights_by_the_rule_of_the_weight(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(
+        '[cut]\n"a.weight" = { dim = 0, by = "even" }\n"b.weight" = { dim = 1, by = "even" }'
+    )
     shapes = {
         "a.weight": (256, 384),
         "a.weight_scale_inv": (2, 3),
@@ -96,8 +98,10 @@ def test_a_plan_file_cuts_quantised_weights_by_the_rule_of_the_weight(tmp_path: 
     }
 
 
-def test_a_bias_that_no_rule_names_goes_with_the_rows_of_its_quantised_weight(tmp_path: Path) -> None:
-    (tmp_path / "mine.toml").write_text('[cut]\n"{a,c}.weight" = { rows = "even" }\n"b.weight" = { columns = "even" }')
+def test_a_bias_that_no_rule_names_goes_with_the_rows_of_its_quantized_weight(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(
+        '[cut]\n"{a,c}.weight" = { dim = 0, by = "even" }\n"b.weight" = { dim = 1, by = "even" }'
+    )
     shapes = {"a.weight": (4, 2), "a.weight_scale": (4, 1), "a.bias": (4,)}
     shapes |= {"b.weight": (4, 2), "b.weight_scale": (4, 1), "b.bias": (4,)}
     config = {"quant_method": "fbgemm_fp8"}
@@ -107,16 +111,16 @@ def test_a_bias_that_no_rule_names_goes_with_the_rows_of_its_quantised_weight(tm
         **{"b.weight": (4, 1), "b.weight_scale": (4, 1), "b.bias": (4,)},
     }
     assert plan.unmatched == ()
-    shapes |= {"c.weight": (4, 2), "c.bias": (4,)}  # Not quantised.
+    shapes |= {"c.weight": (4, 2), "c.bias": (4,)}  # Not quantized.
     with pytest.raises(PlanError, match=r"tensor 'c.bias': no rule of plan 'mine.toml' names it: "):
         plan_for(catalogue(shapes, quantization_config=config), 2, tmp_path / "mine.toml")
 
 
 @pytest.mark.parametrize("own", [True, False])
 def test_weights_that_cannot_be_cut_are_refused_by_any_plan(own: bool, tmp_path: Path) -> None:
-    (tmp_path / "mine.toml").write_text('[cut]\n"**" = { rows = "even" }')
+    (tmp_path / "mine.toml").write_text('[cut]\n"**" = { dim = 0, by = "even" }')
     source = catalogue({UP: (4, 2)}, model_type="llama", quantization_config={"quant_method": "bitsandbytes"})
-    with pytest.raises(PlanError, match=r"^checkpoint: weights are quantised by bitsandbytes, .*--tp 1"):
+    with pytest.raises(PlanError, match=r"^checkpoint: weights are quantized by bitsandbytes, .*--tp 1"):
         plan_for(source, 2, tmp_path / "mine.toml" if own else None)
 
 
@@ -242,7 +246,7 @@ def test_a_tensor_without_the_axis_that_its_rule_cuts_is_refused() -> None:
 
 def test_a_cut_inside_a_byte_is_refused_with_the_tensors_name() -> None:
     """Rows of 3 elements of 4 bits; 2 of them fill 3 bytes."""
-    family = parse_family('[cut]\nw = { rows = "even" }', "mine.toml", "mine")
+    family = parse_family('[cut]\nw = { dim = 0, by = "even" }', "mine.toml", "mine")
     assert ranges_of(make_plan(catalogue({"w": (4, 3)}, stored_as="F4"), 2, family)) == [((0, 2),), ((2, 2),)]
     with pytest.raises(PlanError, match=r"^tensor 'w': .*\[2, 3\].* inside a byte.* \(this .* for --tp 1\)$"):
         make_plan(catalogue({"w": (2, 3)}, stored_as="F4"), 2, family)

@@ -149,7 +149,7 @@ def test_the_scheme_is_that_of_the_method(config: dict[str, Any], name: str) -> 
 )  # fmt: skip
 def test_what_cannot_be_cut_is_refused_with_the_reason(config: dict[str, Any], message: str) -> None:
     with pytest.raises(
-        PlanError, match=f"^here: weights are quantised by {message}.*; use --tp 1, which cuts nothing$"
+        PlanError, match=f"^here: weights are quantized by {message}.*; use --tp 1, which cuts nothing$"
     ):
         find_scheme(config, "here")
 
@@ -481,7 +481,7 @@ def test_what_older_tools_wrote_is_a_scheme_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["hf_quant_config", "quantize_config", "quant_config"])
-def test_a_broken_file_of_quantisation_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_broken_file_of_quantization_is_refused(name: str, tmp_path: Path) -> None:
     (checkpoint(tmp_path, {}) / f"{name}.json").write_text("{")
     with pytest.raises(FormatError, match=f"{name}.json: not valid JSON"):
         read_catalogue(tmp_path)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
-from relayout.core.extents import BLOCK, Transfer, align_up
+from relayout.core.coalesce import coalesce
+from relayout.core.extents import BLOCK, Extent, Transfer, align_up
 from relayout.format.index import ARENA_ALIGNMENT, Read
 
 _DIRECT_NBYTES = 2**20
@@ -86,20 +88,16 @@ def batches(sizes: Sequence[int], limit: int) -> Iterator[range]:
 
 def _runs(tensors: Sequence[tuple[Read, ...]], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
     """First and last row of each stretch of tensors that can come in one read, each at a multiple of 16 bytes."""
-    first = 0
-    for row in range(1, len(tensors) + 1):
-        if row < len(tensors) and _continues(tensors[first], tensors[row - 1], tensors[row], sizes[row - 1]):
-            continue
-        yield first, row - 1
-        first = row
+    # Where each would lie if all came in one read: tensors that can do so are all as far from there in their file.
+    positions = accumulate((align_up(nbytes, ARENA_ALIGNMENT) for nbytes in sizes), initial=0)
 
+    def where(item: tuple[int, int]) -> tuple[tuple[int, ...], Extent]:
+        row, position = item
+        if len(tensors[row]) != 1 or tensors[row][0].transfer.count > 1:
+            return (row,), Extent(0, 0)  # By itself.
+        [read] = tensors[row]
+        source = read.transfer.source
+        return (read.file, source - position), Extent(source, sizes[row])
 
-def _continues(first: tuple[Read, ...], before: tuple[Read, ...], after: tuple[Read, ...], before_nbytes: int) -> bool:
-    if not len(first) == len(before) == len(after) == 1 or before_nbytes % ARENA_ALIGNMENT:
-        return False
-    one, other = before[0], after[0]
-    return (
-        one.file == other.file
-        and one.transfer.count == other.transfer.count == 1
-        and one.transfer.source_end == other.transfer.source
-    )
+    for group in coalesce(zip(range(len(tensors)), positions, strict=False), where):
+        yield group.items[0][0], group.items[-1][0]

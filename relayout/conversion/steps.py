@@ -18,6 +18,7 @@ from itertools import pairwise
 from math import gcd
 
 from relayout.conversion.layout import Conversion, cut_tensors
+from relayout.core.coalesce import coalesce
 from relayout.core.extents import BLOCK, Extent, Transfer, align_down, align_up
 
 CHUNK_NBYTES = 32 * 2**20
@@ -317,15 +318,9 @@ def _block_range(file: int, extent: Extent) -> SourceRange:
 
 def join_ranges(ranges: Iterable[SourceRange]) -> tuple[SourceRange, ...]:
     """Join ranges that touch or overlap."""
-    merged: list[SourceRange] = []
-    for one in sorted(ranges, key=lambda r: (r.file, r.extent)):
-        last = merged[-1] if merged else None
-        if last is not None and last.file == one.file and one.extent.offset <= last.extent.end:
-            end = max(last.extent.end, one.extent.end)
-            merged[-1] = SourceRange(one.file, Extent(last.extent.offset, end - last.extent.offset))
-        else:
-            merged.append(one)
-    return tuple(merged)
+    in_order = sorted(ranges, key=lambda one: (one.file, one.extent))
+    groups = coalesce(in_order, lambda one: (one.file, one.extent))
+    return tuple(SourceRange(group.items[0].file, group.extent) for group in groups)
 
 
 def _batches(tensors: Sequence[int], cost: Callable[[int], int], limit: int) -> Iterator[list[int]]:

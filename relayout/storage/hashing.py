@@ -8,6 +8,7 @@ from pathlib import Path
 
 import xxhash
 
+from relayout.core.coalesce import coalesce, split
 from relayout.core.extents import BLOCK, Extent, align_down, align_up
 from relayout.core.workers import Stop, Turns, Workers
 from relayout.storage.file_pool import OpenFiles
@@ -72,21 +73,13 @@ def hash_files(
 
 def _requests(file: HashedFile) -> Iterator[Extent]:
     """The blocks that hold the extents, joined where they touch, cut where they are long."""
-    start = end = 0
-    for extent in file.extents:
-        if not extent.nbytes:
-            continue
+
+    def blocks(extent: Extent) -> tuple[None, Extent]:
         low = align_down(extent.offset, BLOCK)
-        if low > end:
-            if start < end:
-                yield Extent(start, end - start)
-            start = low
-        end = max(end, align_up(extent.end, BLOCK))
-        while end - start >= CHUNK_NBYTES:
-            yield Extent(start, CHUNK_NBYTES)
-            start += CHUNK_NBYTES
-    if start < end:
-        yield Extent(start, end - start)
+        return None, Extent(low, align_up(extent.end, BLOCK) - low)
+
+    for group in coalesce((extent for extent in file.extents if extent.nbytes), blocks):
+        yield from split(group.extent, CHUNK_NBYTES)
 
 
 class _Running:

@@ -47,7 +47,8 @@ def load(
         backend: "auto" takes what is best here (see `relayout.explain`). To host memory: "direct" reads past the page
             cache, "buffered" through it, "mapped" makes tensors of the page cache's own pages, read when first used.
             To a CUDA device: "pinned" through pinned host memory, "gds" by GPUDirect Storage.
-        names: load only tensors whose names match one of these shell-style patterns; other bytes are not read.
+        names: load only tensors whose names match one of these patterns; other bytes are not read. As in plans, `*` is
+            text without a dot (one part of the name), `**` any text, `{a,b}` one of these words, `#` a number.
         verify: compare every tensor with its digest while it arrives.
         threads: requests in flight. Default: twice the processors, at most 8, shared with the other ranks of the node
             where LOCAL_WORLD_SIZE is set.

@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from relayout.core.patterns import compile_glob, is_glob, is_quick, names_numbers
+from relayout.core.patterns import compile_glob, invalid_because, is_quick, names_numbers
 from relayout.errors import FormatError, PlanError, shown
 from relayout.storage.files import read_small
 
@@ -54,7 +54,7 @@ class Rule:
     """How the tensors that a pattern names are cut."""
 
     pattern: str
-    """For `globs.compile_glob`."""
+    """For `patterns.compile_glob`."""
     axis: int | None
     """The axis that is cut; None: every rank holds the whole tensor."""
     units: tuple[str, ...] = ()
@@ -248,10 +248,8 @@ def _parse_family(text: str, where: str, name: str, extended_by: tuple[str, ...]
         transposed,
     )
     for pattern in (*(rule.pattern for rule in family.rules), *family.experts_each, *family.experts_stacked):
-        if not is_glob(pattern):
-            raise FormatError(
-                f"{where}: {shown(pattern)} is no pattern: braces hold words, one in another they cannot be"
-            )
+        if reason := invalid_because(pattern):
+            raise FormatError(f"{where}: {shown(pattern)} is an invalid pattern: {reason}")
         if not is_quick(pattern):
             raise FormatError(
                 f"{where}: {shown(pattern)} takes too long to match: it has more than two '**', two of '*' and"

@@ -161,7 +161,7 @@ def test_fused_parameters_of_an_engine_get_their_parts(tmp_path: Path, way: str)
     assert_equal({"": columns}, {"": torch.cat([stored["gate"], stored["up"]], 1)})
 
 
-@pytest.mark.parametrize("names", ["*norm*", ["lm_head.weight", "*.0.mlp.*"], "*"])
+@pytest.mark.parametrize("names", ["**norm**", ["lm_head.weight", "**.0.mlp.**"], "**"])
 def test_what_names_asks_for_beside_comes_in_memory_of_its_own(
     converted: Path, stored: dict[str, torch.Tensor], way: str, names: Any
 ) -> None:

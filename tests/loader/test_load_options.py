@@ -236,7 +236,7 @@ def told(done: list[int], totals: set[int]) -> Callable[[int, int], None]:
     return note
 
 
-@pytest.mark.parametrize("options", [{}, {"verify": True}, {"names": "*proj*"}, {"names": "*norm*"}])
+@pytest.mark.parametrize("options", [{}, {"verify": True}, {"names": "**proj**"}, {"names": "**norm**"}])
 def test_a_function_is_told_rising_bytes_up_to_the_total(large: Path, converted: Path, way: str, options: Any) -> None:
     for folder in (large, converted):
         if folder == large and "names" in options:

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from relayout.core.coalesce import LOCAL_DRIVE, coalesce, split
+from relayout.core.coalesce import coalesce, split
 from relayout.core.extents import Extent, Transfer, align_down, align_up
 from relayout.format.index import Read
 
-CHUNK_NBYTES = LOCAL_DRIVE.max_nbytes
-"""Largest request."""
+CHUNK_NBYTES = 8 * 2**20
+"""Largest request. At this size Python's part in a request is noise, and a bounce buffer is still small."""
 
 MIN_RUN_NBYTES = 256 * 2**10
 """Runs of at least this many bytes are requested one by one; the gaps between shorter ones are read as well."""

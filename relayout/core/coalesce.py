@@ -12,22 +12,6 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
-class RequestLimits:
-    """How a kind of storage is best asked for bytes."""
-
-    max_gap_nbytes: int = 0
-    """Unwanted bytes between two extents that are read as well, rather than making two requests."""
-    max_nbytes: int = 8 * 2**20
-    """Largest request. At 8 MiB Python's part in a request is noise, and a bounce buffer is still small."""
-    concurrency: int = 8
-    """Requests in flight. Of 8 MiB, so many keep any one drive busy."""
-
-
-LOCAL_DRIVE = RequestLimits()
-"""Direct reads of a file system's files: a request costs next to nothing, so gaps are not worth reading."""
-
-
-@dataclass(frozen=True, slots=True)
 class Group(Generic[Item]):
     """Items that one request serves."""
 

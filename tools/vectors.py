@@ -1,4 +1,4 @@
-"""The hostile checkpoints of tests/vectors, for readers in other languages, and the base that they are made from.
+"""The hostile checkpoints of tests/format/vectors, for readers in other languages, and the base they are made from.
 
     python tools/vectors.py export DIR|FILE.zip    their files, and a list of them in JSON
     python tools/vectors.py rebase                 convert the plain base anew, when the format has changed
@@ -23,7 +23,7 @@ import relayout
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
-from vector_edits import BASES, base, changed_files, vectors
+from support.vector_edits import BASES, base, changed_files, vectors
 
 app = typer.Typer(help=__doc__, add_completion=False)
 _HOW_IT_IS_MADE = ("edit", "stale")

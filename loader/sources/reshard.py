@@ -77,7 +77,7 @@ def gather(
             if nbytes and count:
                 strides = (source_stride, target_stride) if count > 1 else (0, 0)
                 transfer = Transfer(holder.offset + skipped * source_stride + source, place, nbytes, count, *strides)
-                reads.append(Read(holder.file, transfer.normalised()))
+                reads.append(Read(holder.file, transfer.normalized()))
             start += taken
             target += taken
     return tuple(reads)

@@ -4,34 +4,16 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from itertools import pairwise
 
 _TOKEN = re.compile(r"\*\*|\*|#|\{[^{}]*\}|[^*#{]+|\{")
 _NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 _NAMED_NUMBER = re.compile(r"(?<![A-Za-z0-9_])[0-9]+(?![A-Za-z0-9_])|#")
-
-
 _GLOB = re.compile(r"(?:[^{}]|\{[^{}*#]*\})*\Z")
 
 
 def is_glob(pattern: str) -> bool:
     """Whether braces are paired, not nested, and hold words only."""
     return _GLOB.match(pattern) is not None
-
-
-def is_quick(pattern: str) -> bool:
-    """Whether any name can be matched in little time.
-
-    At most two `**`, and two of `*` and `#` in a dotted part; where words in braces begin with others, so that it takes
-    a try to tell which is meant, there are at most 1024 ways to choose them.
-    """
-    ways = 1
-    for token in _TOKEN.findall(pattern):
-        words = token[1:-1].split(",") if token.startswith("{") else []
-        if any(other.startswith(one) for one, other in pairwise(sorted(words))):
-            ways *= len(words)
-    wildcards = max(part.count("*") + part.count("#") for part in pattern.split("."))
-    return pattern.count("**") <= 2 and wildcards <= 2 and ways <= 1024
 
 
 @lru_cache(maxsize=4096)

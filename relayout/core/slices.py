@@ -95,7 +95,7 @@ def slice_transfers(dtype: str, shape: tuple[int, ...], part: Slice) -> tuple[Tr
             count=count,
             source_stride=axis_bits // 8 if count > 1 else 0,
             target_stride=held if count > 1 else 0,
-        ).normalised()
+        ).normalized()
         for start, bits, target in zip(start_bits, length_bits, targets, strict=True)
         if bits
     )

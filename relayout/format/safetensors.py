@@ -127,7 +127,7 @@ def parse_header(blob: bytes, file_nbytes: int, where: str) -> Header:
 
 
 def build_header(tensors: Iterable[TensorEntry], metadata: Mapping[str, str], alignment: int) -> bytes:
-    """Serialise a header, padded with trailing spaces so that the data section starts at a multiple of `alignment`.
+    """Serialize a header, padded with trailing spaces so that the data section starts at a multiple of `alignment`.
 
     `tensors` are in offset order (a zero-size tensor before the one that starts at the same offset); keys are
     written in that order.

@@ -90,7 +90,7 @@ class SourceRecord:
 
 
 def dump_record(record: SourceRecord) -> bytes:
-    """Serialise the source record, uncompressed."""
+    """Serialize the source record, uncompressed."""
     top = {
         "relayout": FORMAT_VERSION,
         **asdict(record.options),

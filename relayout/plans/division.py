@@ -97,7 +97,7 @@ def divide(rule: Rule, dim: int, sizes: Sizes, num_ranks: int, where: str) -> li
 def even_ranges(dim: int, count: int, num_ranks: int, where: str, *, share: bool = False) -> list[Range]:
     """Divide `count` groups of `dim // count` elements among the ranks: (start, length) of each rank.
 
-    With `share`, more ranks than groups share them: each group goes to as many neighbouring ranks
+    With `share`, more ranks than groups share them: each group goes to as many neighboring ranks
     (vLLM 0.33 QKVParallelLinear: KV head `rank // (num_ranks // count)`).
 
     Raises:

@@ -1,7 +1,7 @@
 """The tensor-parallel plan: which slice of each tensor each rank holds. Pure, but for reading a plan file.
 
 A family's rules say how each tensor is cut, so that an engine finds in a rank's files what it would have cut out
-itself; tensors that store a quantised weight between them are cut where the weight is.
+itself; tensors that store a quantized weight between them are cut where the weight is.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def plan_for(
     own = _own_family(Path(plan), catalogue.model_type) if plan is not None and plan != TRANSFORMERS else None
     if num_ranks == 1:
         return Plan("none", 1, *number_cuts([Cut((WHOLE,))] * len(catalogue.tensors)))
-    quantisation = catalogue.config.get("quantization_config")
-    scheme = find_scheme(quantisation, str(catalogue.root)) if isinstance(quantisation, Mapping) else None
+    quantization = catalogue.config.get("quantization_config")
+    scheme = find_scheme(quantization, str(catalogue.root)) if isinstance(quantization, Mapping) else None
     if own is not None:
         family = own
     elif plan is not None:
@@ -191,13 +191,13 @@ class _Kind:
     dtype: str
     shape: tuple[int, ...]
     weights: tuple[Weight, ...] = ()
-    """Where the tensor is one of several that store a quantised weight between them: what that weight may be."""
+    """Where the tensor is one of several that store a quantized weight between them: what that weight may be."""
     suffix: str = ""
     """Last part of such a tensor's name."""
 
     def apply(self, name: str, sizes: Sizes, num_ranks: int, scheme: Scheme | None) -> Cut:
         """The cut; the name is for messages."""
-        axis = self.rule.axis
+        axis = self.rule.dim
         if axis is None:
             return Cut((WHOLE,) * num_ranks)
         if scheme is not None and self.weights:
@@ -216,7 +216,7 @@ class _Kind:
 
     def _carry(self, scheme: Scheme, weight: Weight, axis: int, name: str, sizes: Sizes, num_ranks: int) -> Cut:
         """The cut, if the tensor is one of those that store this weight."""
-        where = f"tensor {name!r}: axis {axis} of a quantised weight [{weight.rows}, {weight.columns}]"
+        where = f"tensor {name!r}: axis {axis} of a quantized weight [{weight.rows}, {weight.columns}]"
         if axis > 1:
             raise PlanError(f"{where}: there is no such axis, which {self.rule.pattern!r} cuts")
         cut = divide(self.rule, (weight.rows, weight.columns)[axis], sizes, num_ranks, where)
@@ -250,7 +250,7 @@ class _KindFinder:
         self._collapse = not family.tells_numbers_apart
         self._rules: dict[str, Rule | None] = {}
         self._modules: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
-        """Of each quantised module: last part of the name -> dtype, shape."""
+        """Of each quantized module: last part of the name -> dtype, shape."""
         self._weights: dict[str, tuple[Weight, ...]] = {}
         """What they store between them."""
         if scheme is not None:
@@ -269,15 +269,15 @@ class _KindFinder:
                 self._weights[module] = self._scheme.weights(stored)
             weights = self._weights[module]
             if rule is not None and weights:
-                if self._family.is_transposed and rule.axis in (0, 1):
-                    rule = replace(rule, axis=1 - rule.axis)
+                if self._family.is_transposed and rule.dim in (0, 1):
+                    rule = replace(rule, dim=1 - rule.dim)
                 return _Kind(rule, tensor.dtype, tensor.shape, weights, suffix)
         rule = self._rule(tensor.name)
         if rule is None and suffix == "bias" and len(stored) > 1:
-            # Some tools give every quantised layer a bias, of zeros mostly; it goes with the rows.
+            # Some tools give every quantized layer a bias, of zeros mostly; it goes with the rows.
             rule = self._rule(f"{module}.weight")
-            is_rows = rule is not None and rule.axis == (1 if self._family.is_transposed else 0)
-            rule = replace(rule, axis=0) if rule is not None and is_rows else Rule(tensor.name, None)
+            is_rows = rule is not None and rule.dim == (1 if self._family.is_transposed else 0)
+            rule = replace(rule, dim=0) if rule is not None and is_rows else Rule(tensor.name, None)
         if rule is None and self._scheme is not None and self._scheme.is_cache_scale(suffix, tensor.shape):
             rule = Rule(tensor.name, None)
         return None if rule is None else _Kind(rule, tensor.dtype, tensor.shape)

@@ -1,4 +1,4 @@
-"""Quantised weights: how the tensors that store one weight between them are cut where the weight is cut. Pure.
+"""Quantized weights: how the tensors that store one weight between them are cut where the weight is cut. Pure.
 
 A scheme says, for each tensor that a method stores beside or instead of a weight, which of its axes runs with the
 weight's rows (outputs) and which with its columns (inputs). A cut of the weight is carried over in proportion, and
@@ -63,7 +63,7 @@ class Values:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A quantised weight, in values."""
+    """A quantized weight, in values."""
 
     rows: int
     columns: int
@@ -99,7 +99,7 @@ class Scheme:
         """What these tensors (last part of the name -> dtype, shape) may store between them.
 
         Mostly one weight; several where a checkpoint stores its weights in several ways, and shapes alone do not tell
-        them apart; none where these are no tensors of a quantised matrix.
+        them apart; none where these are no tensors of a quantized matrix.
         """
         found: dict[Weight, None] = {}
         for values in self.values:
@@ -214,7 +214,7 @@ def find_scheme(config: Mapping[str, Any], where: str) -> Scheme:
 
 def _refusal(where: str, method: str, why: str) -> PlanError:
     return PlanError(
-        f"{where}: weights are quantised by {method}, which cannot be cut offline: {why};"
+        f"{where}: weights are quantized by {method}, which cannot be cut offline: {why};"
         " use --tp 1, which cuts nothing"
     )
 

@@ -1,0 +1,993 @@
+"""The command as a person runs it: what it prints, its exit codes, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from safetensors.numpy import load_file, save_file
+from support.journals import read_journal
+from support.mounts import mounted_tmpfs
+
+import relayout
+from relayout.cli.app import app, main
+
+Array = npt.NDArray[Any]
+RELAYOUT = [sys.executable, "-m", "relayout"]
+INDEX = "model.safetensors.index.json"
+CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, PR_CAPBSET_DROP = 1, 2, 24
+
+# Whatever terminal the tests run in says nothing about the one that they imitate.
+TERMINAL_VARIABLES = ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LINES", "TERM")
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in TERMINAL_VARIABLES} | {"TERM": "xterm"}
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 100,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "vocab_size": 128,
+}
+SHAPES = {
+    "lm_head.weight": (128, 64),
+    "model.embed_tokens.weight": (128, 64),
+    "model.layers.0.input_layernorm.weight": (64,),
+    "model.layers.0.mlp.down_proj.weight": (64, 100),
+    "model.layers.0.mlp.gate_proj.weight": (100, 64),
+    "model.layers.0.mlp.up_proj.weight": (100, 64),
+    "model.layers.0.post_attention_layernorm.weight": (64,),
+    "model.layers.0.self_attn.k_proj.weight": (32, 64),
+    "model.layers.0.self_attn.o_proj.weight": (64, 64),
+    "model.layers.0.self_attn.q_proj.weight": (64, 64),
+    "model.layers.0.self_attn.v_proj.weight": (32, 64),
+    "model.norm.weight": (64,),
+}
+NORMS = [name for name in SHAPES if "norm" in name]
+
+
+def weights() -> dict[str, Array]:
+    """A small Llama; every byte depends on its place."""
+    rng = np.random.default_rng(7)
+    return {name: rng.integers(1, 2**16, shape).astype(np.uint16).view(np.float16) for name, shape in SHAPES.items()}
+
+
+class Run(Protocol):
+    """Runs the command to its end, its output in pipes."""
+
+    def __call__(self, *args: str, cwd: Path) -> subprocess.CompletedProcess[str]: ...
+
+
+def write_model(folder: Path, config: Mapping[str, Any] | None = CONFIG, *, sharded: bool = False) -> Path:
+    folder.mkdir()
+    tensors = weights()
+    if sharded:
+        halves = {"model-1.safetensors": list(SHAPES)[:6], "model-2.safetensors": list(SHAPES)[6:]}
+        for file, names in halves.items():
+            save_file({name: tensors[name] for name in names}, folder / file, metadata={"format": "pt"})
+        weight_map = {name: file for file, names in halves.items() for name in names}
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    else:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text('{"a": 1}')
+    return folder
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    """A folder to work in, with a model in it and nothing else."""
+    place = tmp_path / "work"
+    place.mkdir()
+    write_model(place / "model")
+    return place
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model and its conversion for two ranks, to be read only."""
+    place = tmp_path_factory.mktemp("converted")
+    relayout.convert(write_model(place / "model"), place / "out", tp=2)
+    return place
+
+
+def run(
+    *args: str,
+    cwd: Path,
+    environment: Mapping[str, str] | None = None,
+    restricted: bool = False,
+    timeout: float = 60,
+) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end, its output in pipes."""
+    return subprocess.run(
+        [*RELAYOUT, *args],
+        cwd=cwd,
+        env=ENVIRONMENT | dict(environment or {}),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="utf-8",
+        errors="surrogateescape",
+        timeout=timeout,
+        preexec_fn=drop_superuser_rights if restricted else None,
+    )
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """As `run`, but in this process: most of what a run takes is the start of Python."""
+
+    def run_here(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+        monkeypatch.chdir(cwd)
+        monkeypatch.setattr(sys, "argv", ["relayout", *args])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main()
+        stdout, stderr = capfd.readouterr()
+        assert end.value.code is None or isinstance(end.value.code, int)
+        return subprocess.CompletedProcess(sys.argv, end.value.code or 0, stdout, stderr)
+
+    for name in TERMINAL_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return run_here
+
+
+def drop_superuser_rights() -> None:
+    """Let the next program run as this user, but with no right to pass over permission bits."""
+    if os.getuid() == 0:
+        import ctypes
+
+        for capability in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):
+            if ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, capability, 0, 0, 0):
+                raise OSError("prctl refused")
+
+
+def tree(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """Everything below a folder: name, and mode, size and time of the last change of what is no folder."""
+    found = {}
+    for parent, folders, files in os.walk(folder):
+        for name in folders + files:
+            path = Path(parent, name)
+            status = path.lstat()
+            own = (0, 0) if name in folders else (status.st_size, status.st_mtime_ns)
+            found[str(path.relative_to(folder))] = (status.st_mode, *own)
+    return found
+
+
+def assert_one_line(done: subprocess.CompletedProcess[str], code: int, says: str) -> None:
+    assert (done.returncode, done.stdout) == (code, ""), done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.endswith("\n")
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stderr.startswith("relayout: error: ")
+    assert re.search(says, done.stderr), done.stderr
+    assert done.stderr.rstrip("\n").isprintable()
+
+
+def assert_refused(run: Run, work: Path, args: list[str], says: str, code: int = 2) -> None:
+    """One line on stderr, the exit code, and nothing changed."""
+    before = tree(work)
+    assert_one_line(run(*args, cwd=work), code, says)
+    assert tree(work) == before
+
+
+# What a person can get wrong. Each makes the trouble and returns the arguments.
+Trouble = Callable[[Path], list[str]]
+
+
+def missing_shard(work: Path) -> list[str]:
+    write_model(work / "sharded", sharded=True)
+    (work / "sharded" / "model-2.safetensors").unlink()
+    return ["convert", "sharded"]
+
+
+def truncated_shard(work: Path) -> list[str]:
+    path = work / "model" / "model.safetensors"
+    os.truncate(path, path.stat().st_size - 1)
+    return ["convert", "model"]
+
+
+def tensor_past_the_end(work: Path) -> list[str]:
+    header = json.dumps({"far away": {"dtype": "U8", "shape": [100], "data_offsets": [0, 100]}}).encode()
+    path = work / "model" / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(range(1, 100)))
+    return ["convert", "model"]
+
+
+def shard_is_a_folder(work: Path) -> list[str]:
+    (work / "model" / "model.safetensors").unlink()
+    (work / "model" / "model.safetensors").mkdir()
+    return ["convert", "model"]
+
+
+def unknown_model_type(work: Path) -> list[str]:
+    write_model(work / "other", CONFIG | {"model_type": "no_such_model"})
+    return ["convert", "other", "--tp", "2"]
+
+
+def no_config(work: Path) -> list[str]:
+    write_model(work / "other", None)
+    return ["convert", "other", "--tp", "2"]
+
+
+def no_config_and_no_ranks(work: Path) -> list[str]:
+    write_model(work / "other", None)
+    return ["convert", "other", "--tp", "0"]
+
+
+def quantized(work: Path) -> list[str]:
+    write_model(work / "other", CONFIG | {"quantization_config": {"quant_method": "bitsandbytes"}})
+    return ["convert", "other", "--tp", "2"]
+
+
+def output_not_empty(work: Path) -> list[str]:
+    (work / "out").mkdir()
+    (work / "out" / "precious").write_text("mine")
+    return ["convert", "model", "-o", "out"]
+
+
+def forced_on_a_foreign_folder(work: Path) -> list[str]:
+    return [*output_not_empty(work), "--force"]
+
+
+def default_output_taken(work: Path) -> list[str]:
+    relayout.convert(work / "model")
+    return ["convert", "model"]
+
+
+def output_through_a_link(work: Path) -> list[str]:
+    (work / "link").symlink_to("model")
+    return ["convert", "model", "-o", "link", "--force"]
+
+
+def source_through_a_link(work: Path) -> list[str]:
+    (work / "link").symlink_to("model")
+    return ["convert", "link", "-o", "model", "--force"]
+
+
+def plan_is_no_toml(work: Path) -> list[str]:
+    (work / "mine.toml").write_text("[cut\n")
+    return ["convert", "model", "--tp", "2", "--plan", "mine.toml"]
+
+
+def plan_of_unknown_unit(work: Path) -> list[str]:
+    (work / "mine.toml").write_text('[cut]\n"*" = { dim = 0, by = "fingers" }\n')
+    return ["convert", "model", "--tp", "2", "--plan", "mine.toml"]
+
+
+def plan_without_a_rule(work: Path) -> list[str]:
+    (work / "mine.toml").write_text('[cut]\n"model.norm.weight" = "whole"\n')
+    return ["convert", "model", "--tp", "2", "--plan", "mine.toml"]
+
+
+def converted_as_source(work: Path) -> list[str]:
+    relayout.convert(work / "model", work / "out")
+    return ["convert", "out"]
+
+
+def rank_too_high(work: Path) -> list[str]:
+    relayout.convert(work / "model", work / "out", tp=2)
+    return ["inspect", "out", "--rank", "2"]
+
+
+def negative_rank(work: Path) -> list[str]:
+    relayout.convert(work / "model", work / "out", tp=2)
+    return ["inspect", "out", "--rank", "-1"]
+
+
+def folder_without_weights(work: Path) -> list[str]:
+    (work / "empty").mkdir()
+    return ["inspect", "empty"]
+
+
+def control_characters_in_a_path(work: Path) -> list[str]:
+    return ["convert", "no\nsuch\x1b[31m\x07thing"]
+
+
+@pytest.mark.parametrize(
+    ("trouble", "says"),
+    [
+        (missing_shard, r"sharded/model-2\.safetensors: cannot be read: No such file"),
+        (truncated_shard, r"model/model\.safetensors: .*truncated"),
+        (tensor_past_the_end, r"tensor 'far away': ends at byte 100 .* has 99 "),
+        (shard_is_a_folder, r"model/model\.safetensors: not a regular file"),
+        (unknown_model_type, r"'no_such_model'.*--plan FILE"),
+        (no_config, r"config\.json names no model_type.*--plan FILE"),
+        (no_config_and_no_ranks, r"\b0 ranks"),
+        (quantized, r"quantized by bitsandbytes, which cannot be cut offline: .* --tp 1"),
+        (output_not_empty, r"out: is not empty; --force"),
+        (forced_on_a_foreign_folder, r"out: is not empty and was not written by relayout"),
+        (default_output_taken, r"model-tp1: is not empty; --force"),
+        (output_through_a_link, r"link: is the source itself"),
+        (source_through_a_link, r"model: is the source itself"),
+        (plan_is_no_toml, r"mine\.toml: not valid TOML"),
+        (plan_of_unknown_unit, r"mine\.toml: cut '\*': .*fingers"),
+        (plan_without_a_rule, r"tensor 'lm_head\.weight': no rule of plan 'mine\.toml'"),
+        (converted_as_source, r"out: is a converted checkpoint already"),
+        (rank_too_high, r"rank 2, expected 0 to 1"),
+        (negative_rank, r"rank -1, expected 0 to 1"),
+        (folder_without_weights, r"empty: holds no safetensors file"),
+        (control_characters_in_a_path, r"no.+such.+thing: no such file or folder"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing_behind(here: Run, work: Path, trouble: Trouble, says: str) -> None:
+    args = trouble(work)
+    assert_refused(here, work, args, says)
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ("convert nothing", r"nothing: no such file or folder"),
+        ("inspect nothing", r"nothing: no such file or folder"),
+        ("verify nothing", r"nothing: no such file or folder"),
+        ("verify model", r"model.*relayout\.json"),
+        ("inspect model --rank 0", r"model: not converted"),
+        ("convert / --tp 2", r" /: nothing lies beside the root folder; choose another folder with -o"),
+        ("convert model --tp 0", r"\b0 ranks, expected 1 to"),
+        ("doctor model --tp 0", r"tp=0, expected 1 or more"),
+        ("doctor model --tp -1", r"tp=-1, expected 1 or more"),
+        ("convert model --tp -1", r"-1 ranks, expected 1 to"),
+        ("convert model --align 3000", r"alignment 3000 is not a power of two"),
+        ("convert model --align 256", r"alignment 256 .* between 512 and"),
+        ("convert model --align 32MiB", r"alignment 33554432 .* between 512 and"),
+        ("convert model --align many", r"'many' is not a size"),
+        (f"convert model --memory {'9' * 5000}", r"is too large a size, expected at most 9223372036854775807 bytes"),
+        ("convert model --max-part-size 0", r"part size of 0 bytes"),
+        ("convert model --tp 2 --plan nothing.toml", r"nothing\.toml: cannot be read"),
+        ("convert model -o model", r"model: is the source itself"),
+        ("convert model -o ../work/model/", r"model: is the source itself"),
+        ("convert model -o model/out", r"model/out: lies in the source"),
+        ("convert model -o .", r"lies in the source or around it"),
+        ("convert model -o nothing/out", r"nothing/out: its parent folder does not exist"),
+        ("convert model -o model/config.json", r"model/config\.json: "),
+    ],
+)
+def test_bad_arguments_are_one_line_and_leave_nothing_behind(here: Run, work: Path, args: str, says: str) -> None:
+    assert_refused(here, work, args.split(), says)
+
+
+@pytest.mark.parametrize("trouble", [truncated_shard, output_not_empty, plan_is_no_toml])
+def test_a_process_of_its_own_refuses_the_same(here: Run, work: Path, trouble: Trouble) -> None:
+    args = trouble(work)
+    ours, theirs = here(*args, cwd=work), run(*args, cwd=work)
+    assert (ours.returncode, ours.stdout, ours.stderr) == (theirs.returncode, theirs.stdout, theirs.stderr)
+
+
+def test_an_axis_that_does_not_divide_is_named_in_full(here: Run, work: Path) -> None:
+    before = tree(work)
+    done = here("convert", "model", "--tp", "8", cwd=work)
+    says = r"tensor '(.+)': axis (\d) of \[(\d+), (\d+)\] has (\d+) elements, not a multiple of 8"
+    assert_one_line(done, 2, says)
+    match = re.search(says, done.stderr)
+    assert match is not None, done.stderr
+    name, axis, *dims, size = match.groups()
+    assert SHAPES[name] == (int(dims[0]), int(dims[1]))
+    assert (SHAPES[name][int(axis)], int(size)) == (100, 100)
+    assert tree(work) == before
+
+
+def test_a_plan_that_never_comes_is_not_waited_for(work: Path) -> None:
+    os.mkfifo(work / "mine.toml")
+    args = ["convert", "model", "--tp", "2", "--plan", "mine.toml"]
+    assert_refused(partial(run, timeout=5), work, args, r"mine\.toml: not a regular file")
+
+
+def test_without_a_stderr_the_exit_codes_are_the_same(work: Path) -> None:
+    # A daemon may have closed it; Python then has None for it.
+    for source, code in (("model", 0), ("nothing", 2)):
+        done = subprocess.run(
+            [*RELAYOUT, "convert", source],
+            cwd=work,
+            env=ENVIRONMENT,
+            stdout=subprocess.PIPE,
+            preexec_fn=partial(os.close, 2),
+        )
+        assert done.returncode == code
+    assert (work / "model-tp1" / "relayout.json").is_file()
+
+
+def run_unread(
+    *args: str, cwd: Path, stderr: bool = False, script: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run the command with a stdout, or also a stderr, whose reader has gone."""
+    ours, theirs = os.pipe()
+    os.close(ours)
+    done = subprocess.run(
+        [*(RELAYOUT if script is None else [sys.executable, "-c", script]), *args],
+        cwd=cwd,
+        env=ENVIRONMENT,
+        stdout=theirs,
+        stderr=theirs if stderr else subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
+    os.close(theirs)
+    return done
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        *("inspect out", "inspect out --json", "plans", "plans llama", "plans --json", "doctor model"),
+        *("convert model --dry-run", "--help", "inspect --help", "--version"),
+    ],
+)
+def test_a_command_that_only_prints_ends_without_a_word_when_its_reader_does(converted: Path, args: str) -> None:
+    # As in `relayout inspect out | head -1`: a shell makes 141 of it.
+    done = run_unread(*args.split(), cwd=converted)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
+
+
+@pytest.mark.parametrize("stderr", [False, True])
+@pytest.mark.parametrize("as_json", [[], ["--json"]])
+def test_work_is_carried_out_and_its_exit_code_is_its_own_whoever_reads_of_it(
+    work: Path, as_json: list[str], stderr: bool
+) -> None:
+    # As in `relayout convert model | true`: with pipefail a script would take another code for a failure.
+    script = (
+        "from relayout import __main__; from relayout.cli import render;"
+        " render._SECONDS_BETWEEN_EVENTS = 0; __main__.main()"
+    )
+    for args in ("convert model -o out", "verify out", "restore out -o back"):
+        done = run_unread(*args.split(), *as_json, cwd=work, stderr=stderr, script=script)
+        assert done.returncode == 0, done.stderr
+        assert stderr or all(line.startswith('{"event": ') for line in done.stderr.splitlines())
+    assert relayout.verify(work / "out", source=work / "back").ok
+    with (work / "out" / "model-rank-0-part-0.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read()[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+    assert run_unread("verify", "out", *as_json, cwd=work, stderr=stderr).returncode == 1
+    assert run_unread("convert", "model", "-o", "out", *as_json, cwd=work, stderr=stderr).returncode == 2
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no file that is always full")
+@pytest.mark.parametrize(
+    "args",
+    [
+        *("inspect out", "inspect out --json", "plans llama", "--help", "--version"),
+        *("verify out", "convert model -o again", "convert model -o again --json"),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_an_io_failure(converted: Path, tmp_path: Path, args: str) -> None:
+    place = shutil.copytree(converted, tmp_path / "converted")
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*RELAYOUT, *args.split()], cwd=place, env=ENVIRONMENT, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 3
+    assert re.fullmatch(r"relayout: error: (standard output: )?No space left on device\n", done.stderr)
+    assert (place / "again" / "relayout.json").exists() == ("again" in args), "what it tells of is done"
+
+
+@pytest.mark.parametrize(
+    "args", ["convert", "convert model --tp two", "convert model --fast", "frobnicate", "inspect model model"]
+)
+def test_wrong_usage_is_exit_code_2_without_a_traceback(here: Run, work: Path, args: str) -> None:
+    before = tree(work)
+    done = here(*args.split(), cwd=work)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Usage:" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert tree(work) == before
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="drops the superuser's rights by Linux's prctl")
+@pytest.mark.parametrize(
+    ("victim", "args", "says"),
+    [
+        ("model/model.safetensors", "convert model", r"model\.safetensors: cannot be read: Permission denied"),
+        ("model/config.json", "convert model", r"config\.json: cannot be read: Permission denied"),
+        ("model", "convert model", r"model.*: cannot be read: Permission denied"),
+        ("model", "convert model/model.safetensors", r"model\.safetensors: .*Permission denied"),
+        ("mine.toml", "convert model --tp 2 --plan mine.toml", r"mine\.toml: cannot be read: Permission denied"),
+        ("model/model.safetensors", "inspect model", r"model\.safetensors: cannot be read: Permission denied"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line(work: Path, victim: str, args: str, says: str) -> None:
+    (work / "mine.toml").write_text('[cut]\n"*" = "whole"\n')
+    (work / victim).chmod(0)
+    try:
+        assert_refused(partial(run, restricted=True), work, args.split(), says)
+    finally:
+        (work / victim).chmod(0o755)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="drops the superuser's rights by Linux's prctl")
+def test_a_side_file_that_cannot_be_read_is_one_line_and_leaves_nothing_behind(work: Path) -> None:
+    (work / "model" / "tokenizer.json").chmod(0)
+    before = tree(work)
+    done = run("convert", "model", cwd=work, restricted=True)
+    assert done.returncode in (2, 3)
+    assert_one_line(done, done.returncode, r"tokenizer\.json: .*Permission denied")
+    assert tree(work) == before
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="drops the superuser's rights by Linux's prctl")
+def test_a_read_only_place_is_an_io_failure(work: Path) -> None:
+    work.chmod(0o555)
+    try:
+        assert_refused(partial(run, restricted=True), work, ["convert", "model"], "Permission denied", code=3)
+    finally:
+        work.chmod(0o755)
+
+
+@pytest.fixture
+def small_drive(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB, less than the model."""
+    with mounted_tmpfs(tmp_path / "drive", "64k") as place:
+        yield place
+
+
+def test_too_little_space_is_noticed_before_anything_is_written(work: Path, small_drive: Path) -> None:
+    # Exit code 2, not 3: refused, and not failed on the way.
+    assert_refused(run, work, ["convert", "model", "-o", str(small_drive / "out")], r"out: needs .* are free there")
+    assert list(small_drive.iterdir()) == []
+
+
+def test_a_conversion_holds_what_numpy_cuts(work: Path) -> None:
+    done = run("convert", "model", "--tp", "2", cwd=work)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(path.name for path in work.iterdir()) == ["model", "model-tp2"]
+    for rank in range(2):
+        stored = load_file(work / "model-tp2" / f"model-rank-{rank}-part-0.safetensors")
+        assert stored.keys() == SHAPES.keys()
+        for name, whole in weights().items():
+            axis = 1 if name.endswith(("down_proj.weight", "o_proj.weight")) else 0
+            mine = whole if name in NORMS else np.split(whole, 2, axis)[rank]
+            np.testing.assert_array_equal(stored[name].view(np.uint16), mine.view(np.uint16))
+
+
+def test_what_is_printed_after_a_conversion_adds_up(here: Run, work: Path) -> None:
+    done = here("convert", "model", "--tp", "2", cwd=work)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "model-tp2: 12 tensors for 2 ranks in 2 files" in done.stdout
+    rank_nbytes = sum(2 * int(np.prod(shape)) // (1 if name in NORMS else 2) for name, shape in SHAPES.items())
+    assert f"each rank {rank_nbytes / 1000:.1f} kB" in done.stdout
+
+
+def test_force_replaces_what_relayout_wrote(here: Run, work: Path) -> None:
+    relayout.convert(work / "model", work / "out", tp=2)
+    done = here("convert", "model", "-o", "out", "--force", cwd=work)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(path.name for path in work.iterdir()) == ["model", "out"]
+    assert [path.name for path in (work / "out").glob("*-rank-*.safetensors")] == ["model-rank-0-part-0.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("cwd", "source", "output"),
+    [
+        (".", "model", "model-tp1"),
+        (".", "model/", "model-tp1"),
+        ("model", ".", "model-tp1"),
+        ("model/sub", "..", "model-tp1"),
+        (".", "model/model.safetensors", "model/model-tp1"),
+        ("model", "model.safetensors", "model/model-tp1"),
+    ],
+)
+def test_the_default_output_lies_beside_the_source(here: Run, work: Path, cwd: str, source: str, output: str) -> None:
+    (work / "model" / "sub").mkdir()
+    before = set(tree(work))
+    done = here("convert", source, cwd=work / cwd)
+    assert (done.returncode, done.stderr) == (0, "")
+    new = set(tree(work)) - before
+    assert f"{output}/relayout.json" in new
+    assert all(f"{path}/".startswith(f"{output}/") for path in new)
+
+
+def one_object(done: subprocess.CompletedProcess[str], code: int = 0) -> dict[str, Any]:
+    """The one JSON object that is on stdout, with nothing on stderr."""
+    assert (done.returncode, done.stderr) == (code, "")
+    assert done.stdout.count("\n") == 1
+    parsed = json.loads(done.stdout)
+    assert isinstance(parsed, dict)
+    return parsed
+
+
+def test_convert_speaks_json(work: Path) -> None:
+    found = one_object(run("convert", "model", "--tp", "2", "--json", cwd=work))
+    rank_nbytes = sum(2 * int(np.prod(shape)) // (1 if name in NORMS else 2) for name, shape in SHAPES.items())
+    files = [work / "model-tp2" / f"model-rank-{rank}-part-0.safetensors" for rank in range(2)]
+    assert found["output"] == "model-tp2"
+    assert (found["num_ranks"], found["num_tensors"], found["num_files"]) == (2, 12, 2)
+    assert found["source_nbytes"] == sum(array.nbytes for array in weights().values())
+    assert found["rank_nbytes"] == [rank_nbytes, rank_nbytes]
+    assert found["replicated_nbytes"] == sum(weights()[name].nbytes for name in NORMS)
+    assert found["written_nbytes"] == sum(file.stat().st_size for file in files)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_dry_run_writes_nothing(work: Path, as_json: bool) -> None:
+    before = tree(work)
+    done = run("convert", "model", "--tp", "2", "--dry-run", *(["--json"] if as_json else []), cwd=work)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert tree(work) == before
+    if as_json:
+        found = one_object(done)
+        assert (found["plan"], found["num_ranks"], found["num_tensors"]) == ("llama", 2, 12)
+        cuts = {group["pattern"]: (group["cut"], group["rank_shapes"]) for group in found["groups"]}
+        assert cuts["model.layers.*.mlp.down_proj.weight"] == ("columns", [[64, 50]])
+        assert cuts["model.layers.*.self_attn.q_proj.weight"] == ("rows", [[32, 64]])
+        assert cuts["model.norm.weight"] == ("whole", [[64]])
+    else:
+        assert re.search(r"model\.layers\.\*\.mlp\.down_proj\.weight +1 +F16 +64 x 100 +columns +64 x 50", done.stdout)
+        assert "nothing was written" in done.stdout
+
+
+def test_a_dry_run_foretells_the_conversion(here: Run, work: Path) -> None:
+    planned = one_object(here("convert", "model", "--tp", "2", "--dry-run", "--json", cwd=work))
+    done = one_object(here("convert", "model", "--tp", "2", "--json", cwd=work))
+    shared = planned.keys() & done.keys()
+    assert {"output", "num_files", "written_nbytes", "rank_nbytes", "replicated_nbytes"} <= shared
+    assert {key: planned[key] for key in shared} == {key: done[key] for key in shared}
+
+
+def test_an_error_leaves_stdout_to_json_alone(here: Run, work: Path) -> None:
+    assert_refused(here, work, ["convert", "nothing", "--json"], "nothing: no such file or folder")
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ("model", {"converted": False, "model_type": "llama", "num_files": 1, "num_tensors": 12, "ranks": []}),
+        ("model/model.safetensors", {"converted": False, "model_type": "llama", "num_files": 1, "num_tensors": 12}),
+        ("out", {"converted": True, "model_type": "llama", "num_files": 2, "num_tensors": 12}),
+        ("out --rank 1", {"converted": True, "num_files": 1, "num_tensors": 12}),
+    ],
+)
+def test_inspect_speaks_json(here: Run, converted: Path, args: str, expected: dict[str, Any]) -> None:
+    before = tree(converted)
+    found = one_object(here("inspect", *args.split(), "--json", cwd=converted))
+    assert {key: found[key] for key in expected} == expected
+    whole = sum(array.nbytes for array in weights().values())
+    norms = sum(weights()[name].nbytes for name in NORMS)
+    nbytes = {"out": whole + norms, "out --rank 1": (whole + norms) // 2}.get(args, whole)
+    assert found["nbytes"] == nbytes
+    assert tree(converted) == before
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ("model", r"model: plain checkpoint, model type llama, 12 tensors, .* in 1 file\n"),
+        ("model", r"\n +2 +\S+ kB +\S+ kB \(\d\.\dx\) +\S+ kB \(\d\.\dx\)"),
+        ("model/model.safetensors", r"model/model\.safetensors: plain checkpoint, model type llama, 12 tensors"),
+        ("out", r"out: converted checkpoint, model type llama, 12 tensors, .* in 2 files\n"),
+        ("out", r"model\.layers\.\*\.mlp\.down_proj\.weight +1 +F16 +64 x 50 +axis 1 of \[64, 100\]"),
+        ("out --rank 1", r"\n +1 +12 +\S+ kB +1 +\d"),
+    ],
+)
+def test_inspect_prints_for_people(here: Run, converted: Path, args: str, says: str) -> None:
+    done = here("inspect", *args.split(), cwd=converted)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(says, done.stdout), done.stdout
+
+
+def test_inspect_tells_what_a_rank_would_read_in_vain(here: Run, converted: Path) -> None:
+    rows = one_object(here("inspect", "model", "--json", cwd=converted))["amplification"]
+    nbytes = {name: array.nbytes for name, array in weights().items()}
+    columns = sum(nbytes[name] for name in nbytes if name.endswith(("down_proj.weight", "o_proj.weight")))
+    norms = sum(nbytes[name] for name in NORMS)
+    [two] = [row for row in rows if row["tp"] == 2]
+    assert two["needed_nbytes"] == (sum(nbytes.values()) + norms) // 2
+    assert two["row_reader_nbytes"] == two["needed_nbytes"] + columns // 2
+    assert two["whole_nbytes"] == sum(nbytes.values())
+    [eight] = [row for row in rows if row["tp"] == 8]
+    assert eight["needed_nbytes"] is None
+    assert "not a multiple of 8" in eight["reason"]
+
+
+def test_verify_passes_what_is_whole(converted: Path) -> None:
+    before = tree(converted)
+    done = run("verify", "out", cwd=converted)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "verified 24 slices of 2 ranks" in done.stdout
+    found = one_object(run("verify", "out", "--source", "model", "--json", cwd=converted))
+    assert (found["ok"], found["compared_with_source"], found["num_tensors"]) == (True, True, 24)
+    assert found["differences"] == []
+    assert tree(converted) == before
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.0.mlp.down_proj.weight"])
+def test_verify_names_file_tensor_and_bytes_of_one_flipped_bit(
+    here: Run, converted: Path, tmp_path: Path, name: str
+) -> None:
+    shutil.copytree(converted / "out", tmp_path / "out")
+    file = "model-rank-1-part-0.safetensors"
+    blob = bytearray((tmp_path / "out" / file).read_bytes())
+    header_nbytes = 8 + int.from_bytes(blob[:8], "little")
+    start, end = (header_nbytes + offset for offset in json.loads(blob[8:header_nbytes])[name]["data_offsets"])
+    blob[(start + end) // 2] ^= 1
+    (tmp_path / "out" / file).write_bytes(blob)
+    done = run("verify", "out", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (1, "")
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("differs")]
+    assert f"{file}: tensor '{name}', bytes {start} to {end}: " in line
+    found = one_object(here("verify", "out", "--json", cwd=tmp_path), code=1)
+    assert found["ok"] is False
+    [difference] = found["differences"]
+    assert [difference[key] for key in ("file", "tensor", "start", "end")] == [file, name, start, end]
+
+
+def test_verify_sees_that_the_source_is_another(here: Run, converted: Path, tmp_path: Path) -> None:
+    shutil.copytree(converted / "model", tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\xee")
+    done = here("verify", str(converted / "out"), "--source", "model", cwd=tmp_path)
+    assert done.returncode == 1
+    # The last bytes of the file, as stock safetensors lays it out.
+    header_nbytes = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+    header = json.loads(path.read_bytes()[8:header_nbytes])
+    last = max((entry["data_offsets"][1], name) for name, entry in header.items() if name != "__metadata__")[1]
+    assert f"'{last}'" in done.stdout
+
+
+@pytest.mark.parametrize("environment", [{}, {"FORCE_COLOR": "1"}], ids=["plain", "FORCE_COLOR"])
+@pytest.mark.parametrize("command", ["convert model", "verify out"])
+def test_progress_is_silent_in_a_pipe(work: Path, command: str, environment: dict[str, str]) -> None:
+    relayout.convert(work / "model", work / "out", tp=2)
+    done = run(*command.split(), cwd=work, environment=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def seen_on_a_terminal(args: list[str], cwd: Path) -> tuple[bytes, bytes]:
+    """What the command writes to stdout, a pipe, and to stderr, a terminal."""
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [*RELAYOUT, *args], cwd=cwd, env=ENVIRONMENT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs
+    ) as child:
+        os.close(theirs)
+        seen = b""
+        while True:
+            try:
+                chunk = os.read(ours, 65536)
+            except OSError:  # Linux's way to say that nobody has the terminal open any more.
+                break
+            if not chunk:
+                break
+            seen += chunk
+        stdout, _ = child.communicate(timeout=60)
+    os.close(ours)
+    assert child.returncode == 0, seen
+    return stdout, seen
+
+
+@pytest.mark.parametrize(("command", "word"), [("convert model", b"converting"), ("verify out", b"verifying")])
+def test_progress_is_shown_on_a_terminal(work: Path, command: str, word: bytes) -> None:
+    relayout.convert(work / "model", work / "out", tp=2)
+    stdout, seen = seen_on_a_terminal(command.split(), work)
+    assert word in seen
+    assert word not in stdout
+    assert seen.count(b"\x1b[?25h") == seen.count(b"\x1b[?25l") > 0, "the cursor is hidden, and comes back"
+
+
+def test_with_json_a_terminal_sees_nothing(work: Path) -> None:
+    stdout, seen = seen_on_a_terminal(["convert", "model", "--json"], work)
+    assert (json.loads(stdout)["num_tensors"], seen) == (12, b"")
+
+
+def test_the_version_is_the_packages(tmp_path: Path) -> None:
+    done = run("--version", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"relayout {relayout.__version__}\n", "")
+
+
+def command_names() -> list[str]:
+    return [str(one.name or getattr(one.callback, "__name__", "")) for one in app.registered_commands]
+
+
+def test_help_mentions_every_command(tmp_path: Path) -> None:
+    assert {"convert", "inspect", "verify"} <= set(command_names())
+    for flag in ("--help", "-h"):
+        done = run(flag, cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert [name for name in command_names() if not re.search(rf"\b{name}\b", done.stdout)] == []
+
+
+@pytest.mark.parametrize("name", command_names())
+def test_each_command_has_help(here: Run, tmp_path: Path, name: str) -> None:
+    done = here(name, "--help", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--json" in done.stdout
+
+
+def test_without_arguments_the_help_is_shown(here: Run, tmp_path: Path) -> None:
+    done = here(cwd=tmp_path)
+    assert done.returncode == 2
+    assert "inspect" in done.stdout + done.stderr
+
+
+def test_the_installed_script_is_the_same_command(work: Path) -> None:
+    script = shutil.which("relayout", path=Path(sys.executable).parent)
+    if script is None:
+        pytest.skip("relayout is not installed as a script beside this Python")
+    done = subprocess.run([script, "convert", "nothing"], cwd=work, capture_output=True, text=True, env=ENVIRONMENT)
+    assert_one_line(done, 2, "nothing: no such file or folder")
+
+
+HOSTILE = "evil\n\x1b]0;title\x07\x1b[31m\u202e[bold]name[/bold]"
+
+
+@pytest.mark.parametrize("args", ["inspect odd", "inspect odd-tp1", "convert odd --dry-run", "convert odd -o out"])
+def test_names_from_a_file_never_steer_the_terminal(here: Run, work: Path, args: str) -> None:
+    odd = write_model(work / "odd", CONFIG | {"model_type": f"{HOSTILE} type"})
+    save_file({HOSTILE: np.arange(1, 9, dtype=np.uint8)}, odd / "model.safetensors")
+    relayout.convert(odd)
+    done = here(*args.split(), cwd=work)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {character for character in done.stdout if not character.isprintable()} == {"\n"}
+    if "-o" not in args:
+        assert "[bold]name[/bold]" in done.stdout
+
+
+def test_a_long_name_is_printed_whole_in_a_pipe(here: Run, work: Path) -> None:
+    name = "model." + "very_" * 200 + "long"
+    odd = write_model(work / "odd")
+    save_file({name: np.arange(1, 9, dtype=np.uint8)}, odd / "model.safetensors")
+    done = here("inspect", "odd", cwd=work)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(rf"{name} +1 +U8 +8 +8 bytes", done.stdout)
+
+
+@pytest.mark.parametrize("what", ["source", "side file"])
+def test_a_file_name_that_is_no_utf_8_causes_no_traceback(work: Path, what: str) -> None:
+    name = os.fsdecode(b"m\xff")
+    try:
+        if what == "source":
+            (work / "model").rename(work / name)
+        else:
+            (work / "model" / name).write_text("hello")
+    except OSError:
+        pytest.skip("this file system takes UTF-8 names only")
+    before = tree(work)
+    source = name if what == "source" else "model"
+    done = run("convert", source, "--json", cwd=work, environment={"PYTHONIOENCODING": "utf-8:strict"})
+    assert "Traceback" not in done.stderr
+    if done.returncode:
+        assert_one_line(done, 2, "UTF-8")
+        assert tree(work) == before
+    else:
+        found = one_object(done)
+        assert (work / f"{source}-tp1" / "relayout.json").is_file()
+        if what == "side file" and not (work / "model-tp1" / name).exists():
+            assert any(word.startswith(name) for word in found["left_out"])
+
+
+@pytest.mark.parametrize("args", ["convert model", "convert model --dry-run", "convert model/{}", "inspect model"])
+def test_a_shard_whose_name_is_no_utf_8_is_refused_at_once_on_any_terminal(work: Path, args: str) -> None:
+    name = os.fsdecode(b"m\xff.safetensors")
+    try:
+        (work / "model" / "model.safetensors").rename(work / "model" / name)
+    except OSError:
+        pytest.skip("this file system takes UTF-8 names only")
+    ascii_only = partial(run, environment={"PYTHONIOENCODING": "ascii:strict"})
+    says = r"model: b'm\\xff\.safetensors': its name is not UTF-8: rename it"
+    assert_refused(ascii_only, work, args.format(name).split(), says)
+
+
+def test_a_model_without_tensors_can_be_converted_and_verified(here: Run, work: Path) -> None:
+    (work / "none").mkdir()
+    save_file({}, work / "none" / "model.safetensors")
+    for args in (["convert", "none"], ["verify", "none-tp1", "--source", "none"], ["inspect", "none-tp1"]):
+        done = here(*args, cwd=work)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+BIG_NBYTES = 384 * 2**20
+
+
+@pytest.fixture
+def big(tmp_path: Path) -> Path:
+    """A folder with a model that takes a while; only a few of its bytes are on disk."""
+    work = tmp_path / "work"
+    (work / "big").mkdir(parents=True)
+    piece = BIG_NBYTES // 48
+    entries = {
+        f"w.{n}": {"dtype": "U8", "shape": [piece], "data_offsets": [n * piece, (n + 1) * piece]} for n in range(48)
+    }
+    header = json.dumps(entries).encode()
+    with (work / "big" / "model.safetensors").open("wb") as stream:
+        stream.write(len(header).to_bytes(8, "little") + header)
+        stream.truncate(8 + len(header) + BIG_NBYTES)
+    return work
+
+
+def stopped_halfway(work: Path, number: signal.Signals) -> tuple[int, str, str]:
+    """Send a signal once a rank file has been begun; exit code, stdout and stderr."""
+    with subprocess.Popen(
+        [*RELAYOUT, "convert", "big"],
+        cwd=work,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # A job in the background of a shell script inherits that Ctrl-C is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None,
+    ) as child:
+        deadline = time.monotonic() + 30
+        while not any(work.glob(".*/output/*.safetensors")):
+            assert child.poll() is None, "ended before it could be stopped"
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert not (work / "big-tp1").exists()
+        child.send_signal(number)
+        stdout, stderr = child.communicate(timeout=30)
+    return child.returncode, stdout, stderr
+
+
+BIG_PARTIAL = ".big-tp1.relayout-partial"
+
+
+def resumed_nbytes(big: Path) -> int:
+    """The same command ends, and nothing is left beside its output; how much it took over."""
+    done = run("convert", "big", "--json", cwd=big)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in big.iterdir()) == ["big", "big-tp1"]
+    found = one_object(run("verify", "big-tp1", "--source", "big", "--json", cwd=big))
+    assert (found["ok"], found["num_tensors"]) == (True, 48)
+    return int(json.loads(done.stdout)["resumed_nbytes"])
+
+
+def kept_nbytes(big: Path) -> int:
+    """Bytes of the tensors that a stopped conversion has done."""
+    found = read_journal(big / BIG_PARTIAL)
+    assert found is not None
+    return len(found[1]) * (BIG_NBYTES // 48)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_a_conversion_and_keeps_what_is_done(big: Path, number: signal.Signals, code: int) -> None:
+    before = tree(big)
+    found, stdout, stderr = stopped_halfway(big, number)
+    assert (found, stdout) == (code, "")
+    assert "Traceback" not in stderr
+    note = f"what is done is kept in {big / BIG_PARTIAL}; the same command goes on from there"
+    if number == signal.SIGINT:
+        assert stderr.splitlines() == ["relayout: error: interrupted", f"relayout: note: {note}"]
+    assert {name: one for name, one in tree(big).items() if not name.startswith(BIG_PARTIAL)} == before
+    kept = kept_nbytes(big)
+    assert 0 < kept < BIG_NBYTES
+    assert resumed_nbytes(big) == kept
+
+
+def test_after_a_kill_the_same_command_succeeds_and_clears_up(big: Path) -> None:
+    found, _, _ = stopped_halfway(big, signal.SIGKILL)
+    assert found == -signal.SIGKILL
+    assert sorted(path.name for path in big.iterdir()) == [".big-tp1.relayout-lock", BIG_PARTIAL, "big"]
+    kept = kept_nbytes(big)
+    assert kept < BIG_NBYTES
+    assert resumed_nbytes(big) == kept
+    [file] = (big / "big-tp1").glob("*.safetensors")
+    assert file.stat().st_size > BIG_NBYTES
+
+
+def test_an_interrupted_conversion_is_not_gone_on_with_by_other_options(big: Path) -> None:
+    stopped_halfway(big, signal.SIGINT)
+    args = ["convert", "big", "--align", "512"]
+    says = rf"{BIG_PARTIAL}: holds an interrupted conversion, with other options; --force discards it and starts afresh"
+    assert_refused(run, big, args, says)
+    done = run(*args, "--force", cwd=big)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(path.name for path in big.iterdir()) == ["big", "big-tp1"]
+
+
+@pytest.mark.parametrize("args", ["--jobs 0", "--memory 1MiB", "--memory many"])
+def test_threads_and_memory_that_make_no_sense_are_one_line(here: Run, work: Path, args: str) -> None:
+    assert_refused(here, work, ["convert", "model", *args.split()], r"0 jobs|a memory of 1048576 bytes|'many' is not")

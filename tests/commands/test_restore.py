@@ -1,0 +1,269 @@
+"""`restore` gives back every file of the source, byte for byte."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from support.checkpoints import write_family
+from support.families import FAMILIES
+from support.quantized import QUANTIZED, write_quantized
+from support.rebuilding import rebuild
+from typer.testing import CliRunner
+
+import relayout
+from relayout.cli.app import app
+from relayout.conversion import run as conversion
+from relayout.errors import FormatError, PlanError
+
+DEGREES = (8, 4, 2, 1)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A checkpoint of a family or a quantized form, made once."""
+
+    def made(name: str) -> Path:
+        folder = tmp_path_factory.mktemp("checkpoints") / name
+        return write_quantized(QUANTIZED[name], folder) if name in QUANTIZED else write_family(FAMILIES[name], folder)
+
+    return cache(made)
+
+
+def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Bytes and permission bits of everything below a folder."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    assert paths
+    return {path.relative_to(folder).as_posix(): (path.read_bytes(), path.stat().st_mode & 0o777) for path in paths}
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {name: blob for name, (blob, _) in contents(folder).items()}
+
+
+def convert_at_any_degree(source: Path, out: Path, **options: Any) -> int:
+    """Convert at the highest degree that the checkpoint can be cut at."""
+    for tp in DEGREES:
+        try:
+            relayout.convert(source, out, tp=tp, **options)
+        except PlanError:
+            continue
+        return tp
+    raise AssertionError("not even at one rank")
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *QUANTIZED])
+def test_a_checkpoint_of_each_kind_comes_back(name: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    source = checkpoint(name)
+    convert_at_any_degree(source, tmp_path / "out", align=512, max_part_nbytes=100_000)
+    relayout.restore(tmp_path / "out", tmp_path / "back")
+    assert bytes_of(tmp_path / "back") == bytes_of(source)
+
+
+def write_shard(path: Path, header: str, data: bytes) -> None:
+    text = header.encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+@pytest.fixture
+def odd(tmp_path: Path) -> Path:
+    """Headers that no writer of ours would make: spaces in front, keys in another order than the data, extra fields,
+    long metadata, sizes of nothing, odd offsets; a link to a shard elsewhere; a nested side file with its mode."""
+    repository = tmp_path / "models--odd"
+    folder = repository / "snapshots" / "0"
+    (folder / "sub").mkdir(parents=True)
+    data = np.random.default_rng(0).bytes(700_003)
+    entries = {
+        "z": {"dtype": "U8", "shape": [3], "data_offsets": [700_000, 700_003]},
+        "nothing": {"dtype": "F32", "shape": [0, 7], "data_offsets": [0, 0]},
+        "a.weight": {"extra": [1, {}], "data_offsets": [0, 400_000], "shape": [200_000], "dtype": "BF16"},
+        "scalar": {"dtype": "F32", "shape": [], "data_offsets": [400_000, 400_004]},
+        "b": {"dtype": "I8", "shape": [299_996], "data_offsets": [400_004, 700_000]},
+        "__metadata__": {"long": "ä" * 100_000, "format": "pt"},
+    }
+    write_shard(folder / "first.safetensors", "   \n" + json.dumps(entries, indent=1, ensure_ascii=True) + " \t ", data)
+    (repository / "blobs").mkdir()
+    save_file({"c": np.arange(1, 5001, dtype=np.int64)}, repository / "blobs" / "0abc")
+    (repository / "blobs" / "0abc").chmod(0o644)
+    (folder / "second.safetensors").symlink_to("../../blobs/0abc")
+    names = {**dict.fromkeys(set(entries) - {"__metadata__"}, "first.safetensors"), "c": "second.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}, indent=7) + "\n\n")
+    (folder / "config.json").write_text("{}")
+    (folder / "sub" / "run.sh").write_text("#!/bin/sh\n")
+    (folder / "sub" / "run.sh").chmod(0o750)
+    return folder
+
+
+@pytest.mark.parametrize("memory", [2 * 2**20, 2**28])
+def test_odd_headers_links_modes_and_empty_tensors_come_back(odd: Path, tmp_path: Path, memory: int) -> None:
+    relayout.convert(odd, tmp_path / "out")
+    restored = relayout.restore(tmp_path / "out", tmp_path / "back", memory=memory)
+    assert contents(tmp_path / "back") == contents(odd)
+    assert not (tmp_path / "back" / "second.safetensors").is_symlink()
+    assert (restored.num_files, restored.num_tensors) == (2, 6)
+
+
+def test_a_single_file_comes_back(odd: Path, tmp_path: Path) -> None:
+    relayout.convert(odd / "first.safetensors", tmp_path / "out")
+    relayout.restore(tmp_path / "out", tmp_path / "back")
+    names = ("first.safetensors", "config.json")  # And what it was planned by.
+    assert bytes_of(tmp_path / "back") == {name: (odd / name).read_bytes() for name in names}
+
+
+def test_expert_parallel_folders_come_back(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    source = checkpoint("qwen3_moe")
+    relayout.convert(source, tmp_path / "out", tp=4, expert_parallel=True)
+    relayout.restore(tmp_path / "out", tmp_path / "back")
+    assert bytes_of(tmp_path / "back") == bytes_of(source)
+
+
+def test_a_large_interleaved_tensor_comes_back(tmp_path: Path) -> None:
+    heads, head_dim, hidden = 8, 64, 512
+    source = tmp_path / "model"
+    source.mkdir()
+    values = np.arange(3 * heads * head_dim * hidden, dtype=np.uint32).astype(np.uint16).reshape(-1, hidden)
+    save_file({"h.0.self_attention.query_key_value.weight": values}, source / "model.safetensors")
+    (source / "config.json").write_text(json.dumps({"model_type": "bloom", "n_head": heads, "hidden_size": hidden}))
+    relayout.convert(source, tmp_path / "out", tp=4, memory=2 * 2**20)
+    relayout.restore(tmp_path / "out", tmp_path / "back", memory=2 * 2**20)
+    assert bytes_of(tmp_path / "back") == bytes_of(source)
+    assert relayout.verify(tmp_path / "out", source=source).ok
+
+
+def test_the_command_restores_and_says_so(odd: Path, tmp_path: Path) -> None:
+    relayout.convert(odd, tmp_path / "out")
+    result = CliRunner().invoke(app, ["restore", str(tmp_path / "out"), "-o", str(tmp_path / "back")])
+    assert result.exit_code == 0, result.output
+    assert "every digest right" in result.output
+    assert contents(tmp_path / "back") == contents(odd)
+    result = CliRunner().invoke(app, ["restore", str(tmp_path / "out"), "-o", str(tmp_path / "back")])
+    assert result.exit_code == 2
+    assert "is not empty" in result.output
+
+
+def test_a_damaged_folder_is_not_restored(odd: Path, tmp_path: Path) -> None:
+    relayout.convert(odd, tmp_path / "out")
+    file = tmp_path / "out" / "model-rank-0-part-0.safetensors"
+    blob = bytearray(file.read_bytes())
+    blob[-5] ^= 16
+    file.write_bytes(blob)
+    with pytest.raises(FormatError, match=r"tensor '.*': the stored bytes are damaged"):
+        relayout.restore(tmp_path / "out", tmp_path / "back")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["models--odd", "out"]
+
+
+def test_a_changed_side_file_is_not_restored(odd: Path, tmp_path: Path) -> None:
+    relayout.convert(odd, tmp_path / "out")
+    (tmp_path / "out" / "config.json").write_text("{ }")
+    with pytest.raises(FormatError, match=r"config.json: differs from the file that was copied"):
+        relayout.restore(tmp_path / "out", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_shard_whose_tensor_was_left_out_is_not_restored_in_part(odd: Path, tmp_path: Path) -> None:
+    """The index names a tensor in another file: the copy in this one was not converted."""
+    save_file({"c": np.arange(9), "d": np.arange(5)}, odd / "third.safetensors")
+    index = json.loads((odd / "model.safetensors.index.json").read_text())
+    index["weight_map"]["d"] = "third.safetensors"
+    (odd / "model.safetensors.index.json").write_text(json.dumps(index))
+    relayout.convert(odd, tmp_path / "out")
+    with pytest.raises(FormatError, match=r"third.safetensors cannot be restored: its tensor 'c' was not converted"):
+        relayout.restore(tmp_path / "out", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_fifo_in_place_of_a_side_file_is_not_waited_for(odd: Path, tmp_path: Path) -> None:
+    relayout.convert(odd, tmp_path / "out")
+    (tmp_path / "out" / "config.json").unlink()
+    os.mkfifo(tmp_path / "out" / "config.json")
+    with pytest.raises(FormatError, match=r"config.json: not a regular file"):
+        relayout.restore(tmp_path / "out", tmp_path / "back")
+
+
+def test_the_modes_are_those_of_the_source(odd: Path, tmp_path: Path) -> None:
+    relayout.convert(odd, tmp_path / "out")
+    (tmp_path / "out" / "sub" / "run.sh").chmod(0o600)
+    relayout.restore(tmp_path / "out", tmp_path / "back")
+    assert (tmp_path / "back" / "sub" / "run.sh").stat().st_mode & 0o777 == 0o750
+
+
+@pytest.mark.parametrize(("mode", "result"), [(0o7777, 0o755), (0o666, 0o644), (0o000, 0o400), (0o444, 0o444)])
+def test_nobody_gets_rights_that_the_umask_does_not_give(odd: Path, tmp_path: Path, mode: int, result: int) -> None:
+    """A record from a stranger could ask for files that everybody may write, or that run with their owner's rights."""
+    relayout.convert(odd, tmp_path / "out")
+    rebuild(tmp_path / "out", lambda record: record["side_files"].update(mode=[mode, mode]))
+    previous = os.umask(0o022)
+    try:
+        relayout.restore(tmp_path / "out", tmp_path / "back")
+    finally:
+        os.umask(previous)
+    assert (tmp_path / "back" / "sub" / "run.sh").stat().st_mode & 0o7777 == result
+
+
+def test_an_interrupted_conversion_is_not_discarded_by_a_restoration(
+    odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relayout.convert(odd, tmp_path / "out")
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "_write_sidecar", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            relayout.convert(odd, tmp_path / "back")
+    with pytest.raises(PlanError, match=r"holds an interrupted conversion; --force discards it"):
+        relayout.restore(tmp_path / "out", tmp_path / "back")
+    assert relayout.convert(odd, tmp_path / "back").resumed_nbytes == 700_003 + 5000 * 8
+    assert not (tmp_path / ".back.relayout-partial").exists()
+
+
+def lies(record: dict[str, Any], what: str) -> None:
+    """Make a source record say what cannot be."""
+    tensors = record["tensors"]
+    if what == "two shards of one name":
+        record["files"]["name"][1] = record["files"]["name"][0]
+    elif what == "a shard outside":
+        record["files"]["name"][0] = "../escaped.safetensors"
+    elif what == "a side file below a shard":
+        record["side_files"]["name"][0] = record["files"]["name"][0] + "/x"
+    elif what == "a renamed tensor":
+        tensors["name"][0] = "renamed"
+    elif what == "a tensor listed twice":
+        tensors["name"][0] = tensors["name"][1]
+    elif what == "a cut along no axis":
+        record["cuts"] = [[[7, [[0, 1]]]]] * len(record["cuts"])
+    elif what == "a dtype that is none":
+        tensors["dtype"][0] = "F99"
+    else:
+        record[what]["name"] = 7
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "two shards of one name",
+        "a shard outside",
+        "a side file below a shard",
+        "a renamed tensor",
+        "a tensor listed twice",
+        "a cut along no axis",
+        "a dtype that is none",
+        "files",
+        "side_files",
+        "tensors",
+    ],
+)
+def test_a_record_that_lies_is_refused(odd: Path, tmp_path: Path, what: str) -> None:
+    relayout.convert(odd, tmp_path / "out")
+    rebuild(tmp_path / "out", lambda record: lies(record, what))
+    with pytest.raises(FormatError):
+        relayout.restore(tmp_path / "out", tmp_path / "back")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["models--odd", "out"]

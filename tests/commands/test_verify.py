@@ -1,0 +1,467 @@
+"""`verify` finds and names whatever is changed in a converted folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save, save_file
+from support.headers import REFUSED, STRICTER, file_of
+from support.models import Array
+from support.rebuilding import rebuild
+
+import relayout
+from relayout.checkpoint.source import SourceTensor
+from relayout.commands import verify as verification
+from relayout.conversion import run as conversion
+from relayout.conversion.copy import RankFileSink
+from relayout.conversion.steps import Span, Target
+from relayout.core import dtypes
+from relayout.core.slices import NOT_HELD, Cut, Slice
+from relayout.errors import FormatError
+from relayout.format.safetensors import parse_header
+from relayout.plans import division
+from relayout.plans import planner as plan
+
+FILE = "model-rank-2-part-0.safetensors"
+OF_THE_LENGTH = {"trailing bytes", "data without tensors"}
+"""Of headers that the stock reader refuses, those that are right for files of another length."""
+
+
+@pytest.fixture(scope="module")
+def pristine(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("pristine") / "out"
+    relayout.convert(llama, out, tp=4)
+    return out
+
+
+@pytest.fixture
+def folder(pristine: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(pristine, tmp_path / "out")
+
+
+def flip(path: Path, offset: int, bit: int = 1) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ bit]))
+
+
+def test_an_undisturbed_folder_is_verified_alone_and_against_its_source(pristine: Path, llama: Path) -> None:
+    for source in (None, llama):
+        report = relayout.verify(pristine, source=source)
+        assert report.ok
+        assert report.compared_with_source == (source is not None)
+        assert report.nbytes == sum(path.stat().st_size for path in pristine.glob("*.safetensors"))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(where=st.floats(0, 1, exclude_max=True), bit=st.sampled_from([1 << n for n in range(8)]))
+def test_any_flipped_bit_of_tensor_data_is_found_and_its_tensor_named(folder: Path, where: float, bit: int) -> None:
+    path = folder / FILE
+    header = parse_header(path.read_bytes(), path.stat().st_size, "")
+    offset = header.data_start + int(where * header.data_nbytes)
+    flip(path, offset, bit)
+    report = relayout.verify(folder)
+    flip(path, offset, bit)
+    [found] = report.differences
+    [tensor] = [
+        one
+        for one in header.tensors
+        if one.offset <= offset - header.data_start < one.offset + one.nbytes
+    ]  # fmt: skip
+    assert (found.file, found.tensor) == (FILE, tensor.name)
+    assert found.start == header.data_start + tensor.offset
+    assert found.end == found.start + tensor.nbytes
+    assert "digest differs" in str(found)
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_flipped_bit_of_a_header_or_another_file_is_found(folder: Path, data: st.DataObject) -> None:
+    names = sorted(path.name for path in folder.iterdir())
+    path = folder / data.draw(st.sampled_from(names))
+    end = 20_000 if path.suffix == ".safetensors" else path.stat().st_size
+    offset = data.draw(st.integers(0, end - 1))
+    bit = 1 << data.draw(st.integers(0, 7))
+    flip(path, offset, bit)
+    try:
+        report = relayout.verify(folder)
+    except FormatError as error:
+        found = str(error)
+    else:
+        found = "\n".join(map(str, report.differences))
+    finally:
+        flip(path, offset, bit)
+    assert path.name in found
+
+
+def test_a_changed_header_is_found(folder: Path) -> None:
+    path = folder / FILE
+    blob = path.read_bytes()
+    path.write_bytes(blob.replace(b'"model.norm.weight":{', b'"model.norm.height":{'))
+    assert any(one.file == FILE and "rank table" in one.what for one in relayout.verify(folder).differences)
+
+
+@pytest.mark.parametrize("case", sorted(REFUSED.keys() - STRICTER - OF_THE_LENGTH))
+def test_the_stock_reader_refuses_without_the_data_what_it_refuses(case: str) -> None:
+    header, data, _ = REFUSED[case]
+    blob = file_of(header, data)
+    with pytest.raises(safetensors.SafetensorError):
+        safetensors.deserialize(blob)
+    with pytest.raises(FormatError, match=r"^x: the reference reader of safetensors: Error while deserializing"):
+        verification._check_by_reference_reader(blob[: len(blob) - len(data)], len(data), "x")
+
+
+@pytest.mark.parametrize("num_elements", [0, 1, 5])
+def test_the_stock_reader_accepts_without_the_data_what_it_accepts(num_elements: int) -> None:
+    blob = save({"a": np.ones(num_elements, np.uint8), "empty": np.ones((0, 3), np.float32)})
+    verification._check_by_reference_reader(blob[: len(blob) - num_elements], num_elements, "x")
+
+
+def test_what_only_the_stock_reader_refuses_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder / FILE
+    path.write_bytes(path.read_bytes().replace(b'"dtype":"BF16"', b'"dtype":"BF99"', 1))
+    monkeypatch.setitem(dtypes.BITS, "BF99", 16)
+    with pytest.raises(safetensors.SafetensorError, match="unknown variant `BF99`"):
+        load_file(path)
+    said = [one.what for one in relayout.verify(folder).differences if one.file == FILE]
+    assert any("the reference reader of safetensors: " in what and "unknown variant `BF99`" in what for what in said)
+
+
+def test_a_rank_file_may_be_larger_than_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a sparse checkpoint, whose rank file is sparse as well."""
+    if not sys.platform.startswith("linux"):
+        pytest.skip("takes a limit of address space")
+    source, nbytes = tmp_path / "model.safetensors", 3 * 2**30
+    text = json.dumps({"x": {"dtype": "U8", "shape": [nbytes], "data_offsets": [0, nbytes]}}).encode()
+    source.write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(source, 8 + len(text) + nbytes)
+
+    def leave_sparse(sink: RankFileSink, span: Span, target: Target, view: memoryview, address: int) -> None:
+        with sink._files.use((target.rank, target.part)) as file:
+            os.ftruncate(file._fd, 0)  # Gives the space back that it has allocated.
+            os.ftruncate(file._fd, file.nbytes)
+
+    monkeypatch.setattr(RankFileSink, "put", leave_sparse)
+    relayout.convert(source, tmp_path / "out")
+    script = """
+import re, resource, sys, relayout
+from pathlib import Path
+import relayout.commands.verify
+used = 1024 * int(re.search(r"VmSize:\\s*(\\d+)", Path("/proc/self/status").read_text())[1])
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, -1))
+report = relayout.verify(sys.argv[1])
+print(report.ok, report.nbytes)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "out"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "MALLOC_ARENA_MAX": "1"},
+    )
+    assert done.stdout.split() == ["True", str(nbytes + 4096)], done.stderr
+
+
+def test_swapped_rank_files_are_found(folder: Path) -> None:
+    (folder / FILE).rename(folder / "spare")
+    (folder / FILE.replace("2", "1", 1)).rename(folder / FILE)
+    (folder / "spare").rename(folder / FILE.replace("2", "1", 1))
+    assert {one.file for one in relayout.verify(folder).differences} >= {FILE, FILE.replace("2", "1", 1)}
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_truncated_or_grown_file_is_found(folder: Path, change: int) -> None:
+    blob = (folder / FILE).read_bytes()
+    (folder / FILE).write_bytes(blob[:change] if change < 0 else blob + b"x")
+    assert any(one.file == FILE for one in relayout.verify(folder).differences)
+
+
+@pytest.mark.parametrize("name", [FILE, "relayout.rank-2.json.zst", "relayout.source.json.zst", "config.json"])
+def test_a_missing_file_is_found(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    report = relayout.verify(folder)
+    assert any(one.file == name for one in report.differences)
+
+
+def test_a_changed_index_for_stock_loaders_is_found(llama: Path, tmp_path: Path) -> None:
+    relayout.convert(llama, tmp_path / "out")
+    assert relayout.verify(tmp_path / "out").ok
+    (tmp_path / "out" / "model.safetensors.index.json").write_text("{}")
+    assert {one.file for one in relayout.verify(tmp_path / "out").differences} == {"model.safetensors.index.json"}
+
+
+def test_a_file_that_loaders_would_take_for_a_part_is_found(folder: Path) -> None:
+    shutil.copy(folder / FILE, folder / "model-rank-9-part-0.safetensors")
+    assert {one.file for one in relayout.verify(folder).differences} == {"model-rank-9-part-0.safetensors"}
+
+
+def test_ranks_that_do_not_hold_all_of_a_tensor_together_are_found(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A planner that gives every rank the first rank's part: all digests are right, and elements are lost."""
+    true_ranges = division.even_ranges
+
+    def wrong_ranges(*args: Any, **options: Any) -> list[tuple[int, int]]:
+        ranges = true_ranges(*args, **options)
+        return ranges[:1] * len(ranges)
+
+    monkeypatch.setattr(division, "even_ranges", wrong_ranges)
+    relayout.convert(llama, tmp_path / "out", tp=2)
+    for source in (None, llama):
+        report = relayout.verify(tmp_path / "out", source=source)
+        assert not report.compared_with_source
+        assert any("no rank holds element 192 of axis 0 of [384, 128]" in one.what for one in report.differences)
+
+
+@pytest.mark.parametrize(("short", "missing"), [(0, 191), (1, 383)], ids=["between two ranks", "the last"])
+def test_one_element_that_no_rank_holds_is_found(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short: int, missing: int
+) -> None:
+    """A planner that gives one rank an element too little."""
+    true_ranges = division.even_ranges
+
+    def wrong_ranges(*args: Any, **options: Any) -> list[tuple[int, int]]:
+        ranges = true_ranges(*args, **options)
+        start, length = ranges[short]
+        return [*ranges[:short], (start, length - 1), *ranges[short + 1 :]]
+
+    monkeypatch.setattr(division, "even_ranges", wrong_ranges)
+    relayout.convert(llama, tmp_path / "out", tp=2)
+    said = [str(one) for one in relayout.verify(tmp_path / "out").differences]
+    assert f"no rank holds element {missing} of axis 0 of [384, 128]" in "\n".join(said)
+    assert all("no rank holds element" in one for one in said)
+
+
+def test_ranks_that_cut_a_tensor_along_different_axes_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The upper half and the right half: of each axis every element is somewhere, but not the lower left quarter."""
+    source, name = tmp_path / "source", "model.layers.0.mlp.up_proj.weight"
+    write_checkpoint(source, {name: np.arange(16, dtype=np.float32).reshape(4, 4)}, model_type="llama")
+    true_plan = conversion.plan_for
+
+    def wrong_plan(*args: Any, **options: Any) -> plan.Plan:
+        return replace(true_plan(*args, **options), cuts=(Cut((Slice(0, ((0, 2),)), Slice(1, ((2, 2),)))),))
+
+    monkeypatch.setattr(conversion, "plan_for", wrong_plan)
+    relayout.convert(source, tmp_path / "out", tp=2)
+    [found] = relayout.verify(tmp_path / "out", source=source).differences
+    assert found.file == "relayout.source.json.zst"
+    assert f"tensor {name!r}: is cut along axes [0, 1], expected one" in found.what
+    with pytest.raises(FormatError, match="is cut along axes"):
+        relayout.restore(tmp_path / "out", tmp_path / "back")
+
+
+EXPERT = "model.layers.0.block_sparse_moe.experts.{}.w1.weight"
+ROUTER = "model.layers.0.block_sparse_moe.gate.weight"
+FUSED = "transformer.h.0.self_attention.query_key_value.weight"
+
+
+def write_checkpoint(folder: Path, arrays: dict[str, Array], **config: Any) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(arrays, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def mixtral(tmp_path: Path) -> Path:
+    """Three experts and their router."""
+    arrays: dict[str, Array] = {
+        EXPERT.format(number): np.arange(48, dtype=np.float32).reshape(8, 6) + 100 * number for number in range(3)
+    }
+    arrays[ROUTER] = np.arange(18, dtype=np.float32).reshape(3, 6)
+    return write_checkpoint(tmp_path / "mixtral", arrays, model_type="mixtral", num_local_experts=3)
+
+
+@pytest.fixture
+def bloom(tmp_path: Path) -> Path:
+    """q, k, v of four heads of two rows each, head by head."""
+    fused = np.arange(24 * 5, dtype=np.float32).reshape(24, 5)
+    return write_checkpoint(tmp_path / "bloom", {FUSED: fused}, model_type="bloom", n_head=4)
+
+
+def test_a_folder_of_owned_experts_is_verified_alone_and_against_its_source(mixtral: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    relayout.convert(mixtral, out, tp=2, expert_parallel=True)
+    held = [load_file(out / f"model-rank-{rank}-part-0.safetensors").keys() for rank in range(2)]
+    assert held == [{EXPERT.format(0), EXPERT.format(1), ROUTER}, {EXPERT.format(2), ROUTER}]
+    for source in (None, mixtral):
+        report = relayout.verify(out, source=source)
+        assert (report.ok, report.compared_with_source, report.num_tensors) == (True, source is not None, 5)
+    # One expert's last byte, in the source and then in its owner's file.
+    shard = mixtral / "model.safetensors"
+    data = parse_header(shard.read_bytes(), shard.stat().st_size, "")
+    [place] = [data.data_start + one.offset for one in data.tensors if one.name == EXPERT.format(2)]
+    flip(shard, place + 8 * 6 * 4 - 1)
+    found = relayout.verify(out, source=mixtral).differences
+    assert {one.tensor for one in found} == {EXPERT.format(2)}
+    assert "model-rank-1-part-0.safetensors" in {one.file for one in found}
+    path = out / "model-rank-1-part-0.safetensors"
+    header = parse_header(path.read_bytes(), path.stat().st_size, "")
+    [offset] = [header.data_start + one.offset for one in header.tensors if one.name == EXPERT.format(2)]
+    flip(path, offset)
+    assert [(one.file, one.tensor) for one in relayout.verify(out).differences] == [(path.name, EXPERT.format(2))]
+
+
+def test_an_interleaved_tensor_is_verified_alone_and_against_its_source(bloom: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    relayout.convert(bloom, out, tp=2)
+    groups = load_file(bloom / "model.safetensors")[FUSED].reshape(4, 3, 2, 5)
+    for rank in range(2):
+        expected = groups[2 * rank : 2 * rank + 2].swapaxes(0, 1).reshape(12, 5)
+        np.testing.assert_array_equal(load_file(out / f"model-rank-{rank}-part-0.safetensors")[FUSED], expected)
+    for source in (None, bloom):
+        report = relayout.verify(out, source=source)
+        assert (report.ok, report.compared_with_source) == (True, source is not None)
+    shard = bloom / "model.safetensors"
+    flip(shard, shard.stat().st_size - 1)  # The last head's.
+    found = relayout.verify(out, source=bloom).differences
+    assert {one.file for one in found} == {"model-rank-1-part-0.safetensors", str(bloom)}
+    assert {one.tensor for one in found} == {FUSED}
+
+
+def test_a_slice_that_a_rank_lacks_is_found(mixtral: Path, tmp_path: Path) -> None:
+    """The record says that both ranks hold the expert that one of them owns."""
+    out = tmp_path / "out"
+    relayout.convert(mixtral, out, tp=2, expert_parallel=True)
+
+    def lie(record: dict[str, Any]) -> None:
+        record["cuts"].append([None, None])
+        record["tensors"]["cut"][record["tensors"]["name"].index(EXPERT.format(0))] = len(record["cuts"]) - 1
+
+    rebuild(out, lie)
+    [found] = relayout.verify(out).differences
+    assert (found.file, found.tensor) == ("relayout.rank-1.json.zst", EXPERT.format(0))
+    assert "is missing" in found.what
+
+
+def test_a_whole_tensor_whose_digest_is_not_the_sources_is_found(mixtral: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    relayout.convert(mixtral, out, tp=2, expert_parallel=True)
+
+    def lie(record: dict[str, Any]) -> None:
+        record["tensors"]["digest"][record["tensors"]["name"].index(ROUTER)] = 32 * "0"
+
+    rebuild(out)
+    assert relayout.verify(out, source=mixtral).ok
+    rebuild(out, lie)
+    found = relayout.verify(out).differences
+    assert {(one.file, one.tensor) for one in found} == {(f"relayout.rank-{rank}.json.zst", ROUTER) for rank in (0, 1)}
+    assert all("its digest differs from the source tensor's" in one.what for one in found)
+
+
+def test_a_tensor_that_only_the_header_names_is_found(mixtral: Path, tmp_path: Path) -> None:
+    """An empty one, behind all others: the bytes are the same with it and without."""
+    out = tmp_path / "out"
+    relayout.convert(mixtral, out, tp=2, expert_parallel=True)
+    names = sorted(path.name for path in out.glob("*.safetensors"))
+
+    def lie(header: bytes) -> bytes:
+        text = header[8:].rstrip(b" ")
+        end = max(entry["data_offsets"][1] for entry in json.loads(text).values() if "dtype" in entry)
+        more = json.dumps({"zzz": {"dtype": "U8", "shape": [0], "data_offsets": [end, end]}}).encode()
+        return header[:8] + (text[:-1] + b"," + more[1:]).ljust(len(header) - 8)
+
+    rebuild(out, change_header=lie)
+    found = relayout.verify(out).differences
+    assert [(one.file, one.what) for one in found] == [
+        (names[0], "4 tensors, the rank table has 3"),
+        (names[1], "3 tensors, the rank table has 2"),
+    ]
+
+
+@pytest.mark.parametrize("shape", [(8, 6), (), (0,), (0, 6)])
+def test_a_tensor_that_nobody_holds_is_found(
+    shape: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A planner that forgets the second expert: what is there is right, by all digests."""
+    arrays: dict[str, Array] = {EXPERT.format(number): np.ones(shape, np.float32) for number in range(3)}
+    source = write_checkpoint(tmp_path / "source", arrays, model_type="mixtral", num_local_experts=3)
+    true_owners = plan._Experts.owners
+
+    def wrong_owners(self: Any, tensor: SourceTensor) -> Cut | None:
+        found = true_owners(self, tensor)
+        return Cut((NOT_HELD,) * 2) if tensor.name == EXPERT.format(1) else found
+
+    relayout.convert(source, tmp_path / "right", tp=2, expert_parallel=True)
+    assert relayout.verify(tmp_path / "right", source=source).ok
+    monkeypatch.setattr(plan._Experts, "owners", wrong_owners)
+    relayout.convert(source, tmp_path / "out", tp=2, expert_parallel=True)
+    for compared in (None, source):
+        report = relayout.verify(tmp_path / "out", source=compared)
+        assert not report.compared_with_source
+        [found] = report.differences
+        assert (found.file, found.tensor) == ("relayout.source.json.zst", EXPERT.format(1))
+        assert f"no rank holds element 0 of axis 0 of {list(shape)}" in found.what
+
+
+def test_a_side_file_that_has_changed_in_the_source_is_found(pristine: Path, llama: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(llama, tmp_path / "source")
+    (source / "config.json").write_text((source / "config.json").read_text() + " ")
+    assert {one.file for one in relayout.verify(pristine, source=source).differences} == {"config.json"}
+
+
+def test_a_folder_without_a_manifest_is_no_converted_checkpoint(llama: Path) -> None:
+    with pytest.raises(FormatError, match=r"relayout.json: cannot be read"):
+        relayout.verify(llama)
+
+
+def _changed_copy(llama: Path, folder: Path, change: str) -> Path:
+    source = shutil.copytree(llama, folder / "source")
+    shard = sorted(source.glob("*.safetensors"))[-1]
+    if change == "byte":
+        flip(shard, shard.stat().st_size - 1)
+    else:
+        shard.unlink()
+        index = json.loads((source / "model.safetensors.index.json").read_text())
+        kept = {name: file for name, file in index["weight_map"].items() if file != shard.name}
+        (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": kept}))
+    return source
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [("byte", "has changed in the source since"), ("tensors", "is not the source")],
+)
+def test_a_source_that_is_another_one_is_told(
+    pristine: Path, llama: Path, tmp_path: Path, change: str, message: str
+) -> None:
+    source = _changed_copy(llama, tmp_path, change)
+    report = relayout.verify(pristine, source=source)
+    assert message in "\n".join(map(str, report.differences))
+
+
+def test_a_wrong_slice_under_right_digests_is_found_by_comparing_with_the_source(tmp_path: Path) -> None:
+    """Everything in the folder agrees with itself, but was made from a source with two tensors exchanged."""
+    arrays: dict[str, Array] = {
+        f"model.layers.{n}.mlp.down_proj.weight": np.arange(n, n + 64 * 96, dtype=np.float32).reshape(64, 96)
+        for n in range(2)
+    }
+    for name, order in (("right", (0, 1)), ("wrong", (1, 0))):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text('{"model_type": "llama"}')
+        mixed = dict(zip(arrays, [list(arrays.values())[n] for n in order], strict=True))
+        save_file(mixed, tmp_path / name / "model.safetensors")
+    assert load_file(tmp_path / "right" / "model.safetensors").keys() == arrays.keys()
+    relayout.convert(tmp_path / "wrong", tmp_path / "out", tp=2)
+    assert relayout.verify(tmp_path / "out").ok
+    report = relayout.verify(tmp_path / "out", source=tmp_path / "right")
+    assert {one.tensor for one in report.differences} == set(arrays)
+    assert {one.file for one in report.differences if one.file.startswith("model-rank")} == {
+        "model-rank-0-part-0.safetensors",
+        "model-rank-1-part-0.safetensors",
+    }

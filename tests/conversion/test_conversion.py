@@ -1,0 +1,288 @@
+"""Conversions of checkpoints that transformers wrote, read back by stock packages."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from support.models import as_integers, expected_slice, read_tensors
+
+import relayout
+from relayout.checkpoint.converted import read_manifest, read_record
+from relayout.errors import FormatError
+from relayout.format.manifest import SOURCE_RECORD_NAME, decompress
+from relayout.format.safetensors import parse_header
+from relayout.format.source_record import ConversionOptions, parse_record
+
+MODELS = ["llama", "qwen2", "mistral"]
+ONE_PART, SEVERAL_PARTS = 10**9, 50_000
+
+
+@pytest.fixture(params=MODELS)
+def source(request: pytest.FixtureRequest) -> Path:
+    folder: Path = request.getfixturevalue(request.param)
+    return folder
+
+
+@pytest.mark.parametrize("max_part_nbytes", [ONE_PART, SEVERAL_PARTS])
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_each_rank_holds_what_numpy_cuts_out_of_the_source(
+    source: Path, tmp_path: Path, tp: int, max_part_nbytes: int
+) -> None:
+    out = tmp_path / "out"
+    relayout.convert(source, out, tp=tp, max_part_nbytes=max_part_nbytes)
+    whole = read_tensors(source)
+    for rank in range(tp):
+        parts = list(out.glob(f"model-rank-{rank}-part-*.safetensors"))
+        assert (len(parts) == 1) == (max_part_nbytes == ONE_PART)
+        held = read_tensors(out, f"model-rank-{rank}-part-*.safetensors")
+        assert held.keys() == whole.keys()
+        for name, tensor in held.items():
+            np.testing.assert_array_equal(tensor, expected_slice(name, whole[name], rank, tp), err_msg=name)
+
+
+@pytest.mark.parametrize("align", [512, 4096, 65536, 2 * 2**20])
+def test_data_and_every_multiple_of_the_alignment_start_aligned(source: Path, tmp_path: Path, align: int) -> None:
+    out = tmp_path / "out"
+    relayout.convert(source, out, tp=2, align=align, max_part_nbytes=400_000)
+    num_multiples = 0
+    for file in out.glob("*.safetensors"):
+        header = parse_header(file.read_bytes(), file.stat().st_size, str(file))
+        assert header.data_start % align == 0
+        for tensor in header.tensors:
+            if tensor.nbytes % align == 0:
+                num_multiples += 1
+                assert (header.data_start + tensor.offset) % align == 0
+    assert num_multiples or align > 65536
+
+
+def test_rank_files_open_in_stock_safetensors_for_numpy(llama: Path, tmp_path: Path) -> None:
+    # Stock safetensors knows no BF16 in numpy, but must open the file and tell names and shapes.
+    out = tmp_path / "out"
+    relayout.convert(llama, out, tp=4)
+    with safe_open(out / "model-rank-3-part-0.safetensors", framework="np") as stock:
+        assert stock.metadata()["format"] == "pt"
+        assert stock.get_slice("model.layers.2.mlp.down_proj.weight").get_shape() == [128, 96]
+
+
+def test_a_folder_of_one_rank_loads_in_stock_transformers(source: Path, tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    out = tmp_path / "out"
+    relayout.convert(source, out, tp=1, max_part_nbytes=SEVERAL_PARTS)
+    tokens = torch.arange(1, 24).reshape(1, -1)
+    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (source, out)]
+    with torch.no_grad():
+        expected, found = (model(tokens).logits for model in models)
+    assert expected.std() > 0
+    assert torch.equal(expected, found)
+
+
+def test_a_folder_without_what_dcp_needs_says_so_and_is_verified(llama: Path, tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    relayout.convert(llama, tmp_path / "out", tp=2, dcp=False)
+    assert json.loads((tmp_path / "out" / "relayout.json").read_text())["dcp"] is False
+    with safe_open(tmp_path / "out" / "model-rank-1-part-0.safetensors", framework="np") as stock:
+        assert sorted(stock.metadata()) == ["format", "relayout"]
+    assert relayout.verify(tmp_path / "out", source=llama).ok
+    assert relayout.inspect(tmp_path / "out").dcp is False
+    relayout.convert(llama, tmp_path / "other", tp=2)
+    assert relayout.inspect(tmp_path / "other").dcp is True
+    assert relayout.inspect(llama).dcp is None
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_stock_dcp_reads_the_rank_files_as_one_model(llama: Path, tmp_path: Path, tp: int) -> None:
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+    out = tmp_path / "out"
+    relayout.convert(llama, out, tp=tp)
+    whole = read_tensors(llama)
+    tensors = {name: torch.zeros(array.shape, dtype=torch.bfloat16) for name, array in whole.items()}
+    dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(out)), no_dist=True)
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(as_integers(tensor), whole[name], err_msg=name)
+
+
+def test_the_same_input_gives_the_same_bytes(llama: Path, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    relayout.convert(llama, first, tp=4)
+    copy = shutil.copytree(llama, tmp_path / "copy")
+    os.utime(copy / "config.json", (1, 1))
+    relayout.convert(copy, second, tp=4)
+    names = sorted(path.name for path in first.iterdir())
+    assert names == sorted(path.name for path in second.iterdir())
+    for name in names:
+        assert (first / name).read_bytes() == (second / name).read_bytes(), name
+
+
+def test_side_files_go_along_with_their_modes_and_the_source_index_does_not(llama: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(llama, tmp_path / "source")
+    (source / "run.sh").write_text("echo\n")
+    (source / "run.sh").chmod(0o750)
+    (source / "templates").mkdir()
+    (source / "templates" / "chat.jinja").write_text("{{ x }}")
+    relayout.convert(source, tmp_path / "out", tp=2)
+    assert (tmp_path / "out" / "config.json").read_bytes() == (llama / "config.json").read_bytes()
+    assert (tmp_path / "out" / "templates" / "chat.jinja").read_text() == "{{ x }}"
+    assert stat.S_IMODE((tmp_path / "out" / "run.sh").stat().st_mode) == 0o750
+    assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
+
+
+def test_the_source_is_not_touched(llama: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(llama, tmp_path / "source")
+    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in source.iterdir()}
+    relayout.convert(source, tmp_path / "out", tp=2)
+    assert before == {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in source.iterdir()}
+
+
+def test_a_vocabulary_smaller_than_a_ranks_share_leaves_late_ranks_empty_tensors(tmp_path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    source = tmp_path / "source"
+    source.mkdir()
+    table = np.arange(70 * 32, dtype=np.float32).reshape(70, 32)
+    save_file({"model.embed_tokens.weight": table}, source / "model.safetensors")
+    (source / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    relayout.convert(source, tmp_path / "out", tp=8)  # Padded to 128: 16 rows each, the last three ranks hold none.
+    held = []
+    for rank in range(8):
+        with safe_open(tmp_path / "out" / f"model-rank-{rank}-part-0.safetensors", framework="np") as stock:
+            held.append(stock.get_tensor("model.embed_tokens.weight"))
+        loaded = relayout.load(tmp_path / "out", rank)["model.embed_tokens.weight"]
+        np.testing.assert_array_equal(loaded.numpy(), held[-1])
+    assert [len(rows) for rows in held] == [16, 16, 16, 16, 6, 0, 0, 0]
+    np.testing.assert_array_equal(np.concatenate(held), table)
+    assert relayout.verify(tmp_path / "out", source=source).ok
+
+
+def test_every_dtype_survives_at_one_rank(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    kinds = [
+        torch.bool, torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu,
+        torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float4_e2m1fn_x2, torch.int16, torch.uint16,
+        torch.float16, torch.bfloat16, torch.int32, torch.uint32, torch.float32, torch.complex64, torch.float64,
+        torch.int64, torch.uint64,
+    ]  # fmt: skip
+    bits = torch.arange(8 * 24, dtype=torch.uint8)
+    tensors = {
+        str(kind): (bits % 2 if kind == torch.bool else bits).view(kind).reshape(3, -1).clone() for kind in kinds
+    }
+    tensors["scalar"] = torch.tensor(7.25)
+    tensors["empty"] = torch.zeros(3, 0)
+    source = tmp_path / "model.safetensors"
+    save_file(tensors, source)
+    relayout.convert(source, tmp_path / "out")
+    loaded = relayout.load(tmp_path / "out", 0)
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert loaded[name].dtype == tensor.dtype, name
+        assert loaded[name].shape == tensor.shape, name
+        assert torch.equal(loaded[name].flatten().view(torch.uint8), tensor.flatten().view(torch.uint8)), name
+
+
+@pytest.mark.parametrize(("jobs", "memory"), [(8, 512 * 2**20), (2, 32 * 2**20)])
+def test_peak_memory_keeps_to_its_budget(tmp_path: Path, jobs: int, memory: int) -> None:
+    """A sparse 3 GB checkpoint, with tensors of 500 MB: the budget, and 100 MB for the program."""
+    source = tmp_path / "source"
+    source.mkdir()
+    rows = {f"model.layers.{n}.mlp.{kind}.weight": [32768, 8192] for n in range(2) for kind in ("up_proj", "down_proj")}
+    offset, header = 0, {}
+    for name, shape in (rows | {"lm_head.weight": [65536, 8192]}).items():
+        end = offset + 2 * shape[0] * shape[1]
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    with (source / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + offset)
+    (source / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    # VmHWM, not ru_maxrss: that one is inherited from the process that ran us.
+    code = (
+        "import pathlib, re, sys, relayout\n"
+        "relayout.convert(sys.argv[1], sys.argv[2], tp=8, jobs=int(sys.argv[3]), memory=int(sys.argv[4]))\n"
+        "print(re.search(r'VmHWM:\\s*(\\d+)', pathlib.Path('/proc/self/status').read_text())[1])"
+    )
+    if shutil.disk_usage(tmp_path).free < 2 * offset:
+        pytest.skip("less than 6 GB free")
+    run = subprocess.run(
+        [sys.executable, "-c", code, source, tmp_path / "out", str(jobs), str(memory)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(run.stdout) * 1024 < memory + 100e6
+    shutil.rmtree(tmp_path / "out")
+
+
+def test_many_parts_need_few_open_files(llama: Path, tmp_path: Path) -> None:
+    """More rank files than may be open, with small tensors in each."""
+    code = (
+        "import resource, sys, relayout\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (160, 160))\n"
+        "relayout.convert(sys.argv[1], sys.argv[2], tp=8, max_part_nbytes=20_000)\n"
+        "assert relayout.verify(sys.argv[2], source=sys.argv[1]).ok"
+    )
+    subprocess.run([sys.executable, "-c", code, llama, tmp_path / "out"], check=True)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 100
+
+
+def test_a_plans_path_and_a_stale_folder_leave_no_trace(llama: Path, tmp_path: Path) -> None:
+    text = '[cut]\n"**" = "whole"\n'
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.toml").write_text(text)
+        relayout.convert(llama, tmp_path / f"out-{name}", tp=2, plan=tmp_path / name / "mine.toml")
+    first, second = ((tmp_path / f"out-{name}" / "relayout.json").read_bytes() for name in ("one", "two"))
+    assert first == second
+    assert str(tmp_path).encode() not in first
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_single_file_is_loaded_at_other_degrees_by_the_config_that_was_beside_it(
+    mistral: Path, tmp_path: Path, tp: int
+) -> None:
+    place = shutil.copytree(mistral, tmp_path / "model")
+    file, out = place / "model.safetensors", tmp_path / "out"
+    relayout.convert(file, out, tp=tp)
+    whole = read_tensors(mistral)
+    for rank in range(4):
+        held = relayout.load(out, rank, tp=4)
+        assert held.keys() == whole.keys()
+        for name, tensor in held.items():
+            np.testing.assert_array_equal(as_integers(tensor), expected_slice(name, whole[name], rank, 4), err_msg=name)
+    relayout.restore(out, tmp_path / "back")
+    assert sorted(path.name for path in (tmp_path / "back").iterdir()) == ["config.json", "model.safetensors"]
+    for path in (tmp_path / "back").iterdir():
+        assert path.read_bytes() == (mistral / path.name).read_bytes()
+    assert relayout.verify(out, source=file).ok
+    (place / "config.json").write_text("{}")
+    [difference] = relayout.verify(out, source=file).differences
+    assert (difference.file, difference.what) == ("config.json", "has changed in the source since the conversion")
+
+
+def test_the_record_has_the_options_and_is_refused_without_one(llama: Path, tmp_path: Path) -> None:
+    relayout.convert(llama, tmp_path / "out", tp=2, align=512, max_part_nbytes=400_000, dcp=False)
+    manifest = read_manifest(tmp_path / "out")
+    options = read_record(tmp_path / "out", manifest).options
+    assert options == ConversionOptions(2, "llama", False, 512, 400_000, False)
+    top = json.loads(decompress((tmp_path / "out" / SOURCE_RECORD_NAME).read_bytes(), "x"))
+    parse_record(json.dumps(top).encode(), 2, "x")
+    for name in ("plan", "expert_parallel", "alignment", "max_part_nbytes", "dcp"):
+        for wrong in ({key: value for key, value in top.items() if key != name}, top | {name: None}):
+            with pytest.raises(FormatError, match=f"x: .*'{name}'.* missing or not"):
+                parse_record(json.dumps(wrong).encode(), 2, "x")

@@ -1,0 +1,729 @@
+"""A conversion is killed, interrupted, and run on drives that fail: OUT is absent or complete, and the command goes on.
+
+Most faults come from below Python: `faults.c` takes the place of the C library's calls, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+from safetensors.numpy import save_file
+from support.faults import environment
+from support.journals import read_journal
+from support.mounts import mounted_tmpfs
+
+from relayout.conversion.journal import JOURNAL_NAME
+from relayout.conversion.run import Conversion, carry_out, plan_conversion
+from relayout.conversion.steps import SMALL_NBYTES
+from relayout.core.slices import slice_nbytes
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="takes Linux's dynamic linker and /proc")
+
+SEED = 20
+TP = 2
+MAX_PART_NBYTES = 3 * 2**20
+OPTIONS = ["--tp", str(TP), "--plan", "plan.toml", "--max-part-size", str(MAX_PART_NBYTES)]
+# Chunks of 1 MiB, so that tensors of several MiB take several steps.
+LIMITS = ["--jobs", "4", "--memory", "8MiB"]
+PARTIAL = ".out.relayout-partial"
+LOCK = ".out.relayout-lock"
+WITHOUT_SPACE_CHECK = (
+    "from relayout.cli import app; from relayout.conversion import run; run.check_space = lambda *_: None; app.main()"
+)
+
+PLAN = """
+[sizes]
+heads = ["num_attention_heads"]
+head_dim = ["hidden_size / num_attention_heads"]
+experts = ["num_experts"]
+
+[cut]
+"embed.weight" = { dim = 0, by = "vocabulary" }
+"h.*.qkv.{weight,bias}" = { interleaved = "heads", dim = 0, by = ["heads", "heads", "heads"] }
+"h.*.dense.weight" = { dim = 1, by = "heads" }
+"h.*.norm.{weight,bias}" = "whole"
+"h.*.experts.gate_up" = { dim = 1, by = ["even", "even"] }
+"h.*.experts.down" = { dim = 2, by = "even" }
+"h.*.experts.*.w1.weight" = { dim = 0, by = "even" }
+"none" = "whole"
+"""
+HIDDEN, LAYERS, EXPERTS = 512, 3, 4
+CONFIG = {"hidden_size": HIDDEN, "num_attention_heads": 8, "num_experts": EXPERTS, "vocab_size": 1999}
+
+
+def shapes() -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {"embed.weight": (1999, HIDDEN), "none": (0, HIDDEN)}
+    for layer in range(LAYERS):
+        found |= {
+            f"h.{layer}.qkv.weight": (3 * HIDDEN, HIDDEN),
+            f"h.{layer}.qkv.bias": (3 * HIDDEN,),
+            f"h.{layer}.dense.weight": (HIDDEN, HIDDEN),
+            f"h.{layer}.norm.weight": (HIDDEN,),
+            f"h.{layer}.norm.bias": (HIDDEN,),
+            f"h.{layer}.experts.gate_up": (EXPERTS, 2 * HIDDEN, HIDDEN),
+            f"h.{layer}.experts.down": (EXPERTS, HIDDEN, HIDDEN // 2),
+        }
+        found |= {f"h.{layer}.experts.{e}.w1.weight": (64 * (e + 1), HIDDEN) for e in range(EXPERTS)}
+    return found
+
+
+@dataclass(frozen=True)
+class Model:
+    """A source, and what an undisturbed conversion makes of it."""
+
+    place: Path
+    complete: dict[str, tuple[int, str]]
+    """Content of the output."""
+    calls: list[str]
+    """What the conversion asked of the system, as `faults.c` logs it."""
+
+    def planned(self, output: Path | None = None) -> Conversion:
+        """The conversion, as the command plans it."""
+        return plan_conversion(
+            self.place / "model",
+            output or self.place / "out",
+            tp=TP,
+            plan=self.place / "plan.toml",
+            max_part_nbytes=MAX_PART_NBYTES,
+        )
+
+
+def content(folder: Path) -> dict[str, tuple[int, str]]:
+    """Every file below a folder: mode and digest."""
+    return {
+        path.relative_to(folder).as_posix(): (path.stat().st_mode, xxhash.xxh3_128_hexdigest(path.read_bytes()))
+        for path in sorted(folder.rglob("*"))
+        if not path.is_dir()
+    }
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory, shim: Path) -> Model:
+    """Several dozen MB of large and small, fused and stacked tensors in three files."""
+    place = tmp_path_factory.mktemp("source")
+    (place / "model").mkdir()
+    (place / "plan.toml").write_text(PLAN)
+    (place / "model" / "config.json").write_text(json.dumps(CONFIG))
+    (place / "model" / "tokenizer.json").write_bytes(np.arange(2**16, dtype=np.uint32).tobytes())
+    rng = np.random.default_rng(SEED)
+    tensors = {name: rng.integers(1, 2**16, shape).astype(np.uint16) for name, shape in shapes().items()}
+    names = list(tensors)
+    weight_map = {name: f"model-{n % 3}.safetensors" for n, name in enumerate(names)}
+    for file in sorted(set(weight_map.values())):
+        save_file({name: tensors[name] for name in names if weight_map[name] == file}, place / "model" / file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (place / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    sizes = [tensor.nbytes for tensor in tensors.values()]
+    assert max(sizes) > 2 * 2**20 > SMALL_NBYTES > min(size for size in sizes if size)
+    assert 20e6 < sum(sizes) < 60e6
+    done = run(place, shim=shim, log=place / "calls")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert_nothing_hidden(place)
+    return Model(place, content(place / "out"), (place / "calls").read_text().splitlines())
+
+
+def command(place: Path, *more: str, output: Path | None = None, script: str | None = None) -> list[str]:
+    start = ["-m", "relayout"] if script is None else ["-c", script]
+    return [
+        sys.executable, *start, "convert", "model", "-o", str(output or place / "out"), *OPTIONS, *LIMITS, *more
+    ]  # fmt: skip
+
+
+def run(
+    place: Path,
+    *more: str,
+    source: Path | None = None,
+    output: Path | None = None,
+    shim: Path | None = None,
+    faults: Sequence[str] = (),
+    log: Path | None = None,
+    script: str | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run the conversion of the model, into `out` in `place`, to its end."""
+    return subprocess.run(
+        command(place, *more, output=output, script=script),
+        cwd=source or place,
+        env=environment(shim, faults, log),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        # A job in the background of a shell script inherits that Ctrl-C is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None,
+    )
+
+
+def hidden(place: Path) -> list[str]:
+    return sorted(path.name for path in place.iterdir() if path.name.startswith("."))
+
+
+def assert_nothing_hidden(place: Path) -> None:
+    assert hidden(place) == []
+
+
+def claims(place: Path) -> set[int]:
+    """The tensors that the journal of an interrupted conversion says are done."""
+    found = read_journal(place / PARTIAL) if (place / PARTIAL / JOURNAL_NAME).is_file() else None
+    return set() if found is None else set(found[1])
+
+
+def nbytes_of(model: Model, tensors: set[int]) -> int:
+    catalogue = model.planned().catalogue
+    return sum(catalogue.tensors[t].extent.nbytes for t in tensors)
+
+
+def assert_goes_on(model: Model, place: Path, resumed: set[int]) -> None:
+    """The same call ends well, takes these tensors over as done, and leaves what an undisturbed run leaves."""
+    assert not (place / "out").exists()
+    # In this process: most of what a run takes is the start of Python.
+    assert carry_out(model.planned(place / "out"), jobs=4, memory=2**23).resumed_nbytes == nbytes_of(model, resumed)
+    assert content(place / "out") == model.complete
+    assert_nothing_hidden(place)
+
+
+def kept_note(place: Path) -> str:
+    return f"relayout: note: what is done is kept in {place / PARTIAL}; the same command goes on from there"
+
+
+def strata(low: int, high: int, count: int) -> list[int]:
+    """Random whole numbers, spread over [low, high)."""
+    rng = random.Random(SEED)
+    edges = [low + (high - low) * n // count for n in range(count + 1)]
+    return [rng.randrange(a, max(a + 1, b)) for a, b in pairwise(edges)]
+
+
+def is_last_rename(line: str) -> bool:
+    return line.startswith("rename ") and f"{PARTIAL}/output -> " in line
+
+
+def test_the_shim_is_below_what_python_calls(tmp_path: Path, shim: Path) -> None:
+    script = """
+import os, sys, ctypes
+from pathlib import Path
+path = Path(sys.argv[1])
+fd = os.open(path, os.O_RDWR | os.O_CREAT)
+os.ftruncate(fd, 10)
+ctypes.CDLL(None).fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(12))
+os.pwrite(fd, b"abcdef", 1)
+os.write(fd, b"z")
+os.pread(fd, 3, 2)
+os.preadv(fd, [bytearray(4)], 3)
+os.fsync(fd)
+path.open("rb").read()
+path.rename(path.with_name("other"))
+path.with_name("other").unlink()
+"""
+    file = tmp_path / "file"
+    subprocess.run([sys.executable, "-c", script, str(file)], env=environment(shim, log=tmp_path / "log"), check=True)
+    seen = [line for line in (tmp_path / "log").read_text().splitlines() if str(tmp_path) in line]
+    assert seen[:-4] == [
+        f"truncate 10 0 {file}",
+        f"allocate 12 0 {file}",
+        f"write 1 6 {file}",
+        f"write -1 1 {file}",
+        f"read 2 3 {file}",
+        f"read 3 4 {file}",
+        f"sync 0 0 {file}",
+    ]
+    assert {line.split()[0] for line in seen[-4:-2]} == {"read"}
+    assert [line.split()[0] for line in seen[-2:]] == ["rename", "unlink"]
+
+
+def test_the_shim_sees_every_byte_of_a_conversion(model: Model) -> None:
+    moved = {"read": 0, "write": 0}
+    for line in model.calls:
+        call, _, nbytes, path = line.split(" ", 3)
+        if call in moved and path.endswith(".safetensors"):
+            moved[call] += int(nbytes)
+    planned = model.planned()
+    assert moved["read"] >= planned.catalogue.nbytes
+    assert moved["write"] >= sum(file.nbytes - file.data_start for files in planned.layout.ranks for file in files)
+    assert sum(map(is_last_rename, model.calls)) == 1
+
+
+def own_calls(model: Model) -> list[str]:
+    return [line for line in model.calls if str(model.place) in line]
+
+
+NUM_KILLS = 30
+
+
+@pytest.mark.parametrize("number", range(NUM_KILLS))
+def test_after_a_kill_the_same_command_goes_on(model: Model, shim: Path, tmp_path: Path, number: int) -> None:
+    # Moments are calls, from the first read to the last unlink: before one, in the middle of it, after it.
+    calls = own_calls(model)
+    moment = strata(1, len(calls) + 1, NUM_KILLS)[number]
+    how = ("kill", "tear", "after")[number % 3]
+    common = os.path.commonpath([model.place, tmp_path])
+    done = run(tmp_path, source=model.place, shim=shim, faults=[f"any|{common}/|{moment}|{how}"])
+    assert done.returncode == -signal.SIGKILL
+    out = tmp_path / "out"
+    if not out.exists() and number % 3 == 1:  # And a second time.
+        again = random.Random(number).randrange(20, len(calls) // 2)
+        before = claims(tmp_path)
+        done = run(tmp_path, source=model.place, shim=shim, faults=[f"any|{common}/|{again}|{how}"])
+        if done.returncode == 0:
+            assert (content(out), hidden(tmp_path)) == (model.complete, [])
+            return
+        assert done.returncode == -signal.SIGKILL
+        assert out.exists() or before <= claims(tmp_path)
+    if out.exists():
+        assert content(out) == model.complete
+    elif number % 3 == 2:
+        done = run(tmp_path, source=model.place)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert content(out) == model.complete
+        assert_nothing_hidden(tmp_path)
+    else:
+        assert_goes_on(model, tmp_path, claims(tmp_path))
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_kill_from_outside_is_no_other(model: Model, shim: Path, tmp_path: Path, number: int) -> None:
+    # Every call takes some ms longer, so that the conversion takes about a second; the moment is a time.
+    with subprocess.Popen(
+        command(tmp_path), cwd=model.place, env=environment(shim, [f"any|{tmp_path}|1+|sleep|15"])
+    ) as child:
+        time.sleep(random.Random(SEED + number).uniform(0.25, 0.8))
+        child.kill()
+    assert child.returncode == -signal.SIGKILL
+    assert_goes_on(model, tmp_path, claims(tmp_path))
+
+
+def copying_calls(model: Model) -> list[str]:
+    """Those of an undisturbed run, from the first to where the last tensor is completed."""
+    calls = own_calls(model)
+    return calls[: max(n for n, line in enumerate(calls) if line.startswith("write") and JOURNAL_NAME in line) + 1]
+
+
+NUM_INTERRUPTIONS = 10
+
+
+@pytest.mark.parametrize("number", range(NUM_INTERRUPTIONS))
+def test_after_ctrl_c_the_same_command_goes_on(model: Model, shim: Path, tmp_path: Path, number: int) -> None:
+    copying = [line for line in copying_calls(model) if PARTIAL in line]
+    moment = strata(1, len(copying) * 9 // 10, NUM_INTERRUPTIONS)[number]
+    done = run(tmp_path, source=model.place, shim=shim, faults=[f"any|{tmp_path}/{PARTIAL}|{moment}|int"])
+    assert (done.returncode, done.stdout) == (130, "")
+    kept = claims(tmp_path)
+    assert hidden(tmp_path) == ([PARTIAL] if kept else [])
+    assert done.stderr.splitlines() == ["relayout: error: interrupted", *([kept_note(tmp_path)] if kept else [])]
+    assert_goes_on(model, tmp_path, kept)
+
+
+@pytest.mark.parametrize("share", [0.4, 0.7])
+def test_after_a_termination_the_same_command_goes_on(model: Model, shim: Path, tmp_path: Path, share: float) -> None:
+    copying = [line for line in copying_calls(model) if PARTIAL in line]
+    faults = [f"any|{tmp_path}/{PARTIAL}|{int(len(copying) * share)}|term"]
+    done = run(tmp_path, source=model.place, shim=shim, faults=faults)
+    assert (done.returncode, done.stdout) == (143, "")
+    assert "Traceback" not in done.stderr
+    kept = claims(tmp_path)
+    assert kept
+    assert hidden(tmp_path) == [PARTIAL]
+    assert_goes_on(model, tmp_path, kept)
+
+
+@pytest.mark.parametrize(
+    "moment",
+    ["sync|output/tokenizer.json|1", "truncate|rank-0-part-3|2", "write|relayout.rank-0|1", "sync|relayout.json|1"],
+)
+def test_ctrl_c_behind_the_last_tensor_says_too_what_is_kept(
+    model: Model, shim: Path, tmp_path: Path, moment: str
+) -> None:
+    done = run(tmp_path, source=model.place, shim=shim, faults=[f"{moment}|int"])
+    kept = claims(tmp_path)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert len(kept) == len(model.planned().catalogue.tensors) - 1, "all but the empty one"
+    assert hidden(tmp_path) == [PARTIAL]
+    assert_goes_on(model, tmp_path, kept)
+    assert done.stderr.splitlines() == ["relayout: error: interrupted", kept_note(tmp_path)]
+
+
+@pytest.mark.parametrize("how", ["after", "int"])
+def test_what_a_stop_behind_the_last_rename_leaves_is_cleared_by_the_same_command(
+    model: Model, shim: Path, tmp_path: Path, how: str
+) -> None:
+    done = run(tmp_path, source=model.place, shim=shim, faults=[f"rename|{PARTIAL}/output -> |1|{how}"])
+    assert done.returncode in (0, 130, -signal.SIGKILL)
+    assert content(tmp_path / "out") == model.complete
+    done = run(tmp_path, source=model.place)
+    assert done.returncode in (0, 2)
+    assert content(tmp_path / "out") == model.complete
+    assert_nothing_hidden(tmp_path)
+
+
+REPLACING = f"{PARTIAL}/done -> "
+NO_EXCHANGE = f"exchange|{REPLACING}|1+|einval"
+"""As of a kernel or file system that cannot exchange two names."""
+
+
+@pytest.mark.parametrize("how", ["kill", "after"])
+@pytest.mark.parametrize(
+    ("faults", "is_replaced"),
+    [
+        ([f"rename|{PARTIAL}/output -> |1|"], (False, False)),
+        ([f"exchange|{REPLACING}|1|"], (False, True)),
+        ([NO_EXCHANGE, "rename|/.out.relayout-old|1|"], (False, None)),
+        ([NO_EXCHANGE, f"rename|{REPLACING}|1|"], (None, True)),
+        ([NO_EXCHANGE, "rename|/.out.relayout-old -> |1|"], (True, True)),
+    ],
+)
+def test_a_kill_while_an_old_folder_is_replaced_loses_neither(
+    model: Model, shim: Path, tmp_path: Path, how: str, faults: list[str], is_replaced: tuple[bool | None, bool | None]
+) -> None:
+    # None: between two renames, where there is no output for a moment.
+    out = tmp_path / "out"
+    assert run(tmp_path, "--align", "512", source=model.place).returncode == 0
+    old = content(out)
+    assert old != model.complete
+    done = run(tmp_path, "--force", source=model.place, shim=shim, faults=[*faults[:-1], faults[-1] + how])
+    assert done.returncode == -signal.SIGKILL
+    found = is_replaced[how == "after"]
+    assert out.exists() == (found is not None)
+    if found is not None:
+        assert content(out) == (model.complete if found else old)
+    done = run(tmp_path, "--force", source=model.place)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert content(out) == model.complete
+    assert_nothing_hidden(tmp_path)
+
+
+def test_after_a_kill_between_two_renames_nothing_changes_without_force(
+    model: Model, shim: Path, tmp_path: Path
+) -> None:
+    out, waiting = tmp_path / "out", tmp_path / ".out.relayout-old"
+    assert run(tmp_path, "--align", "512", source=model.place).returncode == 0
+    old = content(out)
+    faults = [NO_EXCHANGE, "rename|/.out.relayout-old|1|after"]
+    done = run(tmp_path, "--force", source=model.place, shim=shim, faults=faults)
+    assert done.returncode == -signal.SIGKILL
+    assert not out.exists()
+    done = run(tmp_path, source=model.place)
+    assert done.returncode == 2
+    says = f"the older folder, which was being replaced, is {waiting}: it can be renamed back"
+    assert f"{out}: is missing; {says}, or replaced with --force" in done.stderr
+    for arguments in (["verify", str(out)], ["restore", str(out), "-o", str(tmp_path / "back")]):
+        done = subprocess.run([sys.executable, "-m", "relayout", *arguments], capture_output=True, text=True)
+        assert done.returncode == 2
+        assert says in done.stderr
+    assert not out.exists()
+    assert content(waiting) == old
+    assert run(tmp_path, "--force", source=model.place).returncode == 0
+    assert content(out) == model.complete
+    assert_nothing_hidden(tmp_path)
+
+
+def test_where_names_cannot_be_exchanged_an_old_folder_is_replaced_all_the_same(
+    model: Model, shim: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    for _ in range(2):
+        assert run(tmp_path, "--force", source=model.place, shim=shim, faults=[NO_EXCHANGE]).returncode == 0
+        assert content(out) == model.complete
+        assert_nothing_hidden(tmp_path)
+
+
+@pytest.mark.parametrize("number", [2, 3, 12, 30])
+def test_a_journal_line_that_is_torn_costs_that_tensor_only(
+    model: Model, shim: Path, tmp_path: Path, number: int
+) -> None:
+    done = run(tmp_path, source=model.place, shim=shim, faults=[f"write|{JOURNAL_NAME}|{number}|tear"])
+    assert done.returncode == -signal.SIGKILL
+    kept = claims(tmp_path)
+    assert len(kept) == number - 2, "the first line is no tensor's, the last one is torn"
+    assert_goes_on(model, tmp_path, kept)
+
+
+def kept_after(place: Path) -> set[int]:
+    """What is kept after a conversion failed: nothing at all, or a journal that claims something."""
+    kept = claims(place)
+    assert not (place / "out").exists()
+    assert hidden(place) == ([PARTIAL] if kept else [])
+    return kept
+
+
+def assert_fails(done: subprocess.CompletedProcess[str], place: Path, says: str, *, kept: set[int]) -> None:
+    assert (done.returncode, done.stdout) == (3, "")
+    error, *notes = done.stderr.splitlines()
+    assert error.startswith("relayout: error: ")
+    assert says in error
+    assert notes == ([kept_note(place)] if kept else [])
+
+
+def place_of_fault(log: Path, call: str, part: str, number: int) -> tuple[Path, int]:
+    """The file and offset of a fault that struck."""
+    lines = [line for line in log.read_text().splitlines() if line.startswith(f"{call} ") and part in line]
+    _, offset, _, path = lines[number - 1].split(" ", 3)
+    return Path(path), int(offset)
+
+
+@pytest.mark.parametrize(
+    ("call", "part", "number", "code"),
+    [
+        ("read", "model-0.safetensors", 3, errno.EIO),
+        ("read", "model-1.safetensors", 9, errno.EIO),
+        ("read", "model-2.safetensors", 15, errno.EIO),
+        ("write", "model-rank-", 1, errno.EIO),
+        ("write", "model-rank-", 25, errno.EIO),
+        ("write", "model-rank-0-part-2.safetensors", 2, errno.EIO),
+        ("write", "model-rank-1-part-0.safetensors", 3, errno.ENOSPC),
+        ("write", "model-rank-", 40, errno.ENOSPC),
+        ("write", "model-rank-", 65, errno.EIO),
+    ],
+)
+def test_a_drive_that_fails_is_named_with_file_and_offset(
+    model: Model, shim: Path, tmp_path: Path, call: str, part: str, number: int, code: int
+) -> None:
+    word = {errno.EIO: "eio", errno.ENOSPC: "enospc"}[code]
+    log = tmp_path / "log"
+    done = run(tmp_path, source=model.place, shim=shim, faults=[f"{call}|{part}|{number}|{word}"], log=log)
+    path, offset = place_of_fault(log, call, part, number)
+    shown = f"model/{path.name}" if call == "read" else str(path)
+    kept = kept_after(tmp_path)
+    assert_fails(done, tmp_path, f"{shown}: {os.strerror(code)} at byte {offset}", kept=kept)
+    assert kept or number < 20
+    assert_goes_on(model, tmp_path, kept)
+
+
+@pytest.mark.parametrize(
+    ("call", "part", "number", "word"),
+    [
+        ("truncate", "model-rank-1-part-2.safetensors", 1, "eio"),
+        ("allocate", "model-rank-0-part-3.safetensors", 1, "eio"),
+        ("allocate", "model-rank-", 1, "enospc"),
+        ("allocate", "model-rank-", 9, "enospc"),
+        ("write", JOURNAL_NAME, 1, "enospc"),
+        ("write", JOURNAL_NAME, 2, "enospc"),
+        ("write", JOURNAL_NAME, 20, "eio"),
+        ("read", "model/tokenizer.json", 1, "eio"),
+        ("write", "output/tokenizer.json", 1, "enospc"),
+        ("sync", "output/tokenizer.json", 1, "eio"),
+        ("write", "relayout.source.json.zst", 1, "eio"),
+        ("write", "relayout.rank-1.json.zst", 1, "enospc"),
+        ("sync", "relayout.rank-1.json.zst", 1, "eio"),
+        ("sync", "model-rank-1-part-1.safetensors", 1, "eio"),
+        ("truncate", "model-rank-1-part-1.safetensors", 2, "eio"),
+        ("write", "relayout.json", 1, "enospc"),
+        ("sync", "relayout.json", 1, "eio"),
+        ("rename", "relayout-partial/output -> ", 1, "eio"),
+    ],
+)
+def test_whatever_fails_the_file_is_named_and_what_is_done_kept(
+    model: Model, shim: Path, tmp_path: Path, call: str, part: str, number: int, word: str
+) -> None:
+    done = run(tmp_path, source=model.place, shim=shim, faults=[f"{call}|{part}|{number}|{word}"])
+    assert done.returncode == 3
+    kept = kept_after(tmp_path)
+    assert_goes_on(model, tmp_path, kept)
+    name = part.split(" ")[0].rsplit("/", 1)[-1]
+    assert_fails(done, tmp_path, name, kept=kept)
+
+
+def test_a_rank_file_that_cannot_be_read_again_is_written_again(model: Model, shim: Path, tmp_path: Path) -> None:
+    # Else the same command would fail for ever at the same bad block.
+    run(tmp_path, source=model.place, shim=shim, faults=["write|model-rank-|40|eio"])
+    assert kept_after(tmp_path)
+    done = run(tmp_path, source=model.place, shim=shim, faults=["read|model-rank-|2|eio"])
+    assert done.returncode == 0, done.stderr
+    assert content(tmp_path / "out") == model.complete
+    assert_nothing_hidden(tmp_path)
+
+
+@pytest.mark.parametrize(("call", "number"), [("write", 2), ("write", 9)])
+def test_a_drive_that_fails_again_costs_nothing_that_was_done(
+    model: Model, shim: Path, tmp_path: Path, call: str, number: int
+) -> None:
+    done = run(tmp_path, source=model.place, shim=shim, faults=["write|model-rank-|40|eio"])
+    before = kept_after(tmp_path)
+    assert before
+    log = tmp_path / "log"
+    done = run(tmp_path, source=model.place, shim=shim, faults=[f"{call}|model-rank-|{number}|eio"], log=log)
+    path, offset = place_of_fault(log, call, "model-rank-", number)
+    kept = kept_after(tmp_path)
+    assert kept >= before
+    assert_goes_on(model, tmp_path, kept)
+    assert_fails(done, tmp_path, f"{path}: {os.strerror(errno.EIO)} at byte {offset}", kept=kept)
+
+
+def test_a_kill_while_claims_are_checked_costs_nothing_that_was_done(model: Model, shim: Path, tmp_path: Path) -> None:
+    run(tmp_path, source=model.place, shim=shim, faults=["write|model-rank-|40|eio"])
+    before = kept_after(tmp_path)
+    assert before
+    for number in (1, 2, 4):
+        done = run(tmp_path, source=model.place, shim=shim, faults=[f"read|model-rank-|{number}|kill"])
+        assert done.returncode == -signal.SIGKILL
+        assert claims(tmp_path) == before
+    assert_goes_on(model, tmp_path, before)
+
+
+def test_a_journal_that_cannot_be_read_now_is_not_thrown_away(model: Model, shim: Path, tmp_path: Path) -> None:
+    run(tmp_path, source=model.place, shim=shim, faults=["write|relayout.json|1|kill"])
+    before = claims(tmp_path)
+    assert before
+    done = run(tmp_path, source=model.place, shim=shim, faults=[f"read|{JOURNAL_NAME}|1|eio"])
+    assert not (tmp_path / "out").exists(), "all that was done has been done once more"
+    assert done.returncode in (2, 3)
+    assert f"{JOURNAL_NAME}: " in done.stderr
+    assert_goes_on(model, tmp_path, before)
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        ["read|.safetensors|/2|short|4096"],
+        ["read|.safetensors|/2|short|1000"],
+        ["read|.safetensors|3+|short|65543"],
+        ["read|model/|/2|short|700"],
+        ["write|model-rank-|/2|short|4096"],
+        ["write|model-rank-|/2|short|1001"],
+        ["write|model-rank-|1+|short|65537"],
+        ["write|relayout|/2|short|17", "write|output/tokenizer.json|/2|short|999"],
+        ["read|model/|/2|eintr", "write|partial|/3|eintr", "write|partial|/4|short|70001"],
+    ],
+    ids=lambda faults: " and ".join(faults),
+)
+def test_short_and_interrupted_transfers_change_nothing(
+    model: Model, shim: Path, tmp_path: Path, faults: list[str]
+) -> None:
+    log = tmp_path / "log"
+    done = run(tmp_path, source=model.place, shim=shim, faults=faults, log=log)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert content(tmp_path / "out") == model.complete
+    assert_nothing_hidden(tmp_path)
+    more = [line for line in log.read_text().splitlines() if str(tmp_path) in line or str(model.place) in line]
+    assert len(more) > len(own_calls(model)) + 3, "nothing was cut short"
+
+
+@pytest.mark.parametrize("length", ["1000", "4096", "65543"])
+def test_short_reads_change_nothing_of_what_is_taken_over(
+    model: Model, shim: Path, tmp_path: Path, length: str
+) -> None:
+    run(tmp_path, source=model.place, shim=shim, faults=["write|relayout.json|1|kill"])
+    kept = claims(tmp_path)
+    assert len(kept) == len(model.planned().catalogue.tensors) - 1
+    done = run(tmp_path, "--json", source=model.place, shim=shim, faults=[f"read|model-rank-|/2|short|{length}"])
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["resumed_nbytes"] == nbytes_of(model, kept)
+    assert content(tmp_path / "out") == model.complete
+    assert_nothing_hidden(tmp_path)
+
+
+def overlapping(planned: Conversion, lost: dict[str, tuple[int, int]]) -> set[int]:
+    """The tensors that have bytes in these ranges (start, end) of rank files."""
+    found = set()
+    for file in (file for files in planned.layout.ranks for file in files if file.name in lost):
+        for t, offset in zip(file.tensors, file.offsets, strict=True):
+            tensor = planned.catalogue.tensors[t]
+            end = offset + slice_nbytes(tensor.dtype, tensor.shape, planned.plan.cut(t).slices[file.rank])
+            if max(offset, lost[file.name][0]) < min(end, lost[file.name][1]):
+                found.add(t)
+    return found
+
+
+@pytest.mark.parametrize("lost_nbytes", [4096, 2**20, 2**30])
+@pytest.mark.parametrize("when", ["write|relayout.json|1|kill", "write|model-rank-|60|tear"])
+def test_bytes_that_a_power_cut_took_are_written_again(
+    model: Model, shim: Path, tmp_path: Path, when: str, lost_nbytes: int
+) -> None:
+    # The journal reached the drive, the last bytes of some rank files did not.
+    done = run(tmp_path, source=model.place, shim=shim, faults=[when])
+    assert done.returncode == -signal.SIGKILL
+    kept = claims(tmp_path)
+    lost = {}
+    for path in sorted((tmp_path / PARTIAL / "output").glob("model-rank-*"))[1::2]:
+        size = path.stat().st_size
+        lost[path.name] = (max(0, size - lost_nbytes), size)
+        with path.open("r+b") as stream:
+            stream.seek(lost[path.name][0])
+            stream.write(bytes(size - lost[path.name][0]))
+    wrong = overlapping(model.planned(), lost)
+    assert wrong & kept
+    assert_goes_on(model, tmp_path, kept - wrong)
+
+
+def test_a_power_cut_that_took_the_journal_costs_the_work_but_not_the_result(
+    model: Model, shim: Path, tmp_path: Path
+) -> None:
+    run(tmp_path, source=model.place, shim=shim, faults=["write|relayout.json|1|kill"])
+    journal = tmp_path / PARTIAL / JOURNAL_NAME
+    journal.write_bytes(bytes(journal.stat().st_size))
+    assert_goes_on(model, tmp_path, set())
+
+
+@contextmanager
+def mounted_ext4(place: Path, nbytes: int) -> Iterator[Path]:
+    """An ext4 file system of that size in a file; the test skips where it cannot be had."""
+    tools = [shutil.which(name) for name in ("mkfs.ext4", "mount", "umount")]
+    if os.getuid() or None in tools:
+        pytest.skip("an ext4 file system takes a superuser and its tools")
+    image = place.with_name("image")
+    image.touch()
+    os.truncate(image, nbytes)
+    subprocess.run(["mkfs.ext4", "-q", "-F", "-m", "0", "-O", "^has_journal", str(image)], check=True)
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-o", "loop", str(image), str(place)], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"ext4 cannot be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+FREE_NBYTES = [2**20, 9 * 2**20, 16 * 2**20, 24 * 2**20]
+
+
+@pytest.mark.parametrize("free_nbytes", FREE_NBYTES)
+def test_a_full_tmpfs_keeps_what_is_done_and_once_it_has_grown_the_same_command_ends(
+    model: Model, tmp_path: Path, free_nbytes: int
+) -> None:
+    with mounted_tmpfs(tmp_path / "drive", str(free_nbytes)) as drive:
+
+        def grow() -> None:
+            subprocess.run(["mount", "-o", "remount,size=64m", str(drive)], check=True)
+
+        check_full_drive(model, drive, grow, expect_kept=free_nbytes > 2**20)
+
+
+@pytest.mark.parametrize("free_nbytes", FREE_NBYTES)
+def test_a_full_ext4_keeps_what_is_done_and_once_there_is_space_the_same_command_ends(
+    model: Model, tmp_path: Path, free_nbytes: int
+) -> None:
+    with mounted_ext4(tmp_path / "drive", 48 * 2**20) as drive:
+        status = os.statvfs(drive)
+        with (drive / "filler").open("wb") as stream:
+            os.posix_fallocate(stream.fileno(), 0, status.f_bavail * status.f_frsize - free_nbytes)
+        check_full_drive(model, drive, (drive / "filler").unlink, expect_kept=free_nbytes > 2**20)
+
+
+def check_full_drive(model: Model, drive: Path, grow: Callable[[], Any], *, expect_kept: bool) -> None:
+    refused = run(drive, source=model.place)
+    assert refused.returncode == 2, "noticed before anything is written"
+    assert_nothing_hidden(drive)
+    done = run(drive, source=model.place, script=WITHOUT_SPACE_CHECK)
+    kept = kept_after(drive)
+    assert bool(kept) == expect_kept
+    refused = run(drive, source=model.place)
+    assert (refused.returncode, claims(drive)) == (2, kept), "the check of space loses nothing either"
+    grow()
+    assert_goes_on(model, drive, kept)
+    assert_fails(done, drive, f"{drive}/{PARTIAL}/", kept=kept)
+    assert os.strerror(errno.ENOSPC) in done.stderr

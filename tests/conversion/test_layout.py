@@ -1,0 +1,340 @@
+"""relayout.conversion.layout: where each slice lies in its rank file, by properties over sizes from 0 to gigabytes."""
+
+from __future__ import annotations
+
+import json
+from itertools import groupby, pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.planning import all_slices, conversion_of, plan_of
+
+from relayout.checkpoint.source import Catalogue, SourceTensor
+from relayout.conversion.layout import Conversion, RankFile, RankHeaders, check_alignment
+from relayout.core.dtypes import BITS
+from relayout.core.extents import Extent
+from relayout.core.slices import WHOLE, Slice
+from relayout.errors import PlanError
+from relayout.format.safetensors import parse_header
+from relayout.plans.planner import Plan
+
+ALIGNMENTS = [512, 4096, 65536, 2 * 2**20]
+CONVERSION = "0123456789abcdef0123456789abcdef"
+
+
+def catalogue(tensors: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str] | None = None) -> Catalogue:
+    """A checkpoint of tensors (name, dtype, shape), none of which is stored anywhere."""
+    return Catalogue(
+        root=Path("checkpoint"),
+        files=(),
+        tensors=tuple(SourceTensor(name, dtype, shape, 0, Extent(0, 0)) for name, dtype, shape in tensors),
+        metadata=metadata or {},
+        config={},
+        index=None,
+        side_files=(),
+        left_out=(),
+    )
+
+
+def largest_power(nbytes: int, limit: int) -> int:
+    """The largest power of two up to `limit` that divides; `limit` for nothing."""
+    power = limit
+    while nbytes % power:
+        power //= 2
+    return power
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Catalogue, Plan, list[list[int]]]:
+    """A checkpoint, a plan, and the bytes of each tensor's slice on each rank, which are often round numbers."""
+    num_ranks = draw(st.integers(1, 3))
+    tensors: list[tuple[str, str, tuple[int, ...]]] = []
+    slices: list[tuple[Slice, ...]] = []
+    nbytes: list[list[int]] = []
+    for number in range(draw(st.integers(0, 12))):
+        dtype = draw(st.sampled_from(["U8", "BF16", "F32", "I64", "F4"]))
+        item_bits = BITS[dtype]
+        unit = 2 if dtype == "F4" else 1
+        lengths = [
+            unit * (draw(st.integers(0, 5)) << draw(st.sampled_from([0, 0, 1, 3, 5, 8, 9, 11, 12, 16, 21])))
+            for _ in range(num_ranks)
+        ]
+        if draw(st.booleans()):
+            tensors.append((f"t.{number}", dtype, (lengths[0],)))
+            slices.append((WHOLE,) * num_ranks)
+            lengths = lengths[:1] * num_ranks
+        else:
+            tensors.append((f"t.{number}", dtype, (sum(lengths),)))
+            starts = [sum(lengths[:rank]) for rank in range(num_ranks)]
+            slices.append(tuple(Slice(0, (part,)) for part in zip(starts, lengths, strict=True)))
+        nbytes.append([length * item_bits // 8 for length in lengths])
+    return catalogue(tensors), plan_of("x", num_ranks, tuple(slices)), nbytes
+
+
+max_part_sizes = st.sampled_from([1, 4096, 100_000, 10**7, 48 * 10**9])
+
+
+@given(case=cases(), alignment=st.sampled_from(ALIGNMENTS), max_part_nbytes=max_part_sizes)
+@settings(max_examples=300, deadline=None)
+def test_each_slice_lies_behind_the_one_before_and_is_as_aligned_as_its_size(
+    case: tuple[Catalogue, Plan, list[list[int]]], alignment: int, max_part_nbytes: int
+) -> None:
+    source, plan, nbytes = case
+    conversion = conversion_of(source, plan, alignment, max_part_nbytes)
+    layout = conversion.layout
+    assert len(layout.ranks) == plan.num_ranks
+    for rank, files in enumerate(layout.ranks):
+        assert sorted(t for file in files for t in file.tensors) == list(range(len(nbytes)))
+        for file in files:
+            assert file.data_start % alignment == 0
+            position = file.data_start
+            for t, offset in zip(file.tensors, file.offsets, strict=True):
+                size = nbytes[t][rank]
+                assert offset == position
+                assert offset % largest_power(size, alignment) == 0
+                assert offset % (BITS[source.tensors[t].dtype] // 8 or 1) == 0
+                position += size
+            assert file.nbytes == position
+    assert layout.nbytes == sum(file.nbytes for files in layout.ranks for file in files)
+
+
+@given(case=cases(), alignment=st.sampled_from(ALIGNMENTS), max_part_nbytes=max_part_sizes)
+@settings(max_examples=200, deadline=None)
+def test_aligned_slices_come_first_in_model_order_then_a_tail_by_falling_power(
+    case: tuple[Catalogue, Plan, list[list[int]]], alignment: int, max_part_nbytes: int
+) -> None:
+    source, plan, nbytes = case
+    for rank, files in enumerate(conversion_of(source, plan, alignment, max_part_nbytes).layout.ranks):
+        order = [t for file in files for t in file.tensors]
+        sizes = [nbytes[t][rank] for t in order]
+        powers = [largest_power(size, alignment) for size in sizes]
+        assert powers == sorted(powers, reverse=True)
+        aligned = [t for t, size in zip(order, sizes, strict=True) if size % alignment == 0]
+        assert order[: len(aligned)] == aligned == sorted(aligned)
+        for power, group in groupby(range(len(order)), key=lambda i: powers[i]):
+            places = list(group)
+            if power >= 16:
+                assert [order[i] for i in places] == sorted(order[i] for i in places)
+            else:  # By falling size, so that one strided read spreads all of a size.
+                assert all((-sizes[a], order[a]) < (-sizes[b], order[b]) for a, b in pairwise(places))
+
+
+@given(case=cases(), max_part_nbytes=max_part_sizes)
+@settings(max_examples=200, deadline=None)
+def test_a_part_is_as_full_as_its_limit_allows(
+    case: tuple[Catalogue, Plan, list[list[int]]], max_part_nbytes: int
+) -> None:
+    source, plan, nbytes = case
+    for rank, files in enumerate(conversion_of(source, plan, 4096, max_part_nbytes).layout.ranks):
+        assert [file.name for file in files] == [
+            f"model-rank-{rank}-part-{part}.safetensors" for part in range(len(files))
+        ]
+        assert [(file.rank, file.part) for file in files] == [(rank, part) for part in range(len(files))]
+        assert all(file.nbytes - file.data_start <= max_part_nbytes or len(file.tensors) == 1 for file in files)
+        assert all(file.tensors for file in files) or (len(files) == 1 and not nbytes)
+        for file, following in pairwise(files):
+            assert file.nbytes - file.data_start + nbytes[following.tensors[0]][rank] > max_part_nbytes
+
+
+def test_a_tensor_larger_than_a_part_gets_one_of_its_own() -> None:
+    sizes = [4096, 4096, 40960, 4096, 100]
+    source = catalogue([(f"t{i}", "U8", (size,)) for i, size in enumerate(sizes)])
+    layout = conversion_of(source, plan_of("none", 1, ((WHOLE,),) * 5), 4096, 10_000).layout
+    assert [file.tensors for file in layout.ranks[0]] == [(0, 1), (2,), (3, 4)]
+
+
+def test_a_part_ends_before_its_header_is_more_than_hubs_parse() -> None:
+    source = catalogue([(f"{i}" * 10**6, "U8", (2,)) for i in range(10, 40)])
+    plan = plan_of("x", 2, ((Slice(0, ((0, 1),)), Slice(0, ((1, 1),))),) * 30)
+    conversion = conversion_of(source, plan, 4096)
+    layout = conversion.layout
+    assert [t for file in layout.ranks[1] for t in file.tensors] == list(range(30))
+    assert all(10_000_000 < file.data_start < 25_000_000 for file in layout.ranks[1][:-1])
+    assert len(layout.ranks[1]) > 1
+
+
+def test_a_checkpoint_without_tensors_has_a_file_for_each_rank() -> None:
+    conversion = conversion_of(catalogue([]), plan_of("x", 2, ()), 512)
+    layout = conversion.layout
+    assert [[(file.name, file.tensors, file.nbytes) for file in files] for files in layout.ranks] == [
+        [("model-rank-0-part-0.safetensors", (), 512)],
+        [("model-rank-1-part-0.safetensors", (), 512)],
+    ]
+
+
+@pytest.mark.parametrize("alignment", [-512, -1, 0, 1, 256, 511, 513, 1536, 4097, 6000, 32 * 2**20])
+def test_an_alignment_that_is_no_power_of_two_in_the_range_is_refused(alignment: int) -> None:
+    message = f"^alignment {alignment} is not a power of two between 512 and 16777216 bytes$"
+    with pytest.raises(PlanError, match=message):
+        check_alignment(alignment)
+    with pytest.raises(PlanError, match=message):
+        conversion_of(catalogue([]), plan_of("none", 1, ()), alignment)
+
+
+@pytest.mark.parametrize("alignment", [512 << i for i in range(16)])
+def test_every_power_of_two_in_the_range_is_an_alignment(alignment: int) -> None:
+    check_alignment(alignment)
+    layout = conversion_of(catalogue([("a", "U8", (3,))]), plan_of("none", 1, ((WHOLE,),)), alignment).layout
+    assert layout.ranks[0][0].offsets == [alignment]
+
+
+@pytest.mark.parametrize("nbytes", [0, -1])
+def test_a_part_size_below_one_byte_is_refused(nbytes: int) -> None:
+    with pytest.raises(PlanError, match=f"a part size of {nbytes} bytes"):
+        conversion_of(catalogue([]), plan_of("none", 1, ()), 512, nbytes)
+
+
+# Headers of rank files.
+
+TENSORS: list[tuple[str, str, tuple[int, ...]]] = [
+    ("embed", "BF16", (10, 256)),
+    ("layers.0.down", "F32", (3, 8)),
+    ("layers.0.norm", "BF16", (5,)),
+    ("layers.0.up", "U8", (4, 64, 2)),
+    ("scale", "F32", ()),
+]
+
+
+def halves(dim: int) -> list[tuple[int, int]]:
+    return [(0, dim // 2), (dim // 2, dim - dim // 2)]
+
+
+# The vocabulary's second part is empty on rank 1.
+BOXES = plan_of(
+    "x",
+    2,
+    (
+        (Slice(0, ((0, 10),)), Slice(0, ((10, 0),))),
+        tuple(Slice(1, (part,)) for part in halves(8)),
+        (WHOLE, WHOLE),
+        tuple(Slice(1, (part,)) for part in halves(64)),
+        (WHOLE, WHOLE),
+    ),
+)
+FUSED = plan_of(
+    "x", 2, (*all_slices(BOXES)[:3], (Slice(1, ((0, 8), (32, 8))), Slice(1, ((8, 8), (40, 8)))), all_slices(BOXES)[4])
+)
+
+
+def written(conversion: Conversion, file: RankFile) -> bytes:
+    """The file with position-dependent data."""
+    head = RankHeaders(conversion).build(file, CONVERSION)
+    return head + (np.arange(file.nbytes - len(head)) * 31 + 7).astype(np.uint8).tobytes()
+
+
+@pytest.mark.parametrize("alignment", ALIGNMENTS)
+@pytest.mark.parametrize("max_part_nbytes", [10**9, 300])
+@pytest.mark.parametrize("plan", [BOXES, FUSED], ids=["boxes", "fused"])
+def test_the_stock_reader_reads_rank_files(plan: Plan, max_part_nbytes: int, alignment: int) -> None:
+    source = catalogue(TENSORS)
+    conversion = conversion_of(source, plan, alignment, max_part_nbytes)
+    layout = conversion.layout
+    for rank, files in enumerate(layout.ranks):
+        seen: dict[str, tuple[int, ...]] = {}
+        for file in files:
+            blob = written(conversion, file)
+            assert len(blob) == file.nbytes
+            ours = parse_header(blob[: file.data_start], file.nbytes, file.name)
+            assert ours.data_start == file.data_start
+            assert [one.name for one in ours.tensors] == [TENSORS[t][0] for t in file.tensors]
+            assert [file.data_start + one.offset for one in ours.tensors] == file.offsets
+            assert list(json.loads(blob[8 : file.data_start])) == ["__metadata__", *(one.name for one in ours.tensors)]
+            stock = dict(safetensors.deserialize(blob))
+            seen |= {name: tuple(one["shape"]) for name, one in stock.items()}
+            for one in ours.tensors:
+                start = file.data_start + one.offset
+                assert (stock[one.name]["dtype"], bytes(stock[one.name]["data"])) == (
+                    one.dtype,
+                    blob[start : start + one.nbytes],
+                )
+        assert seen == {
+            "embed": ((10, 256), (0, 256))[rank],
+            "layers.0.down": (3, 4),
+            "layers.0.norm": (5,),
+            "layers.0.up": (4, 32 if plan is BOXES else 16, 2),
+            "scale": (),
+        }
+
+
+@pytest.mark.parametrize("max_part_nbytes", [10**9, 300])
+def test_metadata_names_rank_part_and_conversion_first(max_part_nbytes: int) -> None:
+    source = catalogue(TENSORS, {"author": "größe"})
+    conversion = conversion_of(source, BOXES, 512, max_part_nbytes)
+    layout = conversion.layout
+    assert (len(layout.ranks[0]) > 1) == (max_part_nbytes == 300)
+    for rank, files in enumerate(layout.ranks):
+        for part, file in enumerate(files):
+            blob = RankHeaders(conversion).build(file, CONVERSION)
+            entry = f'{{"format":1,"rank":{rank},"num_ranks":2,"part":{part},"conversion":"{CONVERSION}"}}'
+            assert blob[8:].startswith(b'{"__metadata__":{"relayout":' + json.dumps(entry).encode())
+            metadata = parse_header(blob, file.nbytes, "x").metadata
+            assert metadata["relayout"] == entry
+            assert metadata["format"] == "pt"
+            assert metadata["author"] == "größe"
+
+
+@pytest.mark.parametrize("max_part_nbytes", [10**9, 300])
+def test_dcp_sharding_info_says_where_each_box_starts(max_part_nbytes: int) -> None:
+    source = catalogue(TENSORS)
+    conversion = conversion_of(source, BOXES, 512, max_part_nbytes)
+    layout = conversion.layout
+    assert conversion.options.dcp
+    for rank, files in enumerate(layout.ranks):
+        found: dict[str, object] = {}
+        for file in files:
+            metadata = parse_header(RankHeaders(conversion).build(file, CONVERSION), file.nbytes, "x").metadata
+            assert metadata["DCP_VERSION"] == "1.0"
+            sharding = json.loads(metadata["DCP_SHARDING_INFO"])
+            # PyTorch looks up every key of the file.
+            assert list(sharding) == [TENSORS[t][0] for t in file.tensors]
+            found |= sharding
+        assert found == {
+            "embed": {"saved_offsets": [(0, 10)[rank], 0]},
+            "layers.0.down": {"saved_offsets": [0, (0, 4)[rank]]},
+            "layers.0.norm": {"saved_offsets": [0]},
+            "layers.0.up": {"saved_offsets": [0, (0, 32)[rank], 0]},
+            "scale": {"saved_offsets": []},
+        }
+
+
+@pytest.mark.parametrize(
+    "plan", [FUSED, plan_of("none", 1, ((WHOLE,),) * len(TENSORS))], ids=["a slice of two ranges", "one rank"]
+)
+def test_without_boxes_or_at_one_rank_there_is_no_dcp_sharding_info(plan: Plan) -> None:
+    source = catalogue(TENSORS)
+    conversion = conversion_of(source, plan, 512)
+    layout = conversion.layout
+    assert conversion.options.dcp == (plan is not FUSED)
+    for files in layout.ranks:
+        metadata = parse_header(RankHeaders(conversion).build(files[0], CONVERSION), files[0].nbytes, "x").metadata
+        assert sorted(metadata) == ["format", "relayout"]
+
+
+def test_the_sources_metadata_goes_along_but_for_what_is_ours() -> None:
+    stale = {"format": "mlx", "relayout": "old", "DCP_SHARDING_INFO": "{}", "DCP_VERSION": "0.9", "license": "MIT"}
+    source = catalogue(TENSORS, stale)
+    conversion = conversion_of(source, FUSED, 512)
+    layout = conversion.layout
+    file = layout.ranks[0][0]
+    metadata = dict(parse_header(RankHeaders(conversion).build(file, CONVERSION), file.nbytes, "x").metadata)
+    assert json.loads(metadata.pop("relayout"))["conversion"] == CONVERSION
+    assert metadata == {"format": "mlx", "license": "MIT"}
+
+
+def test_dcp_can_be_left_out_and_insisted_on() -> None:
+    source = catalogue(TENSORS)
+    without = conversion_of(source, BOXES, 512, dcp=False)
+    assert not without.options.dcp
+    for files in without.layout.ranks:
+        header = RankHeaders(without).build(files[0], CONVERSION)
+        assert sorted(parse_header(header, files[0].nbytes, "x").metadata) == ["format", "relayout"]
+    assert conversion_of(source, BOXES, 512, dcp=True) == conversion_of(source, BOXES, 512)
+    fused = TENSORS[3][0]
+    with pytest.raises(
+        PlanError, match=f"tensor '{fused}': slices of a fused tensor are no single box, which PyTorch DCP"
+    ):
+        conversion_of(source, FUSED, 512, dcp=True)

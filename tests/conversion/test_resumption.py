@@ -1,0 +1,815 @@
+"""Going on with what an interrupted conversion has done: only the rest is copied, and only what is true is believed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from support.journals import read_journal
+from support.mounts import mounted_tmpfs
+
+from relayout.conversion import run as conversion
+from relayout.conversion.copy import RankFileSink
+from relayout.conversion.journal import JOURNAL_NAME
+from relayout.conversion.run import Conversion, Summary, carry_out, convert, plan_conversion
+from relayout.core.extents import BLOCK
+from relayout.core.slices import slice_nbytes
+from relayout.errors import FormatError, PlanError
+from relayout.storage import files as file_io
+from relayout.storage.files import InputFile, OutputFile
+
+PARTIAL = ".out.relayout-partial"
+FILE = "model-rank-1-part-0.safetensors"
+LARGE, SMALL = 8, 12
+LARGE_NBYTES = 300 * 2**10
+SMALL_NBYTES = 1000
+TOTAL_NBYTES = LARGE * LARGE_NBYTES + SMALL * SMALL_NBYTES
+PUTS = 2
+"""Of one large tensor: one for each rank."""
+
+PLAN = """
+[cut]
+"large.*" = { dim = 0, by = "even" }
+"small.*" = "whole"
+"none" = "whole"
+"""
+
+Intervals = dict[str, list[tuple[int, int]]]
+
+
+def write_source(folder: Path, seed: int = 0, *, first: str = "large.0") -> Path:
+    """Large tensors that two ranks share, small ones that each holds, and an empty one; in two files."""
+    folder.mkdir(exist_ok=True)
+    rng = np.random.default_rng(seed)
+    large = [rng.integers(1, 2**16, (LARGE_NBYTES // 256, 128)).astype(np.uint16) for _ in range(LARGE)]
+    small = [rng.integers(1, 2**16, SMALL_NBYTES // 2).astype(np.uint16) for _ in range(SMALL)]
+    tensors = {f"large.{n}": tensor for n, tensor in enumerate(large)}
+    tensors[first] = tensors.pop("large.0")
+    save_file(tensors, folder / "model-1.safetensors")
+    rest = {f"small.{n}": tensor for n, tensor in enumerate(small)} | {"none": np.zeros((0, 4), np.uint16)}
+    save_file(rest, folder / "model-2.safetensors")
+    (folder / "config.json").write_text('{"a": 1}')
+    return folder
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    """A folder with a source, a plan, and its undisturbed conversion."""
+    place = tmp_path / "work"
+    place.mkdir()
+    write_source(tmp_path / "model")
+    (tmp_path / "plan.toml").write_text(PLAN)
+    convert(tmp_path / "model", tmp_path / "expected", tp=2, plan=tmp_path / "plan.toml")
+    return place
+
+
+def source_of(work: Path) -> Path:
+    return work.parent / "model"
+
+
+def planned(work: Path, **options: Any) -> Conversion:
+    return plan_conversion(source_of(work), work / "out", **{"tp": 2, "plan": work.parent / "plan.toml", **options})
+
+
+def go(work: Path, *, force: bool = False, **options: Any) -> Summary:
+    """The command, once more."""
+    return carry_out(planned(work, **options), force=force, jobs=1)
+
+
+class Stopped(OSError):
+    """What a conversion is interrupted with."""
+
+
+@contextmanager
+def stopping_at(put: int) -> Iterator[None]:
+    """The drive fails at the write of this number."""
+    true_put = RankFileSink.put
+    count = 0
+
+    def counted(*args: Any) -> None:
+        nonlocal count
+        count += 1
+        if count > put:
+            raise Stopped(errno.EIO, "stopped")
+        true_put(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RankFileSink, "put", counted)
+        yield
+
+
+DONE = 5
+
+
+def interrupt(work: Path, *, force: bool = False, **options: Any) -> set[int]:
+    """Leave a conversion behind that has done 5 tensors and the half of another one; returns their positions."""
+    with stopping_at(DONE * PUTS + 1), pytest.raises(Stopped) as caught:
+        go(work, force=force, **options)
+    note = f"what is done is kept in {work / PARTIAL}; the same command goes on from there"
+    assert caught.value.__notes__ == [note]
+    assert [path.name for path in work.iterdir() if path.name.startswith(".")] == [PARTIAL]
+    found = read_journal(work / PARTIAL)
+    assert found is not None
+    assert len(found[1]) == DONE
+    return set(found[1])
+
+
+def content(folder: Path) -> dict[str, bytes | str | None]:
+    """Everything below a folder: a file's bytes, a link's target."""
+    return {
+        path.relative_to(folder).as_posix(): (
+            f"-> {path.readlink()}" if path.is_symlink() else path.read_bytes() if path.is_file() else None
+        )
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def nbytes_of(plan: Conversion, tensors: set[int]) -> int:
+    return sum(plan.catalogue.tensors[t].extent.nbytes for t in tensors)
+
+
+def merged(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    result: list[tuple[int, int]] = []
+    for start, end in sorted(intervals):
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(end, result[-1][1]))
+        else:
+            result.append((start, end))
+    return result
+
+
+@contextmanager
+def spying() -> Iterator[tuple[Intervals, Intervals]]:
+    """The bytes that are read, and those that are written to rank files, by file name, as (start, end)."""
+    read: Intervals = {}
+    written: Intervals = {}
+    true_read, true_write = InputFile.read, OutputFile.write
+
+    def spy_read(self: InputFile, offset: int, view: memoryview) -> None:
+        read.setdefault(self.path.name, []).append((offset, offset + view.nbytes))
+        true_read(self, offset, view)
+
+    def spy_write(self: OutputFile, offset: int, view: memoryview, address: int) -> None:
+        written.setdefault(self.path.name, []).append((offset, offset + view.nbytes))
+        true_write(self, offset, view, address)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InputFile, "read", spy_read)
+        patch.setattr(OutputFile, "write", spy_write)
+        yield read, written
+
+
+def places_of(plan: Conversion, tensors: set[int]) -> Intervals:
+    """Where in rank files these tensors are stored."""
+    result: Intervals = {}
+    for file in (file for files in plan.layout.ranks for file in files):
+        for t, offset in zip(file.tensors, file.offsets, strict=True):
+            tensor = plan.catalogue.tensors[t]
+            nbytes = slice_nbytes(tensor.dtype, tensor.shape, plan.plan.cut(t).slices[file.rank])
+            if t in tensors and nbytes:
+                result.setdefault(file.name, []).append((offset, offset + nbytes))
+    return result
+
+
+def assert_goes_on(work: Path, resumed: set[int], **options: Any) -> None:
+    """The same command ends, copies just the tensors that are not resumed, and leaves what an undisturbed run does."""
+    plan = planned(work, **options)
+    others = {t for t, tensor in enumerate(plan.catalogue.tensors) if tensor.extent.nbytes} - resumed
+    with spying() as (read, written):
+        summary = go(work, **options)
+    assert summary.resumed_nbytes == nbytes_of(plan, resumed)
+    assert {name: merged(found) for name, found in written.items()} == {
+        name: merged(found) for name, found in places_of(plan, others).items()
+    }
+    for number, file in enumerate(plan.catalogue.files):
+        extents = [plan.catalogue.tensors[t].extent for t in others if plan.catalogue.tensors[t].file == number]
+        blocks = [(one.offset // BLOCK * BLOCK, -(-one.end // BLOCK) * BLOCK) for one in extents]
+        assert merged(read.get(file.name, [])) == merged(blocks)
+    assert content(work / "out") == content(work.parent / "expected")
+    assert [path.name for path in work.iterdir()] == ["out"]
+
+
+def test_only_the_rest_is_copied(work: Path) -> None:
+    assert_goes_on(work, interrupt(work))
+
+
+def test_an_undisturbed_conversion_resumes_nothing(work: Path) -> None:
+    assert_goes_on(work, set())
+
+
+def test_a_conversion_may_be_interrupted_many_times(work: Path) -> None:
+    resumed = []
+    for put in range(1, 4 * PUTS, 3):
+        with stopping_at(put), pytest.raises(Stopped):
+            go(work)
+        found = read_journal(work / PARTIAL) if (work / PARTIAL).exists() else None
+        resumed.append(0 if found is None else len(found[1]))
+    assert resumed == [0, 2, 5]
+    assert go(work).resumed_nbytes == 5 * LARGE_NBYTES
+    assert content(work / "out") == content(work.parent / "expected")
+    assert [path.name for path in work.iterdir()] == ["out"]
+
+
+def test_if_no_tensor_is_done_nothing_is_left(work: Path) -> None:
+    with stopping_at(1), pytest.raises(Stopped) as caught:
+        go(work)
+    assert not hasattr(caught.value, "__notes__")
+    assert list(work.iterdir()) == []
+
+
+def test_progress_starts_with_what_is_done(work: Path) -> None:
+    interrupt(work)
+    seen: list[tuple[int, int]] = []
+    carry_out(planned(work), jobs=1, on_progress=lambda *args: seen.append(args))
+    assert min(seen)[0] >= DONE * LARGE_NBYTES
+    assert seen[-1] == (TOTAL_NBYTES, TOTAL_NBYTES)
+
+
+def test_other_threads_and_other_memory_go_on_with_the_same(work: Path) -> None:
+    interrupt(work)
+    assert carry_out(planned(work), jobs=3, memory=2**23).resumed_nbytes == DONE * LARGE_NBYTES
+    assert content(work / "out") == content(work.parent / "expected")
+
+
+def test_force_goes_on_with_what_fits(work: Path) -> None:
+    interrupt(work)
+    assert go(work, force=True).resumed_nbytes == DONE * LARGE_NBYTES
+    assert content(work / "out") == content(work.parent / "expected")
+
+
+def test_a_side_file_goes_along_as_it_is_now(work: Path) -> None:
+    interrupt(work)
+    (source_of(work) / "config.json").write_text('{"b": 2}')
+    assert go(work).resumed_nbytes == DONE * LARGE_NBYTES
+    assert (work / "out" / "config.json").read_text() == '{"b": 2}'
+
+
+def first_of_rank_1(work: Path, which: int) -> tuple[int, int]:
+    """A tensor that an interrupted conversion has done, and where it lies in the file of rank 1."""
+    plan = planned(work)
+    found = read_journal(work / PARTIAL)
+    assert found is not None
+    t = sorted(found[1])[which]
+    [(start, _)] = places_of(plan, {t})[FILE]
+    return t, start
+
+
+def flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as stream:
+        stream.seek(offset)
+        [byte] = stream.read(1)
+        stream.seek(offset)
+        stream.write(bytes([byte ^ 1]))
+
+
+# What may have become of the partial folder. Each returns the claims that are not true any more.
+Damage = Callable[[Path, set[int]], set[int]]
+
+
+def nothing(work: Path, done: set[int]) -> set[int]:
+    return set()
+
+
+def first_byte(work: Path, done: set[int]) -> set[int]:
+    t, start = first_of_rank_1(work, 2)
+    flip(work / PARTIAL / "output" / FILE, start)
+    return {t}
+
+
+def last_byte(work: Path, done: set[int]) -> set[int]:
+    t, start = first_of_rank_1(work, 0)
+    flip(work / PARTIAL / "output" / FILE, start + LARGE_NBYTES // 2 - 1)
+    return {t}
+
+
+def bytes_of_two(work: Path, done: set[int]) -> set[int]:
+    return first_byte(work, done) | last_byte(work, done)
+
+
+def header_bytes(work: Path, done: set[int]) -> set[int]:
+    flip(work / PARTIAL / "output" / FILE, 0)
+    flip(work / PARTIAL / "output" / FILE, 1000)
+    return set()
+
+
+def file_deleted(work: Path, done: set[int]) -> set[int]:
+    (work / PARTIAL / "output" / FILE).unlink()
+    return done
+
+
+def file_truncated(work: Path, done: set[int]) -> set[int]:
+    path = work / PARTIAL / "output" / FILE
+    os.truncate(path, path.stat().st_size - 1)
+    return done
+
+
+def file_empty(work: Path, done: set[int]) -> set[int]:
+    os.truncate(work / PARTIAL / "output" / FILE, 0)
+    return done
+
+
+def file_too_long(work: Path, done: set[int]) -> set[int]:
+    path = work / PARTIAL / "output" / FILE
+    os.truncate(path, path.stat().st_size + 1)
+    return done
+
+
+def file_zeroed(work: Path, done: set[int]) -> set[int]:
+    path = work / PARTIAL / "output" / FILE
+    path.write_bytes(bytes(path.stat().st_size))
+    return done
+
+
+def file_is_a_link(work: Path, done: set[int]) -> set[int]:
+    path = work / PARTIAL / "output" / FILE
+    (work.parent / "outside").write_bytes(path.read_bytes())
+    path.unlink()
+    path.symlink_to(work.parent / "outside")
+    return done
+
+
+def file_has_another_name(work: Path, done: set[int]) -> set[int]:
+    os.link(work / PARTIAL / "output" / FILE, work.parent / "outside")  # What is written here would be written there.
+    return done
+
+
+def file_is_a_folder(work: Path, done: set[int]) -> set[int]:
+    path = work / PARTIAL / "output" / FILE
+    path.unlink()
+    (path / "sub").mkdir(parents=True)
+    (path / "sub" / "file").write_text("what is this?")
+    return done
+
+
+def file_is_a_fifo(work: Path, done: set[int]) -> set[int]:
+    path = work / PARTIAL / "output" / FILE
+    path.unlink()
+    os.mkfifo(path)
+    return done
+
+
+def folder_deleted(work: Path, done: set[int]) -> set[int]:
+    shutil.rmtree(work / PARTIAL / "output")
+    return done
+
+
+def folder_is_a_link(work: Path, done: set[int]) -> set[int]:
+    (work / PARTIAL / "output").rename(work.parent / "outside")
+    (work / PARTIAL / "output").symlink_to(work.parent / "outside")
+    return done
+
+
+def place_is_a_link(work: Path, done: set[int]) -> set[int]:
+    (work / PARTIAL).rename(work.parent / "outside")
+    (work / PARTIAL).symlink_to(work.parent / "outside")
+    return done
+
+
+def place_is_a_file(work: Path, done: set[int]) -> set[int]:
+    shutil.rmtree(work / PARTIAL)
+    (work / PARTIAL).write_text("what is this?")
+    return done
+
+
+def journal_deleted(work: Path, done: set[int]) -> set[int]:
+    (work / PARTIAL / JOURNAL_NAME).unlink()
+    return done
+
+
+def journal_empty(work: Path, done: set[int]) -> set[int]:
+    os.truncate(work / PARTIAL / JOURNAL_NAME, 0)
+    return done
+
+
+def journal_is_rubbish(work: Path, done: set[int]) -> set[int]:
+    (work / PARTIAL / JOURNAL_NAME).write_bytes(np.random.default_rng(0).bytes(10_000))
+    return done
+
+
+def journal_cut(work: Path, done: set[int]) -> set[int]:
+    path = work / PARTIAL / JOURNAL_NAME
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert len(lines) == DONE + 1
+    found = read_journal(work / PARTIAL)
+    path.write_bytes(b"".join(lines[:3]) + lines[3][:20])
+    kept = read_journal(work / PARTIAL)
+    assert found is not None
+    assert kept is not None
+    return set(found[1]) - set(kept[1])
+
+
+def journal_claims_the_half(work: Path, done: set[int]) -> set[int]:
+    # The tensor of which one rank has its slice, and the other one has not.
+    shutil.copytree(work / PARTIAL, work.parent / "aside")
+    shutil.rmtree(work / PARTIAL)
+    with stopping_at((DONE + 1) * PUTS), pytest.raises(Stopped):
+        go(work)
+    shutil.copy(work / PARTIAL / JOURNAL_NAME, work.parent / "aside" / JOURNAL_NAME)
+    shutil.rmtree(work / PARTIAL)
+    (work.parent / "aside").rename(work / PARTIAL)
+    found = read_journal(work / PARTIAL)
+    assert found is not None
+    assert set(found[1]) > done
+    return set()
+
+
+def strange_files(work: Path, done: set[int]) -> set[int]:
+    folder = work / PARTIAL / "output"
+    (folder / "sub").mkdir()
+    (folder / "sub" / "file").write_text("what is this?")
+    (folder / "config.json").write_text("half a fi")
+    (folder / "relayout.json").write_text("{")
+    (folder / "relayout.rank-0.json.zst").write_text("")
+    (folder / "link").symlink_to(work.parent)
+    (folder / "model-rank-2-part-0.safetensors").write_text("of no rank")
+    return set()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        nothing,
+        first_byte,
+        last_byte,
+        bytes_of_two,
+        header_bytes,
+        file_deleted,
+        file_truncated,
+        file_empty,
+        file_too_long,
+        file_zeroed,
+        file_is_a_link,
+        file_has_another_name,
+        file_is_a_folder,
+        file_is_a_fifo,
+        folder_deleted,
+        folder_is_a_link,
+        place_is_a_link,
+        place_is_a_file,
+        journal_deleted,
+        journal_empty,
+        journal_is_rubbish,
+        journal_cut,
+        journal_claims_the_half,
+        strange_files,
+    ],
+)
+def test_only_what_is_true_is_believed(work: Path, damage: Damage) -> None:
+    done = interrupt(work)
+    wrong = damage(work, done)
+    outside = work.parent / "outside"
+    before = content(outside) if outside.is_dir() else outside.read_bytes() if outside.exists() else None
+    assert_goes_on(work, done - wrong)
+    assert (content(outside) if outside.is_dir() else outside.read_bytes() if outside.exists() else None) == before
+    assert not any(path.is_symlink() for path in (work / "out").rglob("*"))
+
+
+def test_what_is_believed_was_read_from_the_drive_not_from_the_page_cache(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # After an error of the drive, or before a power cut, the page cache holds what the drive does not.
+    interrupt(work)
+    events: list[tuple[str, str]] = []
+    true_fsync, true_advise, true_read = os.fsync, os.posix_fadvise, InputFile.read
+
+    def fsync(fd: int) -> None:
+        events.append(("sync", Path(f"/proc/self/fd/{fd}").readlink().name))
+        true_fsync(fd)
+
+    def advise(fd: int, offset: int, nbytes: int, advice: int) -> None:
+        if (offset, nbytes, advice) == (0, 0, os.POSIX_FADV_DONTNEED):
+            events.append(("forget", Path(f"/proc/self/fd/{fd}").readlink().name))
+        true_advise(fd, offset, nbytes, advice)
+
+    def read(self: InputFile, offset: int, view: memoryview) -> None:
+        events.append(("read", self.path.name))
+        true_read(self, offset, view)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        patch.setattr(os, "posix_fadvise", advise)
+        patch.setattr(InputFile, "read", read)
+        assert go(work).resumed_nbytes > 0
+    for rank in (0, 1):
+        name = f"model-rank-{rank}-part-0.safetensors"
+        of_file = [event for event, file in events if file == name]
+        assert of_file[:3] == ["sync", "forget", "read"], name
+
+
+def test_a_journal_that_is_a_link_is_not_written_through(work: Path) -> None:
+    interrupt(work)
+    journal = work / PARTIAL / JOURNAL_NAME
+    outside = work.parent / "outside"
+    journal.rename(outside)
+    journal.symlink_to(outside)
+    before = outside.read_bytes()
+    go(work)
+    assert outside.read_bytes() == before
+    assert content(work / "out") == content(work.parent / "expected")
+    assert [path.name for path in work.iterdir()] == ["out"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only a superuser can give files away")
+@pytest.mark.parametrize("part", ["output", FILE])
+def test_what_belongs_to_somebody_else_is_not_believed(work: Path, part: str) -> None:
+    interrupt(work)
+    folder = work / PARTIAL / "output"
+    os.chown(folder if part == "output" else folder / part, 12345, 12345)
+    assert_goes_on(work, set())  # Each tensor has a slice in that file.
+    assert {path.stat().st_uid for path in (work / "out", *(work / "out").iterdir())} == {0}
+
+
+# What may have become of the source.
+Change = Callable[[Path], None]
+
+
+def same_size(source: Path) -> None:
+    before = (source / "model-1.safetensors").stat()
+    write_source(source, seed=1)
+    after = (source / "model-1.safetensors").stat()
+    assert (before.st_size, before.st_mtime_ns) == (after.st_size, before.st_mtime_ns)
+    os.utime(source / "model-1.safetensors", ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    os.utime(source / "model-2.safetensors", ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def one_byte_more(source: Path) -> None:
+    path = source / "model-2.safetensors"
+    before = path.stat()
+    blob = path.read_bytes()
+    header = int.from_bytes(blob[:8], "little")
+    path.write_bytes((header + 8).to_bytes(8, "little") + blob[8 : 8 + header] + b" " * 8 + blob[8 + header :])
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def other_header(source: Path) -> None:
+    times = {path: path.stat() for path in source.iterdir()}
+    write_source(source, first="large.9")
+    for path, status in times.items():
+        assert path.stat().st_size == status.st_size
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def file_renamed(source: Path) -> None:
+    (source / "model-1.safetensors").rename(source / "model-0.safetensors")
+
+
+@pytest.mark.parametrize("change", [same_size, one_byte_more, other_header, file_renamed])
+def test_a_source_that_has_changed_is_refused_and_force_starts_afresh(work: Path, change: Change) -> None:
+    interrupt(work)
+    change(source_of(work))
+    before = content(work)
+    says = rf"^{work / PARTIAL}: holds an interrupted conversion, the source has changed since; --force discards it and"
+    for _ in range(2):
+        with pytest.raises(PlanError, match=says):
+            go(work)
+        assert content(work) == before
+    assert go(work, force=True).resumed_nbytes == 0
+    shutil.rmtree(work.parent / "expected")
+    convert(source_of(work), work.parent / "expected", tp=2, plan=work.parent / "plan.toml")
+    assert content(work / "out") == content(work.parent / "expected")
+    assert [path.name for path in work.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+    "options", [{"tp": 1}, {"tp": 4}, {"align": 512}, {"max_part_nbytes": 2**20}, {"tp": 1, "plan": None}]
+)
+def test_other_options_are_refused_and_force_starts_afresh(work: Path, options: dict[str, Any]) -> None:
+    interrupt(work)
+    before = content(work)
+    says = rf"^{work / PARTIAL}: holds an interrupted conversion, with other options; --force discards it and starts"
+    for _ in range(2):
+        with pytest.raises(PlanError, match=says):
+            go(work, **options)
+        assert content(work) == before
+    assert go(work, force=True, **options).resumed_nbytes == 0
+    shutil.rmtree(work.parent / "expected")
+    convert(source_of(work), work.parent / "expected", **{"tp": 2, "plan": work.parent / "plan.toml", **options})
+    assert content(work / "out") == content(work.parent / "expected")
+    assert [path.name for path in work.iterdir()] == ["out"]
+
+
+def test_what_other_options_met_is_gone_on_with_by_the_right_ones(work: Path) -> None:
+    done = interrupt(work)
+    with pytest.raises(PlanError, match="with other options"):
+        go(work, align=512)
+    assert_goes_on(work, done)
+
+
+def test_a_plan_that_cuts_otherwise_is_another_option(work: Path) -> None:
+    interrupt(work)
+    (work.parent / "plan.toml").write_text(PLAN.replace("rows", "columns"))
+    with pytest.raises(PlanError, match="with other options"):
+        go(work)
+
+
+def test_what_is_refused_costs_nothing_that_is_done(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = interrupt(work)
+    before = content(work)
+    with pytest.raises(PlanError, match="0 jobs"):
+        carry_out(planned(work), jobs=0)
+    assert content(work) == before
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "statvfs", lambda path: os.statvfs_result((4096, 4096, 0, 0, 0, 0, 0, 0, 0, 255)))
+        with pytest.raises(PlanError, match="are free there"):
+            go(work)
+    assert content(work) == before
+    (work / "out").mkdir()
+    (work / "out" / "precious").write_text("mine")
+    with pytest.raises(PlanError, match="is not empty"):
+        go(work)
+    shutil.rmtree(work / "out")
+    assert content(work) == before
+    assert_goes_on(work, done)
+
+
+def test_a_forced_conversion_that_is_interrupted_keeps_the_old_folder_and_goes_on(work: Path) -> None:
+    go(work, align=512)
+    old = content(work / "out")
+    interrupt(work, force=True)
+    assert content(work / "out") == old
+    with pytest.raises(PlanError, match="is not empty; --force"):
+        go(work)
+    assert content(work / "out") == old
+    assert go(work, force=True).resumed_nbytes == DONE * LARGE_NBYTES
+    assert content(work / "out") == content(work.parent / "expected")
+    assert [path.name for path in work.iterdir()] == ["out"]
+
+
+def test_a_source_that_changes_while_it_is_read_is_noticed(work: Path) -> None:
+    path = source_of(work) / "model-2.safetensors"
+    status = path.stat()
+
+    def change(done: int, total: int) -> None:
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 10**9))
+
+    with pytest.raises(FormatError, match="model: has changed while it was read"):
+        carry_out(planned(work), jobs=1, on_progress=change)
+    assert not (work / "out").exists()
+    assert go(work, force=True).resumed_nbytes == 0
+    assert content(work / "out") == content(work.parent / "expected")
+    assert [one.name for one in work.iterdir()] == ["out"]
+
+
+HOLD = """
+import sys
+from relayout.conversion import copy as writer
+from relayout.conversion.run import convert
+true_put = writer.RankFileSink.put
+count = 0
+def put(*args):
+    global count
+    count += 1
+    if count == 5:
+        print("held", flush=True)
+        sys.stdin.read()
+    true_put(*args)
+writer.RankFileSink.put = put
+convert(sys.argv[1], sys.argv[2], tp=2, plan=sys.argv[3], jobs=1)
+"""
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_second_conversion_to_the_same_folder_is_refused_with_the_first_ones_pid(work: Path, force: bool) -> None:
+    done = interrupt(work)
+    args = [str(source_of(work)), str(work / "out"), str(work.parent / "plan.toml")]
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, *args], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as first:
+        assert first.stdin is not None
+        assert first.stdout is not None
+        assert first.stdout.readline() == "held\n"
+        before = content(work)
+        with pytest.raises(PlanError, match=rf"out: is being written by another relayout \(process {first.pid}\)"):
+            go(work, force=force)
+        assert content(work) == before
+        first.stdin.close()
+        assert first.wait(30) == 0
+    assert done
+    assert content(work / "out") == content(work.parent / "expected")
+    assert [path.name for path in work.iterdir()] == ["out"]
+
+
+def test_what_is_there_already_counts_as_space(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(conversion, "check_space", lambda output, nbytes: asked.append(nbytes))
+    interrupt(work)
+    there = sum(path.stat().st_blocks * 512 for path in (work / PARTIAL).rglob("*") if path.is_file())
+    go(work)
+    assert there > DONE * LARGE_NBYTES
+    assert asked == [asked[0], asked[0] - there]
+    assert asked[0] > planned(work).layout.nbytes
+
+
+def test_a_drive_that_has_room_for_the_rest_only_is_large_enough(work: Path, tmp_path: Path) -> None:
+    with mounted_tmpfs(tmp_path / "drive", "4m") as drive:
+        plan = plan_conversion(source_of(work), drive / "out", tp=2, plan=work.parent / "plan.toml")
+        assert plan.layout.nbytes > 2 * 2**20
+        with stopping_at(DONE * PUTS), pytest.raises(Stopped):
+            carry_out(plan, jobs=1)
+        free = os.statvfs(drive)
+        assert free.f_bavail * free.f_frsize < plan.layout.nbytes
+        assert carry_out(plan, jobs=1).resumed_nbytes == DONE * LARGE_NBYTES
+        assert content(drive / "out") == content(work.parent / "expected")
+        assert [path.name for path in drive.iterdir()] == ["out"]
+
+
+def test_an_index_that_now_names_another_file_for_a_tensor_is_a_changed_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two shards hold a tensor of one name and shape: files and headers stay the same, and the bytes do not."""
+    source = tmp_path / "model"
+    source.mkdir()
+    for number in (1, 2):
+        save_file({"w": np.full(4096, number, np.float32)}, source / f"model-{number}.safetensors")
+    save_file({"x": np.arange(4096, dtype=np.float32)}, source / "model-3.safetensors")
+
+    def write_index(number: int) -> None:
+        names = {"w": f"model-{number}.safetensors", "x": "model-3.safetensors"}
+        (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    write_index(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "_write_sidecar", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            conversion.convert(source, tmp_path / "out")
+    write_index(2)
+    with pytest.raises(PlanError, match="the source has changed since"):
+        conversion.convert(source, tmp_path / "out")
+    conversion.convert(source, tmp_path / "out", force=True)
+    stored = load_file(tmp_path / "out" / "model-rank-0-part-0.safetensors")
+    assert set(stored["w"]) == {2.0}
+
+
+def test_what_cannot_be_brought_from_the_page_cache_to_the_drive_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "model"
+    source.mkdir()
+    save_file({"w": np.arange(2**20, dtype=np.float32)}, source / "model.safetensors")
+
+    def failing(*_: object, wait: bool) -> None:
+        if wait:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(file_io, "_O_DIRECT", None)
+    monkeypatch.setattr(file_io, "_MAX_BEHIND", 0)
+    monkeypatch.setattr(file_io, "sync_range", failing)
+    with pytest.raises(OSError, match=r"Input/output error: .*model-rank-0-part-0.safetensors"):
+        conversion.convert(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_damage_counts_whichever_of_the_rank_files_has_it(work: Path, rank: int) -> None:
+    done = interrupt(work)
+    name, wrong = f"model-rank-{rank}-part-0.safetensors", min(done)
+    [(start, _)] = places_of(planned(work), {wrong})[name]
+    flip(work / PARTIAL / "output" / name, start)
+    assert_goes_on(work, done - {wrong})
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_file_that_the_drive_cannot_read_is_written_again(
+    work: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    interrupt(work)
+    true_read = InputFile.read
+
+    def read(self: InputFile, offset: int, view: memoryview) -> None:
+        if self.path.name == f"model-rank-{rank}-part-0.safetensors":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(self.path))
+        true_read(self, offset, view)
+
+    monkeypatch.setattr(InputFile, "read", read)
+    assert go(work).resumed_nbytes == 0
+    assert content(work / "out") == content(work.parent / "expected")
+
+
+def test_other_errors_of_reading_a_rank_file_again_are_told_and_cost_nothing(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = interrupt(work)
+
+    def read(self: InputFile, offset: int, view: memoryview) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(self.path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(InputFile, "read", read)
+        with pytest.raises(OSError, match=r"model-rank-0-part-0.safetensors") as caught:
+            go(work)
+    assert caught.value.errno == errno.ESTALE
+    assert_goes_on(work, done)

@@ -1,0 +1,817 @@
+"""Outputs are absent or complete, and beside them is nothing, or what the same conversion goes on from."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from support.journals import read_journal
+from support.mounts import mounted, mounted_tmpfs
+
+from relayout.commands.restore import restore
+from relayout.conversion import run as conversion
+from relayout.conversion.copy import RankFileSink, run_steps
+from relayout.conversion.run import convert
+from relayout.conversion.staging import check_output, check_space, staging_folder
+from relayout.errors import PlanError
+from relayout.storage import files
+from relayout.storage import open_folder as openfolder
+from relayout.storage.files import OutputFile
+
+CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, PR_CAPBSET_DROP = 1, 2, 24
+W = np.arange(1, 4097, dtype=np.uint16)
+
+HOLD = """
+import sys
+from pathlib import Path
+from relayout.conversion.staging import staging_folder
+with staging_folder(Path(sys.argv[1])) as staging:
+    folder = staging.folder.path
+    (folder / "mine").write_text("first")
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def listing(folder: Path) -> list[str]:
+    """Everything below a folder, hidden or not."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+
+
+def write_source(folder: Path, num_tensors: int = 1, nbytes: int = W.nbytes) -> Path:
+    """A checkpoint of uint16 tensors, no two alike."""
+    folder.mkdir()
+    values = np.arange(1, nbytes // 2 + 1).astype(np.uint16)
+    save_file({f"w.{n}": values + np.uint16(n) for n in range(num_tensors)}, folder / "model.safetensors")
+    return folder
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def kept_tensors(error: BaseException, out: Path) -> set[int]:
+    """What a conversion that failed has kept; it says so, and its threads have closed all its files."""
+    place = out.with_name(f".{out.name}.relayout-partial")
+    note = f"what is done is kept in {place}; the same command goes on from there"
+    assert getattr(error, "__notes__", None) == [note]
+    assert [path.name for path in out.parent.iterdir() if path.name.startswith(".")] == [place.name]
+    if sys.platform.startswith("linux"):
+        opened = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        assert [path for path in opened if path.is_relative_to(place)] == []
+    found = read_journal(place)
+    assert found is not None
+    assert found[1]
+    return set(found[1])
+
+
+def assert_nothing_hidden(out: Path) -> None:
+    assert [path.name for path in out.parent.iterdir() if path.name.startswith(".")] == []
+
+
+@contextmanager
+def umask(mask: int) -> Iterator[None]:
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+@pytest.fixture
+def small_drive(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MiB."""
+    with mounted_tmpfs(tmp_path / "drive", "8m") as place:
+        yield place
+
+
+def test_success_gives_the_folder_its_name(tmp_path: Path) -> None:
+    with staging_folder(tmp_path / "out") as staging:
+        folder = staging.folder.path
+        assert folder.parent.parent == tmp_path
+        assert not (tmp_path / "out").exists()
+        (folder / "sub").mkdir()
+        (folder / "sub" / "file").write_text("done")
+    assert listing(tmp_path) == ["out", "out/sub", "out/sub/file"]
+    assert (tmp_path / "out" / "sub" / "file").read_text() == "done"
+
+
+@pytest.mark.parametrize("kind", [ValueError, OSError, KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_failure_leaves_nothing(tmp_path: Path, kind: type[BaseException]) -> None:
+    def fail_halfway() -> None:
+        with staging_folder(tmp_path / "out") as staging:
+            folder = staging.folder.path
+            (folder / "file").write_text("half")
+            raise kind("halfway")
+
+    with pytest.raises(kind, match="halfway"):
+        fail_halfway()
+    assert listing(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", [ValueError, OSError, KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_failure_leaves_what_shall_be_kept_for_the_next_attempt(tmp_path: Path, kind: type[BaseException]) -> None:
+    def fail_halfway() -> None:
+        with staging_folder(tmp_path / "out") as staging:
+            (staging.folder.path / "file").write_text("half")
+            (staging.place.path / "note").write_text("not in the output")
+            staging.is_kept = True
+            raise kind("halfway")
+
+    with pytest.raises(kind, match="halfway"):
+        fail_halfway()
+    place = ".out.relayout-partial"
+    assert listing(tmp_path) == [place, f"{place}/note", f"{place}/output", f"{place}/output/file"]
+    with staging_folder(tmp_path / "out") as staging:
+        assert not staging.is_kept
+        assert (staging.place.path / "note").read_text() == "not in the output"
+        (staging.folder.path / "file").write_text("whole")
+    assert content(tmp_path) == {"out/file": b"whole"}
+
+
+def test_what_an_earlier_attempt_left_may_be_cleared(tmp_path: Path) -> None:
+    place = tmp_path / ".out.relayout-partial"
+    (place / "output" / "sub").mkdir(parents=True)
+    (place / "output" / "sub" / "file").write_text("old")
+    (place / "output" / "sub").chmod(0o500)
+    (place / "note").write_text("old")
+    with staging_folder(tmp_path / "out") as staging:
+        assert listing(staging.place.path) == ["note", "output", "output/sub", "output/sub/file"]
+        staging.clear()
+        assert listing(staging.place.path) == ["output"]
+    assert listing(tmp_path) == ["out"]
+
+
+def test_what_files_take_on_the_drive_is_counted(tmp_path: Path) -> None:
+    with staging_folder(tmp_path / "out") as staging:
+        assert staging.allocated_nbytes() == 0
+        (staging.folder.path / "sub").mkdir()
+        (staging.folder.path / "sub" / "file").write_bytes(bytes(range(256)) * 4096)
+        (staging.place.path / "note").write_bytes(bytes(range(256)) * 4096)
+        with (staging.folder.path / "sparse").open("wb") as stream:
+            stream.truncate(2**30)
+        assert 2 * 2**20 <= staging.allocated_nbytes() < 2**22
+
+
+def test_a_relative_output_stays_where_it_was_meant_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with staging_folder(Path("out")):
+        monkeypatch.chdir(tmp_path / "there")
+    assert listing(tmp_path) == ["here", "here/out", "there"]
+
+
+def test_the_second_of_two_writers_is_refused_with_the_first_ones_pid(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(out)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as first:
+        assert first.stdin is not None
+        assert first.stdout is not None
+        assert first.stdout.readline() == "held\n"
+        before = listing(tmp_path)
+        refused = pytest.raises(PlanError, match=rf"out: is being written by another relayout \(process {first.pid}\)")
+        with refused, staging_folder(out):
+            pytest.fail("two processes are writing the same output")
+        assert listing(tmp_path) == before
+        with staging_folder(tmp_path / "other") as staging:
+            folder = staging.folder.path
+            (folder / "file").write_text("not refused")
+        first.stdin.close()
+        assert first.wait(30) == 0
+    assert listing(tmp_path) == ["other", "other/file", "out", "out/mine"]
+    assert (out / "mine").read_text() == "first"
+
+
+def test_a_conversion_into_a_folder_in_work_is_refused(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "model")
+    with staging_folder(tmp_path / "out"):
+        before = listing(tmp_path)
+        with pytest.raises(PlanError, match=rf"process {os.getpid()}"):
+            convert(source, tmp_path / "out")
+        assert listing(tmp_path) == before
+
+
+def test_what_a_killed_process_left_is_taken_over(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(out)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "held\n"
+        first.kill()
+    left = listing(tmp_path)
+    place = ".out.relayout-partial"
+    assert left == [".out.relayout-lock", place, f"{place}/output", f"{place}/output/mine"]
+    with staging_folder(out) as staging:
+        folder = staging.folder.path
+        assert content(folder) == {"mine": b"first"}
+        (folder / "new").write_text("second")
+    assert content(tmp_path) == {"out/mine": b"first", "out/new": b"second"}
+
+
+def test_a_lock_file_that_nobody_holds_is_no_lock(tmp_path: Path) -> None:
+    (tmp_path / ".out.relayout-lock").write_text("1\n")  # Process 1 is always alive: its number alone proves nothing.
+    with staging_folder(tmp_path / "out"):
+        pass
+    assert listing(tmp_path) == ["out"]
+
+
+def test_a_lock_is_given_back_on_success_and_on_failure(tmp_path: Path) -> None:
+    with staging_folder(tmp_path / "out") as staging:
+        folder = staging.folder.path
+        (folder / "file").write_text("1")
+    with pytest.raises(ValueError, match="no"), staging_folder(tmp_path / "out"):
+        raise ValueError("no")
+    with staging_folder(tmp_path / "other"):
+        pass
+    assert listing(tmp_path) == ["other", "out", "out/file"]
+
+
+def test_a_lock_that_is_taken_while_its_file_goes_away_is_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Between open and flock, the holder ends and unlinks the file: a lock on that file would protect nobody.
+    true_flock = fcntl.flock
+    path = tmp_path / ".out.relayout-lock"
+    locked: list[int] = []
+
+    def flock(fd: int, operation: int) -> None:
+        if not locked:
+            path.unlink()
+        locked.append(fd)
+        true_flock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with staging_folder(tmp_path / "out"):
+        assert len(locked) == 2
+        assert path.read_text().split() == [str(os.getpid())]
+    assert listing(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("source_folder", "shards", "mask", "folder_mode", "file_mode"),
+    [
+        (0o777, (0o666, 0o644), 0o022, 0o755, 0o644),
+        (0o777, (0o666, 0o666), 0o027, 0o750, 0o640),
+        (0o700, (0o600, 0o600), 0o022, 0o700, 0o600),
+        (0o750, (0o640, 0o644), 0o000, 0o750, 0o640),
+        (0o777, (0o664, 0o604), 0o000, 0o777, 0o604),
+        (0o555, (0o444, 0o444), 0o022, 0o755, 0o644),
+    ],
+)
+@pytest.mark.parametrize("again", [False, True])
+def test_what_is_written_is_no_more_open_than_what_it_is_made_of_and_the_umask(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    source_folder: int,
+    shards: tuple[int, int],
+    mask: int,
+    folder_mode: int,
+    file_mode: int,
+    again: bool,
+) -> None:
+    source = tmp_path / "model"
+    source.mkdir()
+    for number, mode in enumerate(shards):
+        save_file({f"w.{number}": W + np.uint16(number)}, source / f"model-{number}.safetensors")
+        (source / f"model-{number}.safetensors").chmod(mode)
+    source.chmod(source_folder)
+    if again:  # What an interrupted attempt has left was open to all.
+        with umask(0), interrupted_before_the_end(monkeypatch):
+            convert(source, tmp_path / "out")
+        for path in (tmp_path / ".out.relayout-partial").rglob("*"):
+            path.chmod(0o777 if path.is_dir() else 0o666)
+    with umask(mask):
+        summary = convert(source, tmp_path / "out")
+        restore(tmp_path / "out", tmp_path / "back")
+    assert (summary.resumed_nbytes > 0) == again
+    written = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+    assert {"model-rank-0-part-0.safetensors", "relayout.json", "relayout.source.json.zst"} <= set(written)
+    assert ((tmp_path / "out").stat().st_mode & 0o777, set(written.values())) == (folder_mode, {file_mode})
+    restored = {path.stat().st_mode & 0o777 for path in (tmp_path / "back").iterdir()}
+    assert ((tmp_path / "back").stat().st_mode & 0o777, restored) == (folder_mode, {file_mode})
+
+
+def test_nobody_else_can_look_into_what_is_not_done_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_source(tmp_path / "model")
+    (source / "model.safetensors").chmod(0o644)
+    with umask(0), interrupted_before_the_end(monkeypatch):
+        convert(source, tmp_path / "out")
+    assert (tmp_path / ".out.relayout-partial").stat().st_mode & 0o777 == 0o700
+
+
+@contextmanager
+def interrupted_before_the_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A conversion that is stopped when all tensors are written, and the sidecar is not."""
+
+    def stop(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "_write_sidecar", stop)
+        with pytest.raises(KeyboardInterrupt):
+            yield
+
+
+def test_side_files_keep_their_mode(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "model")
+    (source / "run.sh").write_text("#!/bin/sh\n")
+    (source / "run.sh").chmod(0o750)
+    with umask(0o022):
+        convert(source, tmp_path / "out")
+    assert (tmp_path / "out" / "run.sh").stat().st_mode & 0o777 == 0o750
+
+
+def grow(drive: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,size=64m", str(drive)], check=True)
+
+
+@pytest.mark.parametrize("where", ["allocating", "writing"])
+def test_a_drive_that_fills_up_in_the_middle_keeps_what_is_done(
+    tmp_path: Path, small_drive: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    # 1 MiB tensors in parts of 2 MiB: the first files fit, a later one does not.
+    source = write_source(tmp_path / "model", num_tensors=12, nbytes=2**20)
+    convert(source, tmp_path / "expected", max_part_nbytes=2 * 2**20)
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "check_space", lambda output, nbytes: None)
+        if where == "writing":
+            patch.setattr(files, "allocate", os.ftruncate)
+        with pytest.raises(OSError, match="No space left") as caught:
+            convert(source, small_drive / "out", max_part_nbytes=2 * 2**20)
+    assert caught.value.errno == errno.ENOSPC
+    assert "/.out.relayout-partial/output/model-rank-0-part-" in caught.value.filename
+    kept = kept_tensors(caught.value, small_drive / "out")
+    assert 4 <= len(kept) <= 8
+    grow(small_drive)
+    summary = convert(source, small_drive / "out", max_part_nbytes=2 * 2**20)
+    assert summary.resumed_nbytes == len(kept) * 2**20
+    assert content(small_drive / "out") == content(tmp_path / "expected")
+    assert_nothing_hidden(small_drive / "out")
+
+
+def test_a_drive_too_small_for_a_single_tensor_is_left_as_it_was(
+    tmp_path: Path, small_drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_source(tmp_path / "model", num_tensors=1, nbytes=9 * 2**20)
+    monkeypatch.setattr(conversion, "check_space", lambda output, nbytes: None)
+    with pytest.raises(OSError, match="No space left") as caught:
+        convert(source, small_drive / "out")
+    assert not hasattr(caught.value, "__notes__")
+    assert listing(small_drive) == []
+    free = os.statvfs(small_drive)
+    assert free.f_bfree == free.f_blocks, "an open file still holds space"
+
+
+def test_of_threads_that_come_to_the_same_file_none_finds_it_half_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The one that has made it, and got no space for it, is slow to tell; the others want to write to it as well.
+    source = write_source(tmp_path / "model", num_tensors=12, nbytes=2**20)
+    true_put = RankFileSink.put
+
+    def allocate(fd: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def put(*args: Any) -> None:
+        try:
+            true_put(*args)
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                time.sleep(0.2)
+            raise
+
+    monkeypatch.setattr(files, "allocate", allocate)
+    monkeypatch.setattr(RankFileSink, "put", put)
+    with pytest.raises(OSError, match="No space left"):
+        convert(source, tmp_path / "out")
+    assert listing(tmp_path) == ["model", "model/model.safetensors"]
+
+
+def test_a_drive_that_fills_up_with_side_files_keeps_what_is_done(
+    tmp_path: Path, small_drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_source(tmp_path / "model")
+    (source / "tokenizer.model").write_bytes(np.arange(2 * 2**20, dtype=np.uint64).tobytes())
+    convert(source, tmp_path / "expected")
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "check_space", lambda output, nbytes: None)
+        with pytest.raises(OSError, match="No space left") as caught:
+            convert(source, small_drive / "out")
+    assert not (small_drive / "out").exists()
+    grow(small_drive)
+    assert kept_tensors(caught.value, small_drive / "out") == {0}
+    assert convert(source, small_drive / "out").resumed_nbytes == W.nbytes
+    assert content(small_drive / "out") == content(tmp_path / "expected")
+    assert_nothing_hidden(small_drive / "out")
+
+
+def test_what_fits_a_small_drive_is_written_to_it(tmp_path: Path, small_drive: Path) -> None:
+    source = write_source(tmp_path / "model", num_tensors=6, nbytes=2**20)
+    convert(source, small_drive / "out", max_part_nbytes=2 * 2**20)
+    names = {name for file in (small_drive / "out").glob("model-rank-0-*") for name in load_file(file)}
+    assert names == {f"w.{n}" for n in range(6)}
+
+
+def test_space_is_checked_to_the_byte_before_anything_is_written(tmp_path: Path, small_drive: Path) -> None:
+    free = os.statvfs(small_drive).f_bavail * os.statvfs(small_drive).f_frsize
+    check_space(small_drive / "out", free)
+    with pytest.raises(PlanError, match=r"out: needs .* GB, 0\.008 GB are free there"):
+        check_space(small_drive / "out", free + 1)
+    source = write_source(tmp_path / "model", num_tensors=12, nbytes=2**20)
+    with pytest.raises(PlanError, match=r"out: needs 0\.01\d GB, 0\.008 GB are free there"):
+        convert(source, small_drive / "out")
+    assert listing(small_drive) == []
+
+
+def test_side_files_count_in_the_space_that_is_needed(tmp_path: Path, small_drive: Path) -> None:
+    source = write_source(tmp_path / "model")
+    (source / "tokenizer.model").write_bytes(np.arange(2 * 2**20, dtype=np.uint64).tobytes())
+    with pytest.raises(PlanError, match="GB are free there"):
+        convert(source, small_drive / "out")
+    assert listing(small_drive) == []
+
+
+def test_an_empty_output_folder_is_used(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "model")
+    (tmp_path / "out").mkdir()
+    convert(source, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
+    stored = load_file(tmp_path / "out" / "model-rank-0-part-0.safetensors")
+    np.testing.assert_array_equal(stored["w.0"], W)
+
+
+@pytest.mark.parametrize("target", ["nowhere", "empty", "full", "file"])
+@pytest.mark.parametrize("force", [False, True])
+def test_an_output_that_is_a_link_is_refused(tmp_path: Path, target: str, force: bool) -> None:
+    source = write_source(tmp_path / "model")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "relayout.json").write_text("{}")
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "out").symlink_to(target)
+    before = listing(tmp_path)
+    with pytest.raises(PlanError, match="out: exists and is not a folder"):
+        convert(source, tmp_path / "out", force=force)
+    assert listing(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("output", "says"),
+    [
+        ("model", "is the source itself"),
+        ("model/out", "lies in the source or around it"),
+        ("model/sub/out", "lies in the source or around it"),
+        ("", "lies in the source or around it"),
+        ("link", "is the source itself"),
+        ("link/out", "lies in the source or around it"),
+        ("x/../model", "is the source itself"),
+        ("nowhere/out", "its parent folder does not exist"),
+        ("file", "exists and is not a folder"),
+        ("file/out", "its parent folder does not exist"),
+        ("full", "is not empty; --force"),
+    ],
+)
+def test_an_output_that_would_lose_something_is_refused(tmp_path: Path, output: str, says: str) -> None:
+    (tmp_path / "model" / "sub").mkdir(parents=True)
+    (tmp_path / "x").mkdir()
+    (tmp_path / "full" / "sub").mkdir(parents=True)
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "link").symlink_to("model")
+    with pytest.raises(PlanError, match=says):
+        check_output(tmp_path / "model", tmp_path / output, force=False)
+
+
+def test_force_replaces_only_what_relayout_wrote(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "model")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious").write_text("mine")
+    with pytest.raises(PlanError, match=r"out: is not empty and was not written by relayout"):
+        convert(source, tmp_path / "out", force=True)
+    assert listing(tmp_path / "out") == ["precious"]
+
+
+def test_force_replaces_the_old_folder_whole(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    convert(write_source(tmp_path / "many", num_tensors=8), out, max_part_nbytes=W.nbytes)
+    assert len(list(out.glob("*.safetensors"))) == 8
+    convert(write_source(tmp_path / "few"), out, force=True)
+    assert [path.name for path in out.glob("*.safetensors")] == ["model-rank-0-part-0.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["few", "many", "out"]
+
+
+def test_force_does_not_touch_what_links_in_the_old_folder_lead_to(tmp_path: Path) -> None:
+    source, out = write_source(tmp_path / "model"), tmp_path / "out"
+    convert(source, out)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere").chmod(0o755)
+    (tmp_path / "elsewhere" / "precious").write_text("mine")
+    (out / "link").symlink_to("../elsewhere")
+    convert(source, out, force=True)
+    assert not (out / "link").is_symlink()
+    assert listing(tmp_path / "elsewhere") == ["precious"]
+    assert (tmp_path / "elsewhere").stat().st_mode & 0o777 == 0o755
+
+
+def test_a_forced_conversion_that_fails_keeps_the_old_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_source(tmp_path / "model")
+    convert(source, tmp_path / "out")
+    before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+
+    def fail(*args: Any, **options: Any) -> Any:
+        run_steps(*args, **options)
+        raise OSError(errno.EIO, "the drive is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "run_steps", fail)
+        with pytest.raises(OSError, match="the drive is gone") as caught:
+            convert(source, tmp_path / "out", force=True, align=512)
+    assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    assert kept_tensors(caught.value, tmp_path / "out") == {0}
+    convert(source, tmp_path / "expected", align=512)
+    assert convert(source, tmp_path / "out", force=True, align=512).resumed_nbytes == W.nbytes
+    assert content(tmp_path / "out") == content(tmp_path / "expected")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["expected", "model", "out"]
+
+
+def test_a_folder_that_comes_up_meanwhile_is_not_destroyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The output was absent when it was checked; somebody else makes it while the bytes are being written.
+    source = write_source(tmp_path / "model")
+
+    def run_and_meet_another(*args: Any, **options: Any) -> Any:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "precious").write_text("theirs")
+        return run_steps(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "run_steps", run_and_meet_another)
+        with pytest.raises((PlanError, OSError), match="out") as caught:
+            convert(source, tmp_path / "out")
+    assert content(tmp_path / "out") == {"precious": b"theirs"}
+    with pytest.raises(PlanError, match="out: is not empty"):
+        convert(source, tmp_path / "out")
+    assert content(tmp_path / "out") == {"precious": b"theirs"}
+    assert kept_tensors(caught.value, tmp_path / "out") == {0}
+    shutil.rmtree(tmp_path / "out")
+    convert(source, tmp_path / "expected")
+    assert convert(source, tmp_path / "out").resumed_nbytes == W.nbytes
+    assert content(tmp_path / "out") == content(tmp_path / "expected")
+    assert_nothing_hidden(tmp_path / "out")
+
+
+def test_a_link_in_the_place_of_the_partial_folder_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "precious").write_text("mine")
+    (tmp_path / ".out.relayout-partial").symlink_to("elsewhere")
+    with suppress(OSError), staging_folder(tmp_path / "out") as staging:
+        folder = staging.folder.path
+        (folder / "file").write_text("new")
+    assert not (tmp_path / "out").is_symlink()
+    assert listing(tmp_path / "elsewhere") == ["precious"]
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, OSError])
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_if_the_last_rename_fails_the_old_folder_is_still_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException], can_exchange: bool
+) -> None:
+    source, out = write_source(tmp_path / "model"), tmp_path / "out"
+    convert(source, out)
+    before = content(out)
+    convert(source, tmp_path / "expected", align=512)
+    true_rename = os.rename
+    failed: list[str] = []
+
+    def rename(old: str, new: str, **options: int) -> None:
+        if new == "out" and not failed:
+            failed.append(old)
+            raise kind(errno.EIO, "now")
+        true_rename(old, new, **options)
+
+    def exchange(*args: Any) -> bool:
+        if can_exchange:
+            failed.append("exchange")
+            raise kind(errno.EIO, "now")
+        return False
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", rename)
+        patch.setattr(openfolder, "exchange_names", exchange)
+        with pytest.raises(kind, match="now") as caught:
+            convert(source, out, force=True, align=512)
+    assert failed == ["exchange" if can_exchange else "done"]
+    assert content(out) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.relayout-partial", "expected", "model", "out"]
+    assert kept_tensors(caught.value, out) == {0}
+    assert convert(source, out, force=True, align=512).resumed_nbytes == W.nbytes
+    assert content(out) == content(tmp_path / "expected")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["expected", "model", "out"]
+
+
+@pytest.mark.parametrize("moment", ["while the first comes up", "before the second"])
+def test_an_interruption_while_threads_are_being_started_leaves_no_threads_and_keeps_what_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    # Ctrl-C reaches the main thread anywhere: also when some workers run already, and others do not exist yet.
+    source = write_source(tmp_path / "model", num_tensors=16, nbytes=8 * 2**20)
+    true_start = threading.Thread.start
+    started: list[threading.Thread] = []
+
+    def start(thread: threading.Thread) -> None:
+        is_second = bool(started)
+        if not is_second:
+            started.append(thread)
+            true_start(thread)
+        if is_second or moment == "while the first comes up":
+            while not any(any(folder.rglob("*.safetensors")) for folder in tmp_path.glob(".out*")):
+                time.sleep(0.001)
+            raise KeyboardInterrupt("now")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(KeyboardInterrupt, match="now") as caught:
+            convert(source, tmp_path / "out")
+    running = [thread for thread in started if thread.is_alive()]
+    for thread in running:
+        thread.join()
+    assert running == []
+    kept = kept_tensors(caught.value, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.relayout-partial", "model"]
+    assert convert(source, tmp_path / "out").resumed_nbytes == len(kept) * 8 * 2**20
+    convert(source, tmp_path / "expected")
+    assert content(tmp_path / "out") == content(tmp_path / "expected")
+    assert_nothing_hidden(tmp_path / "out")
+
+
+def test_an_interruption_waits_for_what_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Python 3.9 to 3.12 takes a thread for ended if a signal interrupts join() on it (bpo-45274, as it was mended):
+    # a second join() returns at once, and the thread goes on writing into a folder that is being deleted.
+    source = write_source(tmp_path / "model")
+    true_write = OutputFile.write
+    writing = threading.Event()
+    written = threading.Event()
+
+    def write_slowly(*args: Any) -> None:
+        writing.set()
+        time.sleep(0.2)  # The main thread comes to wait for this one.
+        signal.pthread_kill(main_thread, signal.SIGALRM)
+        time.sleep(0.4)
+        true_write(*args)
+        written.set()
+
+    def interrupt(signum: int, frame: object) -> None:
+        raise KeyboardInterrupt("now")
+
+    main_thread = threading.get_ident()
+    convert(source, tmp_path / "expected")
+    monkeypatch.setattr(OutputFile, "write", write_slowly)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt, match="now") as caught:
+            convert(source, tmp_path / "out")
+        ended_first = written.is_set()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        written.wait(2)  # Or the thread would meet the next test.
+    assert writing.is_set()
+    assert ended_first, "the conversion came to an end before its own writes"
+    assert kept_tensors(caught.value, tmp_path / "out") == {0}
+    monkeypatch.undo()
+    assert convert(source, tmp_path / "out").resumed_nbytes == W.nbytes
+    assert content(tmp_path / "out") == content(tmp_path / "expected")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["expected", "model", "out"]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="drops the superuser's rights by Linux's prctl")
+def test_force_on_a_read_only_folder_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    # People take write permission from finished models. A folder may be renamed without it, but not emptied.
+    source = write_source(tmp_path / "model")
+    out = tmp_path / "out"
+    convert(source, out)
+    script = "import sys, relayout; relayout.convert(sys.argv[1], sys.argv[2], force=True)"
+    try:
+        for _ in range(2):
+            out.chmod(0o555)
+            subprocess.run(
+                [sys.executable, "-c", script, str(source), str(out)],
+                preexec_fn=drop_superuser_rights,
+                capture_output=True,
+            )
+            assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
+    finally:
+        for path in tmp_path.iterdir():
+            path.chmod(0o755)
+        shutil.rmtree(tmp_path / ".out.relayout-old", ignore_errors=True)
+
+
+def drop_superuser_rights() -> None:
+    """Let the next program run as this user, but with no right to pass over permission bits."""
+    if os.getuid() == 0:
+        import ctypes
+
+        for capability in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):
+            if ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, capability, 0, 0, 0):
+                raise OSError("prctl refused")
+
+
+def test_a_mount_of_the_same_file_system_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    # As containers have them. Python's is_mount does not see it, and rename(2) only fails at the end.
+    source, out = write_source(tmp_path / "model"), tmp_path / "out"
+    (tmp_path / "elsewhere").mkdir()
+    with mounted(out, "--bind", str(tmp_path / "elsewhere")):
+        for force in (False, True):
+            with pytest.raises(PlanError, match="out: is a mount point, which cannot be replaced; choose a folder in"):
+                convert(source, out, force=force)
+        assert listing(tmp_path) == ["elsewhere", "model", "model/model.safetensors", "out"]
+        convert(source, out / "in it")
+    assert (tmp_path / "elsewhere" / "in it" / "relayout.json").is_file()
+
+
+@pytest.fixture
+def overlay(tmp_path: Path) -> Iterator[Path]:
+    """A container's file system: what it was made from lies in a lower layer."""
+    for name in ("lower", "upper", "work", "drive"):
+        (tmp_path / name).mkdir()
+    with mounted_tmpfs(tmp_path / "drive", "16m") as drive:  # An overlay cannot lie upon another one.
+        for name in ("lower", "upper", "work"):
+            (drive / name).mkdir()
+        convert(write_source(tmp_path / "model"), drive / "lower" / "converted")
+        (drive / "lower" / "empty").mkdir()
+        layers = f"lowerdir={drive}/lower,upperdir={drive}/upper,workdir={drive}/work,redirect_dir=off"
+        with mounted(tmp_path / "overlay", "-t", "overlay", "-o", layers, "overlay") as place:
+            yield place
+
+
+def test_a_folder_of_a_lower_layer_is_refused_before_anything_is_written(tmp_path: Path, overlay: Path) -> None:
+    before = content(overlay)
+    with pytest.raises(PlanError, match="converted: lies in a lower layer of an overlay file system"):
+        convert(tmp_path / "model", overlay / "converted", force=True, align=512)
+    assert content(overlay) == before
+    assert_nothing_hidden(overlay / "converted")
+
+
+@pytest.mark.parametrize("name", ["empty", "new"])
+def test_on_an_overlay_an_empty_folder_is_used_and_an_own_one_replaced(
+    tmp_path: Path, overlay: Path, name: str
+) -> None:
+    for align in (4096, 512):
+        convert(tmp_path / "model", overlay / name, align=align, force=align == 512)
+        convert(tmp_path / "model", tmp_path / "expected", align=align, force=True)
+        assert content(overlay / name) == content(tmp_path / "expected")
+        assert_nothing_hidden(overlay / name)
+
+
+@pytest.mark.parametrize("output", [".", "..", "../here"])
+def test_the_working_directory_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str) -> None:
+    # Whoever stands in it would go on standing in a folder that has no name any more.
+    source = write_source(tmp_path / "model")
+    (tmp_path / "there" / "here").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "there" / "here")
+    with pytest.raises(PlanError, match=f"{re.escape(output)}: is or holds the working directory"):
+        convert(source, output)
+    assert listing(tmp_path / "there") == ["here"]
+
+
+def test_the_root_of_all_folders_is_no_output(tmp_path: Path) -> None:
+    convert(write_source(tmp_path / "model"), tmp_path / "out")
+    with pytest.raises(PlanError, match="/: "):
+        convert(tmp_path / "model", "/")
+    with pytest.raises(PlanError, match="/: "):
+        restore(tmp_path / "out", "/", force=True)
+
+
+def test_what_is_missing_is_told_to_the_byte_where_rounding_would_hide_it(tmp_path: Path) -> None:
+    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
+    with pytest.raises(PlanError, match=r"are free there \((\d+) bytes too few\)") as caught:
+        check_space(tmp_path / "out", free + 10**9)
+    missing = int(re.search(r"(\d+) bytes", str(caught.value))[1])
+    assert abs(missing - 10**9) < 10**9, "the drive is shared"
+
+
+def test_a_force_that_was_killed_between_the_exchange_and_the_end_leaves_nothing_in_the_end(tmp_path: Path) -> None:
+    source, out = write_source(tmp_path / "model"), tmp_path / "out"
+    convert(source, out)
+    shutil.copytree(out, tmp_path / ".out.relayout-partial" / "done")
+    (tmp_path / ".out.relayout-partial" / "relayout.journal").write_text("of what is done")
+    before = content(out)
+    with pytest.raises(PlanError, match="is not empty"):
+        convert(source, out)
+    assert content(out) == before
+    assert_nothing_hidden(out)

@@ -1,0 +1,417 @@
+"""relayout.conversion.steps: steps carried out in memory by numpy give each rank what numpy slicing gives."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.planning import all_slices, conversion_of, plan_of
+
+from relayout.checkpoint.source import Catalogue, SourceFile, SourceTensor
+from relayout.conversion.layout import Conversion, Layout
+from relayout.conversion.steps import Step, copy_steps
+from relayout.core.dtypes import BITS
+from relayout.core.extents import Extent, Transfer
+from relayout.core.slices import NOT_HELD, WHOLE, Slice
+from relayout.plans.planner import Plan
+
+Array = npt.NDArray[Any]
+
+BLOCK = 4096
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose files are arrays."""
+
+    catalogue: Catalogue
+    plan: Plan
+    files: list[Array]
+
+
+def pattern(nbytes: int, salt: int) -> Array:
+    """Bytes that depend on their position."""
+    return ((np.arange(nbytes, dtype=np.uint64) * 2654435761 + salt * 977) >> 13).astype(np.uint8)
+
+
+def checkpoint(
+    tensors: Sequence[tuple[str, tuple[int, ...], tuple[Slice, ...]]],
+    *,
+    num_ranks: int,
+    file_of: Sequence[int] = (),
+    order: Sequence[int] = (),
+    data_start: int = 1000,
+) -> Checkpoint:
+    """Tensors (dtype, shape, slice of each rank) one behind the other in their files, in `order`."""
+    file_of = file_of or [0] * len(tensors)
+    ends = [data_start + 8 * number for number in range(max(file_of, default=0) + 1)]
+    placed: dict[int, SourceTensor] = {}
+    for t in order or range(len(tensors)):
+        dtype, shape, _ = tensors[t]
+        nbytes = prod(shape) * BITS[dtype] // 8
+        placed[t] = SourceTensor(f"t{t}", dtype, shape, file_of[t], Extent(ends[file_of[t]], nbytes))
+        ends[file_of[t]] += nbytes
+    catalogue = Catalogue(
+        root=Path("checkpoint"),
+        files=tuple(SourceFile(f"{i}.safetensors", Path(f"{i}"), end, data_start, b"") for i, end in enumerate(ends)),
+        tensors=tuple(placed[t] for t in range(len(tensors))),
+        metadata={},
+        config={},
+        index=None,
+        side_files=(),
+        left_out=(),
+    )
+    plan = plan_of("x", num_ranks, tuple(slices for _, _, slices in tensors))
+    return Checkpoint(catalogue, plan, [pattern(end, i) for i, end in enumerate(ends)])
+
+
+def tensor_bytes(source: Checkpoint, t: int) -> Array:
+    """A tensor's elements, each as a row of bytes along one more axis."""
+    tensor = source.catalogue.tensors[t]
+    stored = source.files[tensor.file][tensor.extent.offset : tensor.extent.end]
+    return stored.reshape(*tensor.shape, BITS[tensor.dtype] // 8)
+
+
+def sliced(source: Checkpoint, t: int, part: Slice) -> Array:
+    """What numpy says a rank holds, as flat bytes."""
+    whole = tensor_bytes(source, t)
+    if part.ranges is None:
+        return whole.reshape(-1)
+    if not part.ranges:
+        return np.zeros(0, np.uint8)
+    pieces = [np.take(whole, range(start, start + length), part.axis) for start, length in part.ranges]
+    return np.concatenate(pieces, part.axis).reshape(-1)
+
+
+def places(transfer: Transfer) -> tuple[Array, Array]:
+    """Positions of the bytes read and written, in order."""
+    runs, within = np.arange(transfer.count)[:, None], np.arange(transfer.nbytes)
+    source = transfer.source + runs * transfer.source_stride + within
+    target = transfer.target + runs * transfer.target_stride + within
+    return source.reshape(-1), target.reshape(-1)
+
+
+class Execution:
+    """Carries out steps, and counts what is read and written how often."""
+
+    def __init__(self, source: Checkpoint, layout: Layout) -> None:
+        self.source = source
+        self.outputs = [[np.zeros(file.nbytes, np.uint8) for file in files] for files in layout.ranks]
+        self.times_written = [[np.zeros(file.nbytes, int) for file in files] for files in layout.ranks]
+        self.times_read = [np.zeros(len(file), int) for file in source.files]
+        self.hashed: dict[tuple[int, int], list[tuple[int, Array]]] = defaultdict(list)
+        self.chunks: dict[int, list[int]] = defaultdict(list)
+        """Of each tensor: where in it the steps begin, in their order."""
+
+    def run(self, step: Step) -> None:
+        tensors = self.source.catalogue.tensors
+        readable = self._readable(step)
+        covered = dict(step.tensors)
+        assert len(covered) == len(step.tensors)
+        assert step.nbytes == sum(extent.nbytes for extent in covered.values())
+        if not covered:  # A second look, for digests.
+            assert not any(span.targets for span in step.spans)
+        for t, extent in covered.items():
+            self.chunks[t].append(extent.offset - tensors[t].extent.offset)
+            self.times_read[tensors[t].file][extent.offset : extent.end] += 1
+            assert readable[tensors[t].file][extent.offset : extent.end].all()
+        for span in step.spans:
+            memory, filled = np.zeros(span.nbytes, np.uint8), np.zeros(span.nbytes, int)
+            for piece in span.pieces:
+                read, write = places(piece.transfer)
+                extent = covered.get(piece.tensor, tensors[piece.tensor].extent)
+                assert extent.offset <= read.min()
+                assert read.max() < extent.end
+                assert readable[tensors[piece.tensor].file][read].all()
+                memory[write] = self.source.files[tensors[piece.tensor].file][read]
+                np.add.at(filled, write, 1)
+            assert (filled == 1).all()
+            for target in span.targets:
+                window = slice(target.offset, target.offset + span.nbytes)
+                self.outputs[target.rank][target.part][window] = memory
+                self.times_written[target.rank][target.part][window] += 1
+            for one in span.slices:
+                assert 0 <= one.position < one.position + one.nbytes <= span.nbytes
+                piece = memory[one.position : one.position + one.nbytes]
+                self.hashed[one.tensor, one.slice].append((one.offset, piece))
+
+    def _readable(self, step: Step) -> list[Array]:
+        """Which bytes of each file the step's requests bring, blocks of it that overlap nowhere."""
+        readable = [np.zeros(len(file), bool) for file in self.source.files]
+        for one in step.ranges:
+            assert one.extent.offset % BLOCK == one.extent.nbytes % BLOCK == 0
+            assert one.extent.offset < len(self.source.files[one.file]) > one.extent.end - BLOCK
+            window = readable[one.file][one.extent.offset : one.extent.end]
+            assert not window.any()
+            window[:] = True
+        return readable
+
+
+def execute(source: Checkpoint, conversion: Conversion, chunk_nbytes: int, small_nbytes: int) -> Execution:
+    execution = Execution(source, conversion.layout)
+    limit = max(-(-chunk_nbytes // BLOCK) * BLOCK, small_nbytes)
+    for step in copy_steps(conversion, chunk_nbytes=chunk_nbytes, small_nbytes=small_nbytes):
+        assert step.nbytes <= limit
+        execution.run(step)
+    return execution
+
+
+def check(source: Checkpoint, *, chunk_nbytes: int, small_nbytes: int, max_part_nbytes: int = 10**9) -> Execution:
+    """Carry out a whole conversion, and compare every byte of it with numpy's slices."""
+    catalogue, plan = source.catalogue, source.plan
+    conversion = conversion_of(catalogue, plan, 512, max_part_nbytes)
+    layout = conversion.layout
+    execution = execute(source, conversion, chunk_nbytes, small_nbytes)
+
+    for number, times in enumerate(execution.times_read):
+        expected = np.zeros(len(times), int)
+        for tensor in catalogue.tensors:
+            if tensor.file == number:
+                expected[tensor.extent.offset : tensor.extent.end] = 1
+        np.testing.assert_array_equal(times, expected)
+
+    for rank, files in enumerate(layout.ranks):
+        for file in files:
+            times = execution.times_written[rank][file.part]
+            assert not times[: file.data_start].any()
+            assert (times[file.data_start :] == 1).all()
+            for t, offset in zip(file.tensors, file.offsets, strict=True):
+                expected = sliced(source, t, plan.cut(t).slices[rank])
+                found = execution.outputs[rank][file.part][offset : offset + len(expected)]
+                np.testing.assert_array_equal(found, expected)
+
+    # Threads that hash start in this order: in another one they could wait for each other.
+    for starts in execution.chunks.values():
+        assert starts == sorted(set(starts))
+    for t, slices in enumerate(all_slices(plan)):
+        for which, part in enumerate(dict.fromkeys(slices)):
+            hashed = execution.hashed.pop((t, which), [])
+            pieces = [memory for _, memory in hashed]
+            assert [start for start, _ in hashed] == [sum(map(len, pieces[:n])) for n in range(len(pieces))]
+            expected = np.zeros(0, np.uint8) if part.is_whole else sliced(source, t, part)
+            np.testing.assert_array_equal(np.concatenate([np.zeros(0, np.uint8), *pieces]), expected)
+    assert not execution.hashed
+    return execution
+
+
+def even(axis: int, num_ranks: int, group: int) -> tuple[Slice, ...]:
+    return tuple(Slice(axis, ((rank * group, group),)) for rank in range(num_ranks))
+
+
+def replicated(axis: int, num_ranks: int, group: int) -> tuple[Slice, ...]:
+    """Two ranks share each group."""
+    return tuple(Slice(axis, ((rank // 2 * group, group),)) for rank in range(num_ranks))
+
+
+def ragged(axis: int, num_ranks: int, share: int, dim: int) -> tuple[Slice, ...]:
+    """As a vocabulary: the last ranks may hold less, or nothing."""
+    starts = [min(rank * share, dim) for rank in range(num_ranks)]
+    return tuple(Slice(axis, ((start, min(share, dim - start)),)) for start in starts)
+
+
+def fused(axis: int, num_ranks: int, groups: Sequence[int]) -> tuple[Slice, ...]:
+    """A part of each of several tensors that are stored as one."""
+    bases = [num_ranks * sum(groups[:i]) for i in range(len(groups))]
+    return tuple(
+        Slice(axis, tuple((base + rank * group, group) for base, group in zip(bases, groups, strict=True)))
+        for rank in range(num_ranks)
+    )
+
+
+def interleaved(axis: int, num_ranks: int, groups: int, heads: Sequence[int]) -> tuple[Slice, ...]:
+    """Parts that are stored group by group, and held part by part: q of all groups, then k, then v."""
+    pitch = sum(heads)
+    return tuple(
+        Slice(
+            axis,
+            tuple(
+                ((rank * groups + group) * pitch + sum(heads[:part]), heads[part])
+                for part in range(len(heads))
+                for group in range(groups)
+            ),
+        )
+        for rank in range(num_ranks)
+    )
+
+
+def owned(num_ranks: int, owner: int) -> tuple[Slice, ...]:
+    """Held whole, by one rank."""
+    return tuple(WHOLE if rank == owner else NOT_HELD for rank in range(num_ranks))
+
+
+@st.composite
+def tensors_of(draw: st.DrawFn, num_ranks: int) -> tuple[str, tuple[int, ...], tuple[Slice, ...]]:
+    dtype = draw(st.sampled_from(["U8", "BF16", "F32"]))
+    shape = draw(st.lists(st.sampled_from([1, 2, 3, 5, 16, 33, 200]), min_size=0, max_size=3))
+    while prod(shape) > 8000:
+        shape[shape.index(max(shape))] //= 4
+    kind = draw(st.sampled_from(["whole", "even", "replicated", "ragged", "fused", "interleaved", "owned"]))
+    if kind == "whole" or not shape:
+        if shape and draw(st.integers(0, 9)) == 0:
+            shape[0] = 0
+        return dtype, tuple(shape), (WHOLE,) * num_ranks
+    axis = draw(st.integers(0, len(shape) - 1))
+    group = shape[axis]
+    if kind == "owned":
+        return dtype, tuple(shape), owned(num_ranks, draw(st.integers(0, num_ranks - 1)))
+    if kind == "interleaved":
+        groups, heads = draw(st.integers(1, 3)), [draw(st.integers(1, 4)), 1, 2]
+        shape[axis], slices = num_ranks * groups * sum(heads), interleaved(axis, num_ranks, groups, heads)
+    elif kind == "even":
+        shape[axis], slices = group * num_ranks, even(axis, num_ranks, group)
+    elif kind == "replicated":
+        shape[axis], slices = group * -(-num_ranks // 2), replicated(axis, num_ranks, group)
+    elif kind == "ragged":
+        slices = ragged(axis, num_ranks, draw(st.integers(-(-group // num_ranks), group)), group)
+    else:
+        groups = [group, *draw(st.lists(st.integers(1, 4), min_size=1, max_size=2))]
+        shape[axis], slices = num_ranks * sum(groups), fused(axis, num_ranks, groups)
+    return dtype, tuple(shape), slices
+
+
+@st.composite
+def checkpoints(draw: st.DrawFn) -> Checkpoint:
+    num_ranks = draw(st.integers(1, 4))
+    tensors = draw(st.lists(tensors_of(num_ranks), min_size=1, max_size=6))
+    file_of = draw(st.lists(st.integers(0, 2), min_size=len(tensors), max_size=len(tensors)))
+    return checkpoint(
+        tensors,
+        num_ranks=num_ranks,
+        file_of=file_of,
+        order=draw(st.permutations(range(len(tensors)))),
+        data_start=draw(st.integers(9, 5000)),
+    )
+
+
+@given(
+    source=checkpoints(),
+    chunk_nbytes=st.sampled_from([1, 100, 1000, 4096, 10_000, 50_000]),
+    small_nbytes=st.sampled_from([0, 1, 300, 10_000, 10**6]),
+    max_part_nbytes=st.sampled_from([500, 20_000, 10**9]),
+)
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_the_steps_put_every_byte_where_it_belongs_just_once(
+    source: Checkpoint, chunk_nbytes: int, small_nbytes: int, max_part_nbytes: int
+) -> None:
+    check(source, chunk_nbytes=chunk_nbytes, small_nbytes=small_nbytes, max_part_nbytes=max_part_nbytes)
+
+
+CASES: dict[str, tuple[tuple[int, ...], tuple[Slice, ...]]] = {
+    "rows": ((64, 130), even(0, 4, 16)),
+    "columns": ((130, 64), even(1, 4, 16)),
+    "long rows, by columns": ((3, 16400), even(1, 4, 4100)),
+    "replicated": ((100, 70), (WHOLE,) * 4),
+    "shared rows": ((64, 130), replicated(0, 4, 32)),
+    "shared columns": ((130, 64), replicated(1, 4, 32)),
+    "middle axis": ((6, 16, 70), even(1, 4, 4)),
+    "last axis": ((6, 70, 16), even(2, 4, 4)),
+    "ragged rows": ((50, 130), ragged(0, 4, 16, 50)),
+    "rows that leave a rank without any": ((60, 130), ragged(0, 4, 20, 60)),
+    "fused rows": ((80, 130), fused(0, 4, [10, 5, 5])),
+    "fused columns": ((130, 80), fused(1, 4, [10, 5, 5])),
+    "long fused rows, by columns": ((3, 16400), fused(1, 4, [4000, 60, 40])),
+    "fused middle axis": ((6, 20, 70), fused(1, 4, [3, 2])),
+    "interleaved rows": ((80, 130), interleaved(0, 4, 4, [3, 1, 1])),
+    "interleaved columns": ((130, 80), interleaved(1, 4, 4, [3, 1, 1])),
+    "long interleaved rows, by columns": ((3, 16400), interleaved(1, 4, 2, [2000, 30, 20])),
+    "interleaved middle axis": ((6, 20, 70), interleaved(1, 4, 1, [3, 2])),
+    "owned": ((100, 70), owned(4, 2)),
+}
+
+
+@pytest.mark.parametrize(("shape", "slices"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("chunk_nbytes", "small_nbytes"), [(1, 0), (5000, 0), (10**6, 0), (10**6, 10**6)])
+def test_each_kind_of_cut(
+    shape: tuple[int, ...], slices: tuple[Slice, ...], chunk_nbytes: int, small_nbytes: int
+) -> None:
+    source = checkpoint([("BF16", shape, slices), ("F32", (7,), (WHOLE,) * 4)], num_ranks=4)
+    execution = check(source, chunk_nbytes=chunk_nbytes, small_nbytes=small_nbytes)
+    if chunk_nbytes <= 5000:
+        assert len(execution.chunks[0]) > 1  # It was read in several chunks.
+
+
+def steps_of(source: Checkpoint, **sizes: int) -> Iterator[Step]:
+    conversion = conversion_of(source.catalogue, source.plan, 512)
+    return copy_steps(conversion, **sizes)
+
+
+def test_ranks_that_hold_the_same_slice_are_written_from_one_span() -> None:
+    source = checkpoint([("BF16", (64, 130), replicated(0, 4, 32))], num_ranks=4)
+    [step] = steps_of(source, small_nbytes=0)
+    assert [[target.rank for target in span.targets] for span in step.spans] == [[0, 1], [2, 3]]
+
+
+def test_small_tensors_share_a_step_up_to_the_size_of_a_chunk() -> None:
+    tensors = [("U8", (100,), (WHOLE,)) for _ in range(10)]
+    source = checkpoint(tensors, num_ranks=1)
+    assert [len(step.tensors) for step in steps_of(source)] == [10]
+    # Two blocks are counted for each, since what is read is rounded out to blocks.
+    assert [len(step.tensors) for step in steps_of(source, chunk_nbytes=3 * (2 * BLOCK + 100))] == [3, 3, 3, 1]
+
+
+def test_neighbors_in_a_batch_are_read_by_one_request_and_written_as_one_span() -> None:
+    source = checkpoint([("U8", (100,), (WHOLE,)) for _ in range(10)], num_ranks=1)
+    [step] = steps_of(source)
+    assert [one.extent for one in step.ranges] == [Extent(0, 4096)]
+    assert [span.nbytes for span in step.spans] == [1000]
+
+
+def test_batches_follow_the_order_of_the_file_so_that_each_is_written_as_one_span() -> None:
+    # In the file the multiples of 512 come before the rest.
+    tensors = [("U8", (512 if t % 2 else 100,), (WHOLE,)) for t in range(8)]
+    source = checkpoint(tensors, num_ranks=1)
+    steps = list(steps_of(source, chunk_nbytes=4 * (2 * BLOCK + 512)))
+    assert [[t for t, _ in step.tensors] for step in steps] == [[1, 3, 5, 7], [0, 2, 4, 6]]
+    assert [[span.nbytes for span in step.spans] for step in steps] == [[2048], [400]]
+
+
+def test_small_tensors_on_both_sides_of_a_large_one_are_hashed_in_their_own_spans() -> None:
+    tensors = [("U8", (rows, 512), even(0, 2, rows // 2)) for rows in (2, 80, 4)]
+    source = checkpoint(tensors, num_ranks=2)
+    *_, batch = steps_of(source, small_nbytes=4096)
+    assert [t for t, _ in batch.tensors] == [0, 2]
+    assert [[(one.tensor, one.slice, one.position, one.nbytes) for one in span.slices] for span in batch.spans] == [
+        [(0, 0, 0, 512)],
+        [(2, 0, 0, 1024)],
+        [(0, 1, 0, 512)],
+        [(2, 1, 0, 1024)],
+    ]
+    check(source, chunk_nbytes=10**6, small_nbytes=4096)
+
+
+def test_large_tensors_come_in_model_order_and_their_chunks_in_byte_order() -> None:
+    tensors = [("U8", (9000,), (WHOLE,)), ("U8", (10,), (WHOLE,)), ("U8", (5000,), (WHOLE,))]
+    source = checkpoint(tensors, num_ranks=1, order=[2, 1, 0])
+    steps = list(steps_of(source, chunk_nbytes=4096, small_nbytes=100))
+    assert [(step.tensors[0][0], step.nbytes) for step in steps] == [
+        (0, 4096),
+        (0, 4096),
+        (0, 808),
+        (2, 4096),
+        (2, 904),
+        (1, 10),
+    ]
+
+
+def test_a_chunk_of_a_tensor_cut_by_columns_is_whole_rows_of_whole_blocks() -> None:
+    # A rank's part of a row is 1024 bytes: four rows are a block of its file.
+    source = checkpoint([("U8", (64, 4096), even(1, 4, 1024))], num_ranks=4)
+    assert {step.nbytes for step in steps_of(source, chunk_nbytes=40_000, small_nbytes=0)} == {32768}
+    for step in steps_of(source, chunk_nbytes=40_000, small_nbytes=0):
+        assert {span.nbytes for span in step.spans} == {8192}
+
+
+@pytest.mark.parametrize("small_nbytes", [0, 10**6])
+def test_empty_tensors_need_no_step(small_nbytes: int) -> None:
+    source = checkpoint([("F32", (0, 3), (WHOLE, WHOLE)), ("F32", (4, 0), even(0, 2, 2))], num_ranks=2)
+    assert list(steps_of(source, small_nbytes=small_nbytes)) == []
+    check(source, chunk_nbytes=100, small_nbytes=small_nbytes)

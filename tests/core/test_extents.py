@@ -1,0 +1,153 @@
+"""relayout.core.extents and relayout.core.strided against models that move one byte at a time."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from relayout.core.extents import BLOCK, Extent, Transfer, align_down, align_up, natural_alignment
+from relayout.core.strided import Bytes, copy_runs
+
+Pair = tuple[int, int]
+
+
+def moves(transfer: Transfer) -> list[Pair]:
+    """(source byte, target byte) of each byte moved, in order."""
+    return [
+        (transfer.source + run * transfer.source_stride + i, transfer.target + run * transfer.target_stride + i)
+        for run in range(transfer.count)
+        for i in range(transfer.nbytes)
+    ]
+
+
+@st.composite
+def transfers(draw: st.DrawFn, *, min_nbytes: int = 0) -> Transfer:
+    """Runs that do not overlap in either space, near enough to each other to touch often."""
+    nbytes = draw(st.integers(min_nbytes, 6))
+    count = draw(st.integers(1, 6))
+    strides = [max(1, nbytes) + draw(st.sampled_from([0, 0, 1, 5])) if count > 1 else 0 for _ in range(2)]
+    return Transfer(draw(st.integers(0, 9)), draw(st.integers(0, 9)), nbytes, count, *strides)
+
+
+@given(transfer=transfers(), start=st.integers(-2, 80), length=st.integers(-3, 80))
+@example(transfer=Transfer(5, 0, 4, 3, 10, 4), start=5, length=24)
+@example(transfer=Transfer(5, 0, 4, 3, 10, 4), start=6, length=22)
+@example(transfer=Transfer(5, 0, 4, 3, 10, 4), start=16, length=2)
+@example(transfer=Transfer(5, 0, 4, 3, 10, 4), start=7, length=10)
+@settings(max_examples=1000, deadline=None)
+def test_clipping_keeps_just_the_bytes_of_the_window(transfer: Transfer, start: int, length: int) -> None:
+    end = start + length
+    parts = transfer.clipped(start, end)
+    assert [pair for part in parts for pair in moves(part)] == [p for p in moves(transfer) if start <= p[0] < end]
+    assert len(parts) <= 3
+    assert all(part.nbytes and part.count for part in parts)
+    assert all(part.count > 1 or part.source_stride == part.target_stride == 0 for part in parts)
+
+
+@given(transfer=transfers(min_nbytes=1), cuts=st.lists(st.integers(0, 90), max_size=4))
+@settings(max_examples=300, deadline=None)
+def test_windows_that_cover_the_source_keep_every_byte(transfer: Transfer, cuts: list[int]) -> None:
+    edges = [0, *sorted(cuts), 200]
+    parts = [part for low, high in pairwise(edges) for part in transfer.clipped(low, high)]
+    assert [pair for part in parts for pair in moves(part)] == moves(transfer)
+
+
+@given(transfer=transfers())
+@settings(max_examples=300, deadline=None)
+def test_normalizing_joins_runs_that_touch_in_both_spaces(transfer: Transfer) -> None:
+    joined = transfer.normalized()
+    assert moves(joined) == moves(transfer)
+    steps = {(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(moves(transfer))}
+    if transfer.nbytes and steps <= {(1, 1)}:
+        assert joined == Transfer(transfer.source, transfer.target, transfer.total_nbytes)
+    elif transfer.nbytes:
+        assert joined == transfer
+
+
+@given(transfer=transfers(), source=st.integers(-9, 9), target=st.integers(-9, 9))
+def test_shifting_moves_each_space_by_its_own_distance(transfer: Transfer, source: int, target: int) -> None:
+    shifted = transfer.shifted(source=source, target=target)
+    assert moves(shifted) == [(a + source, b + target) for a, b in moves(transfer)]
+    assert transfer.shifted() == transfer
+
+
+@given(transfer=transfers(min_nbytes=1))
+def test_a_transfer_knows_its_size_and_its_ends(transfer: Transfer) -> None:
+    assert transfer.total_nbytes == len(moves(transfer))
+    assert transfer.source_end == 1 + max(source for source, _ in moves(transfer))
+    assert transfer.target_end == 1 + max(target for _, target in moves(transfer))
+
+
+@pytest.mark.parametrize("alignment", [1, 2, 8, 512, 3, 4096 * 5])
+def test_aligning_finds_the_nearest_multiples(alignment: int) -> None:
+    multiples = [i * alignment for i in range(4)]
+    for value in {*range(2 * min(alignment, 600) + 1), alignment - 1, alignment + 1, 2 * alignment}:
+        assert align_down(value, alignment) == max(m for m in multiples if m <= value)
+        assert align_up(value, alignment) == min(m for m in multiples if m >= value)
+
+
+def test_aligning_is_exact_beyond_the_precision_of_floats() -> None:
+    assert align_up(2**60 + 1, BLOCK) == 2**60 + 4096
+    assert align_down(2**60 + 4095, BLOCK) == 2**60
+
+
+@given(nbytes=st.integers(0, 2**24), limit=st.sampled_from([1, 16, 512, 4096, 2**21]))
+@example(nbytes=0, limit=4096)
+@example(nbytes=2**23, limit=4096)
+@example(nbytes=3 * 2**11, limit=4096)
+def test_the_natural_alignment_is_the_largest_power_that_divides(nbytes: int, limit: int) -> None:
+    powers = [2**i for i in range(25) if 2**i <= limit]
+    assert natural_alignment(nbytes, limit) == max(power for power in powers if nbytes % power == 0)
+
+
+def test_extents_sort_by_offset_then_length() -> None:
+    extents = [Extent(8, 1), Extent(0, 4), Extent(0, 0)]
+    assert sorted(extents) == [Extent(0, 0), Extent(0, 4), Extent(8, 1)]
+    assert Extent(8, 3).end == 11
+
+
+def memory(nbytes: int, salt: int) -> Bytes:
+    return (np.arange(nbytes) * 167 + salt).astype(np.uint8)
+
+
+@given(transfer=transfers(), as_memoryviews=st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_copying_moves_each_byte_to_its_place_and_touches_no_other(transfer: Transfer, as_memoryviews: bool) -> None:
+    source, target = memory(80, 3), memory(80, 71)
+    expected = target.copy()
+    pairs = np.array(moves(transfer), dtype=np.intp).reshape(-1, 2)
+    expected[pairs[:, 1]] = source[pairs[:, 0]]
+    if as_memoryviews:
+        copy_runs(source.data, target.data, transfer)
+    else:
+        copy_runs(source, target, transfer)
+    np.testing.assert_array_equal(target, expected)
+    np.testing.assert_array_equal(source, memory(80, 3))
+
+
+LEAVING = {
+    "run behind the source": Transfer(60, 0, 8),
+    "run behind the target": Transfer(0, 60, 8),
+    "runs behind the source": Transfer(0, 0, 4, 5, 16, 4),
+    "runs behind the target": Transfer(0, 0, 4, 5, 4, 16),
+    "last byte behind the source": Transfer(13, 0, 4, 5, 12, 4),
+    "last byte behind the target": Transfer(0, 13, 4, 5, 4, 12),
+}
+
+
+@pytest.mark.parametrize("transfer", LEAVING.values(), ids=LEAVING)
+def test_a_transfer_that_leaves_the_memory_is_not_carried_out(transfer: Transfer) -> None:
+    source, target = memory(64, 3), memory(64, 71)
+    with pytest.raises((TypeError, ValueError), match="buffer"):  # numpy's own words.
+        copy_runs(source, target, transfer)
+    np.testing.assert_array_equal(target, memory(64, 71))
+
+
+def test_a_transfer_may_end_with_the_memory() -> None:
+    source, target = memory(64, 3), memory(64, 71)
+    copy_runs(source, target, Transfer(12, 44, 4, 5, 12, 4))
+    np.testing.assert_array_equal(target[44:].reshape(5, 4), [source[at : at + 4] for at in (12, 24, 36, 48, 60)])

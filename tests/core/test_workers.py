@@ -1,0 +1,115 @@
+"""Workers that somebody else cancels: whoever waits for them is never told that the work is done."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from support import loader_fixtures
+from support.loader_fixtures import child, within
+
+from relayout.core.workers import Stop, Stopped, Workers
+
+wide = loader_fixtures.wide
+
+
+def test_whoever_waits_is_told_of_items_that_were_left() -> None:
+    begun, may_go_on = threading.Event(), threading.Event()
+
+    def work(state: None, item: int) -> int:
+        if item >= 10:
+            begun.set()
+            may_go_on.wait()
+        return 1
+
+    stop = Stop()
+    workers = Workers(2, range(100), lambda: None, work, stop)
+    workers.start()
+    begun.wait()
+    stopper = threading.Thread(target=workers.cancel)
+    stopper.start()
+    while not stop.requested:
+        pass
+    may_go_on.set()
+    with pytest.raises(Stopped, match="given up"):
+        within(20, workers.join)
+    stopper.join()
+    assert workers.done_nbytes < 100
+
+
+def test_an_item_that_is_given_up_is_one_that_is_left() -> None:
+    def work(state: None, item: int) -> int:
+        raise Stopped
+
+    with pytest.raises(Stopped, match="given up"):
+        within(20, Workers(1, [1], lambda: None, work).run)
+
+
+def test_work_that_is_not_wanted_before_it_begins_is_left() -> None:
+    stop = Stop()
+    stop.request()
+    with pytest.raises(Stopped, match="given up"):
+        within(20, Workers(3, range(5), lambda: None, lambda state, item: 1, stop).run)
+
+
+@pytest.mark.parametrize(("num_threads", "num_items"), [(0, 0), (1, 0), (1, 5), (3, 5)])
+def test_a_cancel_after_the_last_item_changes_nothing(num_threads: int, num_items: int) -> None:
+    workers = Workers(num_threads, range(num_items), lambda: None, lambda state, item: 1)
+    workers.start()
+    within(20, workers.join)
+    workers.cancel()
+    within(20, workers.join)
+    assert workers.done_nbytes == num_items
+
+
+@pytest.mark.parametrize("call", ["load", "iter_load"])
+def test_a_load_in_a_daemon_thread_returns_nothing_unfilled_at_the_end_of_the_program(wide: Path, call: str) -> None:
+    """At its end the interpreter runs what was registered first last: our own end of all threads, then `show`."""
+    script = f"""
+import atexit, json, sys, threading
+
+found = []
+def show():
+    loading.join(20)
+    print(json.dumps([loading.is_alive(), found]))
+
+atexit.register(show)
+import torch, relayout
+from relayout.loader.backends.files import Sources
+
+reading, may_read = threading.Event(), threading.Event()
+true_read = Sources.read
+
+def read(self, *rest):
+    reading.set()
+    may_read.wait()
+    return true_read(self, *rest)
+
+def load():
+    try:
+        tensors = dict(relayout.load(sys.argv[1], 0, threads=2) if "{call}" == "load" else
+                       relayout.iter_load(sys.argv[1], 0, threads=2))
+        found.append(len(tensors))
+    except RuntimeError as error:
+        found.append(str(error))
+
+Sources.read = read
+loading = threading.Thread(target=load, daemon=True)
+loading.start()
+reading.wait()
+
+def go_on():
+    while not any(stop.requested for stop in stops):
+        pass
+    may_read.set()
+
+from relayout.core.workers import Stop
+import gc
+stops = [one for one in gc.get_objects() if isinstance(one, Stop)]
+threading.Thread(target=go_on, daemon=True).start()
+"""
+    assert child(script, wide, timeout=60) == [
+        False,
+        ["the work was given up before its end, as the interpreter is ending"],
+    ]

@@ -1,0 +1,78 @@
+"""A short run of `tools/fuzz` on every parser: all vectors, and some that are made from them."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import fuzzing
+import pytest
+from fuzzing import TARGETS
+
+TOOLS = Path(__file__).parents[2] / "tools"
+
+
+MUTATIONS = 1000
+
+
+@pytest.mark.parametrize("parser", TARGETS)
+def test_anything_parses_or_is_refused(parser: str) -> None:
+    target = TARGETS[parser]
+    seeds = target.seeds()
+    assert len(seeds) >= 10
+    for seed in seeds:
+        target.run(seed)
+    rng = random.Random(0)
+    for _ in range(MUTATIONS):
+        data = rng.choice(seeds if rng.random() < 0.5 else seeds[:1])  # The first is the good one.
+        for _ in range(rng.choice([1, 1, 2, 4])):
+            data = target.mutate(data, rng)
+        target.run(data)
+
+
+CARELESS = {
+    "header": ("parse_header", lambda blob, nbytes, where: json.loads(blob[8:])),
+    "index": ("parse_index", lambda blob, where: json.loads(blob)["weight_map"]),
+    "config": ("parse_config", lambda blob, where: json.loads(blob)),
+    "manifest": ("parse_manifest", lambda blob, where: json.loads(blob)),
+    "table": ("parse_table", lambda blob, manifest, rank, where: json.loads(blob)),
+    "record": ("parse_record", lambda text, ranks, where: json.loads(text)),
+    "plan": ("parse_family", lambda text, where, name: json.loads(text)),
+}
+
+
+@pytest.mark.parametrize("parser", TARGETS)
+def test_a_careless_parser_would_be_found(parser: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuzzing, *CARELESS[parser])
+    found = 0
+    for seed in TARGETS[parser].seeds():
+        try:
+            TARGETS[parser].run(seed)
+        except Exception:
+            found += 1
+    assert found
+
+
+def test_a_mutation_changes_what_a_parser_sees_and_is_the_same_each_time() -> None:
+    for target in TARGETS.values():
+        seed = target.seeds()[0]
+        made = [target.mutate(seed, random.Random(number)) for number in range(50)]
+        assert made == [target.mutate(seed, random.Random(number)) for number in range(50)]
+        assert len(set(made)) > 25
+
+
+def test_the_command_runs_and_tells_how_much_it_tried(tmp_path: Path) -> None:
+    command = [sys.executable, str(TOOLS / "fuzz.py"), "index", "plan"]
+    options = ["--seconds", "1", "--engine", "own", "--folder", str(tmp_path)]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [one["parser"] for one in told] == ["index", "plan"]
+    assert all(one["inputs"] > 10 and not one["findings"] for one in told)
+    (tmp_path / "index" / "findings" / "AssertionError-7").write_bytes(b"{}")
+    done = subprocess.run([*command[:-1], *options], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["findings"] == ["AssertionError-7"]

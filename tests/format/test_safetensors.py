@@ -1,0 +1,502 @@
+"""relayout.format.safetensors against the stock package: what it writes we read, what we write or accept it reads."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+import safetensors.torch
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.headers import REFUSED, STRICTER, TEXT, deep, entry, file_of, with_number
+
+from relayout.core.dtypes import BITS
+from relayout.errors import FormatError, PlanError
+from relayout.format.safetensors import (
+    MAX_HEADER_NBYTES,
+    Header,
+    TensorEntry,
+    build_header,
+    header_nbytes,
+    parse_header,
+)
+
+ALIGNMENTS = [512, 4096, 65536, 2 * 2**20]
+METADATA = {"format": "pt", "größe": "日本 🦙", 'quote"d': "back\\slash\nnewline"}
+NAMES = ["", "a", "model.layers.0.mlp.up_proj.weight", "größe", "🦙", 'quo"te', "back\\slash", "new\nline", "\x7f", "‮"]
+
+
+def pattern(nbytes: int, salt: int = 0) -> bytes:
+    """Bytes that depend on their position."""
+    return ((np.arange(nbytes, dtype=np.uint64) * 2654435761 + salt * 40503) >> 13).astype(np.uint8).tobytes()
+
+
+def parse(blob: bytes) -> Header:
+    return parse_header(blob, len(blob), "x.safetensors")
+
+
+def stock(blob: bytes) -> dict[str, tuple[str, list[int], bytes]]:
+    """(dtype, shape, bytes) of each tensor, by the reference reader."""
+    return {name: (one["dtype"], one["shape"], bytes(one["data"])) for name, one in safetensors.deserialize(blob)}
+
+
+def ours(blob: bytes) -> dict[str, tuple[str, list[int], bytes]]:
+    header = parse(blob)
+    data = blob[header.data_start :]
+    assert header.data_nbytes == len(data)
+    return {
+        one.name: (one.dtype, list(one.shape), data[one.offset : one.offset + one.nbytes]) for one in header.tensors
+    }
+
+
+# What the stock package writes.
+
+NUMPY_DTYPES = ["f8", "f4", "f2", "i8", "u8", "i4", "u4", "i2", "u2", "i1", "u1", "?", "c8"]
+TORCH_DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    "complex64": "C64",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+}
+
+
+@pytest.mark.parametrize("dtype", NUMPY_DTYPES)
+def test_a_file_written_by_the_numpy_writer_is_read(dtype: str) -> None:
+    kind = np.dtype(dtype)
+    arrays = {"m.w": np.frombuffer(pattern(6 * kind.itemsize), np.uint8).copy(), "m.b": np.ones(kind.itemsize, "u1")}
+    if dtype == "?":
+        arrays = {name: array & 1 for name, array in arrays.items()}
+    blob = safetensors.numpy.save({"m.w": arrays["m.w"].view(kind).reshape(2, 3), "m.b": arrays["m.b"].view(kind)})
+    found = ours(blob)
+    assert found == stock(blob)
+    assert found["m.w"][1:] == ([2, 3], arrays["m.w"].tobytes())
+    assert found["m.b"][1:] == ([1], arrays["m.b"].tobytes())
+
+
+@pytest.mark.parametrize(("torch_name", "name"), TORCH_DTYPES.items())
+def test_a_file_written_by_the_torch_writer_is_read(torch_name: str, name: str) -> None:
+    dtype: torch.dtype = getattr(torch, torch_name)
+    raw = torch.arange(1, 1 + 12 * dtype.itemsize, dtype=torch.uint8) & (1 if name == "BOOL" else 0xFF)
+    blob = safetensors.torch.save({"w": raw.view(dtype).reshape(3, 4)}, {"format": "pt"})
+    assert ours(blob) == stock(blob) == {"w": (name, [3, 4], raw.numpy().tobytes())}
+    assert parse(blob).metadata == {"format": "pt"}
+
+
+def test_a_four_bit_tensor_has_its_logical_shape() -> None:
+    raw = torch.arange(1, 13, dtype=torch.uint8).reshape(3, 4)
+    blob = safetensors.torch.save({"w": raw.view(torch.float4_e2m1fn_x2)})
+    assert ours(blob) == stock(blob) == {"w": ("F4", [3, 8], raw.numpy().tobytes())}
+
+
+def test_scalars_empty_tensors_and_any_name_are_read() -> None:
+    arrays: dict[str, Any] = {name: np.arange(1, 2 + i, dtype=np.int16) for i, name in enumerate(NAMES)}
+    arrays |= {"scalar": np.array(7.5), "none": np.zeros((3, 0, 2), np.float32), "nothing": np.zeros(0, np.int8)}
+    blob = safetensors.numpy.save(arrays, METADATA)
+    header = parse(blob)
+    assert ours(blob) == stock(blob)
+    assert {one.name: one.shape for one in header.tensors} == {name: array.shape for name, array in arrays.items()}
+    assert header.metadata == METADATA
+    ends = [(one.offset, one.offset + one.nbytes) for one in header.tensors]
+    assert ends == sorted(ends)
+
+
+def test_a_file_without_tensors_is_read() -> None:
+    blob = safetensors.numpy.save({})
+    assert parse(blob) == Header((), {}, len(blob), 0)
+    assert parse(file_of("{}")).tensors == ()
+
+
+# What we write.
+
+
+@st.composite
+def entries(draw: st.DrawFn) -> list[TensorEntry]:
+    """Tensors that lie one behind the other."""
+    names = draw(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), max_size=6, unique=True))
+    found = []
+    offset = 0
+    for name in names:
+        if name == "__metadata__":
+            continue
+        dtype = draw(st.sampled_from(sorted(BITS)))
+        shape = draw(st.lists(st.integers(0, 4), max_size=3))
+        if prod(shape) * BITS[dtype] % 8:
+            shape.append(4)
+        nbytes = prod(shape) * BITS[dtype] // 8
+        found.append(TensorEntry(name, dtype, tuple(shape), offset, nbytes))
+        offset += nbytes
+    # A zero-size tensor comes before the one at the same offset.
+    return sorted(found, key=lambda one: (one.offset, one.nbytes))
+
+
+metadata_dicts = st.dictionaries(
+    st.text(st.characters(exclude_categories=["Cs"])), st.text(st.characters(exclude_categories=["Cs"])), max_size=3
+)
+
+
+@given(tensors=entries(), metadata=metadata_dicts, alignment=st.sampled_from(ALIGNMENTS[:3]))
+@settings(max_examples=100, deadline=None)
+def test_the_stock_reader_reads_what_we_write(
+    tensors: list[TensorEntry], metadata: dict[str, str], alignment: int
+) -> None:
+    head = build_header(tensors, metadata, alignment)
+    data = pattern(sum(one.nbytes for one in tensors))
+    blob = head + data
+    assert len(head) % alignment == 0
+    assert stock(blob) == {
+        one.name: (one.dtype, list(one.shape), data[one.offset : one.offset + one.nbytes]) for one in tensors
+    }
+    assert parse(blob) == Header(tuple(tensors), metadata, len(head), len(data))
+
+
+@pytest.mark.parametrize("alignment", ALIGNMENTS)
+def test_a_built_header_is_padded_with_spaces_to_the_alignment(alignment: int, tmp_path: Path) -> None:
+    # The name that sorts last comes first in the file, and a zero-size tensor before the one at its offset.
+    tensors = [
+        TensorEntry("z", "F32", (2, 3), 0, 24),
+        TensorEntry("empty", "I8", (0,), 24, 0),
+        TensorEntry("größe", "BF16", (5,), 24, 10),
+        TensorEntry("a", "U8", (), 34, 1),
+    ]
+    head = build_header(tensors, METADATA, alignment)
+    data = pattern(35)
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(head + data)
+
+    text = head[8:]
+    assert int.from_bytes(head[:8], "little") == len(text)
+    assert len(head) == alignment  # It fits into the smallest one.
+    assert text.startswith(b'{"__metadata__":{"format":"pt",')
+    assert text.rstrip(b" ").endswith(b"}}")
+    assert list(json.loads(text)) == ["__metadata__", "z", "empty", "größe", "a"]
+    with safetensors.safe_open(path, framework="np") as file:
+        assert file.metadata() == METADATA
+        assert file.get_tensor("z").tobytes() == data[:24]
+        assert file.get_tensor("z").shape == (2, 3)
+        assert file.get_tensor("a").tobytes() == data[34:]
+    assert stock(head + data)["größe"] == ("BF16", [5], data[24:34])
+
+
+@pytest.mark.parametrize("spare", [0, 1, 511])
+def test_padding_is_shorter_than_the_alignment(spare: int) -> None:
+    def length(name: str) -> int:
+        return len(build_header([TensorEntry(name, "U8", (1,), 0, 1)], {}, 1))
+
+    name = "n" * (1024 - spare - length(""))
+    assert length(name) == 1024 - spare
+    head = build_header([TensorEntry(name, "U8", (1,), 0, 1)], {}, 512)
+    assert len(head) == 1024
+    assert len(head) - len(head.rstrip(b" ")) == spare
+    assert stock(head + b"\x07") == {name: ("U8", [1], b"\x07")}
+
+
+def test_a_header_without_metadata_has_no_metadata_entry() -> None:
+    head = build_header([TensorEntry("a", "U8", (1,), 0, 1)], {}, 512)
+    assert list(json.loads(head[8:])) == ["a"]
+
+
+def test_a_header_above_the_limit_is_not_written() -> None:
+    with pytest.raises(PlanError, match=f"limit {MAX_HEADER_NBYTES}"):
+        build_header([TensorEntry("a" * MAX_HEADER_NBYTES, "U8", (1,), 0, 1)], {}, 512)
+
+
+# Headers that others damaged, or wrote with ill will.
+
+
+class Raw(NamedTuple):
+    """JSON text to insert as it is."""
+
+    text: str
+
+
+class Pairs(NamedTuple):
+    """A JSON object, in which a name may occur twice."""
+
+    pairs: list[tuple[str, Any]]
+
+
+def dump(node: Any) -> str:
+    match node:
+        case Raw(text):
+            return text
+        case Pairs(pairs):
+            return "{" + ",".join(f"{json.dumps(name)}:{dump(value)}" for name, value in pairs) + "}"
+        case list():
+            return "[" + ",".join(map(dump, node)) + "]"
+        case _:
+            return json.dumps(node)
+
+
+ODD_TOKENS = ["NaN", "-Infinity", "-0", "-0.0", "1e2", "1e999", "9" * 25, "9" * 400, "0.5", "01", "+1", '"\\ud800"']
+ODD_TOKENS += ['"\\ud83d\\ude00"', '"\\u0041"', '"\t"', "'a'", "tru", "", "[" * 130 + "]" * 130, "[" * 40 + "]" * 40]
+ODD_VALUES = st.one_of(
+    st.sampled_from([Raw(token) for token in ODD_TOKENS]),
+    st.sampled_from([None, True, False, "", "1", 1.0, -1, 2**53 + 1, 2**63, 2**64 - 1, 2**64, [], Pairs([]), [0, 0]]),
+    st.sampled_from([*sorted(BITS), "F8", "f32", "F32 ", "I4"]),
+    st.integers(0, 16),
+).map(deepcopy)  # Mutations change lists in place.
+
+
+@st.composite
+def valid_trees(draw: st.DrawFn) -> tuple[Pairs, int]:
+    """A valid header as a tree, its keys in any order, and the length of its data section."""
+    tensors = draw(entries())
+    pairs: list[tuple[str, Any]] = [
+        (
+            one.name,
+            Pairs(
+                draw(
+                    st.permutations(
+                        [
+                            ("dtype", one.dtype),
+                            ("shape", list(one.shape)),
+                            ("data_offsets", [one.offset, one.offset + one.nbytes]),
+                        ]
+                    )
+                )
+            ),
+        )
+        for one in tensors
+    ]
+    if draw(st.booleans()):
+        pairs.append(("__metadata__", Pairs([(key, value) for key, value in draw(metadata_dicts).items()])))
+    return Pairs(draw(st.permutations(pairs))), sum(one.nbytes for one in tensors)
+
+
+def containers(node: Any) -> list[Any]:
+    """Every list and object of a tree."""
+    match node:
+        case Pairs(pairs):
+            return [node, *(inner for _, value in pairs for inner in containers(value))]
+        case list():
+            return [node, *(inner for value in node for inner in containers(value))]
+        case _:
+            return []
+
+
+def mutate_tree(draw: st.DrawFn, tree: Pairs) -> None:
+    """One change somewhere: replace, drop, repeat, add, swap, nudge a number, rename."""
+    node = draw(st.sampled_from(containers(tree)))
+    items: list[Any] = node.pairs if isinstance(node, Pairs) else node
+    names = [name for name, _ in tree.pairs] + ["dtype", "shape", "data_offsets", "__metadata__", "extra"]
+
+    def renamed(value: Any) -> Any:
+        return (draw(st.sampled_from(names)), value) if isinstance(node, Pairs) else value
+
+    if not items:
+        items.append(renamed(draw(ODD_VALUES)))
+        return
+    at = draw(st.integers(0, len(items) - 1))
+    old = items[at][1] if isinstance(node, Pairs) else items[at]
+    keep = (lambda value: (items[at][0], value)) if isinstance(node, Pairs) else (lambda value: value)
+    match draw(st.sampled_from(["replace", "drop", "repeat", "add", "swap", "nudge", "rename"])):
+        case "replace":
+            items[at] = keep(draw(ODD_VALUES))
+        case "drop":
+            del items[at]
+        case "repeat":
+            items.append(items[at])
+        case "add":
+            items.insert(at, renamed(draw(ODD_VALUES)))
+        case "swap":
+            other = draw(st.integers(0, len(items) - 1))
+            items[at], items[other] = items[other], items[at]
+        case "nudge":
+            items[at] = keep(old + draw(st.integers(-8, 8)) if type(old) is int else draw(ODD_VALUES))
+        case "rename":
+            items[at] = renamed(old)
+
+
+def mutate_bytes(draw: st.DrawFn, text: bytes) -> bytes:
+    """One byte, or a few, changed, inserted or left out."""
+    at = draw(st.integers(0, len(text)))
+    inserted = draw(
+        st.one_of(
+            st.sampled_from([b" ", b"\n", b"\t", b"\0", b"\x0b", b"\xef\xbb\xbf", b",", b"0", b"-", b"\\u0041", b'"']),
+            st.binary(max_size=3),
+        )
+    )
+    return text[:at] + inserted + text[at + draw(st.integers(0, 2)) :]
+
+
+@st.composite
+def damaged_files(draw: st.DrawFn) -> bytes:
+    """A file whose header was valid once; its length prefix is true."""
+    tree, nbytes = draw(valid_trees())
+    for _ in range(draw(st.integers(0, 3))):
+        mutate_tree(draw, tree)
+    # A surrogate cannot be encoded: hypothesis excludes them, json.dumps escapes the rest.
+    text = dump(tree).encode()
+    for _ in range(draw(st.sampled_from([0, 0, 1, 2]))):
+        text = mutate_bytes(draw, text)
+    return file_of(text, pattern(max(0, nbytes + draw(st.sampled_from([0, 0, 0, 0, -1, 1, 8])))))
+
+
+def check_no_laxer(blob: bytes) -> None:
+    """What we do not refuse with a FormatError, the stock reader reads, and as we do."""
+    refusal, found = "", None
+    try:
+        found = ours(blob)
+    except FormatError as error:
+        refusal = str(error)
+    assert refusal.startswith("x.safetensors: ") if found is None else stock(blob) == found
+
+
+@given(blob=damaged_files())
+@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_what_we_accept_the_stock_reader_accepts_and_reads_alike(blob: bytes) -> None:
+    check_no_laxer(blob)
+
+
+JSON_TEXTS = st.one_of(
+    st.sampled_from(ODD_TOKENS),
+    st.from_regex(r"-?[0-9]{1,3}(\.[0-9]{1,3})?([eE][+-]?[0-9]{1,3})?", fullmatch=True),
+    st.from_regex(r"[-+0-9.eE]{1,6}", fullmatch=True),
+    st.from_regex(r'"(\\u[dD][89a-fA-F][0-9a-f]{2}|\\.|[^"\\]){0,4}"', fullmatch=True),
+    st.integers(120, 135).flatmap(lambda depth: st.sampled_from(["[" * depth + "]" * depth, '{"x":' * depth])),
+    st.recursive(
+        st.none() | st.booleans() | st.floats(allow_nan=False) | st.text(max_size=3),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+        max_leaves=5,
+    ).map(json.dumps),
+)
+
+
+@given(value=JSON_TEXTS)
+@settings(max_examples=400, deadline=None)
+def test_an_ignored_field_is_no_loophole(value: str) -> None:
+    blob = file_of((TEXT[:-2] + f',"x":{value}' + "}}").encode("utf-8", "surrogatepass"), b"abcd")
+    check_no_laxer(blob)
+
+
+@given(tree=valid_trees(), spaces=st.text(" \n\t\r", max_size=3))
+@settings(max_examples=200, deadline=None)
+def test_a_valid_header_is_accepted_with_its_keys_in_any_order(tree: tuple[Pairs, int], spaces: str) -> None:
+    blob = file_of(spaces + dump(tree[0]) + spaces, pattern(tree[1]))
+    assert ours(blob) == stock(blob)
+    assert len(ours(blob)) == len([name for name, _ in tree[0].pairs if name != "__metadata__"])
+
+
+@given(blob=st.one_of(st.binary(max_size=64), st.binary(max_size=64).map(file_of)))
+@settings(max_examples=300, deadline=None)
+def test_any_bytes_parse_or_raise_format_error(blob: bytes) -> None:
+    check_no_laxer(blob)
+
+
+VALID = file_of(TEXT, b"abcd")
+
+
+@pytest.mark.parametrize("nbytes", range(8))
+def test_a_file_shorter_than_its_length_field_is_refused(nbytes: int) -> None:
+    with pytest.raises(FormatError, match=f"^x.safetensors: {nbytes} bytes, shorter than the 8-byte length"):
+        parse(VALID[:nbytes])
+
+
+def test_a_header_of_just_the_limit_is_no_longer_than_the_limit() -> None:
+    limit = 100_000_000
+    assert header_nbytes(limit.to_bytes(8, "little"), 8 + limit, "x") == limit
+    with pytest.raises(FormatError, match="x: header length 100000001 at byte 0, limit 100000000"):
+        header_nbytes((limit + 1).to_bytes(8, "little"), 9 + limit, "x")
+    with pytest.raises(FormatError, match="header length 18446744073709551615"):
+        header_nbytes(b"\xff" * 8, 2**62, "x")
+
+
+@pytest.mark.parametrize("nbytes", [8, 9, len(VALID) - 5])
+def test_a_file_that_ends_within_its_header_is_refused(nbytes: int) -> None:
+    with pytest.raises(FormatError, match=rf"header ends at byte {len(VALID) - 4}, the file at byte {nbytes} \(trunc"):
+        parse(VALID[:nbytes])
+
+
+def test_a_file_that_ends_within_its_data_is_refused() -> None:
+    with pytest.raises(FormatError, match=r"tensor 'a': ends at byte 4 of the data section, which has 3 \(truncated"):
+        parse(VALID[:-1])
+
+
+@pytest.mark.parametrize(("header", "data", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_bad_header_is_refused(header: Any, data: bytes, message: str) -> None:
+    with pytest.raises(FormatError, match=f"^x.safetensors: .*{message}"):
+        parse(file_of(header, data))
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_the_stock_reader_refuses_it_too(case: str) -> None:
+    """So that the cases above are what they say; those where we are stricter are named."""
+    header, data, _ = REFUSED[case]
+    if case in STRICTER:
+        assert safetensors.deserialize(file_of(header, data)) is not None
+    else:
+        with pytest.raises(safetensors.SafetensorError):
+            safetensors.deserialize(file_of(header, data))
+
+
+@pytest.mark.parametrize("size", ["-1", "-0", "1.0", "1e0", "true", "false", "null", '"1"', "[1]", "{}", str(2**64)])
+@pytest.mark.parametrize("place", ["shape", "start", "end"])
+def test_a_size_that_is_no_whole_number_of_64_bits_is_refused(size: str, place: str) -> None:
+    values = {"shape": "1", "start": "0", "end": "1", place: size}
+    text = '{"a":{"dtype":"U8","shape":[SHAPE],"data_offsets":[START,END]}}'
+    for name, value in values.items():
+        text = text.replace(name.upper(), value)
+    blob = file_of(text, b"x")
+    what = "is not a list of sizes" if place == "shape" else "is not a pair of sizes"
+    with pytest.raises(FormatError, match=f"tensor 'a': .*{what}"):
+        parse(blob)
+    with pytest.raises(safetensors.SafetensorError):
+        safetensors.deserialize(blob)
+
+
+ACCEPTED: dict[str, tuple[str, bytes]] = {
+    "white space in front": (" \n\t\r" + TEXT, b"abcd"),
+    "newlines as padding": (TEXT + "\n" * 17, b"abcd"),
+    "every kind of white space as padding": (TEXT + " \n\t\r", b"abcd"),
+    "a field that nobody knows": (TEXT[:-2] + ',"x":{"y":[1,-2.5,null,"z"]}}}', b"abcd"),
+    "null metadata": (TEXT[:-1] + ',"__metadata__":null}', b"abcd"),
+    "empty metadata": (TEXT[:-1] + ',"__metadata__":{}}', b"abcd"),
+    "metadata at the end": (TEXT[:-1] + ',"__metadata__":{"k":"v"}}', b"abcd"),
+    "keys against the order of offsets": (json.dumps({"b": entry(4, 8), "a": entry()}), b"abcdefgh"),
+    "a header length that is no multiple of 8, and a tensor at an odd address": (TEXT + " ", b"abcd"),
+    "empty tensors at every border": (
+        json.dumps({"a": entry(), "b": entry(0, 0, [0]), "c": entry(4, 4, [2, 0]), "d": entry(4, 4, [0])}),
+        b"abcd",
+    ),
+    "a shape whose zero comes before the overflow": (json.dumps({"a": entry(0, 0, [0, 2**63, 2**63])}), b""),
+    "a 6-bit tensor": (json.dumps({"a": entry(0, 3, [2, 2], "F6_E3M2")}), b"abc"),
+    "a surrogate pair in two escapes": (TEXT.replace('"a"', '"\\ud83e\\udd99"'), b"abcd"),
+    "127 levels": (deep(127), b"abcd"),
+    "a number that is nearly too large": (with_number("1e308"), b"abcd"),
+}
+
+
+@pytest.mark.parametrize(("text", "data"), ACCEPTED.values(), ids=ACCEPTED)
+def test_an_unusual_header_is_accepted(text: str, data: bytes) -> None:
+    blob = file_of(text, data)
+    found = ours(blob)
+    assert found
+    assert found == stock(blob)
+
+
+def test_tensors_come_in_offset_order_with_empty_ones_first() -> None:
+    header = {"b": entry(4, 8), "a": entry(0, 4), "c": entry(4, 4, [0])}
+    assert [one.name for one in parse(file_of(header, b"abcdefgh")).tensors] == ["a", "c", "b"]

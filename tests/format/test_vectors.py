@@ -1,0 +1,328 @@
+"""Checkpoints that strangers might send: each of vectors/*.toml is refused in one line, and leaves no trace."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+import safetensors
+from support.vector_edits import (
+    BASES,
+    CONFIG,
+    FOLDER,
+    INDEX,
+    MANIFEST,
+    RECORD,
+    TABLES,
+    base,
+    changed_files,
+    file_of,
+    laid_out,
+    vectors,
+)
+from transformers import PreTrainedConfig
+from transformers.utils.hub import get_checkpoint_shard_files
+
+import relayout
+from relayout.cli.app import main
+from relayout.errors import FormatError, PlanError
+
+VECTORS = vectors()
+PARSERS = {"header", "index", "config", "manifest", "table", "record", "plan", "rank_file", "paths"}
+FIELDS = {
+    *("name", "base", "edit", "stale", "made", "command", "exit", "reason", "says", "python", "error", "is_bomb"),
+    *("stock", "safetensors", "transformers"),
+}
+MEMORY_NBYTES = 3 * 2**30
+"""Address space of a process that is given a bomb."""
+SECONDS = 60
+MAX_LINE = 2000
+"""Characters of an error, but for the path of the checkpoint."""
+VARIABLES = ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LINES", "TERM")
+
+
+class Run(Protocol):
+    """Runs the command to its end."""
+
+    def __call__(self, words: list[str], *, limited: bool = False) -> tuple[int, str, str]: ...
+
+
+def named(only: Callable[[dict[str, Any]], bool] = lambda one: True) -> Any:
+    return [pytest.param(one, id=one["name"]) for one in VECTORS if only(one)]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Run]:
+    """In this process, or `limited` in one of its own: exit code, stdout, stderr."""
+
+    def run_it(words: list[str], *, limited: bool = False) -> tuple[int, str, str]:
+        if limited:
+            done = subprocess.run(
+                [sys.executable, "-m", "relayout", *words],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                encoding="utf-8",
+                timeout=SECONDS,
+                preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (MEMORY_NBYTES, MEMORY_NBYTES)),
+            )
+            return done.returncode, done.stdout, done.stderr
+        monkeypatch.setattr(sys, "argv", ["relayout", *words])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main()
+        code = end.value.code or 0
+        assert isinstance(code, int)
+        return code, *capfd.readouterr()
+
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield run_it
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def seen(place: Path) -> set[str]:
+    """Everything there is, hidden or not."""
+    return {path.relative_to(place).as_posix() for path in place.rglob("*")}
+
+
+def words_of(vector: Mapping[str, Any], folder: Path, out: Path) -> list[str]:
+    return [word.format(path=folder, out=out) for word in vector["command"].split()]
+
+
+def check_line(text: str, folder: Path) -> str:
+    """The one line of a refusal, which steers no terminal and is no flood."""
+    assert "Traceback" not in text
+    assert text.endswith("\n"), text[-200:]
+    lines = text[:-1].split("\n")
+    assert len(lines) == 1, text[:2000]
+    assert lines[0].isprintable(), ascii(lines[0][:2000])
+    assert len(lines[0].replace(str(folder), "")) <= MAX_LINE, f"{len(lines[0])} characters: {lines[0][:200]}"
+    return lines[0]
+
+
+@pytest.mark.parametrize("vector", named())
+def test_a_vector_is_refused_and_nothing_is_written(vector: dict[str, Any], run: Run, tmp_path: Path) -> None:
+    folder, out = laid_out(vector, tmp_path), tmp_path / "out"
+    before = seen(tmp_path)
+    code, stdout, stderr = run(words_of(vector, folder, out), limited=vector.get("is_bomb", False))
+    if vector.get("exit", 2) == 1:  # A verification that found a difference: told on stdout.
+        assert (code, stderr) == (1, "")
+        assert re.search(vector["says"], stdout), stdout
+    else:
+        assert code == 2, (code, stdout[-500:], stderr[-500:])
+        assert re.search(vector["says"], check_line(stderr, folder)), stderr[:2000]
+        assert stdout == ""
+    assert seen(tmp_path) == before
+
+
+def call(what: str, path: Path, out: Path) -> None:
+    """One of the calls of a vector's `python`."""
+    match what.split():
+        case ["load", rank]:
+            relayout.load(path, int(rank))
+        case ["load", rank, "of", tp]:
+            relayout.load(path, int(rank), tp=int(tp))
+        case ["restore"]:
+            relayout.restore(path, out)
+        case ["inspect"]:
+            relayout.inspect(path)
+        case ["verify"]:
+            report = relayout.verify(path)
+            if not report.ok:
+                raise FormatError(str(report.differences[0]))
+        case _:
+            raise AssertionError(what)
+
+
+@pytest.mark.filterwarnings("ignore:.*a plain checkpoint")
+@pytest.mark.parametrize("vector", named(lambda one: one.get("python") and not one.get("is_bomb")))
+def test_python_refuses_a_vector(vector: dict[str, Any], tmp_path: Path) -> None:
+    folder, out = laid_out(vector, tmp_path), tmp_path / "out"
+    target = Path(words_of(vector, folder, out)[1])
+    errors = {"FormatError": FormatError, "PlanError": PlanError}[vector.get("error", "FormatError")]
+    before = seen(tmp_path)
+    for what in vector["python"]:
+        try:
+            call(what, target, out)
+        except errors:
+            continue
+        pytest.fail(f"{what}: no error")
+    assert seen(tmp_path) == before
+
+
+@cache
+def changed_by_name() -> dict[str, dict[str, bytes]]:
+    return {one["name"]: changed_files(one) for one in VECTORS}
+
+
+def test_the_lists_are_whole() -> None:
+    names = [one["name"] for one in VECTORS]
+    assert len(names) == len(set(names)) >= 80
+    assert {path.stem for path in FOLDER.glob("*.toml")} == PARSERS
+    for path in FOLDER.glob("*.toml"):
+        listed = tomllib.loads(path.read_text(encoding="utf-8"))["vector"]
+        assert {one["name"].split("/")[0] for one in listed} == {path.stem}
+    assert {one["base"] for one in VECTORS} == {"plain", "converted"}
+    for one in VECTORS:
+        assert one.keys() <= FIELDS, one["name"]
+        assert set(one.get("stale", [])) <= {"conversion", "record", "tables"}, one["name"]
+        assert one["reason"]
+        re.compile(one["says"])
+
+
+def test_each_vector_differs_from_its_base_and_from_all_others() -> None:
+    found = set()
+    for one in VECTORS:
+        files, made = changed_by_name()[one["name"]], one.get("made", {})
+        assert files or made, one["name"]
+        assert {edit["file"] for edit in one.get("edit", [])} <= files.keys(), one["name"]
+        found.add(repr((one["base"], files, made, one["command"])))
+    assert len(found) == len(VECTORS)
+
+
+@pytest.mark.parametrize("file", [MANIFEST, *TABLES, RECORD])
+def test_an_edit_of_what_nobody_reads_leaves_a_valid_checkpoint(file: str, run: Run, tmp_path: Path) -> None:
+    vector = {"base": "converted", "edit": [{"file": file, "set": "/x", "value": "1"}]}
+    assert {file, MANIFEST} <= changed_files(vector).keys()
+    code, _, stderr = run(["verify", str(laid_out(vector, tmp_path)), "--source", str(BASES / "plain")])
+    assert (code, stderr) == (0, "")
+
+
+def test_an_export_holds_each_vector(tmp_path: Path) -> None:
+    tool = Path(__file__).parents[2] / "tools" / "vectors.py"
+    subprocess.run([sys.executable, str(tool), "export", str(tmp_path / "all.zip")], check=True)
+    with zipfile.ZipFile(tmp_path / "all.zip") as archive:
+        listed = json.loads(archive.read("vectors.json"))
+        assert [one["name"] for one in listed] == [one["name"] for one in VECTORS]
+        assert all(one.keys() >= {"base", "command", "reason", "says", "stock"} for one in listed)
+        for name in ("plain", "converted"):
+            for file, blob in base(name).items():
+                assert archive.read(f"base/{name}/{file}") == blob
+        for one in VECTORS:
+            for file, blob in changed_by_name()[one["name"]].items():
+                assert archive.read(f"{one['name']}/{file}") == blob
+
+
+def test_the_bases_are_valid(run: Run, tmp_path: Path) -> None:
+    plain, converted, out = BASES / "plain", BASES / "converted", tmp_path / "out"
+    plan = str(BASES / "plan.toml")
+    for words in (
+        ["inspect", str(plain)],
+        ["convert", str(plain), "--tp", "2", "-o", str(out)],
+        ["convert", str(plain), "--tp", "2", "--plan", plan, "-o", str(tmp_path / "by-plan")],
+        ["inspect", str(converted)],
+        ["verify", str(converted), "--source", str(plain)],
+        ["restore", str(converted), "-o", str(tmp_path / "restored")],
+    ):
+        code, _, stderr = run(words)
+        assert (code, stderr) == (0, ""), words
+    for rank in range(2):
+        stored, anew = relayout.load(converted, rank), relayout.load(out, rank)
+        assert stored.keys() == anew.keys()
+        assert all(bool((stored[name] == anew[name]).all()) for name in stored)
+    for path in plain.iterdir():
+        assert (tmp_path / "restored" / path.name).read_bytes() == path.read_bytes()
+
+
+def stock_verdict(vector: Mapping[str, Any], folder: Path) -> str:
+    """What the reader that most people use makes of a vector: "takes", or "refuses: why".
+
+    safetensors for its own files (`safe_open` and `deserialize`), transformers for index.json and config.json.
+    """
+    match vector["name"].split("/")[0]:
+        case "header" | "rank_file":
+            files = sorted(name for name in changed_files(vector) if name.endswith(".safetensors"))
+            found = [stock_file_verdict(folder / name) for name in files]
+            return next((one for one in found if one != "takes"), "takes")
+        case "index":
+            return verdict_of(lambda: get_checkpoint_shard_files(str(folder), str(folder / INDEX)))
+        case "config":
+            return verdict_of(lambda: PreTrainedConfig.get_config_dict(str(folder)))
+    raise AssertionError(vector["name"])
+
+
+def stock_file_verdict(path: Path) -> str:
+    """What safetensors says of a file."""
+
+    def opened() -> None:
+        with safetensors.safe_open(path, framework="np") as file:
+            file.keys()
+
+    message = ""
+    try:
+        safetensors.deserialize(path.read_bytes())
+    except safetensors.SafetensorError as error:
+        message = str(error).removeprefix("Error while deserializing: ")
+    one, other = message == "", verdict_of(opened) == "takes"
+    assert one == other, f"{path}: safe_open and deserialize disagree"
+    # Which of two tensors at one place it names is chance.
+    return f"refuses: {message.partition(' `')[0][:60]}" if message else "takes"
+
+
+def verdict_of(call: Callable[[], object]) -> str:
+    """The verdict of a reader in Python: whatever it raises is a refusal."""
+    try:
+        call()
+    except Exception as error:
+        return f"refuses: {type(error).__name__}"
+    return "takes"
+
+
+@pytest.mark.parametrize("vector", named(lambda one: one["stock"] != "none"))
+def test_the_stock_readers_verdict_is_as_listed(vector: dict[str, Any], tmp_path: Path) -> None:
+    found = stock_verdict(vector, laid_out(vector, tmp_path))
+    if vector.get("safetensors", safetensors.__version__) != safetensors.__version__:
+        # Another version has other words.
+        assert found.split(":")[0] == vector["stock"].split(":")[0]
+    else:
+        assert found == vector["stock"]
+
+
+# Too large to be stored. Each is done or refused, in little memory and time.
+
+
+def many_tensors() -> bytes:
+    """A valid header of 50,000 tensors."""
+    entries = (f'"t.{i}.weight":{{"dtype":"I8","shape":[1],"data_offsets":[{i},{i + 1}]}}' for i in range(50_000))
+    return file_of(("{" + ",".join(entries) + "}").encode(), bytes(50_000))
+
+
+HEAVY: dict[str, tuple[str, Callable[[], bytes]]] = {
+    "50,000 tensors": ("hostile.safetensors", many_tensors),
+    "a name of 40 million dots": (
+        "hostile.safetensors",
+        lambda: file_of(b'{"' + b"." * 40_000_000 + b'":{"dtype":"I8","shape":[1],"data_offsets":[0,1]}}', b"x"),
+    ),
+    "a header of brackets": ("hostile.safetensors", lambda: file_of(b"[" * 99_999_999)),
+    "a header of lists": ("hostile.safetensors", lambda: file_of(b'{"x":[' + b"[]," * 33_000_000 + b"[]]}")),
+    "an index of objects": (INDEX, lambda: b'{"x":[' + b"{}," * 20_000_000 + b'{}],"weight_map":{}}'),
+    "a config of lists": (CONFIG, lambda: b'{"x":[' + b"[]," * 5_000_000 + b"[]]}"),
+}
+
+
+@pytest.mark.parametrize("name", HEAVY)
+def test_a_bomb_is_done_or_refused(name: str, run: Run, tmp_path: Path) -> None:
+    folder, out = tmp_path / "checkpoint", tmp_path / "out"
+    shutil.copytree(BASES / "plain", folder)
+    file, content = HEAVY[name]
+    (folder / file).write_bytes(content())
+    source = folder / file if file not in (CONFIG, INDEX) else folder
+    code, _, stderr = run(["inspect", str(source)], limited=True)
+    assert code in (0, 2), stderr[:2000]
+    if code:
+        assert check_line(stderr, folder).startswith(f"relayout: error: {folder}/{file}")
+    assert not out.exists()

@@ -1,0 +1,25 @@
+"""Fixtures of the loader's tests."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from support.loader_fixtures import MIB, backend, converted, flip, mlp_model, model, way, wide
+
+import relayout
+
+__all__ = ["backend", "converted", "model", "way", "wide"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`source`, converted as `out`; `foreign` is a conversion of other bytes of the same shapes."""
+    place = tmp_path_factory.mktemp("faulty")
+    source = mlp_model(place / "source", num_layers=6)
+    other = Path(shutil.copytree(source, place / "other"))
+    flip(other / "model.safetensors", (other / "model.safetensors").stat().st_size - 5)
+    relayout.convert(source, place / "out", tp=2, max_part_nbytes=MIB)
+    relayout.convert(other, place / "foreign", tp=2, max_part_nbytes=MIB)
+    return place

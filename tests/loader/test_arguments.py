@@ -1,0 +1,155 @@
+"""What callers give to the loader: numbers that are integers and others, and modes of torch in which nothing loads."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.loader_fixtures import LITTLE, MIB, assert_equal, nothing_left_behind, whole_tensors
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import relayout
+from relayout.errors import PlanError
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "load": relayout.load,
+    "iter_load": lambda *given, **options: dict(relayout.iter_load(*given, **options)),
+    "explain": relayout.explain,
+}
+
+
+class Index:
+    """An integer of another make."""
+
+    def __init__(self, value: int) -> None:
+        self._value = value
+
+    def __index__(self) -> int:
+        return self._value
+
+
+@pytest.mark.parametrize("make", [np.int64, np.uint8, np.int32, Index, torch.tensor])
+def test_integers_of_any_make_are_integers(converted: Path, model: Path, make: Callable[[int], Any]) -> None:
+    stored = whole_tensors(converted, "model-rank-1-*")
+    for kind in ("load", "iter_load"):
+        found = CALLS[kind](converted, make(1), tp=make(2), threads=make(3))
+        assert_equal(found, stored)
+        assert_equal(CALLS[kind](converted, make(1), verify=True), stored)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert_equal(CALLS[kind](model, make(1), tp=make(2)), stored)
+    with relayout.open(converted, make(1)) as opened:
+        assert opened.rank == 1
+        assert type(opened.rank) is int
+    told = relayout.explain(converted, make(1), threads=make(3), tp=make(2))
+    assert told == relayout.explain(converted, 1, threads=3, tp=2)
+    assert {type(told.rank), type(told.threads), type(told.memory)} == {int}
+
+
+@pytest.mark.parametrize("make", [np.int64, Index])
+def test_memory_may_be_any_integer(converted: Path, make: Callable[[int], Any]) -> None:
+    assert len(relayout.load(converted, 1, memory=make(4 * MIB))) == 23
+    assert len(list(relayout.iter_load(converted, 1, memory=make(LITTLE)))) == 23
+    told = relayout.explain(converted, 1, memory=make(4 * MIB))
+    assert (told.memory, type(told.memory)) == (4 * MIB, int)
+
+
+WRONG = [True, False, np.bool_(True), 1.0, np.float64(1), "1", b"1", [1], Path("1")]
+
+
+@pytest.mark.parametrize("value", WRONG, ids=lambda value: f"{type(value).__name__} {value}")
+@pytest.mark.parametrize("argument", ["rank", "tp", "threads", "memory"])
+@pytest.mark.parametrize("kind", CALLS)
+def test_what_is_no_integer_is_named(converted: Path, kind: str, argument: str, value: Any) -> None:
+    given = {"rank": 1, argument: value}
+    with nothing_left_behind(), pytest.raises(PlanError, match=rf"^{argument}: .* is not an integer$"):
+        CALLS[kind](converted, given.pop("rank"), **given)
+
+
+@pytest.mark.parametrize("value", [*WRONG, None], ids=lambda value: f"{type(value).__name__} {value}")
+def test_a_rank_to_open_that_is_no_integer_is_named(converted: Path, value: Any) -> None:
+    with pytest.raises(PlanError, match=r"^rank: .* is not an integer$"):
+        relayout.open(converted, value)
+
+
+@pytest.mark.parametrize("kind", ["load", "iter_load"])
+@pytest.mark.parametrize("tp", [10**9, 7])
+def test_a_degree_that_is_impossible_is_refused_without_advice_to_convert(model: Path, kind: str, tp: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(PlanError, match=f"{tp}"):
+            CALLS[kind](model, 0, tp=tp)
+
+
+@pytest.fixture
+def unreadable(converted: Path, tmp_path: Path) -> Path:
+    """A converted folder of which nothing can be read."""
+    (tmp_path / "relayout.json").mkdir()
+    return tmp_path
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeTensorMode]:
+    with FakeTensorMode() as mode:
+        yield mode
+
+
+FAKE = "under torch's FakeTensorMode tensors have no memory"
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("backend", ["auto", "direct", "buffered", "mapped"])
+@pytest.mark.parametrize("kind", CALLS)
+def test_under_fake_tensor_mode_a_load_is_refused_before_anything_is_read(
+    unreadable: Path, kind: str, backend: str
+) -> None:
+    with nothing_left_behind(), pytest.raises(PlanError, match=FAKE):
+        CALLS[kind](unreadable, 0, backend=backend)
+
+
+@pytest.mark.usefixtures("fake")
+def test_under_fake_tensor_mode_nothing_is_opened_or_filled(unreadable: Path) -> None:
+    for call in (
+        lambda: relayout.open(unreadable, 0),
+        lambda: relayout.safe_open(unreadable),
+        lambda: relayout.load(unreadable, 0, into={"lm_head.weight": torch.empty(3)}),
+    ):
+        with pytest.raises(PlanError, match=FAKE):
+            call()
+
+
+def test_what_was_opened_before_is_not_read_under_fake_tensor_mode(converted: Path) -> None:
+    name = "model.layers.3.mlp.up_proj.weight"
+    stored, iterator = whole_tensors(converted, "model-rank-1-*"), relayout.iter_load(converted, 1, memory=LITTLE)
+    with nothing_left_behind(), relayout.open(converted, 1) as one, relayout.safe_open(converted) as whole:
+        first = next(iterator)
+        calls: list[Callable[[], Any]] = [
+            lambda: one.get_tensor(name),
+            lambda: one.get_slice(name)[1:3],
+            lambda: whole.get_tensor(name),
+            lambda: whole.get_slice(name)[1:3],
+            lambda: list(iterator),
+        ]
+        for call in calls:
+            with FakeTensorMode(), pytest.raises(PlanError, match=FAKE):
+                call()
+        assert_equal({name: one.get_tensor(name)}, {name: stored[name]})
+        assert_equal(dict([first]), {first[0]: stored[first[0]]})
+
+
+def test_a_default_device_without_memory_is_no_trouble(converted: Path) -> None:
+    stored = whole_tensors(converted, "model-rank-1-*")
+    into = {name: torch.empty_like(tensor) for name, tensor in stored.items()}
+    with torch.device("meta"):
+        assert_equal(relayout.load(converted, 1), stored)
+        assert_equal(dict(relayout.iter_load(converted, 1)), stored)
+        assert_equal(relayout.load(converted, 1, into=into), stored)
+        with relayout.open(converted, 1) as opened:
+            assert_equal({name: opened.get_tensor(name) for name in opened.keys()}, stored)  # noqa: SIM118
+        with relayout.safe_open(converted) as whole:
+            assert whole.get_tensor("model.norm.weight").device == torch.device("cpu")

@@ -1,0 +1,433 @@
+"""relayout.explain against facts: the manifest, df and stat, the page cache, and what a load then reads."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from support.mounts import mounted_tmpfs
+from support.page_cache import drive_nbytes, drop, unmarked, warm, write_cold  # noqa: F401
+
+import relayout
+from relayout.errors import FormatError, PlanError
+
+Array = npt.NDArray[Any]
+
+MIB = 2**20
+SLACK = 2**18
+"""Drive bytes that may be code, folders and sidecars instead."""
+
+MLP = "model.layers.0.mlp"
+TENSORS: dict[str, Array] = {
+    f"{MLP}.down_proj.weight": np.arange(1024 * 2048, dtype=np.int32).reshape(1024, 2048),
+    f"{MLP}.up_proj.weight": np.arange(2048 * 1024, dtype=np.int32).reshape(2048, 1024) * 3,
+    "model.norm.weight": np.arange(1001, dtype=np.uint8),
+    "model.layers.0.input_layernorm.weight": np.arange(3, dtype=np.uint8) + 7,
+    "model.layers.0.post_attention_layernorm.weight": np.arange(3, dtype=np.uint8) + 9,
+}
+RANK_NBYTES = 1024 * 1024 * 4 + 1024 * 1024 * 4 + 1001 + 3 + 3
+"""Of either of two ranks."""
+
+
+def write_plain(folder: Path) -> Path:
+    """A checkpoint in two shards; the second one's tensor begins 48 bytes behind a block."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    weight_map = {}
+    for number, names in enumerate(([*TENSORS][:1] + [*TENSORS][2:], [*TENSORS][1:2])):
+        file = f"model-{number}.safetensors"
+        header: dict[str, Any] = {}
+        end = 0
+        for name in names:
+            array = TENSORS[name]
+            kind = {"int32": "I32", "uint8": "U8"}[array.dtype.name]
+            header[name] = {"dtype": kind, "shape": array.shape, "data_offsets": [end, end + array.nbytes]}
+            end += array.nbytes
+        text = json.dumps(header).encode().ljust(4096 - 8 + 48 * number)
+        blob = b"".join(TENSORS[name].tobytes() for name in names)
+        (folder / file).write_bytes(len(text).to_bytes(8, "little") + text + blob)
+        weight_map |= dict.fromkeys(names, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    return write_plain(tmp_path / "plain")
+
+
+@pytest.fixture
+def converted(plain: Path) -> Path:
+    """Two ranks in two parts each."""
+    relayout.convert(plain, plain.parent / "out", tp=2, max_part_nbytes=5 * MIB)
+    return plain.parent / "out"
+
+
+@pytest.fixture
+def cold(converted: Path) -> Path:
+    """The same, none of it in the page cache."""
+    write_cold(converted.parent / "probe", 4096)  # Skips where files do not become cold.
+    for file in converted.glob("*.safetensors"):
+        drop(file)
+    return converted
+
+
+def manifest_reads(folder: Path, rank: int) -> list[dict[str, int]]:
+    """The rank's reads, by the manifest's own text."""
+    reads: list[dict[str, int]] = json.loads((folder / "relayout.json").read_text())["ranks"][rank]["reads"]
+    assert len(reads) >= 3
+    return reads
+
+
+def blocks_of(reads: list[dict[str, int]]) -> set[tuple[int, int]]:
+    """(file, number of the block) of all that holds a byte of them, gaps included."""
+    return {
+        (one["file"], block)
+        for one in reads
+        for block in range(
+            one["offset"] // 4096,
+            -(-(one["offset"] + (one.get("count", 1) - 1) * one.get("stride", 0) + one["nbytes"]) // 4096),
+        )
+    }
+
+
+def whole_blocks_of(reads: list[dict[str, int]]) -> int:
+    """How many blocks of the files are copied to whole blocks of memory."""
+    return sum(
+        (one["offset"] + one["nbytes"]) // 4096 - -(-one["offset"] // 4096)
+        for one in reads
+        if "count" not in one and (one["arena_offset"] - one["offset"]) % 4096 == 0 and one["nbytes"] >= 8192
+    )
+
+
+def process_drive_nbytes() -> int:
+    """Bytes that all threads of this process have had drives read, those that have ended too."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(dict(line.split(": ") for line in lines)["read_bytes"])
+
+
+def df(path: Path, field: str) -> str:
+    """A column of df(1): what the system says of the file system below a path."""
+    if shutil.which("df") is None or not sys.platform.startswith("linux"):
+        pytest.skip("df of Linux is missing")
+    done = subprocess.run(["df", f"--output={field}", str(path)], capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()[1].rstrip()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("backend", ["auto", "direct"])
+def test_bytes_are_those_of_the_manifest(cold: Path, rank: int, backend: str) -> None:
+    told = relayout.explain(cold, rank, backend=backend)
+    reads = manifest_reads(cold, rank)
+    assert told.nbytes == RANK_NBYTES
+    assert told.read_nbytes == 4096 * len(blocks_of(reads))
+    assert told.straight_nbytes == 4096 * whole_blocks_of(reads) == 8 * MIB
+    assert told.num_requests == 3  # The bulk of each file, and one for all that is odd.
+    assert told.resident_nbytes == 0
+    assert [(file.name, file.nbytes) for file in told.files] == [
+        (path.name, path.stat().st_size) for path in sorted(cold.glob(f"model-rank-{rank}-*"))
+    ]
+    assert [file.resident_nbytes for file in told.files] == [0, 0]
+    assert [file.refuses_direct for file in told.files] == [None, None]
+
+
+def test_through_the_page_cache_just_the_bytes_are_requested(cold: Path) -> None:
+    told = relayout.explain(cold, 0, backend="buffered")
+    assert (told.backend, told.nbytes, told.read_nbytes) == ("buffered", RANK_NBYTES, RANK_NBYTES)
+    assert told.straight_nbytes == RANK_NBYTES - 6  # Two tensors of 3 bytes, which lie apart in memory.
+    assert told.resident_nbytes == 0
+
+
+def test_what_is_mapped_is_not_requested(cold: Path) -> None:
+    told = relayout.explain(cold, 0, backend="mapped")
+    assert (told.backend, told.nbytes, told.read_nbytes, told.num_requests) == ("mapped", RANK_NBYTES, 0, 0)
+
+
+@pytest.mark.usefixtures("unmarked")
+@pytest.mark.parametrize("tp", [2, 1])
+def test_of_what_is_mapped_it_is_told_how_much_the_page_cache_has(cold: Path, tp: int) -> None:
+    """At the degree of the conversion, and at another one, for which rows are joined from both ranks."""
+    told = relayout.explain(cold, 0, backend="mapped", tp=tp)
+    assert told.resident_nbytes == 0
+    assert "through the page cache" in told.reason
+    assert "has 0 % of the bytes now" in told.reason
+    assert "direct" not in told.reason
+    for file in cold.glob("model-rank-*"):
+        warm(file, 0, file.stat().st_size)
+    told = relayout.explain(cold, 0, backend="mapped", tp=tp)
+    assert told.resident_nbytes == told.nbytes
+    assert "has 100 % of the bytes now" in told.reason
+
+
+def test_what_auto_comes_to_is_told(cold: Path) -> None:
+    assert relayout.explain(cold, 0).backend == "direct"
+    for file in cold.glob("model-rank-0-*"):
+        warm(file, 0, file.stat().st_size)
+    assert relayout.explain(cold, 0).backend == "buffered"
+
+
+def test_what_was_asked_for_is_repeated(converted: Path) -> None:
+    told = relayout.explain(str(converted), 1, "cpu", threads=3, memory=5 * MIB)
+    assert (told.path, told.rank, told.device) == (str(converted), 1, "cpu")
+    assert (told.threads, told.memory, told.gds) == (3, 5 * MIB, None)
+    assert "directly where the file system takes it" in told.reason
+    assert relayout.explain(converted, 1, backend="direct").reason.startswith("asked for: read past the page cache")
+
+
+@pytest.mark.usefixtures("unmarked")
+def test_what_is_in_the_page_cache_is_seen(cold: Path) -> None:
+    first, second = sorted(cold.glob("model-rank-1-*"))
+    warm(first, 4096, MIB)
+    warm(second, 0, second.stat().st_size)
+    told = relayout.explain(cold, 1)
+    assert [file.resident_nbytes for file in told.files] == [MIB, second.stat().st_size]
+    # Of the second file all but the header is wanted; its last block ends behind the file.
+    assert told.resident_nbytes == MIB + second.stat().st_size - 4096
+    percent = round(100 * told.resident_nbytes / (4096 * len(blocks_of(manifest_reads(cold, 1)))))
+    assert 60 < percent < 64
+    assert f"{df(first, 'fstype')} takes direct I/O, {percent} % of the bytes" in told.reason
+    direct = relayout.explain(cold, 1, backend="direct")
+    assert direct.resident_nbytes == 0
+    assert [file.resident_nbytes for file in direct.files] == [MIB, second.stat().st_size]
+    assert relayout.explain(cold, 1, backend="buffered").resident_nbytes == MIB + second.stat().st_size - 4096
+    for file in (first, second):
+        drop(file)
+    told = relayout.explain(cold, 1)
+    assert (told.resident_nbytes, [file.resident_nbytes for file in told.files]) == (0, [0, 0])
+
+
+@pytest.mark.usefixtures("unmarked")
+@pytest.mark.parametrize("backend", ["auto", "direct"])
+def test_a_load_then_reads_what_was_told(cold: Path, backend: str) -> None:
+    relayout.load(cold, 0, names="model.norm.weight")  # Torch and code are there now.
+    for number, file in enumerate(sorted(cold.glob("model-rank-1-*"))):
+        drop(file)
+        warm(file, 4096 + number * MIB, MIB)
+    told = relayout.explain(cold, 1, backend=backend)
+    assert told.resident_nbytes == (2 * MIB if backend == "auto" else 0)
+    before = process_drive_nbytes()
+    held = relayout.load(cold, 1, backend=backend)
+    assert abs(process_drive_nbytes() - before - (told.read_nbytes - told.resident_nbytes)) < SLACK
+    np.testing.assert_array_equal(held[f"{MLP}.down_proj.weight"].numpy(), TENSORS[f"{MLP}.down_proj.weight"][:, 1024:])
+    np.testing.assert_array_equal(held[f"{MLP}.up_proj.weight"].numpy(), TENSORS[f"{MLP}.up_proj.weight"][1024:])
+
+
+def test_nothing_is_loaded_but_the_sidecar_and_a_block_of_each_file(cold: Path) -> None:
+    relayout.explain(cold, 0)
+    files = sorted(cold.iterdir())
+    for file in files:
+        drop(file)
+    before, num_files = drive_nbytes(), len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    relayout.explain(cold, 1)
+    assert drive_nbytes() - before <= (cold / "relayout.json").stat().st_size + 2 * 4096 + SLACK
+    assert len(os.listdir("/proc/self/fd")) == num_files  # noqa: PTH208
+    assert [file.resident_nbytes for file in relayout.explain(cold, 0).files] == [0, 0]
+    assert [file.resident_nbytes for file in relayout.explain(cold, 1).files] == [0, 0]
+
+
+def test_torch_is_not_needed_to_explain_a_load_to_host_memory(converted: Path) -> None:
+    code = "import sys, relayout; relayout.explain(sys.argv[1], 0); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code, str(converted)], check=True)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_plain_folder_is_explained_at_any_degree(plain: Path, rank: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        told = relayout.explain(plain, rank, tp=2, backend="direct")
+    assert told.nbytes == RANK_NBYTES
+    # Rows are 4 MiB in a row, 48 bytes behind a block, and go to such a place: all but their first and last block.
+    assert told.straight_nbytes == 4 * MIB - 4096
+    up_blocks = 4 * MIB // 4096 + 1
+    # Columns are every second run of 4 KiB: read with their gaps, from the first run of each request to the last.
+    assert told.read_nbytes <= 4096 * (up_blocks + 2048 + 2)
+    assert told.read_nbytes >= 4096 * (up_blocks + 2047 - 3)
+    assert [file.name for file in told.files] == ["model-0.safetensors", "model-1.safetensors"]
+    assert [file.nbytes for file in told.files] == [4096 + 8 * MIB + 1007, 4096 + 48 + 8 * MIB]
+    whole = relayout.explain(plain, 0, tp=1)
+    assert whole.nbytes == sum(array.nbytes for array in TENSORS.values())
+
+
+@pytest.mark.parametrize(("tp", "nbytes"), [(1, 16 * MIB + 1007), (4, 4 * MIB + 1007)])
+def test_a_converted_folder_is_explained_at_any_degree(converted: Path, tp: int, nbytes: int) -> None:
+    told = relayout.explain(converted, tp - 1, tp=tp, backend="buffered")
+    assert told.nbytes == nbytes
+    assert nbytes <= told.read_nbytes <= 2 * nbytes
+    assert {file.name for file in told.files} <= {path.name for path in converted.glob("model-rank-*")}
+
+
+def test_the_file_system_is_the_one_that_df_tells(converted: Path) -> None:
+    for file in relayout.explain(converted, 0).files:
+        path = converted / file.name
+        assert file.filesystem.kind == df(path, "fstype")
+        assert file.filesystem.mount_point == df(path, "target")
+        assert file.filesystem.block_nbytes == int(subprocess.check_output(["stat", "-c", "%o", str(path)]))
+
+
+def test_the_drives_block_is_the_one_that_the_kernel_tells(converted: Path) -> None:
+    path = converted / "model-rank-0-part-0.safetensors"
+    device = Path(df(path, "source"))
+    if not device.is_block_device() or device.stat().st_rdev != path.stat().st_dev:
+        pytest.skip(f"{path} lies on no single drive")
+    done = subprocess.run(["lsblk", "-ndo", "LOG-SEC", str(device)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"lsblk: {done.stderr.strip()}")
+    assert relayout.explain(converted, 0).files[0].filesystem.drive_block_nbytes == int(done.stdout)
+
+
+@pytest.mark.parametrize("name", ["small", "with a space\tand \\040", "größe"])
+def test_a_file_system_in_memory_is_told_as_such(plain: Path, tmp_path: Path, name: str) -> None:
+    with mounted_tmpfs(tmp_path / name, "40m") as place:
+        relayout.convert(plain, place / "out", tp=2)
+        told = relayout.explain(place / "out", 0)
+        assert {file.filesystem.kind for file in told.files} == {"tmpfs"}
+        assert {file.filesystem.mount_point for file in told.files} == {str(place.resolve())}
+        assert {file.filesystem.drive_block_nbytes for file in told.files} == {None}
+        assert [file.resident_nbytes for file in told.files] == [file.nbytes for file in told.files]
+        if told.files[0].refuses_direct is None:  # Linux 6.6 and later.
+            assert told.resident_nbytes == RANK_NBYTES
+        assert relayout.explain(place / "out", 0, backend="buffered").resident_nbytes == RANK_NBYTES
+
+
+def test_a_link_is_followed_to_the_file_system_that_has_the_bytes(plain: Path, tmp_path: Path) -> None:
+    with mounted_tmpfs(tmp_path / "small", "40m") as place:
+        relayout.convert(plain, place / "out", tp=2)
+        (tmp_path / "link").symlink_to(place / "out")
+        told = relayout.explain(tmp_path / "link", 0)
+        assert {file.filesystem.mount_point for file in told.files} == {str(place.resolve())}
+        assert told.path == str(tmp_path / "link")
+
+
+def test_a_mount_that_another_one_hides_is_not_told(plain: Path, tmp_path: Path) -> None:
+    outer = tmp_path / "a"
+    with mounted_tmpfs(outer, "1m"), mounted_tmpfs(outer / "b", "1m"):
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(outer)], check=True)
+        try:
+            (outer / "b").mkdir()
+            relayout.convert(plain, outer / "b" / "out", tp=2)
+            assert relayout.explain(outer / "b" / "out", 0).files[0].filesystem.mount_point == str(outer)
+        finally:
+            subprocess.run(["umount", "-l", str(outer)], check=True)
+
+
+def test_an_older_mount_in_a_newer_one_is_told(plain: Path, tmp_path: Path) -> None:
+    with mounted_tmpfs(tmp_path / "older", "40m") as older, mounted_tmpfs(tmp_path / "newer", "1m") as newer:
+        relayout.convert(plain, older / "out", tp=2)
+        inner = newer / "inner"
+        inner.mkdir()
+        done = subprocess.run(["mount", "--move", str(older), str(inner)], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"mounts cannot be moved here: {done.stderr.strip()}")
+        try:
+            told = relayout.explain(inner / "out", 0).files[0].filesystem
+            assert (told.kind, told.mount_point) == ("tmpfs", str(inner))
+        finally:
+            subprocess.run(["mount", "--move", str(inner), str(older)], check=True)
+
+
+def test_a_mount_whose_name_is_no_text_is_no_trouble(converted: Path, tmp_path: Path) -> None:
+    with mounted_tmpfs(tmp_path / os.fsdecode(b"no text \xff"), "1m"):
+        assert relayout.explain(converted, 0).files[0].filesystem.mount_point == df(converted, "target")
+
+
+def test_a_file_system_that_refuses_direct_io_is_told(converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    true_open = os.open
+
+    def refuse(name: Any, flags: int, *rest: int, **options: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument", str(name))
+        return true_open(name, flags, *rest, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    told = relayout.explain(converted, 0)
+    assert [file.refuses_direct for file in told.files] == [
+        "the file system refuses direct I/O; use backend 'buffered'"
+    ] * 2
+    assert told.read_nbytes == RANK_NBYTES  # No blocks are needed.
+    assert "refuses direct I/O" in told.reason
+    with pytest.raises(OSError, match=r"refuses direct I/O; use backend 'buffered'.*part-0.safetensors"):
+        relayout.explain(converted, 0, backend="direct")
+
+
+def test_the_json_is_the_same_in_full(converted: Path) -> None:
+    told = relayout.explain(converted, 0)
+    read_back = json.loads(json.dumps(told.as_json()))
+    assert set(read_back) == set(told.__dataclass_fields__)
+    assert read_back["nbytes"] == RANK_NBYTES
+    assert "direct" in read_back["backend"] or read_back["backend"] == "buffered"
+    assert read_back["gds"] is None
+    file = read_back["files"][1]
+    assert file["nbytes"] == (converted / file["name"]).stat().st_size
+    assert file["filesystem"]["block_nbytes"] == (converted / file["name"]).stat().st_blksize
+    assert math.isfinite(read_back["read_nbytes"])
+
+
+def _remove(folder: Path) -> None:
+    (folder / "model-rank-0-part-1.safetensors").unlink()
+
+
+def _cut_off(folder: Path) -> None:
+    os.truncate(folder / "model-rank-0-part-1.safetensors", MIB)
+
+
+def _no_manifest(folder: Path) -> None:
+    (folder / "relayout.json").unlink()
+
+
+def _garbage_manifest(folder: Path) -> None:
+    (folder / "relayout.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("damage", "options", "kind", "message"),
+    [
+        (None, {"rank": 2}, PlanError, r"^rank 2, expected 0 to 1"),
+        (None, {"rank": -1}, PlanError, r"^rank -1, expected 0 to 1"),
+        (None, {"rank": 4, "tp": 4}, PlanError, r"^rank 4, expected 0 to 3"),
+        (None, {"backend": "fast"}, PlanError, r"^backend 'fast', expected one of auto, direct, buffered, mapped, "),
+        (None, {"backend": "pinned"}, PlanError, r"^backend 'pinned' loads to a CUDA device, not to 'cpu'$"),
+        (None, {"backend": "gds"}, PlanError, r"^backend 'gds' loads to a CUDA device, not to 'cpu'$"),
+        (None, {"device": "cuda:77"}, PlanError, r"^device 'cuda:77': "),
+        (None, {"device": "toaster"}, PlanError, r"^device 'toaster': "),
+        (None, {"device": "meta", "backend": "mapped"}, PlanError, r"^backend 'mapped' has tensors in host memory"),
+        (None, {"threads": 0}, PlanError, r"^0 threads, expected 1 or more$"),
+        (None, {"memory": 4096}, PlanError, r"^4096 bytes of memory, expected 1048576 or more$"),
+        (_remove, {}, FormatError, r"part-1.safetensors: is missing$"),
+        (_cut_off, {}, FormatError, r"part-1.safetensors: 1048576 bytes long, expected \d+$"),
+        (_garbage_manifest, {}, FormatError, r"relayout.json: .*not valid JSON"),
+        (_no_manifest, {}, PlanError, r"not converted \(relayout.json is missing\); say tp=N"),
+    ],
+)
+def test_what_a_load_would_refuse_is_refused(
+    converted: Path,
+    damage: Callable[[Path], None] | None,
+    options: dict[str, Any],
+    kind: type[Exception],
+    message: str,
+) -> None:
+    if damage is not None:
+        damage(converted)
+    num_files = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    with pytest.raises(kind, match=message):
+        relayout.explain(converted, **{"rank": 0, **options})
+    assert len(os.listdir("/proc/self/fd")) == num_files  # noqa: PTH208
+    with pytest.raises(kind, match=message):
+        relayout.load(converted, **{"rank": 0, **options})
+
+
+def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"nowhere: no such file or folder$"):
+        relayout.explain(tmp_path / "nowhere", 0)
+    with pytest.raises(PlanError, match=r"^rank 2, expected 0 to 1"):
+        relayout.explain(tmp_path, 2, tp=2)

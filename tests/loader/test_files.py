@@ -1,0 +1,430 @@
+"""relayout.loader.backends.files: which bytes come from the page cache, by the kernel's own count."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from support.page_cache import drive_nbytes, drop, opened, unmarked, warm, write_cold  # noqa: F401
+
+from relayout.core.extents import align_up
+from relayout.errors import FormatError
+from relayout.loader.backends import files as sources_module
+from relayout.loader.backends.files import Access, Sources
+from relayout.loader.sources.contents import StoredFile
+from relayout.storage.files import Buffer, InputFile
+from relayout.storage.page_cache import read_ahead_nbytes, resident_nbytes
+
+Bytes = npt.NDArray[np.uint8]
+
+MIB = 2**20
+NBYTES = 6 * MIB + 1000
+SLACK = MIB // 2
+"""Drive bytes that may be code or folders instead: less than the smallest piece here."""
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Bytes:
+    """What is in the file, which is cold."""
+    written = write_cold(tmp_path / "file", NBYTES)
+    with opened(tmp_path / "file") as fd:
+        if resident_nbytes(fd, 0, NBYTES) is None:
+            pytest.skip("this system does not tell what is in the page cache")
+    try:
+        os.close(os.open(tmp_path / "file", os.O_RDONLY | os.O_DIRECT))
+    except OSError as error:
+        pytest.skip(f"no direct I/O in {tmp_path}: {error.strerror}")
+    return written
+
+
+@contextmanager
+def sources_of(paths: Path | Sequence[Path], access: Access) -> Iterator[Sources]:
+    paths = [paths] if isinstance(paths, Path) else paths
+    sources = Sources([StoredFile(path, path.stat().st_size) for path in paths], access)
+    try:
+        yield sources
+    finally:
+        sources.close()
+
+
+def read(sources: Sources, file: int, offset: int, nbytes: int) -> bytes:
+    """A request, and what it has brought."""
+    view = Buffer().reserve(nbytes)
+    sources.read(file, offset, view)
+    return bytes(view)
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+
+def assert_drive_bytes(path: Path, access: Access, expected: int, written: Bytes) -> None:
+    """Reading the whole file takes so many bytes from the drive."""
+    assert expected <= drive_nbytes_of(path, access, written) < expected + SLACK
+
+
+def drive_nbytes_of(path: Path, access: Access, written: Bytes) -> int:
+    """Read the whole file, in requests of 2 MiB, and see how many bytes that took from the drive."""
+    with sources_of(path, access) as sources:
+        requests = range(0, align_up(NBYTES, 4096), 2 * MIB)
+        before = drive_nbytes()
+        parts = [
+            read(sources, 0, offset, min(2 * MIB, align_up(NBYTES, sources.alignment) - offset)) for offset in requests
+        ]
+        count = drive_nbytes() - before
+    assert b"".join(parts)[:NBYTES] == written.tobytes()
+    return count
+
+
+def test_a_cold_file_costs_just_its_bytes_and_leaves_none_in_the_page_cache(tmp_path: Path, written: Bytes) -> None:
+    assert_drive_bytes(tmp_path / "file", Access.AUTO, NBYTES, written)
+    with opened(tmp_path / "file") as fd:
+        assert resident_nbytes(fd, 0, NBYTES) == 0
+
+
+def test_a_file_that_is_all_there_costs_nothing(tmp_path: Path, written: Bytes) -> None:
+    counts = []
+    for _ in range(8):  # A system that is short of memory drops what it has just read, and code: not every time.
+        (tmp_path / "file").read_bytes()
+        counts.append(drive_nbytes_of(tmp_path / "file", Access.AUTO, written))
+    assert min(counts) < SLACK, counts
+
+
+@pytest.mark.usefixtures("unmarked")
+@pytest.mark.parametrize("there", [[0, 1, 2], [1, 3, 5], [5], [2, 3], [0, 1, 2, 3, 4], [6], [0, 6]])
+def test_of_a_file_that_is_partly_there_just_the_rest_is_read(tmp_path: Path, written: Bytes, there: list[int]) -> None:
+    for number in there:
+        warm(tmp_path / "file", number * MIB, MIB)  # Number 6 is the last, odd, 1000 bytes.
+    resident = sum(1000 if number == 6 else MIB for number in there)
+    assert_drive_bytes(tmp_path / "file", Access.AUTO, NBYTES - resident, written)
+    with opened(tmp_path / "file") as fd:
+        for number in range(7):
+            assert (resident_nbytes(fd, number * MIB, MIB) != 0) == (number in there)
+
+
+def test_reading_what_is_there_does_not_make_the_kernel_read_on(tmp_path: Path) -> None:
+    path = tmp_path / "large"
+    nbytes = 24 * MIB
+    written = write_cold(path, nbytes)
+    with opened(path) as fd:
+        for offset in range(0, 12 * MIB, 65536):  # As most programs read: the kernel reads ahead, and leaves marks.
+            os.pread(fd, 65536, offset)
+        before = resident_nbytes(fd, 0, nbytes)
+        assert before is not None
+        if not 12 * MIB < before < nbytes - MIB:
+            pytest.skip(f"the kernel has read ahead to {before} of {nbytes} bytes")
+        drive = drive_nbytes()
+        with sources_of(path, Access.AUTO) as sources:
+            for offset in range(0, nbytes, MIB):
+                assert read(sources, 0, offset, MIB) == written[offset : offset + MIB].tobytes()
+        assert resident_nbytes(fd, 0, nbytes) == before
+        assert nbytes - before <= drive_nbytes() - drive <= nbytes - before + read_ahead_nbytes(fd) + MIB
+
+
+def test_direct_never_uses_the_page_cache(tmp_path: Path, written: Bytes) -> None:
+    (tmp_path / "file").read_bytes()
+    assert_drive_bytes(tmp_path / "file", Access.DIRECT, NBYTES, written)
+    drop(tmp_path / "file")
+    assert_drive_bytes(tmp_path / "file", Access.DIRECT, NBYTES, written)
+    with opened(tmp_path / "file") as fd:
+        assert resident_nbytes(fd, 0, NBYTES) == 0
+
+
+def test_buffered_reads_leave_all_in_the_page_cache(tmp_path: Path, written: Bytes) -> None:
+    assert_drive_bytes(tmp_path / "file", Access.BUFFERED, NBYTES, written)
+    assert_drive_bytes(tmp_path / "file", Access.BUFFERED, 0, written)
+    with opened(tmp_path / "file") as fd:
+        assert resident_nbytes(fd, 0, NBYTES) == NBYTES
+
+
+@pytest.mark.usefixtures("unmarked")
+@pytest.mark.parametrize("seed", range(4))
+def test_pieces_cover_the_request_in_order_and_come_from_where_their_bytes_are(
+    tmp_path: Path, written: Bytes, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page cache is one that is written down: the system's own may lose pages, and get others, at any time."""
+    random = np.random.default_rng(seed)
+    num_pages = align_up(NBYTES, 4096) // 4096
+    there = np.zeros(num_pages, np.bool_)
+    for _ in range(5):  # Stretches of any length, some of them longer than a piece.
+        start = int(random.integers(num_pages))
+        there[start : start + int(random.integers(1, 700))] = True
+
+    def num_there(fd: int, offset: int, nbytes: int) -> int:
+        nbytes = min(nbytes, NBYTES - offset)
+        return min(nbytes, 4096 * int(there[offset // 4096 : -(-(offset + nbytes) // 4096)].sum()))
+
+    monkeypatch.setattr(sources_module, "resident_nbytes", num_there)
+    kinds = set()
+    with sources_of(tmp_path / "file", Access.AUTO) as sources:
+        for _ in range(60):
+            first = int(random.integers(num_pages))
+            offset, nbytes = first * 4096, int(random.integers(1, num_pages + 9 - first)) * 4096
+            pieces = list(sources.pieces(0, offset, nbytes))
+            assert pieces[0][0] == offset
+            assert all(start + length == then for (start, length, _), (then, _, _) in pairwise(pieces))
+            assert pieces[-1][0] + pieces[-1][1] == offset + nbytes  # Even behind the end of the file.
+            assert all(one[2] != other[2] for one, other in pairwise(pieces))
+            for start, length, through_cache in pieces:
+                assert length > 0
+                assert start % 4096 == length % 4096 == 0
+                mine = there[start // 4096 : (start + length) // 4096]
+                if through_cache:
+                    assert mine.all()
+                else:  # In each MiB of it something is missing.
+                    assert all(not mine[page : page + 256].all() for page in range(0, mine.size, 256))
+                kinds.add(through_cache)
+            got = read(sources, 0, offset, nbytes)[: NBYTES - offset]
+            assert got == written[offset : offset + nbytes].tobytes()
+    assert kinds == {True, False}
+
+
+@pytest.mark.usefixtures("unmarked")
+def test_a_request_is_one_piece_where_there_is_nothing_to_choose(
+    tmp_path: Path, written: Bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    with sources_of(path, Access.AUTO) as sources:
+        warm(path, 0, 4096)  # What comes into the cache later is not looked for.
+        assert list(sources.pieces(0, 0, 4 * MIB)) == [(0, 4 * MIB, False)]
+    with sources_of(path, Access.AUTO) as sources:
+        assert list(sources.pieces(0, 0, 4096)) == [(0, 4096, True)]
+        assert list(sources.pieces(0, 4096, 4 * MIB)) == [(4096, 4 * MIB, False)]
+        assert list(sources.pieces(0, 0, 4 * MIB)) == [(0, 4 * MIB, False)]  # A block of 256 is not worth it.
+    warm(path, 0, MIB)
+    with sources_of(path, Access.AUTO) as sources:
+        assert list(sources.pieces(0, 0, 4 * MIB)) == [(0, MIB, True), (MIB, 3 * MIB, False)]
+    with sources_of(path, Access.DIRECT) as sources:
+        assert list(sources.pieces(0, 0, 4 * MIB)) == [(0, 4 * MIB, False)]
+    with sources_of(path, Access.BUFFERED) as sources:
+        assert list(sources.pieces(0, 5, 4 * MIB)) == [(5, 4 * MIB, True)]
+    monkeypatch.setattr(sources_module, "resident_nbytes", lambda *_: None)
+    with sources_of(path, Access.AUTO) as sources:  # It is not known what is there.
+        assert list(sources.pieces(0, 0, 4 * MIB)) == [(0, 4 * MIB, False)]
+
+
+def test_alignment_is_a_block_only_if_something_is_read_directly(tmp_path: Path, written: Bytes) -> None:
+    for access, alignment in ((Access.AUTO, 4096), (Access.DIRECT, 4096), (Access.BUFFERED, 1)):
+        with sources_of(tmp_path / "file", access) as sources:
+            assert sources.alignment == alignment
+    assert Sources([], Access.AUTO).alignment == 1
+
+
+def test_residency_is_told_of_each_file(tmp_path: Path, written: Bytes) -> None:
+    write_cold(tmp_path / "other", MIB)
+    warm(tmp_path / "other", 8192, 4096)
+    for access in Access:
+        with sources_of([tmp_path / "file", tmp_path / "other"], access) as sources:
+            assert sources.resident_nbytes(0, 0, NBYTES) == 0
+            assert sources.resident_nbytes(1, 0, MIB) == 4096
+            assert os.fstat(sources.fd(1)).st_ino == (tmp_path / "other").stat().st_ino
+
+
+def test_many_threads_read_at_once(tmp_path: Path, written: Bytes) -> None:
+    for number in (1, 4):
+        warm(tmp_path / "file", number * MIB, MIB)
+    wrong: list[int] = []
+    with sources_of(tmp_path / "file", Access.AUTO) as sources:
+
+        def work(seed: int) -> None:
+            random = np.random.default_rng(seed)
+            for _ in range(20):
+                offset, nbytes = (int(n) * 4096 for n in random.integers(1, 500, 2))
+                if read(sources, 0, offset, nbytes) != written[offset : offset + nbytes].tobytes():
+                    wrong.append(offset)
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+
+
+def test_an_empty_file_is_no_trouble(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    for access in (Access.AUTO, Access.BUFFERED):
+        with sources_of(tmp_path / "empty", access) as sources:
+            assert list(sources.pieces(0, 0, 0)) in ([(0, 0, False)], [(0, 0, True)])
+            sources.read(0, 0, Buffer().reserve(0))
+
+
+@pytest.mark.parametrize("access", Access)
+def test_files_that_cannot_be_had_are_refused_and_all_others_closed(
+    tmp_path: Path, written: Bytes, access: Access
+) -> None:
+    good = StoredFile(tmp_path / "file", NBYTES)
+    (tmp_path / "file").read_bytes()  # So that AUTO has it open twice.
+    before = num_descriptors()
+    for bad, message in (
+        (StoredFile(tmp_path / "missing", 5), r"missing: is missing$"),
+        (StoredFile(tmp_path / "file", NBYTES - 1), rf"file: {NBYTES} bytes long, expected {NBYTES - 1}$"),
+        (StoredFile(tmp_path / "file", NBYTES + 1), rf"file: {NBYTES} bytes long, expected {NBYTES + 1}$"),
+    ):
+        with pytest.raises(FormatError, match=message):
+            Sources([good, good, bad, good], access)
+        assert num_descriptors() == before
+    sources = Sources([good, good], access)
+    assert num_descriptors() == before + (4 if access is Access.AUTO else 2)
+    sources.close()
+    sources.close()  # Once more does no harm.
+    assert num_descriptors() == before
+
+
+@pytest.mark.parametrize("access", Access)
+def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path: Path, access: Access) -> None:
+    os.mkfifo(tmp_path / "file")
+    before = num_descriptors()
+    with pytest.raises(FormatError, match=r"file: not a regular file$"):
+        Sources([StoredFile(tmp_path / "file", 0)], access)
+    assert num_descriptors() == before
+
+
+def test_a_file_that_is_replaced_between_two_opens_is_refused(
+    tmp_path: Path, written: Bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    path.read_bytes()
+    (tmp_path / "other").write_bytes(written[::-1].tobytes())
+
+    class Replacing(InputFile):
+        def __init__(self, path: Path, nbytes: int, **options: Any) -> None:
+            if not options["direct"]:
+                (tmp_path / "other").rename(path)
+            super().__init__(path, nbytes, **options)
+
+    monkeypatch.setattr(sources_module, "InputFile", Replacing)
+    before = num_descriptors()
+    with pytest.raises(FormatError, match=r"file: was replaced while it was opened$"):
+        Sources([StoredFile(path, NBYTES)], Access.AUTO)
+    assert num_descriptors() == before
+
+
+def test_a_file_that_vanishes_between_two_opens_is_refused(
+    tmp_path: Path, written: Bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    path.read_bytes()
+
+    class Vanishing(InputFile):
+        def __init__(self, path: Path, nbytes: int, **options: Any) -> None:
+            if not options["direct"]:
+                path.unlink()
+            super().__init__(path, nbytes, **options)
+
+    monkeypatch.setattr(sources_module, "InputFile", Vanishing)
+    before = num_descriptors()
+    with pytest.raises(FormatError, match=r"file: is missing$"):
+        Sources([StoredFile(path, NBYTES)], Access.AUTO)
+    assert num_descriptors() == before
+
+
+def test_what_replaces_a_file_later_is_not_read(tmp_path: Path, written: Bytes) -> None:
+    path = tmp_path / "file"
+    warm(path, 0, MIB)
+    with sources_of(path, Access.AUTO) as sources:
+        (tmp_path / "other").write_bytes(written[::-1].tobytes())
+        (tmp_path / "other").rename(path)
+        assert read(sources, 0, 0, 2 * MIB) == written[: 2 * MIB].tobytes()
+
+
+@pytest.mark.parametrize("nbytes", [2 * MIB, 2 * MIB + 4096, 2 * MIB + 5000, 2 * MIB + 100])
+@pytest.mark.parametrize("resident", [False, True])
+@pytest.mark.parametrize("access", Access)
+def test_a_file_that_has_become_shorter_is_damaged(
+    tmp_path: Path, written: Bytes, access: Access, resident: bool, nbytes: int
+) -> None:
+    path = tmp_path / "file"
+    if resident:
+        path.read_bytes()
+    with sources_of(path, access) as sources:
+        os.truncate(path, nbytes)
+        with pytest.raises(FormatError, match=rf"file: ends at byte {nbytes}, expected {NBYTES} bytes$"):
+            read(sources, 0, MIB, 4 * MIB)
+
+
+def refuse_to_open(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """A file system that does not open files for direct I/O."""
+    true_open = os.open
+
+    def refuse(name: Any, flags: int, *rest: int, **options: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(code, os.strerror(code), str(name))
+        return true_open(name, flags, *rest, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+
+
+def refuse_to_read(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """One that opens them, and then refuses each direct read."""
+    true_preadv = os.preadv
+
+    def refuse(fd: int, buffers: Iterable[Any], offset: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(code, os.strerror(code))
+        return true_preadv(fd, list(buffers), offset)
+
+    monkeypatch.setattr(os, "preadv", refuse)
+
+
+@pytest.mark.parametrize("code", [22, 95])  # EINVAL, EOPNOTSUPP
+@pytest.mark.parametrize("refuse", [refuse_to_open, refuse_to_read])
+@pytest.mark.parametrize("resident", [False, True])
+def test_refused_direct_io_is_an_error_only_where_direct_was_asked_for(
+    tmp_path: Path,
+    written: Bytes,
+    monkeypatch: pytest.MonkeyPatch,
+    refuse: Callable[[pytest.MonkeyPatch, int], None],
+    code: int,
+    resident: bool,
+) -> None:
+    path = tmp_path / "file"
+    if resident:
+        warm(path, 0, MIB)
+    refuse(monkeypatch, code)
+    before = num_descriptors()
+    for access in (Access.AUTO, Access.BUFFERED):
+        with sources_of(path, access) as sources:
+            for offset in (0, 2 * MIB):
+                assert read(sources, 0, offset, 2 * MIB) == written[offset : offset + 2 * MIB].tobytes()
+            if refuse is refuse_to_open or not resident:
+                assert list(sources.pieces(0, 0, MIB)) == [(0, MIB, True)]
+                assert sources.alignment == 1
+    with (
+        pytest.raises(OSError, match=r"refuses direct I/O; use backend 'buffered'.*file'$") as caught,
+        sources_of(path, Access.DIRECT) as sources,
+    ):
+        read(sources, 0, 0, MIB)
+    assert caught.value.errno == 95
+    assert num_descriptors() == before
+
+
+def test_any_other_refusal_to_open_is_an_error_of_each_access(
+    tmp_path: Path, written: Bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_to_open(monkeypatch, 5)
+    for access in (Access.AUTO, Access.DIRECT):
+        with pytest.raises(OSError, match=r"^\[Errno 5\] .*file'$"), sources_of(tmp_path / "file", access):
+            pass
+
+
+@pytest.mark.parametrize("access", Access)
+def test_a_failed_read_names_file_and_byte(
+    tmp_path: Path, written: Bytes, monkeypatch: pytest.MonkeyPatch, access: Access
+) -> None:
+    def fail(fd: int, buffers: Iterable[Any], offset: int) -> int:
+        raise OSError(5, "Input/output error")
+
+    with sources_of(tmp_path / "file", access) as sources:
+        monkeypatch.setattr(os, "preadv", fail)
+        with pytest.raises(OSError, match=r"\[Errno 5\] Input/output error at byte 8192: '.*file'$"):
+            read(sources, 0, 8192, 4096)

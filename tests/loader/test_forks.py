@@ -1,0 +1,207 @@
+"""A process that is forked while something is loaded: the child ends, and says so where it goes on with the load."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.loader_fixtures import IN_FLIGHT, MIB
+
+SECONDS = 30
+"""A child that takes longer hangs."""
+
+START = f"""
+import gc, multiprocessing, os, signal, sys, threading, time
+import torch  # A child could not import what another thread is importing while the process forks (CPython's own limit).
+import relayout
+folder, backend = sys.argv[1:3]
+
+def ended(pid):
+    end = time.monotonic() + {SECONDS}
+    while time.monotonic() < end:
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return "hangs"
+"""
+
+BEGUN = (
+    START
+    + f"""
+from relayout.loader.backends import files as sources
+
+# The other threads are in the middle of a read, or wait for their turn, while the process forks.
+reading, may_read = threading.Event(), threading.Event()
+true_read = sources.Sources.read
+
+def read(self, file, offset, view):
+    if offset > {MIB}:  # Behind the first tensor.
+        reading.set()
+        may_read.wait()
+    return true_read(self, file, offset, view)
+
+sources.Sources.read = read
+iterator = relayout.iter_load(folder, 0, backend=backend, memory={IN_FLIGHT}, threads=3)
+first = [next(iterator)]
+reading.wait()
+"""
+)
+
+CHILDREN = {
+    "comes to its end": "pass",
+    "forgets it": "del iterator; gc.collect(); os._exit(0)",
+    "closes it": "iterator.close(); os._exit(0)",
+    "exits at once": "os._exit(0)",
+    "loads by itself": """
+sources.Sources.read = true_read
+os._exit(0 if len(relayout.load(folder, 0)) == 16 and len(list(relayout.iter_load(folder, 0))) == 16 else 9)
+""",
+    "goes on": """
+try:
+    for _ in range(16):
+        next(iterator)
+except RuntimeError as error:
+    try:
+        next(iterator)
+    except StopIteration:
+        os._exit(0 if "forked" in str(error) else 8)
+os._exit(9)
+""",
+    "leaves by exit": "sys.exit(0)",
+}
+
+
+def run(script: str, *arguments: object) -> str:
+    """The last line that a script prints; it and all its children are killed if they hang."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=2 * SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        pytest.fail("the process itself hangs")
+    assert process.returncode == 0, err
+    return out.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("backend", ["auto", "buffered"])
+@pytest.mark.parametrize("what", CHILDREN)
+def test_a_child_of_a_fork_in_the_middle_of_an_iteration_ends(wide: Path, what: str, backend: str) -> None:
+    script = f"""{BEGUN}
+pid = os.fork()
+if pid == 0:
+    exec({CHILDREN[what]!r})
+else:
+    code = ended(pid)
+    may_read.set()
+    print(code, len(first + list(iterator)))
+"""
+    assert run(script, wide, backend) == "0 16"
+
+
+def test_children_of_multiprocessing_end_too(wide: Path) -> None:
+    script = f"""{BEGUN}
+child = multiprocessing.get_context("fork").Process(target=lambda: None)
+child.start()
+child.join({SECONDS})
+code = child.exitcode
+child.kill()
+may_read.set()
+print(code, len(first + list(iterator)))
+"""
+    assert run(script, wide, "auto") == "0 16"
+
+
+def test_tensors_of_an_iteration_stay_in_the_child(wide: Path) -> None:
+    script = f"""{BEGUN}
+before = first[0][1].numpy().tobytes()
+pid = os.fork()
+if pid == 0:
+    iterator.close()
+    os._exit(0 if first[0][1].numpy().tobytes() == before else 9)
+print(ended(pid))
+may_read.set()
+"""
+    assert run(script, wide, "auto") == "0"
+
+
+@pytest.mark.parametrize("what", ["pass", "os._exit(0)", CHILDREN["loads by itself"]])
+def test_a_child_that_is_forked_while_another_thread_loads_ends(wide: Path, what: str) -> None:
+    script = f"""{BEGUN.partition("iterator =")[0]}
+found = []
+loading = threading.Thread(target=lambda: found.append(relayout.load(folder, 0, backend=backend, threads=3)))
+loading.start()
+reading.wait()
+pid = os.fork()
+if pid == 0:
+    exec({what!r})
+else:
+    code = ended(pid)
+    may_read.set()
+    loading.join()
+    print(code, len(found[0]))
+"""
+    assert run(script, wide, "auto") == "0 16"
+
+
+def test_a_load_that_forks_in_its_own_progress_is_an_error_in_the_child(wide: Path) -> None:
+    script = f"""{START}
+def progress(done, total):
+    global pid
+    if pid is None:
+        pid = os.fork()
+
+pid = None
+try:
+    print(len(relayout.load(folder, 0, backend=backend, progress=progress)))
+except RuntimeError as error:
+    assert pid == 0, error
+    os._exit(0 if "forked" in str(error) else 8)
+if pid == 0:
+    os._exit(9)
+print(ended(pid))
+"""
+    assert run(script, wide, "auto") == "0"
+
+
+def test_a_child_uses_what_is_open_while_another_thread_of_the_parent_reads_a_table(wide: Path) -> None:
+    script = f"""{START}
+from relayout.loader.sources import resharded as regrouped
+
+reading, may_read = threading.Event(), threading.Event()
+true_read = regrouped.read_table
+
+def read_table(*given):
+    reading.set()
+    may_read.wait()
+    return true_read(*given)
+
+regrouped.read_table = read_table
+opened = relayout.safe_open(folder)
+name = opened.keys()[3]
+found = []
+other = threading.Thread(target=lambda: found.append(opened.get_tensor(name)))
+other.start()
+reading.wait()
+pid = os.fork()
+if pid == 0:
+    regrouped.read_table = true_read
+    os._exit(0 if opened.get_tensor(name).numel() else 9)
+code = ended(pid)
+may_read.set()
+other.join()
+print(code, len(found))
+"""
+    assert run(script, wide, "auto") == "0 1"

@@ -1,0 +1,230 @@
+"""Loads from files that fail, are cut, replaced or removed meanwhile: one clear error, nothing left, and loads go on.
+
+Most of it happens in one process under `faults.c`, see faulty.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import faulty
+from support.fake_cuda import FakeCuFile, FakeHandle
+from support.faulty import CUT, PART
+from support.loader_fixtures import OWN, assert_equal, fake_device, nothing_left_behind
+
+import relayout
+from relayout.errors import FormatError
+from relayout.loader import into
+from relayout.loader.backends import files as sources
+from relayout.storage.files import InputFile
+
+pytestmark = [
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="takes Linux's dynamic linker and /proc"),
+    pytest.mark.xdist_group("load_faults"),  # One child makes all the faults.
+]
+
+TRIALS = [(way, call) for way in OWN for call in faulty.calls_of(way)]
+READ_IN_PART = {("mapped", call) for call in (*faulty.MAPPED, "open") if call != "load verify"}
+"""Whole pages are mapped, and nobody looks at them."""
+NOTHING = [0, 0, 0, 0]
+"""More descriptors, threads, mappings of rank files, bytes of large mappings; while the error is at hand."""
+
+
+@pytest.fixture
+def folder(place: Path, tmp_path: Path) -> Path:
+    """A copy, to be damaged."""
+    return Path(shutil.copytree(place / "out", tmp_path / "out"))
+
+
+@pytest.fixture(scope="module")
+def outcomes(place: Path, shim: Path) -> dict[str, dict[str, Any]]:
+    """What came of each trial, by "way: call: fault"."""
+    done = subprocess.run(
+        [sys.executable, faulty.__file__, str(place / "out"), str(place / "foreign")],
+        env={**os.environ, "LD_PRELOAD": str(shim), **faulty.QUIET},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    found: dict[str, dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.fixture(params=TRIALS, ids=": ".join)
+def trial(request: pytest.FixtureRequest, outcomes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What came of each fault, for one way and call."""
+    start = ": ".join(request.param) + ": "
+    found = {name.removeprefix(start): outcome for name, outcome in outcomes.items() if name.startswith(start)}
+    assert found
+    return found | {"is read in part": request.param in READ_IN_PART, "call": request.param[1]}
+
+
+def test_a_range_that_cannot_be_read_is_told_with_file_and_offset(trial: dict[str, Any]) -> None:
+    for what in ("an error in whole blocks", "an error in the last block"):
+        outcome = trial[what]
+        assert outcome["left"] == NOTHING
+        assert outcome["same"]  # As far as anything was yielded.
+        if trial["is read in part"] and what == "an error in whole blocks":
+            assert "error" not in outcome
+            continue
+        assert (outcome["error"], outcome["errno"], Path(outcome["filename"]).name) == ("OSError", errno.EIO, PART)
+        (offset,) = re.findall(r"Input/output error at byte (\d+); ", outcome["text"])  # Where the request began.
+        assert int(offset) <= outcome["fails at"]
+        assert "the drive or file system failed: see dmesg" in outcome["text"]
+        if trial["call"] not in ("iter_load", "safe_open"):
+            assert outcome["num"] == 0
+
+
+def test_short_and_interrupted_reads_are_none_of_the_callers_business(trial: dict[str, Any]) -> None:
+    outcome = trial["short and interrupted reads"]
+    assert "error" not in outcome
+    assert outcome["same"]
+    assert outcome["num"] >= 30
+    assert outcome["left"] == NOTHING
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_named(trial: dict[str, Any]) -> None:
+    outcome = trial["cut"]
+    assert outcome["error"] == "FormatError"
+    assert re.search(rf"{PART}: ends at byte \d+, expected \d+ bytes$", outcome["text"])
+    assert outcome["left"] == NOTHING
+    assert outcome["same"]
+    kind, text = trial["cut, once more"]["again"]
+    assert kind == "FormatError"
+    assert re.search(rf"{PART}: {CUT} bytes long, expected \d+$", text)
+
+
+@pytest.mark.parametrize(
+    ("what", "later"),
+    [("replaced", "its header is not of "), ("unlinked", "is missing$")],
+)
+def test_a_file_that_leaves_its_place_is_read_to_its_end_or_named(trial: dict[str, Any], what: str, later: str) -> None:
+    """Never are bytes of two files mixed, or taken from the wrong one."""
+    outcome = trial[what]
+    assert outcome["left"] == NOTHING
+    assert outcome["same"]
+    if trial["call"] == "safe_open":  # It opens the file again for each tensor.
+        assert outcome["error"] == "FormatError"
+    if "error" in outcome:
+        assert outcome["error"] == "FormatError"
+        assert re.search(rf"{PART}: (was replaced while|{later})", outcome["text"])
+    kind, text = trial[f"{what}, once more"]["again"]
+    assert kind == "FormatError"
+    assert re.search(rf"{PART}: {later}", text)
+
+
+def test_afterwards_the_same_process_loads_what_has_been_repaired(trial: dict[str, Any]) -> None:
+    for what in ("repaired", "cut, repaired", "replaced, repaired", "unlinked, repaired"):
+        assert trial[what]["again"] == [True]
+
+
+@pytest.fixture
+def replace(place: Path, folder: Path) -> Callable[..., object]:
+    """Puts another conversion's file, of the same length, in the place of one that is loaded from."""
+
+    def replace(*_: object) -> None:
+        beside = Path(shutil.copy(place / "foreign" / PART, folder / "beside"))
+        assert beside.stat().st_size == (folder / PART).stat().st_size
+        beside.rename(folder / PART)
+
+    return replace
+
+
+NOT_ITS_OWN = rf"{PART}: its header is not of rank 0, part \d, of this conversion$"
+
+
+@pytest.mark.parametrize("call", ["load", "load names", "iter_load", "load tp", "open", "safe_open"])
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_a_file_that_is_replaced_while_it_is_opened_is_not_taken_for_another(
+    way: str, call: str, when: str, folder: Path, replace: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is opened is looked at, not what lies at its path before or behind that."""
+    faulty.stored(folder, "model-rank-0-*")
+    own = shutil.copy(folder / PART, folder / "own")
+
+    def open_file(path: Path, *given: Any, **options: Any) -> InputFile:
+        if path.name != PART:
+            return InputFile(path, *given, **options)
+        replace()
+        opened = InputFile(path, *given, **options)
+        if when == "behind":
+            Path(shutil.copy(own, folder / "beside")).replace(folder / PART)
+        return opened
+
+    monkeypatch.setattr(sources, "InputFile", open_file)
+    kept: dict[str, torch.Tensor] = {}
+    with nothing_left_behind(), pytest.raises(FormatError, match=f"{NOT_ITS_OWN}|was replaced while it was opened"):
+        faulty.CALLS[call](folder, way, kept)
+    assert kept == {} or call == "safe_open", "which gives one tensor after another"
+
+
+def test_a_file_that_is_replaced_between_two_stages_of_a_load_is_not_read(
+    way: str, folder: Path, replace: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way == "mapped":
+        pytest.skip("it makes the memory of its tensors itself")
+    true_fill = into._fill
+
+    def fill(*given: Any) -> None:
+        true_fill(*given)
+        replace()
+
+    faulty.stored(folder, "model-rank-0-*")
+    monkeypatch.setattr(into, "_fill", fill)
+    with nothing_left_behind(), pytest.raises(FormatError, match=NOT_ITS_OWN):
+        faulty.load_into(folder, way, {}, through="model.layers.0.mlp.down_proj.weight")
+
+
+def test_a_file_that_is_replaced_after_safe_open_has_looked_at_it_is_not_read(
+    folder: Path, replace: Callable[..., object]
+) -> None:
+    with relayout.safe_open(folder) as opened, nothing_left_behind():
+        before = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (it is no mapping)
+        replace()
+        found: dict[str, torch.Tensor] = {}
+        with pytest.raises(FormatError, match=NOT_ITS_OWN):
+            found.update((name, opened.get_tensor(name)) for name in before)
+        assert_equal(found, {name: before[name] for name in found})
+
+
+def test_a_file_that_was_only_touched_or_copied_is_the_same(folder: Path) -> None:
+    with relayout.safe_open(folder) as opened:
+        before = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (it is no mapping)
+        os.utime(folder / PART)
+        assert_equal({name: opened.get_tensor(name) for name in before}, before)
+        Path(shutil.copy(folder / PART, folder / "beside")).rename(folder / PART)
+        assert_equal({name: opened.get_tensor(name) for name in before}, before)
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_file_that_is_replaced_between_two_ways_of_opening_it_is_refused(
+    is_gone: bool, folder: Path, replace: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cufile = FakeCuFile()
+    true_open = cufile.open
+
+    def open_it(path: Path) -> FakeHandle:
+        if path.name == PART:
+            replace()
+        handle = true_open(path)
+        if path.name == PART and is_gone:
+            path.unlink()
+        return handle
+
+    for _ in fake_device(monkeypatch, "gds", cufile=cufile):
+        monkeypatch.setattr(cufile, "open", open_it)
+        with nothing_left_behind(), pytest.raises(FormatError, match=rf"{PART}: was replaced while it was opened$"):
+            relayout.load(folder, 0)

@@ -1,0 +1,313 @@
+"""`relayout.load` in part (`names`), with digests checked (`verify`), within budgets, and with its progress shown."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.loader_fixtures import (
+    BLOCK,
+    MEASURE,
+    MIB,
+    WAYS,
+    assert_equal,
+    child,
+    extents,
+    flip,
+    nothing_left_behind,
+    readahead,
+    skip_unless_drives_are_counted,
+    whole_tensors,
+    write_model,
+)
+
+import relayout
+from relayout.errors import FormatError, PlanError
+from relayout.loader.backends.files import Sources
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Converted: tensors of several chunks and between them smaller ones, then a tail of odd sizes."""
+    folder = tmp_path_factory.mktemp("large")
+    sizes = {f"x{n}.weight": 4096 * n for n in (1, 2, 3)} | {"chunks": 17 * MIB}
+    odd = {"odd.one": 8 * MIB + 1, "odd.two": 33, "odd.three": 3, "odd.four": 70_001}
+    write_model(folder / "source", {name: (torch.uint8, (size,)) for name, size in (sizes | odd).items()})
+    relayout.convert(folder / "source", folder / "out", max_part_nbytes=30 * MIB)
+    return folder / "out"
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ("*", lambda name: True),
+        ("model.layers.1.*", lambda name: ".layers.1." in name),
+        (["*norm*", "lm_head.weight"], lambda name: "norm" in name or "lm_head" in name),
+        (["*.[02].mlp.*_proj.weight", "*up_proj*"], lambda name: ".0.mlp" in name or ".2.mlp" in name or "up_" in name),
+        ("model.embed_tokens.weight", lambda name: "embed" in name),
+        ("model.norm.weight", lambda name: name == "model.norm.weight"),
+        ([], lambda name: False),
+    ],
+)
+def test_names_chooses_tensors(converted: Path, way: str, names: Any, expected: Any) -> None:
+    stored = whole_tensors(converted, "model-rank-1-*")
+    chosen = {name: tensor for name, tensor in stored.items() if expected(name)}
+    held = relayout.load(converted, 1, names=names, backend=way)
+    assert list(held) == list(chosen)
+    assert_equal(held, chosen)
+    assert {tensor.data_ptr() % 16 for tensor in held.values() if tensor.numel()} <= {0}
+    assert_equal(relayout.load(converted, 1, names=names, backend=way, verify=True), chosen)
+
+
+@pytest.mark.filterwarnings("ignore:.*plain checkpoint")
+def test_names_chooses_tensors_of_a_plain_folder(model: Path, way: str) -> None:
+    held = relayout.load(model, 1, tp=2, names=["*.0.mlp.*", "model.norm.weight"], backend=way)
+    expected = {
+        name: tensor.chunk(2, 1 if "down" in name else 0)[1].contiguous()
+        for name, tensor in whole_tensors(model).items()
+        if ".0.mlp" in name
+    }
+    assert_equal(held, expected | {"model.norm.weight": torch.empty(0)})
+
+
+@pytest.mark.parametrize("names", ["nothing", ["*", "lm_head"], "model.layers.[9].*"])
+def test_a_pattern_that_matches_nothing_is_refused(converted: Path, names: Any) -> None:
+    with nothing_left_behind(), pytest.raises(PlanError, match="is none of the rank's 23 tensors, and matches none"):
+        relayout.load(converted, 1, names=names)
+
+
+def test_bytes_that_are_not_chosen_are_not_read(tmp_path: Path) -> None:
+    sizes = {f"layer.{n:02}.{kind}": 3 * MIB + 4096 * n for n in range(10) for kind in ("a", "b")}
+    write_model(tmp_path / "source", {name: (torch.uint8, (size,)) for name, size in sizes.items()})
+    relayout.convert(tmp_path / "source", tmp_path / "out")
+    script = (
+        MEASURE
+        + """
+found = {}
+for backend in ("auto", "direct", "buffered", "mapped"):
+    relayout.load(sys.argv[1], 0, backend=backend, names="layer.00.a")  # What is imported is read, too.
+    counts = []
+    for _ in range(8):
+        forget(sys.argv[1])
+        before = drive_nbytes()
+        tensors = relayout.load(sys.argv[1], 0, backend=backend, names=["*.05.?", "layer.01.b"])
+        checked = sum(int(tensor.sum()) for tensor in tensors.values())
+        counts.append(drive_nbytes() - before)
+        loaded = sum(tensor.nbytes for tensor in tensors.values())
+        del tensors
+    found[backend] = [counts, loaded, checked]
+print(json.dumps(found))
+"""
+    )
+    found = child(script, tmp_path / "out")
+    skip_unless_drives_are_counted(max(max(counts) for counts, *_ in found.values()))
+    chosen = [tensor for name, tensor in whole_tensors(tmp_path / "out").items() if ".05." in name or "01.b" in name]
+    sidecars = 2**18
+    for name, (counts, loaded, checked) in found.items():
+        assert loaded == sum(tensor.nbytes for tensor in chosen) == 9 * MIB + 11 * 4096
+        assert checked == sum(int(tensor.sum()) for tensor in chosen)
+        # Two stretches, of which each has two edges. A page fault reads as much before and behind as a read behind.
+        ahead = {"buffered": readahead(tmp_path), "mapped": 3 * readahead(tmp_path)}.get(name, 2 * BLOCK)
+        # A system that is short of memory drops pages that it has just read, and those of programs: not every time.
+        assert any(loaded <= nbytes <= loaded + 2 * ahead + sidecars for nbytes in counts), (name, counts)
+
+
+def positions(folder: Path) -> list[tuple[Path, int]]:
+    """Bytes of rank 0: the first and last of every tensor, and those at the borders of chunks."""
+    found = []
+    for file in sorted(folder.glob("model-rank-0-*")):
+        for start, end in extents(file).values():
+            found += [(file, start), (file, end - 1), *((file, at) for at in range(start + 8 * MIB - 1, end, 8 * MIB))]
+    return found
+
+
+def test_verify_finds_a_flipped_bit_anywhere_and_names_the_tensor(large: Path, way: str) -> None:
+    expected = {name: tensor.clone() for name, tensor in whole_tensors(large, "model-rank-0-*").items()}
+    assert_equal(relayout.load(large, 0, verify=True, backend=way), expected)
+    flips = positions(large)
+    assert len(flips) == 8 * 2 + 3
+    for number, (file, position) in enumerate(flips):
+        (name,) = (name for name, (start, end) in extents(file).items() if start <= position < end)
+        flip(file, position, number % 8)
+        try:
+            with nothing_left_behind(), pytest.raises(FormatError, match=f"tensor '{name}': its bytes have digest"):
+                relayout.load(large, 0, verify=True, backend=way, names=name if number % 4 else None)
+        finally:
+            flip(file, position, number % 8)
+    assert_equal(relayout.load(large, 0, verify=True, backend=way), expected)
+
+
+def test_verify_finds_damage_in_small_tensors_of_every_kind(converted: Path, tmp_path: Path, backend: str) -> None:
+    folder = Path(shutil.copytree(converted, tmp_path / "copy"))
+    for file in sorted(folder.glob("model-rank-1-*")):
+        for name, (start, end) in extents(file).items():
+            if start == end:
+                continue
+            flip(file, (start + end) // 2, 7)
+            with pytest.raises(FormatError, match=f"tensor '{name}': its bytes have digest"):
+                relayout.load(folder, 1, verify=True, backend=backend)
+            flip(file, (start + end) // 2, 7)
+    assert relayout.load(folder, 1, verify=True, backend=backend)
+
+
+def test_without_verify_damage_is_loaded_as_it_is(converted: Path, tmp_path: Path, way: str) -> None:
+    folder = Path(shutil.copytree(converted, tmp_path / "copy"))
+    file = min(folder.glob("model-rank-1-*"))
+    before = whole_tensors(folder, "model-rank-1-*")
+    name, (start, _) = next(iter(extents(file).items()))
+    before[name].view(torch.uint8)[0, 5] ^= 4
+    flip(file, start + 5, 2)
+    assert_equal(relayout.load(folder, 1, backend=way), before)
+
+
+def test_a_tensor_that_was_not_chosen_is_not_verified(converted: Path, tmp_path: Path, way: str) -> None:
+    folder = Path(shutil.copytree(converted, tmp_path / "copy"))
+    file = min(folder.glob("model-rank-1-*"))
+    name, (start, _) = next(iter(extents(file).items()))
+    flip(file, start)
+    others = [other for other in whole_tensors(folder, "model-rank-1-*") if other != name]
+    assert list(relayout.load(folder, 1, names=others, verify=True, backend=way)) == others
+
+
+@pytest.mark.filterwarnings("ignore:.*plain checkpoint")
+def test_a_plain_folder_has_nothing_to_verify_by(model: Path) -> None:
+    with pytest.raises(PlanError, match="nothing to verify by"):
+        relayout.load(model, 0, tp=2, verify=True)
+
+
+@pytest.mark.parametrize("threads", [1, 50])
+@pytest.mark.parametrize("memory", [None, MIB])
+def test_any_threads_and_memory_give_the_same(converted: Path, way: str, threads: int, memory: int | None) -> None:
+    held = relayout.load(converted, 0, threads=threads, memory=memory, backend=way, verify=threads == 50)
+    assert_equal(held, whole_tensors(converted, "model-rank-0-*"))
+
+
+def test_threads_is_how_many_read(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readers: set[str] = set()
+    true_read = Sources.read
+    everybody = threading.Barrier(3)
+
+    def read(self: Sources, file: int, offset: int, view: memoryview) -> None:
+        if threading.current_thread().name not in readers:
+            readers.add(threading.current_thread().name)
+            everybody.wait(10)
+        true_read(self, file, offset, view)
+
+    monkeypatch.setattr(Sources, "read", read)
+    held = relayout.load(large, 0, threads=3)
+    assert len(readers) == 3
+    assert_equal(held, whole_tensors(large, "model-rank-0-*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"threads": 0}, "0 threads, expected 1 or more"),
+        ({"threads": -2}, "-2 threads, expected 1 or more"),
+        ({"memory": 0}, "0 bytes of memory, expected 1048576 or more"),
+        ({"memory": MIB - 1}, "1048575 bytes of memory, expected 1048576 or more"),
+        ({"backend": "pinned"}, "backend 'pinned' loads to a CUDA device, not to 'cpu'"),
+        ({"backend": "gds"}, "backend 'gds' loads to a CUDA device, not to 'cpu'"),
+        ({"backend": "mapped", "device": "meta"}, "backend 'mapped' has tensors in host memory, not on 'meta'"),
+    ],
+)
+def test_a_budget_or_backend_that_cannot_work_is_refused(converted: Path, options: Any, message: str) -> None:
+    for names in (None, "*"):
+        with nothing_left_behind(), pytest.raises(PlanError, match=message):
+            relayout.load(converted, 0, names=names, **options)
+
+
+def told(done: list[int], totals: set[int]) -> Callable[[int, int], None]:
+    """Notes what `progress` is called with."""
+
+    def note(nbytes: int, total: int) -> None:
+        done.append(nbytes)
+        totals.add(total)
+
+    return note
+
+
+@pytest.mark.parametrize("options", [{}, {"verify": True}, {"names": "*proj*"}, {"names": "*norm*"}])
+def test_a_function_is_told_rising_bytes_up_to_the_total(large: Path, converted: Path, way: str, options: Any) -> None:
+    for folder in (large, converted):
+        if folder == large and "names" in options:
+            continue
+        done: list[int] = []
+        totals: set[int] = set()
+        held = relayout.load(folder, 0, backend=way, progress=told(done, totals), **options)
+        assert totals == {sum(tensor.nbytes for tensor in held.values())}
+        assert done == sorted(done)
+        assert {done[-1]} == totals
+
+
+def test_a_function_that_fails_ends_the_load(converted: Path, way: str) -> None:
+    def fail(done: int, total: int) -> None:
+        raise ZeroDivisionError("shown")
+
+    with nothing_left_behind(), pytest.raises(ZeroDivisionError, match="shown"):
+        relayout.load(converted, 0, backend=way, progress=fail, verify=True)
+    assert_equal(relayout.load(converted, 0, backend=way), whole_tensors(converted, "model-rank-0-*"))
+
+
+def test_true_shows_a_bar_on_stderr_alone(large: Path, capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    for variable, value in {"TTY_COMPATIBLE": "1", "FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "100"}.items():
+        monkeypatch.setenv(variable, value)
+    relayout.load(large, 0, progress=True)
+    shown = capfd.readouterr()
+    assert "loading" in shown.err
+    assert "MB" in shown.err
+    assert shown.out == ""
+    for quiet in (None, False):
+        relayout.load(large, 0, progress=quiet)
+        assert capfd.readouterr() == ("", "")
+
+
+def test_a_torch_dtype_that_is_missing_is_refused_and_its_file_can_be_loaded_without(tmp_path: Path, way: str) -> None:
+    header = json.dumps(
+        {
+            "six": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]},
+            "eight": {"dtype": "U8", "shape": [2], "data_offsets": [3, 5]},
+        }
+    ).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"abcde")
+    relayout.convert(tmp_path / "model.safetensors", tmp_path / "out")
+    with nothing_left_behind(), pytest.raises(PlanError, match=r"'six': this torch .* has no type for F6_E2M3"):
+        relayout.load(tmp_path / "out", 0, backend=way)
+    assert relayout.load(tmp_path / "out", 0, names="eight", backend=way)["eight"].tolist() == [100, 101]
+
+
+def test_the_backends_are_those_that_are_tested() -> None:
+    from relayout.loader.backends.choice import REGISTRY
+
+    assert set(WAYS) == set(REGISTRY)
+
+
+def test_a_backend_of_somebody_else_is_explained_and_refuses_as_any_other(converted: Path) -> None:
+    told = relayout.explain(converted, 1, backend="toy")
+    assert (told.backend, told.straight_nbytes) == ("toy", 0)
+    assert told.reason.startswith("asked for: one thread reads all of it; here ")
+    assert told.read_nbytes >= told.nbytes > 0
+    with pytest.raises(PlanError, match=r"^backend 'toy' loads to host memory, not to 'meta'$"):
+        relayout.load(converted, 1, backend="toy", device="meta")
+
+
+def test_auto_takes_the_first_backend_that_does_not_refuse_and_tells_what_the_others_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from relayout.loader.backends import choice, cuda
+
+    monkeypatch.setattr(choice, "resolve_device", lambda device: device)
+    monkeypatch.setattr(cuda, "is_likely", lambda: False)
+    found = choice.choose("auto", "cuda:0", ())
+    assert (found.backend.name, found.backend.device, found.gds) == ("pinned", "cuda:0", None)
+    why = "backend 'gds': GPUDirect Storage is not available: neither nvidia-fs nor PCI P2PDMA is set up"
+    assert found.reason == f"{why}; read into pinned memory, copied from there"
+    with pytest.raises(PlanError, match=f"^{why}$"):
+        choice.choose("gds", "cuda:0", ())
+    assert choice.choose("pinned", "cuda:0", ()).reason == "asked for: read into pinned memory, copied from there"

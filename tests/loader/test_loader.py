@@ -1,0 +1,379 @@
+"""`relayout.load` of whole ranks: the same tensors by every way to memory, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.loader_fixtures import MIB, assert_equal, nothing_left_behind, whole_tensors
+from support.models import expected_slice, read_tensors
+
+import relayout
+from relayout.core.extents import Transfer
+from relayout.errors import FormatError, PlanError
+from relayout.format.index import Read
+from relayout.loader.backends.arena import HUGE_PAGE, allocate
+from relayout.loader.backends.base import ReadJob
+from relayout.loader.backends.files import Access
+from relayout.loader.backends.host import HostBackend
+from relayout.loader.budgets import Budget
+from relayout.loader.sources.contents import StoredFile
+
+DTYPES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
+    **dict.fromkeys(("I32", "U32", "F32"), 32),
+    **dict.fromkeys(("C64", "F64", "I64", "U64"), 64),
+    "F4": 4,
+}
+"""Bits of an element."""
+
+
+@pytest.fixture(scope="module")
+def quartered(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("quartered") / "out"
+    relayout.convert(llama, output, tp=4, max_part_nbytes=200_000)
+    return output
+
+
+@pytest.fixture
+def converted(quartered: Path, tmp_path: Path) -> Path:
+    """The same, for a test to damage."""
+    return Path(shutil.copytree(quartered, tmp_path / "out"))
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sizes that are multiples of nothing, several of each, between larger ones; over one chunk in all."""
+    folder = tmp_path_factory.mktemp("odd") / "source"
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(0)
+    sizes = [1, 3, 3, 5, 16, 17, 24, 4096, 4097, 0, 9 * MIB, 9 * MIB + 2, 100_000, 33]
+    tensors = {
+        f"layer.{n}.x": torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
+        for n, size in enumerate(sizes)
+    }
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_a_rank_is_equal_to_numpy_slices_of_the_source(quartered: Path, llama: Path, way: str) -> None:
+    whole = read_tensors(llama)
+    for rank in range(4):
+        held = relayout.load(quartered, rank, backend=way)
+        assert {tensor.dtype for tensor in held.values()} == {torch.bfloat16}
+        assert_equal(held, {name: expected_slice(name, array, rank, 4) for name, array in whole.items()})
+
+
+@pytest.fixture(scope="module", params=[(512, 10**9), (4096, 10 * MIB), (2 * MIB, 10 * MIB)])
+def odd_converted(odd: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    align, max_part_nbytes = request.param
+    output = tmp_path_factory.mktemp("odd") / "out"
+    relayout.convert(odd, output, align=align, max_part_nbytes=max_part_nbytes)
+    return output
+
+
+def test_odd_sizes_arrive_whole_and_at_multiples_of_16(odd: Path, odd_converted: Path, way: str) -> None:
+    held = relayout.load(odd_converted, 0, backend=way)
+    assert_equal(held, whole_tensors(odd))
+    assert {tensor.data_ptr() % 16 for tensor in held.values()} == {0}
+
+
+def test_every_dtype_is_what_the_stock_reader_makes_of_it(tmp_path: Path, way: str) -> None:
+    rng = np.random.default_rng(0)
+    header: dict[str, object] = {}
+    content = b""
+    for dtype, bits in DTYPES.items():
+        nbytes = 3 * 10 * bits // 8
+        data_offsets = [len(content), len(content) + nbytes]
+        header[dtype] = {"dtype": dtype, "shape": [3, 10], "data_offsets": data_offsets}
+        content += rng.integers(0, 2 if dtype == "BOOL" else 256, nbytes, dtype=np.uint8).tobytes()
+    blob = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(blob).to_bytes(8, "little") + blob + content)
+    stock = load_file(tmp_path / "model.safetensors")
+    relayout.convert(tmp_path / "model.safetensors", tmp_path / "out")
+    held = relayout.load(tmp_path / "out", 0, backend=way)
+    assert {name: tensor.dtype for name, tensor in held.items()} == {name: stock[name].dtype for name in DTYPES}
+    assert {name: tensor.shape for name, tensor in held.items()} == {name: stock[name].shape for name in DTYPES}
+    for name, tensor in held.items():
+        assert bytes(tensor.contiguous().view(torch.uint8).numpy()) == bytes(stock[name].view(torch.uint8).numpy())
+
+
+def test_tensors_share_one_allocation_of_the_ranks_bytes(converted: Path, way: str) -> None:
+    held = relayout.load(converted, 1, backend=way)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in held.values()}) == 1
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in held.values())
+    files = len(list(converted.glob("model-rank-1-part-*")))
+    assert nbytes <= next(iter(held.values())).untyped_storage().nbytes() <= nbytes + (files + 1) * 4096
+
+
+def test_tensors_are_writable_and_outlive_everything_else(converted: Path, way: str) -> None:
+    tensor = relayout.load(converted, 1, backend=way)["model.norm.weight"]
+    shutil.rmtree(converted)
+    before = tensor.clone()
+    tensor += 1
+    assert torch.equal(tensor, before + 1)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_a_plain_folder_is_sliced_on_the_fly(llama: Path, way: str, tp: int) -> None:
+    whole = read_tensors(llama)
+    rank = tp - 1
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        held = relayout.load(llama, rank, tp=tp, backend=way)
+    assert [str(one.message).count("relayout convert") for one in caught] == ([1] if tp > 1 else [])
+    assert {tensor.data_ptr() % 16 for tensor in held.values()} == {0}
+    assert_equal(held, {name: expected_slice(name, array, rank, tp) for name, array in whole.items()})
+
+
+def test_large_column_cuts_of_a_plain_folder_are_right(tmp_path: Path, way: str) -> None:
+    """Larger than a chunk, at odd file offsets; rows wider than what is read one by one, and narrower."""
+    tensors = {
+        "model.layers.0.mlp.down_proj.weight": torch.arange(3000 * 2048, dtype=torch.int32).reshape(3000, 2048),
+        "model.layers.1.mlp.down_proj.weight": torch.arange(9 * 600_000, dtype=torch.int32).reshape(9, -1),
+        "model.layers.2.mlp.up_proj.weight": torch.arange(4098 * 1000, dtype=torch.int32).reshape(4098, 1000),
+    }
+    save_file(tensors | {"model.norm.weight": torch.arange(3, dtype=torch.uint8)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    for rank in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            held = relayout.load(tmp_path, rank, tp=2, backend=way)
+        for name, tensor in tensors.items():
+            axis = 0 if "up_proj" in name else 1
+            np.testing.assert_array_equal(held[name].numpy(), np.split(tensor.numpy(), 2, axis)[rank], err_msg=name)
+
+
+def test_the_slower_way_is_told_at_the_callers_line(llama: Path) -> None:
+    with pytest.warns(UserWarning, match="relayout convert .* --tp 2") as caught:
+        relayout.load(llama, 0, tp=2)
+    assert Path(caught[0].filename).name == Path(__file__).name
+
+
+@pytest.mark.parametrize(
+    ("rank", "options", "message"),
+    [
+        (4, {}, r"rank 4, expected 0 to 3"),
+        (-1, {}, r"rank -1, expected 0 to 3"),
+        (2, {"tp": 2}, r"rank 2, expected 0 to 1"),
+        (0, {"backend": "magic"}, r"backend 'magic', expected one of"),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_refused(
+    converted: Path, rank: int, options: dict[str, int], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        relayout.load(converted, rank, **options)  # type: ignore[arg-type]
+
+
+def test_a_plain_folder_without_a_degree_is_refused(llama: Path) -> None:
+    with pytest.raises(PlanError, match=r"not converted .* say tp=N"):
+        relayout.load(llama, 0)
+
+
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="no such file or folder"):
+        relayout.load(tmp_path / "nothing", 0)
+
+
+def test_a_folder_that_waits_to_be_put_back_is_told_of(converted: Path) -> None:
+    """As a conversion with --force leaves it that is killed between its two renames."""
+    old = converted.with_name(f".{converted.name}.relayout-old")
+    converted.rename(old)
+    calls: list[Callable[[], Any]] = [
+        lambda: relayout.load(converted, 0),
+        lambda: relayout.load(converted, 0, tp=2),
+        lambda: relayout.iter_load(converted, 0),
+        lambda: relayout.open(converted, 0),
+        lambda: relayout.explain(converted, 0),
+        lambda: relayout.safe_open(converted),
+    ]
+    for call in calls:
+        with pytest.raises(PlanError) as caught:
+            call()
+        assert str(caught.value) == (
+            f"{converted}: no such file or folder; the older folder, which was being replaced, is {old}:"
+            " it can be renamed back"
+        )
+    old.rename(converted)
+    assert relayout.load(converted, 0)
+    converted.rename(converted.with_name("away"))
+    for call in calls:
+        with pytest.raises(PlanError, match=r"no such file or folder$"):
+            call()
+
+
+def _swap_ranks(folder: Path) -> None:
+    one, other = sorted(folder.glob("model-rank-[01]-part-0.safetensors"))
+    spare = one.with_suffix(".spare")
+    one.rename(spare)
+    other.rename(one)
+    spare.rename(other)
+
+
+def _truncate(folder: Path) -> None:
+    path = folder / "model-rank-0-part-1.safetensors"
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def _remove(folder: Path) -> None:
+    (folder / "model-rank-0-part-1.safetensors").unlink()
+
+
+def _grow(folder: Path) -> None:
+    with (folder / "model-rank-0-part-1.safetensors").open("ab") as file:
+        file.write(b"x")
+
+
+def _other_table(folder: Path) -> None:
+    shutil.copy(folder / "relayout.rank-1.json.zst", folder / "relayout.rank-0.json.zst")
+
+
+def _garbage_table(folder: Path) -> None:
+    (folder / "relayout.rank-0.json.zst").write_bytes(b"no zstd frame")
+
+
+def _no_table(folder: Path) -> None:
+    (folder / "relayout.rank-0.json.zst").unlink()
+
+
+def _garbage_manifest(folder: Path) -> None:
+    (folder / "relayout.json").write_text("{")
+
+
+def _newer_manifest(folder: Path) -> None:
+    path = folder / "relayout.json"
+    path.write_text(path.read_text().replace('"relayout": 1', '"relayout": 2'))
+
+
+DAMAGES: list[tuple[Callable[[Path], None], str]] = [
+    (_swap_ranks, "its header is not of rank 0, part 0, of this conversion|bytes long, expected"),
+    (_truncate, r"part-1.safetensors: \d+ bytes long, expected \d+"),
+    (_grow, r"part-1.safetensors: \d+ bytes long, expected \d+"),
+    (_remove, "part-1.safetensors: is missing"),
+    (_other_table, "digest differs from the one in relayout.json"),
+    (_garbage_table, "digest differs from the one in relayout.json"),
+    (_no_table, "cannot be read: No such file"),
+    (_garbage_manifest, "not valid JSON"),
+    (_newer_manifest, "format version 2, this relayout reads 1"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES[:5])
+def test_a_damaged_folder_is_refused_and_leaves_no_thread_or_file_behind(
+    converted: Path, way: str, damage: Callable[[Path], None], message: str
+) -> None:
+    damage(converted)
+    with nothing_left_behind(), pytest.raises(FormatError, match=message):
+        relayout.load(converted, 0, backend=way)
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES)
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda folder: relayout.load(folder, 0),
+        lambda folder: relayout.load(folder, 0, names="*"),
+        lambda folder: relayout.load(folder, 0, names="*", into={}),
+        lambda folder: relayout.load(folder, 0, verify=True),
+        lambda folder: list(relayout.iter_load(folder, 0)),
+        lambda folder: relayout.open(folder, 0),
+    ],
+    ids=["load", "names", "into", "verify", "iter_load", "open"],
+)
+def test_a_damaged_folder_is_refused_by_every_call(
+    converted: Path, load: Callable[[Path], object], damage: Callable[[Path], None], message: str
+) -> None:
+    damage(converted)
+    with nothing_left_behind(), pytest.raises(FormatError, match=message):
+        load(converted)
+
+
+def test_a_file_of_another_conversion_of_the_same_shapes_is_refused(llama: Path, tmp_path: Path) -> None:
+    relayout.convert(llama, tmp_path / "a", tp=2)
+    changed = shutil.copytree(llama, tmp_path / "changed")
+    shard = sorted(changed.glob("*.safetensors"))[0]
+    blob = bytearray(shard.read_bytes())
+    blob[-1] ^= 1
+    shard.write_bytes(blob)
+    relayout.convert(changed, tmp_path / "b", tp=2)
+    shutil.copy(tmp_path / "b" / "model-rank-1-part-0.safetensors", tmp_path / "a")
+    with pytest.raises(FormatError, match="not of rank 1, part 0, of this conversion"):
+        relayout.load(tmp_path / "a", 1)
+
+
+def test_a_folder_moved_elsewhere_loads(converted: Path, tmp_path: Path) -> None:
+    before = {name: tensor.clone() for name, tensor in relayout.load(converted, 3).items()}
+    moved = converted.rename(tmp_path / "elsewhere")
+    assert_equal(relayout.load(str(moved), 3, device=torch.device("cpu")), before)
+
+
+def test_an_arena_starts_at_a_huge_page_border() -> None:
+    arena = allocate(5 * MIB + 3)
+    array = np.frombuffer(arena.span(0, arena.nbytes), np.uint8)
+    assert array.ctypes.data % HUGE_PAGE == 0
+    assert array.size == 5 * MIB + 3
+
+
+def test_direct_reads_that_the_file_system_refuses_are_an_error_only_where_direct_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(256)) * 64)
+    true_open = os.open
+
+    def refuse(name: str, flags: int, *rest: int, **options: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument", str(name))
+        return true_open(name, flags, *rest, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    fill = ReadJob((StoredFile(path, 16384),), (Read(0, Transfer(100, 0, 9000)),), Budget(2, 2 * MIB))
+    arena = allocate(9000)
+    HostBackend(Access.AUTO).start(arena, fill).join()
+    assert bytes(arena.span(0, 9000)) == (bytes(range(256)) * 64)[100:9100]
+    with nothing_left_behind(), pytest.raises(OSError, match="refuses direct I/O; use backend 'buffered'"):
+        HostBackend(Access.DIRECT).start(arena, fill)
+
+
+def test_a_device_that_is_not_there_is_refused_before_anything_is_read(converted: Path) -> None:
+    (converted / "model-rank-0-part-0.safetensors").unlink()
+    missing = "cuda:77"  # With or without CUDA.
+    with pytest.raises(PlanError, match=f"device '{missing}': "):
+        relayout.load(converted, 0, device=missing)
+
+
+def test_an_f4_tensor_that_torch_cannot_hold_is_refused(tmp_path: Path) -> None:
+    header = json.dumps({"x": {"dtype": "F4", "shape": [2, 3], "data_offsets": [0, 3]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"abc")
+    relayout.convert(tmp_path / "model.safetensors", tmp_path / "out")
+    with pytest.raises(PlanError, match=r"'x': torch has no F4 tensor of shape .2, 3."):
+        relayout.load(tmp_path / "out", 0)
+
+
+def test_an_arena_belongs_to_its_process_alone(converted: Path) -> None:
+    tensor = relayout.load(converted, 0)["model.norm.weight"]
+    before = tensor.clone()
+    child = os.fork()
+    if child == 0:
+        tensor.zero_()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert torch.equal(tensor, before)
+    assert before.abs().sum() > 0
+
+
+def test_a_degree_of_no_ranks_is_refused(converted: Path) -> None:
+    for tp in (0, -2):
+        with pytest.raises(PlanError, match=rf"tp={tp}, expected 1 or more"):
+            relayout.load(converted, 0, tp=tp)

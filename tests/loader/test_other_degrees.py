@@ -1,0 +1,347 @@
+"""A folder loaded at another degree than its own: each rank gets what a direct conversion would have written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+import zstandard
+from safetensors.torch import save_file
+from support.checkpoints import add_tensor, write_family
+from support.conversions import (
+    CASES,
+    DEGREES,
+    EXPERT_CASES,
+    WIDE,
+    Conversions,
+    assert_same,
+    grouped,
+    stored_in,
+)
+from support.families import FAMILIES
+from support.loader_fixtures import MEASURE, child, skip_unless_drives_are_counted
+from support.quantized import QUANTIZED
+
+import relayout
+from relayout.errors import FormatError, PlanError
+
+# As a direct conversion.
+
+
+@pytest.mark.parametrize("name", grouped(CASES))
+def test_every_rank_at_every_other_degree_gets_what_a_direct_conversion_writes(
+    name: str, conversions: Conversions
+) -> None:
+    largest = conversions.largest(name)
+    folder, whole = conversions.at(name, largest), conversions.at(name, 1)
+    accepted = []
+    for tp in DEGREES if name not in QUANTIZED else DEGREES[:-1]:
+        direct = conversions.outcome(name, tp)
+        if isinstance(direct, PlanError):
+            with pytest.raises(PlanError) as caught:
+                relayout.load(folder, 0, tp=tp)
+            assert str(caught.value).partition("tensor ")[2] == str(direct).partition("tensor ")[2] != ""
+            continue
+        accepted.append(tp)
+        for rank in range(tp):
+            expected = stored_in(direct, rank)
+            if tp != largest:
+                assert_same(relayout.load(folder, rank, tp=tp, threads=1), expected, (tp, rank))
+            if tp != 1 and rank in (0, tp // 2, tp - 1):
+                assert_same(relayout.load(whole, rank, tp=tp, threads=1), expected, ("from one rank", tp, rank))
+    assert {1, 2} <= set(accepted) or name == "falcon_7b"  # 71 heads.
+    assert (16 in accepted) == (name in WIDE)
+
+
+@pytest.mark.parametrize("tp", [71])
+def test_a_degree_that_is_a_prime(conversions: Conversions, tp: int) -> None:
+    folder = conversions.at("falcon_7b", 71)
+    for rank in (0, 35, 70):
+        assert_same(relayout.load(conversions.at("falcon_7b", 1), rank, tp=tp), stored_in(folder, rank), rank)
+    assert_same(relayout.load(folder, 0, tp=1), stored_in(conversions.at("falcon_7b", 1), 0), "whole")
+
+
+@pytest.mark.parametrize("name", grouped(["llama", "phi3", "gpt_oss", "qwen3_moe"]))
+@pytest.mark.parametrize(("stored", "wanted"), [(2, 4), (2, 8), (4, 2), (4, 8)])
+def test_from_and_to_any_degree(name: str, stored: int, wanted: int, conversions: Conversions) -> None:
+    folder = conversions.at(name, stored)
+    for rank in range(wanted):
+        assert_same(
+            relayout.load(folder, rank, tp=wanted), stored_in(conversions.at(name, wanted), rank), (stored, wanted)
+        )
+
+
+@pytest.mark.parametrize(("stored", "wanted"), [(3, 2), (2, 3), (6, 4), (4, 6), (12, 8), (8, 12)])
+def test_degrees_of_which_none_is_a_multiple_of_the_other(stored: int, wanted: int, tmp_path: Path) -> None:
+    sizes = {"A": 24, "D": 4, "H": 96, "I": 288, "K": 24}
+    source = write_family(replace(FAMILIES["llama"], sizes=sizes), tmp_path / "source")
+    for tp in (stored, wanted):
+        relayout.convert(source, tmp_path / str(tp), tp=tp)
+    for rank in range(wanted):
+        found = relayout.load(tmp_path / str(stored), rank, tp=wanted)
+        assert_same(found, stored_in(tmp_path / str(wanted), rank), rank)
+
+
+@pytest.mark.parametrize("name", grouped(EXPERT_CASES))
+def test_experts_that_ranks_own_whole_find_their_owners_at_another_degree(name: str, conversions: Conversions) -> None:
+    num_owned = []
+    folder = conversions.at(name, 2, experts=True)
+    for tp in (1, 4, 8):
+        direct = conversions.outcome(name, tp, experts=True)
+        if isinstance(direct, PlanError):
+            with pytest.raises(PlanError):
+                relayout.load(folder, 0, tp=tp)
+            continue
+        held = [relayout.load(folder, rank, tp=tp) for rank in range(tp)]
+        for rank, found in enumerate(held):
+            assert_same(found, stored_in(direct, rank), (tp, rank))
+        num_owned.append(sum(any(key not in other for other in held) for key in held[0]))
+    stacked = not any(".experts.0." in key for key in stored_in(folder, 0))
+    assert len(num_owned) > 1
+    assert num_owned[0] == 0
+    assert stacked or all(num_owned[1:])
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+def test_by_the_plan_of_transformers_too(tp: int, conversions: Conversions, tmp_path: Path) -> None:
+    source = conversions.source("glm4")
+    for degree in (4, tp):
+        relayout.convert(source, tmp_path / str(degree), tp=degree, plan="transformers")
+    for rank in range(tp):
+        assert_same(relayout.load(tmp_path / "4", rank, tp=tp), stored_in(tmp_path / str(tp), rank), rank)
+    differing = [
+        name for name, tensor in relayout.load(tmp_path / "4", 1, tp=8).items()
+        if not torch.equal(tensor, relayout.load(conversions.at("glm4", 8), 1)[name])
+    ]  # fmt: skip
+    assert {name.split(".", 3)[3] for name in differing} == {"mlp.gate_up_proj.weight"}
+
+
+# The ways to load.
+
+
+@pytest.mark.parametrize("tp", [2, 8])
+def test_by_every_way_to_memory_at_once_or_one_after_the_other(tp: int, way: str, conversions: Conversions) -> None:
+    folder, direct = conversions.at("phi3", 4), conversions.at("phi3", tp)
+    for rank in (0, tp - 1):
+        expected = stored_in(direct, rank)
+        assert_same(relayout.load(folder, rank, tp=tp, backend=way), expected, rank)
+        assert_same(dict(relayout.iter_load(folder, rank, tp=tp, backend=way)), expected, rank)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+def test_out_of_several_files_of_each_rank(tp: int, conversions: Conversions, tmp_path: Path) -> None:
+    relayout.convert(conversions.source("phi3"), tmp_path / "parts", tp=4, max_part_nbytes=30_000)
+    assert len(list((tmp_path / "parts").glob("model-rank-3-part-*.safetensors"))) > 3
+    for rank in range(tp):
+        expected = stored_in(conversions.at("phi3", tp), rank)
+        assert_same(relayout.load(tmp_path / "parts", rank, tp=tp), expected, rank)
+
+
+def test_what_no_rule_names_is_held_by_all(conversions: Conversions, tmp_path: Path) -> None:
+    extra = np.arange(77, dtype=np.float32)
+    source = add_tensor(conversions.source("mistral"), tmp_path / "source", "model.extra", extra)
+    for tp in (2, 8):
+        relayout.convert(source, tmp_path / str(tp), tp=tp, unmatched="replicate")
+    for stored, wanted in ((2, 8), (8, 2)):
+        found = relayout.load(tmp_path / str(stored), 1, tp=wanted)
+        assert_same(found, stored_in(tmp_path / str(wanted), 1), wanted)
+        assert found["model.extra"].tolist() == extra.tolist()
+
+
+@pytest.mark.parametrize("tp", [1, 2, 16])
+def test_some_names(tp: int, conversions: Conversions) -> None:
+    folder, direct = conversions.at("llama_wide", 8), conversions.at("llama_wide", tp)
+    for patterns in (["*.1.self_attn.k_proj*", "lm_head.weight"], "*.o_proj.*", ["model.norm.weight"]):
+        expected = relayout.load(direct, tp - 1, names=patterns)
+        assert 0 < len(expected) <= 2
+        assert_same(relayout.load(folder, tp - 1, names=patterns, tp=tp), expected, patterns)
+        assert_same(dict(relayout.iter_load(folder, tp - 1, names=patterns, tp=tp)), expected, patterns)
+    with pytest.raises(PlanError, match=r"^'\*\.nothing' is none of the rank's 21 tensors, and matches none$"):
+        relayout.load(folder, 0, names=["*.nothing"], tp=tp)
+
+
+def test_into_tensors_that_exist(conversions: Conversions) -> None:
+    expected = stored_in(conversions.at("llama", 2), 1)
+    given = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    addresses = {name: tensor.data_ptr() for name, tensor in given.items()}
+    relayout.load(conversions.at("llama", 8), 1, tp=2, into=given)
+    assert_same(given, expected, "into")
+    assert addresses == {name: tensor.data_ptr() for name, tensor in given.items()}
+
+
+def test_its_own_degree_may_be_named(conversions: Conversions) -> None:
+    folder = conversions.at("llama", 4)
+    assert_same(relayout.load(folder, 3, tp=4, verify=True), stored_in(folder, 3), "own")
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize("call", [relayout.load, lambda *a, **k: list(relayout.iter_load(*a, **k))])
+def test_there_is_nothing_to_verify_by(call: Callable[..., Any], conversions: Conversions) -> None:
+    message = r"llama-tp4: nothing to verify by at tp=2: digests are of the slices of 4 ranks; `relayout verify` checks"
+    with pytest.raises(PlanError, match=message):
+        call(conversions.at("llama", 4), 0, tp=2, verify=True)
+
+
+@pytest.mark.parametrize(
+    ("rank", "tp", "message"),
+    [
+        (2, 2, r"^rank 2, expected 0 to 1 \(tensor-parallel degree 2\)"),
+        (-1, 2, r"^rank -1, expected 0 to 1 "),
+        (
+            0,
+            3,
+            r"axis 1 of \[128, 256\] has 256 elements, not a multiple of 3 \(.* can be cut for --tp 1, 2, 4, 8\)$",
+        ),
+        (0, 0, r"^tp=0, expected 1 or more$"),
+        (0, 2000, r"^2000 ranks, expected 1 to 1024$"),
+    ],
+)
+def test_ranks_and_degrees_that_do_not_exist(rank: int, tp: int, message: str, conversions: Conversions) -> None:
+    with pytest.raises(PlanError, match=message):
+        relayout.load(conversions.at("llama", 4), rank, tp=tp)
+
+
+@pytest.mark.parametrize("file", ["mine.toml", "llama", "none", "transformers"])
+def test_by_a_persons_own_plan_another_degree_is_not_guessed(
+    file: str, conversions: Conversions, tmp_path: Path
+) -> None:
+    """Not even if the file has the name of another plan."""
+    (tmp_path / file).write_text('extends = "llama"\n[cut]\n"**.down_proj.weight" = "whole"\n')
+    out = tmp_path / "own"
+    relayout.convert(conversions.source("llama"), out, tp=4, plan=tmp_path / file)
+    assert relayout.load(out, 0)["model.layers.0.mlp.down_proj.weight"].shape == (128, 256)
+    assert_same(relayout.load(out, 0, tp=1), stored_in(conversions.at("llama", 1), 0), "whole")
+    with pytest.raises(PlanError, match=r"own: was cut by the plan '.*: at another degree than its own it cannot be "):
+        relayout.load(out, 0, tp=2)
+
+
+# Sidecars that lie.
+
+
+def edited_table(folder: Path, rank: int, edit: Callable[[dict[str, Any]], None]) -> None:
+    """Change a rank table, and sign it and the manifest as their writer does (FORMAT.md, sections 4 and 6)."""
+    manifest = json.loads((folder / "relayout.json").read_text())
+    entry = manifest["ranks"][rank]
+    table = json.loads(zstandard.decompress((folder / entry["table"]).read_bytes(), 2**24))
+    edit(table)
+    blob = zstandard.compress(json.dumps(table).encode())
+    (folder / entry["table"]).write_bytes(blob)
+    entry["table_digest"] = xxhash.xxh3_128_hexdigest(blob)
+    del manifest["self_digest"]
+    text = json.dumps(manifest, ensure_ascii=False, separators=(",", ":")).encode()
+    manifest["self_digest"] = xxhash.xxh3_128_hexdigest(text)
+    (folder / "relayout.json").write_text(json.dumps(manifest))
+
+
+def of_tensor(table: dict[str, Any], name: str) -> int:
+    kind: int = table["kind"][table["name"].index(name)]
+    return kind
+
+
+def move_the_slice(table: dict[str, Any]) -> None:
+    table["kinds"]["slice"][of_tensor(table, "model.layers.0.mlp.gate_proj.weight")][1] = [[0, 64]]
+
+
+def cut_the_other_axis(table: dict[str, Any]) -> None:
+    kind = of_tensor(table, "model.layers.0.mlp.down_proj.weight")
+    assert table["kinds"]["shape"][kind] == [128, 64]
+    table["kinds"]["slice"][kind] = [0, [[0, 64]]]
+    table["kinds"]["shape"][kind] = [64, 256 // 2]
+    table["kinds"]["source_shape"][kind] = [256, 128]
+
+
+def rename_a_tensor(table: dict[str, Any]) -> None:
+    table["name"][table["name"].index("model.layers.1.mlp.up_proj.weight")] = "model.layers.7.mlp.up_proj.weight"
+
+
+def change_the_dtype(table: dict[str, Any]) -> None:
+    table["kinds"]["dtype"][of_tensor(table, "model.layers.0.mlp.gate_proj.weight")] = "F16"
+
+
+@pytest.mark.parametrize("edit", [move_the_slice, cut_the_other_axis, rename_a_tensor, change_the_dtype])
+def test_a_table_that_says_otherwise_than_the_record_is_refused(
+    edit: Callable[[dict[str, Any]], None], conversions: Conversions, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(conversions.at("llama", 4), tmp_path / "lying")
+    edited_table(folder, 1, lambda table: None)
+    assert_same(relayout.load(folder, 0, tp=2), stored_in(conversions.at("llama", 2), 0), "unchanged")
+    edited_table(folder, 1, edit)
+    with pytest.raises(FormatError, match=r"lying: table of rank 1: 'model\..*' is not what the record says$"):
+        relayout.load(folder, 0, tp=2)
+    assert relayout.load(folder, 1, tp=2)  # Of ranks 2 and 3.
+
+
+@pytest.mark.parametrize("file", ["relayout.source.json.zst", "relayout.rank-1.json.zst"])
+def test_damaged_sidecars_are_refused(file: str, conversions: Conversions, tmp_path: Path) -> None:
+    folder = shutil.copytree(conversions.at("llama", 4), tmp_path / "damaged")
+    blob = bytearray((folder / file).read_bytes())
+    blob[len(blob) // 2] ^= 1
+    (folder / file).write_bytes(blob)
+    with pytest.raises(FormatError, match=rf"{file}: .*digest"):
+        relayout.load(folder, 0, tp=2)
+
+
+def test_files_of_another_conversion_are_refused(conversions: Conversions, tmp_path: Path) -> None:
+    folder = shutil.copytree(conversions.at("llama", 4), tmp_path / "mixed")
+    name = "model-rank-1-part-0.safetensors"
+    shutil.copy(conversions.at("granite", 4) / name, folder / name)
+    with pytest.raises(FormatError, match=rf"{name}: "):
+        relayout.load(folder, 0, tp=2)
+
+
+# What is read.
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Llama shapes of 100 MB at 8 ranks, half of them to a KV head."""
+    folder = tmp_path_factory.mktemp("large")
+    sizes = {"H": 1024, "A": 16, "K": 4, "D": 64, "I": 4096, "V": 8000, "L": 3}
+    tensors = {}
+    rng = np.random.default_rng(0)
+    for entry in FAMILIES["llama"].entries(FAMILIES["llama"].all_sizes(**sizes)):
+        bits = torch.from_numpy(rng.integers(0, 2**16, entry.shape, np.uint16))
+        tensors[entry.name] = bits.view(torch.bfloat16)
+    (folder / "source").mkdir()
+    save_file(tensors, folder / "source" / "model.safetensors")
+    config = {"model_type": "llama", "num_attention_heads": 16, "num_key_value_heads": 4}
+    (folder / "source" / "config.json").write_text(json.dumps(config))
+    for tp in (1, 4, 8):
+        relayout.convert(folder / "source", folder / str(tp), tp=tp)
+    yield folder
+    shutil.rmtree(folder)
+
+
+LOAD = """
+import relayout.loader.sources.resharded
+folder, rank, tp = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+forget(folder)
+before = drive_nbytes()
+tensors = relayout.load(folder, rank, tp=tp)
+read = drive_nbytes() - before
+print(json.dumps([read, sum(tensor.nbytes for tensor in tensors.values())]))
+"""
+
+
+@pytest.mark.parametrize(("stored", "wanted", "limit"), [(8, 4, 1.01), (8, 1, 1.01), (4, 8, 1.3)])
+def test_bytes_read_are_bytes_needed(stored: int, wanted: int, limit: float, large: Path) -> None:
+    """But where columns are cut out of rows: the gaps between them are read as well."""
+    read, needed = child(MEASURE + LOAD, large / str(stored), wanted - 1, wanted)
+    assert needed == sum(tensor.nbytes for tensor in stored_in(large / str(wanted), wanted - 1).values()) > 12e6
+    skip_unless_drives_are_counted(read)
+    assert 1 <= read / needed <= limit
+
+
+def test_at_another_degree_the_large_one_is_right(large: Path) -> None:
+    for rank in range(4):
+        assert_same(relayout.load(large / "8", rank, tp=4), stored_in(large / "4", rank), rank)

@@ -1,0 +1,250 @@
+"""relayout.loader.placement: reads carried out by numpy bring each tensor's bytes to its place, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relayout.core.extents import Transfer
+from relayout.format.index import Read
+from relayout.loader.placement import batches, place, place_at
+
+Bytes = npt.NDArray[np.uint8]
+Tensor = tuple[Read, ...]
+
+MIB = 2**20
+FILES = [np.random.default_rng(seed).integers(0, 256, 3 * MIB, dtype=np.uint8) for seed in range(2)]
+UNTOUCHED = 0xA5
+
+
+def runs(read: Read) -> list[tuple[int, int, int]]:
+    """(source, target, bytes) of each run."""
+    one = read.transfer
+    return [
+        (one.source + i * one.source_stride, one.target + i * one.target_stride, one.nbytes) for i in range(one.count)
+    ]
+
+
+def size_of(tensor: Tensor) -> int:
+    return sum(nbytes for read in tensor for _, _, nbytes in runs(read))
+
+
+def bytes_of(tensor: Tensor) -> Bytes:
+    """What the tensor holds."""
+    held = np.full(size_of(tensor), UNTOUCHED, np.uint8)
+    for read in tensor:
+        for source, target, nbytes in runs(read):
+            held[target : target + nbytes] = FILES[read.file][source : source + nbytes]
+    return held
+
+
+def carry_out(reads: Sequence[Read], nbytes: int) -> Bytes:
+    """Memory of that length after the reads, none of which may write where another one wrote."""
+    memory = np.full(nbytes, UNTOUCHED, np.uint8)
+    written = np.zeros(nbytes, np.bool_)
+    for read in reads:
+        for source, target, length in runs(read):
+            assert 0 <= target <= target + length <= nbytes
+            assert not written[target : target + length].any()
+            memory[target : target + length] = FILES[read.file][source : source + length]
+            written[target : target + length] = True
+    assert (memory[~written] == UNTOUCHED).all()
+    return memory
+
+
+def assert_brings_just(tensors: Sequence[Tensor], offsets: Sequence[int], reads: Sequence[Read], nbytes: int) -> None:
+    memory = carry_out(reads, nbytes)
+    assert len(offsets) == len(tensors)
+    for tensor, offset in zip(tensors, offsets, strict=True):
+        np.testing.assert_array_equal(memory[offset : offset + size_of(tensor)], bytes_of(tensor))
+    assert sum(size_of((read,)) for read in reads) == sum(map(size_of, tensors))
+
+
+SIZES = st.one_of(
+    st.integers(1, 100),
+    st.integers(1, 300).map(lambda n: 16 * n),
+    st.sampled_from([4096, MIB // 2, MIB - 16, MIB, MIB + 5]),
+)
+
+
+@st.composite
+def held_tensors(draw: st.DrawFn) -> list[Tensor]:
+    """Empty ones, contiguous ones, many of them neighbors in their file, strided ones, and ones in several pieces."""
+    tensors: list[Tensor] = []
+    ends = [draw(st.integers(0, 5000)) for _ in FILES]
+    file = 0
+    for _ in range(draw(st.integers(0, 9))):
+        kind = draw(st.sampled_from(["next", "next", "next", "gap", "other file", "empty", "strided", "pieces"]))
+        if kind == "other file":
+            file = 1 - file
+        start = ends[file] + (draw(st.integers(1, 5000)) if kind == "gap" else 0)
+        nbytes = draw(SIZES)
+        if start + nbytes > len(FILES[file]) - 10_000:
+            start = ends[file] = draw(st.integers(0, 5000))  # Files may be read again from the start.
+        if kind == "empty":
+            tensors.append(())
+        elif kind == "strided":
+            width, count = draw(st.integers(1, 40)), draw(st.integers(2, 9))
+            stride = width + draw(st.integers(0, 50))
+            tensors.append((Read(file, Transfer(start, 0, width, count, stride, width)),))
+            ends[file] = start + count * stride
+        elif kind == "pieces":
+            cut = draw(st.integers(0, 4000)) + nbytes
+            head = draw(st.sampled_from([7, 16]))
+            tensors.append(
+                (Read(file, Transfer(start, head, nbytes)), Read(file, Transfer(start + cut, 0, head)))  # Out of order.
+            )
+            ends[file] = start + cut + head
+        else:
+            tensors.append((Read(file, Transfer(start, 0, nbytes)),))
+            ends[file] = start + nbytes
+    return tensors
+
+
+@given(held_tensors(), st.integers(0, 3).map(lambda n: 4096 * n))
+@settings(max_examples=300, deadline=None)
+def test_reads_bring_just_each_tensors_bytes_to_its_offset(tensors: list[Tensor], start: int) -> None:
+    sizes = [size_of(tensor) for tensor in tensors]
+    placement = place(tensors, sizes, start)
+    assert placement.nbytes % 4096 == 0
+    assert all(offset % 16 == 0 for offset in placement.offsets)
+    assert all(
+        start <= offset <= offset + nbytes <= start + placement.nbytes
+        for offset, nbytes in zip(placement.offsets, sizes, strict=True)
+    )
+    assert all(a + nbytes <= b for a, b, nbytes in zip(placement.offsets, placement.offsets[1:], sizes, strict=False))
+    assert_brings_just(tensors, placement.offsets, placement.reads, start + placement.nbytes)
+    assert all(target >= start for read in placement.reads for _, target, _ in runs(read))
+
+
+@given(held_tensors())
+@settings(max_examples=300, deadline=None)
+def test_neighbors_in_a_file_are_brought_by_one_read_and_memory_is_not_wasted(tensors: list[Tensor]) -> None:
+    sizes = [size_of(tensor) for tensor in tensors]
+    placement = place(tensors, sizes)
+    neighbors = 0
+    for before, after in pairwise(tensors):
+        if len(before) == len(after) == 1 and before[0].file == after[0].file:
+            a, b = before[0].transfer, after[0].transfer
+            is_next = a.source + a.nbytes == b.source and a.nbytes % 16 == 0
+            neighbors += a.count == b.count == 1 and is_next
+    assert len(placement.reads) == sum(map(len, tensors)) - neighbors
+    large = [read for read in placement.reads if size_of((read,)) >= MIB]
+    assert placement.nbytes < sum(nbytes + 16 for nbytes in sizes) + 2 * 4096 * len(large) + 4096
+
+
+@given(held_tensors())
+@settings(max_examples=300, deadline=None)
+def test_what_is_large_and_at_a_multiple_of_16_can_go_straight(tensors: list[Tensor]) -> None:
+    placement = place(tensors, [size_of(tensor) for tensor in tensors])
+    for read in placement.reads:
+        one = read.transfer
+        base = max(offset for offset in placement.offsets if offset <= one.target)
+        # A tensor is at a multiple of 16: where in it the read goes decides.
+        if one.count == 1 and one.nbytes >= MIB and (one.source - (one.target - base)) % 16 == 0:
+            assert (one.target - one.source) % 4096 == 0
+
+
+def test_neighbors_that_are_large_together_go_straight_as_one() -> None:
+    third = 400 * 1024
+    tensors = [(Read(1, Transfer(4096 + 48 + i * third, 0, third)),) for i in range(3)]
+    small = (Read(1, Transfer(0, 0, 33)),)
+    placement = place([small, *tensors, small], [33, third, third, third, 33])
+    assert [(read.file, read.transfer.source, read.transfer.nbytes) for read in placement.reads] == [
+        (1, 0, 33),
+        (1, 4096 + 48, 3 * third),
+        (1, 0, 33),
+    ]
+    # The first block has the 33 bytes in it, so the next one that is congruent begins 48 bytes into the second.
+    assert placement.offsets == (0, 4144, 4144 + third, 4144 + 2 * third, 4144 + 3 * third)
+    assert placement.nbytes == 302 * 4096  # 4144 + 1228800 + 33 = 1232977 bytes end in the 302nd block.
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "source", "offset"),
+    [
+        (MIB, 4096 + 16, 4096 + 16),  # Congruent, in the next block.
+        (MIB - 16, 4096 + 16, 16),  # Too small to waste a block on.
+        (MIB, 4096 + 8, 16),  # Could not be straight and at a multiple of 16.
+        (MIB, 3 * 4096, 4096),
+    ],
+)
+def test_a_block_is_wasted_only_on_what_is_large_and_can_be_congruent(nbytes: int, source: int, offset: int) -> None:
+    before = (Read(0, Transfer(0, 0, 16)),)
+    placement = place([before, (Read(0, Transfer(source, 0, nbytes)),)], [16, nbytes])
+    assert placement.offsets == (0, offset)
+
+
+def test_the_largest_piece_of_a_tensor_goes_straight() -> None:
+    pieces = [Read(0, Transfer(64, 0, 16)), Read(1, Transfer(4096 + 32, 16, MIB)), Read(0, Transfer(200, MIB + 16, 5))]
+    placement = place([(Read(0, Transfer(0, 0, 3)),), tuple(pieces)], [3, MIB + 21])
+    assert placement.offsets == (0, 4096 + 16)  # So that the second piece comes to 32 bytes behind a block.
+    assert [read.transfer.target for read in placement.reads] == [0, 4112, 4128, 4128 + MIB]
+
+
+def test_what_follows_in_another_file_is_no_neighbor() -> None:
+    tensors = [(Read(0, Transfer(96, 0, 32)),), (Read(1, Transfer(128, 0, 16)),), (Read(1, Transfer(144, 0, 16)),)]
+    placement = place(tensors, [32, 16, 16])
+    assert placement.reads == (Read(0, Transfer(96, 0, 32)), Read(1, Transfer(128, 32, 32)))
+    assert_brings_just(tensors, placement.offsets, placement.reads, placement.nbytes)
+
+
+def test_a_neighbor_of_an_odd_size_is_not_followed_at_an_odd_place() -> None:
+    tensors = [(Read(0, Transfer(100, 0, 32)),), (Read(0, Transfer(132, 0, 17)),), (Read(0, Transfer(149, 0, 16)),)]
+    placement = place(tensors, [32, 17, 16])
+    assert placement.offsets == (0, 32, 64)
+    assert placement.reads == (Read(0, Transfer(100, 0, 49)), Read(0, Transfer(149, 64, 16)))
+
+
+def test_an_empty_tensor_has_an_offset_and_no_read() -> None:
+    placement = place([(), (Read(0, Transfer(5, 0, 3)),), ()], [0, 3, 0])
+    assert placement.offsets == (0, 0, 16)
+    assert placement.reads == (Read(0, Transfer(5, 0, 3)),)
+    assert place([(), ()], [0, 0]).nbytes == 0
+    assert place([], []).nbytes == 0
+
+
+@given(held_tensors(), st.randoms(use_true_random=False))
+@settings(max_examples=300, deadline=None)
+def test_tensors_are_brought_to_offsets_that_exist_in_any_order(tensors: list[Tensor], random: object) -> None:
+    order = list(range(len(tensors)))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    offsets = [0] * len(tensors)
+    end = 3
+    for row in order:
+        offsets[row] = end
+        end += size_of(tensors[row]) + row
+    assert_brings_just(tensors, offsets, place_at(tensors, offsets), end)
+
+
+def test_there_is_an_offset_for_every_tensor() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        place_at([(Read(0, Transfer(0, 0, 1)),), ()], [0])
+
+
+@given(st.lists(st.one_of(st.integers(0, 40), st.integers(0, 2000))), st.integers(1, 600))
+@settings(deadline=None)
+def test_batches_have_all_rows_in_order_and_are_as_large_as_the_limit_lets_them(sizes: list[int], limit: int) -> None:
+    cut = list(batches(sizes, limit))
+    assert [row for part in cut for row in part] == list(range(len(sizes)))
+
+    def padded(rows: Sequence[int]) -> int:
+        return sum(-(-sizes[row] // 16) * 16 for row in rows)
+
+    for part in cut:
+        assert len(part) > 0
+        assert len(part) == 1 or padded(part) <= limit
+    for part, following in pairwise(cut):
+        assert padded([*part, following[0]]) > limit
+
+
+def test_a_tensor_above_the_limit_is_a_batch_by_itself() -> None:
+    assert list(batches([10, 500, 10, 10, 16, 0], 48)) == [range(0, 1), range(1, 2), range(2, 6)]
+    assert list(batches([500], 48)) == [range(0, 1)]
+    assert list(batches([], 48)) == []

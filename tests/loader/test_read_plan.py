@@ -1,0 +1,297 @@
+"""relayout.loader.read_plan: requests carried out by numpy fill memory as the reads say, and ask for little else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from unittest import mock
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relayout.core.extents import Extent, Transfer
+from relayout.format.index import Read
+from relayout.loader import read_plan as readplan
+from relayout.loader.read_plan import Chunk, plan_chunks
+
+Bytes = npt.NDArray[np.uint8]
+Mask = npt.NDArray[np.bool_]
+
+KIB = 2**10
+MIB = 2**20
+FILE_NBYTES = 60_000
+FILES = [np.random.default_rng(seed).integers(0, 256, FILE_NBYTES, dtype=np.uint8) for seed in range(2)]
+BEHIND = 0x5A
+"""What a request finds behind the end of a file."""
+UNTOUCHED = 0xA5
+
+
+@dataclass(frozen=True)
+class Case:
+    """Reads that do not overlap in the arena, and how to cut them."""
+
+    reads: list[Read]
+    arena_nbytes: int
+    alignment: int
+    chunk_nbytes: int
+    bounce_nbytes: int
+    min_run_nbytes: int
+    """Runs of so many bytes are requested one by one."""
+
+    def chunks(self) -> list[Chunk]:
+        with mock.patch.object(readplan, "MIN_RUN_NBYTES", self.min_run_nbytes):
+            return list(
+                plan_chunks(
+                    self.reads, self.alignment, chunk_nbytes=self.chunk_nbytes, bounce_nbytes=self.bounce_nbytes
+                )
+            )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Contiguous and strided reads, near each other and far, at congruent places and not, in any order."""
+    alignment = draw(st.sampled_from([1, 512, 4096]))
+    reads: list[Read] = []
+    end = 0
+    for _ in range(draw(st.integers(1, 8))):
+        follows = bool(reads) and draw(st.booleans())
+        file = reads[-1].file if follows else draw(st.integers(0, 1))
+        start = reads[-1].transfer.source_end + draw(st.sampled_from([0, 0, 1, 300])) if follows else FILE_NBYTES
+        if start >= FILE_NBYTES:
+            start = draw(st.integers(0, FILE_NBYTES - 1))
+        nbytes = draw(st.integers(1, min(draw(st.sampled_from([40, 9_000, 30_000])), FILE_NBYTES - start)))
+        stride = nbytes + draw(st.one_of(st.integers(0, 40), st.integers(0, 9_000)))
+        count = draw(st.integers(1, min(9, 1 + (FILE_NBYTES - start - nbytes) // stride)))
+        pitch = nbytes + draw(st.integers(0, 40))
+        target = end + draw(st.one_of(st.integers(0, 20), st.just((start - end) % alignment)))
+        strides = (stride, pitch) if count > 1 else (0, 0)
+        reads.append(Read(file, Transfer(start, target, nbytes, count, *strides)))
+        end = reads[-1].transfer.target_end
+    return Case(
+        reads,
+        end,
+        alignment,
+        alignment * draw(st.integers(1, 8)) if alignment > 1 else draw(st.sampled_from([700, 8192])),
+        alignment * 4 + draw(st.integers(0, 40_000)),
+        draw(st.sampled_from([1, 1000, 2**18])),
+    )
+
+
+def wanted(reads: Sequence[Read]) -> list[Mask]:
+    """For each file, which of its bytes the reads are about."""
+    masks = [np.zeros(FILE_NBYTES + 100_000, np.bool_) for _ in FILES]
+    for read in reads:
+        one = read.transfer
+        for run in range(one.count):
+            start = one.source + run * one.source_stride
+            masks[read.file][start : start + one.nbytes] = True
+    return masks
+
+
+def carry_out(reads: Sequence[Read], arena: Bytes) -> None:
+    """What the reads mean."""
+    for read in reads:
+        one = read.transfer
+        for run in range(one.count):
+            source, target = one.source + run * one.source_stride, one.target + run * one.target_stride
+            arena[target : target + one.nbytes] = FILES[read.file][source : source + one.nbytes]
+
+
+@given(cases())
+@settings(max_examples=150, deadline=None)
+def test_chunks_bring_every_byte_of_the_reads_to_its_place_and_touch_no_other(case: Case) -> None:
+    expected = np.full(case.arena_nbytes, UNTOUCHED, np.uint8)
+    carry_out(case.reads, expected)
+    arena = np.full(case.arena_nbytes, UNTOUCHED, np.uint8)
+    written = np.zeros(case.arena_nbytes, np.uint8)
+    for chunk in case.chunks():
+        taken = np.full(chunk.extent.nbytes, BEHIND, np.uint8)
+        there = FILES[chunk.file][chunk.extent.offset : chunk.extent.end]
+        taken[: there.size] = there
+        if chunk.arena_offset is not None:
+            assert not chunk.transfers
+            arena[chunk.arena_offset : chunk.arena_offset + taken.size] = taken
+            written[chunk.arena_offset : chunk.arena_offset + taken.size] += 1
+        brought = taken.size if chunk.arena_offset is not None else 0
+        for part in chunk.transfers:
+            for run in range(part.count):
+                source, target = part.source + run * part.source_stride, part.target + run * part.target_stride
+                assert 0 <= source <= source + part.nbytes <= taken.size
+                arena[target : target + part.nbytes] = taken[source : source + part.nbytes]
+                written[target : target + part.nbytes] += 1
+                brought += part.nbytes
+        assert chunk.nbytes == brought
+    np.testing.assert_array_equal(arena, expected)
+    assert written.max() == 1
+    assert written.sum() == sum(read.transfer.total_nbytes for read in case.reads)
+
+
+@given(cases())
+@settings(max_examples=150, deadline=None)
+def test_requests_are_aligned_and_no_larger_than_they_may_be(case: Case) -> None:
+    for chunk in case.chunks():
+        assert chunk.extent.offset % case.alignment == chunk.extent.nbytes % case.alignment == 0
+        assert chunk.extent.nbytes > 0
+        if chunk.arena_offset is None:
+            assert chunk.extent.nbytes <= case.bounce_nbytes
+            assert chunk.transfers
+        else:
+            assert chunk.arena_offset % case.alignment == 0
+            assert chunk.extent.nbytes <= case.chunk_nbytes
+
+
+@given(cases())
+@settings(max_examples=150, deadline=None)
+def test_what_is_requested_and_not_wanted_is_edges_of_blocks_and_gaps_of_strided_reads(case: Case) -> None:
+    exactly = wanted(case.reads)
+    allowed = []
+    for mask in exactly:
+        blocks = mask[: mask.size // case.alignment * case.alignment].reshape(-1, case.alignment).any(axis=1)
+        allowed.append(np.repeat(blocks, case.alignment))
+    for read in case.reads:
+        one = read.transfer
+        if one.count > 1 and one.nbytes < case.min_run_nbytes and one.source_stride <= case.bounce_nbytes:
+            low = one.source // case.alignment * case.alignment
+            allowed[read.file][low : -(-one.source_end // case.alignment) * case.alignment] = True
+    for chunk in case.chunks():
+        mask = allowed[chunk.file] if chunk.arena_offset is None else exactly[chunk.file]
+        assert mask[chunk.extent.offset : chunk.extent.end].all()
+
+
+@given(cases())
+@settings(max_examples=150, deadline=None)
+def test_requests_that_touch_and_fit_one_buffer_are_one(case: Case) -> None:
+    for one, other in pairwise(case.chunks()):
+        if one.arena_offset is None and other.arena_offset is None and one.file == other.file:
+            first, then = one.extent, other.extent
+            # At most a block is in both: reads that go back in a file are not looked for.
+            touches = first.end - case.alignment <= then.offset <= first.end and first.offset <= then.offset
+            assert not (touches and then.end - first.offset <= case.bounce_nbytes)
+
+
+@given(cases())
+@settings(max_examples=150, deadline=None)
+def test_whole_blocks_of_a_congruent_read_go_through_no_buffer(case: Case) -> None:
+    straight = np.zeros(case.arena_nbytes, np.bool_)
+    for chunk in case.chunks():
+        if chunk.arena_offset is not None:
+            straight[chunk.arena_offset : chunk.arena_offset + chunk.extent.nbytes] = True
+    for read in case.reads:
+        one = read.transfer
+        if one.count == 1 and (one.target - one.source) % case.alignment == 0:
+            low = one.source + -one.source % case.alignment
+            high = one.source_end - one.source_end % case.alignment
+            shift = one.target - one.source
+            assert straight[low + shift : max(low, high) + shift].all()
+
+
+def shape(chunks: Sequence[Chunk]) -> list[tuple[int, int, int | None, int]]:
+    """(offset, bytes, arena offset, number of transfers) of each."""
+    return [(one.extent.offset, one.extent.nbytes, one.arena_offset, len(one.transfers)) for one in chunks]
+
+
+def planned(reads: Sequence[Read], alignment: int = 4096) -> list[Chunk]:
+    return list(plan_chunks(reads, alignment, chunk_nbytes=8 * MIB, bounce_nbytes=8 * MIB))
+
+
+def test_many_small_neighbors_are_few_requests() -> None:
+    reads = [Read(0, Transfer(4096 + 24 * n, 32 * n, 24)) for n in range(10_000)]
+    assert shape(planned(reads)) == [(4096, 59 * 4096, None, 10_000)]  # 240000 bytes, to the end of the last block.
+    small = list(plan_chunks(reads, 4096, chunk_nbytes=8 * MIB, bounce_nbytes=100_000))
+    # 24 blocks hold just 4096 pieces.
+    assert shape(small) == [(4096, 98304, None, 4096), (102400, 98304, None, 4096), (200704, 45056, None, 1808)]
+
+
+def test_a_block_that_two_buffers_need_is_requested_for_both() -> None:
+    reads = [Read(0, Transfer(4096 + 100 * n, 112 * n, 100)) for n in range(500)]
+    small = list(plan_chunks(reads, 4096, chunk_nbytes=8 * MIB, bounce_nbytes=10 * 4096))
+    # Piece 409 begins in the 10th block and ends in the 11th.
+    assert shape(small) == [(4096, 10 * 4096, None, 409), (10 * 4096, 4 * 4096, None, 91)]
+
+
+def test_small_pieces_that_do_not_touch_are_requested_each_by_itself() -> None:
+    reads = [Read(0, Transfer(100, 1, 8)), Read(0, Transfer(3 * 4096, 9, 8)), Read(1, Transfer(4 * 4096, 17, 8))]
+    assert shape(planned(reads)) == [(0, 4096, None, 1), (12288, 4096, None, 1), (16384, 4096, None, 1)]
+    assert [one.file for one in planned(reads)] == [0, 0, 1]
+
+
+def test_the_same_blocks_of_two_files_are_two_requests() -> None:
+    reads = [Read(0, Transfer(100, 1, 8)), Read(1, Transfer(108, 9, 8))]
+    assert [(one.file, one.extent.offset) for one in planned(reads)] == [(0, 0), (1, 0)]
+
+
+def test_a_large_congruent_read_goes_straight_but_for_its_edges() -> None:
+    read = Read(0, Transfer(100, 4096 * 5 + 100, 20 * MIB))
+    assert shape(planned([read])) == [
+        (0, 4096, None, 1),
+        (4096, 8 * MIB, 4096 * 6, 0),
+        (4096 + 8 * MIB, 8 * MIB, 4096 * 6 + 8 * MIB, 0),
+        (4096 + 16 * MIB, 4 * MIB - 4096, 4096 * 6 + 16 * MIB, 0),
+        (20 * MIB, 4096, None, 1),
+    ]
+
+
+def test_an_edge_is_requested_together_with_the_next_reads() -> None:
+    reads = [Read(0, Transfer(4096, 0, 4096 + 10)), Read(0, Transfer(8192 + 10, 4224, 30, 3, 32, 40))]
+    chunks = planned(reads)
+    assert shape(chunks) == [(4096, 4096, 0, 0), (8192, 4096, None, 2)]
+    assert chunks[1].transfers == (Transfer(0, 4096, 10), Transfer(10, 4224, 30, 3, 32, 40))
+
+
+def test_a_large_read_to_an_odd_place_fits_the_buffers() -> None:
+    chunks = list(
+        plan_chunks([Read(0, Transfer(4096, 1, 20 * MIB))], 4096, chunk_nbytes=8 * MIB, bounce_nbytes=MIB + 5000)
+    )
+    assert {one.arena_offset for one in chunks} == {None}
+    assert all(one.extent.nbytes <= MIB + 5000 for one in chunks)
+    assert len(chunks) == 21  # Two blocks of each buffer stay free for edges: 1 MiB - 4 KiB each.
+    assert sum(one.extent.nbytes for one in chunks) == 20 * MIB  # Nothing twice.
+
+
+def test_without_alignment_all_contiguous_reads_go_straight() -> None:
+    reads = [Read(0, Transfer(7, 1, 33)), Read(0, Transfer(40, 50, 9 * MIB))]
+    assert shape(planned(reads, alignment=1)) == [
+        (7, 33, 1, 0),
+        (40, 8 * MIB, 50, 0),
+        (40 + 8 * MIB, MIB, 50 + 8 * MIB, 0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("run", "stride", "requests", "nbytes"),
+    [
+        (4 * KIB, 8 * KIB, 1, 8 * 8 * KIB - 4 * KIB),  # With the gaps.
+        (256 * KIB - 4 * KIB, 512 * KIB, 1, 4 * MIB - 260 * KIB),
+        (256 * KIB, 512 * KIB, 8, 8 * 256 * KIB),  # Without them.
+        (4 * KIB, 9 * MIB, 8, 8 * 4 * KIB),  # A gap wider than the buffer.
+    ],
+)
+def test_gaps_are_read_only_between_small_runs(run: int, stride: int, requests: int, nbytes: int) -> None:
+    chunks = planned([Read(0, Transfer(0, 1, run, 8, stride, run))])
+    assert (len(chunks), sum(one.extent.nbytes for one in chunks)) == (requests, nbytes)
+
+
+def test_strided_reads_are_cut_between_runs() -> None:
+    read = Read(0, Transfer(0, 0, 100 * KIB, 100, 300 * KIB, 100 * KIB))
+    chunks = planned([read])
+    # 8 MiB less two blocks hold 27 strides of 300 KiB; the last request, of 19, needs no gap after its last run.
+    assert [(one.extent.offset // KIB, one.extent.nbytes // KIB) for one in chunks] == [
+        (0, 27 * 300 - 200),
+        (27 * 300, 27 * 300 - 200),
+        (54 * 300, 27 * 300 - 200),
+        (81 * 300, 19 * 300 - 200),
+    ]
+    assert [part.count for one in chunks for part in one.transfers] == [27, 27, 27, 19]
+
+
+def test_nothing_to_read_is_no_request() -> None:
+    assert planned([]) == []
+
+
+def test_a_chunk_tells_the_bytes_that_it_brings() -> None:
+    assert Chunk(0, Extent(0, 8192), 4096).nbytes == 8192
+    assert Chunk(0, Extent(0, 8192), None, (Transfer(1, 0, 30, 3, 40, 32), Transfer(200, 99, 7))).nbytes == 97

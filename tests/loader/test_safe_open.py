@@ -1,0 +1,407 @@
+"""`relayout.safe_open` beside the stock `safetensors.safe_open`: the source's tensors, out of the ranks' files."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
+from support.conversions import EXPERT_CASES, Conversions, grouped, stock_tensors
+from support.loader_fixtures import MEASURE, child, nothing_left_behind, skip_unless_drives_are_counted, write_model
+from support.models import as_integers
+from support.quantized import FAMILIES, QUANTIZED
+
+import relayout
+from relayout.errors import FormatError, PlanError
+from relayout.loader.handles.whole import WholeCheckpoint
+
+Tensors = dict[str, torch.Tensor]
+
+
+def assert_same(found: torch.Tensor, expected: torch.Tensor, what: object) -> None:
+    """The same dtype, shape and bits."""
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape), what
+    np.testing.assert_array_equal(as_integers(found), as_integers(expected), err_msg=str(what))
+
+
+def some_index(shape: torch.Size, seed: str) -> Any:
+    """An index of a tensor of that shape."""
+    rng = random.Random(seed)
+
+    def one(size: int) -> Any:
+        low, high = sorted(rng.randint(0, size) for _ in range(2))
+        whole = [slice(None), slice(low, high), slice(low - size, high), slice(low, None, rng.randint(1, 5))]
+        return rng.choice([*whole, rng.randrange(-size, size)] if size else whole)
+
+    parts = tuple(one(size) for size in shape)
+    return rng.choice([parts, parts[:1], (..., *parts[-1:])])
+
+
+@pytest.mark.parametrize("name", grouped([*FAMILIES, *QUANTIZED]))
+def test_every_tensor_is_the_sources_and_so_are_slices(name: str, conversions: Conversions) -> None:
+    source = stock_tensors(conversions.source(name))
+    with relayout.safe_open(conversions.at(name, conversions.largest(name))) as opened:
+        assert set(opened.keys()) == source.keys()
+        assert len(opened.keys()) == len(source)
+        for number, (key, expected) in enumerate(source.items()):
+            assert_same(opened.get_tensor(key), expected, key)
+            if number % 2:
+                index = some_index(expected.shape, f"{name}: {key}")
+                assert_same(opened.get_slice(key)[index], expected[index], (key, index))
+
+
+@pytest.mark.parametrize("name", grouped(EXPERT_CASES))
+def test_experts_are_found_with_the_ranks_that_own_them(name: str, conversions: Conversions) -> None:
+    source = stock_tensors(conversions.source(name))
+    with relayout.safe_open(conversions.at(name, 2, experts=True)) as opened:
+        assert set(opened.keys()) == source.keys()
+        experts = [key for key in source if ".experts." in key]
+        for key in experts:
+            index = some_index(source[key].shape, f"{name}: {key}")
+            assert_same(opened.get_slice(key)[index], source[key][index], (key, index))
+        assert_same(opened.get_tensor(experts[-1]), source[experts[-1]], experts[-1])
+
+
+@pytest.mark.parametrize("name", grouped(["llama", "gptq_4bit", "fp8_blocks_moe", "gpt2_hub", "gpt_neox"]))
+def test_shapes_dtypes_and_metadata_are_those_of_the_stock_reader(name: str, conversions: Conversions) -> None:
+    with relayout.safe_open(conversions.at(name, 4), framework="pt", device="cpu") as opened:
+        for file in sorted(conversions.source(name).glob("*.safetensors")):
+            with safe_open(file, framework="pt", device="cpu") as stock:
+                assert opened.metadata() == stock.metadata() == {"format": "pt"}
+                for key in stock.keys():  # noqa: SIM118
+                    mine, theirs = opened.get_slice(key), stock.get_slice(key)
+                    assert mine.get_shape() == theirs.get_shape()
+                    assert mine.get_dtype() == theirs.get_dtype()
+
+
+def test_keys_are_in_the_order_of_the_files(conversions: Conversions) -> None:
+    expected = []
+    for file in sorted(conversions.source("llama").glob("*.safetensors")):
+        with safe_open(file, framework="pt") as stock:
+            expected += stock.offset_keys()
+    with relayout.safe_open(conversions.at("llama", 8)) as opened:
+        assert opened.keys() == opened.offset_keys() == expected
+
+
+def test_metadata_is_what_all_files_say(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    tensor = torch.arange(12.0).reshape(3, 4)
+    both = {"format": "pt", "author": "someone"}
+    save_file({"one": tensor}, source / "a.safetensors", {**both, "number": "1"})
+    save_file({"two": tensor}, source / "b.safetensors", {**both, "number": "2", "more": "x"})
+    relayout.convert(source, tmp_path / "out")
+    assert relayout.safe_open(tmp_path / "out").metadata() == both
+    save_file({"two": tensor}, source / "b.safetensors")
+    relayout.convert(source, tmp_path / "none")
+    assert relayout.safe_open(tmp_path / "none").metadata() is None
+
+
+def test_scalars_vectors_and_odd_types_are_those_of_the_stock_reader(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tensors = {
+        "scalar": torch.tensor(-2.5),
+        "vector": torch.arange(5, dtype=torch.int16),
+        "empty": torch.zeros(0, 3),
+        "thin": torch.zeros(3, 0, 2, dtype=torch.bool),
+        "wide": torch.randint(2**40, (2, 3, 5, 7)),
+        "complex": torch.randn(3, 3, dtype=torch.complex64),
+        "byte": torch.randint(255, (9, 2), dtype=torch.uint8).view(torch.float8_e8m0fnu),
+        "four": torch.randint(255, (4, 6), dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+        "unsigned": torch.tensor([2**63 + 5], dtype=torch.uint64),
+    }
+    (tmp_path / "source").mkdir()
+    save_file(tensors, tmp_path / "source" / "model.safetensors")
+    (tmp_path / "source" / "config.json").write_text('{"model_type": "llama"}')
+    for tp in (1, 3):
+        relayout.convert(tmp_path / "source", tmp_path / str(tp), tp=tp, unmatched="replicate")
+        with relayout.safe_open(tmp_path / str(tp)) as opened:
+            assert set(opened.keys()) == tensors.keys()
+            for name, tensor in stock_tensors(tmp_path / "source").items():
+                for found in (opened.get_tensor(name), opened.get_slice(name)[...], opened.get_slice(name)[()]):
+                    assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape), name
+                    assert bytes(found.reshape(-1).view(torch.uint8)) == bytes(tensor.reshape(-1).view(torch.uint8))
+            assert opened.get_slice("wide")[1, 1:, -2, ::3].tolist() == tensors["wide"][1, 1:, -2, ::3].tolist()
+            assert opened.get_slice("empty")[:, 1].shape == (0,)
+            assert opened.get_slice("thin")[1:, :, 1].shape == (2, 0)
+            with pytest.raises(IndexError):
+                opened.get_slice("scalar")[0]
+
+
+# Slices.
+
+
+def index_of(size: int) -> st.SearchStrategy[Any]:
+    """What torch takes along an axis."""
+    place = st.none() | st.integers(-size - 2, size + 2)
+    pieces = st.builds(slice, place, place, st.none() | st.integers(1, size + 2))
+    return st.one_of(pieces, *([st.integers(-size, size - 1)] if size else []))
+
+
+@st.composite
+def indices(draw: st.DrawFn, shape: torch.Size) -> Any:
+    """An index of a tensor: for all axes, or the first ones, or the last ones, or with `...` between."""
+    given = [draw(index_of(size)) for size in shape]
+    num_first = draw(st.integers(0, len(given)))
+    num_last = draw(st.integers(0, len(given) - num_first))
+    first, last = given[:num_first], given[len(given) - num_last :]
+    if num_first == 1 and draw(st.booleans()):
+        return first[0]
+    return (*first, ..., *last) if num_last or draw(st.booleans()) else tuple(first)
+
+
+SLICED = ["llama", "phi3", "gpt2_hub", "bloom", "gpt_oss_mxfp4", "llama4_text", "qwen3_next", "deepseek_v3", "awq"]
+
+
+@pytest.mark.parametrize("name", grouped(SLICED))
+def test_any_slice_is_what_torch_selects(name: str, conversions: Conversions) -> None:
+    source = stock_tensors(conversions.source(name))
+    by_shape = {(len(tensor.shape), tuple(tensor.shape)): key for key, tensor in source.items()}
+    opened = relayout.safe_open(conversions.at(name, 8))
+
+    @given(st.data())
+    @settings(max_examples=80, deadline=None, database=None)
+    def check(data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(by_shape.values())))
+        index = data.draw(indices(source[key].shape))
+        assert_same(opened.get_slice(key)[index], source[key][index], (key, index))
+
+    check()
+
+
+ODD: list[Any] = [
+    np.s_[np.int64(3)],
+    np.s_[np.int64(3) : np.int64(9)],
+    np.s_[torch.tensor(2) : torch.tensor(5)],
+    np.s_[None, 4:6],
+    np.s_[4:6, None],
+    np.s_[..., None],
+    np.s_[[1, 5, 3]],
+    np.s_[:, [5, 0]],
+    np.s_[torch.tensor([7, 2])],
+    np.s_[[1, 5], [5, 0]],
+    np.s_[True],
+    np.s_[False],
+    (),
+    np.s_[0:0, 5:3],
+    np.s_[10**20 :],
+    np.s_[: -(10**20)],
+]
+
+
+@pytest.mark.parametrize("index", ODD, ids=str)
+@pytest.mark.parametrize("kind", ["q_proj", "o_proj"])
+def test_whatever_else_torch_takes_is_taken(index: Any, kind: str, conversions: Conversions) -> None:
+    key = f"model.layers.1.self_attn.{kind}.weight"
+    expected = stock_tensors(conversions.source("llama"))[key]
+    try:
+        expected = expected[index]
+    except Exception as error:
+        with pytest.raises(type(error)):
+            relayout.safe_open(conversions.at("llama", 8)).get_slice(key)[index]
+        return
+    assert_same(relayout.safe_open(conversions.at("llama", 8)).get_slice(key)[index], expected, index)
+
+
+WRONG: list[Any] = [128, -129, (0, 128), (0, -129), (0, 0, 0), (..., 128), np.s_[::-1], np.s_[:, ::0], "rows", 1.5]
+
+
+@pytest.mark.parametrize("index", WRONG, ids=str)
+@pytest.mark.parametrize("kind", ["q_proj", "o_proj"])
+def test_an_index_that_is_none_is_refused_as_torch_does(index: Any, kind: str, conversions: Conversions) -> None:
+    part = relayout.safe_open(conversions.at("llama", 8)).get_slice(f"model.layers.1.self_attn.{kind}.weight")
+    assert part.get_shape() == [128, 128]
+    with pytest.raises((IndexError, ValueError, TypeError)) as expected:
+        torch.zeros(128, 128)[index]
+    with pytest.raises(expected.type):
+        part[index]
+
+
+@pytest.fixture(params=["up_proj", "down_proj"])
+def packed(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, torch.Tensor]:
+    """A tensor of numbers of 4 bits, cut along axis 0 or 1, to be read in part, and its bytes."""
+    key = f"model.layers.0.mlp.{request.param}.weight"
+    source = write_model(tmp_path / "source", {key: (torch.float4_e2m1fn_x2, (16, 8))})
+    relayout.convert(source, tmp_path / "out", tp=4)
+    part = relayout.safe_open(tmp_path / "out").get_slice(key)
+    assert part.get_shape() == [16, 16]
+    return part, stock_tensors(source)[key].view(torch.uint8)
+
+
+def test_rows_of_numbers_of_4_bits_are_read_in_part(packed: tuple[Any, torch.Tensor]) -> None:
+    part, whole = packed
+    for index in (np.s_[2:6], np.s_[3], np.s_[-1], np.s_[1:9:3], np.s_[...], np.s_[:, :], np.s_[5:7, ...], np.s_[4:4]):
+        found = part[index]
+        assert found.dtype == torch.float4_e2m1fn_x2
+        assert torch.equal(found.contiguous().view(torch.uint8), whole[index]), index
+
+
+def test_columns_of_numbers_of_4_bits_of_which_torch_has_two_in_one_are_refused(
+    packed: tuple[Any, torch.Tensor],
+) -> None:
+    for index in (np.s_[:, 2:6], np.s_[:, 4:], np.s_[3, 8:12], np.s_[..., :4], np.s_[:, 1], np.s_[:, ::2], np.s_[None]):
+        with pytest.raises(
+            PlanError, match=r"_proj\.weight': torch has F4 in pairs, which cannot be cut along the last"
+        ):
+            packed[0][index]
+
+
+# In place of safetensors.
+
+
+def column_sums(open_file: Callable[..., Any], path: Path) -> dict[str, list[float]]:
+    """Written for `safetensors.safe_open`."""
+    sums = {}
+    with open_file(path, framework="pt", device="cpu") as file:
+        assert file.metadata()["format"] == "pt"
+        for name in sorted(file.keys()):
+            part = file.get_slice(name)
+            if len(part.get_shape()) != 2:
+                sums[name] = file.get_tensor(name).double().tolist()
+                continue
+            rows, columns = part.get_shape()
+            total = torch.zeros(columns, dtype=torch.float64)
+            for row in range(0, rows, 50):
+                total += part[row : min(row + 50, rows)].double().sum(0)
+            assert torch.equal(part[:, 3:5].double().sum(0), part[:, 3].double().sum(0)[None].repeat(2)) or columns > 3
+            sums[name] = total.tolist()
+    return sums
+
+
+def test_what_was_written_for_the_stock_reader_runs_unchanged(conversions: Conversions) -> None:
+    source = conversions.source("qwen2_tied") / "model.safetensors"
+    expected = column_sums(safe_open, source)
+    assert column_sums(relayout.safe_open, conversions.at("qwen2_tied", 8)) == expected
+    assert len(expected) == 26
+
+
+@pytest.fixture
+def opened(conversions: Conversions) -> WholeCheckpoint:
+    return relayout.safe_open(conversions.at("llama", 4))
+
+
+def test_by_positional_arguments_and_by_text(conversions: Conversions, opened: WholeCheckpoint) -> None:
+    other = relayout.safe_open(str(conversions.at("llama", 4)), "pt", torch.device("cpu"))
+    assert_same(other.get_tensor("model.norm.weight"), opened.get_tensor("model.norm.weight"), "norm")
+
+
+def test_each_tensor_has_memory_of_its_own_and_stays(conversions: Conversions, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(conversions.at("llama", 4), tmp_path / "copy"))
+    expected = stock_tensors(conversions.source("llama"))["lm_head.weight"]
+    with nothing_left_behind():
+        with relayout.safe_open(folder) as file:
+            first, second = (file.get_tensor("lm_head.weight") for _ in range(2))
+            first.zero_()
+        shutil.rmtree(folder)
+        assert_same(second, expected, "second")
+
+
+def test_a_closed_one_answers_no_more(opened: WholeCheckpoint) -> None:
+    with opened as same:
+        assert same is opened
+        assert opened.get_tensor("model.norm.weight").numel()
+    for call in (opened.get_tensor, opened.get_slice):
+        with pytest.raises(PlanError, match=r"llama-tp4: has no tensor 'model\.norm\.weight', or is closed"):
+            call("model.norm.weight")
+    opened.close()
+
+
+def test_what_is_not_there_is_named(
+    conversions: Conversions,
+    opened: WholeCheckpoint,
+    tmp_path: Path,
+) -> None:
+    for call in (opened.get_tensor, opened.get_slice):
+        with pytest.raises(PlanError, match=r"llama-tp4: has no tensor 'model\.nothing'"):
+            call("model.nothing")
+    with pytest.raises(PlanError, match=r"nothing: no such file or folder$"):
+        relayout.safe_open(tmp_path / "nothing")
+    for path in (conversions.source("llama"), opened._folder / "config.json"):
+        with pytest.raises(PlanError, match=rf"{path.name}: not converted .*safetensors\.safe_open reads"):
+            relayout.safe_open(path)
+    with pytest.raises(PlanError, match=r"framework 'np': tensors are torch's, expected 'pt'"):
+        relayout.safe_open(opened._folder, framework="np")
+
+
+def test_a_missing_file_matters_for_what_lies_in_it_only(conversions: Conversions, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(conversions.at("llama", 4), tmp_path / "copy"))
+    (folder / "model-rank-2-part-0.safetensors").unlink()
+    expected = stock_tensors(conversions.source("llama"))
+    with relayout.safe_open(folder) as file:
+        key = "model.layers.0.self_attn.q_proj.weight"
+        assert_same(file.get_tensor("model.norm.weight"), expected["model.norm.weight"], "norm")
+        assert_same(file.get_slice(key)[:64], expected[key][:64], "rows")
+        with pytest.raises((FormatError, OSError), match="model-rank-2-part-0"):
+            file.get_slice(key)[60:65]
+
+
+def test_tensors_go_to_the_device_that_is_asked_for(conversions: Conversions) -> None:
+    folder = conversions.at("llama", 4)
+    with pytest.raises(PlanError, match="device 'cuda:77'"):
+        relayout.safe_open(folder, device="cuda:77").get_tensor("model.norm.weight")
+    if torch.cuda.is_available():
+        with relayout.safe_open(folder, device="cuda") as file:
+            assert file.get_tensor("model.norm.weight").is_cuda
+            assert file.get_slice("lm_head.weight")[3:5, 7].is_cuda
+
+
+# What is read.
+
+READ = """
+folder = sys.argv[1]
+keys = {kind: f"model.layers.0.mlp.{kind}_proj.weight" for kind in ("up", "down")}
+whole = relayout.safe_open(folder)
+for key in keys.values():  # What is imported, and the sidecar of all ranks, is read once.
+    whole.get_slice(key)[::1024]
+forget(folder)
+found = {}
+for what in ("up[1000:1100]", "up[2040:2060]", "up[7]", "down[1000:1100]", "down[:, 3100:3200]"):
+    before = drive_nbytes()
+    part = eval(what, {}, {kind: whole.get_slice(key) for kind, key in keys.items()})
+    found[what] = [drive_nbytes() - before, part.nbytes, int(part.view(torch.int16).sum())]
+print(json.dumps(found))
+"""
+
+
+def test_no_more_is_read_than_is_asked_for(tmp_path: Path) -> None:
+    """Rows of one rank, of two; columns of a few rows from every rank; of few columns the rank's own, gaps included."""
+    sizes = {
+        "model.layers.0.mlp.up_proj.weight": (torch.bfloat16, (8192, 2048)),
+        "model.layers.0.mlp.down_proj.weight": (torch.bfloat16, (2048, 8192)),
+    }
+    source = write_model(tmp_path / "source", sizes)
+    relayout.convert(source, tmp_path / "out", tp=8)
+    whole = {key.split(".")[4].removesuffix("_proj"): tensor for key, tensor in stock_tensors(source).items()}
+    found = child(MEASURE + READ, tmp_path / "out")
+    for what, (_, nbytes, total) in found.items():
+        expected = eval(what, {}, whole)
+        assert (nbytes, total) == (expected.nbytes, int(expected.view(torch.int16).sum())), what
+    skip_unless_drives_are_counted(sum(read for read, _, _ in found.values()))
+    blocks = {"up[1000:1100]": 2, "up[2040:2060]": 3, "up[7]": 1, "down[1000:1100]": 16}
+    for what, number in blocks.items():
+        read, nbytes, _ = found[what]
+        assert nbytes <= read <= nbytes + number * 4096, what
+    assert found["down[:, 3100:3200]"][0] <= whole["down"].nbytes / 8 + 2 * 4096
+
+
+def test_the_sidecar_is_all_that_opening_reads(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "source", {"model.layers.0.mlp.up_proj.weight": (torch.bfloat16, (64, 64))})
+    relayout.convert(source, tmp_path / "out", tp=8)
+    for file in (tmp_path / "out").glob("*.safetensors"):
+        file.unlink()
+    for file in (tmp_path / "out").glob("relayout.rank-*"):
+        file.unlink()
+    with relayout.safe_open(tmp_path / "out") as file:
+        assert file.keys() == ["model.layers.0.mlp.up_proj.weight"]
+        assert file.get_slice(file.keys()[0]).get_shape() == [64, 64]
+        assert json.loads((tmp_path / "out" / "relayout.json").read_text())["num_ranks"] == 8

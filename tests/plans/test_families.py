@@ -1,0 +1,368 @@
+"""Every model family: what ranks hold is what engines cut out, and all ranks together give the source back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.checkpoints import Entry, Sizes, add_tensor, write_family
+from support.engine_oracle import Array, IndivisibleError, expected, owners, split_cut
+from support.families import BESIDE_THE_LANGUAGE_MODEL, EXPERT_FAMILIES, FAMILIES, MULTIMODAL
+from support.models import read_tensors
+from support.planning import all_slices
+from support.rebuilding import assert_ranks_give_back, indices, ranks_of
+
+import relayout
+from relayout.checkpoint.source import Catalogue, SourceTensor, read_catalogue
+from relayout.core.extents import Extent
+from relayout.core.slices import Slice
+from relayout.errors import PlanError
+from relayout.plans.family import builtin_families
+from relayout.plans.planner import Plan, plan_for
+
+DEGREES = range(2, 17)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Writes a family's checkpoint, once."""
+    return cache(lambda name: write_family(FAMILIES[name], tmp_path_factory.mktemp("families") / name))
+
+
+def catalogue(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> Catalogue:
+    """A checkpoint of BF16 tensors, none of which is stored anywhere."""
+    tensors = (SourceTensor(name, "BF16", shape, 0, Extent(0, 0)) for name, shape in shapes.items())
+    return Catalogue(Path("checkpoint"), (), tuple(tensors), {}, dict(config), None, (), ())
+
+
+def try_plan(source: Catalogue, num_ranks: int, **options: Any) -> Plan | PlanError:
+    try:
+        return plan_for(source, num_ranks, **options)
+    except PlanError as error:
+        return error
+
+
+def fitting_degrees(entries: list[Entry], sizes: Sizes) -> list[int]:
+    """Degrees at which engines can divide every one of the tensors."""
+
+    def fits(num_ranks: int) -> bool:
+        try:
+            for entry in {(entry.cut, entry.shape): entry for entry in entries}.values():
+                expected(entry.cut, numbered_along(split_cut(entry.cut)[1], entry.shape), num_ranks, sizes)
+        except IndivisibleError:
+            return False
+        return True
+
+    return [num_ranks for num_ranks in DEGREES if fits(num_ranks)]
+
+
+def assert_cut_as_expected(source: Catalogue, plan: Plan, entries: list[Entry], sizes: Sizes, what: str) -> None:
+    slices = {tensor.name: parts for tensor, parts in zip(source.tensors, all_slices(plan), strict=True)}
+    assert {entry.name for entry in entries} <= slices.keys()
+    known: dict[tuple[Any, ...], None] = {}
+    for entry in entries:
+        parts = slices[entry.name]
+        key = (entry.cut, entry.shape, parts)
+        if key in known:
+            continue
+        known[key] = None
+        numbered = numbered_along(split_cut(entry.cut)[1], entry.shape)
+        for rank, wanted in enumerate(expected(entry.cut, numbered, plan.num_ranks, sizes)):
+            found = taken(numbered, parts[rank])
+            np.testing.assert_array_equal(found, wanted, err_msg=f"{what}: {entry.name} ({entry.cut}), rank {rank}")
+
+
+def numbered_along(axis: int, shape: tuple[int, ...]) -> Array:
+    """Numbers that tell the places along an axis of that shape, of size 1 along the others."""
+    return np.arange(shape[axis] if shape else 1).reshape([-1 if i == axis else 1 for i in range(len(shape))])
+
+
+def taken(whole: Array, part: Slice) -> Array:
+    return whole if part.ranges is None else whole.take(indices(part), part.axis)
+
+
+# The checkpoints themselves.
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_checkpoint_is_what_its_table_says_and_each_byte_depends_on_its_position(
+    name: str, checkpoint: Callable[[str], Path]
+) -> None:
+    family = FAMILIES[name]
+    tensors = read_tensors(checkpoint(name))
+    language = {key: array.shape for key, array in tensors.items() if not BESIDE_THE_LANGUAGE_MODEL.match(key)}
+    assert language == {entry.name: entry.shape for entry in family.entries(family.all_sizes())}
+    assert (language.keys() < tensors.keys()) == (name in MULTIMODAL)
+    assert len(list(checkpoint(name).glob("*.safetensors"))) == family.num_shards
+    for key, array in tensors.items():
+        if array.size > 4 and array.dtype != np.uint8:
+            assert len(np.unique(array)) > array.size**0.5 / 2, key
+        elif array.size > 4:
+            assert len(np.unique(array)) > 1, key
+
+
+def test_every_built_in_plan_has_a_checkpoint_here() -> None:
+    ours = {str(family.config(family.all_sizes())["model_type"]) for family in FAMILIES.values()}
+    assert [family.name for family in builtin_families() if not ours & set(family.model_types)] == []
+
+
+# What each rank holds.
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_degree_up_to_16_is_accepted_just_where_engines_can_divide_and_ranks_hold_what_they_cut(
+    name: str, checkpoint: Callable[[str], Path]
+) -> None:
+    family = FAMILIES[name]
+    sizes = family.all_sizes()
+    entries = family.entries(sizes)
+    source = read_catalogue(checkpoint(name))
+    fitting = fitting_degrees(entries, sizes)
+    plans = {num_ranks: try_plan(source, num_ranks) for num_ranks in DEGREES}
+    accepted = [num_ranks for num_ranks, plan in plans.items() if isinstance(plan, Plan)]
+    assert accepted == fitting, next((str(plan) for plan in plans.values() if isinstance(plan, PlanError)), "")
+    assert set(accepted) >= ({2, 4, 8} if name != "falcon_7b" else set())
+    for num_ranks in accepted:
+        plan = plans[num_ranks]
+        assert isinstance(plan, Plan)
+        assert_cut_as_expected(source, plan, entries, sizes, f"{name}, {num_ranks} ranks")
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_all_ranks_together_give_back_every_byte_of_the_source(
+    name: str, tp: int, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    if name == "falcon_7b":  # 71 heads.
+        with pytest.raises(PlanError, match=r"self_attention.dense.weight.* 71 "):
+            relayout.convert(checkpoint(name), tmp_path / "out", tp=tp)
+        tp = 1
+    relayout.convert(checkpoint(name), tmp_path / "out", tp=tp)
+    assert_ranks_give_back(tmp_path / "out", read_tensors(checkpoint(name)), tp)
+
+
+@pytest.mark.parametrize("name", ["bloom", "falcon_mq", "falcon_40b", "falcon_rw"])
+@pytest.mark.parametrize("tp", [2, 8])
+def test_fused_heads_of_a_rank_are_its_queries_its_keys_its_values(
+    name: str, tp: int, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """By the views that vLLM's loaders take (bloom.py, falcon.py), then the heads of QKVParallelLinear."""
+    sizes = FAMILIES[name].all_sizes()
+    heads, kv_heads, head_dim, hidden = sizes["A"], sizes["K"], sizes["D"], sizes["H"]
+    relayout.convert(checkpoint(name), tmp_path / "out", tp=tp)
+    fused = [key for key in read_tensors(checkpoint(name)) if key.endswith("query_key_value.weight")]
+    assert len(fused) == sizes["L"]
+    for key in fused:
+        groups = read_tensors(checkpoint(name))[key].reshape(kv_heads, heads // kv_heads + 2, head_dim, hidden)
+        query = groups[:, :-2].reshape(heads, head_dim, hidden)
+        for rank in range(tp):
+            first = rank * kv_heads // tp
+            mine = slice(first, first + max(1, kv_heads // tp))
+            wanted = [np.split(query, tp)[rank], groups[mine, -2], groups[mine, -1]]
+            found = read_tensors(tmp_path / "out", f"model-rank-{rank}-part-*.safetensors")[key]
+            np.testing.assert_array_equal(found, np.concatenate(wanted).reshape(-1, hidden), err_msg=key)
+
+
+# Other sizes.
+
+
+@st.composite
+def drawn_sizes(draw: st.DrawFn, name: str) -> Sizes:
+    """Sizes of the same architecture."""
+    base = FAMILIES[name].all_sizes()
+    kv_heads = 1 if name in ("falcon_7b", "falcon_mq") else draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
+    per_group = draw(st.sampled_from([1, 2, 3, 4, 7]))
+    if base["K"] == base["A"] or "N" in base:
+        per_group, kv_heads = 1, kv_heads * per_group
+    head_dim = draw(st.sampled_from([2, 4, 8]))
+    heads = kv_heads * per_group
+    sizes = {
+        "K": kv_heads,
+        "A": heads,
+        "D": head_dim,
+        "H": heads * head_dim,
+        "I": draw(st.sampled_from([32, 48, 56, 96, 120, 256])),
+        "V": draw(st.integers(1, 400)),
+        "M": draw(st.sampled_from([8, 24, 56])),
+        "S": draw(st.sampled_from([8, 16, 48])),
+        "E": draw(st.sampled_from([2, 3, 8])),
+        "P": 4,
+    }
+    if name == "gpt_oss_mxfp4":
+        sizes |= {"I": 32 * draw(st.integers(1, 12)), "H": 32 * draw(st.integers(1, 3))}
+    if name == "qwen3_next":
+        key_heads = draw(st.sampled_from([2, 4, 6, 16]))
+        sizes |= {"G": key_heads, "W": key_heads * draw(st.sampled_from([1, 2, 3])), "B": 4, "U": head_dim}
+    return FAMILIES[name].all_sizes(**sizes)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_at_other_sizes_too(name: str) -> None:
+    family = FAMILIES[name]
+    outcomes = []
+
+    @given(sizes=drawn_sizes(name), num_ranks=st.sampled_from([2, 3, 4, 6, 7, 8, 12, 16]))
+    @settings(max_examples=40, deadline=None, database=None, derandomize=True)
+    def check(sizes: Sizes, num_ranks: int) -> None:
+        entries = [entry for entry in family.entries(sizes) if not entry.expert]
+        source = catalogue({entry.name: entry.shape for entry in entries}, family.config(sizes))
+        fits = num_ranks in fitting_degrees(entries, sizes)
+        outcomes.append(fits)
+        if not fits:
+            with pytest.raises(PlanError, match=r"^tensor '"):
+                plan_for(source, num_ranks)
+            return
+        plan = plan_for(source, num_ranks)
+        assert_cut_as_expected(source, plan, entries, sizes, f"{name}, {num_ranks} ranks")
+        for tensor, parts in zip(source.tensors, all_slices(plan), strict=True):
+            numbered = numbered_along(parts[0].axis, tensor.shape)
+            held = np.concatenate([taken(numbered, part).ravel() for part in parts])
+            assert np.array_equal(np.unique(held), numbered.ravel()), tensor.name
+
+    check()
+    assert name == "falcon_7b" or set(outcomes) == {True, False}
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_refusal_names_tensor_axis_size_and_the_degrees_that_are_then_accepted(
+    name: str, checkpoint: Callable[[str], Path]
+) -> None:
+    source = read_catalogue(checkpoint(name))
+    outcomes = {num_ranks: try_plan(source, num_ranks) for num_ranks in DEGREES}
+    accepted = {num_ranks for num_ranks, outcome in outcomes.items() if isinstance(outcome, Plan)}
+    refusals = {num_ranks: str(outcome) for num_ranks, outcome in outcomes.items() if isinstance(outcome, PlanError)}
+    assert refusals
+    shapes = {tensor.name: tensor.shape for tensor in source.tensors}
+    for num_ranks, message in refusals.items():
+        found = re.match(
+            r"tensor '([^']+)': axis (\d) of (\[[\d, ]+\]).* \(this checkpoint can be cut for --tp ([\d, ]+)\)$",
+            message,
+        )
+        assert found, message
+        assert str(list(shapes[found[1]])) == found[3]
+        size = re.search(r" has (\d+) elements", message)
+        assert not size or int(size[1]) == shapes[found[1]][int(found[2])], message
+        assert re.search(rf"\b{num_ranks}\b", message.partition("]")[2].partition(" (this")[0]), message
+        assert {int(degree) for degree in found[4].split(", ") if int(degree) <= 16} == accepted | {1}
+
+
+# Expert parallel.
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("name", EXPERT_FAMILIES)
+def test_with_expert_parallel_each_expert_has_one_owner_and_the_rest_is_as_without(
+    name: str, num_ranks: int, checkpoint: Callable[[str], Path]
+) -> None:
+    family = FAMILIES[name]
+    # Sizes of which 3 and 5 ranks can hold their shares too.
+    more = {"A": 15, "K": 15, "H": 15 * 32, "I": 480, "S": 480, "M": 17, "D": 32} if num_ranks in (3, 5) else {}
+    if more and name == "qwen3_next":
+        more |= {"G": 15, "W": 30}
+    if more and name == "glm4_moe":  # Its shared expert is as large as the others.
+        more |= {"M": 60}
+    sizes = family.all_sizes(**more)
+    entries = family.entries(sizes)
+    source = catalogue({entry.name: entry.shape for entry in entries}, family.config(sizes))
+    plan = plan_for(source, num_ranks, expert_parallel=True)
+    of_experts = [entry for entry in entries if ".experts." in entry.name]
+    rest = [entry for entry in entries if ".experts." not in entry.name]
+    owner = owners(sizes["E"], num_ranks)
+    assert sorted(owner) == owner
+    assert of_experts
+    slices = {tensor.name: parts for tensor, parts in zip(source.tensors, all_slices(plan), strict=True)}
+    for entry in of_experts:
+        numbered = np.arange(entry.shape[0])
+        for rank, part in enumerate(slices[entry.name]):
+            if entry.stacked:
+                assert part.axis == 0
+                assert indices(part).tolist() == [n for n in numbered if owner[n] == rank], entry.name
+            else:
+                assert entry.expert is not None
+                assert (part.is_whole, part.is_held) == (owner[entry.expert] == rank,) * 2, entry.name
+    assert_cut_as_expected(source, plan, rest, sizes, f"{name}, {num_ranks} ranks")
+    without = catalogue({entry.name: entry.shape for entry in rest}, family.config(sizes))
+    assert all_slices(plan_for(without, num_ranks)) == tuple(slices[tensor.name] for tensor in without.tensors)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("name", EXPERT_FAMILIES)
+def test_ranks_with_experts_of_their_own_give_back_every_byte_and_hold_no_others(
+    name: str, tp: int, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    family = FAMILIES[name]
+    relayout.convert(checkpoint(name), tmp_path / "out", tp=tp, expert_parallel=True)
+    whole = read_tensors(checkpoint(name))
+    assert_ranks_give_back(tmp_path / "out", whole, tp)
+    owner = owners(family.all_sizes()["E"], tp)
+    experts = [entry for entry in family.entries(family.all_sizes()) if ".experts." in entry.name]
+    for rank in range(tp):
+        held = read_tensors(tmp_path / "out", f"model-rank-{rank}-part-*.safetensors")
+        for entry in experts:
+            if entry.stacked:
+                mine = [number for number, of in enumerate(owner) if of == rank]
+                np.testing.assert_array_equal(held[entry.name], whole[entry.name][mine], err_msg=entry.name)
+            elif owner[entry.expert or 0] == rank:
+                np.testing.assert_array_equal(held[entry.name], whole[entry.name], err_msg=entry.name)
+            else:
+                assert entry.name not in held
+    assert relayout.verify(tmp_path / "out", source=checkpoint(name)).ok
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3", "gpt2"])
+def test_a_model_without_experts_is_not_converted_as_if_it_had(name: str, checkpoint: Callable[[str], Path]) -> None:
+    with pytest.raises(PlanError, match="experts"):
+        plan_for(read_catalogue(checkpoint(name)), 2, expert_parallel=True)
+
+
+# Tensors that no rule names.
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_tensor_that_no_rule_names_is_an_error_that_names_it_or_held_whole_on_request(
+    name: str, checkpoint: Callable[[str], Path]
+) -> None:
+    source = read_catalogue(checkpoint(name))
+    extra = "model.layers.1.self_attn.strange_proj.weight"
+    more = replace(source, tensors=(*source.tensors, SourceTensor(extra, "BF16", (24, 8), 0, Extent(0, 384))))
+    tp = 71 if name == "falcon_7b" else 2
+    with pytest.raises(PlanError, match=rf"tensor '{extra}': .*--unmatched replicate"):
+        plan_for(more, tp)
+    plan = plan_for(more, tp, unmatched="replicate")
+    assert plan.unmatched == (extra,)
+    assert all(part.is_whole for part in all_slices(plan)[-1])
+    assert all_slices(plan)[:-1] == all_slices(plan_for(source, tp))
+
+
+def test_a_tensor_held_whole_on_request_is_in_every_rank_and_the_summary_lists_it(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    from typer.testing import CliRunner
+
+    from relayout.cli.app import app
+
+    source = add_tensor(
+        checkpoint("llama"), tmp_path / "source", "model.strange", np.arange(35, dtype=np.int32).reshape(5, 7)
+    )
+    with pytest.raises(PlanError, match=r"tensor 'model.strange': no rule"):
+        relayout.convert(source, tmp_path / "out", tp=2)
+    run = CliRunner().invoke(
+        app, ["convert", str(source), "-o", str(tmp_path / "out"), "--tp", "2", "--unmatched", "replicate"]
+    )
+    assert run.exit_code == 0, run.output
+    assert "model.strange" in run.output
+    whole = read_tensors(source)
+    assert_ranks_give_back(tmp_path / "out", whole, 2)
+    for _, held in ranks_of(tmp_path / "out"):
+        np.testing.assert_array_equal(held["model.strange"][1], whole["model.strange"])

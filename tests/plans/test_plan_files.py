@@ -1,0 +1,433 @@
+"""relayout.plans.family: the plan language, what is refused of it, and the plans that come with relayout."""
+
+from __future__ import annotations
+
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.planning import catalogue
+
+from relayout.errors import FormatError, PlanError
+from relayout.plans import family as families
+from relayout.plans.family import (
+    Family,
+    Rule,
+    SizeSource,
+    builtin_families,
+    builtin_text,
+    find_family,
+    parse_family,
+    read_family,
+)
+from relayout.plans.planner import plan_for
+
+
+def parse(text: str) -> Family:
+    return parse_family(text, "mine.toml", "mine")
+
+
+# What a plan file says.
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ('"whole"', Rule("x", None)),
+        ('{ dim = 0, by = "heads" }', Rule("x", 0, ("heads",))),
+        ('{ dim = 1, by = "even" }', Rule("x", 1, ("even",))),
+        ('{ dim = 2, by = "kv_heads" }', Rule("x", 2, ("kv_heads",))),
+        ('{ dim = 0, by = "vocabulary" }', Rule("x", 0, ("vocabulary",))),
+        ('{ dim = 0, by = ["heads"] }', Rule("x", 0, ("heads",))),
+        ('{ dim = 0, by = ["heads", "kv_heads", "kv_heads"] }', Rule("x", 0, ("heads", "kv_heads", "kv_heads"))),
+        ('{ dim = 1, by = ["even", "even"] }', Rule("x", 1, ("even", "even"))),
+        (
+            '{ dim = 0, by = ["heads", "kv_heads"], interleaved = "kv_heads" }',
+            Rule("x", 0, ("heads", "kv_heads"), interleaved="kv_heads"),
+        ),
+        ('{ dim = 1, by = "ragged" }', Rule("x", 1, ("ragged",))),
+        ('{ dim = 1, by = "ragged", block = 64 }', Rule("x", 1, ("ragged",), block=64)),
+        ('{ dim = 0, by = "heads * dim" }', Rule("x", 0, ("heads",), ("dim",))),
+        ('{ dim = 0, by = ["heads*dim", "kv_heads * dim"] }', Rule("x", 0, ("heads", "kv_heads"), ("dim", "dim"))),
+    ],
+)
+def test_cuts(value: str, expected: Rule) -> None:
+    sizes = '[sizes]\nheads = "n_head"\nkv_heads = "n_kv"\ndim = "d"\n'
+    assert parse(f"{sizes}[cut]\nx = {value}").rules == (expected,)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ('"n_head"', [SizeSource("n_head")]),
+        ("12", [SizeSource(12)]),
+        ('["n_head", "num_heads", 1]', [SizeSource("n_head"), SizeSource("num_heads"), SizeSource(1)]),
+        ('{ when = "multi_query", use = 1 }', [SizeSource(1, "multi_query", True)]),
+        ('[{ when = "new", use = "n" }, "m"]', [SizeSource("n", "new", True), SizeSource("m")]),
+        ('{ when = "model_type", is = "mistral", use = 8 }', [SizeSource(8, "model_type", "mistral")]),
+        ('{ when = "version", is = 2, use = 8 }', [SizeSource(8, "version", 2)]),
+        ('{ when = "new", is = false, use = "n" }', [SizeSource("n", "new", False)]),
+        ('{ use = "n" }', [SizeSource("n")]),
+    ],
+)
+def test_sizes(value: str, expected: list[SizeSource]) -> None:
+    family = parse(f"[sizes]\nheads = {value}\n[cut]\nx = 'whole'")
+    assert family.sizes == {"heads": tuple(expected)}
+
+
+def test_a_whole_plan_file() -> None:
+    family = parse(
+        """
+        model_types = ["falcon", "RefinedWeb"]
+        quantization = "mxfp4"
+        language_prefixes = ["a.", "model.a.", "b.c."]
+        [sizes]
+        experts = "num_experts"
+        [cut]
+        "x" = "whole"
+        "y.*" = { dim = 0, by = "even" }
+        [experts]
+        each = "y.#.w"
+        stacked = ["z.{up,down}", "s"]
+        """
+    )
+    assert family == Family(
+        "mine",
+        ("falcon", "RefinedWeb"),
+        "mxfp4",
+        ("model.a.", "b.c.", "a."),  # The longest first.
+        {"experts": (SizeSource("num_experts"),)},
+        (Rule("x", None), Rule("y.*", 0, ("even",))),
+        ("y.#.w",),
+        ("z.{up,down}", "s"),
+    )
+    assert parse('model_types = "one"\n[cut]\nx = "whole"').model_types == ("one",)
+
+
+def test_the_first_rule_that_matches_counts() -> None:
+    family = parse('[cut]\n"a.*" = "whole"\n"a.b" = { dim = 0, by = "even" }\n"**" = { dim = 1, by = "even" }')
+    assert [family.rule(name) for name in ("a.b", "a.b.c")] == [Rule("a.*", None), Rule("**", 1, ("even",))]
+    assert parse('[cut]\n"a" = "whole"').rule("b") is None
+
+
+def test_a_prefix_of_the_language_part_is_taken_off_names_that_no_rule_matches() -> None:
+    family = parse(
+        """
+        language_prefixes = ["lm.", "model.lm.", "lm.lm."]
+        [cut]
+        "lm.own" = "whole"
+        "{own,a}" = { dim = 0, by = "even" }
+        "lm.twice" = { dim = 1, by = "even" }
+        [experts]
+        each = "e.#"
+        stacked = "s"
+        """
+    )
+    rows, columns = Rule("{own,a}", 0, ("even",)), Rule("lm.twice", 1, ("even",))
+    names = {
+        "a": rows, "lm.a": rows, "model.lm.a": rows, "lm.lm.a": rows, "own": rows,
+        "lm.own": Rule("lm.own", None),  # As it is named, before the prefix is taken off.
+        "model.a": None, "a.lm.a": None, "lm.b": None, "b": None, "lma": None,
+        "lm.lm.lm.a": None,  # One is taken off, the longest.
+        "model.lm.lm.twice": columns,
+        "lm.lm.twice": None,  # Of the two that fit only the longest counts.
+    }  # fmt: skip
+    assert {name: family.rule(name) for name in names} == names
+    assert [family.expert(name) for name in ("e.7", "lm.e.12", "model.e.7", "e.x", "s")] == [7, 12, None, None, None]
+    assert [family.stacks_experts(name) for name in ("s", "model.lm.s", "model.s", "e.7")] == [True, True, False, False]
+
+
+# Plans that extend others.
+
+Builtin = Callable[..., None]
+
+
+@pytest.fixture
+def builtin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Builtin]:
+    """Puts other texts in the place of the plans that come with relayout."""
+
+    def put(**texts: str) -> None:
+        monkeypatch.setattr(families, "_builtin_texts", lambda: texts)
+        families._builtin.cache_clear()
+
+    yield put
+    families._builtin.cache_clear()
+
+
+BASE = """
+model_types = ["base"]
+quantization = "fp8"
+language_prefixes = ["lm."]
+[sizes]
+heads = "n_head"
+experts = "n_expert"
+[cut]
+"a" = { dim = 0, by = "heads" }
+"b" = { dim = 0, by = "even" }
+"**" = "whole"
+[experts]
+each = "e.#"
+stacked = "s"
+"""
+
+
+def test_an_extended_plan_follows_after_the_files_own(builtin: Builtin) -> None:
+    builtin(base=BASE)
+    family = parse(
+        'extends = "base"\n[sizes]\nheads = 4\nmore = 2\n[cut]\n"c" = "whole"\n"b" = { dim = 1, by = "more" }'
+    )
+    assert family == Family(
+        "mine",
+        (),
+        None,
+        ("lm.",),
+        {"heads": (SizeSource(4),), "experts": (SizeSource("n_expert"),), "more": (SizeSource(2),)},
+        (Rule("c", None), Rule("b", 1, ("more",)), Rule("a", 0, ("heads",)), Rule("**", None)),
+        ("e.#",),
+        ("s",),
+    )
+
+
+def test_a_plan_that_extends_another_may_have_no_rules_of_its_own(builtin: Builtin) -> None:
+    builtin(base=BASE)
+    family = parse('extends = "base"\nlanguage_prefixes = ["x."]\n[experts]\neach = "f.#"')
+    assert [rule.pattern for rule in family.rules] == ["a", "b", "**"]
+    assert (family.prefixes, family.experts_each, family.experts_stacked) == (("x.",), ("f.#",), ("s",))
+    assert parse('extends = "base"\n[experts]\nstacked = ["t"]').experts_stacked == ("t",)
+
+
+def test_plans_extend_plans_that_extend_plans(builtin: Builtin) -> None:
+    builtin(base=BASE, middle='extends = "base"\n[cut]\n"b" = "whole"\n"m" = "whole"')
+    family = parse('extends = "middle"\n[cut]\n"m" = { dim = 0, by = "heads" }')
+    assert family.rules == (Rule("m", 0, ("heads",)), Rule("b", None), Rule("a", 0, ("heads",)), Rule("**", None))
+
+
+def test_plans_that_extend_each_other_are_refused(builtin: Builtin) -> None:
+    texts = {name: f'extends = "{base}"\n[cut]\n"x" = "whole"' for name, base in zip("abcd", "bcad", strict=True)}
+    builtin(**texts)
+    for name, message in {"a": "c.toml: extends 'a', which extends it", "d": "d.toml: extends 'd', which ext"}.items():
+        with pytest.raises(FormatError, match=f"^{message}"):
+            parse(f'extends = "{name}"')
+
+
+def test_a_file_may_have_the_name_of_the_plan_that_it_extends(tmp_path: Path) -> None:
+    for name in ("llama.toml", "llama"):
+        (tmp_path / name).write_text('extends = "llama"\n[cut]\n"x" = "whole"')
+        assert read_family(tmp_path / name).rules[0] == Rule("x", None)
+        assert len(read_family(tmp_path / name).rules) == 1 + len(find_family("llama").rules)
+
+
+# What is no plan file.
+
+KNOWN = "expected cut, experts, extends, language_prefixes, model_types, quantization, sizes"
+NO_TABLE = r"a plan has a table \[cut\] with rules"
+NO_SOURCE = "is no key of config.json, no positive number, and no { when = KEY, is = VALUE, use = KEY or number }"
+NO_CUT = 'is not "whole" or { dim = N, by = UNIT }'
+NO_STRINGS = "is not a string or a list of strings"
+NO_INTERLEAVED = "interleaved is for a list of units, and names the unit of a group"
+NO_BLOCK = "block is a positive number of elements, for the unit 'ragged'"
+NO_PARTS = "parts are either all 'even' or all counted by sizes"
+NO_WIDTHS = r"UNIT \* WIDTH is for"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[cut", "not valid TOML: "),
+        ('[cut]\n"a" = "whole"\n"a" = "whole"', "not valid TOML: "),
+        (b"[cut]\n'gr\xf6\xdfe' = 'whole'", "not UTF-8 at byte 9"),
+        ("", NO_TABLE),
+        ("[sizes]\nheads = 'n'", NO_TABLE),
+        ("[cut]", NO_TABLE),
+        ("cut = 'whole'", "cut is not a table"),
+        ("sizes = 3\n[cut]\nx = 'whole'", "sizes is not a table"),
+        ("experts = 'x.#'\n[cut]\nx = 'whole'", "experts is not a table"),
+        ("[cuts]\nx = 'whole'", f"unknown key 'cuts', {KNOWN}"),
+        ("[cut]\nx = 'whole'\n[options]", f"unknown key 'options', {KNOWN}"),
+        ("[cut]\nx = 'whole'\n[experts]\nall = 'x.#'", "experts: unknown key 'all', expected each, stacked"),
+        ("[cut]\nx = 'whole'\n[experts]\neach = 3", f"experts.each {NO_STRINGS}"),
+        ("[cut]\nx = 'whole'\n[experts]\nstacked = [3]", f"experts.stacked {NO_STRINGS}"),
+        ("[cut]\nx = 'whole'\n[experts]\neach = 'x.*'", r"experts.each: 'x.\*' has not just one '#'"),
+        ("[cut]\nx = 'whole'\n[experts]\neach = ['x.#', '#.#']", "experts.each: '#.#' has not just one '#'"),
+        ("model_types = 3\n[cut]\nx = 'whole'", f"model_types {NO_STRINGS}"),
+        ("model_types = ['a', 1]\n[cut]\nx = 'whole'", f"model_types {NO_STRINGS}"),
+        ("language_prefixes = [1]\n[cut]\nx = 'whole'", f"language_prefixes {NO_STRINGS}"),
+        ("quantization = ['fp8']\n[cut]\nx = 'whole'", r"quantization \['fp8'\], expected the name of a method"),
+        ("extends = 'lama'\n[cut]\nx = 'whole'", "extends 'lama', which is no built-in plan"),
+        ("extends = ['llama']\n[cut]\nx = 'whole'", r"extends \['llama'\], which is no built-in plan"),
+        ("extends = 'llama.toml'", "extends 'llama.toml', which is no built-in plan"),
+        *(
+            (f"[sizes]\nheads = {value}\n[cut]\nx = 'whole'", f"sizes.heads: .* {NO_SOURCE}")
+            for value in (
+                "0", "-1", "1.5", "true", "[['n']]", "['n', 0]", "{}", "{ when = 'x' }", "{ when = 1, use = 'n' }",
+                "{ use = true }", "{ use = 'n', is = 2 }", "{ when = 'x', is = 1.5, use = 2 }",
+                "{ when = 'x', uses = 2 }", "{ when = 'x', use = 2, else = 3 }",
+            )
+        ),
+        *(
+            (f"[sizes]\n{unit} = 'n'\n[cut]\nx = 'whole'", f"sizes.{unit}: this unit has a meaning of its own")
+            for unit in ("even", "vocabulary", "ragged")
+        ),
+        *(
+            (f"[cut]\nx = {value}", f"cut 'x': .* {NO_CUT}")
+            for value in (
+                "'all'", "1", "['whole']", "{}", "{ rows = 'even' }", "{ dim = 0, by = 1 }",
+                "{ dim = 0, by = [] }", "{ dim = 0, by = [1] }",
+                "{ dim = 1 }", "{ dim = -1, by = 'even' }", "{ dim = '0', by = 'even' }",
+                "{ dim = true, by = 'even' }", "{ by = 'even' }", "{ y = { dim = 0, by = 'even' } }",
+            )
+        ),
+        ("[cut]\nx = { dim = 0, by = 'even', rows = 'even' }", "cut 'x': .*: unknown key 'rows'"),
+        ("[cut]\nx = { dim = 0, by = 'head' }", "cut 'x': unit 'head', expected even, ragged, vocabulary"),
+        ("[sizes]\nheads = 'n'\n[cut]\nx = { dim = 0, by = ['heads', 'kv_heads'] }", "cut 'x': unit 'kv_heads', exp"),
+        ("[sizes]\nheads = 'n'\n[cut]\nx = { dim = 0, by = 'heads * dim' }", "cut 'x': unit 'dim', expected"),
+        ("[sizes]\nheads = 'n'\n[cut]\nx = { dim = 0, by = 'heads *' }", "cut 'x': unit '', expected"),
+        ("[sizes]\nk = 'n'\n[cut]\nx = { dim = 0, by = ['k', 'k'], interleaved = 'h' }", "cut 'x': unit 'h', exp"),
+        # An axis has no number of `even` groups, nor are they any number of elements wide.
+        ("[sizes]\nheads = 'n'\n[cut]\nx = { dim = 0, by = ['heads', 'heads'], interleaved = 'even' }", "cut 'x': "),
+        ("[sizes]\nheads = 'n'\n[cut]\nx = { dim = 0, by = 'heads * even' }", "cut 'x': "),
+        ("[cut]\nx = { dim = 0, by = 'even', interleaved = 'even' }", f"cut 'x': .*: {NO_INTERLEAVED}"),
+        ("[cut]\nx = { dim = 0, by = ['even', 'even'], interleaved = 2 }", f"cut 'x': .*: {NO_INTERLEAVED}"),
+        ("[cut]\nx = { dim = 0, by = 'even', block = 2 }", f"cut 'x': .*: {NO_BLOCK}"),
+        ("[cut]\nx = { dim = 0, by = 'ragged', block = 0 }", f"cut 'x': .*: {NO_BLOCK}"),
+        ("[cut]\nx = { dim = 0, by = 'ragged', block = true }", f"cut 'x': .*: {NO_BLOCK}"),
+        ("[cut]\nx = { dim = 0, by = ['even', 'ragged'] }", f"cut 'x': .*: {NO_PARTS}"),
+        ("[cut]\nx = { dim = 0, by = ['vocabulary', 'vocabulary'] }", f"cut 'x': .*: {NO_PARTS}"),
+        ("[sizes]\nheads = 'n'\n[cut]\nx = { dim = 0, by = ['heads', 'even'] }", f"cut 'x': .*: {NO_PARTS}"),
+        ("[sizes]\nh = 'n'\n[cut]\nx = { dim = 0, by = ['h * h', 'h'] }", f"cut .*: {NO_WIDTHS} all parts or for none"),
+        ("[sizes]\nh = 'n'\n[cut]\nx = { dim = 0, by = 'h * h * h' }", f"cut .*: {NO_WIDTHS} all parts or for none"),
+        ("[sizes]\nh = 'n'\n[cut]\nx = { dim = 0, by = 'even * h' }", f"cut .*: {NO_WIDTHS} units counted by sizes"),
+        (
+            "[sizes]\nh = 'n'\n[cut]\nx = { dim = 0, by = ['h * h', 'h * h'], interleaved = 'h' }",
+            f"cut 'x': .*: {NO_WIDTHS} units counted by sizes, and not interleaved",
+        ),
+    ],
+)  # fmt: skip
+def test_a_bad_plan_file_is_refused(text: str | bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(FormatError, match=f"mine.toml: {message.replace('|', '[|]')}") as caught:
+        plan_for(catalogue({"x": (2, 2)}), 2, path)
+    assert str(caught.value).startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize("name", ["absent.toml", "."])
+def test_a_plan_file_that_cannot_be_read_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match=r"cannot be read: |not a regular file"):
+        plan_for(catalogue({"x": (2, 2)}), 2, tmp_path / name)
+
+
+def test_a_plan_file_is_at_most_256_kib(tmp_path: Path) -> None:
+    text = "[cut]\nx = 'whole'\n#"
+    (tmp_path / "mine.toml").write_text(text + " " * (2**18 - len(text)))
+    assert read_family(tmp_path / "mine.toml").rules == (Rule("x", None),)
+    (tmp_path / "mine.toml").write_text(text + " " * (2**18 - len(text) + 1))
+    with pytest.raises(FormatError, match=r"mine.toml: "):
+        read_family(tmp_path / "mine.toml")
+
+
+# The plans that come with relayout.
+
+
+def test_each_model_type_is_in_just_one_built_in_plan_for_each_quantization() -> None:
+    found = Counter((kind, family.quantization) for family in builtin_families() for kind in family.model_types)
+    assert set(found.values()) == {1}
+    types = {kind for kind, _ in found}
+    assert types >= {
+        "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "mixtral", "qwen3_moe", "deepseek_v3", "gpt2",
+        "gpt_neox", "falcon", "bloom", "opt", "gpt_oss", "llama4", "qwen2_5_vl", "llava", "mistral3", "starcoder2",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model_type", "quantization", "name"),
+    [
+        ("llama", None, "llama"),
+        ("llama", "fp8", "llama"),
+        ("qwen2", None, "llama"),
+        ("qwen3", None, "qwen3"),
+        ("kimi_k2", "fp8", "deepseek_v3"),
+        ("gpt_oss", None, "gpt_oss"),
+        ("gpt_oss", "mxfp4", "gpt_oss_mxfp4"),
+        ("gpt_oss", "compressed-tensors", "gpt_oss"),
+    ],
+)
+def test_a_plan_for_just_this_quantization_comes_before_others(
+    model_type: str, quantization: str | None, name: str
+) -> None:
+    assert find_family(model_type, quantization).name == name
+
+
+def test_each_built_in_plan_is_found_by_each_of_its_model_types() -> None:
+    for family in builtin_families():
+        for model_type in family.model_types:
+            assert find_family(model_type, family.quantization) == family
+
+
+def test_to_find_a_plan_only_few_are_parsed() -> None:
+    families._builtin.cache_clear()
+    find_family("mixtral")
+    assert families._builtin.cache_info().currsize <= 2  # It, and what it extends.
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'model_types = ["mine", "other"]',
+        "model_types = ['other', 'mine']",
+        'model_types = "mine"',
+        'model_types=["mine"]',
+        'model_types\t=\t["mine"]',
+        '"model_types" = ["mine"]',
+        'model_types = ["m\\u0069ne"]',
+        'model_types = [\n    "a]",\n    "mine",\n]',
+        'model_types = [\n    "a", # no ]\n    "mine",\n]',
+        'model_types = ["""\nmine""", "a"]',
+    ],
+)
+def test_a_plan_is_found_however_its_model_types_are_written(builtin: Builtin, line: str) -> None:
+    assert "mine" in tomllib.loads(line)["model_types"]
+    builtin(one=f'{line}\n[cut]\n"*" = "whole"\n', two='model_types = ["b"]\n[cut]\n"*" = "whole"\n')
+    assert find_family("mine").name == "one"
+    with pytest.raises(PlanError, match="no built-in plan for model type 'min'"):
+        find_family("min")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "quantization"), [("rwkv", None), ("rwkv", "mxfp4"), ("", None), ("Llama", None)]
+)
+def test_a_model_type_without_a_plan_is_named_and_the_ways_out(model_type: str, quantization: str | None) -> None:
+    message = f"^no built-in plan for model type '{model_type}' .*--plan FILE.*--plan transformers.*--tp 1"
+    with pytest.raises(PlanError, match=message):
+        find_family(model_type, quantization)
+
+
+def test_a_plan_for_one_quantization_is_not_for_others(builtin: Builtin) -> None:
+    builtin(base=BASE)
+    assert find_family("base", "fp8").name == "base"
+    for quantization in (None, "awq"):
+        with pytest.raises(PlanError, match="no built-in plan for model type 'base'"):
+            find_family("base", quantization)
+
+
+@pytest.mark.parametrize("family", builtin_families(), ids=lambda family: str(family.name))
+def test_a_built_in_plan_can_be_printed_and_given_as_a_file(family: Family, tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(builtin_text(family.name))
+    assert read_family(path) == replace(family, name="mine.toml")
+    assert family.model_types
+    with pytest.raises(PlanError, match=r"tensor 'strange': no rule of plan 'mine.toml' names it: "):
+        plan_for(catalogue({"strange": (8, 8)}, model_type=family.model_types[0]), 2, path)
+
+
+def test_a_built_in_plan_that_there_is_not_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(PlanError, match=r"^no built-in plan 'lama', there are: bloom, .*, llama, "):
+        builtin_text("lama")
+
+
+def test_no_built_in_plan_tells_layers_apart() -> None:
+    """Which would make planning slow for all layers."""
+    assert [family.name for family in builtin_families() if family.tells_numbers_apart] == []

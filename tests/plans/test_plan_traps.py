@@ -1,0 +1,170 @@
+"""Checkpoints and plans that could be cut wrong in silence, or take all memory: each came out of a review."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.planning import all_slices, catalogue
+
+from relayout.core.slices import Slice
+from relayout.errors import FormatError, PlanError
+from relayout.plans.family import parse_family
+from relayout.plans.planner import plan_for
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
+
+
+def test_quantized_weights_of_a_transposed_family_are_cut_the_other_way() -> None:
+    """GPT-2 stores [in, out]; what GPTQ makes of it has outputs along axis 1 as everywhere."""
+    module = "transformer.h.0.mlp.c_fc"
+    shapes = {
+        f"{module}.qweight": (192 // 8, 768),
+        f"{module}.scales": (192 // 32, 768),
+        f"{module}.qzeros": (192 // 32, 768 // 8),
+        f"{module}.g_idx": (192,),
+        f"{module}.bias": (768,),
+        "transformer.h.0.mlp.c_proj.qweight": (768 // 8, 192),
+        "transformer.h.0.mlp.c_proj.scales": (768 // 32, 192),
+        "transformer.h.0.mlp.c_proj.bias": (192,),
+    }
+    source = catalogue(shapes, stored_as="I32", model_type="gpt2", n_head=3, n_embd=192, quantization_config=GPTQ)
+    plan = plan_for(source, 2)
+    cuts = {
+        tensor.name.removeprefix("transformer.h.0.mlp."): parts[1]
+        for tensor, parts in zip(source.tensors, all_slices(plan), strict=True)
+    }
+    assert cuts == {
+        "c_fc.qweight": Slice(1, ((384, 384),)),
+        "c_fc.scales": Slice(1, ((384, 384),)),
+        "c_fc.qzeros": Slice(1, ((48, 48),)),
+        "c_fc.g_idx": Slice(),
+        "c_fc.bias": Slice(0, ((384, 384),)),
+        "c_proj.qweight": Slice(0, ((48, 48),)),
+        "c_proj.scales": Slice(0, ((12, 12),)),
+        "c_proj.bias": Slice(),
+    }
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "mistral", "num_attention_heads": 32, "hidden_size": 4096},  # 8 KV heads, by default.
+        {"model_type": "mistral", "num_attention_heads": 32, "num_key_value_heads": None, "hidden_size": 4096},
+    ],
+)
+def test_kv_heads_that_config_json_leaves_out_are_not_guessed(config: dict[str, Any]) -> None:
+    source = catalogue({"model.layers.0.self_attn.k_proj.weight": (1024, 4096)}, **config)
+    with pytest.raises(PlanError, match=r"1024 elements are not 32 heads of 128 elements"):
+        plan_for(source, 16)
+
+
+@pytest.mark.parametrize(
+    ("config", "kv_heads"),
+    [
+        ({}, 1),
+        ({"multi_query": True}, 1),
+        ({"multi_query": True, "n_head_kv": 8}, 1),
+        ({"multi_query": False}, 8),
+        ({"new_decoder_architecture": True, "num_kv_heads": 2}, 2),
+        ({"model_type": "RefinedWeb", "n_head_kv": 2}, 2),
+    ],
+)
+def test_falcon_has_the_kv_heads_that_its_code_gives_it(config: dict[str, Any], kv_heads: int) -> None:
+    """transformers' FalconConfig and vLLM's RWConfig: multi_query is the default."""
+    rows = (8 + 2 * kv_heads) * 16
+    shapes = {"transformer.h.0.self_attention.query_key_value.weight": (rows, 128)}
+    whole = {"model_type": "falcon", "num_attention_heads": 8, "hidden_size": 128} | config
+    [parts] = all_slices(plan_for(catalogue(shapes, **whole), 2))
+    assert [part.shape((rows, 128)) for part in parts] == [((4 + 2 * max(1, kv_heads // 2)) * 16, 128)] * 2
+    with pytest.raises(PlanError, match="heads of 16 elements"):
+        plan_for(catalogue({next(iter(shapes)): (rows + 64, 128)}, **whole), 2)
+
+
+def test_a_fused_tensor_without_elements_is_held_by_every_rank() -> None:
+    source = catalogue({"model.layers.0.mlp.gate_up_proj.weight": (0, 64)}, model_type="phi3")
+    [parts] = all_slices(plan_for(source, 2))
+    assert all(part.is_held and part.shape((0, 64)) == (0, 64) for part in parts)
+
+
+def test_stacked_experts_that_config_json_counts_otherwise_are_refused() -> None:
+    source = catalogue(
+        {"model.layers.0.mlp.experts.gate_up_proj": (6, 64, 32)}, model_type="mixtral", num_local_experts=8
+    )
+    with pytest.raises(PlanError, match=r"6 experts along axis 0, config.json declares 8"):
+        plan_for(source, 2, expert_parallel=True)
+
+
+def test_a_huge_number_of_experts_takes_no_memory() -> None:
+    shapes = {"model.layers.0.block_sparse_moe.experts.999999999.w1.weight": (8, 8)}
+    source = catalogue(shapes, model_type="mixtral", num_local_experts=10**15)
+    [parts] = all_slices(plan_for(source, 4, expert_parallel=True))
+    assert [part.is_held for part in parts] == [True, False, False, False]
+
+
+def test_a_tensor_in_too_many_pieces_is_refused() -> None:
+    source = catalogue({"h.0.self_attention.query_key_value.bias": (3 * 2**18,)}, model_type="bloom", n_head=2**18)
+    with pytest.raises(PlanError, match=r"262144 groups of 3 parts are too many pieces"):
+        plan_for(source, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a = " + "[" * 100_000, "not valid TOML"),
+        ("[cut]\nx" + ".a" * 250 + " = 1", "x.*is not"),
+        ("a = " + "9" * 5000, "not valid TOML"),
+    ],
+    ids=[
+        "deep",
+        "deep keys",
+        "a long number",
+    ],
+)
+def test_hostile_toml_is_refused(text: str, says: str) -> None:
+    with pytest.raises(FormatError, match=f"^mine.toml: .*{says}"):
+        parse_family(text, "mine.toml", "mine")
+
+
+@pytest.mark.parametrize("pattern", ["a{b,{c,d}}", "{a,b*}", "{a,#}", "a{b", "a}b"])
+def test_a_pattern_that_could_not_match_as_meant_is_refused(pattern: str) -> None:
+    with pytest.raises(FormatError, match="invalid pattern"):
+        parse_family(f'[cut]\n"{pattern}" = "whole"', "mine.toml", "mine")
+
+
+def test_a_plan_for_another_model_type_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('model_types = ["mine"]\n[cut]\n"**" = "whole"')
+    with pytest.raises(PlanError, match=r"mine.toml: is for model_types mine, config.json says 'llama'"):
+        plan_for(catalogue({"a": (2,)}, model_type="llama"), 2, tmp_path / "mine.toml")
+
+
+def test_with_the_plan_of_transformers_too_what_it_does_not_name_can_be_an_error() -> None:
+    source = catalogue({"model.norm.weight": (8,)}, model_type="helium")
+    assert plan_for(source, 2, "transformers").unmatched == ("model.norm.weight",)
+    with pytest.raises(PlanError, match="no rule of plan 'transformers:helium' names it"):
+        plan_for(source, 2, "transformers", unmatched="error")
+
+
+def test_weights_stored_in_several_ways_are_told_apart_where_the_plan_allows_just_one() -> None:
+    """Four bits in groups of 128 and eight in groups of 64 may have the same shapes, for other columns."""
+
+    def group(bits: int, size: int) -> dict[str, Any]:
+        weights = {"num_bits": bits, "type": "int", "strategy": "group", "group_size": size}
+        return {"targets": ["Linear"], "weights": weights}
+
+    module = "model.layers.0.self_attn.o_proj"
+    source = catalogue(
+        {f"{module}.weight_packed": (128, 64), f"{module}.weight_scale": (128, 4)},
+        stored_as="I32",
+        model_type="llama",
+        num_attention_heads=4,
+        head_dim=64,
+        quantization_config={
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"a": group(4, 128), "b": group(8, 64)},
+        },
+    )
+    plan = plan_for(source, 2)
+    assert [parts[1] for parts in all_slices(plan)] == [Slice(1, ((32, 32),)), Slice(1, ((2, 2),))]

@@ -1,0 +1,421 @@
+"""relayout.plans.planner: which rules a checkpoint gets, who holds what by them, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.planning import catalogue, plan_of, ranges_of, shapes_of, slices_of
+
+from relayout.core.slices import WHOLE, Slice
+from relayout.errors import PlanError
+from relayout.plans.family import parse_family
+from relayout.plans.planner import make_plan, plan_for
+
+UP = "model.layers.0.mlp.up_proj.weight"
+SMALL: dict[str, tuple[int, ...]] = {UP: (18944, 3584)}
+ATTENTION = "model.layers.0.self_attn."
+Q_PROJ, K_PROJ, O_PROJ = (f"{ATTENTION}{name}_proj.weight" for name in "qko")
+
+# Which rules.
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ({"model_type": "llama"}, "llama"),
+        ({"model_type": "qwen2"}, "llama"),
+        ({"model_type": "qwen3"}, "qwen3"),
+        ({"model_type": "gpt_oss"}, "gpt_oss"),
+        ({"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}, "gpt_oss_mxfp4"),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}, "llama"),
+        # A wrapper is not taken for the text model inside.
+        ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, "gemma3"),
+    ],
+)
+def test_the_plan_is_chosen_by_model_type_and_quantization(config: dict[str, Any], name: str) -> None:
+    assert plan_for(catalogue({"model.norm.weight": (8,)}, **config), 2) == plan_of(name, 2, ((WHOLE, WHOLE),))
+
+
+def test_an_unknown_model_type_is_named_and_the_ways_out() -> None:
+    with pytest.raises(PlanError, match=r"^no built-in plan for model type 'rwkv' .*--plan FILE.*transformers.*--tp 1"):
+        plan_for(catalogue(SMALL, model_type="rwkv", text_config={"model_type": "llama"}), 2)
+
+
+@pytest.mark.parametrize("config", [{}, {"model_type": None}, {"model_type": ["llama"]}])
+def test_a_checkpoint_without_model_type_is_refused(config: dict[str, Any]) -> None:
+    with pytest.raises(PlanError, match=r"^config.json names no model_type .*--plan FILE"):
+        plan_for(catalogue(SMALL, **config), 2)
+
+
+def test_a_plan_file_is_used_in_place_of_the_built_in_one(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        """
+        [sizes]
+        heads = "n_head"
+        [cut]
+        "h.*.attn.{q,k}" = { dim = 1, by = "heads" }
+        "h.0.**" = "whole"
+        "**" = { dim = 0, by = "even" }
+        """
+    )
+    shapes = {"h.0.attn.q": (3, 8), "h.0.mlp.up": (3, 3), "wte": (6, 2), "h.1.attn.k": (1, 8), "h.1.mlp.up": (4, 3)}
+    source = catalogue(shapes, model_type="llama", n_head=2)
+    for plan in (plan_for(source, 2, path), plan_for(source, 2, str(path))):
+        assert plan.name == "mine.toml"
+        assert slices_of(plan, shapes) == {
+            "h.0.attn.q": (Slice(1, ((0, 4),)), Slice(1, ((4, 4),))),
+            "h.0.mlp.up": (WHOLE, WHOLE),
+            "wte": (Slice(0, ((0, 3),)), Slice(0, ((3, 3),))),
+            "h.1.attn.k": (Slice(1, ((0, 4),)), Slice(1, ((4, 4),))),
+            "h.1.mlp.up": (Slice(0, ((0, 2),)), Slice(0, ((2, 2),))),
+        }
+
+
+def test_a_plan_file_cuts_quantized_weights_by_the_rule_of_the_weight(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(
+        '[cut]\n"a.weight" = { dim = 0, by = "even" }\n"b.weight" = { dim = 1, by = "even" }'
+    )
+    shapes = {
+        "a.weight": (256, 384),
+        "a.weight_scale_inv": (2, 3),
+        "b.weight": (256, 512),
+        "b.weight_scale_inv": (2, 4),
+    }
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    source = catalogue(shapes, stored_as="F8_E4M3", quantization_config=config)
+    plan = plan_for(source, 2, tmp_path / "mine.toml")
+    assert shapes_of(plan, shapes, 1) == {
+        "a.weight": (128, 384),
+        "a.weight_scale_inv": (1, 3),
+        "b.weight": (256, 256),
+        "b.weight_scale_inv": (2, 2),
+    }
+
+
+def test_a_bias_that_no_rule_names_goes_with_the_rows_of_its_quantized_weight(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(
+        '[cut]\n"{a,c}.weight" = { dim = 0, by = "even" }\n"b.weight" = { dim = 1, by = "even" }'
+    )
+    shapes = {"a.weight": (4, 2), "a.weight_scale": (4, 1), "a.bias": (4,)}
+    shapes |= {"b.weight": (4, 2), "b.weight_scale": (4, 1), "b.bias": (4,)}
+    config = {"quant_method": "fbgemm_fp8"}
+    plan = plan_for(catalogue(shapes, quantization_config=config), 2, tmp_path / "mine.toml")
+    assert shapes_of(plan, shapes, 1) == {
+        **{"a.weight": (2, 2), "a.weight_scale": (2, 1), "a.bias": (2,)},
+        **{"b.weight": (4, 1), "b.weight_scale": (4, 1), "b.bias": (4,)},
+    }
+    assert plan.unmatched == ()
+    shapes |= {"c.weight": (4, 2), "c.bias": (4,)}  # Not quantized.
+    with pytest.raises(PlanError, match=r"tensor 'c.bias': no rule of plan 'mine.toml' names it: "):
+        plan_for(catalogue(shapes, quantization_config=config), 2, tmp_path / "mine.toml")
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_weights_that_cannot_be_cut_are_refused_by_any_plan(own: bool, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('[cut]\n"**" = { dim = 0, by = "even" }')
+    source = catalogue({UP: (4, 2)}, model_type="llama", quantization_config={"quant_method": "bitsandbytes"})
+    with pytest.raises(PlanError, match=r"^checkpoint: weights are quantized by bitsandbytes, .*--tp 1"):
+        plan_for(source, 2, tmp_path / "mine.toml" if own else None)
+
+
+@pytest.mark.parametrize("config", [{}, {"model_type": "rwkv"}, {"quantization_config": {"quant_method": "gguf"}}])
+def test_one_rank_needs_no_plan_and_holds_everything(config: dict[str, Any]) -> None:
+    source = catalogue({"whatever": (3, 5), "scalar": ()}, **config)
+    for plan in (None, "transformers"):
+        for expert_parallel in (False, True):
+            found = plan_for(source, 1, plan, expert_parallel=expert_parallel)
+            assert found == plan_of("none", 1, ((WHOLE,), (WHOLE,)))
+
+
+@pytest.mark.parametrize("num_ranks", [-1, 0, 1025])
+def test_a_degree_out_of_bounds_is_refused(num_ranks: int) -> None:
+    with pytest.raises(PlanError, match=f"^{num_ranks} ranks, expected 1 to 1024$"):
+        plan_for(catalogue(SMALL, model_type="llama"), num_ranks)
+
+
+def test_1024_ranks_are_allowed() -> None:
+    plan = plan_for(catalogue({UP: (2048, 1)}, model_type="llama"), 1024)
+    assert ranges_of(plan) == [((2 * rank, 2),) for rank in range(1024)]
+
+
+# Tensors that no rule names.
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.layers.0.mlp.gate.weight", "h.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight_scale"],
+)
+def test_a_tensor_that_no_rule_names_is_refused_or_held_whole_on_request(name: str) -> None:
+    source = catalogue({**SMALL, name: (7, 8)}, model_type="llama")
+    with pytest.raises(PlanError) as caught:
+        plan_for(source, 2)
+    assert str(caught.value) == (
+        f"checkpoint: tensor '{name}': no rule of plan 'llama' names it: write one (--plan FILE),"
+        " or let every rank hold such tensors whole (--unmatched replicate)"
+    )
+    plan = plan_for(source, 2, unmatched="replicate")
+    halves = (Slice(0, ((0, 9472),)), Slice(0, ((9472, 9472),)))
+    assert plan == plan_of("llama", 2, (halves, (WHOLE, WHOLE)), unmatched=(name,))
+
+
+def test_the_first_tensor_that_no_rule_names_is_told_and_how_many_more() -> None:
+    shapes = {"a": (7, 8), **SMALL, "b": (3,), "c": ()}
+    with pytest.raises(PlanError, match=r"tensor 'a': no rule of plan 'llama' names it \(nor 2 others\): write one"):
+        plan_for(catalogue(shapes, model_type="llama"), 2)
+    assert plan_for(catalogue(shapes, model_type="llama"), 2, unmatched="replicate").unmatched == ("a", "b", "c")
+
+
+def test_what_a_rule_leaves_whole_is_not_unmatched() -> None:
+    source = catalogue({"model.norm.weight": (8,)}, model_type="llama")
+    assert plan_for(source, 2, unmatched="replicate").unmatched == ()
+
+
+def test_unmatched_is_one_of_two_words() -> None:
+    with pytest.raises(PlanError, match=r"^unmatched='ignore', expected one of error, replicate$"):
+        plan_for(catalogue(SMALL, model_type="llama"), 2, unmatched="ignore")  # type: ignore[arg-type]
+
+
+# Requests that cannot be carried out.
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "num_ranks", "message", "degrees"),
+    [
+        # 18944 = 2^9 x 37.
+        (UP, (18944, 2), 3, "axis 0 of [18944, 2] has 18944 elements, not a multiple of 3", [2, 4, 8, 16, 32, 37, 64]),
+        # 28 heads of 128.
+        (
+            O_PROJ, (64, 3584), 8, "axis 1 of [64, 3584] has 28 groups of 128 elements, not a multiple of 8",
+            [2, 4, 7, 14, 28],
+        ),
+        # 4 KV heads, shared from there on.
+        (
+            K_PROJ, (512, 64), 6, "axis 0 of [512, 64] has 4 heads of 128 elements, which 6 ranks cannot share evenly",
+            [2, *range(4, 65, 4)],
+        ),
+        (
+            K_PROJ, (512, 64), 3, "axis 0 of [512, 64] has 4 groups of 128 elements, not a multiple of 3",
+            [2, *range(4, 65, 4)],
+        ),
+    ],
+)  # fmt: skip
+def test_an_axis_that_does_not_divide_is_named_with_the_degrees_at_which_it_does(
+    name: str, shape: tuple[int, ...], num_ranks: int, message: str, degrees: list[int]
+) -> None:
+    config = {"model_type": "qwen2", "num_attention_heads": 28, "num_key_value_heads": 4}
+    with pytest.raises(PlanError) as caught:
+        plan_for(catalogue({name: shape}, **config), num_ranks)
+    fitting = ", ".join(map(str, [1, *degrees]))
+    assert str(caught.value) == f"tensor '{name}': {message} (this checkpoint can be cut for --tp {fitting})"
+
+
+def test_the_degrees_that_are_named_are_those_at_which_all_tensors_divide() -> None:
+    """12 heads: 1 2 3 4 6 12; 4 KV heads: 1 2 4 8 12 16 and so on; 24 columns: 1 2 3 4 6 8 12 24."""
+    shapes = {
+        Q_PROJ: (48, 8),
+        K_PROJ: (16, 8),
+        "model.layers.0.mlp.down_proj.weight": (8, 24),
+        "lm_head.weight": (7, 8),
+    }
+    source = catalogue(shapes, model_type="llama", num_attention_heads=12, num_key_value_heads=4)
+    fitting = [1, 2, 4, 12]
+    for num_ranks in range(1, 65):
+        if num_ranks in fitting:
+            assert plan_for(source, num_ranks).num_ranks == num_ranks
+            continue
+        with pytest.raises(PlanError, match=r"\(this checkpoint can be cut for --tp 1, 2, 4, 12\)$"):
+            plan_for(source, num_ranks)
+
+
+def test_where_no_degree_fits_there_is_still_one_rank() -> None:
+    with pytest.raises(PlanError, match=r"^tensor '.*up_proj.weight': axis 0 of \[67, 2\] .*--tp 1\)$"):
+        plan_for(catalogue({UP: (67, 2)}, model_type="llama"), 2)
+
+
+def test_a_tensor_without_the_axis_that_its_rule_cuts_is_refused() -> None:
+    source = catalogue({O_PROJ: (64,)}, model_type="llama", num_attention_heads=8)
+    with pytest.raises(PlanError, match=rf"^tensor '{O_PROJ}': axis 1 of \[64\]: there is no such axis, which '"):
+        plan_for(source, 2)
+
+
+def test_a_cut_inside_a_byte_is_refused_with_the_tensors_name() -> None:
+    """Rows of 3 elements of 4 bits; 2 of them fill 3 bytes."""
+    family = parse_family('[cut]\nw = { dim = 0, by = "even" }', "mine.toml", "mine")
+    assert ranges_of(make_plan(catalogue({"w": (4, 3)}, stored_as="F4"), 2, family)) == [((0, 2),), ((2, 2),)]
+    with pytest.raises(PlanError, match=r"^tensor 'w': .*\[2, 3\].* inside a byte.* \(this .* for --tp 1\)$"):
+        make_plan(catalogue({"w": (2, 3)}, stored_as="F4"), 2, family)
+
+
+@pytest.mark.parametrize("value", [None, 0, -8, True, "8", 8.0, [8]])
+def test_a_count_of_heads_that_is_no_positive_whole_number_is_refused(value: Any) -> None:
+    source = catalogue({Q_PROJ: (64, 64)}, model_type="llama", num_attention_heads=value)
+    message = (
+        rf"^tensor '{Q_PROJ}': axis 0 of \[64, 64\]: needs heads, but config.json has no positive num_attention_heads"
+    )
+    with pytest.raises(PlanError, match=message):
+        plan_for(source, 2)
+
+
+def test_without_kv_heads_every_head_has_its_own() -> None:
+    source = catalogue({K_PROJ: (64, 8)}, model_type="llama", num_attention_heads=4)
+    assert ranges_of(plan_for(source, 4)) == [((0, 16),), ((16, 16),), ((32, 16),), ((48, 16),)]
+
+
+@pytest.mark.parametrize(
+    ("dim", "config", "message"),
+    [
+        (60, {"num_attention_heads": 8}, "60 elements are not 8 heads, which config.json declares"),
+        (64, {"num_attention_heads": 8, "head_dim": 16}, "64 elements are not 8 heads of 16 elements, which config"),
+        (64, {"num_attention_heads": 4, "head_dim": 8}, "64 elements are not 4 heads of 8 elements, which config"),
+        # The text model inside counts.
+        (64, {"num_attention_heads": 8, "text_config": {"num_attention_heads": 7}}, "64 elements are not 7 heads, whi"),
+    ],
+)
+def test_a_shape_that_contradicts_the_configuration_is_refused(dim: int, config: dict[str, int], message: str) -> None:
+    with pytest.raises(PlanError, match=rf"^tensor '{Q_PROJ}': axis 0 of \[{dim}, 8\]: {message}"):
+        plan_for(catalogue({Q_PROJ: (dim, 8)}, model_type="llama", **config), 2)
+
+
+# What ranks hold.
+
+
+@given(
+    kv_heads=st.sampled_from([1, 2, 3, 4, 8]),
+    queries_per_kv_head=st.sampled_from([1, 2, 4, 7]),
+    num_ranks=st.sampled_from([2, 3, 4, 6, 8, 16]),
+    head_dim=st.sampled_from([1, 3, 16]),
+)
+@settings(max_examples=200, deadline=None)
+def test_every_rank_holds_the_kv_heads_that_its_query_heads_use(
+    kv_heads: int, queries_per_kv_head: int, num_ranks: int, head_dim: int
+) -> None:
+    heads = kv_heads * queries_per_kv_head
+    source = catalogue(
+        {Q_PROJ: (heads * head_dim, 5), K_PROJ: (kv_heads * head_dim, 5)},
+        model_type="llama",
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+    )
+    if heads % num_ranks or (kv_heads % num_ranks and num_ranks % kv_heads):
+        with pytest.raises(PlanError, match=rf"{ATTENTION}[qk]_proj.weight.*\b{num_ranks}\b"):
+            plan_for(source, num_ranks)
+        return
+    plan = plan_for(source, num_ranks)
+    queries, keys = (
+        [range(start, start + length) for ((start, length),) in ranges_of(plan, tensor)] for tensor in (0, 1)
+    )  # fmt: skip
+    assert sorted(row for rows in queries for row in rows) == list(range(heads * head_dim))
+    for query_rows, key_rows in zip(queries, keys, strict=True):
+        used = {row // head_dim // queries_per_kv_head for row in query_rows}
+        assert set(key_rows) == {head * head_dim + i for head in used for i in range(head_dim)}
+
+
+# Real models that tests/golden does not have: facts from their published configurations.
+
+QWEN_3_8B: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+}
+MISTRAL_7B: dict[str, Any] = {
+    "model_type": "mistral",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": None,
+    "vocab_size": 32768,
+}
+
+
+def real_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the model, by the names in its published index."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
+    query, key = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "mlp.down_proj.weight": (hidden, inner),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "post_attention_layernorm.weight": (hidden,),
+        "self_attn.k_proj.weight": (key, hidden),
+        "self_attn.o_proj.weight": (hidden, query),
+        "self_attn.q_proj.weight": (query, hidden),
+        "self_attn.v_proj.weight": (key, hidden),
+    }
+    if config["model_type"] == "qwen3":
+        layer |= {"self_attn.q_norm.weight": (head_dim,), "self_attn.k_norm.weight": (head_dim,)}
+    numbers = range(config["num_hidden_layers"])
+    return {
+        "lm_head.weight": (config["vocab_size"], hidden),
+        "model.embed_tokens.weight": (config["vocab_size"], hidden),
+        **{f"model.layers.{number}.{name}": shape for number in numbers for name, shape in layer.items()},
+        "model.norm.weight": (hidden,),
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "num_tensors", "num_ranks", "expected"),
+    [
+        (
+            QWEN_3_8B,
+            399,
+            16,  # Two ranks share a KV head.
+            {
+                "lm_head.weight": (9496, 4096),
+                "embed_tokens.weight": (9496, 4096),
+                "q_proj.weight": (256, 4096),
+                "q_norm.weight": (128,),
+                "k_proj.weight": (128, 4096),
+                "k_norm.weight": (128,),
+                "v_proj.weight": (128, 4096),
+                "o_proj.weight": (4096, 256),
+                "gate_proj.weight": (768, 4096),
+                "up_proj.weight": (768, 4096),
+                "down_proj.weight": (4096, 768),
+            },
+        ),
+        (
+            MISTRAL_7B,
+            291,
+            2,
+            {
+                "lm_head.weight": (16384, 4096),
+                "embed_tokens.weight": (16384, 4096),
+                "q_proj.weight": (2048, 4096),
+                "k_proj.weight": (512, 4096),
+                "v_proj.weight": (512, 4096),
+                "o_proj.weight": (4096, 2048),
+                "gate_proj.weight": (7168, 4096),
+                "up_proj.weight": (7168, 4096),
+                "down_proj.weight": (4096, 7168),
+            },
+        ),
+    ],
+    ids=["Qwen3-8B", "Mistral-7B-v0.3"],
+)
+def test_a_rank_of_a_real_model_holds_what_the_engines_cut_out(
+    config: dict[str, Any], num_tensors: int, num_ranks: int, expected: dict[str, tuple[int, ...]]
+) -> None:
+    norms = {f"{name}.weight": (4096,) for name in ("input_layernorm", "post_attention_layernorm", "norm")}
+    shapes = real_shapes(config)
+    assert len(shapes) == num_tensors
+    plan = plan_for(catalogue(shapes, **config), num_ranks)
+    assert (plan.num_ranks, len(plan.cut_of), plan.unmatched) == (num_ranks, num_tensors, ())
+    for rank in range(num_ranks):
+        assert shapes_of(plan, shapes, rank) == {
+            name: (expected | norms)[".".join(name.split(".")[-2:])] for name in shapes
+        }

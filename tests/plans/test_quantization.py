@@ -1,0 +1,487 @@
+"""relayout.plans.quantization: which tensors store a weight between them, and where they are cut when the weight is.
+
+The quantization_config of each method is as checkpoints on the hub have it, some of it left out where it is long.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from relayout.checkpoint.source import read_catalogue
+from relayout.errors import FormatError, PlanError
+from relayout.plans.quantization import Scheme, Values, Weight, find_scheme
+
+Stored = dict[str, tuple[str, tuple[int, ...]]]
+
+# deepseek-ai/DeepSeek-V3, neuralmagic/Meta-Llama-3-8B-Instruct-FP8, meta-llama/Llama-3.1-405B-Instruct-FP8.
+FP8_BLOCKS = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+FP8 = {"activation_scheme": "static", "ignored_layers": ["lm_head"], "quant_method": "fp8"}
+FBGEMM = {"activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"], "quant_method": "fbgemm_fp8"}
+# Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4, TheBloke/Llama-2-7B-GPTQ.
+GPTQ = {
+    "bits": 4, "damp_percent": 0.01, "dataset": None, "desc_act": False, "exllama_config": {"version": 1},
+    "group_size": 128, "modules_in_block_to_quantize": None, "quant_method": "gptq", "sym": True, "tokenizer": None,
+    "true_sequential": True, "use_exllama": True,
+}  # fmt: skip
+ACT_ORDER = {
+    "bits": 4, "group_size": 128, "damp_percent": 0.01, "desc_act": True, "sym": True, "true_sequential": True,
+    "model_name_or_path": None, "model_file_base_name": "model", "quant_method": "gptq",
+}  # fmt: skip
+# Qwen/Qwen2.5-7B-Instruct-AWQ.
+AWQ = {
+    "bits": 4, "group_size": 128, "modules_to_not_convert": None, "quant_method": "awq", "version": "gemm",
+    "zero_point": True,
+}  # fmt: skip
+# nvidia/Llama-3.1-8B-Instruct-FP8, nvidia/DeepSeek-R1-FP4 (hf_quant_config.json).
+MODELOPT_FP8 = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+MODELOPT_NVFP4 = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": ["lm_head"]}
+# openai/gpt-oss-120b.
+MXFP4 = {"modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"], "quant_method": "mxfp4"}
+
+
+def compressed(stored: Any, *weights: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """As RedHatAI/Meta-Llama-3.1-8B-Instruct-FP8-dynamic, -quantized.w8a8, -quantized.w4a16, -NVFP4 and others."""
+    common = {"actorder": None, "block_structure": None, "dynamic": False, "group_size": None, "observer": "minmax",
+              "observer_kwargs": {}, "symmetric": True}  # fmt: skip
+    groups = {
+        f"group_{n}": {"input_activations": None, "output_activations": None, "targets": ["Linear"],
+                       "weights": {**common, **own}}
+        for n, own in enumerate(weights)
+    }  # fmt: skip
+    return {
+        "config_groups": groups, "format": stored, "global_compression_ratio": 1.2, "ignore": ["lm_head"],
+        "kv_cache_scheme": None, "quant_method": "compressed-tensors", "quantization_status": "compressed", **more,
+    }  # fmt: skip
+
+
+CHANNEL = {"num_bits": 8, "strategy": "channel", "type": "float"}
+INT4 = {"num_bits": 4, "strategy": "group", "type": "int", "group_size": 128}
+FLOAT4 = {"num_bits": 4, "strategy": "tensor_group", "type": "float", "group_size": 16}
+BLOCKS = {"num_bits": 8, "strategy": "block", "type": "float", "block_structure": [128, 128]}
+
+
+def scheme(config: dict[str, Any]) -> Scheme:
+    found = find_scheme(config, "here")
+    assert found is not None
+    return found
+
+
+# Which scheme.
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (FP8_BLOCKS, "fp8"),
+        (FP8, "fp8"),
+        (FBGEMM, "fp8"),
+        (GPTQ, "gptq"),
+        ({**GPTQ, "checkpoint_format": "gptq_v2", "quant_method": "gptqmodel"}, "gptq"),
+        ({**GPTQ, "dynamic": {"-:lm_head": {}, "+:.*down": {"bits": 8, "group_size": 32}}}, "gptq"),
+        # Act-order with one group is no order of groups.
+        ({**ACT_ORDER, "group_size": -1}, "gptq"),
+        (AWQ, "awq"),
+        ({**AWQ, "version": "GEMM"}, "awq"),
+        (compressed("float-quantized", CHANNEL), "compressed-tensors"),
+        (compressed("int-quantized", {**CHANNEL, "type": "int"}), "compressed-tensors"),
+        (compressed("pack-quantized", INT4), "compressed-tensors"),
+        (compressed("pack-quantized", {**INT4, "actorder": "weight"}), "compressed-tensors"),
+        (compressed("pack-quantized", {**INT4, "actorder": "static"}), "compressed-tensors"),
+        (compressed("nvfp4-pack-quantized", FLOAT4), "compressed-tensors"),
+        (compressed("float-quantized", BLOCKS), "compressed-tensors"),
+        (compressed("float-quantized", CHANNEL, sparsity_config={"format": "dense"}), "compressed-tensors"),
+        (
+            compressed("float-quantized", CHANNEL, kv_cache_scheme={"num_bits": 8, "type": "float"}),
+            "compressed-tensors",
+        ),
+        ({"quant_method": "modelopt", **MODELOPT_FP8}, "modelopt"),
+        ({"quant_method": "modelopt_fp4", **MODELOPT_NVFP4}, "modelopt"),
+        ({"quant_method": "modelopt", "producer": {}, "quantization": MODELOPT_NVFP4}, "modelopt"),
+        (MXFP4, "mxfp4"),
+    ],
+)
+def test_the_scheme_is_that_of_the_method(config: dict[str, Any], name: str) -> None:
+    assert scheme(config).name == name
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "bitsandbytes, .*flat"),
+        ({"quant_method": "BITSANDBYTES_4bit"}, "bitsandbytes-4bit, .*flat"),
+        ({"quant_method": "gguf"}, "gguf, .*blocks are not stored as tensors"),
+        ({"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4"}}}, "torchao, .*flattened"),
+        ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}}}, "quark, .*per layer"),
+        ({"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_gptq"}, "auto-round, .*kernel"),
+        ({"quant_method": "hqq", "quant_config": {}}, "hqq, .*packed flat"),
+        ({"quant_method": "aqlm", "nbits_per_codebook": 16}, "aqlm, .*codebooks"),
+        ({"quant_method": "vptq"}, "vptq, .*codebooks"),
+        ({"quant_method": "quip_sharp"}, "quip-sharp, .*rotated"),
+        ({"quant_method": "higgs"}, "higgs, .*rotated"),
+        ({"quant_method": "quanto", "weights": "int8"}, "quanto, .*no rows"),
+        ({"quant_method": "squeezellm", "wbits": 4}, "squeezellm, .*not known here"),
+        ({"bits": 4}, "method unknown, .*not known here"),
+        (ACT_ORDER, r"GPTQ with act-order \(desc_act\), .*scattered"),
+        # GPTQModel: exceptions for some layers.
+        ({**GPTQ, "dynamic": {"-:lm_head": {}, "+:.*down": {"desc_act": True}}}, r"GPTQ with act-order \(desc_act\)"),
+        ({**GPTQ, "is_marlin_format": True}, "GPTQ in marlin format, .*one kernel"),
+        ({**GPTQ, "checkpoint_format": "marlin"}, "GPTQ in marlin format, .*one kernel"),
+        ({**AWQ, "version": "gemv"}, "AWQ in gemv format, .*only the gemm format"),
+        ({"quant_method": "compressed-tensors"}, "compressed-tensors, .*no config_groups"),
+        (compressed("pack-quantized"), "compressed-tensors, .*no config_groups"),
+        (compressed("marlin-24", INT4), "compressed-tensors, format marlin-24, .*no rows and columns"),
+        (compressed("pack-quantized", {**INT4, "actorder": "group"}), r"compressed-tensors with act-order \(ac"),
+        (compressed("pack-quantized", {**INT4, "actorder": "dynamic"}), r"compressed-tensors with act-order \(ac"),
+        (compressed("pack-quantized", {**INT4, "actorder": True}), r"compressed-tensors with act-order \(ac"),
+        (compressed(["pack-quantized"], INT4), "compressed-tensors, format .*no rows and columns"),
+        (compressed("float-quantized", CHANNEL, sparsity_config={"format": "sparse-bitmask"}), "compressed-tensors, s"),
+        (compressed("float-quantized", CHANNEL, BLOCKS), "compressed-tensors, .*scales of different blocks"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, r"modelopt \(W4A8_AWQ\), .*FP8 and NVFP4"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, r"modelopt \(MIXED_PRECISION\), .*only"),
+        ({"quant_method": "modelopt"}, r"modelopt \(no quant_algo\), "),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_cut_is_refused_with_the_reason(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(
+        PlanError, match=f"^here: weights are quantized by {message}.*; use --tp 1, which cuts nothing$"
+    ):
+        find_scheme(config, "here")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({**GPTQ, "bits": "4"}, "bits is '4', expected a number of bits"),
+        ({key: value for key, value in GPTQ.items() if key != "bits"}, "bits is None, expected a number of bits"),
+        ({**AWQ, "bits": 0}, "bits is 0, expected a number of bits"),
+        ({**AWQ, "bits": True}, "bits is True, expected a number of bits"),
+        (compressed("pack-quantized", {**INT4, "num_bits": 32}), "num_bits is 32, expected a number of bits"),
+        ({**FP8_BLOCKS, "weight_block_size": [128]}, r"\[128\] is no block of rows and columns"),
+        ({**FP8_BLOCKS, "weight_block_size": [128, 0]}, r"\[128, 0\] is no block of rows and columns"),
+        ({**FP8_BLOCKS, "weight_block_size": 128}, "128 is no block of rows and columns"),
+    ],
+)
+def test_a_config_that_makes_no_sense_is_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=f"^here: quantization_config: {message}$"):
+        find_scheme(config, "here")
+
+
+# What tensors store between them: a weight of 64 rows (outputs) and 256 columns (inputs).
+
+SHAPE = ("I64", (2,))
+STORED: dict[str, tuple[dict[str, Any], Stored, Values]] = {
+    "fp8 blocks": (
+        {**FP8_BLOCKS, "weight_block_size": [32, 128]},
+        {"weight": ("F8_E4M3", (64, 256)), "weight_scale_inv": ("F32", (2, 2))}, Values(8),
+    ),
+    "fp8": (
+        FP8, {"weight": ("F8_E4M3", (64, 256)), "weight_scale": ("F32", ()), "input_scale": ("F32", ())}, Values(8),
+    ),
+    "fbgemm": (FBGEMM, {"weight": ("F8_E4M3", (64, 256)), "weight_scale": ("F32", (64, 1))}, Values(8)),
+    # 8 values of 4 bits in a word, 2 groups.
+    "gptq": (
+        GPTQ,
+        {"qweight": ("I32", (32, 64)), "qzeros": ("I32", (2, 8)), "scales": ("F16", (2, 64)), "g_idx": ("I32", (256,))},
+        Values(4, 128),
+    ),
+    "gptq without g_idx": (
+        GPTQ, {"qweight": ("I32", (32, 64)), "qzeros": ("I32", (2, 8)), "scales": ("F16", (2, 64))}, Values(4, 128),
+    ),
+    # 256 values of 3 bits are 24 words.
+    "gptq 3 bit": (
+        {**GPTQ, "bits": 3},
+        {"qweight": ("I32", (24, 64)), "qzeros": ("I32", (2, 6)), "scales": ("F16", (2, 64))}, Values(3, 128),
+    ),
+    "gptq in one group": (
+        {**GPTQ, "group_size": -1},
+        {"qweight": ("I32", (32, 64)), "qzeros": ("I32", (1, 8)), "scales": ("F16", (1, 64))}, Values(4),
+    ),
+    "awq": (AWQ, {"qweight": ("I32", (256, 8)), "qzeros": ("I32", (2, 8)), "scales": ("F16", (2, 64))}, Values(4, 128)),
+    "channel": (
+        compressed("float-quantized", CHANNEL),
+        {"weight": ("F8_E4M3", (64, 256)), "weight_scale": ("BF16", (64, 1))}, Values(8),
+    ),
+    "w4a16": (
+        compressed("pack-quantized", INT4),
+        {"weight_packed": ("I32", (64, 32)), "weight_scale": ("BF16", (64, 2)), "weight_shape": SHAPE}, Values(4, 128),
+    ),
+    "w8a16": (
+        compressed("pack-quantized", {**INT4, "num_bits": 8}),
+        {"weight_packed": ("I32", (64, 64)), "weight_scale": ("BF16", (64, 2)), "weight_shape": SHAPE}, Values(8, 128),
+    ),
+    # The second of two config groups: 8 bits in one group.
+    "mixed": (
+        compressed("pack-quantized", INT4, {**INT4, "num_bits": 8, "strategy": "channel", "group_size": None}),
+        {"weight_packed": ("I32", (64, 64)), "weight_scale": ("BF16", (64, 1)), "weight_shape": SHAPE}, Values(8),
+    ),
+    "nvfp4": (
+        compressed("nvfp4-pack-quantized", FLOAT4),
+        {"weight_packed": ("U8", (64, 128)), "weight_scale": ("F8_E4M3", (64, 16)),
+         "weight_global_scale": ("F32", (1,)), "input_global_scale": ("F32", (1,))}, Values(4, 16),
+    ),
+    "modelopt fp8": (
+        {"quant_method": "modelopt", **MODELOPT_FP8},
+        {"weight": ("F8_E4M3", (64, 256)), "weight_scale": ("F32", ()), "input_scale": ("F32", ())}, Values(8),
+    ),
+    "modelopt nvfp4": (
+        {"quant_method": "modelopt", **MODELOPT_NVFP4},
+        {"weight": ("U8", (64, 128)), "weight_scale": ("F8_E4M3", (64, 16)), "weight_scale_2": ("F32", ()),
+         "input_scale": ("F32", ())}, Values(4, 16),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_tensors_tell_the_weight_that_they_store(name: str) -> None:
+    config, stored, values = STORED[name]
+    assert stored.keys() <= scheme(config).tensors.keys()
+    assert Weight(64, 256, values) in scheme(config).weights(stored)
+
+
+@pytest.mark.parametrize(
+    ("config", "stored"),
+    [
+        (FP8, {"weight_scale": ("F32", ()), "input_scale": ("F32", ())}),
+        (FP8, {"weight": ("F8_E4M3", (64,)), "weight_scale": ("F32", ())}),
+        (GPTQ, {"g_idx": ("I32", (256,)), "qzeros": ("I32", (2, 8))}),
+        (compressed("pack-quantized", INT4), {"weight_scale": ("BF16", (64, 2)), "weight_shape": SHAPE}),
+    ],
+)
+def test_tensors_that_store_no_matrix_are_no_weight(config: dict[str, Any], stored: Stored) -> None:
+    assert scheme(config).weights(stored) == ()
+
+
+def test_the_mxfp4_of_gpt_oss_is_left_to_its_plan() -> None:
+    assert scheme(MXFP4).tensors == {}
+
+
+@pytest.mark.parametrize(
+    ("suffix", "shape", "expected"),
+    [("k_scale", (), True), ("v_scale", (1,), True), ("k_scale", (8,), False), ("weight_scale", (), False)],
+)
+def test_one_scale_of_the_cache_is_known_by_name_and_shape(suffix: str, shape: tuple[int, ...], expected: bool) -> None:
+    assert scheme(FP8).is_cache_scale(suffix, shape) == expected
+
+
+# Where tensors are cut, when the weight of 64 rows and 256 columns is cut in halves.
+
+HALVES: dict[str, tuple[dict[str, int], dict[str, int]]] = {
+    "fp8 blocks": ({"weight": 0, "weight_scale_inv": 0}, {"weight": 1, "weight_scale_inv": 1}),
+    "fp8": ({"weight": 0}, {"weight": 1}),
+    "fbgemm": ({"weight": 0, "weight_scale": 0}, {"weight": 1}),
+    "gptq": ({"qweight": 1, "qzeros": 1, "scales": 1}, {"qweight": 0, "qzeros": 0, "scales": 0, "g_idx": 0}),
+    "gptq without g_idx": ({"qweight": 1, "qzeros": 1, "scales": 1}, {"qweight": 0, "qzeros": 0, "scales": 0}),
+    "gptq 3 bit": ({"qweight": 1, "qzeros": 1, "scales": 1}, {"qweight": 0, "qzeros": 0, "scales": 0}),
+    "gptq in one group": ({"qweight": 1, "qzeros": 1, "scales": 1}, {"qweight": 0}),
+    "awq": ({"qweight": 1, "qzeros": 1, "scales": 1}, {"qweight": 0, "qzeros": 0, "scales": 0}),
+    "channel": ({"weight": 0, "weight_scale": 0}, {"weight": 1}),
+    "w4a16": ({"weight_packed": 0, "weight_scale": 0}, {"weight_packed": 1, "weight_scale": 1}),
+    "w8a16": ({"weight_packed": 0, "weight_scale": 0}, {"weight_packed": 1, "weight_scale": 1}),
+    "mixed": ({"weight_packed": 0, "weight_scale": 0}, {"weight_packed": 1}),
+    "nvfp4": ({"weight_packed": 0, "weight_scale": 0}, {"weight_packed": 1, "weight_scale": 1}),
+    "modelopt fp8": ({"weight": 0}, {"weight": 1}),
+    "modelopt nvfp4": ({"weight": 0, "weight_scale": 0}, {"weight": 1, "weight_scale": 1}),
+}
+"""For the cut by rows, and by columns: the axis of each tensor that is cut; the others are whole."""
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("name", STORED)
+def test_a_cut_in_halves_halves_each_tensor_along_the_axis_that_runs_with_the_weights(name: str, axis: int) -> None:
+    config, stored, values = STORED[name]
+    weight = Weight(64, 256, values)
+    half = (32, 128)[axis]
+    for suffix, (_, shape) in stored.items():
+        own = HALVES[name][axis].get(suffix)
+        found = scheme(config).carry(axis, suffix, shape, weight, [((0, half),), ((half, half),)], "here")
+        if own is None:
+            assert found is None, suffix
+        else:
+            middle = shape[own] // 2
+            assert found == (own, [((0, middle),), ((middle, middle),)]), suffix
+
+
+@pytest.mark.parametrize(
+    ("config", "axis", "suffix", "shape", "size", "ranges", "expected"),
+    [
+        # Fused parts, of 4 words each 8: q 0-127, k 128-191, v 192-255 of packed columns.
+        (
+            AWQ, 0, "qweight", (512, 32), (256, 512), [((64, 64), (160, 32), (224, 32))],
+            (1, [((8, 8), (20, 4), (28, 4))]),
+        ),
+        # The last block of 128 rows is partial: 300 rows are 3 blocks.
+        (FP8_BLOCKS, 0, "weight_scale_inv", (3, 4), (300, 512), [((0, 256),), ((256, 44),)],
+         (0, [((0, 2),), ((2, 1),)])),
+        (FP8_BLOCKS, 0, "weight", (300, 512), (300, 512), [((0, 256),), ((256, 44),)],
+         (0, [((0, 256),), ((256, 44),)])),
+        # Ranks at the end that hold nothing.
+        (FP8_BLOCKS, 0, "weight_scale_inv", (3, 4), (300, 512), [((0, 300),), ((300, 0),)],
+         (0, [((0, 3),), ((3, 0),)])),
+        # 32 values of 3 bits are 3 words.
+        ({**GPTQ, "bits": 3}, 1, "qweight", (24, 64), (64, 256), [((32, 96),)], (0, [((3, 9),)])),
+        # Shared KV heads: the same twice.
+        (compressed("pack-quantized", INT4), 0, "weight_scale", (64, 2), (64, 256),
+         [((0, 32),), ((0, 32),), ((32, 32),)], (0, [((0, 32),), ((0, 32),), ((32, 32),)])),
+    ],
+)  # fmt: skip
+def test_cuts_are_carried_over_in_proportion(
+    config: dict[str, Any],
+    axis: int,
+    suffix: str,
+    shape: tuple[int, ...],
+    size: tuple[int, int],
+    ranges: Any,
+    expected: Any,
+) -> None:
+    weight = Weight(*size, scheme(config).values[0])
+    assert scheme(config).carry(axis, suffix, shape, weight, ranges, "here") == expected
+
+
+GROUPED: dict[str, tuple[dict[str, Any], Stored, tuple[int, int], str, int]] = {
+    # Three groups of columns, the last one half full: AutoGPTQ makes ceil(columns / group_size) of them.
+    "gptq": (
+        GPTQ,
+        {"qweight": ("I32", (40, 64)), "qzeros": ("I32", (3, 8)), "scales": ("F16", (3, 64)), "g_idx": ("I32", (320,))},
+        (64, 320), "scales", 128,
+    ),
+    "w4a16": (
+        compressed("pack-quantized", INT4),
+        {"weight_packed": ("I32", (64, 40)), "weight_scale": ("BF16", (64, 3)), "weight_shape": SHAPE},
+        (64, 320), "weight_scale", 128,
+    ),
+    # ModelOpt leaves group_size out where it is 16, as vLLM and SGLang take it to be.
+    "modelopt nvfp4 without group_size": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        STORED["modelopt nvfp4"][1], (64, 256), "weight_scale", 16,
+    ),
+    # Blocks of 64 rows and 128 columns, the last of them partial both ways.
+    "fp8 blocks that are no squares": (
+        {**FP8_BLOCKS, "weight_block_size": [64, 128]},
+        {"weight": ("F8_E4M3", (96, 320)), "weight_scale_inv": ("F32", (2, 3))},
+        (96, 320), "weight_scale_inv", 128,
+    ),
+}  # fmt: skip
+"""Config, tensors, the weight's rows and columns, the scales' tensor, and how many columns share one."""
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_a_rank_holds_the_scales_of_its_columns(name: str) -> None:
+    config, stored, size, suffix, group = GROUPED[name]
+    [weight] = scheme(config).weights(stored)
+    assert (weight.rows, weight.columns) == size
+    ranges = [((0, 128),), ((128, 128),), ((256, size[1] - 256),)]
+    scale_of = np.arange(size[1]) // group
+    expected = []
+    for [(start, length)] in ranges:
+        held = np.unique(scale_of[start : start + length])
+        expected.append((int(held[0]) if len(held) else 256 // group, len(held)))
+    found = scheme(config).carry(1, suffix, stored[suffix][1], weight, ranges, "here")
+    assert found == (scheme(config).tensors[suffix][1], [(one,) for one in expected])
+    assert sum(length for _, length in expected) == stored[suffix][1][found[0]]
+
+
+@pytest.mark.parametrize("num_groups", [2, 4])
+def test_with_other_scales_than_groups_of_columns_it_is_no_such_weight(num_groups: int) -> None:
+    config, stored, *_ = GROUPED["gptq"]
+    assert scheme(config).weights({**stored, "scales": ("F16", (num_groups, 64))}) == ()
+
+
+@pytest.mark.parametrize(
+    ("config", "axis", "suffix", "shape", "size", "at", "message"),
+    [
+        (FP8_BLOCKS, 0, "weight_scale_inv", (2, 2), (256, 256), 64, "64 of 256 falls inside 128 values"),
+        (FP8_BLOCKS, 1, "weight_scale_inv", (2, 3), (256, 300), 150, "150 of 300 falls inside 128 values"),
+        (FP8_BLOCKS, 0, "weight_scale_inv", (1, 2), (64, 256), 32, "32 of 64 falls inside 128 values"),
+        (GPTQ, 1, "scales", (2, 64), (64, 256), 64, "64 of 256 falls inside 128 values"),
+        (GPTQ, 1, "scales", (1, 64), (64, 128), 64, "64 of 128 falls inside 128 values"),
+        (GPTQ, 0, "qzeros", (2, 8), (64, 256), 4, "4 of 64 falls inside 8 values"),
+        (GPTQ, 1, "qweight", (32, 64), (64, 256), 12, "12 of 256 falls inside 8 values"),
+        ({**GPTQ, "bits": 3}, 1, "qweight", (24, 64), (64, 256), 16, "16 of 256 falls inside 32/3 values"),
+        (AWQ, 0, "qweight", (256, 8), (64, 256), 20, "20 of 64 falls inside 8 values"),
+        (STORED["nvfp4"][0], 1, "weight_packed", (64, 128), (64, 256), 3, "3 of 256 falls inside 2 values"),
+        (STORED["nvfp4"][0], 1, "weight_scale", (64, 16), (64, 256), 8, "8 of 256 falls inside 16 values"),
+        # One word that holds all rows, or all columns.
+        (AWQ, 0, "qweight", (256, 1), (8, 256), 4, "4 of 8 falls inside 8 values"),
+        (AWQ, 0, "qzeros", (2, 1), (8, 256), 4, "4 of 8 falls inside 8 values"),
+        (GPTQ, 0, "qzeros", (2, 1), (8, 256), 4, "4 of 8 falls inside 8 values"),
+        ({**GPTQ, "group_size": -1}, 1, "qweight", (1, 64), (64, 8), 4, "4 of 8 falls inside 8 values"),
+        (compressed("pack-quantized", INT4), 0, "weight_zero_point", (1, 2), (8, 256), 4,
+         "4 of 8 falls inside 8 values"),
+    ],
+)  # fmt: skip
+def test_a_border_inside_a_block_group_or_word_is_refused(
+    config: dict[str, Any], axis: int, suffix: str, shape: tuple[int, ...], size: tuple[int, int], at: int, message: str
+) -> None:
+    weight, dim = Weight(*size, scheme(config).values[0]), size[axis]
+    with pytest.raises(PlanError, match=f"^here: the cut at {message} that are stored together$"):
+        scheme(config).carry(axis, suffix, shape, weight, [((0, at),), ((at, dim - at),)], "here")
+
+
+# Where quantization_config may be.
+
+
+def checkpoint(folder: Path, config: dict[str, Any], **files: Any) -> Path:
+    save_file({"w": np.zeros(2, np.uint8)}, folder / "model.safetensors")
+    for name, value in {"config": config, **files}.items():
+        (folder / f"{name}.json").write_text(json.dumps(value))
+    return folder
+
+
+PRODUCER = {"name": "modelopt", "version": "0.15.1"}
+# TheBloke/Llama-2-7B-AWQ and older ones of AutoAWQ.
+AUTO_AWQ = {"zero_point": True, "q_group_size": 128, "w_bit": 4, "version": "GEMM", "modules_to_not_convert": None}
+AUTO_GPTQ = {key: value for key, value in ACT_ORDER.items() if key != "quant_method"}
+
+
+@pytest.mark.parametrize(
+    ("config", "files", "expected"),
+    [
+        ({}, {}, None),
+        ({"quantization_config": FP8}, {}, FP8),
+        ({"compression_config": FP8}, {}, FP8),
+        ({"text_config": {"quantization_config": FP8}}, {}, FP8),
+        ({"quantization_config": None, "compression_config": FP8}, {}, FP8),
+        ({"quantization_config": FP8, "text_config": {"quantization_config": AWQ}}, {}, FP8),
+        ({"text_config": None}, {}, None),
+        (
+            {}, {"hf_quant_config": {"producer": PRODUCER, "quantization": MODELOPT_NVFP4}},
+            {"quant_method": "modelopt", **MODELOPT_NVFP4},
+        ),
+        ({}, {"quantize_config": AUTO_GPTQ}, {"quant_method": "gptq", **AUTO_GPTQ}),
+        ({}, {"quant_config": AUTO_AWQ}, {"quant_method": "awq", **AUTO_AWQ}),
+        # A file that names its method.
+        ({}, {"quantize_config": {**AUTO_GPTQ, "quant_method": "awq"}}, {**AUTO_GPTQ, "quant_method": "awq"}),
+        # config.json counts before other files, and a file that says nothing does not count.
+        ({"quantization_config": FP8}, {"quantize_config": AUTO_GPTQ, "quant_config": AUTO_AWQ}, FP8),
+        ({}, {"hf_quant_config": {"producer": PRODUCER}, "quantize_config": {}}, None),
+        (
+            {}, {"hf_quant_config": {"quantization": None}, "quant_config": AUTO_AWQ},
+            {"quant_method": "awq", **AUTO_AWQ},
+        ),
+    ],
+)  # fmt: skip
+def test_the_catalogue_finds_the_quantization_config(
+    config: dict[str, Any], files: dict[str, Any], expected: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    found = read_catalogue(checkpoint(tmp_path, {"model_type": "llama", **config}, **files))
+    assert found.config.get("quantization_config") == expected
+    assert found.model_type == "llama"
+
+
+def test_what_older_tools_wrote_is_a_scheme_too(tmp_path: Path) -> None:
+    found = read_catalogue(checkpoint(tmp_path, {}, quant_config=AUTO_AWQ)).config["quantization_config"]
+    stored = STORED["awq"][1]
+    assert scheme(found).weights(stored) == (Weight(64, 256, Values(4, 128)),)
+
+
+@pytest.mark.parametrize("name", ["hf_quant_config", "quantize_config", "quant_config"])
+def test_a_broken_file_of_quantization_is_refused(name: str, tmp_path: Path) -> None:
+    (checkpoint(tmp_path, {}) / f"{name}.json").write_text("{")
+    with pytest.raises(FormatError, match=f"{name}.json: not valid JSON"):
+        read_catalogue(tmp_path)

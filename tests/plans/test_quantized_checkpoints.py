@@ -1,0 +1,318 @@
+"""Quantized checkpoints: the numbers that a rank's slices mean are the slice of the numbers that the source means."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.checkpoints import Entry, Sizes, Tensors
+from support.engine_oracle import Array, IndivisibleError, expected, owners, split_cut
+from support.models import as_integers, read_tensors
+from support.quantized import (
+    EXPERT_QUANTIZED,
+    QUANTIZED,
+    Method,
+    Quantized,
+    compressed,
+    is_quantized,
+    refused_forms,
+    weights_of,
+    write_quantized,
+)
+from support.rebuilding import assert_ranks_give_back
+
+import relayout
+from relayout.checkpoint.source import Catalogue, SourceTensor, read_catalogue
+from relayout.core.extents import Extent
+from relayout.errors import PlanError
+from relayout.plans.planner import Plan, plan_for
+
+DEGREES = range(2, 17)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Writes a quantized checkpoint, once."""
+    return cache(lambda name: write_quantized(QUANTIZED[name], tmp_path_factory.mktemp("quantized") / name))
+
+
+@pytest.fixture(scope="session")
+def refused(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Writes a checkpoint of a form that cannot be cut, once."""
+
+    def made(name: str) -> Path:
+        config, store = refused_forms()[name]
+        method = Method(config, store, lambda _: np.zeros((0, 0)))
+        sizes = {"D": 16, "I": 256, "H": 128}
+        return write_quantized(Quantized(method, sizes=sizes), tmp_path_factory.mktemp("refused") / name)
+
+    return cache(made)
+
+
+def tensors_of(folder: Path, rank: int | None = None) -> Tensors:
+    """All tensors of a checkpoint, or of one rank of a converted one, by stock safetensors."""
+    tensors: Tensors = {}
+    for file in folder.glob("*.safetensors" if rank is None else f"model-rank-{rank}-part-*.safetensors"):
+        tensors |= load_file(file)
+    return tensors
+
+
+def module_of(entry: Entry, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    """The tensors that store one weight between them, by the last part of their names."""
+    module = entry.name.removesuffix("weight")
+    return {name.removeprefix(module): tensor for name, tensor in tensors.items() if name.startswith(module)}
+
+
+def is_at_borders(held: Array, unit: int, dim: int) -> bool:
+    """Whether what is held of an axis is runs from border to border of units; the last unit may be partial."""
+    if not held.size:
+        return True
+    breaks = np.flatnonzero(np.diff(held) != 1)
+    starts = [held[0], *held[breaks + 1]]
+    ends = [*(held[breaks] + 1), held[-1] + 1]
+    return all(start % unit == 0 for start in starts) and all(end % unit == 0 or end == dim for end in ends)
+
+
+def fits(quantized: Quantized, num_ranks: int, *, owned: bool = False) -> bool:
+    """Whether an engine can divide every tensor, and no cut falls inside a block, group or word."""
+    sizes = quantized.all_sizes()
+    for entry in {(entry.cut, entry.shape, is_quantized(entry)): entry for entry in quantized.entries()}.values():
+        if owned and ".experts." in entry.name:
+            continue
+        kind, axis = split_cut(entry.cut)
+        if kind == "whole":
+            continue
+        try:
+            parts = expected(kind, np.arange(entry.shape[axis]), num_ranks, sizes)
+        except IndivisibleError:
+            return False
+        unit = quantized.method.units[axis] if is_quantized(entry) else 1
+        if not all(is_at_borders(part, unit, entry.shape[axis]) for part in parts):
+            return False
+    return True
+
+
+def fitting(name: str) -> list[int]:
+    return [degree for degree in DEGREES if fits(QUANTIZED[name], degree)]
+
+
+def try_plan(source: Catalogue, num_ranks: int, **options: Any) -> Plan | PlanError:
+    try:
+        return plan_for(source, num_ranks, **options)
+    except PlanError as error:
+        return error
+
+
+def assert_same_numbers(entry: Entry, method: Method, whole: Tensors, held: list[Tensors], sizes: Sizes) -> None:
+    numbers = method.numbers(module_of(entry, whole))
+    assert numbers.shape == entry.shape
+    for rank, wanted in enumerate(expected(entry.cut, numbers, len(held), sizes)):
+        found = method.numbers(module_of(entry, held[rank]))
+        np.testing.assert_array_equal(found, wanted, err_msg=f"{entry.name} ({entry.cut}), rank {rank}")
+    bias = entry.name.replace(".weight", ".bias")
+    if bias in whole:
+        for rank, wanted in enumerate(expected(bias_cut(entry), as_integers(whole[bias]), len(held), sizes)):
+            np.testing.assert_array_equal(as_integers(held[rank][bias]), wanted, err_msg=f"{bias}, rank {rank}")
+
+
+def bias_cut(entry: Entry) -> str:
+    """A bias is cut like the rows, and whole where the columns are cut."""
+    kind, axis = split_cut(entry.cut)
+    return "whole" if axis else kind
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_a_ranks_slices_mean_the_slice_of_what_the_source_means(
+    name: str, tp: int, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    quantized = QUANTIZED[name]
+    if tp not in fitting(name):
+        with pytest.raises(PlanError, match=rf"{tp}|falls inside"):
+            relayout.convert(checkpoint(name), tmp_path / "out", tp=tp)
+        return
+    relayout.convert(checkpoint(name), tmp_path / "out", tp=tp)
+    whole = tensors_of(checkpoint(name))
+    held = [tensors_of(tmp_path / "out", rank) for rank in range(tp)]
+    entries = quantized.entries()
+    for entry in entries:
+        if is_quantized(entry):
+            assert_same_numbers(entry, quantized.method, whole, held, quantized.all_sizes())
+        else:
+            for rank, wanted in enumerate(
+                expected(entry.cut, as_integers(whole[entry.name]), tp, quantized.all_sizes())
+            ):
+                np.testing.assert_array_equal(as_integers(held[rank][entry.name]), wanted, err_msg=entry.name)
+    assert sum(map(is_quantized, entries)) >= 4
+    shared = [key for key in whole if key.endswith(("_shape", "_global_scale", "k_scale", "v_scale", "_scale_2"))]
+    shared += [key for key in whole if key.endswith("input_scale")]
+    for key in shared:
+        assert all(torch.equal(tensors[key], whole[key]) for tensors in held), key
+    assert_ranks_give_back(tmp_path / "out", read_tensors(checkpoint(name)), tp)
+
+
+def test_the_checkpoints_have_every_kind_of_tensor(checkpoint: Callable[[str], Path]) -> None:
+    suffixes = {key.rpartition(".")[2] for name in QUANTIZED for key in tensors_of(checkpoint(name))}
+    assert suffixes >= {
+        "qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv", "weight_shape",
+        "weight_zero_point", "weight_global_scale", "input_global_scale", "weight_scale_2", "input_scale", "k_scale",
+        "v_scale",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_just_the_degrees_that_cut_no_block_group_or_word_are_accepted(
+    name: str, checkpoint: Callable[[str], Path]
+) -> None:
+    source = read_catalogue(checkpoint(name))
+    accepted = [degree for degree in DEGREES if isinstance(try_plan(source, degree), Plan)]
+    assert accepted == fitting(name)
+    assert 2 in accepted
+    assert len(accepted) < len(DEGREES)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_a_refusal_names_tensor_axis_size_and_the_degrees_that_are_accepted(
+    name: str, checkpoint: Callable[[str], Path]
+) -> None:
+    source = read_catalogue(checkpoint(name))
+    shapes = {tensor.name: tensor.shape for tensor in source.tensors}
+    for degree in set(DEGREES) - set(fitting(name)):
+        with pytest.raises(PlanError) as caught:
+            plan_for(source, degree)
+        found = re.match(
+            r"tensor '(?P<name>[^']+)': axis (?P<axis>[01]) of (?P<kind>a quantized weight )?(?P<shape>\[[\d, ]+\]).*"
+            r" \(this checkpoint can be cut for --tp (?P<degrees>[\d, ]+)\)$",
+            str(caught.value),
+        )
+        assert found, caught.value
+        assert found["name"] in shapes
+        if found["kind"]:
+            module = found["name"].rpartition(".")[0]
+            [entry] = [one for one in QUANTIZED[name].entries() if one.name == f"{module}.weight"]
+            assert found["shape"] == str(list(entry.shape))
+        else:
+            assert found["shape"] == str(list(shapes[found["name"]]))
+        assert [int(number) for number in found["degrees"].split(", ") if int(number) <= 16] == [1, *fitting(name)]
+
+
+# Cuts that no checkpoint above asks for.
+
+
+def catalogue(config: Mapping[str, Any], **tensors: tuple[str, tuple[int, ...]]) -> Catalogue:
+    module = "model.layers.0.mlp.down_proj."
+    stored = (SourceTensor(module + name, *of, 0, Extent(0, 0)) for name, of in tensors.items())
+    whole = {"model_type": "llama", "num_attention_heads": 8, "quantization_config": config}
+    return Catalogue(Path("checkpoint"), (), tuple(stored), {}, whole, None, (), ())
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+
+
+@pytest.mark.parametrize(("columns", "fitting"), [(256, {2}), (192, set()), (384, {3}), (512, {2, 4})])
+def test_a_cut_inside_a_group_is_refused_even_where_the_number_of_groups_divides(
+    columns: int, fitting: set[int]
+) -> None:
+    groups = -(-columns // 128)
+    source = catalogue(
+        GPTQ,
+        qweight=("I32", (columns // 8, 64)),
+        qzeros=("I32", (groups, 8)),
+        scales=("F16", (groups, 64)),
+        g_idx=("I32", (columns,)),
+    )
+    assert {degree for degree in DEGREES if isinstance(try_plan(source, degree), Plan)} == fitting
+
+
+def test_a_dynamic_rule_that_asks_for_act_order_is_refused_as_if_all_weights_had_it() -> None:
+    """GPTQModel's exceptions from the rest of the configuration (vLLM gptq_utils.py raises too)."""
+    stored: dict[str, tuple[str, tuple[int, ...]]] = {
+        "qweight": ("I32", (32, 64)),
+        "qzeros": ("I32", (2, 8)),
+        "scales": ("F16", (2, 64)),
+        "g_idx": ("I32", (256,)),
+    }
+    assert isinstance(try_plan(catalogue({**GPTQ, "dynamic": {"-:.*o_proj": {}}}, **stored), 2), Plan)
+    with pytest.raises(PlanError, match=r"desc_act.*--tp 1"):
+        plan_for(catalogue({**GPTQ, "dynamic": {"+:.*down_proj": {"desc_act": True}}}, **stored), 2)
+
+
+@pytest.mark.parametrize(("columns", "fitting"), [(256, {2}), (192, set()), (384, {3}), (512, {2, 4})])
+def test_a_cut_inside_a_group_of_compressed_tensors_is_refused_even_where_their_number_divides(
+    columns: int, fitting: set[int]
+) -> None:
+    config = compressed("pack-quantized", weights_of(4, "int", "group", group_size=128))
+    source = catalogue(
+        config,
+        weight_packed=("I32", (64, columns // 8)),
+        weight_scale=("BF16", (64, -(-columns // 128))),
+        weight_shape=("I64", (2,)),
+    )
+    assert {degree for degree in DEGREES if isinstance(try_plan(source, degree), Plan)} == fitting
+
+
+@pytest.mark.parametrize(("columns", "fitting"), [(256, {2}), (192, set()), (320, set()), (1024, {2, 4, 8})])
+def test_a_cut_inside_a_block_is_refused_where_the_last_block_is_partial(columns: int, fitting: set[int]) -> None:
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    shape = (1, -(-columns // 128))
+    source = catalogue(config, weight=("F8_E4M3", (64, columns)), weight_scale_inv=("F32", shape))
+    assert {degree for degree in DEGREES if isinstance(try_plan(source, degree), Plan)} == fitting
+
+
+# Expert parallel.
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("name", EXPERT_QUANTIZED)
+def test_with_expert_parallel_an_owner_has_all_tensors_of_its_experts_and_others_the_scales_of_their_inputs_only(
+    name: str, tp: int, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Engines take the greatest input scale of all experts (vLLM model_loader/ep_weight_filter.py)."""
+    quantized = QUANTIZED[name]
+    assert fits(quantized, tp, owned=True)
+    relayout.convert(checkpoint(name), tmp_path / "out", tp=tp, expert_parallel=True)
+    whole = tensors_of(checkpoint(name))
+    held = [tensors_of(tmp_path / "out", rank) for rank in range(tp)]
+    owner = owners(quantized.all_sizes()["E"], tp)
+    for entry in quantized.entries():
+        if entry.expert is None:
+            if is_quantized(entry):
+                assert_same_numbers(entry, quantized.method, whole, held, quantized.all_sizes())
+            continue
+        for rank, tensors in enumerate(held):
+            mine = module_of(entry, tensors)
+            stored = module_of(entry, whole)
+            kept = stored if rank == owner[entry.expert] else stored.keys() & {"input_scale", "input_global_scale"}
+            assert mine.keys() == set(kept), entry.name
+            for suffix, tensor in mine.items():
+                np.testing.assert_array_equal(as_integers(tensor), as_integers(stored[suffix]), err_msg=entry.name)
+    assert_ranks_give_back(tmp_path / "out", read_tensors(checkpoint(name)), tp)
+
+
+# Forms that cannot be cut.
+
+
+@pytest.mark.parametrize("name", refused_forms())
+@pytest.mark.parametrize("tp", [2, 8])
+def test_a_form_that_cannot_be_cut_is_refused_by_name_with_the_reason_and_the_way_out(
+    name: str, tp: int, refused: Callable[[str], Path], tmp_path: Path
+) -> None:
+    word = name.partition(" ")[0]
+    with pytest.raises(PlanError, match=rf"quantized by .*{word}.* cannot be cut offline: \w.*; .*--tp 1\b"):
+        relayout.convert(refused(name), tmp_path / "out", tp=tp)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", refused_forms())
+def test_a_form_that_cannot_be_cut_is_converted_for_one_rank(
+    name: str, refused: Callable[[str], Path], tmp_path: Path
+) -> None:
+    relayout.convert(refused(name), tmp_path / "out", tp=1)
+    assert_ranks_give_back(tmp_path / "out", read_tensors(refused(name)), 1)

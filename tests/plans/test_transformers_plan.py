@@ -1,0 +1,203 @@
+"""`--plan transformers`: what that package's plans say of each tensor; and of text models inside of others."""
+
+from __future__ import annotations
+
+import re
+import sys
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from support.planning import Shapes, all_slices, catalogue, shapes_of, slices_of
+from support.rebuilding import indices
+
+from relayout.core.slices import NOT_HELD, WHOLE
+from relayout.errors import PlanError
+from relayout.plans.family import builtin_families
+from relayout.plans.planner import plan_for
+
+SIZES = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "vocab_size": 1000,
+}
+WITHOUT_OURS: dict[str, dict[str, Any]] = {
+    "helium": {"attention_bias": True},
+    "ernie4_5": {"use_bias": True},
+    "exaone4": {},
+    "seed_oss": {"attention_out_bias": True},
+    "dots1": {"n_routed_experts": 4, "moe_intermediate_size": 64, "n_shared_experts": 1, "first_k_dense_replace": 1},
+}
+"""Types for which there is no built-in plan."""
+
+
+@cache
+def model(model_type: str) -> tuple[dict[str, Any], dict[str, str], Shapes]:
+    """config.json, the plan that transformers has, and what there is of each layer."""
+    import torch
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    config = CONFIG_MAPPING[model_type](**SIZES, **WITHOUT_OURS[model_type])
+    with torch.device("meta"):
+        tensors = AutoModelForCausalLM.from_config(config).state_dict()
+    return config.to_dict(), config.base_model_tp_plan, {name: tuple(one.shape) for name, one in tensors.items()}
+
+
+def expected_indices(name: str, shape: tuple[int, ...], styles: dict[str, str], rank: int, tp: int) -> tuple[int, Any]:
+    """Axis and indices by transformers' styles of cutting; no indices where a tensor is whole."""
+    if name in ("lm_head.weight", "model.embed_tokens.weight"):  # Which transformers names elsewhere.
+        return 0, np.arange(shape[0])[rank * 1024 // tp : (rank + 1) * 1024 // tp]
+    inside = name.removeprefix("model.")
+    candidates = [inside, inside.rpartition(".")[0]]  # A parameter, or one of a module.
+    style = next((styles[key] for one in candidates for key in styles if fnmatchcase(one, key)), "replicated")
+    if style == "colwise":
+        return 0, np.split(np.arange(shape[0]), tp)[rank]
+    if style == "rowwise" and not name.endswith(".bias"):
+        axis = len(shape) - 1
+        return axis, np.split(np.arange(shape[axis]), tp)[rank]
+    if style == "packed_colwise":  # Gate and up, of each expert.
+        gate, up = np.split(np.arange(shape[1]), 2)
+        return 1, np.concatenate([np.split(gate, tp)[rank], np.split(up, tp)[rank]])
+    assert style in ("rowwise", "replicated", "replicated_with_grad_allreduce"), style
+    return 0, None
+
+
+def test_these_types_have_no_plan_of_ours() -> None:
+    assert not WITHOUT_OURS.keys() & {kind for family in builtin_families() for kind in family.model_types}
+    for model_type in WITHOUT_OURS:
+        config, _, shapes = model(model_type)
+        with pytest.raises(PlanError, match=f"'{model_type}' .*--plan transformers"):
+            plan_for(catalogue(shapes, **config), 2)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("model_type", WITHOUT_OURS)
+def test_tensors_are_cut_as_the_plan_of_transformers_says_and_those_it_leaves_out_are_listed(
+    model_type: str, tp: int
+) -> None:
+    config, styles, shapes = model(model_type)
+    plan = plan_for(catalogue(shapes, **config), tp, "transformers")
+    assert plan.name == f"transformers:{model_type}"
+    whole = set()
+    for name, parts in slices_of(plan, shapes).items():
+        for rank, part in enumerate(parts):
+            axis, expected = expected_indices(name, shapes[name], styles, rank, tp)
+            if expected is None:
+                assert part == WHOLE, name
+                whole.add(name)
+            else:
+                assert (part.axis, indices(part).tolist()) == (axis, expected.tolist()), (name, rank)
+    biases = {name for name in whole if name.endswith(("o_proj.bias", "down_proj.bias"))}
+    assert plan.unmatched == tuple(name for name in shapes if name in whole - biases)
+    assert any("norm" in name for name in plan.unmatched)
+    assert len(shapes) - len(whole) >= 2 + 2 * 7
+    assert bool(biases) == (model_type in ("ernie4_5", "seed_oss"))
+
+
+def test_experts_that_a_checkpoint_stores_one_by_one_are_cut_as_those_in_one_tensor() -> None:
+    experts = "model.layers.1.mlp.experts"
+    shapes = {
+        f"{experts}.{number}.{name}_proj.weight": (128, 64) if name == "down" else (64, 128)
+        for number in range(4)
+        for name in ("gate", "up", "down")
+    }
+    config, _, in_memory = model("dots1")
+    assert (in_memory[f"{experts}.gate_up_proj"], in_memory[f"{experts}.down_proj"]) == ((4, 128, 128), (4, 128, 64))
+    plan = plan_for(catalogue(shapes, **config), 2, "transformers")
+    for rank in range(2):
+        assert shapes_of(plan, shapes, rank) == {
+            name: (128, 32) if "down" in name else (32, 128) for name in shapes
+        }  # fmt: skip
+    assert plan.unmatched == ()
+
+
+def test_with_expert_parallel_the_experts_of_transformers_plan_are_owned() -> None:
+    config, _, in_memory = model("dots1")
+    single = {f"model.layers.1.mlp.experts.{number}.up_proj.weight": (64, 128) for number in range(4)}
+    shapes = {**in_memory, **single}
+    plan = plan_for(catalogue(shapes, **config), 4, "transformers", expert_parallel=True)
+    slices = slices_of(plan, shapes)
+    for name in ("gate_up_proj", "down_proj"):
+        parts = slices[f"model.layers.1.mlp.experts.{name}"]
+        assert [(part.axis, part.ranges) for part in parts] == [(0, ((rank, 1),)) for rank in range(4)]
+    for number, name in enumerate(single):
+        assert slices[name] == tuple(WHOLE if rank == number else NOT_HELD for rank in range(4))
+
+
+def test_kv_heads_are_not_cut_apart_at_degrees_that_transformers_does_not_know() -> None:
+    """It would give 8 ranks half a KV head each; engines let two ranks share one."""
+    config, _, shapes = model("helium")
+    plan = plan_for(catalogue(shapes, **config), 8, "transformers")
+    parts = slices_of(plan, shapes)["model.layers.1.self_attn.k_proj.weight"]
+    assert [part.ranges for part in parts] == [((rank // 2 * 16, 16),) for rank in range(8)]
+
+
+# Where there is none.
+
+
+@pytest.mark.parametrize("model_type", ["no_such_type", "mamba", "gpt2", "bert", None])
+def test_a_type_that_transformers_does_not_know_or_has_no_plan_for_is_refused(model_type: str | None) -> None:
+    message = f"^--plan transformers: it has no tensor-parallel plan for model type {model_type!r}$"
+    for config in ({}, {"text_config": {"model_type": "no_such_type"}}, {"text_config": {}}):
+        with pytest.raises(PlanError, match=message):
+            plan_for(catalogue({"w": (8, 8)}, model_type=model_type, **config), 2, "transformers")
+
+
+def test_for_a_wrapper_it_is_the_plan_of_the_text_model_inside() -> None:
+    name = "language_model.model.layers.0.mlp.down_proj.weight"
+    for model_type, text in (("gemma3", "gemma3_text"), ("no_such_type", "helium")):
+        source = catalogue({name: (4, 8)}, model_type=model_type, text_config={"model_type": text})
+        [parts] = all_slices(plan_for(source, 2, "transformers"))
+        assert [(part.axis, part.ranges) for part in parts] == [(1, ((0, 4),)), (1, ((4, 4),))]
+
+
+@pytest.mark.parametrize("module", ["transformers", "transformers.models.auto.configuration_auto"])
+def test_without_transformers_it_is_refused_with_what_to_install(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    if module == "transformers":
+        for name in [name for name in sys.modules if name.startswith("transformers.")]:
+            monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(PlanError, match=r"^--plan transformers: .* cannot be imported .*: pip install transformers$"):
+        plan_for(catalogue({"w": (8, 8)}, model_type="helium"), 2, "transformers")
+
+
+# Built-in plans of wrappers, against the plans that transformers has for the text models inside.
+
+
+@pytest.mark.parametrize("model_type", ["llava", "gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl"])
+def test_the_text_model_of_a_wrapper_is_cut_along_the_axes_of_transformers_and_the_rest_is_whole(
+    model_type: str,
+) -> None:
+    import torch
+    from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+
+    config = CONFIG_MAPPING[model_type]()
+    for key, value in SIZES.items():
+        setattr(config.text_config, key, value)
+    with torch.device("meta"):
+        whole = AutoModelForImageTextToText.from_config(config)
+    shapes = {name: tuple(tensor.shape) for name, tensor in whole.state_dict().items()}
+    plan = plan_for(catalogue(shapes, **config.to_dict()), 2)
+    prefix = "model.language_model."
+    styles = config.text_config.base_model_tp_plan
+    assert {"colwise", "rowwise"} <= set(styles.values())
+
+    def expected_axis(name: str) -> int | None:
+        module, kind = name.removeprefix(prefix).rsplit(".", 1)
+        if name == "lm_head.weight" or name == f"{prefix}embed_tokens.weight":
+            return 0
+        style = next((style for pattern, style in styles.items() if fnmatchcase(module, pattern)), "")
+        if not name.startswith(prefix) or (style == "rowwise" and kind == "bias"):
+            return None
+        return {"colwise": 0, "rowwise": 1}.get(style)
+
+    axes = {name: None if one[0].is_whole else one[0].axis for name, one in slices_of(plan, shapes).items()}
+    assert axes == {name: expected_axis(name) for name in shapes}
+    assert sum(axis is not None for axis in axes.values()) >= 2 + 2 * 7
+    assert sum(re.search("vision|visual", name) is not None for name in shapes) > 100

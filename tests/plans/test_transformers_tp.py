@@ -1,0 +1,288 @@
+"""What a rank holds, against transformers' own tensor parallelism in real processes (gloo, CPU)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import zstandard
+from support import transformers_tp_worker
+from support.models import Array, as_integers, save_pretrained
+from support.transformers_tp_worker import FORWARD, TOKENS, as_in_memory
+
+import relayout
+
+if TYPE_CHECKING:
+    import torch
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="gloo processes are forked; transformers refuses MPS"),
+    pytest.mark.xdist_group("transformers_tp"),  # Its processes are started once.
+]
+
+DEGREES = [2, 4]
+TABLE = "relayout.rank-0.json.zst"
+SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "vocab_size": 1024,  # A multiple of 64 for each rank: padded as the engines do, or not, it is cut at the same rows.
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "attention_bias": True,
+    "mlp_bias": True,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_group": 1, "topk_group": 1}
+LATENT = {
+    "num_key_value_heads": 8,
+    "head_dim": 8,  # In the configuration of latent attention, that of the rotary part.
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "ministral": {},
+    "ministral3": {},
+    "qwen2": {},
+    "qwen3": {},
+    "gemma": {},
+    "gemma2": {},
+    "gemma3_text": {},
+    "granite": {},
+    "smollm3": {},
+    "cohere": {"use_qk_norm": True},
+    "cohere2": {},
+    "olmo": {"head_dim": 16},
+    "olmo2": {},
+    "olmo3": {},
+    "starcoder2": {},
+    "phi": {"head_dim": 16, "qk_layernorm": True},
+    "phi3": {"head_dim": 16},
+    "glm": {},
+    "glm4": {},
+    "gpt_neox": {"head_dim": 16},
+    "mixtral": {"num_local_experts": 4},
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 96},
+    "qwen3_moe": EXPERTS,
+    "olmoe": EXPERTS | {"head_dim": 16},
+    "glm4_moe": ROUTED | {"first_k_dense_replace": 1, "use_qk_norm": True},
+    "deepseek_v2": ROUTED | LATENT | {"first_k_dense_replace": 1},
+    "deepseek_v3": ROUTED | LATENT | {"first_k_dense_replace": 1},
+    "llama4_text": {"num_local_experts": 4, "intermediate_size_mlp": 256, "interleave_moe_layer_step": 2},
+    "qwen3_next": EXPERTS
+    | {
+        "shared_expert_intermediate_size": 96,
+        "full_attention_interval": 2,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 16,
+    },
+}
+
+
+def whole_in_transformers(mine: Array, theirs: Array, source: Array, rank: int, tp: int) -> None:
+    """relayout cuts what transformers gives to every rank."""
+    np.testing.assert_array_equal(theirs, source)
+    assert mine.size * tp == source.size
+
+
+def one_block_in_transformers(mine: Array, theirs: Array, source: Array, rank: int, tp: int) -> None:
+    """relayout cuts each part of a fused tensor; transformers cuts across them, and gathers them in each forward."""
+    np.testing.assert_array_equal(theirs, np.split(source, tp)[rank])
+    assert mine.shape == theirs.shape
+    assert not np.array_equal(mine, theirs)
+
+
+def rows_in_transformers(mine: Array, theirs: Array, source: Array, rank: int, tp: int) -> None:
+    """relayout cuts by columns what transformers cuts by rows."""
+    np.testing.assert_array_equal(theirs, np.split(source, tp)[rank])
+    np.testing.assert_array_equal(mine, np.split(source, tp, axis=1)[rank])
+
+
+Differences = dict[str, Callable[[Array, Array, Array, int, int], None]]
+"""Patterns of names in memory, and what is so of the tensors that match."""
+
+# Where transformers goes another way than the engines, whose rules relayout has.
+DIFFERENCES: dict[str, Differences] = {
+    # A norm of [heads, head_dim] over each head, with weights of its own.
+    "cohere": {"*.self_attn.[qk]_norm.weight": whole_in_transformers},
+    "phi3": {
+        "*.self_attn.qkv_proj.weight": one_block_in_transformers,
+        "*.mlp.gate_up_proj.weight": one_block_in_transformers,
+    },
+    "glm4": {"*.mlp.gate_up_proj.weight": one_block_in_transformers},
+    # transformers adds embeddings to a plan by their name, embed_tokens.
+    "gpt_neox": {"gpt_neox.embed_in.weight": whole_in_transformers},
+    # The plan names mlp.gate_proj, but not mlp.shared_expert.gate_proj.
+    "qwen2_moe": {"*.mlp.shared_expert.*_proj.weight": whole_in_transformers},
+    "qwen3_next": {
+        # Around the recurrence, which each rank does for all heads, both projections are cut by their output.
+        "*.linear_attn.out_proj.weight": rows_in_transformers,
+        "*.linear_attn.conv1d.weight": whole_in_transformers,
+        "*.linear_attn.A_log": whole_in_transformers,
+        "*.linear_attn.dt_bias": whole_in_transformers,
+    },
+    # This plan has no attention.
+    "deepseek_v3": {
+        "*.self_attn.q_b_proj.weight": whole_in_transformers,
+        "*.self_attn.kv_b_proj.weight": whole_in_transformers,
+        "*.self_attn.o_proj.weight": whole_in_transformers,
+    },
+}
+# The same by `--plan transformers`, which is to have none.
+DIFFERENCES_BY_THEIR_PLAN: dict[str, Differences] = {
+    "gpt_neox": DIFFERENCES["gpt_neox"],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of all families, conversions of some, and what transformers' processes held (see the worker)."""
+    from transformers import CONFIG_MAPPING
+
+    folder = tmp_path_factory.mktemp("transformers_tp")
+    for family, sizes in FAMILIES.items():
+        save_pretrained(folder / "source" / family, CONFIG_MAPPING[family](**SIZES | sizes))
+    for family, tp in product(FORWARD, DEGREES):
+        converted(folder, family, tp)
+    worker = Path(transformers_tp_worker.__file__)
+    run = subprocess.run(
+        [sys.executable, worker, folder, *map(str, DEGREES)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    return folder
+
+
+@pytest.mark.parametrize("tp", DEGREES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_rank_holds_the_shards_of_transformers(folder: Path, family: str, tp: int) -> None:
+    check_shards(folder, family, tp, converted(folder, family, tp), DIFFERENCES.get(family, {}))
+
+
+@pytest.mark.parametrize("tp", DEGREES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_by_the_plan_of_transformers_the_shards_are_those_of_transformers(
+    folder: Path, tmp_path: Path, family: str, tp: int
+) -> None:
+    relayout.convert(folder / "source" / family, tmp_path / "out", tp=tp, plan="transformers")
+    check_shards(folder, family, tp, tmp_path / "out", DIFFERENCES_BY_THEIR_PLAN.get(family, {}))
+
+
+@pytest.mark.parametrize("tp", DEGREES)
+@pytest.mark.parametrize("family", FORWARD)
+def test_slices_put_together_give_the_logits_of_the_source(folder: Path, family: str, tp: int) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    source = folder / "source" / family
+    original = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    assembled = AutoModelForCausalLM.from_config(original.config).float()
+    assembled.load_state_dict(as_in_memory(put_together(converted(folder, family, tp), tp)), strict=True)
+    expected, found = (logits(model) for model in (original, assembled))
+    assert expected.std() > 0
+    assert torch.equal(expected, found)
+
+
+@pytest.mark.parametrize("tp", DEGREES)
+@pytest.mark.parametrize("family", FORWARD)
+def test_processes_that_run_on_slices_give_the_logits_of_transformers(folder: Path, family: str, tp: int) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    expected = logits(AutoModelForCausalLM.from_pretrained(folder / "source" / family, dtype=torch.float32))
+    for rank in range(tp):
+        found = stock_tensors(folder / "logits" / f"tp{tp}" / family, f"rank-{rank}.safetensors")
+        assert torch.equal(found["own"], found["relayout"])
+        torch.testing.assert_close(found["relayout"], expected, rtol=0, atol=1e-4 * float(expected.std()))
+
+
+def check_shards(folder: Path, family: str, tp: int, output: Path, differences: Differences) -> None:
+    """Every tensor of every rank equals transformers' shard, but for the differences, which are all there."""
+    whole = as_in_memory(stock_tensors(folder / "source" / family))
+    differing, num_cut = set(), 0
+    for rank in range(tp):
+        held = as_in_memory(relayout.load(output, rank))
+        shards = stock_tensors(folder / "shards" / f"tp{tp}" / family, f"rank-{rank}.safetensors")
+        assert held.keys() == shards.keys()
+        for name, shard in shards.items():
+            mine, theirs, source = bits(held[name], shard.dtype), as_integers(shard), bits(whole[name], shard.dtype)
+            if pattern := next((pattern for pattern in differences if fnmatchcase(name, pattern)), None):
+                differences[pattern](mine, theirs, source, rank, tp)
+                differing.add(pattern)
+            else:
+                np.testing.assert_array_equal(mine, theirs, err_msg=f"{name}, rank {rank}")
+                num_cut += theirs.shape != source.shape
+    assert differing == differences.keys()
+    assert num_cut > 0
+
+
+def converted(folder: Path, family: str, tp: int) -> Path:
+    """The conversion of that family, made when first asked for: a family without a plan fails its own tests alone."""
+    output = folder / f"tp{tp}" / family
+    if not output.exists():
+        output.parent.mkdir(exist_ok=True)
+        relayout.convert(folder / "source" / family, output, tp=tp)
+    return output
+
+
+def bits(tensor: torch.Tensor, dtype: torch.dtype) -> Array:
+    """Its bits in the dtype in which transformers keeps it, which may be a wider one than the checkpoint's."""
+    import torch
+
+    assert torch.promote_types(tensor.dtype, dtype) == dtype
+    return as_integers(tensor.to(dtype))
+
+
+def stock_tensors(folder: Path, pattern: str = "*.safetensors") -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return {name: tensor for file in sorted(folder.glob(pattern)) for name, tensor in load_file(file).items()}
+
+
+def logits(model: Any) -> torch.Tensor:
+    import torch
+
+    with torch.no_grad():
+        result: torch.Tensor = model(torch.tensor([TOKENS])).logits
+    return result
+
+
+def put_together(folder: Path, tp: int) -> dict[str, torch.Tensor]:
+    """All ranks' slices, one behind the other along the axis of the rank tables; those held whole must agree."""
+    import torch
+
+    ranks = [relayout.load(folder, rank) for rank in range(tp)]
+    table = json.loads(zstandard.ZstdDecompressor().decompressobj().decompress((folder / TABLE).read_bytes()))
+    cuts = {name: table["kinds"]["slice"][kind] for name, kind in zip(table["name"], table["kind"], strict=True)}
+    assert all(held.keys() == cuts.keys() for held in ranks)
+    tensors = {}
+    for name, cut in cuts.items():
+        slices = [held[name] for held in ranks]
+        if cut is None:
+            assert all(torch.equal(slices[0], other) for other in slices[1:]), name
+        tensors[name] = slices[0] if cut is None else torch.cat(slices, dim=cut[0])
+    return tensors

@@ -1,0 +1,134 @@
+"""Checkpoints of every family and quantized form, and their conversions, each made once in a process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from support.checkpoints import write_family
+from support.families import EXPERT_FAMILIES, FAMILIES
+from support.quantized import EXPERT_QUANTIZED, QUANTIZED, write_quantized
+
+import relayout
+from relayout.errors import PlanError
+
+Tensors = dict[str, torch.Tensor]
+
+DEGREES = (1, 2, 4, 8, 16)
+WIDE = {  # 16 heads: for 16 ranks.
+    "llama_wide": replace(FAMILIES["llama"], sizes={"A": 16, "D": 8}),
+    "phi3_wide": replace(FAMILIES["phi3"], sizes={"A": 16, "D": 8}),
+    "bloom_wide": replace(FAMILIES["bloom"], sizes={"A": 16, "K": 16, "D": 8}),
+    "qwen3_moe_wide": replace(FAMILIES["qwen3_moe"], sizes={"A": 16}),
+    "gpt_oss_mxfp4_wide": replace(FAMILIES["gpt_oss_mxfp4"], sizes={"A": 16, "I": 288, "H": 96, "D": 16}),
+}
+CASES = [*FAMILIES, *QUANTIZED, *WIDE]
+EXPERT_CASES = [*EXPERT_FAMILIES, *EXPERT_QUANTIZED]
+
+
+def grouped(names: list[str]) -> list[Any]:
+    """Parameters of which pytest-xdist runs those of one checkpoint in one process, which converts it once."""
+    return [pytest.param(name, marks=pytest.mark.xdist_group(f"checkpoint-{name}")) for name in names]
+
+
+@dataclass(frozen=True)
+class Conversions:
+    """Checkpoints and conversions of them, each written when it is first asked for."""
+
+    folder: Path
+    made: dict[tuple[str, int, bool], Path | PlanError] = field(default_factory=dict)
+
+    def source(self, name: str) -> Path:
+        """The checkpoint of that name."""
+        path = self.folder / name
+        if not path.exists():
+            if name in QUANTIZED:
+                write_quantized(QUANTIZED[name], path)
+            else:
+                write_family({**FAMILIES, **WIDE}[name], path)
+        return path
+
+    def at(self, name: str, tp: int, *, experts: bool = False) -> Path:
+        """Its conversion to a degree."""
+        key = (name, tp, experts)
+        if key not in self.made:
+            out = self.folder / f"{name}-tp{tp}{'-experts' if experts else ''}"
+            try:
+                relayout.convert(self.source(name), out, tp=tp, expert_parallel=experts, jobs=1)
+                self.made[key] = out
+            except PlanError as error:
+                self.made[key] = error
+        found = self.made[key]
+        if isinstance(found, PlanError):
+            raise found.with_traceback(None)
+        return found
+
+    def largest(self, name: str) -> int:
+        """The largest degree up to 8 at which it can be converted."""
+        return next(tp for tp in (8, 4, 2, 1) if not isinstance(self.outcome(name, tp), PlanError))
+
+    def outcome(self, name: str, tp: int, *, experts: bool = False) -> Path | PlanError:
+        """Its conversion, or why there is none."""
+        try:
+            return self.at(name, tp, experts=experts)
+        except PlanError as error:
+            return error
+
+
+@cache
+def conversions_in(folder: Path) -> Conversions:
+    """One for all test modules of a process."""
+    folder.mkdir()
+    return Conversions(folder)
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Conversions]:
+    """What is not written yet, and removed in the end."""
+    conversions = conversions_in(tmp_path_factory.getbasetemp() / "conversions")
+    yield conversions
+    shutil.rmtree(conversions.folder, ignore_errors=True)
+
+
+@pytest.fixture
+def conversions(written: Conversions, monkeypatch: pytest.MonkeyPatch) -> Conversions:
+    """Conversions that need not survive a power failure."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+    return written
+
+
+def stored_in(folder: Path, rank: int) -> Tensors:
+    """What a rank's files hold, by stock safetensors."""
+    files = sorted(folder.glob(f"model-rank-{rank}-part-*.safetensors"))
+    assert files
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def assert_same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], where: object) -> None:
+    """The same names, dtypes, shapes and bits."""
+    assert found.keys() == expected.keys(), where
+    for name, tensor in found.items():
+        other = expected[name]
+        assert (tensor.dtype, tensor.shape) == (other.dtype, other.shape), (where, name)
+        assert tensor.data_ptr() % 16 == 0 or not tensor.numel()
+        same = torch.equal(tensor.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+        assert same, (where, name)
+
+
+def stock_tensors(folder: Path) -> Tensors:
+    """Every tensor of a source, by the stock reader."""
+    tensors = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as stock:
+            tensors |= {name: stock.get_tensor(name) for name in stock.keys()}  # noqa: SIM118
+    assert tensors
+    return tensors

@@ -1,0 +1,129 @@
+"""What each rank of a serving engine cuts out of a tensor: index arithmetic of numpy, written down from the engines.
+
+vLLM 0.33 `model_executor/layers/{linear,vocab_parallel_embedding}.py` and `models/*.py`; SGLang 0.5 for a vocabulary
+whose padded size does not divide. Nothing here is from relayout, whose own rules are to be compared with these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+Sizes = Mapping[str, int]
+
+
+class IndivisibleError(Exception):
+    """An engine refuses to divide this tensor over so many ranks."""
+
+
+def split_cut(cut: str) -> tuple[str, int]:
+    """`kind@axis`, of which the axis is 0 where it is left out."""
+    kind, _, axis = cut.partition("@")
+    return kind, int(axis or 0)
+
+
+def expected(cut: str, whole: Array, num_ranks: int, sizes: Sizes) -> list[Array]:
+    """What each rank holds of a tensor.
+
+    Raises:
+        IndivisibleError: an engine would not divide it so.
+    """
+    kind, axis = split_cut(cut)
+    if kind == "whole":
+        return [whole] * num_ranks
+    numbered = np.arange(whole.shape[axis])
+    return [whole.take(indices, axis) for indices in _CUTS[kind.partition(":")[0]](kind, numbered, num_ranks, sizes)]
+
+
+def owners(num_experts: int, num_ranks: int) -> list[int]:
+    """The rank that holds each expert: contiguous blocks, what is over goes to the first (vLLM expert_map_manager)."""
+    return [rank for rank, block in enumerate(np.array_split(np.arange(num_experts), num_ranks)) for _ in block]
+
+
+def _equally(indices: Array, num_groups: int, num_ranks: int) -> list[Array]:
+    if num_groups % num_ranks or indices.size % num_groups:
+        raise IndivisibleError(f"{indices.size} in {num_groups} groups over {num_ranks} ranks")
+    return np.split(indices, num_ranks)
+
+
+def _kv(indices: Array, kv_heads: int, num_ranks: int) -> list[Array]:
+    """More ranks than heads: each head goes to as many neighboring ranks (QKVParallelLinear)."""
+    if kv_heads >= num_ranks:
+        return _equally(indices, kv_heads, num_ranks)
+    if num_ranks % kv_heads:
+        raise IndivisibleError(f"{kv_heads} KV heads over {num_ranks} ranks")
+    by_head = indices.reshape(kv_heads, -1)
+    return [by_head[rank // (num_ranks // kv_heads)] for rank in range(num_ranks)]
+
+
+def _joined(*parts: Sequence[Array]) -> list[Array]:
+    return [np.concatenate(of_rank) for of_rank in zip(*parts, strict=True)]
+
+
+def _query_key_value(query: Array, key: Array, value: Array, num_ranks: int, sizes: Sizes) -> list[Array]:
+    return _joined(
+        _equally(query, sizes["A"], num_ranks), _kv(key, sizes["K"], num_ranks), _kv(value, sizes["K"], num_ranks)
+    )
+
+
+def _fused(_kind: str, indices: Array, num_ranks: int, sizes: Sizes) -> list[Array]:
+    """All queries, all keys, all values (phi3; gpt2 on its other axis)."""
+    heads, kv_heads = sizes["A"], sizes["K"]
+    by_head = indices.reshape(heads + 2 * kv_heads, -1)
+    query, key, value = (part.ravel() for part in np.split(by_head, [heads, heads + kv_heads]))
+    return _query_key_value(query, key, value, num_ranks, sizes)
+
+
+def _grouped(_kind: str, indices: Array, num_ranks: int, sizes: Sizes) -> list[Array]:
+    """A group of queries, their key, their value, and the next group (falcon.py and bloom.py load_weights)."""
+    per_group = sizes["A"] // sizes["K"]
+    groups = indices.reshape(sizes["K"], per_group + 2, -1)
+    query, key, value = groups[:, :per_group].ravel(), groups[:, per_group].ravel(), groups[:, per_group + 1].ravel()
+    return _query_key_value(query, key, value, num_ranks, sizes)
+
+
+def _vocabulary(_kind: str, indices: Array, num_ranks: int, _sizes: Sizes) -> list[Array]:
+    padded = -(-indices.size // 64) * 64
+    if padded % num_ranks:
+        padded = -(-indices.size // (64 * num_ranks)) * 64 * num_ranks
+    share = padded // num_ranks
+    return [indices[rank * share : (rank + 1) * share] for rank in range(num_ranks)]
+
+
+def _gate_up(_kind: str, indices: Array, num_ranks: int, _sizes: Sizes) -> list[Array]:
+    gate, up = np.split(indices, 2)
+    return _joined(_equally(gate, gate.size, num_ranks), _equally(up, up.size, num_ranks))
+
+
+def _convolution(_kind: str, indices: Array, num_ranks: int, sizes: Sizes) -> list[Array]:
+    """mamba_v2_sharded_weight_loader over query, key, value of linear attention."""
+    key_dim = sizes["G"] * sizes["B"]
+    query, key, value = np.split(indices, [key_dim, 2 * key_dim])
+    heads = sizes["G"], sizes["G"], sizes["W"]
+    parts = zip((query, key, value), heads, strict=True)
+    return _joined(*(_equally(part, count, num_ranks) for part, count in parts))
+
+
+def _ragged(kind: str, indices: Array, num_ranks: int, _sizes: Sizes) -> list[Array]:
+    """Whole blocks, as many for each rank as the first; the last may hold fewer, or none (gpt_oss.py)."""
+    block = int(kind.partition(":")[2])
+    share = -(-(indices.size // block) // num_ranks) * block
+    return [indices[rank * share : (rank + 1) * share] for rank in range(num_ranks)]
+
+
+_CUTS: dict[str, Callable[[str, Array, int, Sizes], list[Array]]] = {
+    "even": lambda _kind, indices, num_ranks, _sizes: _equally(indices, indices.size, num_ranks),
+    "heads": lambda _kind, indices, num_ranks, sizes: _equally(indices, sizes["A"], num_ranks),
+    "linear": lambda _kind, indices, num_ranks, sizes: _equally(indices, sizes["G"], num_ranks),
+    "kv": lambda _kind, indices, num_ranks, sizes: _kv(indices, sizes["K"], num_ranks),
+    "q|k|v": _fused,
+    "grouped": _grouped,
+    "vocabulary": _vocabulary,
+    "even|even": _gate_up,
+    "key|key|value": _convolution,
+    "ragged": _ragged,
+}

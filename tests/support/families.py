@@ -1,0 +1,571 @@
+"""The model families: for each, the table of its tensors, under the names that the hub's checkpoints have."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from support.checkpoints import Family, Sizes, lines_of
+
+
+def layers(table: str, prefix: str = "model.layers.{all}.") -> str:
+    """The table of what is in each layer, with the layers' prefix."""
+    return "".join(f"{prefix}{line}\n" for line in lines_of(table))
+
+
+# What families are made of.
+
+EMBEDDING = "model.embed_tokens.weight V H vocabulary\n"
+HEAD = "lm_head.weight V H vocabulary\n"
+TOP = EMBEDDING + HEAD + "model.norm.weight H whole\n"
+TIED = EMBEDDING + "model.norm.weight H whole\n"
+QKV = """
+self_attn.q_proj.weight A*D H heads
+self_attn.k_proj.weight K*D H kv
+self_attn.v_proj.weight K*D H kv
+"""
+O_PROJ = "self_attn.o_proj.weight H A*D heads@1\n"
+QKV_BIAS = """
+self_attn.q_proj.bias A*D heads
+self_attn.k_proj.bias K*D kv
+self_attn.v_proj.bias K*D kv
+"""
+QK_NORM = """
+self_attn.q_norm.weight D whole
+self_attn.k_norm.weight D whole
+"""
+FULL_QK_NORM = """
+self_attn.q_norm.weight A*D whole
+self_attn.k_norm.weight K*D whole
+"""
+NORMS = """
+input_layernorm.weight H whole
+post_attention_layernorm.weight H whole
+"""
+GEMMA_NORMS = NORMS + "pre_feedforward_layernorm.weight H whole\npost_feedforward_layernorm.weight H whole\n"
+OLMO_NORMS = "post_attention_layernorm.weight H whole\npost_feedforward_layernorm.weight H whole\n"
+
+
+def mlp(prefix: str = "mlp.", size: str = "I", names: str = "gate_proj up_proj down_proj") -> str:
+    """A gated MLP."""
+    gate, up, down = names.split()
+    rows = "".join(f"{prefix}{name}.weight {size} H even\n" for name in (gate, up))
+    return f"{rows}{prefix}{down}.weight H {size} even@1\n"
+
+
+EXPERTS = mlp("mlp.experts.{expert}.", "M")
+ROUTER = "mlp.gate.weight E H whole\n"
+LLAMA = TOP + layers(QKV + O_PROJ + NORMS + mlp())
+FUSED_GATE_UP = "mlp.gate_up_proj.weight 2*I H even|even\nmlp.down_proj.weight H I even@1\n"
+
+
+def norms(*names: str) -> str:
+    """LayerNorms: with a bias."""
+    return "".join(f"{name}.weight H whole\n{name}.bias H whole\n" for name in names)
+
+
+def linears(table: str) -> str:
+    """For each weight a bias too: cut like the rows, whole where the columns are cut."""
+    result = ""
+    for line in lines_of(table):
+        name, rows, _, cut = line.split()
+        result += line + f"\n{name.replace('.weight', '.bias')} {rows} {'whole' if cut.endswith('@1') else cut}\n"
+    return result
+
+
+def attention_of(qkv: str, prefix: str) -> str:
+    """Layers of the old kind, with biases: attention with q, k, v in one, and an MLP without gate."""
+    return linears(
+        f"{prefix}query_key_value.weight 3*H H {qkv}\n{prefix}dense.weight H H heads@1\n"
+        "mlp.dense_h_to_4h.weight 4*H H even\nmlp.dense_4h_to_h.weight H 4*H even@1\n"
+    )
+
+
+GPT2_LAYER = (
+    norms("ln_1", "ln_2")
+    + """
+attn.c_attn.weight H 3*H q|k|v@1
+attn.c_attn.bias 3*H q|k|v
+attn.c_proj.weight H H heads
+attn.c_proj.bias H whole
+mlp.c_fc.weight H 4*H even@1
+mlp.c_fc.bias 4*H even
+mlp.c_proj.weight 4*H H even
+mlp.c_proj.bias H whole
+"""
+)
+GPT2 = "wte.weight V H vocabulary\nwpe.weight P H whole\n" + norms("ln_f")
+BLOOM_LAYER = norms("input_layernorm", "post_attention_layernorm") + attention_of("grouped", "self_attention.")
+BLOOM = "word_embeddings.weight V H vocabulary\n" + norms("word_embeddings_layernorm", "ln_f")
+NEOX_LAYER = (
+    norms("input_layernorm", "post_attention_layernorm")
+    + attention_of("heads", "attention.").replace(" 4*H", " I")  # By transformers, as in vLLM 0.33.
+    + "attention.bias 1 1 P P whole\nattention.masked_bias whole\nattention.rotary_emb.inv_freq D//4 whole\n"
+)
+FALCON_TOP = "transformer.word_embeddings.weight V H vocabulary\nlm_head.weight V H vocabulary\n" + layers(
+    norms("ln_f"), "transformer."
+)
+FALCON_LINEARS = """
+self_attention.query_key_value.weight (A+2*K)*D H grouped
+self_attention.dense.weight H A*D heads@1
+mlp.dense_h_to_4h.weight 4*H H even
+mlp.dense_4h_to_h.weight H 4*H even@1
+"""
+MLA = """
+self_attn.q_a_proj.weight QL H whole
+self_attn.q_a_layernorm.weight QL whole
+self_attn.q_b_proj.weight A*(N+R) QL heads
+self_attn.kv_a_proj_with_mqa.weight KL+R H whole
+self_attn.kv_a_layernorm.weight KL whole
+self_attn.kv_b_proj.weight A*(N+D) KL heads
+self_attn.o_proj.weight H A*D heads@1
+"""
+DEEPSEEK_MOE = ROUTER + EXPERTS + mlp("mlp.shared_experts.", "S")
+CORRECTION = "mlp.gate.e_score_correction_bias E whole\n"
+MTP = """
+embed_tokens.weight V H vocabulary
+enorm.weight H whole
+hnorm.weight H whole
+eh_proj.weight H 2*H whole
+shared_head.norm.weight H whole
+shared_head.head.weight V H vocabulary
+"""
+FIRST, REST, NEXT = "model.layers.{first}.", "model.layers.{rest}.", "model.layers.{next}."
+DEEPSEEK = (
+    TOP + layers(MLA + NORMS) + layers(mlp(), FIRST) + layers(DEEPSEEK_MOE, REST)
+)  # fmt: skip
+LLAMA4 = (
+    TOP
+    + layers(QKV + O_PROJ + NORMS)
+    + layers(mlp("feed_forward.", "2*I"), FIRST)
+    + layers(
+        """
+        feed_forward.router.weight E H whole
+        feed_forward.experts.gate_up_proj E H 2*I even|even@2
+        feed_forward.experts.down_proj E I H even@1
+        """
+        + mlp("feed_forward.shared_expert."),
+        REST,
+    )
+)
+GPT_OSS_ATTENTION = (
+    QKV + O_PROJ + QKV_BIAS + "self_attn.o_proj.bias H whole\nself_attn.sinks A heads\n" + NORMS
+    + "mlp.router.weight E H whole\nmlp.router.bias E whole\n"
+)  # fmt: skip
+QWEN3_NEXT_MOE = ROUTER + EXPERTS + mlp("mlp.shared_expert.", "S") + "mlp.shared_expert_gate.weight 1 H whole\n" + NORMS
+QWEN3_NEXT_ATTENTION = "self_attn.q_proj.weight 2*A*D H heads\n" + QKV.split("\n", 2)[2] + O_PROJ + QK_NORM
+QWEN3_NEXT_LINEAR = """
+linear_attn.in_proj_qkvz.weight 2*G*B+2*W*U H linear
+linear_attn.in_proj_ba.weight 2*W H linear
+linear_attn.conv1d.weight 2*G*B+W*U 1 4 key|key|value
+linear_attn.dt_bias W linear
+linear_attn.A_log W linear
+linear_attn.norm.weight U whole
+linear_attn.out_proj.weight H W*U linear@1
+"""
+
+
+def nested(table: str, prefix: str = "language_model.") -> str:
+    """The same with a prefix, as in the checkpoint of a multimodal model."""
+    return "".join(f"{prefix}{line}\n" for line in lines_of(table))
+
+
+# Configurations.
+
+
+def _sized(model_type: str, **more: Any) -> Callable[[Sizes], dict[str, Any]]:
+    """config.json under the usual names; `more` are values, or sizes where they are written as strings like "{E}"."""
+
+    def config(sizes: Sizes) -> dict[str, Any]:
+        usual = {
+            "hidden_size": "{H}",
+            "intermediate_size": "{I}",
+            "num_hidden_layers": "{L}",
+            "num_attention_heads": "{A}",
+            "num_key_value_heads": "{K}",
+            "vocab_size": "{V}",
+            "max_position_embeddings": "{P}",
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
+        return {"model_type": model_type, **_filled({**usual, **more}, sizes)}
+
+    return config
+
+
+def _filled(value: Any, sizes: Sizes) -> Any:
+    if isinstance(value, dict):
+        return {key: _filled(item, sizes) for key, item in value.items()}
+    if isinstance(value, str) and value.startswith("{"):
+        return eval(value.strip("{}"), {}, dict(sizes))
+    return value
+
+
+def _wrapped(
+    model_type: str, text: Callable[[Sizes], dict[str, Any]], **more: Any
+) -> Callable[[Sizes], dict[str, Any]]:
+    def config(sizes: Sizes) -> dict[str, Any]:
+        return {"model_type": model_type, "text_config": text(sizes), **more}
+
+    return config
+
+
+HEAD_DIM = {"head_dim": "{D}"}
+MOE = {"num_experts": "{E}", "num_experts_per_tok": 2, "moe_intermediate_size": "{M}"}
+DEEPSEEK_CONFIG = {
+    "n_routed_experts": "{E}",
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": "{M}",
+    "first_k_dense_replace": "{F}",
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": "{QL}",
+    "kv_lora_rank": "{KL}",
+    "qk_nope_head_dim": "{N}",
+    "qk_rope_head_dim": "{R}",
+    "v_head_dim": "{D}",
+    "num_key_value_heads": "{A}",
+}
+MLA_SIZES = {"QL": 48, "KL": 32, "N": 16, "R": 8, "F": 1, "S": 64}
+LLAMA4_CONFIG = {
+    "num_local_experts": "{E}",
+    "intermediate_size_mlp": "{2*I}",
+    "interleave_moe_layer_step": 1,
+    "moe_layers": [1],
+    **HEAD_DIM,
+}
+VISION = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
+FALCON_CONFIG = {"new_decoder_architecture": False, "multi_query": False, "parallel_attn": True, "bias": False}
+ONE_SIZE = {"K": 8, "D": 16}  # Families without KV heads of their own, and H = A * D.
+QWEN2_5_VL = _wrapped(
+    "qwen2_5_vl",
+    _sized("qwen2_5_vl_text"),
+    vision_config={
+        "hidden_size": 64, "intermediate_size": 96, "depth": 1, "num_heads": 4, "out_hidden_size": 128,
+        "patch_size": 14, "fullatt_block_indexes": [0],
+    },
+    tie_word_embeddings=False,
+)  # fmt: skip
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(LLAMA, _sized("llama"), num_shards=3),
+    "llama_old": Family(
+        LLAMA + layers("self_attn.rotary_emb.inv_freq D//2 whole"),
+        _sized("llama"),
+        dtypes={"inv_freq": "float32"},
+    ),
+    "mistral": Family(LLAMA, _sized("mistral", **HEAD_DIM), {"D": 32}),
+    "ministral": Family(LLAMA, _sized("ministral", **HEAD_DIM, layer_types=["sliding_attention"] * 2)),
+    "qwen2": Family(LLAMA + layers(QKV_BIAS), _sized("qwen2")),
+    "qwen2_tied": Family(TIED + LLAMA[len(TOP) :] + layers(QKV_BIAS), _sized("qwen2", tie_word_embeddings=True)),
+    "qwen3": Family(LLAMA + layers(QK_NORM), _sized("qwen3", **HEAD_DIM), {"D": 32}),
+    "gemma": Family(TIED + LLAMA[len(TOP) :], _sized("gemma", **HEAD_DIM), {"D": 32, "K": 1}),
+    "gemma2": Family(TIED + layers(QKV + O_PROJ + GEMMA_NORMS + mlp()), _sized("gemma2", **HEAD_DIM), {"D": 32}),
+    "gemma3_text": Family(
+        TIED + layers(QKV + O_PROJ + QK_NORM + GEMMA_NORMS + mlp()), _sized("gemma3_text", **HEAD_DIM), {"D": 32}
+    ),
+    "olmo": Family(EMBEDDING + HEAD + layers(QKV + O_PROJ + mlp()), _sized("olmo")),
+    "granite": Family(LLAMA, _sized("granite")),
+    "smollm3": Family(TIED + LLAMA[len(TOP) :], _sized("smollm3")),
+    "olmo2": Family(TOP + layers(QKV + O_PROJ + FULL_QK_NORM + OLMO_NORMS + mlp()), _sized("olmo2")),
+    "olmo3": Family(TOP + layers(QKV + O_PROJ + FULL_QK_NORM + OLMO_NORMS + mlp()), _sized("olmo3")),
+    "cohere": Family(
+        TIED
+        + layers(QKV + O_PROJ + "input_layernorm.weight H whole\n" + mlp())
+        + layers("self_attn.q_norm.weight A D heads\nself_attn.k_norm.weight K D kv"),
+        _sized("cohere", use_qk_norm=True),
+    ),
+    "cohere2": Family(
+        TIED + layers(QKV + O_PROJ + "input_layernorm.weight H whole\n" + mlp()), _sized("cohere2", **HEAD_DIM)
+    ),
+    "starcoder2": Family(
+        EMBEDDING
+        + norms("model.norm")
+        + layers(linears(QKV + O_PROJ + "mlp.c_fc.weight I H even\nmlp.c_proj.weight H I even@1"))
+        + layers(norms("input_layernorm", "post_attention_layernorm")),
+        _sized("starcoder2"),
+    ),
+    "phi": Family(
+        EMBEDDING
+        + linears(HEAD)
+        + norms("model.final_layernorm")
+        + layers(norms("input_layernorm"))
+        + layers(linears(QKV + O_PROJ.replace("o_proj", "dense")))
+        + layers(linears("mlp.fc1.weight I H even\nmlp.fc2.weight H I even@1")),
+        _sized("phi"),
+    ),
+    "phi3": Family(
+        TOP + layers(NORMS + "self_attn.qkv_proj.weight (A+2*K)*D H q|k|v\n" + O_PROJ + FUSED_GATE_UP),
+        _sized("phi3"),
+        num_shards=2,
+    ),
+    "glm": Family(  # By transformers, as in vLLM 0.33: straight through both halves.
+        TOP + layers(NORMS + QKV + QKV_BIAS + O_PROJ + FUSED_GATE_UP.replace("even|even", "even")),
+        _sized("glm", **HEAD_DIM, attention_bias=True),
+    ),
+    "glm4": Family(
+        TOP
+        + layers(NORMS + QKV + QKV_BIAS + O_PROJ + FUSED_GATE_UP)
+        + layers("post_self_attn_layernorm.weight H whole\npost_mlp_layernorm.weight H whole"),
+        _sized("glm4", **HEAD_DIM, attention_bias=True),
+    ),
+    "gpt_neox": Family(
+        "gpt_neox.embed_in.weight V H vocabulary\nembed_out.weight V H vocabulary\n"
+        + norms("gpt_neox.final_layer_norm")
+        + layers(NEOX_LAYER, "gpt_neox.layers.{all}."),
+        _sized("gpt_neox", tie_word_embeddings=False),
+        ONE_SIZE,
+        dtypes={r"attention\.bias": "bool", "inv_freq": "float32"},
+    ),
+    "gpt2": Family(
+        layers(GPT2, "transformer.") + layers(GPT2_LAYER, "transformer.h.{all}."),
+        lambda sizes: {"model_type": "gpt2", "n_embd": sizes["H"], "n_head": sizes["A"], "n_layer": sizes["L"],
+                       "n_positions": sizes["P"], "vocab_size": sizes["V"]},
+        ONE_SIZE,
+    ),
+    "bloom": Family(
+        layers(BLOOM, "transformer.") + layers(BLOOM_LAYER, "transformer.h.{all}."),
+        lambda sizes: {"model_type": "bloom", "hidden_size": sizes["H"], "n_head": sizes["A"], "n_layer": sizes["L"],
+                       "vocab_size": sizes["V"]},
+        ONE_SIZE,
+    ),
+    "falcon_7b": Family(
+        FALCON_TOP + layers(norms("input_layernorm") + FALCON_LINEARS, "transformer.h.{all}."),
+        _sized("falcon", **{**FALCON_CONFIG, "multi_query": True}),
+        {"A": 71, "K": 1, "D": 2, "H": 142, "V": 128},
+    ),
+    "falcon_mq": Family(
+        FALCON_TOP + layers(norms("input_layernorm") + FALCON_LINEARS, "transformer.h.{all}."),
+        _sized("falcon", **{**FALCON_CONFIG, "multi_query": True}),
+        {"K": 1},
+    ),
+    "falcon_40b": Family(
+        FALCON_TOP + layers(norms("ln_attn", "ln_mlp") + FALCON_LINEARS, "transformer.h.{all}."),
+        _sized("falcon", **{**FALCON_CONFIG, "new_decoder_architecture": True, "num_kv_heads": "{K}"}),
+        num_shards=2,
+    ),
+    "falcon_rw": Family(
+        FALCON_TOP
+        + layers(
+            norms("input_layernorm", "post_attention_layernorm") + attention_of("grouped", "self_attention."),
+            "transformer.h.{all}.",
+        ),
+        _sized("falcon", **{**FALCON_CONFIG, "parallel_attn": False, "bias": True, "alibi": True}),
+        ONE_SIZE,
+    ),
+    "opt": Family(
+        layers("embed_tokens.weight V H vocabulary\nembed_positions.weight P+2 H whole", "model.decoder.")
+        + norms("model.decoder.final_layer_norm")
+        + layers(
+            linears(
+                QKV + "self_attn.out_proj.weight H H heads@1\nfc1.weight I H even\nfc2.weight H I even@1"
+            )
+            + norms("self_attn_layer_norm", "final_layer_norm"),
+            "model.decoder.layers.{all}.",
+        ),
+        _sized("opt", ffn_dim="{I}", word_embed_proj_dim="{H}"),
+        ONE_SIZE,
+    ),
+    "mixtral": Family(
+        TOP
+        + layers(QKV + O_PROJ + NORMS + "block_sparse_moe.gate.weight E H whole\n")
+        + layers(mlp("block_sparse_moe.experts.{expert}.", "I", "w1 w3 w2")),
+        _sized("mixtral", num_local_experts="{E}"),
+        num_shards=4,
+    ),
+    "qwen2_moe": Family(
+        TOP + layers(QKV + QKV_BIAS + O_PROJ + NORMS + ROUTER + EXPERTS + mlp("mlp.shared_expert.", "S"))
+        + layers("mlp.shared_expert_gate.weight 1 H whole"),
+        _sized("qwen2_moe", **MOE, shared_expert_intermediate_size="{S}"),
+    ),
+    "qwen3_moe": Family(
+        TOP + layers(QKV + QK_NORM + O_PROJ + NORMS + ROUTER + EXPERTS), _sized("qwen3_moe", **MOE, **HEAD_DIM)
+    ),
+    "olmoe": Family(
+        TOP + layers(QKV + FULL_QK_NORM + O_PROJ + NORMS + ROUTER + EXPERTS),
+        _sized("olmoe", num_experts="{E}", num_experts_per_tok=2, intermediate_size="{M}"),
+    ),
+    "glm4_moe": Family(
+        TOP
+        + layers(QKV + QKV_BIAS + QK_NORM + O_PROJ + NORMS)
+        + layers(mlp(), FIRST)
+        + layers(ROUTER + CORRECTION + EXPERTS + mlp("mlp.shared_experts.", "M"), REST)
+        + layers(MTP + QKV + QKV_BIAS + QK_NORM + O_PROJ + NORMS + ROUTER + CORRECTION + EXPERTS, NEXT)
+        + layers(mlp("mlp.shared_experts.", "M"), NEXT),
+        _sized(
+            "glm4_moe", n_routed_experts="{E}", n_shared_experts=1, num_experts_per_tok=2, n_group=1, topk_group=1,
+            moe_intermediate_size="{M}", first_k_dense_replace="{F}", use_qk_norm=True, attention_bias=True, **HEAD_DIM,
+            num_nextn_predict_layers=1,
+        ),
+        {"F": 1},
+        dtypes={"correction_bias": "float32"},
+    ),
+    "deepseek_v2": Family(
+        DEEPSEEK, _sized("deepseek_v2", **DEEPSEEK_CONFIG), {**MLA_SIZES, "S": 64}
+    ),
+    "deepseek_v2_lite": Family(
+        re.sub(r".*q_a_.*\n", "", DEEPSEEK).replace("q_b_proj.weight A*(N+R) QL", "q_proj.weight A*(N+R) H"),
+        _sized("deepseek_v2", **{**DEEPSEEK_CONFIG, "q_lora_rank": None, "n_shared_experts": 2}),
+        {**MLA_SIZES, "S": 128},
+    ),
+    "deepseek_v3": Family(
+        DEEPSEEK + layers(CORRECTION, REST) + layers(MTP + MLA + NORMS + DEEPSEEK_MOE + CORRECTION, NEXT),
+        _sized("deepseek_v3", **DEEPSEEK_CONFIG, num_nextn_predict_layers=1),
+        MLA_SIZES,
+        dtypes={"correction_bias": "float32"},
+        num_shards=3,
+    ),
+    "kimi_k2": Family(
+        DEEPSEEK + layers(CORRECTION, REST),
+        _sized("kimi_k2", **DEEPSEEK_CONFIG, num_nextn_predict_layers=0),
+        {**MLA_SIZES, "E": 12},
+        author="hand",
+        dtypes={"correction_bias": "float32"},
+    ),
+    "llama4_text": Family(LLAMA4, _sized("llama4_text", **LLAMA4_CONFIG), {"F": 1}),
+    "gpt_oss": Family(
+        TOP
+        + layers(GPT_OSS_ATTENTION)
+        + layers(
+            """
+            mlp.experts.gate_up_proj E H 2*I ragged:2@2
+            mlp.experts.gate_up_proj_bias E 2*I ragged:2@1
+            mlp.experts.down_proj E I H ragged:1@1
+            mlp.experts.down_proj_bias E H whole
+            """
+        ),
+        _sized("gpt_oss", num_local_experts="{E}", num_experts_per_tok=2, **HEAD_DIM),
+    ),
+    "gpt_oss_mxfp4": Family(
+        TOP
+        + layers(GPT_OSS_ATTENTION)
+        + layers(
+            """
+            mlp.experts.gate_up_proj_blocks E 2*I H//32 16 ragged:64@1
+            mlp.experts.gate_up_proj_scales E 2*I H//32 ragged:64@1
+            mlp.experts.gate_up_proj_bias E 2*I ragged:64@1
+            mlp.experts.down_proj_blocks E H I//32 16 ragged:1@2
+            mlp.experts.down_proj_scales E H I//32 ragged:1@2
+            mlp.experts.down_proj_bias E H whole
+            """
+        ),
+        _sized(
+            "gpt_oss", num_local_experts="{E}", num_experts_per_tok=2, **HEAD_DIM,
+            quantization_config={
+                "quant_method": "mxfp4",
+                "modules_to_not_convert": [
+                    "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"
+                ],
+            },
+        ),
+        {"I": 288, "H": 96, "D": 16},  # 9 blocks of 32: no degree but 3 and 9 divides them.
+        author="hand",
+        dtypes={"_blocks|_scales": "uint8"},
+        num_shards=2,
+    ),
+    "qwen3_next": Family(
+        TOP
+        + layers(QWEN3_NEXT_MOE)
+        + layers(QWEN3_NEXT_LINEAR, FIRST)
+        + layers(QWEN3_NEXT_ATTENTION, REST)
+        + layers(QWEN3_NEXT_MOE + QWEN3_NEXT_ATTENTION, "mtp.layers.0.")
+        + layers(
+            "fc.weight H 2*H even\nnorm.weight H whole\npre_fc_norm_embedding.weight H whole\n"
+            "pre_fc_norm_hidden.weight H whole", "mtp."
+        ),
+        _sized(
+            "qwen3_next", **MOE, **HEAD_DIM, shared_expert_intermediate_size="{S}", linear_num_key_heads="{G}",
+            linear_num_value_heads="{W}", linear_key_head_dim="{B}", linear_value_head_dim="{U}",
+            layer_types=["linear_attention"] * 3 + ["full_attention"],
+        ),
+        {"L": 4, "F": 3, "S": 64, "G": 8, "W": 16, "B": 8, "U": 12},
+        dtypes={"A_log": "float32"},
+    ),
+    "llama4": Family(
+        nested(LLAMA4),
+        _wrapped(
+            "llama4",
+            _sized("llama4_text", **LLAMA4_CONFIG),
+            vision_config={
+                **VISION, "intermediate_size": 256, "num_attention_heads": 4, "vision_output_dim": 64,
+                "projector_input_dim": 64, "projector_output_dim": 64,
+            },
+        ),
+        {"F": 1},
+    ),
+    "mllama": Family(
+        nested(
+            TOP.replace("tokens.weight V", "tokens.weight V+8")
+            + layers(NORMS + mlp())
+            + layers(QKV + O_PROJ, FIRST)
+            + layers(
+                (QKV + O_PROJ + QK_NORM).replace("self_attn", "cross_attn")
+                + "cross_attn_attn_gate 1 whole\ncross_attn_mlp_gate 1 whole\n", REST
+            )
+        ),
+        _wrapped(
+            "mllama",
+            _sized("mllama_text_model", cross_attention_layers=[2], tie_word_embeddings=False),
+            vision_config={
+                **VISION, "num_global_layers": 1, "attention_heads": 4, "vision_output_dim": 128,
+                "intermediate_layers_indices": [0], "max_num_tiles": 2,
+                "supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]],
+            },
+        ),
+        {"L": 3, "F": 2},
+    ),
+    "qwen2_5_vl": Family(LLAMA + layers(QKV_BIAS), QWEN2_5_VL),
+    "qwen2_5_vl_new": Family(  # As transformers 4.52 to 4.57 wrote it.
+        (LLAMA + layers(QKV_BIAS)).replace("model.", "model.language_model."),
+        QWEN2_5_VL,
+        rename={r"^model\.": "model.language_model.", r"^visual\.": "model.visual."},
+    ),
+    "llava": Family(
+        nested(LLAMA),
+        _wrapped(
+            "llava",
+            _sized("llama"),
+            vision_config={**VISION, "model_type": "clip_vision_model", "num_attention_heads": 4},
+        ),
+    ),
+    "mistral3": Family(
+        nested(LLAMA),
+        _wrapped(
+            "mistral3",
+            _sized("mistral", **HEAD_DIM),
+            vision_config={**VISION, "model_type": "pixtral", "num_attention_heads": 4, "head_dim": 16},
+        ),
+        {"D": 32},
+    ),
+    "gemma3": Family(
+        nested(TIED + layers(QKV + O_PROJ + QK_NORM + GEMMA_NORMS + mlp())),
+        _wrapped(
+            "gemma3",
+            _sized("gemma3_text", **HEAD_DIM),
+            vision_config={**VISION, "num_attention_heads": 4, "vision_use_head": False},
+            mm_tokens_per_image=4,
+        ),
+        {"D": 32},
+        rename={r"^vision_tower\.": "vision_tower.vision_model."},
+    ),
+}  # fmt: skip
+FAMILIES["gpt2_hub"] = Family(
+    GPT2 + layers(GPT2_LAYER + "attn.bias 1 1 P P whole", "h.{all}."),
+    FAMILIES["gpt2"].config,
+    ONE_SIZE,
+    rename={r"^transformer\.": ""},
+    dtypes={"": "float32"},
+)
+FAMILIES["bloom_hub"] = Family(
+    BLOOM + layers(BLOOM_LAYER, "h.{all}."),
+    FAMILIES["bloom"].config,
+    ONE_SIZE,
+    rename={r"^transformer\.": ""},
+    dtypes={"": "float16"},
+)
+MULTIMODAL = [name for name, family in FAMILIES.items() if "text_config" in family.config(family.all_sizes())]
+EXPERT_FAMILIES = [name for name, family in FAMILIES.items() if ".experts." in family.table]
+BESIDE_THE_LANGUAGE_MODEL = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\.")

@@ -1,0 +1,277 @@
+"""Loads from files that fail, by every way and call, one after the other in a process under `faults.c`.
+
+Run as a program, it prints what came of each, as JSON; test_load_faults.py looks at it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.fake_cuda import FakeCuFile, Lanes
+from support.loader_fixtures import (
+    BLOCK,
+    DEVICE,
+    MIB,
+    OWN,
+    Holdings,
+    extents,
+    fake_device,
+    holdings,
+    num_threads,
+    whole_tensors,
+)
+
+import relayout
+
+PART = "model-rank-0-part-2.safetensors"
+"""The file that fails."""
+CUT = 500_001
+"""Bytes that are left of it when it is cut: the end lies in a block."""
+LARGE = 3 * MIB
+"""Mappings of so many bytes are memory of tensors: arenas."""
+IN_FLIGHT = 12 * MIB
+"""Some batches, of which each has an arena of a huge page and more."""
+QUIET = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(MIB), "PYTHONMALLOC": "malloc"}
+"""For the environment: one heap for all that is small, and a mapping, always, for what is not."""
+Tensors = dict[str, torch.Tensor]
+
+
+@cache
+def stored(folder: Path, pattern: str) -> Tensors:
+    """What the files hold, while they are good."""
+    return {name: tensor.clone() for name, tensor in whole_tensors(folder, pattern).items()}
+
+
+def load_some(folder: Path, backend: str, found: Tensors) -> None:
+    names = ["*_proj.weight", "*layernorm*"]
+    found |= relayout.load(folder, 0, backend=backend, names=names)
+
+
+def load_into(folder: Path, backend: str, found: Tensors, through: str = "model.layers.1.mlp.down_proj.weight") -> None:
+    """Into tensors of which one has its columns together, and must be filled by way of other memory."""
+    given = {name: torch.empty_like(tensor) for name, tensor in stored(folder, "model-rank-0-*").items()}
+    given[through] = torch.empty_like(given[through].t().contiguous()).t()
+    found |= relayout.load(folder, 0, backend=backend, into=given)
+
+
+def iterate(folder: Path, backend: str, found: Tensors) -> None:
+    # Not in a loop of this function's: its frame, which an error knows, would keep the last tensor.
+    found.update(relayout.iter_load(folder, 0, backend=backend, memory=IN_FLIGHT))
+
+
+def open_rank(folder: Path, backend: str, found: Tensors) -> None:
+    with relayout.open(folder, 0) as opened:
+        for name in opened.keys():  # noqa: SIM118 (it is no mapping)
+            found[name] = opened.get_tensor(name)
+
+
+def open_whole(folder: Path, backend: str, found: Tensors) -> None:
+    with relayout.safe_open(folder) as opened:
+        for name in opened.keys():  # noqa: SIM118 (it is no mapping)
+            found[name] = opened.get_tensor(name)
+
+
+CALLS: Mapping[str, Callable[[Path, str, Tensors], None]] = {
+    "load": lambda folder, backend, found: found.update(relayout.load(folder, 0, backend=backend)),
+    "load names": load_some,
+    "load verify": lambda folder, backend, found: found.update(relayout.load(folder, 0, backend=backend, verify=True)),
+    "load into": load_into,
+    "load tp": lambda folder, backend, found: found.update(relayout.load(folder, 0, backend=backend, tp=1)),
+    "iter_load": iterate,
+    "open": open_rank,
+    "safe_open": open_whole,
+}
+MAPPED = ("load", "load names", "load verify", "load tp", "iter_load")
+"""What makes sense with the backend "mapped"."""
+
+
+def calls_of(way: str) -> list[str]:
+    """The calls that go this way."""
+    chosen_by_others = {"open": ("mapped",), "safe_open": ("auto", "pinned", "gds")}
+    return [
+        call
+        for call in CALLS
+        if way in chosen_by_others.get(call, OWN) and (way != "mapped" or call in (*MAPPED, "open"))
+    ]
+
+
+class Faults:
+    """What `faults.c`, below this process, lets go wrong."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL(None)
+
+    def set(self, *rules: str) -> None:
+        self._library.set_faults("\n".join(rules).encode())
+
+    @contextmanager
+    def acting(self, act: Callable[[], object] | None) -> Iterator[None]:
+        """Call `act` as soon as a call is held, and let it go on."""
+        is_over = threading.Event()
+
+        def run() -> None:
+            while not self._library.held_faults() and not is_over.is_set():
+                time.sleep(0.0005)
+            if act is not None and self._library.held_faults():
+                act()
+            self._library.release_faults()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+
+
+class Trial:
+    """One way and call, tried with every fault."""
+
+    def __init__(self, folder: Path, foreign: Path, way: str, call: str, others: int) -> None:
+        self.file = folder / PART
+        self.good = self.file.read_bytes()
+        self.foreign = foreign
+        is_whole = call in ("load tp", "safe_open")
+        self.expected = (
+            stored(folder.parent / "source", "*.safetensors") if is_whole else stored(folder, "model-rank-0-*")
+        )
+        self.faults = Faults()
+        self.folder, self.way, self.call = folder, way, call
+        self.others = others
+        self.backend = "auto" if way in DEVICE else way
+        self.start = next(start for start, _ in extents(self.file).values())
+        self.end = len(self.good)
+        assert self.end % BLOCK
+
+    def again(self, call: str | None = None) -> list[Any]:
+        """Load once more: what is wrong, and of which kind."""
+        found: Tensors = {}
+        try:
+            CALLS[call or self.call](self.folder, self.backend, found)
+        except Exception as error:
+            return [type(error).__name__, str(error)]
+        return [self.same(found) and (len(found) == len(self.expected) or self.call == "load names")]
+
+    def same(self, found: Tensors) -> bool:
+        return all(
+            tensor.dtype == self.expected[name].dtype
+            and tensor.shape == self.expected[name].shape
+            and torch.equal(
+                tensor.contiguous().view(-1).view(torch.uint8),
+                self.expected[name].contiguous().view(-1).view(torch.uint8),
+            )
+            for name, tensor in found.items()
+        )
+
+    def go(self, *rules: str, act: Callable[[], object] | None = None) -> dict[str, Any]:
+        """Let it go wrong, and see what is left while the error is still at hand."""
+        gc.collect()
+        before = holdings(LARGE, self.others)
+        found: Tensors = {}
+        kept: BaseException | None = None
+        self.faults.set(*rules)
+        with self.faults.acting(act):
+            try:
+                CALLS[self.call](self.folder, self.backend, found)
+            except BaseException as error:
+                kept = error
+        self.faults.set()
+        result: dict[str, Any] = {"same": self.same(found), "num": len(found)}
+        found.clear()
+        result["left"] = grown(before, holdings(LARGE, self.others))
+        if kept is not None:
+            result |= {"error": type(kept).__name__, "text": str(kept)}
+            if isinstance(kept, OSError):
+                result |= {"errno": kept.errno, "filename": kept.filename}
+        return result
+
+    def repair(self) -> None:
+        beside = self.file.with_name("beside")
+        beside.write_bytes(self.good)
+        beside.rename(self.file)
+
+    def outcomes(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Every fault by name, and what came of it."""
+        part = f"read|{PART}"
+        middle, last = self.start + 100_000, self.end - 100
+        hold = f"{part}|@{last}-{self.end}|hold"
+        for what, start, end in (("whole blocks", middle, middle + 1), ("the last block", last, self.end)):
+            yield f"an error in {what}", self.go(f"{part}|@{start}-{end}|eio") | {"fails at": start}
+        yield "short and interrupted reads", self.go("read|model-rank|/3|short|5000", "read|model-rank|/5|eintr")
+        yield "repaired", {"again": self.again()}
+        yield "cut", self.go(hold, act=partial(os.truncate, self.file, CUT))
+        yield "cut, once more", {"again": self.again()}
+        self.repair()
+        yield "cut, repaired", {"again": self.again()}
+        yield "replaced", self.go(hold, act=partial(self.replace))
+        yield "replaced, once more", {"again": self.again()}
+        self.repair()
+        yield "replaced, repaired", {"again": self.again()}
+        yield "unlinked", self.go(hold, act=self.file.unlink)
+        yield "unlinked, once more", {"again": self.again()}
+        self.repair()
+        yield "unlinked, repaired", {"again": self.again()}
+
+    def replace(self) -> None:
+        """By the same part of another conversion, which has the same length."""
+        beside = Path(shutil.copy(self.foreign / PART, self.folder / "beside"))
+        assert beside.stat().st_size == len(self.good)
+        beside.rename(self.file)
+
+
+def grown(before: Holdings, after: Holdings) -> list[int]:
+    """What there is more of: descriptors, threads, mappings of files, and large mappings' bytes."""
+    return [
+        after.descriptors - before.descriptors,
+        after.threads - before.threads,
+        after.mapped_files - before.mapped_files,
+        after.large - before.large,
+    ]
+
+
+@contextmanager
+def device(way: str) -> Iterator[Lanes | None]:
+    """The fake device, where the way leads there; nothing may be left on it."""
+    if way not in DEVICE:
+        yield None
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        lanes = Lanes()
+        for _ in fake_device(patch, way, lanes, FakeCuFile()):
+            yield lanes
+
+
+def main(folder: Path, foreign: Path) -> None:
+    torch.set_num_threads(1)
+    threading.stack_size(2**19)  # Less than what is counted.
+    gc.freeze()  # What has been imported is not looked at again and again.
+    found = {}
+    time.sleep(0.1)
+    others = num_threads() - threading.active_count()
+    for way in OWN:
+        for call in calls_of(way):
+            with device(way):
+                trial = Trial(folder, foreign, way, call, others)
+                trial.again()
+                for name, outcome in trial.outcomes():
+                    found[f"{way}: {call}: {name}"] = outcome
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,68 @@
+"""The page cache, emptied and filled by known pages, and the kernel's own count of what drives have read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@pytest.fixture
+def unmarked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages that came by `warm` bear no mark at which the kernel would read ahead: each can be used where it is."""
+    monkeypatch.setattr("relayout.loader.backends.files.read_ahead_nbytes", lambda fd: 0)
+
+
+def drive_nbytes() -> int:
+    """Bytes that this thread has had drives read so far, by the kernel's account."""
+    try:
+        lines = Path("/proc/thread-self/io").read_text().splitlines()
+    except OSError as error:
+        pytest.skip(f"the kernel does not count what is read from drives: {error.strerror}")
+    return int(dict(line.split(": ") for line in lines)["read_bytes"])
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """A descriptor."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def drop(path: Path) -> None:
+    """Have none of a file in the page cache."""
+    with opened(path) as fd:
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def warm(path: Path, offset: int, nbytes: int) -> None:
+    """Have the pages of these bytes in the page cache, and no neighbors."""
+    with opened(path) as fd:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+        assert os.pread(fd, nbytes, offset)
+
+
+def write_cold(path: Path, nbytes: int) -> Bytes:
+    """Write a file of random bytes, none of which is in the page cache afterwards; skip where that cannot be had."""
+    if not hasattr(os, "posix_fadvise"):
+        pytest.skip("this system cannot be told to empty its page cache")
+    written = np.random.default_rng(nbytes).integers(0, 256, nbytes, dtype=np.uint8)
+    path.write_bytes(written.tobytes())
+    drop(path)
+    before = drive_nbytes()
+    warm(path, 0, 1)
+    if drive_nbytes() == before:
+        pytest.skip(f"files in {path.parent} stay in memory, or lie on no drive of this machine")
+    drop(path)
+    return written

@@ -1,0 +1,94 @@
+"""Puts a source's tensors together again from converted rank files, and a converted folder from one that is not so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from support.models import read_tensors
+
+from relayout.checkpoint.converted import read_manifest, read_table
+from relayout.core.digests import digest_hex
+from relayout.core.slices import Slice
+from relayout.format.manifest import SOURCE_RECORD_NAME, compress, decompress, dump_manifest
+from relayout.format.rank_table import dump_table
+
+Array = npt.NDArray[Any]
+
+
+def indices(part: Slice) -> Array:
+    """The indices along the slice's axis, in the order in which they are held."""
+    assert part.ranges is not None
+    return np.concatenate([np.arange(0), *(np.arange(start, start + length) for start, length in part.ranges)])
+
+
+def ranks_of(out: Path) -> Iterator[tuple[int, dict[str, tuple[Slice, Array]]]]:
+    """Each rank and what it holds: the slice by its table, the bytes by stock safetensors."""
+    manifest = read_manifest(out)
+    for rank in range(manifest.num_ranks):
+        table = read_table(out, manifest, rank)
+        stored = read_tensors(out, f"model-rank-{rank}-part-*.safetensors")
+        assert stored.keys() == set(table.names)
+        yield rank, {name: (part, stored[name]) for name, part in zip(table.names, table.slices, strict=True)}
+
+
+def assert_ranks_give_back(out: Path, whole: Mapping[str, Array], num_ranks: int) -> None:
+    """Every element of every tensor is held, with the source's bytes, by every rank that holds it."""
+    rebuilt = {name: np.zeros_like(array) for name, array in whole.items()}
+    covered = {name: np.zeros(array.shape, bool) for name, array in whole.items()}
+    last = -1
+    for last, held in ranks_of(out):
+        assert held.keys() <= whole.keys()
+        for name, (part, stored) in held.items():
+            where = f"{name}, rank {last}"
+            if part.ranges is None:
+                np.testing.assert_array_equal(stored, whole[name], err_msg=where)
+                rebuilt[name][...], covered[name][...] = stored, True
+                continue
+            array, seen = (np.moveaxis(one[name], part.axis, 0) for one in (rebuilt, covered))
+            mine, rows = np.moveaxis(stored, part.axis, 0), indices(part)
+            assert len(mine) == len(rows), where
+            assert np.array_equal(array[rows][seen[rows]], mine[seen[rows]]), f"{where}: ranks differ"
+            array[rows], seen[rows] = mine, True
+    assert last == num_ranks - 1
+    for name, array in whole.items():
+        assert covered[name].all(), f"{name}: elements that no rank holds"
+        np.testing.assert_array_equal(rebuilt[name], array, err_msg=name)
+
+
+def rebuild(
+    folder: Path,
+    change_record: Callable[[dict[str, Any]], None] = lambda record: None,
+    change_header: Callable[[bytes], bytes] = lambda header: header,
+) -> None:
+    """Change the source record, or the header of each rank file, and sign all that hangs on it anew.
+
+    As a faulty writer would, or a forger: the digests are right, whatever they are of.
+    """
+    manifest = read_manifest(folder)
+    record = json.loads(decompress((folder / SOURCE_RECORD_NAME).read_bytes(), "here"))
+    change_record(record)
+    text = json.dumps(record).encode()
+    stored, conversion = compress(text), digest_hex(text)
+    (folder / SOURCE_RECORD_NAME).write_bytes(stored)
+    ranks = []
+    for rank, entry in enumerate(manifest.ranks):
+        table = dump_table(read_table(folder, manifest, rank), conversion)
+        (folder / entry.table).write_bytes(table)
+        files = []
+        for file in entry.files:
+            with (folder / file.name).open("r+b") as stream:
+                found = stream.read(file.data_start)
+                header = change_header(found.replace(manifest.conversion.encode(), conversion.encode()))
+                assert (len(header), found.count(manifest.conversion.encode())) == (len(found), 1)
+                stream.seek(0)
+                stream.write(header)
+            files.append(replace(file, header_digest=digest_hex(header)))
+        ranks.append(replace(entry, table_digest=digest_hex(table), files=tuple(files)))
+    changed = replace(manifest, conversion=conversion, record_digest=digest_hex(stored), ranks=tuple(ranks))
+    (folder / "relayout.json").write_bytes(dump_manifest(changed))

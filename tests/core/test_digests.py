@@ -9,7 +9,7 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loads import within
+from support.loader_fixtures import within
 
 from relayout.core.digests import EMPTY_DIGEST, ExtentDigests, OrderedDigests, digest_hex
 from relayout.core.extents import Extent

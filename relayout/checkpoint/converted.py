@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from relayout.core.digests import digest_hex
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import MANIFEST_NAME, Manifest, RankTable
 from relayout.format.manifest import (
@@ -12,7 +13,6 @@ from relayout.format.manifest import (
     MAX_TABLE_NBYTES,
     SOURCE_RECORD_NAME,
     decompress,
-    digest_hex,
     header_prefix,
     parse_manifest,
 )

@@ -27,6 +27,7 @@ from relayout.conversion.resume import claims_of, still_true, undertaking_of
 from relayout.conversion.side_files import copy_side_file, write_file, write_header
 from relayout.conversion.staging import check_output, check_space, clear_up, modes_of, staging_folder
 from relayout.conversion.steps import copy_steps
+from relayout.core.digests import digest_hex
 from relayout.core.integers import integer
 from relayout.core.slices import CutTensor
 from relayout.errors import FormatError, PlanError
@@ -40,7 +41,7 @@ from relayout.format.index import (
     RankTable,
     plan_arena,
 )
-from relayout.format.manifest import SOURCE_RECORD_NAME, compress, digest_hex, dump_manifest, table_name
+from relayout.format.manifest import SOURCE_RECORD_NAME, compress, dump_manifest, table_name
 from relayout.format.rank_table import dump_table
 from relayout.format.source_record import (
     RecordedFile,

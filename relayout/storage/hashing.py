@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import xxhash
-
 from relayout.core.coalesce import coalesce, split
+from relayout.core.digests import ExtentDigests
 from relayout.core.extents import BLOCK, Extent, align_down, align_up
-from relayout.core.workers import Stop, Turns, Workers
+from relayout.core.workers import Stop, Workers
 from relayout.storage.file_pool import OpenFiles
 from relayout.storage.files import Buffer, InputFile
 from relayout.storage.open_folder import OpenFolder
@@ -41,22 +40,18 @@ def hash_files(
         OSError: a read failed.
     """
     stop = Stop()
-    turns = Turns(stop)
-    running = [_Running(file.extents) for file in files]
+    hashed = [ExtentDigests(file.extents, stop) for file in files]
 
-    def requests() -> Iterator[tuple[int, int, Extent]]:
+    def requests() -> Iterator[tuple[int, Extent]]:
         for number, file in enumerate(files):
-            for turn, extent in enumerate(_requests(file)):
-                yield number, turn, extent
+            yield from ((number, extent) for extent in _requests(file))
 
-    def work(buffer: Buffer, item: tuple[int, int, Extent]) -> int:
-        number, turn, extent = item
+    def work(buffer: Buffer, item: tuple[int, Extent]) -> int:
+        number, extent = item
         view = buffer.reserve(extent.nbytes)
         with inputs.use(number) as file:
             file.read(extent.offset, view)
-        turns.wait(number, turn)
-        running[number].update(extent, view)
-        turns.done(number)
+        hashed[number].update(extent.offset, view)
         return extent.nbytes
 
     def open_input(number: int) -> InputFile:
@@ -68,7 +63,8 @@ def hash_files(
             with inputs.use(number):
                 pass
         Workers(num_threads, requests(), Buffer, work, stop).run(on_progress)
-    return [one.digests() for one in running]
+    assert not any(one.num_left for one in hashed)
+    return [one.digests for one in hashed]
 
 
 def _requests(file: HashedFile) -> Iterator[Extent]:
@@ -80,31 +76,3 @@ def _requests(file: HashedFile) -> Iterator[Extent]:
 
     for group in coalesce((extent for extent in file.extents if extent.nbytes), blocks):
         yield from split(group.extent, CHUNK_NBYTES)
-
-
-class _Running:
-    """Hashes extents as their bytes come by in order."""
-
-    def __init__(self, extents: Sequence[Extent]) -> None:
-        self._extents = extents
-        self._digests: list[str] = []
-        self._digest = xxhash.xxh3_128()
-
-    def update(self, chunk: Extent, view: memoryview) -> None:
-        while len(self._digests) < len(self._extents):
-            extent = self._extents[len(self._digests)]
-            low, high = max(extent.offset, chunk.offset), min(extent.end, chunk.end)
-            if low < high:
-                self._digest.update(view[low - chunk.offset : high - chunk.offset])
-            if extent.nbytes and extent.end > chunk.end:
-                return
-            self._complete()
-
-    def digests(self) -> list[str]:
-        while len(self._digests) < len(self._extents):
-            self._complete()
-        return self._digests
-
-    def _complete(self) -> None:
-        self._digests.append(self._digest.hexdigest())
-        self._digest = xxhash.xxh3_128()

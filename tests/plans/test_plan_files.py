@@ -285,7 +285,7 @@ NO_WIDTHS = r"UNIT \* WIDTH is for"
         ("[sizes]\nheads = 'n'\n[cut]\nx = { dim = 0, by = ['heads', 'kv_heads'] }", "cut 'x': unit 'kv_heads', exp"),
         ("[sizes]\nheads = 'n'\n[cut]\nx = { dim = 0, by = 'heads * dim' }", "cut 'x': unit 'dim', expected"),
         ("[sizes]\nheads = 'n'\n[cut]\nx = { dim = 0, by = 'heads *' }", "cut 'x': unit '', expected"),
-        ("[sizes]\nheads = 'n'\n[cut]\nx = { dim = 0, by = ['heads', 'heads'], interleaved = 'h' }", "unit 'h'"),
+        ("[sizes]\nk = 'n'\n[cut]\nx = { dim = 0, by = ['k', 'k'], interleaved = 'h' }", "cut 'x': unit 'h', exp"),
         # An axis has no number of `even` groups, nor are they any number of elements wide.
         ("[sizes]\nheads = 'n'\n[cut]\nx = { dim = 0, by = ['heads', 'heads'], interleaved = 'even' }", "cut 'x': "),
         ("[sizes]\nheads = 'n'\n[cut]\nx = { dim = 0, by = 'heads * even' }", "cut 'x': "),

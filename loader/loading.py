@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from relayout.core.arguments import integer
 from relayout.core.dtypes import num_bytes
-from relayout.core.integers import integer
 from relayout.core.workers import Stop
 from relayout.loader.backends.base import Choice, ReadJob, read_job
 from relayout.loader.backends.choice import choose, resolve_device

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from relayout.checkpoint.converted import read_manifest
-from relayout.core.integers import integer
+from relayout.core.arguments import integer
 from relayout.format.index import MANIFEST_NAME
 from relayout.loader.budgets import local_world_size, num_cpus
 from relayout.loader.diagnose.explain import Explanation, explain

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from relayout.checkpoint.converted import check_rank, read_manifest, read_table, waiting
-from relayout.core.integers import integer
+from relayout.core.arguments import integer
 from relayout.errors import PlanError
 from relayout.format.index import MANIFEST_NAME, Manifest, RankEntry, RankTable
 from relayout.loader.sources.contents import Contents, StoredFile, contents_of, rank_files, select

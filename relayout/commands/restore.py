@@ -20,10 +20,10 @@ from relayout.conversion.layout import stored_conversion
 from relayout.conversion.side_files import check_side_file, copy_side_file, write_file, write_header
 from relayout.conversion.staging import Staging, check_output, check_space, clear_up, modes_of, staging_folder
 from relayout.conversion.steps import SourceRange, Span, Step, copy_steps, join_ranges
+from relayout.core.arguments import integer
 from relayout.core.digests import OrderedDigests
 from relayout.core.dtypes import num_bytes
 from relayout.core.extents import BLOCK, Extent, align_down, align_up
-from relayout.core.integers import integer
 from relayout.core.strided import copy_runs
 from relayout.core.workers import Stop, Workers
 from relayout.errors import FormatError, PlanError

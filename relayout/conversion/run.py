@@ -27,8 +27,8 @@ from relayout.conversion.resume import claims_of, still_true, undertaking_of
 from relayout.conversion.side_files import copy_side_file, write_file, write_header
 from relayout.conversion.staging import check_output, check_space, clear_up, modes_of, staging_folder
 from relayout.conversion.steps import copy_steps
+from relayout.core.arguments import integer
 from relayout.core.digests import digest_hex
-from relayout.core.integers import integer
 from relayout.core.slices import CutTensor
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import (

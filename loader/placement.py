@@ -1,18 +1,60 @@
-"""Where tensors go in memory when not the whole rank is loaded at once: the reads that bring them there. Pure."""
+"""Where tensors go in memory, and the reads that bring them there. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from relayout.core.coalesce import coalesce
 from relayout.core.extents import BLOCK, Extent, Transfer, align_up
 from relayout.format.index import ARENA_ALIGNMENT, Read
+from relayout.loader.sources.contents import Contents, StoredFile
 
 _DIRECT_NBYTES = 2**20
 """What lies together and has at least so many bytes is placed so that direct I/O can go straight to it: that may
 waste a block."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedTensors:
+    """Tensors in an arena, in columns of equal length."""
+
+    names: Sequence[str]
+    dtypes: Sequence[str]
+    shapes: Sequence[tuple[int, ...]]
+    """In elements."""
+    offsets: Sequence[int]
+    """Of their first bytes in the arena, multiples of `ARENA_ALIGNMENT`."""
+    digests: Sequence[str] | None
+    """None: there are none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaPlan:
+    """One allocation for tensors, and how it is filled."""
+
+    files: tuple[StoredFile, ...]
+    reads: tuple[Read, ...]
+    """They do not overlap in the arena."""
+    arena_nbytes: int
+    nbytes: int
+    """Of the tensors."""
+    tensors: Callable[[], PlacedTensors]
+    """What lies where, which may take time to find out: better asked while bytes arrive."""
+
+
+def placed(contents: Contents, offsets: Sequence[int]) -> PlacedTensors:
+    """The tensors, at offsets of an arena."""
+    return PlacedTensors(contents.names, contents.dtypes, contents.shapes, offsets, contents.digests)
+
+
+def pack(contents: Contents) -> ArenaPlan:
+    """An arena that has room for just these tensors."""
+    sizes = contents.sizes()
+    placement = place(contents.reads, sizes)
+    tensors = placed(contents, placement.offsets)
+    return ArenaPlan(contents.files, placement.reads, placement.nbytes, sum(sizes), lambda: tensors)
 
 
 @dataclass(frozen=True, slots=True)

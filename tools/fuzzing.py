@@ -26,11 +26,12 @@ from relayout.checkpoint.config import parse_config
 from relayout.checkpoint.source import Catalogue, SourceTensor, parse_index
 from relayout.commands.restore import source_catalogue
 from relayout.conversion.layout import stored_conversion
+from relayout.core.digests import digest_hex
 from relayout.core.dtypes import BITS
 from relayout.core.extents import Extent
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import Manifest
-from relayout.format.manifest import compact_json, compress, digest_hex, parse_manifest
+from relayout.format.manifest import compact_json, compress, parse_manifest
 from relayout.format.rank_table import parse_table
 from relayout.format.safetensors import LENGTH_NBYTES, json_text, parse_header
 from relayout.format.source_record import parse_record

@@ -53,6 +53,9 @@ class Lane(Protocol):
     def drain(self) -> None:
         """Return when all that was sent has arrived."""
 
+    def close(self) -> None:
+        """Free the buffers now, whatever still refers to them; after `drain`."""
+
 
 class CudaLane:
     """Two pinned buffers and a stream of their own."""
@@ -112,6 +115,11 @@ class CudaLane:
     def drain(self) -> None:
         """See `Lane.drain`."""
         self._stream.synchronize()
+
+    def close(self) -> None:
+        """See `Lane.close`."""
+        for slab in self._buffers:
+            slab.untyped_storage().resize_(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +262,8 @@ class DeviceJob(ThreadedJob[Lane]):
                 lane.drain()
 
     def _release(self) -> None:
-        self._lanes.clear()
+        while self._lanes:
+            self._lanes.pop().close()
         registered, self._registered = self._registered, None
         _release(self._backend.cufile, self._handles, registered)
 
@@ -341,6 +350,10 @@ class DeviceArena:
     def tensor(self) -> torch.Tensor:
         """See `Arena.tensor`."""
         return self.whole
+
+    def discard(self) -> None:
+        """See `Arena.discard`."""
+        self.whole.untyped_storage().resize_(0)
 
 
 def allocate_on(device: str | torch.device, nbytes: int) -> DeviceArena:

@@ -6,7 +6,7 @@ import os
 from dataclasses import asdict, dataclass
 
 from relayout.checkpoint.converted import is_converted, read_manifest
-from relayout.core.integers import integer
+from relayout.core.arguments import integer
 from relayout.loader.budgets import local_world_size, num_cpus
 from relayout.loader.diagnose.explain import Explanation, explain
 from relayout.storage.stores import find_store

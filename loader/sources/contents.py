@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import translate
 from pathlib import Path
 
 from relayout.core.dtypes import num_bytes
 from relayout.core.extents import Transfer
+from relayout.core.patterns import compile_glob, invalid_because
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import Manifest, RankTable, Read
 from relayout.format.manifest import header_prefix
@@ -128,19 +127,25 @@ def contents_of(files: tuple[StoredFile, ...], table: RankTable) -> Contents:
 
 
 def select(names: Sequence[str], patterns: Sequence[str]) -> list[int]:
-    """The rows of the names that match one of the shell-style patterns or more (`*` matches any characters).
+    """The rows of the names that match one of the patterns or more (see `core.patterns`), or are one.
 
     Raises:
-        PlanError: a pattern matches no name, which is a mistake rather than a wish.
+        PlanError: a pattern is invalid, or matches no name, which is a mistake rather than a wish.
     """
     row_of = {name: row for row, name in enumerate(names)}
     wanted: set[int] = set()
     for pattern in patterns:
         found = [row_of[pattern]] if pattern in row_of else []
-        if any(character in pattern for character in "*?["):
-            match = re.compile(translate(pattern)).match
+        reason = invalid_because(pattern)
+        if reason is None and any(character in pattern for character in "*#{"):
+            match = compile_glob(pattern).match
             found += [row for row, name in enumerate(names) if match(name)]
         if not found:
-            raise PlanError(f"{pattern!r} is none of the rank's {len(names)} tensors, and matches none")
+            hint = "; * is text without a dot, ** any text" if "*" in pattern and "**" not in pattern else ""
+            raise PlanError(
+                f"names: invalid pattern {pattern!r}: {reason}"
+                if reason
+                else f"names: no tensor matches {pattern!r} (there are {len(names)}){hint}"
+            )
         wanted.update(found)
     return sorted(wanted)

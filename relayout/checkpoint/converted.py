@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from relayout.core.digests import digest_hex
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import MANIFEST_NAME, Manifest, RankTable
 from relayout.format.manifest import (
@@ -9,7 +10,6 @@ from relayout.format.manifest import (
     MAX_TABLE_NBYTES,
     SOURCE_RECORD_NAME,
     decompress,
-    digest_hex,
     header_prefix,
     parse_manifest,
 )

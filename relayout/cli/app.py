@@ -158,7 +158,7 @@ def convert(
         from relayout.cli import render as terminal
         from relayout.conversion import run as conversion
         from relayout.conversion.preview import preview
-        from relayout.core.sizes import parse_size
+        from relayout.core.arguments import parse_size
 
         alignment, part_nbytes, memory_nbytes = parse_size(align), parse_size(max_part_size), parse_size(memory)
         planned = conversion.plan_conversion(
@@ -255,7 +255,7 @@ def restore(
     with _errors():
         from relayout.cli import render as terminal
         from relayout.commands import restore as restoration
-        from relayout.core.sizes import parse_size
+        from relayout.core.arguments import parse_size
 
         memory_nbytes = parse_size(memory)
         _begin_work()

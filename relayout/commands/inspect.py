@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 
 from relayout.checkpoint.converted import check_rank, is_converted, read_manifest, read_table
 from relayout.checkpoint.source import Catalogue, read_catalogue
+from relayout.core.arguments import integer
 from relayout.core.dtypes import num_bytes
 from relayout.core.extents import Extent
-from relayout.core.integers import integer
 from relayout.core.patterns import collapse_numbers
 from relayout.core.slices import Slice
 from relayout.errors import PlanError, RelayoutError

@@ -13,16 +13,17 @@ from dataclasses import asdict, dataclass
 
 from relayout.checkpoint.converted import read_manifest, read_record, read_table
 from relayout.checkpoint.source import Catalogue, SourceFile, SourceTensor
-from relayout.conversion.copy import DEFAULT_JOBS, DEFAULT_MEMORY, Hashes, Loaded, share_memory
-from relayout.conversion.journal import TensorDigests, read_journal
+from relayout.conversion.copy import DEFAULT_JOBS, DEFAULT_MEMORY, Loaded, share_memory
+from relayout.conversion.journal import read_journal
 from relayout.conversion.layout import stored_conversion
 from relayout.conversion.side_files import copy_side_file, modes_of
 from relayout.conversion.steps import SourceRange, Span, Step, copy_steps, join_ranges
+from relayout.core.arguments import integer
+from relayout.core.digests import OrderedDigests
 from relayout.core.dtypes import num_bytes
 from relayout.core.extents import BLOCK, Extent, align_down, align_up
-from relayout.core.integers import integer
 from relayout.core.strided import copy_runs
-from relayout.core.workers import Stop, Turns, Workers
+from relayout.core.workers import Stop, Workers
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import MANIFEST_NAME, Manifest
 from relayout.format.safetensors import parse_header
@@ -168,16 +169,17 @@ def _restore_tensors(
     tables = [read_table(folder, manifest, rank) for rank in range(manifest.num_ranks)]
     conversion = stored_conversion(folder, manifest, tables, record, catalogue)
     stop = Stop()
-    turns = Turns(stop)
-
+    hashes = OrderedDigests(stop)
     checked: set[int] = set()
 
-    def check(t: int, digests: TensorDigests) -> None:
+    def check(t: int, extent: Extent, view: memoryview) -> None:
+        tensor = catalogue.tensors[t]
+        digest = hashes.update(t, extent.offset - tensor.extent.offset, view, tensor.extent.nbytes)
+        if digest is None:
+            return
+        if digest != record.digests[t]:
+            raise FormatError(f"{folder}: tensor {tensor.name!r}: the stored bytes are damaged")
         checked.add(t)
-        if digests.source != record.digests[t]:
-            raise FormatError(f"{folder}: tensor {record.names[t]!r}: the stored bytes are damaged")
-
-    hashes = Hashes(conversion, check, slices=False)
 
     def open_input(place: tuple[int, int]) -> ReadableFile:
         rank, part = place
@@ -201,13 +203,9 @@ def _restore_tensors(
             view = loaded.memory[position : position + one.extent.nbytes]
             with outputs.use(one.file) as output:
                 output.write(one.extent.offset, view, position)
-        if step.turn is not None:
-            turns.wait(*step.turn)
         for t, extent in step.tensors:
             position = loaded.position(catalogue.tensors[t].file, extent.offset)
-            hashes.update_source(t, loaded.memory[position : position + extent.nbytes])
-        if step.turn is not None:
-            turns.done(step.turn[0])
+            check(t, extent, loaded.memory[position : position + extent.nbytes])
         return step.nbytes
 
     steps = (step for step in copy_steps(conversion, chunk_nbytes=chunk_nbytes) if step.tensors)

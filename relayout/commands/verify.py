@@ -15,11 +15,12 @@ from relayout.conversion.copy import DEFAULT_JOBS, NoSink, digests_of_all, run_s
 from relayout.conversion.layout import rows_of_files, stored_conversion
 from relayout.conversion.side_files import read_side_file
 from relayout.conversion.steps import copy_steps
+from relayout.core.digests import digest_hex
 from relayout.core.dtypes import num_bytes
 from relayout.core.extents import Extent
 from relayout.errors import FormatError
 from relayout.format.index import HUB_INDEX_NAME, MIN_ALIGNMENT, Manifest, RankEntry, RankTable
-from relayout.format.manifest import SOURCE_RECORD_NAME, digest_hex
+from relayout.format.manifest import SOURCE_RECORD_NAME
 from relayout.format.safetensors import TensorEntry, build_header
 from relayout.format.source_record import SourceRecord
 from relayout.storage.hashing import HashedFile, hash_files

@@ -9,10 +9,11 @@ from dataclasses import astuple
 
 from relayout.conversion.journal import TensorDigests, Undertaking, read_journal
 from relayout.conversion.layout import Conversion, RankFile
+from relayout.core.digests import digest_hex
 from relayout.core.extents import Extent
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import FORMAT_VERSION
-from relayout.format.manifest import compact_json, digest_hex
+from relayout.format.manifest import compact_json
 from relayout.storage.hashing import HashedFile, hash_files
 from relayout.storage.protocols import Staging
 

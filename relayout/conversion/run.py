@@ -26,7 +26,8 @@ from relayout.conversion.layout import (
 from relayout.conversion.resume import claims_of, still_true, undertaking_of
 from relayout.conversion.side_files import copy_side_file, modes_of
 from relayout.conversion.steps import copy_steps
-from relayout.core.integers import integer
+from relayout.core.arguments import integer
+from relayout.core.digests import digest_hex
 from relayout.core.slices import CutTensor
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import (
@@ -39,7 +40,7 @@ from relayout.format.index import (
     RankTable,
     plan_arena,
 )
-from relayout.format.manifest import SOURCE_RECORD_NAME, compress, digest_hex, dump_manifest, table_name
+from relayout.format.manifest import SOURCE_RECORD_NAME, compress, dump_manifest, table_name
 from relayout.format.rank_table import dump_table
 from relayout.format.source_record import (
     RecordedFile,

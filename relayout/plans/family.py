@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from relayout.core.patterns import compile_glob, is_glob, names_numbers
+from relayout.core.patterns import compile_glob, invalid_because, names_numbers
 from relayout.errors import FormatError, PlanError, shown
 from relayout.storage.local.files import read_small
 
@@ -240,10 +240,8 @@ def _parse_family(text: str, where: str, name: str, extended_by: tuple[str, ...]
         transposed,
     )
     for pattern in (*(rule.pattern for rule in family.rules), *family.experts_each, *family.experts_stacked):
-        if not is_glob(pattern):
-            raise FormatError(
-                f"{where}: invalid pattern {shown(pattern)}: braces may contain only words and cannot be nested"
-            )
+        if reason := invalid_because(pattern):
+            raise FormatError(f"{where}: invalid pattern {shown(pattern)}: {reason}")
     for pattern in family.experts_each:
         if compile_glob(pattern).groups != 1:
             raise FormatError(f"{where}: experts.each: {shown(pattern)} has not just one '#'")

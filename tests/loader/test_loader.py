@@ -283,8 +283,8 @@ def test_a_damaged_folder_is_refused_and_leaves_no_thread_or_file_behind(
     "load",
     [
         lambda folder: relayout.load(folder, 0),
-        lambda folder: relayout.load(folder, 0, names="*"),
-        lambda folder: relayout.load(folder, 0, names="*", into={}),
+        lambda folder: relayout.load(folder, 0, names="**"),
+        lambda folder: relayout.load(folder, 0, names="**", into={}),
         lambda folder: relayout.load(folder, 0, verify=True),
         lambda folder: list(relayout.iter_load(folder, 0)),
         lambda folder: relayout.open(folder, 0),

@@ -39,6 +39,9 @@ class ToyArena:
     def tensor(self) -> torch.Tensor:
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=max(1, self._nbytes), offset=self._start)
 
+    def discard(self) -> None:
+        self._memory = bytearray()
+
 
 @dataclass(frozen=True)
 class ToyBackend:

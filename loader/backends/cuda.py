@@ -23,7 +23,7 @@ from relayout.loader.backends.cufile import find_cufile, is_likely
 from relayout.loader.backends.files import Sources
 from relayout.loader.backends.host import ThreadedJob
 from relayout.loader.budgets import MAX_BUFFERS, Budget
-from relayout.loader.read_plan import CHUNK_NBYTES, Chunk, plan_chunks
+from relayout.loader.read_plan import Chunk, plan_chunks
 from relayout.storage.protocols import Access
 
 if TYPE_CHECKING:
@@ -156,7 +156,15 @@ class DeviceBackend:
     def chunks(self, reads: Sequence[Read], alignment: int, budget: Budget) -> list[Chunk]:
         """See `Backend.chunks`."""
         nbytes = _buffer_nbytes(budget)
-        return list(plan_chunks(reads, alignment, chunk_nbytes=min(CHUNK_NBYTES, nbytes), bounce_nbytes=nbytes))
+        cost = budget.cost
+        chunks = plan_chunks(
+            reads,
+            alignment,
+            chunk_nbytes=min(cost.chunk_nbytes, nbytes),
+            bounce_nbytes=nbytes,
+            max_gap_nbytes=cost.max_gap_nbytes,
+        )
+        return list(chunks)
 
     def allocate(self, nbytes: int) -> DeviceArena:
         """See `Backend.allocate`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
@@ -45,7 +45,7 @@ class HostBackend:
 
     def chunks(self, reads: Sequence[Read], alignment: int, budget: Budget) -> list[Chunk]:
         """See `Backend.chunks`."""
-        return list(plan_chunks(reads, alignment, bounce_nbytes=budget.buffer_nbytes))
+        return list(chunks_of(reads, alignment, budget))
 
     def allocate(self, nbytes: int) -> HostArena:
         """See `Backend.allocate`."""
@@ -68,6 +68,17 @@ class HostBackend:
         except BaseException:
             sources.close()
             raise
+
+
+def chunks_of(reads: Sequence[Read], alignment: int, budget: Budget) -> Iterator[Chunk]:
+    """The requests of threads that have a bounce buffer each."""
+    return plan_chunks(
+        reads,
+        alignment,
+        chunk_nbytes=budget.cost.chunk_nbytes,
+        bounce_nbytes=budget.buffer_nbytes,
+        max_gap_nbytes=budget.cost.max_gap_nbytes,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from relayout.format.index import Read
 from relayout.loader.backends.arena import HostArena, allocate
 from relayout.loader.backends.base import Choice, FreshArenas, Memory, ReadJob, Refusal, Request, RunningJob
 from relayout.loader.backends.files import Sources
-from relayout.loader.backends.host import Copier, ThreadedJob, reserve
+from relayout.loader.backends.host import Copier, ThreadedJob, chunks_of, reserve
 from relayout.loader.budgets import HOST_BUFFERS, Budget
-from relayout.loader.read_plan import Chunk, plan_chunks
+from relayout.loader.read_plan import Chunk
 from relayout.storage.buffers import Buffer
 from relayout.storage.libc import map_file
 from relayout.storage.protocols import Access
@@ -88,7 +88,7 @@ class _MappedJob(ThreadedJob[Buffer]):
         """`edges`: what is to be copied of the `job`."""
         self._memory = memory
         self._whole = job
-        chunks = plan_chunks(edges.reads, sources.alignment, bounce_nbytes=edges.budget.buffer_nbytes)
+        chunks = chunks_of(edges.reads, sources.alignment, edges.budget)
         super().__init__(edges, sources, Buffer, Copier(memory, sources, edges).read, list(chunks))
 
     def join(self, on_progress: Callable[[int], None] | None = None) -> None:

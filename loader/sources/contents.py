@@ -12,7 +12,7 @@ from relayout.core.patterns import compile_glob, invalid_because
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import Manifest, RankTable, Read
 from relayout.format.manifest import header_prefix
-from relayout.storage.protocols import Access, ReadableFile, Store
+from relayout.storage.protocols import LOCAL_COST, Access, ReadableFile, RequestCost, Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,11 @@ class StoredFile:
     def open(self, access: Access) -> ReadableFile:
         """Open it; errors as of `Store.open`."""
         return self.folder.open(self.name, self.nbytes, access=access, version=self.version)
+
+
+def cost_of(files: Sequence[StoredFile]) -> RequestCost:
+    """What requests for files of one store should look like."""
+    return files[0].folder.cost if files else LOCAL_COST
 
 
 @dataclass(frozen=True, slots=True)

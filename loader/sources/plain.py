@@ -40,15 +40,17 @@ def plain_contents(source: Store, rank: int, num_ranks: int) -> Contents:
         for tensor, part in held
     ]
     return Contents(
-        files=tuple(
-            StoredFile(catalogue.folder, file.name, file.nbytes, version=file.version) for file in catalogue.files
-        ),
+        files=_files(catalogue),
         names=[tensor.name for tensor, _ in held],
         dtypes=[tensor.dtype for tensor, _ in held],
         shapes=[part.rank_shape(rank) for _, part in held],
         reads=reads,
         digests=None,
     )
+
+
+def _files(catalogue: Catalogue) -> tuple[StoredFile, ...]:
+    return tuple(StoredFile(catalogue.folder, file.name, file.nbytes, version=file.version) for file in catalogue.files)
 
 
 def plain_pieces(source: Store, rank: int, num_ranks: int, patterns: Sequence[str] | None) -> StoredPieces:
@@ -67,7 +69,7 @@ def plain_pieces(source: Store, rank: int, num_ranks: int, patterns: Sequence[st
             [tensor.shape for tensor, _ in held],
             [cut.slices[rank] for _, cut in held],
         ),
-        tuple(StoredFile(catalogue.folder, file.name, file.nbytes, version=file.version) for file in catalogue.files),
+        _files(catalogue),
         [Holder(WHOLE, tensor.file, tensor.extent.offset) for tensor, _ in held],
         lambda: catalogue.metadata or None,
     )

@@ -22,7 +22,7 @@ from typing import ClassVar, Self
 
 from relayout.core.forks import remake_in_child
 from relayout.errors import FormatError, PlanError
-from relayout.storage.protocols import Access, Entry, FileStat, Kind, Modes, Refusal, RequestCost, Store
+from relayout.storage.protocols import LOCAL_COST, Access, Entry, FileStat, Kind, Modes, Refusal, RequestCost, Store
 
 _NAME = re.compile(r"memory://(?P<bucket>[^/]+)(?P<prefix>(/[^/]+)*)/?", re.DOTALL)
 
@@ -257,7 +257,7 @@ class MemoryStore:
     prefix: str
     """Without slashes at its ends; "" for all of the bucket."""
 
-    cost: ClassVar[RequestCost] = RequestCost(chunk_nbytes=8 * 2**20, max_gap_nbytes=2**20, concurrency=8)
+    cost: ClassVar[RequestCost] = LOCAL_COST
 
     def __str__(self) -> str:
         return f"memory://{self.bucket.name}" + (f"/{self.prefix}" if self.prefix else "")

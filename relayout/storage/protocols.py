@@ -39,14 +39,21 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RequestCost:
-    """What reads of a store should look like."""
+    """What reads of a store should look like. The defaults fit a local drive."""
 
-    chunk_nbytes: int
-    """The largest request that is worth making; a multiple of 4096."""
-    max_gap_nbytes: int
-    """Bytes between two ranges up to which one request for both is cheaper than two."""
-    concurrency: int
-    """Requests in flight that keep the store busy."""
+    chunk_nbytes: int = 8 * 2**20
+    """The largest request that is worth making; a multiple of 4096.
+
+    At 8 MiB Python's part in a request is noise, and a bounce buffer is still small.
+    """
+    max_gap_nbytes: int = 256 * 2**10
+    """Bytes that it is cheaper to read in vain, up to this, than to make another request."""
+    concurrency: int | None = None
+    """Requests in flight that keep the store busy, however many processors there are; None: it depends on them."""
+
+
+LOCAL_COST = RequestCost()
+"""Of local drives, and of memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from relayout.errors import FormatError
 from relayout.storage.local.files import InputFile, check_regular, read_small, version_of
 from relayout.storage.local.paths import is_member, member
 from relayout.storage.local.staging import LocalStaging, check_output, clear_up, staging_folder, waiting
-from relayout.storage.protocols import Access, Entry, FileStat, Kind, Modes, RequestCost, Store
+from relayout.storage.protocols import LOCAL_COST, Access, Entry, FileStat, Kind, Modes, RequestCost, Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class LocalStore:
     named: str | None = None
     """A file in it that a person named, which may therefore be a link to anywhere."""
 
-    cost: ClassVar[RequestCost] = RequestCost(chunk_nbytes=8 * 2**20, max_gap_nbytes=256 * 2**10, concurrency=8)
+    cost: ClassVar[RequestCost] = LOCAL_COST
 
     def __str__(self) -> str:
         return str(self.folder)

@@ -158,7 +158,8 @@ def spying() -> Iterator[tuple[Intervals, Intervals]]:
     true_read, true_write = InputFile.read, OutputFile.write
 
     def spy_read(self: InputFile, offset: int, view: memoryview) -> None:
-        read.setdefault(self.path.name, []).append((offset, offset + view.nbytes))
+        if self.path.suffix == ".safetensors" and offset % BLOCK == 0 == view.nbytes % BLOCK:  # No header.
+            read.setdefault(self.path.name, []).append((offset, offset + view.nbytes))
         true_read(self, offset, view)
 
     def spy_write(self: OutputFile, offset: int, view: memoryview, address: int) -> None:
@@ -805,8 +806,12 @@ def test_other_errors_of_reading_a_rank_file_again_are_told_and_cost_nothing(
 ) -> None:
     done = interrupt(work)
 
+    true_read = InputFile.read
+
     def read(self: InputFile, offset: int, view: memoryview) -> None:
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(self.path))
+        if self.path.name.startswith("model-rank-"):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(self.path))
+        true_read(self, offset, view)
 
     with monkeypatch.context() as patch:
         patch.setattr(InputFile, "read", read)

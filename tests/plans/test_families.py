@@ -246,7 +246,7 @@ def test_a_refusal_names_tensor_axis_size_and_the_degrees_that_are_then_accepted
     shapes = {tensor.name: tensor.shape for tensor in source.tensors}
     for num_ranks, message in refusals.items():
         found = re.match(
-            r"tensor '([^']+)': axis (\d) of (\[[\d, ]+\]).* \(this checkpoint can be cut for --tp ([\d, ]+)\)$",
+            r"tensor '([^']+)': dim (\d) of (\[[\d, ]+\]).* \(this checkpoint can be cut for --tp ([\d, ]+)\)$",
             message,
         )
         assert found, message

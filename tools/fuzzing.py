@@ -409,7 +409,7 @@ _WORDS = (
     *(
         '"vocabulary"',
         '"heads"',
-        "{ rows = ",
+        "{ dim = 0, by = ",
         "{ axis = 1, by = ",
         "}",
         "[",

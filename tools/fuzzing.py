@@ -410,7 +410,7 @@ _WORDS = (
         '"vocabulary"',
         '"heads"',
         "{ dim = 0, by = ",
-        "{ axis = 1, by = ",
+        "{ dim = 1, by = ",
         "}",
         "[",
         "]",

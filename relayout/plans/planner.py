@@ -205,8 +205,8 @@ class _Kind:
     suffix: str = ""
     """Last part of such a tensor's name."""
     is_expert: bool = False
-    """Whether the weight is of one expert. Engines load FP8 experts with a rank's share that ends inside a block of scales
-    (vLLM 0.33 `fused_moe/oracle/fp8.py`, `refine_fp8_moe_block_shape`), and refuse other such layers."""
+    """Whether the weight is of one expert. Engines load FP8 experts of which a rank's share ends inside a block of
+    scales (vLLM 0.33 `fused_moe/oracle/fp8.py`, `refine_fp8_moe_block_shape`), and refuse other such layers."""
 
     def apply(self, sizes: Sizes, num_ranks: int, scheme: Scheme | None) -> Cut:
         """The cut of the tensors of this kind."""

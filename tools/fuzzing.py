@@ -411,8 +411,8 @@ _WORDS = (
     *(
         '"vocabulary"',
         '"heads"',
-        "{ rows = ",
-        "{ axis = 1, by = ",
+        "{ dim = 0, by = ",
+        "{ dim = 1, by = ",
         "}",
         "[",
         "]",

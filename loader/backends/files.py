@@ -129,7 +129,9 @@ class Sources:
         self._files[number].read(0, view)
         if view[LENGTH_NBYTES : LENGTH_NBYTES + len(owner.prefix)] != owner.prefix:
             raise FormatError(
-                f"{file.where}: its header is not of rank {owner.rank}, part {owner.part}, of this conversion"
+                f"its header is not of rank {owner.rank}, part {owner.part}, of this conversion",
+                path=file.where,
+                code="owner",
             )
 
     def _open_cached(self, file: StoredFile, opened: ReadableFile) -> ReadableFile | None:
@@ -151,4 +153,4 @@ def _fd(file: ReadableFile) -> int:
 
 
 def _replaced(file: StoredFile) -> FormatError:
-    return FormatError(f"{file.where}: was replaced while it was opened")
+    return FormatError("was replaced while it was opened", path=file.where, code="mismatch")

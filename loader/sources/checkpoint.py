@@ -212,7 +212,7 @@ def find_rank(path: str | os.PathLike[str], rank: int, tp: int | None) -> RankSo
     if tp is not None:
         tp = integer(tp, "tp")
         if tp < 1:
-            raise PlanError(f"tp={tp}, expected 1 or more")
+            raise PlanError(f"tp={tp}, expected 1 or more", code="option")
     store = find_store(path)
     if is_converted(store):
         manifest = read_manifest(store)
@@ -221,9 +221,13 @@ def find_rank(path: str | os.PathLike[str], rank: int, tp: int | None) -> RankSo
             return ReshardedRank(store, manifest, rank, tp)
         return ConvertedRank(store, manifest, rank, cache(partial(read_table, store, manifest, rank)))
     if store.kind() is Kind.NOTHING:
-        raise PlanError(f"{store}: {store.absence()}")
+        raise PlanError(store.absence(), path=str(store), code="missing")
     if tp is None:
-        raise PlanError(f"{store}: not converted ({MANIFEST_NAME} is missing); say tp=N to slice it while loading")
+        raise PlanError(
+            f"not converted ({MANIFEST_NAME} is missing); say tp=N to slice it while loading",
+            path=str(store),
+            code="missing",
+        )
     check_rank(rank, tp)
     return PlainRank(store, rank, tp)
 
@@ -237,9 +241,13 @@ def find_whole(path: str | os.PathLike[str]) -> Pieces:
     """
     store = find_store(path)
     if store.kind() is Kind.NOTHING:
-        raise PlanError(f"{store}: {store.absence()}")
+        raise PlanError(store.absence(), path=str(store), code="missing")
     if not is_converted(store):
-        raise PlanError(f"{store}: not converted ({MANIFEST_NAME} is missing): safetensors.safe_open reads its files")
+        raise PlanError(
+            f"not converted ({MANIFEST_NAME} is missing): safetensors.safe_open reads its files",
+            path=str(store),
+            code="missing",
+        )
     from relayout.loader.sources.resharded import whole_pieces
 
     return whole_pieces(store, read_manifest(store))

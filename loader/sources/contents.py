@@ -102,9 +102,9 @@ def rank_files(folder: Store, manifest: Manifest, rank: int) -> tuple[StoredFile
     for file in files:
         status = folder.stat(file.name)
         if status is None:
-            raise FormatError(f"{file.where}: is missing")
+            raise FormatError("is missing", path=file.where, code="missing")
         if status.nbytes != file.nbytes:  # Before memory is taken: an arena is no larger than its files.
-            raise FormatError(f"{file.where}: {status.nbytes} bytes long, expected {file.nbytes}")
+            raise FormatError(f"{status.nbytes} bytes long, expected {file.nbytes}", path=file.where, code="mismatch")
     return files
 
 

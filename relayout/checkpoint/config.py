@@ -95,10 +95,10 @@ def parse_config(blob: bytes, where: str) -> dict[str, Any]:
     try:
         parsed = json.loads(text)
     except (ValueError, RecursionError) as error:  # A JSONDecodeError, or what it leaves to Python.
-        raise FormatError(f"{where}: not valid JSON: {error}") from None
+        raise FormatError(f"not valid JSON: {error}", path=where, code="syntax") from None
     refuse_surrogates(text, parsed, where)
     if depth(parsed) > MAX_DEPTH:
-        raise FormatError(f"{where}: JSON nested too deeply")
+        raise FormatError("JSON nested too deeply", path=where, code="limit")
     if not isinstance(parsed, dict):
-        raise FormatError(f"{where}: a JSON {type(parsed).__name__}, expected an object")
+        raise FormatError(f"a JSON {type(parsed).__name__}, expected an object", path=where, code="field")
     return parsed

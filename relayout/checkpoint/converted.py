@@ -34,7 +34,7 @@ def read_manifest(folder: Store) -> Manifest:
         FormatError: it cannot be read or is damaged.
     """
     if folder.kind() is Kind.NOTHING:
-        raise FormatError(f"{folder}: {folder.absence()}")
+        raise FormatError(folder.absence(), path=str(folder), code="missing")
     return parse_manifest(folder.read(MANIFEST_NAME, MAX_MANIFEST_NBYTES), folder.where(MANIFEST_NAME))
 
 
@@ -45,7 +45,9 @@ def check_rank(rank: int, num_ranks: int) -> None:
         PlanError: `rank` is not one of the `num_ranks`.
     """
     if not 0 <= rank < num_ranks:
-        raise PlanError(f"rank {rank}, expected 0 to {num_ranks - 1} (tensor-parallel degree {num_ranks})")
+        raise PlanError(
+            f"rank {rank}, expected 0 to {num_ranks - 1} (tensor-parallel degree {num_ranks})", code="option"
+        )
 
 
 def read_table(folder: Store, manifest: Manifest, rank: int) -> RankTable:
@@ -68,7 +70,7 @@ def read_record(folder: Store, manifest: Manifest) -> SourceRecord:
     blob = folder.read(SOURCE_RECORD_NAME, MAX_TABLE_FILE_NBYTES)
     text = decompress(blob, where)
     if (digest_hex(blob), digest_hex(text)) != (manifest.record_digest, manifest.conversion):
-        raise FormatError(f"{where}: digest differs from the one that the manifest names")
+        raise FormatError("digest differs from the one that the manifest names", path=where, code="digest")
     return parse_record(text, manifest.num_ranks, where)
 
 
@@ -85,5 +87,7 @@ def check_owner(folder: Store, manifest: Manifest, rank: int) -> None:
             opened.read(0, memoryview(start))
         if start[LENGTH_NBYTES:] != expected:
             raise FormatError(
-                f"{folder.where(file.name)}: its header is not of rank {rank}, part {part}, of this conversion"
+                f"its header is not of rank {rank}, part {part}, of this conversion",
+                path=folder.where(file.name),
+                code="owner",
             )

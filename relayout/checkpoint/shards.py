@@ -47,7 +47,11 @@ def _check_complete(root: Store, names: Sequence[str]) -> None:
         count = int(first["count"])
         other = next((match[0] for match in matches if int(match["count"]) != count), None)
         if other is not None:
-            raise FormatError(f"{root}: {first[0]} and {other} are of two models, and no index says which one it is")
+            raise FormatError(
+                f"{first[0]} and {other} are of two models, and no index says which one it is",
+                path=str(root),
+                code="mismatch",
+            )
         _check_set(root, first, {int(match["number"]) for match in matches})
 
 
@@ -60,7 +64,9 @@ def _check_set(root: Store, first: re.Match[str], numbers: set[int]) -> None:
         name = first[0][: first.start("number")] + missing + first[0][first.end("number") :]
         others = f" (and {num_missing - 1} others)" if num_missing > 1 else ""
         raise FormatError(
-            f"{root.where(name)}: is missing{others}: {first[0]} is one of {count}, and no index says otherwise"
+            f"is missing{others}: {first[0]} is one of {count}, and no index says otherwise",
+            path=root.where(name),
+            code="missing",
         )
 
 
@@ -73,4 +79,6 @@ def check_name(root: Store, name: str) -> None:
     try:
         name.encode()
     except UnicodeEncodeError:
-        raise PlanError(f"{root}: {shown(os.fsencode(name))}: its name is not UTF-8: rename it") from None
+        raise PlanError(
+            f"{shown(os.fsencode(name))}: its name is not UTF-8: rename it", path=str(root), code="unsupported"
+        ) from None

@@ -119,14 +119,14 @@ def read_catalogue(source: Store) -> Catalogue:
         if kind is Kind.FOLDER:
             return _read_folder(source)
     except PermissionError as error:
-        raise FormatError(f"{source}: cannot be read: {error.strerror}") from None
+        raise FormatError(f"cannot be read: {error.strerror}", path=str(source)) from None
     folder, name = source.parent()
     # Blobs of a hub cache have no suffix.
     if name.endswith(".safetensors") or (kind is Kind.FILE and "." not in name):
         return _read_file(source, folder, name)
     if kind is Kind.NOTHING:
-        raise PlanError(f"{source}: {source.absence()}")
-    raise PlanError(f"{source}: neither a folder nor a .safetensors file")
+        raise PlanError(source.absence(), path=str(source), code="missing")
+    raise PlanError("neither a folder nor a .safetensors file", path=str(source))
 
 
 def _read_file(source: Store, folder: Store, name: str) -> Catalogue:
@@ -179,7 +179,9 @@ def model_order(name: str) -> str:
 
 def _read_folder(root: Store) -> Catalogue:
     if is_converted(root):
-        raise PlanError(f"{root}: is a converted checkpoint already ({MANIFEST_NAME} lies in it)")
+        raise PlanError(
+            f"is a converted checkpoint already ({MANIFEST_NAME} lies in it)", path=str(root), code="exists"
+        )
     entries = sorted(root.walk(), key=lambda entry: entry.name.split("/"))
     names = [entry.name for entry in entries if "/" not in entry.name]  # Folders, too: one may be in a file's place.
     shards = [name for name in names if name.endswith(".safetensors")]
@@ -196,7 +198,7 @@ def _read_folder(root: Store) -> Catalogue:
     else:
         used, left_out = choose_shards(root, shards)
     if not used:
-        raise PlanError(f"{root}: holds no safetensors file{_elsewhere(entries)}")
+        raise PlanError(f"holds no safetensors file{_elsewhere(entries)}", path=str(root), code="missing")
     for name in used:
         check_name(root, name)
     side_files, not_copied = _side_files(root, entries)
@@ -240,7 +242,7 @@ def _find_index(root: Store, names: list[str]) -> str | None:
     others = [name for name in names if name.endswith(".safetensors" + _INDEX_SUFFIX) and name[0] != "."]
     if others and SINGLE_NAME not in names:
         if len(others) > 1:
-            raise PlanError(f"{root}: no {HUB_INDEX_NAME}, but several others: {', '.join(others)}")
+            raise PlanError(f"no {HUB_INDEX_NAME}, but several others: {', '.join(others)}", path=str(root))
         return others[0]
     return None
 
@@ -253,10 +255,12 @@ def parse_index(text: bytes, where: str) -> dict[str, str]:
     """
     weight_map = Fields(parse_object(text, where), where).object("weight_map")
     if not weight_map:
-        raise FormatError(f"{where}: 'weight_map' is empty")
+        raise FormatError("'weight_map' is empty", path=where, code="field")
     for name, file in weight_map.items():
         if not isinstance(file, str) or not re.fullmatch(r"[^./\\\0][^/\\\0]*\.safetensors", file):
-            raise FormatError(f"{where}: tensor {shown(name)}: {shown(file)} is not the name of a .safetensors file")
+            raise FormatError(
+                f"tensor {shown(name)}: {shown(file)} is not the name of a .safetensors file", path=where, code="field"
+            )
     return dict(weight_map)
 
 
@@ -281,7 +285,9 @@ def _assemble(
                 continue
             if entry.name in tensors:
                 other = shards[tensors[entry.name].file][0]
-                raise FormatError(f"{folder.where(shard.name)}: tensor {entry.name!r} is in {other.name} as well")
+                raise FormatError(
+                    f"tensor {entry.name!r} is in {other.name} as well", path=folder.where(shard.name), code="mismatch"
+                )
             extent = Extent(header.data_start + entry.offset, entry.nbytes)
             tensors[entry.name] = SourceTensor(entry.name, entry.dtype, entry.shape, position, extent)
         if elsewhere:
@@ -289,7 +295,11 @@ def _assemble(
     if named is not None:
         for name, file in named.items():
             if name not in tensors:
-                raise FormatError(f"{folder.where(file)}: tensor {shown(name)}: named by the index, not in the file")
+                raise FormatError(
+                    f"tensor {shown(name)}: named by the index, not in the file",
+                    path=folder.where(file),
+                    code="mismatch",
+                )
     first = dict(shards[0][1].metadata)
     return Catalogue(
         root=root,
@@ -315,7 +325,7 @@ def _side_files(root: Store, entries: Sequence[Entry]) -> tuple[tuple[str, ...],
         suffix = PurePosixPath(name).suffix
         is_part = "/" not in name and (suffix == ".safetensors" or name.endswith(_INDEX_SUFFIX))
         if reason is None and not entry.is_readable:
-            raise FormatError(f"{root.where(name)}: cannot be read: {os.strerror(errno.EACCES)}")
+            raise FormatError(f"cannot be read: {os.strerror(errno.EACCES)}", path=root.where(name))
         if reason is None and (suffix in _WEIGHT_SUFFIXES or name.endswith(_INDEX_SUFFIX)):
             reason = "weights that are not part of the model"
         elif reason is None and name.startswith("relayout."):

@@ -113,7 +113,7 @@ def inspect(path: str | os.PathLike[str], *, rank: int | None = None) -> Inspect
     if is_converted(store):
         return _inspect_converted(store, read_manifest(store), rank)
     if rank is not None:
-        raise PlanError(f"{store}: not converted, has no ranks")
+        raise PlanError("not converted, has no ranks", path=str(store), code="option")
     return _inspect_plain(store, read_catalogue(store))
 
 
@@ -208,7 +208,7 @@ def _table_groups(table: RankTable) -> tuple[TensorGroup, ...]:
 
 def _cut_in_words(part: Slice, source: tuple[int, ...]) -> str:
     pieces = "" if part.is_box else f"{len(part.ranges or ())} ranges of "
-    return f"{pieces}axis {part.axis} of {list(source)}"
+    return f"{pieces}dim {part.axis} of {list(source)}"
 
 
 def _groups(rows: Iterable[tuple[str, str, tuple[int, ...], int, str | None]]) -> tuple[TensorGroup, ...]:

@@ -127,7 +127,7 @@ def _check_rank(folder: Store, manifest: Manifest, rank: int, report: Report) ->
             where = folder.where(file.name)
             shard, header = read_shard(folder, file.name)
             if shard.nbytes != file.nbytes:
-                raise FormatError(f"{where}: {shard.nbytes} bytes long, expected {file.nbytes}")
+                raise FormatError(f"{shard.nbytes} bytes long, expected {file.nbytes}", path=where, code="mismatch")
             if digest_hex(shard.header) != file.header_digest:
                 report.add(file.name, "header differs from the one that was written", extent=Extent(0, file.data_start))
             _check_by_reference_reader(shard.header, header.data_nbytes, where)
@@ -164,7 +164,7 @@ def _check_by_reference_reader(header: bytes, data_nbytes: int, where: str) -> N
     complaint = _complaint(header)
     one_byte = build_header([TensorEntry("x", "U8", (1,), 0, 1)], {}, MIN_ALIGNMENT)
     if complaint != (_complaint(one_byte) if data_nbytes else None):
-        raise FormatError(f"{where}: the reference reader of safetensors: {complaint}")
+        raise FormatError(f"the reference reader of safetensors: {complaint}", path=where)
 
 
 def _complaint(header: bytes) -> str | None:
@@ -234,7 +234,7 @@ def _check_cuts(record: SourceRecord, report: Report) -> None:
                 break
             end = max(end, start + length)
         if axis >= len(shape) or end < shape[axis] or not any(part.is_held for part in slices):
-            report.add(SOURCE_RECORD_NAME, f"no rank holds element {end} of axis {axis} of {list(shape)}", name)
+            report.add(SOURCE_RECORD_NAME, f"no rank holds element {end} of dim {axis} of {list(shape)}", name)
 
 
 def _check_slices(name: str, rank: int, table: RankTable, record: SourceRecord, report: Report) -> None:

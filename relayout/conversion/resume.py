@@ -29,7 +29,7 @@ def undertaking_of(conversion: Conversion) -> Undertaking:
     for file in catalogue.files:
         status = catalogue.folder.stat(file.name)
         if status is None:
-            raise FormatError(f"{catalogue.folder.where(file.name)}: is missing")
+            raise FormatError("is missing", path=catalogue.folder.where(file.name), code="missing")
         name = os.fsencode(file.name).hex()  # It need not be UTF-8.
         files.append([name, status.nbytes, status.version, digest_hex(file.header)])
     # One tensor may lie in several files: the index says which counts.
@@ -58,7 +58,9 @@ def claims_of(staging: Staging, undertaking: Undertaking, *, force: bool) -> Map
     if found is not None and found[1] and not force:
         what = "the source has changed since" if found[0].options == undertaking.options else "with other options"
         raise PlanError(
-            f"{staging.where}: holds an interrupted conversion, {what}; --force discards it and starts afresh"
+            f"holds an interrupted conversion, {what}; --force discards it and starts afresh",
+            path=staging.where,
+            code="exists",
         )
     staging.is_kept = False
     staging.clear()

@@ -42,7 +42,7 @@ def copy_side_file(source: Store, staging: Staging, name: str, expected: SideFil
     staging.put(name, side.pieces(), mode)
     found = SideFile(name, side.nbytes, side.digest.hexdigest(), mode)
     if expected is not None and found.digest != expected.digest:
-        raise FormatError(f"{source.where(name)}: differs from the file that was copied")
+        raise FormatError("differs from the file that was copied", path=source.where(name), code="digest")
     return found
 
 
@@ -64,9 +64,9 @@ class _Passing:
     def __init__(self, folder: Store, name: str, expected_nbytes: int | None) -> None:
         status = folder.stat(name)
         if status is None:
-            raise FormatError(f"{folder.where(name)}: cannot be read: {os.strerror(errno.ENOENT)}")
+            raise FormatError(f"cannot be read: {os.strerror(errno.ENOENT)}", path=folder.where(name), code="missing")
         if expected_nbytes not in (None, status.nbytes):
-            raise FormatError(f"{folder.where(name)}: differs from the file that was copied")
+            raise FormatError("differs from the file that was copied", path=folder.where(name), code="digest")
         self.mode, self.nbytes = status.mode, status.nbytes
         self.digest = xxhash.xxh3_128()
         self._folder, self._name, self._version = folder, name, status.version

@@ -161,7 +161,7 @@ class Bucket:
         limit = self.request("read", name)
         found = self._objects.get(name)
         if found is None or found.version != version:
-            raise FormatError(f"memory://{self.name}/{name}: was replaced while it was read")
+            raise FormatError("was replaced while it was read", path=f"memory://{self.name}/{name}", code="mismatch")
         part = memoryview(found.content)[offset : offset + view.nbytes][:limit]
         view[: part.nbytes] = part
         with self._lock:
@@ -177,7 +177,9 @@ class Bucket:
         """
         with self._lock:
             if prefix in self._writing:
-                raise PlanError(f"memory://{self.name}/{prefix}: is being written by another conversion")
+                raise PlanError(
+                    "is being written by another conversion", path=f"memory://{self.name}/{prefix}", code="busy"
+                )
             self._writing.add(prefix)
             found = self._attempts.pop(prefix, None)
         try:
@@ -308,7 +310,7 @@ class MemoryStore:
         """See `Store.read`."""
         with self.open(name) as file:
             if file.nbytes > limit:
-                raise FormatError(f"{self.where(name)}: {file.nbytes} bytes, limit {limit}")
+                raise FormatError(f"{file.nbytes} bytes, limit {limit}", path=self.where(name), code="limit")
             text = bytearray(file.nbytes)
             file.read(0, memoryview(text))
             return bytes(text)
@@ -321,27 +323,35 @@ class MemoryStore:
             raise OSError(95, "a store in memory has no direct I/O; use backend 'buffered'", self.where(name))
         found = self.stat(name)
         if found is None:
-            raise FormatError(f"{self.where(name)}: is missing")
+            raise FormatError("is missing", path=self.where(name), code="missing")
         if nbytes not in (None, found.nbytes):
-            raise FormatError(f"{self.where(name)}: {found.nbytes} bytes long, expected {nbytes}")
+            raise FormatError(f"{found.nbytes} bytes long, expected {nbytes}", path=self.where(name), code="mismatch")
         if version not in (None, found.version):
-            raise FormatError(f"{self.where(name)}: has changed since it was looked at")
+            raise FormatError("has changed since it was looked at", path=self.where(name), code="mismatch")
         return MemoryFile(self.bucket, self.full_name(name), found.nbytes, found.version)
 
     def check_output(self, source: Store, marker: str, *, force: bool) -> None:
         """See `Store.check_output`."""
         mine, other = f"{self}/", f"{source}/"
         if mine == other:
-            raise PlanError(f"{self}: is the source itself; choose another prefix with -o")
+            raise PlanError("is the source itself; choose another prefix with -o", path=str(self), code="exists")
         if mine.startswith(other) or other.startswith(mine):
-            raise PlanError(f"{self}: lies in the source or around it; choose another prefix with -o")
+            raise PlanError(
+                "lies in the source or around it; choose another prefix with -o", path=str(self), code="exists"
+            )
         match self.kind():
             case Kind.FILE:
-                raise PlanError(f"{self}: exists and is not a folder")
+                raise PlanError("exists and is not a folder", path=str(self), code="exists")
             case Kind.FOLDER if not force:
-                raise PlanError(f"{self}: is not empty; --force replaces a folder that relayout wrote")
+                raise PlanError(
+                    "is not empty; --force replaces a folder that relayout wrote", path=str(self), code="exists"
+                )
             case Kind.FOLDER if self.bucket.find(self.full_name(marker)) is None:
-                raise PlanError(f"{self}: is not empty and was not written by relayout ({marker} is missing)")
+                raise PlanError(
+                    f"is not empty and was not written by relayout ({marker} is missing)",
+                    path=str(self),
+                    code="exists",
+                )
 
     @contextmanager
     def stage(self, marker: str, *, replace: bool, modes: Modes) -> Iterator[MemoryStaging]:
@@ -418,9 +428,11 @@ class MemoryStaging:
         """See `Staging.open`."""
         found = self._attempt.files.get(name)
         if found is None:
-            raise FormatError(f"{self._store.where(name)}: is missing")
+            raise FormatError("is missing", path=self._store.where(name), code="missing")
         if len(found) != nbytes:
-            raise FormatError(f"{self._store.where(name)}: {len(found)} bytes long, expected {nbytes}")
+            raise FormatError(
+                f"{len(found)} bytes long, expected {nbytes}", path=self._store.where(name), code="mismatch"
+            )
         return _StagedFile(self._store, name, found)
 
     def write_file(self, name: str, nbytes: int, *, is_new: bool) -> _StagedFile:

@@ -33,10 +33,12 @@ def find_store(path: str | os.PathLike[str]) -> Store:
         return LocalStore(Path(path))
     if found not in REGISTRY:
         known = ", ".join(f"{scheme}://" for scheme in REGISTRY)
-        raise PlanError(f"{os.fspath(path)}: no store for {found}://, expected a path, or one of {known}")
+        raise PlanError(
+            f"no store for {found}://, expected a path, or one of {known}", path=os.fspath(path), code="option"
+        )
     store = REGISTRY[found](os.fspath(path))
     if isinstance(store, Refusal):
-        raise PlanError(f"{os.fspath(path)}: {store.reason}")
+        raise PlanError(store.reason, path=os.fspath(path), code="option")
     return store
 
 

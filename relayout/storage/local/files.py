@@ -62,10 +62,10 @@ def check_regular(path: Path) -> os.stat_result:
         status = path.stat()
     except OSError as error:
         if error.errno in _NOWHERE:
-            raise FormatError(f"{path}: cannot be read: {error.strerror}") from None
+            raise FormatError(f"cannot be read: {error.strerror}", path=path, code="unsafe") from None
         raise
     if not stat.S_ISREG(status.st_mode):
-        raise FormatError(f"{path}: not a regular file")
+        raise FormatError("not a regular file", path=path, code="unsafe")
     return status
 
 
@@ -78,7 +78,7 @@ def read_small(path: Path, limit: int) -> bytes:
     """See `Store.read`."""
     with InputFile(path) as file:
         if file.nbytes > limit:
-            raise FormatError(f"{path}: {file.nbytes} bytes, limit {limit}")
+            raise FormatError(f"{file.nbytes} bytes, limit {limit}", path=path, code="limit")
         text = bytearray(file.nbytes)
         file.read(0, memoryview(text))
         return bytes(text)
@@ -109,20 +109,21 @@ class InputFile:
                 self._fd, self._direct = _open(partial(folder.open_own, path.name), TO_READ, direct)
         except OSError as error:
             if nbytes is None and error.errno in _NO_FILE:
-                raise FormatError(f"{path}: cannot be read: {error.strerror}") from None
+                code = "missing" if error.errno == errno.ENOENT else "invalid"
+                raise FormatError(f"cannot be read: {error.strerror}", path=path, code=code) from None
             if isinstance(error, FileNotFoundError):
-                raise FormatError(f"{path}: is missing") from None
+                raise FormatError("is missing", path=path, code="missing") from None
             raise
         try:
             if access is Access.DIRECT and not self._direct:
                 raise _refused(path)
             status = os.fstat(self._fd)
             if not stat.S_ISREG(status.st_mode):
-                raise FormatError(f"{path}: not a regular file")
+                raise FormatError("not a regular file", path=path, code="unsafe")
             if nbytes not in (None, status.st_size):
-                raise FormatError(f"{path}: {status.st_size} bytes long, expected {nbytes}")
+                raise FormatError(f"{status.st_size} bytes long, expected {nbytes}", path=path, code="mismatch")
             if version not in (None, version_of(status)):
-                raise FormatError(f"{path}: has changed since it was looked at")
+                raise FormatError("has changed since it was looked at", path=path, code="mismatch")
         except BaseException:
             self.close()
             raise
@@ -154,14 +155,18 @@ class InputFile:
                     error.errno, f"{os.strerror(error.errno or 0)} at byte {offset + done}", str(self.path)
                 ) from None
             if count == 0:
-                raise FormatError(f"{self.path}: ends at byte {offset + done}, expected {self.nbytes} bytes")
+                raise FormatError(
+                    f"ends at byte {offset + done}, expected {self.nbytes} bytes", path=self.path, code="truncated"
+                )
             if direct and done + count < expected:
                 # A short read may end inside a block: go on from that block's start.
                 count = align_down(count, BLOCK)
                 if count == 0:
                     length = os.fstat(self._fd).st_size
                     if length < self.nbytes:
-                        raise FormatError(f"{self.path}: ends at byte {length}, expected {self.nbytes} bytes")
+                        raise FormatError(
+                            f"ends at byte {length}, expected {self.nbytes} bytes", path=self.path, code="truncated"
+                        )
                     self._go_buffered()
             done += count
         if self._access is Access.ONCE and not self._direct:

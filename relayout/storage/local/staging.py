@@ -61,18 +61,22 @@ def check_output(source: Path | None, output: Path, marker: str, *, force: bool)
     if source is not None:
         real_source = source.resolve()
         if real_source == real_output:
-            raise PlanError(f"{output}: is the source itself; choose another folder with -o")
+            raise PlanError("is the source itself; choose another folder with -o", path=output, code="exists")
         if real_output.is_relative_to(real_source) or real_source.is_relative_to(real_output):
-            raise PlanError(f"{output}: lies in the source or around it; choose another folder with -o")
+            raise PlanError(
+                "lies in the source or around it; choose another folder with -o", path=output, code="exists"
+            )
     if not real_output.parent.is_dir():
-        raise PlanError(f"{output}: its parent folder does not exist")
+        raise PlanError("its parent folder does not exist", path=output, code="missing")
     if os.path.lexists(output):
         if not output.is_dir() or output.is_symlink():
-            raise PlanError(f"{output}: exists and is not a folder")
+            raise PlanError("exists and is not a folder", path=output, code="exists")
         if _holds_working_folder(real_output):
-            raise PlanError(f"{output}: is or holds the working directory, and would be replaced by another folder")
+            raise PlanError(
+                "is or holds the working directory, and would be replaced by another folder", path=output, code="exists"
+            )
         if real_output.is_mount():
-            raise PlanError(f"{output}: {_CANNOT_REPLACE[errno.EBUSY]}")
+            raise PlanError(_CANNOT_REPLACE[errno.EBUSY], path=output, code="exists")
         _check_vacant(output, marker, force=force)
 
 
@@ -91,9 +95,11 @@ def _check_vacant(output: Path, marker: str, *, force: bool) -> None:
     """
     if any(output.iterdir()):
         if not force:
-            raise PlanError(f"{output}: is not empty; --force replaces a folder that relayout wrote")
+            raise PlanError("is not empty; --force replaces a folder that relayout wrote", path=output, code="exists")
         if not (output / marker).is_file():
-            raise PlanError(f"{output}: is not empty and was not written by relayout ({marker} is missing)")
+            raise PlanError(
+                f"is not empty and was not written by relayout ({marker} is missing)", path=output, code="exists"
+            )
 
 
 def clear_up(output: Path) -> None:
@@ -121,7 +127,9 @@ def check_space(output: Path, nbytes: int) -> None:
     free = status.f_bavail * status.f_frsize
     if free < nbytes:
         raise PlanError(
-            f"{output}: needs {nbytes / 1e9:.3f} GB, {free / 1e9:.3f} GB are free there ({nbytes - free} bytes too few)"
+            f"needs {nbytes / 1e9:.3f} GB, {free / 1e9:.3f} GB are free there ({nbytes - free} bytes too few)",
+            path=output,
+            code="space",
         )
 
 
@@ -358,7 +366,7 @@ def _make_place(parent: OpenFolder, output: Path, user: int) -> OpenFolder:
     parent.make(_place(output).name, stat.S_IRWXU)
     place = _open_place(parent, output, user)
     if place is None or place.names():
-        raise PlanError(f"{_place(output)}: somebody else has put something in its place")
+        raise PlanError("somebody else has put something in its place", path=_place(output), code="exists")
     return place
 
 
@@ -384,7 +392,7 @@ def _put_back(parent: OpenFolder, output: Path, user: int, replace: bool) -> Non
     check_user(old, status, user)
     if parent.status(output.name) is None:
         if not replace:
-            raise PlanError(f"{output}: is missing{waiting(output)}, or replaced with --force")
+            raise PlanError(f"is missing{waiting(output)}, or replaced with --force", path=output, code="missing")
         rename(parent, old.name, parent, output.name)
 
 
@@ -407,7 +415,7 @@ def _check_replaceable(place: OpenFolder, parent: OpenFolder, output: Path) -> N
     except OSError as error:
         if error.errno not in _expected(output):
             reason = _CANNOT_REPLACE.get(error.errno or 0, f"cannot be replaced: {error.strerror}")
-            raise PlanError(f"{output}: {reason}") from None
+            raise PlanError(reason, path=output, code="exists") from None
     finally:
         place.remove("occupied")
 

@@ -88,7 +88,7 @@ class LocalStore:
             status = check_regular(path)
         except FileNotFoundError:
             if path.is_symlink():
-                raise FormatError(f"{path}: cannot be read: a link to nothing") from None
+                raise FormatError("cannot be read: a link to nothing", path=path, code="missing") from None
             return None
         return FileStat(status.st_size, version_of(status), status.st_mode & 0o777)
 

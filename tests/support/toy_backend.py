@@ -69,7 +69,7 @@ class ToyBackend:
     def wrap(self, tensors: Sequence[torch.Tensor]) -> Scattered:
         return Scattered([(tensor.data_ptr(), tensor.numel()) for tensor in tensors])
 
-    def start(self, memory: Memory[memoryview], job: ReadJob) -> ThreadedJob[None]:
+    def start(self, memory: Memory[memoryview], job: ReadJob) -> ThreadedJob[None, Chunk]:
         sources = Sources(job.files, self.access)
         one = replace(job, budget=Budget(1, job.budget.memory))
         chunks = self.chunks(one.reads, 1, one.budget)

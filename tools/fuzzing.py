@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import safetensors
+from support.vector_edits import BASES, changed_files, vectors
 from zstandard import ZstdDecompressor, ZstdError
 
 from relayout.checkpoint.config import parse_config
@@ -37,10 +37,6 @@ from relayout.format.safetensors import LENGTH_NBYTES, json_text, parse_header
 from relayout.format.source_record import parse_record
 from relayout.plans.family import parse_family
 from relayout.plans.planner import Plan, make_plan, plan_for
-
-sys.path.append(str(Path(__file__).parent.parent / "tests"))
-
-from support.vector_edits import BASES, changed_files, vectors
 
 _CONVERTED = BASES / "converted"
 MAX_INPUT_NBYTES = 2**16
@@ -414,8 +410,8 @@ _WORDS = (
     *(
         '"vocabulary"',
         '"heads"',
-        "{ rows = ",
-        "{ axis = 1, by = ",
+        "{ dim = 0, by = ",
+        "{ dim = 1, by = ",
         "}",
         "[",
         "]",

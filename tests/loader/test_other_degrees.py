@@ -200,7 +200,7 @@ def test_there_is_nothing_to_verify_by(call: Callable[..., Any], conversions: Co
         (
             0,
             3,
-            r"axis 1 of \[128, 256\] has 256 elements, not a multiple of 3 \(.* can be cut for --tp 1, 2, 4, 8\)$",
+            r"dim 1 of \[128, 256\]: 256 elements, not a multiple of 3 \(.* can be cut for --tp 1, 2, 4, 8\)$",
         ),
         (0, 0, r"^tp=0, expected 1 or more$"),
         (0, 2000, r"^2000 ranks, expected 1 to 1024$"),

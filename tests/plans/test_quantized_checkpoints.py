@@ -188,7 +188,7 @@ def test_a_refusal_names_tensor_axis_size_and_the_degrees_that_are_accepted(
         with pytest.raises(PlanError) as caught:
             plan_for(source, degree)
         found = re.match(
-            r"tensor '(?P<name>[^']+)': axis (?P<axis>[01]) of (?P<kind>a quantized weight )?(?P<shape>\[[\d, ]+\]).*"
+            r"tensor '(?P<name>[^']+)': dim (?P<axis>[01]) of (?P<kind>a quantized weight )?(?P<shape>\[[\d, ]+\]).*"
             r" \(this checkpoint can be cut for --tp (?P<degrees>[\d, ]+)\)$",
             str(caught.value),
         )

@@ -13,7 +13,7 @@ from relayout.core.coalesce import split
 from relayout.core.extents import Extent, Transfer, align_down, align_up
 from relayout.errors import FormatError
 from relayout.format.index import Read
-from relayout.loader.backends.arena import HostArena, allocate
+from relayout.loader.backends.arena import MAP_FIXED, HostArena, allocate
 from relayout.loader.backends.base import Choice, FreshArenas, Memory, ReadJob, Refusal, Request, RunningJob
 from relayout.loader.backends.files import Access, Sources
 from relayout.loader.backends.host import Copier, ThreadedJob, reserve
@@ -25,9 +25,8 @@ from relayout.storage.libc import map_file
 if TYPE_CHECKING:
     import torch
 
-_FLAGS = mmap.MAP_PRIVATE | 0x10
-"""With MAP_FIXED, which has this value on Linux and macOS: in place of the arena's own pages. Private: who writes to a
-tensor gets a copy of the page."""
+_FLAGS = mmap.MAP_PRIVATE | MAP_FIXED
+"""In place of the arena's own pages. Private: who writes to a tensor gets a copy of the page."""
 
 _STRETCH_NBYTES = 2**20
 """What is looked at is read in pieces that a processor's cache holds."""

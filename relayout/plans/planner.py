@@ -204,6 +204,9 @@ class _Kind:
     """Where the tensor is one of several that store a quantized weight between them: what that weight may be."""
     suffix: str = ""
     """Last part of such a tensor's name."""
+    is_expert: bool = False
+    """Whether the weight is of one expert. Engines load FP8 experts of which a rank's share ends inside a block of
+    scales (vLLM 0.33 `fused_moe/oracle/fp8.py`, `refine_fp8_moe_block_shape`), and refuse other such layers."""
 
     def apply(self, sizes: Sizes, num_ranks: int, scheme: Scheme | None) -> Cut:
         """The cut of the tensors of this kind."""
@@ -227,7 +230,9 @@ class _Kind:
         shape = (weight.rows, weight.columns)
         with about(part=f"dim {dim} of a quantized weight {list(shape)}"):
             cut = self._divide(dim, shape, sizes, num_ranks)
-            carried = scheme.carry(dim, self.suffix, self.shape, weight, cut)
+            carried = scheme.carry(
+                dim, self.suffix, self.shape, weight, cut, may_split_blocks=self.is_expert and scheme.name == "fp8"
+            )
         if carried is None:
             return Cut((WHOLE,) * num_ranks)
         own, ranges = carried
@@ -258,6 +263,7 @@ class _KindFinder:
         self._scheme = scheme
         self._collapse = not family.tells_numbers_apart
         self._rules: dict[str, Rule | None] = {}
+        self._experts: dict[str, bool] = {}
         self._modules: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
         """Of each quantized module: last part of the name -> dtype, shape."""
         self._weights: dict[str, tuple[Weight, ...]] = {}
@@ -280,7 +286,7 @@ class _KindFinder:
             if rule is not None and weights:
                 if self._family.is_transposed and rule.dim in (0, 1):
                     rule = replace(rule, dim=1 - rule.dim)
-                return _Kind(rule, tensor.dtype, tensor.shape, weights, suffix)
+                return _Kind(rule, tensor.dtype, tensor.shape, weights, suffix, self._is_expert(tensor.name))
         rule = self._rule(tensor.name)
         if rule is None and suffix == "bias" and len(stored) > 1:
             # Some tools give every quantized layer a bias, of zeros mostly; it goes with the rows.
@@ -291,8 +297,17 @@ class _KindFinder:
             rule = Rule(tensor.name, None)
         return None if rule is None else _Kind(rule, tensor.dtype, tensor.shape)
 
+    def _is_expert(self, name: str) -> bool:
+        key = self._key(name)
+        if key not in self._experts:
+            self._experts[key] = self._family.expert(name) is not None
+        return self._experts[key]
+
+    def _key(self, name: str) -> str:
+        return collapse_numbers(name) if self._collapse else name
+
     def _rule(self, name: str) -> Rule | None:
-        key = collapse_numbers(name) if self._collapse else name
+        key = self._key(name)
         if key not in self._rules:
             self._rules[key] = self._family.rule(name)
         return self._rules[key]

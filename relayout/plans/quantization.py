@@ -138,6 +138,8 @@ class Scheme:
         shape: tuple[int, ...],
         weight: Weight,
         ranges: Sequence[tuple[Range, ...]],
+        *,
+        may_split_blocks: bool = False,
     ) -> tuple[int, list[tuple[Range, ...]]] | None:
         """Carry a cut of the weight over to one of its tensors.
 
@@ -147,6 +149,8 @@ class Scheme:
             shape: of the tensor.
             weight: what the tensors store.
             ranges: for each rank: (start, length) in values of the weight, along `axis`.
+            may_split_blocks: whether a border may fall inside a block that shares a scale, so that every rank holds all
+                scales.
 
         Returns:
             The tensor's axis and, for each rank, ranges of its elements; None: every rank holds it whole.
@@ -173,6 +177,11 @@ class Scheme:
             per = Fraction(dim, size)
         else:
             raise PlanError(f"cannot map {dim} values onto a tensor of shape {list(shape)}", code="indivisible")
+
+        if may_split_blocks and per == self.block[axis] > 1:
+            borders = {at for parts in ranges for start, length in parts for at in (start, start + length)}
+            if any(at % per and at != dim for at in borders):
+                return None
 
         def border(at: int) -> int:
             if at % per and at != dim:

@@ -307,8 +307,10 @@ class DeviceJob(ThreadedJob[Lane, Chunk]):
         while done < nbytes:
             count = self._handles[file].read(span[done:], offset + done)
             if count <= 0:
-                path = self.job.files[file].path
-                raise FormatError(f"{path}: ends at byte {offset + done}, expected {self.job.files[file].nbytes} bytes")
+                stored = self.job.files[file]
+                raise FormatError(
+                    f"ends at byte {offset + done}, expected {stored.nbytes} bytes", path=stored.path, code="truncated"
+                )
             done += count
         if self.job.checks is not None:
             # What has arrived is looked at: it is fetched again.

@@ -71,7 +71,8 @@ class MappedBackend:
         """See `Backend.start`."""
         sources = Sources(job.files, self.access)
         try:
-            return _MappedJob(memory, job, sources, list(_items(memory, sources, job)))
+            mapped: list[Transfer] = []
+            return _MappedJob(memory, job, sources, list(_items(memory, sources, job, mapped)), mapped)
         except BaseException:
             sources.close()
             raise
@@ -88,25 +89,33 @@ class _MappedJob(ThreadedJob[Buffer, "Chunk | _Check"]):
     """Copies what cannot be mapped, and looks at the rest if digests are to be checked."""
 
     def __init__(
-        self, memory: Memory[memoryview], job: ReadJob, sources: Sources, work: Sequence[Chunk | _Check]
+        self,
+        memory: Memory[memoryview],
+        job: ReadJob,
+        sources: Sources,
+        work: Sequence[Chunk | _Check],
+        mapped: Sequence[Transfer],
     ) -> None:
-        """Start; what is checked of a tensor is in order."""
+        """Start `work`, in which what is checked of a tensor is in order; nothing is left to do for `mapped`."""
         self._copier = Copier(memory, sources, job)
-        self._mapped_nbytes = sum(one.transfer.total_nbytes for one in job.reads) - sum(
-            item.nbytes if isinstance(item, Chunk) else item.read.transfer.nbytes for item in work
-        )
+        self._mapped = mapped
         super().__init__(job, sources, Buffer, self._work, work)
 
     def join(self, on_progress: Callable[[int], None] | None = None) -> None:
         """See `RunningJob.join`."""
-        super().join(None if on_progress is None else lambda done: on_progress(self._mapped_nbytes + done))
+        there = sum(one.nbytes for one in self._mapped)
+        super().join(None if on_progress is None else lambda done: on_progress(there + done))
 
     def finish(self) -> None:
         """See `ThreadedJob.finish`: a file that was cut off meanwhile would kill the process that uses it."""
         for number, file in enumerate(self.job.files):
             length = os.fstat(self.sources.fd(number)).st_size
             if length < file.nbytes:
-                raise FormatError(f"{file.path}: ends at byte {length}, expected {file.nbytes} bytes")
+                raise FormatError(
+                    f"ends at byte {length}, expected {file.nbytes} bytes", path=file.path, code="truncated"
+                )
+        for one in self._mapped:
+            self.job.tell(one.target, one.nbytes)
 
     def _work(self, buffer: Buffer, item: Chunk | _Check) -> int:
         if isinstance(item, Chunk):
@@ -120,14 +129,16 @@ class _MappedJob(ThreadedJob[Buffer, "Chunk | _Check"]):
         return one.nbytes
 
 
-def _items(memory: Memory[memoryview], sources: Sources, job: ReadJob) -> Iterator[Chunk | _Check]:
-    """What is left to do when what can be mapped is mapped, in the order of the reads."""
+def _items(
+    memory: Memory[memoryview], sources: Sources, job: ReadJob, mapped: list[Transfer]
+) -> Iterator[Chunk | _Check]:
+    """Map what can be mapped, and put it into `mapped`; what is left to do, in the order of the reads."""
     copied: list[Read] = []
     for part, is_mapped in (found for read in job.reads for found in _map(memory, sources, read)):
         if not is_mapped:
             copied.append(part)
         elif job.checks is None:
-            job.tell(part.transfer.target, part.transfer.nbytes)
+            mapped.append(part.transfer)
         else:
             yield from plan_chunks(copied, sources.alignment, bounce_nbytes=job.budget.buffer_nbytes)
             copied.clear()

@@ -142,7 +142,7 @@ def find_source(path: str | os.PathLike[str], rank: int, tp: int | None, verify:
     """
     source = find_rank(path, rank, tp)
     if verify and source.no_digests is not None:
-        raise PlanError(source.no_digests)
+        raise PlanError(source.no_digests, code="unsupported")
     return source
 
 

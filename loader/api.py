@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relayout.errors import PlanError
@@ -141,7 +140,7 @@ def find_source(path: str | os.PathLike[str], rank: int, tp: int | None, verify:
         FormatError: the manifest is damaged.
         PlanError: as `sources.checkpoint.find_rank`; or there is nothing to verify by.
     """
-    source = find_rank(Path(path), rank, tp)
+    source = find_rank(path, rank, tp)
     if verify and source.no_digests is not None:
         raise PlanError(source.no_digests, code="unsupported")
     return source

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from relayout.core.workers import Stop
 from relayout.errors import PlanError
 from relayout.loader.backends.base import Backend, ReadJob, Refusal, checks_of
-from relayout.loader.backends.files import Access, Sources
+from relayout.loader.backends.files import Sources
 from relayout.loader.budgets import Budget
 from relayout.loader.disjoint import Strided, is_simple, sharing, strided
 from relayout.loader.loading import Options, load_arena
@@ -18,6 +18,7 @@ from relayout.loader.sources.contents import Contents, select
 from relayout.loader.stream import stream
 from relayout.loader.tensors import bytes_of, torch_dtype, torch_shape
 from relayout.progress import reporting
+from relayout.storage.protocols import Access
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ from relayout.loader.backends.base import Choice, ReadJob, checks_of
 from relayout.loader.backends.choice import choose, resolve_device
 from relayout.loader.budgets import Budget, plan_budget
 from relayout.loader.placement import ArenaPlan
-from relayout.loader.sources.contents import StoredFile
+from relayout.loader.sources.contents import StoredFile, cost_of
 from relayout.loader.tensors import make_views, to_device
 from relayout.progress import Progress, reporting
 
@@ -39,7 +39,7 @@ class Options:
             PlanError: as `choice.choose` and `budgets.plan_budget`.
         """
         choice = choose(self.backend, self.device, files)
-        return choice, plan_budget(self.threads, self.memory, choice.backend.max_buffer_nbytes)
+        return choice, plan_budget(self.threads, self.memory, choice.backend.max_buffer_nbytes, cost_of(files))
 
 
 def options_of(

@@ -15,12 +15,6 @@ from relayout.core.coalesce import coalesce, split
 from relayout.core.extents import Extent, Transfer, align_down, align_up
 from relayout.format.index import Read
 
-CHUNK_NBYTES = 8 * 2**20
-"""Largest request. At this size Python's part in a request is noise, and a bounce buffer is still small."""
-
-MIN_RUN_NBYTES = 256 * 2**10
-"""Runs of at least this many bytes are requested one by one; the gaps between shorter ones are read as well."""
-
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -44,23 +38,31 @@ def plan_chunks(
     reads: Iterable[Read],
     alignment: int,
     *,
-    chunk_nbytes: int = CHUNK_NBYTES,
-    bounce_nbytes: int = CHUNK_NBYTES,
+    chunk_nbytes: int,
+    bounce_nbytes: int,
+    max_gap_nbytes: int,
 ) -> Iterator[Chunk]:
     """Cut reads into requests of at most `chunk_nbytes` (a multiple of `alignment`), and edges.
 
-    Requests that need a bounce buffer fit one of `bounce_nbytes`, which has room for four blocks at least.
+    Requests that need a bounce buffer fit one of `bounce_nbytes`, which has room for four blocks at least. Of a strided
+    read, the gaps between runs are read as well if runs are shorter than `max_gap_nbytes`, and gaps not longer.
     """
     whole = min(chunk_nbytes, align_down(bounce_nbytes, alignment) - 2 * alignment)
-    return _merged(_requests(reads, alignment, chunk_nbytes, whole), bounce_nbytes)
+    return _merged(_requests(reads, alignment, chunk_nbytes, whole, max_gap_nbytes), bounce_nbytes)
 
 
-def _requests(reads: Iterable[Read], alignment: int, chunk_nbytes: int, bounce_nbytes: int) -> Iterator[Chunk]:
+def _requests(
+    reads: Iterable[Read], alignment: int, chunk_nbytes: int, bounce_nbytes: int, max_gap_nbytes: int
+) -> Iterator[Chunk]:
     for read in reads:
         transfer = read.transfer
         if transfer.count == 1:
             yield from _contiguous(read.file, transfer, alignment, chunk_nbytes, bounce_nbytes)
-        elif transfer.nbytes >= MIN_RUN_NBYTES or transfer.source_stride > bounce_nbytes:
+        elif (
+            transfer.nbytes >= max_gap_nbytes
+            or transfer.source_stride - transfer.nbytes > max_gap_nbytes
+            or transfer.source_stride > bounce_nbytes
+        ):
             for run in transfer.runs():
                 yield from _contiguous(read.file, run, alignment, chunk_nbytes, bounce_nbytes)
         else:

@@ -16,7 +16,7 @@ from relayout.loader.budgets import MAX_IN_FLIGHT, MIN_BUFFER, NODE_IN_FLIGHT, B
 from relayout.loader.diagnose.hints import error_hints
 from relayout.loader.loading import Options, load_arena
 from relayout.loader.placement import PlacedTensors, Placement, batches, pack, place, placed
-from relayout.loader.sources.contents import Contents
+from relayout.loader.sources.contents import Contents, cost_of
 from relayout.loader.tensors import make_views, to_device
 from relayout.progress import reporting
 
@@ -48,13 +48,13 @@ def _share(contents: Contents, backend: Backend[Any], options: Options) -> tuple
     sizes = contents.sizes()
     largest = max(range(len(sizes)), key=sizes.__getitem__, default=None)
     needed = 0 if largest is None else sizes[largest] + _SLACK
-    most = backend.max_buffer_nbytes
+    most, cost = backend.max_buffer_nbytes, cost_of(contents.files)
     if options.memory is None:
-        budget = plan_budget(options.threads, None, most)
+        budget = plan_budget(options.threads, None, most, cost)
         return budget, max(needed, min(MAX_IN_FLIGHT, NODE_IN_FLIGHT // local_world_size()) - budget.memory)
     if options.memory < 2 * MIN_BUFFER:
         raise PlanError(f"{options.memory} bytes of memory, expected {2 * MIN_BUFFER} or more", code="option")
-    budget = plan_budget(options.threads, max(MIN_BUFFER, min(options.memory // _NUM_BATCHES, most)), most)
+    budget = plan_budget(options.threads, max(MIN_BUFFER, min(options.memory // _NUM_BATCHES, most)), most, cost)
     bound = options.memory - budget.memory
     if largest is not None and bound < needed:
         raise PlanError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
 
@@ -92,7 +91,7 @@ class CheckpointView:
     """
 
     def __init__(
-        self, path: Path, rank: int, num_ranks: int, pieces: Pieces, reader: _Reader, *, is_whole: bool = False
+        self, path: str, rank: int, num_ranks: int, pieces: Pieces, reader: _Reader, *, is_whole: bool = False
     ) -> None:
         self.path = path
         """What was opened."""
@@ -279,8 +278,8 @@ def open_rank(
     """Open one rank of a checkpoint, as `safetensors.safe_open` opens a file.
 
     Use it in a `with` statement, or close it. Any number of threads may share what it returns. Of a rank as it is
-    stored, files are mapped into memory, and what is used is read; at another degree, or of a plain checkpoint,
-    each tensor or slice is read when it is asked for.
+    stored, files are mapped into memory, and what is used is read; at another degree, of a plain checkpoint, or from
+    a store that is no file system, each tensor or slice is read when it is asked for.
 
     Args:
         path, rank, device, names, tp: as for `load`.
@@ -301,7 +300,7 @@ def open_rank(
         pieces = source.pieces(patterns)
         warn_of_detour(source)
         return CheckpointView(
-            source.path, source.rank, source.num_ranks, pieces, _reader(source, patterns, pieces, options)
+            str(source.store), source.rank, source.num_ranks, pieces, _reader(source, patterns, pieces, options)
         )
 
 
@@ -309,6 +308,10 @@ def _reader(source: RankSource, patterns: Sequence[str] | None, pieces: Pieces, 
     if not source.is_as_stored:
         return _OnDemand(pieces, options)
     plan = source.arena(patterns)
+    if any(file.path is None for file in plan.files):  # Nothing that could be mapped.
+        if options.verify:
+            load_arena(plan, options)
+        return _OnDemand(pieces, options)
     mapped = Options(backend="mapped", verify=options.verify)
     return _Mapped(load_arena(plan, mapped), pieces.columns.names, options.device)
 
@@ -334,5 +337,5 @@ def safe_open(
         raise PlanError(f"framework {framework!r}: tensors are torch's, expected 'pt'", code="option")
     with error_hints():
         options = options_of(device)
-        pieces = find_whole(Path(path))
-        return CheckpointView(Path(path), 0, 1, pieces, _OnDemand(pieces, options), is_whole=True)
+        pieces = find_whole(path)
+        return CheckpointView(os.fspath(path), 0, 1, pieces, _OnDemand(pieces, options), is_whole=True)

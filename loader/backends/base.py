@@ -10,11 +10,11 @@ from relayout.core.dtypes import num_bytes
 from relayout.core.workers import Stop
 from relayout.format.index import Read
 from relayout.loader.backends.digests import Checks
-from relayout.loader.backends.files import Access
 from relayout.loader.budgets import Budget
 from relayout.loader.placement import PlacedTensors
 from relayout.loader.read_plan import Chunk
 from relayout.loader.sources.contents import StoredFile
+from relayout.storage.protocols import Access
 
 if TYPE_CHECKING:
     import torch
@@ -219,6 +219,13 @@ class Request:
     def kind(self) -> str:
         """The kind of the device: "cpu", "cuda" or another of torch's."""
         return str(self.device).partition(":")[0]
+
+    def refusal_without_descriptors(self, backend: str) -> Refusal | None:
+        """Why a backend that needs descriptors cannot read the files; None if they have them."""
+        without = next((file for file in self.files if file.path is None), None)
+        if without is None:
+            return None
+        return Refusal(f"backend {backend!r} needs files with descriptors, which {without.folder} has not")
 
     def reason(self, how: str) -> str:
         """A reason for a person: whether it was asked for, and how it reads."""

@@ -20,10 +20,11 @@ from relayout.format.index import Read
 from relayout.loader.backends.arena import scatter
 from relayout.loader.backends.base import Choice, FreshArenas, Memory, ReadJob, Refusal, Request
 from relayout.loader.backends.cufile import find_cufile, is_likely
-from relayout.loader.backends.files import Access, Sources
+from relayout.loader.backends.files import Sources
 from relayout.loader.backends.host import ThreadedJob
 from relayout.loader.budgets import MAX_BUFFERS, Budget
-from relayout.loader.read_plan import CHUNK_NBYTES, Chunk, plan_chunks
+from relayout.loader.read_plan import Chunk, plan_chunks
+from relayout.storage.protocols import Access
 
 if TYPE_CHECKING:
     import torch
@@ -155,7 +156,15 @@ class DeviceBackend:
     def chunks(self, reads: Sequence[Read], alignment: int, budget: Budget) -> list[Chunk]:
         """See `Backend.chunks`."""
         nbytes = _buffer_nbytes(budget)
-        return list(plan_chunks(reads, alignment, chunk_nbytes=min(CHUNK_NBYTES, nbytes), bounce_nbytes=nbytes))
+        cost = budget.cost
+        chunks = plan_chunks(
+            reads,
+            alignment,
+            chunk_nbytes=min(cost.chunk_nbytes, nbytes),
+            bounce_nbytes=nbytes,
+            max_gap_nbytes=cost.max_gap_nbytes,
+        )
+        return list(chunks)
 
     def allocate(self, nbytes: int) -> DeviceArena:
         """See `Backend.allocate`."""
@@ -177,6 +186,7 @@ class DeviceBackend:
         try:
             if self.cufile is not None:
                 for number, file in enumerate(job.files):
+                    assert file.path is not None  # Or the backend would have been refused.
                     handles.append(self.cufile.open(file.path))
                     sources.check_place(number)
                 registered = memory.whole
@@ -309,7 +319,7 @@ class DeviceJob(ThreadedJob[Lane, Chunk]):
             if count <= 0:
                 stored = self.job.files[file]
                 raise FormatError(
-                    f"ends at byte {offset + done}, expected {stored.nbytes} bytes", path=stored.path, code="truncated"
+                    f"ends at byte {offset + done}, expected {stored.nbytes} bytes", path=stored.where, code="truncated"
                 )
             done += count
         if self.job.checks is not None:
@@ -420,11 +430,12 @@ def offer_pinned(request: Request) -> Choice | Refusal:
 
 def offer_gds(request: Request) -> Choice | Refusal:
     """See `choice.REGISTRY`; who asks cuFile refuses compat mode to the whole process."""
-    if refused := _refusal("gds", request):
+    if refused := _refusal("gds", request) or request.refusal_without_descriptors("gds"):
         return refused
     why = "neither nvidia-fs nor PCI P2PDMA is set up"
-    if request.files and (request.is_by_name or is_likely()):
-        found = find_cufile(request.files[0].path)
+    path = request.files[0].path if request.files else None
+    if path is not None and (request.is_by_name or is_likely()):
+        found = find_cufile(path)
         if not isinstance(found, str):
             asked = "asked for" if request.is_by_name else "available"
             backend = DeviceBackend(request.device, _lanes_of(request.device), found.driver)

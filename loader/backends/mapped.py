@@ -15,12 +15,13 @@ from relayout.errors import FormatError
 from relayout.format.index import Read
 from relayout.loader.backends.arena import MAP_FIXED, HostArena, allocate
 from relayout.loader.backends.base import Choice, FreshArenas, Memory, ReadJob, Refusal, Request, RunningJob
-from relayout.loader.backends.files import Access, Sources
-from relayout.loader.backends.host import Copier, ThreadedJob, reserve
+from relayout.loader.backends.files import Sources
+from relayout.loader.backends.host import Copier, ThreadedJob, chunks_of, reserve
 from relayout.loader.budgets import HOST_BUFFERS, Budget
-from relayout.loader.read_plan import Chunk, plan_chunks
-from relayout.storage.files import Buffer
+from relayout.loader.read_plan import Chunk
+from relayout.storage.buffers import Buffer
 from relayout.storage.libc import map_file
+from relayout.storage.protocols import Access
 
 if TYPE_CHECKING:
     import torch
@@ -112,7 +113,7 @@ class _MappedJob(ThreadedJob[Buffer, "Chunk | _Check"]):
             length = os.fstat(self.sources.fd(number)).st_size
             if length < file.nbytes:
                 raise FormatError(
-                    f"ends at byte {length}, expected {file.nbytes} bytes", path=file.path, code="truncated"
+                    f"ends at byte {length}, expected {file.nbytes} bytes", path=file.where, code="truncated"
                 )
         for one in self._mapped:
             self.job.tell(one.target, one.nbytes)
@@ -140,18 +141,20 @@ def _items(
         elif job.checks is None:
             mapped.append(part.transfer)
         else:
-            yield from plan_chunks(copied, sources.alignment, bounce_nbytes=job.budget.buffer_nbytes)
+            yield from chunks_of(copied, sources.alignment, job.budget)
             copied.clear()
             shift = part.transfer.target - part.transfer.source
             for piece in split(Extent(part.transfer.source, part.transfer.nbytes), _STRETCH_NBYTES):
                 yield _Check(Read(part.file, Transfer(piece.offset, piece.offset + shift, piece.nbytes)))
-    yield from plan_chunks(copied, sources.alignment, bounce_nbytes=job.budget.buffer_nbytes)
+    yield from chunks_of(copied, sources.alignment, job.budget)
 
 
 def offer(request: Request) -> Choice | Refusal:
     """See `choice.REGISTRY`."""
     if request.kind != "cpu":
         return Refusal(f"backend 'mapped' has tensors in host memory, not on {str(request.device)!r}")
+    if refused := request.refusal_without_descriptors("mapped"):
+        return refused
     return Choice(MappedBackend(), request.reason("pages of the files are read when a tensor is first used"))
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from relayout.core.arguments import integer
 from relayout.core.extents import BLOCK
 from relayout.format.index import Read
 from relayout.loader.backends.base import Backend
-from relayout.loader.backends.files import Access, Sources
+from relayout.loader.backends.files import Sources
 from relayout.loader.budgets import Budget
 from relayout.loader.diagnose.hints import error_hints
 from relayout.loader.loading import options_of
@@ -20,7 +19,9 @@ from relayout.loader.placement import ArenaPlan
 from relayout.loader.read_plan import Chunk
 from relayout.loader.sources.checkpoint import find_rank
 from relayout.loader.sources.contents import StoredFile
-from relayout.storage.mounts import Filesystem, filesystem_of, refuses_direct
+from relayout.storage.local.mounts import Filesystem, filesystem_of, refuses_direct
+from relayout.storage.protocols import Access
+from relayout.storage.stores import scheme_of
 
 if TYPE_CHECKING:
     import torch
@@ -93,7 +94,7 @@ def explain(
     """
     with error_hints():
         options = options_of(device, backend, threads=threads, memory=memory)
-        plan = find_rank(Path(path), rank, tp).arena(None)
+        plan = find_rank(path, rank, tp).arena(None)
         choice, budget = options.choose(plan.files)
         found = _look(plan, choice.backend, budget)
     is_lazy = choice.backend.reads_when_used
@@ -147,12 +148,22 @@ def _look(plan: ArenaPlan, backend: Backend[Any], budget: Budget) -> _Found:
 
 def _facts(sources: Sources, number: int, file: StoredFile) -> FileFacts:
     return FileFacts(
-        file.path.name,
+        file.name,
         file.nbytes,
-        filesystem_of(file.path),
-        refuses_direct(file.path),
+        _filesystem(file),
+        _refuses_direct(file),
         sources.resident_nbytes(number, 0, file.nbytes),
     )
+
+
+def _filesystem(file: StoredFile) -> Filesystem:
+    if file.path is not None:
+        return filesystem_of(file.path)
+    return Filesystem(scheme_of(str(file.folder)) or "unknown", str(file.folder), file.folder.cost.chunk_nbytes, None)
+
+
+def _refuses_direct(file: StoredFile) -> str | None:
+    return "a store without descriptors" if file.path is None else refuses_direct(file.path)
 
 
 def _resident(sources: Sources, chunks: Sequence[Chunk]) -> int:

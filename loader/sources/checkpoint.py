@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import Protocol
 
-from relayout.checkpoint.converted import check_rank, read_manifest, read_table, waiting
+from relayout.checkpoint.converted import check_rank, is_converted, read_manifest, read_table
 from relayout.core.arguments import integer
 from relayout.errors import PlanError
 from relayout.format.index import MANIFEST_NAME, Manifest, RankTable
@@ -16,14 +16,16 @@ from relayout.loader.placement import ArenaPlan, PlacedTensors, pack
 from relayout.loader.sources.contents import Contents, StoredFile, contents_of, rank_files, select
 from relayout.loader.sources.pieces import Columns, Pieces, StoredPieces
 from relayout.loader.sources.reshard import Holder
+from relayout.storage.protocols import Kind, Store
+from relayout.storage.stores import find_store
 
 
 class RankSource(Protocol):
     """One rank of a checkpoint, however that is stored."""
 
     @property
-    def path(self) -> Path:
-        """The folder or file."""
+    def store(self) -> Store:
+        """The folder, prefix or file."""
 
     @property
     def rank(self) -> int:
@@ -64,7 +66,7 @@ class RankSource(Protocol):
 class ConvertedRank:
     """One rank of a folder that `relayout convert` wrote."""
 
-    path: Path
+    store: Store
     manifest: Manifest
     rank: int
     table: Callable[[], RankTable]
@@ -82,7 +84,7 @@ class ConvertedRank:
     @property
     def files(self) -> tuple[StoredFile, ...]:
         """The rank's files; for errors see `rank_files`."""
-        return rank_files(self.path, self.manifest, self.rank)
+        return rank_files(self.store, self.manifest, self.rank)
 
     def contents(self, patterns: Sequence[str] | None) -> Contents:
         """See `RankSource.contents`."""
@@ -115,15 +117,14 @@ class ConvertedRank:
         # No load needs this.
         from relayout.checkpoint.source import read_shard
 
-        path = self.files[0].path
-        return read_shard(path, path.name)[1].metadata
+        return read_shard(self.store, self.files[0].name)[1].metadata
 
 
 @dataclass(frozen=True, slots=True)
 class ReshardedRank:
     """One rank of another number of ranks than a folder was converted for."""
 
-    path: Path
+    store: Store
     manifest: Manifest
     rank: int
     num_ranks: int
@@ -135,7 +136,7 @@ class ReshardedRank:
     def no_digests(self) -> str:
         """See `RankSource.no_digests`."""
         return (
-            f"{self.path}: nothing to verify by at tp={self.num_ranks}: digests are of the slices of"
+            f"{self.store}: nothing to verify by at tp={self.num_ranks}: digests are of the slices of"
             f" {self.manifest.num_ranks} ranks; `relayout verify` checks them"
         )
 
@@ -144,7 +145,7 @@ class ReshardedRank:
         # The planner is needed for this only.
         from relayout.loader.sources.resharded import resharded_contents
 
-        return _selected(resharded_contents(self.path, self.manifest, self.rank, self.num_ranks), patterns)
+        return _selected(resharded_contents(self.store, self.manifest, self.rank, self.num_ranks), patterns)
 
     def arena(self, patterns: Sequence[str] | None) -> ArenaPlan:
         """See `RankSource.arena`."""
@@ -154,14 +155,14 @@ class ReshardedRank:
         """See `RankSource.pieces`."""
         from relayout.loader.sources.resharded import resharded_pieces
 
-        return resharded_pieces(self.path, self.manifest, self.rank, self.num_ranks, patterns)
+        return resharded_pieces(self.store, self.manifest, self.rank, self.num_ranks, patterns)
 
 
 @dataclass(frozen=True, slots=True)
 class PlainRank:
     """One rank of a checkpoint as it was published."""
 
-    path: Path
+    store: Store
     rank: int
     num_ranks: int
 
@@ -170,7 +171,7 @@ class PlainRank:
     @property
     def no_digests(self) -> str:
         """See `RankSource.no_digests`."""
-        return f"{self.path}: nothing to verify by: only converted checkpoints have digests"
+        return f"{self.store}: nothing to verify by: only converted checkpoints have digests"
 
     @property
     def detour(self) -> str | None:
@@ -178,7 +179,7 @@ class PlainRank:
         if self.num_ranks == 1:
             return None
         return (
-            f"{self.path}: a plain checkpoint, sliced while it is loaded; `relayout convert {self.path}"
+            f"{self.store}: a plain checkpoint, sliced while it is loaded; `relayout convert {self.store}"
             f" --tp {self.num_ranks}` once makes every later load faster"
         )
 
@@ -187,7 +188,7 @@ class PlainRank:
         # The planner is needed for this only.
         from relayout.loader.sources.plain import plain_contents
 
-        return _selected(plain_contents(self.path, self.rank, self.num_ranks), patterns)
+        return _selected(plain_contents(self.store, self.rank, self.num_ranks), patterns)
 
     def arena(self, patterns: Sequence[str] | None) -> ArenaPlan:
         """See `RankSource.arena`."""
@@ -197,11 +198,11 @@ class PlainRank:
         """See `RankSource.pieces`."""
         from relayout.loader.sources.plain import plain_pieces
 
-        return plain_pieces(self.path, self.rank, self.num_ranks, patterns)
+        return plain_pieces(self.store, self.rank, self.num_ranks, patterns)
 
 
-def find_rank(path: Path, rank: int, tp: int | None) -> RankSource:
-    """The rank, of what is at `path`.
+def find_rank(path: str | os.PathLike[str], rank: int, tp: int | None) -> RankSource:
+    """The rank, of what is at a path or URL.
 
     Raises:
         FormatError: relayout.json is damaged.
@@ -211,35 +212,45 @@ def find_rank(path: Path, rank: int, tp: int | None) -> RankSource:
     if tp is not None:
         tp = integer(tp, "tp")
         if tp < 1:
-            raise PlanError(f"tp={tp}, expected 1 or more")
-    if (path / MANIFEST_NAME).exists():
-        manifest = read_manifest(path)
+            raise PlanError(f"tp={tp}, expected 1 or more", code="option")
+    store = find_store(path)
+    if is_converted(store):
+        manifest = read_manifest(store)
         check_rank(rank, manifest.num_ranks if tp is None else tp)
         if tp is not None and tp != manifest.num_ranks:
-            return ReshardedRank(path, manifest, rank, tp)
-        return ConvertedRank(path, manifest, rank, cache(partial(read_table, path, manifest, rank)))
-    if not path.exists():
-        raise PlanError(f"{path}: no such file or folder{waiting(path)}")
+            return ReshardedRank(store, manifest, rank, tp)
+        return ConvertedRank(store, manifest, rank, cache(partial(read_table, store, manifest, rank)))
+    if store.kind() is Kind.NOTHING:
+        raise PlanError(store.absence(), path=str(store), code="missing")
     if tp is None:
-        raise PlanError(f"{path}: not converted ({MANIFEST_NAME} is missing); say tp=N to slice it while loading")
+        raise PlanError(
+            f"not converted ({MANIFEST_NAME} is missing); say tp=N to slice it while loading",
+            path=str(store),
+            code="missing",
+        )
     check_rank(rank, tp)
-    return PlainRank(path, rank, tp)
+    return PlainRank(store, rank, tp)
 
 
-def find_whole(path: Path) -> Pieces:
+def find_whole(path: str | os.PathLike[str]) -> Pieces:
     """The whole tensors of a converted checkpoint, put together from all ranks.
 
     Raises:
         FormatError: the sidecar is damaged.
         PlanError: there is nothing, or `path` was not converted.
     """
-    if not path.exists():
-        raise PlanError(f"{path}: no such file or folder{waiting(path)}")
-    if not (path / MANIFEST_NAME).exists():
-        raise PlanError(f"{path}: not converted ({MANIFEST_NAME} is missing): safetensors.safe_open reads its files")
+    store = find_store(path)
+    if store.kind() is Kind.NOTHING:
+        raise PlanError(store.absence(), path=str(store), code="missing")
+    if not is_converted(store):
+        raise PlanError(
+            f"not converted ({MANIFEST_NAME} is missing): safetensors.safe_open reads its files",
+            path=str(store),
+            code="missing",
+        )
     from relayout.loader.sources.resharded import whole_pieces
 
-    return whole_pieces(path, read_manifest(path))
+    return whole_pieces(store, read_manifest(store))
 
 
 def _selected(contents: Contents, patterns: Sequence[str] | None) -> Contents:

@@ -12,19 +12,40 @@ from relayout.core.patterns import compile_glob, invalid_because
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import Manifest, RankTable, Read
 from relayout.format.manifest import header_prefix
-from relayout.storage.files import check_regular
-from relayout.storage.paths import member
+from relayout.storage.protocols import LOCAL_COST, Access, ReadableFile, RequestCost, Store
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
     """A file that bytes come from."""
 
-    path: Path
+    folder: Store
+    name: str
     nbytes: int
     """The length that it must have."""
     owner: Owner | None = None
     """Whose it must be, where its header tells."""
+    version: str | None = None
+    """The version that it must have, where its header was read before."""
+
+    @property
+    def where(self) -> str:
+        """What messages call it."""
+        return self.folder.where(self.name)
+
+    @property
+    def path(self) -> Path | None:
+        """See `Store.path`."""
+        return self.folder.path(self.name)
+
+    def open(self, access: Access) -> ReadableFile:
+        """Open it; errors as of `Store.open`."""
+        return self.folder.open(self.name, self.nbytes, access=access, version=self.version)
+
+
+def cost_of(files: Sequence[StoredFile]) -> RequestCost:
+    """What requests for files of one store should look like."""
+    return files[0].folder.cost if files else LOCAL_COST
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +91,7 @@ class Contents:
         )
 
 
-def rank_files(folder: Path, manifest: Manifest, rank: int) -> tuple[StoredFile, ...]:
+def rank_files(folder: Store, manifest: Manifest, rank: int) -> tuple[StoredFile, ...]:
     """The files of a rank, looked at.
 
     Raises:
@@ -78,22 +99,21 @@ def rank_files(folder: Path, manifest: Manifest, rank: int) -> tuple[StoredFile,
         OSError: one cannot be looked at.
     """
     files = files_of(folder, manifest, rank)
-    for file, entry in zip(files, manifest.ranks[rank].files, strict=True):
-        member(folder, entry.name)
-        try:
-            status = check_regular(file.path)
-        except FileNotFoundError:
-            raise FormatError(f"{file.path}: is missing") from None
-        if status.st_size != file.nbytes:  # Before memory is taken: an arena is no larger than its files.
-            raise FormatError(f"{file.path}: {status.st_size} bytes long, expected {file.nbytes}")
+    for file in files:
+        status = folder.stat(file.name)
+        if status is None:
+            raise FormatError("is missing", path=file.where, code="missing")
+        if status.nbytes != file.nbytes:  # Before memory is taken: an arena is no larger than its files.
+            raise FormatError(f"{status.nbytes} bytes long, expected {file.nbytes}", path=file.where, code="mismatch")
     return files
 
 
-def files_of(folder: Path, manifest: Manifest, rank: int) -> tuple[StoredFile, ...]:
+def files_of(folder: Store, manifest: Manifest, rank: int) -> tuple[StoredFile, ...]:
     """The files of a rank, as the manifest has them; not looked at."""
     return tuple(
         StoredFile(
-            folder / file.name,
+            folder,
+            file.name,
             file.nbytes,
             Owner(rank, part, header_prefix(rank, manifest.num_ranks, part, manifest.conversion)),
         )

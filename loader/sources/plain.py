@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from relayout.checkpoint.source import Catalogue, SourceTensor, read_catalogue
 from relayout.core.slices import WHOLE, Cut
@@ -12,9 +11,10 @@ from relayout.loader.sources.contents import Contents, StoredFile, select
 from relayout.loader.sources.pieces import Columns, StoredPieces
 from relayout.loader.sources.reshard import Holder
 from relayout.plans.planner import plan_for
+from relayout.storage.protocols import Store
 
 
-def _held(source: Path, rank: int, num_ranks: int) -> tuple[Catalogue, list[tuple[SourceTensor, Cut]]]:
+def _held(source: Store, rank: int, num_ranks: int) -> tuple[Catalogue, list[tuple[SourceTensor, Cut]]]:
     """A checkpoint, and what `rank` holds of it, with the cut, by the built-in plan for its model type."""
     catalogue = read_catalogue(source)
     plan = plan_for(catalogue, num_ranks)
@@ -24,7 +24,7 @@ def _held(source: Path, rank: int, num_ranks: int) -> tuple[Catalogue, list[tupl
     ]
 
 
-def plain_contents(source: Path, rank: int, num_ranks: int) -> Contents:
+def plain_contents(source: Store, rank: int, num_ranks: int) -> Contents:
     """What `rank` holds, by the built-in plan for the checkpoint's model type.
 
     Raises:
@@ -40,7 +40,7 @@ def plain_contents(source: Path, rank: int, num_ranks: int) -> Contents:
         for tensor, part in held
     ]
     return Contents(
-        files=tuple(StoredFile(file.path, file.nbytes) for file in catalogue.files),
+        files=_files(catalogue),
         names=[tensor.name for tensor, _ in held],
         dtypes=[tensor.dtype for tensor, _ in held],
         shapes=[part.rank_shape(rank) for _, part in held],
@@ -49,7 +49,11 @@ def plain_contents(source: Path, rank: int, num_ranks: int) -> Contents:
     )
 
 
-def plain_pieces(source: Path, rank: int, num_ranks: int, patterns: Sequence[str] | None) -> StoredPieces:
+def _files(catalogue: Catalogue) -> tuple[StoredFile, ...]:
+    return tuple(StoredFile(catalogue.folder, file.name, file.nbytes, version=file.version) for file in catalogue.files)
+
+
+def plain_pieces(source: Store, rank: int, num_ranks: int, patterns: Sequence[str] | None) -> StoredPieces:
     """The same, to be read in parts: of tensors whose names match, all if `patterns` is None; for errors see there.
 
     Raises:
@@ -65,7 +69,7 @@ def plain_pieces(source: Path, rank: int, num_ranks: int, patterns: Sequence[str
             [tensor.shape for tensor, _ in held],
             [cut.slices[rank] for _, cut in held],
         ),
-        tuple(StoredFile(file.path, file.nbytes) for file in catalogue.files),
+        _files(catalogue),
         [Holder(WHOLE, tensor.file, tensor.extent.offset) for tensor, _ in held],
         lambda: catalogue.metadata or None,
     )

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 
 from relayout.checkpoint.config import read_config
 from relayout.checkpoint.converted import check_rank, read_record, read_table
@@ -23,9 +22,10 @@ from relayout.loader.sources.contents import Contents, files_of, rank_files, sel
 from relayout.loader.sources.pieces import Columns, agreed
 from relayout.loader.sources.reshard import Holder, gather
 from relayout.plans.planner import TRANSFORMERS, Plan, plan_for
+from relayout.storage.protocols import Store
 
 
-def resharded_contents(folder: Path, manifest: Manifest, rank: int, num_ranks: int) -> Contents:
+def resharded_contents(folder: Store, manifest: Manifest, rank: int, num_ranks: int) -> Contents:
     """What `rank` of `num_ranks` would hold if the source were converted for so many, by the same rules.
 
     Raises:
@@ -38,7 +38,7 @@ def resharded_contents(folder: Path, manifest: Manifest, rank: int, num_ranks: i
 
 
 def resharded_pieces(
-    folder: Path, manifest: Manifest, rank: int, num_ranks: int, patterns: Sequence[str] | None
+    folder: Store, manifest: Manifest, rank: int, num_ranks: int, patterns: Sequence[str] | None
 ) -> ReshardedPieces:
     """The same, to be read in parts: of tensors whose names match, all if `patterns` is None; for errors see there.
 
@@ -49,7 +49,7 @@ def resharded_pieces(
     return _pieces(folder, manifest, record, _wanted(folder, manifest, record, rank, num_ranks), patterns)
 
 
-def whole_pieces(folder: Path, manifest: Manifest) -> ReshardedPieces:
+def whole_pieces(folder: Store, manifest: Manifest) -> ReshardedPieces:
     """The whole tensors.
 
     Raises:
@@ -59,7 +59,7 @@ def whole_pieces(folder: Path, manifest: Manifest) -> ReshardedPieces:
     return _pieces(folder, manifest, record, [WHOLE] * len(record.names), None)
 
 
-def _wanted(folder: Path, manifest: Manifest, record: SourceRecord, rank: int, num_ranks: int) -> list[Slice]:
+def _wanted(folder: Store, manifest: Manifest, record: SourceRecord, rank: int, num_ranks: int) -> list[Slice]:
     """The slice of each source tensor that a rank holds."""
     check_rank(rank, num_ranks)
     plan = _plan(folder, manifest, record, num_ranks)
@@ -67,7 +67,7 @@ def _wanted(folder: Path, manifest: Manifest, record: SourceRecord, rank: int, n
 
 
 def _pieces(
-    folder: Path, manifest: Manifest, record: SourceRecord, wanted: Sequence[Slice], patterns: Sequence[str] | None
+    folder: Store, manifest: Manifest, record: SourceRecord, wanted: Sequence[Slice], patterns: Sequence[str] | None
 ) -> ReshardedPieces:
     held = [t for t, part in enumerate(wanted) if part.is_held]
     held.sort(key=lambda t: (record.file_of[t], record.offsets[t]))
@@ -82,7 +82,7 @@ class ReshardedPieces:
     """Tensors put together from the slices of all ranks."""
 
     columns: Columns
-    folder: Path
+    folder: Store
     record: SourceRecord
     tensors: Sequence[int]
     """Which of the record they are."""
@@ -117,7 +117,7 @@ class Ranks:
     Any number of threads may use it at once.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, record: SourceRecord) -> None:
+    def __init__(self, folder: Store, manifest: Manifest, record: SourceRecord) -> None:
         self._folder = folder
         self._manifest = manifest
         self._record = record
@@ -201,7 +201,7 @@ class Ranks:
         return everything.rows(range(len(rows)))
 
 
-def _plan(folder: Path, manifest: Manifest, record: SourceRecord, num_ranks: int) -> Plan:
+def _plan(folder: Store, manifest: Manifest, record: SourceRecord, num_ranks: int) -> Plan:
     tensors = tuple(
         SourceTensor(name, dtype, shape, file, Extent(offset, num_bytes(dtype, shape) or 0))
         for name, dtype, shape, file, offset in zip(

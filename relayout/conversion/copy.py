@@ -18,9 +18,9 @@ from relayout.core.extents import BLOCK, align_down, align_up
 from relayout.core.strided import copy_runs
 from relayout.core.workers import Stop, Workers
 from relayout.errors import PlanError
+from relayout.storage.buffers import Buffer
 from relayout.storage.file_pool import OpenFiles
-from relayout.storage.files import Buffer, InputFile, OutputFile
-from relayout.storage.open_folder import OpenFolder
+from relayout.storage.protocols import Access, ReadableFile, Staging, WritableFile
 
 DEFAULT_JOBS = 8
 """Threads."""
@@ -64,12 +64,11 @@ class NoSink:
 class RankFileSink:
     """Writes spans to rank files, of which only some are open at a time."""
 
-    def __init__(self, folder: OpenFolder, layout: Layout, mode: int = 0o666) -> None:
-        """Files that are in the folder already must have their full length; `mode` is for new ones, less the umask."""
-        self._folder = folder
-        self._mode = mode
+    def __init__(self, staging: Staging, layout: Layout) -> None:
+        """Files that are there already must have their full length."""
+        self._staging = staging
         self._layout = layout
-        names = set(folder.names())
+        names = set(staging.names())
         self._existing = {(file.rank, file.part) for files in layout.ranks for file in files if file.name in names}
         self._files = OpenFiles(self._open_file, num_descriptors=2)
 
@@ -78,10 +77,10 @@ class RankFileSink:
         with self._files.use((target.rank, target.part)) as file:
             file.write(target.offset, view, address)
 
-    def _open_file(self, key: tuple[int, int]) -> OutputFile:
+    def _open_file(self, key: tuple[int, int]) -> WritableFile:
         rank, part = key
         file = self._layout.ranks[rank][part]
-        opened = OutputFile(self._folder, file.name, file.nbytes, create=key not in self._existing, mode=self._mode)
+        opened = self._staging.write_file(file.name, file.nbytes, is_new=key not in self._existing)
         self._existing.add(key)
         return opened
 
@@ -232,16 +231,16 @@ def run_steps(
         _hash(step, catalogue, loaded, staged, hashes)
         return step.nbytes
 
-    def open_input(number: int) -> InputFile:
+    def open_input(number: int) -> ReadableFile:
         file = catalogue.files[number]
-        return InputFile(file.path, file.nbytes, pass_by=True)
+        return catalogue.folder.open(file.name, file.nbytes, access=Access.ONCE, version=file.version)
 
     with OpenFiles(open_input) as inputs:
         Workers(num_threads, steps, _Memory, work, stop).run(on_progress)
     return done
 
 
-def _read(ranges: Sequence[SourceRange], inputs: OpenFiles[int, InputFile], buffer: Buffer) -> Loaded:
+def _read(ranges: Sequence[SourceRange], inputs: OpenFiles[int, ReadableFile], buffer: Buffer) -> Loaded:
     loaded = Loaded.place(ranges, buffer)
     for one, position in zip(ranges, loaded.positions, strict=True):
         with inputs.use(one.file) as file:

@@ -13,7 +13,7 @@ from typing import Any
 
 from relayout.core.patterns import compile_glob, invalid_because, names_numbers
 from relayout.errors import FormatError, PlanError, shown
-from relayout.storage.files import read_small
+from relayout.storage.local.files import read_small
 
 EVEN, VOCABULARY, RAGGED = "even", "vocabulary", "ragged"
 """Units that need no size; any other unit is the name of a size: the number of groups, such as heads."""

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from relayout.core.coalesce import coalesce, split
 from relayout.core.digests import ExtentDigests
 from relayout.core.extents import BLOCK, Extent, align_down, align_up
 from relayout.core.workers import Stop, Workers
+from relayout.storage.buffers import Buffer
 from relayout.storage.file_pool import OpenFiles
-from relayout.storage.files import Buffer, InputFile
-from relayout.storage.open_folder import OpenFolder
+from relayout.storage.protocols import ReadableFile
 
 CHUNK_NBYTES = 16 * 2**20
 
@@ -21,13 +20,10 @@ CHUNK_NBYTES = 16 * 2**20
 class HashedFile:
     """A file, and what of it to hash."""
 
-    path: Path
-    nbytes: int
-    """The length that it must have."""
+    open: Callable[[], ReadableFile]
+    """Opens it, perhaps more than once."""
     extents: Sequence[Extent]
     """In order, without overlap. Empty ones may lie anywhere."""
-    folder: OpenFolder | None = None
-    """Where the path was found: it is to be a file of this folder's owner, directly in it."""
 
 
 def hash_files(
@@ -54,9 +50,8 @@ def hash_files(
         hashed[number].update(extent.offset, view)
         return extent.nbytes
 
-    def open_input(number: int) -> InputFile:
-        file = files[number]
-        return InputFile(file.path, file.nbytes, pass_by=True, folder=file.folder)
+    def open_input(number: int) -> ReadableFile:
+        return files[number].open()
 
     with OpenFiles(open_input) as inputs:
         for number in range(len(files)):  # Those with nothing to read must be right as well.

@@ -14,13 +14,12 @@ import pytest
 import xxhash
 from safetensors.numpy import save_file
 from support.loader_fixtures import open_files
+from support.local_stores import read_catalogue, read_manifest, read_record, read_table
 from support.models import Array
 from support.planning import conversion_of, plan_of
 
 import relayout
-from relayout.checkpoint.converted import read_manifest, read_record, read_table
-from relayout.checkpoint.source import Catalogue, read_catalogue
-from relayout.conversion import copy as writer
+from relayout.checkpoint.source import Catalogue
 from relayout.conversion import run as conversion
 from relayout.conversion.copy import NoSink, RankFileSink, TensorHashes, digests_of_all, run_steps
 from relayout.conversion.journal import TensorDigests
@@ -28,7 +27,7 @@ from relayout.conversion.steps import copy_steps
 from relayout.core.slices import Slice
 from relayout.core.workers import Stop
 from relayout.plans.planner import Plan
-from relayout.storage import files
+from relayout.storage.local import files, staging
 
 MIB = 2**20
 digest = xxhash.xxh3_128_hexdigest
@@ -155,7 +154,7 @@ def test_bytes_that_do_not_reach_the_drive_fail_the_conversion(
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         true_fsync(fd)
 
-    monkeypatch.setattr(writer, "OutputFile", Noted)
+    monkeypatch.setattr(staging, "OutputFile", Noted)
     monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(OSError, match=r"Input/output error: '.*model-rank-0-part-0.safetensors'") as caught:
         relayout.convert(large[0], tmp_path / "out")

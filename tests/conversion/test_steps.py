@@ -23,6 +23,7 @@ from relayout.core.dtypes import BITS
 from relayout.core.extents import Extent, Transfer
 from relayout.core.slices import NOT_HELD, WHOLE, Slice
 from relayout.plans.planner import Plan
+from relayout.storage.local.store import LocalStore
 
 Array = npt.NDArray[Any]
 
@@ -61,8 +62,8 @@ def checkpoint(
         placed[t] = SourceTensor(f"t{t}", dtype, shape, file_of[t], Extent(ends[file_of[t]], nbytes))
         ends[file_of[t]] += nbytes
     catalogue = Catalogue(
-        root=Path("checkpoint"),
-        files=tuple(SourceFile(f"{i}.safetensors", Path(f"{i}"), end, data_start, b"") for i, end in enumerate(ends)),
+        root=LocalStore(Path("checkpoint")),
+        files=tuple(SourceFile(f"{i}.safetensors", end, data_start, b"") for i, end in enumerate(ends)),
         tensors=tuple(placed[t] for t in range(len(tensors))),
         metadata={},
         config={},

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.local_stores import stored_file
 
 from relayout.core.extents import Transfer
 from relayout.core.slices import WHOLE
 from relayout.errors import PlanError
 from relayout.format.index import RankTable, Read
-from relayout.loader.sources.contents import Contents, StoredFile, contents_of, select
+from relayout.loader.sources.contents import Contents, contents_of, select
 
 NAMES = [
     "model.embed_tokens.weight",
@@ -112,7 +113,7 @@ def test_a_name_in_full_always_chooses_itself_and_else_the_pattern_decides(
             select(names, patterns)
 
 
-FILES = tuple(StoredFile(Path(f"part-{number}"), 1000 + number) for number in range(4))
+FILES = tuple(stored_file(Path(f"part-{number}"), 1000 + number) for number in range(4))
 
 CONTENTS = Contents(
     files=FILES,

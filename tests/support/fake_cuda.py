@@ -19,7 +19,7 @@ from typing import Self
 
 import torch
 
-from relayout.storage.files import Buffer
+from relayout.storage.buffers import Buffer
 
 BLOCK = 4096
 STALE = 0xDD

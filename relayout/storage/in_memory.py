@@ -248,7 +248,9 @@ class MemoryFile(_Closable):
         while done < expected:
             brought = self._bucket.read(self._name, self.version, offset + done, view[done:expected])
             if not brought:
-                raise OSError(errno.EIO, f"brought no bytes at {offset + done}", f"memory://{self._bucket.name}/{self._name}")
+                raise OSError(
+                    errno.EIO, f"brought no bytes at {offset + done}", f"memory://{self._bucket.name}/{self._name}"
+                )
             done += brought
 
 
@@ -321,7 +323,7 @@ class MemoryStore:
     ) -> MemoryFile:
         """See `Store.open`."""
         if access is Access.DIRECT:
-            raise OSError(errno.EOPNOTSUPP, "a store in memory has no direct I/O; use backend 'buffered'", self.where(name))
+            raise OSError(errno.EOPNOTSUPP, "memory has no direct I/O; use backend 'buffered'", self.where(name))
         found = self.stat(name)
         if found is None:
             raise FormatError("is missing", path=self.where(name), code="missing")

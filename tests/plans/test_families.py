@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from families import BESIDE_THE_LANGUAGE_MODEL, EXPERT_FAMILIES, FAMILIES, MULTIMODAL, Entry, Sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.checkpoints import Entry, Sizes, add_tensor, write_family
+from support.checkpoints import add_tensor, write_family
 from support.engine_oracle import Array, IndivisibleError, expected, owners, split_cut
-from support.families import BESIDE_THE_LANGUAGE_MODEL, EXPERT_FAMILIES, FAMILIES, MULTIMODAL
 from support.models import read_tensors
 from support.planning import all_slices
 from support.rebuilding import assert_ranks_give_back, indices, ranks_of

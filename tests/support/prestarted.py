@@ -11,6 +11,7 @@ import atexit
 import ctypes
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -42,11 +43,13 @@ def run(
     env: Mapping[str, str] | None = None,
     stdout: int | None = None,
     stderr: int | None = None,
+    address_space: int | None = None,
     timeout: float = 60,
 ) -> subprocess.CompletedProcess[str]:
     """`relayout WORDS`, or a script with these words behind `sys.argv[0]`, to its end; as of `subprocess.run`.
 
-    What it prints is in the result, but for what goes to a descriptor that is given.
+    What it prints is in the result, but for what goes to a descriptor that is given. `address_space` are the bytes that
+    it may map, at most.
 
     Raises:
         subprocess.TimeoutExpired: it did not end; it and its children of the same session are killed.
@@ -54,7 +57,7 @@ def run(
     wanted = dict(os.environ if env is None else env)
     own = {name: wanted.pop(name) for name in _OF_ONE_CHILD if name in wanted}
     argv = [str(word) for word in words]
-    request = {"script": script, "argv": argv, "cwd": str(cwd or Path.cwd()), "env": own}
+    request = {"script": script, "argv": argv, "cwd": str(cwd or Path.cwd()), "env": own, "limit": address_space}
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, open(os.devnull, "rb") as nothing:
         streams = (
             nothing.fileno(),
@@ -163,9 +166,10 @@ def _become(request: Mapping[str, Any], fds: Sequence[int]) -> None:
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
     os.environ.update(request["env"])
     sys.path[0] = request["cwd"]
-    library = ctypes.CDLL(None)
     if "LD_PRELOAD" in os.environ:
-        library.begin_faults()
+        ctypes.CDLL(None).begin_faults()
+    if request["limit"] is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (request["limit"],) * 2)
 
 
 def _main() -> None:

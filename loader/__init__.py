@@ -2,6 +2,7 @@
 
 from relayout.loader.api import iter_load, load
 from relayout.loader.diagnose.explain import explain
-from relayout.loader.handles.rank import open_rank as open
+from relayout.loader.view import open_rank as open
+from relayout.loader.view import safe_open
 
-__all__ = ["explain", "iter_load", "load", "open"]
+__all__ = ["explain", "iter_load", "load", "open", "safe_open"]

@@ -6,17 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from relayout.core.workers import Stop
 from relayout.errors import PlanError
-from relayout.loader.backends.base import Backend, Refusal, read_job
-from relayout.loader.backends.files import Access, Sources
+from relayout.loader.backends.base import Backend, ReadJob, Refusal, checks_of
+from relayout.loader.backends.files import Sources
 from relayout.loader.budgets import Budget
 from relayout.loader.disjoint import Strided, is_simple, sharing, strided
-from relayout.loader.loading import Options, load_contents
-from relayout.loader.placement import place_at
+from relayout.loader.loading import Options, load_arena
+from relayout.loader.placement import pack, place_at, placed
 from relayout.loader.sources.contents import Contents, select
 from relayout.loader.stream import stream
 from relayout.loader.tensors import bytes_of, torch_dtype, torch_shape
 from relayout.progress import reporting
+from relayout.storage.protocols import Access
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +59,7 @@ def load_into(
             _copy(into[name], loaded)
         found = dict(into)
         if new:
-            found |= load_contents(parts[2], stages[2])
+            found |= load_arena(pack(parts[2]), stages[2])
     return {name: found[name] for name in contents.names if name in found}
 
 
@@ -78,7 +80,9 @@ def _fill(
     if isinstance(memory, Refusal):
         raise PlanError(memory.reason)
     reads = place_at(contents.reads, memory.offsets)
-    job = read_job(contents, memory.offsets, reads, budget, verify=options.verify)
+    stop = Stop()
+    checks = checks_of(placed(contents, memory.offsets), stop) if options.verify else None
+    job = ReadJob(contents.files, reads, budget, checks, stop=stop)
     with reporting(options.progress, "loading", sum(contents.sizes())) as report:
         running = backend.start(memory, job)
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,8 @@ from relayout.errors import PlanError
 
 if TYPE_CHECKING:
     import torch
+
+    from relayout.loader.placement import PlacedTensors
 
 _TORCH_NAMES = {
     "BOOL": "bool",
@@ -102,14 +104,8 @@ def to_device(tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:
         raise MemoryError(f"cannot allocate {tensor.nbytes} bytes on {device}: {str(error).splitlines()[0]}") from None
 
 
-def make_views(
-    base: torch.Tensor,
-    names: Sequence[str],
-    dtypes: Sequence[str],
-    shapes: Sequence[tuple[int, ...]],
-    offsets: Sequence[int],
-) -> dict[str, torch.Tensor]:
-    """Tensors at byte `offsets` (multiples of 16) of the arena, dense and row-major.
+def make_views(base: torch.Tensor, tensors: PlacedTensors) -> dict[str, torch.Tensor]:
+    """Views of the arena, dense and row-major.
 
     Raises:
         PlanError: torch has no such dtype; or as `check_mode`.
@@ -123,7 +119,9 @@ def make_views(
     # as_strided on a typed view costs a third of slicing and viewing.
     make = torch.as_strided
     with _uncollected():
-        for name, dtype, shape, offset in zip(names, dtypes, shapes, offsets, strict=True):
+        for name, dtype, shape, offset in zip(
+            tensors.names, tensors.dtypes, tensors.shapes, tensors.offsets, strict=True
+        ):
             if (dtype, shape) not in forms:
                 counted = torch_shape(name, dtype, shape)
                 typed = whole.view(torch_dtype(name, dtype))

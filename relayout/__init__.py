@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from relayout.commands.verify import verify
     from relayout.conversion.run import Summary, convert, plan_conversion
     from relayout.errors import FormatError, PlanError, RelayoutError
-    from relayout.loader import explain, iter_load, load, open
-    from relayout.loader.handles.whole import safe_open
+    from relayout.loader import explain, iter_load, load, open, safe_open
 
 __all__ = [
     "FormatError",
@@ -46,7 +45,7 @@ _HOMES = {
     "open": "relayout.loader",
     "plan_conversion": "relayout.conversion.run",
     "restore": "relayout.commands.restore",
-    "safe_open": "relayout.loader.handles.whole",
+    "safe_open": "relayout.loader",
     "verify": "relayout.commands.verify",
 }
 

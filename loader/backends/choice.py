@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from relayout.errors import PlanError
 from relayout.loader.backends import cuda, host, mapped
 from relayout.loader.backends.base import Choice, Factory, Refusal, Request
-from relayout.loader.backends.files import Access
 from relayout.loader.sources.contents import StoredFile
 from relayout.loader.tensors import check_mode
+from relayout.storage.protocols import Access
 
 if TYPE_CHECKING:
     import torch

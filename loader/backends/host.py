@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
@@ -11,10 +11,11 @@ from relayout.core.workers import Workers
 from relayout.format.index import Read
 from relayout.loader.backends.arena import ArenaPool, HostArena, Scattered, allocate
 from relayout.loader.backends.base import Choice, Factory, Memory, ReadJob, Refusal, Request
-from relayout.loader.backends.files import Access, Sources
+from relayout.loader.backends.files import Sources
 from relayout.loader.budgets import HOST_BUFFERS, Budget
 from relayout.loader.read_plan import Chunk, plan_chunks
-from relayout.storage.files import Buffer
+from relayout.storage.buffers import Buffer
+from relayout.storage.protocols import Access
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +45,7 @@ class HostBackend:
 
     def chunks(self, reads: Sequence[Read], alignment: int, budget: Budget) -> list[Chunk]:
         """See `Backend.chunks`."""
-        return list(plan_chunks(reads, alignment, bounce_nbytes=budget.buffer_nbytes))
+        return list(chunks_of(reads, alignment, budget))
 
     def allocate(self, nbytes: int) -> HostArena:
         """See `Backend.allocate`."""
@@ -67,6 +68,17 @@ class HostBackend:
         except BaseException:
             sources.close()
             raise
+
+
+def chunks_of(reads: Sequence[Read], alignment: int, budget: Budget) -> Iterator[Chunk]:
+    """The requests of threads that have a bounce buffer each."""
+    return plan_chunks(
+        reads,
+        alignment,
+        chunk_nbytes=budget.cost.chunk_nbytes,
+        bounce_nbytes=budget.buffer_nbytes,
+        max_gap_nbytes=budget.cost.max_gap_nbytes,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +172,8 @@ def factory(access: Access) -> Factory:
 
     def offer(request: Request) -> Choice | Refusal:
         then = "" if request.kind == "cpu" else f"{{}} copied to {request.device} in one piece"
+        if access is Access.DIRECT and (refused := request.refusal_without_descriptors("direct")):
+            return refused
         if access is Access.AUTO:
             how = "threads read directly where the file system takes it, and from the page cache what is there"
             return Choice(HostBackend(access), request.reason(how + then.format("; then")))

@@ -15,12 +15,13 @@ from relayout.errors import FormatError
 from relayout.format.index import Read
 from relayout.loader.backends.arena import HostArena, allocate
 from relayout.loader.backends.base import Choice, FreshArenas, Memory, ReadJob, Refusal, Request, RunningJob
-from relayout.loader.backends.files import Access, Sources
-from relayout.loader.backends.host import Copier, ThreadedJob, reserve
+from relayout.loader.backends.files import Sources
+from relayout.loader.backends.host import Copier, ThreadedJob, chunks_of, reserve
 from relayout.loader.budgets import HOST_BUFFERS, Budget
-from relayout.loader.read_plan import Chunk, plan_chunks
-from relayout.storage.files import Buffer
+from relayout.loader.read_plan import Chunk
+from relayout.storage.buffers import Buffer
 from relayout.storage.libc import map_file
+from relayout.storage.protocols import Access
 
 if TYPE_CHECKING:
     import torch
@@ -87,7 +88,7 @@ class _MappedJob(ThreadedJob[Buffer]):
         """`edges`: what is to be copied of the `job`."""
         self._memory = memory
         self._whole = job
-        chunks = plan_chunks(edges.reads, sources.alignment, bounce_nbytes=edges.budget.buffer_nbytes)
+        chunks = chunks_of(edges.reads, sources.alignment, edges.budget)
         super().__init__(edges, sources, Buffer, Copier(memory, sources, edges).read, list(chunks))
 
     def join(self, on_progress: Callable[[int], None] | None = None) -> None:
@@ -101,7 +102,7 @@ class _MappedJob(ThreadedJob[Buffer]):
             for number, file in enumerate(job.files):
                 length = os.fstat(self.sources.fd(number)).st_size
                 if length < file.nbytes:
-                    raise FormatError(f"{file.path}: ends at byte {length}, expected {file.nbytes} bytes")
+                    raise FormatError(f"{file.where}: ends at byte {length}, expected {file.nbytes} bytes")
         finally:
             self.sources.close()
         if on_progress is not None:
@@ -135,6 +136,8 @@ def offer(request: Request) -> Choice | Refusal:
     """See `choice.REGISTRY`."""
     if request.kind != "cpu":
         return Refusal(f"backend 'mapped' has tensors in host memory, not on {str(request.device)!r}")
+    if refused := request.refusal_without_descriptors("mapped"):
+        return refused
     return Choice(MappedBackend(), request.reason("pages of the files are read when a tensor is first used"))
 
 

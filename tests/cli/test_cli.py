@@ -375,7 +375,7 @@ def test_a_process_of_its_own_refuses_the_same(here: Run, work: Path, trouble: T
 def test_an_axis_that_does_not_divide_is_named_in_full(here: Run, work: Path) -> None:
     before = tree(work)
     done = here("convert", "model", "--tp", "8", cwd=work)
-    says = r"tensor '(.+)': axis (\d) of \[(\d+), (\d+)\] has (\d+) elements, not a multiple of 8"
+    says = r"tensor '(.+)': dim (\d) of \[(\d+), (\d+)\]: (\d+) elements, not a multiple of 8"
     assert_one_line(done, 2, says)
     match = re.search(says, done.stderr)
     assert match is not None, done.stderr
@@ -664,7 +664,7 @@ def test_inspect_speaks_json(here: Run, converted: Path, args: str, expected: di
         ("model", r"\n +2 +\S+ kB +\S+ kB \(\d\.\dx\) +\S+ kB \(\d\.\dx\)"),
         ("model/model.safetensors", r"model/model\.safetensors: plain checkpoint, model type llama, 12 tensors"),
         ("out", r"out: converted checkpoint, model type llama, 12 tensors, .* in 2 files\n"),
-        ("out", r"model\.layers\.\*\.mlp\.down_proj\.weight +1 +F16 +64 x 50 +axis 1 of \[64, 100\]"),
+        ("out", r"model\.layers\.\*\.mlp\.down_proj\.weight +1 +F16 +64 x 50 +dim 1 of \[64, 100\]"),
         ("out --rank 1", r"\n +1 +12 +\S+ kB +1 +\d"),
     ],
 )

@@ -161,7 +161,7 @@ def test_fused_parameters_of_an_engine_get_their_parts(tmp_path: Path, way: str)
     assert_equal({"": columns}, {"": torch.cat([stored["gate"], stored["up"]], 1)})
 
 
-@pytest.mark.parametrize("names", ["*norm*", ["lm_head.weight", "*.0.mlp.*"], "*"])
+@pytest.mark.parametrize("names", ["**norm**", ["lm_head.weight", "**.0.mlp.**"], "**"])
 def test_what_names_asks_for_beside_comes_in_memory_of_its_own(
     converted: Path, stored: dict[str, torch.Tensor], way: str, names: Any
 ) -> None:
@@ -236,7 +236,7 @@ def test_a_tensor_whose_elements_share_memory_is_named_before_any_is_touched(
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"names": "nothing"}, PlanError, "'nothing' is none of the rank's 23 tensors"),
+        ({"names": "nothing"}, PlanError, r"no tensor matches 'nothing' \(there are 23\)"),
         ({"backend": "magic"}, PlanError, "backend 'magic'"),
         ({"threads": 0}, PlanError, "0 threads"),
         ({"memory": 1000}, PlanError, "1000"),
@@ -306,7 +306,7 @@ def test_progress_rises_to_all_the_bytes(converted: Path, stored: dict[str, torc
     into |= {
         name: torch.empty(tensor.shape[::-1], dtype=tensor.dtype).t() for name, tensor in stored.items() if "up" in name
     }
-    found = relayout.load(converted, 1, into=into, names="*down*", progress=note)
+    found = relayout.load(converted, 1, into=into, names="**down**", progress=note)
     total = sum(tensor.nbytes for tensor in found.values())
     assert {one for _, one in told} == {total}
     assert [done for done, _ in told] == sorted(done for done, _ in told)

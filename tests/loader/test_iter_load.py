@@ -68,11 +68,11 @@ def test_names_chooses_tensors(converted: Path, way: str) -> None:
     stored = whole_tensors(converted, "model-rank-0-*")
     chosen = {name: tensor for name, tensor in stored.items() if ".2." in name or "norm" in name}
     for memory in (None, LITTLE):
-        found = list(relayout.iter_load(converted, 0, names=["*.2.*", "*norm*"], backend=way, memory=memory))
+        found = list(relayout.iter_load(converted, 0, names=["**.2.**", "**norm**"], backend=way, memory=memory))
         assert [name for name, _ in found] == list(chosen)
         assert_equal(dict(found), chosen)
     assert list(relayout.iter_load(converted, 0, names=[], backend=way)) == []
-    with pytest.raises(PlanError, match="'nothing' is none of the rank's 23 tensors"):
+    with pytest.raises(PlanError, match=r"no tensor matches 'nothing' \(there are 23\)"):
         relayout.iter_load(converted, 0, names="nothing", backend=way)
 
 
@@ -138,7 +138,7 @@ def grows(**options):
 
 grown = []
 for backend in ("auto", "direct", "buffered"):
-    grows(backend=backend, names="t.0[01]", memory=2**24)  # What is imported grows it, too.
+    grows(backend=backend, names="t.{00,01}", memory=2**24)  # What is imported grows it, too.
     for memory in json.loads(sys.argv[2]):
         grown.append((memory, *grows(backend=backend, memory=memory)))
 print(json.dumps(grown))

@@ -16,12 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpoints import add_tensor, write_family
 from support.engine_oracle import Array, IndivisibleError, expected, owners, split_cut
+from support.local_stores import read_catalogue
 from support.models import read_tensors
 from support.planning import all_slices
 from support.rebuilding import assert_ranks_give_back, indices, ranks_of
 
 import relayout
-from relayout.checkpoint.source import Catalogue, SourceTensor, read_catalogue
+from relayout.checkpoint.source import Catalogue, SourceTensor
 from relayout.core.extents import Extent
 from relayout.core.slices import Slice
 from relayout.errors import PlanError
@@ -237,12 +238,12 @@ def test_a_refusal_names_tensor_axis_size_and_the_degrees_that_are_then_accepted
     shapes = {tensor.name: tensor.shape for tensor in source.tensors}
     for num_ranks, message in refusals.items():
         found = re.match(
-            r"tensor '([^']+)': axis (\d) of (\[[\d, ]+\]).* \(this checkpoint can be cut for --tp ([\d, ]+)\)$",
+            r"tensor '([^']+)': dim (\d) of (\[[\d, ]+\]).* \(this checkpoint can be cut for --tp ([\d, ]+)\)$",
             message,
         )
         assert found, message
         assert str(list(shapes[found[1]])) == found[3]
-        size = re.search(r" has (\d+) elements", message)
+        size = re.search(r"\]: (\d+) elements", message)
         assert not size or int(size[1]) == shapes[found[1]][int(found[2])], message
         assert re.search(rf"\b{num_ranks}\b", message.partition("]")[2].partition(" (this")[0]), message
         assert {int(degree) for degree in found[4].split(", ") if int(degree) <= 16} == accepted | {1}

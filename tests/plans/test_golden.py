@@ -133,7 +133,7 @@ def catalogue_of(model: str) -> Catalogue:
         nbytes = tensor_nbytes((name, dtype, shape))
         tensors.append(SourceTensor(name, dtype, shape, 0, Extent(offset, nbytes)))
         offset += nbytes
-    file = SourceFile("model.safetensors", Path("/nowhere/model.safetensors"), offset, 8, b"")
+    file = SourceFile("model.safetensors", offset, 8, b"")
     return Catalogue(
         Path("/nowhere"), (file,), tuple(tensors), {}, MODELS[table_of(model)["model"]].config, None, (), ()
     )

@@ -92,7 +92,7 @@ def test_stacked_experts_that_config_json_counts_otherwise_are_refused() -> None
     source = catalogue(
         {"model.layers.0.mlp.experts.gate_up_proj": (6, 64, 32)}, model_type="mixtral", num_local_experts=8
     )
-    with pytest.raises(PlanError, match=r"6 experts along axis 0, config.json declares 8"):
+    with pytest.raises(PlanError, match=r"6 experts along dim 0, config.json declares 8"):
         plan_for(source, 2, expert_parallel=True)
 
 

@@ -15,6 +15,7 @@ from families import Entry, Sizes
 from safetensors.torch import load_file
 from support.checkpoints import Tensors
 from support.engine_oracle import Array, IndivisibleError, expected, owners, split_cut
+from support.local_stores import read_catalogue
 from support.models import as_integers, read_tensors
 from support.quantized import (
     EXPERT_QUANTIZED,
@@ -29,7 +30,7 @@ from support.quantized import (
 from support.rebuilding import assert_ranks_give_back
 
 import relayout
-from relayout.checkpoint.source import Catalogue, SourceTensor, read_catalogue
+from relayout.checkpoint.source import Catalogue, SourceTensor
 from relayout.core.extents import Extent
 from relayout.errors import PlanError
 from relayout.plans.planner import Plan, plan_for
@@ -187,7 +188,7 @@ def test_a_refusal_names_tensor_axis_size_and_the_degrees_that_are_accepted(
         with pytest.raises(PlanError) as caught:
             plan_for(source, degree)
         found = re.match(
-            r"tensor '(?P<name>[^']+)': axis (?P<axis>[01]) of (?P<kind>a quantized weight )?(?P<shape>\[[\d, ]+\]).*"
+            r"tensor '(?P<name>[^']+)': dim (?P<axis>[01]) of (?P<kind>a quantized weight )?(?P<shape>\[[\d, ]+\]).*"
             r" \(this checkpoint can be cut for --tp (?P<degrees>[\d, ]+)\)$",
             str(caught.value),
         )

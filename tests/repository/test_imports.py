@@ -138,7 +138,7 @@ def test_the_graph_is_not_empty() -> None:
     } <= set(MODULES)
     assert len(MODULES) > 25
     edges = {(one.source, one.target, one.at_import_time) for one in IMPORTS}
-    assert ("relayout.conversion.staging", "relayout.errors", True) in edges
+    assert ("relayout.storage.local.staging", "relayout.errors", True) in edges
     assert ("relayout.cli.app", "relayout.conversion.run", False) in edges
     assert ("relayout", "relayout.loader", True) not in edges, "TYPE_CHECKING is not seen"
 

@@ -16,9 +16,9 @@ from relayout.format.index import Read
 from relayout.loader.backends.arena import Scattered
 from relayout.loader.backends.base import Choice, FreshArenas, Memory, ReadJob, Refusal, Request
 from relayout.loader.backends.files import Access, Sources
-from relayout.loader.backends.host import ThreadedJob
+from relayout.loader.backends.host import ThreadedJob, chunks_of
 from relayout.loader.budgets import Budget
-from relayout.loader.read_plan import Chunk, plan_chunks
+from relayout.loader.read_plan import Chunk
 
 
 class ToyArena:
@@ -39,6 +39,9 @@ class ToyArena:
     def tensor(self) -> torch.Tensor:
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=max(1, self._nbytes), offset=self._start)
 
+    def discard(self) -> None:
+        self._memory = bytearray()
+
 
 @dataclass(frozen=True)
 class ToyBackend:
@@ -55,7 +58,7 @@ class ToyBackend:
         return self.name
 
     def chunks(self, reads: Sequence[Read], alignment: int, budget: Budget) -> list[Chunk]:
-        return list(plan_chunks(reads, alignment, bounce_nbytes=budget.buffer_nbytes))
+        return list(chunks_of(reads, alignment, budget))
 
     def allocate(self, nbytes: int) -> ToyArena:
         return ToyArena(nbytes)

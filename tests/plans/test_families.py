@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from families import BESIDE_THE_LANGUAGE_MODEL, EXPERT_FAMILIES, FAMILIES, MULTIMODAL, Entry, Sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.checkpoints import Entry, Sizes, add_tensor, write_family
+from support.checkpoints import add_tensor, write_family
 from support.engine_oracle import Array, IndivisibleError, expected, owners, split_cut
-from support.families import BESIDE_THE_LANGUAGE_MODEL, EXPERT_FAMILIES, FAMILIES, MULTIMODAL
 from support.local_stores import read_catalogue
 from support.models import read_tensors
 from support.planning import all_slices
@@ -51,30 +51,22 @@ def try_plan(source: Catalogue, num_ranks: int, **options: Any) -> Plan | PlanEr
         return error
 
 
-def fitting_degrees(entries: list[Entry], sizes: Sizes) -> list[int]:
-    """Degrees at which engines can divide every one of the tensors."""
-
-    def fits(num_ranks: int) -> bool:
-        try:
-            for entry in {(entry.cut, entry.shape): entry for entry in entries}.values():
-                expected(entry.cut, numbered_along(split_cut(entry.cut)[1], entry.shape), num_ranks, sizes)
-        except IndivisibleError:
-            return False
-        return True
-
-    return [num_ranks for num_ranks in DEGREES if fits(num_ranks)]
+def fits(entries: list[Entry], sizes: Sizes, num_ranks: int) -> bool:
+    """Whether engines can divide every one of the tensors."""
+    try:
+        for cut, shape in {(entry.cut, entry.shape) for entry in entries}:
+            expected(cut, numbered_along(split_cut(cut)[1], shape), num_ranks, sizes)
+    except IndivisibleError:
+        return False
+    return True
 
 
 def assert_cut_as_expected(source: Catalogue, plan: Plan, entries: list[Entry], sizes: Sizes, what: str) -> None:
     slices = {tensor.name: parts for tensor, parts in zip(source.tensors, all_slices(plan), strict=True)}
     assert {entry.name for entry in entries} <= slices.keys()
-    known: dict[tuple[Any, ...], None] = {}
-    for entry in entries:
+    cut_of = {tensor.name: cut for tensor, cut in zip(source.tensors, plan.cut_of, strict=True)}
+    for entry in {(entry.cut, entry.shape, cut_of[entry.name]): entry for entry in entries}.values():
         parts = slices[entry.name]
-        key = (entry.cut, entry.shape, parts)
-        if key in known:
-            continue
-        known[key] = None
         numbered = numbered_along(split_cut(entry.cut)[1], entry.shape)
         for rank, wanted in enumerate(expected(entry.cut, numbered, plan.num_ranks, sizes)):
             found = taken(numbered, parts[rank])
@@ -126,7 +118,7 @@ def test_each_degree_up_to_16_is_accepted_just_where_engines_can_divide_and_rank
     sizes = family.all_sizes()
     entries = family.entries(sizes)
     source = read_catalogue(checkpoint(name))
-    fitting = fitting_degrees(entries, sizes)
+    fitting = [num_ranks for num_ranks in DEGREES if fits(entries, sizes, num_ranks)]
     plans = {num_ranks: try_plan(source, num_ranks) for num_ranks in DEGREES}
     accepted = [num_ranks for num_ranks, plan in plans.items() if isinstance(plan, Plan)]
     assert accepted == fitting, next((str(plan) for plan in plans.values() if isinstance(plan, PlanError)), "")
@@ -215,9 +207,8 @@ def test_at_other_sizes_too(name: str) -> None:
     def check(sizes: Sizes, num_ranks: int) -> None:
         entries = [entry for entry in family.entries(sizes) if not entry.expert]
         source = catalogue({entry.name: entry.shape for entry in entries}, family.config(sizes))
-        fits = num_ranks in fitting_degrees(entries, sizes)
-        outcomes.append(fits)
-        if not fits:
+        outcomes.append(fits(entries, sizes, num_ranks))
+        if not outcomes[-1]:
             with pytest.raises(PlanError, match=r"^tensor '"):
                 plan_for(source, num_ranks)
             return

@@ -11,19 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families import Entry, Sizes
 from safetensors.torch import load_file
-from support.checkpoints import Entry, Sizes, Tensors
+from support.checkpoints import Tensors
 from support.engine_oracle import Array, IndivisibleError, expected, owners, split_cut
 from support.local_stores import read_catalogue
 from support.models import as_integers, read_tensors
 from support.quantized import (
     EXPERT_QUANTIZED,
     QUANTIZED,
+    REFUSED_FORMS,
     Method,
     Quantized,
     compressed,
-    is_quantized,
-    refused_forms,
     weights_of,
     write_quantized,
 )
@@ -49,8 +49,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Writes a checkpoint of a form that cannot be cut, once."""
 
     def made(name: str) -> Path:
-        config, store = refused_forms()[name]
-        method = Method(config, store, lambda _: np.zeros((0, 0)))
+        method = Method(REFUSED_FORMS[name], lambda _: np.zeros((0, 0)))
         sizes = {"D": 16, "I": 256, "H": 128}
         return write_quantized(Quantized(method, sizes=sizes), tmp_path_factory.mktemp("refused") / name)
 
@@ -84,7 +83,7 @@ def is_at_borders(held: Array, unit: int, dim: int) -> bool:
 def fits(quantized: Quantized, num_ranks: int, *, owned: bool = False) -> bool:
     """Whether an engine can divide every tensor, and no cut falls inside a block, group or word."""
     sizes = quantized.all_sizes()
-    for entry in {(entry.cut, entry.shape, is_quantized(entry)): entry for entry in quantized.entries()}.values():
+    for entry in {(entry.cut, entry.shape, entry.is_linear): entry for entry in quantized.entries()}.values():
         if owned and ".experts." in entry.name:
             continue
         kind, axis = split_cut(entry.cut)
@@ -94,7 +93,7 @@ def fits(quantized: Quantized, num_ranks: int, *, owned: bool = False) -> bool:
             parts = expected(kind, np.arange(entry.shape[axis]), num_ranks, sizes)
         except IndivisibleError:
             return False
-        unit = quantized.method.units[axis] if is_quantized(entry) else 1
+        unit = quantized.method.form.borders[axis] if entry.is_linear else 1
         if not all(is_at_borders(part, unit, entry.shape[axis]) for part in parts):
             return False
     return True
@@ -144,14 +143,14 @@ def test_a_ranks_slices_mean_the_slice_of_what_the_source_means(
     held = [tensors_of(tmp_path / "out", rank) for rank in range(tp)]
     entries = quantized.entries()
     for entry in entries:
-        if is_quantized(entry):
+        if entry.is_linear:
             assert_same_numbers(entry, quantized.method, whole, held, quantized.all_sizes())
         else:
             for rank, wanted in enumerate(
                 expected(entry.cut, as_integers(whole[entry.name]), tp, quantized.all_sizes())
             ):
                 np.testing.assert_array_equal(as_integers(held[rank][entry.name]), wanted, err_msg=entry.name)
-    assert sum(map(is_quantized, entries)) >= 4
+    assert sum(entry.is_linear for entry in entries) >= 4
     shared = [key for key in whole if key.endswith(("_shape", "_global_scale", "k_scale", "v_scale", "_scale_2"))]
     shared += [key for key in whole if key.endswith("input_scale")]
     for key in shared:
@@ -284,7 +283,7 @@ def test_with_expert_parallel_an_owner_has_all_tensors_of_its_experts_and_others
     owner = owners(quantized.all_sizes()["E"], tp)
     for entry in quantized.entries():
         if entry.expert is None:
-            if is_quantized(entry):
+            if entry.is_linear:
                 assert_same_numbers(entry, quantized.method, whole, held, quantized.all_sizes())
             continue
         for rank, tensors in enumerate(held):
@@ -300,7 +299,7 @@ def test_with_expert_parallel_an_owner_has_all_tensors_of_its_experts_and_others
 # Forms that cannot be cut.
 
 
-@pytest.mark.parametrize("name", refused_forms())
+@pytest.mark.parametrize("name", REFUSED_FORMS)
 @pytest.mark.parametrize("tp", [2, 8])
 def test_a_form_that_cannot_be_cut_is_refused_by_name_with_the_reason_and_the_way_out(
     name: str, tp: int, refused: Callable[[str], Path], tmp_path: Path
@@ -311,7 +310,7 @@ def test_a_form_that_cannot_be_cut_is_refused_by_name_with_the_reason_and_the_wa
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", refused_forms())
+@pytest.mark.parametrize("name", REFUSED_FORMS)
 def test_a_form_that_cannot_be_cut_is_converted_for_one_rank(
     name: str, refused: Callable[[str], Path], tmp_path: Path
 ) -> None:

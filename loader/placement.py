@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from relayout.core.coalesce import coalesce
-from relayout.core.extents import BLOCK, Extent, Transfer, align_up
+from relayout.core.extents import BLOCK, Transfer, align_up
 from relayout.format.index import ARENA_ALIGNMENT, Read
 from relayout.loader.sources.contents import Contents, StoredFile
 
@@ -133,13 +133,13 @@ def _runs(tensors: Sequence[tuple[Read, ...]], sizes: Sequence[int]) -> Iterator
     # Where each would lie if all came in one read: tensors that can do so are all as far from there in their file.
     positions = accumulate((align_up(nbytes, ARENA_ALIGNMENT) for nbytes in sizes), initial=0)
 
-    def where(item: tuple[int, int]) -> tuple[tuple[int, ...], Extent]:
+    def where(item: tuple[int, int]) -> tuple[tuple[int, ...], int, int]:
         row, position = item
-        if len(tensors[row]) != 1 or tensors[row][0].transfer.count > 1:
-            return (row,), Extent(0, 0)  # By itself.
-        [read] = tensors[row]
-        source = read.transfer.source
-        return (read.file, source - position), Extent(source, sizes[row])
+        reads = tensors[row]
+        if len(reads) != 1 or reads[0].transfer.count > 1:
+            return (row,), 0, 0  # By itself.
+        source = reads[0].transfer.source
+        return (reads[0].file, source - position), source, source + sizes[row]
 
     for group in coalesce(zip(range(len(tensors)), positions, strict=False), where):
         yield group.items[0][0], group.items[-1][0]

@@ -98,10 +98,14 @@ def _bounced(file: int, transfer: Transfer, alignment: int) -> Chunk:
     return Chunk(file, extent, None, (transfer.shifted(source=-low),))
 
 
+def _where(chunk: Chunk) -> tuple[tuple[int, int | None], int, int]:
+    # No two chunks have one arena offset: one that has any is never joined.
+    return (chunk.file, chunk.arena_offset), chunk.extent.offset, chunk.extent.end
+
+
 def _merged(chunks: Iterable[Chunk], bounce_nbytes: int) -> Iterator[Chunk]:
     """Join bounced requests that follow each other and whose extents touch, as far as a buffer holds them."""
-    # No two chunks have one arena offset: one that has any is never joined.
-    for group in coalesce(chunks, lambda one: ((one.file, one.arena_offset), one.extent), max_nbytes=bounce_nbytes):
+    for group in coalesce(chunks, _where, max_nbytes=bounce_nbytes):
         if len(group.items) == 1:
             yield group.items[0]
             continue

@@ -53,13 +53,14 @@ def _share(contents: Contents, backend: Backend[Any], options: Options) -> tuple
         budget = plan_budget(options.threads, None, most, cost)
         return budget, max(needed, min(MAX_IN_FLIGHT, NODE_IN_FLIGHT // local_world_size()) - budget.memory)
     if options.memory < 2 * MIN_BUFFER:
-        raise PlanError(f"{options.memory} bytes of memory, expected {2 * MIN_BUFFER} or more")
+        raise PlanError(f"{options.memory} bytes of memory, expected {2 * MIN_BUFFER} or more", code="option")
     budget = plan_budget(options.threads, max(MIN_BUFFER, min(options.memory // _NUM_BATCHES, most)), most, cost)
     bound = options.memory - budget.memory
     if largest is not None and bound < needed:
         raise PlanError(
             f"memory={options.memory} is too small for tensor {contents.names[largest]!r} of {sizes[largest]} bytes:"
-            f" use at least {needed + max(MIN_BUFFER, needed // (_NUM_BATCHES - 1))}"
+            f" use at least {needed + max(MIN_BUFFER, needed // (_NUM_BATCHES - 1))}",
+            code="option",
         )
     return budget, bound
 

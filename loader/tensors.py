@@ -49,7 +49,9 @@ def check_mode() -> None:
     """
     fake = sys.modules.get("torch._subclasses.fake_tensor")
     if fake is not None and isinstance(sys.modules["torch"].empty(0, device="cpu"), fake.FakeTensor):
-        raise PlanError("under torch's FakeTensorMode tensors have no memory that bytes could be loaded into")
+        raise PlanError(
+            "under torch's FakeTensorMode tensors have no memory that bytes could be loaded into", code="unsupported"
+        )
 
 
 def torch_dtype(name: str, dtype: str) -> torch.dtype:
@@ -62,7 +64,7 @@ def torch_dtype(name: str, dtype: str) -> torch.dtype:
 
     found = getattr(torch, _TORCH_NAMES.get(dtype, ""), None)
     if found is None:
-        raise PlanError(f"tensor {name!r}: this torch ({torch.__version__}) has no type for {dtype}")
+        raise PlanError(f"this torch ({torch.__version__}) has no type for {dtype}", tensor=name, code="unsupported")
     assert isinstance(found, torch.dtype)
     return found
 
@@ -76,7 +78,9 @@ def torch_shape(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[int, ...
     if dtype != "F4":
         return shape
     if not shape or shape[-1] % 2:
-        raise PlanError(f"tensor {name!r}: torch has no F4 tensor of shape {list(shape)}: its last axis is odd")
+        raise PlanError(
+            f"torch has no F4 tensor of shape {list(shape)}: its last axis is odd", tensor=name, code="unsupported"
+        )
     return (*shape[:-1], shape[-1] // 2)
 
 

@@ -76,7 +76,9 @@ class TensorSlice:
         check_mode()
         selected = selection(index, self._shape)
         if self._dtype == "F4" and (selected is None or (selected and selected[-1] != slice(None))):
-            raise PlanError(f"tensor {self._name!r}: torch has F4 in pairs, which cannot be cut along the last axis")
+            raise PlanError(
+                "torch has F4 in pairs, which cannot be cut along the last axis", tensor=self._name, code="unsupported"
+            )
         with error_hints():
             return self._reader.part(self._row, index)
 
@@ -155,11 +157,11 @@ class CheckpointView:
         """What brings a tensor, and its row."""
         state = self._open  # Another thread may close this meanwhile.
         if state is None:
-            raise PlanError(f"{self.path}: is closed")
+            raise PlanError("is closed", path=self.path)
         reader, rows = state
         if name not in rows:
             whose = "" if self._is_whole else f"rank {self.rank} "
-            raise PlanError(f"{self.path}: {whose}has no tensor {name!r}")
+            raise PlanError(f"{whose}has no tensor {name!r}", path=self.path, code="missing")
         return reader, rows[name]
 
     def close(self) -> None:
@@ -332,7 +334,7 @@ def safe_open(
         PlanError: there is nothing, `path` was not converted, or another framework than torch ("pt") is asked for.
     """
     if framework not in ("pt", "torch", "pytorch"):
-        raise PlanError(f"framework {framework!r}: tensors are torch's, expected 'pt'")
+        raise PlanError(f"framework {framework!r}: tensors are torch's, expected 'pt'", code="option")
     with error_hints():
         options = options_of(device)
         pieces = find_whole(path)

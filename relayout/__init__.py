@@ -13,13 +13,27 @@ if TYPE_CHECKING:
     from relayout.commands.verify import verify
     from relayout.conversion.run import Summary, convert, plan_conversion
     from relayout.errors import FormatError, PlanError, RelayoutError
-    from relayout.loader import explain, iter_load, load, open, safe_open
+    from relayout.loader import (
+        CheckpointView,
+        Explanation,
+        Place,
+        TensorSlice,
+        explain,
+        iter_load,
+        load,
+        open,
+        safe_open,
+    )
 
 __all__ = [
+    "CheckpointView",
+    "Explanation",
     "FormatError",
+    "Place",
     "PlanError",
     "RelayoutError",
     "Summary",
+    "TensorSlice",
     "convert",
     "explain",
     "inspect",
@@ -33,10 +47,14 @@ __all__ = [
 ]
 
 _HOMES = {
+    "CheckpointView": "relayout.loader",
+    "Explanation": "relayout.loader",
     "FormatError": "relayout.errors",
     "PlanError": "relayout.errors",
+    "Place": "relayout.loader",
     "RelayoutError": "relayout.errors",
     "Summary": "relayout.conversion.run",
+    "TensorSlice": "relayout.loader",
     "convert": "relayout.conversion.run",
     "explain": "relayout.loader",
     "inspect": "relayout.commands.inspect",

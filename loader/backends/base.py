@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 from relayout.core.dtypes import num_bytes
 from relayout.core.workers import Stop
 from relayout.format.index import Read
+from relayout.loader.backends.digests import Checks
 from relayout.loader.budgets import Budget
-from relayout.loader.digests import Checks
 from relayout.loader.placement import PlacedTensors
 from relayout.loader.read_plan import Chunk
 from relayout.loader.sources.contents import StoredFile

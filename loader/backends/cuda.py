@@ -199,7 +199,7 @@ class DeviceBackend:
             raise
 
 
-class DeviceJob(ThreadedJob[Lane]):
+class DeviceJob(ThreadedJob[Lane, Chunk]):
     """Threads that fill a device's memory."""
 
     def __init__(
@@ -223,6 +223,7 @@ class DeviceJob(ThreadedJob[Lane]):
             super().__init__(job, sources, self._make_lane, self._read, chunks)
         except BaseException:
             self._drain()
+            self._close_lanes()
             raise
 
     def join(self, on_progress: Callable[[int], None] | None = None) -> None:
@@ -269,9 +270,12 @@ class DeviceJob(ThreadedJob[Lane]):
             with suppress(RuntimeError):
                 lane.drain()
 
-    def _release(self) -> None:
+    def _close_lanes(self) -> None:
         while self._lanes:
             self._lanes.pop().close()
+
+    def _release(self) -> None:
+        self._close_lanes()
         registered, self._registered = self._registered, None
         _release(self._backend.cufile, self._handles, registered)
 
@@ -314,7 +318,9 @@ class DeviceJob(ThreadedJob[Lane]):
             count = self._handles[file].read(span[done:], offset + done)
             if count <= 0:
                 stored = self.job.files[file]
-                raise FormatError(f"{stored.where}: ends at byte {offset + done}, expected {stored.nbytes} bytes")
+                raise FormatError(
+                    f"ends at byte {offset + done}, expected {stored.nbytes} bytes", path=stored.where, code="truncated"
+                )
             done += count
         if self.job.checks is not None:
             # What has arrived is looked at: it is fetched again.
@@ -429,12 +435,12 @@ def offer_gds(request: Request) -> Choice | Refusal:
     why = "neither nvidia-fs nor PCI P2PDMA is set up"
     path = request.files[0].path if request.files else None
     if path is not None and (request.is_by_name or is_likely()):
-        cufile, state = find_cufile(path)
-        if cufile is not None:
+        found = find_cufile(path)
+        if not isinstance(found, str):
             asked = "asked for" if request.is_by_name else "available"
-            backend = DeviceBackend(request.device, _lanes_of(request.device), cufile)
-            return Choice(backend, f"{state.path} is {asked}: {state.reason}", state.path)
-        why = state.reason
+            backend = DeviceBackend(request.device, _lanes_of(request.device), found.driver)
+            return Choice(backend, f"{found.path} is {asked}: {found.reason}", found.path)
+        why = found
     return Refusal(f"backend 'gds': GPUDirect Storage is not available: {why}")
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 State = TypeVar("State")
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class HostBackend:
         """See `Backend.wrap`."""
         return Scattered([(tensor.data_ptr(), tensor.numel()) for tensor in tensors])
 
-    def start(self, memory: Memory[memoryview], job: ReadJob) -> ThreadedJob[Buffer]:
+    def start(self, memory: Memory[memoryview], job: ReadJob) -> ThreadedJob[Buffer, Chunk]:
         """See `Backend.start`."""
         sources = Sources(job.files, self.access)
         try:
@@ -83,7 +84,7 @@ def chunks_of(reads: Sequence[Read], alignment: int, budget: Budget) -> Iterator
 
 @dataclass(frozen=True, slots=True)
 class Copier:
-    """Brings chunks to where they belong. Not a closure, which an error's frames would keep, and with it the memory."""
+    """Brings chunks to where they belong."""
 
     memory: Memory[memoryview]
     sources: Sources
@@ -122,22 +123,22 @@ def reserve(buffer: Buffer, nbytes: int) -> memoryview:
         raise MemoryError(f"cannot reserve {nbytes} bytes for a buffer: {error.strerror}") from None
 
 
-class ThreadedJob(Generic[State]):
-    """Threads that deal with the chunks of a job, each with a state of its own."""
+class ThreadedJob(Generic[State, Item]):
+    """Threads that deal with the items of a job, such as chunks, each thread with a state of its own."""
 
     def __init__(
         self,
         job: ReadJob,
         sources: Sources,
         make_state: Callable[[], State],
-        work: Callable[[State, Chunk], int],
-        chunks: list[Chunk],
+        work: Callable[[State, Item], int],
+        items: Sequence[Item],
     ) -> None:
         """Start them; `work` returns the bytes that it brought. Closes the sources in the end."""
         self.job = job
         self.sources = sources
         try:
-            self._workers = Workers(min(job.budget.threads, len(chunks)), chunks, make_state, work, job.stop)
+            self._workers = Workers(min(job.budget.threads, len(items)), items, make_state, work, job.stop)
             self._workers.start()
         except BaseException:
             sources.close()
@@ -147,11 +148,15 @@ class ThreadedJob(Generic[State]):
         """See `RunningJob.join`."""
         try:
             self._workers.join(on_progress)
+            if self.job.checks is not None:
+                self.job.checks.finish()
+            self.finish()
         finally:
             self.sources.close()
-        if self.job.checks is not None:
-            self.job.checks.finish()
         self.settle()
+
+    def finish(self) -> None:
+        """Called when all items are dealt with, while the files are open; may raise what makes the job fail."""
 
     def settle(self) -> None:
         """See `RunningJob.settle`: host memory is what everybody sees."""

@@ -52,7 +52,7 @@ class Explanation:
     """The one that would run."""
     reason: str
     gds: str | None
-    """The way that GPUDirect Storage would really take: "GDS", "P2PDMA" or "compat"; None: it is not available, or of
+    """The way that GPUDirect Storage would really take, "GDS" or "P2PDMA"; None: it is not available, or of
     no use for this device."""
     nbytes: int
     """Bytes of the tensors."""

@@ -319,7 +319,7 @@ def _block_range(file: int, extent: Extent) -> SourceRange:
 def join_ranges(ranges: Iterable[SourceRange]) -> tuple[SourceRange, ...]:
     """Join ranges that touch or overlap."""
     in_order = sorted(ranges, key=lambda one: (one.file, one.extent))
-    groups = coalesce(in_order, lambda one: (one.file, one.extent))
+    groups = coalesce(in_order, lambda one: (one.file, one.extent.offset, one.extent.end))
     return tuple(SourceRange(group.items[0].file, group.extent) for group in groups)
 
 

@@ -22,7 +22,7 @@ class Group(Generic[Item]):
 
 def coalesce(
     items: Iterable[Item],
-    where: Callable[[Item], tuple[Hashable, Extent]],
+    where: Callable[[Item], tuple[Hashable, int, int]],
     *,
     max_gap_nbytes: int = 0,
     max_nbytes: int | None = None,
@@ -30,7 +30,8 @@ def coalesce(
     """Group items that follow each other, in the given order, where their extents overlap, touch or nearly do so.
 
     Args:
-        where: an item's key, the file for example, and its extent. Items of different keys are never in one group.
+        where: an item's key, the file for example, its offset and its end. Items of different keys are never in one
+            group.
         max_gap_nbytes: bytes between two neighbours of a group that belong to neither, at most.
         max_nbytes: of a group of several items, at most; None: without a limit.
     """
@@ -38,17 +39,17 @@ def coalesce(
     key: Hashable = None
     low = high = 0
     for item in items:
-        item_key, extent = where(item)
-        end = max(high, extent.end)
+        item_key, offset, item_end = where(item)
+        end = high if high > item_end else item_end
         if group and not (
             item_key == key
-            and low <= extent.offset <= high + max_gap_nbytes
+            and low <= offset <= high + max_gap_nbytes
             and (max_nbytes is None or end - low <= max_nbytes)
         ):
             yield Group(Extent(low, high - low), tuple(group))
             group = []
         if not group:
-            key, low, end = item_key, extent.offset, extent.end
+            key, low, end = item_key, offset, item_end
         group.append(item)
         high = end
     if group:

@@ -65,9 +65,8 @@ def hash_files(
 def _requests(file: HashedFile) -> Iterator[Extent]:
     """The blocks that hold the extents, joined where they touch, cut where they are long."""
 
-    def blocks(extent: Extent) -> tuple[None, Extent]:
-        low = align_down(extent.offset, BLOCK)
-        return None, Extent(low, align_up(extent.end, BLOCK) - low)
+    def blocks(extent: Extent) -> tuple[None, int, int]:
+        return None, align_down(extent.offset, BLOCK), align_up(extent.end, BLOCK)
 
     for group in coalesce((extent for extent in file.extents if extent.nbytes), blocks):
         yield from split(group.extent, CHUNK_NBYTES)

@@ -17,7 +17,9 @@ ITEMS = st.lists(st.tuples(st.integers(0, 1), EXTENTS), max_size=12)
 
 
 def groups_of(items: list[Item], gap: int = 0, most: int | None = None) -> list[Group[Item]]:
-    return list(coalesce(items, lambda item: item, max_gap_nbytes=gap, max_nbytes=most))
+    return list(
+        coalesce(items, lambda item: (item[0], item[1].offset, item[1].end), max_gap_nbytes=gap, max_nbytes=most)
+    )
 
 
 def extents(*bounds: tuple[int, int]) -> list[Item]:

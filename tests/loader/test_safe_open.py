@@ -327,7 +327,7 @@ def test_what_is_not_there_is_named(
             call("model.nothing")
     with pytest.raises(PlanError, match=r"nothing: no such file or folder$"):
         relayout.safe_open(tmp_path / "nothing")
-    for path in (conversions.source("llama"), opened.path / "config.json"):
+    for path in (conversions.source("llama"), Path(opened.path) / "config.json"):
         with pytest.raises(PlanError, match=rf"{path.name}: not converted .*safetensors\.safe_open reads"):
             relayout.safe_open(path)
     with pytest.raises(PlanError, match=r"framework 'np': tensors are torch's, expected 'pt'"):

@@ -19,8 +19,8 @@ from relayout.format.index import Read
 from relayout.loader.backends.base import Backend, Choice, ReadJob, Refusal, Request
 from relayout.loader.backends.choice import REGISTRY
 from relayout.loader.backends.cuda import DeviceBackend
+from relayout.loader.backends.digests import Checks
 from relayout.loader.budgets import Budget
-from relayout.loader.digests import Checks
 from relayout.loader.sources.contents import StoredFile
 
 UNTOUCHED = 0xEE

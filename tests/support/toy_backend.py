@@ -15,10 +15,11 @@ from relayout.errors import FormatError
 from relayout.format.index import Read
 from relayout.loader.backends.arena import Scattered
 from relayout.loader.backends.base import Choice, FreshArenas, Memory, ReadJob, Refusal, Request
-from relayout.loader.backends.files import Access, Sources
+from relayout.loader.backends.files import Sources
 from relayout.loader.backends.host import ThreadedJob, chunks_of
 from relayout.loader.budgets import Budget
 from relayout.loader.read_plan import Chunk
+from relayout.storage.protocols import Access
 
 
 class ToyArena:
@@ -69,7 +70,7 @@ class ToyBackend:
     def wrap(self, tensors: Sequence[torch.Tensor]) -> Scattered:
         return Scattered([(tensor.data_ptr(), tensor.numel()) for tensor in tensors])
 
-    def start(self, memory: Memory[memoryview], job: ReadJob) -> ThreadedJob[None]:
+    def start(self, memory: Memory[memoryview], job: ReadJob) -> ThreadedJob[None, Chunk]:
         sources = Sources(job.files, self.access)
         one = replace(job, budget=Budget(1, job.budget.memory))
         chunks = self.chunks(one.reads, 1, one.budget)
@@ -103,7 +104,7 @@ class Reader:
             if not piece:
                 stored = self.job.files[file]
                 end = extent.offset + len(found)
-                raise FormatError(f"{stored.path}: ends at byte {end}, expected {stored.nbytes} bytes")
+                raise FormatError(f"{stored.where}: ends at byte {end}, expected {stored.nbytes} bytes")
             found += piece
         return found
 

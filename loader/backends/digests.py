@@ -46,11 +46,15 @@ class Checks:
             FormatError: some have not: no read has brought all of their bytes, in order.
         """
         if left := self._hashed.num_left:
-            raise FormatError(f"{left} tensors could not be checked: their bytes did not arrive in order")
+            raise FormatError(
+                f"{left} tensors could not be checked: their bytes did not arrive in order", code="digest"
+            )
 
     def _compare(self, row: int) -> None:
         found = self._hashed.digests[row]
         if found != self._expected[row]:
             raise FormatError(
-                f"tensor {self._names[row]!r}: its bytes have digest {found}, expected {self._expected[row]}: damaged"
+                f"its bytes have digest {found}, expected {self._expected[row]}: damaged",
+                tensor=self._names[row],
+                code="digest",
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import shutil
 import signal
 import sys
@@ -69,7 +70,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> I
 
     def run_it(words: list[str], *, limited: bool = False) -> tuple[int, str, str]:
         if limited:
-            done = prestarted.run(*words, address_space=MEMORY_NBYTES, timeout=SECONDS)
+            done = prestarted.run(*words, limits={resource.RLIMIT_AS: MEMORY_NBYTES}, timeout=SECONDS)
             return done.returncode, done.stdout, done.stderr
         monkeypatch.setattr(sys, "argv", ["relayout", *words])
         capfd.readouterr()

@@ -43,13 +43,13 @@ def run(
     env: Mapping[str, str] | None = None,
     stdout: int | None = None,
     stderr: int | None = None,
-    address_space: int | None = None,
+    limits: Mapping[int, int] | None = None,
     timeout: float = 60,
 ) -> subprocess.CompletedProcess[str]:
     """`relayout WORDS`, or a script with these words behind `sys.argv[0]`, to its end; as of `subprocess.run`.
 
-    What it prints is in the result, but for what goes to a descriptor that is given. `address_space` are the bytes that
-    it may map, at most.
+    What it prints is in the result, but for what goes to a descriptor that is given. `limits` are those of
+    `resource.setrlimit`.
 
     Raises:
         subprocess.TimeoutExpired: it did not end; it and its children of the same session are killed.
@@ -57,7 +57,13 @@ def run(
     wanted = dict(os.environ if env is None else env)
     own = {name: wanted.pop(name) for name in _OF_ONE_CHILD if name in wanted}
     argv = [str(word) for word in words]
-    request = {"script": script, "argv": argv, "cwd": str(cwd or Path.cwd()), "env": own, "limit": address_space}
+    request = {
+        "script": script,
+        "argv": argv,
+        "cwd": str(cwd or Path.cwd()),
+        "env": own,
+        "limits": [*(limits or {}).items()],
+    }
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, open(os.devnull, "rb") as nothing:
         streams = (
             nothing.fileno(),
@@ -168,8 +174,8 @@ def _become(request: Mapping[str, Any], fds: Sequence[int]) -> None:
     sys.path[0] = request["cwd"]
     if "LD_PRELOAD" in os.environ:
         ctypes.CDLL(None).begin_faults()
-    if request["limit"] is not None:
-        resource.setrlimit(resource.RLIMIT_AS, (request["limit"],) * 2)
+    for kind, limit in request["limits"]:
+        resource.setrlimit(kind, (limit, limit))
 
 
 def _main() -> None:

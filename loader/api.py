@@ -40,7 +40,7 @@ def load(
     not into the same memory.
 
     Args:
-        path: a folder that `relayout convert` wrote, or a plain checkpoint.
+        path: a folder that `relayout convert` wrote, or a plain checkpoint; as `str`, it may be a store's URL.
         rank: from 0.
         device: where the tensors shall lie.
         backend: "auto" takes what is best here (see `relayout.explain`). To host memory: "direct" reads past the page

@@ -24,17 +24,16 @@ def main() -> None:
     parser.add_argument("models", nargs="*", help="names, as in tools/models.py; default is all")
     parser.add_argument("--folder", type=Path, help="where the sparse files go; default is a temporary folder")
     arguments = parser.parse_args()
-    known = {model.name: model for model in MODELS}
-    unknown = set(arguments.models) - set(known)
+    unknown = set(arguments.models) - set(MODELS)
     if unknown:
-        parser.error(f"no model {min(unknown)!r}, there are: {', '.join(known)}")
+        parser.error(f"no model {min(unknown)!r}, there are: {', '.join(MODELS)}")
     print("| model | tensors | GB | ranks | GB a rank | replicated | tail | seconds | peak MB |")
     print("|---|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
-        for name in arguments.models or known:
+        for name in arguments.models or MODELS:
             folder = Path(scratch) / name
-            known[name].write(folder)
-            print(row(known[name], *dry_run(folder, known[name].tp)), flush=True)
+            MODELS[name].write(folder)
+            print(row(MODELS[name], *dry_run(folder, MODELS[name].tp)), flush=True)
             shutil.rmtree(folder)
 
 

@@ -7,6 +7,7 @@ complete when its marker, written last, is there.
 
 from __future__ import annotations
 
+import errno
 import re
 import threading
 import time
@@ -144,7 +145,7 @@ class Bucket:
         """
         with self._lock:
             if create and name in self._objects:
-                raise FileExistsError(17, "an object of this name exists", f"memory://{self.name}/{name}")
+                raise FileExistsError(errno.EEXIST, "an object of this name exists", f"memory://{self.name}/{name}")
             self._objects[name] = _Object(content, f'"{next(self._versions)}"')
 
     def delete(self, name: str) -> None:
@@ -247,7 +248,9 @@ class MemoryFile(_Closable):
         while done < expected:
             brought = self._bucket.read(self._name, self.version, offset + done, view[done:expected])
             if not brought:
-                raise OSError(5, f"brought no bytes at {offset + done}", f"memory://{self._bucket.name}/{self._name}")
+                raise OSError(
+                    errno.EIO, f"brought no bytes at {offset + done}", f"memory://{self._bucket.name}/{self._name}"
+                )
             done += brought
 
 
@@ -320,7 +323,7 @@ class MemoryStore:
     ) -> MemoryFile:
         """See `Store.open`."""
         if access is Access.DIRECT:
-            raise OSError(95, "a store in memory has no direct I/O; use backend 'buffered'", self.where(name))
+            raise OSError(errno.EOPNOTSUPP, "memory has no direct I/O; use backend 'buffered'", self.where(name))
         found = self.stat(name)
         if found is None:
             raise FormatError("is missing", path=self.where(name), code="missing")
@@ -454,7 +457,7 @@ class MemoryStaging:
 
     def _create(self, name: str, content: bytearray) -> None:
         if name in self._attempt.files:
-            raise FileExistsError(17, "exists", self._store.where(name))
+            raise FileExistsError(errno.EEXIST, "exists", self._store.where(name))
         self._attempt.files[name] = content
 
     def read_notes(self, name: str) -> bytes | None:

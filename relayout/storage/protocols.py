@@ -143,7 +143,11 @@ class ReadableFile(File, Protocol):
 
 
 class WritableFile(File, Protocol):
-    """A file of known length that is being written, by any number of threads, each byte at most once."""
+    """A file of known length that is being written, by any number of threads, each byte at most once.
+
+    Within a file offsets rise, but for the pieces that threads bring at once: a store that needs a stream holds those
+    back that are ahead. A local file takes any order.
+    """
 
     def write(self, offset: int, view: memoryview, address: int = 0) -> None:
         """Write `view` at `offset`; its memory starts at `address`, modulo 4096. The memory is reused after the call.
@@ -168,7 +172,8 @@ class Staging(Protocol):
     """A place where an output is put together, unseen by readers. At most one process has it open for an output.
 
     Files: those of known length are opened any number of times by `write_file`, and complete when `write_head` has
-    given them their first bytes, which depend on all others; small ones are written at once by `put`.
+    given them their first bytes, which depend on all others (of a multipart upload, its first part comes last); small
+    ones are written at once by `put`.
     """
 
     is_kept: bool

@@ -420,7 +420,7 @@ def test_a_single_file_is_a_checkpoint_with_the_config_beside_it(tmp_path: Path,
     assert_holds(catalogue, {"a": A, "b": B})
     assert (catalogue.root, names(catalogue), catalogue.model_type) == (LocalStore(tmp_path / name), [name], "qwen2")
     assert (catalogue.side_files, catalogue.left_out, catalogue.index) == (("config.json",), (), None)
-    assert catalogue.folder == LocalStore(tmp_path)
+    assert catalogue.folder == LocalStore(tmp_path, name)
 
 
 @pytest.mark.parametrize(

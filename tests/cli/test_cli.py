@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from safetensors.numpy import load_file, save_file
+from support import prestarted
 from support.journals import read_journal
 from support.mounts import mounted_tmpfs
 
@@ -114,7 +115,9 @@ def run(
     restricted: bool = False,
     timeout: float = 60,
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command to its end, its output in pipes."""
+    """Run the command to its end."""
+    if not environment and not restricted:
+        return prestarted.run(*args, cwd=cwd, env=ENVIRONMENT, timeout=timeout)
     return subprocess.run(
         [*RELAYOUT, *args],
         cwd=cwd,
@@ -408,15 +411,8 @@ def run_unread(
     """Run the command with a stdout, or also a stderr, whose reader has gone."""
     ours, theirs = os.pipe()
     os.close(ours)
-    done = subprocess.run(
-        [*(RELAYOUT if script is None else [sys.executable, "-c", script]), *args],
-        cwd=cwd,
-        env=ENVIRONMENT,
-        stdout=theirs,
-        stderr=theirs if stderr else subprocess.PIPE,
-        text=True,
-        timeout=60,
-    )
+    given = {} if script is None else {"script": script}
+    done = prestarted.run(*args, cwd=cwd, env=ENVIRONMENT, stdout=theirs, stderr=theirs if stderr else None, **given)
     os.close(theirs)
     return done
 
@@ -469,9 +465,7 @@ def test_work_is_carried_out_and_its_exit_code_is_its_own_whoever_reads_of_it(
 def test_an_output_that_cannot_be_written_is_an_io_failure(converted: Path, tmp_path: Path, args: str) -> None:
     place = shutil.copytree(converted, tmp_path / "converted")
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [*RELAYOUT, *args.split()], cwd=place, env=ENVIRONMENT, stdout=full, stderr=subprocess.PIPE, text=True
-        )
+        done = prestarted.run(*args.split(), cwd=place, env=ENVIRONMENT, stdout=full.fileno())
     assert done.returncode == 3
     assert re.fullmatch(r"relayout: error: (standard output: )?No space left on device\n", done.stderr)
     assert (place / "again" / "relayout.json").exists() == ("again" in args), "what it tells of is done"

@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 import xxhash
 from safetensors.numpy import save_file
+from support import prestarted
 from support.faults import environment
 from support.journals import read_journal
 from support.mounts import mounted_tmpfs
@@ -140,11 +141,8 @@ def model(tmp_path_factory: pytest.TempPathFactory, shim: Path) -> Model:
     return Model(place, content(place / "out"), (place / "calls").read_text().splitlines())
 
 
-def command(place: Path, *more: str, output: Path | None = None, script: str | None = None) -> list[str]:
-    start = ["-m", "relayout"] if script is None else ["-c", script]
-    return [
-        sys.executable, *start, "convert", "model", "-o", str(output or place / "out"), *OPTIONS, *LIMITS, *more
-    ]  # fmt: skip
+def command(place: Path, *more: str, output: Path | None = None) -> list[str]:
+    return ["convert", "model", "-o", str(output or place / "out"), *OPTIONS, *LIMITS, *more]
 
 
 def run(
@@ -158,17 +156,9 @@ def run(
     script: str | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run the conversion of the model, into `out` in `place`, to its end."""
-    return subprocess.run(
-        command(place, *more, output=output, script=script),
-        cwd=source or place,
-        env=environment(shim, faults, log),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        # A job in the background of a shell script inherits that Ctrl-C is ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None,
-    )
+    words = command(place, *more, output=output)
+    given = {} if script is None else {"script": script}
+    return prestarted.run(*words, cwd=source or place, env=environment(shim, faults, log), **given)
 
 
 def hidden(place: Path) -> list[str]:
@@ -300,7 +290,9 @@ def test_after_a_kill_the_same_command_goes_on(model: Model, shim: Path, tmp_pat
 def test_a_kill_from_outside_is_no_other(model: Model, shim: Path, tmp_path: Path, number: int) -> None:
     # Every call takes some ms longer, so that the conversion takes about a second; the moment is a time.
     with subprocess.Popen(
-        command(tmp_path), cwd=model.place, env=environment(shim, [f"any|{tmp_path}|1+|sleep|15"])
+        [sys.executable, "-m", "relayout", *command(tmp_path)],
+        cwd=model.place,
+        env=environment(shim, [f"any|{tmp_path}|1+|sleep|15"]),
     ) as child:
         time.sleep(random.Random(SEED + number).uniform(0.25, 0.8))
         child.kill()
@@ -422,7 +414,7 @@ def test_after_a_kill_between_two_renames_nothing_changes_without_force(
     says = f"the older folder, which was being replaced, is {waiting}: it can be renamed back"
     assert f"{out}: is missing; {says}, or replaced with --force" in done.stderr
     for arguments in (["verify", str(out)], ["restore", str(out), "-o", str(tmp_path / "back")]):
-        done = subprocess.run([sys.executable, "-m", "relayout", *arguments], capture_output=True, text=True)
+        done = prestarted.run(*arguments)
         assert done.returncode == 2
         assert says in done.stderr
     assert not out.exists()

@@ -11,7 +11,7 @@ import pytest
 from fuzzing import TARGETS
 from support.tools import run_tool
 
-MUTATIONS = 1000
+MUTATIONS = 200
 
 
 @pytest.mark.parametrize("parser", TARGETS)
@@ -61,7 +61,7 @@ def test_a_mutation_changes_what_a_parser_sees_and_is_the_same_each_time() -> No
 
 
 def test_the_command_runs_and_tells_how_much_it_tried(tmp_path: Path) -> None:
-    options = ["--seconds", "1", "--engine", "own", "--folder", str(tmp_path)]
+    options = ["--seconds", "0.2", "--engine", "own", "--folder", str(tmp_path)]
     done = run_tool("fuzz", "index", "plan", *options)
     assert done.returncode == 0, done.stderr
     told = [json.loads(line) for line in done.stdout.splitlines()]

@@ -7,7 +7,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import tomllib
 import zipfile
@@ -18,6 +17,7 @@ from typing import Any, Protocol
 
 import pytest
 import safetensors
+from support import prestarted
 from support.tools import run_tool
 from support.vector_edits import (
     BASES,
@@ -70,14 +70,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> I
 
     def run_it(words: list[str], *, limited: bool = False) -> tuple[int, str, str]:
         if limited:
-            done = subprocess.run(
-                [sys.executable, "-m", "relayout", *words],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                encoding="utf-8",
-                timeout=SECONDS,
-                preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (MEMORY_NBYTES, MEMORY_NBYTES)),
-            )
+            done = prestarted.run(*words, limits={resource.RLIMIT_AS: MEMORY_NBYTES}, timeout=SECONDS)
             return done.returncode, done.stdout, done.stderr
         monkeypatch.setattr(sys, "argv", ["relayout", *words])
         capfd.readouterr()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support import prestarted
 
 import relayout
 from relayout.errors import PlanError
@@ -15,9 +15,7 @@ from relayout.loader.diagnose.doctor import diagnose
 
 
 def doctor(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "relayout", "doctor", *map(str, arguments)], capture_output=True, text=True, timeout=120
-    )
+    return prestarted.run("doctor", *arguments, imports=prestarted.LOADER)
 
 
 def test_without_a_degree_it_is_that_of_the_conversion_or_one(model: Path, converted: Path) -> None:

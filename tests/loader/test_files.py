@@ -20,11 +20,12 @@ from support.page_cache import drive_nbytes, drop, opened, unmarked, warm, write
 from relayout.core.extents import align_up
 from relayout.errors import FormatError
 from relayout.loader.backends import files as sources_module
-from relayout.loader.backends.files import Access, Sources
+from relayout.loader.backends.files import Sources
 from relayout.storage.buffers import Buffer
 from relayout.storage.local import store
 from relayout.storage.local.files import InputFile
 from relayout.storage.local.page_cache import read_ahead_nbytes, resident_nbytes
+from relayout.storage.protocols import Access
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support import prestarted
 from support.loader_fixtures import IN_FLIGHT, MIB
 
 SECONDS = 30
@@ -79,21 +76,9 @@ os._exit(9)
 
 def run(script: str, *arguments: object) -> str:
     """The last line that a script prints; it and all its children are killed if they hang."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", script, *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=2 * SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        pytest.fail("the process itself hangs")
-    assert process.returncode == 0, err
-    return out.strip().splitlines()[-1]
+    done = prestarted.run(*arguments, script=script, imports=prestarted.LOADER, timeout=2 * SECONDS)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip().splitlines()[-1]
 
 
 @pytest.mark.parametrize("backend", ["auto", "buffered"])

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from support import prestarted
 
 import relayout
 from relayout.errors import FormatError
@@ -58,8 +59,7 @@ def run(code: str, *args: object, folder: Path) -> Any:
     """What a fresh process prints, as JSON."""
     if not sys.platform.startswith("linux"):
         pytest.skip("takes /proc")
-    command = [sys.executable, "-c", CALL + code, *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    done = prestarted.run(*args, script=CALL + code, imports=prestarted.LOADER, cwd=folder)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

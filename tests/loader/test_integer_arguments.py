@@ -33,7 +33,7 @@ def test_integers_of_numpy_are_as_good_as_pythons(llama: Path, tmp_path: Path) -
     relayout.restore(tmp_path / "ours", tmp_path / "back", jobs=np.int64(1), memory=np.int64(2**24))  # type: ignore[arg-type]
     assert contents(tmp_path / "back") == contents(llama)
     assert relayout.inspect(tmp_path / "ours", rank=np.int16(1)) == relayout.inspect(tmp_path / "ours", rank=1)  # type: ignore[arg-type]
-    assert relayout.plan_conversion(llama, tp=np.int64(2)).output.name == "llama-tp2"  # type: ignore[arg-type]
+    assert str(relayout.plan_conversion(llama, tp=np.int64(2)).output).endswith("/llama-tp2")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", [True, 2.0, np.float64(2), "2", None, np.array([2, 4])], ids=repr)

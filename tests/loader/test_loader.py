@@ -24,9 +24,9 @@ from relayout.errors import FormatError, PlanError
 from relayout.format.index import Read
 from relayout.loader.backends.arena import HUGE_PAGE, allocate
 from relayout.loader.backends.base import ReadJob
-from relayout.loader.backends.files import Access
 from relayout.loader.backends.host import HostBackend
 from relayout.loader.budgets import Budget
+from relayout.storage.protocols import Access
 
 DTYPES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families import FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -19,7 +20,7 @@ from safetensors.torch import save_file
 from support.conversions import EXPERT_CASES, Conversions, grouped, stock_tensors
 from support.loader_fixtures import MEASURE, child, nothing_left_behind, skip_unless_drives_are_counted, write_model
 from support.models import as_integers
-from support.quantized import FAMILIES, QUANTIZED
+from support.quantized import QUANTIZED
 
 import relayout
 from relayout.errors import FormatError, PlanError
@@ -326,7 +327,7 @@ def test_what_is_not_there_is_named(
             call("model.nothing")
     with pytest.raises(PlanError, match=r"nothing: no such file or folder$"):
         relayout.safe_open(tmp_path / "nothing")
-    for path in (conversions.source("llama"), opened.path / "config.json"):
+    for path in (conversions.source("llama"), Path(opened.path) / "config.json"):
         with pytest.raises(PlanError, match=rf"{path.name}: not converted .*safetensors\.safe_open reads"):
             relayout.safe_open(path)
     with pytest.raises(PlanError, match=r"framework 'np': tensors are torch's, expected 'pt'"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -11,11 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from families import BESIDE_THE_LANGUAGE_MODEL, EXPERT_FAMILIES, FAMILIES, MULTIMODAL, Entry, Sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.checkpoints import Entry, Sizes, add_tensor, write_family
+from support.checkpoints import add_tensor, write_family
+from support.conversions import grouped
 from support.engine_oracle import Array, IndivisibleError, expected, owners, split_cut
-from support.families import BESIDE_THE_LANGUAGE_MODEL, EXPERT_FAMILIES, FAMILIES, MULTIMODAL
 from support.local_stores import read_catalogue
 from support.models import read_tensors
 from support.planning import all_slices
@@ -30,12 +32,25 @@ from relayout.plans.family import builtin_families
 from relayout.plans.planner import Plan, plan_for
 
 DEGREES = range(2, 17)
+LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
+"""Many more examples; without, each family is tried at some other sizes."""
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Writes a family's checkpoint, once."""
     return cache(lambda name: write_family(FAMILIES[name], tmp_path_factory.mktemp("families") / name))
+
+
+@pytest.fixture(scope="session")
+def outcomes(checkpoint: Callable[[str], Path]) -> Callable[[str], Mapping[int, Plan | PlanError]]:
+    """Plans a family's checkpoint at every degree, once."""
+
+    def planned(name: str) -> Mapping[int, Plan | PlanError]:
+        source = read_catalogue(checkpoint(name))
+        return {num_ranks: try_plan(source, num_ranks) for num_ranks in DEGREES}
+
+    return cache(planned)
 
 
 def catalogue(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> Catalogue:
@@ -51,30 +66,22 @@ def try_plan(source: Catalogue, num_ranks: int, **options: Any) -> Plan | PlanEr
         return error
 
 
-def fitting_degrees(entries: list[Entry], sizes: Sizes) -> list[int]:
-    """Degrees at which engines can divide every one of the tensors."""
-
-    def fits(num_ranks: int) -> bool:
-        try:
-            for entry in {(entry.cut, entry.shape): entry for entry in entries}.values():
-                expected(entry.cut, numbered_along(split_cut(entry.cut)[1], entry.shape), num_ranks, sizes)
-        except IndivisibleError:
-            return False
-        return True
-
-    return [num_ranks for num_ranks in DEGREES if fits(num_ranks)]
+def fits(entries: list[Entry], sizes: Sizes, num_ranks: int) -> bool:
+    """Whether engines can divide every one of the tensors."""
+    try:
+        for cut, shape in {(entry.cut, entry.shape) for entry in entries}:
+            expected(cut, numbered_along(split_cut(cut)[1], shape), num_ranks, sizes)
+    except IndivisibleError:
+        return False
+    return True
 
 
 def assert_cut_as_expected(source: Catalogue, plan: Plan, entries: list[Entry], sizes: Sizes, what: str) -> None:
     slices = {tensor.name: parts for tensor, parts in zip(source.tensors, all_slices(plan), strict=True)}
     assert {entry.name for entry in entries} <= slices.keys()
-    known: dict[tuple[Any, ...], None] = {}
-    for entry in entries:
+    cut_of = {tensor.name: cut for tensor, cut in zip(source.tensors, plan.cut_of, strict=True)}
+    for entry in {(entry.cut, entry.shape, cut_of[entry.name]): entry for entry in entries}.values():
         parts = slices[entry.name]
-        key = (entry.cut, entry.shape, parts)
-        if key in known:
-            continue
-        known[key] = None
         numbered = numbered_along(split_cut(entry.cut)[1], entry.shape)
         for rank, wanted in enumerate(expected(entry.cut, numbered, plan.num_ranks, sizes)):
             found = taken(numbered, parts[rank])
@@ -93,7 +100,7 @@ def taken(whole: Array, part: Slice) -> Array:
 # The checkpoints themselves.
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", grouped([*FAMILIES]))
 def test_a_checkpoint_is_what_its_table_says_and_each_byte_depends_on_its_position(
     name: str, checkpoint: Callable[[str], Path]
 ) -> None:
@@ -118,16 +125,16 @@ def test_every_built_in_plan_has_a_checkpoint_here() -> None:
 # What each rank holds.
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", grouped([*FAMILIES]))
 def test_each_degree_up_to_16_is_accepted_just_where_engines_can_divide_and_ranks_hold_what_they_cut(
-    name: str, checkpoint: Callable[[str], Path]
+    name: str, checkpoint: Callable[[str], Path], outcomes: Callable[[str], Mapping[int, Plan | PlanError]]
 ) -> None:
     family = FAMILIES[name]
     sizes = family.all_sizes()
     entries = family.entries(sizes)
     source = read_catalogue(checkpoint(name))
-    fitting = fitting_degrees(entries, sizes)
-    plans = {num_ranks: try_plan(source, num_ranks) for num_ranks in DEGREES}
+    fitting = [num_ranks for num_ranks in DEGREES if fits(entries, sizes, num_ranks)]
+    plans = outcomes(name)
     accepted = [num_ranks for num_ranks, plan in plans.items() if isinstance(plan, Plan)]
     assert accepted == fitting, next((str(plan) for plan in plans.values() if isinstance(plan, PlanError)), "")
     assert set(accepted) >= ({2, 4, 8} if name != "falcon_7b" else set())
@@ -138,7 +145,7 @@ def test_each_degree_up_to_16_is_accepted_just_where_engines_can_divide_and_rank
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", grouped([*FAMILIES]))
 def test_all_ranks_together_give_back_every_byte_of_the_source(
     name: str, tp: int, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -205,19 +212,18 @@ def drawn_sizes(draw: st.DrawFn, name: str) -> Sizes:
     return FAMILIES[name].all_sizes(**sizes)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", grouped([*FAMILIES]))
 def test_at_other_sizes_too(name: str) -> None:
     family = FAMILIES[name]
     outcomes = []
 
     @given(sizes=drawn_sizes(name), num_ranks=st.sampled_from([2, 3, 4, 6, 7, 8, 12, 16]))
-    @settings(max_examples=40, deadline=None, database=None, derandomize=True)
+    @settings(max_examples=40 if LONG else 12, deadline=None, database=None, derandomize=True)
     def check(sizes: Sizes, num_ranks: int) -> None:
         entries = [entry for entry in family.entries(sizes) if not entry.expert]
         source = catalogue({entry.name: entry.shape for entry in entries}, family.config(sizes))
-        fits = num_ranks in fitting_degrees(entries, sizes)
-        outcomes.append(fits)
-        if not fits:
+        outcomes.append(fits(entries, sizes, num_ranks))
+        if not outcomes[-1]:
             with pytest.raises(PlanError, match=r"^tensor '"):
                 plan_for(source, num_ranks)
             return
@@ -235,34 +241,34 @@ def test_at_other_sizes_too(name: str) -> None:
 # Refusals.
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", grouped([*FAMILIES]))
 def test_a_refusal_names_tensor_axis_size_and_the_degrees_that_are_then_accepted(
-    name: str, checkpoint: Callable[[str], Path]
+    name: str, checkpoint: Callable[[str], Path], outcomes: Callable[[str], Mapping[int, Plan | PlanError]]
 ) -> None:
     source = read_catalogue(checkpoint(name))
-    outcomes = {num_ranks: try_plan(source, num_ranks) for num_ranks in DEGREES}
-    accepted = {num_ranks for num_ranks, outcome in outcomes.items() if isinstance(outcome, Plan)}
-    refusals = {num_ranks: str(outcome) for num_ranks, outcome in outcomes.items() if isinstance(outcome, PlanError)}
+    found = outcomes(name)
+    accepted = {num_ranks for num_ranks, outcome in found.items() if isinstance(outcome, Plan)}
+    refusals = {num_ranks: str(outcome) for num_ranks, outcome in found.items() if isinstance(outcome, PlanError)}
     assert refusals
     shapes = {tensor.name: tensor.shape for tensor in source.tensors}
     for num_ranks, message in refusals.items():
-        found = re.match(
+        told = re.match(
             r"tensor '([^']+)': dim (\d) of (\[[\d, ]+\]).* \(this checkpoint can be cut for --tp ([\d, ]+)\)$",
             message,
         )
-        assert found, message
-        assert str(list(shapes[found[1]])) == found[3]
+        assert told, message
+        assert str(list(shapes[told[1]])) == told[3]
         size = re.search(r"\]: (\d+) elements", message)
-        assert not size or int(size[1]) == shapes[found[1]][int(found[2])], message
+        assert not size or int(size[1]) == shapes[told[1]][int(told[2])], message
         assert re.search(rf"\b{num_ranks}\b", message.partition("]")[2].partition(" (this")[0]), message
-        assert {int(degree) for degree in found[4].split(", ") if int(degree) <= 16} == accepted | {1}
+        assert {int(degree) for degree in told[4].split(", ") if int(degree) <= 16} == accepted | {1}
 
 
 # Expert parallel.
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 5, 8])
-@pytest.mark.parametrize("name", EXPERT_FAMILIES)
+@pytest.mark.parametrize("name", grouped(EXPERT_FAMILIES))
 def test_with_expert_parallel_each_expert_has_one_owner_and_the_rest_is_as_without(
     name: str, num_ranks: int, checkpoint: Callable[[str], Path]
 ) -> None:
@@ -298,7 +304,7 @@ def test_with_expert_parallel_each_expert_has_one_owner_and_the_rest_is_as_witho
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("name", EXPERT_FAMILIES)
+@pytest.mark.parametrize("name", grouped(EXPERT_FAMILIES))
 def test_ranks_with_experts_of_their_own_give_back_every_byte_and_hold_no_others(
     name: str, tp: int, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -330,7 +336,7 @@ def test_a_model_without_experts_is_not_converted_as_if_it_had(name: str, checkp
 # Tensors that no rule names.
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", grouped([*FAMILIES]))
 def test_a_tensor_that_no_rule_names_is_an_error_that_names_it_or_held_whole_on_request(
     name: str, checkpoint: Callable[[str], Path]
 ) -> None:

@@ -76,21 +76,18 @@ def run(*command: object) -> list[int]:
     return [int(token) for token in done.stdout.splitlines()[-1].split()]
 
 
+@pytest.mark.parametrize("tp", [1, 8])
 @pytest.mark.parametrize("example", ["transformers_single.py", "torch_dcp.py", "plain_numpy.py"])
-def test_the_tokens_are_those_of_the_original(example: str, folder: Path, expected: list[int]) -> None:
-    assert run(sys.executable, EXAMPLES / example, folder / "tp8") == expected
-
-
-@pytest.mark.parametrize("example", ["transformers_single.py", "torch_dcp.py", "plain_numpy.py"])
-def test_those_of_a_folder_of_one_rank_too(
+def test_the_tokens_are_those_of_the_original(
     example: str,
+    tp: int,
     folder: Path,
     expected: list[int],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """In this process, which has imported all that they need."""
-    monkeypatch.setattr(sys, "argv", [example, str(folder / "tp1"), *OPTIONS])
+    monkeypatch.setattr(sys, "argv", [example, str(folder / f"tp{tp}"), *OPTIONS])
     runpy.run_path(str(EXAMPLES / example), run_name="__main__")
     assert [int(token) for token in capsys.readouterr().out.splitlines()[-1].split()] == expected
 

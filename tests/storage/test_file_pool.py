@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import resource
-import subprocess
 import sys
 import threading
 from collections import Counter
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from support import prestarted
 from support.models import read_tensors
 
 from relayout.storage import file_pool as openfiles
@@ -218,12 +218,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def relayout(*args: object, limit: int, script: str = "from relayout.cli.app import main; main()") -> str:
     """Run the command line in a process that may open so few files; what it said on stderr."""
-
-    def lower() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-
-    command = [sys.executable, "-c", script, *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=lower)
+    done = prestarted.run(*args, script=script, limits={resource.RLIMIT_NOFILE: limit})
     assert done.returncode in (0, 3), done.stderr
     return f"{done.returncode} {done.stderr}" if done.returncode else ""
 

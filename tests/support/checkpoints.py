@@ -1,6 +1,5 @@
-"""A small checkpoint of every model family, under the names and in the tensor kinds that the hub's own have.
+"""Writes the small checkpoint of a model family, in the tensor kinds that the hub's own have.
 
-A family is a table: the name of each tensor, its shape in sizes, and how an engine cuts it (for `engines.expected`).
 Where transformers knows the family it is the author of the checkpoint, and the table is what it must have written; what
 hub checkpoints have and transformers does not write (attention masks, layers for speculative decoding, other prefixes)
 is added or renamed by hand.
@@ -10,105 +9,27 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from families import Family
 from safetensors.torch import load_file, save_file
 
 Tensors = dict[str, torch.Tensor]
-Sizes = dict[str, int]
 
-
-@dataclass(frozen=True)
-class Entry:
-    """One tensor as the table has it."""
-
-    name: str
-    shape: tuple[int, ...]
-    cut: str
-    """`kind`, or `kind@axis`: see `engines.expected`."""
-    expert: int | None
-    """Which expert it is of, where each has tensors of its own."""
-
-    @property
-    def stacked(self) -> bool:
-        """Whether its axis 0 counts the experts."""
-        return ".experts." in self.name and self.expert is None
-
-
-@dataclass(frozen=True)
-class Family:
-    """A checkpoint to be written."""
-
-    table: str
-    config: Callable[[Sizes], dict[str, Any]]
-    """The parts of config.json that depend on the sizes."""
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    """Where they differ from `SIZES`."""
-    author: str = "transformers"
-    """Or "hand"."""
-    rename: Mapping[str, str] = field(default_factory=dict)
-    """Patterns in transformers' names, and what the hub has."""
-    dtypes: Mapping[str, str] = field(default_factory=dict)
-    """Patterns of tensors that are not BF16."""
-    num_shards: int = 1
-
-    def all_sizes(self, **sizes: int) -> Sizes:
-        """The sizes of this family's checkpoint, or with some of them others."""
-        return {**SIZES, **self.sizes, **sizes}
-
-    def dtype(self, name: str) -> torch.dtype:
-        """What the tensor is stored in."""
-        named = (dtype for pattern, dtype in self.dtypes.items() if re.search(pattern, name))
-        result: torch.dtype = getattr(torch, next(named, "bfloat16"))
-        return result
-
-    def entries(self, sizes: Sizes) -> list[Entry]:
-        """Every tensor of the table."""
-        return list(_entries(self.table, sizes))
-
-
-SIZES: Sizes = {
-    "H": 128,  # hidden
-    "A": 8,  # attention heads
-    "K": 2,  # KV heads
-    "D": 16,  # elements of a head
-    "I": 256,  # of an MLP
-    "V": 1000,  # vocabulary: no multiple of 64
-    "P": 64,  # positions
-    "L": 2,  # layers
-    "F": 0,  # of which the first have no experts
-    "E": 8,  # experts
-    "M": 64,  # of an expert's MLP
-    "S": 128,  # of a shared expert's MLP
+DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
 }
-
-
-def _entries(table: str, sizes: Sizes) -> Iterator[Entry]:
-    counts = {
-        "all": range(sizes["L"]),
-        "first": range(sizes["F"]),
-        "rest": range(sizes["F"], sizes["L"]),
-        "next": range(sizes["L"], sizes["L"] + 1),
-        "expert": range(sizes["E"]),
-    }
-    for line in lines_of(table):
-        pattern, *dims, cut = line.split()
-        shape = tuple(eval(dim, {}, dict(sizes)) for dim in dims)
-        names = [(pattern, -1)]
-        for placeholder, numbers in counts.items():
-            if f"{{{placeholder}}}" in pattern:
-                names = [(name.replace(f"{{{placeholder}}}", str(n)), n) for name, _ in names for n in numbers]
-        for name, number in names:
-            yield Entry(name, shape, cut, number if "{expert}" in pattern else None)
-
-
-def lines_of(table: str) -> list[str]:
-    """The table's lines."""
-    return [line.strip() for line in table.splitlines() if line.strip()]
 
 
 def write_family(family: Family, folder: Path) -> Path:
@@ -124,7 +45,7 @@ def write_family(family: Family, folder: Path) -> Path:
     for entry in family.entries(sizes):
         if entry.name not in tensors:
             tensors[entry.name] = torch.randn(entry.shape)
-    typed = {name: _typed(tensor, family.dtype(name)) for name, tensor in tensors.items()}
+    typed = {name: _typed(tensor, DTYPES[family.dtype_of(name)]) for name, tensor in tensors.items()}
     return write(folder, typed, config, family.num_shards)
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from families import EXPERT_FAMILIES, FAMILIES
 from safetensors import safe_open
 from safetensors.torch import load_file
 from support.checkpoints import write_family
-from support.families import EXPERT_FAMILIES, FAMILIES
 from support.quantized import EXPERT_QUANTIZED, QUANTIZED, write_quantized
 
 import relayout

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +18,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from support import toy_backend
+from support import prestarted, toy_backend
 from support.fake_cuda import FakeCuFile, Lanes
 from support.models import as_integers
 
@@ -301,12 +299,8 @@ def within(seconds: float, call: Callable[[], Result]) -> Result:
 
 def child(script: str, *arguments: object, env: Mapping[str, str] | None = None, timeout: float = 120) -> Any:
     """Run Python code in a process of its own; what it prints, as JSON."""
-    done = subprocess.run(
-        [sys.executable, "-c", script, *map(str, arguments)],
-        env={**os.environ, **(env or {})},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
+    done = prestarted.run(
+        *arguments, script=script, imports=prestarted.LOADER, env={**os.environ, **(env or {})}, timeout=timeout
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -7,7 +7,6 @@ definition of its format: so that the numbers in a rank's slice can be compared 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,29 +14,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from support.checkpoints import Entry, Family, Sizes, Tensors, write
+from families import FAMILIES, FP8_BLOCKS, Entry, Family, Form, Sizes
+from support.checkpoints import DTYPES, Tensors, write
 from support.engine_oracle import Array
-from support.families import FAMILIES
-
-F8, F32, F16, BF16 = torch.float8_e4m3fn, torch.float32, torch.float16, torch.bfloat16
 
 
 @dataclass(frozen=True)
 class Method:
-    """How weights are stored."""
+    """How weights are stored, and what they mean."""
 
-    config: Mapping[str, Any]
-    """quantization_config."""
-    store: Callable[[int, int], Tensors]
-    """The tensors of a weight of so many rows and columns, by the last part of their names."""
+    form: Form
     numbers: Callable[[Tensors], Array]
     """The weight that such tensors mean."""
-    units: tuple[int, int] = (1, 1)
-    """Rows and columns that lie together, so that a cut must not fall between them."""
     cache_scales: tuple[str, ...] = ()
     """Names of scales of the attention cache."""
-    config_file: str = "config.json"
-    """Where the configuration is: there, or beside it under a key of its own."""
 
 
 @dataclass(frozen=True)
@@ -63,23 +53,17 @@ class Quantized:
         return self.base.entries(self.all_sizes())
 
 
-def is_quantized(entry: Entry) -> bool:
-    """Whether quantization tools store this tensor in their own way: the linear layers but for the first and last."""
-    return re.search(r"((?<!eh)_proj(_with_mqa)?|\.w[123])\.weight$", entry.name) is not None
-
-
 def write_quantized(quantized: Quantized, folder: Path) -> Path:
     """Write the checkpoint into a new folder."""
     torch.manual_seed(0)
-    method, tensors = quantized.method, {}
+    method = quantized.method
+    tensors: Tensors = {}
     for entry in quantized.entries():
         module = entry.name.removesuffix("weight")
-        if is_quantized(entry):
-            rows, columns = entry.shape
-            stored = {f"{module}{suffix}": tensor for suffix, tensor in method.store(rows, columns).items()}
+        if entry.is_linear:
+            tensors |= {module + suffix: tensor for suffix, tensor in random_weight(method, entry.shape).items()}
         else:
-            stored = {entry.name: torch.randn(entry.shape).to(quantized.base.dtype(entry.name))}
-        tensors |= stored
+            tensors[entry.name] = torch.randn(entry.shape).to(DTYPES[quantized.base.dtype_of(entry.name)])
     for layer in range(quantized.all_sizes()["L"]):
         for name in method.cache_scales:
             tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.rand(()) + 0.5
@@ -87,34 +71,40 @@ def write_quantized(quantized: Quantized, folder: Path) -> Path:
     config = quantized.base.config(sizes)
     if sizes["D"] * sizes["A"] != sizes["H"] and not config["model_type"].startswith(("deepseek", "kimi")):
         config = {**config, "head_dim": sizes["D"]}
-    if method.config_file == "config.json":
-        return write(folder, tensors, {**config, "quantization_config": method.config})
+    form = method.form
+    if form.config_file == "config.json":
+        return write(folder, tensors, {**config, "quantization_config": form.config})
     write(folder, tensors, config)
-    (folder / method.config_file).write_text(json.dumps(method.config))
+    (folder / form.config_file).write_text(json.dumps(form.config))
     return folder
 
 
 # Bits and numbers.
 
 
-def words(*shape: int) -> torch.Tensor:
-    """Random bits, 32 at a time."""
-    return torch.randint(-(2**31), 2**31, shape, dtype=torch.int64).to(torch.int32)
+def random_weight(method: Method, shape: tuple[int, ...]) -> Tensors:
+    """The tensors of a weight: random bits, random positive numbers for scales."""
+    tensors = {name: random(name, dtype, dims) for name, dtype, dims in method.form.stored(shape)}
+    if "g_idx" in tensors:
+        config, columns = method.form.config, shape[1]
+        of_column = torch.arange(columns) // (config["group_size"] if config["group_size"] > 0 else columns)
+        tensors["g_idx"] = of_column[torch.randperm(columns) if config["desc_act"] else slice(None)].to(torch.int32)
+    if "weight_shape" in tensors:
+        tensors["weight_shape"] = torch.tensor(shape)
+    return tensors
 
 
-def nibbles(*shape: int) -> torch.Tensor:
-    """Random bits, 8 at a time."""
-    return torch.randint(256, shape, dtype=torch.uint8)
-
-
-def floats8(*shape: int) -> torch.Tensor:
-    """Random numbers of 8 bits."""
-    return (torch.randn(shape) * 8).to(F8)
-
-
-def scales(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
-    """Random positive numbers."""
-    return (torch.rand(shape) + 0.25).to(dtype)
+def random(name: str, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor that is stored under a name that ends so."""
+    if (name, dtype) == ("weight", "F8_E4M3"):
+        return (torch.randn(shape) * 8).to(DTYPES[dtype])
+    if (name, dtype) == ("weight_scale", "U8"):  # Exponents.
+        return torch.randint(120, 134, shape, dtype=torch.uint8)
+    if dtype in ("U8", "I8"):
+        return torch.randint(256, shape, dtype=torch.uint8).view(DTYPES[dtype])
+    if dtype == "I32":
+        return torch.randint(-(2**31), 2**31, shape, dtype=torch.int64).to(torch.int32)
+    return (torch.rand(shape) + 0.25).to(DTYPES[dtype])
 
 
 def unpacked(packed: torch.Tensor, bits: int, axis: int) -> Array:
@@ -140,29 +130,23 @@ def spread(small: Array, shape: tuple[int, ...], block: tuple[int, int]) -> Arra
 # FP8 and INT8.
 
 
-def fp8(config: Mapping[str, Any], scale: Callable[[int, int], Tensors], **more: Any) -> Method:
+def fp8(config: Mapping[str, Any], scales: str, cache_scales: tuple[str, ...] = ()) -> Method:
     """A weight of 8 bits per number, and a scale for all of it, or for each row, that numpy's broadcasting applies."""
 
     def numbers(tensors: Tensors) -> Array:
-        [name] = tensors.keys() & {"weight_scale"}
-        return number(tensors["weight"]) * number(tensors[name])
+        return number(tensors["weight"]) * number(tensors["weight_scale"])
 
-    return Method(
-        config, lambda rows, columns: {"weight": floats8(rows, columns), **scale(rows, columns)}, numbers, **more
-    )
+    return Method(Form(config, f"weight F8_E4M3 R C\n{scales}"), numbers, cache_scales=cache_scales)
 
 
-def fp8_blocks(config: Mapping[str, Any], name: str, dtype: torch.dtype = F32) -> Method:
+def fp8_blocks(form: Form, name: str) -> Method:
     """A scale for each block of 128 x 128."""
-
-    def store(rows: int, columns: int) -> Tensors:
-        return {"weight": floats8(rows, columns), name: scales(-(-rows // 128), -(-columns // 128), dtype=dtype)}
 
     def numbers(tensors: Tensors) -> Array:
         weight = number(tensors["weight"])
         return weight * spread(number(tensors[name]), weight.shape, (128, 128))
 
-    return Method(config, store, numbers, (128, 128))
+    return Method(form, numbers)
 
 
 def compressed(form: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -185,16 +169,13 @@ def weights_of(bits: int, kind: str, strategy: str, **more: Any) -> dict[str, An
 
 def gptq(bits: int, group: int, *, bias: bool = False, **more: Any) -> Method:
     """AutoGPTQ's format; until 0.7 it wrote a bias beside every weight, of zeros where the model has none."""
-
-    def store(rows: int, columns: int) -> Tensors:
-        size = columns if group < 0 else group
-        return {
-            "qweight": words(columns * bits // 32, rows),
-            "qzeros": words(columns // size, rows * bits // 32),
-            "scales": scales(columns // size, rows, dtype=F16),
-            "g_idx": (torch.arange(columns) // size).to(torch.int32),
-            **({"bias": scales(rows, dtype=F16)} if bias else {}),
-        }
+    size = "C" if group < 0 else group
+    table = f"""
+        qweight I32 C*{bits}//32 R
+        qzeros I32 C//{size} R*{bits}//32
+        scales F16 C//{size} R
+        g_idx I32 C
+    """
 
     def numbers(tensors: Tensors) -> Array:
         groups = tensors["g_idx"].numpy() - int(tensors["g_idx"].min())
@@ -206,7 +187,8 @@ def gptq(bits: int, group: int, *, bias: bool = False, **more: Any) -> Method:
         "quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": False, "sym": True, "lm_head": False,
         "damp_percent": 0.01, "static_groups": False, "true_sequential": True, "checkpoint_format": "gptq", **more,
     }  # fmt: skip
-    return Method(config, store, numbers, ({4: 8, 8: 4, 3: 32}[bits], max(group, 32 if bits == 3 else 32 // bits)))
+    borders = {4: 8, 8: 4, 3: 32}[bits], max(group, 32 if bits == 3 else 32 // bits)
+    return Method(Form(config, table + "bias F16 R" * bias, borders), numbers)
 
 
 _AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
@@ -221,13 +203,6 @@ def awq(group: int = 128) -> Method:
         in_order[..., _AWQ_ORDER] = stored.reshape(len(stored), -1, 8)
         return in_order.reshape(stored.shape)
 
-    def store(rows: int, columns: int) -> Tensors:
-        return {
-            "qweight": words(columns, rows // 8),
-            "qzeros": words(columns // group, rows // 8),
-            "scales": scales(columns // group, rows, dtype=F16),
-        }
-
     def numbers(tensors: Tensors) -> Array:
         values, zeros = rows_of(tensors["qweight"]), rows_of(tensors["qzeros"])
         groups = np.arange(len(values)) // group
@@ -236,7 +211,8 @@ def awq(group: int = 128) -> Method:
 
     config = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm",
               "modules_to_not_convert": None}  # fmt: skip
-    return Method(config, store, numbers, (8, group))
+    table = f"qweight I32 C R//8\nqzeros I32 C//{group} R//8\nscales F16 C//{group} R"
+    return Method(Form(config, table, (8, group)), numbers)
 
 
 # compressed-tensors and ModelOpt: rows along axis 0.
@@ -245,14 +221,10 @@ def awq(group: int = 128) -> Method:
 def packed_integers(bits: int, group: int | None, symmetric: bool = True) -> Method:
     """pack-quantized: words along the columns; zero points in words along the rows."""
 
-    def store(rows: int, columns: int) -> Tensors:
-        num_groups = columns // group if group else 1
-        tensors = {
-            "weight_packed": words(rows, columns * bits // 32),
-            "weight_scale": scales(rows, num_groups, dtype=BF16),
-            "weight_shape": torch.tensor([rows, columns]),
-        }
-        return tensors if symmetric else {**tensors, "weight_zero_point": words(rows * bits // 32, num_groups)}
+    num_groups = f"C//{group}" if group else "1"
+    table = f"weight_packed I32 R C*{bits}//32\nweight_scale BF16 R {num_groups}\nweight_shape I64 2\n"
+    if not symmetric:
+        table += f"weight_zero_point I32 R*{bits}//32 {num_groups}"
 
     def numbers(tensors: Tensors) -> Array:
         values = unpacked(tensors["weight_packed"], bits, 1)
@@ -268,10 +240,8 @@ def packed_integers(bits: int, group: int | None, symmetric: bool = True) -> Met
     strategy = {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
     weights = {**weights_of(bits, "int", ""), **strategy, "symmetric": symmetric}
     per_word = 32 // bits
-    return Method(
-        compressed("pack-quantized", weights), store, numbers,
-        (1 if symmetric else per_word, max(group or 0, per_word)),
-    )  # fmt: skip
+    borders = 1 if symmetric else per_word, max(group or 0, per_word)
+    return Method(Form(compressed("pack-quantized", weights), table, borders), numbers)
 
 
 _E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -281,12 +251,9 @@ _E2M1 = np.concatenate([_E2M1, -_E2M1])
 def fp4(config: Mapping[str, Any], group: int, names: str, config_file: str = "config.json") -> Method:
     """Two numbers in a byte along the columns, a scale for each `group`, one for all, and one for the inputs."""
     packed, scale, *others = names.split()
-
-    def store(rows: int, columns: int) -> Tensors:
-        shape = (rows, columns // group)
-        scale_bits = torch.randint(120, 134, shape, dtype=torch.uint8) if group == 32 else scales(*shape).to(F8)
-        shared = {name: scales(1) if "global" in name else scales() for name in others}
-        return {packed: nibbles(rows, columns // 2), scale: scale_bits, **shared}
+    one = "1" if "global" in names else ""
+    table = f"{packed} U8 R C//2\n{scale} {'U8' if group == 32 else 'F8_E4M3'} R C//{group}\n"
+    table += "".join(f"{name} F32 {one}\n" for name in others)
 
     def numbers(tensors: Tensors) -> Array:
         stored = tensors[packed].numpy()
@@ -297,15 +264,12 @@ def fp4(config: Mapping[str, Any], group: int, names: str, config_file: str = "c
         return values * spread(by_group, values.shape, (1, group)) * whole
 
     cache = ("k_proj.k_scale", "v_proj.v_scale") if "modelopt" in str(config) or config_file != "config.json" else ()
-    return Method(config, store, numbers, (1, group), cache, config_file)
+    return Method(Form(config, table, (1, group), config_file), numbers, cache_scales=cache)
 
 
 MODELOPT = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": ["lm_head"]}
 MODELOPT_NAMES = "weight weight_scale weight_scale_2 input_scale"
-FP8_BLOCK_CONFIG = {
-    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
-}  # fmt: skip
-FP8_BLOCKS = fp8_blocks(FP8_BLOCK_CONFIG, "weight_scale_inv")
+FP8_IN_BLOCKS = fp8_blocks(FP8_BLOCKS, "weight_scale_inv")
 NVFP4 = fp4(
     compressed("nvfp4-pack-quantized", weights_of(4, "float", "tensor_group", group_size=16)),
     16,
@@ -319,7 +283,7 @@ QUANTIZED: dict[str, Quantized] = {
     "fp8_tensor": Quantized(
         fp8(
             {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
-            lambda _rows, _columns: {"weight_scale": scales(), "input_scale": scales()},
+            "weight_scale F32\ninput_scale F32",
             cache_scales=("k_scale", "v_scale"),
         ),
         sizes={"H": 96, "D": 16, "I": 240},
@@ -327,7 +291,7 @@ QUANTIZED: dict[str, Quantized] = {
     "fp8_tensor_compressed": Quantized(
         fp8(
             compressed("float-quantized", weights_of(8, "float", "tensor"), weights_of(8, "float", "tensor")),
-            lambda _rows, _columns: {"weight_scale": scales(1, dtype=BF16), "input_scale": scales(1, dtype=BF16)},
+            "weight_scale BF16 1\ninput_scale BF16 1",
             cache_scales=("k_scale", "v_scale"),
         ),
         sizes={"H": 96, "D": 16, "I": 240},
@@ -335,7 +299,7 @@ QUANTIZED: dict[str, Quantized] = {
     "fp8_tensor_modelopt": Quantized(
         fp8(
             {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
-            lambda _rows, _columns: {"weight_scale": scales(), "input_scale": scales()},
+            "weight_scale F32\ninput_scale F32",
             cache_scales=("k_proj.k_scale", "v_proj.v_scale"),
         ),
         "qwen3_moe",
@@ -344,14 +308,14 @@ QUANTIZED: dict[str, Quantized] = {
     "fp8_channel": Quantized(
         fp8(
             compressed("float-quantized", weights_of(8, "float", "channel"), DYNAMIC),
-            lambda rows, _columns: {"weight_scale": scales(rows, 1, dtype=BF16)},
+            "weight_scale BF16 R 1",
         ),
         sizes={"H": 96, "D": 16, "I": 240},
     ),
     "fp8_channel_fused": Quantized(
         fp8(
             compressed("float-quantized", weights_of(8, "float", "channel"), DYNAMIC),
-            lambda rows, _columns: {"weight_scale": scales(rows, 1, dtype=BF16)},
+            "weight_scale BF16 R 1",
         ),
         "phi3",
         {"H": 96, "D": 12, "I": 240},
@@ -359,26 +323,31 @@ QUANTIZED: dict[str, Quantized] = {
     "fp8_fbgemm": Quantized(
         fp8(
             {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]},
-            lambda rows, _columns: {"weight_scale": scales(rows, 1)},
+            "weight_scale F32 R 1",
         ),
         sizes={"H": 96, "D": 16, "I": 240},
     ),
-    "fp8_blocks": Quantized(FP8_BLOCKS, "qwen3", {"H": 192}),
-    "fp8_blocks_fused": Quantized(FP8_BLOCKS, "phi3", {"H": 1024}),
-    "fp8_blocks_moe": Quantized(FP8_BLOCKS, "qwen3_moe"),
-    "fp8_blocks_deepseek": Quantized(FP8_BLOCKS, "deepseek_v3", MLA_BLOCKS),
-    "fp8_blocks_kimi": Quantized(FP8_BLOCKS, "kimi_k2", {**MLA_BLOCKS, "A": 16}),
+    "fp8_blocks": Quantized(FP8_IN_BLOCKS, "qwen3", {"H": 192}),
+    "fp8_blocks_fused": Quantized(FP8_IN_BLOCKS, "phi3", {"H": 1024}),
+    "fp8_blocks_moe": Quantized(FP8_IN_BLOCKS, "qwen3_moe"),
+    "fp8_blocks_deepseek": Quantized(FP8_IN_BLOCKS, "deepseek_v3", MLA_BLOCKS),
+    "fp8_blocks_kimi": Quantized(FP8_IN_BLOCKS, "kimi_k2", {**MLA_BLOCKS, "A": 16}),
     "fp8_blocks_compressed": Quantized(
         fp8_blocks(
-            compressed("float-quantized", weights_of(8, "float", "block", block_structure=[128, 128]), DYNAMIC),
+            Form(
+                compressed("float-quantized", weights_of(8, "float", "block", block_structure=[128, 128]), DYNAMIC),
+                "weight F8_E4M3 R C\nweight_scale BF16 ceil(R,128) ceil(C,128)",
+                (128, 128),
+            ),
             "weight_scale",
-            BF16,
         )
     ),
     "int8_channel": Quantized(
         Method(
-            compressed("int-quantized", weights_of(8, "int", "channel"), {**DYNAMIC, "type": "int"}),
-            lambda rows, columns: {"weight": nibbles(rows, columns).to(torch.int8), "weight_scale": scales(rows, 1)},
+            Form(
+                compressed("int-quantized", weights_of(8, "int", "channel"), {**DYNAMIC, "type": "int"}),
+                "weight I8 R C\nweight_scale F32 R 1",
+            ),
             lambda tensors: number(tensors["weight"]) * number(tensors["weight_scale"]),
         ),
         sizes={"H": 96, "D": 16, "I": 240},
@@ -425,46 +394,35 @@ EXPERT_QUANTIZED = [name for name, quantized in QUANTIZED.items() if ".experts."
 # What cannot be cut.
 
 
-def refused_forms() -> dict[str, tuple[Mapping[str, Any], Callable[[int, int], Tensors]]]:
-    """Their quantization_config, and how they store a weight."""
-
-    def bitsandbytes4(rows: int, columns: int) -> Tensors:
-        return {
-            "weight": nibbles(rows * columns // 2, 1),
-            "weight.absmax": nibbles(rows * columns // 64),
-            "weight.quant_map": torch.randn(16),
-            "weight.nested_absmax": torch.rand(rows * columns // 64 // 256 + 1),
-            "weight.nested_quant_map": torch.randn(256),
-            "weight.quant_state.bitsandbytes__nf4": nibbles(80),
-        }
-
-    def bitsandbytes8(rows: int, columns: int) -> Tensors:
-        bits = nibbles(rows, columns).view(torch.int8)
-        return {"weight": bits, "SCB": torch.rand(rows), "weight_format": nibbles()}
-
-    def act_order(rows: int, columns: int) -> Tensors:
-        tensors = gptq(4, 32).store(rows, columns)
-        return {**tensors, "g_idx": tensors["g_idx"][torch.randperm(columns)]}
-
-    def marlin(rows: int, columns: int) -> Tensors:
-        return {"B": words(columns // 16, rows * 2), "s": scales(columns // 32, rows, dtype=F16)}
-
-    def plain(rows: int, columns: int) -> Tensors:
-        return {"weight": floats8(rows, columns), "weight_scale": scales()}
-
-    torchao = {"_type": "Int4WeightOnlyConfig", "_version": 1, "_data": {"group_size": 128}}
-    return {
-        "desc_act": (gptq(4, 32, desc_act=True).config, act_order),
-        "marlin": ({**gptq(4, 32).config, "checkpoint_format": "marlin", "is_marlin_format": True}, marlin),
-        "bitsandbytes 4 bit": (
-            {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, bitsandbytes4
-        ),
-        "bitsandbytes 8 bit": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, bitsandbytes8),
-        "quark": ({"quant_method": "quark", "global_quant_config": {}, "export": {"kv_cache_group": []}}, plain),
-        "torchao": (
-            {"quant_method": "torchao", "quant_type": {"default": torchao}},
-            lambda rows, columns: {"_weight_qdata": nibbles(rows, columns // 2), "_weight_scale": scales(rows, 1)},
-        ),
-        "gguf": ({"quant_method": "gguf"}, lambda rows, columns: {"weight": nibbles(rows, columns // 32 * 18)}),
-        "squeezellm": ({"quant_method": "squeezellm", "wbits": 4}, plain),
-    }  # fmt: skip
+_TORCHAO = {"_type": "Int4WeightOnlyConfig", "_version": 1, "_data": {"group_size": 128}}
+_GPTQ = gptq(4, 32).form
+REFUSED_FORMS = {
+    "desc_act": gptq(4, 32, desc_act=True).form,
+    "marlin": Form(
+        {**_GPTQ.config, "checkpoint_format": "marlin", "is_marlin_format": True}, "B I32 C//16 R*2\ns F16 C//32 R"
+    ),
+    "bitsandbytes 4 bit": Form(
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+        """
+        weight U8 R*C//2 1
+        weight.absmax U8 R*C//64
+        weight.quant_map F32 16
+        weight.nested_absmax F32 R*C//64//256+1
+        weight.nested_quant_map F32 256
+        weight.quant_state.bitsandbytes__nf4 U8 80
+        """,
+    ),
+    "bitsandbytes 8 bit": Form(
+        {"quant_method": "bitsandbytes", "load_in_8bit": True}, "weight I8 R C\nSCB F32 R\nweight_format U8"
+    ),
+    "quark": Form(
+        {"quant_method": "quark", "global_quant_config": {}, "export": {"kv_cache_group": []}},
+        "weight F8_E4M3 R C\nweight_scale F32",
+    ),
+    "torchao": Form(
+        {"quant_method": "torchao", "quant_type": {"default": _TORCHAO}},
+        "_weight_qdata U8 R C//2\n_weight_scale F32 R 1",
+    ),
+    "gguf": Form({"quant_method": "gguf"}, "weight U8 R C//32*18"),
+    "squeezellm": Form({"quant_method": "squeezellm", "wbits": 4}, "weight F8_E4M3 R C\nweight_scale F32"),
+}

@@ -15,10 +15,11 @@ from relayout.errors import FormatError
 from relayout.format.index import Read
 from relayout.loader.backends.arena import Scattered
 from relayout.loader.backends.base import Choice, FreshArenas, Memory, ReadJob, Refusal, Request
-from relayout.loader.backends.files import Access, Sources
+from relayout.loader.backends.files import Sources
 from relayout.loader.backends.host import ThreadedJob, chunks_of
 from relayout.loader.budgets import Budget
 from relayout.loader.read_plan import Chunk
+from relayout.storage.protocols import Access
 
 
 class ToyArena:
@@ -103,7 +104,7 @@ class Reader:
             if not piece:
                 stored = self.job.files[file]
                 end = extent.offset + len(found)
-                raise FormatError(f"{stored.path}: ends at byte {end}, expected {stored.nbytes} bytes")
+                raise FormatError(f"{stored.where}: ends at byte {end}, expected {stored.nbytes} bytes")
             found += piece
         return found
 

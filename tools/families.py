@@ -1,12 +1,159 @@
-"""The model families: for each, the table of its tensors, under the names that the hub's checkpoints have."""
+"""The model families: names, shapes and cuts of their tensors as the hub's checkpoints have them, sizes as variables.
+
+One table for every checkpoint that is made here: small ones of the tests, and full-size ones from the published
+config.json (`models.py`). A family is a table: the name of each tensor, its shape in sizes, and how an engine cuts it.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from support.checkpoints import Family, Sizes, lines_of
+Sizes = dict[str, int]
+Template = Mapping[str, Any]
+Stored = tuple[str, str, tuple[int, ...]]
+"""Name, dtype, shape."""
+
+SMALL: Sizes = {
+    "H": 128,  # hidden
+    "A": 8,  # attention heads
+    "K": 2,  # KV heads
+    "D": 16,  # elements of a head
+    "I": 256,  # of an MLP
+    "V": 1000,  # vocabulary: no multiple of 64
+    "P": 64,  # positions
+    "L": 2,  # layers
+    "F": 0,  # of which the first have no experts
+    "E": 8,  # experts
+    "M": 64,  # of an expert's MLP
+    "S": 128,  # of a shared expert's MLP
+}
+"""The sizes of a test's checkpoint, where the family does not say others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor as the table has it."""
+
+    name: str
+    shape: tuple[int, ...]
+    cut: str
+    """`kind`, or `kind@axis`: see `expected` in tests/support/engine_oracle.py."""
+    expert: int | None
+    """Which expert it is of, where each has tensors of its own."""
+
+    @property
+    def stacked(self) -> bool:
+        """Whether its axis 0 counts the experts."""
+        return ".experts." in self.name and self.expert is None
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether quantization tools store it in their own way: the linear layers but for the first and last."""
+        return re.search(r"((?<!eh)_proj(_with_mqa)?|\.w[123])\.weight$", self.name) is not None
+
+
+@dataclass(frozen=True)
+class Family:
+    """The checkpoints of one architecture."""
+
+    table: str
+    template: Template
+    """config.json: values, and the sizes as strings like "{H}"."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Where those of a test's checkpoint differ from `SMALL`."""
+    author: str = "transformers"
+    """Of a test's checkpoint; or "hand"."""
+    rename: Mapping[str, str] = field(default_factory=dict)
+    """Patterns in transformers' names, and what the hub has."""
+    dtype: str = "BF16"
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    """Patterns of tensors that are stored in another one."""
+    num_shards: int = 1
+
+    def all_sizes(self, **sizes: int) -> Sizes:
+        """The sizes of a test's checkpoint, or with some of them others."""
+        return {**SMALL, **self.sizes, **sizes}
+
+    def config(self, sizes: Sizes) -> dict[str, Any]:
+        """The parts of config.json that depend on the sizes, and what else tells the architecture."""
+        return _filled(self.template, sizes)
+
+    def sizes_of(self, config: Mapping[str, Any]) -> Sizes:
+        """The sizes that a published config.json has."""
+        named = {value[1:-1]: config[key] for key, value in self.template.items() if _is_size(value) and key in config}
+        sizes = {"K": named["A"], "D": named["H"] // named["A"], "F": 0, **named}
+        return {"S": config["n_shared_experts"] * sizes["M"], **sizes} if "n_shared_experts" in config else sizes
+
+    def dtype_of(self, name: str) -> str:
+        """What the tensor is stored in."""
+        return next((dtype for pattern, dtype in self.dtypes.items() if re.search(pattern, name)), self.dtype)
+
+    def entries(self, sizes: Sizes) -> list[Entry]:
+        """Every tensor of the table."""
+        return list(_entries(self.table, sizes))
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a quantization tool stores the weight of a linear layer of R rows and C columns."""
+
+    config: Mapping[str, Any]
+    """quantization_config."""
+    table: str
+    """For each tensor the last part of its name, dtype and shape."""
+    borders: tuple[int, int] = (1, 1)
+    """Rows and columns that lie together, so that a cut must not fall between them."""
+    config_file: str = "config.json"
+    """Where the configuration is: there, or beside it under a key of its own."""
+
+    def stored(self, shape: tuple[int, ...]) -> list[Stored]:
+        """The tensors of a weight, by the last part of their names."""
+        rows, columns = shape
+        lines = (line.split() for line in lines_of(self.table))
+        return [(name, dtype, _shape(dims, {"R": rows, "C": columns})) for name, dtype, *dims in lines]
+
+
+def _shape(dims: list[str], sizes: Sizes) -> tuple[int, ...]:
+    return tuple(eval(dim, {"ceil": lambda size, unit: -(-size // unit)}, dict(sizes)) for dim in dims)
+
+
+def _entries(table: str, sizes: Sizes) -> Iterator[Entry]:
+    counts = {
+        "all": range(sizes["L"]),
+        "first": range(sizes["F"]),
+        "rest": range(sizes["F"], sizes["L"]),
+        "next": range(sizes["L"], sizes["L"] + 1),
+        "expert": range(sizes.get("E", 0)),
+    }
+    for line in lines_of(table):
+        pattern, *dims, cut = line.split()
+        shape = _shape(dims, sizes)
+        names = [(pattern, -1)]
+        for placeholder, numbers in counts.items():
+            if f"{{{placeholder}}}" in pattern:
+                names = [(name.replace(f"{{{placeholder}}}", str(n)), n) for name, _ in names for n in numbers]
+        for name, number in names:
+            yield Entry(name, shape, cut, number if "{expert}" in pattern else None)
+
+
+def lines_of(table: str) -> list[str]:
+    """The table's lines."""
+    return [line.strip() for line in table.splitlines() if line.strip()]
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"\{[A-Z]+\}", value) is not None
+
+
+def _filled(value: Any, sizes: Sizes) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _filled(item, sizes) for key, item in value.items()}
+    if isinstance(value, str) and value.startswith("{"):
+        return eval(value.strip("{}"), {}, dict(sizes))
+    return value
 
 
 def layers(table: str, prefix: str = "model.layers.{all}.") -> str:
@@ -174,42 +321,26 @@ def nested(table: str, prefix: str = "language_model.") -> str:
 # Configurations.
 
 
-def _sized(model_type: str, **more: Any) -> Callable[[Sizes], dict[str, Any]]:
-    """config.json under the usual names; `more` are values, or sizes where they are written as strings like "{E}"."""
-
-    def config(sizes: Sizes) -> dict[str, Any]:
-        usual = {
-            "hidden_size": "{H}",
-            "intermediate_size": "{I}",
-            "num_hidden_layers": "{L}",
-            "num_attention_heads": "{A}",
-            "num_key_value_heads": "{K}",
-            "vocab_size": "{V}",
-            "max_position_embeddings": "{P}",
-            "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        }
-        return {"model_type": model_type, **_filled({**usual, **more}, sizes)}
-
-    return config
+def _sized(model_type: str, **more: Any) -> dict[str, Any]:
+    """config.json under the usual names."""
+    return {
+        "model_type": model_type,
+        "hidden_size": "{H}",
+        "intermediate_size": "{I}",
+        "num_hidden_layers": "{L}",
+        "num_attention_heads": "{A}",
+        "num_key_value_heads": "{K}",
+        "vocab_size": "{V}",
+        "max_position_embeddings": "{P}",
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **more,
+    }
 
 
-def _filled(value: Any, sizes: Sizes) -> Any:
-    if isinstance(value, dict):
-        return {key: _filled(item, sizes) for key, item in value.items()}
-    if isinstance(value, str) and value.startswith("{"):
-        return eval(value.strip("{}"), {}, dict(sizes))
-    return value
-
-
-def _wrapped(
-    model_type: str, text: Callable[[Sizes], dict[str, Any]], **more: Any
-) -> Callable[[Sizes], dict[str, Any]]:
-    def config(sizes: Sizes) -> dict[str, Any]:
-        return {"model_type": model_type, "text_config": text(sizes), **more}
-
-    return config
+def _wrapped(model_type: str, text: Template, **more: Any) -> dict[str, Any]:
+    return {"model_type": model_type, "text_config": text, **more}
 
 
 HEAD_DIM = {"head_dim": "{D}"}
@@ -255,7 +386,7 @@ FAMILIES: dict[str, Family] = {
     "llama_old": Family(
         LLAMA + layers("self_attn.rotary_emb.inv_freq D//2 whole"),
         _sized("llama"),
-        dtypes={"inv_freq": "float32"},
+        dtypes={"inv_freq": "F32"},
     ),
     "mistral": Family(LLAMA, _sized("mistral", **HEAD_DIM), {"D": 32}),
     "ministral": Family(LLAMA, _sized("ministral", **HEAD_DIM, layer_types=["sliding_attention"] * 2)),
@@ -318,18 +449,17 @@ FAMILIES: dict[str, Family] = {
         + layers(NEOX_LAYER, "gpt_neox.layers.{all}."),
         _sized("gpt_neox", tie_word_embeddings=False),
         ONE_SIZE,
-        dtypes={r"attention\.bias": "bool", "inv_freq": "float32"},
+        dtypes={r"attention\.bias": "BOOL", "inv_freq": "F32"},
     ),
     "gpt2": Family(
         layers(GPT2, "transformer.") + layers(GPT2_LAYER, "transformer.h.{all}."),
-        lambda sizes: {"model_type": "gpt2", "n_embd": sizes["H"], "n_head": sizes["A"], "n_layer": sizes["L"],
-                       "n_positions": sizes["P"], "vocab_size": sizes["V"]},
+        {"model_type": "gpt2", "n_embd": "{H}", "n_head": "{A}", "n_layer": "{L}", "n_positions": "{P}",
+         "vocab_size": "{V}"},
         ONE_SIZE,
     ),
     "bloom": Family(
         layers(BLOOM, "transformer.") + layers(BLOOM_LAYER, "transformer.h.{all}."),
-        lambda sizes: {"model_type": "bloom", "hidden_size": sizes["H"], "n_head": sizes["A"], "n_layer": sizes["L"],
-                       "vocab_size": sizes["V"]},
+        {"model_type": "bloom", "n_embed": "{H}", "num_attention_heads": "{A}", "n_layer": "{L}", "vocab_size": "{V}"},
         ONE_SIZE,
     ),
     "falcon_7b": Family(
@@ -401,7 +531,7 @@ FAMILIES: dict[str, Family] = {
             num_nextn_predict_layers=1,
         ),
         {"F": 1},
-        dtypes={"correction_bias": "float32"},
+        dtypes={"correction_bias": "F32"},
     ),
     "deepseek_v2": Family(
         DEEPSEEK, _sized("deepseek_v2", **DEEPSEEK_CONFIG), {**MLA_SIZES, "S": 64}
@@ -415,7 +545,7 @@ FAMILIES: dict[str, Family] = {
         DEEPSEEK + layers(CORRECTION, REST) + layers(MTP + MLA + NORMS + DEEPSEEK_MOE + CORRECTION, NEXT),
         _sized("deepseek_v3", **DEEPSEEK_CONFIG, num_nextn_predict_layers=1),
         MLA_SIZES,
-        dtypes={"correction_bias": "float32"},
+        dtypes={"correction_bias": "F32"},
         num_shards=3,
     ),
     "kimi_k2": Family(
@@ -423,7 +553,7 @@ FAMILIES: dict[str, Family] = {
         _sized("kimi_k2", **DEEPSEEK_CONFIG, num_nextn_predict_layers=0),
         {**MLA_SIZES, "E": 12},
         author="hand",
-        dtypes={"correction_bias": "float32"},
+        dtypes={"correction_bias": "F32"},
     ),
     "llama4_text": Family(LLAMA4, _sized("llama4_text", **LLAMA4_CONFIG), {"F": 1}),
     "gpt_oss": Family(
@@ -463,7 +593,7 @@ FAMILIES: dict[str, Family] = {
         ),
         {"I": 288, "H": 96, "D": 16},  # 9 blocks of 32: no degree but 3 and 9 divides them.
         author="hand",
-        dtypes={"_blocks|_scales": "uint8"},
+        dtypes={"_blocks|_scales": "U8"},
         num_shards=2,
     ),
     "qwen3_next": Family(
@@ -482,7 +612,7 @@ FAMILIES: dict[str, Family] = {
             layer_types=["linear_attention"] * 3 + ["full_attention"],
         ),
         {"L": 4, "F": 3, "S": 64, "G": 8, "W": 16, "B": 8, "U": 12},
-        dtypes={"A_log": "float32"},
+        dtypes={"A_log": "F32"},
     ),
     "llama4": Family(
         nested(LLAMA4),
@@ -554,18 +684,24 @@ FAMILIES: dict[str, Family] = {
 }  # fmt: skip
 FAMILIES["gpt2_hub"] = Family(
     GPT2 + layers(GPT2_LAYER + "attn.bias 1 1 P P whole", "h.{all}."),
-    FAMILIES["gpt2"].config,
+    FAMILIES["gpt2"].template,
     ONE_SIZE,
     rename={r"^transformer\.": ""},
-    dtypes={"": "float32"},
+    dtype="F32",
 )
 FAMILIES["bloom_hub"] = Family(
     BLOOM + layers(BLOOM_LAYER, "h.{all}."),
-    FAMILIES["bloom"].config,
+    FAMILIES["bloom"].template,
     ONE_SIZE,
     rename={r"^transformer\.": ""},
-    dtypes={"": "float16"},
+    dtype="F16",
 )
-MULTIMODAL = [name for name, family in FAMILIES.items() if "text_config" in family.config(family.all_sizes())]
+MULTIMODAL = [name for name, family in FAMILIES.items() if "text_config" in family.template]
 EXPERT_FAMILIES = [name for name, family in FAMILIES.items() if ".experts." in family.table]
 BESIDE_THE_LANGUAGE_MODEL = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\.")
+
+FP8_BLOCKS = Form(
+    {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    "weight F8_E4M3 R C\nweight_scale_inv F32 ceil(R,128) ceil(C,128)",
+    (128, 128),
+)

@@ -610,7 +610,7 @@ def test_what_other_options_met_is_gone_on_with_by_the_right_ones(work: Path) ->
 
 def test_a_plan_that_cuts_otherwise_is_another_option(work: Path) -> None:
     interrupt(work)
-    (work.parent / "plan.toml").write_text(PLAN.replace("rows", "columns"))
+    (work.parent / "plan.toml").write_text(PLAN.replace("dim = 0", "dim = 1"))
     with pytest.raises(PlanError, match="with other options"):
         go(work)
 

@@ -23,6 +23,7 @@ from safetensors.numpy import load_file, save_file
 from support import prestarted
 from support.journals import read_journal
 from support.mounts import mounted_tmpfs
+from support.rights import drop_superuser_rights
 
 import relayout
 from relayout.cli.app import app, main
@@ -30,7 +31,6 @@ from relayout.cli.app import app, main
 Array = npt.NDArray[Any]
 RELAYOUT = [sys.executable, "-m", "relayout"]
 INDEX = "model.safetensors.index.json"
-CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, PR_CAPBSET_DROP = 1, 2, 24
 
 # Whatever terminal the tests run in says nothing about the one that they imitate.
 TERMINAL_VARIABLES = ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LINES", "TERM")
@@ -148,16 +148,6 @@ def here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
     for name in TERMINAL_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     return run_here
-
-
-def drop_superuser_rights() -> None:
-    """Let the next program run as this user, but with no right to pass over permission bits."""
-    if os.getuid() == 0:
-        import ctypes
-
-        for capability in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):
-            if ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, capability, 0, 0, 0):
-                raise OSError("prctl refused")
 
 
 def tree(folder: Path) -> dict[str, tuple[int, int, int]]:

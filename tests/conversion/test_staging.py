@@ -23,6 +23,7 @@ from safetensors.numpy import load_file, save_file
 from support.journals import read_journal
 from support.local_stores import check_output, staging_folder
 from support.mounts import mounted, mounted_tmpfs
+from support.rights import drop_superuser_rights
 
 from relayout.commands.restore import restore
 from relayout.conversion import run as conversion
@@ -35,7 +36,6 @@ from relayout.storage.local import staging as local_staging
 from relayout.storage.local.files import OutputFile
 from relayout.storage.local.staging import check_space
 
-CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, PR_CAPBSET_DROP = 1, 2, 24
 W = np.arange(1, 4097, dtype=np.uint16)
 
 HOLD = """
@@ -723,16 +723,6 @@ def test_force_on_a_read_only_folder_leaves_nothing_beside_it(tmp_path: Path) ->
         for path in tmp_path.iterdir():
             path.chmod(0o755)
         shutil.rmtree(tmp_path / ".out.relayout-old", ignore_errors=True)
-
-
-def drop_superuser_rights() -> None:
-    """Let the next program run as this user, but with no right to pass over permission bits."""
-    if os.getuid() == 0:
-        import ctypes
-
-        for capability in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):
-            if ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, capability, 0, 0, 0):
-                raise OSError("prctl refused")
 
 
 def test_a_mount_of_the_same_file_system_is_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from support.conversions import grouped
 from support.engine_oracle import Array, IndivisibleError, expected, owners, split_cut
 from support.local_stores import read_catalogue
 from support.models import as_integers, read_tensors
+from support.planning import try_plan
 from support.quantized import (
     EXPERT_QUANTIZED,
     QUANTIZED,
@@ -113,13 +114,6 @@ def fits(quantized: Quantized, num_ranks: int, *, owned: bool = False) -> bool:
 
 def fitting(name: str) -> list[int]:
     return [degree for degree in DEGREES if fits(QUANTIZED[name], degree)]
-
-
-def try_plan(source: Catalogue, num_ranks: int, **options: Any) -> Plan | PlanError:
-    try:
-        return plan_for(source, num_ranks, **options)
-    except PlanError as error:
-        return error
 
 
 def assert_same_numbers(entry: Entry, method: Method, whole: Tensors, held: list[Tensors], sizes: Sizes) -> None:

@@ -1,4 +1,4 @@
-"""`verify`: proves a converted checkpoint, alone or against its source."""
+"""`verify`: checks a converted checkpoint, by itself or against its source."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from relayout.core.digests import digest_hex
 from relayout.core.dtypes import num_bytes
 from relayout.core.extents import Extent
 from relayout.errors import FormatError
-from relayout.format.index import HUB_INDEX_NAME, MIN_ALIGNMENT, Manifest, RankEntry, RankTable
+from relayout.format.index import HUB_INDEX_NAME, MIN_ALIGNMENT, IndexedFile, Manifest, RankEntry, RankTable
 from relayout.format.manifest import SOURCE_RECORD_NAME
-from relayout.format.safetensors import TensorEntry, build_header
+from relayout.format.safetensors import Header, TensorEntry, build_header
 from relayout.format.source_record import SourceRecord
 from relayout.storage.hashing import HashedFile, hash_files
 from relayout.storage.protocols import Access, Store
@@ -30,14 +30,14 @@ from relayout.storage.stores import find_store
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One thing that is not as it should be."""
+    """One error that `verify` found."""
 
     file: str
     tensor: str | None
     start: int | None
-    """Absolute offset in the file of the first byte concerned."""
+    """Absolute file offset of the first affected byte; None if unknown."""
     end: int | None
-    """Absolute offset after the last."""
+    """Absolute file offset after the last affected byte."""
     what: str
 
     def __str__(self) -> str:
@@ -52,7 +52,7 @@ class Report:
 
     num_ranks: int
     num_tensors: int = 0
-    """Slices, over all ranks."""
+    """Number of slices over all ranks."""
     nbytes: int = 0
     """Bytes of rank files that were read and hashed."""
     compared_with_source: bool = False
@@ -60,7 +60,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether everything is as it should be."""
+        """Whether there are no differences."""
         return not self.differences
 
     def as_json(self) -> dict[str, object]:
@@ -68,7 +68,7 @@ class Report:
         return asdict(self) | {"ok": self.ok}
 
     def add(self, file: str, what: str, tensor: str | None = None, extent: Extent | None = None) -> None:
-        """Note a difference."""
+        """Add a difference."""
         start, end = (None, None) if extent is None else (extent.offset, extent.end)
         self.differences.append(Difference(file, tensor, start, end, what))
 
@@ -79,15 +79,19 @@ def verify(
     source: str | os.PathLike[str] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Report:
-    """Check a folder that `convert` wrote: structure, sidecar, and the digest of every slice.
+    """Check a converted checkpoint: its structure, its sidecar files, and the digest of every slice.
 
     Args:
         path: the converted folder.
-        source: the checkpoint it was made from; every slice is cut from it again and compared.
-        on_progress: called now and then with (bytes done, bytes in all).
+        source: the source checkpoint; every slice is cut from it again and compared.
+        on_progress: called with (bytes done, total bytes).
+
+    Returns:
+        The differences that were found; `ok` if there are none.
 
     Raises:
-        FormatError: `path` has no readable manifest, or the source is damaged.
+        FormatError: `path` has no valid manifest, or the source is damaged.
+        PlanError: `source` is not a checkpoint.
         OSError: reading failed.
     """
     folder = find_store(path)
@@ -96,24 +100,24 @@ def verify(
     tables = [_check_rank(folder, manifest, rank, report) for rank in range(manifest.num_ranks)]
     record = _check_record(folder, manifest, tables, report)
     _check_other_files(folder, manifest, report)
-    catalogue = None if source is None else read_catalogue(find_store(source))
+    original = None if source is None else read_catalogue(find_store(source))
     usable = [(entry, table) for entry, table in zip(manifest.ranks, tables, strict=True) if table is not None]
     hash_nbytes = sum(file.nbytes for entry, _ in usable for file in entry.files)
-    total = hash_nbytes + (0 if catalogue is None else catalogue.nbytes)
+    total = hash_nbytes + (0 if original is None else original.nbytes)
 
     def progress(base: int) -> Callable[[int], None] | None:
         return None if on_progress is None else lambda done: on_progress(base + done, total)
 
     for entry, table in usable:
         _check_digests(folder, entry, table, report, progress(report.nbytes))
-    # Where something is wrong in itself, that has been said, and nothing need lie where the plan says.
-    if catalogue is not None and record is not None and report.ok:
-        _compare(folder, manifest, [table for _, table in usable], record, catalogue, report, progress(hash_nbytes))
+    # Skip the comparison if errors were found: the layout cannot be trusted.
+    if original is not None and record is not None and report.ok:
+        _compare(folder, manifest, [table for _, table in usable], record, original, report, progress(hash_nbytes))
     return report
 
 
 def _check_rank(folder: Store, manifest: Manifest, rank: int, report: Report) -> RankTable | None:
-    """Check one rank's table and headers against each other; the table, if it and all its files are usable."""
+    """Check one rank's table against its files' headers. Return the table if it and all files are usable."""
     entry = manifest.ranks[rank]
     try:
         table = read_table(folder, manifest, rank)
@@ -124,25 +128,19 @@ def _check_rank(folder: Store, manifest: Manifest, rank: int, report: Report) ->
     rows = rows_of_files(table, len(entry.files))
     for number, file in enumerate(entry.files):
         try:
-            where = folder.where(file.name)
-            shard, header = read_shard(folder, file.name)
-            if shard.nbytes != file.nbytes:
-                raise FormatError(f"{shard.nbytes} bytes long, expected {file.nbytes}", path=where, code="mismatch")
-            if digest_hex(shard.header) != file.header_digest:
-                report.add(file.name, "header differs from the one that was written", extent=Extent(0, file.data_start))
-            _check_by_reference_reader(shard.header, header.data_nbytes, where)
+            header = _check_header(folder, file, report)
         except FormatError as error:
             report.add(file.name, str(error))
             usable = False
             continue
         stored = [
-            (tensor.name, tensor.dtype, tensor.shape, header.data_start + tensor.offset) for tensor in header.tensors
+            (header.data_start + tensor.offset, tensor.name, tensor.dtype, tensor.shape) for tensor in header.tensors
         ]
-        indexed = [(table.names[row], table.dtypes[row], table.shapes[row], table.offsets[row]) for row in rows[number]]
-        # A zero-size tensor shares its offset with the next.
-        for found, expected in zip(sorted(stored, key=_place), sorted(indexed, key=_place), strict=False):
+        indexed = [(table.offsets[row], table.names[row], table.dtypes[row], table.shapes[row]) for row in rows[number]]
+        # By offset and name: a zero-size tensor shares its offset with the next.
+        for found, expected in zip(sorted(stored), sorted(indexed), strict=False):
             if found != expected:
-                report.add(file.name, f"header has {found[1:]}, the rank table {expected}", found[0])
+                report.add(file.name, f"header has {found}, the rank table {expected}", found[1])
         if len(stored) != len(indexed):
             report.add(file.name, f"{len(stored)} tensors, the rank table has {len(indexed)}")
     report.num_tensors += len(table.names)
@@ -155,11 +153,27 @@ def _check_rank(folder: Store, manifest: Manifest, rank: int, report: Report) ->
     return table
 
 
-def _check_by_reference_reader(header: bytes, data_nbytes: int, where: str) -> None:
-    """Ask safetensors itself. It gets the header alone: to open a file it maps all of it, which memory may not allow.
+def _check_header(folder: Store, file: IndexedFile, report: Report) -> Header:
+    """Check a rank file's header and length.
 
     Raises:
-        FormatError: it finds anything wrong, but that the data section is missing.
+        FormatError: the file is missing, has another length, or its header is invalid.
+    """
+    where = folder.where(file.name)
+    shard, header = read_shard(folder, file.name)
+    if shard.nbytes != file.nbytes:
+        raise FormatError(f"{shard.nbytes} bytes long, expected {file.nbytes}", path=where, code="mismatch")
+    if digest_hex(shard.header) != file.header_digest:
+        report.add(file.name, "header differs from the one that was written", extent=Extent(0, file.data_start))
+    _check_by_reference_reader(shard.header, header.data_nbytes, where)
+    return header
+
+
+def _check_by_reference_reader(header: bytes, data_nbytes: int, where: str) -> None:
+    """Parse a header with the safetensors library. It gets only the header: it would map a whole file into memory.
+
+    Raises:
+        FormatError: the library reports an error other than the missing data section.
     """
     complaint = _complaint(header)
     one_byte = build_header([TensorEntry("x", "U8", (1,), 0, 1)], {}, MIN_ALIGNMENT)
@@ -176,7 +190,7 @@ def _complaint(header: bytes) -> str | None:
 
 
 def _check_other_files(folder: Store, manifest: Manifest, report: Report) -> None:
-    """Check the index for stock loaders, and that no file lies there that a loader would take for a part of it."""
+    """Check the index for stock loaders, and that there is no other .safetensors file that a loader would read."""
     known = {file.name for entry in manifest.ranks for file in entry.files}
     for name in sorted(entry.name for entry in folder.walk()):
         if name.endswith(".safetensors") and "/" not in name and name not in known:
@@ -187,7 +201,7 @@ def _check_other_files(folder: Store, manifest: Manifest, report: Report) -> Non
 
 
 def _check_copy(folder: Store, name: str, nbytes: int | None, digest: str, what: str, report: Report) -> None:
-    """Check a file's length, if it is known, and its digest; `what` is said of one that differs."""
+    """Check a file's digest, and its length if it is not None; report `what` if they differ."""
     try:
         found = read_side_file(folder, name)
     except FormatError as error:
@@ -197,14 +211,10 @@ def _check_copy(folder: Store, name: str, nbytes: int | None, digest: str, what:
         report.add(name, what)
 
 
-def _place(row: tuple[str, str, tuple[int, ...], int]) -> tuple[int, str]:
-    return row[3], row[0]
-
-
 def _check_record(
     folder: Store, manifest: Manifest, tables: list[RankTable | None], report: Report
 ) -> SourceRecord | None:
-    """Check the source record, the side files, and that the ranks' slices are those that the record names."""
+    """Check the source record, the side files, and that the slices of all ranks are those of the record."""
     try:
         record = read_record(folder, manifest)
     except FormatError as error:
@@ -221,7 +231,7 @@ def _check_record(
 
 
 def _check_cuts(record: SourceRecord, report: Report) -> None:
-    """Check that the ranks together hold each tensor, all of it."""
+    """Check that the ranks together hold every element of each tensor."""
     first = dict(zip(zip(record.cut_of, record.shapes, strict=True), record.names, strict=True))
     for (cut, shape), name in first.items():
         slices = record.cuts[cut].distinct
@@ -248,7 +258,7 @@ def _check_slices(name: str, rank: int, table: RankTable, record: SourceRecord, 
             continue
         expected = (record.dtypes[t], record.shapes[t], part, part.shape(record.shapes[t]))
         if (table.dtypes[row], table.source_shapes[row], table.slices[row], table.shapes[row]) != expected:
-            report.add(name, f"is not the slice that the source record names: {expected}", tensor)
+            report.add(name, f"is not the slice in the source record: {expected}", tensor)
         if part.is_whole and table.digests[row] != record.digests[t]:
             report.add(name, "its digest differs from the source tensor's", tensor)
     for tensor in rows:
@@ -262,7 +272,7 @@ def _check_digests(
     report: Report,
     on_progress: Callable[[int], None] | None,
 ) -> None:
-    """Read a rank's files once, several requests in flight, and compare each slice's digest."""
+    """Read a rank's files once, with several requests in flight, and compare the digest of each slice."""
     rows: list[list[tuple[Extent, str, str]]] = [[] for _ in entry.files]
     for name, dtype, shape, number, offset, digest in zip(
         table.names, table.dtypes, table.shapes, table.files, table.offsets, table.digests, strict=True
@@ -292,7 +302,7 @@ def _compare(
     report: Report,
     on_progress: Callable[[int], None] | None,
 ) -> None:
-    """Cut the source's tensors again, by the conversion's own copy plan, and compare the digest of each slice."""
+    """Cut the source again by the conversion's copy plan, and compare the digest of each slice."""
     found = [(tensor.name, tensor.dtype, tensor.shape) for tensor in catalogue.tensors]
     expected = list(zip(record.names, record.dtypes, record.shapes, strict=True))
     if found != expected:

@@ -18,9 +18,12 @@ from relayout.format.safetensors import LENGTH_NBYTES
 from relayout.format.source_record import SourceRecord, parse_record
 from relayout.storage.protocols import Kind, Store
 
+MAX_TABLE_FILE_NBYTES = MAX_TABLE_NBYTES
+"""Limit of a table or record as stored, compressed."""
+
 
 def is_converted(folder: Store) -> bool:
-    """Whether a folder is a converted checkpoint: it contains a manifest."""
+    """Whether a manifest is there, which makes a folder a converted checkpoint."""
     return folder.kind() is Kind.FOLDER and folder.stat(MANIFEST_NAME) is not None
 
 
@@ -28,7 +31,7 @@ def read_manifest(folder: Store) -> Manifest:
     """Read and check relayout.json.
 
     Raises:
-        FormatError: the manifest is missing or damaged.
+        FormatError: it cannot be read or is damaged.
     """
     if folder.kind() is Kind.NOTHING:
         raise FormatError(folder.absence(), path=str(folder), code="missing")
@@ -36,10 +39,10 @@ def read_manifest(folder: Store) -> Manifest:
 
 
 def check_rank(rank: int, num_ranks: int) -> None:
-    """Check that a rank exists.
+    """Refuse a rank that does not exist.
 
     Raises:
-        PlanError: `rank` is not from 0 to `num_ranks` - 1.
+        PlanError: `rank` is not one of the `num_ranks`.
     """
     if not 0 <= rank < num_ranks:
         raise PlanError(
@@ -51,40 +54,36 @@ def read_table(folder: Store, manifest: Manifest, rank: int) -> RankTable:
     """Read and check one rank's table.
 
     Raises:
-        FormatError: the table is missing, damaged, or of another conversion.
+        FormatError: it cannot be read, is damaged, or belongs to another conversion.
     """
     name = manifest.ranks[rank].table
-    return parse_table(folder.read(name, MAX_TABLE_NBYTES), manifest, rank, folder.where(name))
+    return parse_table(folder.read(name, MAX_TABLE_FILE_NBYTES), manifest, rank, folder.where(name))
 
 
 def read_record(folder: Store, manifest: Manifest) -> SourceRecord:
     """Read and check the source record.
 
     Raises:
-        FormatError: the record is missing, damaged, or of another conversion.
+        FormatError: it cannot be read, is damaged, or of another conversion.
     """
     where = folder.where(SOURCE_RECORD_NAME)
-    blob = folder.read(SOURCE_RECORD_NAME, MAX_TABLE_NBYTES)
+    blob = folder.read(SOURCE_RECORD_NAME, MAX_TABLE_FILE_NBYTES)
     text = decompress(blob, where)
     if (digest_hex(blob), digest_hex(text)) != (manifest.record_digest, manifest.conversion):
-        raise FormatError("digest differs from the one in the manifest", path=where, code="digest")
+        raise FormatError("digest differs from the one that the manifest names", path=where, code="digest")
     return parse_record(text, manifest.num_ranks, where)
 
 
-def check_owner(folder: Store, manifest: Manifest, rank: int) -> None:
-    """Check that the headers of a rank's files name this rank and this conversion.
+def check_file(folder: Store, manifest: Manifest, number: int) -> None:
+    """Check that a file says in its header that it is this one, of this conversion.
 
     Raises:
-        FormatError: a header names another rank or conversion: files have been mixed up.
+        FormatError: it does not: files of different conversions have been mixed, or two have changed places.
     """
-    for part, file in enumerate(manifest.ranks[rank].files):
-        expected = header_prefix(rank, manifest.num_ranks, part, manifest.conversion)
-        start = bytearray(LENGTH_NBYTES + len(expected))
-        with folder.open(file.name, file.nbytes) as opened:
-            opened.read(0, memoryview(start))
-        if start[LENGTH_NBYTES:] != expected:
-            raise FormatError(
-                f"its header is not of rank {rank}, part {part}, of this conversion",
-                path=folder.where(file.name),
-                code="owner",
-            )
+    file, expected = manifest.files[number], header_prefix(number, manifest.conversion)
+    start = bytearray(LENGTH_NBYTES + len(expected))
+    with folder.open(file.name, file.nbytes) as opened:
+        opened.read(0, memoryview(start))
+    if start[LENGTH_NBYTES:] != expected:
+        where = folder.where(file.name)
+        raise FormatError(f"its header is not of file {number} of this conversion", path=where, code="owner")

@@ -1,4 +1,4 @@
-"""`verify`: checks a converted checkpoint, by itself or against its source."""
+"""`verify`: proves a converted checkpoint, alone or against its source."""
 
 from __future__ import annotations
 
@@ -6,23 +6,28 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import chain
 
 from safetensors import SafetensorError, deserialize
 
-from relayout.checkpoint.converted import check_owner, read_manifest, read_record, read_table
+from relayout.checkpoint.converted import check_file, read_manifest, read_record, read_table
 from relayout.checkpoint.source import Catalogue, read_catalogue, read_shard
-from relayout.conversion.copy import DEFAULT_JOBS, NoSink, digests_of_all, run_steps
+from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, NoSink, run_steps, share_memory
 from relayout.conversion.layout import rows_of_files, stored_conversion
 from relayout.conversion.side_files import read_side_file
-from relayout.conversion.steps import copy_steps
+from relayout.conversion.sidecar import digests_of_all
+from relayout.conversion.steps import CopyPlan
+from relayout.core.arguments import integer, size
 from relayout.core.digests import digest_hex
 from relayout.core.dtypes import num_bytes
 from relayout.core.extents import Extent
 from relayout.errors import FormatError
-from relayout.format.index import HUB_INDEX_NAME, MIN_ALIGNMENT, IndexedFile, Manifest, RankEntry, RankTable
+from relayout.format.index import HUB_INDEX_NAME, MIN_ALIGNMENT, IndexedFile, Manifest, RankTable
 from relayout.format.manifest import SOURCE_RECORD_NAME
-from relayout.format.safetensors import Header, TensorEntry, build_header
+from relayout.format.safetensors import TensorEntry, build_header
 from relayout.format.source_record import SourceRecord
+from relayout.progress import Progress, reporting
+from relayout.storage.hashing import CHUNK_NBYTES as REHASH_NBYTES
 from relayout.storage.hashing import HashedFile, hash_files
 from relayout.storage.protocols import Access, Store
 from relayout.storage.stores import find_store
@@ -30,14 +35,14 @@ from relayout.storage.stores import find_store
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One error that `verify` found."""
+    """One thing that is not as it should be."""
 
     file: str
     tensor: str | None
     start: int | None
-    """Absolute file offset of the first affected byte; None if unknown."""
+    """Absolute offset in the file of the first byte concerned."""
     end: int | None
-    """Absolute file offset after the last affected byte."""
+    """Absolute offset after the last."""
     what: str
 
     def __str__(self) -> str:
@@ -52,7 +57,7 @@ class Report:
 
     num_ranks: int
     num_tensors: int = 0
-    """Number of slices over all ranks."""
+    """Slices, over all ranks."""
     nbytes: int = 0
     """Bytes of rank files that were read and hashed."""
     compared_with_source: bool = False
@@ -60,7 +65,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether there are no differences."""
+        """Whether everything is as it should be."""
         return not self.differences
 
     def as_json(self) -> dict[str, object]:
@@ -68,7 +73,7 @@ class Report:
         return asdict(self) | {"ok": self.ok}
 
     def add(self, file: str, what: str, tensor: str | None = None, extent: Extent | None = None) -> None:
-        """Add a difference."""
+        """Note a difference."""
         start, end = (None, None) if extent is None else (extent.offset, extent.end)
         self.differences.append(Difference(file, tensor, start, end, what))
 
@@ -77,103 +82,103 @@ def verify(
     path: str | os.PathLike[str],
     *,
     source: str | os.PathLike[str] | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
+    threads: int = DEFAULT_THREADS,
+    memory: int | str = DEFAULT_MEMORY,
+    progress: Progress = None,
 ) -> Report:
-    """Check a converted checkpoint: its structure, its sidecar files, and the digest of every slice.
+    """Check a folder that `convert` wrote: structure, sidecar, and the digest of every slice.
 
     Args:
         path: the converted folder.
-        source: the source checkpoint; every slice is cut from it again and compared.
-        on_progress: called with (bytes done, total bytes).
+        source: the checkpoint it was made from; every slice is cut from it again and compared.
+        threads: threads that read and hash.
+        memory: bytes that they may use for it, also as text, such as "512MiB".
+        progress: True for a bar on stderr, or a function that is called now and then with (bytes done, bytes in all).
 
     Returns:
-        The differences that were found; `ok` if there are none.
+        What was found; `ok` says whether everything is as it should be.
 
     Raises:
-        FormatError: `path` has no valid manifest, or the source is damaged.
-        PlanError: `source` is not a checkpoint.
+        FormatError: `path` has no readable manifest, or the source is damaged.
         OSError: reading failed.
     """
+    threads, memory = integer(threads, "threads"), size(memory, "memory")
+    shared = share_memory(threads, memory)
     folder = find_store(path)
     manifest = read_manifest(folder)
     report = Report(manifest.num_ranks)
     tables = [_check_rank(folder, manifest, rank, report) for rank in range(manifest.num_ranks)]
     record = _check_record(folder, manifest, tables, report)
     _check_other_files(folder, manifest, report)
-    original = None if source is None else read_catalogue(find_store(source))
-    usable = [(entry, table) for entry, table in zip(manifest.ranks, tables, strict=True) if table is not None]
-    hash_nbytes = sum(file.nbytes for entry, _ in usable for file in entry.files)
-    total = hash_nbytes + (0 if original is None else original.nbytes)
+    catalogue = None if source is None else read_catalogue(find_store(source))
+    usable = {rank: table for rank, table in enumerate(tables) if table is not None}
+    hash_nbytes = sum(file.nbytes for rank in usable for file in manifest.rank_files(rank))
+    total = hash_nbytes + (0 if catalogue is None else catalogue.nbytes)
+    with reporting(progress, "verifying", total) as tell:
 
-    def progress(base: int) -> Callable[[int], None] | None:
-        return None if on_progress is None else lambda done: on_progress(base + done, total)
+        def told(done_before: int) -> Callable[[int], None] | None:
+            return None if tell is None else lambda done: tell(done_before + done)
 
-    for entry, table in usable:
-        _check_digests(folder, entry, table, report, progress(report.nbytes))
-    # Skip the comparison if errors were found: the layout cannot be trusted.
-    if original is not None and record is not None and report.ok:
-        _compare(folder, manifest, [table for _, table in usable], record, original, report, progress(hash_nbytes))
+        num_readers = max(1, min(threads, memory // REHASH_NBYTES))
+        for rank, table in usable.items():
+            _check_digests(folder, manifest.rank_files(rank), table, report, num_readers, told(report.nbytes))
+        # Where something is wrong in itself, that has been said, and nothing need lie where the plan says.
+        if catalogue is not None and record is not None and report.ok:
+            _compare(folder, manifest, list(usable.values()), record, catalogue, report, *shared, told(hash_nbytes))
     return report
 
 
 def _check_rank(folder: Store, manifest: Manifest, rank: int, report: Report) -> RankTable | None:
-    """Check one rank's table against its files' headers. Return the table if it and all files are usable."""
+    """Check one rank's table and headers against each other; the table, if it and all its files are usable."""
     entry = manifest.ranks[rank]
     try:
         table = read_table(folder, manifest, rank)
     except FormatError as error:
         report.add(entry.table, str(error))
         return None
-    usable = True
     rows = rows_of_files(table, len(entry.files))
-    for number, file in enumerate(entry.files):
-        try:
-            header = _check_header(folder, file, report)
-        except FormatError as error:
-            report.add(file.name, str(error))
-            usable = False
-            continue
-        stored = [
-            (header.data_start + tensor.offset, tensor.name, tensor.dtype, tensor.shape) for tensor in header.tensors
-        ]
-        indexed = [(table.offsets[row], table.names[row], table.dtypes[row], table.shapes[row]) for row in rows[number]]
-        # By offset and name: a zero-size tensor shares its offset with the next.
-        for found, expected in zip(sorted(stored), sorted(indexed), strict=False):
-            if found != expected:
-                report.add(file.name, f"header has {found}, the rank table {expected}", found[1])
-        if len(stored) != len(indexed):
-            report.add(file.name, f"{len(stored)} tensors, the rank table has {len(indexed)}")
+    checked = [_check_header(folder, manifest, *one, table, report) for one in zip(entry.files, rows, strict=True)]
     report.num_tensors += len(table.names)
-    if not usable:
-        return None
+    return table if all(checked) else None
+
+
+def _check_header(
+    folder: Store, manifest: Manifest, number: int, rows: list[int], table: RankTable, report: Report
+) -> bool:
+    """Check a file's length and header, and that it has those rows of the table; whether its bytes can be read."""
+    file = manifest.files[number]
     try:
-        check_owner(folder, manifest, rank)
+        where = folder.where(file.name)
+        shard, header = read_shard(folder, file.name)
+        if shard.nbytes != file.nbytes:
+            raise FormatError(f"{shard.nbytes} bytes long, expected {file.nbytes}", path=where, code="mismatch")
+        if digest_hex(shard.header) != file.header_digest:
+            report.add(file.name, "header differs from the one that was written", extent=Extent(0, file.data_start))
+        _check_by_reference_reader(shard.header, header.data_nbytes, where)
+    except FormatError as error:
+        report.add(file.name, str(error))
+        return False
+    stored = [(tensor.name, tensor.dtype, tensor.shape, header.data_start + tensor.offset) for tensor in header.tensors]
+    dtypes, shapes = table.dtypes, table.shapes
+    indexed = [(table.names[row], dtypes[row], shapes[row], table.offsets[row]) for row in rows]
+    # A zero-size tensor shares its offset with the next.
+    for found, expected in zip(sorted(stored, key=_place), sorted(indexed, key=_place), strict=False):
+        if found != expected:
+            report.add(file.name, f"header has {found[1:]}, the rank table {expected}", found[0])
+    if len(stored) != len(indexed):
+        report.add(file.name, f"{len(stored)} tensors, the rank table has {len(indexed)}")
+    try:
+        check_file(folder, manifest, number)
     except (FormatError, OSError) as error:
-        report.add(entry.files[0].name if entry.files else entry.table, str(error))
-    return table
-
-
-def _check_header(folder: Store, file: IndexedFile, report: Report) -> Header:
-    """Check a rank file's header and length.
-
-    Raises:
-        FormatError: the file is missing, has another length, or its header is invalid.
-    """
-    where = folder.where(file.name)
-    shard, header = read_shard(folder, file.name)
-    if shard.nbytes != file.nbytes:
-        raise FormatError(f"{shard.nbytes} bytes long, expected {file.nbytes}", path=where, code="mismatch")
-    if digest_hex(shard.header) != file.header_digest:
-        report.add(file.name, "header differs from the one that was written", extent=Extent(0, file.data_start))
-    _check_by_reference_reader(shard.header, header.data_nbytes, where)
-    return header
+        report.add(file.name, str(error))
+    return True
 
 
 def _check_by_reference_reader(header: bytes, data_nbytes: int, where: str) -> None:
-    """Parse a header with the safetensors library. It gets only the header: it would map a whole file into memory.
+    """Ask safetensors itself. It gets the header alone: to open a file it maps all of it, which memory may not allow.
 
     Raises:
-        FormatError: the library reports an error other than the missing data section.
+        FormatError: it finds anything wrong, but that the data section is missing.
     """
     complaint = _complaint(header)
     one_byte = build_header([TensorEntry("x", "U8", (1,), 0, 1)], {}, MIN_ALIGNMENT)
@@ -190,8 +195,8 @@ def _complaint(header: bytes) -> str | None:
 
 
 def _check_other_files(folder: Store, manifest: Manifest, report: Report) -> None:
-    """Check the index for stock loaders, and that there is no other .safetensors file that a loader would read."""
-    known = {file.name for entry in manifest.ranks for file in entry.files}
+    """Check the index for stock loaders, and that no file lies there that a loader would take for a part of it."""
+    known = {file.name for file in manifest.files}
     for name in sorted(entry.name for entry in folder.walk()):
         if name.endswith(".safetensors") and "/" not in name and name not in known:
             report.add(name, "is not part of this conversion")
@@ -201,7 +206,7 @@ def _check_other_files(folder: Store, manifest: Manifest, report: Report) -> Non
 
 
 def _check_copy(folder: Store, name: str, nbytes: int | None, digest: str, what: str, report: Report) -> None:
-    """Check a file's digest, and its length if it is not None; report `what` if they differ."""
+    """Check a file's length, if it is known, and its digest; `what` is said of one that differs."""
     try:
         found = read_side_file(folder, name)
     except FormatError as error:
@@ -211,10 +216,14 @@ def _check_copy(folder: Store, name: str, nbytes: int | None, digest: str, what:
         report.add(name, what)
 
 
+def _place(row: tuple[str, str, tuple[int, ...], int]) -> tuple[int, str]:
+    return row[3], row[0]
+
+
 def _check_record(
     folder: Store, manifest: Manifest, tables: list[RankTable | None], report: Report
 ) -> SourceRecord | None:
-    """Check the source record, the side files, and that the slices of all ranks are those of the record."""
+    """Check the source record, the side files, and that the ranks' slices are those that the record names."""
     try:
         record = read_record(folder, manifest)
     except FormatError as error:
@@ -231,7 +240,7 @@ def _check_record(
 
 
 def _check_cuts(record: SourceRecord, report: Report) -> None:
-    """Check that the ranks together hold every element of each tensor."""
+    """Check that the ranks together hold each tensor, all of it."""
     first = dict(zip(zip(record.cut_of, record.shapes, strict=True), record.names, strict=True))
     for (cut, shape), name in first.items():
         slices = record.cuts[cut].distinct
@@ -249,6 +258,7 @@ def _check_cuts(record: SourceRecord, report: Report) -> None:
 
 def _check_slices(name: str, rank: int, table: RankTable, record: SourceRecord, report: Report) -> None:
     rows = {tensor: row for row, tensor in enumerate(table.names)}
+    kinds, kind_of = table.kinds, table.kind_of
     for t, tensor in enumerate(record.names):
         row = rows.pop(tensor, None)
         part = record.cut(t).slices[rank]
@@ -257,8 +267,9 @@ def _check_slices(name: str, rank: int, table: RankTable, record: SourceRecord, 
                 report.add(name, "is missing", tensor)
             continue
         expected = (record.dtypes[t], record.shapes[t], part, part.shape(record.shapes[t]))
-        if (table.dtypes[row], table.source_shapes[row], table.slices[row], table.shapes[row]) != expected:
-            report.add(name, f"is not the slice in the source record: {expected}", tensor)
+        kind = kinds[kind_of[row]]
+        if (kind.dtype, kind.source_shape, kind.part, kind.shape) != expected:
+            report.add(name, f"is not the slice that the source record names: {expected}", tensor)
         if part.is_whole and table.digests[row] != record.digests[t]:
             report.add(name, "its digest differs from the source tensor's", tensor)
     for tensor in rows:
@@ -267,30 +278,31 @@ def _check_slices(name: str, rank: int, table: RankTable, record: SourceRecord, 
 
 def _check_digests(
     folder: Store,
-    entry: RankEntry,
+    files: list[IndexedFile],
     table: RankTable,
     report: Report,
+    threads: int,
     on_progress: Callable[[int], None] | None,
 ) -> None:
-    """Read a rank's files once, with several requests in flight, and compare the digest of each slice."""
-    rows: list[list[tuple[Extent, str, str]]] = [[] for _ in entry.files]
+    """Read a rank's files once, several requests in flight, and compare each slice's digest."""
+    rows: list[list[tuple[Extent, str, str]]] = [[] for _ in files]
     for name, dtype, shape, number, offset, digest in zip(
         table.names, table.dtypes, table.shapes, table.files, table.offsets, table.digests, strict=True
     ):
         rows[number].append((Extent(offset, num_bytes(dtype, shape) or 0), name, digest))
-    files = [
+    to_hash = [
         HashedFile(
             partial(folder.open, file.name, file.nbytes, access=Access.ONCE),
             [extent for extent, _, _ in sorted(column)],
         )
-        for file, column in zip(entry.files, rows, strict=True)
+        for file, column in zip(files, rows, strict=True)
     ]
-    hashed = hash_files(files, DEFAULT_JOBS, on_progress)
-    for file, column, digests in zip(entry.files, rows, hashed, strict=True):
+    hashed = hash_files(to_hash, threads, on_progress)
+    for file, column, digests in zip(files, rows, hashed, strict=True):
         for (extent, name, expected), found in zip(sorted(column), digests, strict=True):
             if found != expected:
                 report.add(file.name, "digest differs: the stored bytes are damaged", name, extent)
-    report.nbytes += sum(file.nbytes for file in entry.files)
+    report.nbytes += sum(file.nbytes for file in files)
 
 
 def _compare(
@@ -300,9 +312,11 @@ def _compare(
     record: SourceRecord,
     catalogue: Catalogue,
     report: Report,
+    threads: int,
+    chunk_nbytes: int,
     on_progress: Callable[[int], None] | None,
 ) -> None:
-    """Cut the source again by the conversion's copy plan, and compare the digest of each slice."""
+    """Cut the source's tensors again, by the conversion's own copy plan, and compare the digest of each slice."""
     found = [(tensor.name, tensor.dtype, tensor.shape) for tensor in catalogue.tensors]
     expected = list(zip(record.names, record.dtypes, record.shapes, strict=True))
     if found != expected:
@@ -310,7 +324,9 @@ def _compare(
         report.add(str(catalogue.root), f"is not the source: {len(different)} tensors differ, such as {different[0]!r}")
         return
     conversion = stored_conversion(folder, manifest, tables, record, catalogue)
-    passed = run_steps(conversion, copy_steps(conversion), NoSink(), on_progress=on_progress)
+    plan = CopyPlan(conversion, chunk_nbytes=chunk_nbytes)
+    steps = chain.from_iterable(map(plan.steps, range(len(conversion.layout.units))))
+    passed = run_steps(conversion, steps, NoSink(), threads=threads, on_progress=on_progress)
     digests = digests_of_all(conversion, passed)
     rows = [{name: row for row, name in enumerate(table.names)} for table in tables]
     for t, name in enumerate(record.names):
@@ -319,9 +335,9 @@ def _compare(
         for rank, table in enumerate(tables):
             row = rows[rank].get(name)
             if row is not None and table.digests[row] != of_tensor.slices[held[rank]]:
-                file = manifest.ranks[rank].files[table.files[row]].name
-                nbytes = num_bytes(table.dtypes[row], table.shapes[row]) or 0
-                report.add(file, "differs from the source", name, Extent(table.offsets[row], nbytes))
+                file = manifest.rank_files(rank)[table.files[row]]
+                extent = Extent(table.offsets[row], conversion.cut[t].rank_nbytes(rank))
+                report.add(file.name, "differs from the source", name, extent)
         if of_tensor.source != record.digests[t]:
             report.add(str(catalogue.root), "has changed in the source since the conversion", name)
     for side in record.side_files:

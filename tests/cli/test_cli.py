@@ -982,6 +982,7 @@ def test_an_interrupted_conversion_is_not_gone_on_with_by_other_options(big: Pat
     assert sorted(path.name for path in big.iterdir()) == ["big", "big-tp1"]
 
 
-@pytest.mark.parametrize("args", ["--jobs 0", "--memory 1MiB", "--memory many"])
+@pytest.mark.parametrize("args", ["--threads 0", "--memory 1MiB", "--memory many"])
 def test_threads_and_memory_that_make_no_sense_are_one_line(here: Run, work: Path, args: str) -> None:
-    assert_refused(here, work, ["convert", "model", *args.split()], r"0 jobs|a memory of 1048576 bytes|'many' is not")
+    says = r"0 threads|a memory of 1048576 bytes|'many' is not"
+    assert_refused(here, work, ["convert", "model", *args.split()], says)

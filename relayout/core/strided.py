@@ -1,4 +1,4 @@
-"""Carries out transfers within memory."""
+"""Executes transfers between two buffers in memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def copy_runs(source: memoryview | Bytes, target: memoryview | Bytes, transfer: Transfer, origin: int = 0) -> None:
-    """Copy a transfer's runs; its offsets count from the start of the target, and from `origin` in the source.
+    """Copy a transfer's runs. Source offsets are relative to `origin`, target offsets to the start of the target.
 
     Releases the GIL while it copies.
     """

@@ -43,6 +43,6 @@ def collapse_numbers(name: str) -> str:
     return _NUMBER.sub("*", name)
 
 
-def names_numbers(pattern: str) -> bool:
+def depends_on_numbers(pattern: str) -> bool:
     """Whether the pattern can match only some of the names that `collapse_numbers` makes equal."""
     return _NAMED_NUMBER.search(pattern) is not None

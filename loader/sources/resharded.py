@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from relayout.checkpoint.config import read_config
 from relayout.checkpoint.converted import check_rank, read_record, read_table
@@ -121,10 +120,8 @@ class Ranks:
         self._folder = folder
         self._manifest = manifest
         self._record = record
-        parts = [files_of(folder, manifest, rank) for rank in range(manifest.num_ranks)]
         # Numbered by the manifest, not in the order in which threads come to need them.
-        self._files = tuple(file for files in parts for file in files)
-        self._first_file = list(accumulate(map(len, parts), initial=0))
+        self._files = files_of(folder, manifest, range(len(manifest.files)))
         self._tables: dict[int, _Table] = {}
         self._lock = threading.Lock()
         remake_in_child(self)
@@ -179,7 +176,8 @@ class Ranks:
         table = opened.table
         if row < 0 or (table.dtypes[row], table.source_shapes[row], table.slices[row]) != expected:
             raise FormatError(f"{self._folder}: table of rank {rank}: {record.names[t]!r} is not what the record says")
-        return Read(self._first_file[rank] + table.files[row], read.transfer.shifted(source=table.offsets[row]))
+        number = self._manifest.ranks[rank].files[table.files[row]]
+        return Read(number, read.transfer.shifted(source=table.offsets[row]))
 
     def _open(self, rank: int) -> _Table:
         with self._lock:  # Each table is parsed once.

@@ -10,14 +10,25 @@ from relayout.core.extents import Transfer
 Bytes = npt.NDArray[np.uint8]
 
 
-def copy_runs(source: memoryview | Bytes, target: memoryview | Bytes, transfer: Transfer, origin: int = 0) -> None:
-    """Copy a transfer's runs. Source offsets are relative to `origin`, target offsets to the start of the target.
+_SMALL_NBYTES = 2**15
+"""Bytes. A single run up to this size is copied by a slice assignment, which has less overhead but keeps the GIL."""
 
-    Releases the GIL while it copies.
+
+def copy_runs(
+    source: memoryview | Bytes, target: memoryview | Bytes, transfer: Transfer, origin: int = 0, target_origin: int = 0
+) -> None:
+    """Copy a transfer's runs. Its offsets are relative to `origin` in the source and `target_origin` in the target.
+
+    Releases the GIL, except for small copies.
     """
+    start, end = origin + transfer.source, target_origin + transfer.target
+    is_small = transfer.count == 1 and transfer.nbytes <= _SMALL_NBYTES
+    if is_small and isinstance(target, memoryview) and isinstance(source, memoryview):
+        target[end : end + transfer.nbytes] = source[start : start + transfer.nbytes]
+        return
     np.copyto(
-        _runs(target, transfer.target, transfer.target_stride, transfer),
-        _runs(source, origin + transfer.source, transfer.source_stride, transfer),
+        _runs(target, end, transfer.target_stride, transfer),
+        _runs(source, start, transfer.source_stride, transfer),
     )
 
 

@@ -84,7 +84,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import each public name when it is first used, so that `import relayout` costs nothing."""
+    """Import each public name on first use, so that `import relayout` is fast."""
     if name not in _HOMES:
         raise AttributeError(f"module 'relayout' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

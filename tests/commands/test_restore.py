@@ -141,7 +141,7 @@ def test_the_command_restores_and_says_so(odd: Path, tmp_path: Path) -> None:
     relayout.convert(odd, tmp_path / "out")
     result = CliRunner().invoke(app, ["restore", str(tmp_path / "out"), "-o", str(tmp_path / "back")])
     assert result.exit_code == 0, result.output
-    assert "every digest right" in result.output
+    assert "every digest matches" in result.output
     assert contents(tmp_path / "back") == contents(odd)
     result = CliRunner().invoke(app, ["restore", str(tmp_path / "out"), "-o", str(tmp_path / "back")])
     assert result.exit_code == 2

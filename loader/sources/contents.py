@@ -10,6 +10,7 @@ from pathlib import Path
 
 from relayout.core.dtypes import num_bytes
 from relayout.core.extents import Transfer
+from relayout.core.slices import Slice
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import Manifest, RankTable, Read
 from relayout.format.manifest import header_prefix
@@ -51,6 +52,10 @@ class Contents:
     """Targets are relative to the tensor's first byte; none for an empty tensor."""
     digests: Sequence[str] | None
     """Of the stored bytes; None for a plain checkpoint, which has none."""
+    source_shapes: Sequence[tuple[int, ...]]
+    """Of the whole tensors."""
+    slices: Sequence[Slice]
+    """Which part of the whole tensor each is."""
 
     def sizes(self) -> list[int]:
         """Bytes of each tensor."""
@@ -68,6 +73,8 @@ class Contents:
             [self.shapes[row] for row in rows],
             [tuple(Read(number[one.file], one.transfer) for one in tensor) for tensor in reads],
             None if self.digests is None else [self.digests[row] for row in rows],
+            [self.source_shapes[row] for row in rows],
+            [self.slices[row] for row in rows],
         )
 
 
@@ -109,7 +116,9 @@ def contents_of(files: tuple[StoredFile, ...], table: RankTable) -> Contents:
         nbytes = num_bytes(dtype, shape)
         assert nbytes is not None  # The table was checked.
         reads.append((Read(file, Transfer(offset, 0, nbytes)),) if nbytes else ())
-    return Contents(files, table.names, table.dtypes, table.shapes, reads, table.digests)
+    return Contents(
+        files, table.names, table.dtypes, table.shapes, reads, table.digests, table.source_shapes, table.slices
+    )
 
 
 def select(names: Sequence[str], patterns: Sequence[str]) -> list[int]:

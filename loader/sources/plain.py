@@ -38,4 +38,6 @@ def plain_contents(source: Path, rank: int, num_ranks: int) -> Contents:
         shapes=[part.rank_shape(rank) for _, part in held],
         reads=reads,
         digests=None,
+        source_shapes=[tensor.shape for tensor, _ in held],
+        slices=[part.cut.slices[rank] for _, part in held],
     )

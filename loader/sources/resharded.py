@@ -80,7 +80,7 @@ class Ranks:
         record = self._record
         rows = [(t, self._reads(t, part, first, None)) for t, part in enumerate(wanted) if part.is_held]
         rows.sort(key=lambda row: (row[1][0].file, row[1][0].transfer.source) if row[1] else (-1, 0))
-        return self._contents(rows, [wanted[t].shape(record.shapes[t]) for t, _ in rows])
+        return self._contents(rows, [wanted[t].shape(record.shapes[t]) for t, _ in rows], [wanted[t] for t, _ in rows])
 
     def pick_one(self, t: int, wanted: Slice, rows: Range | None, shape: tuple[int, ...]) -> Contents:
         """A piece of one source tensor: a slice, and of that some rows (see `gather`).
@@ -91,7 +91,7 @@ class Ranks:
         Raises:
             FormatError, PlanError: as `pick`.
         """
-        return self._contents([(t, self._reads(t, wanted, 0, rows))], [shape])
+        return self._contents([(t, self._reads(t, wanted, 0, rows))], [shape], [wanted])
 
     def _reads(self, t: int, wanted: Slice, first: int, rows: Range | None) -> tuple[Read, ...]:
         record, count = self._record, self._manifest.num_ranks
@@ -123,7 +123,12 @@ class Ranks:
                 self._tables[rank] = _Table(table, {name: row for row, name in enumerate(table.names)})
             return self._tables[rank]
 
-    def _contents(self, rows: Sequence[tuple[int, tuple[Read, ...]]], shapes: Sequence[tuple[int, ...]]) -> Contents:
+    def _contents(
+        self,
+        rows: Sequence[tuple[int, tuple[Read, ...]]],
+        shapes: Sequence[tuple[int, ...]],
+        slices: Sequence[Slice],
+    ) -> Contents:
         everything = Contents(
             files=self._files,
             names=[self._record.names[t] for t, _ in rows],
@@ -131,6 +136,8 @@ class Ranks:
             shapes=shapes,
             reads=[reads for _, reads in rows],
             digests=None,
+            source_shapes=[self._record.shapes[t] for t, _ in rows],
+            slices=slices,
         )
         return everything.rows(range(len(rows)))
 

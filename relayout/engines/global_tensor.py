@@ -28,19 +28,18 @@ Geometry: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
 aten = torch.ops.aten
 
 
-class WholeReads:
-    """How often more was asked of global tensors than they hold: a count, and what shall be done about it.
-
-    One for all global tensors of a load. Any number of threads may use it at once.
-    """
+class Usage:
+    """What has been asked of the global tensors of a load. Any number of threads may use it at once."""
 
     def __init__(self, *, strict: bool = False) -> None:
         self.strict = strict
         """Refuse to read whole tensors."""
-        self.nbytes = 0
-        """Bytes of the whole tensors that have been read."""
+        self.used: set[str] = set()
+        """Names of the tensors of which anything has been asked."""
         self.operations: Counter[str] = Counter()
-        """How many of them for which operation."""
+        """How many whole tensors have been read for which operation."""
+        self.nbytes = 0
+        """Bytes of these."""
         self.lock = threading.RLock()
 
     @property
@@ -70,7 +69,7 @@ class _Memory:
     strides: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    reads: WholeReads
+    usage: Usage
     writes: list[int]
     """One number, of all that share the memory: how often an operation has written to what was not at hand."""
     _whole: torch.Tensor | None = None
@@ -86,7 +85,7 @@ class _Memory:
 
     def whole(self, operation: str) -> torch.Tensor:
         """All elements, read once; the result lies in memory of its own, in which `written` looks for changes."""
-        with self.reads.lock:
+        with self.usage.lock:
             if self._whole is None:
                 self._whole = self._read(operation)
             self._renew(self._whole)
@@ -115,14 +114,14 @@ class _Slice(_Memory):
         axis: int,
         ranges: Sequence[Range],
         read: Callable[[str], torch.Tensor],
-        reads: WholeReads,
+        usage: Usage,
     ) -> None:
         self.name = name
         self.local = local
         self.shape = shape
         self.axis = axis
         self.ranges = ranges
-        self.reads = reads
+        self.usage = usage
         self.writes = [0]
         self._read_all = read
 
@@ -184,7 +183,7 @@ class _Slice(_Memory):
         if local.shape != (*shape[:axis], self.local.shape[self.axis], *shape[axis + 1 :]) or not local.is_contiguous():
             return None
         read = _as_of_now(self, lambda operation: function(self.whole(operation).permute(tuple(order))))
-        return _Slice(self.name, local, shape, axis, self.ranges, read, self.reads)
+        return _Slice(self.name, local, shape, axis, self.ranges, read, self.usage)
 
     def viewed(self, dtype: torch.dtype) -> _Slice | None:
         """The same memory as elements of another type; None if the cut is not between these."""
@@ -202,7 +201,7 @@ class _Slice(_Memory):
                 ranges = [(int(start * ratio), int(length * ratio)) for start, length in ranges]
         local = self.local.view(dtype)
         read = lambda operation: self.whole(operation).view(dtype)  # noqa: E731
-        viewed = _Slice(self.name, local, shape, self.axis, ranges, read, self.reads)
+        viewed = _Slice(self.name, local, shape, self.axis, ranges, read, self.usage)
         viewed.writes = self.writes
         return viewed
 
@@ -224,13 +223,13 @@ class _Rearranged(_Memory):
     """What an operation that only moves elements has made of global tensors: what is at hand is told by a mask."""
 
     def __init__(
-        self, moved: torch.Tensor, mask: torch.Tensor, read: Callable[[str], torch.Tensor], reads: WholeReads
+        self, moved: torch.Tensor, mask: torch.Tensor, read: Callable[[str], torch.Tensor], usage: Usage
     ) -> None:
         self._moved = moved
         self._mask = mask
         """On the CPU, so that looking at it waits for no device."""
         self._read_all = read
-        self.reads = reads
+        self.usage = usage
         self.writes = [0]
         self.shape, self.strides = tuple(moved.shape), moved.stride()
         self.dtype, self.device = moved.dtype, moved.device
@@ -295,7 +294,7 @@ class GlobalTensor(torch.Tensor):
         axis: int,
         ranges: Sequence[Range],
         read: Callable[[], torch.Tensor],
-        reads: WholeReads,
+        usage: Usage,
     ) -> torch.Tensor:
         """A global tensor; `local` itself, if it is all of the tensor.
 
@@ -306,7 +305,7 @@ class GlobalTensor(torch.Tensor):
             axis: that is cut.
             ranges: (start, length) along `axis` of what the slice holds, in its order.
             read: reads the whole tensor, if it is needed.
-            reads: shared by the tensors of a load.
+            usage: shared by the tensors of a load.
 
         Raises:
             PlanError: `local` has another shape than such a slice.
@@ -320,13 +319,13 @@ class GlobalTensor(torch.Tensor):
             return local
 
         def read_whole(operation: str) -> torch.Tensor:
-            reads.note(name, operation, prod(shape) * local.itemsize)
+            usage.note(name, operation, prod(shape) * local.itemsize)
             whole = read().to(local.device)
             if whole.shape != shape or whole.dtype != local.dtype:
                 raise PlanError(f"tensor {name!r}: read as {list(whole.shape)} {whole.dtype}, expected {list(shape)}")
             return whole.contiguous()
 
-        return GlobalTensor._of(_Slice(name, local, shape, axis, joined, read_whole, reads))
+        return GlobalTensor._of(_Slice(name, local, shape, axis, joined, read_whole, usage))
 
     @staticmethod
     def _of(memory: _Memory, geometry: Geometry | None = None) -> GlobalTensor:
@@ -358,6 +357,7 @@ class GlobalTensor(torch.Tensor):
         """As `torch.narrow`; what weight loaders call first, so without torch's dispatcher."""
         memory = self._memory
         if self._is_base and type(memory) is _Slice and memory.axis in (dim, dim + self.ndim) and type(start) is int:
+            memory.usage.used.add(memory.name)
             at = 0
             for begin, count in memory.ranges:
                 if begin <= start and start + length <= begin + count:
@@ -435,6 +435,7 @@ class GlobalTensor(torch.Tensor):
         kwargs = kwargs or {}
         first = args[0] if args else None
         if isinstance(first, GlobalTensor):
+            first._note_use()
             if _is_view(func):
                 return first._view(func, args[1:], kwargs)
             if func in _SHAPED:
@@ -445,17 +446,23 @@ class GlobalTensor(torch.Tensor):
                 if viewed is not None:
                     return GlobalTensor._of(viewed)
         found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GlobalTensor)]
+        for one in found:
+            one._note_use()
         if _writes(func):
             return _write(func, args, kwargs, found)
         done: torch.Tensor | None = None
         if len(found) == 1 and found[0] is first:
             done = _elementwise(func, first, args[1:], kwargs)
         if done is None and func in _MOVES:
-            done = _move(func, args, kwargs, found[0]._memory.reads)
+            done = _move(func, args, kwargs, found[0]._memory.usage)
         if done is not None:
             return done
         operation = _name(func)
         return _call(func, args, kwargs, lambda one: one._plain(operation))
+
+    def _note_use(self) -> None:
+        if isinstance(self._memory, _Slice):
+            self._memory.usage.used.add(self._memory.name)
 
     def _view(self, func: Any, rest: Any, kwargs: Any) -> Any:
         made = func(_meta(self.dtype).as_strided(*self._geometry), *rest, **kwargs)
@@ -515,7 +522,7 @@ def _elementwise(func: Any, tensor: GlobalTensor, rest: Any, kwargs: Any) -> Glo
     return GlobalTensor._of(done, None if tensor._is_base else tensor._geometry)
 
 
-def _move(func: Any, args: Any, kwargs: Any, reads: WholeReads) -> torch.Tensor | None:
+def _move(func: Any, args: Any, kwargs: Any, usage: Usage) -> torch.Tensor | None:
     """Carry out an operation that moves elements unchanged, and with it note which of the result are at hand."""
 
     def mask(tensor: torch.Tensor) -> torch.Tensor:
@@ -532,7 +539,7 @@ def _move(func: Any, args: Any, kwargs: Any, reads: WholeReads) -> torch.Tensor 
     read: Callable[[str], torch.Tensor] = lambda operation: _call(func, args, kwargs, lambda one: one._plain(operation))  # noqa: E731
     for one in found:
         read = _as_of_now(one._memory, read)
-    memory = _Rearranged(moved, masks, read, reads)
+    memory = _Rearranged(moved, masks, read, usage)
     held = memory.held(*memory.geometry)
     return GlobalTensor._of(memory) if held is None else held
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relayout.engines.global_tensor import GlobalTensor, WholeReads
+from relayout.engines.global_tensor import GlobalTensor, Usage
 from relayout.errors import PlanError
 
 Operation = tuple[str, Callable[[torch.Tensor], Any]]
@@ -27,7 +27,7 @@ class Case:
     mask: torch.Tensor
     local: torch.Tensor
     tensor: torch.Tensor
-    reads: WholeReads
+    usage: Usage
 
 
 def make(
@@ -43,11 +43,11 @@ def make(
     mask = torch.zeros(tuple(shape), dtype=torch.bool)
     for one in ranges:
         mask.narrow(axis, *one).fill_(True)
-    reads = WholeReads(strict=strict)
+    usage = Usage(strict=strict)
     source = whole.clone()
     local = local.clone(memory_format=torch.contiguous_format)
-    tensor = GlobalTensor.of("w", local, shape, axis, ranges, source.clone, reads)
-    return Case(whole, mask, local, tensor, reads)
+    tensor = GlobalTensor.of("w", local, shape, axis, ranges, source.clone, usage)
+    return Case(whole, mask, local, tensor, usage)
 
 
 @st.composite
@@ -168,7 +168,7 @@ def test_any_sequence_of_views_and_copies_is_that_of_the_whole_tensor(
         operation = data.draw(
             st.one_of(views(whole.shape), views(whole.shape), copies(whole.shape), st.sampled_from(ELEMENTWISE))
         )
-        before = case.reads.count
+        before = case.usage.count
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             done = step(operation, whole, tensor)
@@ -178,12 +178,12 @@ def test_any_sequence_of_views_and_copies_is_that_of_the_whole_tensor(
         if operation not in ELEMENTWISE:
             mask = operation[1](mask)
             if not elementwise:
-                assert case.reads.count == before, "views and copies need no whole tensor"
+                assert case.usage.count == before, "views and copies need no whole tensor"
         elementwise = elementwise or operation in ELEMENTWISE
         assert tensor.shape == whole.shape
         assert tensor.dtype == whole.dtype
         assert tensor.device == whole.device
-        if type(tensor) is torch.Tensor and case.reads.count == 0:
+        if type(tensor) is torch.Tensor and case.usage.count == 0:
             assert bool(mask.all())
         if bool(mask.all()) and len(cut[2]) == 1 and not elementwise:
             assert type(tensor) is torch.Tensor, "what is held is answered by plain views"
@@ -209,7 +209,7 @@ def test_a_strict_global_tensor_gives_what_it_holds_and_refuses_the_rest(
     elif not mask.all():
         with pytest.raises(PlanError, match="'w': copy_ needs elements that this rank's slice does not hold"):
             target.copy_(tensor)
-    assert case.reads.count == 0
+    assert case.usage.count == 0
 
 
 @settings(max_examples=200, deadline=None)
@@ -277,15 +277,15 @@ def test_elementwise_operations_are_done_on_the_slice() -> None:
 
 def test_an_operation_that_needs_more_reads_the_whole_tensor_once_and_warns_once() -> None:
     case = make([4, 6], 0, [(0, 2)])
-    other = GlobalTensor.of("v", case.local, [4, 6], 0, [(0, 2)], case.whole.clone, case.reads)
+    other = GlobalTensor.of("v", case.local, [4, 6], 0, [(0, 2)], case.whole.clone, case.usage)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert case.tensor.sum() == case.whole.sum()
         assert case.tensor[1:].max() == case.whole.max()
         assert other.sum() == case.whole.sum()
     assert [str(one.message).partition(" that")[0] for one in caught] == ["tensor 'w': sum needs elements"]
-    assert case.reads.operations == {"sum": 2}
-    assert case.reads.nbytes == 2 * case.whole.nbytes
+    assert case.usage.operations == {"sum": 2}
+    assert case.usage.nbytes == 2 * case.whole.nbytes
 
 
 def test_new_tensors_of_its_shape_need_no_elements() -> None:
@@ -330,11 +330,11 @@ def test_tolist_and_numpy_have_the_whole_tensor() -> None:
 
 def test_a_slice_of_another_shape_is_refused() -> None:
     with pytest.raises(PlanError, match=r"tensor 'w': slice has shape \[3, 6\], expected \[2, 6\]"):
-        GlobalTensor.of("w", torch.zeros(3, 6), [4, 6], 0, [(0, 2)], lambda: torch.zeros(4, 6), WholeReads())
+        GlobalTensor.of("w", torch.zeros(3, 6), [4, 6], 0, [(0, 2)], lambda: torch.zeros(4, 6), Usage())
 
 
 def test_a_whole_tensor_of_another_shape_is_refused() -> None:
-    tensor = GlobalTensor.of("w", torch.zeros(2, 6), [4, 6], 0, [(0, 2)], lambda: torch.zeros(3, 6), WholeReads())
+    tensor = GlobalTensor.of("w", torch.zeros(2, 6), [4, 6], 0, [(0, 2)], lambda: torch.zeros(3, 6), Usage())
     with pytest.warns(UserWarning, match="'w'"), pytest.raises(PlanError, match=r"tensor 'w': read as \[3, 6\]"):
         tensor.sum()
 
@@ -344,7 +344,7 @@ def test_a_tensor_that_the_rank_does_not_hold_is_read_when_it_is_wanted() -> Non
     assert case.tensor.shape == (4, 6)
     assert isinstance(case.tensor, GlobalTensor)
     assert case.tensor.get_shape() == [4, 6]
-    assert case.reads.count == 0
+    assert case.usage.count == 0
     with pytest.warns(UserWarning, match="tensor 'w'"):
         assert torch.equal(torch.zeros(4, 6).copy_(case.tensor), case.whole)
 
@@ -353,3 +353,17 @@ def test_its_text_says_what_it_holds() -> None:
     assert repr(make([4, 6], 0, [(2, 2)]).tensor) == (
         "GlobalTensor('w', axis 0: [(2, 2)], [4, 6] of [4, 6], torch.float32)"
     )
+
+
+def test_it_is_noted_which_tensors_have_been_used() -> None:
+    for use in (
+        lambda t: t.narrow(0, 2, 1),
+        lambda t: t.t(),
+        lambda t: torch.cat([torch.zeros(1, 6), t]),
+        lambda t: -t,
+    ):
+        case = make([4, 6], 0, [(2, 2)], strict=True)
+        case.tensor.shape, case.tensor.dtype, case.tensor.device, repr(case.tensor)
+        assert case.usage.used == set()
+        use(case.tensor)
+        assert case.usage.used == {"w"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relayout.core.extents import Transfer
-from relayout.core.slices import WHOLE
+from relayout.core.slices import WHOLE, Slice
 from relayout.errors import PlanError
 from relayout.format.index import RankTable, Read
 from relayout.loader.sources.contents import Contents, StoredFile, contents_of, select
@@ -102,6 +103,8 @@ CONTENTS = Contents(
         (Read(0, Transfer(80, 0, 16)),),
     ],
     digests=["d-a", "d-b", "d-c", "d-d", "d-e"],
+    source_shapes=[(6,), (2, 8), (5,), (0, 7), (4,)],
+    slices=[Slice(0, ((3, 3),)), Slice(1, ((0, 4),)), WHOLE, WHOLE, Slice(0, ((0, 1), (3, 1)))],
 )
 
 
@@ -117,6 +120,8 @@ def test_rows_have_their_own_columns_and_just_the_files_they_need() -> None:
             (),
         ],
         digests=["d-a", "d-c", "d-d"],
+        source_shapes=[(6,), (5,), (0, 7)],
+        slices=[Slice(0, ((3, 3),)), WHOLE, WHOLE],
     )
 
 
@@ -127,7 +132,7 @@ def test_empty_tensors_need_no_file() -> None:
 
 
 def test_what_has_no_digests_gets_none() -> None:
-    plain = Contents(FILES, CONTENTS.names, CONTENTS.dtypes, CONTENTS.shapes, CONTENTS.reads, None)
+    plain = replace(CONTENTS, digests=None)
     assert plain.rows([1, 4]).digests is None
 
 

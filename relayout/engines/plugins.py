@@ -11,6 +11,11 @@ def vllm() -> None:
     _register("vllm")
 
 
+def sglang() -> None:
+    """Of the group `sglang.srt.plugins`: converted folders are recognized, and `--load-format relayout` made known."""
+    _register("sglang")
+
+
 def _register(engine: str) -> None:
     """Call `register` of an engine's module; where this engine is not as expected, log that, and leave it alone."""
     try:

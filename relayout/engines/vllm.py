@@ -48,7 +48,7 @@ def loader_class(base: type[Any]) -> type[Any]:
     missing = [name for name in ("load_weights", "get_all_weights", "download_model") if not hasattr(base, name)]
     if missing:
         raise TypeError(f"{base.__module__}.{base.__name__} has no {', '.join(missing)}")
-    return type("RelayoutModelLoader", (_Loading, base), {})
+    return type("RelayoutModelLoader", (_Loading, base), {"__module__": __name__})
 
 
 class _Loading:

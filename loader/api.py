@@ -102,7 +102,7 @@ def iter_load(
     """Yield (name, tensor) of one rank in file order, as they arrive.
 
     For engines that copy each tensor to where it belongs, such as `load_weights(iterator)` of vLLM and SGLang. Tensors
-    are the caller's to keep; neighbours share memory, which is freed, or used again, when none of them is left. Reading
+    are the caller's to keep; neighbors share memory, which is freed, or used again, when none of them is left. Reading
     starts with the first `next`; an iterator that is not used up gives everything back when it is closed or collected.
 
     Threads may take turns at one iterator, and each tensor comes once; who calls `next` or `close` while another thread

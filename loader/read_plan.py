@@ -2,7 +2,7 @@
 
 A read whose target is congruent with its file offset, modulo the alignment, goes straight to its place, but for the
 edges that do not fill a block. All else goes through a bounce buffer: edges, bytes at odd places, and strided reads,
-which are requested whole, gaps included, where the gaps are small. What small pieces share or neighbour blocks of a
+which are requested whole, gaps included, where the gaps are small. What small pieces share or neighbor blocks of a
 file is requested once.
 """
 

@@ -1,4 +1,4 @@
-"""`tools/fuzz`: gives parsers bytes that somebody might have made, for as long as one likes.
+"""`tools/run fuzz`: gives parsers bytes that somebody might have made, for as long as one likes.
 
 With atheris (libFuzzer, guided by coverage) where it is installed, else with our own mutations at random. Each parser
 has a process of its own, which starts from the vectors and from what earlier runs have found interesting (build/fuzz).

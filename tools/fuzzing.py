@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import safetensors
+from support.vector_edits import BASES, changed_files, vectors
 from zstandard import ZstdDecompressor, ZstdError
 
 from relayout.checkpoint.config import parse_config
@@ -36,10 +36,6 @@ from relayout.format.safetensors import LENGTH_NBYTES, json_text, parse_header
 from relayout.format.source_record import parse_record
 from relayout.plans.family import parse_family
 from relayout.plans.planner import Plan, make_plan, plan_for
-
-sys.path.append(str(Path(__file__).parent.parent / "tests"))
-
-from support.vector_edits import BASES, changed_files, vectors
 
 _CONVERTED = BASES / "converted"
 MAX_INPUT_NBYTES = 2**16
@@ -131,8 +127,8 @@ def _config(data: bytes) -> None:
     try:
         config = parse_config(data, "x")
         config = {"model_type": "llama"} | config
-        quantised = config.get("quantization_config") is not None
-        catalogue = _model(config, quantised=quantised)
+        quantized = config.get("quantization_config") is not None
+        catalogue = _model(config, quantized=quantized)
         _check_plan(catalogue, plan_for(catalogue, 2, unmatched="replicate"))
     except (FormatError, PlanError):
         return
@@ -154,7 +150,7 @@ def _plan(data: bytes) -> None:
 
 
 @cache
-def _shapes(quantised: bool) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+def _shapes(quantized: bool) -> Mapping[str, tuple[str, tuple[int, ...]]]:
     plain = {
         "model.embed_tokens.weight": ("BF16", (200, 64)),
         "model.norm.weight": ("BF16", (64,)),
@@ -177,14 +173,14 @@ def _shapes(quantised: bool) -> Mapping[str, tuple[str, tuple[int, ...]]]:
         "model.layers.1.mlp.gate_proj.weight_scale": ("BF16", (128, 2)),
         "model.layers.1.mlp.gate_proj.weight_shape": ("I64", (2,)),
     }
-    return plain | packed if quantised else plain
+    return plain | packed if quantized else plain
 
 
-def _model(config: Mapping[str, Any], *, quantised: bool = False) -> Catalogue:
+def _model(config: Mapping[str, Any], *, quantized: bool = False) -> Catalogue:
     """A checkpoint of which nothing is stored."""
     tensors = tuple(
         SourceTensor(name, dtype, shape, 0, Extent(0, prod(shape) * BITS[dtype] // 8))
-        for name, (dtype, shape) in _shapes(quantised).items()
+        for name, (dtype, shape) in _shapes(quantized).items()
     )
     return Catalogue(Path("x"), (), tensors, {}, config, None, (), ())
 
@@ -413,8 +409,8 @@ _WORDS = (
     *(
         '"vocabulary"',
         '"heads"',
-        "{ rows = ",
-        "{ axis = 1, by = ",
+        "{ dim = 0, by = ",
+        "{ dim = 1, by = ",
         "}",
         "[",
         "]",

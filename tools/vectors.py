@@ -1,7 +1,7 @@
 """The hostile checkpoints of tests/format/vectors, for readers in other languages, and the base they are made from.
 
-    python tools/vectors.py export DIR|FILE.zip    their files, and a list of them in JSON
-    python tools/vectors.py rebase                 convert the plain base anew, when the format has changed
+    tools/run vectors export DIR|FILE.zip    their files, and a list of them in JSON
+    tools/run vectors rebase                 convert the plain base anew, when the format has changed
 
 An export has `base/NAME/FILE` and, of each vector, the files that replace or join those of its base, as `NAME/FILE`.
 What no archive can hold, links and FIFOs, a reader makes itself: `made` in the list.
@@ -11,19 +11,15 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from support.vector_edits import BASES, base, changed_files, vectors
 
 import relayout
-
-sys.path.append(str(Path(__file__).parent.parent / "tests"))
-
-from support.vector_edits import BASES, base, changed_files, vectors
 
 app = typer.Typer(help=__doc__, add_completion=False)
 _HOW_IT_IS_MADE = ("edit", "stale")

@@ -62,7 +62,7 @@ def gather(
                 default=(None, 0, 0, 0),
             )
             if holder is None:
-                raise PlanError(f"element {start} of axis {axis} of {list(shape)} is in no rank's slice")
+                raise PlanError(f"element {start} of dim {axis} of {list(shape)} is in no rank's slice")
             taken = min(first + span, end) - start
             bits = (
                 (position + start - first) * inner_bits,
@@ -72,12 +72,12 @@ def gather(
                 wanted_length * inner_bits,
             )
             if any(number % 8 for number in bits):
-                raise PlanError(f"a cut of {dtype} {list(shape)} along axis {axis} falls inside a byte")
+                raise PlanError(f"a cut of {dtype} {list(shape)} along dim {axis} falls inside a byte")
             source, place, nbytes, source_stride, target_stride = (number // 8 for number in bits)
             if nbytes and count:
                 strides = (source_stride, target_stride) if count > 1 else (0, 0)
                 transfer = Transfer(holder.offset + skipped * source_stride + source, place, nbytes, count, *strides)
-                reads.append(Read(holder.file, transfer.normalised()))
+                reads.append(Read(holder.file, transfer.normalized()))
             start += taken
             target += taken
     return tuple(reads)

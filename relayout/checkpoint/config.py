@@ -1,4 +1,4 @@
-"""Reads config.json, and what other files of a checkpoint say of how it is quantised."""
+"""Reads config.json, and what other files of a checkpoint say of how it is quantized."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from relayout.storage.files import read_small
 from relayout.storage.paths import member
 
 _MAX_CONFIG_NBYTES = 16 * 2**20
-_QUANTISATION_FILES = {
+_QUANTIZATION_FILES = {
     "hf_quant_config.json": ("modelopt", "quantization"),
     "quantize_config.json": ("gptq", None),
     "quant_config.json": ("awq", None),
@@ -33,7 +33,7 @@ class Config:
     """What a checkpoint's folder says of the model."""
 
     content: Mapping[str, Any]
-    """config.json, with what other files say of quantisation; empty where there is none."""
+    """config.json, with what other files say of quantization; empty where there is none."""
     names: tuple[str, ...]
     """The files that were read for it."""
     error: str | None
@@ -54,7 +54,7 @@ def find_config(folder: Path) -> Config:
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
-    """config.json, with what other files of the folder say of quantisation.
+    """config.json, with what other files of the folder say of quantization.
 
     Raises:
         FormatError: one of them is no JSON object.
@@ -67,13 +67,13 @@ def _read(folder: Path, names: list[str]) -> Mapping[str, Any]:
     config = _read_object(folder, "config.json", names)
     nested = config.get("text_config")
     inside = nested.get("quantization_config") if isinstance(nested, dict) else None
-    quantisation = config.get("quantization_config") or config.get("compression_config") or inside
-    for name, (method, key) in _QUANTISATION_FILES.items():
-        if not quantisation:
+    quantization = config.get("quantization_config") or config.get("compression_config") or inside
+    for name, (method, key) in _QUANTIZATION_FILES.items():
+        if not quantization:
             parsed = _read_object(folder, name, names)
             own = parsed.get(key) if key else parsed
-            quantisation = {"quant_method": method} | own if isinstance(own, dict) and own else None
-    return config | {"quantization_config": quantisation} if quantisation else config
+            quantization = {"quant_method": method} | own if isinstance(own, dict) and own else None
+    return config | {"quantization_config": quantization} if quantization else config
 
 
 def _read_object(folder: Path, name: str, names: list[str]) -> dict[str, Any]:

@@ -139,8 +139,8 @@ def print_plans(families: Sequence[Family]) -> None:
     table = _table("plan", "model types", "experts")
     for family in families:
         types = ", ".join(family.model_types)
-        if family.quantisation:
-            types += f" ({family.quantisation} only)"
+        if family.quantization:
+            types += f" ({family.quantization} only)"
         owned = bool(family.experts_each or family.experts_stacked)
         table.add_row(family.name, types, "cut, or owned" if owned else "")
     console = _console()

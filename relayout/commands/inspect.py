@@ -207,7 +207,7 @@ def _table_groups(table: RankTable) -> tuple[TensorGroup, ...]:
 
 def _cut_in_words(part: Slice, source: tuple[int, ...]) -> str:
     pieces = "" if part.is_box else f"{len(part.ranges or ())} ranges of "
-    return f"{pieces}axis {part.axis} of {list(source)}"
+    return f"{pieces}dim {part.axis} of {list(source)}"
 
 
 def _groups(rows: Iterable[tuple[str, str, tuple[int, ...], int, str | None]]) -> tuple[TensorGroup, ...]:

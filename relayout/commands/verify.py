@@ -232,7 +232,7 @@ def _check_cuts(record: SourceRecord, report: Report) -> None:
                 break
             end = max(end, start + length)
         if axis >= len(shape) or end < shape[axis] or not any(part.is_held for part in slices):
-            report.add(SOURCE_RECORD_NAME, f"no rank holds element {end} of axis {axis} of {list(shape)}", name)
+            report.add(SOURCE_RECORD_NAME, f"no rank holds element {end} of dim {axis} of {list(shape)}", name)
 
 
 def _check_slices(name: str, rank: int, table: RankTable, record: SourceRecord, report: Report) -> None:

@@ -130,7 +130,7 @@ def _cut_in_words(cut: Cut) -> str:
         return "whole"
     if not all(part.is_held for part in cut.distinct):
         return "whole, in one rank"
-    axis = {0: "rows", 1: "columns"}.get(cut.slices[0].axis, f"axis {cut.slices[0].axis}")
+    axis = f"dim {cut.slices[0].axis}"
     num_ranges = max(len(part.ranges or ()) for part in cut.distinct)
     fused = f", {num_ranges} ranges" if num_ranges > 1 else ""
     shared = max(

@@ -91,7 +91,7 @@ class Transfer:
         """The same runs, the other way."""
         return Transfer(self.target, self.source, self.nbytes, self.count, self.target_stride, self.source_stride)
 
-    def normalised(self) -> Transfer:
+    def normalized(self) -> Transfer:
         """The same bytes with runs that follow each other in both spaces joined into one."""
         if self.count == 1 or self.nbytes == self.source_stride == self.target_stride:
             return Transfer(self.source, self.target, self.total_nbytes)
@@ -108,12 +108,12 @@ class Transfer:
             return []
         if self.count == 1:
             return self._run_part(0, start, end)
-        # The runs that lie whole in [start, end) are first <= i < last; their neighbours may be cut.
+        # The runs that lie whole in [start, end) are first <= i < last; their neighbors may be cut.
         first = max(0, -(-(start - self.source) // self.source_stride))
         last = min(self.count, (end - self.source - self.nbytes) // self.source_stride + 1)
         if last <= first:
-            neighbours = range(max(0, first - 1), min(self.count, first + 1))
-            return [part for i in neighbours for part in self._run_part(i, start, end)]
+            neighbors = range(max(0, first - 1), min(self.count, first + 1))
+            return [part for i in neighbors for part in self._run_part(i, start, end)]
         whole = Transfer(
             self.source + first * self.source_stride,
             self.target + first * self.target_stride,

@@ -18,4 +18,4 @@ def integer(value: object, what: str) -> int:
             return operator.index(value)  # type: ignore[arg-type]
         except TypeError:
             pass
-    raise PlanError(f"{what}: {shown(value)} is not an integer")
+    raise PlanError(f"{what}: {shown(value)} is not an integer", code="option")

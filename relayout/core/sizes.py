@@ -25,9 +25,11 @@ def parse_size(text: str) -> int:
     units = {name.upper(): factor for name, factor in _UNITS.items()}
     factor = units.get(match[2].upper()) if match else None
     if match is None or factor is None:
-        raise PlanError(f"{shown(text)} is not a size; write bytes, or a number with K, KiB, MB, GiB ...")
+        raise PlanError(
+            f"{shown(text)} is not a size; write bytes, or a number with K, KiB, MB, GiB ...", code="option"
+        )
     digits = match[1].lstrip("0")
     nbytes = int(digits or "0") * factor if len(digits) <= len(str(_MAX_NBYTES)) else _MAX_NBYTES + 1
     if nbytes > _MAX_NBYTES:
-        raise PlanError(f"{shown(text)} is too large a size, expected at most {_MAX_NBYTES} bytes")
+        raise PlanError(f"{shown(text)} is too large a size, expected at most {_MAX_NBYTES} bytes", code="option")
     return nbytes

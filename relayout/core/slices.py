@@ -79,9 +79,12 @@ def slice_transfers(dtype: str, shape: tuple[int, ...], part: Slice) -> tuple[Tr
     start_bits = [inner_bits * start for start, _ in part.ranges]
     axis_bits = inner_bits * shape[part.axis]
     if any(bits % 8 for bits in (*length_bits, *start_bits, axis_bits)):
-        raise PlanError(f"a cut of {dtype} {list(shape)} along axis {part.axis} falls inside a byte: {part.ranges}")
+        raise PlanError(
+            f"a cut of {dtype} {list(shape)} along dim {part.axis} falls inside a byte: {part.ranges}",
+            code="indivisible",
+        )
     if any(start < 0 or length < 0 or start + length > shape[part.axis] for start, length in part.ranges):
-        raise PlanError(f"axis {part.axis} of {list(shape)} has no elements {part.ranges}")
+        raise PlanError(f"dim {part.axis} of {list(shape)} has no elements {part.ranges}")
     count = prod(shape[: part.axis])
     held = sum(length_bits) // 8
     targets = accumulate((bits // 8 for bits in length_bits[:-1]), initial=0)
@@ -95,7 +98,7 @@ def slice_transfers(dtype: str, shape: tuple[int, ...], part: Slice) -> tuple[Tr
             count=count,
             source_stride=axis_bits // 8 if count > 1 else 0,
             target_stride=held if count > 1 else 0,
-        ).normalised()
+        ).normalized()
         for start, bits, target in zip(start_bits, length_bits, targets, strict=True)
         if bits
     )

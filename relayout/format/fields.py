@@ -18,7 +18,7 @@ def parse_object(blob: bytes, where: str) -> dict[str, Any]:
     """
     top = strict_json(decode(blob, where), where)
     if not isinstance(top, dict):
-        raise FormatError(f"{where}: a JSON {type(top).__name__}, expected an object")
+        raise FormatError(f"a JSON {type(top).__name__}, expected an object", path=where, code="field")
     return top
 
 
@@ -31,7 +31,7 @@ def decode(blob: bytes, where: str) -> str:
     try:
         return blob.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise FormatError(f"{where}: not UTF-8 at byte {error.start}") from None
+        raise FormatError(f"not UTF-8 at byte {error.start}", path=where, code="syntax") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,4 +89,4 @@ class Fields:
         return value
 
     def _refuse(self, name: str, expected: str) -> NoReturn:
-        raise FormatError(f"{self.where}: {name!r} is missing or not {expected}")
+        raise FormatError(f"{name!r} is missing or not {expected}", path=self.where, code="field")

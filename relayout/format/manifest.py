@@ -108,7 +108,7 @@ def decompress(blob: bytes, where: str) -> bytes:
 
 
 def dump_manifest(manifest: Manifest) -> bytes:
-    """Serialise relayout.json: indented, for people."""
+    """Serialize relayout.json: indented, for people."""
     top: dict[str, Any] = {
         "relayout": FORMAT_VERSION,
         "generator": manifest.generator,

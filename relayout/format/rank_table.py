@@ -42,7 +42,7 @@ class _Kind:
 
 
 def dump_table(table: RankTable, conversion: str) -> bytes:
-    """Serialise a rank table, as it is stored."""
+    """Serialize a rank table, as it is stored."""
     number: dict[_Kind, int] = {}
     kind = [
         number.setdefault(_Kind(dtype, tuple(shape), tuple(source_shape), part), len(number))

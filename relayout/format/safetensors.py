@@ -73,13 +73,17 @@ def header_nbytes(prefix: bytes, file_nbytes: int, where: str) -> int:
         FormatError: fewer than 8 bytes, a length above the limit, or one that the file cannot hold.
     """
     if len(prefix) < LENGTH_NBYTES:
-        raise FormatError(f"{where}: {len(prefix)} bytes, shorter than the 8-byte length that starts a file")
+        raise FormatError(
+            f"{len(prefix)} bytes, shorter than the 8-byte length that starts a file", path=where, code="truncated"
+        )
     declared = int.from_bytes(prefix[:LENGTH_NBYTES], "little")
     if declared > MAX_HEADER_NBYTES:
-        raise FormatError(f"{where}: header length {declared} at byte 0, limit {MAX_HEADER_NBYTES}")
+        raise FormatError(f"header length {declared} at byte 0, limit {MAX_HEADER_NBYTES}", path=where, code="limit")
     if LENGTH_NBYTES + declared > file_nbytes:
         raise FormatError(
-            f"{where}: header ends at byte {LENGTH_NBYTES + declared}, the file at byte {file_nbytes} (truncated?)"
+            f"header ends at byte {LENGTH_NBYTES + declared}, the file at byte {file_nbytes} (truncated?)",
+            path=where,
+            code="truncated",
         )
     return declared
 
@@ -95,10 +99,12 @@ def parse_header(blob: bytes, file_nbytes: int, where: str) -> Header:
     try:
         text = blob[LENGTH_NBYTES:data_start].decode("utf-8")
     except UnicodeDecodeError as error:
-        raise FormatError(f"{where}: header is not UTF-8 at byte {LENGTH_NBYTES + error.start}") from None
+        raise FormatError(
+            f"header is not UTF-8 at byte {LENGTH_NBYTES + error.start}", path=where, code="syntax"
+        ) from None
     top = strict_json(text, where)
     if not isinstance(top, dict):
-        raise FormatError(f"{where}: header is a JSON {type(top).__name__}, expected an object")
+        raise FormatError(f"header is a JSON {type(top).__name__}, expected an object", path=where, code="field")
     metadata = _parse_metadata(top.pop(_METADATA_KEY, None), where)
     tensors = sorted(
         (_parse_entry(name, entry, where) for name, entry in top.items()),
@@ -110,24 +116,32 @@ def parse_header(blob: bytes, file_nbytes: int, where: str) -> Header:
         if tensor.offset != position:
             what = "overlaps the tensor before it" if tensor.offset < position else "leaves a hole before it"
             raise FormatError(
-                f"{where}: tensor {tensor.name!r}: starts at byte {tensor.offset} of the data section, "
-                f"expected {position}: {what}"
+                f"starts at byte {tensor.offset} of the data section, expected {position}: {what}",
+                path=where,
+                tensor=tensor.name,
+                offset=data_start + tensor.offset,
+                code="coverage",
             )
         position += tensor.nbytes
         if position > data_nbytes:
             raise FormatError(
-                f"{where}: tensor {tensor.name!r}: ends at byte {position} of the data section, "
-                f"which has {data_nbytes} (truncated?)"
+                f"ends at byte {position} of the data section, which has {data_nbytes} (truncated?)",
+                path=where,
+                tensor=tensor.name,
+                offset=data_start + position,
+                code="truncated",
             )
     if position != data_nbytes:
         raise FormatError(
-            f"{where}: the tensors cover {position} bytes, the data section has {data_nbytes}: trailing bytes"
+            f"the tensors cover {position} bytes, the data section has {data_nbytes}: trailing bytes",
+            path=where,
+            code="coverage",
         )
     return Header(tuple(tensors), metadata, data_start, data_nbytes)
 
 
 def build_header(tensors: Iterable[TensorEntry], metadata: Mapping[str, str], alignment: int) -> bytes:
-    """Serialise a header, padded with trailing spaces so that the data section starts at a multiple of `alignment`.
+    """Serialize a header, padded with trailing spaces so that the data section starts at a multiple of `alignment`.
 
     `tensors` are in offset order (a zero-size tensor before the one that starts at the same offset); keys are
     written in that order.
@@ -153,7 +167,7 @@ def join_header(entries: str, metadata: Mapping[str, str], alignment: int) -> by
     text = f"{{{','.join([*parts, entries] if entries else parts)}}}".encode()
     padded = align_up(LENGTH_NBYTES + len(text), alignment) - LENGTH_NBYTES
     if padded > MAX_HEADER_NBYTES:
-        raise PlanError(f"a header of {padded} bytes, limit {MAX_HEADER_NBYTES}")
+        raise PlanError(f"a header of {padded} bytes, limit {MAX_HEADER_NBYTES}", code="limit")
     return padded.to_bytes(LENGTH_NBYTES, "little") + text.ljust(padded, b" ")
 
 
@@ -172,7 +186,7 @@ def strict_json(text: str, where: str) -> Any:
     """
     brackets = text.count("[") + text.count("{")
     if brackets > _FEW_BRACKETS + len(text) // _CHARACTERS_PER_BRACKET:
-        raise FormatError(f"{where}: {brackets} brackets in {len(text)} characters of JSON")
+        raise FormatError(f"{brackets} brackets in {len(text)} characters of JSON", path=where, code="limit")
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
@@ -180,12 +194,12 @@ def strict_json(text: str, where: str) -> Any:
             seen: set[str] = set()
             for name, _ in pairs:
                 if name in seen:
-                    raise FormatError(f"{where}: name {shown(name)} occurs twice")
+                    raise FormatError(f"name {shown(name)} occurs twice", path=where, code="syntax")
                 seen.add(name)
         return result
 
     def refuse(constant: str) -> NoReturn:
-        raise FormatError(f"{where}: {constant} is no JSON number")
+        raise FormatError(f"{constant} is no JSON number", path=where, code="syntax")
 
     def integer(digits: str) -> int | float:
         # serde_json reads "-0" as a float, and integers beyond 64 bits as floats.
@@ -196,7 +210,7 @@ def strict_json(text: str, where: str) -> Any:
     def floating(digits: str) -> float:
         value = float(digits)
         if isinf(value):
-            raise FormatError(f"{where}: a number is out of range: {digits[:20]}...")
+            raise FormatError(f"a number is out of range: {digits[:20]}...", path=where, code="syntax")
         return value
 
     try:
@@ -208,9 +222,9 @@ def strict_json(text: str, where: str) -> Any:
             parse_float=floating,
         )
     except json.JSONDecodeError as error:
-        raise FormatError(f"{where}: not valid JSON: {error.msg} at character {error.pos}") from None
+        raise FormatError(f"not valid JSON: {error.msg} at character {error.pos}", path=where, code="syntax") from None
     except RecursionError:
-        raise FormatError(f"{where}: JSON nested too deeply") from None
+        raise FormatError("JSON nested too deeply", path=where, code="syntax") from None
     refuse_surrogates(text, parsed, where)
     return parsed
 
@@ -225,16 +239,16 @@ def refuse_surrogates(text: str, parsed: Any, where: str) -> None:
         try:
             json.dumps(parsed, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError:
-            raise FormatError(f"{where}: a string holds half of a surrogate pair") from None
+            raise FormatError("a string holds half of a surrogate pair", path=where, code="syntax") from None
         except RecursionError:
-            raise FormatError(f"{where}: JSON nested too deeply") from None
+            raise FormatError("JSON nested too deeply", path=where, code="syntax") from None
 
 
 def _parse_metadata(value: Any, where: str) -> dict[str, str]:
     if value is None:
         return {}
     if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
-        raise FormatError(f"{where}: {_METADATA_KEY} must map strings to strings")
+        raise FormatError(f"{_METADATA_KEY} must map strings to strings", path=where, code="field")
     return value
 
 
@@ -246,44 +260,53 @@ def check_name(name: str, where: str) -> None:
     """
     if len(name) > MAX_NAME_LENGTH:
         raise FormatError(
-            f"{where}: tensor {name[:64]!r}...: a name of {len(name)} characters, limit {MAX_NAME_LENGTH}"
+            f"tensor {name[:64]!r}...: a name of {len(name)} characters, limit {MAX_NAME_LENGTH}",
+            path=where,
+            code="limit",
         )
 
 
 def _parse_entry(name: str, entry: Any, where: str) -> TensorEntry:
     check_name(name, where)
     if not isinstance(entry, dict):
-        raise FormatError(f"{where}: tensor {name!r}: expected an object, found {type(entry).__name__}")
+        raise FormatError(f"expected an object, found {type(entry).__name__}", path=where, tensor=name, code="field")
     try:
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     except KeyError as error:
-        raise FormatError(f"{where}: tensor {name!r}: {error.args[0]!r} is missing") from None
+        raise FormatError(f"{error.args[0]!r} is missing", path=where, tensor=name, code="field") from None
     if len(entry) > 3 and depth(entry) + 1 > MAX_DEPTH:
-        raise FormatError(f"{where}: tensor {name!r}: JSON nested too deeply")
+        raise FormatError("JSON nested too deeply", path=where, tensor=name, code="syntax")
     bits = BITS.get(dtype) if isinstance(dtype, str) else None
     if bits is None:
-        raise FormatError(f"{where}: tensor {name!r}: unknown dtype {shown(dtype)}")
+        raise FormatError(f"unknown dtype {shown(dtype)}", path=where, tensor=name, code="field")
     if not isinstance(shape, list) or not all(_is_size(dim) for dim in shape):
-        raise FormatError(f"{where}: tensor {name!r}: shape {shown(shape)} is not a list of sizes")
+        raise FormatError(f"shape {shown(shape)} is not a list of sizes", path=where, tensor=name, code="field")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
-        raise FormatError(f"{where}: tensor {name!r}: data_offsets {shown(offsets)} is not a pair of sizes")
+        raise FormatError(
+            f"data_offsets {shown(offsets)} is not a pair of sizes", path=where, tensor=name, code="field"
+        )
     if len(shape) > MAX_AXES:
-        raise FormatError(f"{where}: tensor {name!r}: a shape of {len(shape)} axes, limit {MAX_AXES}")
+        raise FormatError(f"a shape of {len(shape)} axes, limit {MAX_AXES}", path=where, tensor=name, code="limit")
     size = 1
     for dim in shape:
         size *= dim
         if size > _MAX_SIZE:
-            raise FormatError(f"{where}: tensor {name!r}: shape {shown(shape)} overflows 64 bits")
+            raise FormatError(f"shape {shown(shape)} overflows 64 bits", path=where, tensor=name, code="limit")
     size *= bits
     start, end = offsets
     if size > _MAX_SIZE:
-        raise FormatError(f"{where}: tensor {name!r}: shape {shown(shape)} of {dtype} overflows 64 bits")
+        raise FormatError(f"shape {shown(shape)} of {dtype} overflows 64 bits", path=where, tensor=name, code="limit")
     if size % 8:
-        raise FormatError(f"{where}: tensor {name!r}: shape {shown(shape)} of {dtype} does not fill whole bytes")
+        raise FormatError(
+            f"shape {shown(shape)} of {dtype} does not fill whole bytes", path=where, tensor=name, code="field"
+        )
     if end - start != size // 8:
         raise FormatError(
-            f"{where}: tensor {name!r}: data_offsets [{start}, {end}] hold {end - start} bytes, "
-            f"shape {shown(shape)} of {dtype} needs {size // 8}"
+            f"data_offsets [{start}, {end}] hold {end - start} bytes, shape {shown(shape)} of {dtype} "
+            f"needs {size // 8}",
+            path=where,
+            tensor=name,
+            code="field",
         )
     return TensorEntry(name, dtype, tuple(shape), start, size // 8)
 

@@ -90,7 +90,7 @@ class SourceRecord:
 
 
 def dump_record(record: SourceRecord) -> bytes:
-    """Serialise the source record, uncompressed."""
+    """Serialize the source record, uncompressed."""
     top = {
         "relayout": FORMAT_VERSION,
         **asdict(record.options),
@@ -223,7 +223,7 @@ def _check_tensors(record: SourceRecord, where: str) -> None:
         for axis, end in reach[cut].items():
             if axis >= len(shape) or end > shape[axis]:
                 raise FormatError(
-                    f"{where}: tensor {name!r}: {shown(list(shape))} has no slice up to {end} along axis {axis}"
+                    f"{where}: tensor {name!r}: {shown(list(shape))} has no slice up to {end} along dim {axis}"
                 )
         if len(reach[cut]) > 1:
             raise FormatError(f"{where}: tensor {name!r}: is cut along axes {sorted(reach[cut])}, expected one")

@@ -1,4 +1,4 @@
-"""Dividing an axis among ranks: which elements each of them holds. Pure integers.
+"""Dividing a dimension among ranks: which elements each of them holds. Pure integers.
 
 The rules are those of the engines (vLLM 0.33 `model_executor/layers/linear.py` and `vocab_parallel_embedding.py`,
 SGLang 0.5 for a vocabulary that does not divide).
@@ -56,88 +56,93 @@ class Sizes:
     def _value(self, key: str) -> Any:
         return next((config[key] for config in self._configs if config.get(key) is not None), None)
 
-    def get(self, size: str, where: str) -> int:
+    def get(self, size: str) -> int:
         """A size.
 
         Raises:
-            PlanError: config.json does not have it; `where` says for what it is needed.
+            PlanError: config.json does not have it.
         """
         value = self.find(size)
         if value is None:
             keys = " or ".join(str(source.use) for source in self._sources.get(size, ()))
-            raise PlanError(f"{where}: needs {size}, but config.json has no positive {keys or 'such number'}")
+            raise PlanError(
+                f"needs {size}, but config.json has no positive {keys or 'such number'}",
+                code="config",
+            )
         return value
 
 
-def divide(rule: Rule, dim: int, sizes: Sizes, num_ranks: int, where: str) -> list[tuple[Range, ...]]:
-    """The ranges of an axis of `dim` elements that each rank holds, in the order in which it holds them.
+def divide(rule: Rule, size: int, sizes: Sizes, num_ranks: int) -> list[tuple[Range, ...]]:
+    """The ranges of a dimension of `size` elements that each rank holds, in the order in which it holds them.
 
     Raises:
-        PlanError: it does not come out even, or config.json contradicts the shape; `where` names tensor and axis.
+        PlanError: it does not come out even, or config.json contradicts the shape.
     """
     if len(rule.units) > 1 or rule.widths:
-        return _fused(rule, dim, sizes, num_ranks, where)
+        return _fused(rule, size, sizes, num_ranks)
     [unit] = rule.units
     if unit == VOCABULARY:
-        ranges = vocabulary_ranges(dim, num_ranks)
+        ranges = vocabulary_ranges(size, num_ranks)
     elif unit == RAGGED:
-        ranges = ragged_ranges(dim, rule.block, num_ranks, where)
+        ranges = ragged_ranges(size, rule.block, num_ranks)
     elif unit == EVEN:
-        ranges = even_ranges(dim, dim, num_ranks, where)
+        ranges = even_ranges(size, size, num_ranks)
     else:
-        count = sizes.get(unit, where)
-        if unit in _HEADS and dim != count:
-            _check_heads(dim, count, sizes, where)
-        elif dim % count:
-            raise PlanError(f"{where}: {dim} elements are not {count} {unit}, which config.json declares")
-        ranges = even_ranges(dim, count, num_ranks, where, share=unit == KV_HEADS)
+        count = sizes.get(unit)
+        if unit in _HEADS and size != count:
+            _check_heads(size, count, sizes)
+        elif size % count:
+            raise PlanError(f"{size} elements are not {count} {unit}, which config.json declares", code="config")
+        ranges = even_ranges(size, count, num_ranks, share=unit == KV_HEADS)
     return [(part,) for part in ranges]
 
 
-def even_ranges(dim: int, count: int, num_ranks: int, where: str, *, share: bool = False) -> list[Range]:
-    """Divide `count` groups of `dim // count` elements among the ranks: (start, length) of each rank.
+def even_ranges(size: int, count: int, num_ranks: int, *, share: bool = False) -> list[Range]:
+    """Divide `count` groups of `size // count` elements among the ranks: (start, length) of each rank.
 
-    With `share`, more ranks than groups share them: each group goes to as many neighbouring ranks
+    With `share`, more ranks than groups share them: each group goes to as many neighboring ranks
     (vLLM 0.33 QKVParallelLinear: KV head `rank // (num_ranks // count)`).
 
     Raises:
-        PlanError: it does not come out even; `where` names tensor and axis.
+        PlanError: it does not come out even.
     """
-    group = dim // count if count else 0
+    group = size // count if count else 0
     if share and num_ranks > count > 0:
         if num_ranks % count == 0:
             ranks = num_ranks // count
             return [(rank // ranks * group, group) for rank in range(num_ranks)]
-        raise PlanError(f"{where} has {count} heads of {group} elements, which {num_ranks} ranks cannot share evenly")
+        raise PlanError(
+            f"{count} heads of {group} elements, which {num_ranks} ranks cannot share evenly", code="indivisible"
+        )
     if count % num_ranks == 0:
         length = count // num_ranks * group
         return [(rank * length, length) for rank in range(num_ranks)]
     what = f"{count} elements" if group <= 1 else f"{count} groups of {group} elements"
-    raise PlanError(f"{where} has {what}, not a multiple of {num_ranks}")
+    raise PlanError(f"{what}, not a multiple of {num_ranks}", code="indivisible")
 
 
-def vocabulary_ranges(dim: int, num_ranks: int) -> list[Range]:
+def vocabulary_ranges(size: int, num_ranks: int) -> list[Range]:
     """Divide vocabulary rows as engines do: padded to a multiple of 64 for the split, stored unpadded.
 
     Where the padded size does not divide, it is padded to a multiple of 64 x ranks (SGLang 0.5
     `vocab_parallel_embedding.py`; vLLM refuses). The last ranks may hold fewer rows, or none.
     """
-    padded = align_up(dim, VOCABULARY_MULTIPLE)
+    padded = align_up(size, VOCABULARY_MULTIPLE)
     if padded % num_ranks:
-        padded = align_up(dim, VOCABULARY_MULTIPLE * num_ranks)
-    return _ceil_ranges(dim, padded // num_ranks, num_ranks)
+        padded = align_up(size, VOCABULARY_MULTIPLE * num_ranks)
+    return _ceil_ranges(size, padded // num_ranks, num_ranks)
 
 
-def ragged_ranges(dim: int, block: int, num_ranks: int, where: str) -> list[Range]:
+def ragged_ranges(size: int, block: int, num_ranks: int) -> list[Range]:
     """Divide whole blocks, as many for each rank as the first needs; the last ranks may hold fewer, or none
     (vLLM 0.33 `models/gpt_oss.py`).
 
     Raises:
         PlanError: there are no whole blocks.
     """
-    if dim % block:
-        raise PlanError(f"{where} has {dim} elements, not a multiple of {block}, which belong together")
-    return _ceil_ranges(dim, -(-dim // block // num_ranks) * block, num_ranks)
+    if size % block:
+        raise PlanError(f"{size} elements, not a multiple of {block}, which belong together", code="indivisible")
+    return _ceil_ranges(size, -(-size // block // num_ranks) * block, num_ranks)
 
 
 def owner(expert: int, count: int, num_ranks: int) -> int:
@@ -154,27 +159,27 @@ def owner_ranges(count: int, num_ranks: int) -> list[Range]:
     return [(rank * base + min(rank, rest), base + (rank < rest)) for rank in range(num_ranks)]
 
 
-def _ceil_ranges(dim: int, share: int, num_ranks: int) -> list[Range]:
-    starts = [min(rank * share, dim) for rank in range(num_ranks)]
-    return [(start, min(share, dim - start)) for start in starts]
+def _ceil_ranges(size: int, share: int, num_ranks: int) -> list[Range]:
+    starts = [min(rank * share, size) for rank in range(num_ranks)]
+    return [(start, min(share, size - start)) for start in starts]
 
 
-def _fused(rule: Rule, dim: int, sizes: Sizes, num_ranks: int, where: str) -> list[tuple[Range, ...]]:
+def _fused(rule: Rule, size: int, sizes: Sizes, num_ranks: int) -> list[tuple[Range, ...]]:
     """Each rank's share of each part, one part after another: what the engines' fused layers hold
     (vLLM 0.33 MergedColumnParallelLinear and QKVParallelLinear)."""
-    parts = _parts(rule, dim, sizes, where)
-    groups = 1 if rule.interleaved is None else sizes.get(rule.interleaved, where)
+    parts = _parts(rule, size, sizes)
+    groups = 1 if rule.interleaved is None else sizes.get(rule.interleaved)
     if any(count % groups for count, _ in parts):
         counts = " + ".join(str(count) for count, _ in parts)
-        raise PlanError(f"{where}: {counts} heads do not lie in {groups} equal groups")
+        raise PlanError(f"{counts} heads do not lie in {groups} equal groups", code="indivisible")
     if groups * len(parts) > _MAX_RANGES:
-        raise PlanError(f"{where}: {groups} groups of {len(parts)} parts are too many pieces, limit {_MAX_RANGES}")
-    pitch = dim // groups
+        raise PlanError(f"{groups} groups of {len(parts)} parts are too many pieces, limit {_MAX_RANGES}", code="limit")
+    pitch = size // groups
     held: list[list[Range]] = [[] for _ in range(num_ranks)]
     before = 0
     for unit, (count, width) in zip(rule.units, parts, strict=True):
         together = count // groups * width  # Elements of the part in one group.
-        ranges = even_ranges(count * width, count, num_ranks, where, share=unit == KV_HEADS)
+        ranges = even_ranges(count * width, count, num_ranks, share=unit == KV_HEADS)
         for rank, (start, length) in enumerate(ranges):
             while length:
                 group, inside = divmod(start, together)
@@ -185,24 +190,24 @@ def _fused(rule: Rule, dim: int, sizes: Sizes, num_ranks: int, where: str) -> li
     return [_joined(ranges) for ranges in held]
 
 
-def _parts(rule: Rule, dim: int, sizes: Sizes, where: str) -> list[tuple[int, int]]:
-    """Of each part of a fused axis: how many units it has, and how many elements each of them has."""
+def _parts(rule: Rule, size: int, sizes: Sizes) -> list[tuple[int, int]]:
+    """Of each part of a fused dimension: how many units it has, and how many elements each of them has."""
     if set(rule.units) == {EVEN}:
-        if dim % len(rule.units):
-            raise PlanError(f"{where}: {dim} elements are not {len(rule.units)} parts of equal size")
-        return [(dim // len(rule.units), 1)] * len(rule.units)
-    counts = [sizes.get(unit, where) for unit in rule.units]
+        if size % len(rule.units):
+            raise PlanError(f"{size} elements are not {len(rule.units)} parts of equal size", code="indivisible")
+        return [(size // len(rule.units), 1)] * len(rule.units)
+    counts = [sizes.get(unit) for unit in rule.units]
     if rule.widths:
-        parts = list(zip(counts, (sizes.get(width, where) for width in rule.widths), strict=True))
-        if sum(count * width for count, width in parts) != dim:
+        parts = list(zip(counts, (sizes.get(width) for width in rule.widths), strict=True))
+        if sum(count * width for count, width in parts) != size:
             words = " + ".join(f"{count} * {width}" for count, width in parts)
-            raise PlanError(f"{where}: {dim} elements are not {words}, which config.json declares")
+            raise PlanError(f"{size} elements are not {words}, which config.json declares", code="config")
         return parts
     if _HEADS & set(rule.units):
-        _check_heads(dim, sum(counts), sizes, where)
-    elif dim % sum(counts):
-        raise PlanError(f"{where}: {dim} elements are not {' + '.join(map(str, counts))} of equal size")
-    return [(count, dim // sum(counts)) for count in counts]
+        _check_heads(size, sum(counts), sizes)
+    elif size % sum(counts):
+        raise PlanError(f"{size} elements are not {' + '.join(map(str, counts))} of equal size", code="indivisible")
+    return [(count, size // sum(counts)) for count in counts]
 
 
 def _joined(ranges: Sequence[Range]) -> tuple[Range, ...]:
@@ -216,8 +221,8 @@ def _joined(ranges: Sequence[Range]) -> tuple[Range, ...]:
     return tuple(joined)
 
 
-def _check_heads(dim: int, count: int, sizes: Sizes, where: str) -> None:
+def _check_heads(size: int, count: int, sizes: Sizes) -> None:
     head_dim = sizes.find(HEAD_DIM)
-    if dim % count or (head_dim is not None and dim != count * head_dim):
+    if size % count or (head_dim is not None and size != count * head_dim):
         by = "" if head_dim is None else f" of {head_dim} elements"
-        raise PlanError(f"{where}: {dim} elements are not {count} heads{by}, which config.json declares")
+        raise PlanError(f"{size} elements are not {count} heads{by}, which config.json declares", code="config")

@@ -19,7 +19,7 @@ EVEN, VOCABULARY, RAGGED = "even", "vocabulary", "ragged"
 """Units that need no size; any other unit is the name of a size: the number of groups, such as heads."""
 
 KV_HEADS = "kv_heads"
-"""The unit that neighbouring ranks share where there are more ranks than units."""
+"""The unit that neighboring ranks share where there are more ranks than units."""
 
 HEAD_DIM = "head_dim"
 """The size that a dimension cut by heads is checked against."""
@@ -29,7 +29,7 @@ EXPERTS = "experts"
 
 _MAX_PLAN_NBYTES = 2**18
 _TOP_KEYS = frozenset(
-    {"model_types", "quantisation", "extends", "language_prefixes", "transposed", "sizes", "cut", "experts"}
+    {"model_types", "quantization", "extends", "language_prefixes", "transposed", "sizes", "cut", "experts"}
 )
 _MODEL_TYPES = re.compile(r"^model_types *= *\[[^]]*]", re.MULTILINE)
 
@@ -72,7 +72,7 @@ class Family:
     """The built-in name, or the file's."""
     model_types: tuple[str, ...]
     """Values of `model_type` in config.json that this file is for."""
-    quantisation: str | None
+    quantization: str | None
     """The only `quant_method` that this file is for; None: it does not matter."""
     prefixes: tuple[str, ...]
     """What may be taken off a name that no rule matches, longest first."""
@@ -137,7 +137,7 @@ def builtin_text(name: str) -> str:
     """
     texts = _builtin_texts()
     if name not in texts:
-        raise PlanError(f"no built-in plan {name!r}, there are: {', '.join(sorted(texts))}")
+        raise PlanError(f"no built-in plan {name!r}, there are: {', '.join(sorted(texts))}", code="no_plan")
     return texts[name]
 
 
@@ -151,20 +151,20 @@ def read_family(path: Path) -> Family:
     try:
         text = blob.decode()
     except UnicodeDecodeError as error:
-        raise FormatError(f"{path}: not UTF-8 at byte {error.start}") from None
+        raise FormatError(f"not UTF-8 at byte {error.start}", path=path, code="syntax") from None
     return parse_family(text, str(path), path.name)
 
 
-def find_family(model_type: str | None, quantisation: str | None = None) -> Family:
-    """The built-in plan for a model type; one for just this quantisation before others.
+def find_family(model_type: str | None, quantization: str | None = None) -> Family:
+    """The built-in plan for a model type; one for just this quantization before others.
 
     Raises:
         PlanError: there is none.
     """
     families = [_builtin(name) for name, text in sorted(_builtin_texts().items()) if _may_be_for(text, model_type)]
-    for wanted in dict.fromkeys((quantisation, None)):
+    for wanted in dict.fromkeys((quantization, None)):
         for family in families:
-            if model_type in family.model_types and family.quantisation == wanted:
+            if model_type in family.model_types and family.quantization == wanted:
                 return family
     what = (
         "config.json names no model_type"
@@ -173,7 +173,8 @@ def find_family(model_type: str | None, quantisation: str | None = None) -> Fami
     )
     raise PlanError(
         f"{what} (`relayout plans` lists them): supply one with --plan FILE, try --plan transformers,"
-        " or use --tp 1, which needs none"
+        " or use --tp 1, which needs none",
+        code="no_plan",
     )
 
 
@@ -214,24 +215,30 @@ def _parse_family(text: str, where: str, name: str, extended_by: tuple[str, ...]
     try:
         top = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"{where}: not valid TOML: {error}") from None
+        raise FormatError(f"not valid TOML: {error}", path=where, code="syntax") from None
     unknown = top.keys() - _TOP_KEYS
     if unknown:
-        raise FormatError(f"{where}: unknown key {shown(min(unknown))}, expected {', '.join(sorted(_TOP_KEYS))}")
+        raise FormatError(
+            f"unknown key {shown(min(unknown))}, expected {', '.join(sorted(_TOP_KEYS))}", path=where, code="field"
+        )
     sizes, cut, experts = (_table(top, key, where) for key in ("sizes", "cut", "experts"))
     unknown = experts.keys() - {"each", "stacked"}
     if unknown:
-        raise FormatError(f"{where}: experts: unknown key {shown(min(unknown))}, expected each, stacked")
-    quantisation = top.get("quantisation")
-    if not isinstance(quantisation, str | None):
-        raise FormatError(f"{where}: quantisation {shown(quantisation)}, expected the name of a method")
+        raise FormatError(
+            f"experts: unknown key {shown(min(unknown))}, expected each, stacked", path=where, code="field"
+        )
+    quantization = top.get("quantization")
+    if not isinstance(quantization, str | None):
+        raise FormatError(
+            f"quantization {shown(quantization)}, expected the name of a method", path=where, code="field"
+        )
     transposed = top.get("transposed", False)
     if not isinstance(transposed, bool):
-        raise FormatError(f"{where}: transposed {shown(transposed)}, expected true or false")
+        raise FormatError(f"transposed {shown(transposed)}, expected true or false", path=where, code="field")
     family = Family(
         name,
         _strings(top.get("model_types", []), "model_types", where),
-        quantisation,
+        quantization,
         tuple(sorted(_strings(top.get("language_prefixes", []), "language_prefixes", where), key=len, reverse=True)),
         {size: _parse_sources(size, value, where) for size, value in sizes.items()},
         tuple(_parse_rule(pattern, value, where) for pattern, value in cut.items()),
@@ -242,16 +249,18 @@ def _parse_family(text: str, where: str, name: str, extended_by: tuple[str, ...]
     for pattern in (*(rule.pattern for rule in family.rules), *family.experts_each, *family.experts_stacked):
         if not is_glob(pattern):
             raise FormatError(
-                f"{where}: invalid pattern {shown(pattern)}: braces may contain only words and cannot be nested"
+                f"invalid pattern {shown(pattern)}: braces may contain only words and cannot be nested",
+                path=where,
+                code="field",
             )
     for pattern in family.experts_each:
         if compile_glob(pattern).groups != 1:
-            raise FormatError(f"{where}: experts.each: {shown(pattern)} has not just one '#'")
+            raise FormatError(f"experts.each: {shown(pattern)} has not just one '#'", path=where, code="field")
     extends = top.get("extends")
     if extends is not None:
         family = _extended(family, extends, where, extended_by)
     if not family.rules:
-        raise FormatError(f"{where}: a plan has a table [cut] with rules")
+        raise FormatError("a plan has a table [cut] with rules", path=where, code="field")
     _check_units(family, where)
     return family
 
@@ -259,9 +268,9 @@ def _parse_family(text: str, where: str, name: str, extended_by: tuple[str, ...]
 def _extended(family: Family, extends: Any, where: str, extended_by: tuple[str, ...]) -> Family:
     """The family with sizes, rules and experts of the plan that it extends behind its own."""
     if not isinstance(extends, str) or extends not in _builtin_texts():
-        raise FormatError(f"{where}: extends {shown(extends)}, which is no built-in plan")
+        raise FormatError(f"extends {shown(extends)}, which is no built-in plan", path=where, code="field")
     if extends in extended_by:
-        raise FormatError(f"{where}: extends {shown(extends)}, which extends it")
+        raise FormatError(f"extends {shown(extends)}, which extends it", path=where, code="field")
     base = _builtin(extends, extended_by)
     own = {rule.pattern for rule in family.rules}
     return replace(
@@ -277,7 +286,7 @@ def _extended(family: Family, extends: Any, where: str, extended_by: tuple[str, 
 
 def _parse_sources(size: str, value: Any, where: str) -> tuple[SizeSource, ...]:
     if size in (EVEN, VOCABULARY, RAGGED):
-        raise FormatError(f"{where}: sizes.{size}: this unit has a meaning of its own")
+        raise FormatError(f"sizes.{size}: this unit has a meaning of its own", path=where, code="field")
     sources = []
     for source in value if isinstance(value, list) else [value]:
         table = source if isinstance(source, dict) else {"use": source}
@@ -286,8 +295,10 @@ def _parse_sources(size: str, value: Any, where: str) -> tuple[SizeSource, ...]:
         is_known = isinstance(when, str | None) and isinstance(equals, str | int)
         if not is_size or not is_known or table.keys() - {"use", "when", "is"} or ("is" in table and when is None):
             raise FormatError(
-                f"{where}: sizes.{size}: {shown(source)} is no key of config.json, no positive number,"
-                " and no { when = KEY, is = VALUE, use = KEY or number }"
+                f"sizes.{size}: {shown(source)} is no key of config.json, no positive number, and no {{ "
+                "when = KEY, is = VALUE, use = KEY or number }",
+                path=where,
+                code="field",
             )
         sources.append(SizeSource(use, when, equals))  # type: ignore[arg-type]  # is_size: it is str or int.
     return tuple(sources)
@@ -297,26 +308,32 @@ def _parse_rule(pattern: str, value: Any, where: str) -> Rule:
     if value == "whole":
         return Rule(pattern, None)
     rest = dict(value) if isinstance(value, dict) else {}
-    what = f"{where}: cut {shown(pattern)}: {shown(value)}"
+    what = f"cut {shown(pattern)}: {shown(value)}"
     dim, by = rest.pop("dim", None), rest.pop("by", None)
     parts = by if isinstance(by, list) else [by]
     if type(dim) is not int or dim < 0 or not parts or not all(isinstance(part, str) for part in parts):
-        raise FormatError(f'{what} is not "whole" or {{ dim = N, by = UNIT }}')
+        raise FormatError(f'{what} is not "whole" or {{ dim = N, by = UNIT }}', path=where, code="field")
     split = [tuple(word.strip() for word in part.split("*")) for part in parts]
     units, widths = tuple(words[0] for words in split), tuple(words[1] for words in split if len(words) == 2)
     if any(len(words) > 2 for words in split) or len(widths) not in (0, len(units)):
-        raise FormatError(f"{what}: UNIT * WIDTH is for all parts or for none")
+        raise FormatError(f"{what}: UNIT * WIDTH is for all parts or for none", path=where, code="field")
     interleaved, block = rest.pop("interleaved", None), rest.pop("block", 1)
     if rest:
-        raise FormatError(f"{what}: unknown key {shown(min(rest))}")
+        raise FormatError(f"{what}: unknown key {shown(min(rest))}", path=where, code="field")
     if not isinstance(interleaved, str | None) or (interleaved is not None and len(units) == 1):
-        raise FormatError(f"{what}: interleaved is for a list of units, and names the unit of a group")
+        raise FormatError(
+            f"{what}: interleaved is for a list of units, and names the unit of a group", path=where, code="field"
+        )
     if type(block) is not int or block < 1 or (block > 1 and units != (RAGGED,)):
-        raise FormatError(f"{what}: block is a positive number of elements, for the unit {RAGGED!r}")
+        raise FormatError(
+            f"{what}: block is a positive number of elements, for the unit {RAGGED!r}", path=where, code="field"
+        )
     if len(units) > 1 and ({VOCABULARY, RAGGED} & set(units) or (EVEN in units and set(units) != {EVEN})):
-        raise FormatError(f"{what}: parts are either all {EVEN!r} or all counted by sizes")
+        raise FormatError(f"{what}: parts are either all {EVEN!r} or all counted by sizes", path=where, code="field")
     if widths and (interleaved or {EVEN, VOCABULARY, RAGGED} & set(units)):
-        raise FormatError(f"{what}: UNIT * WIDTH is for units counted by sizes, and not interleaved")
+        raise FormatError(
+            f"{what}: UNIT * WIDTH is for units counted by sizes, and not interleaved", path=where, code="field"
+        )
     return Rule(pattern, dim, units, widths, interleaved, block)
 
 
@@ -327,19 +344,21 @@ def _check_units(family: Family, where: str) -> None:
         for names, known in ((rule.units, sizes | {EVEN, VOCABULARY, RAGGED}), (counted, sizes)):
             for unit in set(names) - known:
                 raise FormatError(
-                    f"{where}: cut {shown(rule.pattern)}: unit {shown(unit)}, expected {', '.join(sorted(known))}"
+                    f"cut {shown(rule.pattern)}: unit {shown(unit)}, expected {', '.join(sorted(known))}",
+                    path=where,
+                    code="field",
                 )
 
 
 def _table(top: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
     table = top.get(key, {})
     if not isinstance(table, dict):
-        raise FormatError(f"{where}: {key} is not a table")
+        raise FormatError(f"{key} is not a table", path=where, code="field")
     return table
 
 
 def _strings(value: Any, what: str, where: str) -> tuple[str, ...]:
     values = [value] if isinstance(value, str) else value
     if not isinstance(values, list) or not all(isinstance(item, str) for item in values):
-        raise FormatError(f"{where}: {what} is not a string or a list of strings")
+        raise FormatError(f"{what} is not a string or a list of strings", path=where, code="field")
     return tuple(values)

@@ -1,7 +1,7 @@
 """The tensor-parallel plan: which slice of each tensor each rank holds. Pure, but for reading a plan file.
 
 A family's rules say how each tensor is cut, so that an engine finds in a rank's files what it would have cut out
-itself; tensors that store a quantised weight between them are cut where the weight is.
+itself; tensors that store a quantized weight between them are cut where the weight is.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
 from relayout.core.patterns import collapse_numbers
-from relayout.core.slices import NOT_HELD, WHOLE, Cut, Slice, number_cuts
-from relayout.errors import FormatError, PlanError, shown
+from relayout.core.slices import NOT_HELD, WHOLE, Cut, Range, Slice, number_cuts
+from relayout.errors import FormatError, PlanError, about, shown
 from relayout.plans.division import Sizes, divide, owner, owner_ranges
 from relayout.plans.family import EXPERTS, Family, Rule, find_family, read_family
 from relayout.plans.quantization import INPUT_SCALES, Scheme, Weight, find_scheme
@@ -106,16 +106,17 @@ def plan_for(
         PlanError: there are no rules for this checkpoint, or they cannot be applied at this degree.
     """
     if not 1 <= num_ranks <= MAX_RANKS:
-        raise PlanError(f"{num_ranks} ranks, expected 1 to {MAX_RANKS}")
+        raise PlanError(f"{num_ranks} ranks, expected 1 to {MAX_RANKS}", code="option")
     if unmatched not in (None, *get_args(Unmatched)):
-        raise PlanError(f"unmatched={unmatched!r}, expected one of {', '.join(get_args(Unmatched))}")
+        raise PlanError(f"unmatched={unmatched!r}, expected one of {', '.join(get_args(Unmatched))}", code="option")
     if num_ranks > 1 and catalogue.config_error is not None:
-        raise FormatError(catalogue.config_error)
+        raise FormatError(catalogue.config_error, code="syntax")
     own = _own_family(Path(plan), catalogue.model_type) if plan is not None and plan != TRANSFORMERS else None
     if num_ranks == 1:
         return Plan("none", 1, *number_cuts([Cut((WHOLE,))] * len(catalogue.tensors)))
-    quantisation = catalogue.config.get("quantization_config")
-    scheme = find_scheme(quantisation, str(catalogue.root)) if isinstance(quantisation, Mapping) else None
+    quantization = catalogue.config.get("quantization_config")
+    with about(path=catalogue.root):
+        scheme = find_scheme(quantization) if isinstance(quantization, Mapping) else None
     if own is not None:
         family = own
     elif plan is not None:
@@ -135,8 +136,10 @@ def _own_family(path: Path, model_type: str | None) -> Family:
     family = read_family(path)
     if family.model_types and model_type not in family.model_types:
         raise PlanError(
-            f"{path}: is for model_types {', '.join(family.model_types)}, config.json says {shown(model_type)}:"
-            " the line may be left out"
+            f"is for model_types {', '.join(family.model_types)}, config.json says {shown(model_type)}:"
+            " the line may be left out",
+            path=path,
+            code="no_plan",
         )
     return family
 
@@ -173,11 +176,18 @@ def make_plan(
     if without and unmatched == "error":
         others = f" (nor {len(without) - 1} others)" if len(without) > 1 else ""
         raise PlanError(
-            f"{catalogue.root}: tensor {without[0]!r}: no rule of plan {family.name!r} names it{others}: write one"
-            " (--plan FILE), or let every rank hold such tensors whole (--unmatched replicate)"
+            f"no rule of plan {family.name!r} names it{others}: write one"
+            " (--plan FILE), or let every rank hold such tensors whole (--unmatched replicate)",
+            path=catalogue.root,
+            tensor=without[0],
+            code="no_rule",
         )
     if experts is not None and not experts.found:
-        raise PlanError(f"{catalogue.root}: plan {family.name!r} names no tensor of experts that a rank could own")
+        raise PlanError(
+            f"plan {family.name!r} names no tensor of experts that a rank could own",
+            path=catalogue.root,
+            code="no_rule",
+        )
     cuts = _apply(kinds, sizes, num_ranks, scheme)
     numbered = number_cuts(cuts[one] if isinstance(one, _Kind) else one for one in column)
     return Plan(family.name, num_ranks, *numbered, expert_parallel, tuple(without))
@@ -191,53 +201,57 @@ class _Kind:
     dtype: str
     shape: tuple[int, ...]
     weights: tuple[Weight, ...] = ()
-    """Where the tensor is one of several that store a quantised weight between them: what that weight may be."""
+    """Where the tensor is one of several that store a quantized weight between them: what that weight may be."""
     suffix: str = ""
     """Last part of such a tensor's name."""
+    is_expert: bool = False
+    """Whether the weight is of one expert. Engines load FP8 experts of which a rank's share ends inside a block of
+    scales (vLLM 0.33 `fused_moe/oracle/fp8.py`, `refine_fp8_moe_block_shape`), and refuse other such layers."""
 
-    def apply(self, name: str, sizes: Sizes, num_ranks: int, scheme: Scheme | None) -> Cut:
-        """The cut; the name is for messages."""
-        axis = self.rule.dim
-        if axis is None:
+    def apply(self, sizes: Sizes, num_ranks: int, scheme: Scheme | None) -> Cut:
+        """The cut of the tensors of this kind."""
+        dim = self.rule.dim
+        if dim is None:
             return Cut((WHOLE,) * num_ranks)
         if scheme is not None and self.weights:
             errors = []
             for weight in self.weights:
                 try:
-                    return self._carry(scheme, weight, axis, name, sizes, num_ranks)
+                    return self._carry(scheme, weight, dim, sizes, num_ranks)
                 except PlanError as error:
                     errors.append(error)
             raise errors[0]
-        where = f"tensor {name!r}: axis {axis} of {list(self.shape)}"
-        if axis >= len(self.shape):
-            raise PlanError(f"{where}: there is no such axis, which {self.rule.pattern!r} cuts")
-        ranges = divide(self.rule, self.shape[axis], sizes, num_ranks, where)
-        return _checked(name, self.dtype, self.shape, tuple(Slice(axis, parts) for parts in ranges))
+        with about(part=f"dim {dim} of {list(self.shape)}"):
+            ranges = self._divide(dim, self.shape, sizes, num_ranks)
+        return _checked(self.dtype, self.shape, tuple(Slice(dim, parts) for parts in ranges))
 
-    def _carry(self, scheme: Scheme, weight: Weight, axis: int, name: str, sizes: Sizes, num_ranks: int) -> Cut:
+    def _carry(self, scheme: Scheme, weight: Weight, dim: int, sizes: Sizes, num_ranks: int) -> Cut:
         """The cut, if the tensor is one of those that store this weight."""
-        where = f"tensor {name!r}: axis {axis} of a quantised weight [{weight.rows}, {weight.columns}]"
-        if axis > 1:
-            raise PlanError(f"{where}: there is no such axis, which {self.rule.pattern!r} cuts")
-        cut = divide(self.rule, (weight.rows, weight.columns)[axis], sizes, num_ranks, where)
-        carried = scheme.carry(axis, self.suffix, self.shape, weight, cut, where)
+        shape = (weight.rows, weight.columns)
+        with about(part=f"dim {dim} of a quantized weight {list(shape)}"):
+            cut = self._divide(dim, shape, sizes, num_ranks)
+            carried = scheme.carry(
+                dim, self.suffix, self.shape, weight, cut, may_split_blocks=self.is_expert and scheme.name == "fp8"
+            )
         if carried is None:
             return Cut((WHOLE,) * num_ranks)
         own, ranges = carried
-        return _checked(name, self.dtype, self.shape, tuple(Slice(own, parts) for parts in ranges))
+        return _checked(self.dtype, self.shape, tuple(Slice(own, parts) for parts in ranges))
+
+    def _divide(self, dim: int, shape: tuple[int, ...], sizes: Sizes, num_ranks: int) -> list[tuple[Range, ...]]:
+        if dim >= len(shape):
+            raise PlanError(f"there is no such dimension, which {self.rule.pattern!r} cuts", code="no_rule")
+        return divide(self.rule, shape[dim], sizes, num_ranks)
 
 
-def _checked(name: str, dtype: str, shape: tuple[int, ...], slices: tuple[Slice, ...]) -> Cut:
+def _checked(dtype: str, shape: tuple[int, ...], slices: tuple[Slice, ...]) -> Cut:
     """The cut, if its slices can be made of whole bytes.
 
     Raises:
         PlanError: they cannot.
     """
     cut = Cut(slices)
-    try:
-        _ = cut.tensor(dtype, shape).transfers
-    except PlanError as error:
-        raise PlanError(f"tensor {name!r}: {error}") from None
+    _ = cut.tensor(dtype, shape).transfers
     return cut
 
 
@@ -249,8 +263,9 @@ class _KindFinder:
         self._scheme = scheme
         self._collapse = not family.tells_numbers_apart
         self._rules: dict[str, Rule | None] = {}
+        self._experts: dict[str, bool] = {}
         self._modules: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
-        """Of each quantised module: last part of the name -> dtype, shape."""
+        """Of each quantized module: last part of the name -> dtype, shape."""
         self._weights: dict[str, tuple[Weight, ...]] = {}
         """What they store between them."""
         if scheme is not None:
@@ -271,10 +286,10 @@ class _KindFinder:
             if rule is not None and weights:
                 if self._family.is_transposed and rule.dim in (0, 1):
                     rule = replace(rule, dim=1 - rule.dim)
-                return _Kind(rule, tensor.dtype, tensor.shape, weights, suffix)
+                return _Kind(rule, tensor.dtype, tensor.shape, weights, suffix, self._is_expert(tensor.name))
         rule = self._rule(tensor.name)
         if rule is None and suffix == "bias" and len(stored) > 1:
-            # Some tools give every quantised layer a bias, of zeros mostly; it goes with the rows.
+            # Some tools give every quantized layer a bias, of zeros mostly; it goes with the rows.
             rule = self._rule(f"{module}.weight")
             is_rows = rule is not None and rule.dim == (1 if self._family.is_transposed else 0)
             rule = replace(rule, dim=0) if rule is not None and is_rows else Rule(tensor.name, None)
@@ -282,8 +297,17 @@ class _KindFinder:
             rule = Rule(tensor.name, None)
         return None if rule is None else _Kind(rule, tensor.dtype, tensor.shape)
 
+    def _is_expert(self, name: str) -> bool:
+        key = self._key(name)
+        if key not in self._experts:
+            self._experts[key] = self._family.expert(name) is not None
+        return self._experts[key]
+
+    def _key(self, name: str) -> str:
+        return collapse_numbers(name) if self._collapse else name
+
     def _rule(self, name: str) -> Rule | None:
-        key = collapse_numbers(name) if self._collapse else name
+        key = self._key(name)
         if key not in self._rules:
             self._rules[key] = self._family.rule(name)
         return self._rules[key]
@@ -307,23 +331,28 @@ class _Experts:
         Raises:
             PlanError: config.json does not say how many experts there are, or there are more.
         """
-        where = f"tensor {tensor.name!r}"
+        with about(tensor=tensor.name):
+            return self._owners(tensor)
+
+    def _owners(self, tensor: PlannedTensor) -> Cut | None:
         expert = self._family.expert(tensor.name)
         if expert is not None:
             self.found = True
             if tensor.name.rpartition(".")[2] in INPUT_SCALES:
                 return self._whole
-            count = self._sizes.get(EXPERTS, where)
+            count = self._sizes.get(EXPERTS)
             if expert >= count:
-                raise PlanError(f"{where}: config.json declares {count} experts, counted from 0")
+                raise PlanError(f"config.json declares {count} experts, counted from 0", code="config")
             return self._owned_by(owner(expert, count, self._num_ranks))
         if tensor.shape and self._family.stacks_experts(tensor.name):
             self.found = True
             declared = self._sizes.find(EXPERTS)
             if declared not in (None, tensor.shape[0]):
-                raise PlanError(f"{where}: {tensor.shape[0]} experts along axis 0, config.json declares {declared}")
+                raise PlanError(
+                    f"{tensor.shape[0]} experts along dim 0, config.json declares {declared}", code="config"
+                )
             slices = tuple(Slice(0, (part,)) for part in owner_ranges(tensor.shape[0], self._num_ranks))
-            return _checked(tensor.name, tensor.dtype, tensor.shape, slices)
+            return _checked(tensor.dtype, tensor.shape, slices)
         return None
 
     def _owned_by(self, rank: int) -> Cut:
@@ -340,7 +369,11 @@ def _apply(kinds: Mapping[_Kind, str], sizes: Sizes, num_ranks: int, scheme: Sch
     """
 
     def applied(degree: int) -> dict[_Kind, Cut]:
-        return {kind: kind.apply(name, sizes, degree, scheme) for kind, name in kinds.items()}
+        cuts = {}
+        for kind, name in kinds.items():
+            with about(tensor=name):
+                cuts[kind] = kind.apply(sizes, degree, scheme)
+        return cuts
 
     def fits(degree: int) -> bool:
         try:
@@ -352,4 +385,5 @@ def _apply(kinds: Mapping[_Kind, str], sizes: Sizes, num_ranks: int, scheme: Sch
         return applied(num_ranks)
     except PlanError as error:
         degrees = ", ".join(str(degree) for degree in _DEGREES_TO_TRY if degree == 1 or fits(degree))
-        raise PlanError(f"{error} (this checkpoint can be cut for --tp {degrees})") from None
+        error.what += f" (this checkpoint can be cut for --tp {degrees})"
+        raise

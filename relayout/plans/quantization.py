@@ -1,4 +1,4 @@
-"""Quantised weights: how the tensors that store one weight between them are cut where the weight is cut. Pure.
+"""Quantized weights: how the tensors that store one weight between them are cut where the weight is cut. Pure.
 
 A scheme says, for each tensor that a method stores beside or instead of a weight, which of its axes runs with the
 weight's rows (outputs) and which with its columns (inputs). A cut of the weight is carried over in proportion, and
@@ -63,7 +63,7 @@ class Values:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A quantised weight, in values."""
+    """A quantized weight, in values."""
 
     rows: int
     columns: int
@@ -99,7 +99,7 @@ class Scheme:
         """What these tensors (last part of the name -> dtype, shape) may store between them.
 
         Mostly one weight; several where a checkpoint stores its weights in several ways, and shapes alone do not tell
-        them apart; none where these are no tensors of a quantised matrix.
+        them apart; none where these are no tensors of a quantized matrix.
         """
         found: dict[Weight, None] = {}
         for values in self.values:
@@ -138,7 +138,8 @@ class Scheme:
         shape: tuple[int, ...],
         weight: Weight,
         ranges: Sequence[tuple[Range, ...]],
-        where: str,
+        *,
+        may_split_blocks: bool = False,
     ) -> tuple[int, list[tuple[Range, ...]]] | None:
         """Carry a cut of the weight over to one of its tensors.
 
@@ -148,7 +149,8 @@ class Scheme:
             shape: of the tensor.
             weight: what the tensors store.
             ranges: for each rank: (start, length) in values of the weight, along `axis`.
-            where: names the tensor in messages.
+            may_split_blocks: whether a border may fall inside a block that shares a scale, so that every rank holds all
+                scales.
 
         Returns:
             The tensor's axis and, for each rank, ranges of its elements; None: every rank holds it whole.
@@ -174,11 +176,18 @@ class Scheme:
         elif size and (dim % size == 0 or dim == size * word):
             per = Fraction(dim, size)
         else:
-            raise PlanError(f"{where}: has {dim} values, for which a tensor {list(shape)} cannot be made out")
+            raise PlanError(f"cannot map {dim} values onto a tensor of shape {list(shape)}", code="indivisible")
+
+        if may_split_blocks and per == self.block[axis] > 1:
+            borders = {at for parts in ranges for start, length in parts for at in (start, start + length)}
+            if any(at % per and at != dim for at in borders):
+                return None
 
         def border(at: int) -> int:
             if at % per and at != dim:
-                raise PlanError(f"{where}: the cut at {at} of {dim} falls inside {per} values that are stored together")
+                raise PlanError(
+                    f"the cut at {at} of {dim} falls inside {per} values stored together", code="indivisible"
+                )
             return size if at == dim else int(at // per)
 
         return own, [
@@ -187,7 +196,7 @@ class Scheme:
         ]
 
 
-def find_scheme(config: Mapping[str, Any], where: str) -> Scheme:
+def find_scheme(config: Mapping[str, Any]) -> Scheme:
     """The scheme of a checkpoint's quantization_config.
 
     Raises:
@@ -195,34 +204,34 @@ def find_scheme(config: Mapping[str, Any], where: str) -> Scheme:
     """
     method = str(config.get("quant_method", "")).lower().replace("_", "-")
     if method in ("fp8", "fbgemm-fp8"):
-        return _fp8(config, where)
+        return _fp8(config)
     if method in ("gptq", "gptqmodel"):
-        return _gptq(config, where)
+        return _gptq(config)
     if method == "awq":
-        return _awq(config, where)
+        return _awq(config)
     if method == "compressed-tensors":
-        return _compressed_tensors(config, where)
+        return _compressed_tensors(config)
     if method.startswith("modelopt"):
-        return _modelopt(config, where)
+        return _modelopt(config)
     if method == "mxfp4":
         # As gpt_oss stores it: blocks and scales under names of their own, which its plan cuts.
         return Scheme("mxfp4", {})
     family = next((name for name in _REFUSED if method.startswith(name)), None)
     why = _REFUSED[family] if family else "how it stores them is not known here"
-    raise _refusal(where, method or "method unknown", why)
+    raise _refusal(method or "method unknown", why)
 
 
-def _refusal(where: str, method: str, why: str) -> PlanError:
+def _refusal(method: str, why: str) -> PlanError:
     return PlanError(
-        f"{where}: weights are quantised by {method}, which cannot be cut offline: {why};"
-        " use --tp 1, which cuts nothing"
+        f"weights are quantized by {method}, which cannot be cut offline: {why}; use --tp 1, which cuts nothing",
+        code="unsupported",
     )
 
 
 _PLAIN = ("weight",)
 
 
-def _fp8(config: Mapping[str, Any], where: str) -> Scheme:
+def _fp8(config: Mapping[str, Any]) -> Scheme:
     tensors: Mapping[str, Axes] = {
         "weight": (0, 1),
         "weight_scale": (0, 1),
@@ -231,22 +240,22 @@ def _fp8(config: Mapping[str, Any], where: str) -> Scheme:
         "input_scale_ub": _NEITHER,
         "activation_scale": _NEITHER,
     }
-    return Scheme("fp8", tensors, _PLAIN, _PLAIN, block=_block(config.get("weight_block_size"), where))
+    return Scheme("fp8", tensors, _PLAIN, _PLAIN, block=_block(config.get("weight_block_size")))
 
 
 _PACKED_INPUTS: Mapping[str, Axes] = {"qweight": (1, 0), "scales": (1, 0), "qzeros": (1, 0), "g_idx": (None, 0)}
 
 
-def _gptq(config: Mapping[str, Any], where: str) -> Scheme:
+def _gptq(config: Mapping[str, Any]) -> Scheme:
     dynamic = config.get("dynamic")  # GPTQModel: exceptions for some layers.
     exceptions = dynamic.values() if isinstance(dynamic, Mapping) else ()
     layers = [config, *({**config, **one} for one in exceptions if isinstance(one, Mapping))]
-    values = {Values(_number(one, "bits", where), _group(one.get("group_size"))): None for one in layers}
+    values = {Values(_number(one, "bits"), _group(one.get("group_size"))): None for one in layers}
     if any(one.get("desc_act") and _group(one.get("group_size")) is not None for one in layers):
-        raise _refusal(where, "GPTQ with act-order (desc_act)", _ACT_ORDER)
+        raise _refusal("GPTQ with act-order (desc_act)", _ACT_ORDER)
     stored = "marlin" if config.get("is_marlin_format") else config.get("checkpoint_format", "gptq")
     if stored not in ("gptq", "gptq_v2"):
-        raise _refusal(where, f"GPTQ in {stored} format", "it is packed for one kernel, across rows and columns")
+        raise _refusal(f"GPTQ in {stored} format", "it is packed for one kernel, across rows and columns")
     return Scheme(
         "gptq",
         _PACKED_INPUTS,
@@ -258,11 +267,11 @@ def _gptq(config: Mapping[str, Any], where: str) -> Scheme:
     )
 
 
-def _awq(config: Mapping[str, Any], where: str) -> Scheme:
-    bits = _number(config, "bits" if "bits" in config else "w_bit", where)
+def _awq(config: Mapping[str, Any]) -> Scheme:
+    bits = _number(config, "bits" if "bits" in config else "w_bit")
     version = str(config.get("version", "gemm")).lower()
     if version != "gemm":
-        raise _refusal(where, f"AWQ in {version} format", "only the gemm format stores rows and columns in order")
+        raise _refusal(f"AWQ in {version} format", "only the gemm format stores rows and columns in order")
     values = Values(bits, _group(config.get("group_size", config.get("q_group_size"))))
     tensors = {name: axes for name, axes in _PACKED_INPUTS.items() if name != "g_idx"}
     return Scheme("awq", tensors, ("scales",), ("qweight",), "scales", values=(values,))
@@ -296,21 +305,21 @@ _COMPRESSED_TENSORS: Mapping[str, Axes] = {
 }
 
 
-def _compressed_tensors(config: Mapping[str, Any], where: str) -> Scheme:
+def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
     groups, sparsity = config.get("config_groups"), config.get("sparsity_config")
     sparse = sparsity.get("format") if isinstance(sparsity, Mapping) else None
     if sparse not in (None, "dense"):
-        raise _refusal(where, f"compressed-tensors, sparsity format {sparse}", "its values are packed flat, row by row")
+        raise _refusal(f"compressed-tensors, sparsity format {sparse}", "its values are packed flat, row by row")
     if not isinstance(groups, dict) or not groups:
-        raise _refusal(where, "compressed-tensors", "its config has no config_groups")
+        raise _refusal("compressed-tensors", "its config has no config_groups")
     stored = [
-        _compressed_layers(group, config.get("format"), where)
+        _compressed_layers(group, config.get("format"))
         for group in groups.values()
         if isinstance(group, Mapping) and isinstance(group.get("weights"), Mapping)
     ]
     blocks = {block for _, block in stored} or {(1, 1)}
     if len(blocks) > 1:
-        raise _refusal(where, "compressed-tensors", "its config groups have scales of different blocks")
+        raise _refusal("compressed-tensors", "its config groups have scales of different blocks")
     return Scheme(
         "compressed-tensors",
         _COMPRESSED_TENSORS,
@@ -323,27 +332,25 @@ def _compressed_tensors(config: Mapping[str, Any], where: str) -> Scheme:
     )
 
 
-def _compressed_layers(group: Mapping[str, Any], default: Any, where: str) -> tuple[Values, tuple[int, int]]:
+def _compressed_layers(group: Mapping[str, Any], default: Any) -> tuple[Values, tuple[int, int]]:
     """How the layers of a config group are stored: values, and the block that shares a scale."""
     weights, stored = group["weights"], group.get("format") or default or "dense"
     if not isinstance(stored, str) or stored not in _COMPRESSED_FORMATS:
-        raise _refusal(where, f"compressed-tensors, format {stored}", "its packing has no rows and columns")
+        raise _refusal(f"compressed-tensors, format {stored}", "its packing has no rows and columns")
     strategy = weights.get("strategy")
     is_grouped = strategy in ("group", "tensor_group")
     if is_grouped and weights.get("actorder") in ("group", "dynamic", True):
-        raise _refusal(where, "compressed-tensors with act-order (actorder)", _ACT_ORDER)
-    values = Values(_number(weights, "num_bits", where), _group(weights.get("group_size")) if is_grouped else None)
-    return values, _block(weights.get("block_structure") if strategy == "block" else None, where)
+        raise _refusal("compressed-tensors with act-order (actorder)", _ACT_ORDER)
+    values = Values(_number(weights, "num_bits"), _group(weights.get("group_size")) if is_grouped else None)
+    return values, _block(weights.get("block_structure") if strategy == "block" else None)
 
 
-def _modelopt(config: Mapping[str, Any], where: str) -> Scheme:
+def _modelopt(config: Mapping[str, Any]) -> Scheme:
     nested = config.get("quantization")
     config = nested if "quant_algo" not in config and isinstance(nested, Mapping) else config
     algorithm = str(config.get("quant_algo") or "").upper()
     if algorithm not in ("FP8", "NVFP4"):
-        raise _refusal(
-            where, f"modelopt ({algorithm or 'no quant_algo'})", "only its FP8 and NVFP4 forms are known here"
-        )
+        raise _refusal(f"modelopt ({algorithm or 'no quant_algo'})", "only its FP8 and NVFP4 forms are known here")
     tensors: Mapping[str, Axes] = {
         "weight": (0, 1),
         "weight_scale": (0, 1),
@@ -358,16 +365,16 @@ def _group(size: Any) -> int | None:
     return size if type(size) is int and size > 0 else None
 
 
-def _block(value: Any, where: str) -> tuple[int, int]:
+def _block(value: Any) -> tuple[int, int]:
     if value is None:
         return (1, 1)
     if isinstance(value, list) and len(value) == 2 and all(type(size) is int and size > 0 for size in value):
         return (value[0], value[1])
-    raise PlanError(f"{where}: quantization_config: {shown(value)} is no block of rows and columns")
+    raise PlanError(f"quantization_config: {shown(value)} is no block of rows and columns", code="config")
 
 
-def _number(config: Mapping[str, Any], key: str, where: str) -> int:
+def _number(config: Mapping[str, Any], key: str) -> int:
     value = config.get(key)
     if type(value) is not int or not 1 <= value <= 16:
-        raise PlanError(f"{where}: quantization_config: {key} is {shown(value)}, expected a number of bits")
+        raise PlanError(f"quantization_config: {key} is {shown(value)}, expected a number of bits", code="config")
     return value

@@ -49,7 +49,7 @@ def transformers_family(model_type: str | None, config: Mapping[str, Any]) -> Fa
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     except ImportError as error:
         raise PlanError(
-            f"--plan transformers: the package cannot be imported ({error}): pip install transformers"
+            f"--plan transformers: the package cannot be imported ({error}): pip install transformers", code="no_plan"
         ) from None
     nested = config.get("text_config")
     types = [model_type, nested.get("model_type") if isinstance(nested, Mapping) else None]
@@ -60,7 +60,9 @@ def transformers_family(model_type: str | None, config: Mapping[str, Any]) -> Fa
             plan = getattr(candidate, "base_model_tp_plan", None)
             if isinstance(plan, dict) and any("layers" in module for module in plan):
                 return _family(f"transformers:{name}", plan)
-    raise PlanError(f"--plan transformers: it has no tensor-parallel plan for model type {model_type!r}")
+    raise PlanError(
+        f"--plan transformers: it has no tensor-parallel plan for model type {model_type!r}", code="no_plan"
+    )
 
 
 def _family(name: str, plan: Mapping[str, str]) -> Family:

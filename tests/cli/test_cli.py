@@ -230,7 +230,7 @@ def no_config_and_no_ranks(work: Path) -> list[str]:
     return ["convert", "other", "--tp", "0"]
 
 
-def quantised(work: Path) -> list[str]:
+def quantized(work: Path) -> list[str]:
     write_model(work / "other", CONFIG | {"quantization_config": {"quant_method": "bitsandbytes"}})
     return ["convert", "other", "--tp", "2"]
 
@@ -309,7 +309,7 @@ def control_characters_in_a_path(work: Path) -> list[str]:
         (unknown_model_type, r"'no_such_model'.*--plan FILE"),
         (no_config, r"config\.json names no model_type.*--plan FILE"),
         (no_config_and_no_ranks, r"\b0 ranks"),
-        (quantised, r"quantised by bitsandbytes, which cannot be cut offline: .* --tp 1"),
+        (quantized, r"quantized by bitsandbytes, which cannot be cut offline: .* --tp 1"),
         (output_not_empty, r"out: is not empty; --force"),
         (forced_on_a_foreign_folder, r"out: is not empty and was not written by relayout"),
         (default_output_taken, r"model-tp1: is not empty; --force"),
@@ -372,7 +372,7 @@ def test_a_process_of_its_own_refuses_the_same(here: Run, work: Path, trouble: T
 def test_an_axis_that_does_not_divide_is_named_in_full(here: Run, work: Path) -> None:
     before = tree(work)
     done = here("convert", "model", "--tp", "8", cwd=work)
-    says = r"tensor '(.+)': axis (\d) of \[(\d+), (\d+)\] has (\d+) elements, not a multiple of 8"
+    says = r"tensor '(.+)': dim (\d) of \[(\d+), (\d+)\]: (\d+) elements, not a multiple of 8"
     assert_one_line(done, 2, says)
     match = re.search(says, done.stderr)
     assert match is not None, done.stderr
@@ -670,7 +670,7 @@ def test_inspect_speaks_json(here: Run, converted: Path, args: str, expected: di
         ("model", r"\n +2 +\S+ kB +\S+ kB \(\d\.\dx\) +\S+ kB \(\d\.\dx\)"),
         ("model/model.safetensors", r"model/model\.safetensors: plain checkpoint, model type llama, 12 tensors"),
         ("out", r"out: converted checkpoint, model type llama, 12 tensors, .* in 2 files\n"),
-        ("out", r"model\.layers\.\*\.mlp\.down_proj\.weight +1 +F16 +64 x 50 +axis 1 of \[64, 100\]"),
+        ("out", r"model\.layers\.\*\.mlp\.down_proj\.weight +1 +F16 +64 x 50 +dim 1 of \[64, 100\]"),
         ("out --rank 1", r"\n +1 +12 +\S+ kB +1 +\d"),
     ],
 )

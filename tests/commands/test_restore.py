@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 from support.checkpoints import write_family
 from support.families import FAMILIES
-from support.quantized import QUANTISED, write_quantised
+from support.quantized import QUANTIZED, write_quantized
 from support.rebuilding import rebuild
 from typer.testing import CliRunner
 
@@ -28,11 +28,11 @@ DEGREES = (8, 4, 2, 1)
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A checkpoint of a family or a quantised form, made once."""
+    """A checkpoint of a family or a quantized form, made once."""
 
     def made(name: str) -> Path:
         folder = tmp_path_factory.mktemp("checkpoints") / name
-        return write_quantised(QUANTISED[name], folder) if name in QUANTISED else write_family(FAMILIES[name], folder)
+        return write_quantized(QUANTIZED[name], folder) if name in QUANTIZED else write_family(FAMILIES[name], folder)
 
     return cache(made)
 
@@ -59,7 +59,7 @@ def convert_at_any_degree(source: Path, out: Path, **options: Any) -> int:
     raise AssertionError("not even at one rank")
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *QUANTISED])
+@pytest.mark.parametrize("name", [*FAMILIES, *QUANTIZED])
 def test_a_checkpoint_of_each_kind_comes_back(name: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     source = checkpoint(name)
     convert_at_any_degree(source, tmp_path / "out", align=512, max_part_nbytes=100_000)

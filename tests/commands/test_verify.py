@@ -223,7 +223,7 @@ def test_ranks_that_do_not_hold_all_of_a_tensor_together_are_found(
     for source in (None, llama):
         report = relayout.verify(tmp_path / "out", source=source)
         assert not report.compared_with_source
-        assert any("no rank holds element 192 of axis 0 of [384, 128]" in one.what for one in report.differences)
+        assert any("no rank holds element 192 of dim 0 of [384, 128]" in one.what for one in report.differences)
 
 
 @pytest.mark.parametrize(("short", "missing"), [(0, 191), (1, 383)], ids=["between two ranks", "the last"])
@@ -241,7 +241,7 @@ def test_one_element_that_no_rank_holds_is_found(
     monkeypatch.setattr(division, "even_ranges", wrong_ranges)
     relayout.convert(llama, tmp_path / "out", tp=2)
     said = [str(one) for one in relayout.verify(tmp_path / "out").differences]
-    assert f"no rank holds element {missing} of axis 0 of [384, 128]" in "\n".join(said)
+    assert f"no rank holds element {missing} of dim 0 of [384, 128]" in "\n".join(said)
     assert all("no rank holds element" in one for one in said)
 
 
@@ -406,7 +406,7 @@ def test_a_tensor_that_nobody_holds_is_found(
         assert not report.compared_with_source
         [found] = report.differences
         assert (found.file, found.tensor) == ("relayout.source.json.zst", EXPERT.format(1))
-        assert f"no rank holds element 0 of axis 0 of {list(shape)}" in found.what
+        assert f"no rank holds element 0 of dim 0 of {list(shape)}" in found.what
 
 
 def test_a_side_file_that_has_changed_in_the_source_is_found(pristine: Path, llama: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support.conversions import EXPERT_CASES, Conversions, assert_same, grouped, stock_tensors
 from support.families import FAMILIES
-from support.quantized import QUANTISED
+from support.quantized import QUANTIZED
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -28,7 +28,7 @@ FUSED = {
     "llama4": ["feed_forward.experts.gate_up_proj"],
     "llama4_text": ["feed_forward.experts.gate_up_proj"],
     "qwen3_next": ["linear_attn.conv1d"],
-    **{name: [QKV, GATE_UP] for name, quantised in QUANTISED.items() if quantised.family == "phi3"},
+    **{name: [QKV, GATE_UP] for name, quantized in QUANTIZED.items() if quantized.family == "phi3"},
 }
 """Fused tensors, of which a rank holds a piece of each part."""
 
@@ -56,7 +56,7 @@ def has_dcp(folder: Path) -> bool:
     return result
 
 
-@pytest.mark.parametrize("name", grouped([*FAMILIES, *QUANTISED]))
+@pytest.mark.parametrize("name", grouped([*FAMILIES, *QUANTIZED]))
 def test_whole_tensors_are_the_sources_or_a_fused_slice_is_no_box(name: str, conversions: Conversions) -> None:
     folder = conversions.at(name, conversions.largest(name))
     fused = fused_slices(folder)

@@ -62,10 +62,10 @@ def test_the_sums_of_a_small_llama() -> None:
     assert found.written_nbytes > sum(ranks)
     assert (found.written_nbytes - sum(ranks)) % 512 == 0
     assert found.groups == (
-        PlannedGroup("model.embed_tokens.weight", 1, "BF16", (100, 32), "rows", ((64, 32), (36, 32)), 4096),
+        PlannedGroup("model.embed_tokens.weight", 1, "BF16", (100, 32), "dim 0", ((64, 32), (36, 32)), 4096),
         PlannedGroup("model.norm.weight", 1, "BF16", (32,), "whole", ((32,),), 64),
-        PlannedGroup("model.layers.*.self_attn.q_proj.weight", 2, "BF16", (64, 32), "rows", ((32, 32),), 2 * 2048),
-        PlannedGroup("model.layers.*.self_attn.k_proj.weight", 2, "BF16", (16, 32), "rows", ((8, 32),), 2 * 512),
+        PlannedGroup("model.layers.*.self_attn.q_proj.weight", 2, "BF16", (64, 32), "dim 0", ((32, 32),), 2 * 2048),
+        PlannedGroup("model.layers.*.self_attn.k_proj.weight", 2, "BF16", (16, 32), "dim 0", ((8, 32),), 2 * 512),
     )
 
 
@@ -82,19 +82,19 @@ def test_names_that_differ_in_numbers_are_one_group_only_where_shape_and_dtype_a
 @pytest.mark.parametrize(
     ("name", "shape", "config", "num_ranks", "cut"),
     [
-        ("model.layers.0.mlp.up_proj.weight", (8, 4), LLAMA, 2, "rows"),
-        ("model.layers.0.mlp.down_proj.weight", (4, 8), LLAMA, 2, "columns"),
+        ("model.layers.0.mlp.up_proj.weight", (8, 4), LLAMA, 2, "dim 0"),
+        ("model.layers.0.mlp.down_proj.weight", (4, 8), LLAMA, 2, "dim 1"),
         ("model.norm.weight", (8,), LLAMA, 2, "whole"),
-        ("model.layers.0.self_attn.k_proj.weight", (8, 4), LLAMA, 2, "rows"),
-        ("model.layers.0.self_attn.k_proj.weight", (8, 4), LLAMA, 8, "rows, each part in 4 ranks"),
-        ("model.layers.0.mlp.experts.down_proj", (2, 4, 8), {"model_type": "mixtral"}, 2, "axis 2"),
-        ("model.layers.0.mlp.experts.gate_up_proj", (2, 8, 4), {"model_type": "mixtral"}, 2, "columns, 2 ranges"),
-        ("h.0.attn.c_attn.weight", (4, 48), {"model_type": "gpt2", "n_head": 4}, 2, "columns, 3 ranges"),
+        ("model.layers.0.self_attn.k_proj.weight", (8, 4), LLAMA, 2, "dim 0"),
+        ("model.layers.0.self_attn.k_proj.weight", (8, 4), LLAMA, 8, "dim 0, each part in 4 ranks"),
+        ("model.layers.0.mlp.experts.down_proj", (2, 4, 8), {"model_type": "mixtral"}, 2, "dim 2"),
+        ("model.layers.0.mlp.experts.gate_up_proj", (2, 8, 4), {"model_type": "mixtral"}, 2, "dim 1, 2 ranges"),
+        ("h.0.attn.c_attn.weight", (4, 48), {"model_type": "gpt2", "n_head": 4}, 2, "dim 1, 3 ranges"),
         # Of BLOOM's 4 heads, q k v each, a rank has 2: none of its 6 ranges touch.
-        ("h.0.self_attention.query_key_value.bias", (24,), {"model_type": "bloom", "n_head": 4}, 2, "rows, 6 ranges"),
+        ("h.0.self_attention.query_key_value.bias", (24,), {"model_type": "bloom", "n_head": 4}, 2, "dim 0, 6 ranges"),
         # Ranks that hold nothing share nothing.
-        ("lm_head.weight", (10, 4), LLAMA, 4, "rows"),
-        ("model.layers.0.mlp.up_proj.weight", (0, 4), LLAMA, 4, "rows"),
+        ("lm_head.weight", (10, 4), LLAMA, 4, "dim 0"),
+        ("model.layers.0.mlp.up_proj.weight", (0, 4), LLAMA, 4, "dim 0"),
     ],
 )
 def test_cuts_are_told_in_words(
@@ -128,7 +128,7 @@ def test_experts_in_one_tensor_are_owned_by_rows(num_ranks: int) -> None:
     """Of 4 experts no two ranks hold the same, even if some of 8 hold none."""
     shapes = {"model.layers.0.mlp.experts.down_proj": (4, 2, 2)}
     found = previewed(shapes, num_ranks, {"model_type": "mixtral"}, expert_parallel=True)
-    assert cuts_of(found) == {"model.layers.*.mlp.experts.down_proj": "rows"}
+    assert cuts_of(found) == {"model.layers.*.mlp.experts.down_proj": "dim 0"}
     assert found.replicated_nbytes == 0
 
 

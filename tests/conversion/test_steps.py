@@ -356,7 +356,7 @@ def test_small_tensors_share_a_step_up_to_the_size_of_a_chunk() -> None:
     assert [len(step.tensors) for step in steps_of(source, chunk_nbytes=3 * (2 * BLOCK + 100))] == [3, 3, 3, 1]
 
 
-def test_neighbours_in_a_batch_are_read_by_one_request_and_written_as_one_span() -> None:
+def test_neighbors_in_a_batch_are_read_by_one_request_and_written_as_one_span() -> None:
     source = checkpoint([("U8", (100,), (WHOLE,)) for _ in range(10)], num_ranks=1)
     [step] = steps_of(source)
     assert [one.extent for one in step.ranges] == [Extent(0, 4096)]

@@ -58,8 +58,8 @@ def test_windows_that_cover_the_source_keep_every_byte(transfer: Transfer, cuts:
 
 @given(transfer=transfers())
 @settings(max_examples=300, deadline=None)
-def test_normalising_joins_runs_that_touch_in_both_spaces(transfer: Transfer) -> None:
-    joined = transfer.normalised()
+def test_normalizing_joins_runs_that_touch_in_both_spaces(transfer: Transfer) -> None:
+    joined = transfer.normalized()
     assert moves(joined) == moves(transfer)
     steps = {(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(moves(transfer))}
     if transfer.nbytes and steps <= {(1, 1)}:

@@ -108,7 +108,7 @@ def test_a_cut_inside_a_byte_is_refused_and_any_other_is_right(
         for place in (start, start + length)
     ]
     if any(border % 8 for border in borders):
-        with pytest.raises(PlanError, match=rf"a cut of {dtype} .* along axis {axis} falls inside a byte"):
+        with pytest.raises(PlanError, match=rf"a cut of {dtype} .* along dim {axis} falls inside a byte"):
             slice_transfers(dtype, shape, part)
     else:
         expected = np.packbits(cut(bits, axis, ranges).reshape(-1))
@@ -140,7 +140,7 @@ def test_rows_are_one_run_and_columns_one_run_for_each_row() -> None:
 @pytest.mark.parametrize("dtype", ["F4", "F32"])
 @pytest.mark.parametrize("bad", [(0, 9), (8, 2), (10, 0), (-2, 2), (4, -2)])
 def test_elements_that_the_axis_does_not_have_are_refused(dtype: str, bad: tuple[int, int]) -> None:
-    with pytest.raises(PlanError, match=r"axis 1 of \[2, 8, 2\] has no elements .*" + str(bad[0])):
+    with pytest.raises(PlanError, match=r"dim 1 of \[2, 8, 2\] has no elements .*" + str(bad[0])):
         slice_transfers(dtype, (2, 8, 2), Slice(1, ((0, 2), bad)))
 
 

@@ -1,19 +1,15 @@
-"""A short run of `tools/fuzz` on every parser: all vectors, and some that are made from them."""
+"""A short run of `tools/run fuzz` on every parser: all vectors, and some that are made from them."""
 
 from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import fuzzing
 import pytest
 from fuzzing import TARGETS
-
-TOOLS = Path(__file__).parents[2] / "tools"
-
+from support.tools import run_tool
 
 MUTATIONS = 1000
 
@@ -65,14 +61,13 @@ def test_a_mutation_changes_what_a_parser_sees_and_is_the_same_each_time() -> No
 
 
 def test_the_command_runs_and_tells_how_much_it_tried(tmp_path: Path) -> None:
-    command = [sys.executable, str(TOOLS / "fuzz.py"), "index", "plan"]
     options = ["--seconds", "1", "--engine", "own", "--folder", str(tmp_path)]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=60)
+    done = run_tool("fuzz", "index", "plan", *options)
     assert done.returncode == 0, done.stderr
     told = [json.loads(line) for line in done.stdout.splitlines()]
     assert [one["parser"] for one in told] == ["index", "plan"]
     assert all(one["inputs"] > 10 and not one["findings"] for one in told)
     (tmp_path / "index" / "findings" / "AssertionError-7").write_bytes(b"{}")
-    done = subprocess.run([*command[:-1], *options], capture_output=True, text=True, timeout=60)
+    done = run_tool("fuzz", "index", *options)
     assert done.returncode == 1
     assert json.loads(done.stdout)["findings"] == ["AssertionError-7"]

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import pytest
 import safetensors
+from support.tools import run_tool
 from support.vector_edits import (
     BASES,
     CONFIG,
@@ -203,8 +204,8 @@ def test_an_edit_of_what_nobody_reads_leaves_a_valid_checkpoint(file: str, run: 
 
 
 def test_an_export_holds_each_vector(tmp_path: Path) -> None:
-    tool = Path(__file__).parents[2] / "tools" / "vectors.py"
-    subprocess.run([sys.executable, str(tool), "export", str(tmp_path / "all.zip")], check=True)
+    done = run_tool("vectors", "export", str(tmp_path / "all.zip"))
+    assert done.returncode == 0, done.stderr
     with zipfile.ZipFile(tmp_path / "all.zip") as archive:
         listed = json.loads(archive.read("vectors.json"))
         assert [one["name"] for one in listed] == [one["name"] for one in VECTORS]

@@ -60,7 +60,7 @@ def target(request: pytest.FixtureRequest, files: list[Path], contents: list[Arr
 
 
 def many_small() -> list[Piece]:
-    """Neighbours, some of which share blocks, and some that go backwards."""
+    """Neighbors, some of which share blocks, and some that go backwards."""
     sizes = [3 + 7 * n % 90 for n in range(60)]
     starts = [BLOCK * (n % 50) + 13 * n for n in range(60)]
     return [Piece((read(start, size),), 16 * n) for n, (start, size) in enumerate(zip(starts, sizes, strict=True))]

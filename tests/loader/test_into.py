@@ -404,7 +404,7 @@ OTHERS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "sparse": (lambda tensor: tensor.to_sparse(), "is torch.sparse_coo, expected torch.strided"),
     "sparse rows": (lambda tensor: tensor.to_sparse_csr(), "is torch.sparse_csr, expected torch.strided"),
     "mkldnn": (lambda tensor: tensor.to_mkldnn(), "is torch._mkldnn, expected torch.strided"),
-    "quantised": (lambda tensor: torch.quantize_per_tensor(tensor, 1.0, 0, torch.qint8), "is torch.qint8"),
+    "quantized": (lambda tensor: torch.quantize_per_tensor(tensor, 1.0, 0, torch.qint8), "is torch.qint8"),
     "numpy": (lambda tensor: tensor.numpy(), "is a ndarray"),
     "list": (lambda tensor: tensor.tolist(), "is a list"),
     "conjugate": (lambda tensor: torch.complex(tensor, tensor).conj().imag, "no memory of its own"),

@@ -22,6 +22,7 @@ from support import faulty
 from support.fake_cuda import FakeCuFile, FakeHandle
 from support.faulty import CUT, PART
 from support.loader_fixtures import OWN, assert_equal, fake_device, nothing_left_behind
+from support.tools import PYTHONPATH
 
 import relayout
 from relayout.errors import FormatError
@@ -51,8 +52,8 @@ def folder(place: Path, tmp_path: Path) -> Path:
 def outcomes(place: Path, shim: Path) -> dict[str, dict[str, Any]]:
     """What came of each trial, by "way: call: fault"."""
     done = subprocess.run(
-        [sys.executable, faulty.__file__, str(place / "out"), str(place / "foreign")],
-        env={**os.environ, "LD_PRELOAD": str(shim), **faulty.QUIET},
+        [sys.executable, "-m", "support.faulty", str(place / "out"), str(place / "foreign")],
+        env={**os.environ, "LD_PRELOAD": str(shim), "PYTHONPATH": PYTHONPATH, **faulty.QUIET},
         capture_output=True,
         text=True,
         timeout=120,

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from support import faulty
 from support.loader_fixtures import MIB, WAYS
+from support.tools import PYTHONPATH
 
 pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="takes Linux's /proc"),
@@ -118,7 +119,7 @@ print(json.dumps(found))
 def counts(place: Path) -> dict[str, list[list[int]]]:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(place / "out"), str(WARM_UP), str(REPEATS), str(MEMORY)],
-        env={**os.environ, **faulty.QUIET, "PYTHONPATH": str(Path(faulty.__file__).parents[1])},
+        env={**os.environ, **faulty.QUIET, "PYTHONPATH": PYTHONPATH},
         input=" ".join(WAYS),
         capture_output=True,
         text=True,

@@ -28,7 +28,7 @@ from support.conversions import (
 )
 from support.families import FAMILIES
 from support.loader_fixtures import MEASURE, child, skip_unless_drives_are_counted
-from support.quantized import QUANTISED
+from support.quantized import QUANTIZED
 
 import relayout
 from relayout.errors import FormatError, PlanError
@@ -43,7 +43,7 @@ def test_every_rank_at_every_other_degree_gets_what_a_direct_conversion_writes(
     largest = conversions.largest(name)
     folder, whole = conversions.at(name, largest), conversions.at(name, 1)
     accepted = []
-    for tp in DEGREES if name not in QUANTISED else DEGREES[:-1]:
+    for tp in DEGREES if name not in QUANTIZED else DEGREES[:-1]:
         direct = conversions.outcome(name, tp)
         if isinstance(direct, PlanError):
             with pytest.raises(PlanError) as caught:
@@ -200,7 +200,7 @@ def test_there_is_nothing_to_verify_by(call: Callable[..., Any], conversions: Co
         (
             0,
             3,
-            r"axis 1 of \[128, 256\] has 256 elements, not a multiple of 3 \(.* can be cut for --tp 1, 2, 4, 8\)$",
+            r"dim 1 of \[128, 256\]: 256 elements, not a multiple of 3 \(.* can be cut for --tp 1, 2, 4, 8\)$",
         ),
         (0, 0, r"^tp=0, expected 1 or more$"),
         (0, 2000, r"^2000 ranks, expected 1 to 1024$"),

@@ -75,7 +75,7 @@ SIZES = st.one_of(
 
 @st.composite
 def held_tensors(draw: st.DrawFn) -> list[Tensor]:
-    """Empty ones, contiguous ones, many of them neighbours in their file, strided ones, and ones in several pieces."""
+    """Empty ones, contiguous ones, many of them neighbors in their file, strided ones, and ones in several pieces."""
     tensors: list[Tensor] = []
     ends = [draw(st.integers(0, 5000)) for _ in FILES]
     file = 0
@@ -125,16 +125,16 @@ def test_reads_bring_just_each_tensors_bytes_to_its_offset(tensors: list[Tensor]
 
 @given(held_tensors())
 @settings(max_examples=300, deadline=None)
-def test_neighbours_in_a_file_are_brought_by_one_read_and_memory_is_not_wasted(tensors: list[Tensor]) -> None:
+def test_neighbors_in_a_file_are_brought_by_one_read_and_memory_is_not_wasted(tensors: list[Tensor]) -> None:
     sizes = [size_of(tensor) for tensor in tensors]
     placement = place(tensors, sizes)
-    neighbours = 0
+    neighbors = 0
     for before, after in pairwise(tensors):
         if len(before) == len(after) == 1 and before[0].file == after[0].file:
             a, b = before[0].transfer, after[0].transfer
             is_next = a.source + a.nbytes == b.source and a.nbytes % 16 == 0
-            neighbours += a.count == b.count == 1 and is_next
-    assert len(placement.reads) == sum(map(len, tensors)) - neighbours
+            neighbors += a.count == b.count == 1 and is_next
+    assert len(placement.reads) == sum(map(len, tensors)) - neighbors
     large = [read for read in placement.reads if size_of((read,)) >= MIB]
     assert placement.nbytes < sum(nbytes + 16 for nbytes in sizes) + 2 * 4096 * len(large) + 4096
 
@@ -151,7 +151,7 @@ def test_what_is_large_and_at_a_multiple_of_16_can_go_straight(tensors: list[Ten
             assert (one.target - one.source) % 4096 == 0
 
 
-def test_neighbours_that_are_large_together_go_straight_as_one() -> None:
+def test_neighbors_that_are_large_together_go_straight_as_one() -> None:
     third = 400 * 1024
     tensors = [(Read(1, Transfer(4096 + 48 + i * third, 0, third)),) for i in range(3)]
     small = (Read(1, Transfer(0, 0, 33)),)
@@ -188,14 +188,14 @@ def test_the_largest_piece_of_a_tensor_goes_straight() -> None:
     assert [read.transfer.target for read in placement.reads] == [0, 4112, 4128, 4128 + MIB]
 
 
-def test_what_follows_in_another_file_is_no_neighbour() -> None:
+def test_what_follows_in_another_file_is_no_neighbor() -> None:
     tensors = [(Read(0, Transfer(96, 0, 32)),), (Read(1, Transfer(128, 0, 16)),), (Read(1, Transfer(144, 0, 16)),)]
     placement = place(tensors, [32, 16, 16])
     assert placement.reads == (Read(0, Transfer(96, 0, 32)), Read(1, Transfer(128, 32, 32)))
     assert_brings_just(tensors, placement.offsets, placement.reads, placement.nbytes)
 
 
-def test_a_neighbour_of_an_odd_size_is_not_followed_at_an_odd_place() -> None:
+def test_a_neighbor_of_an_odd_size_is_not_followed_at_an_odd_place() -> None:
     tensors = [(Read(0, Transfer(100, 0, 32)),), (Read(0, Transfer(132, 0, 17)),), (Read(0, Transfer(149, 0, 16)),)]
     placement = place(tensors, [32, 17, 16])
     assert placement.offsets == (0, 32, 64)

@@ -198,7 +198,7 @@ def planned(reads: Sequence[Read], alignment: int = 4096) -> list[Chunk]:
     return list(plan_chunks(reads, alignment, chunk_nbytes=8 * MIB, bounce_nbytes=8 * MIB))
 
 
-def test_many_small_neighbours_are_few_requests() -> None:
+def test_many_small_neighbors_are_few_requests() -> None:
     reads = [Read(0, Transfer(4096 + 24 * n, 32 * n, 24)) for n in range(10_000)]
     assert shape(planned(reads)) == [(4096, 59 * 4096, None, 10_000)]  # 240000 bytes, to the end of the last block.
     small = list(plan_chunks(reads, 4096, chunk_nbytes=8 * MIB, bounce_nbytes=100_000))

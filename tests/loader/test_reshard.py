@@ -132,7 +132,7 @@ def executed(reads: tuple[Read, ...], files: tuple[Array, ...], nbytes: int) -> 
     result, times = np.zeros(nbytes, np.uint8), np.zeros(nbytes, int)
     for read in reads:
         assert read.transfer.nbytes > 0
-        assert read.transfer.normalised() == read.transfer
+        assert read.transfer.normalized() == read.transfer
         for run in read.transfer.runs():
             assert 0 <= run.source <= run.source_end <= files[read.file].size
             assert 0 <= run.target <= run.target_end <= nbytes
@@ -222,7 +222,7 @@ def test_nothing_is_read_of_what_has_no_bytes() -> None:
 def test_a_hole_is_refused_at_its_first_element(size: int, data: st.DataObject) -> None:
     missing = data.draw(st.integers(0, size - 1))
     holders = [Holder(Slice(0, ((0, missing), (missing + 1, size - missing - 1))), 0, 0)]
-    with pytest.raises(PlanError, match=rf"^element {missing} of axis 0 of \[{size}, 3\] is in no rank's slice$"):
+    with pytest.raises(PlanError, match=rf"^element {missing} of dim 0 of \[{size}, 3\] is in no rank's slice$"):
         gather("BF16", (size, 3), WHOLE, holders)
     if missing:
         assert len(gather("BF16", (size, 3), Slice(0, ((0, missing),)), holders)) == 1
@@ -233,7 +233,7 @@ def test_what_no_rank_holds_is_refused() -> None:
         gather("BF16", (8, 3), WHOLE, [])
     with pytest.raises(PlanError, match=r"^no rank holds the tensor$"):
         gather("BF16", (), WHOLE, [])
-    with pytest.raises(PlanError, match=r"^element 2 of axis 1 of \[3, 8\] is in no rank's slice$"):
+    with pytest.raises(PlanError, match=r"^element 2 of dim 1 of \[3, 8\] is in no rank's slice$"):
         gather("BF16", (3, 8), Slice(1, ((2, 3),)), [])
 
 
@@ -264,5 +264,5 @@ def test_slices_along_two_axes_are_refused(wanted: Slice, parts: list[Slice]) ->
     ],
 )
 def test_a_cut_inside_a_byte_is_refused(dtype: str, shape: tuple[int, ...], wanted: Slice, parts: list[Slice]) -> None:
-    with pytest.raises(PlanError, match=rf"^a cut of {dtype} \[.*\] along axis {wanted.axis} falls inside a byte$"):
+    with pytest.raises(PlanError, match=rf"^a cut of {dtype} \[.*\] along dim {wanted.axis} falls inside a byte$"):
         gather(dtype, shape, wanted, [Holder(part, rank, 0) for rank, part in enumerate(parts)])

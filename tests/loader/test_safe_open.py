@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from support.conversions import EXPERT_CASES, Conversions, grouped, stock_tensors
 from support.loader_fixtures import MEASURE, child, nothing_left_behind, skip_unless_drives_are_counted, write_model
 from support.models import as_integers
-from support.quantized import FAMILIES, QUANTISED
+from support.quantized import FAMILIES, QUANTIZED
 
 import relayout
 from relayout.errors import FormatError, PlanError
@@ -47,7 +47,7 @@ def some_index(shape: torch.Size, seed: str) -> Any:
     return rng.choice([parts, parts[:1], (..., *parts[-1:])])
 
 
-@pytest.mark.parametrize("name", grouped([*FAMILIES, *QUANTISED]))
+@pytest.mark.parametrize("name", grouped([*FAMILIES, *QUANTIZED]))
 def test_every_tensor_is_the_sources_and_so_are_slices(name: str, conversions: Conversions) -> None:
     source = stock_tensors(conversions.source(name))
     with relayout.safe_open(conversions.at(name, conversions.largest(name))) as opened:

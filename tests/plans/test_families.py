@@ -246,12 +246,12 @@ def test_a_refusal_names_tensor_axis_size_and_the_degrees_that_are_then_accepted
     shapes = {tensor.name: tensor.shape for tensor in source.tensors}
     for num_ranks, message in refusals.items():
         found = re.match(
-            r"tensor '([^']+)': axis (\d) of (\[[\d, ]+\]).* \(this checkpoint can be cut for --tp ([\d, ]+)\)$",
+            r"tensor '([^']+)': dim (\d) of (\[[\d, ]+\]).* \(this checkpoint can be cut for --tp ([\d, ]+)\)$",
             message,
         )
         assert found, message
         assert str(list(shapes[found[1]])) == found[3]
-        size = re.search(r" has (\d+) elements", message)
+        size = re.search(r"\]: (\d+) elements", message)
         assert not size or int(size[1]) == shapes[found[1]][int(found[2])], message
         assert re.search(rf"\b{num_ranks}\b", message.partition("]")[2].partition(" (this")[0]), message
         assert {int(degree) for degree in found[4].split(", ") if int(degree) <= 16} == accepted | {1}

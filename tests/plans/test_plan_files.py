@@ -82,7 +82,7 @@ def test_a_whole_plan_file() -> None:
     family = parse(
         """
         model_types = ["falcon", "RefinedWeb"]
-        quantisation = "mxfp4"
+        quantization = "mxfp4"
         language_prefixes = ["a.", "model.a.", "b.c."]
         [sizes]
         experts = "num_experts"
@@ -159,7 +159,7 @@ def builtin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Builtin]:
 
 BASE = """
 model_types = ["base"]
-quantisation = "fp8"
+quantization = "fp8"
 language_prefixes = ["lm."]
 [sizes]
 heads = "n_head"
@@ -222,7 +222,7 @@ def test_a_file_may_have_the_name_of_the_plan_that_it_extends(tmp_path: Path) ->
 
 # What is no plan file.
 
-KNOWN = "expected cut, experts, extends, language_prefixes, model_types, quantisation, sizes"
+KNOWN = "expected cut, experts, extends, language_prefixes, model_types, quantization, sizes"
 NO_TABLE = r"a plan has a table \[cut\] with rules"
 NO_SOURCE = "is no key of config.json, no positive number, and no { when = KEY, is = VALUE, use = KEY or number }"
 NO_CUT = 'is not "whole" or { dim = N, by = UNIT }'
@@ -255,7 +255,7 @@ NO_WIDTHS = r"UNIT \* WIDTH is for"
         ("model_types = 3\n[cut]\nx = 'whole'", f"model_types {NO_STRINGS}"),
         ("model_types = ['a', 1]\n[cut]\nx = 'whole'", f"model_types {NO_STRINGS}"),
         ("language_prefixes = [1]\n[cut]\nx = 'whole'", f"language_prefixes {NO_STRINGS}"),
-        ("quantisation = ['fp8']\n[cut]\nx = 'whole'", r"quantisation \['fp8'\], expected the name of a method"),
+        ("quantization = ['fp8']\n[cut]\nx = 'whole'", r"quantization \['fp8'\], expected the name of a method"),
         ("extends = 'lama'\n[cut]\nx = 'whole'", "extends 'lama', which is no built-in plan"),
         ("extends = ['llama']\n[cut]\nx = 'whole'", r"extends \['llama'\], which is no built-in plan"),
         ("extends = 'llama.toml'", "extends 'llama.toml', which is no built-in plan"),
@@ -285,7 +285,7 @@ NO_WIDTHS = r"UNIT \* WIDTH is for"
         ("[sizes]\nheads = 'n'\n[cut]\nx = { dim = 0, by = ['heads', 'kv_heads'] }", "cut 'x': unit 'kv_heads', exp"),
         ("[sizes]\nheads = 'n'\n[cut]\nx = { dim = 0, by = 'heads * dim' }", "cut 'x': unit 'dim', expected"),
         ("[sizes]\nheads = 'n'\n[cut]\nx = { dim = 0, by = 'heads *' }", "cut 'x': unit '', expected"),
-        ("[sizes]\nheads = 'n'\n[cut]\nx = { dim = 0, by = ['heads', 'heads'], interleaved = 'h' }", "unit 'h'"),
+        ("[sizes]\nk = 'n'\n[cut]\nx = { dim = 0, by = ['k', 'k'], interleaved = 'h' }", "cut 'x': unit 'h', exp"),
         # An axis has no number of `even` groups, nor are they any number of elements wide.
         ("[sizes]\nheads = 'n'\n[cut]\nx = { dim = 0, by = ['heads', 'heads'], interleaved = 'even' }", "cut 'x': "),
         ("[sizes]\nheads = 'n'\n[cut]\nx = { dim = 0, by = 'heads * even' }", "cut 'x': "),
@@ -332,8 +332,8 @@ def test_a_plan_file_is_at_most_256_kib(tmp_path: Path) -> None:
 # The plans that come with relayout.
 
 
-def test_each_model_type_is_in_just_one_built_in_plan_for_each_quantisation() -> None:
-    found = Counter((kind, family.quantisation) for family in builtin_families() for kind in family.model_types)
+def test_each_model_type_is_in_just_one_built_in_plan_for_each_quantization() -> None:
+    found = Counter((kind, family.quantization) for family in builtin_families() for kind in family.model_types)
     assert set(found.values()) == {1}
     types = {kind for kind, _ in found}
     assert types >= {
@@ -343,7 +343,7 @@ def test_each_model_type_is_in_just_one_built_in_plan_for_each_quantisation() ->
 
 
 @pytest.mark.parametrize(
-    ("model_type", "quantisation", "name"),
+    ("model_type", "quantization", "name"),
     [
         ("llama", None, "llama"),
         ("llama", "fp8", "llama"),
@@ -355,16 +355,16 @@ def test_each_model_type_is_in_just_one_built_in_plan_for_each_quantisation() ->
         ("gpt_oss", "compressed-tensors", "gpt_oss"),
     ],
 )
-def test_a_plan_for_just_this_quantisation_comes_before_others(
-    model_type: str, quantisation: str | None, name: str
+def test_a_plan_for_just_this_quantization_comes_before_others(
+    model_type: str, quantization: str | None, name: str
 ) -> None:
-    assert find_family(model_type, quantisation).name == name
+    assert find_family(model_type, quantization).name == name
 
 
 def test_each_built_in_plan_is_found_by_each_of_its_model_types() -> None:
     for family in builtin_families():
         for model_type in family.model_types:
-            assert find_family(model_type, family.quantisation) == family
+            assert find_family(model_type, family.quantization) == family
 
 
 def test_to_find_a_plan_only_few_are_parsed() -> None:
@@ -397,20 +397,20 @@ def test_a_plan_is_found_however_its_model_types_are_written(builtin: Builtin, l
 
 
 @pytest.mark.parametrize(
-    ("model_type", "quantisation"), [("rwkv", None), ("rwkv", "mxfp4"), ("", None), ("Llama", None)]
+    ("model_type", "quantization"), [("rwkv", None), ("rwkv", "mxfp4"), ("", None), ("Llama", None)]
 )
-def test_a_model_type_without_a_plan_is_named_and_the_ways_out(model_type: str, quantisation: str | None) -> None:
+def test_a_model_type_without_a_plan_is_named_and_the_ways_out(model_type: str, quantization: str | None) -> None:
     message = f"^no built-in plan for model type '{model_type}' .*--plan FILE.*--plan transformers.*--tp 1"
     with pytest.raises(PlanError, match=message):
-        find_family(model_type, quantisation)
+        find_family(model_type, quantization)
 
 
-def test_a_plan_for_one_quantisation_is_not_for_others(builtin: Builtin) -> None:
+def test_a_plan_for_one_quantization_is_not_for_others(builtin: Builtin) -> None:
     builtin(base=BASE)
     assert find_family("base", "fp8").name == "base"
-    for quantisation in (None, "awq"):
+    for quantization in (None, "awq"):
         with pytest.raises(PlanError, match="no built-in plan for model type 'base'"):
-            find_family("base", quantisation)
+            find_family("base", quantization)
 
 
 @pytest.mark.parametrize("family", builtin_families(), ids=lambda family: str(family.name))

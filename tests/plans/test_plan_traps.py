@@ -16,7 +16,7 @@ from relayout.plans.planner import plan_for
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
 
 
-def test_quantised_weights_of_a_transposed_family_are_cut_the_other_way() -> None:
+def test_quantized_weights_of_a_transposed_family_are_cut_the_other_way() -> None:
     """GPT-2 stores [in, out]; what GPTQ makes of it has outputs along axis 1 as everywhere."""
     module = "transformer.h.0.mlp.c_fc"
     shapes = {
@@ -92,7 +92,7 @@ def test_stacked_experts_that_config_json_counts_otherwise_are_refused() -> None
     source = catalogue(
         {"model.layers.0.mlp.experts.gate_up_proj": (6, 64, 32)}, model_type="mixtral", num_local_experts=8
     )
-    with pytest.raises(PlanError, match=r"6 experts along axis 0, config.json declares 8"):
+    with pytest.raises(PlanError, match=r"6 experts along dim 0, config.json declares 8"):
         plan_for(source, 2, expert_parallel=True)
 
 

@@ -37,7 +37,7 @@ Q_PROJ, K_PROJ, O_PROJ = (f"{ATTENTION}{name}_proj.weight" for name in "qko")
         ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, "gemma3"),
     ],
 )
-def test_the_plan_is_chosen_by_model_type_and_quantisation(config: dict[str, Any], name: str) -> None:
+def test_the_plan_is_chosen_by_model_type_and_quantization(config: dict[str, Any], name: str) -> None:
     assert plan_for(catalogue({"model.norm.weight": (8,)}, **config), 2) == plan_of(name, 2, ((WHOLE, WHOLE),))
 
 
@@ -77,7 +77,7 @@ def test_a_plan_file_is_used_in_place_of_the_built_in_one(tmp_path: Path) -> Non
         }
 
 
-def test_a_plan_file_cuts_quantised_weights_by_the_rule_of_the_weight(tmp_path: Path) -> None:
+def test_a_plan_file_cuts_quantized_weights_by_the_rule_of_the_weight(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(
         '[cut]\n"a.weight" = { dim = 0, by = "even" }\n"b.weight" = { dim = 1, by = "even" }'
     )
@@ -98,7 +98,7 @@ def test_a_plan_file_cuts_quantised_weights_by_the_rule_of_the_weight(tmp_path: 
     }
 
 
-def test_a_bias_that_no_rule_names_goes_with_the_rows_of_its_quantised_weight(tmp_path: Path) -> None:
+def test_a_bias_that_no_rule_names_goes_with_the_rows_of_its_quantized_weight(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(
         '[cut]\n"{a,c}.weight" = { dim = 0, by = "even" }\n"b.weight" = { dim = 1, by = "even" }'
     )
@@ -111,7 +111,7 @@ def test_a_bias_that_no_rule_names_goes_with_the_rows_of_its_quantised_weight(tm
         **{"b.weight": (4, 1), "b.weight_scale": (4, 1), "b.bias": (4,)},
     }
     assert plan.unmatched == ()
-    shapes |= {"c.weight": (4, 2), "c.bias": (4,)}  # Not quantised.
+    shapes |= {"c.weight": (4, 2), "c.bias": (4,)}  # Not quantized.
     with pytest.raises(PlanError, match=r"tensor 'c.bias': no rule of plan 'mine.toml' names it: "):
         plan_for(catalogue(shapes, quantization_config=config), 2, tmp_path / "mine.toml")
 
@@ -120,7 +120,7 @@ def test_a_bias_that_no_rule_names_goes_with_the_rows_of_its_quantised_weight(tm
 def test_weights_that_cannot_be_cut_are_refused_by_any_plan(own: bool, tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text('[cut]\n"**" = { dim = 0, by = "even" }')
     source = catalogue({UP: (4, 2)}, model_type="llama", quantization_config={"quant_method": "bitsandbytes"})
-    with pytest.raises(PlanError, match=r"^checkpoint: weights are quantised by bitsandbytes, .*--tp 1"):
+    with pytest.raises(PlanError, match=r"^checkpoint: weights are quantized by bitsandbytes, .*--tp 1"):
         plan_for(source, 2, tmp_path / "mine.toml" if own else None)
 
 
@@ -188,19 +188,19 @@ def test_unmatched_is_one_of_two_words() -> None:
     ("name", "shape", "num_ranks", "message", "degrees"),
     [
         # 18944 = 2^9 x 37.
-        (UP, (18944, 2), 3, "axis 0 of [18944, 2] has 18944 elements, not a multiple of 3", [2, 4, 8, 16, 32, 37, 64]),
+        (UP, (18944, 2), 3, "dim 0 of [18944, 2]: 18944 elements, not a multiple of 3", [2, 4, 8, 16, 32, 37, 64]),
         # 28 heads of 128.
         (
-            O_PROJ, (64, 3584), 8, "axis 1 of [64, 3584] has 28 groups of 128 elements, not a multiple of 8",
+            O_PROJ, (64, 3584), 8, "dim 1 of [64, 3584]: 28 groups of 128 elements, not a multiple of 8",
             [2, 4, 7, 14, 28],
         ),
         # 4 KV heads, shared from there on.
         (
-            K_PROJ, (512, 64), 6, "axis 0 of [512, 64] has 4 heads of 128 elements, which 6 ranks cannot share evenly",
+            K_PROJ, (512, 64), 6, "dim 0 of [512, 64]: 4 heads of 128 elements, which 6 ranks cannot share evenly",
             [2, *range(4, 65, 4)],
         ),
         (
-            K_PROJ, (512, 64), 3, "axis 0 of [512, 64] has 4 groups of 128 elements, not a multiple of 3",
+            K_PROJ, (512, 64), 3, "dim 0 of [512, 64]: 4 groups of 128 elements, not a multiple of 3",
             [2, *range(4, 65, 4)],
         ),
     ],
@@ -234,13 +234,13 @@ def test_the_degrees_that_are_named_are_those_at_which_all_tensors_divide() -> N
 
 
 def test_where_no_degree_fits_there_is_still_one_rank() -> None:
-    with pytest.raises(PlanError, match=r"^tensor '.*up_proj.weight': axis 0 of \[67, 2\] .*--tp 1\)$"):
+    with pytest.raises(PlanError, match=r"^tensor '.*up_proj.weight': dim 0 of \[67, 2\]: .*--tp 1\)$"):
         plan_for(catalogue({UP: (67, 2)}, model_type="llama"), 2)
 
 
 def test_a_tensor_without_the_axis_that_its_rule_cuts_is_refused() -> None:
     source = catalogue({O_PROJ: (64,)}, model_type="llama", num_attention_heads=8)
-    with pytest.raises(PlanError, match=rf"^tensor '{O_PROJ}': axis 1 of \[64\]: there is no such axis, which '"):
+    with pytest.raises(PlanError, match=rf"^tensor '{O_PROJ}': dim 1 of \[64\]: there is no such dimension, which '"):
         plan_for(source, 2)
 
 
@@ -256,7 +256,7 @@ def test_a_cut_inside_a_byte_is_refused_with_the_tensors_name() -> None:
 def test_a_count_of_heads_that_is_no_positive_whole_number_is_refused(value: Any) -> None:
     source = catalogue({Q_PROJ: (64, 64)}, model_type="llama", num_attention_heads=value)
     message = (
-        rf"^tensor '{Q_PROJ}': axis 0 of \[64, 64\]: needs heads, but config.json has no positive num_attention_heads"
+        rf"^tensor '{Q_PROJ}': dim 0 of \[64, 64\]: needs heads, but config.json has no positive num_attention_heads"
     )
     with pytest.raises(PlanError, match=message):
         plan_for(source, 2)
@@ -278,7 +278,7 @@ def test_without_kv_heads_every_head_has_its_own() -> None:
     ],
 )
 def test_a_shape_that_contradicts_the_configuration_is_refused(dim: int, config: dict[str, int], message: str) -> None:
-    with pytest.raises(PlanError, match=rf"^tensor '{Q_PROJ}': axis 0 of \[{dim}, 8\]: {message}"):
+    with pytest.raises(PlanError, match=rf"^tensor '{Q_PROJ}': dim 0 of \[{dim}, 8\]: {message}"):
         plan_for(catalogue({Q_PROJ: (dim, 8)}, model_type="llama", **config), 2)
 
 

@@ -67,7 +67,7 @@ BLOCKS = {"num_bits": 8, "strategy": "block", "type": "float", "block_structure"
 
 
 def scheme(config: dict[str, Any]) -> Scheme:
-    found = find_scheme(config, "here")
+    found = find_scheme(config)
     assert found is not None
     return found
 
@@ -148,10 +148,8 @@ def test_the_scheme_is_that_of_the_method(config: dict[str, Any], name: str) -> 
     ],
 )  # fmt: skip
 def test_what_cannot_be_cut_is_refused_with_the_reason(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(
-        PlanError, match=f"^here: weights are quantised by {message}.*; use --tp 1, which cuts nothing$"
-    ):
-        find_scheme(config, "here")
+    with pytest.raises(PlanError, match=f"^weights are quantized by {message}.*; use --tp 1, which cuts nothing$"):
+        find_scheme(config)
 
 
 @pytest.mark.parametrize(
@@ -168,8 +166,8 @@ def test_what_cannot_be_cut_is_refused_with_the_reason(config: dict[str, Any], m
     ],
 )
 def test_a_config_that_makes_no_sense_is_refused(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(PlanError, match=f"^here: quantization_config: {message}$"):
-        find_scheme(config, "here")
+    with pytest.raises(PlanError, match=f"^quantization_config: {message}$"):
+        find_scheme(config)
 
 
 # What tensors store between them: a weight of 64 rows (outputs) and 256 columns (inputs).
@@ -299,7 +297,7 @@ def test_a_cut_in_halves_halves_each_tensor_along_the_axis_that_runs_with_the_we
     half = (32, 128)[axis]
     for suffix, (_, shape) in stored.items():
         own = HALVES[name][axis].get(suffix)
-        found = scheme(config).carry(axis, suffix, shape, weight, [((0, half),), ((half, half),)], "here")
+        found = scheme(config).carry(axis, suffix, shape, weight, [((0, half),), ((half, half),)])
         if own is None:
             assert found is None, suffix
         else:
@@ -340,7 +338,7 @@ def test_cuts_are_carried_over_in_proportion(
     expected: Any,
 ) -> None:
     weight = Weight(*size, scheme(config).values[0])
-    assert scheme(config).carry(axis, suffix, shape, weight, ranges, "here") == expected
+    assert scheme(config).carry(axis, suffix, shape, weight, ranges) == expected
 
 
 GROUPED: dict[str, tuple[dict[str, Any], Stored, tuple[int, int], str, int]] = {
@@ -381,7 +379,7 @@ def test_a_rank_holds_the_scales_of_its_columns(name: str) -> None:
     for [(start, length)] in ranges:
         held = np.unique(scale_of[start : start + length])
         expected.append((int(held[0]) if len(held) else 256 // group, len(held)))
-    found = scheme(config).carry(1, suffix, stored[suffix][1], weight, ranges, "here")
+    found = scheme(config).carry(1, suffix, stored[suffix][1], weight, ranges)
     assert found == (scheme(config).tensors[suffix][1], [(one,) for one in expected])
     assert sum(length for _, length in expected) == stored[suffix][1][found[0]]
 
@@ -419,8 +417,8 @@ def test_a_border_inside_a_block_group_or_word_is_refused(
     config: dict[str, Any], axis: int, suffix: str, shape: tuple[int, ...], size: tuple[int, int], at: int, message: str
 ) -> None:
     weight, dim = Weight(*size, scheme(config).values[0]), size[axis]
-    with pytest.raises(PlanError, match=f"^here: the cut at {message} that are stored together$"):
-        scheme(config).carry(axis, suffix, shape, weight, [((0, at),), ((at, dim - at),)], "here")
+    with pytest.raises(PlanError, match=f"^the cut at {message} stored together$"):
+        scheme(config).carry(axis, suffix, shape, weight, [((0, at),), ((at, dim - at),)])
 
 
 # Where quantization_config may be.
@@ -481,7 +479,7 @@ def test_what_older_tools_wrote_is_a_scheme_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["hf_quant_config", "quantize_config", "quant_config"])
-def test_a_broken_file_of_quantisation_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_broken_file_of_quantization_is_refused(name: str, tmp_path: Path) -> None:
     (checkpoint(tmp_path, {}) / f"{name}.json").write_text("{")
     with pytest.raises(FormatError, match=f"{name}.json: not valid JSON"):
         read_catalogue(tmp_path)

@@ -1,4 +1,4 @@
-"""Quantised checkpoints: the numbers that a rank's slices mean are the slice of the numbers that the source means."""
+"""Quantized checkpoints: the numbers that a rank's slices mean are the slice of the numbers that the source means."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from support.checkpoints import Entry, Sizes, Tensors
 from support.engine_oracle import Array, IndivisibleError, expected, owners, split_cut
 from support.models import as_integers, read_tensors
 from support.quantized import (
-    EXPERT_QUANTISED,
-    QUANTISED,
+    EXPERT_QUANTIZED,
+    QUANTIZED,
     Method,
-    Quantised,
+    Quantized,
     compressed,
-    is_quantised,
+    is_quantized,
     refused_forms,
     weights_of,
-    write_quantised,
+    write_quantized,
 )
 from support.rebuilding import assert_ranks_give_back
 
@@ -39,8 +39,8 @@ DEGREES = range(2, 17)
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Writes a quantised checkpoint, once."""
-    return cache(lambda name: write_quantised(QUANTISED[name], tmp_path_factory.mktemp("quantised") / name))
+    """Writes a quantized checkpoint, once."""
+    return cache(lambda name: write_quantized(QUANTIZED[name], tmp_path_factory.mktemp("quantized") / name))
 
 
 @pytest.fixture(scope="session")
@@ -51,7 +51,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         config, store = refused_forms()[name]
         method = Method(config, store, lambda _: np.zeros((0, 0)))
         sizes = {"D": 16, "I": 256, "H": 128}
-        return write_quantised(Quantised(method, sizes=sizes), tmp_path_factory.mktemp("refused") / name)
+        return write_quantized(Quantized(method, sizes=sizes), tmp_path_factory.mktemp("refused") / name)
 
     return cache(made)
 
@@ -80,10 +80,10 @@ def is_at_borders(held: Array, unit: int, dim: int) -> bool:
     return all(start % unit == 0 for start in starts) and all(end % unit == 0 or end == dim for end in ends)
 
 
-def fits(quantised: Quantised, num_ranks: int, *, owned: bool = False) -> bool:
+def fits(quantized: Quantized, num_ranks: int, *, owned: bool = False) -> bool:
     """Whether an engine can divide every tensor, and no cut falls inside a block, group or word."""
-    sizes = quantised.all_sizes()
-    for entry in {(entry.cut, entry.shape, is_quantised(entry)): entry for entry in quantised.entries()}.values():
+    sizes = quantized.all_sizes()
+    for entry in {(entry.cut, entry.shape, is_quantized(entry)): entry for entry in quantized.entries()}.values():
         if owned and ".experts." in entry.name:
             continue
         kind, axis = split_cut(entry.cut)
@@ -93,14 +93,14 @@ def fits(quantised: Quantised, num_ranks: int, *, owned: bool = False) -> bool:
             parts = expected(kind, np.arange(entry.shape[axis]), num_ranks, sizes)
         except IndivisibleError:
             return False
-        unit = quantised.method.units[axis] if is_quantised(entry) else 1
+        unit = quantized.method.units[axis] if is_quantized(entry) else 1
         if not all(is_at_borders(part, unit, entry.shape[axis]) for part in parts):
             return False
     return True
 
 
 def fitting(name: str) -> list[int]:
-    return [degree for degree in DEGREES if fits(QUANTISED[name], degree)]
+    return [degree for degree in DEGREES if fits(QUANTIZED[name], degree)]
 
 
 def try_plan(source: Catalogue, num_ranks: int, **options: Any) -> Plan | PlanError:
@@ -129,11 +129,11 @@ def bias_cut(entry: Entry) -> str:
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
-@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_a_ranks_slices_mean_the_slice_of_what_the_source_means(
     name: str, tp: int, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    quantised = QUANTISED[name]
+    quantized = QUANTIZED[name]
     if tp not in fitting(name):
         with pytest.raises(PlanError, match=rf"{tp}|falls inside"):
             relayout.convert(checkpoint(name), tmp_path / "out", tp=tp)
@@ -141,16 +141,16 @@ def test_a_ranks_slices_mean_the_slice_of_what_the_source_means(
     relayout.convert(checkpoint(name), tmp_path / "out", tp=tp)
     whole = tensors_of(checkpoint(name))
     held = [tensors_of(tmp_path / "out", rank) for rank in range(tp)]
-    entries = quantised.entries()
+    entries = quantized.entries()
     for entry in entries:
-        if is_quantised(entry):
-            assert_same_numbers(entry, quantised.method, whole, held, quantised.all_sizes())
+        if is_quantized(entry):
+            assert_same_numbers(entry, quantized.method, whole, held, quantized.all_sizes())
         else:
             for rank, wanted in enumerate(
-                expected(entry.cut, as_integers(whole[entry.name]), tp, quantised.all_sizes())
+                expected(entry.cut, as_integers(whole[entry.name]), tp, quantized.all_sizes())
             ):
                 np.testing.assert_array_equal(as_integers(held[rank][entry.name]), wanted, err_msg=entry.name)
-    assert sum(map(is_quantised, entries)) >= 4
+    assert sum(map(is_quantized, entries)) >= 4
     shared = [key for key in whole if key.endswith(("_shape", "_global_scale", "k_scale", "v_scale", "_scale_2"))]
     shared += [key for key in whole if key.endswith("input_scale")]
     for key in shared:
@@ -159,7 +159,7 @@ def test_a_ranks_slices_mean_the_slice_of_what_the_source_means(
 
 
 def test_the_checkpoints_have_every_kind_of_tensor(checkpoint: Callable[[str], Path]) -> None:
-    suffixes = {key.rpartition(".")[2] for name in QUANTISED for key in tensors_of(checkpoint(name))}
+    suffixes = {key.rpartition(".")[2] for name in QUANTIZED for key in tensors_of(checkpoint(name))}
     assert suffixes >= {
         "qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv", "weight_shape",
         "weight_zero_point", "weight_global_scale", "input_global_scale", "weight_scale_2", "input_scale", "k_scale",
@@ -167,7 +167,7 @@ def test_the_checkpoints_have_every_kind_of_tensor(checkpoint: Callable[[str], P
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_just_the_degrees_that_cut_no_block_group_or_word_are_accepted(
     name: str, checkpoint: Callable[[str], Path]
 ) -> None:
@@ -178,7 +178,7 @@ def test_just_the_degrees_that_cut_no_block_group_or_word_are_accepted(
     assert len(accepted) < len(DEGREES)
 
 
-@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_a_refusal_names_tensor_axis_size_and_the_degrees_that_are_accepted(
     name: str, checkpoint: Callable[[str], Path]
 ) -> None:
@@ -188,7 +188,7 @@ def test_a_refusal_names_tensor_axis_size_and_the_degrees_that_are_accepted(
         with pytest.raises(PlanError) as caught:
             plan_for(source, degree)
         found = re.match(
-            r"tensor '(?P<name>[^']+)': axis (?P<axis>[01]) of (?P<kind>a quantised weight )?(?P<shape>\[[\d, ]+\]).*"
+            r"tensor '(?P<name>[^']+)': dim (?P<axis>[01]) of (?P<kind>a quantized weight )?(?P<shape>\[[\d, ]+\]).*"
             r" \(this checkpoint can be cut for --tp (?P<degrees>[\d, ]+)\)$",
             str(caught.value),
         )
@@ -196,7 +196,7 @@ def test_a_refusal_names_tensor_axis_size_and_the_degrees_that_are_accepted(
         assert found["name"] in shapes
         if found["kind"]:
             module = found["name"].rpartition(".")[0]
-            [entry] = [one for one in QUANTISED[name].entries() if one.name == f"{module}.weight"]
+            [entry] = [one for one in QUANTIZED[name].entries() if one.name == f"{module}.weight"]
             assert found["shape"] == str(list(entry.shape))
         else:
             assert found["shape"] == str(list(shapes[found["name"]]))
@@ -270,21 +270,21 @@ def test_a_cut_inside_a_block_is_refused_where_the_last_block_is_partial(columns
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("name", EXPERT_QUANTISED)
+@pytest.mark.parametrize("name", EXPERT_QUANTIZED)
 def test_with_expert_parallel_an_owner_has_all_tensors_of_its_experts_and_others_the_scales_of_their_inputs_only(
     name: str, tp: int, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Engines take the greatest input scale of all experts (vLLM model_loader/ep_weight_filter.py)."""
-    quantised = QUANTISED[name]
-    assert fits(quantised, tp, owned=True)
+    quantized = QUANTIZED[name]
+    assert fits(quantized, tp, owned=True)
     relayout.convert(checkpoint(name), tmp_path / "out", tp=tp, expert_parallel=True)
     whole = tensors_of(checkpoint(name))
     held = [tensors_of(tmp_path / "out", rank) for rank in range(tp)]
-    owner = owners(quantised.all_sizes()["E"], tp)
-    for entry in quantised.entries():
+    owner = owners(quantized.all_sizes()["E"], tp)
+    for entry in quantized.entries():
         if entry.expert is None:
-            if is_quantised(entry):
-                assert_same_numbers(entry, quantised.method, whole, held, quantised.all_sizes())
+            if is_quantized(entry):
+                assert_same_numbers(entry, quantized.method, whole, held, quantized.all_sizes())
             continue
         for rank, tensors in enumerate(held):
             mine = module_of(entry, tensors)
@@ -305,7 +305,7 @@ def test_a_form_that_cannot_be_cut_is_refused_by_name_with_the_reason_and_the_wa
     name: str, tp: int, refused: Callable[[str], Path], tmp_path: Path
 ) -> None:
     word = name.partition(" ")[0]
-    with pytest.raises(PlanError, match=rf"quantised by .*{word}.* cannot be cut offline: \w.*; .*--tp 1\b"):
+    with pytest.raises(PlanError, match=rf"quantized by .*{word}.* cannot be cut offline: \w.*; .*--tp 1\b"):
         relayout.convert(refused(name), tmp_path / "out", tp=tp)
     assert list(tmp_path.iterdir()) == []
 

@@ -55,7 +55,7 @@ def test_the_plan_in_the_format_document_is_one() -> None:
     for name, cut in cuts.items():
         rule = family.rule(name)
         assert rule is not None
-        assert (rule.axis, rule.units) == cut
+        assert (rule.dim, rule.units) == cut
     assert family.rule("model.layers.0.mlp.gate_proj.weight") is None
     assert family.expert("model.layers.0.mlp.experts.7.down_proj.weight") == 7
 
@@ -66,7 +66,7 @@ def test_the_worked_example_in_the_format_document_is_right() -> None:
     assert rule is not None
     config = {"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 64}
     sizes = Sizes(parse_family(text, "my-plan.toml", "mine").sizes, config)
-    ranges = divide(rule, 1280, sizes, 4, "here")[1]
+    ranges = divide(rule, 1280, sizes, 4)[1]
     [said] = re.findall(r"`slice` is `\[0, (\[\[.*?\]\])\]`", FORMAT)
     assert [list(part) for part in ranges] == json.loads(said)
 

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from support.checkpoints import write_family
 from support.families import EXPERT_FAMILIES, FAMILIES
-from support.quantized import EXPERT_QUANTISED, QUANTISED, write_quantised
+from support.quantized import EXPERT_QUANTIZED, QUANTIZED, write_quantized
 
 import relayout
 from relayout.errors import PlanError
@@ -31,8 +31,8 @@ WIDE = {  # 16 heads: for 16 ranks.
     "qwen3_moe_wide": replace(FAMILIES["qwen3_moe"], sizes={"A": 16}),
     "gpt_oss_mxfp4_wide": replace(FAMILIES["gpt_oss_mxfp4"], sizes={"A": 16, "I": 288, "H": 96, "D": 16}),
 }
-CASES = [*FAMILIES, *QUANTISED, *WIDE]
-EXPERT_CASES = [*EXPERT_FAMILIES, *EXPERT_QUANTISED]
+CASES = [*FAMILIES, *QUANTIZED, *WIDE]
+EXPERT_CASES = [*EXPERT_FAMILIES, *EXPERT_QUANTIZED]
 
 
 def grouped(names: list[str]) -> list[Any]:
@@ -51,8 +51,8 @@ class Conversions:
         """The checkpoint of that name."""
         path = self.folder / name
         if not path.exists():
-            if name in QUANTISED:
-                write_quantised(QUANTISED[name], path)
+            if name in QUANTIZED:
+                write_quantized(QUANTIZED[name], path)
             else:
                 write_family({**FAMILIES, **WIDE}[name], path)
         return path

@@ -51,7 +51,7 @@ def _equally(indices: Array, num_groups: int, num_ranks: int) -> list[Array]:
 
 
 def _kv(indices: Array, kv_heads: int, num_ranks: int) -> list[Array]:
-    """More ranks than heads: each head goes to as many neighbouring ranks (QKVParallelLinear)."""
+    """More ranks than heads: each head goes to as many neighboring ranks (QKVParallelLinear)."""
     if kv_heads >= num_ranks:
         return _equally(indices, kv_heads, num_ranks)
     if num_ranks % kv_heads:

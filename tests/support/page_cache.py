@@ -47,7 +47,7 @@ def drop(path: Path) -> None:
 
 
 def warm(path: Path, offset: int, nbytes: int) -> None:
-    """Have the pages of these bytes in the page cache, and no neighbours."""
+    """Have the pages of these bytes in the page cache, and no neighbors."""
     with opened(path) as fd:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         assert os.pread(fd, nbytes, offset)

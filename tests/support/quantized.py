@@ -1,4 +1,4 @@
-"""Quantised checkpoints: how each method stores a weight, under the names and with the configuration that the hub has.
+"""Quantized checkpoints: how each method stores a weight, under the names and with the configuration that the hub has.
 
 A method turns one weight [rows, columns] into tensors of random bits, and turns such tensors back into numbers, by the
 definition of its format: so that the numbers in a rank's slice can be compared with a slice of the numbers.
@@ -41,7 +41,7 @@ class Method:
 
 
 @dataclass(frozen=True)
-class Quantised:
+class Quantized:
     """A checkpoint of a family, with a method."""
 
     method: Method
@@ -59,32 +59,32 @@ class Quantised:
         return FAMILIES[self.family]
 
     def entries(self) -> list[Entry]:
-        """Its tensors, as if they were not quantised."""
+        """Its tensors, as if they were not quantized."""
         return self.base.entries(self.all_sizes())
 
 
-def is_quantised(entry: Entry) -> bool:
-    """Whether quantisation tools store this tensor in their own way: the linear layers but for the first and last."""
+def is_quantized(entry: Entry) -> bool:
+    """Whether quantization tools store this tensor in their own way: the linear layers but for the first and last."""
     return re.search(r"((?<!eh)_proj(_with_mqa)?|\.w[123])\.weight$", entry.name) is not None
 
 
-def write_quantised(quantised: Quantised, folder: Path) -> Path:
+def write_quantized(quantized: Quantized, folder: Path) -> Path:
     """Write the checkpoint into a new folder."""
     torch.manual_seed(0)
-    method, tensors = quantised.method, {}
-    for entry in quantised.entries():
+    method, tensors = quantized.method, {}
+    for entry in quantized.entries():
         module = entry.name.removesuffix("weight")
-        if is_quantised(entry):
+        if is_quantized(entry):
             rows, columns = entry.shape
             stored = {f"{module}{suffix}": tensor for suffix, tensor in method.store(rows, columns).items()}
         else:
-            stored = {entry.name: torch.randn(entry.shape).to(quantised.base.dtype(entry.name))}
+            stored = {entry.name: torch.randn(entry.shape).to(quantized.base.dtype(entry.name))}
         tensors |= stored
-    for layer in range(quantised.all_sizes()["L"]):
+    for layer in range(quantized.all_sizes()["L"]):
         for name in method.cache_scales:
             tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.rand(()) + 0.5
-    sizes = quantised.all_sizes()
-    config = quantised.base.config(sizes)
+    sizes = quantized.all_sizes()
+    config = quantized.base.config(sizes)
     if sizes["D"] * sizes["A"] != sizes["H"] and not config["model_type"].startswith(("deepseek", "kimi")):
         config = {**config, "head_dim": sizes["D"]}
     if method.config_file == "config.json":
@@ -315,8 +315,8 @@ NVFP4_MODELOPT = fp4({"quant_method": "modelopt", **MODELOPT}, 16, MODELOPT_NAME
 DYNAMIC = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
 MLA_BLOCKS = {"L": 2, "H": 192, "N": 128, "R": 64, "KL": 128, "QL": 192, "S": 512}
 
-QUANTISED: dict[str, Quantised] = {
-    "fp8_tensor": Quantised(
+QUANTIZED: dict[str, Quantized] = {
+    "fp8_tensor": Quantized(
         fp8(
             {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
             lambda _rows, _columns: {"weight_scale": scales(), "input_scale": scales()},
@@ -324,7 +324,7 @@ QUANTISED: dict[str, Quantised] = {
         ),
         sizes={"H": 96, "D": 16, "I": 240},
     ),
-    "fp8_tensor_compressed": Quantised(
+    "fp8_tensor_compressed": Quantized(
         fp8(
             compressed("float-quantized", weights_of(8, "float", "tensor"), weights_of(8, "float", "tensor")),
             lambda _rows, _columns: {"weight_scale": scales(1, dtype=BF16), "input_scale": scales(1, dtype=BF16)},
@@ -332,7 +332,7 @@ QUANTISED: dict[str, Quantised] = {
         ),
         sizes={"H": 96, "D": 16, "I": 240},
     ),
-    "fp8_tensor_modelopt": Quantised(
+    "fp8_tensor_modelopt": Quantized(
         fp8(
             {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
             lambda _rows, _columns: {"weight_scale": scales(), "input_scale": scales()},
@@ -341,14 +341,14 @@ QUANTISED: dict[str, Quantised] = {
         "qwen3_moe",
         {"H": 96, "D": 16, "M": 48},
     ),
-    "fp8_channel": Quantised(
+    "fp8_channel": Quantized(
         fp8(
             compressed("float-quantized", weights_of(8, "float", "channel"), DYNAMIC),
             lambda rows, _columns: {"weight_scale": scales(rows, 1, dtype=BF16)},
         ),
         sizes={"H": 96, "D": 16, "I": 240},
     ),
-    "fp8_channel_fused": Quantised(
+    "fp8_channel_fused": Quantized(
         fp8(
             compressed("float-quantized", weights_of(8, "float", "channel"), DYNAMIC),
             lambda rows, _columns: {"weight_scale": scales(rows, 1, dtype=BF16)},
@@ -356,26 +356,26 @@ QUANTISED: dict[str, Quantised] = {
         "phi3",
         {"H": 96, "D": 12, "I": 240},
     ),
-    "fp8_fbgemm": Quantised(
+    "fp8_fbgemm": Quantized(
         fp8(
             {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]},
             lambda rows, _columns: {"weight_scale": scales(rows, 1)},
         ),
         sizes={"H": 96, "D": 16, "I": 240},
     ),
-    "fp8_blocks": Quantised(FP8_BLOCKS, "qwen3", {"H": 192}),
-    "fp8_blocks_fused": Quantised(FP8_BLOCKS, "phi3", {"H": 1024}),
-    "fp8_blocks_moe": Quantised(FP8_BLOCKS, "qwen3_moe"),
-    "fp8_blocks_deepseek": Quantised(FP8_BLOCKS, "deepseek_v3", MLA_BLOCKS),
-    "fp8_blocks_kimi": Quantised(FP8_BLOCKS, "kimi_k2", {**MLA_BLOCKS, "A": 16}),
-    "fp8_blocks_compressed": Quantised(
+    "fp8_blocks": Quantized(FP8_BLOCKS, "qwen3", {"H": 192}),
+    "fp8_blocks_fused": Quantized(FP8_BLOCKS, "phi3", {"H": 1024}),
+    "fp8_blocks_moe": Quantized(FP8_BLOCKS, "qwen3_moe"),
+    "fp8_blocks_deepseek": Quantized(FP8_BLOCKS, "deepseek_v3", MLA_BLOCKS),
+    "fp8_blocks_kimi": Quantized(FP8_BLOCKS, "kimi_k2", {**MLA_BLOCKS, "A": 16}),
+    "fp8_blocks_compressed": Quantized(
         fp8_blocks(
             compressed("float-quantized", weights_of(8, "float", "block", block_structure=[128, 128]), DYNAMIC),
             "weight_scale",
             BF16,
         )
     ),
-    "int8_channel": Quantised(
+    "int8_channel": Quantized(
         Method(
             compressed("int-quantized", weights_of(8, "int", "channel"), {**DYNAMIC, "type": "int"}),
             lambda rows, columns: {"weight": nibbles(rows, columns).to(torch.int8), "weight_scale": scales(rows, 1)},
@@ -383,35 +383,35 @@ QUANTISED: dict[str, Quantised] = {
         ),
         sizes={"H": 96, "D": 16, "I": 240},
     ),
-    "gptq_4bit": Quantised(gptq(4, 128), sizes={"H": 256}),
-    "gptq_4bit_moe": Quantised(gptq(4, 32), "qwen3_moe", {"M": 128}),
-    "gptq_4bit_biases": Quantised(gptq(4, 32, bias=True), sizes={"D": 32, "I": 256}),
-    "gptq_4bit_biases_moe": Quantised(gptq(4, 32, bias=True), "mixtral", {"D": 32, "I": 256}),
-    "gptq_4bit_biases_fused": Quantised(gptq(4, 32, bias=True), "phi3", {"H": 256, "D": 32, "I": 256}),
-    "gptq_4bit_per_row": Quantised(gptq(4, -1), sizes={"D": 16, "I": 256}),
-    "gptq_4bit_act_order_per_row": Quantised(gptq(4, -1, desc_act=True), sizes={"D": 16, "I": 256}),
-    "gptq_8bit": Quantised(gptq(8, 128)),
-    "gptq_3bit": Quantised(gptq(3, 128), sizes={"K": 8}),
-    "gptq_3bit_small_groups": Quantised(gptq(3, 32), sizes={"D": 32, "I": 320}),
-    "awq": Quantised(awq(), sizes={"H": 256}),
-    "awq_fused": Quantised(awq(), "phi3", {"H": 1024}),
-    "awq_moe": Quantised(awq(32), "mixtral", {"I": 256, "D": 32}),
-    "int4_groups": Quantised(packed_integers(4, 128), sizes={"H": 256}),
-    "int4_groups_asymmetric": Quantised(packed_integers(4, 64, symmetric=False), sizes={"D": 64, "I": 512}),
-    "int4_groups_fused": Quantised(packed_integers(4, 32), "phi3", {"H": 256, "D": 32, "I": 256}),
-    "int4_channel": Quantised(packed_integers(4, None), sizes={"D": 16, "I": 320}),
-    "int4_channel_asymmetric": Quantised(packed_integers(4, None, symmetric=False), sizes={"D": 16, "I": 320}),
-    "int8_groups": Quantised(packed_integers(8, 32), sizes={"D": 32, "I": 256}),
-    "nvfp4": Quantised(NVFP4, sizes={"D": 16, "I": 256}),
-    "nvfp4_moe": Quantised(NVFP4, "qwen3_moe", {"D": 32, "M": 96}),
-    "nvfp4_modelopt": Quantised(NVFP4_MODELOPT, sizes={"D": 16, "I": 128}),
-    "nvfp4_modelopt_moe": Quantised(NVFP4_MODELOPT, "qwen3_moe", {"D": 32, "M": 96}),
-    "nvfp4_modelopt_file": Quantised(
+    "gptq_4bit": Quantized(gptq(4, 128), sizes={"H": 256}),
+    "gptq_4bit_moe": Quantized(gptq(4, 32), "qwen3_moe", {"M": 128}),
+    "gptq_4bit_biases": Quantized(gptq(4, 32, bias=True), sizes={"D": 32, "I": 256}),
+    "gptq_4bit_biases_moe": Quantized(gptq(4, 32, bias=True), "mixtral", {"D": 32, "I": 256}),
+    "gptq_4bit_biases_fused": Quantized(gptq(4, 32, bias=True), "phi3", {"H": 256, "D": 32, "I": 256}),
+    "gptq_4bit_per_row": Quantized(gptq(4, -1), sizes={"D": 16, "I": 256}),
+    "gptq_4bit_act_order_per_row": Quantized(gptq(4, -1, desc_act=True), sizes={"D": 16, "I": 256}),
+    "gptq_8bit": Quantized(gptq(8, 128)),
+    "gptq_3bit": Quantized(gptq(3, 128), sizes={"K": 8}),
+    "gptq_3bit_small_groups": Quantized(gptq(3, 32), sizes={"D": 32, "I": 320}),
+    "awq": Quantized(awq(), sizes={"H": 256}),
+    "awq_fused": Quantized(awq(), "phi3", {"H": 1024}),
+    "awq_moe": Quantized(awq(32), "mixtral", {"I": 256, "D": 32}),
+    "int4_groups": Quantized(packed_integers(4, 128), sizes={"H": 256}),
+    "int4_groups_asymmetric": Quantized(packed_integers(4, 64, symmetric=False), sizes={"D": 64, "I": 512}),
+    "int4_groups_fused": Quantized(packed_integers(4, 32), "phi3", {"H": 256, "D": 32, "I": 256}),
+    "int4_channel": Quantized(packed_integers(4, None), sizes={"D": 16, "I": 320}),
+    "int4_channel_asymmetric": Quantized(packed_integers(4, None, symmetric=False), sizes={"D": 16, "I": 320}),
+    "int8_groups": Quantized(packed_integers(8, 32), sizes={"D": 32, "I": 256}),
+    "nvfp4": Quantized(NVFP4, sizes={"D": 16, "I": 256}),
+    "nvfp4_moe": Quantized(NVFP4, "qwen3_moe", {"D": 32, "M": 96}),
+    "nvfp4_modelopt": Quantized(NVFP4_MODELOPT, sizes={"D": 16, "I": 128}),
+    "nvfp4_modelopt_moe": Quantized(NVFP4_MODELOPT, "qwen3_moe", {"D": 32, "M": 96}),
+    "nvfp4_modelopt_file": Quantized(
         fp4({"producer": {"name": "modelopt", "version": "0.33.0"}, "quantization": MODELOPT}, 16, MODELOPT_NAMES,
             "hf_quant_config.json"),
         sizes={"D": 16, "I": 160},
     ),
-    "mxfp4": Quantised(
+    "mxfp4": Quantized(
         fp4(
             compressed("mxfp4-pack-quantized", weights_of(4, "float", "group", group_size=32)), 32,
             "weight_packed weight_scale",
@@ -419,7 +419,7 @@ QUANTISED: dict[str, Quantised] = {
         sizes={"D": 32, "I": 256},
     ),
 }  # fmt: skip
-EXPERT_QUANTISED = [name for name, quantised in QUANTISED.items() if ".experts." in quantised.base.table]
+EXPERT_QUANTIZED = [name for name, quantized in QUANTIZED.items() if ".experts." in quantized.base.table]
 
 
 # What cannot be cut.

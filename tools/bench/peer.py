@@ -1,4 +1,4 @@
-"""One peer loads one rank once, in this process: started by tools/bench, spoken to by lines on stdin and stdout.
+"""One peer loads one rank once, in this process: started by `tools/run bench`, spoken to by lines on stdin and stdout.
 
 It says "ready", is told to go, answers with what it measured, is told to verify, and answers whether all bytes are
 right.
@@ -17,8 +17,9 @@ from pathlib import Path
 
 import torch
 import xxhash
-from bench_job import Job
-from bench_peers import BASELINE, PEERS
+
+from bench.job import Job
+from bench.peers import BASELINE, PEERS
 
 
 def _status(field: str) -> int:
@@ -52,7 +53,7 @@ def main() -> None:
     """See the module."""
     with contextlib.suppress(OSError):  # Should memory run out, this process has to go, and no other on the machine.
         Path("/proc/self/oom_score_adj").write_text("1000")
-    # What libraries print must not come between the lines that tools/bench reads.
+    # What libraries print must not come between the lines that the benchmark reads.
     speaking = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     job = Job(**json.loads(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""Measures conversion and loading beside their peers and the drive's own limit, as ratios within one run."""
+"""The commands."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
-import bench_chart
-import bench_convert
-import bench_load
-import bench_table
 import typer
-from bench_drive import machine, need_fio, total_nbytes
-from bench_peers import PEERS
-from bench_run import Folders
 from checkpoints import write_llama
 from rich.console import Console
 
+import bench
 import relayout
+from bench import chart as charts
+from bench import convert as conversions
+from bench import load as loads
+from bench import table as tables
+from bench.drive import machine, need_fio, total_nbytes
+from bench.peers import PEERS
+from bench.run import Folders
 
 LAYER_NBYTES = 436_224_000
 EMBEDDING_NBYTES = 2_101_355_000
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, pretty_exceptions_enable=False, help=bench.__doc__)
 console = Console(highlight=False, width=132)
 progress = Console(highlight=False, stderr=True)
 
@@ -42,8 +43,8 @@ def convert(folder: DirOption = None, size: SizeOption = 5.6, runs: RunsOption =
     """Time `relayout convert --tp 8`, `verify` and `restore` beside `cp -r` with `sync`, from a cold cache."""
     need_fio()
     with tempfile.TemporaryDirectory(prefix="relayout-bench-", dir=folder) as scratch:
-        results = bench_convert.measure(Path(scratch), _make_source(Path(scratch), size), runs)
-        bench_convert.print_table(console, results)
+        results = conversions.measure(Path(scratch), _make_source(Path(scratch), size), runs)
+        conversions.print_table(console, results)
         _write(out, results, Path(scratch))
 
 
@@ -56,7 +57,7 @@ def load(
     chart_path: Annotated[Path | None, typer.Option("--chart", help="Draw the results here, as PNG.")] = None,
     peers: Annotated[str, typer.Option(help=f"Comma-separated, of: {', '.join(PEERS)}. Default: the device's.")] = "",
     scenario: Annotated[str, typer.Option(help="Comma-separated: one rank of 8, all 8, the whole model.")] = (
-        ",".join(bench_load.SCENARIOS)
+        ",".join(loads.SCENARIOS)
     ),
     cold: Annotated[
         bool, typer.Option("--cold", help="Only from a cold page cache; default is cold and warm.")
@@ -67,15 +68,15 @@ def load(
 ) -> None:
     """Time loading one rank of 8, all 8 at once, and the whole model (TP 1): relayout and its peers."""
     need_fio()
-    chosen = bench_load.select_peers(peers.split(",") if peers else None, device)
-    unknown = set(scenario.split(",")) - set(bench_load.SCENARIOS)
+    chosen = loads.select_peers(peers.split(",") if peers else None, device)
+    unknown = set(scenario.split(",")) - set(loads.SCENARIOS)
     if unknown:
-        raise SystemExit(f"no scenario {min(unknown)!r}, there are: {', '.join(bench_load.SCENARIOS)}")
+        raise SystemExit(f"no scenario {min(unknown)!r}, there are: {', '.join(loads.SCENARIOS)}")
     with tempfile.TemporaryDirectory(prefix="relayout-bench-", dir=folder) as scratch:
         source = _make_source(Path(scratch), size)
         packed = Path(scratch) / "packed"
         packed.mkdir()
-        if "cuda_flashpack" in chosen and bench_load.absence(chosen["cuda_flashpack"]) is None:
+        if "cuda_flashpack" in chosen and loads.absence(chosen["cuda_flashpack"]) is None:
             _pack(source, packed)
         everything: dict[str, Any] = {
             "settings": {
@@ -89,7 +90,7 @@ def load(
             "scenarios": [],
         }
         for name in scenario.split(","):
-            scene = bench_load.SCENARIOS[name]
+            scene = loads.SCENARIOS[name]
             converted = Path(scratch) / f"tp{scene.tp}"
             if not converted.exists():
                 relayout.convert(source, converted, tp=scene.tp)
@@ -97,7 +98,7 @@ def load(
                 if (cold or warm) and not (cold if is_cold else warm):
                     continue
                 title = f"{scene.title}, {'cold' if is_cold else 'warm'}"
-                result = bench_load.measure(
+                result = loads.measure(
                     scene,
                     is_cold,
                     Folders(source, converted, packed),
@@ -106,29 +107,29 @@ def load(
                     limit,
                     tell=lambda line, title=title: progress.print(f"{title}: {line}"),
                 )
-                bench_load.print_table(console, result)
+                loads.print_table(console, result)
                 everything["scenarios"].append(result)
-                everything["summary"] = bench_load.summarise(everything["scenarios"])
+                everything["summary"] = loads.summarise(everything["scenarios"])
                 described = _write(out, everything, Path(scratch))  # What is done is kept, should the rest fail.
         console.print("\n".join(everything["summary"]))
         if everything["pinned_gb_per_s"]:
             console.print(f"pinned host memory to the GPU: {everything['pinned_gb_per_s']:.1f} GB/s")
     if chart_path is not None:
-        bench_chart.draw(described, chart_path)
+        charts.draw(described, chart_path)
 
 
 @app.command()
 def chart(results: Path, png: Path) -> None:
     """Draw what `load --out` wrote."""
-    bench_chart.draw(json.loads(results.read_text()), png)
+    charts.draw(json.loads(results.read_text()), png)
 
 
 @app.command()
 def table(folder: DirOption = None, runs: RunsOption = 5, out: OutOption = None) -> None:
     """Time what 92,000 tensors cost the loader: warm, one rank of 8, beside reading the same bytes plainly."""
     with tempfile.TemporaryDirectory(prefix="relayout-bench-", dir=folder) as scratch:
-        results = bench_table.measure(Path(scratch), runs)
-        bench_table.print_result(console, results)
+        results = tables.measure(Path(scratch), runs)
+        tables.print_result(console, results)
         _write(out, results, Path(scratch))
 
 
@@ -143,13 +144,13 @@ def _make_source(folder: Path, size: float) -> Path:
 def _pack(source: Path, packed: Path) -> None:
     """In a process of its own, which gives its memory back."""
     shards = sorted(map(str, source.glob("*.safetensors")))
-    code = f"from bench_peers_gpu import pack; pack({shards!r}, {str(packed / 'model.flashpack')!r})"
-    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, check=True)
+    code = f"from bench.peers_gpu import pack; pack({shards!r}, {str(packed / 'model.flashpack')!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1], check=True)
 
 
 def _pinned_gb_per_s() -> float:
-    code = "from bench_peers_gpu import pinned_gb_per_s; print(pinned_gb_per_s())"
-    run = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, check=True)
+    code = "from bench.peers_gpu import pinned_gb_per_s; print(pinned_gb_per_s())"
+    run = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1], capture_output=True, check=True)
     return float(run.stdout)
 
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from bench_drive import cached_share, forget, meminfo, remember, total_nbytes, touch_memory
-from bench_job import Job, Peer
+from bench.drive import cached_share, forget, meminfo, remember, total_nbytes, touch_memory
+from bench.job import Job, Peer
 
 # Settings of the machine's owner must not decide how a peer does.
 _PEERS_OWN = re.compile(
@@ -166,7 +166,7 @@ def _port(number: int) -> int:
 
 def _start(job: Job, environment: dict[str, str], errors: IO[bytes]) -> subprocess.Popen[bytes]:
     """A process that gets ready to load; its messages go to a file."""
-    command = [sys.executable, str(Path(__file__).with_name("bench_peer.py")), json.dumps(dataclasses.asdict(job))]
+    command = [sys.executable, "-m", "bench.peer", json.dumps(dataclasses.asdict(job))]
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, bufsize=0, env=environment
     )

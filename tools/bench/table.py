@@ -1,4 +1,4 @@
-"""`tools/bench table`: what a table of 92,000 tensors costs the loader, beside reading the same bytes plainly.
+"""`tools/run bench table`: what a table of 92,000 tensors costs the loader, beside reading the same bytes plainly.
 
 DeepSeek-V3's names, all of them, with matrices so narrow that a rank is a few hundred megabytes.
 """
@@ -9,12 +9,12 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from bench_peers import BASELINE, PEERS
-from bench_run import Folders, run_peer
 from models import MODELS
 from rich.console import Console
 
 import relayout
+from bench.peers import BASELINE, PEERS
+from bench.run import Folders, run_peer
 
 # Eight ranks still cut at borders of blocks of 128 x 128.
 _NARROW = {

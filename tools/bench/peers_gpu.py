@@ -6,10 +6,10 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
-from bench_job import Job, Peer, get_slices
+from bench.job import Job, Peer, get_slices
 
 if TYPE_CHECKING:
-    from bench_job import Tensors
+    from bench.job import Tensors
 
 
 def load_file(job: Job) -> Tensors:

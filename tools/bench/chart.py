@@ -1,4 +1,4 @@
-"""`tools/bench chart`: draws what `tools/bench load` measured."""
+"""`tools/run bench chart`: draws what `tools/run bench load` measured."""
 
 from __future__ import annotations
 

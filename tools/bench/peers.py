@@ -15,11 +15,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench_job import Job, Peer, get_slices
-from bench_peers_gpu import GPU_PEERS
+from bench.job import Job, Peer, get_slices
+from bench.peers_gpu import GPU_PEERS
 
 if TYPE_CHECKING:
-    from bench_job import Tensors
+    from bench.job import Tensors
 
 NUM_THREADS = 8
 """vLLM's default number of threads for loading, and for prefetching."""
@@ -214,4 +214,4 @@ for _backend in ("auto", "pinned", "gds"):
 PEERS |= GPU_PEERS
 
 BASELINE = Peer(preadv, "plain preadv", "plain preadv")
-"""No peer: what `tools/bench table` compares with."""
+"""No peer: what `tools/run bench table` compares with."""

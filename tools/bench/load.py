@@ -1,4 +1,4 @@
-"""`tools/bench load`: the scenarios, what is measured of each peer, and the tables and the summary made of it."""
+"""`tools/run bench load`: the scenarios, what is measured of each peer, and the tables and the summary made of it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from importlib import util
 from typing import Any
 
-from bench_drive import fio_read
-from bench_job import Peer
-from bench_peers import PEERS
-from bench_run import Died, Folders, run_peer
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+from bench.drive import fio_read
+from bench.job import Peer
+from bench.peers import PEERS
+from bench.run import Died, Folders, run_peer
 
 TP = 8
 

@@ -1,4 +1,4 @@
-"""`tools/bench convert`: conversion, verification and restoration beside a plain copy and the drive's own limit."""
+"""`tools/run bench convert`: conversion, verification and restoration beside a plain copy and the drive's own limit."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench_drive import check_cold, fio_mixed, fio_read, forget, total_nbytes, touch_memory
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+from bench.drive import check_cold, fio_mixed, fio_read, forget, total_nbytes, touch_memory
 
 _WITHOUT_DIGESTS = """
 import xxhash

@@ -1,0 +1,54 @@
+"""relayout.errors: programs match on fields, people read one line."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from support.models import SIZES
+
+import relayout
+from relayout.errors import FormatError, PlanError, about
+
+
+def test_the_text_says_where_then_what() -> None:
+    error = FormatError("has no end", path=Path("x") / "y", tensor="a\nb", offset=7, code="truncated")
+    assert str(error) == "x/y: tensor 'a\\nb': has no end"
+    assert (error.path, error.tensor, error.offset, error.code) == (Path("x") / "y", "a\nb", 7, "truncated")
+
+
+def test_an_error_that_travels_between_processes_keeps_its_fields() -> None:
+    error = pickle.loads(pickle.dumps(PlanError("no", path="p", tensor="t", code="option")))
+    assert (type(error), str(error), error.code, error.tensor) == (PlanError, "p: tensor 't': no", "option", "t")
+
+
+def test_what_an_error_names_already_is_not_named_again() -> None:
+    with (
+        pytest.raises(PlanError, match=r"^outer: tensor 'inner': dim 0: uneven$"),
+        about(path="outer", tensor="outer"),
+        about(tensor="inner", part="dim 0"),
+    ):
+        raise PlanError("uneven")
+
+
+def test_a_bad_header_is_told_by_kind_file_tensor_and_offset(tmp_path: Path) -> None:
+    header = json.dumps({"a": {"dtype": "U8", "shape": [4], "data_offsets": [4, 8]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(FormatError) as caught:
+        relayout.convert(tmp_path, tmp_path / "out", tp=1)
+    error = caught.value
+    assert (error.code, error.tensor, error.offset) == ("coverage", "a", 8 + len(header) + 4)
+    assert str(error.path) == str(tmp_path / "model.safetensors")
+
+
+def test_a_degree_that_does_not_divide_is_told_by_kind_and_tensor(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SIZES, "model_type": "llama"}))
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file({name: np.arange(10 * 4, dtype=np.uint8).reshape(10, 4)}, tmp_path / "model.safetensors")
+    with pytest.raises(PlanError) as caught:
+        relayout.convert(tmp_path, tmp_path / "out", tp=4)
+    assert (caught.value.code, caught.value.tensor) == ("indivisible", name)

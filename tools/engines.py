@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from support.checkpoints import write_family  # noqa: E402
 from support.families import EXPERT_FAMILIES, FAMILIES  # noqa: E402
-from support.quantized import QUANTISED, write_quantised  # noqa: E402
+from support.quantized import QUANTIZED, write_quantized  # noqa: E402
 
 import relayout  # noqa: E402
 
@@ -115,11 +115,11 @@ class Checkpoint:
 
     @property
     def is_quantized(self) -> bool:
-        return self.name in QUANTISED
+        return self.name in QUANTIZED
 
 
 def checkpoints() -> Iterator[Checkpoint]:
-    for name in (*FAMILIES, *QUANTISED):
+    for name in (*FAMILIES, *QUANTIZED):
         yield Checkpoint(name)
         if name in EXPERT_FAMILIES:
             yield Checkpoint(name, expert=True)
@@ -135,7 +135,7 @@ def written(name: str, work: Path) -> Path:
         if name in FAMILIES:
             write_family(FAMILIES[name], folder)
         else:
-            write_quantised(QUANTISED[name], folder)
+            write_quantized(QUANTIZED[name], folder)
         config = json.loads((folder / "config.json").read_text())
         if "architectures" not in config:
             (folder / "config.json").write_text(json.dumps({**config, "architectures": [architecture(config)]}))

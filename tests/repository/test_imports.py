@@ -30,7 +30,7 @@ LAYERS: dict[str, set[str]] = {
     "conversion": {"errors", "core", "format", "storage", "checkpoint", "plans"},
     "commands": {"errors", "core", "format", "storage", "checkpoint", "plans", "conversion"},
     "loader": {"errors", "core", "format", "storage", "checkpoint", "progress"},
-    "engines": {"errors", "core", "format", "storage", "checkpoint", "loader"},
+    "engines": {"errors", "core", "format", "checkpoint", "loader"},
     "cli": {"errors", "core", "storage", "progress", "plans", "conversion", "commands", "loader"},
 }
 """What each package may import, beside itself. Files are read by `plans` only where a person names a plan file."""

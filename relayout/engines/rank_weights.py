@@ -250,10 +250,11 @@ class RankWeights:
         ranges: Sequence[tuple[int, int]] = part.ranges or ()
         if dtype == "F4" and part.axis == len(shape) - 1:  # torch counts pairs of them.
             ranges = [(start // 2, length // 2) for start, length in ranges]
-        if not self._lazy:
-            self._cut.append(name)
         read = partial(self._whole.read, name)
-        return GlobalTensor.of(name, tensor, torch_shape(name, dtype, shape), part.axis, ranges, read, self.usage)
+        made = GlobalTensor.of(name, tensor, torch_shape(name, dtype, shape), part.axis, ranges, read, self.usage)
+        if made is not tensor and not self._lazy:
+            self._cut.append(name)
+        return made
 
     def _others(self, held: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of which the rank holds nothing: read only if the engine uses them."""

@@ -1,6 +1,6 @@
 """Runs in an environment that has SGLang: every parameter of every rank, by SGLang's own loader and through relayout.
 
-`engines_sglang.py JOBS.json [--stand-in-kernels]`: one process is all ranks, one after the other. Prints a line of JSON
+`sglang_classes.py JOBS.json [--stand-in-kernels]`: one process is all ranks, one after the other. Prints a line of JSON
 for each job. Without a GPU, and with SGLANG_USE_CPU_ENGINE unset, the weight loaders take their CUDA paths.
 """
 

@@ -1,6 +1,6 @@
 """Runs in an environment that has vLLM: every parameter of every rank, by vLLM's own loader and through relayout.
 
-`engines_vllm.py JOBS.json [--stand-in-kernels]`: one process is all ranks, one after the other: a stand-in takes the
+`vllm_classes.py JOBS.json [--stand-in-kernels]`: one process is all ranks, one after the other: a stand-in takes the
 place of vLLM's groups of processes. Prints a line of JSON for each job.
 """
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from relayout import transformers
     from relayout.commands.inspect import inspect
     from relayout.commands.restore import restore
     from relayout.commands.verify import verify
@@ -30,6 +31,7 @@ __all__ = [
     "plan_conversion",
     "restore",
     "safe_open",
+    "transformers",
     "verify",
 ]
 
@@ -53,6 +55,8 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Import each public name when it is first used, so that `import relayout` costs nothing."""
+    if name == "transformers":
+        return import_module("relayout.transformers")
     if name not in _HOMES:
         raise AttributeError(f"module 'relayout' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

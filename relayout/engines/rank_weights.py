@@ -234,6 +234,14 @@ class RankWeights:
             unused,
         )
 
+    def read(self, name: str, index: Any) -> torch.Tensor:
+        """A part of a tensor, from the files of all ranks that hold some of it.
+
+        Raises:
+            FormatError, PlanError, OSError, MemoryError: as `relayout.safe_open`.
+        """
+        return self._whole.read(name, index)
+
     def _slices(
         self, contents: Contents, tensors: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -295,18 +303,19 @@ class _WholeTensors:
             for tensor in read_catalogue(self._path).tensors:
                 yield tensor.name, tensor.dtype, tensor.shape
 
-    def read(self, name: str) -> torch.Tensor:
-        """A whole tensor, in memory of its own."""
+    def read(self, name: str, index: Any = ...) -> torch.Tensor:
+        """A part of a tensor, in memory of its own; by default all of it."""
         with self._lock:
             if self._opened is None and not self._files:
                 self._open()
+        found: torch.Tensor
         if self._opened is not None:
-            tensor: torch.Tensor = self._opened.get_tensor(name)
-            return tensor
+            found = self._opened.get_slice(name)[index]
+            return found
         from safetensors import safe_open
 
         with safe_open(self._files[name], framework="pt") as file:
-            found: torch.Tensor = file.get_tensor(name)
+            found = file.get_slice(name)[index]
             return found
 
     def _open(self) -> None:

@@ -31,6 +31,7 @@ LAYERS: dict[str, set[str]] = {
     "commands": {"errors", "core", "format", "storage", "checkpoint", "plans", "conversion"},
     "loader": {"errors", "core", "format", "storage", "checkpoint", "progress"},
     "engines": {"errors", "core", "format", "checkpoint", "loader"},
+    "transformers": {"errors", "engines"},
     "cli": {"errors", "core", "storage", "progress", "plans", "conversion", "commands", "loader"},
 }
 """What each package may import, beside itself. Files are read by `plans` only where a person names a plan file."""

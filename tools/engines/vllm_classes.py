@@ -13,6 +13,7 @@ import sys
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -32,7 +33,8 @@ class Group:
         self.first_rank, self.last_rank = 0, world_size - 1
         self.is_first_rank, self.is_last_rank = rank == 0, rank == world_size - 1
         self.device = torch.device("cpu")
-        self.device_group = self.cpu_group = self.device_communicator = self.mq_broadcaster = None
+        self.device_group = self.cpu_group = SimpleNamespace(size=lambda: world_size, rank=lambda: rank)
+        self.device_communicator = self.mq_broadcaster = None
         self.unique_name = f"stand-in:{rank}"
 
     def all_reduce(self, tensor: Any) -> Any:

@@ -1,7 +1,8 @@
 """The run-time half: reads one rank's bytes to where they belong and returns tensors."""
 
 from relayout.loader.api import iter_load, load
-from relayout.loader.diagnose.explain import explain
-from relayout.loader.handles.rank import open_rank as open
+from relayout.loader.diagnose.explain import Explanation, explain
+from relayout.loader.view import CheckpointView, Place, TensorSlice, safe_open
+from relayout.loader.view import open_rank as open
 
-__all__ = ["explain", "iter_load", "load", "open"]
+__all__ = ["CheckpointView", "Explanation", "Place", "TensorSlice", "explain", "iter_load", "load", "open", "safe_open"]

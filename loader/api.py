@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relayout.errors import PlanError
-from relayout.loader.diagnose.hints import advised
+from relayout.loader.diagnose.hints import error_hints
 from relayout.loader.into import load_into
-from relayout.loader.loading import load_contents, load_rank, options_of
-from relayout.loader.sources.checkpoint import Checkpoint, ConvertedRank, PlainRank, RegroupedRank, find_checkpoint
+from relayout.loader.loading import load_arena, options_of
+from relayout.loader.sources.checkpoint import RankSource, find_rank
 from relayout.loader.stream import stream
 from relayout.progress import Progress
 
@@ -29,7 +28,7 @@ def load(
     names: Sequence[str] | str | None = None,
     verify: bool = False,
     threads: int | None = None,
-    memory: int | None = None,
+    memory: int | str | None = None,
     progress: Progress = None,
     into: Mapping[str, torch.Tensor] | None = None,
     tp: int | None = None,
@@ -41,18 +40,19 @@ def load(
     not into the same memory.
 
     Args:
-        path: a folder that `relayout convert` wrote, or a plain checkpoint.
+        path: a folder that `relayout convert` wrote, or a plain checkpoint; as `str`, it may be a store's URL.
         rank: from 0.
         device: where the tensors shall lie.
         backend: "auto" takes what is best here (see `relayout.explain`). To host memory: "direct" reads past the page
             cache, "buffered" through it, "mapped" makes tensors of the page cache's own pages, read when first used.
             To a CUDA device: "pinned" through pinned host memory, "gds" by GPUDirect Storage.
-        names: load only tensors whose names match one of these shell-style patterns; other bytes are not read.
+        names: load only tensors whose names match one of these patterns; other bytes are not read. As in plans, `*` is
+            text without a dot (one part of the name), `**` any text, `{a,b}` one of these words, `#` a number.
         verify: compare every tensor with its digest while it arrives.
         threads: requests in flight. Default: twice the processors, at most 8, shared with the other ranks of the node
             where LOCAL_WORLD_SIZE is set.
-        memory: bytes of buffers, pinned ones for a CUDA device, beside the tensors themselves. Default: at most 32 MiB,
-            pinned 128 MiB; all ranks of a node together 1 GiB.
+        memory: bytes of buffers, or text such as "64MiB", pinned ones for a CUDA device, beside the tensors themselves.
+            Default: at most 32 MiB, pinned 128 MiB; all ranks of a node together 1 GiB.
         progress: True for a bar on stderr, or a function to call with (bytes that have arrived, bytes in all).
         into: tensors to fill, an engine's parameters for example, instead of new ones: of the slice's dtype and shape,
             on `device`. Other tensors are loaded only if `names` asks for them. Tensors that are not contiguous are
@@ -73,17 +73,17 @@ def load(
         RuntimeError: the load was given up before its end, as the interpreter is ending; or this process was forked by
             the `progress` function.
     """
-    with advised():
+    with error_hints():
         options = options_of(device, backend, verify, threads, memory, progress)
-        checkpoint = find_checkpoint(Path(path), rank, tp)
-        if verify:
-            check_verifiable(checkpoint)
-        patterns = [names] if isinstance(names, str) else names
-        if isinstance(checkpoint, ConvertedRank) and patterns is None and into is None:
-            return load_rank(checkpoint, options)
-        contents = checkpoint.contents(patterns if into is None else None)
-        warn_if_plain(checkpoint)
-        return load_contents(contents, options) if into is None else load_into(contents, into, patterns, options)
+        source = find_source(path, rank, tp, verify)
+        patterns = patterns_of(names)
+        if into is None:
+            plan = source.arena(patterns)
+            warn_of_detour(source)
+            return load_arena(plan, options)
+        contents = source.contents(None)
+        warn_of_detour(source)
+        return load_into(contents, into, patterns, options)
 
 
 def iter_load(
@@ -95,7 +95,7 @@ def iter_load(
     names: Sequence[str] | str | None = None,
     verify: bool = False,
     threads: int | None = None,
-    memory: int | None = None,
+    memory: int | str | None = None,
     progress: Progress = None,
     tp: int | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -112,44 +112,41 @@ def iter_load(
     Args:
         path, rank, device, backend, names, verify, threads, progress, tp: as for `load`. "mapped" yields tensors that
             are read when they are used.
-        memory: bytes that may have been read, or are being read, and were not yielded yet, with all buffers. Default:
-            512 MiB, 2 GiB for all ranks of a node together, and room for the largest tensor.
+        memory: bytes, or text such as "2GiB", that may have been read, or are being read, and were not yielded yet,
+            with all buffers. Default: 512 MiB, 2 GiB for all ranks of a node together, and room for the largest tensor.
 
     Raises:
         FormatError, OSError, MemoryError: as `load`, while iterating too.
         RuntimeError: while iterating: this process is a child that was forked in the middle, or is ending.
         PlanError: as `load`, or `memory` is less than the largest tensor takes.
     """
-    with advised():
+    with error_hints():
         options = options_of(device, backend, verify, threads, memory, progress)
-        checkpoint = find_checkpoint(Path(path), rank, tp)
-        if verify:
-            check_verifiable(checkpoint)
-        contents = checkpoint.contents([names] if isinstance(names, str) else names)
-        warn_if_plain(checkpoint)
+        source = find_source(path, rank, tp, verify)
+        contents = source.contents(patterns_of(names))
+        warn_of_detour(source)
         return stream(contents, options)
 
 
-def warn_if_plain(checkpoint: Checkpoint, stacklevel: int = 3) -> None:
-    """Tell at the line of the caller's caller that there is a faster way."""
-    if isinstance(checkpoint, PlainRank) and checkpoint.num_ranks > 1:
-        warnings.warn(
-            f"{checkpoint.source}: a plain checkpoint, sliced while it is loaded; `relayout convert"
-            f" {checkpoint.source} --tp {checkpoint.num_ranks}` once makes every later load faster",
-            stacklevel=stacklevel,
-        )
+def patterns_of(names: Sequence[str] | str | None) -> Sequence[str] | None:
+    """The patterns that a caller gave; one may stand by itself."""
+    return [names] if isinstance(names, str) else names
 
 
-def check_verifiable(checkpoint: Checkpoint) -> None:
-    """Refuse to verify what has no digests.
+def find_source(path: str | os.PathLike[str], rank: int, tp: int | None, verify: bool) -> RankSource:
+    """The rank that a caller asks for.
 
     Raises:
-        PlanError: it is a plain checkpoint, or loaded at another degree than its own.
+        FormatError: the manifest is damaged.
+        PlanError: as `sources.checkpoint.find_rank`; or there is nothing to verify by.
     """
-    if isinstance(checkpoint, PlainRank):
-        raise PlanError(f"{checkpoint.source}: nothing to verify by: only converted checkpoints have digests")
-    if isinstance(checkpoint, RegroupedRank):
-        raise PlanError(
-            f"{checkpoint.folder}: nothing to verify by at tp={checkpoint.num_ranks}: digests are of the slices of"
-            f" {checkpoint.manifest.num_ranks} ranks; `relayout verify` checks them"
-        )
+    source = find_rank(path, rank, tp)
+    if verify and source.no_digests is not None:
+        raise PlanError(source.no_digests, code="unsupported")
+    return source
+
+
+def warn_of_detour(source: RankSource) -> None:
+    """Tell at the line of the caller's caller that there is a faster way."""
+    if source.detour is not None:
+        warnings.warn(source.detour, stacklevel=3)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from relayout.core.extents import BLOCK, align_down
 from relayout.errors import PlanError
+from relayout.storage.protocols import LOCAL_COST, RequestCost
 
 MAX_THREADS = 8
 """Of one rank. Requests of 8 MiB: so many keep any one drive busy."""
@@ -37,6 +38,8 @@ class Budget:
     """Requests in flight."""
     memory: int
     """Bytes of buffers between drive and destination, all threads together."""
+    cost: RequestCost = LOCAL_COST
+    """What requests should look like."""
 
     @property
     def buffer_nbytes(self) -> int:
@@ -50,7 +53,7 @@ def local_world_size() -> int:
     return max(1, int(text)) if text.isdecimal() and len(text) < 10 else 1
 
 
-def plan_budget(threads: int | None, memory: int | None, most: int) -> Budget:
+def plan_budget(threads: int | None, memory: int | None, most: int, cost: RequestCost = LOCAL_COST) -> Budget:
     """What was asked for, or by default a share of what the node's ranks may use together, `most` bytes at most.
 
     Raises:
@@ -58,14 +61,15 @@ def plan_budget(threads: int | None, memory: int | None, most: int) -> Budget:
     """
     ranks = local_world_size()
     if threads is None:
-        threads = max(1, min(MAX_THREADS, 2 * num_cpus() // ranks))
+        wanted = min(MAX_THREADS, 2 * num_cpus() // ranks) if cost.concurrency is None else cost.concurrency // ranks
+        threads = max(1, wanted)
     if memory is None:
         memory = max(MIN_BUFFER, min(most, NODE_BUFFERS // ranks))
     if threads < 1:
-        raise PlanError(f"{threads} threads, expected 1 or more")
+        raise PlanError(f"{threads} threads, expected 1 or more", code="option")
     if memory < MIN_BUFFER:
-        raise PlanError(f"{memory} bytes of memory, expected {MIN_BUFFER} or more")
-    return Budget(min(threads, memory // MIN_BUFFER), memory)
+        raise PlanError(f"{memory} bytes of memory, expected {MIN_BUFFER} or more", code="option")
+    return Budget(min(threads, memory // MIN_BUFFER), memory, cost)
 
 
 def num_cpus() -> int:

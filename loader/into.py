@@ -6,17 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from relayout.core.workers import Stop
 from relayout.errors import PlanError
-from relayout.loader.backends.base import Backend, Refusal, read_job
-from relayout.loader.backends.files import Access, Sources
+from relayout.loader.backends.base import Backend, ReadJob, Refusal, checks_of
+from relayout.loader.backends.files import Sources
 from relayout.loader.budgets import Budget
 from relayout.loader.disjoint import Strided, is_simple, sharing, strided
-from relayout.loader.loading import Options, load_contents
-from relayout.loader.placement import place_at
+from relayout.loader.loading import Options, load_arena
+from relayout.loader.placement import pack, place_at, placed
 from relayout.loader.sources.contents import Contents, select
 from relayout.loader.stream import stream
 from relayout.loader.tensors import bytes_of, torch_dtype, torch_shape
 from relayout.progress import reporting
+from relayout.storage.protocols import Access
 
 if TYPE_CHECKING:
     import torch
@@ -28,12 +30,12 @@ def load_into(
     """Load those of a rank's tensors that are in `into` there, and what else the patterns name into new memory.
 
     Raises:
-        PlanError: a given tensor is none of the rank's, has another dtype, shape or device, or shares memory.
+        PlanError: the rank has no such tensor, or it has another dtype, shape or device, or shares memory.
     """
     row_of = {name: row for row, name in enumerate(contents.names)}
     for name, tensor in into.items():
         if name not in row_of:
-            raise PlanError(f"tensor {name!r}, given to be filled, is none of the rank's {len(row_of)}")
+            raise PlanError(f"into: the rank has no tensor {name!r}", code="option")
         _check(name, tensor, contents.dtypes[row_of[name]], contents.shapes[row_of[name]], options)
     _check_memory(into, contents, row_of)
     wanted = set(select(contents.names, patterns)) if patterns is not None else set()
@@ -57,7 +59,7 @@ def load_into(
             _copy(into[name], loaded)
         found = dict(into)
         if new:
-            found |= load_contents(parts[2], stages[2])
+            found |= load_arena(pack(parts[2]), stages[2])
     return {name: found[name] for name in contents.names if name in found}
 
 
@@ -76,9 +78,11 @@ def _fill(
     targets = [bytes_of(into[name]) for name in contents.names]
     memory = backend.wrap(targets)
     if isinstance(memory, Refusal):
-        raise PlanError(memory.reason)
+        raise PlanError(memory.reason, code="unsupported")
     reads = place_at(contents.reads, memory.offsets)
-    job = read_job(contents, memory.offsets, reads, budget, verify=options.verify)
+    stop = Stop()
+    checks = checks_of(placed(contents, memory.offsets), stop) if options.verify else None
+    job = ReadJob(contents.files, reads, budget, checks, stop=stop)
     with reporting(options.progress, "loading", sum(contents.sizes())) as report:
         running = backend.start(memory, job)
         try:
@@ -92,22 +96,22 @@ def _check(name: str, tensor: torch.Tensor, dtype: str, shape: tuple[int, ...], 
     import torch
 
     if not isinstance(tensor, torch.Tensor):
-        raise PlanError(f"tensor {name!r}, given to be filled, is a {type(tensor).__name__}")
+        raise PlanError(f"into[{name!r}] is a {type(tensor).__name__}, expected a torch.Tensor", code="option")
     expected = (torch_dtype(name, dtype), torch_shape(name, dtype, shape))
     if (tensor.dtype, tuple(tensor.shape)) != expected:
         raise PlanError(
-            f"tensor {name!r}, given to be filled, is {tensor.dtype} {list(tensor.shape)};"
-            f" the rank's slice is {expected[0]} {list(expected[1])}"
+            f"into[{name!r}] is {tensor.dtype} {list(tensor.shape)}, expected {expected[0]} {list(expected[1])}",
+            code="option",
         )
     if tensor.device != torch.device(options.device):
-        raise PlanError(f"tensor {name!r}, given to be filled, is on {tensor.device}; the load is for {options.device}")
+        raise PlanError(f"into[{name!r}] is on {tensor.device}, expected {options.device}", code="option")
     if tensor.layout != torch.strided:
-        raise PlanError(f"tensor {name!r}, given to be filled, is {tensor.layout}, expected torch.strided")
+        raise PlanError(f"into[{name!r}] is {tensor.layout}, expected torch.strided", code="option")
     if not tensor.numel():
         return
     lazy = tensor.is_conj() or tensor.is_neg()
     if lazy or _address(tensor) == 0 or not is_simple(_memory(tensor)):
-        raise PlanError(f"tensor {name!r}, given to be filled, has no memory of its own for each element")
+        raise PlanError(f"into[{name!r}] has no memory of its own for each element", code="option")
 
 
 def _check_memory(into: Mapping[str, torch.Tensor], contents: Contents, row_of: Mapping[str, int]) -> None:
@@ -122,7 +126,7 @@ def _check_memory(into: Mapping[str, torch.Tensor], contents: Contents, row_of: 
             and _view(into[first]) == _view(into[second])
         )
         if not is_tied:
-            raise PlanError(f"tensors {first!r} and {second!r}, given to be filled, share memory")
+            raise PlanError(f"into: {first!r} and {second!r} share memory", code="option")
 
 
 def _view(tensor: torch.Tensor) -> tuple[object, ...]:

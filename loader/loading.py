@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
-from relayout.core.dtypes import num_bytes
-from relayout.core.integers import integer
+from relayout.core.arguments import integer, size
 from relayout.core.workers import Stop
-from relayout.loader.backends.base import Choice, ReadJob, read_job
+from relayout.loader.backends.base import Choice, ReadJob, checks_of
 from relayout.loader.backends.choice import choose, resolve_device
 from relayout.loader.budgets import Budget, plan_budget
-from relayout.loader.digests import Checks
-from relayout.loader.placement import place
-from relayout.loader.sources.checkpoint import ConvertedRank
-from relayout.loader.sources.contents import Contents, StoredFile
+from relayout.loader.placement import ArenaPlan
+from relayout.loader.sources.contents import StoredFile, cost_of
 from relayout.loader.tensors import make_views, to_device
 from relayout.progress import Progress, reporting
 
 if TYPE_CHECKING:
     import torch
-
-
-Columns: TypeAlias = tuple[Sequence[str], Sequence[str], Sequence[tuple[int, ...]], Sequence[int]]
-"""Names, dtypes, shapes and arena offsets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +29,7 @@ class Options:
     verify: bool = False
     threads: int | None = None
     memory: int | None = None
+    """Bytes."""
     progress: Progress = None
 
     def choose(self, files: Sequence[StoredFile]) -> tuple[Choice, Budget]:
@@ -45,73 +39,58 @@ class Options:
             PlanError: as `choice.choose` and `budgets.plan_budget`.
         """
         choice = choose(self.backend, self.device, files)
-        return choice, plan_budget(self.threads, self.memory, choice.backend.max_buffer_nbytes)
+        return choice, plan_budget(self.threads, self.memory, choice.backend.max_buffer_nbytes, cost_of(files))
 
 
 def options_of(
-    device: str | torch.device, backend: str, verify: bool, threads: int | None, memory: int | None, progress: Progress
+    device: str | torch.device = "cpu",
+    backend: str = "auto",
+    verify: bool = False,
+    threads: int | None = None,
+    memory: int | str | None = None,
+    progress: Progress = None,
 ) -> Options:
     """What a caller asks for.
 
     Raises:
-        PlanError: the device cannot be used now, or a number is no integer.
+        PlanError: the device cannot be used now, or a number is no integer, or no size.
     """
     return Options(
         resolve_device(device),
         backend,
         verify,
         None if threads is None else integer(threads, "threads"),
-        None if memory is None else integer(memory, "memory"),
+        None if memory is None else size(memory, "memory"),
         progress,
     )
 
 
-def load_rank(rank: ConvertedRank, options: Options) -> dict[str, torch.Tensor]:
-    """Load all of a rank: where everything goes is in the manifest."""
-    files = rank.files
-    choice, budget = options.choose(files)
-    entry = rank.entry
+def load_arena(plan: ArenaPlan, options: Options) -> dict[str, torch.Tensor]:
+    """Load tensors into a new arena: views of it are made while bytes arrive.
+
+    Raises:
+        FormatError, PlanError, OSError, MemoryError: as `api.load`.
+    """
+    choice, budget = options.choose(plan.files)
+    tensors = plan.tensors() if options.verify else None
     stop = Stop()
-    table = checks = None
-    if options.verify:
-        table = rank.table()
-        sizes = [num_bytes(*one) or 0 for one in zip(table.dtypes, table.shapes, strict=True)]
-        checks = Checks(table.names, table.arena_offsets, sizes, table.digests, stop)
-    job = ReadJob(files, entry.reads, budget, checks, stop=stop)
-
-    def columns() -> Columns:
-        # While bytes arrive the table is parsed and torch, perhaps, imported.
-        found = table or rank.table()
-        return found.names, found.dtypes, found.shapes, found.arena_offsets
-
-    return _load(choice, options, entry.arena_nbytes, entry.nbytes, job, columns)
-
-
-def load_contents(contents: Contents, options: Options) -> dict[str, torch.Tensor]:
-    """Load tensors into an arena that has room for just these."""
-    choice, budget = options.choose(contents.files)
-    sizes = contents.sizes()
-    placement = place(contents.reads, sizes)
-    job = read_job(contents, placement.offsets, placement.reads, budget, verify=options.verify)
-    columns = (contents.names, contents.dtypes, contents.shapes, placement.offsets)
-    return _load(choice, options, placement.nbytes, sum(sizes), job, lambda: columns)
-
-
-def _load(
-    choice: Choice, options: Options, arena_nbytes: int, nbytes: int, job: ReadJob, columns: Callable[[], Columns]
-) -> dict[str, torch.Tensor]:
-    """Fill a new arena, make the views of it while bytes arrive, and wait for the last of `nbytes`."""
-    with reporting(options.progress, "loading", nbytes) as report:
-        arena = choice.backend.allocate(arena_nbytes)
-        running = choice.backend.start(arena, job)
+    checks = None if tensors is None else checks_of(tensors, stop)
+    job = ReadJob(plan.files, plan.reads, budget, checks, stop=stop)
+    with reporting(options.progress, "loading", plan.nbytes) as report:
+        arena = choice.backend.allocate(plan.arena_nbytes)
         try:
-            found = columns()
-            if choice.backend.device != options.device:
+            running = choice.backend.start(arena, job)
+            try:
+                tensors = tensors or plan.tensors()
+                if choice.backend.device != options.device:
+                    running.join(report)
+                    return make_views(to_device(arena.tensor(), options.device), tensors)
+                views = make_views(arena.tensor(), tensors)
                 running.join(report)
-                return make_views(to_device(arena.tensor(), options.device), *found)
-            views = make_views(arena.tensor(), *found)
-            running.join(report)
-            return views
+                return views
+            except BaseException:
+                running.cancel()
+                raise
         except BaseException:
-            running.cancel()
+            arena.discard()
             raise

@@ -1,16 +1,60 @@
-"""Where tensors go in memory when not the whole rank is loaded at once: the reads that bring them there. Pure."""
+"""Where tensors go in memory, and the reads that bring them there. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
+from relayout.core.coalesce import coalesce
 from relayout.core.extents import BLOCK, Transfer, align_up
 from relayout.format.index import ARENA_ALIGNMENT, Read
+from relayout.loader.sources.contents import Contents, StoredFile
 
 _DIRECT_NBYTES = 2**20
 """What lies together and has at least so many bytes is placed so that direct I/O can go straight to it: that may
 waste a block."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedTensors:
+    """Tensors in an arena, in columns of equal length."""
+
+    names: Sequence[str]
+    dtypes: Sequence[str]
+    shapes: Sequence[tuple[int, ...]]
+    """In elements."""
+    offsets: Sequence[int]
+    """Of their first bytes in the arena, multiples of `ARENA_ALIGNMENT`."""
+    digests: Sequence[str] | None
+    """None: there are none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaPlan:
+    """One allocation for tensors, and how it is filled."""
+
+    files: tuple[StoredFile, ...]
+    reads: tuple[Read, ...]
+    """They do not overlap in the arena."""
+    arena_nbytes: int
+    nbytes: int
+    """Of the tensors."""
+    tensors: Callable[[], PlacedTensors]
+    """What lies where, which may take time to find out: better asked while bytes arrive."""
+
+
+def placed(contents: Contents, offsets: Sequence[int]) -> PlacedTensors:
+    """The tensors, at offsets of an arena."""
+    return PlacedTensors(contents.names, contents.dtypes, contents.shapes, offsets, contents.digests)
+
+
+def pack(contents: Contents) -> ArenaPlan:
+    """An arena that has room for just these tensors."""
+    sizes = contents.sizes()
+    placement = place(contents.reads, sizes)
+    tensors = placed(contents, placement.offsets)
+    return ArenaPlan(contents.files, placement.reads, placement.nbytes, sum(sizes), lambda: tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,20 +130,16 @@ def batches(sizes: Sequence[int], limit: int) -> Iterator[range]:
 
 def _runs(tensors: Sequence[tuple[Read, ...]], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
     """First and last row of each stretch of tensors that can come in one read, each at a multiple of 16 bytes."""
-    first = 0
-    for row in range(1, len(tensors) + 1):
-        if row < len(tensors) and _continues(tensors[first], tensors[row - 1], tensors[row], sizes[row - 1]):
-            continue
-        yield first, row - 1
-        first = row
+    # Where each would lie if all came in one read: tensors that can do so are all as far from there in their file.
+    positions = accumulate((align_up(nbytes, ARENA_ALIGNMENT) for nbytes in sizes), initial=0)
 
+    def where(item: tuple[int, int]) -> tuple[tuple[int, ...], int, int]:
+        row, position = item
+        reads = tensors[row]
+        if len(reads) != 1 or reads[0].transfer.count > 1:
+            return (row,), 0, 0  # By itself.
+        source = reads[0].transfer.source
+        return (reads[0].file, source - position), source, source + sizes[row]
 
-def _continues(first: tuple[Read, ...], before: tuple[Read, ...], after: tuple[Read, ...], before_nbytes: int) -> bool:
-    if not len(first) == len(before) == len(after) == 1 or before_nbytes % ARENA_ALIGNMENT:
-        return False
-    one, other = before[0], after[0]
-    return (
-        one.file == other.file
-        and one.transfer.count == other.transfer.count == 1
-        and one.transfer.source_end == other.transfer.source
-    )
+    for group in coalesce(zip(range(len(tensors)), positions, strict=False), where):
+        yield group.items[0][0], group.items[-1][0]

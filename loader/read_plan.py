@@ -11,14 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from relayout.core.coalesce import coalesce, split
 from relayout.core.extents import Extent, Transfer, align_down, align_up
 from relayout.format.index import Read
-
-CHUNK_NBYTES = 8 * 2**20
-"""Largest request. At this size Python's part in a request is noise, and a bounce buffer is still small."""
-
-MIN_RUN_NBYTES = 256 * 2**10
-"""Runs of at least this many bytes are requested one by one; the gaps between shorter ones are read as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,23 +38,31 @@ def plan_chunks(
     reads: Iterable[Read],
     alignment: int,
     *,
-    chunk_nbytes: int = CHUNK_NBYTES,
-    bounce_nbytes: int = CHUNK_NBYTES,
+    chunk_nbytes: int,
+    bounce_nbytes: int,
+    max_gap_nbytes: int,
 ) -> Iterator[Chunk]:
     """Cut reads into requests of at most `chunk_nbytes` (a multiple of `alignment`), and edges.
 
-    Requests that need a bounce buffer fit one of `bounce_nbytes`, which has room for four blocks at least.
+    Requests that need a bounce buffer fit one of `bounce_nbytes`, which has room for four blocks at least. Of a strided
+    read, the gaps between runs are read as well if runs are shorter than `max_gap_nbytes`, and gaps not longer.
     """
     whole = min(chunk_nbytes, align_down(bounce_nbytes, alignment) - 2 * alignment)
-    return _merged(_requests(reads, alignment, chunk_nbytes, whole), bounce_nbytes)
+    return _merged(_requests(reads, alignment, chunk_nbytes, whole, max_gap_nbytes), bounce_nbytes)
 
 
-def _requests(reads: Iterable[Read], alignment: int, chunk_nbytes: int, bounce_nbytes: int) -> Iterator[Chunk]:
+def _requests(
+    reads: Iterable[Read], alignment: int, chunk_nbytes: int, bounce_nbytes: int, max_gap_nbytes: int
+) -> Iterator[Chunk]:
     for read in reads:
         transfer = read.transfer
         if transfer.count == 1:
             yield from _contiguous(read.file, transfer, alignment, chunk_nbytes, bounce_nbytes)
-        elif transfer.nbytes >= MIN_RUN_NBYTES or transfer.source_stride > bounce_nbytes:
+        elif (
+            transfer.nbytes >= max_gap_nbytes
+            or transfer.source_stride - transfer.nbytes > max_gap_nbytes
+            or transfer.source_stride > bounce_nbytes
+        ):
             for run in transfer.runs():
                 yield from _contiguous(read.file, run, alignment, chunk_nbytes, bounce_nbytes)
         else:
@@ -83,9 +86,8 @@ def _contiguous(
         return
     if start < low:
         yield _bounced(file, Transfer(start, start + shift, low - start), alignment)
-    for offset in range(low, high, chunk_nbytes):
-        extent = Extent(offset, min(chunk_nbytes, high - offset))
-        yield Chunk(file, extent, offset + shift)
+    for extent in split(Extent(low, high - low), chunk_nbytes):
+        yield Chunk(file, extent, extent.offset + shift)
     if high < end:
         yield _bounced(file, Transfer(high, high + shift, end - high), alignment)
 
@@ -96,32 +98,20 @@ def _bounced(file: int, transfer: Transfer, alignment: int) -> Chunk:
     return Chunk(file, extent, None, (transfer.shifted(source=-low),))
 
 
+def _where(chunk: Chunk) -> tuple[tuple[int, int | None], int, int]:
+    # No two chunks have one arena offset: one that has any is never joined.
+    return (chunk.file, chunk.arena_offset), chunk.extent.offset, chunk.extent.end
+
+
 def _merged(chunks: Iterable[Chunk], bounce_nbytes: int) -> Iterator[Chunk]:
     """Join bounced requests that follow each other and whose extents touch, as far as a buffer holds them."""
-    waiting: list[Chunk] = []
-    low = high = 0
-    for chunk in chunks:
-        if waiting and (
-            chunk.arena_offset is not None
-            or chunk.file != waiting[0].file
-            or not low <= chunk.extent.offset <= high
-            or chunk.extent.end - low > bounce_nbytes
-        ):
-            yield _join(waiting, Extent(low, high - low))
-            waiting = []
-        if chunk.arena_offset is not None:
-            yield chunk
+    for group in coalesce(chunks, _where, max_nbytes=bounce_nbytes):
+        if len(group.items) == 1:
+            yield group.items[0]
             continue
-        if not waiting:
-            low = high = chunk.extent.offset
-        waiting.append(chunk)
-        high = max(high, chunk.extent.end)
-    if waiting:
-        yield _join(waiting, Extent(low, high - low))
-
-
-def _join(chunks: list[Chunk], extent: Extent) -> Chunk:
-    if len(chunks) == 1:
-        return chunks[0]
-    transfers = (part.shifted(source=one.extent.offset - extent.offset) for one in chunks for part in one.transfers)
-    return Chunk(chunks[0].file, extent, None, tuple(transfers))
+        transfers = (
+            part.shifted(source=one.extent.offset - group.extent.offset)
+            for one in group.items
+            for part in one.transfers
+        )
+        yield Chunk(group.items[0].file, group.extent, None, tuple(transfers))

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Generic
 from relayout.core.extents import BLOCK
 from relayout.core.workers import Stop, Stopped
 from relayout.errors import PlanError
-from relayout.loader.backends.base import Arena, Backend, Pool, Span, read_job
+from relayout.loader.backends.base import Arena, Backend, Pool, ReadJob, RunningJob, Span, checks_of
 from relayout.loader.backends.choice import choose
 from relayout.loader.budgets import MAX_IN_FLIGHT, MIN_BUFFER, NODE_IN_FLIGHT, Budget, local_world_size, plan_budget
-from relayout.loader.diagnose.hints import advised
-from relayout.loader.loading import Options, load_contents
-from relayout.loader.placement import Placement, batches, place
-from relayout.loader.sources.contents import Contents
+from relayout.loader.diagnose.hints import error_hints
+from relayout.loader.loading import Options, load_arena
+from relayout.loader.placement import PlacedTensors, Placement, batches, pack, place, placed
+from relayout.loader.sources.contents import Contents, cost_of
 from relayout.loader.tensors import make_views, to_device
 from relayout.progress import reporting
 
@@ -36,69 +36,130 @@ def stream(contents: Contents, options: Options) -> Iterator[tuple[str, torch.Te
     Raises:
         PlanError: that is less than what a tensor takes.
     """
-    choice = choose(options.backend, options.device, contents.files)
-    backend = choice.backend
+    backend = choose(options.backend, options.device, contents.files).backend
     if backend.reads_when_used:
-        return _advised(_all_at_once(contents, options))
+        return _with_hints(_all_at_once(contents, options))
+    budget, bound = _share(contents, backend, options)
+    return _with_hints(_stream(contents, backend, budget, bound, options))
+
+
+def _share(contents: Contents, backend: Backend[Any], options: Options) -> tuple[Budget, int]:
+    """What reading may use, and how many bytes of tensors may be read ahead."""
     sizes = contents.sizes()
     largest = max(range(len(sizes)), key=sizes.__getitem__, default=None)
     needed = 0 if largest is None else sizes[largest] + _SLACK
+    most, cost = backend.max_buffer_nbytes, cost_of(contents.files)
     if options.memory is None:
-        budget = plan_budget(options.threads, None, backend.max_buffer_nbytes)
-        bound = max(needed, min(MAX_IN_FLIGHT, NODE_IN_FLIGHT // local_world_size()) - budget.memory)
-    else:
-        if options.memory < 2 * MIN_BUFFER:
-            raise PlanError(f"{options.memory} bytes of memory, expected {2 * MIN_BUFFER} or more")
-        budget = plan_budget(
-            options.threads,
-            max(MIN_BUFFER, min(options.memory // _NUM_BATCHES, backend.max_buffer_nbytes)),
-            backend.max_buffer_nbytes,
+        budget = plan_budget(options.threads, None, most, cost)
+        return budget, max(needed, min(MAX_IN_FLIGHT, NODE_IN_FLIGHT // local_world_size()) - budget.memory)
+    if options.memory < 2 * MIN_BUFFER:
+        raise PlanError(f"{options.memory} bytes of memory, expected {2 * MIN_BUFFER} or more", code="option")
+    budget = plan_budget(options.threads, max(MIN_BUFFER, min(options.memory // _NUM_BATCHES, most)), most, cost)
+    bound = options.memory - budget.memory
+    if largest is not None and bound < needed:
+        raise PlanError(
+            f"memory={options.memory} is too small for tensor {contents.names[largest]!r} of {sizes[largest]} bytes:"
+            f" use at least {needed + max(MIN_BUFFER, needed // (_NUM_BATCHES - 1))}",
+            code="option",
         )
-        bound = options.memory - budget.memory
-        if largest is not None and bound < needed:
-            raise PlanError(
-                f"tensor {contents.names[largest]!r} has {sizes[largest]} bytes: at most {options.memory} in flight"
-                f" are too few, {needed + max(MIN_BUFFER, needed // (_NUM_BATCHES - 1))} would do"
-            )
-    return _advised(_stream(contents, sizes, backend, budget, bound, options))
+    return budget, bound
 
 
-def _advised(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+def _with_hints(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """The same tensors, and errors that say what to do about them."""
-    with advised():
+    with error_hints():
         yield from tensors
+
+
+def _all_at_once(contents: Contents, options: Options) -> Iterator[tuple[str, torch.Tensor]]:
+    tensors = load_arena(pack(contents), options)
+    for name in list(tensors):
+        yield name, tensors.pop(name)
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
     """Tensors that share an arena."""
 
-    rows: range
     start: int
     """Where the arena begins in the address space of all batches."""
     placement: Placement
+    tensors: PlacedTensors
+    """Their offsets count from where the arena begins."""
+    nbytes: int
+    """Of the tensors."""
+
+
+def _plan_batches(contents: Contents, limit: int) -> Iterator[_Batch]:
+    start, sizes = 0, contents.sizes()
+    for rows in batches(sizes, limit):
+        piece = slice(rows.start, rows.stop)
+        placement = place(contents.reads[piece], sizes[piece], start)
+        offsets = [offset - start for offset in placement.offsets]
+        tensors = PlacedTensors(contents.names[piece], contents.dtypes[piece], contents.shapes[piece], offsets, None)
+        yield _Batch(start, placement, tensors, sum(sizes[piece]))
+        start += max(placement.nbytes, BLOCK)  # No two batches at one offset.
 
 
 class _Window(Generic[Span]):
-    """All batches in one address space, of which some have memory; whoever wants another's waits for it."""
+    """All batches in one address space, of which some have memory; a thread that wants another's waits for it."""
 
-    def __init__(self, pool: Pool[Span], starts: Sequence[int], stop: Stop) -> None:
+    def __init__(self, pool: Pool[Span], parts: Sequence[_Batch], arena_nbytes: int, bound: int, stop: Stop) -> None:
+        """At most `bound` bytes have memory, most batches `arena_nbytes`; but one batch always."""
         self._pool = pool
-        self._starts = starts
+        self._parts = parts
+        self._starts = [part.start for part in parts]
+        self._left = [part.nbytes for part in parts]
+        """Bytes of each batch that have not arrived."""
+        self._costs = [max(part.placement.nbytes, arena_nbytes) for part in parts]
+        self._bound = bound
         self._stop = stop
+        self._in_flight = 0
+        self._num_opened = 0
         self._arenas: dict[int, Arena[Span]] = {}
+        self._bases: dict[int, torch.Tensor] = {}
 
-    def open(self, number: int, nbytes: int) -> torch.Tensor:
-        """Give a batch memory: all of it, as a tensor."""
-        arena, tensor = self._pool.take(nbytes)
+    def wait(self, number: int) -> bool:
+        """Give memory to as many batches as may have it, and return when all of a batch has arrived, or never will."""
+        while self._num_opened < len(self._parts):
+            cost = self._costs[self._num_opened]
+            if self._bases and self._in_flight + cost > self._bound:
+                break
+            arena, base = self._pool.take(self._parts[self._num_opened].placement.nbytes)
+            self._in_flight += cost
+            self._bases[self._num_opened] = base
+            with self._stop.condition:
+                self._arenas[self._num_opened] = arena
+                self._num_opened += 1
+                self._stop.condition.notify_all()
         with self._stop.condition:
-            self._arenas[number] = arena
-            self._stop.condition.notify_all()
-        return tensor
+            while self._left[number] and not self._stop.requested:
+                self._stop.condition.wait()
+            return not self._left[number]
 
-    def close(self, number: int) -> None:
-        """Forget a batch's memory."""
+    def take(self, number: int) -> torch.Tensor:
+        """The memory of a batch, which has arrived; the window forgets it."""
         del self._arenas[number]
+        return self._bases.pop(number)
+
+    def give(self, number: int) -> None:
+        """Count the memory of a batch as used no more."""
+        self._in_flight -= self._costs[number]
+
+    def discard(self) -> None:
+        """Free the memory of all batches that were not taken."""
+        self._bases.clear()
+        for arena in self._arenas.values():
+            arena.discard()
+        self._arenas.clear()
+
+    def arrived(self, offset: int, nbytes: int) -> None:
+        """See `ReadJob.arrived`."""
+        number = bisect_right(self._starts, offset) - 1
+        with self._stop.condition:
+            self._left[number] -= nbytes
+            if not self._left[number]:
+                self._stop.condition.notify_all()
 
     def span(self, offset: int, nbytes: int) -> Span:
         """See `Memory.span`.
@@ -122,81 +183,46 @@ class _Window(Generic[Span]):
 
 
 def _stream(
-    contents: Contents, sizes: Sequence[int], backend: Backend[Any], budget: Budget, bound: int, options: Options
+    contents: Contents, backend: Backend[Any], budget: Budget, bound: int, options: Options
 ) -> Iterator[tuple[str, torch.Tensor]]:
     arena_nbytes = bound // _NUM_BATCHES
-    limit = arena_nbytes * 3 // 4  # Placement wastes some.
-    parts = list(_plan_batches(contents, sizes, limit))
-    left = [sum(sizes[row] for row in part.rows) for part in parts]
-    starts = [part.start for part in parts]
-    stop = Stop()
-
-    def arrived(offset: int, nbytes: int) -> None:
-        number = bisect_right(starts, offset) - 1
-        with stop.condition:
-            left[number] -= nbytes
-            if not left[number]:
-                stop.condition.notify_all()
-
+    parts = list(_plan_batches(contents, arena_nbytes * 3 // 4))  # Placement wastes some.
     reads = tuple(read for part in parts for read in part.placement.reads)
     offsets = [offset for part in parts for offset in part.placement.offsets]
-    job = read_job(contents, offsets, reads, budget, verify=options.verify, arrived=arrived, stop=stop)
+    stop = Stop()
+    checks = checks_of(placed(contents, offsets), stop) if options.verify else None
     pool = backend.pool(arena_nbytes)
-    window = _Window(pool, starts, stop)
-    with reporting(options.progress, "loading", sum(sizes)) as report:
+    window = _Window(pool, parts, arena_nbytes, bound, stop)
+    job = ReadJob(contents.files, reads, budget, checks, window.arrived, stop)
+    done = 0
+    views: dict[str, torch.Tensor] = {}
+    with reporting(options.progress, "loading", sum(part.nbytes for part in parts)) as report:
         running = backend.start(window, job)
         try:
-            bases: dict[int, torch.Tensor] = {}
-            in_flight = done = 0
             for number, part in enumerate(parts):
-                while len(bases) + number < len(parts):
-                    following = parts[number + len(bases)].placement.nbytes
-                    if bases and in_flight + max(following, arena_nbytes) > bound:
-                        break
-                    bases[number + len(bases)] = window.open(number + len(bases), following)
-                    in_flight += max(following, arena_nbytes)
-                with stop.condition:
-                    while left[number] and not stop.requested:
-                        stop.condition.wait()
-                if left[number]:
+                if not window.wait(number):
                     running.join()  # Raises what has gone wrong.
                 running.settle()
-                window.close(number)
-                views = _views(contents, part, bases.pop(number), options)
-                done += sum(sizes[row] for row in part.rows)
+                views = make_views(to_device(window.take(number), options.device), part.tensors)
+                done += part.nbytes
                 if report is not None:
                     report(done)
-                stream = running.current_stream
-                for name in list(views):
-                    if running.current_stream != stream:  # Another thread's, perhaps, not told to wait yet.
-                        stream = running.current_stream
-                        running.settle()
-                    yield name, views.pop(name)
-                    stop.check_process()
-                in_flight -= max(part.placement.nbytes, arena_nbytes)
+                yield from _each(views, running, stop)
+                window.give(number)
             running.join()
         finally:
             running.cancel()
+            views.clear()
             pool.close()
+            window.discard()
 
 
-def _all_at_once(contents: Contents, options: Options) -> Iterator[tuple[str, torch.Tensor]]:
-    tensors = load_contents(contents, options)
-    for name in list(tensors):
-        yield name, tensors.pop(name)
-
-
-def _plan_batches(contents: Contents, sizes: Sequence[int], limit: int) -> Iterator[_Batch]:
-    start = 0
-    for rows in batches(sizes, limit):
-        placement = place(contents.reads[rows.start : rows.stop], sizes[rows.start : rows.stop], start)
-        yield _Batch(rows, start, placement)
-        start += max(placement.nbytes, BLOCK)  # No two batches at one offset.
-
-
-def _views(contents: Contents, part: _Batch, base: torch.Tensor, options: Options) -> dict[str, torch.Tensor]:
-    rows = slice(part.rows.start, part.rows.stop)
-    offsets = [offset - part.start for offset in part.placement.offsets]
-    return make_views(
-        to_device(base, options.device), contents.names[rows], contents.dtypes[rows], contents.shapes[rows], offsets
-    )
+def _each(views: dict[str, torch.Tensor], running: RunningJob, stop: Stop) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors that have arrived, and refer to none that was yielded."""
+    stream = running.current_stream
+    for name in list(views):
+        if running.current_stream != stream:  # Another thread's, perhaps, not told to wait yet.
+            stream = running.current_stream
+            running.settle()
+        yield name, views.pop(name)
+        stop.check_process()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,8 @@ from relayout.errors import PlanError
 
 if TYPE_CHECKING:
     import torch
+
+    from relayout.loader.placement import PlacedTensors
 
 _TORCH_NAMES = {
     "BOOL": "bool",
@@ -47,7 +49,9 @@ def check_mode() -> None:
     """
     fake = sys.modules.get("torch._subclasses.fake_tensor")
     if fake is not None and isinstance(sys.modules["torch"].empty(0, device="cpu"), fake.FakeTensor):
-        raise PlanError("under torch's FakeTensorMode tensors have no memory that bytes could be loaded into")
+        raise PlanError(
+            "under torch's FakeTensorMode tensors have no memory that bytes could be loaded into", code="unsupported"
+        )
 
 
 def torch_dtype(name: str, dtype: str) -> torch.dtype:
@@ -60,7 +64,7 @@ def torch_dtype(name: str, dtype: str) -> torch.dtype:
 
     found = getattr(torch, _TORCH_NAMES.get(dtype, ""), None)
     if found is None:
-        raise PlanError(f"tensor {name!r}: this torch ({torch.__version__}) has no type for {dtype}")
+        raise PlanError(f"this torch ({torch.__version__}) has no type for {dtype}", tensor=name, code="unsupported")
     assert isinstance(found, torch.dtype)
     return found
 
@@ -74,7 +78,9 @@ def torch_shape(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[int, ...
     if dtype != "F4":
         return shape
     if not shape or shape[-1] % 2:
-        raise PlanError(f"tensor {name!r}: torch has no F4 tensor of shape {list(shape)}: its last axis is odd")
+        raise PlanError(
+            f"torch has no F4 tensor of shape {list(shape)}: its last axis is odd", tensor=name, code="unsupported"
+        )
     return (*shape[:-1], shape[-1] // 2)
 
 
@@ -102,14 +108,8 @@ def to_device(tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:
         raise MemoryError(f"cannot allocate {tensor.nbytes} bytes on {device}: {str(error).splitlines()[0]}") from None
 
 
-def make_views(
-    base: torch.Tensor,
-    names: Sequence[str],
-    dtypes: Sequence[str],
-    shapes: Sequence[tuple[int, ...]],
-    offsets: Sequence[int],
-) -> dict[str, torch.Tensor]:
-    """Tensors at byte `offsets` (multiples of 16) of the arena, dense and row-major.
+def make_views(base: torch.Tensor, tensors: PlacedTensors) -> dict[str, torch.Tensor]:
+    """Views of the arena, dense and row-major.
 
     Raises:
         PlanError: torch has no such dtype; or as `check_mode`.
@@ -123,7 +123,9 @@ def make_views(
     # as_strided on a typed view costs a third of slicing and viewing.
     make = torch.as_strided
     with _uncollected():
-        for name, dtype, shape, offset in zip(names, dtypes, shapes, offsets, strict=True):
+        for name, dtype, shape, offset in zip(
+            tensors.names, tensors.dtypes, tensors.shapes, tensors.offsets, strict=True
+        ):
             if (dtype, shape) not in forms:
                 counted = torch_shape(name, dtype, shape)
                 typed = whole.view(torch_dtype(name, dtype))

@@ -14,14 +14,27 @@ if TYPE_CHECKING:
     from relayout.commands.verify import verify
     from relayout.conversion.run import Summary, convert, plan_conversion
     from relayout.errors import FormatError, PlanError, RelayoutError
-    from relayout.loader import explain, iter_load, load, open
-    from relayout.loader.handles.whole import safe_open
+    from relayout.loader import (
+        CheckpointView,
+        Explanation,
+        Place,
+        TensorSlice,
+        explain,
+        iter_load,
+        load,
+        open,
+        safe_open,
+    )
 
 __all__ = [
+    "CheckpointView",
+    "Explanation",
     "FormatError",
+    "Place",
     "PlanError",
     "RelayoutError",
     "Summary",
+    "TensorSlice",
     "convert",
     "explain",
     "inspect",
@@ -36,10 +49,14 @@ __all__ = [
 ]
 
 _HOMES = {
+    "CheckpointView": "relayout.loader",
+    "Explanation": "relayout.loader",
     "FormatError": "relayout.errors",
     "PlanError": "relayout.errors",
+    "Place": "relayout.loader",
     "RelayoutError": "relayout.errors",
     "Summary": "relayout.conversion.run",
+    "TensorSlice": "relayout.loader",
     "convert": "relayout.conversion.run",
     "explain": "relayout.loader",
     "inspect": "relayout.commands.inspect",
@@ -48,7 +65,7 @@ _HOMES = {
     "open": "relayout.loader",
     "plan_conversion": "relayout.conversion.run",
     "restore": "relayout.commands.restore",
-    "safe_open": "relayout.loader.handles.whole",
+    "safe_open": "relayout.loader",
     "verify": "relayout.commands.verify",
 }
 

@@ -49,11 +49,12 @@ def from_pretrained(
 
     from relayout.engines.global_tensor import GlobalTensor
 
-    path = Path(folder)
+    path = os.fspath(folder)
     found = find_folder(path, "transformers' own from_pretrained")
     if found is None or found.expert_parallel:
         state = "was not converted" if found is None else "was converted with --expert-parallel"
-        raise PlanError(f"{path}: {state}; `relayout convert SRC --tp N` makes a folder that transformers can use")
+        what = f"{state}; `relayout convert SRC --tp N` makes a folder that transformers can use"
+        raise PlanError(what, path=path, code="unsupported")
     rank, num_ranks = (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
     config = settings.pop("config", None) or transformers.AutoConfig.from_pretrained(path)
     weights = RankWeights(path, rank, num_ranks, EngineOptions(backend, threads, memory, verify))
@@ -65,7 +66,7 @@ def from_pretrained(
     model = (model_class or _class_of(config)).from_pretrained(
         None, config=config, state_dict=state_dict, **{"dtype": config.dtype, **settings}
     )
-    if (path / "generation_config.json").exists() and model.can_generate():
+    if Path(path, "generation_config.json").exists() and model.can_generate():
         model.generation_config = transformers.GenerationConfig.from_pretrained(path)
     return model
 

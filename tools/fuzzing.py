@@ -26,16 +26,18 @@ from relayout.checkpoint.config import parse_config
 from relayout.checkpoint.source import Catalogue, SourceTensor, parse_index
 from relayout.commands.restore import source_catalogue
 from relayout.conversion.layout import stored_conversion
+from relayout.core.digests import digest_hex
 from relayout.core.dtypes import BITS
 from relayout.core.extents import Extent
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import Manifest
-from relayout.format.manifest import compact_json, compress, digest_hex, parse_manifest
+from relayout.format.manifest import compact_json, compress, parse_manifest
 from relayout.format.rank_table import parse_table
 from relayout.format.safetensors import LENGTH_NBYTES, json_text, parse_header
 from relayout.format.source_record import parse_record
 from relayout.plans.family import parse_family
 from relayout.plans.planner import Plan, make_plan, plan_for
+from relayout.storage.local.store import LocalStore
 
 _CONVERTED = BASES / "converted"
 MAX_INPUT_NBYTES = 2**16
@@ -182,7 +184,7 @@ def _model(config: Mapping[str, Any], *, quantized: bool = False) -> Catalogue:
         SourceTensor(name, dtype, shape, 0, Extent(0, prod(shape) * BITS[dtype] // 8))
         for name, (dtype, shape) in _shapes(quantized).items()
     )
-    return Catalogue(Path("x"), (), tensors, {}, config, None, (), ())
+    return Catalogue(LocalStore(Path("x")), (), tensors, {}, config, None, (), ())
 
 
 def _check_plan(catalogue: Catalogue, plan: Plan) -> None:
@@ -262,8 +264,8 @@ def _record(data: bytes) -> None:
         names = [file.name for file in (*record.files, *record.side_files)] + list((record.index or ())[:1])
         assert len(set(names)) == len(names)
         assert all(_stays_inside(name) for name in names)
-        catalogue = source_catalogue(Path("x"), Path("out"), record)
-        stored_conversion(Path("x"), manifest, _base_tables(), record, catalogue)
+        catalogue = source_catalogue(LocalStore(Path("x")), record)
+        stored_conversion(LocalStore(Path("x")), manifest, _base_tables(), record, catalogue)
     except FormatError:
         return
     for file in catalogue.files:

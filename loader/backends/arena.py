@@ -13,12 +13,17 @@ from typing import TYPE_CHECKING
 
 from relayout.core.extents import BLOCK, align_up
 from relayout.loader.tensors import check_mode
+from relayout.storage.libc import map_file
 
 if TYPE_CHECKING:
     import torch
 
 HUGE_PAGE = 2 * 2**20
 """Bytes of a huge page on x86-64 and, mostly, arm64."""
+
+
+MAP_FIXED = 0x10
+"""In place of what is mapped there; the value on Linux and macOS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,14 @@ class HostArena:
         if on_free is not None:
             weakref.finalize(memory, on_free, self).atexit = False
         return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
+
+    def discard(self) -> None:
+        """See `Arena.discard`: pages are given back at once, addresses when nothing refers to them."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANON | MAP_FIXED
+        with suppress(OSError):
+            map_file(-1, 0, len(self.memory), flags=flags, writable=True, address=self.address - self.start)
+        with suppress(BufferError):  # A traceback has views of it.
+            self.memory.close()
 
 
 def allocate(nbytes: int) -> HostArena:

@@ -6,13 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
+from relayout.core.dtypes import num_bytes
 from relayout.core.workers import Stop
 from relayout.format.index import Read
-from relayout.loader.backends.files import Access
+from relayout.loader.backends.digests import Checks
 from relayout.loader.budgets import Budget
-from relayout.loader.digests import Checks
+from relayout.loader.placement import PlacedTensors
 from relayout.loader.read_plan import Chunk
-from relayout.loader.sources.contents import Contents, StoredFile
+from relayout.loader.sources.contents import StoredFile
+from relayout.storage.protocols import Access
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +43,9 @@ class Arena(Memory[SpanOut], Protocol[SpanOut]):
 
     def tensor(self) -> torch.Tensor:
         """All of it as a 1-D uint8 tensor, which keeps it alive; of an arena of no bytes, perhaps one byte more."""
+
+    def discard(self) -> None:
+        """Free the memory now, whatever still refers to it, such as the traceback of an error; nobody may use it."""
 
 
 class Pieces(Memory[SpanOut], Protocol[SpanOut]):
@@ -101,23 +106,11 @@ class ReadJob:
             self.arrived(offset, nbytes)
 
 
-def read_job(
-    contents: Contents,
-    offsets: Sequence[int],
-    reads: tuple[Read, ...],
-    budget: Budget,
-    *,
-    verify: bool,
-    arrived: Callable[[int, int], None] | None = None,
-    stop: Stop | None = None,
-) -> ReadJob:
-    """The job that brings tensors to `offsets` of a memory, by `reads`; with `verify`, their digests are checked."""
-    stop = stop or Stop()
-    checks = None
-    if verify:
-        assert contents.digests is not None
-        checks = Checks(contents.names, offsets, contents.sizes(), contents.digests, stop)
-    return ReadJob(contents.files, reads, budget, checks, arrived, stop)
+def checks_of(tensors: PlacedTensors, stop: Stop) -> Checks:
+    """What checks the digests of tensors that are loaded by a job that `stop` ends."""
+    assert tensors.digests is not None
+    sizes = [num_bytes(*one) or 0 for one in zip(tensors.dtypes, tensors.shapes, strict=True)]
+    return Checks(tensors.names, tensors.offsets, sizes, tensors.digests, stop)
 
 
 class RunningJob(Protocol):
@@ -226,6 +219,13 @@ class Request:
     def kind(self) -> str:
         """The kind of the device: "cpu", "cuda" or another of torch's."""
         return str(self.device).partition(":")[0]
+
+    def refusal_without_descriptors(self, backend: str) -> Refusal | None:
+        """Why a backend that needs descriptors cannot read the files; None if they have them."""
+        without = next((file for file in self.files if file.path is None), None)
+        if without is None:
+            return None
+        return Refusal(f"backend {backend!r} needs files with descriptors, which {without.folder} has not")
 
     def reason(self, how: str) -> str:
         """A reason for a person: whether it was asked for, and how it reads."""

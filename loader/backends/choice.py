@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from relayout.errors import PlanError
 from relayout.loader.backends import cuda, host, mapped
 from relayout.loader.backends.base import Choice, Factory, Refusal, Request
-from relayout.loader.backends.files import Access
 from relayout.loader.sources.contents import StoredFile
 from relayout.loader.tensors import check_mode
+from relayout.storage.protocols import Access
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ def choose(name: str, device: str | torch.device, files: Sequence[StoredFile]) -
         PlanError: there is no such backend, or it cannot work here.
     """
     if name not in REGISTRY:
-        raise PlanError(f"backend {name!r}, expected one of {', '.join(REGISTRY)}")
+        raise PlanError(f"backend {name!r}, expected one of {', '.join(REGISTRY)}", code="option")
     request = Request(resolve_device(device), files, is_by_name=name != "auto")
     refusals: list[str] = []
     for tried in (name,) if request.is_by_name else _AUTO.get(request.kind, (name,)):
@@ -44,7 +44,7 @@ def choose(name: str, device: str | torch.device, files: Sequence[StoredFile]) -
         if not isinstance(found, Refusal):
             return Choice(found.backend, "; ".join([*refusals, found.reason]), found.gds)
         refusals.append(found.reason)
-    raise PlanError("; ".join(refusals))
+    raise PlanError("; ".join(refusals), code="unsupported")
 
 
 def resolve_device(device: str | torch.device) -> str | torch.device:
@@ -61,5 +61,5 @@ def resolve_device(device: str | torch.device) -> str | torch.device:
     try:
         found: torch.device = torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
-        raise PlanError(f"device {str(device)!r}: {str(error).splitlines()[0]}") from None
+        raise PlanError(f"device {str(device)!r}: {str(error).splitlines()[0]}", code="option") from None
     return "cpu" if found.type == "cpu" else found

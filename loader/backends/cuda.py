@@ -20,10 +20,11 @@ from relayout.format.index import Read
 from relayout.loader.backends.arena import scatter
 from relayout.loader.backends.base import Choice, FreshArenas, Memory, ReadJob, Refusal, Request
 from relayout.loader.backends.cufile import find_cufile, is_likely
-from relayout.loader.backends.files import Access, Sources
+from relayout.loader.backends.files import Sources
 from relayout.loader.backends.host import ThreadedJob
 from relayout.loader.budgets import MAX_BUFFERS, Budget
-from relayout.loader.read_plan import CHUNK_NBYTES, Chunk, plan_chunks
+from relayout.loader.read_plan import Chunk, plan_chunks
+from relayout.storage.protocols import Access
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +52,9 @@ class Lane(Protocol):
 
     def drain(self) -> None:
         """Return when all that was sent has arrived."""
+
+    def close(self) -> None:
+        """Free the buffers now, whatever still refers to them; after `drain`."""
 
 
 class CudaLane:
@@ -112,6 +116,11 @@ class CudaLane:
         """See `Lane.drain`."""
         self._stream.synchronize()
 
+    def close(self) -> None:
+        """See `Lane.close`."""
+        for slab in self._buffers:
+            slab.untyped_storage().resize_(0)
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceBackend:
@@ -147,7 +156,15 @@ class DeviceBackend:
     def chunks(self, reads: Sequence[Read], alignment: int, budget: Budget) -> list[Chunk]:
         """See `Backend.chunks`."""
         nbytes = _buffer_nbytes(budget)
-        return list(plan_chunks(reads, alignment, chunk_nbytes=min(CHUNK_NBYTES, nbytes), bounce_nbytes=nbytes))
+        cost = budget.cost
+        chunks = plan_chunks(
+            reads,
+            alignment,
+            chunk_nbytes=min(cost.chunk_nbytes, nbytes),
+            bounce_nbytes=nbytes,
+            max_gap_nbytes=cost.max_gap_nbytes,
+        )
+        return list(chunks)
 
     def allocate(self, nbytes: int) -> DeviceArena:
         """See `Backend.allocate`."""
@@ -169,6 +186,7 @@ class DeviceBackend:
         try:
             if self.cufile is not None:
                 for number, file in enumerate(job.files):
+                    assert file.path is not None  # Or the backend would have been refused.
                     handles.append(self.cufile.open(file.path))
                     sources.check_place(number)
                 registered = memory.whole
@@ -181,7 +199,7 @@ class DeviceBackend:
             raise
 
 
-class DeviceJob(ThreadedJob[Lane]):
+class DeviceJob(ThreadedJob[Lane, Chunk]):
     """Threads that fill a device's memory."""
 
     def __init__(
@@ -205,6 +223,7 @@ class DeviceJob(ThreadedJob[Lane]):
             super().__init__(job, sources, self._make_lane, self._read, chunks)
         except BaseException:
             self._drain()
+            self._close_lanes()
             raise
 
     def join(self, on_progress: Callable[[int], None] | None = None) -> None:
@@ -251,8 +270,12 @@ class DeviceJob(ThreadedJob[Lane]):
             with suppress(RuntimeError):
                 lane.drain()
 
+    def _close_lanes(self) -> None:
+        while self._lanes:
+            self._lanes.pop().close()
+
     def _release(self) -> None:
-        self._lanes.clear()
+        self._close_lanes()
         registered, self._registered = self._registered, None
         _release(self._backend.cufile, self._handles, registered)
 
@@ -294,8 +317,10 @@ class DeviceJob(ThreadedJob[Lane]):
         while done < nbytes:
             count = self._handles[file].read(span[done:], offset + done)
             if count <= 0:
-                path = self.job.files[file].path
-                raise FormatError(f"{path}: ends at byte {offset + done}, expected {self.job.files[file].nbytes} bytes")
+                stored = self.job.files[file]
+                raise FormatError(
+                    f"ends at byte {offset + done}, expected {stored.nbytes} bytes", path=stored.where, code="truncated"
+                )
             done += count
         if self.job.checks is not None:
             # What has arrived is looked at: it is fetched again.
@@ -339,6 +364,10 @@ class DeviceArena:
     def tensor(self) -> torch.Tensor:
         """See `Arena.tensor`."""
         return self.whole
+
+    def discard(self) -> None:
+        """See `Arena.discard`."""
+        self.whole.untyped_storage().resize_(0)
 
 
 def allocate_on(device: str | torch.device, nbytes: int) -> DeviceArena:
@@ -401,16 +430,17 @@ def offer_pinned(request: Request) -> Choice | Refusal:
 
 def offer_gds(request: Request) -> Choice | Refusal:
     """See `choice.REGISTRY`; who asks cuFile refuses compat mode to the whole process."""
-    if refused := _refusal("gds", request):
+    if refused := _refusal("gds", request) or request.refusal_without_descriptors("gds"):
         return refused
     why = "neither nvidia-fs nor PCI P2PDMA is set up"
-    if request.files and (request.is_by_name or is_likely()):
-        cufile, state = find_cufile(request.files[0].path)
-        if cufile is not None:
+    path = request.files[0].path if request.files else None
+    if path is not None and (request.is_by_name or is_likely()):
+        found = find_cufile(path)
+        if not isinstance(found, str):
             asked = "asked for" if request.is_by_name else "available"
-            backend = DeviceBackend(request.device, _lanes_of(request.device), cufile)
-            return Choice(backend, f"{state.path} is {asked}: {state.reason}", state.path)
-        why = state.reason
+            backend = DeviceBackend(request.device, _lanes_of(request.device), found.driver)
+            return Choice(backend, f"{found.path} is {asked}: {found.reason}", found.path)
+        why = found
     return Refusal(f"backend 'gds': GPUDirect Storage is not available: {why}")
 
 

@@ -26,10 +26,12 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+from relayout.storage.local.mounts import filesystem_of
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +43,9 @@ CONFIG = Path("/etc/cufile.json")
 _ALLOW_COMPAT = 1
 _THROUGH_HOST = {_ALLOW_COMPAT: "allow_compat_mode", 2: "force_compat_mode", 12: "posix_io_mode", 13: "gds_fallback_io"}
 """Settings that let reads go through host memory: `CUFileBoolConfigParameter_t` in cufile.h, and their usual names."""
+
+_MARKS = (0xFF, 0x00)
+"""Of bytes that a read must overwrite. Few weights end in the first one: in 16-bit floats, it is in a NaN."""
 
 _ALREADY_OPEN = "(5026)"  # CU_FILE_DRIVER_ALREADY_OPEN, in the text of an error.
 
@@ -101,13 +106,12 @@ class CuFile(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class GdsState:
-    """Whether a file can be read by GPUDirect Storage, and why."""
+class FoundCuFile:
+    """A way to read files by GPUDirect Storage."""
 
-    path: str | None
-    """"GDS" (nvidia-fs is loaded), "P2PDMA" (without it), "compat" (through host memory), or None: not at all."""
-    driver: str | None
-    """`CuFile.name` of what was tried."""
+    driver: CuFile
+    path: str
+    """"GDS" (nvidia-fs is loaded) or "P2PDMA" (without it)."""
     reason: str
     """One line for a person."""
 
@@ -117,31 +121,20 @@ def is_likely() -> bool:
     return (NVIDIA_FS / "devcount").exists() or bool(os.environ.get("CUFILE_USE_PCIP2PDMA"))
 
 
-def find_cufile(path: Path, *, allow_compat: bool = False) -> tuple[CuFile | None, GdsState]:
-    """A way to read `path`, and files beside it, by cuFile; proved by registering it.
-
-    With `allow_compat`, reading through host memory is good enough if there is nothing better.
+def find_cufile(path: Path) -> FoundCuFile | str:
+    """A way to read `path`, and files beside it, by cuFile, proved by registering it; or why there is none.
 
     Raises:
         OSError: there is no such file.
     """
     import torch
 
-    file_system = _file_system(path)
+    file_system = filesystem_of(path).kind
     if not torch.cuda.is_available():
-        return None, GdsState(None, None, "no CUDA device")
+        return "no CUDA device"
     if not KERNEL_MODULES.exists():
         # In some sandboxes. cuFileHandleRegister of 1.20 then reads lines of it for ever.
-        return None, GdsState(None, None, f"{KERNEL_MODULES} is missing, without which cuFile hangs")
-    driver, state = _try(path, file_system, allow_compat=False)
-    if driver is None and allow_compat:
-        driver, _ = _try(path, file_system, allow_compat=True)
-        if driver is not None:
-            state = replace(state, path="compat", reason=f"through host memory; {state.reason}")
-    return driver, state
-
-
-def _try(path: Path, file_system: str, *, allow_compat: bool) -> tuple[CuFile | None, GdsState]:
+        return f"{KERNEL_MODULES} is missing, without which cuFile hangs"
     has_nvidia_fs = (NVIDIA_FS / "devcount").exists()
     reasons = [] if has_nvidia_fs else [f"the kernel module nvidia-fs is not loaded ({NVIDIA_FS} is missing)"]
     kind: type[BindingsCuFile | TorchCuFile] = BindingsCuFile
@@ -153,13 +146,13 @@ def _try(path: Path, file_system: str, *, allow_compat: bool) -> tuple[CuFile | 
         module = import_module(kind.name)
     try:
         # If this fails, the other one is no way out: it would open the same library again, in compat mode.
-        driver = kind(module, allow_compat=allow_compat)
+        driver = kind(module)
         driver.open(path).close()
     except OSError as error:
         refused = f" (file system {file_system})" if error.filename else ""
-        return None, GdsState(None, kind.name, "; ".join([*reasons, _summary(error) + refused]))
+        return "; ".join([*reasons, _summary(error) + refused])
     reasons.append(f"cuFile takes files on {file_system} with compat mode refused")
-    return driver, GdsState("GDS" if has_nvidia_fs else "P2PDMA", kind.name, "; ".join(reasons))
+    return FoundCuFile(driver, "GDS" if has_nvidia_fs else "P2PDMA", "; ".join(reasons))
 
 
 class BindingsCuFile(CuFile):
@@ -167,14 +160,13 @@ class BindingsCuFile(CuFile):
 
     name = "cuda.bindings.cufile"
 
-    def __init__(self, module: Any, *, allow_compat: bool = False) -> None:
+    def __init__(self, module: Any) -> None:
         """Open the driver, for good, as others may use it, too. OSError: it does not open, or not as it should."""
         self._module = module
-        self._settings = None if allow_compat else module
         self._arenas: dict[int, int] = {}
         """Address and bytes of what is registered."""
         with _opening:
-            _prepare(self._settings)
+            _prepare(module)
             try:
                 module.driver_open()
             except Exception as error:
@@ -208,7 +200,7 @@ class BindingsCuFile(CuFile):
             os.close(fd)
             raise _as_os_error(error, path) from None
         handle = _BindingsHandle(self._module, self._arenas, path, fd, number)
-        _check(self._settings, handle, path)
+        _check(self._module, handle, path)
         return handle
 
 
@@ -245,16 +237,16 @@ class _BindingsHandle:
 class TorchCuFile(CuFile):
     """cuFile by `torch.cuda.gds`, for where the bindings are missing.
 
-    As of torch 2.15 a read holds the GIL and does not tell how much it read: one that ends early, inside the file, goes
-    unnoticed. torch passes the address of the piece, not of the arena, so that registering may be in vain.
+    As of torch 2.15 a read holds the GIL and does not tell how much it read: see `_TorchHandle.read`. torch passes the
+    address of the piece, not of the arena, so that registering may be in vain.
     """
 
     name = "torch.cuda.gds"
 
-    def __init__(self, module: Any, library: Any = None, *, allow_compat: bool = False) -> None:
+    def __init__(self, module: Any, library: Any = None) -> None:
         """`library`: the settings of the cuFile behind torch. OSError: it cannot refuse compat mode."""
         self._module = module
-        self._settings = None if allow_compat else library or _LoadedLibrary()
+        self._settings = library or _LoadedLibrary()
         with _opening:
             _prepare(self._settings)
 
@@ -288,17 +280,30 @@ class _TorchHandle:
     path: Path
 
     def read(self, target: torch.Tensor, offset: int) -> int:
+        """See `Handle.read`. Short reads, of which most versions of torch say nothing, are found out.
+
+        A read fills its target from the front, so that one that ends early leaves the last byte as it was. That byte is
+        marked before; where it still has the mark, the file may have this byte there: with the opposite mark, a second
+        read decides. A file that was cut off is told by its length.
+        """
         nbytes = min(target.numel(), os.fstat(self.file.fd).st_size - offset)
         if nbytes <= 0:
             return 0
-        try:
+        target = target[:nbytes]
+        for mark in _MARKS:
             with _on_device(target):
-                self.file.load_storage(_storage(target[:nbytes]), offset)
-        except RuntimeError as error:  # Newer versions of torch: also for a short read.
-            raise _as_os_error(error, self.path, offset) from None
-        if os.fstat(self.file.fd).st_size < offset + nbytes:
-            raise OSError(errno.EIO, f"became shorter while it was read at byte {offset}", str(self.path))
-        return nbytes
+                target[-1:] = mark
+                _settle(target)
+                try:
+                    self.file.load_storage(_storage(target), offset)
+                except RuntimeError as error:  # Newer versions of torch: also for a short read.
+                    raise _as_os_error(error, self.path, offset) from None
+                is_filled = int(target[-1]) != mark
+            if os.fstat(self.file.fd).st_size < offset + nbytes:
+                raise OSError(errno.EIO, f"became shorter while it was read at byte {offset}", str(self.path))
+            if is_filled:
+                return nbytes
+        raise OSError(errno.EIO, f"cuFile: read fewer than {nbytes} bytes at byte {offset}", str(self.path))
 
     def close(self) -> None:
         self.file = None  # Its `__del__` closes it.
@@ -326,7 +331,7 @@ class _LoadedLibrary:
 
 
 def _prepare(settings: Any) -> None:
-    """Have the driver open with compat mode refused (OSError: it cannot be); without `settings`, as configured."""
+    """Have the driver open with compat mode refused (OSError: it cannot be)."""
     global _opened_by
     if _opened_by not in (None, os.getpid()):
         raise OSError(errno.EOPNOTSUPP, "cuFile does not work in a process that was forked after its first use")
@@ -337,17 +342,16 @@ def _prepare(settings: Any) -> None:
     if not re.search(r'^(?!\s*//).*"dir"\s*:', config, re.MULTILINE):
         # Else a cufile.log appears in the working directory. The settings for that have no effect (1.15, 1.20).
         os.environ.setdefault("CUFILE_LOGFILE_PATH", os.devnull)
-    if settings is not None:
-        try:
-            settings.set_parameter_bool(_ALLOW_COMPAT, False)
-        except Exception as error:
-            if _ALREADY_OPEN not in str(error):
-                raise OSError(errno.EOPNOTSUPP, f"compat mode cannot be refused: {_summary(error)}") from None
+    try:
+        settings.set_parameter_bool(_ALLOW_COMPAT, False)
+    except Exception as error:
+        if _ALREADY_OPEN not in str(error):
+            raise OSError(errno.EOPNOTSUPP, f"compat mode cannot be refused: {_summary(error)}") from None
 
 
 def _check(settings: Any, handle: Handle, path: Path) -> None:
-    """Close a handle, and raise OSError, if the driver may read through host memory, unless there are no `settings`."""
-    for number, name in _THROUGH_HOST.items() if settings is not None else ():
+    """Close a handle, and raise OSError, if the driver may read through host memory."""
+    for number, name in _THROUGH_HOST.items():
         try:
             is_on = settings.get_parameter_bool(number)
         except Exception:
@@ -371,6 +375,14 @@ def _on_device(tensor: torch.Tensor, *, wait: bool = False) -> Iterator[None]:
             torch.cuda.synchronize()
             _thread.device = tensor.device
         yield
+
+
+def _settle(tensor: torch.Tensor) -> None:
+    """Wait for what the current stream was given: cuFile does not."""
+    if tensor.is_cuda:
+        import torch
+
+        torch.cuda.current_stream(tensor.device).synchronize()
 
 
 def _storage(tensor: torch.Tensor) -> Any:
@@ -397,12 +409,3 @@ def _summary(error: Exception) -> str:
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     # One sentence is enough; the second of 5001 is "Set allow_compat_mode to true ...".
     return re.split(r"\n|\. ", text)[0] or type(error).__name__
-
-
-def _file_system(path: Path) -> str:
-    device = path.stat().st_dev
-    for line in Path("/proc/self/mountinfo").read_text("utf-8", "replace").splitlines():
-        fields = line.split()
-        if fields[2] == f"{os.major(device)}:{os.minor(device)}":
-            return fields[fields.index("-") + 1]
-    return "of unknown kind"

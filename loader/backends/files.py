@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from enum import Enum
 
 from relayout.core.extents import BLOCK
 from relayout.errors import FormatError
 from relayout.format.safetensors import LENGTH_NBYTES
 from relayout.loader.sources.contents import StoredFile
-from relayout.storage.files import Buffer, InputFile
-from relayout.storage.page_cache import read_ahead_nbytes, resident_nbytes
+from relayout.storage.buffers import Buffer
+from relayout.storage.local.page_cache import read_ahead_nbytes, resident_nbytes
+from relayout.storage.protocols import Access, ReadableFile
 
 _PIECE_NBYTES = 2**20
 """A request is cut into pieces of this size where only some of its bytes are in the page cache."""
-
-
-class Access(Enum):
-    """How files are read."""
-
-    DIRECT = "direct"
-    """Past the page cache; where the file system refuses that, it is an error."""
-    BUFFERED = "buffered"
-    """Through the page cache."""
-    AUTO = "auto"
-    """Directly where the file system takes it, but for bytes that are in the page cache."""
 
 
 class Sources:
@@ -39,14 +28,12 @@ class Sources:
             OSError: one cannot be opened as asked.
         """
         self._stored = files
-        self._files: list[InputFile] = []
-        self._cached: list[InputFile | None] = []
+        self._files: list[ReadableFile] = []
+        self._cached: list[ReadableFile | None] = []
         self._read_ahead = 0
         try:
             for file in files:
-                opened = InputFile(
-                    file.path, file.nbytes, direct=access is not Access.BUFFERED, fallback=access is Access.AUTO
-                )
+                opened = file.open(access)
                 self._files.append(opened)
                 self._cached.append(self._open_cached(file, opened) if access is Access.AUTO else None)
                 self._prove(len(self._files) - 1, file)
@@ -57,17 +44,17 @@ class Sources:
     @property
     def alignment(self) -> int:
         """What offset, length and address of a read must be multiples of, in bytes."""
-        return BLOCK if any(file.direct for file in self._files) else 1
+        return max((file.alignment for file in self._files), default=1)
 
     def pieces(self, file: int, offset: int, nbytes: int) -> Iterator[tuple[int, int, bool]]:
         """(offset, nbytes, whether through the page cache) of the parts that a request is best cut into."""
         cached = self._cached[file]
         if cached is None:
-            yield offset, nbytes, not self._files[file].direct
+            yield offset, nbytes, self._files[file].alignment == 1
             return
         wanted = min(nbytes, cached.nbytes - offset)  # A request may go on behind the end of the file.
         is_cached = self._is_cached(cached, offset, wanted)
-        if is_cached or not resident_nbytes(cached.fd, offset, wanted):
+        if is_cached or not resident_nbytes(_fd(cached), offset, wanted):
             yield offset, nbytes, is_cached
             return
         start, through_cache = offset, None
@@ -79,14 +66,14 @@ class Sources:
             through_cache = is_cached
         yield start, offset + nbytes - start, bool(through_cache)
 
-    def _is_cached(self, file: InputFile, offset: int, nbytes: int) -> bool:
+    def _is_cached(self, file: ReadableFile, offset: int, nbytes: int) -> bool:
         """Whether bytes are in the page cache, and so much behind them that the kernel does not start to read ahead.
 
         Where it has read ahead before, it has left a mark; reading the marked page makes it look for the first page
         that is missing not far behind, whatever posix_fadvise says (mm/readahead.c, page_cache_async_ra).
         """
         reach = min(nbytes + self._read_ahead, file.nbytes - offset)
-        return resident_nbytes(file.fd, offset, reach) == reach
+        return resident_nbytes(_fd(file), offset, reach) == reach
 
     def read(self, file: int, offset: int, view: memoryview) -> None:
         """Fill `view` with the bytes at `offset`, as far as the file reaches.
@@ -105,11 +92,12 @@ class Sources:
 
     def resident_nbytes(self, file: int, offset: int, nbytes: int) -> int | None:
         """How many of these bytes are in the page cache; None where the system does not tell."""
-        return resident_nbytes(self.fd(file), offset, nbytes)
+        fd = self._files[file].fileno()
+        return None if fd is None else resident_nbytes(fd, offset, nbytes)
 
     def fd(self, file: int) -> int:
-        """A file's descriptor."""
-        return self._files[file].fd
+        """The descriptor of a file, which must have one."""
+        return _fd(self._files[file])
 
     def check_place(self, file: int) -> None:
         """Refuse a file that is not at its path any more, where somebody else has just opened it, too.
@@ -118,6 +106,7 @@ class Sources:
             FormatError: another file, or none, has taken its place.
         """
         stored = self._stored[file]
+        assert stored.path is not None
         try:
             status = stored.path.stat()
         except FileNotFoundError:
@@ -140,19 +129,28 @@ class Sources:
         self._files[number].read(0, view)
         if view[LENGTH_NBYTES : LENGTH_NBYTES + len(owner.prefix)] != owner.prefix:
             raise FormatError(
-                f"{file.path}: its header is not of rank {owner.rank}, part {owner.part}, of this conversion"
+                f"its header is not of rank {owner.rank}, part {owner.part}, of this conversion",
+                path=file.where,
+                code="owner",
             )
 
-    def _open_cached(self, file: StoredFile, opened: InputFile) -> InputFile | None:
-        if not opened.direct or not resident_nbytes(opened.fd, 0, file.nbytes):
+    def _open_cached(self, file: StoredFile, opened: ReadableFile) -> ReadableFile | None:
+        fd = opened.fileno()
+        if fd is None or opened.alignment == 1 or not resident_nbytes(fd, 0, file.nbytes):
             return None
-        other = InputFile(file.path, file.nbytes, direct=False)
-        if not os.path.sameopenfile(opened.fd, other.fd):
+        other = file.open(Access.BUFFERED)
+        if not os.path.sameopenfile(fd, _fd(other)):
             other.close()
             raise _replaced(file)
-        self._read_ahead = max(self._read_ahead, read_ahead_nbytes(other.fd))
+        self._read_ahead = max(self._read_ahead, read_ahead_nbytes(_fd(other)))
         return other
 
 
+def _fd(file: ReadableFile) -> int:
+    fd = file.fileno()
+    assert fd is not None
+    return fd
+
+
 def _replaced(file: StoredFile) -> FormatError:
-    return FormatError(f"{file.path}: was replaced while it was opened")
+    return FormatError("was replaced while it was opened", path=file.where, code="mismatch")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
@@ -11,15 +11,17 @@ from relayout.core.workers import Workers
 from relayout.format.index import Read
 from relayout.loader.backends.arena import ArenaPool, HostArena, Scattered, allocate
 from relayout.loader.backends.base import Choice, Factory, Memory, ReadJob, Refusal, Request
-from relayout.loader.backends.files import Access, Sources
+from relayout.loader.backends.files import Sources
 from relayout.loader.budgets import HOST_BUFFERS, Budget
 from relayout.loader.read_plan import Chunk, plan_chunks
-from relayout.storage.files import Buffer
+from relayout.storage.buffers import Buffer
+from relayout.storage.protocols import Access
 
 if TYPE_CHECKING:
     import torch
 
 State = TypeVar("State")
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class HostBackend:
 
     def chunks(self, reads: Sequence[Read], alignment: int, budget: Budget) -> list[Chunk]:
         """See `Backend.chunks`."""
-        return list(plan_chunks(reads, alignment, bounce_nbytes=budget.buffer_nbytes))
+        return list(chunks_of(reads, alignment, budget))
 
     def allocate(self, nbytes: int) -> HostArena:
         """See `Backend.allocate`."""
@@ -58,7 +60,7 @@ class HostBackend:
         """See `Backend.wrap`."""
         return Scattered([(tensor.data_ptr(), tensor.numel()) for tensor in tensors])
 
-    def start(self, memory: Memory[memoryview], job: ReadJob) -> ThreadedJob[Buffer]:
+    def start(self, memory: Memory[memoryview], job: ReadJob) -> ThreadedJob[Buffer, Chunk]:
         """See `Backend.start`."""
         sources = Sources(job.files, self.access)
         try:
@@ -69,9 +71,20 @@ class HostBackend:
             raise
 
 
+def chunks_of(reads: Sequence[Read], alignment: int, budget: Budget) -> Iterator[Chunk]:
+    """The requests of threads that have a bounce buffer each."""
+    return plan_chunks(
+        reads,
+        alignment,
+        chunk_nbytes=budget.cost.chunk_nbytes,
+        bounce_nbytes=budget.buffer_nbytes,
+        max_gap_nbytes=budget.cost.max_gap_nbytes,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Copier:
-    """Brings chunks to where they belong. Not a closure, which an error's frames would keep, and with it the memory."""
+    """Brings chunks to where they belong."""
 
     memory: Memory[memoryview]
     sources: Sources
@@ -110,22 +123,22 @@ def reserve(buffer: Buffer, nbytes: int) -> memoryview:
         raise MemoryError(f"cannot reserve {nbytes} bytes for a buffer: {error.strerror}") from None
 
 
-class ThreadedJob(Generic[State]):
-    """Threads that deal with the chunks of a job, each with a state of its own."""
+class ThreadedJob(Generic[State, Item]):
+    """Threads that deal with the items of a job, such as chunks, each thread with a state of its own."""
 
     def __init__(
         self,
         job: ReadJob,
         sources: Sources,
         make_state: Callable[[], State],
-        work: Callable[[State, Chunk], int],
-        chunks: list[Chunk],
+        work: Callable[[State, Item], int],
+        items: Sequence[Item],
     ) -> None:
         """Start them; `work` returns the bytes that it brought. Closes the sources in the end."""
         self.job = job
         self.sources = sources
         try:
-            self._workers = Workers(min(job.budget.threads, len(chunks)), chunks, make_state, work, job.stop)
+            self._workers = Workers(min(job.budget.threads, len(items)), items, make_state, work, job.stop)
             self._workers.start()
         except BaseException:
             sources.close()
@@ -135,11 +148,15 @@ class ThreadedJob(Generic[State]):
         """See `RunningJob.join`."""
         try:
             self._workers.join(on_progress)
+            if self.job.checks is not None:
+                self.job.checks.finish()
+            self.finish()
         finally:
             self.sources.close()
-        if self.job.checks is not None:
-            self.job.checks.finish()
         self.settle()
+
+    def finish(self) -> None:
+        """Called when all items are dealt with, while the files are open; may raise what makes the job fail."""
 
     def settle(self) -> None:
         """See `RunningJob.settle`: host memory is what everybody sees."""
@@ -160,6 +177,8 @@ def factory(access: Access) -> Factory:
 
     def offer(request: Request) -> Choice | Refusal:
         then = "" if request.kind == "cpu" else f"{{}} copied to {request.device} in one piece"
+        if access is Access.DIRECT and (refused := request.refusal_without_descriptors("direct")):
+            return refused
         if access is Access.AUTO:
             how = "threads read directly where the file system takes it, and from the page cache what is there"
             return Choice(HostBackend(access), request.reason(how + then.format("; then")))

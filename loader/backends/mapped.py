@@ -6,28 +6,28 @@ import ctypes
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from relayout.core.extents import Transfer, align_down, align_up
-from relayout.core.workers import Stop, Workers
+from relayout.core.coalesce import split
+from relayout.core.extents import Extent, Transfer, align_down, align_up
 from relayout.errors import FormatError
 from relayout.format.index import Read
-from relayout.loader.backends.arena import HostArena, allocate
+from relayout.loader.backends.arena import MAP_FIXED, HostArena, allocate
 from relayout.loader.backends.base import Choice, FreshArenas, Memory, ReadJob, Refusal, Request, RunningJob
-from relayout.loader.backends.files import Access, Sources
-from relayout.loader.backends.host import Copier, ThreadedJob, reserve
+from relayout.loader.backends.files import Sources
+from relayout.loader.backends.host import Copier, ThreadedJob, chunks_of, reserve
 from relayout.loader.budgets import HOST_BUFFERS, Budget
-from relayout.loader.read_plan import Chunk, plan_chunks
-from relayout.storage.files import Buffer
+from relayout.loader.read_plan import Chunk
+from relayout.storage.buffers import Buffer
 from relayout.storage.libc import map_file
+from relayout.storage.protocols import Access
 
 if TYPE_CHECKING:
     import torch
 
-_FLAGS = mmap.MAP_PRIVATE | 0x10
-"""With MAP_FIXED, which has this value on Linux and macOS: in place of the arena's own pages. Private: who writes to a
-tensor gets a copy of the page."""
+_FLAGS = mmap.MAP_PRIVATE | MAP_FIXED
+"""In place of the arena's own pages. Private: who writes to a tensor gets a copy of the page."""
 
 _STRETCH_NBYTES = 2**20
 """What is looked at is read in pieces that a processor's cache holds."""
@@ -72,83 +72,103 @@ class MappedBackend:
         """See `Backend.start`."""
         sources = Sources(job.files, self.access)
         try:
-            copied = tuple(rest for read in job.reads for rest in _map(memory, sources, read))
-            edges = replace(job, reads=copied, checks=None, arrived=None, stop=Stop())
-            return _MappedJob(memory, job, edges, sources)
+            mapped: list[Transfer] = []
+            return _MappedJob(memory, job, sources, list(_items(memory, sources, job, mapped)), mapped)
         except BaseException:
             sources.close()
             raise
 
 
-class _MappedJob(ThreadedJob[Buffer]):
-    """Waits for the bytes that had to be copied, and looks at all of them if digests are to be checked."""
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """Bytes that are mapped, to be read for their digests; by the mapping, what cannot be read kills the process."""
 
-    def __init__(self, memory: Memory[memoryview], job: ReadJob, edges: ReadJob, sources: Sources) -> None:
-        """`edges`: what is to be copied of the `job`."""
-        self._memory = memory
-        self._whole = job
-        chunks = plan_chunks(edges.reads, sources.alignment, bounce_nbytes=edges.budget.buffer_nbytes)
-        super().__init__(edges, sources, Buffer, Copier(memory, sources, edges).read, list(chunks))
+    read: Read
+
+
+class _MappedJob(ThreadedJob[Buffer, "Chunk | _Check"]):
+    """Copies what cannot be mapped, and looks at the rest if digests are to be checked."""
+
+    def __init__(
+        self,
+        memory: Memory[memoryview],
+        job: ReadJob,
+        sources: Sources,
+        work: Sequence[Chunk | _Check],
+        mapped: Sequence[Transfer],
+    ) -> None:
+        """Start `work`, in which what is checked of a tensor is in order; nothing is left to do for `mapped`."""
+        self._copier = Copier(memory, sources, job)
+        self._mapped = mapped
+        super().__init__(job, sources, Buffer, self._work, work)
 
     def join(self, on_progress: Callable[[int], None] | None = None) -> None:
         """See `RunningJob.join`."""
-        job = self._whole
-        try:
-            self._workers.join()
-            if job.checks is not None:
-                Workers(job.budget.threads, self._stretches(), Buffer, self._check, job.stop).run(on_progress)
-                job.checks.finish()
-            for number, file in enumerate(job.files):
-                length = os.fstat(self.sources.fd(number)).st_size
-                if length < file.nbytes:
-                    raise FormatError(f"{file.path}: ends at byte {length}, expected {file.nbytes} bytes")
-        finally:
-            self.sources.close()
-        if on_progress is not None:
-            on_progress(sum(read.transfer.total_nbytes for read in job.reads))
-        for read in job.reads:
-            job.tell(read.transfer.target, read.transfer.total_nbytes)
+        there = sum(one.nbytes for one in self._mapped)
+        super().join(None if on_progress is None else lambda done: on_progress(there + done))
 
-    def _stretches(self) -> Iterator[Read]:
-        for read in self._whole.reads:
-            if read.transfer.count > 1:
-                yield read
-                continue
-            for start in range(read.transfer.source, read.transfer.source_end, _STRETCH_NBYTES):
-                for part in read.transfer.clipped(start, start + _STRETCH_NBYTES):
-                    yield Read(read.file, part)
+    def finish(self) -> None:
+        """See `ThreadedJob.finish`: a file that was cut off meanwhile would kill the process that uses it."""
+        for number, file in enumerate(self.job.files):
+            length = os.fstat(self.sources.fd(number)).st_size
+            if length < file.nbytes:
+                raise FormatError(
+                    f"ends at byte {length}, expected {file.nbytes} bytes", path=file.where, code="truncated"
+                )
+        for one in self._mapped:
+            self.job.tell(one.target, one.nbytes)
 
-    def _check(self, buffer: Buffer, read: Read) -> int:
-        # Not through the mapping: there, what cannot be read kills the process.
-        checks, one = self._whole.checks, read.transfer
-        assert checks is not None
-        if one.count > 1:
-            checks.update(one.target, self._memory.span(one.target, one.target_end - one.target))
+    def _work(self, buffer: Buffer, item: Chunk | _Check) -> int:
+        if isinstance(item, Chunk):
+            return self._copier.read(buffer, item)
+        assert self.job.checks is not None
+        one = item.read.transfer
+        view = reserve(buffer, one.nbytes)
+        self.sources.read(item.read.file, one.source, view)
+        self.job.checks.update(one.target, view)
+        self.job.tell(one.target, one.nbytes)
+        return one.nbytes
+
+
+def _items(
+    memory: Memory[memoryview], sources: Sources, job: ReadJob, mapped: list[Transfer]
+) -> Iterator[Chunk | _Check]:
+    """Map what can be mapped, and put it into `mapped`; what is left to do, in the order of the reads."""
+    copied: list[Read] = []
+    for part, is_mapped in (found for read in job.reads for found in _map(memory, sources, read)):
+        if not is_mapped:
+            copied.append(part)
+        elif job.checks is None:
+            mapped.append(part.transfer)
         else:
-            view = reserve(buffer, one.nbytes)
-            self.sources.read(read.file, one.source, view)
-            checks.update(one.target, view)
-        return one.total_nbytes
+            yield from chunks_of(copied, sources.alignment, job.budget)
+            copied.clear()
+            shift = part.transfer.target - part.transfer.source
+            for piece in split(Extent(part.transfer.source, part.transfer.nbytes), _STRETCH_NBYTES):
+                yield _Check(Read(part.file, Transfer(piece.offset, piece.offset + shift, piece.nbytes)))
+    yield from chunks_of(copied, sources.alignment, job.budget)
 
 
 def offer(request: Request) -> Choice | Refusal:
     """See `choice.REGISTRY`."""
     if request.kind != "cpu":
         return Refusal(f"backend 'mapped' has tensors in host memory, not on {str(request.device)!r}")
+    if refused := request.refusal_without_descriptors("mapped"):
+        return refused
     return Choice(MappedBackend(), request.reason("pages of the files are read when a tensor is first used"))
 
 
-def _map(memory: Memory[memoryview], sources: Sources, read: Read) -> Iterator[Read]:
-    """Map what can be mapped of a read; the rest, to be copied."""
+def _map(memory: Memory[memoryview], sources: Sources, read: Read) -> Iterator[tuple[Read, bool]]:
+    """Map what can be mapped of a read; its parts in order, and whether each is mapped now."""
     one = read.transfer
     shift = one.target - one.source
     low, high = align_up(one.source, mmap.PAGESIZE), align_down(one.source_end, mmap.PAGESIZE)
     if one.count > 1 or shift % mmap.PAGESIZE or low >= high:
-        yield read
+        yield read, False
         return
     span = memory.span(low + shift, high - low)
     address = ctypes.addressof(ctypes.c_char.from_buffer(span))
     map_file(sources.fd(read.file), low, high - low, flags=_FLAGS, writable=True, address=address)
-    for start, end in ((one.source, low), (high, one.source_end)):
+    for start, end in ((one.source, low), (low, high), (high, one.source_end)):
         if start < end:
-            yield Read(read.file, Transfer(start, start + shift, end - start))
+            yield Read(read.file, Transfer(start, start + shift, end - start)), start == low

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
-from relayout.checkpoint.converted import read_manifest
-from relayout.core.integers import integer
-from relayout.format.index import MANIFEST_NAME
+from relayout.checkpoint.converted import is_converted, read_manifest
+from relayout.core.arguments import integer
 from relayout.loader.budgets import local_world_size, num_cpus
 from relayout.loader.diagnose.explain import Explanation, explain
+from relayout.storage.stores import find_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +49,15 @@ def diagnose(
     version, gpus = _machine()
     if device is None:
         device = "cuda" if gpus else "cpu"
-    is_converted = (Path(path) / MANIFEST_NAME).exists()
+    store = find_store(path)
+    converted = is_converted(store)
     if tp is None:
-        tp = read_manifest(Path(path)).num_ranks if is_converted else 1
+        tp = read_manifest(store).num_ranks if converted else 1
     # Of a degree that is impossible, the first explanation says so.
     ranks = range(max(1, integer(tp, "tp"))) if rank is None else [rank]
     return Diagnosis(
         path=str(path),
-        is_converted=is_converted,
+        is_converted=converted,
         num_cpus=num_cpus(),
         local_world_size=local_world_size(),
         torch=version,

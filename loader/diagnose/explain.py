@@ -5,19 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from relayout.core.arguments import integer
 from relayout.core.extents import BLOCK
 from relayout.format.index import Read
-from relayout.loader.backends.files import Access, Sources
-from relayout.loader.diagnose.hints import advised
+from relayout.loader.backends.base import Backend
+from relayout.loader.backends.files import Sources
+from relayout.loader.budgets import Budget
+from relayout.loader.diagnose.hints import error_hints
 from relayout.loader.loading import options_of
-from relayout.loader.placement import place
+from relayout.loader.placement import ArenaPlan
 from relayout.loader.read_plan import Chunk
-from relayout.loader.sources.checkpoint import ConvertedRank, find_checkpoint
+from relayout.loader.sources.checkpoint import find_rank
 from relayout.loader.sources.contents import StoredFile
-from relayout.storage.mounts import Filesystem, filesystem_of, refuses_direct
+from relayout.storage.local.mounts import Filesystem, filesystem_of, refuses_direct
+from relayout.storage.protocols import Access
+from relayout.storage.stores import scheme_of
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +52,7 @@ class Explanation:
     """The one that would run."""
     reason: str
     gds: str | None
-    """The way that GPUDirect Storage would really take: "GDS", "P2PDMA" or "compat"; None: it is not available, or of
+    """The way that GPUDirect Storage would really take, "GDS" or "P2PDMA"; None: it is not available, or of
     no use for this device."""
     nbytes: int
     """Bytes of the tensors."""
@@ -77,64 +81,89 @@ def explain(
     *,
     backend: str = "auto",
     threads: int | None = None,
-    memory: int | None = None,
+    memory: int | str | None = None,
     tp: int | None = None,
 ) -> Explanation:
     """Tell what `load` with these arguments would do now, and why; nothing is loaded. Several threads may ask at once.
 
+    Args:
+        path, rank, device, backend, threads, memory, tp: as for `load`.
+
     Raises:
         FormatError, PlanError, OSError: as `load`, as far as it is known before the first byte is read.
     """
-    with advised():
-        options = options_of(device, backend, False, threads, memory, None)
-        checkpoint = find_checkpoint(Path(path), rank, tp)
-        files: Sequence[StoredFile]
-        reads: Sequence[Read]
-        if isinstance(checkpoint, ConvertedRank):
-            files, reads, nbytes = checkpoint.files, checkpoint.entry.reads, checkpoint.entry.nbytes
-        else:
-            contents = checkpoint.contents(None)
-            sizes = contents.sizes()
-            files, reads, nbytes = contents.files, place(contents.reads, sizes).reads, sum(sizes)
-        choice, budget = options.choose(files)
-        chosen = choice.backend
-        # Nothing is read, not even headers: what is in the page cache shall stay as it is found.
-        sources = Sources([replace(file, owner=None) for file in files], chosen.access)
-        try:
-            chunks = chosen.chunks(reads, sources.alignment, budget)
-            requested = sum(chunk.extent.nbytes for chunk in chunks)
-            is_lazy = chosen.reads_when_used
-            resident = _resident_of_tensors(sources, reads) if is_lazy else _resident(sources, chunks)
-            facts = tuple(
-                FileFacts(
-                    file.path.name,
-                    file.nbytes,
-                    filesystem_of(file.path),
-                    refuses_direct(file.path),
-                    sources.resident_nbytes(number, 0, file.nbytes),
-                )
-                for number, file in enumerate(files)
-            )
-        finally:
-            sources.close()
+    with error_hints():
+        options = options_of(device, backend, threads=threads, memory=memory)
+        plan = find_rank(path, rank, tp).arena(None)
+        choice, budget = options.choose(plan.files)
+        found = _look(plan, choice.backend, budget)
+    is_lazy = choice.backend.reads_when_used
     return Explanation(
         path=str(path),
-        rank=checkpoint.rank,
+        rank=integer(rank, "rank"),
         device=str(options.device),
-        backend=chosen.name_for(_ways(facts, resident, requested)),
-        reason=f"{choice.reason}; {_found(facts, is_lazy, resident, nbytes if is_lazy else requested)}",
+        backend=choice.backend.name_for(_ways(found)),
+        reason=f"{choice.reason}; {_basis(found, is_lazy, plan.nbytes if is_lazy else found.requested_nbytes)}",
         gds=choice.gds,
-        nbytes=nbytes,
-        read_nbytes=requested,
-        straight_nbytes=sum(chunk.nbytes for chunk in chunks if chunk.arena_offset is not None)
-        if chosen.is_zero_copy
-        else 0,
-        resident_nbytes=resident,
-        num_requests=len(chunks),
+        nbytes=plan.nbytes,
+        read_nbytes=found.requested_nbytes,
+        straight_nbytes=found.straight_nbytes if choice.backend.is_zero_copy else 0,
+        resident_nbytes=found.resident_nbytes,
+        num_requests=found.num_requests,
         threads=budget.threads,
         memory=budget.memory,
-        files=facts,
+        files=found.files,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a backend would request, and of what."""
+
+    files: tuple[FileFacts, ...]
+    num_requests: int
+    requested_nbytes: int
+    straight_nbytes: int
+    """Bytes that come whole blocks at a time to where they belong."""
+    resident_nbytes: int
+    """See `Explanation.resident_nbytes`."""
+
+
+def _look(plan: ArenaPlan, backend: Backend[Any], budget: Budget) -> _Found:
+    # Nothing is read, not even headers: what is in the page cache shall stay as it is found.
+    sources = Sources([replace(file, owner=None) for file in plan.files], backend.access)
+    try:
+        chunks = backend.chunks(plan.reads, sources.alignment, budget)
+        is_lazy = backend.reads_when_used
+        return _Found(
+            tuple(_facts(sources, number, file) for number, file in enumerate(plan.files)),
+            len(chunks),
+            sum(chunk.extent.nbytes for chunk in chunks),
+            sum(chunk.nbytes for chunk in chunks if chunk.arena_offset is not None),
+            _resident_of_tensors(sources, plan.reads) if is_lazy else _resident(sources, chunks),
+        )
+    finally:
+        sources.close()
+
+
+def _facts(sources: Sources, number: int, file: StoredFile) -> FileFacts:
+    return FileFacts(
+        file.name,
+        file.nbytes,
+        _filesystem(file),
+        _refuses_direct(file),
+        sources.resident_nbytes(number, 0, file.nbytes),
+    )
+
+
+def _filesystem(file: StoredFile) -> Filesystem:
+    if file.path is not None:
+        return filesystem_of(file.path)
+    return Filesystem(scheme_of(str(file.folder)) or "unknown", str(file.folder), file.folder.cost.chunk_nbytes, None)
+
+
+def _refuses_direct(file: StoredFile) -> str | None:
+    return "a store without descriptors" if file.path is None else refuses_direct(file.path)
 
 
 def _resident(sources: Sources, chunks: Sequence[Chunk]) -> int:
@@ -157,20 +186,21 @@ def _resident_of_tensors(sources: Sources, reads: Sequence[Read]) -> int:
     return total
 
 
-def _ways(files: Sequence[FileFacts], resident: int, requested: int) -> list[Access]:
+def _ways(found: _Found) -> list[Access]:
     """How requests would go that are made directly wherever that is better."""
-    if resident > requested - BLOCK * (len(files) + 1) or any(file.refuses_direct is not None for file in files):
+    resident, files = found.resident_nbytes, found.files
+    if resident > found.requested_nbytes - BLOCK * (len(files) + 1) or any(one.refuses_direct for one in files):
         return [Access.BUFFERED]
     return [Access.DIRECT, Access.BUFFERED] if resident else [Access.DIRECT]
 
 
-def _found(files: Sequence[FileFacts], is_lazy: bool, resident: int, total: int) -> str:
+def _basis(found: _Found, is_lazy: bool, total: int) -> str:
     """What the choice is based on."""
-    percent = f"{100 * resident / max(1, total):.0f} %"
+    percent = f"{100 * found.resident_nbytes / max(1, total):.0f} %"
     if is_lazy:
-        kinds = " and ".join(sorted({file.filesystem.kind for file in files}))
+        kinds = " and ".join(sorted({file.filesystem.kind for file in found.files}))
         return f"here all of them come through the page cache of {kinds}, which has {percent} of the bytes now"
-    refused = [file for file in files if file.refuses_direct is not None]
-    kinds = " and ".join(sorted({file.filesystem.kind for file in refused or files}))
+    refused = [file for file in found.files if file.refuses_direct is not None]
+    kinds = " and ".join(sorted({file.filesystem.kind for file in refused or found.files}))
     direct = f"{kinds} refuses direct I/O: {refused[0].refuses_direct}" if refused else f"{kinds} takes direct I/O"
     return f"here {direct}, {percent} of the bytes come from the page cache"

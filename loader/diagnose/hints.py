@@ -6,7 +6,7 @@ import errno
 import os
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from relayout.storage.file_pool import advice_on_limit
 
@@ -15,48 +15,29 @@ _NO_ANSWER = {errno.ENOTCONN, errno.ETIMEDOUT, getattr(errno, "EREMOTEIO", errno
 
 
 @contextmanager
-def advised() -> Iterator[None]:
-    """Let an error of the system say what to do about it, where there is something to do.
-
-    Whoever keeps the error does not keep the memory of what has failed.
-    """
+def error_hints() -> Iterator[None]:
+    """Let an error of the system say what to do about it, where there is something to do."""
     try:
         yield
-    except BaseException as error:
-        _forget(error)
-        better = _with_advice(error)
+    except Exception as error:
+        better = _with_hint(error)
         if better is None:
             raise
         raise better from error
 
 
-def _with_advice(error: BaseException) -> Exception | None:
+def _with_hint(error: Exception) -> Exception | None:
     if isinstance(error, MemoryError) and not str(error):
         return MemoryError(f"no memory is left for what a load takes beside tensors and buffers{_limit()}")
     if not isinstance(error, OSError):
         return None
-    advice = _advice(error.errno)
-    if advice is None or str(error.strerror).endswith(advice):
+    hint = _hint(error.errno)
+    if hint is None or str(error.strerror).endswith(hint):
         return None
-    return OSError(error.errno, f"{error.strerror}; {advice}", error.filename)
+    return OSError(error.errno, f"{error.strerror}; {hint}", error.filename)
 
 
-def _forget(error: BaseException) -> None:
-    """Clear the loader's frames that an error knows: they refer to arenas, buffers and pinned memory."""
-    found: BaseException | None = error
-    seen = set()  # Errors may be in a ring.
-    while found is not None and id(found) not in seen:
-        seen.add(id(found))
-        trace = found.__traceback__
-        while trace is not None:
-            if str(trace.tb_frame.f_globals.get("__name__")).startswith("relayout."):
-                with suppress(RuntimeError):  # It still runs.
-                    trace.tb_frame.clear()
-            trace = trace.tb_next
-        found = found.__context__
-
-
-def _advice(code: int | None) -> str | None:
+def _hint(code: int | None) -> str | None:
     match code:
         case errno.EMFILE:
             return advice_on_limit()

@@ -2,102 +2,207 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TypeAlias
+from functools import cache, partial
+from typing import Protocol
 
-from relayout.checkpoint.converted import check_rank, read_manifest, read_table, waiting
-from relayout.core.integers import integer
+from relayout.checkpoint.converted import check_rank, is_converted, read_manifest, read_table
+from relayout.core.arguments import integer
 from relayout.errors import PlanError
-from relayout.format.index import MANIFEST_NAME, Manifest, RankEntry, RankTable
+from relayout.format.index import MANIFEST_NAME, Manifest, RankTable
+from relayout.loader.placement import ArenaPlan, PlacedTensors, pack
 from relayout.loader.sources.contents import Contents, StoredFile, contents_of, rank_files, select
+from relayout.loader.sources.pieces import Columns, Pieces, StoredPieces
+from relayout.loader.sources.reshard import Holder
+from relayout.storage.protocols import Kind, Store
+from relayout.storage.stores import find_store
+
+
+class RankSource(Protocol):
+    """One rank of a checkpoint, however that is stored."""
+
+    @property
+    def store(self) -> Store:
+        """The folder, prefix or file."""
+
+    @property
+    def rank(self) -> int:
+        """From 0."""
+
+    @property
+    def num_ranks(self) -> int:
+        """The tensor-parallel degree."""
+
+    @property
+    def no_digests(self) -> str | None:
+        """Why there is nothing to verify its tensors by; None: there is."""
+
+    @property
+    def detour(self) -> str | None:
+        """What makes loading slow, and how to make it fast, for a person; None: nothing does."""
+
+    @property
+    def is_as_stored(self) -> bool:
+        """Whether every tensor lies in a file as it shall be in memory."""
+
+    def contents(self, patterns: Sequence[str] | None) -> Contents:
+        """The tensors whose names match, all if `patterns` is None.
+
+        Raises:
+            FormatError: what tells where they are, or the checkpoint, is damaged.
+            PlanError: it cannot be cut so, there is no plan for it, or a pattern matches nothing.
+        """
+
+    def arena(self, patterns: Sequence[str] | None) -> ArenaPlan:
+        """The same tensors, in one allocation; for errors see `contents`."""
+
+    def pieces(self, patterns: Sequence[str] | None) -> Pieces:
+        """The same tensors, of which any part can be read; for errors see `contents`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConvertedRank:
     """One rank of a folder that `relayout convert` wrote."""
 
-    folder: Path
+    store: Store
     manifest: Manifest
     rank: int
+    table: Callable[[], RankTable]
+    """The rank's table, which is read once. FormatError: it is damaged, or of another rank or conversion."""
+
+    no_digests = None
+    detour = None
+    is_as_stored = True
 
     @property
-    def entry(self) -> RankEntry:
-        """What the manifest says of the rank."""
-        return self.manifest.ranks[self.rank]
+    def num_ranks(self) -> int:
+        """See `RankSource.num_ranks`."""
+        return self.manifest.num_ranks
 
     @property
     def files(self) -> tuple[StoredFile, ...]:
         """The rank's files; for errors see `rank_files`."""
-        return rank_files(self.folder, self.manifest, self.rank)
-
-    def table(self) -> RankTable:
-        """The rank's table.
-
-        Raises:
-            FormatError: it is damaged, or of another rank or conversion.
-        """
-        return read_table(self.folder, self.manifest, self.rank)
+        return rank_files(self.store, self.manifest, self.rank)
 
     def contents(self, patterns: Sequence[str] | None) -> Contents:
-        """The tensors whose names match, all if `patterns` is None.
-
-        Raises:
-            FormatError: as `table`.
-            PlanError: a pattern matches nothing.
-        """
+        """See `RankSource.contents`."""
         return _selected(contents_of(self.files, self.table()), patterns)
+
+    def arena(self, patterns: Sequence[str] | None) -> ArenaPlan:
+        """See `RankSource.arena`: where all of a rank goes is in the manifest, without the table."""
+        entry, files = self.manifest.ranks[self.rank], self.files
+        table = None if patterns is None else self.table()
+        if table is not None and patterns is not None:
+            rows = select(table.names, patterns)
+            if len(rows) < len(table.names):
+                return pack(contents_of(files, table).rows(rows))
+
+        def tensors() -> PlacedTensors:
+            found = table or self.table()
+            return PlacedTensors(found.names, found.dtypes, found.shapes, found.arena_offsets, found.digests)
+
+        return ArenaPlan(files, entry.reads, entry.arena_nbytes, entry.nbytes, tensors)
+
+    def pieces(self, patterns: Sequence[str] | None) -> Pieces:
+        """See `RankSource.pieces`."""
+        table = self.table()
+        columns = Columns(table.names, table.dtypes, table.source_shapes, table.slices)
+        holders = [Holder(*one) for one in zip(table.slices, table.files, table.offsets, strict=True)]
+        rows = range(len(table.names)) if patterns is None else select(table.names, patterns)
+        return StoredPieces(columns.rows(rows), self.files, [holders[row] for row in rows], self._metadata)
+
+    def _metadata(self) -> Mapping[str, str] | None:
+        # No load needs this.
+        from relayout.checkpoint.source import read_shard
+
+        return read_shard(self.store, self.files[0].name)[1].metadata
 
 
 @dataclass(frozen=True, slots=True)
-class RegroupedRank:
+class ReshardedRank:
     """One rank of another number of ranks than a folder was converted for."""
 
-    folder: Path
+    store: Store
     manifest: Manifest
     rank: int
     num_ranks: int
 
+    detour = None
+    is_as_stored = False
+
+    @property
+    def no_digests(self) -> str:
+        """See `RankSource.no_digests`."""
+        return (
+            f"{self.store}: nothing to verify by at tp={self.num_ranks}: digests are of the slices of"
+            f" {self.manifest.num_ranks} ranks; `relayout verify` checks them"
+        )
+
     def contents(self, patterns: Sequence[str] | None) -> Contents:
-        """The tensors whose names match, all if `patterns` is None.
-
-        Raises:
-            FormatError: the sidecar is damaged.
-            PlanError: the model cannot be cut so, or a pattern matches nothing.
-        """
+        """See `RankSource.contents`."""
         # The planner is needed for this only.
-        from relayout.loader.sources.resharded import regrouped_contents
+        from relayout.loader.sources.resharded import resharded_contents
 
-        return _selected(regrouped_contents(self.folder, self.manifest, self.rank, self.num_ranks), patterns)
+        return _selected(resharded_contents(self.store, self.manifest, self.rank, self.num_ranks), patterns)
+
+    def arena(self, patterns: Sequence[str] | None) -> ArenaPlan:
+        """See `RankSource.arena`."""
+        return pack(self.contents(patterns))
+
+    def pieces(self, patterns: Sequence[str] | None) -> Pieces:
+        """See `RankSource.pieces`."""
+        from relayout.loader.sources.resharded import resharded_pieces
+
+        return resharded_pieces(self.store, self.manifest, self.rank, self.num_ranks, patterns)
 
 
 @dataclass(frozen=True, slots=True)
 class PlainRank:
     """One rank of a checkpoint as it was published."""
 
-    source: Path
+    store: Store
     rank: int
     num_ranks: int
 
-    def contents(self, patterns: Sequence[str] | None) -> Contents:
-        """The tensors whose names match, all if `patterns` is None.
+    is_as_stored = False
 
-        Raises:
-            FormatError: the checkpoint is damaged.
-            PlanError: there is no plan for it, it cannot be cut at this degree, or a pattern matches nothing.
-        """
+    @property
+    def no_digests(self) -> str:
+        """See `RankSource.no_digests`."""
+        return f"{self.store}: nothing to verify by: only converted checkpoints have digests"
+
+    @property
+    def detour(self) -> str | None:
+        """See `RankSource.detour`."""
+        if self.num_ranks == 1:
+            return None
+        return (
+            f"{self.store}: a plain checkpoint, sliced while it is loaded; `relayout convert {self.store}"
+            f" --tp {self.num_ranks}` once makes every later load faster"
+        )
+
+    def contents(self, patterns: Sequence[str] | None) -> Contents:
+        """See `RankSource.contents`."""
         # The planner is needed for this only.
         from relayout.loader.sources.plain import plain_contents
 
-        return _selected(plain_contents(self.source, self.rank, self.num_ranks), patterns)
+        return _selected(plain_contents(self.store, self.rank, self.num_ranks), patterns)
+
+    def arena(self, patterns: Sequence[str] | None) -> ArenaPlan:
+        """See `RankSource.arena`."""
+        return pack(self.contents(patterns))
+
+    def pieces(self, patterns: Sequence[str] | None) -> Pieces:
+        """See `RankSource.pieces`."""
+        from relayout.loader.sources.plain import plain_pieces
+
+        return plain_pieces(self.store, self.rank, self.num_ranks, patterns)
 
 
-Checkpoint: TypeAlias = ConvertedRank | RegroupedRank | PlainRank
-
-
-def find_checkpoint(path: Path, rank: int, tp: int | None) -> Checkpoint:
-    """What is at `path`.
+def find_rank(path: str | os.PathLike[str], rank: int, tp: int | None) -> RankSource:
+    """The rank, of what is at a path or URL.
 
     Raises:
         FormatError: relayout.json is damaged.
@@ -107,19 +212,45 @@ def find_checkpoint(path: Path, rank: int, tp: int | None) -> Checkpoint:
     if tp is not None:
         tp = integer(tp, "tp")
         if tp < 1:
-            raise PlanError(f"tp={tp}, expected 1 or more")
-    if (path / MANIFEST_NAME).exists():
-        manifest = read_manifest(path)
+            raise PlanError(f"tp={tp}, expected 1 or more", code="option")
+    store = find_store(path)
+    if is_converted(store):
+        manifest = read_manifest(store)
         check_rank(rank, manifest.num_ranks if tp is None else tp)
         if tp is not None and tp != manifest.num_ranks:
-            return RegroupedRank(path, manifest, rank, tp)
-        return ConvertedRank(path, manifest, rank)
-    if not path.exists():
-        raise PlanError(f"{path}: no such file or folder{waiting(path)}")
+            return ReshardedRank(store, manifest, rank, tp)
+        return ConvertedRank(store, manifest, rank, cache(partial(read_table, store, manifest, rank)))
+    if store.kind() is Kind.NOTHING:
+        raise PlanError(store.absence(), path=str(store), code="missing")
     if tp is None:
-        raise PlanError(f"{path}: not converted ({MANIFEST_NAME} is missing); say tp=N to slice it while loading")
+        raise PlanError(
+            f"not converted ({MANIFEST_NAME} is missing); say tp=N to slice it while loading",
+            path=str(store),
+            code="missing",
+        )
     check_rank(rank, tp)
-    return PlainRank(path, rank, tp)
+    return PlainRank(store, rank, tp)
+
+
+def find_whole(path: str | os.PathLike[str]) -> Pieces:
+    """The whole tensors of a converted checkpoint, put together from all ranks.
+
+    Raises:
+        FormatError: the sidecar is damaged.
+        PlanError: there is nothing, or `path` was not converted.
+    """
+    store = find_store(path)
+    if store.kind() is Kind.NOTHING:
+        raise PlanError(store.absence(), path=str(store), code="missing")
+    if not is_converted(store):
+        raise PlanError(
+            f"not converted ({MANIFEST_NAME} is missing): safetensors.safe_open reads its files",
+            path=str(store),
+            code="missing",
+        )
+    from relayout.loader.sources.resharded import whole_pieces
+
+    return whole_pieces(store, read_manifest(store))
 
 
 def _selected(contents: Contents, patterns: Sequence[str] | None) -> Contents:

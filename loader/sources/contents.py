@@ -2,31 +2,50 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import translate
 from pathlib import Path
 
 from relayout.core.dtypes import num_bytes
 from relayout.core.extents import Transfer
-from relayout.core.slices import Slice
+from relayout.core.patterns import compile_glob, invalid_because
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import Manifest, RankTable, Read
 from relayout.format.manifest import header_prefix
-from relayout.storage.files import check_regular
-from relayout.storage.paths import member
+from relayout.storage.protocols import LOCAL_COST, Access, ReadableFile, RequestCost, Store
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
     """A file that bytes come from."""
 
-    path: Path
+    folder: Store
+    name: str
     nbytes: int
     """The length that it must have."""
     owner: Owner | None = None
     """Whose it must be, where its header tells."""
+    version: str | None = None
+    """The version that it must have, where its header was read before."""
+
+    @property
+    def where(self) -> str:
+        """What messages call it."""
+        return self.folder.where(self.name)
+
+    @property
+    def path(self) -> Path | None:
+        """See `Store.path`."""
+        return self.folder.path(self.name)
+
+    def open(self, access: Access) -> ReadableFile:
+        """Open it; errors as of `Store.open`."""
+        return self.folder.open(self.name, self.nbytes, access=access, version=self.version)
+
+
+def cost_of(files: Sequence[StoredFile]) -> RequestCost:
+    """What requests for files of one store should look like."""
+    return files[0].folder.cost if files else LOCAL_COST
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +71,6 @@ class Contents:
     """Targets are relative to the tensor's first byte; none for an empty tensor."""
     digests: Sequence[str] | None
     """Of the stored bytes; None for a plain checkpoint, which has none."""
-    source_shapes: Sequence[tuple[int, ...]]
-    """Of the whole tensors."""
-    slices: Sequence[Slice]
-    """Which part of the whole tensor each is."""
 
     def sizes(self) -> list[int]:
         """Bytes of each tensor."""
@@ -73,12 +88,10 @@ class Contents:
             [self.shapes[row] for row in rows],
             [tuple(Read(number[one.file], one.transfer) for one in tensor) for tensor in reads],
             None if self.digests is None else [self.digests[row] for row in rows],
-            [self.source_shapes[row] for row in rows],
-            [self.slices[row] for row in rows],
         )
 
 
-def rank_files(folder: Path, manifest: Manifest, rank: int) -> tuple[StoredFile, ...]:
+def rank_files(folder: Store, manifest: Manifest, rank: int) -> tuple[StoredFile, ...]:
     """The files of a rank, looked at.
 
     Raises:
@@ -86,22 +99,21 @@ def rank_files(folder: Path, manifest: Manifest, rank: int) -> tuple[StoredFile,
         OSError: one cannot be looked at.
     """
     files = files_of(folder, manifest, rank)
-    for file, entry in zip(files, manifest.ranks[rank].files, strict=True):
-        member(folder, entry.name)
-        try:
-            status = check_regular(file.path)
-        except FileNotFoundError:
-            raise FormatError(f"{file.path}: is missing") from None
-        if status.st_size != file.nbytes:  # Before memory is taken: an arena is no larger than its files.
-            raise FormatError(f"{file.path}: {status.st_size} bytes long, expected {file.nbytes}")
+    for file in files:
+        status = folder.stat(file.name)
+        if status is None:
+            raise FormatError("is missing", path=file.where, code="missing")
+        if status.nbytes != file.nbytes:  # Before memory is taken: an arena is no larger than its files.
+            raise FormatError(f"{status.nbytes} bytes long, expected {file.nbytes}", path=file.where, code="mismatch")
     return files
 
 
-def files_of(folder: Path, manifest: Manifest, rank: int) -> tuple[StoredFile, ...]:
+def files_of(folder: Store, manifest: Manifest, rank: int) -> tuple[StoredFile, ...]:
     """The files of a rank, as the manifest has them; not looked at."""
     return tuple(
         StoredFile(
-            folder / file.name,
+            folder,
+            file.name,
             file.nbytes,
             Owner(rank, part, header_prefix(rank, manifest.num_ranks, part, manifest.conversion)),
         )
@@ -116,25 +128,29 @@ def contents_of(files: tuple[StoredFile, ...], table: RankTable) -> Contents:
         nbytes = num_bytes(dtype, shape)
         assert nbytes is not None  # The table was checked.
         reads.append((Read(file, Transfer(offset, 0, nbytes)),) if nbytes else ())
-    return Contents(
-        files, table.names, table.dtypes, table.shapes, reads, table.digests, table.source_shapes, table.slices
-    )
+    return Contents(files, table.names, table.dtypes, table.shapes, reads, table.digests)
 
 
 def select(names: Sequence[str], patterns: Sequence[str]) -> list[int]:
-    """The rows of the names that match one of the shell-style patterns or more (`*` matches any characters).
+    """The rows of the names that match one of the patterns or more (see `core.patterns`), or are one.
 
     Raises:
-        PlanError: a pattern matches no name, which is a mistake rather than a wish.
+        PlanError: a pattern is invalid, or matches no name, which is a mistake rather than a wish.
     """
     row_of = {name: row for row, name in enumerate(names)}
     wanted: set[int] = set()
     for pattern in patterns:
         found = [row_of[pattern]] if pattern in row_of else []
-        if any(character in pattern for character in "*?["):
-            match = re.compile(translate(pattern)).match
+        reason = invalid_because(pattern)
+        if reason is None and any(character in pattern for character in "*#{"):
+            match = compile_glob(pattern).match
             found += [row for row, name in enumerate(names) if match(name)]
         if not found:
-            raise PlanError(f"{pattern!r} is none of the rank's {len(names)} tensors, and matches none")
+            hint = "; * is text without a dot, ** any text" if "*" in pattern and "**" not in pattern else ""
+            raise PlanError(
+                f"names: invalid pattern {pattern!r}: {reason}"
+                if reason
+                else f"names: no tensor matches {pattern!r} (there are {len(names)}){hint}"
+            )
         wanted.update(found)
     return sorted(wanted)

@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from relayout.checkpoint.source import read_catalogue
+from relayout.checkpoint.source import Catalogue, SourceTensor, read_catalogue
+from relayout.core.slices import WHOLE, Cut
 from relayout.format.index import Read
-from relayout.loader.sources.contents import Contents, StoredFile
+from relayout.loader.sources.contents import Contents, StoredFile, select
+from relayout.loader.sources.pieces import Columns, StoredPieces
+from relayout.loader.sources.reshard import Holder
 from relayout.plans.planner import plan_for
+from relayout.storage.protocols import Store
 
 
-def plain_contents(source: Path, rank: int, num_ranks: int) -> Contents:
+def _held(source: Store, rank: int, num_ranks: int) -> tuple[Catalogue, list[tuple[SourceTensor, Cut]]]:
+    """A checkpoint, and what `rank` holds of it, with the cut, by the built-in plan for its model type."""
+    catalogue = read_catalogue(source)
+    plan = plan_for(catalogue, num_ranks)
+    cuts = [plan.cuts[cut] for cut in plan.cut_of]
+    return catalogue, [
+        (tensor, cut) for tensor, cut in zip(catalogue.tensors, cuts, strict=True) if cut.slices[rank].is_held
+    ]
+
+
+def plain_contents(source: Store, rank: int, num_ranks: int) -> Contents:
     """What `rank` holds, by the built-in plan for the checkpoint's model type.
 
     Raises:
         FormatError: the checkpoint is damaged.
         PlanError: there is no plan for it, or it cannot be cut at this degree.
     """
-    catalogue = read_catalogue(source)
-    plan = plan_for(catalogue, num_ranks)
-    held = [
-        (tensor, plan.cuts[cut].tensor(tensor.dtype, tensor.shape))
-        for tensor, cut in zip(catalogue.tensors, plan.cut_of, strict=True)
-        if plan.cuts[cut].slices[rank].is_held
-    ]
+    catalogue, tensors = _held(source, rank, num_ranks)
+    held = [(tensor, cut.tensor(tensor.dtype, tensor.shape)) for tensor, cut in tensors]
     reads: Sequence[tuple[Read, ...]] = [
         tuple(
             Read(tensor.file, transfer.shifted(source=tensor.extent.offset)) for transfer in part.rank_transfers(rank)
@@ -32,12 +40,36 @@ def plain_contents(source: Path, rank: int, num_ranks: int) -> Contents:
         for tensor, part in held
     ]
     return Contents(
-        files=tuple(StoredFile(file.path, file.nbytes) for file in catalogue.files),
+        files=_files(catalogue),
         names=[tensor.name for tensor, _ in held],
         dtypes=[tensor.dtype for tensor, _ in held],
         shapes=[part.rank_shape(rank) for _, part in held],
         reads=reads,
         digests=None,
-        source_shapes=[tensor.shape for tensor, _ in held],
-        slices=[part.cut.slices[rank] for _, part in held],
+    )
+
+
+def _files(catalogue: Catalogue) -> tuple[StoredFile, ...]:
+    return tuple(StoredFile(catalogue.folder, file.name, file.nbytes, version=file.version) for file in catalogue.files)
+
+
+def plain_pieces(source: Store, rank: int, num_ranks: int, patterns: Sequence[str] | None) -> StoredPieces:
+    """The same, to be read in parts: of tensors whose names match, all if `patterns` is None; for errors see there.
+
+    Raises:
+        PlanError: a pattern matches nothing, too.
+    """
+    catalogue, held = _held(source, rank, num_ranks)
+    if patterns is not None:
+        held = [held[row] for row in select([tensor.name for tensor, _ in held], patterns)]
+    return StoredPieces(
+        Columns(
+            [tensor.name for tensor, _ in held],
+            [tensor.dtype for tensor, _ in held],
+            [tensor.shape for tensor, _ in held],
+            [cut.slices[rank] for _, cut in held],
+        ),
+        _files(catalogue),
+        [Holder(WHOLE, tensor.file, tensor.extent.offset) for tensor, _ in held],
+        lambda: catalogue.metadata or None,
     )

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 
 from relayout.checkpoint.config import read_config
 from relayout.checkpoint.converted import check_rank, read_record, read_table
@@ -14,27 +13,94 @@ from relayout.checkpoint.source import Catalogue, SourceTensor
 from relayout.core.dtypes import num_bytes
 from relayout.core.extents import Extent
 from relayout.core.forks import remake_in_child
-from relayout.core.slices import Range, Slice
+from relayout.core.slices import WHOLE, Range, Slice
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import Manifest, RankTable, Read
+from relayout.format.safetensors import parse_header
 from relayout.format.source_record import SourceRecord
-from relayout.loader.sources.contents import Contents, files_of, rank_files
+from relayout.loader.sources.contents import Contents, files_of, rank_files, select
+from relayout.loader.sources.pieces import Columns, agreed
 from relayout.loader.sources.reshard import Holder, gather
 from relayout.plans.planner import TRANSFORMERS, Plan, plan_for
+from relayout.storage.protocols import Store
 
 
-def regrouped_contents(folder: Path, manifest: Manifest, rank: int, num_ranks: int) -> Contents:
+def resharded_contents(folder: Store, manifest: Manifest, rank: int, num_ranks: int) -> Contents:
     """What `rank` of `num_ranks` would hold if the source were converted for so many, by the same rules.
 
     Raises:
         FormatError: the sidecar is damaged.
         PlanError: there is no such rank, the model cannot be cut so, or the rules are not at hand any more.
     """
-    check_rank(rank, num_ranks)
     record = read_record(folder, manifest)
-    plan = _plan(folder, manifest, record, num_ranks)
     first = rank * manifest.num_ranks // num_ranks
-    return Ranks(folder, manifest, record).pick([plan.cuts[cut].slices[rank] for cut in plan.cut_of], first)
+    return Ranks(folder, manifest, record).pick(_wanted(folder, manifest, record, rank, num_ranks), first)
+
+
+def resharded_pieces(
+    folder: Store, manifest: Manifest, rank: int, num_ranks: int, patterns: Sequence[str] | None
+) -> ReshardedPieces:
+    """The same, to be read in parts: of tensors whose names match, all if `patterns` is None; for errors see there.
+
+    Raises:
+        PlanError: a pattern matches nothing, too.
+    """
+    record = read_record(folder, manifest)
+    return _pieces(folder, manifest, record, _wanted(folder, manifest, record, rank, num_ranks), patterns)
+
+
+def whole_pieces(folder: Store, manifest: Manifest) -> ReshardedPieces:
+    """The whole tensors.
+
+    Raises:
+        FormatError: the sidecar is damaged.
+    """
+    record = read_record(folder, manifest)
+    return _pieces(folder, manifest, record, [WHOLE] * len(record.names), None)
+
+
+def _wanted(folder: Store, manifest: Manifest, record: SourceRecord, rank: int, num_ranks: int) -> list[Slice]:
+    """The slice of each source tensor that a rank holds."""
+    check_rank(rank, num_ranks)
+    plan = _plan(folder, manifest, record, num_ranks)
+    return [plan.cuts[cut].slices[rank] for cut in plan.cut_of]
+
+
+def _pieces(
+    folder: Store, manifest: Manifest, record: SourceRecord, wanted: Sequence[Slice], patterns: Sequence[str] | None
+) -> ReshardedPieces:
+    held = [t for t, part in enumerate(wanted) if part.is_held]
+    held.sort(key=lambda t: (record.file_of[t], record.offsets[t]))
+    if patterns is not None:
+        held = [held[row] for row in select([record.names[t] for t in held], patterns)]
+    columns = Columns(record.names, record.dtypes, record.shapes, wanted).rows(held)
+    return ReshardedPieces(columns, folder, record, held, Ranks(folder, manifest, record))
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardedPieces:
+    """Tensors put together from the slices of all ranks."""
+
+    columns: Columns
+    folder: Store
+    record: SourceRecord
+    tensors: Sequence[int]
+    """Which of the record they are."""
+    ranks: Ranks
+
+    def axis(self, row: int) -> int:
+        """See `Pieces.axis`."""
+        cuts = (self.columns.parts[row], *self.record.cut(self.tensors[row]).distinct)
+        return next((part.axis for part in cuts if part.ranges), 0)
+
+    def piece(self, row: int, wanted: Slice, rows: Range | None, shape: tuple[int, ...]) -> Contents:
+        """See `Pieces.piece`."""
+        return self.ranks.pick_one(self.tensors[row], wanted, rows, shape)
+
+    def metadata(self) -> Mapping[str, str] | None:
+        """See `Pieces.metadata`."""
+        where = f"{self.folder}: header of "
+        return agreed([parse_header(one.header, one.nbytes, where + one.name).metadata for one in self.record.files])
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +117,7 @@ class Ranks:
     Any number of threads may use it at once.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, record: SourceRecord) -> None:
+    def __init__(self, folder: Store, manifest: Manifest, record: SourceRecord) -> None:
         self._folder = folder
         self._manifest = manifest
         self._record = record
@@ -80,7 +146,7 @@ class Ranks:
         record = self._record
         rows = [(t, self._reads(t, part, first, None)) for t, part in enumerate(wanted) if part.is_held]
         rows.sort(key=lambda row: (row[1][0].file, row[1][0].transfer.source) if row[1] else (-1, 0))
-        return self._contents(rows, [wanted[t].shape(record.shapes[t]) for t, _ in rows], [wanted[t] for t, _ in rows])
+        return self._contents(rows, [wanted[t].shape(record.shapes[t]) for t, _ in rows])
 
     def pick_one(self, t: int, wanted: Slice, rows: Range | None, shape: tuple[int, ...]) -> Contents:
         """A piece of one source tensor: a slice, and of that some rows (see `gather`).
@@ -91,7 +157,7 @@ class Ranks:
         Raises:
             FormatError, PlanError: as `pick`.
         """
-        return self._contents([(t, self._reads(t, wanted, 0, rows))], [shape], [wanted])
+        return self._contents([(t, self._reads(t, wanted, 0, rows))], [shape])
 
     def _reads(self, t: int, wanted: Slice, first: int, rows: Range | None) -> tuple[Read, ...]:
         record, count = self._record, self._manifest.num_ranks
@@ -123,12 +189,7 @@ class Ranks:
                 self._tables[rank] = _Table(table, {name: row for row, name in enumerate(table.names)})
             return self._tables[rank]
 
-    def _contents(
-        self,
-        rows: Sequence[tuple[int, tuple[Read, ...]]],
-        shapes: Sequence[tuple[int, ...]],
-        slices: Sequence[Slice],
-    ) -> Contents:
+    def _contents(self, rows: Sequence[tuple[int, tuple[Read, ...]]], shapes: Sequence[tuple[int, ...]]) -> Contents:
         everything = Contents(
             files=self._files,
             names=[self._record.names[t] for t, _ in rows],
@@ -136,13 +197,11 @@ class Ranks:
             shapes=shapes,
             reads=[reads for _, reads in rows],
             digests=None,
-            source_shapes=[self._record.shapes[t] for t, _ in rows],
-            slices=slices,
         )
         return everything.rows(range(len(rows)))
 
 
-def _plan(folder: Path, manifest: Manifest, record: SourceRecord, num_ranks: int) -> Plan:
+def _plan(folder: Store, manifest: Manifest, record: SourceRecord, num_ranks: int) -> Plan:
     tensors = tuple(
         SourceTensor(name, dtype, shape, file, Extent(offset, num_bytes(dtype, shape) or 0))
         for name, dtype, shape, file, offset in zip(

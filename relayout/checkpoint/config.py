@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from relayout.errors import FormatError
 from relayout.format.fields import decode
 from relayout.format.safetensors import MAX_DEPTH, depth, refuse_surrogates
-from relayout.storage.files import read_small
-from relayout.storage.paths import member
+from relayout.storage.protocols import Store
 
 _MAX_CONFIG_NBYTES = 16 * 2**20
 _QUANTIZATION_FILES = {
@@ -40,7 +37,7 @@ class Config:
     """Why nothing can be planned by it, though there is one: a byte order mark."""
 
 
-def find_config(folder: Path) -> Config:
+def find_config(folder: Store) -> Config:
     """As `read_config`, for those who may do without.
 
     Raises:
@@ -53,7 +50,7 @@ def find_config(folder: Path) -> Config:
         return Config({}, tuple(names), str(error))
 
 
-def read_config(folder: Path) -> Mapping[str, Any]:
+def read_config(folder: Store) -> Mapping[str, Any]:
     """config.json, with what other files of the folder say of quantization.
 
     Raises:
@@ -62,7 +59,7 @@ def read_config(folder: Path) -> Mapping[str, Any]:
     return _read(folder, [])
 
 
-def _read(folder: Path, names: list[str]) -> Mapping[str, Any]:
+def _read(folder: Store, names: list[str]) -> Mapping[str, Any]:
     """As `read_config`; `names` gets those of the files that are there."""
     config = _read_object(folder, "config.json", names)
     nested = config.get("text_config")
@@ -76,13 +73,12 @@ def _read(folder: Path, names: list[str]) -> Mapping[str, Any]:
     return config | {"quantization_config": quantization} if quantization else config
 
 
-def _read_object(folder: Path, name: str, names: list[str]) -> dict[str, Any]:
+def _read_object(folder: Store, name: str, names: list[str]) -> dict[str, Any]:
     """A JSON object, or an empty one where there is no such file."""
-    if not os.path.lexists(folder / name):
+    if folder.stat(name) is None:
         return {}
     names.append(name)
-    path = member(folder, name)
-    return parse_config(read_small(path, _MAX_CONFIG_NBYTES), str(path))
+    return parse_config(folder.read(name, _MAX_CONFIG_NBYTES), folder.where(name))
 
 
 def parse_config(blob: bytes, where: str) -> dict[str, Any]:
@@ -99,10 +95,10 @@ def parse_config(blob: bytes, where: str) -> dict[str, Any]:
     try:
         parsed = json.loads(text)
     except (ValueError, RecursionError) as error:  # A JSONDecodeError, or what it leaves to Python.
-        raise FormatError(f"{where}: not valid JSON: {error}") from None
+        raise FormatError(f"not valid JSON: {error}", path=where, code="syntax") from None
     refuse_surrogates(text, parsed, where)
     if depth(parsed) > MAX_DEPTH:
-        raise FormatError(f"{where}: JSON nested too deeply")
+        raise FormatError("JSON nested too deeply", path=where, code="limit")
     if not isinstance(parsed, dict):
-        raise FormatError(f"{where}: a JSON {type(parsed).__name__}, expected an object")
+        raise FormatError(f"a JSON {type(parsed).__name__}, expected an object", path=where, code="field")
     return parsed

@@ -6,9 +6,9 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 
 from relayout.errors import FormatError, PlanError, shown
+from relayout.storage.protocols import Store
 
 SINGLE_NAME = "model.safetensors"
 
@@ -18,7 +18,7 @@ _NUMBERED = re.compile(r"((?P<stem>.*)[-_.])?(?P<number>[0-9]{5,})-of-(?P<count>
 _CONSOLIDATED = re.compile(r"consolidated([-.].*)?\.safetensors")
 
 
-def choose_shards(root: Path, names: Sequence[str]) -> tuple[list[str], list[str]]:
+def choose_shards(root: Store, names: Sequence[str]) -> tuple[list[str], list[str]]:
     """The files that are the model, and what is left out, each with the reason; `names` are all in the folder.
 
     Raises:
@@ -37,7 +37,7 @@ def choose_shards(root: Path, names: Sequence[str]) -> tuple[list[str], list[str
     return used, [f"{name}: {reason}" for name in names if name not in set(used)]
 
 
-def _check_complete(root: Path, names: Sequence[str]) -> None:
+def _check_complete(root: Store, names: Sequence[str]) -> None:
     """Each numbered set must be there as a whole: nothing else tells what tensors a model has."""
     sets: defaultdict[tuple[str, str], list[re.Match[str]]] = defaultdict(list)
     for match in filter(None, map(_NUMBERED.fullmatch, names)):
@@ -47,11 +47,15 @@ def _check_complete(root: Path, names: Sequence[str]) -> None:
         count = int(first["count"])
         other = next((match[0] for match in matches if int(match["count"]) != count), None)
         if other is not None:
-            raise FormatError(f"{root}: {first[0]} and {other} are of two models, and no index says which one it is")
+            raise FormatError(
+                f"{first[0]} and {other} are of two models, and no index says which one it is",
+                path=str(root),
+                code="mismatch",
+            )
         _check_set(root, first, {int(match["number"]) for match in matches})
 
 
-def _check_set(root: Path, first: re.Match[str], numbers: set[int]) -> None:
+def _check_set(root: Store, first: re.Match[str], numbers: set[int]) -> None:
     count, start = int(first["count"]), 0 if 0 in numbers else 1
     expected = range(start, start + count)
     num_missing = count - sum(number in expected for number in numbers)
@@ -60,24 +64,21 @@ def _check_set(root: Path, first: re.Match[str], numbers: set[int]) -> None:
         name = first[0][: first.start("number")] + missing + first[0][first.end("number") :]
         others = f" (and {num_missing - 1} others)" if num_missing > 1 else ""
         raise FormatError(
-            f"{root / name}: is missing{others}: {first[0]} is one of {count}, and no index says otherwise"
+            f"is missing{others}: {first[0]} is one of {count}, and no index says otherwise",
+            path=root.where(name),
+            code="missing",
         )
 
 
-def check_name(path: Path) -> None:
+def check_name(root: Store, name: str) -> None:
     """Refuse a name that the record of a conversion, which is JSON, cannot hold.
 
     Raises:
         PlanError: it is not UTF-8.
     """
-    if not is_utf8(path.name):
-        raise PlanError(f"{path.parent}: {shown(os.fsencode(path.name))}: its name is not UTF-8: rename it")
-
-
-def is_utf8(name: str) -> bool:
-    """Whether a file's name, as Python gives it, can be written elsewhere."""
     try:
         name.encode()
     except UnicodeEncodeError:
-        return False
-    return True
+        raise PlanError(
+            f"{shown(os.fsencode(name))}: its name is not UTF-8: rename it", path=str(root), code="unsupported"
+        ) from None

@@ -8,20 +8,20 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import PurePosixPath
 from typing import Any
 
 from relayout.checkpoint.config import Config, find_config
-from relayout.checkpoint.shards import SINGLE_NAME, check_name, choose_shards, is_utf8
+from relayout.checkpoint.converted import is_converted
+from relayout.checkpoint.shards import SINGLE_NAME, check_name, choose_shards
 from relayout.core.extents import Extent
 from relayout.errors import FormatError, PlanError, shown
 from relayout.format.fields import Fields, parse_object
 from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME
 from relayout.format.safetensors import LENGTH_NBYTES, Header, header_nbytes, parse_header
-from relayout.storage.files import naming, open_regular, read_small
-from relayout.storage.paths import is_member, member
+from relayout.storage.protocols import Entry, Kind, ReadableFile, Store
 
 _MAX_INDEX_NBYTES = 64 * 2**20
 _WEIGHT_SUFFIXES = frozenset(
@@ -43,14 +43,14 @@ class SourceFile:
 
     name: str
     """File name in the checkpoint folder."""
-    path: Path
-    """Where it really lies, symbolic links resolved."""
     nbytes: int
     """Length of the whole file."""
     data_start: int
     """Absolute file offset of the data section."""
     header: bytes = field(repr=False)
     """The 8 + n bytes before the data section, as stored."""
+    version: str | None = None
+    """As the store told it before the header was read; None of a file that is still to be written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class SourceTensor:
 class Catalogue:
     """A source checkpoint."""
 
-    root: Path
+    root: Store
     """The folder, or the single file, that was asked for."""
     files: tuple[SourceFile, ...]
     tensors: tuple[SourceTensor, ...]
@@ -91,9 +91,9 @@ class Catalogue:
     """Whether `root` is a file, and its side files lie beside it."""
 
     @property
-    def folder(self) -> Path:
-        """Where the side files lie."""
-        return self.root.parent if self.is_file else self.root
+    def folder(self) -> Store:
+        """Where all files lie."""
+        return self.root.parent()[0] if self.is_file else self.root
 
     @property
     def nbytes(self) -> int:
@@ -107,7 +107,7 @@ class Catalogue:
         return value if isinstance(value, str) else None
 
 
-def read_catalogue(source: Path) -> Catalogue:
+def read_catalogue(source: Store) -> Catalogue:
     """Read the catalogue of a checkpoint folder, a Hugging Face cache snapshot, or one .safetensors file.
 
     Raises:
@@ -115,45 +115,56 @@ def read_catalogue(source: Path) -> Catalogue:
         PlanError: `source` is no checkpoint to convert.
     """
     try:
-        if source.is_dir():
+        kind = source.kind()
+        if kind is Kind.FOLDER:
             return _read_folder(source)
-        # Blobs of a hub cache have no suffix.
-        is_file = source.suffix == ".safetensors" or (source.suffix == "" and source.is_file())
     except PermissionError as error:
-        raise FormatError(f"{source}: cannot be read: {error.strerror}") from None
-    if is_file:
-        check_name(source)
-        shard, header = read_shard(source, source.name)
-        config = find_config(source.parent)
-        return _assemble(
-            source,
-            [(shard, header)],
-            named=None,
-            config=config,
-            index=None,
-            # What it was planned by: the output is loaded at other degrees by the same.
-            side_files=tuple(sorted(config.names)),
-            left_out=[],
-            is_file=True,
-        )
-    if os.path.lexists(source):
-        raise PlanError(f"{source}: neither a folder nor a .safetensors file")
-    raise PlanError(f"{source}: no such file or folder")
+        raise FormatError(f"cannot be read: {error.strerror}", path=str(source)) from None
+    folder, name = source.parent()
+    # Blobs of a hub cache have no suffix.
+    if name.endswith(".safetensors") or (kind is Kind.FILE and "." not in name):
+        return _read_file(source, folder, name)
+    if kind is Kind.NOTHING:
+        raise PlanError(source.absence(), path=str(source), code="missing")
+    raise PlanError("neither a folder nor a .safetensors file", path=str(source))
 
 
-def read_shard(path: Path, name: str) -> tuple[SourceFile, Header]:
+def _read_file(source: Store, folder: Store, name: str) -> Catalogue:
+    check_name(folder, name)
+    config = find_config(folder)
+    return _assemble(
+        source,
+        folder,
+        [read_shard(folder, name)],
+        named=None,
+        config=config,
+        index=None,
+        # What it was planned by: the output is loaded at other degrees by the same.
+        side_files=tuple(sorted(config.names)),
+        left_out=[],
+        is_file=True,
+    )
+
+
+def read_shard(folder: Store, name: str) -> tuple[SourceFile, Header]:
     """Read and prove the header of one safetensors file.
 
     Raises:
         FormatError: the file cannot be opened or is damaged.
         OSError: reading failed.
     """
-    descriptor, status = open_regular(path)
-    with naming(path), open(descriptor, "rb") as file:
-        prefix = file.read(LENGTH_NBYTES)
-        blob = prefix + file.read(header_nbytes(prefix, status.st_size, str(path)))
-    header = parse_header(blob, status.st_size, str(path))
-    return SourceFile(name, path.resolve(), status.st_size, header.data_start, blob), header
+    where = folder.where(name)
+    with folder.open(name) as file:
+        prefix = _read(file, 0, min(LENGTH_NBYTES, file.nbytes))
+        blob = prefix + _read(file, LENGTH_NBYTES, header_nbytes(prefix, file.nbytes, where))
+        header = parse_header(blob, file.nbytes, where)
+        return SourceFile(name, file.nbytes, header.data_start, blob, file.version), header
+
+
+def _read(file: ReadableFile, offset: int, nbytes: int) -> bytes:
+    piece = bytearray(nbytes)
+    file.read(offset, memoryview(piece))
+    return bytes(piece)
 
 
 def model_order(name: str) -> str:
@@ -166,31 +177,35 @@ def model_order(name: str) -> str:
     return _NUMBER.sub(lambda found: f"\1{len(digits := found[1].lstrip('0')):04}{digits}", words)
 
 
-def _read_folder(root: Path) -> Catalogue:
-    if (root / MANIFEST_NAME).exists():
-        raise PlanError(f"{root}: is a converted checkpoint already ({MANIFEST_NAME} lies in it)")
-    names = sorted(entry.name for entry in os.scandir(root))
-    shards = [name for name in names if name.endswith(".safetensors") and not name.startswith(".")]
+def _read_folder(root: Store) -> Catalogue:
+    if is_converted(root):
+        raise PlanError(
+            f"is a converted checkpoint already ({MANIFEST_NAME} lies in it)", path=str(root), code="exists"
+        )
+    entries = sorted(root.walk(), key=lambda entry: entry.name.split("/"))
+    names = [entry.name for entry in entries if "/" not in entry.name]  # Folders, too: one may be in a file's place.
+    shards = [name for name in names if name.endswith(".safetensors")]
     index_name = _find_index(root, names)
     left_out: list[str] = []
     named: dict[str, str] | None = None
     index: tuple[str, bytes] | None = None
     if index_name is not None:
-        index = (index_name, read_small(member(root, index_name), _MAX_INDEX_NBYTES))
-        named = parse_index(index[1], str(root / index_name))
+        index = (index_name, root.read(index_name, _MAX_INDEX_NBYTES))
+        named = parse_index(index[1], root.where(index_name))
         used = sorted(set(named.values()))
         left_out += [f"{name}: not named by {index_name}" for name in shards if name not in set(used)]
-        check_name(root / index_name)
+        check_name(root, index_name)
     else:
         used, left_out = choose_shards(root, shards)
     if not used:
-        raise PlanError(f"{root}: holds no safetensors file{_elsewhere(root, names)}")
+        raise PlanError(f"holds no safetensors file{_elsewhere(entries)}", path=str(root), code="missing")
     for name in used:
-        check_name(root / name)
-    side_files, not_copied = _side_files(root)
+        check_name(root, name)
+    side_files, not_copied = _side_files(root, entries)
     return _assemble(
         root,
-        [read_shard(member(root, name), name) for name in used],
+        root,
+        [read_shard(root, name) for name in used],
         named=named,
         config=find_config(root),
         index=index,
@@ -199,28 +214,35 @@ def _read_folder(root: Path) -> Catalogue:
     )
 
 
-def _elsewhere(root: Path, names: list[str]) -> str:
+def _elsewhere(entries: Sequence[Entry]) -> str:
     """Where the weights are, if they lie one folder deeper, as those of diffusers' pipelines do."""
-    found = [
-        name
-        for name in names
-        if not name.startswith(".")
-        and any((root / name).glob("[!.]*.safetensors"))
-        and not (root / name / MANIFEST_NAME).exists()
-    ]
+    converted = _converted_folders(entries)
+    found = sorted(
+        {
+            entry.name.partition("/")[0]
+            for entry in entries
+            if not entry.is_folder and entry.name.count("/") == 1 and entry.name.endswith(".safetensors")
+        }
+        - converted
+    )
     if not found:
         return ""
     more = " ..." if len(found) > _MAX_FOLDERS else ""
     return f": they lie in folders in it, to be converted one by one: {', '.join(found[:_MAX_FOLDERS])}{more}"
 
 
-def _find_index(root: Path, names: list[str]) -> str | None:
+def _converted_folders(entries: Sequence[Entry]) -> set[str]:
+    """Those in a checkpoint's folder that hold a manifest of their own."""
+    return {entry.name.rpartition("/")[0] for entry in entries if entry.name.endswith("/" + MANIFEST_NAME)}
+
+
+def _find_index(root: Store, names: list[str]) -> str | None:
     if HUB_INDEX_NAME in names:
         return HUB_INDEX_NAME
     others = [name for name in names if name.endswith(".safetensors" + _INDEX_SUFFIX) and name[0] != "."]
     if others and SINGLE_NAME not in names:
         if len(others) > 1:
-            raise PlanError(f"{root}: no {HUB_INDEX_NAME}, but several others: {', '.join(others)}")
+            raise PlanError(f"no {HUB_INDEX_NAME}, but several others: {', '.join(others)}", path=str(root))
         return others[0]
     return None
 
@@ -233,15 +255,18 @@ def parse_index(text: bytes, where: str) -> dict[str, str]:
     """
     weight_map = Fields(parse_object(text, where), where).object("weight_map")
     if not weight_map:
-        raise FormatError(f"{where}: 'weight_map' is empty")
+        raise FormatError("'weight_map' is empty", path=where, code="field")
     for name, file in weight_map.items():
         if not isinstance(file, str) or not re.fullmatch(r"[^./\\\0][^/\\\0]*\.safetensors", file):
-            raise FormatError(f"{where}: tensor {shown(name)}: {shown(file)} is not the name of a .safetensors file")
+            raise FormatError(
+                f"tensor {shown(name)}: {shown(file)} is not the name of a .safetensors file", path=where, code="field"
+            )
     return dict(weight_map)
 
 
 def _assemble(
-    root: Path,
+    root: Store,
+    folder: Store,
     shards: list[tuple[SourceFile, Header]],
     *,
     named: Mapping[str, str] | None,
@@ -260,7 +285,9 @@ def _assemble(
                 continue
             if entry.name in tensors:
                 other = shards[tensors[entry.name].file][0]
-                raise FormatError(f"{shard.path}: tensor {entry.name!r} is in {other.name} as well")
+                raise FormatError(
+                    f"tensor {entry.name!r} is in {other.name} as well", path=folder.where(shard.name), code="mismatch"
+                )
             extent = Extent(header.data_start + entry.offset, entry.nbytes)
             tensors[entry.name] = SourceTensor(entry.name, entry.dtype, entry.shape, position, extent)
         if elsewhere:
@@ -268,7 +295,11 @@ def _assemble(
     if named is not None:
         for name, file in named.items():
             if name not in tensors:
-                raise FormatError(f"{root / file}: tensor {shown(name)}: named by the index, not in the file")
+                raise FormatError(
+                    f"tensor {shown(name)}: named by the index, not in the file",
+                    path=folder.where(file),
+                    code="mismatch",
+                )
     first = dict(shards[0][1].metadata)
     return Catalogue(
         root=root,
@@ -286,13 +317,16 @@ def _assemble(
     )
 
 
-def _side_files(root: Path) -> tuple[tuple[str, ...], list[str]]:
-    """Files that go along, and what does not, with the reason; names relative to `root`, sorted."""
+def _side_files(root: Store, entries: Sequence[Entry]) -> tuple[tuple[str, ...], list[str]]:
+    """Files that go along, and what does not, with the reason."""
     kept, left_out = [], []
-    for path, reason in sorted(_walk(root, root)):
-        name = path.relative_to(root).as_posix()
-        is_part = path.parent == root and (path.suffix == ".safetensors" or name.endswith(_INDEX_SUFFIX))
-        if reason is None and (path.suffix in _WEIGHT_SUFFIXES or name.endswith(_INDEX_SUFFIX)):
+    for entry in _without_converted([entry for entry in entries if not entry.is_folder]):
+        name, reason = entry.name, entry.refusal
+        suffix = PurePosixPath(name).suffix
+        is_part = "/" not in name and (suffix == ".safetensors" or name.endswith(_INDEX_SUFFIX))
+        if reason is None and not entry.is_readable:
+            raise FormatError(f"cannot be read: {os.strerror(errno.EACCES)}", path=root.where(name))
+        if reason is None and (suffix in _WEIGHT_SUFFIXES or name.endswith(_INDEX_SUFFIX)):
             reason = "weights that are not part of the model"
         elif reason is None and name.startswith("relayout."):
             reason = "a name that relayout uses itself"
@@ -303,24 +337,15 @@ def _side_files(root: Path) -> tuple[tuple[str, ...], list[str]]:
     return tuple(kept), left_out
 
 
-def _walk(folder: Path, root: Path) -> Iterator[tuple[Path, str | None]]:
-    """Everything below a folder that is not hidden: the path, and why it cannot go along, if it cannot."""
-    for entry in os.scandir(folder):
-        path = Path(entry.path)
-        if entry.name.startswith("."):
-            continue
-        if not is_utf8(entry.name):
-            yield path, "its name is not UTF-8"
-        elif entry.is_dir(follow_symlinks=False):
-            if (path / MANIFEST_NAME).exists():
-                yield path, "a converted checkpoint"
-            else:
-                yield from _walk(path, root)
-        elif entry.is_symlink() and not is_member(root, path):
-            yield path, "a link that leads out of the checkpoint"
-        elif not path.is_file():
-            yield path, "a link to a folder, or to nothing" if entry.is_symlink() else "not a regular file"
-        elif not os.access(path, os.R_OK):
-            raise FormatError(f"{path}: cannot be read: {os.strerror(errno.EACCES)}")
-        else:
-            yield path, None
+def _without_converted(entries: Sequence[Entry]) -> Iterator[Entry]:
+    """The entries, but of a folder that is a converted checkpoint only one, which says so."""
+    converted = _converted_folders(entries)
+    told: set[str] = set()
+    for entry in entries:
+        parents = (str(parent) for parent in reversed(PurePosixPath(entry.name).parents))
+        outermost = next((parent for parent in parents if parent in converted), None)
+        if outermost is None:
+            yield entry
+        elif outermost not in told:
+            told.add(outermost)
+            yield Entry(outermost, "a converted checkpoint")

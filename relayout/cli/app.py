@@ -8,7 +8,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated, Literal, NoReturn, Protocol, TypeVar
 
 import typer
@@ -44,16 +43,13 @@ JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object to stdout, and events to stderr, a line each.")
 ]
 
-# readable=False: that something cannot be read is for the library to say, in one line, as all else.
+# Paths are `str`, for one of them may be a URL.
 SourceArgument = Annotated[
-    Path,
-    typer.Argument(
-        metavar="SRC", readable=False, help="A checkpoint folder, Hugging Face snapshot, or .safetensors file."
-    ),
+    str, typer.Argument(metavar="SRC", help="A checkpoint folder, Hugging Face snapshot, or .safetensors file.")
 ]
 OutputOption = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", metavar="OUT", readable=False, help="Folder to make. Default: SRC-tpN beside SRC."),
+    str | None,
+    typer.Option("--output", "-o", metavar="OUT", help="Folder to make. Default: SRC-tpN beside SRC."),
 ]
 PlanOption = Annotated[
     str | None,
@@ -64,19 +60,15 @@ PlanOption = Annotated[
     ),
 ]
 PathArgument = Annotated[
-    Path,
-    typer.Argument(metavar="PATH", readable=False, help="A .safetensors file, or a folder, converted or not."),
+    str,
+    typer.Argument(metavar="PATH", help="A .safetensors file, or a folder, converted or not."),
 ]
 JobsOption = Annotated[int, typer.Option(metavar="N", help="Threads that read, copy and write.")]
 MemoryOption = Annotated[str, typer.Option(metavar="SIZE", help="Memory that they may use for it.")]
-ConvertedArgument = Annotated[
-    Path, typer.Argument(metavar="OUT", readable=False, help="A folder that `relayout convert` wrote.")
-]
+ConvertedArgument = Annotated[str, typer.Argument(metavar="OUT", help="A folder that `relayout convert` wrote.")]
 CompareOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="SRC", readable=False, help="Also cut this source again and compare every slice (128-bit digests)."
-    ),
+    str | None,
+    typer.Option(metavar="SRC", help="Also cut this source again and compare every slice (128-bit digests)."),
 ]
 
 
@@ -158,7 +150,7 @@ def convert(
         from relayout.cli import render as terminal
         from relayout.conversion import run as conversion
         from relayout.conversion.preview import preview
-        from relayout.core.sizes import parse_size
+        from relayout.core.arguments import parse_size
 
         alignment, part_nbytes, memory_nbytes = parse_size(align), parse_size(max_part_size), parse_size(memory)
         planned = conversion.plan_conversion(
@@ -245,7 +237,7 @@ def verify(
 @app.command()
 def restore(
     path: ConvertedArgument,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", readable=False, help="Folder to make.")],
+    output: Annotated[str, typer.Option("--output", "-o", metavar="DIR", help="Folder to make.")],
     jobs: JobsOption = 8,
     memory: MemoryOption = "512MiB",
     force: Annotated[bool, typer.Option("--force", help="Replace DIR if relayout converted it.")] = False,
@@ -255,7 +247,7 @@ def restore(
     with _errors():
         from relayout.cli import render as terminal
         from relayout.commands import restore as restoration
-        from relayout.core.sizes import parse_size
+        from relayout.core.arguments import parse_size
 
         memory_nbytes = parse_size(memory)
         _begin_work()

@@ -6,18 +6,19 @@ import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
-from relayout.checkpoint.converted import check_rank, read_manifest, read_table
+from relayout.checkpoint.converted import check_rank, is_converted, read_manifest, read_table
 from relayout.checkpoint.source import Catalogue, read_catalogue
+from relayout.core.arguments import integer
 from relayout.core.dtypes import num_bytes
 from relayout.core.extents import Extent
-from relayout.core.integers import integer
 from relayout.core.patterns import collapse_numbers
 from relayout.core.slices import Slice
 from relayout.errors import PlanError, RelayoutError
-from relayout.format.index import MANIFEST_NAME, Manifest, RankTable
+from relayout.format.index import Manifest, RankTable
 from relayout.plans.planner import plan_for
+from relayout.storage.protocols import Store
+from relayout.storage.stores import find_store
 
 ALIGNMENTS = (512, 4096, 65536, 2 * 2**20)
 DEGREES = (2, 4, 8, 16)
@@ -107,16 +108,16 @@ def inspect(path: str | os.PathLike[str], *, rank: int | None = None) -> Inspect
         FormatError: a file is damaged.
         PlanError: there is nothing to look at, or no such rank.
     """
-    path = Path(path)
+    store = find_store(path)
     rank = None if rank is None else integer(rank, "rank")
-    if (path / MANIFEST_NAME).exists():
-        return _inspect_converted(path, read_manifest(path), rank)
+    if is_converted(store):
+        return _inspect_converted(store, read_manifest(store), rank)
     if rank is not None:
-        raise PlanError(f"{path}: not converted, has no ranks")
-    return _inspect_plain(path, read_catalogue(path))
+        raise PlanError("not converted, has no ranks", path=str(store), code="option")
+    return _inspect_plain(store, read_catalogue(store))
 
 
-def _inspect_converted(path: Path, manifest: Manifest, rank: int | None) -> Inspection:
+def _inspect_converted(path: Store, manifest: Manifest, rank: int | None) -> Inspection:
     if rank is not None:
         check_rank(rank, manifest.num_ranks)
     shown = range(manifest.num_ranks) if rank is None else [rank]
@@ -142,7 +143,7 @@ def _inspect_converted(path: Path, manifest: Manifest, rank: int | None) -> Insp
     )
 
 
-def _inspect_plain(path: Path, catalogue: Catalogue) -> Inspection:
+def _inspect_plain(path: Store, catalogue: Catalogue) -> Inspection:
     return Inspection(
         path=str(path),
         converted=False,

@@ -10,29 +10,29 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from relayout.checkpoint.converted import read_manifest, read_record, read_table
 from relayout.checkpoint.source import Catalogue, SourceFile, SourceTensor
-from relayout.conversion.copy import DEFAULT_JOBS, DEFAULT_MEMORY, Hashes, Loaded, share_memory
-from relayout.conversion.journal import TensorDigests, read_journal
+from relayout.conversion.copy import DEFAULT_JOBS, DEFAULT_MEMORY, Loaded, share_memory
+from relayout.conversion.journal import read_journal
 from relayout.conversion.layout import stored_conversion
-from relayout.conversion.side_files import check_side_file, copy_side_file, write_file, write_header
-from relayout.conversion.staging import Staging, check_output, check_space, clear_up, modes_of, staging_folder
+from relayout.conversion.side_files import copy_side_file, modes_of
 from relayout.conversion.steps import SourceRange, Span, Step, copy_steps, join_ranges
+from relayout.core.arguments import integer
+from relayout.core.digests import OrderedDigests
 from relayout.core.dtypes import num_bytes
 from relayout.core.extents import BLOCK, Extent, align_down, align_up
-from relayout.core.integers import integer
 from relayout.core.strided import copy_runs
-from relayout.core.workers import Stop, Turns, Workers
+from relayout.core.workers import Stop, Workers
 from relayout.errors import FormatError, PlanError
-from relayout.format.index import Manifest
+from relayout.format.index import MANIFEST_NAME, Manifest
 from relayout.format.safetensors import parse_header
 from relayout.format.source_record import SourceRecord
+from relayout.storage.buffers import Buffer
 from relayout.storage.file_pool import OpenFiles
-from relayout.storage.files import Buffer, InputFile, OutputFile
 from relayout.storage.memory import peak_nbytes
-from relayout.storage.paths import member
+from relayout.storage.protocols import Access, ReadableFile, Staging, Store, WritableFile
+from relayout.storage.stores import find_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,21 +82,20 @@ def restore(
     """
     started = time.monotonic()
     jobs, chunk_nbytes = share_memory(integer(jobs, "jobs"), integer(memory, "memory"))
-    folder, output = Path(path), Path(output)
+    folder, target = find_store(path), find_store(output)
     manifest = read_manifest(folder)
     record = read_record(folder, manifest)
-    clear_up(output)
-    check_output(folder, output, force=force)
+    target.check_output(folder, MANIFEST_NAME, force=force)
     written = sum(file.nbytes for file in record.files)
-    modes = modes_of(folder, [member(folder, file.name) for entry in manifest.ranks for file in entry.files])
-    with staging_folder(output, replace=force, modes=modes) as staging:
-        found = read_journal(staging.place)
+    modes = modes_of(folder, [file.name for entry in manifest.ranks for file in entry.files])
+    with target.stage(MANIFEST_NAME, replace=force, modes=modes) as staging:
+        found = read_journal(staging)
         if found is not None and found[1] and not force:
             staging.is_kept = True
-            raise PlanError(f"{staging.place.path}: holds an interrupted conversion; --force discards it")
+            raise PlanError(f"{staging.where}: holds an interrupted conversion; --force discards it")
         staging.clear()
-        check_space(output, written + sum(side.nbytes for side in record.side_files))
-        catalogue = source_catalogue(folder, staging.folder.path, record)
+        staging.check_space(written + sum(side.nbytes for side in record.side_files))
+        catalogue = source_catalogue(folder, record)
         total = catalogue.nbytes
         _restore_tensors(
             folder,
@@ -109,13 +108,13 @@ def restore(
             None if on_progress is None else lambda done: on_progress(done, total),
         )
         for file in catalogue.files:
-            write_header(staging.folder, file.name, file.header, file.nbytes, staging.modes.file)
+            staging.write_head(file.name, file.header, file.nbytes)
         if record.index is not None:
-            write_file(staging.folder, record.index[0], record.index[1], staging.modes.file)
+            staging.put(record.index[0], [record.index[1]])
         for side in record.side_files:
-            check_side_file(folder / side.name, side, copy_side_file(folder, staging.folder, side.name, side))
+            copy_side_file(folder, staging, side.name, side)
     return Restored(
-        output=str(output),
+        output=str(target),
         num_files=len(record.files),
         num_tensors=len(record.names),
         written_nbytes=written,
@@ -124,8 +123,8 @@ def restore(
     )
 
 
-def source_catalogue(folder: Path, place: Path, record: SourceRecord) -> Catalogue:
-    """The source's catalogue, of files that are still to be written at `place`.
+def source_catalogue(folder: Store, record: SourceRecord) -> Catalogue:
+    """The source's catalogue, of files that are still to be written.
 
     Raises:
         FormatError: the shards had bytes that the record does not tell of.
@@ -147,12 +146,12 @@ def source_catalogue(folder: Path, place: Path, record: SourceRecord) -> Catalog
                 )
         if expected:
             raise FormatError(f"{folder}: header of {shard.name}: tensor {min(expected)!r} is not in it")
-        files.append(SourceFile(shard.name, place / shard.name, shard.nbytes, header.data_start, shard.header))
+        files.append(SourceFile(shard.name, shard.nbytes, header.data_start, shard.header))
     return Catalogue(folder, tuple(files), tuple(tensors), {}, {}, record.index, (), ())
 
 
 def _restore_tensors(
-    folder: Path,
+    folder: Store,
     manifest: Manifest,
     record: SourceRecord,
     catalogue: Catalogue,
@@ -170,28 +169,28 @@ def _restore_tensors(
     tables = [read_table(folder, manifest, rank) for rank in range(manifest.num_ranks)]
     conversion = stored_conversion(folder, manifest, tables, record, catalogue)
     stop = Stop()
-    turns = Turns(stop)
-
+    hashes = OrderedDigests(stop)
     checked: set[int] = set()
 
-    def check(t: int, digests: TensorDigests) -> None:
+    def check(t: int, extent: Extent, view: memoryview) -> None:
+        tensor = catalogue.tensors[t]
+        digest = hashes.update(t, extent.offset - tensor.extent.offset, view, tensor.extent.nbytes)
+        if digest is None:
+            return
+        if digest != record.digests[t]:
+            raise FormatError(f"{folder}: tensor {tensor.name!r}: the stored bytes are damaged")
         checked.add(t)
-        if digests.source != record.digests[t]:
-            raise FormatError(f"{folder}: tensor {record.names[t]!r}: the stored bytes are damaged")
 
-    hashes = Hashes(conversion, check, slices=False)
-
-    def open_input(place: tuple[int, int]) -> InputFile:
+    def open_input(place: tuple[int, int]) -> ReadableFile:
         rank, part = place
         file = conversion.layout.ranks[rank][part]
-        return InputFile(member(folder, file.name), file.nbytes, pass_by=True)
+        return folder.open(file.name, file.nbytes, access=Access.ONCE)
 
     created: set[int] = set()
 
-    def open_output(number: int) -> OutputFile:
+    def open_output(number: int) -> WritableFile:
         shard = catalogue.files[number]
-        is_new = number not in created
-        opened = OutputFile(staging.folder, shard.name, shard.nbytes, create=is_new, mode=staging.modes.file)
+        opened = staging.write_file(shard.name, shard.nbytes, is_new=number not in created)
         created.add(number)
         return opened
 
@@ -204,13 +203,9 @@ def _restore_tensors(
             view = loaded.memory[position : position + one.extent.nbytes]
             with outputs.use(one.file) as output:
                 output.write(one.extent.offset, view, position)
-        if step.turn is not None:
-            turns.wait(*step.turn)
         for t, extent in step.tensors:
             position = loaded.position(catalogue.tensors[t].file, extent.offset)
-            hashes.update_source(t, loaded.memory[position : position + extent.nbytes])
-        if step.turn is not None:
-            turns.done(step.turn[0])
+            check(t, extent, loaded.memory[position : position + extent.nbytes])
         return step.nbytes
 
     steps = (step for step in copy_steps(conversion, chunk_nbytes=chunk_nbytes) if step.tensors)
@@ -220,7 +215,7 @@ def _restore_tensors(
 
 
 def _put_back(
-    span: Span, loaded: Loaded, catalogue: Catalogue, inputs: OpenFiles[tuple[int, int], InputFile], buffer: Buffer
+    span: Span, loaded: Loaded, catalogue: Catalogue, inputs: OpenFiles[tuple[int, int], ReadableFile], buffer: Buffer
 ) -> None:
     """Read a span from the first of its targets, and spread its pieces to where they came from."""
     place = span.targets[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from functools import partial
 
 from safetensors import SafetensorError, deserialize
 
@@ -15,15 +15,17 @@ from relayout.conversion.copy import DEFAULT_JOBS, NoSink, digests_of_all, run_s
 from relayout.conversion.layout import rows_of_files, stored_conversion
 from relayout.conversion.side_files import read_side_file
 from relayout.conversion.steps import copy_steps
+from relayout.core.digests import digest_hex
 from relayout.core.dtypes import num_bytes
 from relayout.core.extents import Extent
 from relayout.errors import FormatError
 from relayout.format.index import HUB_INDEX_NAME, MIN_ALIGNMENT, Manifest, RankEntry, RankTable
-from relayout.format.manifest import SOURCE_RECORD_NAME, digest_hex
+from relayout.format.manifest import SOURCE_RECORD_NAME
 from relayout.format.safetensors import TensorEntry, build_header
 from relayout.format.source_record import SourceRecord
 from relayout.storage.hashing import HashedFile, hash_files
-from relayout.storage.paths import member
+from relayout.storage.protocols import Access, Store
+from relayout.storage.stores import find_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +90,13 @@ def verify(
         FormatError: `path` has no readable manifest, or the source is damaged.
         OSError: reading failed.
     """
-    folder = Path(path)
+    folder = find_store(path)
     manifest = read_manifest(folder)
     report = Report(manifest.num_ranks)
     tables = [_check_rank(folder, manifest, rank, report) for rank in range(manifest.num_ranks)]
     record = _check_record(folder, manifest, tables, report)
     _check_other_files(folder, manifest, report)
-    catalogue = None if source is None else read_catalogue(Path(source))
+    catalogue = None if source is None else read_catalogue(find_store(source))
     usable = [(entry, table) for entry, table in zip(manifest.ranks, tables, strict=True) if table is not None]
     hash_nbytes = sum(file.nbytes for entry, _ in usable for file in entry.files)
     total = hash_nbytes + (0 if catalogue is None else catalogue.nbytes)
@@ -110,7 +112,7 @@ def verify(
     return report
 
 
-def _check_rank(folder: Path, manifest: Manifest, rank: int, report: Report) -> RankTable | None:
+def _check_rank(folder: Store, manifest: Manifest, rank: int, report: Report) -> RankTable | None:
     """Check one rank's table and headers against each other; the table, if it and all its files are usable."""
     entry = manifest.ranks[rank]
     try:
@@ -122,13 +124,13 @@ def _check_rank(folder: Path, manifest: Manifest, rank: int, report: Report) -> 
     rows = rows_of_files(table, len(entry.files))
     for number, file in enumerate(entry.files):
         try:
-            path = member(folder, file.name)
-            shard, header = read_shard(path, file.name)
+            where = folder.where(file.name)
+            shard, header = read_shard(folder, file.name)
             if shard.nbytes != file.nbytes:
-                raise FormatError(f"{path}: {shard.nbytes} bytes long, expected {file.nbytes}")
+                raise FormatError(f"{shard.nbytes} bytes long, expected {file.nbytes}", path=where, code="mismatch")
             if digest_hex(shard.header) != file.header_digest:
                 report.add(file.name, "header differs from the one that was written", extent=Extent(0, file.data_start))
-            _check_by_reference_reader(shard.header, header.data_nbytes, str(path))
+            _check_by_reference_reader(shard.header, header.data_nbytes, where)
         except FormatError as error:
             report.add(file.name, str(error))
             usable = False
@@ -162,7 +164,7 @@ def _check_by_reference_reader(header: bytes, data_nbytes: int, where: str) -> N
     complaint = _complaint(header)
     one_byte = build_header([TensorEntry("x", "U8", (1,), 0, 1)], {}, MIN_ALIGNMENT)
     if complaint != (_complaint(one_byte) if data_nbytes else None):
-        raise FormatError(f"{where}: the reference reader of safetensors: {complaint}")
+        raise FormatError(f"the reference reader of safetensors: {complaint}", path=where)
 
 
 def _complaint(header: bytes) -> str | None:
@@ -173,18 +175,18 @@ def _complaint(header: bytes) -> str | None:
     return None
 
 
-def _check_other_files(folder: Path, manifest: Manifest, report: Report) -> None:
+def _check_other_files(folder: Store, manifest: Manifest, report: Report) -> None:
     """Check the index for stock loaders, and that no file lies there that a loader would take for a part of it."""
     known = {file.name for entry in manifest.ranks for file in entry.files}
-    for path in sorted(folder.glob("*.safetensors")):
-        if path.name not in known and not path.name.startswith("."):
-            report.add(path.name, "is not part of this conversion")
+    for name in sorted(entry.name for entry in folder.walk()):
+        if name.endswith(".safetensors") and "/" not in name and name not in known:
+            report.add(name, "is not part of this conversion")
     if manifest.hub_index_digest is not None:
         what = "differs from the one that was written"
         _check_copy(folder, HUB_INDEX_NAME, None, manifest.hub_index_digest, what, report)
 
 
-def _check_copy(folder: Path, name: str, nbytes: int | None, digest: str, what: str, report: Report) -> None:
+def _check_copy(folder: Store, name: str, nbytes: int | None, digest: str, what: str, report: Report) -> None:
     """Check a file's length, if it is known, and its digest; `what` is said of one that differs."""
     try:
         found = read_side_file(folder, name)
@@ -200,7 +202,7 @@ def _place(row: tuple[str, str, tuple[int, ...], int]) -> tuple[int, str]:
 
 
 def _check_record(
-    folder: Path, manifest: Manifest, tables: list[RankTable | None], report: Report
+    folder: Store, manifest: Manifest, tables: list[RankTable | None], report: Report
 ) -> SourceRecord | None:
     """Check the source record, the side files, and that the ranks' slices are those that the record names."""
     try:
@@ -254,7 +256,7 @@ def _check_slices(name: str, rank: int, table: RankTable, record: SourceRecord, 
 
 
 def _check_digests(
-    folder: Path,
+    folder: Store,
     entry: RankEntry,
     table: RankTable,
     report: Report,
@@ -267,7 +269,10 @@ def _check_digests(
     ):
         rows[number].append((Extent(offset, num_bytes(dtype, shape) or 0), name, digest))
     files = [
-        HashedFile(folder / file.name, file.nbytes, [extent for extent, _, _ in sorted(column)])
+        HashedFile(
+            partial(folder.open, file.name, file.nbytes, access=Access.ONCE),
+            [extent for extent, _, _ in sorted(column)],
+        )
         for file, column in zip(entry.files, rows, strict=True)
     ]
     hashed = hash_files(files, DEFAULT_JOBS, on_progress)
@@ -279,7 +284,7 @@ def _check_digests(
 
 
 def _compare(
-    folder: Path,
+    folder: Store,
     manifest: Manifest,
     tables: list[RankTable],
     record: SourceRecord,

@@ -9,19 +9,18 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol, Self
 
-import xxhash
-
 from relayout.checkpoint.source import Catalogue
 from relayout.conversion.journal import TensorDigests
 from relayout.conversion.layout import Conversion, Layout, cut_tensors
 from relayout.conversion.steps import CHUNK_NBYTES, SourceRange, Span, Step, Target
+from relayout.core.digests import EMPTY_DIGEST, OrderedDigests
 from relayout.core.extents import BLOCK, align_down, align_up
 from relayout.core.strided import copy_runs
-from relayout.core.workers import Stop, Turns, Workers
+from relayout.core.workers import Stop, Workers
 from relayout.errors import PlanError
+from relayout.storage.buffers import Buffer
 from relayout.storage.file_pool import OpenFiles
-from relayout.storage.files import Buffer, InputFile, OutputFile
-from relayout.storage.open_folder import OpenFolder
+from relayout.storage.protocols import Access, ReadableFile, Staging, WritableFile
 
 DEFAULT_JOBS = 8
 """Threads."""
@@ -33,8 +32,6 @@ _MIN_CHUNK_NBYTES = 2**20
 
 _SOURCE = -1
 """In place of a slice: the whole tensor, as stored in the source."""
-
-_EMPTY = xxhash.xxh3_128().hexdigest()
 
 
 class Sink(Protocol):
@@ -54,7 +51,7 @@ def digests_of_all(conversion: Conversion, passed: Mapping[int, TensorDigests]) 
 
 
 def _of_nothing(conversion: Conversion, t: int) -> TensorDigests:
-    return TensorDigests(_EMPTY, (_EMPTY,) * len(conversion.plan.cut(t).distinct))
+    return TensorDigests(EMPTY_DIGEST, (EMPTY_DIGEST,) * len(conversion.plan.cut(t).distinct))
 
 
 class NoSink:
@@ -67,12 +64,11 @@ class NoSink:
 class RankFileSink:
     """Writes spans to rank files, of which only some are open at a time."""
 
-    def __init__(self, folder: OpenFolder, layout: Layout, mode: int = 0o666) -> None:
-        """Files that are in the folder already must have their full length; `mode` is for new ones, less the umask."""
-        self._folder = folder
-        self._mode = mode
+    def __init__(self, staging: Staging, layout: Layout) -> None:
+        """Files that are there already must have their full length."""
+        self._staging = staging
         self._layout = layout
-        names = set(folder.names())
+        names = set(staging.names())
         self._existing = {(file.rank, file.part) for files in layout.ranks for file in files if file.name in names}
         self._files = OpenFiles(self._open_file, num_descriptors=2)
 
@@ -81,10 +77,10 @@ class RankFileSink:
         with self._files.use((target.rank, target.part)) as file:
             file.write(target.offset, view, address)
 
-    def _open_file(self, key: tuple[int, int]) -> OutputFile:
+    def _open_file(self, key: tuple[int, int]) -> WritableFile:
         rank, part = key
         file = self._layout.ranks[rank][part]
-        opened = OutputFile(self._folder, file.name, file.nbytes, create=key not in self._existing, mode=self._mode)
+        opened = self._staging.write_file(file.name, file.nbytes, is_new=key not in self._existing)
         self._existing.add(key)
         return opened
 
@@ -138,59 +134,51 @@ class _Memory:
         self.staged = Buffer()
 
 
-class Hashes:
-    """Running digests. No two threads are ever at the same source, or slice, at once."""
+class TensorHashes:
+    """Digests of tensors and their slices, from the pieces in which they pass; see `OrderedDigests` for threads."""
 
-    def __init__(
-        self,
-        conversion: Conversion,
-        on_tensor: Callable[[int, TensorDigests], None],
-        *,
-        slices: bool = True,
-    ) -> None:
-        """`on_tensor` is called when all bytes of a tensor, and of its `slices` if they count, have passed."""
-        self._with_slices = slices
+    def __init__(self, conversion: Conversion, stop: Stop, on_tensor: Callable[[int, TensorDigests], None]) -> None:
+        """`on_tensor` is called when all bytes of a tensor and of its slices have passed."""
         self._tensors = cut_tensors(conversion.catalogue, conversion.plan)
         self._source_nbytes = [tensor.extent.nbytes for tensor in conversion.catalogue.tensors]
+        self._num_streams = {
+            tensor: 1
+            + sum(
+                1
+                for part, nbytes in zip(tensor.cut.distinct, tensor.sizes, strict=True)
+                if nbytes and not part.is_whole
+            )
+            for tensor in set(self._tensors)
+        }
+        """How many digests there are of a tensor of each kind: its source's, and those of slices with bytes."""
         self._on_tensor = on_tensor
+        self._ordered = OrderedDigests(stop)
         self._lock = threading.Lock()
-        self._running: dict[tuple[int, int], xxhash.xxh3_128] = {}
-        self._left: dict[int, int] = {}
-        """Bytes of each tensor in work that are still to be hashed, in the source and in slices."""
+        self._found: dict[int, dict[int, str]] = {}
+        """Of each tensor in work: digests of its source (`_SOURCE`) and of its distinct slices, as far as known."""
 
-    def update(self, t: int, which: int, view: memoryview) -> None:
-        """Hash more bytes of a tensor's source, or of one of its distinct slices."""
-        digest = self._running.get((t, which))
+    def update_source(self, t: int, start: int, view: memoryview) -> None:
+        """Hash the bytes of a tensor from `start` on."""
+        self._update(t, _SOURCE, start, view, self._source_nbytes[t])
+
+    def update_slice(self, t: int, which: int, start: int, view: memoryview) -> None:
+        """Hash the bytes of one of a tensor's distinct slices from `start` on."""
+        self._update(t, which, start, view, self._tensors[t].sizes[which])
+
+    def _update(self, t: int, which: int, start: int, view: memoryview, nbytes: int) -> None:
+        digest = self._ordered.update((t, which), start, view, nbytes)
         if digest is None:
-            digest = self._running[t, which] = xxhash.xxh3_128()
-        digest.update(view)
+            return
         with self._lock:
-            left = self._left.pop(t, None)
-            left = (self._total(t) if left is None else left) - view.nbytes
-            if left:
-                self._left[t] = left
-        if not left:
-            self._on_tensor(t, self._complete(t))
-
-    def update_source(self, t: int, view: memoryview) -> None:
-        """Hash more bytes of a tensor's source."""
-        self.update(t, _SOURCE, view)
-
-    def _total(self, t: int) -> int:
-        tensor = self._tensors[t]
-        parts = zip(tensor.cut.distinct, tensor.sizes, strict=True) if self._with_slices else ()
-        return self._source_nbytes[t] + sum(nbytes for part, nbytes in parts if not part.is_whole)
-
-    def _complete(self, t: int) -> TensorDigests:
-        distinct = enumerate(self._tensors[t].cut.distinct if self._with_slices else ())
-        source = self._finished(t, _SOURCE)
-        return TensorDigests(
-            source, tuple(source if part.is_whole else self._finished(t, which) for which, part in distinct)
-        )
-
-    def _finished(self, t: int, which: int) -> str:
-        digest = self._running.pop((t, which), None)
-        return _EMPTY if digest is None else digest.hexdigest()
+            found = self._found.setdefault(t, {})
+            found[which] = digest
+            if len(found) < self._num_streams[self._tensors[t]]:
+                return
+            del self._found[t]
+        source = found[_SOURCE]
+        distinct = self._tensors[t].cut.distinct
+        slices = (source if part.is_whole else found.get(n, EMPTY_DIGEST) for n, part in enumerate(distinct))
+        self._on_tensor(t, TensorDigests(source, tuple(slices)))
 
 
 def share_memory(jobs: int, memory: int) -> tuple[int, int]:
@@ -226,14 +214,13 @@ def run_steps(
     """
     catalogue = conversion.catalogue
     stop = Stop()
-    turns = Turns(stop)
     done: dict[int, TensorDigests] = {}
 
     def complete(t: int, digests: TensorDigests) -> None:
         done[t] = digests
         on_tensor(t, digests)
 
-    hashes = Hashes(conversion, complete)
+    hashes = TensorHashes(conversion, stop, complete)
 
     def work(memory: _Memory, step: Step) -> int:
         loaded = _read(step.ranges, inputs, memory.read)
@@ -241,25 +228,19 @@ def run_steps(
         for one in staged:
             for target in one.span.targets:
                 sink.put(one.span, target, one.view, one.position)
-        if step.turn is None:
-            _hash(step, catalogue, loaded, staged, hashes)
-            return step.nbytes
-        hashed, turn = step.turn
-        turns.wait(hashed, turn)
         _hash(step, catalogue, loaded, staged, hashes)
-        turns.done(hashed)
         return step.nbytes
 
-    def open_input(number: int) -> InputFile:
+    def open_input(number: int) -> ReadableFile:
         file = catalogue.files[number]
-        return InputFile(file.path, file.nbytes, pass_by=True)
+        return catalogue.folder.open(file.name, file.nbytes, access=Access.ONCE, version=file.version)
 
     with OpenFiles(open_input) as inputs:
         Workers(num_threads, steps, _Memory, work, stop).run(on_progress)
     return done
 
 
-def _read(ranges: Sequence[SourceRange], inputs: OpenFiles[int, InputFile], buffer: Buffer) -> Loaded:
+def _read(ranges: Sequence[SourceRange], inputs: OpenFiles[int, ReadableFile], buffer: Buffer) -> Loaded:
     loaded = Loaded.place(ranges, buffer)
     for one, position in zip(ranges, loaded.positions, strict=True):
         with inputs.use(one.file) as file:
@@ -286,10 +267,13 @@ def _stage(spans: Sequence[Span], catalogue: Catalogue, loaded: Loaded, buffer: 
     return staged
 
 
-def _hash(step: Step, catalogue: Catalogue, loaded: Loaded, staged: Sequence[_Staged], hashes: Hashes) -> None:
+def _hash(step: Step, catalogue: Catalogue, loaded: Loaded, staged: Sequence[_Staged], hashes: TensorHashes) -> None:
     for one in staged:
         for part in one.span.slices:
-            hashes.update(part.tensor, part.slice, one.view[part.start : part.start + part.nbytes])
+            view = one.view[part.position : part.position + part.nbytes]
+            hashes.update_slice(part.tensor, part.slice, part.offset, view)
     for t, extent in step.tensors:
-        position = loaded.position(catalogue.tensors[t].file, extent.offset)
-        hashes.update_source(t, loaded.memory[position : position + extent.nbytes])
+        tensor = catalogue.tensors[t]
+        position = loaded.position(tensor.file, extent.offset)
+        view = loaded.memory[position : position + extent.nbytes]
+        hashes.update_source(t, extent.offset - tensor.extent.offset, view)

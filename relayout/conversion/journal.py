@@ -9,8 +9,6 @@ claimed. The digest of the source tensor is taken from the line.
 from __future__ import annotations
 
 import json
-import os
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -18,10 +16,8 @@ from typing import Any, Self
 
 import xxhash
 
-from relayout.errors import FormatError
 from relayout.format.safetensors import json_text
-from relayout.storage.files import naming
-from relayout.storage.open_folder import OpenFolder
+from relayout.storage.protocols import Staging
 
 JOURNAL_NAME = "relayout.journal"
 
@@ -51,30 +47,19 @@ class Undertaking:
 class Journal:
     """Appends to a journal. Lines may be added by several threads."""
 
-    def __init__(self, folder: OpenFolder, undertaking: Undertaking, *, append: bool) -> None:
-        """Go on with the journal in a folder, or begin a new one in place of what may be there."""
-        self._lock = threading.Lock()
-        self._path = folder.path / JOURNAL_NAME
-        if append:
-            self._fd = folder.open_own(JOURNAL_NAME, os.O_WRONLY | os.O_APPEND)
-        else:
-            folder.remove(JOURNAL_NAME)
-            self._fd = folder.open(JOURNAL_NAME, os.O_WRONLY | os.O_CREAT, 0o600)
+    def __init__(self, staging: Staging, undertaking: Undertaking, *, append: bool) -> None:
+        """Go on with the journal of an output, or begin a new one in place of what may be there."""
+        self._notes = staging.open_notes(JOURNAL_NAME, is_new=not append)
         # Behind a torn line, too, a new one starts.
-        self._write(b"\n" if append else _line([undertaking.source, undertaking.options]))
+        self._notes.append(b"\n" if append else _line([undertaking.source, undertaking.options]))
 
     def add(self, tensor: int, digests: TensorDigests) -> None:
         """Note that a tensor (position in the catalogue) is written."""
-        self._write(_line([tensor, digests.source, *digests.slices]))
-
-    def _write(self, line: bytes) -> None:
-        with self._lock, naming(self._path):
-            while line:
-                line = line[os.write(self._fd, line) :]
+        self._notes.append(_line([tensor, digests.source, *digests.slices]))
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self._fd)
+        self._notes.close()
 
     def __enter__(self) -> Self:
         return self
@@ -85,18 +70,19 @@ class Journal:
         self.close()
 
 
-def read_journal(folder: OpenFolder) -> tuple[Undertaking, Mapping[int, TensorDigests]] | None:
-    """What a journal is of, and what it claims to be done; None where there is none of the folder's owner.
+def read_journal(staging: Staging) -> tuple[Undertaking, Mapping[int, TensorDigests]] | None:
+    """What a journal is of, and what it claims to be done; None where there is none of this user's.
 
     Raises:
         OSError: there is one, and it cannot be read now.
     """
-    try:
-        fd = folder.open_own(JOURNAL_NAME, os.O_RDONLY)
-    except (FileNotFoundError, FormatError):
-        return None
-    with naming(folder.path / JOURNAL_NAME), open(fd, "rb") as file:
-        lines = file.read().split(b"\n")
+    text = staging.read_notes(JOURNAL_NAME)
+    return None if text is None else parse_journal(text)
+
+
+def parse_journal(text: bytes) -> tuple[Undertaking, Mapping[int, TensorDigests]] | None:
+    """The same, of what the notes hold."""
+    lines = text.split(b"\n")
     first = _parsed(lines[0])
     if not (len(first) == 2 and all(isinstance(item, str) for item in first)):
         return None

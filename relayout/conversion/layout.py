@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 
 from relayout.checkpoint.source import Catalogue, SourceTensor
 from relayout.core.extents import natural_alignment
@@ -22,6 +21,7 @@ from relayout.format.manifest import relayout_entry
 from relayout.format.safetensors import TensorEntry, entries_text, join_header, json_text
 from relayout.format.source_record import ConversionOptions, SourceRecord
 from relayout.plans.planner import Plan
+from relayout.storage.protocols import Store
 
 DEFAULT_ALIGNMENT = 4096
 
@@ -73,7 +73,7 @@ class Layout:
 class Conversion:
     """A conversion that was planned: everything that is known before a byte moves."""
 
-    output: Path
+    output: Store
     """The folder that it makes, or has made."""
     catalogue: Catalogue
     plan: Plan
@@ -81,7 +81,7 @@ class Conversion:
     options: ConversionOptions
 
     @property
-    def source(self) -> Path:
+    def source(self) -> Store:
         """The checkpoint that is converted."""
         return self.catalogue.root
 
@@ -99,7 +99,7 @@ def check_alignment(alignment: int) -> None:
 
 
 def lay_out(
-    output: Path,
+    output: Store,
     catalogue: Catalogue,
     plan: Plan,
     alignment: int,
@@ -300,7 +300,7 @@ class _Metadata:
 
 
 def stored_conversion(
-    folder: Path, manifest: Manifest, tables: Sequence[RankTable], record: SourceRecord, catalogue: Catalogue
+    folder: Store, manifest: Manifest, tables: Sequence[RankTable], record: SourceRecord, catalogue: Catalogue
 ) -> Conversion:
     """The conversion that the sidecar describes.
 

@@ -9,28 +9,29 @@ from dataclasses import astuple
 
 from relayout.conversion.journal import TensorDigests, Undertaking, read_journal
 from relayout.conversion.layout import Conversion, RankFile
-from relayout.conversion.staging import Staging
+from relayout.core.digests import digest_hex
 from relayout.core.extents import Extent
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import FORMAT_VERSION
-from relayout.format.manifest import compact_json, digest_hex
-from relayout.storage.files import sync_and_forget
+from relayout.format.manifest import compact_json
 from relayout.storage.hashing import HashedFile, hash_files
-from relayout.storage.open_folder import OpenFolder
+from relayout.storage.protocols import Staging
 
 
 def undertaking_of(conversion: Conversion) -> Undertaking:
     """What a conversion is of, as the source is now, and to.
 
     Raises:
-        OSError: a source file is gone.
+        FormatError: a source file is gone.
     """
     catalogue, plan = conversion.catalogue, conversion.plan
     files = []
     for file in catalogue.files:
-        status = file.path.stat()
+        status = catalogue.folder.stat(file.name)
+        if status is None:
+            raise FormatError("is missing", path=catalogue.folder.where(file.name), code="missing")
         name = os.fsencode(file.name).hex()  # It need not be UTF-8.
-        files.append([name, status.st_size, status.st_mtime_ns, digest_hex(file.header)])
+        files.append([name, status.nbytes, status.version, digest_hex(file.header)])
     # One tensor may lie in several files: the index says which counts.
     tensors = [[tensor.name, tensor.file, tensor.extent.offset, tensor.extent.nbytes] for tensor in catalogue.tensors]
     index = None if catalogue.index is None else digest_hex(catalogue.index[1])
@@ -51,13 +52,15 @@ def claims_of(staging: Staging, undertaking: Undertaking, *, force: bool) -> Map
         PlanError: the place holds an attempt at something else, and is not to be cleared by `force`.
     """
     staging.is_kept = True
-    found = read_journal(staging.place)
+    found = read_journal(staging)
     if found is not None and found[0] == undertaking and found[1]:
         return found[1]
     if found is not None and found[1] and not force:
         what = "the source has changed since" if found[0].options == undertaking.options else "with other options"
         raise PlanError(
-            f"{staging.place.path}: holds an interrupted conversion, {what}; --force discards it and starts afresh"
+            f"holds an interrupted conversion, {what}; --force discards it and starts afresh",
+            path=staging.where,
+            code="exists",
         )
     staging.is_kept = False
     staging.clear()
@@ -65,7 +68,7 @@ def claims_of(staging: Staging, undertaking: Undertaking, *, force: bool) -> Map
 
 
 def still_true(
-    folder: OpenFolder, claims: Mapping[int, TensorDigests], conversion: Conversion, jobs: int
+    staging: Staging, claims: Mapping[int, TensorDigests], conversion: Conversion, jobs: int
 ) -> dict[int, TensorDigests]:
     """Those of the claimed tensors whose stored bytes have the claimed digests. What is no rank file is deleted.
 
@@ -74,25 +77,15 @@ def still_true(
     """
     layout = conversion.layout
     files = {file.name: file for files in layout.ranks for file in files}
-    for name in folder.names() if claims else ():
-        if name not in files or not _is_whole(folder, files[name]):
-            folder.remove(name)
+    for name in staging.names() if claims else ():
+        if name not in files:
+            staging.remove(name)
     fitting = {t: digests for t, digests in claims.items() if _fits(t, digests, conversion)}
     wrong: set[int] = set()
     for files_of_rank in layout.ranks if claims else ():
         for file in files_of_rank:
-            wrong |= _wrong(folder, file, fitting, conversion, jobs)
+            wrong |= _wrong(staging, file, fitting, conversion, jobs)
     return {t: digests for t, digests in fitting.items() if t not in wrong}
-
-
-def _is_whole(folder: OpenFolder, file: RankFile) -> bool:
-    """Whether it is a regular file of ours, without another name, and as long as it will be."""
-    try:
-        fd = folder.open_own(file.name, os.O_RDONLY)
-    except (FormatError, PermissionError):
-        return False
-    with open(fd, "rb"):
-        return os.fstat(fd).st_size == file.nbytes
 
 
 def _fits(t: int, digests: TensorDigests, conversion: Conversion) -> bool:
@@ -101,7 +94,7 @@ def _fits(t: int, digests: TensorDigests, conversion: Conversion) -> bool:
 
 
 def _wrong(
-    folder: OpenFolder, file: RankFile, claims: Mapping[int, TensorDigests], conversion: Conversion, jobs: int
+    staging: Staging, file: RankFile, claims: Mapping[int, TensorDigests], conversion: Conversion, jobs: int
 ) -> set[int]:
     """The claimed tensors whose slice is not in this rank file as it should be."""
     plan = conversion.plan
@@ -112,14 +105,12 @@ def _wrong(
             nbytes = plan.cut(t).tensor(tensor.dtype, tensor.shape).rank_nbytes(file.rank)
             rows.append((t, Extent(offset, nbytes)))
     try:
-        # What an error kept from the drive may still be in the page cache, and look right.
-        sync_and_forget(folder, file.name)
-        stored = HashedFile(folder.path / file.name, file.nbytes, [extent for _, extent in rows], folder)
+        stored = HashedFile(lambda: staging.open(file.name, file.nbytes), [extent for _, extent in rows])
         [digests] = hash_files([stored], jobs)
     except (FormatError, OSError) as error:
-        if not isinstance(error, FormatError | FileNotFoundError) and error.errno != errno.EIO:
+        if not isinstance(error, FormatError | FileNotFoundError | PermissionError) and error.errno != errno.EIO:
             raise
-        folder.remove(file.name)  # Missing, or what cannot be read: to be written again.
+        staging.remove(file.name)  # Missing, or what cannot be read: to be written again.
         return {t for t, _ in rows}
     held = (plan.cut(t).which[file.rank] for t, _ in rows)
     return {t for (t, _), which, digest in zip(rows, held, digests, strict=True) if claims[t].slices[which] != digest}

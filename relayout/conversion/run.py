@@ -24,10 +24,10 @@ from relayout.conversion.layout import (
     lay_out,
 )
 from relayout.conversion.resume import claims_of, still_true, undertaking_of
-from relayout.conversion.side_files import copy_side_file, write_file, write_header
-from relayout.conversion.staging import check_output, check_space, clear_up, modes_of, staging_folder
+from relayout.conversion.side_files import copy_side_file, modes_of
 from relayout.conversion.steps import copy_steps
-from relayout.core.integers import integer
+from relayout.core.arguments import integer
+from relayout.core.digests import digest_hex
 from relayout.core.slices import CutTensor
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import (
@@ -40,7 +40,7 @@ from relayout.format.index import (
     RankTable,
     plan_arena,
 )
-from relayout.format.manifest import SOURCE_RECORD_NAME, compress, digest_hex, dump_manifest, table_name
+from relayout.format.manifest import SOURCE_RECORD_NAME, compress, dump_manifest, table_name
 from relayout.format.rank_table import dump_table
 from relayout.format.source_record import (
     RecordedFile,
@@ -51,7 +51,8 @@ from relayout.format.source_record import (
 from relayout.plans.planner import TRANSFORMERS, Unmatched, plan_for
 from relayout.storage.hashing import CHUNK_NBYTES as REHASH_NBYTES
 from relayout.storage.memory import peak_nbytes
-from relayout.storage.open_folder import OpenFolder
+from relayout.storage.protocols import Kind, Staging
+from relayout.storage.stores import find_store, scheme_of
 
 _SIDECAR_NBYTES_PER_TENSOR = 300
 
@@ -108,19 +109,19 @@ def plan_conversion(
     """
     tp, align, max_part_nbytes = integer(tp, "tp"), integer(align, "align"), integer(max_part_nbytes, "max_part_nbytes")
     check_alignment(align)
-    source = Path(source)
-    output = default_output(source, tp) if output is None else Path(output)
-    catalogue = read_catalogue(source)
-    if source.name.startswith(".") and source.is_file():
+    store = find_store(source)
+    made = find_store(default_output(source, tp) if output is None else output)
+    catalogue = read_catalogue(store)
+    if store.kind() is Kind.FILE and store.parent()[1].startswith("."):
         raise PlanError(f"{source}: a hidden file, which would not be restored: give it another name")
-    made = plan_for(
+    rules = plan_for(
         catalogue,
         tp,
         plan if plan is None or plan == TRANSFORMERS else Path(plan),
         expert_parallel=expert_parallel,
         unmatched=unmatched,
     )
-    return lay_out(output, catalogue, made, align, max_part_nbytes, dcp)
+    return lay_out(made, catalogue, rules, align, max_part_nbytes, dcp)
 
 
 def convert(
@@ -195,25 +196,24 @@ def carry_out(
     started = time.monotonic()
     jobs, chunk_nbytes = share_memory(jobs, memory)
     catalogue, layout = conversion.catalogue, conversion.layout
-    clear_up(conversion.output)
-    check_output(conversion.source, conversion.output, force=force)
+    conversion.output.check_output(conversion.source, MANIFEST_NAME, force=force)
     total = catalogue.nbytes
     undertaking = undertaking_of(conversion)
-    modes = modes_of(None if catalogue.is_file else catalogue.root, [file.path for file in catalogue.files])
-    with staging_folder(conversion.output, replace=force, modes=modes) as staging:
+    modes = modes_of(catalogue.folder, [file.name for file in catalogue.files], with_folder=not catalogue.is_file)
+    with conversion.output.stage(MANIFEST_NAME, replace=force, modes=modes) as staging:
         claims = claims_of(staging, undertaking, force=force)
-        staging.advice = f"what is done is kept in {staging.place.path}; the same command goes on from there"
-        check_space(conversion.output, _needed_nbytes(conversion) - staging.allocated_nbytes())
+        staging.advice = f"what is done is kept in {staging.where}; the same command goes on from there"
+        staging.check_space(_needed_nbytes(conversion) - staging.allocated_nbytes())
         num_readers = max(1, min(jobs, memory // REHASH_NBYTES))
-        done = still_true(staging.folder, claims, conversion, num_readers)
+        done = still_true(staging, claims, conversion, num_readers)
         resumed_nbytes = sum(catalogue.tensors[t].extent.nbytes for t in done)
-        with Journal(staging.place, undertaking, append=bool(claims)) as journal:
+        with Journal(staging, undertaking, append=bool(claims)) as journal:
 
             def complete(t: int, digests: TensorDigests) -> None:
                 journal.add(t, digests)
                 staging.is_kept = True
 
-            sink = RankFileSink(staging.folder, layout, staging.modes.file)
+            sink = RankFileSink(staging, layout)
             try:
                 written = run_steps(
                     conversion,
@@ -225,7 +225,7 @@ def carry_out(
                 )
             finally:
                 sink.close()
-        _write_sidecar(staging.folder, staging.modes.file, conversion, {**done, **written})
+        _write_sidecar(staging, conversion, {**done, **written})
         if undertaking_of(conversion) != undertaking:
             staging.is_kept = False
             raise FormatError(f"{conversion.source}: has changed while it was read")
@@ -247,12 +247,15 @@ def carry_out(
     )
 
 
-def default_output(source: Path, tp: int) -> Path:
+def default_output(source: str | os.PathLike[str], tp: int) -> str | Path:
     """`SOURCE-tpN` beside the source; for a snapshot in a Hugging Face cache, `REPOSITORY-tpN` right here.
 
     Raises:
         PlanError: there is no place beside the source.
     """
+    if scheme_of(source) is not None:
+        return f"{os.fspath(source).rstrip('/').removesuffix('.safetensors')}-tp{tp}"
+    source = Path(source)
     named = source.resolve() if source.name in ("", "..") else source
     if not named.name:
         raise PlanError(f"{source}: nothing lies beside the root folder; choose another folder with -o")
@@ -265,21 +268,21 @@ def default_output(source: Path, tp: int) -> Path:
 
 def _needed_nbytes(conversion: Conversion) -> int:
     catalogue = conversion.catalogue
-    side = sum((catalogue.folder / name).stat().st_size for name in catalogue.side_files)
+    side = sum(status.nbytes for name in catalogue.side_files if (status := catalogue.folder.stat(name)))
     sidecar = _SIDECAR_NBYTES_PER_TENSOR * len(catalogue.tensors) * (conversion.plan.num_ranks + 1)
     return conversion.layout.nbytes + side + sidecar
 
 
-def _write_sidecar(folder: OpenFolder, mode: int, conversion: Conversion, digests: Mapping[int, TensorDigests]) -> None:
+def _write_sidecar(staging: Staging, conversion: Conversion, digests: Mapping[int, TensorDigests]) -> None:
     """Write everything but the tensors' bytes: side files, source record, headers, rank tables, manifest."""
     catalogue, layout, options = conversion.catalogue, conversion.layout, conversion.options
-    side_files = [copy_side_file(catalogue.folder, folder, name) for name in catalogue.side_files]
+    side_files = [copy_side_file(catalogue.folder, staging, name) for name in catalogue.side_files]
     digests = digests_of_all(conversion, digests)
     sources = [digests[t].source for t in range(len(catalogue.tensors))]
     record = dump_record(_source_record(conversion, sources, side_files))
     conversion_id = digest_hex(record)
     stored_record = compress(record)
-    write_file(folder, SOURCE_RECORD_NAME, stored_record, mode)
+    staging.put(SOURCE_RECORD_NAME, [stored_record])
     entries = []
     headers = RankHeaders(conversion)
     tensors = cut_tensors(catalogue, conversion.plan)
@@ -287,12 +290,12 @@ def _write_sidecar(folder: OpenFolder, mode: int, conversion: Conversion, digest
         indexed = []
         for file in files:
             header = headers.build(file, conversion_id)
-            write_header(folder, file.name, header, file.nbytes, mode)
+            staging.write_head(file.name, header, file.nbytes)
             indexed.append(IndexedFile(file.name, file.nbytes, file.data_start, digest_hex(header)))
         sizes = [[tensors[t].rank_nbytes(rank) for t in file.tensors] for file in files]
         arena = plan_arena([(file.data_start, file.offsets, nbytes) for file, nbytes in zip(files, sizes, strict=True)])
         table = dump_table(_rank_table(conversion, rank, tensors, arena, digests), conversion_id)
-        write_file(folder, table_name(rank), table, mode)
+        staging.put(table_name(rank), [table])
         entries.append(
             RankEntry(
                 table=table_name(rank),
@@ -306,7 +309,7 @@ def _write_sidecar(folder: OpenFolder, mode: int, conversion: Conversion, digest
         )
     hub_index = _hub_index(catalogue, layout) if options.num_ranks == 1 else None
     if hub_index is not None:
-        write_file(folder, HUB_INDEX_NAME, hub_index, mode)
+        staging.put(HUB_INDEX_NAME, [hub_index])
     manifest = Manifest(
         generator=f"relayout {__version__}",
         conversion=conversion_id,
@@ -320,7 +323,7 @@ def _write_sidecar(folder: OpenFolder, mode: int, conversion: Conversion, digest
         hub_index_digest=None if hub_index is None else digest_hex(hub_index),
         ranks=tuple(entries),
     )
-    write_file(folder, MANIFEST_NAME, dump_manifest(manifest), mode)
+    staging.put(MANIFEST_NAME, [dump_manifest(manifest)])
 
 
 def _source_record(conversion: Conversion, digests: Sequence[str], side_files: Sequence[SideFile]) -> SourceRecord:

@@ -11,13 +11,14 @@ its bytes are read a second time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import merge
 from itertools import pairwise
 from math import gcd
 
 from relayout.conversion.layout import Conversion, cut_tensors
+from relayout.core.coalesce import coalesce
 from relayout.core.extents import BLOCK, Extent, Transfer, align_down, align_up
 
 CHUNK_NBYTES = 32 * 2**20
@@ -66,7 +67,9 @@ class SliceBytes:
     tensor: int
     slice: int
     """Position among the tensor's distinct slices."""
-    start: int
+    offset: int
+    """Byte offset in the slice."""
+    position: int
     """Byte offset in the span."""
     nbytes: int
 
@@ -92,8 +95,6 @@ class Step:
     spans: tuple[Span, ...]
     tensors: tuple[tuple[int, Extent], ...]
     """The source bytes covered: tensor, and extent in its file."""
-    turn: tuple[Hashable, int] | None = None
-    """What is hashed over several steps is hashed in order: what, and which of its steps this is. None: all whole."""
 
     @property
     def nbytes(self) -> int:
@@ -168,7 +169,7 @@ class _Planner:
         cut, transfers = self.cut[t].cut, self.cut[t].transfers
         length = _chunk_length([one for group in transfers for one in group], self.chunk_nbytes)
         in_order = [_in_order(group, length) for group in transfers]
-        for turn, start in enumerate(range(0, tensor.extent.nbytes, length)):
+        for start in range(0, tensor.extent.nbytes, length):
             end = min(start + length, tensor.extent.nbytes)
             spans = []
             for which, group in enumerate(transfers):
@@ -184,11 +185,11 @@ class _Planner:
                             high - low,
                             tuple(Target(one.rank, one.part, one.offset + low) for one in targets),
                             tuple(Piece(t, p.transfer.shifted(source=base, target=-low)) for p in pieces),
-                            (SliceBytes(t, which, 0, high - low),) if hashed else (),
+                            (SliceBytes(t, which, low, 0, high - low),) if hashed else (),
                         )
                     )
             extent = Extent(base + start, end - start)
-            yield Step((_block_range(tensor.file, extent),), tuple(spans), ((t, extent),), (t, turn))
+            yield Step((_block_range(tensor.file, extent),), tuple(spans), ((t, extent),))
         for which, group in enumerate(transfers):
             if not in_order[which]:
                 yield from self.hashing(t, which, group)
@@ -196,12 +197,12 @@ class _Planner:
     def hashing(self, t: int, which: int, transfers: Sequence[Transfer]) -> Iterator[Step]:
         """The steps that read a slice of one large tensor again, in the slice's own order."""
         tensor = self.tensors[t]
-        for turn, pieces in enumerate(_in_target_order(transfers, self.chunk_nbytes)):
+        for pieces in _in_target_order(transfers, self.chunk_nbytes):
             low, nbytes = pieces[0].target, sum(one.nbytes for one in pieces)
             moved = [one.shifted(source=tensor.extent.offset, target=-low) for one in pieces]
-            span = Span(nbytes, (), tuple(Piece(t, one) for one in moved), (SliceBytes(t, which, 0, nbytes),))
+            span = Span(nbytes, (), tuple(Piece(t, one) for one in moved), (SliceBytes(t, which, low, 0, nbytes),))
             ranges = [_block_range(tensor.file, Extent(one.source, one.nbytes)) for one in moved]
-            yield Step(join_ranges(ranges), (span,), (), ((t, which), turn))
+            yield Step(join_ranges(ranges), (span,), ())
 
     def batch(self, batch: Sequence[int]) -> Step:
         """The step of several small tensors."""
@@ -240,7 +241,7 @@ class _Planner:
             moved = (one.shifted(source=source, target=offset - low) for one in self.cut[t].transfers[which])
             pieces += [Piece(t, one) for one in moved]
             if rank == cut.holders[which][0] and not cut.distinct[which].is_whole:
-                slices.append(SliceBytes(t, which, offset - low, nbytes))
+                slices.append(SliceBytes(t, which, 0, offset - low, nbytes))
         target = Target(rank, part, self.files[rank][part].data_start + low)
         return Span(end - low, (target,), tuple(pieces), tuple(slices))
 
@@ -317,15 +318,9 @@ def _block_range(file: int, extent: Extent) -> SourceRange:
 
 def join_ranges(ranges: Iterable[SourceRange]) -> tuple[SourceRange, ...]:
     """Join ranges that touch or overlap."""
-    merged: list[SourceRange] = []
-    for one in sorted(ranges, key=lambda r: (r.file, r.extent)):
-        last = merged[-1] if merged else None
-        if last is not None and last.file == one.file and one.extent.offset <= last.extent.end:
-            end = max(last.extent.end, one.extent.end)
-            merged[-1] = SourceRange(one.file, Extent(last.extent.offset, end - last.extent.offset))
-        else:
-            merged.append(one)
-    return tuple(merged)
+    in_order = sorted(ranges, key=lambda one: (one.file, one.extent))
+    groups = coalesce(in_order, lambda one: (one.file, one.extent.offset, one.extent.end))
+    return tuple(SourceRange(group.items[0].file, group.extent) for group in groups)
 
 
 def _batches(tensors: Sequence[int], cost: Callable[[int], int], limit: int) -> Iterator[list[int]]:

@@ -1,4 +1,8 @@
-"""Patterns for tensor names: `*` is one dotted part, `**` any characters, `{a,b}` either, `#` up to 9 digits."""
+"""Patterns for tensor names, in plans and in `load(names=...)`.
+
+`*` is text without a dot, of one character or more (`layers.*.bias` is about each layer), `**` any text, `{a,b}` one of
+these words, `#` a number of at most 9 digits. All else means itself, and a pattern is about the whole name.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,12 @@ from functools import lru_cache
 _TOKEN = re.compile(r"\*\*|\*|#|\{[^{}]*\}|[^*#{]+|\{")
 _NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 _NAMED_NUMBER = re.compile(r"(?<![A-Za-z0-9_])[0-9]+(?![A-Za-z0-9_])|#")
-_GLOB = re.compile(r"(?:[^{}]|\{[^{}*#]*\})*\Z")
+_VALID = re.compile(r"(?:[^{}]|\{[^{}*#]*\})*\Z")
 
 
-def is_glob(pattern: str) -> bool:
-    """Whether braces are paired, not nested, and hold words only."""
-    return _GLOB.match(pattern) is not None
+def invalid_because(pattern: str) -> str | None:
+    """What is wrong with a pattern, for a message; None: nothing."""
+    return None if _VALID.match(pattern) else "braces must be paired, contain only words, and cannot be nested"
 
 
 @lru_cache(maxsize=4096)

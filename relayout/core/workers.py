@@ -7,7 +7,7 @@ import errno
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 from relayout.core.forks import remake_in_child
@@ -67,35 +67,6 @@ class Stop:
         """See `forks.Forked`."""
         self.condition = threading.Condition()
         self.requested = self.is_lost = True
-
-
-class Turns:
-    """Lets work on one key happen in order: turn 0, 1, 2 ... whichever threads hold them.
-
-    Deadlock-free as long as items are started in turn order.
-    """
-
-    def __init__(self, stop: Stop) -> None:
-        self._stop = stop
-        self._next: dict[Hashable, int] = {}
-
-    def wait(self, key: Hashable, turn: int) -> None:
-        """Return when it is the turn's turn.
-
-        Raises:
-            Stopped: the work was given up.
-        """
-        with self._stop.condition:
-            while self._next.get(key, 0) != turn:
-                if self._stop.requested:
-                    raise Stopped
-                self._stop.condition.wait()
-
-    def done(self, key: Hashable) -> None:
-        """Let the next turn of this key go on."""
-        with self._stop.condition:
-            self._next[key] = self._next.get(key, 0) + 1
-            self._stop.condition.notify_all()
 
 
 def _no_work(state: Any, item: Any) -> int:

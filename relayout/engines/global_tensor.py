@@ -53,11 +53,13 @@ class Usage:
         Raises:
             PlanError: in strict mode.
         """
-        what = f"tensor {name!r}: {operation} needs elements that this rank's slice does not hold"
+        what = f"{operation} needs elements that this rank's slice does not hold"
         if self.strict:
-            raise PlanError(what)
+            raise PlanError(what, tensor=name, code="unsupported")
         if not self.operations:
-            warnings.warn(f"{what}: whole tensors are read from all ranks' files, which is slow", stacklevel=2)
+            warnings.warn(
+                f"tensor {name!r}: {what}: whole tensors are read from all ranks' files, which is slow", stacklevel=2
+            )
         self.operations[operation] += 1
         self.nbytes += nbytes
 
@@ -313,7 +315,8 @@ class GlobalTensor(torch.Tensor):
         shape = tuple(shape)
         expected = (*shape[:axis], sum(length for _, length in ranges), *shape[axis + 1 :])
         if local.shape != expected or not local.is_contiguous():
-            raise PlanError(f"tensor {name!r}: slice has shape {list(local.shape)}, expected {list(expected)}, dense")
+            what = f"slice has shape {list(local.shape)}, expected {list(expected)}, dense"
+            raise PlanError(what, tensor=name)
         joined = ranges if len(ranges) < 2 else _joined(ranges)
         if len(joined) == 1 and joined[0][1] == shape[axis]:
             return local
@@ -322,7 +325,7 @@ class GlobalTensor(torch.Tensor):
             usage.note(name, operation, prod(shape) * local.itemsize)
             whole = read().to(local.device)
             if whole.shape != shape or whole.dtype != local.dtype:
-                raise PlanError(f"tensor {name!r}: read as {list(whole.shape)} {whole.dtype}, expected {list(shape)}")
+                raise PlanError(f"read as {list(whole.shape)} {whole.dtype}, expected {list(shape)}", tensor=name)
             return whole.contiguous()
 
         return GlobalTensor._of(_Slice(name, local, shape, axis, joined, read_whole, usage))

@@ -7,20 +7,20 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relayout.checkpoint.converted import read_manifest, read_record
-from relayout.core.sizes import parse_size
+from relayout.checkpoint.converted import is_converted, read_manifest
 from relayout.errors import PlanError, shown
-from relayout.format.index import MANIFEST_NAME
+from relayout.storage.protocols import Kind
+from relayout.storage.stores import find_store
 
 if TYPE_CHECKING:
     import torch
 
     from relayout.core.slices import Slice
     from relayout.engines.global_tensor import Usage
-    from relayout.loader.sources.contents import Contents
+    from relayout.loader import CheckpointView, Explanation
+    from relayout.loader.sources.pieces import Columns
 
 _MAX_SHOWN_NAMES = 4
 
@@ -54,20 +54,12 @@ class EngineOptions:
         }
         for name, value in given.items():
             if name not in types:
-                raise PlanError(f"{where}: relayout has no option {shown(name)}, expected one of {', '.join(types)}")
+                expected = ", ".join(types)
+                raise PlanError(f"{where}: relayout has no option {shown(name)}, expected {expected}", code="option")
             if type(value) not in types[name]:
                 expected = " or ".join(one.__name__ for one in types[name])
-                raise PlanError(f"{where}: {name} is {shown(value)}, expected {expected}")
+                raise PlanError(f"{where}: {name} is {shown(value)}, expected {expected}", code="option")
         return EngineOptions(**{one.name: given[one.name] for one in fields(EngineOptions) if one.name in given})  # type: ignore[arg-type]
-
-    @property
-    def memory_nbytes(self) -> int | None:
-        """`memory` in bytes.
-
-        Raises:
-            PlanError: it is no size.
-        """
-        return parse_size(self.memory) if isinstance(self.memory, str) else self.memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,24 +72,28 @@ class Folder:
     """Whether experts are owned whole."""
 
 
-def find_folder(path: Path, engine: str) -> Folder | None:
+def find_folder(path: str, engine: str) -> Folder | None:
     """What relayout.json says of the folder; None for a plain checkpoint.
 
     Args:
+        path: a folder, or the URL of a store.
         engine: how to ask the engine for its own way to load, for messages.
 
     Raises:
         FormatError: relayout.json is damaged.
         PlanError: there is no such folder.
     """
-    if not path.is_dir():
+    store = find_store(path)
+    if store.kind() is not Kind.FOLDER:
         raise PlanError(
-            f"{path}: is no folder: relayout loads from folders. Download the model, run"
-            f" `relayout convert FOLDER --tp N` and serve what it makes; or load with {engine}"
+            "is no folder: relayout loads from folders. Download the model, run `relayout convert FOLDER --tp N` and"
+            f" serve what it makes; or load with {engine}",
+            path=path,
+            code="missing",
         )
-    if not (path / MANIFEST_NAME).exists():
+    if not is_converted(store):
         return None
-    manifest = read_manifest(path)
+    manifest = read_manifest(store)
     return Folder(manifest.num_ranks, manifest.expert_parallel)
 
 
@@ -138,7 +134,7 @@ class RankWeights:
 
     def __init__(
         self,
-        path: Path,
+        path: str,
         rank: int,
         num_ranks: int,
         options: EngineOptions,
@@ -176,7 +172,7 @@ class RankWeights:
         self._nbytes = self._num_tensors = 0
         self._seconds: float | None = None
         self._cut: list[str] = []
-        self._whole = _WholeTensors(path)
+        self._all_ranks = _AllRanks(path)
         self.usage: Usage = Usage(strict=options.strict)
         """What the engine has asked of global tensors."""
 
@@ -186,27 +182,24 @@ class RankWeights:
         Raises:
             FormatError, PlanError, OSError, MemoryError: as `relayout.iter_load`.
         """
-        from relayout.loader.api import check_verifiable, warn_if_plain
+        from relayout.loader import explain
+        from relayout.loader.api import find_source, warn_of_detour
         from relayout.loader.loading import options_of
-        from relayout.loader.sources.checkpoint import ConvertedRank, find_checkpoint
         from relayout.loader.stream import stream
 
-        started = time.perf_counter()
-        checkpoint = find_checkpoint(self._path, self._rank, self._num_ranks)
-        given, converted = self._options, isinstance(checkpoint, ConvertedRank)
-        # Slices that are put together from several ranks' cannot be mapped.
-        backend = "mapped" if self._lazy and converted else given.backend
-        if converted:
-            self._backend = _backend_of(self._path, self._rank, self._device, backend, given)
-        if given.verify:
-            check_verifiable(checkpoint)
-        warn_if_plain(checkpoint)
-        contents = checkpoint.contents(None)
+        started, given = time.perf_counter(), self._options
+        source = find_source(self._path, self._rank, self._num_ranks, given.verify)
+        backend = given.backend
+        if source.is_as_stored:  # Else slices are put together, which cannot be done by mapping them.
+            backend = "mapped" if self._lazy else backend
+            self._backend = described(explain(self._path, self._rank, self._device, backend=backend))
+        warn_of_detour(source)
+        contents = source.contents(None)
         held = set(contents.names)
         if self._wanted is not None:
             contents = contents.rows([row for row, name in enumerate(contents.names) if self._wanted(name)])
-        options = options_of(self._device, backend, given.verify, given.threads, given.memory_nbytes, self._progress)
-        yield from self._slices(contents, stream(contents, options))
+        options = options_of(self._device, backend, given.verify, given.threads, given.memory, self._progress)
+        yield from self._slices(source.pieces(None).columns, stream(contents, options))
         if not self._only_held:
             yield from self._others(held)
         self._seconds = time.perf_counter() - started
@@ -218,10 +211,11 @@ class RankWeights:
             PlanError: the engine has not taken all tensors; in strict mode also if it has not used one.
         """
         if self._seconds is None:
-            raise PlanError(f"{self._path}: rank {self._rank}: the engine stopped after {self._num_tensors} tensors")
+            what = f"rank {self._rank}: the engine stopped after {self._num_tensors} tensors"
+            raise PlanError(what, path=self._path)
         unused = tuple(name for name in self._cut if name not in self.usage.used)
         if unused and self._options.strict:
-            raise PlanError(f"{self._path}: rank {self._rank}: the engine did not use {listed(unused)}")
+            raise PlanError(f"rank {self._rank}: the engine did not use {listed(unused)}", path=self._path)
         return Report(
             self._rank,
             self._num_ranks,
@@ -240,16 +234,20 @@ class RankWeights:
         Raises:
             FormatError, PlanError, OSError, MemoryError: as `relayout.safe_open`.
         """
-        return self._whole.read(name, index)
+        return self._all_ranks.read(name, index)
 
     def _slices(
-        self, contents: Contents, tensors: Iterable[tuple[str, torch.Tensor]]
+        self, columns: Columns, tensors: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        rows = zip(contents.dtypes, contents.source_shapes, contents.slices, tensors, strict=True)
-        for dtype, shape, part, (name, tensor) in rows:
+        row_of = {name: row for row, name in enumerate(columns.names)}
+        for name, tensor in tensors:
+            row = row_of[name]
+            part = columns.parts[row]
             self._nbytes += tensor.nbytes
             self._num_tensors += 1
-            yield name, tensor if part.is_whole else self._global(name, dtype, shape, part, tensor)
+            if not part.is_whole:
+                tensor = self._global(name, columns.dtypes[row], columns.whole_shapes[row], part, tensor)
+            yield name, tensor
 
     def _global(self, name: str, dtype: str, shape: tuple[int, ...], part: Slice, tensor: torch.Tensor) -> torch.Tensor:
         from relayout.engines.global_tensor import GlobalTensor
@@ -258,7 +256,7 @@ class RankWeights:
         ranges: Sequence[tuple[int, int]] = part.ranges or ()
         if dtype == "F4" and part.axis == len(shape) - 1:  # torch counts pairs of them.
             ranges = [(start // 2, length // 2) for start, length in ranges]
-        read = partial(self._whole.read, name)
+        read = partial(self._all_ranks.read, name, ...)
         made = GlobalTensor.of(name, tensor, torch_shape(name, dtype, shape), part.axis, ranges, read, self.usage)
         if made is not tensor and not self._lazy:
             self._cut.append(name)
@@ -271,63 +269,43 @@ class RankWeights:
         from relayout.engines.global_tensor import GlobalTensor
         from relayout.loader.tensors import torch_dtype, torch_shape
 
-        for name, dtype, shape in self._whole.columns():
+        whole = self._all_ranks.view
+        for name in whole.keys():  # noqa: SIM118 (it is no mapping)
             if name in held or (self._wanted is not None and not self._wanted(name)):
                 continue
             self._num_tensors += 1
-            shape = torch_shape(name, dtype, shape)
+            stored = whole.get_slice(name)
+            shape = torch_shape(name, stored.get_dtype(), tuple(stored.get_shape()))
             if not shape:
-                yield name, self._whole.read(name).to(self._device)
+                yield name, self._all_ranks.read(name, ...).to(self._device)
                 continue
-            nothing = torch.empty((0, *shape[1:]), dtype=torch_dtype(name, dtype), device=self._device)
-            yield name, GlobalTensor.of(name, nothing, shape, 0, (), partial(self._whole.read, name), self.usage)
+            nothing = torch.empty((0, *shape[1:]), dtype=torch_dtype(name, stored.get_dtype()), device=self._device)
+            read = partial(self._all_ranks.read, name, ...)
+            yield name, GlobalTensor.of(name, nothing, shape, 0, (), read, self.usage)
 
 
-class _WholeTensors:
-    """The whole tensors of a folder, converted or plain. Any number of threads may use it at once."""
+class _AllRanks:
+    """The whole tensors of a folder, converted or plain; opened when one is needed. Threads may use it at once."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: str) -> None:
         self._path = path
         self._lock = threading.Lock()
-        self._opened: Any = None
-        self._files: dict[str, Path] = {}
+        self._view: CheckpointView | None = None
 
-    def columns(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-        """Name, dtype and shape of each tensor."""
-        if (self._path / MANIFEST_NAME).exists():
-            record = read_record(self._path, read_manifest(self._path))
-            yield from zip(record.names, record.dtypes, record.shapes, strict=True)
-        else:
-            from relayout.checkpoint.source import read_catalogue
+    @property
+    def view(self) -> CheckpointView:
+        """See `relayout.safe_open`."""
+        from relayout.loader import open, safe_open
 
-            for tensor in read_catalogue(self._path).tensors:
-                yield tensor.name, tensor.dtype, tensor.shape
-
-    def read(self, name: str, index: Any = ...) -> torch.Tensor:
-        """A part of a tensor, in memory of its own; by default all of it."""
         with self._lock:
-            if self._opened is None and not self._files:
-                self._open()
-        found: torch.Tensor
-        if self._opened is not None:
-            found = self._opened.get_slice(name)[index]
-            return found
-        from safetensors import safe_open
+            if self._view is None:
+                whole = is_converted(find_store(self._path))
+                self._view = safe_open(self._path) if whole else open(self._path, 0, tp=1)
+            return self._view
 
-        with safe_open(self._files[name], framework="pt") as file:
-            found = file.get_slice(name)[index]
-            return found
-
-    def _open(self) -> None:
-        if (self._path / MANIFEST_NAME).exists():
-            from relayout.loader.handles.whole import safe_open
-
-            self._opened = safe_open(self._path)
-        else:
-            from relayout.checkpoint.source import read_catalogue
-
-            catalogue = read_catalogue(self._path)
-            self._files = {one.name: catalogue.files[one.file].path for one in catalogue.tensors}
+    def read(self, name: str, index: Any) -> torch.Tensor:
+        """A part of a tensor, in memory of its own."""
+        return self.view.get_slice(name)[index]
 
 
 def listed(names: Sequence[str]) -> str:
@@ -336,8 +314,6 @@ def listed(names: Sequence[str]) -> str:
     return text if len(names) <= _MAX_SHOWN_NAMES else f"{text} and {len(names) - _MAX_SHOWN_NAMES} more"
 
 
-def _backend_of(path: Path, rank: int, device: str | torch.device, backend: str, options: EngineOptions) -> str:
-    from relayout.loader.diagnose.explain import explain
-
-    found = explain(path, rank, device, backend=backend, threads=options.threads, memory=None)
-    return f"{found.backend} ({100 * found.resident_nbytes / max(1, found.read_nbytes or found.nbytes):.0f} % resident)"
+def described(found: Explanation) -> str:
+    """The backend of a load, and how much of what it reads is in the page cache."""
+    return f"{found.backend}, {100 * found.resident_nbytes / max(1, found.read_nbytes or found.nbytes):.0f} % resident"

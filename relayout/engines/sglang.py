@@ -84,9 +84,9 @@ def weights_iterator(
     """
     from relayout.engines.rank_weights import EngineOptions, find_folder
 
-    config, path = loader.load_config, Path(source.model_or_path)
+    config, path = loader.load_config, str(source.model_or_path)
     required = getattr(config, "relayout_required", False)
-    folder = find_folder(path, "--load-format auto") if required or path.is_dir() else None
+    folder = find_folder(path, "--load-format auto") if required or Path(path).is_dir() else None
     if folder is None and not required:
         return original(loader, source, **settings)
     options = getattr(config, "relayout_options", None) or EngineOptions()
@@ -99,7 +99,7 @@ def weights_iterator(
     return ((source.prefix + name, tensor) for name, tensor in weights)
 
 
-def _weights(path: Path, folder: Any, options: Any, config: Any, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _weights(path: str, folder: Any, options: Any, config: Any, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
     from sglang.srt.runtime_context import get_parallel
 
     from relayout.engines.rank_weights import RankWeights
@@ -122,7 +122,7 @@ def _weights(path: Path, folder: Any, options: Any, config: Any, source: Any) ->
     _LOGGER.info("%s", weights.report())
 
 
-def _check(path: Path, folder: Any, parallel: Any) -> None:
+def _check(path: str, folder: Any, parallel: Any) -> None:
     """Tell what makes the load slower.
 
     Raises:
@@ -135,8 +135,10 @@ def _check(path: Path, folder: Any, parallel: Any) -> None:
     num_ranks = parallel.tp_size
     if folder.expert_parallel and (parallel.moe_ep_size, num_ranks) != (folder.num_ranks, folder.num_ranks):
         raise PlanError(
-            f"{path}: was converted with --expert-parallel for {folder.num_ranks} ranks: run SGLang with"
-            f" --tp {folder.num_ranks} --ep-size {folder.num_ranks}, or convert without --expert-parallel"
+            f"was converted with --expert-parallel for {folder.num_ranks} ranks: run SGLang with"
+            f" --tp {folder.num_ranks} --ep-size {folder.num_ranks}, or convert without --expert-parallel",
+            path=path,
+            code="unsupported",
         )
     others = []
     if folder.num_ranks != num_ranks:

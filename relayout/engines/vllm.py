@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from logging import getLogger
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from relayout.engines.rank_weights import EngineOptions, Folder, RankWeights, find_folder, listed
@@ -118,11 +117,11 @@ class _Loading:
         yield from self._weights
 
 
-def _path(model_config: Any) -> Path:
-    return Path(getattr(model_config, "model_weights", "") or model_config.model)
+def _path(model_config: Any) -> str:
+    return str(getattr(model_config, "model_weights", "") or model_config.model)
 
 
-def _check(path: Path, folder: Folder | None, num_ranks: int, parallel: Any) -> bool:
+def _check(path: str, folder: Folder | None, num_ranks: int, parallel: Any) -> bool:
     """Whether the experts that the rank holds are those that vLLM will use; tell what makes the load slower.
 
     Raises:
@@ -135,9 +134,11 @@ def _check(path: Path, folder: Folder | None, num_ranks: int, parallel: Any) -> 
     in_blocks = getattr(parallel, "expert_placement_strategy", "linear") == "linear" and not parallel.enable_eplb
     if folder.expert_parallel and not (experts and in_blocks and num_owners == folder.num_ranks):
         raise PlanError(
-            f"{path}: was converted with --expert-parallel for {folder.num_ranks} ranks: run vLLM with"
-            f" --enable-expert-parallel -tp {folder.num_ranks}, and without data parallelism, EPLB or another expert"
-            " placement; or convert without --expert-parallel"
+            f"was converted with --expert-parallel for {folder.num_ranks} ranks: run vLLM with --enable-expert-parallel"
+            f" -tp {folder.num_ranks}, and without data parallelism, EPLB or another expert placement; or convert"
+            " without --expert-parallel",
+            path=path,
+            code="unsupported",
         )
     advice = f"`relayout convert SRC --tp {num_ranks}"
     if folder.num_ranks != num_ranks:

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-import xxhash
 import zstandard
 
+from relayout.core.digests import digest_hex
 from relayout.core.extents import BLOCK, Transfer
 from relayout.core.slices import Slice
 from relayout.errors import FormatError, PlanError, shown
@@ -62,11 +62,6 @@ def header_prefix(rank: int, num_ranks: int, part: int, conversion: str) -> byte
 def compact_json(top: object) -> bytes:
     """JSON without white space."""
     return json_text(top).encode()
-
-
-def digest_hex(blob: bytes) -> str:
-    """Digest of some bytes."""
-    return xxhash.xxh3_128_hexdigest(blob)
 
 
 def compress(text: bytes) -> bytes:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from relayout.core.digests import digest_hex
 from relayout.core.dtypes import BITS, num_bytes
 from relayout.core.slices import Slice
 from relayout.errors import FormatError, shown
@@ -22,7 +23,6 @@ from relayout.format.manifest import (
     compact_json,
     compress,
     decompress,
-    digest_hex,
     parse_shapes,
     parse_slice,
 )

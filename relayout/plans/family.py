@@ -11,9 +11,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from relayout.core.patterns import compile_glob, is_glob, names_numbers
+from relayout.core.patterns import compile_glob, invalid_because, names_numbers
 from relayout.errors import FormatError, PlanError, shown
-from relayout.storage.files import read_small
+from relayout.storage.local.files import read_small
 
 EVEN, VOCABULARY, RAGGED = "even", "vocabulary", "ragged"
 """Units that need no size; any other unit is the name of a size: the number of groups, such as heads."""
@@ -247,12 +247,8 @@ def _parse_family(text: str, where: str, name: str, extended_by: tuple[str, ...]
         transposed,
     )
     for pattern in (*(rule.pattern for rule in family.rules), *family.experts_each, *family.experts_stacked):
-        if not is_glob(pattern):
-            raise FormatError(
-                f"invalid pattern {shown(pattern)}: braces may contain only words and cannot be nested",
-                path=where,
-                code="field",
-            )
+        if reason := invalid_because(pattern):
+            raise FormatError(f"invalid pattern {shown(pattern)}: {reason}", path=where, code="field")
     for pattern in family.experts_each:
         if compile_glob(pattern).groups != 1:
             raise FormatError(f"experts.each: {shown(pattern)} has not just one '#'", path=where, code="field")

@@ -44,8 +44,8 @@ class PlannedCheckpoint(Protocol):
     """A checkpoint, as far as a plan is concerned."""
 
     @property
-    def root(self) -> Path:
-        """For messages."""
+    def root(self) -> Any:
+        """What messages call it."""
 
     @property
     def tensors(self) -> Sequence[PlannedTensor]: ...

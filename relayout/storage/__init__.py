@@ -1,1 +1,1 @@
-"""The only place with open(), fsync, O_DIRECT and calls of the C library. Imports `core`."""
+"""Where files are: what a store is, and the stores there are. Imports `core`."""

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import xxhash
-
+from relayout.core.coalesce import coalesce, split
+from relayout.core.digests import ExtentDigests
 from relayout.core.extents import BLOCK, Extent, align_down, align_up
-from relayout.core.workers import Stop, Turns, Workers
+from relayout.core.workers import Stop, Workers
+from relayout.storage.buffers import Buffer
 from relayout.storage.file_pool import OpenFiles
-from relayout.storage.files import Buffer, InputFile
-from relayout.storage.open_folder import OpenFolder
+from relayout.storage.protocols import ReadableFile
 
 CHUNK_NBYTES = 16 * 2**20
 
@@ -21,13 +20,10 @@ CHUNK_NBYTES = 16 * 2**20
 class HashedFile:
     """A file, and what of it to hash."""
 
-    path: Path
-    nbytes: int
-    """The length that it must have."""
+    open: Callable[[], ReadableFile]
+    """Opens it, perhaps more than once."""
     extents: Sequence[Extent]
     """In order, without overlap. Empty ones may lie anywhere."""
-    folder: OpenFolder | None = None
-    """Where the path was found: it is to be a file of this folder's owner, directly in it."""
 
 
 def hash_files(
@@ -40,78 +36,37 @@ def hash_files(
         OSError: a read failed.
     """
     stop = Stop()
-    turns = Turns(stop)
-    running = [_Running(file.extents) for file in files]
+    hashed = [ExtentDigests(file.extents, stop) for file in files]
 
-    def requests() -> Iterator[tuple[int, int, Extent]]:
+    def requests() -> Iterator[tuple[int, Extent]]:
         for number, file in enumerate(files):
-            for turn, extent in enumerate(_requests(file)):
-                yield number, turn, extent
+            yield from ((number, extent) for extent in _requests(file))
 
-    def work(buffer: Buffer, item: tuple[int, int, Extent]) -> int:
-        number, turn, extent = item
+    def work(buffer: Buffer, item: tuple[int, Extent]) -> int:
+        number, extent = item
         view = buffer.reserve(extent.nbytes)
         with inputs.use(number) as file:
             file.read(extent.offset, view)
-        turns.wait(number, turn)
-        running[number].update(extent, view)
-        turns.done(number)
+        hashed[number].update(extent.offset, view)
         return extent.nbytes
 
-    def open_input(number: int) -> InputFile:
-        file = files[number]
-        return InputFile(file.path, file.nbytes, pass_by=True, folder=file.folder)
+    def open_input(number: int) -> ReadableFile:
+        return files[number].open()
 
     with OpenFiles(open_input) as inputs:
         for number in range(len(files)):  # Those with nothing to read must be right as well.
             with inputs.use(number):
                 pass
         Workers(num_threads, requests(), Buffer, work, stop).run(on_progress)
-    return [one.digests() for one in running]
+    assert not any(one.num_left for one in hashed)
+    return [one.digests for one in hashed]
 
 
 def _requests(file: HashedFile) -> Iterator[Extent]:
     """The blocks that hold the extents, joined where they touch, cut where they are long."""
-    start = end = 0
-    for extent in file.extents:
-        if not extent.nbytes:
-            continue
-        low = align_down(extent.offset, BLOCK)
-        if low > end:
-            if start < end:
-                yield Extent(start, end - start)
-            start = low
-        end = max(end, align_up(extent.end, BLOCK))
-        while end - start >= CHUNK_NBYTES:
-            yield Extent(start, CHUNK_NBYTES)
-            start += CHUNK_NBYTES
-    if start < end:
-        yield Extent(start, end - start)
 
+    def blocks(extent: Extent) -> tuple[None, int, int]:
+        return None, align_down(extent.offset, BLOCK), align_up(extent.end, BLOCK)
 
-class _Running:
-    """Hashes extents as their bytes come by in order."""
-
-    def __init__(self, extents: Sequence[Extent]) -> None:
-        self._extents = extents
-        self._digests: list[str] = []
-        self._digest = xxhash.xxh3_128()
-
-    def update(self, chunk: Extent, view: memoryview) -> None:
-        while len(self._digests) < len(self._extents):
-            extent = self._extents[len(self._digests)]
-            low, high = max(extent.offset, chunk.offset), min(extent.end, chunk.end)
-            if low < high:
-                self._digest.update(view[low - chunk.offset : high - chunk.offset])
-            if extent.nbytes and extent.end > chunk.end:
-                return
-            self._complete()
-
-    def digests(self) -> list[str]:
-        while len(self._digests) < len(self._extents):
-            self._complete()
-        return self._digests
-
-    def _complete(self) -> None:
-        self._digests.append(self._digest.hexdigest())
-        self._digest = xxhash.xxh3_128()
+    for group in coalesce((extent for extent in file.extents if extent.nbytes), blocks):
+        yield from split(group.extent, CHUNK_NBYTES)

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import relayout
 from relayout.cli.app import app
 from relayout.errors import FormatError
-from relayout.storage.paths import is_member, member
+from relayout.storage.local.paths import is_member, member
 
 RANK_FILE = "model-rank-0-part-0.safetensors"
 TABLE, RECORD, MANIFEST = "relayout.rank-0.json.zst", "relayout.source.json.zst", "relayout.json"
@@ -154,7 +154,7 @@ READERS: dict[str, Callable[[Path, Path], object]] = {
     "load": lambda path, out: relayout.load(path, 0),
     "load buffered": lambda path, out: relayout.load(path, 0, backend="buffered", verify=True),
     "load mapped": lambda path, out: relayout.load(path, 0, backend="mapped"),
-    "load some": lambda path, out: relayout.load(path, 0, names=["*norm*"]),
+    "load some": lambda path, out: relayout.load(path, 0, names=["**norm**"]),
     "load at another degree": lambda path, out: relayout.load(path, 0, tp=1),
     "iter_load": lambda path, out: list(relayout.iter_load(path, 0)),
     "open": lambda path, out: relayout.open(path, 0).__enter__(),

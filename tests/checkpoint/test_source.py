@@ -19,11 +19,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
+from support.local_stores import read_catalogue
 
 import relayout
-from relayout.checkpoint.source import Catalogue, model_order, read_catalogue
+from relayout.checkpoint.source import Catalogue, model_order
 from relayout.conversion.run import convert
 from relayout.errors import FormatError, PlanError
+from relayout.storage.local.store import LocalStore
 
 Array = npt.NDArray[Any]
 INDEX = "model.safetensors.index.json"
@@ -58,7 +60,8 @@ def assert_holds(catalogue: Catalogue, expected: dict[str, Array]) -> None:
     assert {tensor.name for tensor in catalogue.tensors} == set(expected)
     for tensor in catalogue.tensors:
         array = expected[tensor.name]
-        stored = catalogue.files[tensor.file].path.read_bytes()[tensor.extent.offset : tensor.extent.end]
+        path = Path(catalogue.folder.where(catalogue.files[tensor.file].name))
+        stored = path.read_bytes()[tensor.extent.offset : tensor.extent.end]
         assert (tensor.dtype, tensor.shape, stored) == (DTYPES[array.dtype.name], array.shape, array.tobytes())
     assert catalogue.nbytes == sum(array.nbytes for array in expected.values())
 
@@ -95,7 +98,7 @@ def test_a_file_is_described_as_it_lies_on_disk(tmp_path: Path) -> None:
     write(path, {"a": A})
     blob = path.read_bytes()
     [file] = read_catalogue(tmp_path).files
-    assert (file.path, file.nbytes) == (path.resolve(), len(blob))
+    assert (file.name, file.nbytes) == (path.name, len(blob))
     assert file.data_start == len(blob) - A.nbytes
     assert file.header == blob[: -A.nbytes]
 
@@ -389,7 +392,7 @@ def test_a_hub_snapshot_is_read_through_its_links(tmp_path: Path) -> None:
     catalogue = read_catalogue(snapshot)
     assert_holds(catalogue, {"a": A, "b": B, "c": C, "d": D})
     assert names(catalogue) == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    assert [file.path.name for file in catalogue.files] == ["5a5a", "6b6b"]
+    assert [(snapshot / file.name).resolve().name for file in catalogue.files] == ["5a5a", "6b6b"]
     assert (catalogue.model_type, catalogue.side_files) == ("llama", ("config.json",))
 
 
@@ -415,9 +418,9 @@ def test_a_single_file_is_a_checkpoint_with_the_config_beside_it(tmp_path: Path,
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     catalogue = read_catalogue(tmp_path / name)
     assert_holds(catalogue, {"a": A, "b": B})
-    assert (catalogue.root, names(catalogue), catalogue.model_type) == (tmp_path / name, [name], "qwen2")
+    assert (catalogue.root, names(catalogue), catalogue.model_type) == (LocalStore(tmp_path / name), [name], "qwen2")
     assert (catalogue.side_files, catalogue.left_out, catalogue.index) == (("config.json",), (), None)
-    assert catalogue.folder == tmp_path
+    assert catalogue.folder == LocalStore(tmp_path, name)
 
 
 @pytest.mark.parametrize(
@@ -566,9 +569,10 @@ def test_an_unreadable_file_is_a_format_error(tmp_path: Path, name: str) -> None
     write_index(tmp_path / INDEX, {"a": "x.safetensors"})
     (tmp_path / "config.json").write_text("{}")
     script = (
-        "import sys; from pathlib import Path; from relayout.checkpoint.source import read_catalogue\n"
+        "import sys; from relayout.checkpoint.source import read_catalogue\n"
+        "from relayout.storage.stores import find_store\n"
         "from relayout.errors import FormatError\n"
-        "try: print(len(read_catalogue(Path(sys.argv[1])).tensors))\n"
+        "try: print(len(read_catalogue(find_store(sys.argv[1])).tensors))\n"
         "except FormatError as error: print('FormatError', error)"
     )
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors import safe_open
+from support.local_stores import read_manifest, read_record
 from support.models import as_integers, expected_slice, read_tensors
 
 import relayout
-from relayout.checkpoint.converted import read_manifest, read_record
 from relayout.errors import FormatError
 from relayout.format.manifest import SOURCE_RECORD_NAME, decompress
 from relayout.format.safetensors import parse_header

@@ -45,7 +45,8 @@ LIMITS = ["--jobs", "4", "--memory", "8MiB"]
 PARTIAL = ".out.relayout-partial"
 LOCK = ".out.relayout-lock"
 WITHOUT_SPACE_CHECK = (
-    "from relayout.cli import app; from relayout.conversion import run; run.check_space = lambda *_: None; app.main()"
+    "from relayout.cli import app; from relayout.storage.local import staging;"
+    "staging.check_space = lambda *_: None; app.main()"
 )
 
 PLAN = """

@@ -6,7 +6,6 @@ import errno
 import fcntl
 import os
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +14,20 @@ import pytest
 import xxhash
 from safetensors.numpy import save_file
 from support.loader_fixtures import open_files
+from support.local_stores import read_catalogue, read_manifest, read_record, read_table
 from support.models import Array
 from support.planning import conversion_of, plan_of
 
 import relayout
-from relayout.checkpoint.converted import read_manifest, read_record, read_table
-from relayout.checkpoint.source import Catalogue, read_catalogue
-from relayout.conversion import copy as writer
+from relayout.checkpoint.source import Catalogue
 from relayout.conversion import run as conversion
-from relayout.conversion.copy import Hashes, NoSink, RankFileSink, digests_of_all, run_steps
+from relayout.conversion.copy import NoSink, RankFileSink, TensorHashes, digests_of_all, run_steps
 from relayout.conversion.journal import TensorDigests
 from relayout.conversion.steps import copy_steps
 from relayout.core.slices import Slice
+from relayout.core.workers import Stop
 from relayout.plans.planner import Plan
-from relayout.storage import files
+from relayout.storage.local import files, staging
 
 MIB = 2**20
 digest = xxhash.xxh3_128_hexdigest
@@ -66,15 +65,6 @@ def test_digests_of_tensors_in_several_chunks_are_of_their_bytes_in_order(
 NUM_TENSORS, NUM_PARTS = 20, 4
 
 
-class SlowCounts(dict[int, int]):
-    """Lets other threads go on between reading a count and writing it."""
-
-    def pop(self, *args: Any) -> Any:
-        count = super().pop(*args)
-        time.sleep(0.001)
-        return count
-
-
 def in_parts(folder: Path, num_tensors: int, num_parts: int) -> tuple[Catalogue, Plan, Array]:
     """Tensors of one row for each of so many ranks, and what they hold."""
     values = random_bytes(num_tensors, num_parts, 8)
@@ -86,17 +76,16 @@ def in_parts(folder: Path, num_tensors: int, num_parts: int) -> tuple[Catalogue,
 def test_each_tensor_is_complete_once_whichever_threads_hash_its_slices(tmp_path: Path) -> None:
     catalogue, plan, values = in_parts(tmp_path / "model", NUM_TENSORS, NUM_PARTS)
     found: list[tuple[int, TensorDigests]] = []
-    hashes = Hashes(conversion_of(catalogue, plan, 4096), lambda *one: found.append(one))
-    hashes._left = SlowCounts()
+    hashes = TensorHashes(conversion_of(catalogue, plan, 4096), Stop(), lambda *one: found.append(one))
     together = threading.Barrier(NUM_PARTS + 1)
 
     def hash_slices(which: int) -> None:
         for t in range(NUM_TENSORS):
             together.wait()
             if which == NUM_PARTS:
-                hashes.update_source(t, memoryview(values[t].tobytes()))
+                hashes.update_source(t, 0, memoryview(values[t].tobytes()))
             else:
-                hashes.update(t, which, memoryview(values[t][which].tobytes()))
+                hashes.update_slice(t, which, 0, memoryview(values[t][which].tobytes()))
 
     threads = [threading.Thread(target=hash_slices, args=(which,)) for which in range(NUM_PARTS + 1)]
     for thread in threads:
@@ -165,7 +154,7 @@ def test_bytes_that_do_not_reach_the_drive_fail_the_conversion(
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         true_fsync(fd)
 
-    monkeypatch.setattr(writer, "OutputFile", Noted)
+    monkeypatch.setattr(staging, "OutputFile", Noted)
     monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(OSError, match=r"Input/output error: '.*model-rank-0-part-0.safetensors'") as caught:
         relayout.convert(large[0], tmp_path / "out")

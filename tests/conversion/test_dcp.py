@@ -10,12 +10,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support.conversions import EXPERT_CASES, Conversions, assert_same, grouped, stock_tensors
 from support.families import FAMILIES
+from support.local_stores import read_manifest, read_table
 from support.quantized import QUANTIZED
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-from relayout.checkpoint.converted import read_manifest, read_table
 
 QKV, GATE_UP = "self_attn.qkv_proj", "mlp.gate_up_proj"
 FUSED = {

@@ -10,10 +10,10 @@ import pytest
 import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.journals import read_journal
+from support.journals import NotesIn, read_journal
 
 from relayout.conversion.journal import JOURNAL_NAME, Journal, TensorDigests, Undertaking
-from relayout.storage.open_folder import OpenFolder
+from relayout.storage.local.open_folder import OpenFolder
 
 OURS = Undertaking("a" * 32, "b" * 32)
 THEIRS = Undertaking("c" * 32, "b" * 32)
@@ -34,7 +34,7 @@ def digests_of(tensor: int, num_slices: int = 2) -> TensorDigests:
 
 
 def write(folder: Path, added: Claims, undertaking: Undertaking = OURS, *, append: bool = False) -> bytes:
-    with OpenFolder(folder) as opened, Journal(opened, undertaking, append=append) as journal:
+    with OpenFolder(folder) as opened, Journal(NotesIn(opened), undertaking, append=append) as journal:
         for tensor, one in added.items():
             journal.add(tensor, one)
     return (folder / JOURNAL_NAME).read_bytes()
@@ -72,14 +72,14 @@ def test_a_new_journal_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
 
 
 def test_what_is_added_can_be_read_at_once(tmp_path: Path) -> None:
-    with OpenFolder(tmp_path) as opened, Journal(opened, OURS, append=False) as journal:
+    with OpenFolder(tmp_path) as opened, Journal(NotesIn(opened), OURS, append=False) as journal:
         assert read_journal(tmp_path) == (OURS, {})
         journal.add(3, digests_of(3))
         assert read_journal(tmp_path) == (OURS, {3: digests_of(3)})
 
 
 def test_the_last_word_on_a_tensor_counts(tmp_path: Path) -> None:
-    with OpenFolder(tmp_path) as opened, Journal(opened, OURS, append=False) as journal:
+    with OpenFolder(tmp_path) as opened, Journal(NotesIn(opened), OURS, append=False) as journal:
         journal.add(3, digests_of(3))
         journal.add(3, digests_of(4))
     assert read_journal(tmp_path) == (OURS, {3: digests_of(4)})
@@ -193,7 +193,7 @@ def test_threads_do_not_tear_each_others_lines(tmp_path: Path) -> None:
         for tensor in range(first, 2000, 8):
             journal.add(tensor, digests_of(tensor, num_slices=1 + tensor % 50))
 
-    with OpenFolder(tmp_path) as opened, Journal(opened, OURS, append=False) as journal:
+    with OpenFolder(tmp_path) as opened, Journal(NotesIn(opened), OURS, append=False) as journal:
         threads = [threading.Thread(target=add, args=(first,)) for first in range(8)]
         for thread in threads:
             thread.start()

@@ -21,6 +21,7 @@ from relayout.core.slices import WHOLE, Slice
 from relayout.errors import PlanError
 from relayout.format.safetensors import parse_header
 from relayout.plans.planner import Plan
+from relayout.storage.local.store import LocalStore
 
 ALIGNMENTS = [512, 4096, 65536, 2 * 2**20]
 CONVERSION = "0123456789abcdef0123456789abcdef"
@@ -29,7 +30,7 @@ CONVERSION = "0123456789abcdef0123456789abcdef"
 def catalogue(tensors: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str] | None = None) -> Catalogue:
     """A checkpoint of tensors (name, dtype, shape), none of which is stored anywhere."""
     return Catalogue(
-        root=Path("checkpoint"),
+        root=LocalStore(Path("checkpoint")),
         files=(),
         tensors=tuple(SourceTensor(name, dtype, shape, 0, Extent(0, 0)) for name, dtype, shape in tensors),
         metadata=metadata or {},

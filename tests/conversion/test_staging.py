@@ -21,17 +21,19 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from support.journals import read_journal
+from support.local_stores import check_output, staging_folder
 from support.mounts import mounted, mounted_tmpfs
 
 from relayout.commands.restore import restore
 from relayout.conversion import run as conversion
 from relayout.conversion.copy import RankFileSink, run_steps
 from relayout.conversion.run import convert
-from relayout.conversion.staging import check_output, check_space, staging_folder
 from relayout.errors import PlanError
-from relayout.storage import files
-from relayout.storage import open_folder as openfolder
-from relayout.storage.files import OutputFile
+from relayout.storage.local import files
+from relayout.storage.local import open_folder as openfolder
+from relayout.storage.local import staging as local_staging
+from relayout.storage.local.files import OutputFile
+from relayout.storage.local.staging import check_space
 
 CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, PR_CAPBSET_DROP = 1, 2, 24
 W = np.arange(1, 4097, dtype=np.uint16)
@@ -39,8 +41,10 @@ W = np.arange(1, 4097, dtype=np.uint16)
 HOLD = """
 import sys
 from pathlib import Path
-from relayout.conversion.staging import staging_folder
-with staging_folder(Path(sys.argv[1])) as staging:
+
+from relayout.storage.local.staging import staging_folder
+
+with staging_folder(Path(sys.argv[1]), "relayout.json") as staging:
     folder = staging.folder.path
     (folder / "mine").write_text("first")
     print("held", flush=True)
@@ -351,7 +355,7 @@ def test_a_drive_that_fills_up_in_the_middle_keeps_what_is_done(
     source = write_source(tmp_path / "model", num_tensors=12, nbytes=2**20)
     convert(source, tmp_path / "expected", max_part_nbytes=2 * 2**20)
     with monkeypatch.context() as patch:
-        patch.setattr(conversion, "check_space", lambda output, nbytes: None)
+        patch.setattr(local_staging, "check_space", lambda output, nbytes: None)
         if where == "writing":
             patch.setattr(files, "allocate", os.ftruncate)
         with pytest.raises(OSError, match="No space left") as caught:
@@ -371,7 +375,7 @@ def test_a_drive_too_small_for_a_single_tensor_is_left_as_it_was(
     tmp_path: Path, small_drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_source(tmp_path / "model", num_tensors=1, nbytes=9 * 2**20)
-    monkeypatch.setattr(conversion, "check_space", lambda output, nbytes: None)
+    monkeypatch.setattr(local_staging, "check_space", lambda output, nbytes: None)
     with pytest.raises(OSError, match="No space left") as caught:
         convert(source, small_drive / "out")
     assert not hasattr(caught.value, "__notes__")
@@ -412,7 +416,7 @@ def test_a_drive_that_fills_up_with_side_files_keeps_what_is_done(
     (source / "tokenizer.model").write_bytes(np.arange(2 * 2**20, dtype=np.uint64).tobytes())
     convert(source, tmp_path / "expected")
     with monkeypatch.context() as patch:
-        patch.setattr(conversion, "check_space", lambda output, nbytes: None)
+        patch.setattr(local_staging, "check_space", lambda output, nbytes: None)
         with pytest.raises(OSError, match="No space left") as caught:
             convert(source, small_drive / "out")
     assert not (small_drive / "out").exists()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -23,6 +23,7 @@ from relayout.core.dtypes import BITS
 from relayout.core.extents import Extent, Transfer
 from relayout.core.slices import NOT_HELD, WHOLE, Slice
 from relayout.plans.planner import Plan
+from relayout.storage.local.store import LocalStore
 
 Array = npt.NDArray[Any]
 
@@ -61,8 +62,8 @@ def checkpoint(
         placed[t] = SourceTensor(f"t{t}", dtype, shape, file_of[t], Extent(ends[file_of[t]], nbytes))
         ends[file_of[t]] += nbytes
     catalogue = Catalogue(
-        root=Path("checkpoint"),
-        files=tuple(SourceFile(f"{i}.safetensors", Path(f"{i}"), end, data_start, b"") for i, end in enumerate(ends)),
+        root=LocalStore(Path("checkpoint")),
+        files=tuple(SourceFile(f"{i}.safetensors", end, data_start, b"") for i, end in enumerate(ends)),
         tensors=tuple(placed[t] for t in range(len(tensors))),
         metadata={},
         config={},
@@ -109,8 +110,8 @@ class Execution:
         self.times_written = [[np.zeros(file.nbytes, int) for file in files] for files in layout.ranks]
         self.times_read = [np.zeros(len(file), int) for file in source.files]
         self.hashed: dict[tuple[int, int], list[tuple[int, Array]]] = defaultdict(list)
-        self.turns: dict[Hashable, list[int]] = defaultdict(list)
-        """Of each sequence of steps."""
+        self.chunks: dict[int, list[int]] = defaultdict(list)
+        """Of each tensor: where in it the steps begin, in their order."""
 
     def run(self, step: Step) -> None:
         tensors = self.source.catalogue.tensors
@@ -118,12 +119,10 @@ class Execution:
         covered = dict(step.tensors)
         assert len(covered) == len(step.tensors)
         assert step.nbytes == sum(extent.nbytes for extent in covered.values())
-        sequence, turn = step.turn or (None, 0)
-        if step.turn is not None:
-            self.turns[sequence].append(turn)
         if not covered:  # A second look, for digests.
             assert not any(span.targets for span in step.spans)
         for t, extent in covered.items():
+            self.chunks[t].append(extent.offset - tensors[t].extent.offset)
             self.times_read[tensors[t].file][extent.offset : extent.end] += 1
             assert readable[tensors[t].file][extent.offset : extent.end].all()
         for span in step.spans:
@@ -142,8 +141,9 @@ class Execution:
                 self.outputs[target.rank][target.part][window] = memory
                 self.times_written[target.rank][target.part][window] += 1
             for one in span.slices:
-                assert 0 <= one.start < one.start + one.nbytes <= span.nbytes
-                self.hashed[one.tensor, one.slice].append((turn, memory[one.start : one.start + one.nbytes]))
+                assert 0 <= one.position < one.position + one.nbytes <= span.nbytes
+                piece = memory[one.position : one.position + one.nbytes]
+                self.hashed[one.tensor, one.slice].append((one.offset, piece))
 
     def _readable(self, step: Step) -> list[Array]:
         """Which bytes of each file the step's requests bring, blocks of it that overlap nowhere."""
@@ -190,11 +190,14 @@ def check(source: Checkpoint, *, chunk_nbytes: int, small_nbytes: int, max_part_
                 found = execution.outputs[rank][file.part][offset : offset + len(expected)]
                 np.testing.assert_array_equal(found, expected)
 
-    for turns in execution.turns.values():
-        assert turns == list(range(len(turns)))
+    # Threads that hash start in this order: in another one they could wait for each other.
+    for starts in execution.chunks.values():
+        assert starts == sorted(set(starts))
     for t, slices in enumerate(all_slices(plan)):
         for which, part in enumerate(dict.fromkeys(slices)):
-            pieces = [memory for _, memory in sorted(execution.hashed.pop((t, which), []), key=lambda one: one[0])]
+            hashed = execution.hashed.pop((t, which), [])
+            pieces = [memory for _, memory in hashed]
+            assert [start for start, _ in hashed] == [sum(map(len, pieces[:n])) for n in range(len(pieces))]
             expected = np.zeros(0, np.uint8) if part.is_whole else sliced(source, t, part)
             np.testing.assert_array_equal(np.concatenate([np.zeros(0, np.uint8), *pieces]), expected)
     assert not execution.hashed
@@ -334,7 +337,7 @@ def test_each_kind_of_cut(
     source = checkpoint([("BF16", shape, slices), ("F32", (7,), (WHOLE,) * 4)], num_ranks=4)
     execution = check(source, chunk_nbytes=chunk_nbytes, small_nbytes=small_nbytes)
     if chunk_nbytes <= 5000:
-        assert len(execution.turns[0]) > 1  # It was read in several chunks.
+        assert len(execution.chunks[0]) > 1  # It was read in several chunks.
 
 
 def steps_of(source: Checkpoint, **sizes: int) -> Iterator[Step]:
@@ -377,7 +380,7 @@ def test_small_tensors_on_both_sides_of_a_large_one_are_hashed_in_their_own_span
     source = checkpoint(tensors, num_ranks=2)
     *_, batch = steps_of(source, small_nbytes=4096)
     assert [t for t, _ in batch.tensors] == [0, 2]
-    assert [[(one.tensor, one.slice, one.start, one.nbytes) for one in span.slices] for span in batch.spans] == [
+    assert [[(one.tensor, one.slice, one.position, one.nbytes) for one in span.slices] for span in batch.spans] == [
         [(0, 0, 0, 512)],
         [(2, 0, 0, 1024)],
         [(0, 1, 0, 512)],
@@ -390,13 +393,13 @@ def test_large_tensors_come_in_model_order_and_their_chunks_in_byte_order() -> N
     tensors = [("U8", (9000,), (WHOLE,)), ("U8", (10,), (WHOLE,)), ("U8", (5000,), (WHOLE,))]
     source = checkpoint(tensors, num_ranks=1, order=[2, 1, 0])
     steps = list(steps_of(source, chunk_nbytes=4096, small_nbytes=100))
-    assert [(step.tensors[0][0], step.turn, step.nbytes) for step in steps] == [
-        (0, (0, 0), 4096),
-        (0, (0, 1), 4096),
-        (0, (0, 2), 808),
-        (2, (2, 0), 4096),
-        (2, (2, 1), 904),
-        (1, None, 10),
+    assert [(step.tensors[0][0], step.nbytes) for step in steps] == [
+        (0, 4096),
+        (0, 4096),
+        (0, 808),
+        (2, 4096),
+        (2, 904),
+        (1, 10),
     ]
 
 

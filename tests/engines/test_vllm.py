@@ -191,7 +191,7 @@ def test_reloading_gives_the_same_tensors_again(folders: Path, engine: Engine) -
     [
         (
             {"thread": 2},
-            "--model-loader-extra-config: relayout has no option 'thread', expected one of backend, threads",
+            "--model-loader-extra-config: relayout has no option 'thread', expected backend, threads",
         ),
         ({"threads": "2"}, "--model-loader-extra-config: threads is '2', expected int"),
         ({"verify": 1}, "--model-loader-extra-config: verify is 1, expected bool"),

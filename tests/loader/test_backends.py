@@ -29,7 +29,7 @@ from relayout.format.index import Read
 from relayout.loader.backends.choice import REGISTRY
 from relayout.loader.backends.mapped import MappedBackend
 from relayout.loader.budgets import Budget
-from relayout.storage.page_cache import resident_nbytes
+from relayout.storage.local.page_cache import resident_nbytes
 
 TARGETS = [(name, kind) for name in REGISTRY for kind in kinds(name)]
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch
 import torch.cuda.gds
 
 from relayout.loader.backends import cufile
-from relayout.loader.backends.cufile import BindingsCuFile, CuFile, GdsState, TorchCuFile, find_cufile
+from relayout.loader.backends.cufile import BindingsCuFile, CuFile, FoundCuFile, TorchCuFile, find_cufile
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="cuFile is for Linux")
 
@@ -254,25 +254,33 @@ def path(tmp_path: Path, stored: Bytes) -> Path:
     return path
 
 
+@pytest.fixture(params=["bindings", "torch"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """The module that cuFile is reached by."""
+    return str(request.param)
+
+
 @pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> Library:
-    """The one behind both modules."""
+def library(kind: str, monkeypatch: pytest.MonkeyPatch) -> Library:
+    """The one behind the module; where that is torch's, the bindings are not installed."""
     library = Library()
-    monkeypatch.setitem(sys.modules, "cuda.bindings.cufile", library)
     put_behind_torch(library, monkeypatch)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.cufile", library if kind == "bindings" else None)
+    monkeypatch.setattr(cufile, "_LoadedLibrary", lambda: library)
     return library
 
 
-@pytest.fixture(params=[BindingsCuFile, TorchCuFile])
-def make_driver(request: pytest.FixtureRequest, library: Library) -> Callable[[], CuFile]:
-    if request.param is TorchCuFile:
-        return lambda: TorchCuFile(torch.cuda.gds, library)
-    return lambda: BindingsCuFile(library)
+only_bindings = pytest.mark.parametrize("kind", ["bindings"])
+only_torch = pytest.mark.parametrize("kind", ["torch"])
+
+
+def driver_of(kind: str, library: Library) -> CuFile:
+    return BindingsCuFile(library) if kind == "bindings" else TorchCuFile(torch.cuda.gds, library)
 
 
 @pytest.fixture
-def driver(make_driver: Callable[[], CuFile]) -> CuFile:
-    return make_driver()
+def driver(kind: str, library: Library) -> CuFile:
+    return driver_of(kind, library)
 
 
 def arena_of(nbytes: int) -> torch.Tensor:
@@ -280,36 +288,48 @@ def arena_of(nbytes: int) -> torch.Tensor:
     return torch.zeros(nbytes + 8192, dtype=torch.uint8)[4096 : 4096 + nbytes]
 
 
-def without_bindings(monkeypatch: pytest.MonkeyPatch, library: Library | None) -> None:
-    """`cuda.bindings` is not installed, and torch's cuFile is `library`."""
-    monkeypatch.setitem(sys.modules, "cuda.bindings.cufile", None)
-    if library is not None:
-        monkeypatch.setattr(cufile, "_LoadedLibrary", lambda: library)
+def found_at(path: Path) -> FoundCuFile:
+    found = find_cufile(path)
+    assert isinstance(found, FoundCuFile), found
+    return found
+
+
+def reason_at(path: Path) -> str:
+    """Why nothing was found."""
+    found = find_cufile(path)
+    assert isinstance(found, str), found
+    return found
+
+
+def together(call: Callable[[int], object], arguments: Sequence[int]) -> None:
+    """Call in as many threads."""
+    threads = [threading.Thread(target=call, args=(one,)) for one in arguments]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 # Reading.
 
 
-@pytest.mark.parametrize("registered", [True, False])
+@pytest.mark.parametrize("pins", [True, False, None], ids=["pinned", "refuses to be pinned", "not registered"])
 @pytest.mark.parametrize(
     ("offset", "nbytes", "place"),
     [(0, 4096, 0), (8192, 65536, 4096), (12345, 777, 9), (0, NBYTES, 0), (NBYTES - 1, 1, 5)],
 )
 def test_bytes_arrive_where_they_belong_and_nowhere_else(
-    driver: CuFile,
-    path: Path,
-    stored: Bytes,
-    registered: bool,
-    offset: int,
-    nbytes: int,
-    place: int,
+    driver: CuFile, library: Library, path: Path, stored: Bytes, pins: bool | None, offset: int, nbytes: int, place: int
 ) -> None:
     arena = arena_of(NBYTES + 100)
-    if registered:
-        assert driver.register(arena)
+    if pins is not None:
+        library.pins = pins
+        assert driver.register(arena) is pins
     handle = driver.open(path)
     assert handle.read(arena[place : place + nbytes], offset) == nbytes
     handle.close()
+    handle.close()  # Once is enough.
+    assert not library.handles
     driver.deregister(arena)
     expected = np.zeros(NBYTES + 100, np.uint8)
     expected[place : place + nbytes] = stored[offset : offset + nbytes]
@@ -330,10 +350,13 @@ def test_a_read_ends_where_the_file_ends(
     assert not arena[1000:].any()
 
 
-def test_the_bindings_tell_how_much_a_short_read_has_read(library: Library, path: Path, stored: Bytes) -> None:
+@only_bindings
+def test_the_bindings_tell_how_much_a_short_read_has_read(
+    driver: CuFile, library: Library, path: Path, stored: Bytes
+) -> None:
     library.most = 7000
     arena = arena_of(NBYTES)
-    handle = BindingsCuFile(library).open(path)
+    handle = driver.open(path)
     counts: list[int] = []
     while sum(counts) < NBYTES:
         counts.append(handle.read(arena[sum(counts) :], sum(counts)))
@@ -342,22 +365,43 @@ def test_the_bindings_tell_how_much_a_short_read_has_read(library: Library, path
     np.testing.assert_array_equal(arena.numpy(), stored)
 
 
-def test_a_short_read_that_torch_reports_is_an_error(library: Library, path: Path) -> None:
-    library.most, library.torch_tells = 5, True
-    handle = TorchCuFile(torch.cuda.gds, library).open(path)
-    with pytest.raises(OSError, match="read 5 of 4096 bytes at byte 0") as caught:
-        handle.read(arena_of(4096), 0)
+@only_torch
+@pytest.mark.parametrize("torch_tells", [True, False])
+@pytest.mark.parametrize("most", [0, 1, 5, 4095])
+@pytest.mark.parametrize("before", [0x00, 0x5A, 0xFF])
+def test_a_short_read_by_torch_never_goes_unnoticed(
+    driver: CuFile, library: Library, path: Path, torch_tells: bool, most: int, before: int
+) -> None:
+    library.most, library.torch_tells = most, torch_tells
+    handle = driver.open(path)
+    with pytest.raises(OSError, match=r"cuFile: .*read .* 4096 bytes at byte 8192") as caught:
+        handle.read(arena_of(4096).fill_(before), 8192)
     handle.close()
     assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(path))
     assert "backtrace" not in str(caught.value)
 
 
-def test_a_file_that_shrinks_while_torch_reads_it_is_noticed(library: Library, path: Path) -> None:
-    arena = arena_of(4096)
-    handle = TorchCuFile(torch.cuda.gds, library).open(path)
+@only_torch
+@pytest.mark.parametrize("last", [0x00, 0x01, 0xFE, 0xFF])
+def test_a_full_read_by_torch_is_right_whatever_its_last_byte_is(
+    driver: CuFile, library: Library, path: Path, stored: Bytes, last: int
+) -> None:
+    stored[8191] = last
+    stored.tofile(path)
+    arena = arena_of(8192)
+    handle = driver.open(path)
+    assert handle.read(arena, 0) == 8192
+    handle.close()
+    np.testing.assert_array_equal(arena.numpy(), stored[:8192])
+    assert len(library.reads) == (2 if last == 0xFF else 1)  # As of a mark that may be data.
+
+
+@only_torch
+def test_a_file_that_shrinks_while_torch_reads_it_is_noticed(driver: CuFile, library: Library, path: Path) -> None:
+    handle = driver.open(path)
     library.on_read = lambda: os.truncate(path, 10_000)
     with pytest.raises(OSError, match="became shorter while it was read at byte 8192") as caught:
-        handle.read(arena, 8192)
+        handle.read(arena_of(4096), 8192)
     handle.close()
     assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(path))
 
@@ -366,35 +410,35 @@ def test_many_threads_read_one_file_at_once(driver: CuFile, path: Path, stored: 
     arena = arena_of(NBYTES)
     driver.register(arena)
     handle = driver.open(path)
-    starts = range(0, NBYTES, 4096)
-    threads = [threading.Thread(target=handle.read, args=(arena[at : at + 4096], at)) for at in starts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(lambda at: handle.read(arena[at : at + 4096], at), range(0, NBYTES, 4096))
     handle.close()
     np.testing.assert_array_equal(arena.numpy(), stored)
 
 
+INVALID = r"INVALID_VALUE \(5022\): the library's words at byte 4096"
+
+
 @pytest.mark.parametrize(
-    ("raises", "returns", "code", "message"),
+    ("kind", "raises", "returns", "code", "message"),
     [
-        (
-            lambda: cuFileError(5022),
-            None,
-            errno.EIO,
-            r"cuFile: INVALID_VALUE \(5022\): the library's words at byte",
-        ),
-        (None, -5022, errno.EIO, r"cuFile: INVALID_VALUE \(5022\): the library's words at byte"),
-        (lambda: cuFileError(28), None, errno.ENOSPC, r"cuFile: No space left on device at byte 4096"),
-        (None, -28, errno.ENOSPC, r"cuFile: No space left on device at byte 4096"),
-        (RuntimeError, None, errno.EIO, r"cuFile: RuntimeError at byte 4096"),
+        ("bindings", lambda: cuFileError(5022), None, errno.EIO, f"cuFile: {INVALID}"),
+        ("bindings", None, -5022, errno.EIO, f"cuFile: {INVALID}"),
+        ("bindings", lambda: cuFileError(28), None, errno.ENOSPC, r"cuFile: No space left on device at byte 4096"),
+        ("bindings", None, -28, errno.ENOSPC, r"cuFile: No space left on device at byte 4096"),
+        ("bindings", RuntimeError, None, errno.EIO, r"cuFile: RuntimeError at byte 4096"),
+        ("torch", lambda: cuFileError(5022), None, errno.EIO, f"cuFile: cuFileRead failed: {INVALID}"),
     ],
 )
 def test_a_failed_read_is_an_oserror_that_says_what_and_where(
-    library: Library, path: Path, raises: Callable[[], Exception] | None, returns: int | None, code: int, message: str
+    driver: CuFile,
+    library: Library,
+    path: Path,
+    raises: Callable[[], Exception] | None,
+    returns: int | None,
+    code: int,
+    message: str,
 ) -> None:
-    handle = BindingsCuFile(library).open(path)
+    handle = driver.open(path)
     library.raises, library.returns = raises, returns
     with pytest.raises(OSError, match=message) as caught:
         handle.read(arena_of(4096), 4096)
@@ -403,41 +447,22 @@ def test_a_failed_read_is_an_oserror_that_says_what_and_where(
     handle.close()
 
 
-def test_a_failed_read_by_torch_is_an_oserror_that_says_what_and_where(library: Library, path: Path) -> None:
-    handle = TorchCuFile(torch.cuda.gds, library).open(path)
-    library.raises = lambda: cuFileError(5027)
-    with pytest.raises(OSError, match=r"cuFileRead failed: HANDLE_NOT_REGISTERED \(5027\).* at byte 8192") as caught:
-        handle.read(arena_of(4096), 8192)
-    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(path))
-    handle.close()
-
-
-def test_a_handle_is_closed_once(driver: CuFile, library: Library, path: Path) -> None:
-    handle = driver.open(path)
-    assert len(library.handles) == 1
-    handle.close()
-    handle.close()
-    assert not library.handles
-
-
-def test_a_fifo_is_refused_and_not_waited_for(driver: CuFile, tmp_path: Path) -> None:
+def test_what_is_no_file_is_refused_and_not_waited_for(driver: CuFile, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(OSError, match="not a regular file"):
         driver.open(tmp_path / "fifo")
-
-
-def test_a_missing_file_is_an_error(driver: CuFile, library: Library, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        driver.open(tmp_path / "nothing")
-    with pytest.raises(FileNotFoundError):
-        find_cufile(tmp_path / "nothing")
+    for look in (driver.open, find_cufile):
+        with pytest.raises(FileNotFoundError):
+            look(tmp_path / "nothing")
 
 
 # Pinned memory.
 
 
-def test_an_arena_is_pinned_once_and_reads_into_it_name_where_it_starts(library: Library, path: Path) -> None:
-    driver = BindingsCuFile(library)
+@only_bindings
+def test_an_arena_is_pinned_once_and_reads_into_it_name_where_it_starts(
+    driver: CuFile, library: Library, path: Path
+) -> None:
     both = arena_of(104_096)
     arena, behind = both[:100_000], both[100_000:]
     assert driver.register(arena)
@@ -453,27 +478,14 @@ def test_an_arena_is_pinned_once_and_reads_into_it_name_where_it_starts(library:
     assert library.reads == [(start, 0), (start, 50_000), (start, 99_999), (start + 100_000, 0), (start + 50_000, 0)]
 
 
-def test_torch_pins_the_arena_and_not_all_of_its_allocation(library: Library) -> None:
-    driver = TorchCuFile(torch.cuda.gds, library)
+@only_torch
+def test_torch_pins_the_arena_and_not_all_of_its_allocation(driver: CuFile, library: Library) -> None:
     arena = arena_of(10_000)
     assert arena.data_ptr() != arena.untyped_storage().data_ptr()
     assert driver.register(arena)
     assert library.registered == {arena.data_ptr(): 10_000}
     driver.deregister(arena)
     assert library.registered == {}
-
-
-def test_an_arena_that_cannot_be_pinned_is_read_into_all_the_same(
-    driver: CuFile, library: Library, path: Path, stored: Bytes
-) -> None:
-    library.pins = False
-    arena = arena_of(NBYTES)
-    assert not driver.register(arena)
-    handle = driver.open(path)
-    assert handle.read(arena[5:], 5) == NBYTES - 5
-    handle.close()
-    driver.deregister(arena)
-    np.testing.assert_array_equal(arena[5:].numpy(), stored[5:])
 
 
 class OnGpu:
@@ -488,12 +500,18 @@ class OnGpu:
     def __getitem__(self, key: slice) -> OnGpu:
         return OnGpu(self.tensor[key], self.device.index)
 
+    def __setitem__(self, key: slice, value: int) -> None:
+        self.tensor[key] = value
+
+    def __int__(self) -> int:
+        return int(self.tensor)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.tensor, name)
 
 
 def test_a_threads_first_read_makes_the_arenas_context_current(
-    driver: CuFile, path: Path, monkeypatch: pytest.MonkeyPatch
+    driver: CuFile, kind: str, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
 
@@ -507,121 +525,68 @@ def test_a_threads_first_read_makes_the_arenas_context_current(
         def __exit__(self, *error: object) -> None:
             events.append(f"out {self.device}")
 
+    class Stream:
+        def synchronize(self) -> None:
+            events.append("mark")  # It is there before the read, which knows no streams.
+
     monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("wait"))
     arena: Any = OnGpu(arena_of(NBYTES), 3)
-    around = ["in cuda:3", "wait", "out cuda:3"]
-    without = ["in cuda:3", "out cuda:3"]
+    mark = [] if kind == "bindings" else ["mark"]
 
     driver.register(arena)
-    assert events == around
+    assert events == ["in cuda:3", "wait", "out cuda:3"]
     handle = driver.open(path)
-
-    def read_twice() -> None:
-        events.clear()
-        handle.read(arena[:100], 0)
-        handle.read(arena[100:200], 0)
-
-    thread = threading.Thread(target=read_twice)
-    thread.start()
-    thread.join()
-    assert events == [*around, *without]
+    events.clear()
+    together(lambda _: [handle.read(arena[at : at + 100], at) for at in (0, 100)], [0])
+    assert events == ["in cuda:3", "wait", *mark, "out cuda:3", "in cuda:3", *mark, "out cuda:3"]
     handle.close()
     events.clear()
-    driver.register(arena)
-    assert events == around  # Each arena's memory may be in use by what is queued.
+    driver.register(arena)  # Each arena's memory may be in use by what is queued.
+    assert events == ["in cuda:3", "wait", "out cuda:3"]
 
 
 # What passes as GPUDirect Storage.
 
 
-@pytest.mark.parametrize("bindings", [True, False])
-@pytest.mark.parametrize(("has_nvidia_fs", "expected"), [(True, "GDS"), (False, "P2PDMA")])
+@pytest.mark.parametrize(
+    ("nvidia_fs", "expected"), [("loaded", "GDS"), ("without devices", "P2PDMA"), ("none", "P2PDMA")]
+)
 def test_a_file_that_is_taken_with_compat_mode_refused_is_read_directly(
-    library: Library,
-    path: Path,
-    machine: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    bindings: bool,
-    has_nvidia_fs: bool,
-    expected: str,
+    library: Library, kind: str, path: Path, machine: Path, nvidia_fs: str, expected: str
 ) -> None:
-    if has_nvidia_fs:
+    if nvidia_fs == "loaded":
         load_nvidia_fs(machine)
-    if not bindings:
-        without_bindings(monkeypatch, library)
-    driver, state = find_cufile(path)
-    assert driver is not None
-    assert (state.path, state.driver) == (expected, driver.name)
-    assert "compat mode refused" in state.reason
-    assert ("nvidia-fs is not loaded" in state.reason) is not has_nvidia_fs
+    elif nvidia_fs == "without devices":
+        (machine / "nvidia-fs").mkdir()
+    found = found_at(path)
+    assert found.path == expected
+    assert found.driver.name == ("cuda.bindings.cufile" if kind == "bindings" else "torch.cuda.gds")
+    assert "compat mode refused" in found.reason
+    assert ("nvidia-fs is not loaded" in found.reason) is (expected != "GDS")
     assert library.settings == {ALLOW_COMPAT: False, FORCE_COMPAT: False, POSIX_IO: False, GDS_FALLBACK: False}
     assert library.calls[0] == "set_parameter_bool"
     assert not library.handles
 
 
-@pytest.mark.parametrize("allow_compat", [False, True])
-def test_the_best_is_taken_though_compat_mode_would_be_good_enough(
-    library: Library, path: Path, machine: Path, allow_compat: bool
-) -> None:
-    load_nvidia_fs(machine)
-    assert find_cufile(path, allow_compat=allow_compat)[1].path == "GDS"
-
-
+@only_bindings
 def test_a_machine_without_direct_ways_has_none(library: Library, path: Path, machine: Path) -> None:
     library.direct = False
-    driver, state = find_cufile(path)
-    assert driver is None
-    assert state == GdsState(
-        None,
-        "cuda.bindings.cufile",
+    assert reason_at(path) == (
         f"the kernel module nvidia-fs is not loaded ({machine / 'nvidia-fs'} is missing); "
-        "cuFile: DRIVER_NOT_INITIALIZED (5001): the library's words",
+        "cuFile: DRIVER_NOT_INITIALIZED (5001): the library's words"
     )
     # Any further call, by torch's module, too, would have opened the driver in compat mode.
     assert library.calls == ["set_parameter_bool", "driver_open"]
     assert library.settings is None
 
 
-@pytest.mark.parametrize("bindings", [True, False])
-def test_compat_mode_is_taken_where_it_is_allowed_and_called_so(
-    library: Library,
-    path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    stored: Bytes,
-    bindings: bool,
-) -> None:
-    library.direct = False
-    if not bindings:
-        without_bindings(monkeypatch, library)
-    driver, state = find_cufile(path, allow_compat=True)
-    assert driver is not None
-    assert state.path == "compat"
-    assert state.reason.startswith("through host memory; ")
-    assert "nvidia-fs is not loaded" in state.reason
-    arena = arena_of(NBYTES)
-    handle = driver.open(path)
-    assert handle.read(arena, 0) == NBYTES
-    handle.close()
-    np.testing.assert_array_equal(arena.numpy(), stored)
-    # Later, whoever asks for a direct way does not get this driver.
-    assert find_cufile(path)[0] is None
-
-
-@pytest.mark.parametrize("bindings", [True, False])
-@pytest.mark.parametrize("allow_compat", [True, False])
-def test_a_driver_that_someone_opened_in_compat_mode_does_not_pass(
-    library: Library, path: Path, machine: Path, monkeypatch: pytest.MonkeyPatch, bindings: bool, allow_compat: bool
-) -> None:
+def test_a_driver_that_someone_opened_in_compat_mode_does_not_pass(library: Library, path: Path, machine: Path) -> None:
     load_nvidia_fs(machine)
     library.supports = lambda fd: False
     library.driver_open()
-    if not bindings:
-        without_bindings(monkeypatch, library)
-    driver, state = find_cufile(path, allow_compat=allow_compat)
-    assert (driver is not None) is allow_compat
-    assert state.path == ("compat" if allow_compat else None)
-    assert "cuFile may read through host memory: allow_compat_mode is on" in state.reason
+    assert "cuFile may read through host memory: allow_compat_mode is on" in reason_at(path)
     assert not library.handles
 
 
@@ -630,153 +595,124 @@ def test_a_driver_that_someone_opened_in_compat_mode_does_not_pass(
     [(FORCE_COMPAT, "force_compat_mode"), (POSIX_IO, "posix_io_mode"), (GDS_FALLBACK, "gds_fallback_io")],
 )
 def test_a_configuration_that_goes_through_host_memory_does_not_pass(
-    make_driver: Callable[[], CuFile], library: Library, path: Path, setting: int, name: str
+    library: Library, kind: str, path: Path, setting: int, name: str
 ) -> None:
     library.configured[setting] = True
     with pytest.raises(OSError, match=f"may read through host memory: {name} is on") as caught:
-        make_driver().open(path)
+        driver_of(kind, library).open(path)
     assert (caught.value.errno, caught.value.filename) == (errno.EOPNOTSUPP, str(path))
     del caught
     assert not library.handles
 
 
-def test_an_older_library_without_the_newer_settings_passes(library: Library, path: Path) -> None:
+@only_bindings
+def test_an_older_library_passes_if_it_can_tell_of_compat_mode(library: Library, path: Path) -> None:
     del library.configured[POSIX_IO], library.configured[GDS_FALLBACK]
-    assert find_cufile(path)[1].path == "P2PDMA"
+    assert found_at(path).path == "P2PDMA"
+    library.configured = {}
+    assert "allow_compat_mode is on" in reason_at(path)
 
 
-@pytest.mark.parametrize("bindings", [True, False])
 def test_a_library_that_cannot_refuse_compat_mode_is_not_opened(
-    library: Library, path: Path, monkeypatch: pytest.MonkeyPatch, bindings: bool
+    library: Library, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(param: int, value: bool) -> None:
         raise RuntimeError("function cuFileSetParameterBool is not found")
 
-    if not bindings:
-        without_bindings(monkeypatch, library)
     monkeypatch.setattr(library, "set_parameter_bool", missing)
-    driver, state = find_cufile(path)
-    assert driver is None
-    assert state.reason.endswith("compat mode cannot be refused: function cuFileSetParameterBool is not found")
+    assert reason_at(path).endswith("compat mode cannot be refused: function cuFileSetParameterBool is not found")
     assert library.calls == []
 
 
-def test_a_library_whose_settings_cannot_be_read_back_does_not_pass(library: Library, path: Path) -> None:
-    library.configured = {ALLOW_COMPAT: True}
-    driver = BindingsCuFile(library)
-    library.configured = {}
-    with pytest.raises(OSError, match="allow_compat_mode is on"):
-        driver.open(path)
-
-
-@pytest.mark.parametrize("bindings", [True, False])
-def test_a_file_system_that_is_not_supported_is_named(
-    library: Library, path: Path, machine: Path, monkeypatch: pytest.MonkeyPatch, bindings: bool
-) -> None:
+def test_a_file_system_that_is_not_supported_is_named(library: Library, path: Path, machine: Path) -> None:
     load_nvidia_fs(machine)
     library.supports = lambda fd: False
-    if not bindings:
-        without_bindings(monkeypatch, library)
-    driver, state = find_cufile(path)
-    assert driver is None
-    assert state.path is None
-    assert "IO_NOT_SUPPORTED (5008): the library's words" in state.reason
-    assert "nvidia-fs" not in state.reason
+    reason = reason_at(path)
+    assert "IO_NOT_SUPPORTED (5008): the library's words" in reason
+    assert "nvidia-fs" not in reason
     named = subprocess.run(["stat", "--file-system", "--format=%T", path], capture_output=True, text=True, check=True)
     # GNU stat calls them so.
     others = {"ext4": "ext2/ext3", "overlay": "overlayfs"}
-    kind = state.reason.removesuffix(")").rpartition("(file system ")[2]
+    kind = reason.removesuffix(")").rpartition("(file system ")[2]
     assert others.get(kind, kind) == named.stdout.strip()
 
 
-def test_a_folder_of_nvidia_fs_without_devices_is_not_enough(library: Library, path: Path, machine: Path) -> None:
-    (machine / "nvidia-fs").mkdir()
-    assert find_cufile(path)[1].path == "P2PDMA"
-
-
+@only_bindings
 def test_a_driver_that_is_open_already_is_no_error(
     library: Library, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def driver_open() -> None:
-        if library.settings is not None:
-            raise cuFileError(5026)
-        Library.driver_open(library)
+        raise cuFileError(5026)
 
-    assert find_cufile(path)[0] is not None
+    found_at(path)
     monkeypatch.setattr(library, "driver_open", driver_open)
     monkeypatch.setattr(library, "handle_register", lambda descr: 5)
     monkeypatch.setattr(library, "handle_deregister", lambda fh: None)
-    assert find_cufile(path)[0] is not None
+    found_at(path)
 
 
-def test_no_attempt_of_torchs_module_leaves_a_driver_in_compat_mode(library: Library, path: Path) -> None:
+@only_torch
+def test_no_attempt_of_torchs_module_leaves_a_driver_in_compat_mode(
+    driver: CuFile, library: Library, path: Path
+) -> None:
     library.direct = False
-    driver = TorchCuFile(torch.cuda.gds, library)
     for _ in range(3):
         with pytest.raises(OSError, match="DRIVER_NOT_INITIALIZED"):
             driver.open(path)
         assert library.settings is None
 
 
+@only_bindings
 def test_threads_that_look_at_once_do_not_open_compat_mode_for_each_other(library: Library, path: Path) -> None:
     library.direct = False
     library.opening_seconds = 0.01
-    found: list[CuFile | None] = []
-    threads = [threading.Thread(target=lambda: found.append(find_cufile(path)[0])) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [None] * 8
+    found: list[object] = []
+    together(lambda _: found.append(find_cufile(path)), range(8))
+    assert [type(one) for one in found] == [str] * 8
     assert library.settings is None
 
 
 def test_a_forked_process_does_not_use_its_parents_driver(library: Library, path: Path) -> None:
-    assert find_cufile(path)[0] is not None
+    found_at(path)
     child = os.fork()
     if child == 0:
         num_calls = len(library.calls)
-        driver, state = find_cufile(path, allow_compat=True)
-        os._exit(0 if driver is None and "forked" in state.reason and len(library.calls) == num_calls else 1)
+        os._exit(0 if "forked" in str(find_cufile(path)) and len(library.calls) == num_calls else 1)
     assert os.waitpid(child, 0)[1] == 0
 
 
 # Where there is no cuFile.
 
 
-def test_without_a_gpu_nothing_is_tried(library: Library, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert find_cufile(path, allow_compat=True) == (None, GdsState(None, None, "no CUDA device"))
-    assert library.calls == []
-
-
-def test_where_cufile_would_hang_nothing_is_tried(library: Library, path: Path, machine: Path) -> None:
+def test_without_a_gpu_or_where_cufile_would_hang_nothing_is_tried(
+    library: Library, path: Path, machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (machine / "modules").unlink()
-    driver, state = find_cufile(path, allow_compat=True)
-    assert driver is None
-    assert state == GdsState(None, None, f"{machine / 'modules'} is missing, without which cuFile hangs")
+    assert reason_at(path) == f"{machine / 'modules'} is missing, without which cuFile hangs"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert reason_at(path) == "no CUDA device"
     assert library.calls == []
 
 
 def test_where_nothing_offers_cufile_the_reason_names_both(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    without_bindings(monkeypatch, None)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.cufile", None)
     if Path("/proc/self/maps").read_text().count("libcufile"):
         pytest.skip("this torch has cuFile")
-    driver, state = find_cufile(path)
-    assert driver is None
-    assert state.driver == "torch.cuda.gds"
-    assert "cuda.bindings.cufile cannot be imported: " in state.reason
-    assert "torch was built without GDS (libcufile.so.0 is not loaded)" in state.reason
+    reason = reason_at(path)
+    assert "cuda.bindings.cufile cannot be imported: " in reason
+    assert "torch was built without GDS (libcufile.so.0 is not loaded)" in reason
 
 
+@only_bindings
 @pytest.mark.parametrize(
     ("config", "environment", "expected"),
     [
-        (None, None, os.devnull),
-        ('{"logging": {\n  // "dir": "/var/log",\n  "level": "ERROR"}}', None, os.devnull),
-        ('{"logging": {\n  "dir": "/var/log"}}', None, None),
-        ('{"logging": {"dir": "/var/log"}}', None, None),
-        (None, "/var/log/mine", "/var/log/mine"),
+        (None, {}, os.devnull),
+        ('{"logging": {\n  // "dir": "/var/log",\n  "level": "ERROR"}}', {}, os.devnull),
+        ('{"logging": {\n  "dir": "/var/log"}}', {}, None),
+        ('{"logging": {"dir": "/var/log"}}', {}, None),
+        (None, {"CUFILE_LOGFILE_PATH": "/var/log/mine"}, "/var/log/mine"),
+        ('{"logging": {"dir": "/var/log"}}', {"CUFILE_ENV_PATH_JSON": "other.json"}, os.devnull),
     ],
 )
 def test_no_log_appears_in_the_working_directory_and_the_users_choice_is_kept(
@@ -784,24 +720,16 @@ def test_no_log_appears_in_the_working_directory_and_the_users_choice_is_kept(
     machine: Path,
     monkeypatch: pytest.MonkeyPatch,
     config: str | None,
-    environment: str | None,
+    environment: dict[str, str],
     expected: str | None,
 ) -> None:
     if config is not None:
         (machine / "cufile.json").write_text(config)
-    if environment is not None:
-        monkeypatch.setenv("CUFILE_LOGFILE_PATH", environment)
+    (machine / "other.json").write_text('{"logging": {}}')
+    for name, value in environment.items():
+        monkeypatch.setenv(name, str(machine / value) if value.endswith("json") else value)
     BindingsCuFile(library)
     assert os.environ.get("CUFILE_LOGFILE_PATH") == expected
-
-
-def test_the_users_own_configuration_file_is_looked_into(
-    library: Library, machine: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (machine / "mine.json").write_text('{"logging": {"dir": "/var/log"}}')
-    monkeypatch.setenv("CUFILE_ENV_PATH_JSON", str(machine / "mine.json"))
-    BindingsCuFile(library)
-    assert "CUFILE_LOGFILE_PATH" not in os.environ
 
 
 # The made-up library against the real one.

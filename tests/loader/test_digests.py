@@ -8,7 +8,7 @@ import xxhash
 
 from relayout.core.workers import Stop
 from relayout.errors import FormatError
-from relayout.loader.digests import Checks
+from relayout.loader.backends.digests import Checks
 
 SIZES = (1000, 0, 48, 5000)
 OFFSETS = (0, 1008, 1008, 1056)

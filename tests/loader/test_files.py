@@ -14,15 +14,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from support.local_stores import stored_file
 from support.page_cache import drive_nbytes, drop, opened, unmarked, warm, write_cold  # noqa: F401
 
 from relayout.core.extents import align_up
 from relayout.errors import FormatError
 from relayout.loader.backends import files as sources_module
-from relayout.loader.backends.files import Access, Sources
-from relayout.loader.sources.contents import StoredFile
-from relayout.storage.files import Buffer, InputFile
-from relayout.storage.page_cache import read_ahead_nbytes, resident_nbytes
+from relayout.loader.backends.files import Sources
+from relayout.storage.buffers import Buffer
+from relayout.storage.local import store
+from relayout.storage.local.files import InputFile
+from relayout.storage.local.page_cache import read_ahead_nbytes, resident_nbytes
+from relayout.storage.protocols import Access
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -49,7 +52,7 @@ def written(tmp_path: Path) -> Bytes:
 @contextmanager
 def sources_of(paths: Path | Sequence[Path], access: Access) -> Iterator[Sources]:
     paths = [paths] if isinstance(paths, Path) else paths
-    sources = Sources([StoredFile(path, path.stat().st_size) for path in paths], access)
+    sources = Sources([stored_file(path, path.stat().st_size) for path in paths], access)
     try:
         yield sources
     finally:
@@ -262,13 +265,13 @@ def test_an_empty_file_is_no_trouble(tmp_path: Path) -> None:
 def test_files_that_cannot_be_had_are_refused_and_all_others_closed(
     tmp_path: Path, written: Bytes, access: Access
 ) -> None:
-    good = StoredFile(tmp_path / "file", NBYTES)
+    good = stored_file(tmp_path / "file", NBYTES)
     (tmp_path / "file").read_bytes()  # So that AUTO has it open twice.
     before = num_descriptors()
     for bad, message in (
-        (StoredFile(tmp_path / "missing", 5), r"missing: is missing$"),
-        (StoredFile(tmp_path / "file", NBYTES - 1), rf"file: {NBYTES} bytes long, expected {NBYTES - 1}$"),
-        (StoredFile(tmp_path / "file", NBYTES + 1), rf"file: {NBYTES} bytes long, expected {NBYTES + 1}$"),
+        (stored_file(tmp_path / "missing", 5), r"missing: is missing$"),
+        (stored_file(tmp_path / "file", NBYTES - 1), rf"file: {NBYTES} bytes long, expected {NBYTES - 1}$"),
+        (stored_file(tmp_path / "file", NBYTES + 1), rf"file: {NBYTES} bytes long, expected {NBYTES + 1}$"),
     ):
         with pytest.raises(FormatError, match=message):
             Sources([good, good, bad, good], access)
@@ -285,7 +288,7 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path: P
     os.mkfifo(tmp_path / "file")
     before = num_descriptors()
     with pytest.raises(FormatError, match=r"file: not a regular file$"):
-        Sources([StoredFile(tmp_path / "file", 0)], access)
+        Sources([stored_file(tmp_path / "file", 0)], access)
     assert num_descriptors() == before
 
 
@@ -298,14 +301,14 @@ def test_a_file_that_is_replaced_between_two_opens_is_refused(
 
     class Replacing(InputFile):
         def __init__(self, path: Path, nbytes: int, **options: Any) -> None:
-            if not options["direct"]:
+            if options["access"] is Access.BUFFERED:
                 (tmp_path / "other").rename(path)
             super().__init__(path, nbytes, **options)
 
-    monkeypatch.setattr(sources_module, "InputFile", Replacing)
+    monkeypatch.setattr(store, "InputFile", Replacing)
     before = num_descriptors()
     with pytest.raises(FormatError, match=r"file: was replaced while it was opened$"):
-        Sources([StoredFile(path, NBYTES)], Access.AUTO)
+        Sources([stored_file(path, NBYTES)], Access.AUTO)
     assert num_descriptors() == before
 
 
@@ -317,14 +320,14 @@ def test_a_file_that_vanishes_between_two_opens_is_refused(
 
     class Vanishing(InputFile):
         def __init__(self, path: Path, nbytes: int, **options: Any) -> None:
-            if not options["direct"]:
+            if options["access"] is Access.BUFFERED:
                 path.unlink()
             super().__init__(path, nbytes, **options)
 
-    monkeypatch.setattr(sources_module, "InputFile", Vanishing)
+    monkeypatch.setattr(store, "InputFile", Vanishing)
     before = num_descriptors()
     with pytest.raises(FormatError, match=r"file: is missing$"):
-        Sources([StoredFile(path, NBYTES)], Access.AUTO)
+        Sources([stored_file(path, NBYTES)], Access.AUTO)
     assert num_descriptors() == before
 
 

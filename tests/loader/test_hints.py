@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 import relayout
 from relayout.errors import FormatError
-from relayout.loader.diagnose.hints import advised
+from relayout.loader.diagnose.hints import error_hints
 
 NUM_PARTS = 6
 
@@ -148,7 +148,7 @@ print(json.dumps(outcome(limited)))
 
 def test_the_limit_is_told_when_not_one_more_file_can_be_opened(tmp_path: Path) -> None:
     code = """
-from relayout.loader.diagnose.hints import advised
+from relayout.loader.diagnose.hints import error_hints
 
 def use_up():
     while True:
@@ -160,7 +160,7 @@ except OSError:
     pass
 
 try:
-    with advised():
+    with error_hints():
         os.open("nothing", os.O_RDONLY)
 except Exception as error:
     print(json.dumps([type(error).__name__, str(error)]))
@@ -225,7 +225,7 @@ print(json.dumps([outcome(lambda: call(sys.argv[1], 0, backend=sys.argv[2])) for
 @pytest.mark.parametrize("path", ["/models/rank 0", None])
 def test_advice_is_added_and_nothing_is_lost(code: int, kind: type[OSError], says: str, path: str | None) -> None:
     original = OSError(code, os.strerror(code), path)
-    with pytest.raises(OSError, match="; ") as caught, advised():
+    with pytest.raises(OSError, match="; ") as caught, error_hints():
         raise original
     error = caught.value
     assert type(error) is kind is type(original)
@@ -249,7 +249,7 @@ def test_advice_is_added_and_nothing_is_lost(code: int, kind: type[OSError], say
     ],
 )
 def test_where_there_is_nothing_to_do_the_error_is_the_same(original: BaseException) -> None:
-    with pytest.raises(type(original)) as caught, advised():
+    with pytest.raises(type(original)) as caught, error_hints():
         raise original
     assert caught.value is original
     assert caught.value.__cause__ is None
@@ -261,10 +261,10 @@ def test_a_system_without_some_of_the_numbers_gets_the_same_errors(tmp_path: Pat
 import errno
 if hasattr(errno, "EREMOTEIO"):
     del errno.EREMOTEIO
-from relayout.loader.diagnose.hints import advised
+from relayout.loader.diagnose.hints import error_hints
 
 def fail(code):
-    with advised():
+    with error_hints():
         raise OSError(code, "of the system")
 
 print(json.dumps([outcome(lambda: fail(code))["message"] for code in (errno.ENOSPC, errno.ETIMEDOUT)]))
@@ -276,6 +276,6 @@ print(json.dumps([outcome(lambda: fail(code))["message"] for code in (errno.ENOS
 
 
 def test_what_does_not_fail_is_left_alone() -> None:
-    with advised():
+    with error_hints():
         result = 1
     assert result == 1

@@ -68,11 +68,11 @@ def test_names_chooses_tensors(converted: Path, way: str) -> None:
     stored = whole_tensors(converted, "model-rank-0-*")
     chosen = {name: tensor for name, tensor in stored.items() if ".2." in name or "norm" in name}
     for memory in (None, LITTLE):
-        found = list(relayout.iter_load(converted, 0, names=["*.2.*", "*norm*"], backend=way, memory=memory))
+        found = list(relayout.iter_load(converted, 0, names=["**.2.**", "**norm**"], backend=way, memory=memory))
         assert [name for name, _ in found] == list(chosen)
         assert_equal(dict(found), chosen)
     assert list(relayout.iter_load(converted, 0, names=[], backend=way)) == []
-    with pytest.raises(PlanError, match="'nothing' is none of the rank's 23 tensors"):
+    with pytest.raises(PlanError, match=r"no tensor matches 'nothing' \(there are 23\)"):
         relayout.iter_load(converted, 0, names="nothing", backend=way)
 
 
@@ -138,7 +138,7 @@ def grows(**options):
 
 grown = []
 for backend in ("auto", "direct", "buffered"):
-    grows(backend=backend, names="t.0[01]", memory=2**24)  # What is imported grows it, too.
+    grows(backend=backend, names="t.{00,01}", memory=2**24)  # What is imported grows it, too.
     for memory in json.loads(sys.argv[2]):
         grown.append((memory, *grows(backend=backend, memory=memory)))
 print(json.dumps(grown))
@@ -223,9 +223,12 @@ def test_memory_that_is_too_little_is_refused_with_a_number_that_will_do(tmp_pat
         assert_equal(dict(relayout.iter_load(tmp_path / "out", 0, backend=way, memory=2 * MIB)), stored)
         return
     for memory in (2 * MIB, max(nbytes, 2 * MIB)):
-        with nothing_left_behind(), pytest.raises(PlanError, match=f"'largest' has {nbytes} bytes: at most") as caught:
+        with (
+            nothing_left_behind(),
+            pytest.raises(PlanError, match=f"too small for tensor 'largest' of {nbytes} bytes") as caught,
+        ):
             relayout.iter_load(tmp_path / "out", 0, backend=way, memory=memory)
-        (number,) = re.findall(r"(\d+) would do", str(caught.value))
+        (number,) = re.findall(r"use at least (\d+)", str(caught.value))
         assert nbytes < int(number) <= nbytes * 4 // 3 + MIB + 4 * 4096
     assert_equal(dict(relayout.iter_load(tmp_path / "out", 0, backend=way, memory=int(number))), stored)
     assert_equal(dict(relayout.iter_load(tmp_path / "out", 0, backend=way, memory=int(number) + 12345)), stored)

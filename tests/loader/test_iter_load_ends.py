@@ -131,7 +131,7 @@ for backend in ("auto", "buffered"):
         )
         found.append(same)
 try:
-    found.append(len(list(relayout.iter_load(torn, 0, backend="buffered", names="*norm*"))))
+    found.append(len(list(relayout.iter_load(torn, 0, backend="buffered", names="**norm**"))))
 except relayout.RelayoutError as error:
     found.append(str(error))
 name = "model.layers.1.mlp.gate_proj.weight"

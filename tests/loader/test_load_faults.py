@@ -27,8 +27,8 @@ from support.tools import PYTHONPATH
 import relayout
 from relayout.errors import FormatError
 from relayout.loader import into
-from relayout.loader.backends import files as sources
-from relayout.storage.files import InputFile
+from relayout.storage.local import store
+from relayout.storage.local.files import InputFile
 
 pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="takes Linux's dynamic linker and /proc"),
@@ -165,7 +165,7 @@ def test_a_file_that_is_replaced_while_it_is_opened_is_not_taken_for_another(
             Path(shutil.copy(own, folder / "beside")).replace(folder / PART)
         return opened
 
-    monkeypatch.setattr(sources, "InputFile", open_file)
+    monkeypatch.setattr(store, "InputFile", open_file)
     kept: dict[str, torch.Tensor] = {}
     with nothing_left_behind(), pytest.raises(FormatError, match=f"{NOT_ITS_OWN}|was replaced while it was opened"):
         faulty.CALLS[call](folder, way, kept)

@@ -78,7 +78,7 @@ def limited(function, nbytes):
     return call
 
 def load(**options):
-    return relayout.load(folder, 0, names="*", **options)
+    return relayout.load(folder, 0, names="**", **options)
 
 def iterate(**options):
     return dict(relayout.iter_load(folder, 0, **options))
@@ -141,7 +141,7 @@ def test_memory_that_python_lacks_is_told_with_words(
         with nothing_left_behind(), pytest.raises(MemoryError, match=r"^no memory is left"):
             relayout.iter_load(place / "out", 0, backend=way)
         patch.setattr(resource, "getrlimit", lambda _: (2**40, 2**41))
-        call = partial(relayout.load, place / "out", 0, names="*", backend=way)
+        call = partial(relayout.load, place / "out", 0, names="**", backend=way)
         assert_fails(
             call, MemoryError, rf"beside tensors and buffers: this process may have {2**40} bytes \(ulimit -v\)$"
         )

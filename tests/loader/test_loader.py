@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.loader_fixtures import MIB, assert_equal, nothing_left_behind, whole_tensors
+from support.local_stores import stored_file
 from support.models import expected_slice, read_tensors
 
 import relayout
@@ -23,10 +24,9 @@ from relayout.errors import FormatError, PlanError
 from relayout.format.index import Read
 from relayout.loader.backends.arena import HUGE_PAGE, allocate
 from relayout.loader.backends.base import ReadJob
-from relayout.loader.backends.files import Access
 from relayout.loader.backends.host import HostBackend
 from relayout.loader.budgets import Budget
-from relayout.loader.sources.contents import StoredFile
+from relayout.storage.protocols import Access
 
 DTYPES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
@@ -283,8 +283,8 @@ def test_a_damaged_folder_is_refused_and_leaves_no_thread_or_file_behind(
     "load",
     [
         lambda folder: relayout.load(folder, 0),
-        lambda folder: relayout.load(folder, 0, names="*"),
-        lambda folder: relayout.load(folder, 0, names="*", into={}),
+        lambda folder: relayout.load(folder, 0, names="**"),
+        lambda folder: relayout.load(folder, 0, names="**", into={}),
         lambda folder: relayout.load(folder, 0, verify=True),
         lambda folder: list(relayout.iter_load(folder, 0)),
         lambda folder: relayout.open(folder, 0),
@@ -338,7 +338,7 @@ def test_direct_reads_that_the_file_system_refuses_are_an_error_only_where_direc
         return true_open(name, flags, *rest, **options)
 
     monkeypatch.setattr(os, "open", refuse)
-    fill = ReadJob((StoredFile(path, 16384),), (Read(0, Transfer(100, 0, 9000)),), Budget(2, 2 * MIB))
+    fill = ReadJob((stored_file(path, 16384),), (Read(0, Transfer(100, 0, 9000)),), Budget(2, 2 * MIB))
     arena = allocate(9000)
     HostBackend(Access.AUTO).start(arena, fill).join()
     assert bytes(arena.span(0, 9000)) == (bytes(range(256)) * 64)[100:9100]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 
 from relayout.core.extents import Extent, Transfer
 from relayout.format.index import Read
-from relayout.loader import read_plan as readplan
 from relayout.loader.read_plan import Chunk, plan_chunks
 
 Bytes = npt.NDArray[np.uint8]
@@ -27,6 +25,8 @@ FILE_NBYTES = 60_000
 FILES = [np.random.default_rng(seed).integers(0, 256, FILE_NBYTES, dtype=np.uint8) for seed in range(2)]
 BEHIND = 0x5A
 """What a request finds behind the end of a file."""
+GAP = 256 * 1024
+"""Bytes."""
 UNTOUCHED = 0xA5
 
 
@@ -39,16 +39,19 @@ class Case:
     alignment: int
     chunk_nbytes: int
     bounce_nbytes: int
-    min_run_nbytes: int
-    """Runs of so many bytes are requested one by one."""
+    max_gap_nbytes: int
+    """Runs that are shorter, with gaps that are not longer, are requested together."""
 
     def chunks(self) -> list[Chunk]:
-        with mock.patch.object(readplan, "MIN_RUN_NBYTES", self.min_run_nbytes):
-            return list(
-                plan_chunks(
-                    self.reads, self.alignment, chunk_nbytes=self.chunk_nbytes, bounce_nbytes=self.bounce_nbytes
-                )
+        return list(
+            plan_chunks(
+                self.reads,
+                self.alignment,
+                chunk_nbytes=self.chunk_nbytes,
+                bounce_nbytes=self.bounce_nbytes,
+                max_gap_nbytes=self.max_gap_nbytes,
             )
+        )
 
 
 @st.composite
@@ -154,7 +157,9 @@ def test_what_is_requested_and_not_wanted_is_edges_of_blocks_and_gaps_of_strided
         allowed.append(np.repeat(blocks, case.alignment))
     for read in case.reads:
         one = read.transfer
-        if one.count > 1 and one.nbytes < case.min_run_nbytes and one.source_stride <= case.bounce_nbytes:
+        gap = one.source_stride - one.nbytes
+        has_gaps_read = one.count > 1 and one.nbytes < case.max_gap_nbytes >= gap
+        if has_gaps_read and one.source_stride <= case.bounce_nbytes:
             low = one.source // case.alignment * case.alignment
             allowed[read.file][low : -(-one.source_end // case.alignment) * case.alignment] = True
     for chunk in case.chunks():
@@ -195,20 +200,20 @@ def shape(chunks: Sequence[Chunk]) -> list[tuple[int, int, int | None, int]]:
 
 
 def planned(reads: Sequence[Read], alignment: int = 4096) -> list[Chunk]:
-    return list(plan_chunks(reads, alignment, chunk_nbytes=8 * MIB, bounce_nbytes=8 * MIB))
+    return list(plan_chunks(reads, alignment, chunk_nbytes=8 * MIB, bounce_nbytes=8 * MIB, max_gap_nbytes=GAP))
 
 
 def test_many_small_neighbors_are_few_requests() -> None:
     reads = [Read(0, Transfer(4096 + 24 * n, 32 * n, 24)) for n in range(10_000)]
     assert shape(planned(reads)) == [(4096, 59 * 4096, None, 10_000)]  # 240000 bytes, to the end of the last block.
-    small = list(plan_chunks(reads, 4096, chunk_nbytes=8 * MIB, bounce_nbytes=100_000))
+    small = list(plan_chunks(reads, 4096, chunk_nbytes=8 * MIB, bounce_nbytes=100_000, max_gap_nbytes=GAP))
     # 24 blocks hold just 4096 pieces.
     assert shape(small) == [(4096, 98304, None, 4096), (102400, 98304, None, 4096), (200704, 45056, None, 1808)]
 
 
 def test_a_block_that_two_buffers_need_is_requested_for_both() -> None:
     reads = [Read(0, Transfer(4096 + 100 * n, 112 * n, 100)) for n in range(500)]
-    small = list(plan_chunks(reads, 4096, chunk_nbytes=8 * MIB, bounce_nbytes=10 * 4096))
+    small = list(plan_chunks(reads, 4096, chunk_nbytes=8 * MIB, bounce_nbytes=10 * 4096, max_gap_nbytes=GAP))
     # Piece 409 begins in the 10th block and ends in the 11th.
     assert shape(small) == [(4096, 10 * 4096, None, 409), (10 * 4096, 4 * 4096, None, 91)]
 
@@ -244,7 +249,13 @@ def test_an_edge_is_requested_together_with_the_next_reads() -> None:
 
 def test_a_large_read_to_an_odd_place_fits_the_buffers() -> None:
     chunks = list(
-        plan_chunks([Read(0, Transfer(4096, 1, 20 * MIB))], 4096, chunk_nbytes=8 * MIB, bounce_nbytes=MIB + 5000)
+        plan_chunks(
+            [Read(0, Transfer(4096, 1, 20 * MIB))],
+            4096,
+            chunk_nbytes=8 * MIB,
+            bounce_nbytes=MIB + 5000,
+            max_gap_nbytes=GAP,
+        )
     )
     assert {one.arena_offset for one in chunks} == {None}
     assert all(one.extent.nbytes <= MIB + 5000 for one in chunks)
@@ -265,12 +276,13 @@ def test_without_alignment_all_contiguous_reads_go_straight() -> None:
     ("run", "stride", "requests", "nbytes"),
     [
         (4 * KIB, 8 * KIB, 1, 8 * 8 * KIB - 4 * KIB),  # With the gaps.
-        (256 * KIB - 4 * KIB, 512 * KIB, 1, 4 * MIB - 260 * KIB),
+        (252 * KIB, 508 * KIB, 1, (7 * 508 + 252) * KIB),
+        (248 * KIB, 508 * KIB, 8, 8 * 248 * KIB),  # A gap that is not worth reading.
         (256 * KIB, 512 * KIB, 8, 8 * 256 * KIB),  # Without them.
-        (4 * KIB, 9 * MIB, 8, 8 * 4 * KIB),  # A gap wider than the buffer.
+        (4 * KIB, 9 * MIB, 8, 8 * 4 * KIB),
     ],
 )
-def test_gaps_are_read_only_between_small_runs(run: int, stride: int, requests: int, nbytes: int) -> None:
+def test_small_gaps_are_read_between_small_runs(run: int, stride: int, requests: int, nbytes: int) -> None:
     chunks = planned([Read(0, Transfer(0, 1, run, 8, stride, run))])
     assert (len(chunks), sum(one.extent.nbytes for one in chunks)) == (requests, nbytes)
 

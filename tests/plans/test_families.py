@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from support.checkpoints import Entry, Sizes, add_tensor, write_family
 from support.engine_oracle import Array, IndivisibleError, expected, owners, split_cut
 from support.families import BESIDE_THE_LANGUAGE_MODEL, EXPERT_FAMILIES, FAMILIES, MULTIMODAL
+from support.local_stores import read_catalogue
 from support.models import read_tensors
 from support.planning import all_slices
 from support.rebuilding import assert_ranks_give_back, indices, ranks_of
 
 import relayout
-from relayout.checkpoint.source import Catalogue, SourceTensor, read_catalogue
+from relayout.checkpoint.source import Catalogue, SourceTensor
 from relayout.core.extents import Extent
 from relayout.core.slices import Slice
 from relayout.errors import PlanError

@@ -120,7 +120,7 @@ def catalogue_of(model: str) -> Catalogue:
         nbytes = prod(shape) * NBYTES[dtype]
         tensors.append(SourceTensor(name, dtype, tuple(shape), 0, Extent(offset, nbytes)))
         offset += nbytes
-    file = SourceFile("model.safetensors", Path("/nowhere/model.safetensors"), offset, 8, b"")
+    file = SourceFile("model.safetensors", offset, 8, b"")
     return Catalogue(Path("/nowhere"), (file,), tuple(tensors), {}, table["config"], None, (), ())
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from support.local_stores import read_catalogue
 
-from relayout.checkpoint.source import read_catalogue
 from relayout.errors import FormatError, PlanError
 from relayout.plans.quantization import Scheme, Values, Weight, find_scheme
 

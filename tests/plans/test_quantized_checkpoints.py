@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from support.checkpoints import Entry, Sizes, Tensors
 from support.engine_oracle import Array, IndivisibleError, expected, owners, split_cut
+from support.local_stores import read_catalogue
 from support.models import as_integers, read_tensors
 from support.quantized import (
     EXPERT_QUANTIZED,
@@ -29,7 +30,7 @@ from support.quantized import (
 from support.rebuilding import assert_ranks_give_back
 
 import relayout
-from relayout.checkpoint.source import Catalogue, SourceTensor, read_catalogue
+from relayout.checkpoint.source import Catalogue, SourceTensor
 from relayout.core.extents import Extent
 from relayout.errors import PlanError
 from relayout.plans.planner import Plan, plan_for

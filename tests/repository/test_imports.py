@@ -30,7 +30,7 @@ LAYERS: dict[str, set[str]] = {
     "conversion": {"errors", "core", "format", "storage", "checkpoint", "plans"},
     "commands": {"errors", "core", "format", "storage", "checkpoint", "plans", "conversion"},
     "loader": {"errors", "core", "format", "storage", "checkpoint", "progress"},
-    "engines": {"errors", "core", "format", "checkpoint", "loader"},
+    "engines": {"errors", "core", "storage", "checkpoint", "loader"},
     "transformers": {"errors", "engines"},
     "cli": {"errors", "core", "storage", "progress", "plans", "conversion", "commands", "loader"},
 }
@@ -143,7 +143,7 @@ def test_the_graph_is_not_empty() -> None:
     } <= set(MODULES)
     assert len(MODULES) > 25
     edges = {(one.source, one.target, one.at_import_time) for one in IMPORTS}
-    assert ("relayout.conversion.staging", "relayout.errors", True) in edges
+    assert ("relayout.storage.local.staging", "relayout.errors", True) in edges
     assert ("relayout.cli.app", "relayout.conversion.run", False) in edges
     assert ("relayout", "relayout.loader", True) not in edges, "TYPE_CHECKING is not seen"
 

@@ -13,12 +13,13 @@ import pytest
 import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.local_stores import hashed_file
 
 from relayout.core.extents import BLOCK, Extent
 from relayout.errors import FormatError
 from relayout.storage import hashing as rehash
-from relayout.storage.files import InputFile
-from relayout.storage.hashing import CHUNK_NBYTES, HashedFile, hash_files
+from relayout.storage.hashing import CHUNK_NBYTES, hash_files
+from relayout.storage.local.files import InputFile
 
 NBYTES = 10 * BLOCK + 1234
 BYTES = np.random.default_rng(3).bytes(NBYTES)
@@ -76,7 +77,7 @@ def arrangements(draw: Callable[[Any], Any]) -> list[Extent]:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(extents=arrangements(), threads=st.integers(1, 4))
 def test_digests_are_those_of_the_files_bytes(path: Path, chunks: int, extents: list[Extent], threads: int) -> None:
-    assert hash_files([HashedFile(path, NBYTES, extents)], threads) == [expected(extents)]
+    assert hash_files([hashed_file(path, NBYTES, extents)], threads) == [expected(extents)]
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -86,7 +87,7 @@ def test_empty_extents_may_lie_anywhere(
 ) -> None:
     for position, offset in empty:
         extents.insert(position, Extent(offset, 0))
-    assert hash_files([HashedFile(path, NBYTES, extents)], 2) == [expected(extents)]
+    assert hash_files([hashed_file(path, NBYTES, extents)], 2) == [expected(extents)]
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=30)
@@ -95,14 +96,14 @@ def test_several_files_are_not_mixed_up(path: Path, chunks: int, arrangement: li
     other = path.with_name("other")
     if not other.exists():
         other.write_bytes(BYTES[::-1])
-    files = [HashedFile((path, other)[n % 2], NBYTES, extents) for n, extents in enumerate(arrangement)]
+    files = [hashed_file((path, other)[n % 2], NBYTES, extents) for n, extents in enumerate(arrangement)]
     found = hash_files(files, threads)
     assert found == [expected(one, (BYTES, BYTES[::-1])[n % 2]) for n, one in enumerate(arrangement)]
 
 
 def test_an_extent_over_many_chunks_is_one(path: Path, chunks: int) -> None:
     extents = [Extent(5, NBYTES - 5)]
-    assert hash_files([HashedFile(path, NBYTES, extents)], 3) == [expected(extents)]
+    assert hash_files([hashed_file(path, NBYTES, extents)], 3) == [expected(extents)]
 
 
 def test_extents_that_meet_in_a_block_on_a_chunks_border_are_two(path: Path, chunks: int) -> None:
@@ -110,7 +111,7 @@ def test_extents_that_meet_in_a_block_on_a_chunks_border_are_two(path: Path, chu
         for meet in (border - 1, border, border + 1):
             for gap in (0, 1, BLOCK):
                 extents = [Extent(3, meet - 3), Extent(meet + gap, max(0, min(NBYTES, meet + gap + 99) - meet - gap))]
-                assert hash_files([HashedFile(path, NBYTES, extents)], 2) == [expected(extents)]
+                assert hash_files([hashed_file(path, NBYTES, extents)], 2) == [expected(extents)]
 
 
 def test_a_file_larger_than_a_chunk_needs_no_patching(tmp_path: Path) -> None:
@@ -119,14 +120,14 @@ def test_a_file_larger_than_a_chunk_needs_no_patching(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(blob)
     extents = [Extent(0, 10), Extent(10, CHUNK_NBYTES), Extent(CHUNK_NBYTES + 5000, nbytes - CHUNK_NBYTES - 5000)]
     seen: list[int] = []
-    found = hash_files([HashedFile(tmp_path / "file", nbytes, extents)], 2, seen.append)
+    found = hash_files([hashed_file(tmp_path / "file", nbytes, extents)], 2, seen.append)
     assert found == [expected(extents, blob)]
     assert seen[-1] >= nbytes
 
 
 def test_nothing_is_read_twice_or_in_vain(path: Path, chunks: int, reads: list[Extent]) -> None:
     extents = [Extent(10, 20), Extent(30, 5), Extent(BLOCK - 1, 2), Extent(5 * BLOCK, 0), Extent(7 * BLOCK + 9, BLOCK)]
-    hash_files([HashedFile(path, NBYTES, extents)], 1)
+    hash_files([hashed_file(path, NBYTES, extents)], 1)
     blocks = sorted(block for one in reads for block in range(one.offset // BLOCK, one.end // BLOCK))
     assert blocks == [0, 1, 7, 8]
     assert all(one.offset % BLOCK == one.nbytes % BLOCK == 0 and one.nbytes <= chunks for one in reads)
@@ -134,8 +135,8 @@ def test_nothing_is_read_twice_or_in_vain(path: Path, chunks: int, reads: list[E
 
 def test_where_there_is_nothing_to_hash_nothing_is_read(path: Path, reads: list[Extent]) -> None:
     assert hash_files([], 2) == []
-    assert hash_files([HashedFile(path, NBYTES, [])], 2) == [[]]
-    assert hash_files([HashedFile(path, NBYTES, [Extent(0, 0), Extent(NBYTES, 0)])], 2) == [[EMPTY, EMPTY]]
+    assert hash_files([hashed_file(path, NBYTES, [])], 2) == [[]]
+    assert hash_files([hashed_file(path, NBYTES, [Extent(0, 0), Extent(NBYTES, 0)])], 2) == [[EMPTY, EMPTY]]
     assert reads == []
 
 
@@ -145,7 +146,7 @@ def test_one_flipped_bit_changes_one_digest(path: Path, tmp_path: Path) -> None:
         blob = bytearray(BYTES)
         blob[position] ^= 16
         (tmp_path / "file").write_bytes(blob)
-        [found] = hash_files([HashedFile(tmp_path / "file", NBYTES, extents)], 2)
+        [found] = hash_files([hashed_file(tmp_path / "file", NBYTES, extents)], 2)
         differ = [n for n, (a, b) in enumerate(zip(found, expected(extents), strict=True)) if a != b]
         assert differ == [position // 1000]
 
@@ -178,7 +179,7 @@ def test_a_file_of_another_length_is_refused(
     (tmp_path / "file").write_bytes(BYTES)
     says = next(trouble(tmp_path / "file"))
     with pytest.raises(FormatError, match=says):
-        hash_files([HashedFile(tmp_path / "file", NBYTES, extents)], 2)
+        hash_files([hashed_file(tmp_path / "file", NBYTES, extents)], 2)
 
 
 @pytest.mark.parametrize("what", ["folder", "fifo"])
@@ -188,7 +189,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path, what: str
     else:
         os.mkfifo(tmp_path / "file")
     with pytest.raises(FormatError, match="file: "):
-        hash_files([HashedFile(tmp_path / "file", NBYTES, [Extent(0, 1)])], 2)
+        hash_files([hashed_file(tmp_path / "file", NBYTES, [Extent(0, 1)])], 2)
 
 
 @pytest.mark.parametrize("threads", [1, 4])
@@ -205,7 +206,7 @@ def test_a_read_that_fails_names_file_and_offset(
     monkeypatch.setattr(os, "preadv", preadv)
     at = 4 * BLOCK // chunks * chunks
     with pytest.raises(OSError, match=rf"Input/output error at byte {at}\b.*/file") as caught:
-        hash_files([HashedFile(path, NBYTES, [Extent(0, NBYTES)])], threads)
+        hash_files([hashed_file(path, NBYTES, [Extent(0, NBYTES)])], threads)
     assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(path))
 
 
@@ -220,4 +221,4 @@ def test_a_file_that_shrinks_while_it_is_read_is_noticed(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(InputFile, "read", read)
     with pytest.raises(FormatError, match=rf"file: ends at byte {2 * BLOCK}, expected {NBYTES} bytes"):
-        hash_files([HashedFile(file, NBYTES, [Extent(0, NBYTES)])], 1)
+        hash_files([hashed_file(file, NBYTES, [Extent(0, NBYTES)])], 1)

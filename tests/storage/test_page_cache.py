@@ -1,4 +1,4 @@
-"""relayout.storage.page_cache against a page cache that was emptied, and filled again by reading known pages."""
+"""relayout.storage.local.page_cache against a page cache that was emptied, and filled again by reading known pages."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import pytest
 from support.mounts import mounted_tmpfs
 from support.page_cache import Bytes, drive_nbytes, drop, opened, warm, write_cold
 
-from relayout.storage import page_cache as residency
-from relayout.storage.page_cache import resident_nbytes
+from relayout.storage.local import page_cache as residency
+from relayout.storage.local.page_cache import resident_nbytes
 
 PAGE = mmap.PAGESIZE
 NUM_PAGES = 64
@@ -207,7 +207,7 @@ def test_mapping_to_look_leaves_no_mapping(stored: Stored, monkeypatch: pytest.M
 
 AS_ANOTHER = """
 import ctypes, mmap, os, sys
-from relayout.storage import page_cache as residency
+from relayout.storage.local import page_cache as residency
 user = int(sys.argv[1])
 fd = os.open(sys.argv[2], os.O_RDONLY)
 nbytes = os.fstat(fd).st_size

@@ -11,6 +11,7 @@ import numpy as np
 import xxhash
 from support.fake_cuda import FakeCuFile, Lanes
 from support.loader_fixtures import MIB, Array, nothing_left_behind
+from support.local_stores import stored_file
 
 from relayout.core.extents import BLOCK, Transfer, align_up
 from relayout.core.workers import Stop
@@ -18,8 +19,8 @@ from relayout.format.index import Read
 from relayout.loader.backends.base import Backend, Choice, ReadJob, Refusal, Request
 from relayout.loader.backends.choice import REGISTRY
 from relayout.loader.backends.cuda import DeviceBackend
+from relayout.loader.backends.digests import Checks
 from relayout.loader.budgets import Budget
-from relayout.loader.digests import Checks
 from relayout.loader.sources.contents import StoredFile
 
 UNTOUCHED = 0xEE
@@ -171,7 +172,7 @@ class Ground:
 
 
 def stored(paths: Sequence[Path]) -> tuple[StoredFile, ...]:
-    return tuple(StoredFile(path, size) for path, size in zip(paths, SIZES, strict=False))
+    return tuple(stored_file(path, size) for path, size in zip(paths, SIZES, strict=False))
 
 
 def read(source: int, nbytes: int, target: int = 0, *, file: int = 0) -> Read:

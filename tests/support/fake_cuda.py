@@ -12,7 +12,6 @@ import os
 import random
 import threading
 import time
-import weakref
 from collections import deque
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +19,7 @@ from typing import Self
 
 import torch
 
-from relayout.storage.files import Buffer
+from relayout.storage.buffers import Buffer
 
 BLOCK = 4096
 STALE = 0xDD
@@ -60,10 +59,10 @@ class Lanes:
         with self.changed:
             self.pinned += 2 * nbytes
             self.held += 2 * nbytes
-        weakref.finalize(lane, self._free, 2 * nbytes)
         return lane
 
-    def _free(self, nbytes: int) -> None:
+    def free(self, nbytes: int) -> None:
+        """Buffers were freed."""
         self.held -= nbytes
 
     def call(self, method: str) -> None:
@@ -128,6 +127,7 @@ class SlowLane:
 
     def __init__(self, lanes: Lanes, nbytes: int) -> None:
         self._lanes = lanes
+        self._nbytes = nbytes
         self._buffers = [torch.frombuffer(Buffer().reserve(nbytes), dtype=torch.uint8) for _ in range(2)]
         assert not any(buffer.data_ptr() % BLOCK for buffer in self._buffers)
         self._last = [0, 0]
@@ -171,6 +171,11 @@ class SlowLane:
     def drain(self) -> None:
         self._lanes.call("drain")
         self._wait(self._num_sent)
+
+    def close(self) -> None:
+        assert self.num_done == self._num_sent or self._lanes.fails
+        self._lanes.free(2 * self._nbytes)
+        self._buffers.clear()
 
     def _wait(self, number: int) -> None:
         with self._lanes.changed:

@@ -57,7 +57,7 @@ def stored(folder: Path, pattern: str) -> Tensors:
 
 
 def load_some(folder: Path, backend: str, found: Tensors) -> None:
-    names = ["*_proj.weight", "*layernorm*"]
+    names = ["**_proj.weight", "**layernorm**"]
     found |= relayout.load(folder, 0, backend=backend, names=names)
 
 

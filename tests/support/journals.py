@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from relayout.conversion import journal
 from relayout.conversion.journal import TensorDigests, Undertaking
-from relayout.storage.open_folder import OpenFolder
+from relayout.storage.local.open_folder import OpenFolder
+from relayout.storage.local.staging import LocalNotes, read_notes
 
 
 def read_journal(folder: Path) -> tuple[Undertaking, Mapping[int, TensorDigests]] | None:
@@ -15,4 +17,15 @@ def read_journal(folder: Path) -> tuple[Undertaking, Mapping[int, TensorDigests]
     if not folder.is_dir():
         return None
     with OpenFolder(folder) as opened:
-        return journal.read_journal(opened)
+        text = read_notes(opened, journal.JOURNAL_NAME)
+    return None if text is None else journal.parse_journal(text)
+
+
+@dataclass(frozen=True)
+class NotesIn:
+    """A folder of notes, as far as a `Staging` is that."""
+
+    folder: OpenFolder
+
+    def open_notes(self, name: str, *, is_new: bool) -> LocalNotes:
+        return LocalNotes(self.folder, name, is_new=is_new)

@@ -240,7 +240,7 @@ class Holdings:
     mapped_files: int
     """Mappings of rank files."""
     large: int
-    """Bytes of anonymous mappings, heaps and stacks aside, of at least as many bytes as were asked for."""
+    """Bytes in memory of anonymous mappings, heaps and stacks aside, that are at least as large as was asked for."""
     nbytes: int
     """Of address space."""
 
@@ -256,13 +256,16 @@ def holdings(large: int, others: int) -> Holdings:
     while num_threads() > threading.active_count() + others and time.monotonic() < end:
         time.sleep(0.0005)
     mapped_files = total = nbytes = 0
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        place, _, _, _, inode, *name = line.split(maxsplit=5)
-        start, end_of = (int(number, 16) for number in place.split("-"))
-        nbytes += end_of - start
-        mapped_files += "model-rank" in line
-        if inode == "0" and not name and end_of - start >= large:
-            total += end_of - start
+    is_large = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024 * is_large
+        elif "-" in (place := line.partition(" ")[0]):
+            _, _, _, _, inode, *name = line.split(maxsplit=5)
+            start, end_of = (int(number, 16) for number in place.split("-"))
+            nbytes += end_of - start
+            mapped_files += "model-rank" in line
+            is_large = inode == "0" and not name and end_of - start >= large
     return Holdings(len(open_files()), num_threads(), mapped_files, total, nbytes)
 
 

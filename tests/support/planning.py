@@ -11,6 +11,7 @@ from relayout.conversion.layout import Conversion, lay_out
 from relayout.core.extents import Extent
 from relayout.core.slices import Cut, Slice, number_cuts
 from relayout.plans.planner import Plan
+from relayout.storage.local.store import LocalStore
 
 Shapes = Mapping[str, tuple[int, ...]]
 Ranges = tuple[tuple[int, int], ...]
@@ -19,7 +20,7 @@ Ranges = tuple[tuple[int, int], ...]
 def catalogue(shapes: Shapes, *, stored_as: str = "BF16", **config: Any) -> Catalogue:
     """A checkpoint of tensors of these shapes, in this order."""
     return Catalogue(
-        root=Path("checkpoint"),
+        root=LocalStore(Path("checkpoint")),
         files=(),
         tensors=tuple(SourceTensor(name, stored_as, shape, 0, Extent(0, 0)) for name, shape in shapes.items()),
         metadata={},
@@ -37,7 +38,7 @@ def plan_of(name: str, num_ranks: int, slices: Iterable[tuple[Slice, ...]], **mo
 
 def conversion_of(source: Catalogue, plan: Plan, alignment: int, *options: Any, **more: Any) -> Conversion:
     """What converts a checkpoint by a plan; options as for `lay_out`."""
-    return lay_out(Path("out"), source, plan, alignment, *options, **more)
+    return lay_out(LocalStore(Path("out")), source, plan, alignment, *options, **more)
 
 
 def all_slices(plan: Plan) -> tuple[tuple[Slice, ...], ...]:

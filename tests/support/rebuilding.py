@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from support.local_stores import read_manifest, read_table
 from support.models import read_tensors
 
-from relayout.checkpoint.converted import read_manifest, read_table
+from relayout.core.digests import digest_hex
 from relayout.core.slices import Slice
-from relayout.format.manifest import SOURCE_RECORD_NAME, compress, decompress, digest_hex, dump_manifest
+from relayout.format.manifest import SOURCE_RECORD_NAME, compress, decompress, dump_manifest
 from relayout.format.rank_table import dump_table
 
 Array = npt.NDArray[Any]

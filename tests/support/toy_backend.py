@@ -15,10 +15,11 @@ from relayout.errors import FormatError
 from relayout.format.index import Read
 from relayout.loader.backends.arena import Scattered
 from relayout.loader.backends.base import Choice, FreshArenas, Memory, ReadJob, Refusal, Request
-from relayout.loader.backends.files import Access, Sources
-from relayout.loader.backends.host import ThreadedJob
+from relayout.loader.backends.files import Sources
+from relayout.loader.backends.host import ThreadedJob, chunks_of
 from relayout.loader.budgets import Budget
-from relayout.loader.read_plan import Chunk, plan_chunks
+from relayout.loader.read_plan import Chunk
+from relayout.storage.protocols import Access
 
 
 class ToyArena:
@@ -39,6 +40,9 @@ class ToyArena:
     def tensor(self) -> torch.Tensor:
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=max(1, self._nbytes), offset=self._start)
 
+    def discard(self) -> None:
+        self._memory = bytearray()
+
 
 @dataclass(frozen=True)
 class ToyBackend:
@@ -55,7 +59,7 @@ class ToyBackend:
         return self.name
 
     def chunks(self, reads: Sequence[Read], alignment: int, budget: Budget) -> list[Chunk]:
-        return list(plan_chunks(reads, alignment, bounce_nbytes=budget.buffer_nbytes))
+        return list(chunks_of(reads, alignment, budget))
 
     def allocate(self, nbytes: int) -> ToyArena:
         return ToyArena(nbytes)
@@ -66,7 +70,7 @@ class ToyBackend:
     def wrap(self, tensors: Sequence[torch.Tensor]) -> Scattered:
         return Scattered([(tensor.data_ptr(), tensor.numel()) for tensor in tensors])
 
-    def start(self, memory: Memory[memoryview], job: ReadJob) -> ThreadedJob[None]:
+    def start(self, memory: Memory[memoryview], job: ReadJob) -> ThreadedJob[None, Chunk]:
         sources = Sources(job.files, self.access)
         one = replace(job, budget=Budget(1, job.budget.memory))
         chunks = self.chunks(one.reads, 1, one.budget)
@@ -100,7 +104,7 @@ class Reader:
             if not piece:
                 stored = self.job.files[file]
                 end = extent.offset + len(found)
-                raise FormatError(f"{stored.path}: ends at byte {end}, expected {stored.nbytes} bytes")
+                raise FormatError(f"{stored.where}: ends at byte {end}, expected {stored.nbytes} bytes")
             found += piece
         return found
 

@@ -38,8 +38,9 @@ def _drive_nbytes() -> int:
 
 def _expected_digests(job: Job) -> dict[str, str]:
     from relayout.checkpoint.converted import read_manifest, read_table
+    from relayout.storage.stores import find_store
 
-    folder = Path(job.converted)
+    folder = find_store(job.converted)
     table = read_table(folder, read_manifest(folder), job.rank)
     return dict(zip(table.names, table.digests, strict=True))
 

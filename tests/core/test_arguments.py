@@ -1,10 +1,10 @@
-"""relayout.core.sizes: sizes as people write them."""
+"""relayout.core.arguments: sizes as people write them."""
 
 from __future__ import annotations
 
 import pytest
 
-from relayout.core.sizes import parse_size
+from relayout.core.arguments import parse_size
 from relayout.errors import PlanError
 
 

@@ -1,7 +1,8 @@
-"""Sizes as people write them."""
+"""Numbers that callers give: integers, and sizes as people write them."""
 
 from __future__ import annotations
 
+import operator
 import re
 
 from relayout.errors import PlanError, shown
@@ -33,3 +34,26 @@ def parse_size(text: str) -> int:
     if nbytes > _MAX_NBYTES:
         raise PlanError(f"{shown(text)} is too large a size, expected at most {_MAX_NBYTES} bytes", code="option")
     return nbytes
+
+
+def size(value: int | str, what: str) -> int:
+    """The bytes that a caller gave, as an integer or as text (see `parse_size`).
+
+    Raises:
+        PlanError: it is no size.
+    """
+    return parse_size(value) if isinstance(value, str) else integer(value, what)
+
+
+def integer(value: object, what: str) -> int:
+    """The integer that a caller gave, also one of numpy.
+
+    Raises:
+        PlanError: it is a bool, or no integer.
+    """
+    if not isinstance(value, bool):
+        try:
+            return operator.index(value)  # type: ignore[arg-type]
+        except TypeError:
+            pass
+    raise PlanError(f"{what}: {shown(value)} is not an integer", code="option")

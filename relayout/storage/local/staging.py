@@ -10,17 +10,20 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
-from relayout.checkpoint.converted import older_folder, waiting
-from relayout.errors import PlanError
-from relayout.format.index import MANIFEST_NAME
-from relayout.storage.lock_file import check_user, locked
-from relayout.storage.open_folder import OpenFolder, exchange, rename, restrict
+from relayout.errors import FormatError, PlanError
+from relayout.storage.local.files import InputFile, OutputFile, naming, sync_and_forget
+from relayout.storage.local.lock_file import check_user, locked
+from relayout.storage.local.open_folder import OpenFolder, exchange, rename, restrict
+from relayout.storage.protocols import Access, Modes
 
+_TO_CREATE = os.O_RDWR | os.O_CREAT
 _FOLDER = "output"
 _DONE = "done"
 """What is complete, a moment before it becomes the output; then what it has replaced, to be deleted."""
@@ -30,27 +33,51 @@ _CANNOT_REPLACE = {
 }
 
 
-def check_output(source: Path, output: Path, *, force: bool) -> None:
+def older_folder(path: Path) -> Path:
+    """Where a folder that --force replaces waits for the new one, if the two cannot change places in one step."""
+    return path.parent / f".{path.name}.relayout-old"
+
+
+def waiting(path: Path) -> str:
+    """What to add to the news that there is nothing at `path`: where an older folder waits to be put back, if one does.
+
+    A conversion with --force that ends between two renames leaves it there.
+    """
+    old = older_folder(path)
+    return f"; the older folder, which was being replaced, is {old}: it can be renamed back" if old.is_dir() else ""
+
+
+def check_output(source: Path | None, output: Path, marker: str, *, force: bool) -> None:
     """Refuse an output folder that would lose something. Changes nothing.
+
+    Args:
+        source: what is read; None where it is not on a file system.
+        marker: what a folder holds that `force` may replace.
 
     Raises:
         PlanError: it is, contains or lies in the source, is not empty, or its parent is missing.
     """
-    real_source, real_output = source.resolve(), output.resolve()
-    if real_source == real_output:
-        raise PlanError(f"{output}: is the source itself; choose another folder with -o")
-    if real_output.is_relative_to(real_source) or real_source.is_relative_to(real_output):
-        raise PlanError(f"{output}: lies in the source or around it; choose another folder with -o")
+    real_output = output.resolve()
+    if source is not None:
+        real_source = source.resolve()
+        if real_source == real_output:
+            raise PlanError("is the source itself; choose another folder with -o", path=output, code="exists")
+        if real_output.is_relative_to(real_source) or real_source.is_relative_to(real_output):
+            raise PlanError(
+                "lies in the source or around it; choose another folder with -o", path=output, code="exists"
+            )
     if not real_output.parent.is_dir():
-        raise PlanError(f"{output}: its parent folder does not exist")
+        raise PlanError("its parent folder does not exist", path=output, code="missing")
     if os.path.lexists(output):
         if not output.is_dir() or output.is_symlink():
-            raise PlanError(f"{output}: exists and is not a folder")
+            raise PlanError("exists and is not a folder", path=output, code="exists")
         if _holds_working_folder(real_output):
-            raise PlanError(f"{output}: is or holds the working directory, and would be replaced by another folder")
+            raise PlanError(
+                "is or holds the working directory, and would be replaced by another folder", path=output, code="exists"
+            )
         if real_output.is_mount():
-            raise PlanError(f"{output}: {_CANNOT_REPLACE[errno.EBUSY]}")
-        _check_vacant(output, force=force)
+            raise PlanError(_CANNOT_REPLACE[errno.EBUSY], path=output, code="exists")
+        _check_vacant(output, marker, force=force)
 
 
 def _holds_working_folder(folder: Path) -> bool:
@@ -60,7 +87,7 @@ def _holds_working_folder(folder: Path) -> bool:
         return False
 
 
-def _check_vacant(output: Path, *, force: bool) -> None:
+def _check_vacant(output: Path, marker: str, *, force: bool) -> None:
     """Refuse a folder that holds something, but for one that relayout wrote and that is to be replaced.
 
     Raises:
@@ -68,9 +95,11 @@ def _check_vacant(output: Path, *, force: bool) -> None:
     """
     if any(output.iterdir()):
         if not force:
-            raise PlanError(f"{output}: is not empty; --force replaces a folder that relayout wrote")
-        if not (output / MANIFEST_NAME).is_file():
-            raise PlanError(f"{output}: is not empty and was not written by relayout ({MANIFEST_NAME} is missing)")
+            raise PlanError("is not empty; --force replaces a folder that relayout wrote", path=output, code="exists")
+        if not (output / marker).is_file():
+            raise PlanError(
+                f"is not empty and was not written by relayout ({marker} is missing)", path=output, code="exists"
+            )
 
 
 def clear_up(output: Path) -> None:
@@ -98,47 +127,31 @@ def check_space(output: Path, nbytes: int) -> None:
     free = status.f_bavail * status.f_frsize
     if free < nbytes:
         raise PlanError(
-            f"{output}: needs {nbytes / 1e9:.3f} GB, {free / 1e9:.3f} GB are free there ({nbytes - free} bytes too few)"
+            f"needs {nbytes / 1e9:.3f} GB, {free / 1e9:.3f} GB are free there ({nbytes - free} bytes too few)",
+            path=output,
+            code="space",
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Modes:
-    """The most permissions that what is written may have, less the umask."""
+class LocalStaging:
+    """A folder beside an output, in which it is put together; see `protocols.Staging`."""
 
-    folder: int = 0o777
-    file: int = 0o666
-
-
-def modes_of(folder: Path | None, files: list[Path]) -> Modes:
-    """What all of the files grant, and the folder, to others than the owner, who may always read and write.
-
-    A file that is missing, or no file, is left to whoever reads it.
-    """
-    folder_mode, file_mode = Modes().folder, Modes().file
-    if folder is not None:
-        folder_mode &= folder.stat().st_mode
-    for path in files:
-        with suppress(OSError):
-            file_mode &= path.stat().st_mode
-    return Modes(folder_mode | stat.S_IRWXU, file_mode | stat.S_IRUSR | stat.S_IWUSR)
-
-
-class Staging:
-    """A place beside an output, where it is put together."""
-
-    def __init__(self, place: OpenFolder, modes: Modes) -> None:
+    def __init__(self, output: Path, place: OpenFolder, modes: Modes) -> None:
         """Take the place, which is this user's alone; another attempt may have left something there."""
+        self._output = output
         self.place = place
         """For notes that must not be in the output."""
         self.modes = _granted(place, modes)
         """What the umask leaves of them, also for files that were made under another one."""
         self.is_kept = False
-        """Whether what is here shall stay, for the next attempt, if this one fails."""
         self.advice: str | None = None
-        """What to tell, with whatever goes wrong, if it stays."""
         self.folder = self._open_folder()
         """Becomes the output."""
+
+    @property
+    def where(self) -> str:
+        """See `Staging.where`."""
+        return str(self.place.path)
 
     def _open_folder(self) -> OpenFolder:
         status = self.place.status(_FOLDER)
@@ -149,7 +162,7 @@ class Staging:
         return folder
 
     def clear(self) -> None:
-        """Make the place an empty one, whatever is there."""
+        """See `Staging.clear`."""
         self.folder.close()
         self.folder = self._emptied()
 
@@ -160,8 +173,102 @@ class Staging:
         return self.place.subfolder(_FOLDER)
 
     def allocated_nbytes(self) -> int:
-        """Bytes that the files here take on the drive."""
+        """See `Staging.allocated_nbytes`."""
         return self.place.allocated_nbytes()
+
+    def check_space(self, nbytes: int) -> None:
+        """See `Staging.check_space`."""
+        check_space(self._output, nbytes)
+
+    def names(self) -> list[str]:
+        """See `Staging.names`."""
+        return self.folder.names()
+
+    def remove(self, name: str) -> None:
+        """See `Staging.remove`."""
+        self.folder.remove(name)
+
+    def open(self, name: str, nbytes: int) -> InputFile:
+        """See `Staging.open`."""
+        # What an error kept from the drive may still be in the page cache, and look right.
+        sync_and_forget(self.folder, name)
+        return InputFile(self.folder.path / name, nbytes, access=Access.ONCE, folder=self.folder)
+
+    def write_file(self, name: str, nbytes: int, *, is_new: bool) -> OutputFile:
+        """See `Staging.write_file`."""
+        return OutputFile(self.folder, name, nbytes, create=is_new, mode=self.modes.file)
+
+    def write_head(self, name: str, head: bytes, nbytes: int) -> None:
+        """See `Staging.write_head`."""
+        is_new = self.folder.status(name) is None
+        fd = self.folder.open(name, _TO_CREATE, self.modes.file) if is_new else self.folder.open_own(name, os.O_RDWR)
+        with open(fd, "r+b") as stream, naming(self.folder.path / name):
+            restrict(fd, self.modes.file)
+            stream.write(head)
+            stream.truncate(nbytes)
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def put(self, name: str, pieces: Iterable[bytes], mode: int | None = None) -> None:
+        """See `Staging.put`."""
+        mode = self.modes.file if mode is None else mode | stat.S_IRUSR
+        with open(self.folder.open(name, _TO_CREATE, mode), "wb") as stream:
+            for piece in pieces:  # Errors of reading them name their own file.
+                with naming(self.folder.path / name):
+                    stream.write(piece)
+            with naming(self.folder.path / name):
+                stream.flush()
+                os.fsync(stream.fileno())
+
+    def read_notes(self, name: str) -> bytes | None:
+        """See `Staging.read_notes`."""
+        return read_notes(self.place, name)
+
+    def open_notes(self, name: str, *, is_new: bool) -> LocalNotes:
+        """See `Staging.open_notes`."""
+        return LocalNotes(self.place, name, is_new=is_new)
+
+
+class LocalNotes:
+    """See `protocols.Notes`. Not forced to the drive: what counts is proved before it is believed."""
+
+    def __init__(self, folder: OpenFolder, name: str, *, is_new: bool) -> None:
+        """See `Staging.open_notes`."""
+        self._lock = threading.Lock()
+        self._path = folder.path / name
+        if is_new:
+            folder.remove(name)
+            self._fd = folder.open(name, os.O_WRONLY | os.O_CREAT, 0o600)
+        else:
+            self._fd = folder.open_own(name, os.O_WRONLY | os.O_APPEND)
+
+    def append(self, text: bytes) -> None:
+        """See `Notes.append`."""
+        with self._lock, naming(self._path):
+            while text:
+                text = text[os.write(self._fd, text) :]
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_notes(folder: OpenFolder, name: str) -> bytes | None:
+    """See `Staging.read_notes`."""
+    try:
+        fd = folder.open_own(name, os.O_RDONLY)
+    except (FileNotFoundError, FormatError):
+        return None
+    with naming(folder.path / name), open(fd, "rb") as file:
+        return file.read()
 
 
 def _granted(place: OpenFolder, modes: Modes) -> Modes:
@@ -174,7 +281,9 @@ def _granted(place: OpenFolder, modes: Modes) -> Modes:
 
 
 @contextmanager
-def staging_folder(output: Path, *, replace: bool = False, modes: Modes | None = None) -> Iterator[Staging]:
+def staging_folder(
+    output: Path, marker: str, *, replace: bool = False, modes: Modes | None = None
+) -> Iterator[LocalStaging]:
     """A place beside `output`, whose folder becomes `output` when the block ends; if it fails, all vanishes, or stays.
 
     It may hold what an earlier attempt left. An `output` that is there already may be empty, or, with `replace`, a
@@ -190,13 +299,13 @@ def staging_folder(output: Path, *, replace: bool = False, modes: Modes | None =
         _put_back(parent, output, user, replace)
         left = _open_place(parent, output, user)
         with left or _make_place(parent, output, user) as place:
-            staging = Staging(place, modes or Modes())
+            staging = LocalStaging(output, place, modes or Modes())
             try:
                 staging.is_kept = left is not None  # As it was, if the output cannot be replaced.
                 _check_replaceable(place, parent, output)
                 staging.is_kept = False
                 yield staging
-                _publish(staging, parent, output, replace)
+                _publish(staging, parent, output, replace=replace and (output / marker).is_file())
                 _take_in_old(place, parent, output, user)
                 _remove_place(parent, place)
             except BaseException as error:
@@ -257,7 +366,7 @@ def _make_place(parent: OpenFolder, output: Path, user: int) -> OpenFolder:
     parent.make(_place(output).name, stat.S_IRWXU)
     place = _open_place(parent, output, user)
     if place is None or place.names():
-        raise PlanError(f"{_place(output)}: somebody else has put something in its place")
+        raise PlanError("somebody else has put something in its place", path=_place(output), code="exists")
     return place
 
 
@@ -283,7 +392,7 @@ def _put_back(parent: OpenFolder, output: Path, user: int, replace: bool) -> Non
     check_user(old, status, user)
     if parent.status(output.name) is None:
         if not replace:
-            raise PlanError(f"{output}: is missing{waiting(output)}, or replaced with --force")
+            raise PlanError(f"is missing{waiting(output)}, or replaced with --force", path=output, code="missing")
         rename(parent, old.name, parent, output.name)
 
 
@@ -306,7 +415,7 @@ def _check_replaceable(place: OpenFolder, parent: OpenFolder, output: Path) -> N
     except OSError as error:
         if error.errno not in _expected(output):
             reason = _CANNOT_REPLACE.get(error.errno or 0, f"cannot be replaced: {error.strerror}")
-            raise PlanError(f"{output}: {reason}") from None
+            raise PlanError(reason, path=output, code="exists") from None
     finally:
         place.remove("occupied")
 
@@ -322,9 +431,9 @@ def _expected(output: Path) -> set[int]:
     )
 
 
-def _publish(staging: Staging, parent: OpenFolder, output: Path, replace: bool) -> None:
+def _publish(staging: LocalStaging, parent: OpenFolder, output: Path, *, replace: bool) -> None:
     staging.folder.sync()
-    if replace and (output / MANIFEST_NAME).is_file():
+    if replace:
         _replace(staging.place, parent, output)
     else:
         # Fails, as it should, where a folder with anything in it has come up meanwhile.

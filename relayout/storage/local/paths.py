@@ -24,8 +24,10 @@ def member(folder: Path, name: str) -> Path:
     path = folder / name
     if not is_member(folder, path):
         raise FormatError(
-            f"{path}: a symbolic link that leads out of the checkpoint, to {os.path.realpath(path)}:"
-            f" put the file in its place, or set {FOLLOW_LINKS}=1, if you trust it"
+            f"a symbolic link that leads out of the checkpoint, to {os.path.realpath(path)}:"
+            f" put the file in its place, or set {FOLLOW_LINKS}=1, if you trust it",
+            path=path,
+            code="unsafe",
         )
     return path
 

@@ -69,7 +69,9 @@ class OpenFolder:
 
     def _check_own(self, name: str, status: os.stat_result) -> None:
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or status.st_uid != self.owner:
-            raise FormatError(f"{self.path / name}: not a regular file of one name and this folder's owner")
+            raise FormatError(
+                "not a regular file of one name and this folder's owner", path=self.path / name, code="unsafe"
+            )
 
     @property
     def owner(self) -> int:

@@ -24,7 +24,8 @@ from typing import Self
 from relayout.core.extents import BLOCK, align_down, align_up
 from relayout.errors import FormatError
 from relayout.storage.libc import allocate, sync_range
-from relayout.storage.open_folder import OpenFolder, restrict
+from relayout.storage.local.open_folder import OpenFolder, restrict
+from relayout.storage.protocols import Access
 
 _O_DIRECT: int | None = getattr(os, "O_DIRECT", None)
 _PAGE = max(BLOCK, mmap.PAGESIZE)
@@ -50,27 +51,6 @@ def naming(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
-def open_regular(path: Path) -> tuple[int, os.stat_result]:
-    """Open a file for reading: its descriptor and status. A FIFO or device in its place is refused, and not opened.
-
-    Raises:
-        FormatError: it cannot be opened or is no regular file.
-        OSError: the system failed, or this process can open no more files.
-    """
-    try:
-        check_regular(path)
-        fd = os.open(path, TO_READ)
-    except OSError as error:
-        if error.errno not in _NO_FILE:
-            raise
-        raise FormatError(f"{path}: cannot be read: {error.strerror}") from None
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode):
-        os.close(fd)
-        raise FormatError(f"{path}: not a regular file")
-    return fd, status
-
-
 def check_regular(path: Path) -> os.stat_result:
     """A file's status. What is none is refused before it is opened: opening a device may do something already.
 
@@ -82,41 +62,26 @@ def check_regular(path: Path) -> os.stat_result:
         status = path.stat()
     except OSError as error:
         if error.errno in _NOWHERE:
-            raise FormatError(f"{path}: cannot be read: {error.strerror}") from None
+            raise FormatError(f"cannot be read: {error.strerror}", path=path, code="unsafe") from None
         raise
     if not stat.S_ISREG(status.st_mode):
-        raise FormatError(f"{path}: not a regular file")
+        raise FormatError("not a regular file", path=path, code="unsafe")
     return status
 
 
+def version_of(status: os.stat_result) -> str:
+    """See `FileStat.version`."""
+    return f"{status.st_size}-{status.st_mtime_ns}"
+
+
 def read_small(path: Path, limit: int) -> bytes:
-    """Read a whole file.
-
-    Raises:
-        FormatError: it cannot be opened, is no regular file, or is larger than `limit` bytes.
-        OSError: reading failed.
-    """
-    fd, status = open_regular(path)
-    with open(fd, "rb") as file:
-        if status.st_size > limit:
-            raise FormatError(f"{path}: {status.st_size} bytes, limit {limit}")
-        with naming(path):
-            return file.read(status.st_size)
-
-
-class Buffer:
-    """Page-aligned memory that grows on demand. Not for concurrent use."""
-
-    def __init__(self) -> None:
-        self._memory: memoryview | None = None
-
-    def reserve(self, nbytes: int) -> memoryview:
-        """The first `nbytes` of the memory; what it held before is lost if it had to grow."""
-        if self._memory is None or self._memory.nbytes < nbytes:
-            self._memory = memoryview(
-                mmap.mmap(-1, align_up(max(nbytes, 1), BLOCK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
-            )
-        return self._memory[:nbytes]
+    """See `Store.read`."""
+    with InputFile(path) as file:
+        if file.nbytes > limit:
+            raise FormatError(f"{file.nbytes} bytes, limit {limit}", path=path, code="limit")
+        text = bytearray(file.nbytes)
+        file.read(0, memoryview(text))
+        return bytes(text)
 
 
 class InputFile:
@@ -125,61 +90,61 @@ class InputFile:
     def __init__(
         self,
         path: Path,
-        nbytes: int,
+        nbytes: int | None = None,
         *,
-        direct: bool = True,
-        fallback: bool = True,
-        pass_by: bool = False,
+        access: Access = Access.BUFFERED,
+        version: str | None = None,
         folder: OpenFolder | None = None,
     ) -> None:
-        """Open `path`, which must be `nbytes` long; without `fallback`, refused direct I/O is an error.
-
-        With `pass_by`, what has to go through the page cache does not stay there. With `folder`, it is a file of that
-        folder's owner, directly in it.
-
-        Raises:
-            FormatError: the file is missing or has another length.
-            OSError: it cannot be opened, or not as asked.
-        """
+        """Open `path`; arguments and errors as for `Store.open`. With `folder`, it is its owner's, directly in it."""
         self.path = path
-        self.nbytes = nbytes
         self._lock = threading.Lock()
-        self._fallback = fallback
-        self._pass_by = pass_by
+        self._access = access
+        direct = access is not Access.BUFFERED
         try:
             if folder is None:
                 check_regular(path)
-                self._fd, self.direct = _open(partial(os.open, path), TO_READ, direct)
+                self._fd, self._direct = _open(partial(os.open, path), TO_READ, direct)
             else:
-                self._fd, self.direct = _open(partial(folder.open_own, path.name), TO_READ, direct)
-        except FileNotFoundError:
-            raise FormatError(f"{path}: is missing") from None
-        if direct and not self.direct and not fallback:
+                self._fd, self._direct = _open(partial(folder.open_own, path.name), TO_READ, direct)
+        except OSError as error:
+            if nbytes is None and error.errno in _NO_FILE:
+                code = "missing" if error.errno == errno.ENOENT else "invalid"
+                raise FormatError(f"cannot be read: {error.strerror}", path=path, code=code) from None
+            if isinstance(error, FileNotFoundError):
+                raise FormatError("is missing", path=path, code="missing") from None
+            raise
+        try:
+            if access is Access.DIRECT and not self._direct:
+                raise _refused(path)
+            status = os.fstat(self._fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise FormatError("not a regular file", path=path, code="unsafe")
+            if nbytes not in (None, status.st_size):
+                raise FormatError(f"{status.st_size} bytes long, expected {nbytes}", path=path, code="mismatch")
+            if version not in (None, version_of(status)):
+                raise FormatError("has changed since it was looked at", path=path, code="mismatch")
+        except BaseException:
             self.close()
-            raise _refused(path)
-        status = os.fstat(self._fd)
-        if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
-            self.close()
-            raise FormatError(f"{path}: {status.st_size} bytes long, expected {nbytes}")
+            raise
+        self.nbytes = status.st_size
+        self.version = version_of(status)
 
-    @property
-    def fd(self) -> int:
-        """The open file's descriptor."""
+    def fileno(self) -> int:
+        """See `ReadableFile.fileno`."""
         return self._fd
 
+    @property
+    def alignment(self) -> int:
+        """See `ReadableFile.alignment`."""
+        return BLOCK if self._direct else 1
+
     def read(self, offset: int, view: memoryview) -> None:
-        """Fill `view` with the bytes at `offset`, as far as the file reaches.
-
-        Direct files want offset, length and address at multiples of `BLOCK`.
-
-        Raises:
-            FormatError: the file has become shorter.
-            OSError: the read failed.
-        """
+        """See `ReadableFile.read`."""
         expected = min(view.nbytes, self.nbytes - offset)
         done = 0
         while done < expected:
-            direct = self.direct
+            direct = self._direct
             try:
                 count = _preadv(self._fd, view[done:], offset + done)
             except OSError as error:
@@ -190,27 +155,31 @@ class InputFile:
                     error.errno, f"{os.strerror(error.errno or 0)} at byte {offset + done}", str(self.path)
                 ) from None
             if count == 0:
-                raise FormatError(f"{self.path}: ends at byte {offset + done}, expected {self.nbytes} bytes")
+                raise FormatError(
+                    f"ends at byte {offset + done}, expected {self.nbytes} bytes", path=self.path, code="truncated"
+                )
             if direct and done + count < expected:
                 # A short read may end inside a block: go on from that block's start.
                 count = align_down(count, BLOCK)
                 if count == 0:
                     length = os.fstat(self._fd).st_size
                     if length < self.nbytes:
-                        raise FormatError(f"{self.path}: ends at byte {length}, expected {self.nbytes} bytes")
+                        raise FormatError(
+                            f"ends at byte {length}, expected {self.nbytes} bytes", path=self.path, code="truncated"
+                        )
                     self._go_buffered()
             done += count
-        if self._pass_by and not self.direct:
+        if self._access is Access.ONCE and not self._direct:
             _forget(self._fd, offset, done)
 
     def _go_buffered(self) -> None:
-        if not self._fallback:
+        if self._access is Access.DIRECT:
             raise _refused(self.path)
         with self._lock:
-            if self.direct and _O_DIRECT is not None:
+            if self._direct and _O_DIRECT is not None:
                 # The same descriptor, so that it stays the same file whatever has come to be at its path.
                 fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~_O_DIRECT)
-                self.direct = False
+                self._direct = False
 
     def close(self) -> None:
         """Close the file."""
@@ -268,12 +237,8 @@ class OutputFile:
                 folder.remove(name)  # Another thread would find it half made.
             raise OSError(error.errno, error.strerror, str(self.path)) from None
 
-    def write(self, offset: int, view: memoryview, address: int) -> None:
-        """Write `view` at `offset`; its memory starts at `address`, modulo `BLOCK`.
-
-        Raises:
-            OSError: the write failed.
-        """
+    def write(self, offset: int, view: memoryview, address: int = 0) -> None:
+        """See `WritableFile.write`."""
         end = offset + view.nbytes
         low, high = align_up(offset, _PAGE), align_down(end, _PAGE)
         if not self.direct or low >= high or (address - offset) % BLOCK:
@@ -313,11 +278,7 @@ class OutputFile:
                 ) from None
 
     def close(self) -> None:
-        """Return when what was written is on the drive, and close the file.
-
-        Raises:
-            OSError: it could not all be written. The kernel tells this once, to a descriptor that was open then.
-        """
+        """See `File.close`. The kernel tells an error once, to a descriptor that was open then."""
         fds = [fd for fd in (self._fd, self._direct_fd) if fd >= 0]
         self._fd = self._direct_fd = -1
         try:
@@ -329,6 +290,14 @@ class OutputFile:
         finally:
             for fd in fds:
                 os.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 def _refused(path: Path) -> OSError:

@@ -9,7 +9,9 @@ from pathlib import Path
 
 from relayout.core.extents import BLOCK
 from relayout.errors import RelayoutError
-from relayout.storage.files import Buffer, InputFile
+from relayout.storage.buffers import Buffer
+from relayout.storage.local.files import InputFile
+from relayout.storage.protocols import Access
 
 _MOUNTS = Path("/proc/self/mountinfo")
 _DESCRIPTORS = Path("/proc/self/fdinfo")
@@ -43,8 +45,7 @@ def filesystem_of(path: Path) -> Filesystem:
 def refuses_direct(path: Path) -> str | None:
     """Why direct I/O does not work on a file, found out by reading its first block; None if it works."""
     try:
-        nbytes = path.stat().st_size
-        with InputFile(path, nbytes, direct=True, fallback=False) as file:
+        with InputFile(path, path.stat().st_size, access=Access.DIRECT) as file:
             file.read(0, Buffer().reserve(BLOCK))
     except OSError as error:
         return error.strerror or str(error)

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from relayout.errors import PlanError
-from relayout.storage.open_folder import OpenFolder
+from relayout.storage.local.open_folder import OpenFolder
 
 
 def check_user(path: Path, status: os.stat_result, user: int) -> None:
@@ -23,8 +23,10 @@ def check_user(path: Path, status: os.stat_result, user: int) -> None:
     """
     if status.st_uid != user:
         raise PlanError(
-            f"{path}: belongs to another user (id {status.st_uid}, not {user});"
-            " have it removed, or choose another folder with -o"
+            f"belongs to another user (id {status.st_uid}, not {user});"
+            " have it removed, or choose another folder with -o",
+            path=path,
+            code="exists",
         )
 
 
@@ -79,7 +81,7 @@ def _open_lock(parent: OpenFolder, name: str) -> tuple[int, int]:
             if status is not None:
                 check_user(parent.path / name, status, user)
                 if not stat.S_ISREG(status.st_mode):
-                    raise PlanError(f"{parent.path / name}: is in the way of a lock file; remove it")
+                    raise PlanError("is in the way of a lock file; remove it", path=parent.path / name, code="exists")
                 return parent.open(name, os.O_RDWR), user
         except FileNotFoundError:
             continue  # Its holder has ended.
@@ -100,7 +102,7 @@ def _flock(fd: int, output: Path) -> None:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
-        raise PlanError(f"{output}: is being written by another relayout (process {holder})") from None
+        raise PlanError(f"is being written by another relayout (process {holder})", path=output, code="busy") from None
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
             raise

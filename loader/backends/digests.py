@@ -1,0 +1,60 @@
+"""Checks digests while bytes arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from relayout.core.digests import ExtentDigests
+from relayout.core.extents import Extent
+from relayout.core.workers import Stop
+from relayout.errors import FormatError
+
+
+class Checks:
+    """The digests that tensors must have. For threads, see `core.digests.ExtentDigests`."""
+
+    def __init__(
+        self, names: Sequence[str], offsets: Sequence[int], sizes: Sequence[int], digests: Sequence[str], stop: Stop
+    ) -> None:
+        """Tensors of `sizes` bytes at `offsets` of the arena.
+
+        Raises:
+            FormatError: the digest of a tensor without bytes is wrong.
+        """
+        self._names = names
+        self._expected = digests
+        extents = (Extent(offset, nbytes) for offset, nbytes in zip(offsets, sizes, strict=True))
+        self._hashed = ExtentDigests(list(extents), stop)
+        for row, nbytes in enumerate(sizes):
+            if not nbytes:
+                self._compare(row)
+
+    def update(self, offset: int, view: memoryview) -> None:
+        """Take note of the arena's bytes from `offset` on, of which some may belong to no tensor.
+
+        Raises:
+            FormatError: a tensor is complete and has another digest.
+            Stopped: the load was given up.
+        """
+        for row in self._hashed.update(offset, view):
+            self._compare(row)
+
+    def finish(self) -> None:
+        """Make sure that all tensors have been compared; to be called when all bytes have arrived.
+
+        Raises:
+            FormatError: some have not: no read has brought all of their bytes, in order.
+        """
+        if left := self._hashed.num_left:
+            raise FormatError(
+                f"{left} tensors could not be checked: their bytes did not arrive in order", code="digest"
+            )
+
+    def _compare(self, row: int) -> None:
+        found = self._hashed.digests[row]
+        if found != self._expected[row]:
+            raise FormatError(
+                f"its bytes have digest {found}, expected {self._expected[row]}: damaged",
+                tensor=self._names[row],
+                code="digest",
+            )

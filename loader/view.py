@@ -1,0 +1,341 @@
+"""`open` and `safe_open`: the tensors of a rank, or whole ones, in the manner of `safetensors.safe_open`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
+
+from relayout.core.slices import Range, Slice
+from relayout.errors import PlanError
+from relayout.loader.api import find_source, patterns_of, warn_of_detour
+from relayout.loader.diagnose.hints import error_hints
+from relayout.loader.loading import Options, load_arena, options_of
+from relayout.loader.placement import pack
+from relayout.loader.sources.checkpoint import RankSource, find_whole
+from relayout.loader.sources.pieces import Pieces
+from relayout.loader.tensors import check_mode, to_device
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which part of a whole tensor is shown."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor, in elements."""
+    part: Slice
+    """The axis that is cut and the ranges along it that the rank holds; or all of the tensor."""
+
+
+class _Reader(Protocol):
+    """Brings tensors, by their rows in `Pieces.columns`; for any number of threads."""
+
+    def tensor(self, row: int) -> torch.Tensor:
+        """All of one."""
+
+    def part(self, row: int, index: Any) -> torch.Tensor:
+        """What a valid index selects of one, in memory of its own."""
+
+
+class TensorSlice:
+    """A tensor of which parts can be read: what `get_slice` returns.
+
+    Any number of threads may use it at once, and go on when the checkpoint has been closed.
+    """
+
+    def __init__(self, reader: _Reader, pieces: Pieces, row: int) -> None:
+        self._reader = reader
+        self._row = row
+        self._name = pieces.columns.names[row]
+        self._dtype = pieces.columns.dtypes[row]
+        self._shape = pieces.columns.shape(row)
+
+    def get_shape(self) -> list[int]:
+        """The shape of all of it, in elements: of the rank's slice, or of the whole tensor."""
+        return list(self._shape)
+
+    def get_dtype(self) -> str:
+        """The dtype, as safetensors writes it."""
+        return self._dtype
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """The elements that torch's basic indexing selects, in memory of their own.
+
+        By integers, slices and `...`, only what is asked for along axis 0, and along the axis of the cut, is read.
+
+        Raises:
+            IndexError: there are no such elements.
+            PlanError: the dtype is F4, and the last axis would be cut; or torch's FakeTensorMode is on.
+            FormatError, OSError: as `load`.
+        """
+        check_mode()
+        selected = selection(index, self._shape)
+        if self._dtype == "F4" and (selected is None or (selected and selected[-1] != slice(None))):
+            raise PlanError(
+                "torch has F4 in pairs, which cannot be cut along the last axis", tensor=self._name, code="unsupported"
+            )
+        with error_hints():
+            return self._reader.part(self._row, index)
+
+
+class CheckpointView:
+    """Tensors of a checkpoint under the names of its source: those of one rank, or whole ones.
+
+    Any number of threads may use it at once, and children of a fork too. A thread that reads while another one closes
+    it gets the tensor, or a PlanError.
+    """
+
+    def __init__(
+        self, path: str, rank: int, num_ranks: int, pieces: Pieces, reader: _Reader, *, is_whole: bool = False
+    ) -> None:
+        self.path = path
+        """What was opened."""
+        self.rank = rank
+        """Which rank this is; 0 for whole tensors."""
+        self.num_ranks = num_ranks
+        """The tensor-parallel degree; 1 for whole tensors."""
+        self._is_whole = is_whole
+        self._pieces = pieces
+        self._open: tuple[_Reader, Mapping[str, int]] | None
+        """What brings tensors, and their rows by name; None when this was closed."""
+        self._open = reader, {name: row for row, name in enumerate(pieces.columns.names)}
+
+    def keys(self) -> list[str]:
+        """The names of the tensors, in file order."""
+        return list(self._pieces.columns.names)
+
+    def offset_keys(self) -> list[str]:
+        """The same: `keys` are in file order."""
+        return self.keys()
+
+    def metadata(self) -> dict[str, str] | None:
+        """The `__metadata__`: of the rank's first file, or what all files of the source agree on; None if empty.
+
+        Raises:
+            FormatError: a header is damaged.
+        """
+        found: Mapping[str, str] | None = self._pieces.metadata()
+        return dict(found) if found else None
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """A tensor: of a rank as stored, on the CPU, a view of the files that is private to this process; else a copy.
+
+        Raises:
+            PlanError: there is no such tensor, or torch's FakeTensorMode is on.
+            FormatError, OSError: as `load`.
+        """
+        check_mode()
+        reader, row = self._find(name)
+        with error_hints():
+            return reader.tensor(row)
+
+    def get_slice(self, name: str) -> TensorSlice:
+        """A tensor to be read in part.
+
+        Raises:
+            PlanError: there is no such tensor.
+        """
+        reader, row = self._find(name)
+        return TensorSlice(reader, self._pieces, row)
+
+    def place(self, name: str) -> Place:
+        """Which part of the whole tensor this is.
+
+        Raises:
+            PlanError: there is no such tensor.
+        """
+        columns = self._pieces.columns
+        _, row = self._find(name)
+        return Place(tuple(columns.whole_shapes[row]), columns.parts[row])
+
+    def _find(self, name: str) -> tuple[_Reader, int]:
+        """What brings a tensor, and its row."""
+        state = self._open  # Another thread may close this meanwhile.
+        if state is None:
+            raise PlanError("is closed", path=self.path)
+        reader, rows = state
+        if name not in rows:
+            whose = "" if self._is_whole else f"rank {self.rank} "
+            raise PlanError(f"{whose}has no tensor {name!r}", path=self.path, code="missing")
+        return reader, rows[name]
+
+    def close(self) -> None:
+        """Forget the tensors; those that were handed out stay, and slices can still be read."""
+        self._open = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Mapped:
+    """Tensors that are pages of the files, read when they are first used."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], names: Sequence[str], device: str | torch.device) -> None:
+        self._tensors = [tensors[name] for name in names]
+        self._device = device
+
+    def tensor(self, row: int) -> torch.Tensor:
+        """See `_Reader.tensor`."""
+        return to_device(self._tensors[row], self._device)
+
+    def part(self, row: int, index: Any) -> torch.Tensor:
+        """See `_Reader.part`."""
+        return to_device(self._tensors[row][index].clone(), self._device)
+
+
+class _OnDemand:
+    """Tensors that are read when they are asked for."""
+
+    def __init__(self, pieces: Pieces, options: Options) -> None:
+        self._pieces = pieces
+        self._options = options
+
+    def tensor(self, row: int) -> torch.Tensor:
+        """See `_Reader.tensor`."""
+        return self.part(row, ...)
+
+    def part(self, row: int, index: Any) -> torch.Tensor:
+        """See `_Reader.part`."""
+        import torch
+
+        columns = self._pieces.columns
+        shape = columns.shape(row)
+        # torch says what is wrong with an index, of a tensor that has a shape and no memory.
+        torch.empty(shape, device="meta")[index]
+        selected = selection(index, shape)
+        axis = self._pieces.axis(row)
+        wanted, rows, box = columns.parts[row], None, list(shape)
+        if selected is not None and shape:
+            start, length = bounds(selected[axis], shape[axis])
+            wanted, box[axis] = _narrowed(wanted, axis, columns.whole_shapes[row][axis], start, length), length
+            selected[axis] = within(selected[axis], length)
+            if axis:
+                rows = bounds(selected[0], shape[0])
+                box[0] = rows[1]
+                selected[0] = within(selected[0], rows[1])
+        contents = self._pieces.piece(row, wanted, rows, tuple(box))
+        [tensor] = load_arena(pack(contents), self._options).values()
+        return tensor[index if selected is None else tuple(selected)]
+
+
+Selection: TypeAlias = list[int | slice]
+"""An integer or slice for each axis."""
+
+
+def selection(index: Any, shape: tuple[int, ...]) -> Selection | None:
+    """What an index of integers, slices and `...` selects; None for an index of another kind."""
+    given = list(index) if isinstance(index, tuple) else [index]
+    if not any(one is Ellipsis for one in given):
+        given.append(Ellipsis)
+    place = next(i for i, one in enumerate(given) if one is Ellipsis)
+    given[place : place + 1] = [slice(None)] * (len(shape) - len(given) + 1)
+    return given if all(type(one) is int or isinstance(one, slice) for one in given) else None
+
+
+def bounds(part: int | slice, size: int) -> Range:
+    """(start, length) of the elements along an axis from the first to the last that is selected."""
+    if isinstance(part, int):
+        return part % size, 1
+    selected = range(size)[part]
+    return (selected.start, selected[-1] + 1 - selected.start) if selected else (0, 0)
+
+
+def within(part: int | slice, length: int) -> int | slice:
+    """The same selection among the `length` elements between its bounds."""
+    return 0 if isinstance(part, int) else slice(0, length, part.step)
+
+
+def _narrowed(part: Slice, axis: int, size: int, start: int, length: int) -> Slice:
+    """Of a slice of an axis of `size`, `length` of its own elements from `start` on."""
+    ranges = []
+    for first, count in ((0, size),) if part.ranges is None else part.ranges:
+        low, high = max(start, 0), min(start + length, count)
+        if low < high:
+            ranges.append((first + low, high - low))
+        start -= count
+    return Slice(axis, tuple(ranges) or ((0, 0),))
+
+
+def open_rank(
+    path: str | os.PathLike[str],
+    rank: int,
+    *,
+    device: str | torch.device = "cpu",
+    names: Sequence[str] | str | None = None,
+    verify: bool = False,
+    tp: int | None = None,
+) -> CheckpointView:
+    """Open one rank of a checkpoint, as `safetensors.safe_open` opens a file.
+
+    Use it in a `with` statement, or close it. Any number of threads may share what it returns. Of a rank as it is
+    stored, files are mapped into memory, and what is used is read; at another degree, of a plain checkpoint, or from
+    a store that is no file system, each tensor or slice is read when it is asked for.
+
+    Args:
+        path, rank, device, names, tp: as for `load`.
+        verify: compare all tensors with their digests now; they are read for that.
+
+    Returns:
+        The rank's tensors: `keys`, `get_tensor`, `get_slice`, `metadata`, and `place` in the whole tensor.
+
+    Raises:
+        FormatError: sidecar or files are damaged.
+        PlanError: the rank does not exist, a pattern matches nothing, or the device cannot be used; or as `load`.
+        OSError: the file system does not map files into memory.
+    """
+    with error_hints():
+        options = options_of(device, verify=verify)
+        source = find_source(path, rank, tp, verify)
+        patterns = patterns_of(names)
+        pieces = source.pieces(patterns)
+        warn_of_detour(source)
+        return CheckpointView(
+            str(source.store), source.rank, source.num_ranks, pieces, _reader(source, patterns, pieces, options)
+        )
+
+
+def _reader(source: RankSource, patterns: Sequence[str] | None, pieces: Pieces, options: Options) -> _Reader:
+    if not source.is_as_stored:
+        return _OnDemand(pieces, options)
+    plan = source.arena(patterns)
+    if any(file.path is None for file in plan.files):  # Nothing that could be mapped.
+        if options.verify:
+            load_arena(plan, options)
+        return _OnDemand(pieces, options)
+    mapped = Options(backend="mapped", verify=options.verify)
+    return _Mapped(load_arena(plan, mapped), pieces.columns.names, options.device)
+
+
+def safe_open(
+    path: str | os.PathLike[str],
+    framework: str = "pt",
+    device: str | torch.device = "cpu",
+) -> CheckpointView:
+    """Open a converted checkpoint as if it were the source: whole tensors, put together from the ranks' files.
+
+    It can be used in place of `safetensors.safe_open`, for all shards at once. Nothing but the sidecar is read at once.
+    Any number of threads may share what it returns.
+
+    Returns:
+        The whole tensors; see `open`.
+
+    Raises:
+        FormatError: the sidecar is damaged.
+        PlanError: there is nothing, `path` was not converted, or another framework than torch ("pt") is asked for.
+    """
+    if framework not in ("pt", "torch", "pytorch"):
+        raise PlanError(f"framework {framework!r}: tensors are torch's, expected 'pt'", code="option")
+    with error_hints():
+        options = options_of(device)
+        pieces = find_whole(path)
+        return CheckpointView(os.fspath(path), 0, 1, pieces, _OnDemand(pieces, options), is_whole=True)

@@ -1,0 +1,1 @@
+"""Local files: the only place that opens, writes and publishes them. Imports `core`."""

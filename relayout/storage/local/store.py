@@ -1,0 +1,123 @@
+"""Local files as a store: one folder, which may be a snapshot in a Hugging Face cache, or one file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from relayout.errors import FormatError
+from relayout.storage.local.files import InputFile, check_regular, read_small, version_of
+from relayout.storage.local.paths import is_member, member
+from relayout.storage.local.staging import LocalStaging, check_output, clear_up, staging_folder, waiting
+from relayout.storage.protocols import LOCAL_COST, Access, Entry, FileStat, Kind, Modes, RequestCost, Store
+
+
+@dataclass(frozen=True, slots=True)
+class LocalStore:
+    """See `protocols.Store`."""
+
+    folder: Path
+    """As it was given; of a store for one file, that."""
+    named: str | None = None
+    """A file in it that a person named, which may therefore be a link to anywhere."""
+
+    cost: ClassVar[RequestCost] = LOCAL_COST
+
+    def __str__(self) -> str:
+        return str(self.folder)
+
+    def where(self, name: str) -> str:
+        """See `Store.where`."""
+        return str(self.folder / name)
+
+    def path(self, name: str) -> Path:
+        """See `Store.path`."""
+        return self.folder / name
+
+    def kind(self) -> Kind:
+        """See `Store.kind`."""
+        if self.folder.is_dir():
+            return Kind.FOLDER
+        if self.folder.is_file():
+            return Kind.FILE
+        return Kind.OTHER if os.path.lexists(self.folder) else Kind.NOTHING
+
+    def absence(self) -> str:
+        """See `Store.absence`."""
+        return f"no such file or folder{waiting(self.folder)}"
+
+    def parent(self) -> tuple[Store, str]:
+        """See `Store.parent`."""
+        return LocalStore(self.folder.parent, self.folder.name), self.folder.name
+
+    def folder_mode(self) -> int:
+        """See `Store.folder_mode`."""
+        return self.folder.stat().st_mode & 0o777
+
+    def walk(self) -> Iterator[Entry]:
+        """See `Store.walk`."""
+        yield from self._walk("")
+
+    def _walk(self, prefix: str) -> Iterator[Entry]:
+        with os.scandir(self.folder / prefix) as entries:
+            for entry in entries:
+                name = prefix + entry.name
+                if entry.name.startswith("."):
+                    continue
+                if not _is_utf8(entry.name):
+                    yield Entry(name, "its name is not UTF-8")
+                elif entry.is_dir(follow_symlinks=False):
+                    yield Entry(name, is_folder=True)
+                    yield from self._walk(name + "/")
+                elif entry.is_symlink() and not is_member(self.folder, self.folder / name):
+                    yield Entry(name, "a link that leads out of the checkpoint")
+                elif not (self.folder / name).is_file():  # Of links in a ring this is no error.
+                    what = "a link to a folder, or to nothing" if entry.is_symlink() else "not a regular file"
+                    yield Entry(name, what)
+                else:
+                    yield Entry(name, is_readable=os.access(self.folder / name, os.R_OK))
+
+    def stat(self, name: str) -> FileStat | None:
+        """See `Store.stat`."""
+        path = self._member(name)
+        try:
+            status = check_regular(path)
+        except FileNotFoundError:
+            if path.is_symlink():
+                raise FormatError("cannot be read: a link to nothing", path=path, code="missing") from None
+            return None
+        return FileStat(status.st_size, version_of(status), status.st_mode & 0o777)
+
+    def read(self, name: str, limit: int) -> bytes:
+        """See `Store.read`."""
+        return read_small(self._member(name), limit)
+
+    def open(
+        self, name: str, nbytes: int | None = None, *, access: Access = Access.BUFFERED, version: str | None = None
+    ) -> InputFile:
+        """See `Store.open`."""
+        return InputFile(self._member(name), nbytes, access=access, version=version)
+
+    def _member(self, name: str) -> Path:
+        return self.folder / name if name == self.named else member(self.folder, name)
+
+    def check_output(self, source: Store, marker: str, *, force: bool) -> None:
+        """See `Store.check_output`."""
+        clear_up(self.folder)
+        check_output(source.path(""), self.folder, marker, force=force)
+
+    def stage(self, marker: str, *, replace: bool, modes: Modes) -> AbstractContextManager[LocalStaging]:
+        """See `Store.stage`."""
+        return staging_folder(self.folder, marker, replace=replace, modes=modes)
+
+
+def _is_utf8(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

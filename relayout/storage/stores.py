@@ -1,0 +1,48 @@
+"""Which store a path is in: the registry, by the scheme of a URL; a path without one is local."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
+
+from relayout.errors import PlanError
+from relayout.storage import in_memory
+from relayout.storage.local.store import LocalStore
+from relayout.storage.protocols import Refusal, Store
+
+Factory: TypeAlias = Callable[[str], Store | Refusal]
+"""Makes the store for a URL of its scheme, or says why not."""
+
+REGISTRY: dict[str, Factory] = {"memory": in_memory.offer}
+"""What makes the store for the URLs of each scheme."""
+
+_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+)://")
+
+
+def find_store(path: str | os.PathLike[str]) -> Store:
+    """The store for a path, or for a URL, which must be a `str`: `pathlib.Path` makes one slash of two.
+
+    Raises:
+        PlanError: there is no store for such URLs, or not for this one.
+    """
+    found = scheme_of(path)
+    if found is None:
+        return LocalStore(Path(path))
+    if found not in REGISTRY:
+        known = ", ".join(f"{scheme}://" for scheme in REGISTRY)
+        raise PlanError(
+            f"no store for {found}://, expected a path, or one of {known}", path=os.fspath(path), code="option"
+        )
+    store = REGISTRY[found](os.fspath(path))
+    if isinstance(store, Refusal):
+        raise PlanError(store.reason, path=os.fspath(path), code="option")
+    return store
+
+
+def scheme_of(path: str | os.PathLike[str]) -> str | None:
+    """The scheme of a URL, in lower case; None for a path."""
+    found = _URL.match(path) if isinstance(path, str) else None
+    return found["scheme"].lower() if found else None

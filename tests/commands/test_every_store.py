@@ -1,0 +1,237 @@
+"""Converting, looking, proving, restoring and loading, from and to every kind of store."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save
+from support.store_contract import KINDS, Ground, content, ground
+
+import relayout
+from relayout.errors import PlanError
+from relayout.storage.stores import find_store
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 64, 8, 4, 16, 3
+TP = 2
+Files = dict[str, bytes]
+
+
+def model() -> Files:
+    """A Llama in two shards, with an index and side files; all values finite, those near each other unlike."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (96, HIDDEN), "model.norm.weight": (HIDDEN,)}
+    for layer in range(LAYERS):
+        part = f"model.layers.{layer}."
+        shapes |= {
+            part + "self_attn.q_proj.weight": (HEADS * HEAD_DIM, HIDDEN),
+            part + "self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+            part + "self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+            part + "self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
+            part + "mlp.gate_proj.weight": (160, HIDDEN),
+            part + "mlp.up_proj.weight": (160, HIDDEN),
+            part + "mlp.down_proj.weight": (HIDDEN, 160),
+            part + "input_layernorm.weight": (HIDDEN,),
+        }
+    random = np.random.default_rng(5)
+    tensors = {
+        name: random.integers(0, 0x7C00, shape, np.uint16).view(np.float16) for name, shape in sorted(shapes.items())
+    }
+    shards = [dict(list(tensors.items())[::2]), dict(list(tensors.items())[1::2])]
+    names = [f"model-{number:05}-of-00002.safetensors" for number in (1, 2)]
+    weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+    config = {"model_type": "llama", "hidden_size": HIDDEN, "num_attention_heads": HEADS, "head_dim": HEAD_DIM}
+    return {
+        **{file: save(shard, {"format": "pt"}) for file, shard in zip(names, shards, strict=True)},
+        "model.safetensors.index.json": json.dumps({"metadata": {}, "weight_map": weight_map}).encode(),
+        "config.json": json.dumps(config | {"num_key_value_heads": KV_HEADS}).encode(),
+        "tokenizer.json": b"words" * 300_000,
+        "sub/notes.txt": "Grüße".encode(),
+    }
+
+
+MODEL = model()
+
+
+def files_of(url: str) -> Files:
+    """Everything that is there, by name."""
+    store = find_store(url)
+    return {entry.name: content(store, entry.name) for entry in store.walk() if not entry.is_folder}
+
+
+def write(place: Ground, name: str, files: Files) -> str:
+    for file, blob in files.items():
+        place.kind.write(place.store(name), file, blob)
+    return place.url(name)
+
+
+@pytest.fixture(params=KINDS)
+def here(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
+    with ground(request.param, tmp_path, monkeypatch) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model, and what becomes of it, on the drive."""
+    folder = tmp_path_factory.mktemp("every-store")
+    write(Ground(KINDS["local"], str(folder)), "model", MODEL)
+    for file in (folder / "model").rglob("*"):
+        file.chmod(0o755 if file.is_dir() else 0o644)
+    relayout.convert(folder / "model", folder / "out", tp=TP)
+    return folder
+
+
+@pytest.fixture
+def converted(here: Ground, local: Path) -> str:
+    """A conversion within the store; its source is beside it."""
+    source = write(here, "model", MODEL)
+    if (folder := here.store("model").path("")) is not None:
+        for file in folder.rglob("*"):
+            file.chmod(0o755 if file.is_dir() else 0o644)
+    summary = relayout.convert(source, tp=TP)
+    assert summary.output == here.url(f"model-tp{TP}")
+    return summary.output
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert len(found) > 10
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(found[name].view(torch.int16), tensor.view(torch.int16)), name
+
+
+def test_a_conversion_has_the_same_bytes_in_every_store(converted: str, local: Path) -> None:
+    expected = files_of(str(local / "out"))
+    found = files_of(converted)
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if found[name] != expected[name]] == []
+
+
+def test_a_conversion_is_proved_and_damage_is_found(here: Ground, converted: str) -> None:
+    source = here.url("model")
+    assert relayout.verify(converted).ok
+    report = relayout.verify(converted, source=source)
+    assert (report.ok, report.compared_with_source) == (True, True)
+    store, name = find_store(converted), "model-rank-1-part-0.safetensors"
+    blob = bytearray(content(store, name))
+    blob[-5] ^= 1
+    here.kind.write(store, name, bytes(blob))
+    damaged = relayout.verify(converted)
+    assert [(one.file, one.what) for one in damaged.differences] == [
+        (name, "digest differs: the stored bytes are damaged")
+    ]
+    with pytest.raises(relayout.FormatError, match="digest"):
+        relayout.load(converted, 1, verify=True)
+
+
+def test_a_file_too_many_is_found(here: Ground, converted: str) -> None:
+    here.kind.write(find_store(converted), "model.safetensors", MODEL["model-00001-of-00002.safetensors"])
+    assert [one.file for one in relayout.verify(converted).differences] == ["model.safetensors"]
+
+
+def test_it_is_looked_at_alike(here: Ground, converted: str, local: Path) -> None:
+    for name, other in ((f"model-tp{TP}", "out"), ("model", "model")):
+        found = relayout.inspect(here.url(name))
+        assert found.path == here.url(name)
+        assert replace(found, path="") == replace(relayout.inspect(local / other), path="")
+
+
+@pytest.mark.parametrize("tp", [None, 1, 4])
+def test_every_rank_is_loaded_alike(converted: str, local: Path, tp: int | None) -> None:
+    for rank in range(tp or TP):
+        assert_same(relayout.load(converted, rank, tp=tp), relayout.load(local / "out", rank, tp=tp))
+
+
+def test_tensors_come_one_after_another_and_are_proved(converted: str, local: Path) -> None:
+    found = dict(relayout.iter_load(converted, 1, verify=True, memory=4 * 2**20))
+    assert_same(found, relayout.load(local / "out", 1))
+
+
+def test_given_tensors_are_filled(converted: str, local: Path) -> None:
+    expected = relayout.load(local / "out", 0)
+    given = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    assert_same(relayout.load(converted, 0, into=given), expected)
+
+
+def test_a_plain_checkpoint_is_sliced_while_it_is_loaded(here: Ground, local: Path) -> None:
+    source = write(here, "model", MODEL)
+    with pytest.warns(UserWarning, match="a plain checkpoint"):
+        assert_same(relayout.load(source, 1, tp=TP), relayout.load(local / "out", 1))
+    one = relayout.load(f"{source}/model-00001-of-00002.safetensors", 0, tp=1)
+    assert 0 < len(one) < len(relayout.load(source, 0, tp=1))
+
+
+def test_a_rank_is_opened(converted: str, local: Path) -> None:
+    name = "model.layers.1.mlp.down_proj.weight"
+    with relayout.open(converted, 1) as opened, relayout.open(local / "out", 1) as expected:
+        assert opened.keys() == expected.keys()
+        assert opened.metadata() == expected.metadata()
+        assert torch.equal(opened.get_tensor(name), expected.get_tensor(name))
+        assert torch.equal(opened.get_slice(name)[3:9, 1:5], expected.get_slice(name)[3:9, 1:5])
+
+
+def test_whole_tensors_are_opened(converted: str, local: Path) -> None:
+    with relayout.safe_open(converted) as opened, relayout.safe_open(local / "out") as expected:
+        assert opened.keys() == expected.keys()
+        for name in opened.keys():  # noqa: SIM118 (it is no mapping)
+            assert torch.equal(opened.get_tensor(name), expected.get_tensor(name))
+        assert opened.metadata() == expected.metadata() == {"format": "pt"}
+
+
+def test_the_source_is_restored(here: Ground, converted: str) -> None:
+    done = relayout.restore(converted, here.url("back"))
+    assert done.output == here.url("back")
+    assert files_of(done.output) == MODEL
+
+
+@pytest.mark.parametrize("backend", ["direct", "mapped"])
+def test_a_backend_that_needs_descriptors_refuses_a_store_without(here: Ground, converted: str, backend: str) -> None:
+    if find_store(converted).path("x") is not None:
+        assert len(relayout.load(converted, 0, backend="mapped")) > 10
+        return
+    with pytest.raises(PlanError, match=f"backend '{backend}' needs files with descriptors, which {converted} has not"):
+        relayout.load(converted, 0, backend=backend)
+    assert relayout.explain(converted, 0).backend == "buffered"
+    assert len(relayout.load(converted, 0, backend="buffered")) > 10
+
+
+def test_what_is_there_is_replaced_only_if_asked_for(here: Ground, converted: str) -> None:
+    source = here.url("model")
+    with pytest.raises(PlanError, match="is not empty"):
+        relayout.convert(source, tp=TP)
+    relayout.convert(source, here.url(f"model-tp{TP}"), tp=4, force=True)
+    assert relayout.inspect(converted).ranks[-1].rank == 3
+    assert relayout.verify(converted, source=source).ok
+
+
+def test_what_is_not_there_is_told(here: Ground) -> None:
+    nothing = here.url("nothing")
+    for call in (
+        lambda: relayout.convert(nothing),
+        lambda: relayout.load(nothing, 0),
+        lambda: relayout.inspect(nothing),
+        lambda: relayout.safe_open(nothing),
+    ):
+        with pytest.raises(PlanError, match="nothing: no"):
+            call()
+    with pytest.raises(relayout.FormatError, match="nothing: no"):
+        relayout.verify(nothing)
+
+
+@pytest.mark.parametrize("target", KINDS)
+def test_from_every_store_to_every_other(
+    here: Ground, target: str, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write(here, "model", MODEL)
+    (tmp_path / "there").mkdir()
+    with ground(target, tmp_path / "there", monkeypatch) as there:
+        out = relayout.convert(source, there.url("out"), tp=TP).output
+        assert relayout.verify(out, source=source).ok
+        assert_same(relayout.load(out, 1), relayout.load(local / "out", 1))
+        assert files_of(relayout.restore(out, here.url("back")).output) == MODEL

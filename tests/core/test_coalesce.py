@@ -1,0 +1,74 @@
+"""relayout.core.coalesce: which extents one request serves, against a set of bytes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relayout.core.coalesce import Group, coalesce, split
+from relayout.core.extents import Extent
+
+Item = tuple[int, Extent]
+
+EXTENTS = st.builds(Extent, st.integers(0, 60), st.integers(1, 12))
+ITEMS = st.lists(st.tuples(st.integers(0, 1), EXTENTS), max_size=12)
+
+
+def groups_of(items: list[Item], gap: int = 0, most: int | None = None) -> list[Group[Item]]:
+    return list(
+        coalesce(items, lambda item: (item[0], item[1].offset, item[1].end), max_gap_nbytes=gap, max_nbytes=most)
+    )
+
+
+def extents(*bounds: tuple[int, int]) -> list[Item]:
+    return [(0, Extent(start, end - start)) for start, end in bounds]
+
+
+@given(ITEMS, st.integers(0, 5), st.none() | st.integers(1, 40))
+def test_groups_are_the_items_in_order_and_as_few_as_the_limits_allow(
+    items: list[Item], gap: int, most: int | None
+) -> None:
+    groups = groups_of(items, gap, most)
+    assert [item for group in groups for item in group.items] == items
+    for group in groups:
+        assert group.extent.offset == group.items[0][1].offset
+        assert group.extent.end == max(extent.end for _, extent in group.items)
+        assert len({file for file, _ in group.items}) == 1
+        assert most is None or len(group.items) == 1 or group.extent.nbytes <= most
+        wanted = {byte for _, one in group.items for byte in range(one.offset, one.end)}
+        unwanted = [byte for byte in range(group.extent.offset, group.extent.end) if byte not in wanted]
+        assert all(set(range(byte, byte + gap + 1)) & wanted for byte in unwanted)
+    for group, after in pairwise(groups):
+        file, extent = after.items[0]
+        joined = max(group.extent.end, extent.end) - group.extent.offset
+        assert (
+            file != group.items[0][0]
+            or not group.extent.offset <= extent.offset <= group.extent.end + gap
+            or (most is not None and joined > most)
+        )
+
+
+def test_what_touches_or_overlaps_is_one_request() -> None:
+    [group] = groups_of(extents((0, 10), (10, 20), (15, 18), (18, 30)))
+    assert group.extent == Extent(0, 30)
+    assert len(groups_of(extents((0, 10), (11, 20)))) == 2
+
+
+def test_small_gaps_are_read_as_well() -> None:
+    items = extents((0, 10), (13, 20), (24, 30))
+    assert [group.extent for group in groups_of(items, gap=3)] == [Extent(0, 20), Extent(24, 6)]
+
+
+def test_only_a_single_extent_is_larger_than_the_largest_request() -> None:
+    items = extents((0, 100), (100, 104), (104, 108))
+    assert [group.extent for group in groups_of(items, most=8)] == [Extent(0, 100), Extent(100, 8)]
+
+
+@given(EXTENTS | st.builds(Extent, st.integers(0, 60), st.just(0)), st.integers(1, 20))
+def test_pieces_of_an_extent_follow_each_other_and_only_the_last_is_short(extent: Extent, most: int) -> None:
+    pieces = list(split(extent, most))
+    assert [byte for one in pieces for byte in range(one.offset, one.end)] == [*range(extent.offset, extent.end)]
+    assert all(one.nbytes == most for one in pieces[:-1])
+    assert all(0 < one.nbytes <= most for one in pieces)

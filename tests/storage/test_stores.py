@@ -1,0 +1,419 @@
+"""What every store promises, whatever it is."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.store_contract import KINDS, MARKER, Ground, content, ground, staged
+
+from relayout.errors import FormatError, PlanError
+from relayout.storage.buffers import Buffer
+from relayout.storage.protocols import Access, Entry, Kind
+from relayout.storage.stores import REGISTRY, find_store
+
+NBYTES = 5 * 4096 + 123
+BYTES = np.random.default_rng(7).integers(0, 256, NBYTES, np.uint8).tobytes()
+
+
+@pytest.fixture(params=KINDS)
+def here(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
+    with ground(request.param, tmp_path, monkeypatch) as found:
+        yield found
+
+
+def names(entries: Iterator[Entry]) -> list[str]:
+    return sorted(entry.name for entry in entries if not entry.is_folder)
+
+
+def read(file: object, offset: int, nbytes: int) -> bytes:
+    """Through memory that fits direct I/O."""
+    view = Buffer().reserve(nbytes)
+    file.read(offset, view)  # type: ignore[attr-defined]
+    return bytes(view)
+
+
+def test_what_was_written_can_be_read_whole_and_by_ranges(here: Ground) -> None:
+    store = here.store("model")
+    here.write(store, weights=BYTES, empty=b"")
+    assert store.read("weights", NBYTES) == content(store, "weights") == BYTES
+    assert store.read("empty", 0) == content(store, "empty") == b""
+    with store.open("weights", NBYTES) as file:
+        assert (file.nbytes, file.alignment) == (NBYTES, 1)
+        for offset, nbytes in ((0, 1), (4095, 2), (NBYTES - 1, 1), (NBYTES, 0), (17, 9999)):
+            assert read(file, offset, nbytes) == BYTES[offset : offset + nbytes]
+
+
+@pytest.mark.parametrize("access", [Access.BUFFERED, Access.AUTO, Access.ONCE])
+@given(block=st.integers(0, NBYTES // 4096), blocks=st.integers(0, 7))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=30)
+def test_a_read_fills_memory_as_far_as_the_file_reaches(here: Ground, access: Access, block: int, blocks: int) -> None:
+    store = here.store("model")
+    if store.stat("weights") is None:
+        here.write(store, weights=BYTES)
+    view = Buffer().reserve(blocks * 4096)
+    view[:] = b"\xee" * view.nbytes
+    with store.open("weights", NBYTES, access=access) as file:
+        assert file.alignment in (1, 4096)
+        file.read(block * 4096, view)
+    expected = BYTES[block * 4096 :][: view.nbytes]
+    assert view[: len(expected)] == expected
+    behind = set(bytes(view[len(expected) :]))
+    assert behind <= {0xEE, 0}, "what is behind the end is not written, but for the rest of a direct read's block"
+
+
+def test_direct_reads_are_direct_or_refused(here: Ground) -> None:
+    store = here.store("model")
+    here.write(store, weights=BYTES)
+    with suppress(OSError), store.open("weights", NBYTES, access=Access.DIRECT) as file:
+        assert file.alignment == 4096
+        assert read(file, 4096, 4096) == BYTES[4096:8192]
+        return
+    with pytest.raises(OSError, match="direct") as caught:
+        store.open("weights", NBYTES, access=Access.DIRECT)
+    assert caught.value.filename == store.where("weights")
+
+
+def test_a_file_with_a_descriptor_says_so_and_its_store_a_path(here: Ground) -> None:
+    store = here.store("model")
+    here.write(store, weights=BYTES)
+    with store.open("weights") as file:
+        fd, path = file.fileno(), store.path("weights")
+        assert (fd is None) == (path is None)
+        if fd is not None:
+            assert path is not None
+            assert os.path.samestat(os.fstat(fd), path.stat())
+
+
+def test_any_number_of_threads_read_one_file(here: Ground) -> None:
+    store = here.store("model")
+    here.write(store, weights=BYTES)
+    right: list[bool] = []
+    with store.open("weights", NBYTES) as file:
+
+        def work(seed: int) -> None:
+            random = np.random.default_rng(seed)
+            offsets = random.integers(0, NBYTES - 500, 50).tolist()
+            right.extend(read(file, offset, 500) == BYTES[offset : offset + 500] for offset in offsets)
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert right == [True] * 300
+
+
+@pytest.mark.parametrize("nbytes", [None, NBYTES])
+def test_a_file_that_is_missing_is_bad_input(here: Ground, nbytes: int | None) -> None:
+    store = here.store("model")
+    here.write(store, other=b"1")
+    with pytest.raises(FormatError, match=r"model/weights: (is missing|cannot be read: No such file)"):
+        store.open("weights", nbytes)
+    with pytest.raises(FormatError, match=r"model/weights: (is missing|cannot be read: No such file)"):
+        store.read("weights", 10)
+    assert store.stat("weights") is None
+
+
+def test_a_file_of_another_length_is_refused(here: Ground) -> None:
+    store = here.store("model")
+    here.write(store, weights=BYTES)
+    for expected in (NBYTES - 1, NBYTES + 1, 0):
+        with pytest.raises(FormatError, match=rf"weights: {NBYTES} bytes long, expected {expected}$"):
+            store.open("weights", expected)
+
+
+def test_a_small_file_has_a_limit(here: Ground) -> None:
+    store = here.store("model")
+    here.write(store, weights=b"12345")
+    assert store.read("weights", 5) == b"12345"
+    with pytest.raises(FormatError, match=r"weights: 5 bytes, limit 4$"):
+        store.read("weights", 4)
+
+
+def test_another_version_of_a_file_is_refused(here: Ground) -> None:
+    store = here.store("model")
+    here.write(store, weights=BYTES)
+    before = store.stat("weights")
+    assert before is not None
+    assert before.nbytes == NBYTES
+    with store.open("weights", NBYTES, version=before.version) as file:
+        assert file.version == before.version
+    assert store.stat("weights") == before
+    here.write(store, weights=BYTES[::-1])
+    after = store.stat("weights")
+    assert after is not None
+    assert after.version != before.version
+    with pytest.raises(FormatError, match=r"weights: has changed since it was looked at$"):
+        store.open("weights", NBYTES, version=before.version)
+
+
+def test_what_replaces_an_open_file_is_never_mixed_with_it(here: Ground) -> None:
+    store = here.store("model")
+    here.write(store, weights=BYTES)
+    with store.open("weights", NBYTES) as file:
+        assert read(file, 0, 100) == BYTES[:100]
+        here.write(store, weights=BYTES[::-1])
+        try:
+            later = read(file, 100, 100)
+        except FormatError as error:
+            assert "weights: was replaced" in str(error)  # noqa: PT017 (both are right)
+        else:
+            assert later == BYTES[100:200]
+    assert content(store, "weights") == BYTES[::-1]
+
+
+def test_all_files_below_are_listed_but_hidden_ones(here: Ground) -> None:
+    store = here.store("model")
+    here.write(store, a=b"1", sub__b=b"2", sub__deep__c=b"3", **{".hidden": b"4", ".cache__d": b"5", "sub__.e": b"6"})
+    here.write(here.store("model2"), beside=b"7")
+    assert names(store.walk()) == ["a", "sub/b", "sub/deep/c"]
+    assert all(entry.refusal is None and entry.is_readable for entry in store.walk())
+    assert content(store, "sub/deep/c") == b"3"
+
+
+@pytest.mark.parametrize("name", ["with space", "grüße-模型.safetensors", "a+b%20c#d?e", "x" * 200])
+def test_names_may_be_anything(here: Ground, name: str) -> None:
+    store = here.store("model")
+    with staged(store) as staging:
+        staging.put(name, [b"12", b"34"])
+        staging.put(MARKER, [b"{}"])
+    assert names(store.walk()) == sorted([name, MARKER])
+    assert store.read(name, 4) == b"1234"
+    assert name in store.where(name)
+
+
+def test_a_store_tells_what_is_at_its_place(here: Ground) -> None:
+    nothing, folder, file = here.store("nothing"), here.store("folder"), here.store("folder/weights")
+    here.write(folder, weights=BYTES)
+    assert [store.kind() for store in (nothing, folder, file)] == [Kind.NOTHING, Kind.FOLDER, Kind.FILE]
+    assert nothing.absence()
+    above, name = file.parent()
+    assert (str(above), name) == (str(folder), "weights")
+    assert content(above, name) == BYTES
+    assert (str(folder), folder.where("weights")) == (here.url("folder"), here.url("folder/weights"))
+
+
+def test_a_store_says_what_requests_should_look_like(here: Ground) -> None:
+    cost = here.store("model").cost
+    assert cost.chunk_nbytes >= 4096
+    assert cost.chunk_nbytes % 4096 == 0
+    assert cost.max_gap_nbytes >= 0
+    assert cost.concurrency is None or cost.concurrency >= 1
+
+
+# Writing.
+
+
+def test_nothing_is_an_output_before_the_end(here: Ground) -> None:
+    store = here.store("out")
+    with staged(store) as staging:
+        staging.put(MARKER, [b"{}"])
+        with staging.write_file("weights", NBYTES, is_new=True) as file:
+            file.write(100, memoryview(BYTES)[100:])
+        assert store.stat(MARKER) is None
+        staging.write_head("weights", BYTES[:100], NBYTES)
+        staging.write_head("only a head", b"head", 4)
+        assert store.stat(MARKER) is None
+    assert names(store.walk()) == sorted([MARKER, "only a head", "weights"])
+    assert content(store, "weights") == BYTES
+    assert content(store, "only a head") == b"head"
+
+
+def test_of_an_output_that_fails_nothing_is_left(here: Ground) -> None:
+    store = here.store("out")
+
+    def fail() -> None:
+        with staged(store) as staging:
+            staging.put(MARKER, [b"{}"])
+            staging.write_head("weights", BYTES, NBYTES)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert store.kind() is Kind.NOTHING
+    with staged(store) as staging:
+        assert staging.names() == []
+        staging.put(MARKER, [b"{}"])
+    assert names(store.walk()) == [MARKER]
+
+
+def test_what_was_kept_of_an_output_is_there_for_the_next_attempt_all_or_nothing(here: Ground) -> None:
+    store = here.store("out")
+
+    def fail() -> None:
+        with staged(store) as staging:
+            staging.is_kept, staging.advice = True, "go on"
+            with staging.write_file("weights", NBYTES, is_new=True) as file:
+                file.write(0, memoryview(BYTES))
+            with staging.open_notes("notes", is_new=True) as notes:
+                notes.append(b"first\n")
+            raise OSError(5, "the drive")
+
+    with pytest.raises(OSError, match="drive") as caught:
+        fail()
+    assert store.kind() is Kind.NOTHING
+    with staged(store) as staging:
+        if not staging.names():
+            assert staging.read_notes("notes") is None
+            return
+        assert caught.value.__notes__ == ["go on"]
+        assert staging.names() == ["weights"]
+        assert staging.allocated_nbytes() >= NBYTES
+        with staging.open("weights", NBYTES) as again:
+            assert again.nbytes == NBYTES
+            assert read(again, 0, 6 * 4096)[:NBYTES] == BYTES
+        with staging.open_notes("notes", is_new=False) as notes:
+            notes.append(b"second\n")
+        assert staging.read_notes("notes") == b"first\nsecond\n"
+        with staging.open_notes("notes", is_new=True) as notes:
+            notes.append(b"new\n")
+        assert staging.read_notes("notes") == b"new\n"
+        staging.clear()
+        assert staging.names() == []
+        assert staging.read_notes("notes") is None
+        staging.put(MARKER, [b"{}"])
+    assert names(store.walk()) == [MARKER]
+
+
+def test_a_file_is_written_by_many_threads_in_any_order_and_read_again(here: Ground) -> None:
+    store = here.store("out")
+    offsets = list(range(0, NBYTES, 1000))
+    np.random.default_rng(3).shuffle(offsets)
+    with staged(store) as staging:
+        with staging.write_file("weights", NBYTES, is_new=True) as file:
+
+            def work(first: int) -> None:
+                for offset in offsets[first::4]:
+                    file.write(offset, memoryview(BYTES)[offset : offset + 1000])
+
+            threads = [threading.Thread(target=work, args=(first,)) for first in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        with staging.open("weights", NBYTES) as again:
+            assert read(again, 0, 6 * 4096)[:NBYTES] == BYTES
+        with staging.write_file("weights", NBYTES, is_new=False) as file:
+            file.write(7, memoryview(b"changed"))
+        staging.write_head("weights", BYTES[:3], NBYTES)
+        staging.put(MARKER, [])
+    assert content(store, "weights") == BYTES[:7] + b"changed" + BYTES[14:]
+    assert content(store, MARKER) == b""
+
+
+def test_a_file_that_is_there_is_not_written_as_a_new_one(here: Ground) -> None:
+    with staged(here.store("out")) as staging:
+        staging.put("small", [b"1"])
+        staging.write_file("large", 10, is_new=True).close()
+        for name in ("small", "large"):
+            with pytest.raises(OSError, match="exists"):
+                staging.put(name, [b"2"])
+            with pytest.raises(OSError, match="exists"):
+                staging.write_file(name, 10, is_new=True)
+        staging.remove("small")
+        staging.remove("was never there")
+        staging.put("small", [b"3"])
+        staging.put(MARKER, [b"{}"])
+    assert content(here.store("out"), "small") == b"3"
+
+
+def test_a_written_file_of_another_length_is_not_opened(here: Ground) -> None:
+    with staged(here.store("out")) as staging:
+        staging.put("small", [b"12345"])
+        for name, nbytes in (("small", 4), ("missing", 5)):
+            with pytest.raises((FormatError, OSError)):
+                staging.open(name, nbytes)
+
+
+def test_one_writes_an_output_at_a_time(here: Ground) -> None:
+    store = here.store("out")
+    with staged(store) as staging:
+        with pytest.raises(PlanError, match="out: is being written"), staged(here.store("out")):
+            pass
+        with staged(here.store("other")) as other:
+            other.put(MARKER, [b"{}"])
+        staging.put(MARKER, [b"{}"])
+    assert store.stat(MARKER) is not None
+    with staged(here.store("third")):
+        pass
+
+
+def test_an_output_that_has_come_up_meanwhile_is_not_overwritten(here: Ground) -> None:
+    store = here.store("out")
+
+    def write() -> None:
+        with staged(store) as staging:
+            staging.put(MARKER, [b"ours"])
+            staging.put("weights", [b"ours"])
+            here.write(store, **{MARKER: b"theirs"})
+
+    with pytest.raises(OSError, match="out"):
+        write()
+    assert content(store, MARKER) == b"theirs"
+    assert names(store.walk()) == [MARKER]
+
+
+def test_an_older_output_is_replaced_as_a_whole(here: Ground) -> None:
+    store = here.store("out")
+    here.write(store, **{MARKER: b"old"}, weights=b"old", more__old=b"old")
+    with staged(store, replace=True) as staging:
+        staging.put("weights", [b"new"])
+        staging.put(MARKER, [b"new"])
+    assert names(store.walk()) == sorted([MARKER, "weights"])
+    assert content(store, "weights") == content(store, MARKER) == b"new"
+
+
+def test_a_place_that_holds_something_is_no_output(here: Ground) -> None:
+    source, out = here.store("source"), here.store("out")
+    here.write(source, weights=BYTES)
+    out.check_output(source, MARKER, force=False)
+    here.write(out, mine=b"1")
+    for force in (False, True):
+        with pytest.raises(PlanError, match="out: is not empty"):
+            out.check_output(source, MARKER, force=force)
+    here.write(out, **{MARKER: b"{}"})
+    with pytest.raises(PlanError, match="out: is not empty"):
+        out.check_output(source, MARKER, force=False)
+    out.check_output(source, MARKER, force=True)
+    assert content(out, "mine") == b"1", "it changes nothing"
+
+
+@pytest.mark.parametrize(("source", "output"), [("a", "a"), ("a", "a/b"), ("a/b", "a")])
+def test_an_output_in_the_source_or_around_it_is_refused(here: Ground, source: str, output: str) -> None:
+    here.write(here.store("a/b"), weights=BYTES)
+    with pytest.raises(PlanError, match="the source"):
+        here.store(output).check_output(here.store(source), MARKER, force=True)
+
+
+def test_a_name_that_only_begins_alike_is_beside_the_source(here: Ground) -> None:
+    here.write(here.store("a"), weights=BYTES)
+    here.store("a-tp2").check_output(here.store("a"), MARKER, force=False)
+
+
+# The registry.
+
+
+def test_a_path_without_a_scheme_is_local(tmp_path: Path) -> None:
+    for path in (tmp_path, str(tmp_path), "relative/folder", ".", "c:/x", "a:b"):
+        store = find_store(path)
+        assert store.path("x") == Path(path) / "x"
+
+
+def test_an_unknown_scheme_is_refused_with_those_that_are_known() -> None:
+    with pytest.raises(PlanError, match=r"^s3://bucket/x: no store for s3://, expected a path, or one of memory://"):
+        find_store("s3://bucket/x")
+    assert "memory" in REGISTRY
+
+
+@pytest.mark.parametrize("url", ["memory://", "memory:///x", "memory://a//b", "memory://a/../b", "memory://a/."])
+def test_a_url_that_names_nothing_is_refused_with_the_reason(url: str) -> None:
+    with pytest.raises(PlanError, match=r"expected memory://BUCKET or memory://BUCKET/PREFIX"):
+        find_store(url)

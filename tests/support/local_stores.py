@@ -1,0 +1,53 @@
+"""What the product does with a store, for tests that have a path of the file system."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+
+from relayout.checkpoint import converted, source
+from relayout.checkpoint.source import Catalogue
+from relayout.core.extents import Extent
+from relayout.format.index import MANIFEST_NAME, Manifest, RankTable
+from relayout.format.source_record import SourceRecord
+from relayout.loader.sources.contents import StoredFile
+from relayout.storage import hashing
+from relayout.storage.local import staging
+from relayout.storage.local.staging import LocalStaging
+from relayout.storage.local.store import LocalStore
+from relayout.storage.protocols import Access
+
+
+def read_catalogue(path: Path) -> Catalogue:
+    return source.read_catalogue(LocalStore(path))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    return converted.read_manifest(LocalStore(folder))
+
+
+def read_table(folder: Path, manifest: Manifest, rank: int) -> RankTable:
+    return converted.read_table(LocalStore(folder), manifest, rank)
+
+
+def read_record(folder: Path, manifest: Manifest) -> SourceRecord:
+    return converted.read_record(LocalStore(folder), manifest)
+
+
+def stored_file(path: Path, nbytes: int) -> StoredFile:
+    return StoredFile(LocalStore(path.parent), path.name, nbytes)
+
+
+def hashed_file(path: Path, nbytes: int, extents: Sequence[Extent]) -> hashing.HashedFile:
+    opened = partial(LocalStore(path.parent).open, path.name, nbytes, access=Access.ONCE)
+    return hashing.HashedFile(opened, extents)
+
+
+def staging_folder(output: Path) -> AbstractContextManager[LocalStaging]:
+    return staging.staging_folder(output, MANIFEST_NAME)
+
+
+def check_output(given: Path, output: Path, *, force: bool) -> None:
+    staging.check_output(given, output, MANIFEST_NAME, force=force)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from relayout.commands.inspect import inspect
     from relayout.commands.restore import restore
     from relayout.commands.verify import verify
+    from relayout.commands.warm import warm
     from relayout.conversion.run import Summary, convert, plan_conversion
     from relayout.errors import FormatError, PlanError, RelayoutError
     from relayout.loader import (
@@ -46,6 +47,7 @@ __all__ = [
     "safe_open",
     "transformers",
     "verify",
+    "warm",
 ]
 
 _HOMES = {
@@ -67,6 +69,7 @@ _HOMES = {
     "restore": "relayout.commands.restore",
     "safe_open": "relayout.loader",
     "verify": "relayout.commands.verify",
+    "warm": "relayout.commands.warm",
 }
 
 

@@ -19,6 +19,9 @@ def sglang() -> None:
 def _register(engine: str) -> None:
     """Call `register` of an engine's module; where this engine is not as expected, log that, and leave it alone."""
     try:
+        from relayout.engines import warming
+
+        warming.start()
         import_module(f"relayout.engines.{engine}").register()
     except Exception as error:
         logging.getLogger(f"{engine}.relayout").warning("relayout: not available in this %s: %r", engine, error)

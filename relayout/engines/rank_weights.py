@@ -182,11 +182,13 @@ class RankWeights:
         Raises:
             FormatError, PlanError, OSError, MemoryError: as `relayout.iter_load`.
         """
+        from relayout.engines import warming
         from relayout.loader import explain
         from relayout.loader.api import find_source, warn_of_detour
         from relayout.loader.loading import options_of
         from relayout.loader.stream import stream
 
+        warming.end()
         started, given = time.perf_counter(), self._options
         source = find_source(self._path, self._rank, self._num_ranks, given.verify)
         backend = given.backend

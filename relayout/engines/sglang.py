@@ -59,7 +59,14 @@ def verify(original: Callable[[Any], None], config: Any) -> None:
     if config.relayout_required:
         config.load_format = "auto"
     original(config)
-    _hook_loader()
+    try:
+        _hook_loader()
+    except Exception as error:
+        if config.relayout_required:
+            raise
+        _LOGGER.error(
+            "relayout: this SGLang does not recognize converted folders, and would load them wrong: %r", error
+        )
 
 
 def _hook_loader() -> None:

@@ -64,9 +64,7 @@ def verify(original: Callable[[Any], None], config: Any) -> None:
     except Exception as error:
         if config.relayout_required:
             raise
-        _LOGGER.error(
-            "relayout: this SGLang does not recognize converted folders, and would load them wrong: %r", error
-        )
+        _LOGGER.error("relayout: this SGLang does not recognize converted folders and would load them wrong: %r", error)
 
 
 def _hook_loader() -> None:

@@ -159,6 +159,6 @@ def test_a_loader_that_is_not_as_expected_is_an_error_only_where_relayout_is_ask
 ) -> None:
     monkeypatch.delattr(engine.loader, "_get_weights_iterator")
     engine.load_config("auto", {}, None)
-    assert "this SGLang does not recognize converted folders" in caplog.text
+    assert "this SGLang does not recognize converted folders and" in caplog.text
     with pytest.raises(AttributeError, match="_get_weights_iterator"):
         engine.load_config("relayout", {}, None)

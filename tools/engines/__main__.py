@@ -46,8 +46,8 @@ def main(
         record(name, "versions", versions_in(python))
         if compare:
             for found in compare_cases(name, python, [one for one in all_cases() if fnmatch(one.name, only)], work):
-                record(name, "parameters", {f"{found['name']}, tp {found['tp']}": kept(found)})
-                say(describe(found))
+                record(name, "parameters", {f"{found['name']}, tp {found['tp']}": kept(found, work)})
+                say(describe(found, work))
         if generate and name == "vllm":
             for family in GENERATED:
                 if fnmatch(family, only):
@@ -129,17 +129,18 @@ def tokens(python: Path, folder: Path, tp: int, load_format: str, work: Path) ->
     return {"error": (done.stdout + done.stderr)[-300:]}
 
 
-def kept(found: Result) -> Result:
+def kept(found: Result, work: Path) -> Result:
     """What is worth writing down; messages without the paths of this machine."""
+    if "error" in found:
+        found = {"error": ("relayout: " if found.get("own_load") else "the engine's own load: ") + found["error"]}
     brief = {key: found[key] for key in KEPT if key in found}
-    for key in ("refused", "error"):
-        if key in brief:
-            brief[key] = str(brief[key]).replace(str(Path(found.get("source", "/")).parent) + "/", "")[:300]
+    for key in {"refused", "error"} & brief.keys():
+        brief[key] = str(brief[key]).replace(f"{work}/", "")[:300]
     return brief
 
 
-def describe(found: Result) -> str:
-    what = found.get("error") or found.get("refused")
+def describe(found: Result, work: Path) -> str:
+    what = kept(found, work).get("error") or found.get("refused")
     if what is None:
         what = f"{found['parameters']} parameters, {len(found['different'])} different"
     return f"{found['name']}, tp {found['tp']}: {what}"

@@ -111,21 +111,27 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def compare(job: Job) -> dict[str, Any]:
-    """Load every rank both ways; a whole tensor that has to be read is an error."""
-    found: dict[str, Any] = {"parameters": 0, "elements": 0, "different": [], "never_loaded": 0, "whole_reads": 0}
+def compare(job: Job, found: dict[str, Any]) -> None:
+    """Load every rank both ways, the engine's own first; a whole tensor that has to be read is an error."""
+    found |= {"parameters": 0, "elements": 0, "different": [], "never_loaded": 0, "whole_reads": 0}
+    own = [load(job.source, job, rank, "auto") for rank in range(job.tp)]
+    found["own_load"] = True
     for rank in range(job.tp):
-        own = load(job.source, job, rank, "auto")
-        ours = load(job.converted, job, rank, "relayout")
-        assert own.keys() == ours.keys()
-        for name, tensor in own.items():
-            expected = bits(tensor)
-            found["parameters"] += 1
-            found["elements"] += tensor.numel()
-            found["never_loaded"] += bool(expected.numel()) and bool((expected == POISON).all())
-            if not torch.equal(expected, bits(ours[name])):
-                found["different"].append(f"rank {rank}: {name}")
-    return found
+        note_differences(found, rank, own[rank], load(job.converted, job, rank, "relayout"))
+
+
+def note_differences(
+    found: dict[str, Any], rank: int, own: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]
+) -> None:
+    """Count a rank's parameters, and name those that differ."""
+    assert own.keys() == ours.keys()
+    for name, tensor in own.items():
+        expected = bits(tensor)
+        found["parameters"] += 1
+        found["elements"] += tensor.numel()
+        found["never_loaded"] += bool(expected.numel()) and bool((expected == POISON).all())
+        if not torch.equal(expected, bits(ours[name])):
+            found["different"].append(f"rank {rank}: {name}")
 
 
 def main() -> None:
@@ -135,10 +141,14 @@ def main() -> None:
 
     load_plugins()
     for job in jobs:
+        found: dict[str, Any] = {}
         try:
-            found = compare(job)
+            compare(job, found)
         except Exception as error:
-            found = {"error": f"{type(error).__name__}: {error}".strip()[:500], "trace": traceback.format_exc()[-3000:]}
+            found |= {
+                "error": f"{type(error).__name__}: {error}".strip()[:500],
+                "trace": traceback.format_exc()[-3000:],
+            }
         print("RESULT", json.dumps({**asdict(job), **found}), flush=True)
 
 

@@ -110,9 +110,9 @@ class Job:
     """The draft model (MTP) that is in the checkpoint."""
 
 
-def compare(job: Job) -> dict[str, Any]:
-    """Load every rank both ways."""
-    found: dict[str, Any] = {"parameters": 0, "elements": 0, "different": [], "never_loaded": 0, "whole_reads": 0}
+def compare(job: Job, found: dict[str, Any]) -> None:
+    """Load every rank both ways; the engine's own first."""
+    found |= {"parameters": 0, "elements": 0, "different": [], "never_loaded": 0, "whole_reads": 0}
     configs = [
         configuration(path, job.tp, job.expert, form)
         for path, form in ((job.source, "auto"), (job.converted, "relayout"))
@@ -120,22 +120,33 @@ def compare(job: Job) -> dict[str, Any]:
     models = [config.model_config for config in configs]
     if job.draft:
         models = [draft_of(config) for config in configs]
+    own = [load_rank(job, rank, configs[0], models[0])[0] for rank in range(job.tp)]
+    found["own_load"] = True
     for rank in range(job.tp):
-        play(rank, job.tp, job.expert)
-        for config in configs:
-            config.parallel_config.rank = rank
-        own, _ = load(configs[0], models[0])
-        ours, weights = load(configs[1], models[1])
-        assert own.keys() == ours.keys()
-        for name, tensor in own.items():
-            expected, loaded = bits(tensor), bits(ours[name])
-            found["parameters"] += 1
-            found["elements"] += tensor.numel()
-            found["never_loaded"] += bool(expected.numel()) and bool((expected == POISON).all())
-            if not torch.equal(expected, loaded):
-                found["different"].append(f"rank {rank}: {name}")
+        ours, weights = load_rank(job, rank, configs[1], models[1])
         found["whole_reads"] += weights.report().num_whole
-    return found
+        note_differences(found, rank, own[rank], ours)
+
+
+def load_rank(job: Job, rank: int, config: Any, model_config: Any) -> tuple[dict[str, torch.Tensor], Any]:
+    """All that a rank's model holds."""
+    play(rank, job.tp, job.expert)
+    config.parallel_config.rank = rank
+    return load(config, model_config)
+
+
+def note_differences(
+    found: dict[str, Any], rank: int, own: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]
+) -> None:
+    """Count a rank's parameters, and name those that differ."""
+    assert own.keys() == ours.keys()
+    for name, tensor in own.items():
+        expected = bits(tensor)
+        found["parameters"] += 1
+        found["elements"] += tensor.numel()
+        found["never_loaded"] += bool(expected.numel()) and bool((expected == POISON).all())
+        if not torch.equal(expected, bits(ours[name])):
+            found["different"].append(f"rank {rank}: {name}")
 
 
 def draft_of(config: Any) -> Any:
@@ -156,10 +167,14 @@ def main() -> None:
     if "--stand-in-kernels" in sys.argv:
         stand_in_kernels()
     for job in jobs:
+        found: dict[str, Any] = {}
         try:
-            found = compare(job)
+            compare(job, found)
         except Exception as error:
-            found = {"error": f"{type(error).__name__}: {error}".strip()[:500], "trace": traceback.format_exc()[-3000:]}
+            found |= {
+                "error": f"{type(error).__name__}: {error}".strip()[:500],
+                "trace": traceback.format_exc()[-3000:],
+            }
         print("RESULT", json.dumps({**asdict(job), **found}), flush=True)
 
 

@@ -17,7 +17,7 @@ from relayout.storage.stores import find_store
 if TYPE_CHECKING:
     import torch
 
-    from relayout.core.slices import Slice
+    from relayout.core.slices import Range, Slice
     from relayout.engines.global_tensor import Usage
     from relayout.loader import CheckpointView, Explanation
     from relayout.loader.sources.pieces import Columns
@@ -201,7 +201,7 @@ class RankWeights:
         if self._wanted is not None:
             contents = contents.rows([row for row, name in enumerate(contents.names) if self._wanted(name)])
         options = options_of(self._device, backend, given.verify, given.threads, given.memory, self._progress)
-        yield from self._slices(source.pieces(None).columns, stream(contents, options))
+        yield from self._slices(source.columns(), stream(contents, options))
         if not self._only_held:
             yield from self._others(held)
         self._seconds = time.perf_counter() - started
@@ -241,28 +241,27 @@ class RankWeights:
     def _slices(
         self, columns: Columns, tensors: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
+        from relayout.engines.global_tensor import GlobalTensor
+        from relayout.loader.tensors import torch_shape
+
         row_of = {name: row for row, name in enumerate(columns.names)}
+        make, read, usage = GlobalTensor.of, self._all_ranks.read, self.usage
         for name, tensor in tensors:
             row = row_of[name]
             part = columns.parts[row]
             self._nbytes += tensor.nbytes
             self._num_tensors += 1
-            if not part.is_whole:
-                tensor = self._global(name, columns.dtypes[row], columns.whole_shapes[row], part, tensor)
-            yield name, tensor
-
-    def _global(self, name: str, dtype: str, shape: tuple[int, ...], part: Slice, tensor: torch.Tensor) -> torch.Tensor:
-        from relayout.engines.global_tensor import GlobalTensor
-        from relayout.loader.tensors import torch_shape
-
-        ranges: Sequence[tuple[int, int]] = part.ranges or ()
-        if dtype == "F4" and part.axis == len(shape) - 1:  # torch counts pairs of them.
-            ranges = [(start // 2, length // 2) for start, length in ranges]
-        read = partial(self._all_ranks.read, name, ...)
-        made = GlobalTensor.of(name, tensor, torch_shape(name, dtype, shape), part.axis, ranges, read, self.usage)
-        if made is not tensor and not self._lazy:
-            self._cut.append(name)
-        return made
+            if part.ranges is None:
+                yield name, tensor
+                continue
+            dtype, shape = columns.dtypes[row], columns.whole_shapes[row]
+            ranges: Sequence[Range] = part.ranges
+            if dtype == "F4":  # torch counts pairs of them.
+                shape, ranges = torch_shape(name, dtype, shape), _paired(shape, part)
+            made = make(name, tensor, shape, part.axis, ranges, partial(read, name, ...), usage)
+            if made is not tensor and not self._lazy:
+                self._cut.append(name)
+            yield name, made
 
     def _others(self, held: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of which the rank holds nothing: read only if the engine uses them."""
@@ -308,6 +307,12 @@ class _AllRanks:
     def read(self, name: str, index: Any) -> torch.Tensor:
         """A part of a tensor, in memory of its own."""
         return self.view.get_slice(name)[index]
+
+
+def _paired(shape: tuple[int, ...], part: Slice) -> Sequence[Range]:
+    """The ranges of a slice, counted in pairs of elements along the last axis."""
+    ranges = part.ranges or ()
+    return [(start // 2, length // 2) for start, length in ranges] if part.axis == len(shape) - 1 else ranges
 
 
 def listed(names: Sequence[str]) -> str:

@@ -531,7 +531,7 @@ def _move(func: Any, args: Any, kwargs: Any, usage: Usage) -> torch.Tensor | Non
     def mask(tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, GlobalTensor):
             return parts[id(tensor)][1]
-        return torch.ones_like(tensor, dtype=torch.bool, device="cpu")
+        return tensor.cpu() if func in _BY_INDEX else torch.ones_like(tensor, dtype=torch.bool, device="cpu")
 
     found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GlobalTensor)]
     parts = {id(one): one._parts() for one in found}
@@ -582,7 +582,10 @@ def _joined(ranges: Sequence[Range]) -> list[Range]:
     return joined
 
 
-_MOVES = {
+_BY_INDEX = {aten.index.Tensor, aten.index_select.default}
+"""Operations whose other arguments say which elements, as an engine's list of its experts does."""
+
+_MOVES = _BY_INDEX | {
     aten.cat.default,
     aten.clone.default,
     aten.flip.default,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from relayout.loader.sources.pieces import Columns
 
 _MAX_SHOWN_NAMES = 4
+_LAYER = re.compile(r"\.layers\.([0-9]+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,6 +315,28 @@ def _paired(shape: tuple[int, ...], part: Slice) -> Sequence[Range]:
     """The ranges of a slice, counted in pairs of elements along the last axis."""
     ranges = part.ranges or ()
     return [(start // 2, length // 2) for start, length in ranges] if part.axis == len(shape) - 1 else ranges
+
+
+def speculative(config: Any) -> Callable[[str], bool]:
+    """Whether a tensor is of layers for speculation (MTP), which a checkpoint's main model does not use.
+
+    Args:
+        config: of the text model.
+    """
+    num_layers: int | None = config.num_hidden_layers if getattr(config, "num_nextn_predict_layers", None) else None
+
+    def is_speculative(name: str) -> bool:
+        layer = layer_of(name)
+        is_behind = num_layers is not None and layer is not None and layer >= num_layers
+        return is_behind or "mtp" in name.split(".")
+
+    return is_speculative
+
+
+def layer_of(name: str) -> int | None:
+    """The number of the layer that a tensor is of."""
+    layer = _LAYER.search(name)
+    return None if layer is None else int(layer[1])
 
 
 def listed(names: Sequence[str]) -> str:

@@ -8,7 +8,6 @@ options, which are those of vLLM's plugin.
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Iterator
 from logging import getLogger
 from pathlib import Path
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 
 FORMAT = "relayout"
 _LOGGER = getLogger("sglang.relayout")
-_LAYER = re.compile(r"\.layers\.([0-9]+)\.")
 
 
 def register() -> None:
@@ -112,16 +110,17 @@ def _weights(path: str, folder: Any, options: Any, config: Any, source: Any) -> 
     parallel = get_parallel()
     num_ranks, model_config = parallel.tp_size, source.model_config
     _check(path, folder, parallel)
+    is_draft = config.draft_model_idx is not None or bool(getattr(model_config, "is_draft_model", False))
     weights = RankWeights(
         path,
         parallel.tp_rank,
         num_ranks,
         options,
         device=_device(),
-        wanted=_wanted(parallel, model_config),
+        wanted=_wanted(parallel, model_config, is_draft=is_draft),
         only_held=folder is None or parallel.moe_ep_size == 1 or folder.expert_parallel,
         # A draft model takes a few of the target's layers, and SGLang does not say which.
-        lazy=config.draft_model_idx is not None or bool(getattr(model_config, "is_draft_model", False)),
+        lazy=is_draft,
     )
     yield from weights
     _LOGGER.info("%s", weights.report())
@@ -156,18 +155,25 @@ def _check(path: str, folder: Any, parallel: Any) -> None:
         _LOGGER.warning("relayout: %s %s: the load is slower than it could be", path, what)
 
 
-def _wanted(parallel: Any, model_config: Any) -> Callable[[str], bool] | None:
-    """Which tensors this pipeline stage can need."""
-    num_layers = getattr(getattr(model_config, "hf_text_config", None), "num_hidden_layers", None)
-    if parallel.pp_size == 1 or num_layers is None:
-        return None
-    from sglang.srt.distributed.utils import get_pp_indices
+def _wanted(parallel: Any, model_config: Any, *, is_draft: bool) -> Callable[[str], bool] | None:
+    """Which tensors this process can need: not those of other pipeline stages, nor of layers for speculation only."""
+    from relayout.engines.rank_weights import layer_of, speculative
 
-    first, end = get_pp_indices(num_layers, parallel.pp_rank, parallel.pp_size)
+    config = getattr(model_config, "hf_text_config", None)
+    num_layers = getattr(config, "num_hidden_layers", None)
+    if num_layers is None or is_draft:
+        return None
+    is_speculative, stage = speculative(config), range(num_layers)
+    if parallel.pp_size > 1:
+        from sglang.srt.distributed.utils import get_pp_indices
+
+        stage = range(*get_pp_indices(num_layers, parallel.pp_rank, parallel.pp_size))
 
     def wanted(name: str) -> bool:
-        layer = _LAYER.search(name)
-        return layer is None or first <= int(layer[1]) < end or int(layer[1]) >= num_layers
+        layer = layer_of(name)
+        # Other parts of a model, such as its vision, may have more layers.
+        is_elsewhere = layer is not None and layer < num_layers and layer not in stage
+        return not is_elsewhere and not is_speculative(name)
 
     return wanted
 

@@ -5,14 +5,13 @@ vLLM's own weight loaders do all the cutting, fusing and padding; they are hande
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
-from relayout.engines.rank_weights import EngineOptions, Folder, RankWeights, find_folder, listed
+from relayout.engines.rank_weights import EngineOptions, Folder, RankWeights, find_folder, listed, speculative
 from relayout.errors import PlanError
 
 if TYPE_CHECKING:
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 FORMAT = "relayout"
 _LOGGER = getLogger("vllm.relayout")
 """Below vLLM's own, which is set up to be seen."""
-_SPECULATIVE = re.compile(r"(^|\.)mtp\.")
-_LAYER = re.compile(r"\.layers\.([0-9]+)\.")
 
 
 def register() -> None:
@@ -155,25 +152,18 @@ def _check(path: str, folder: Folder | None, num_ranks: int, parallel: Any) -> b
     return folder.expert_parallel or not experts
 
 
-def _wanted(model: Any, model_config: Any, *, is_draft: bool) -> Callable[[str], bool] | None:
+def _wanted(model: Any, model_config: Any, *, is_draft: bool) -> Callable[[str], bool]:
     """Which tensors this process can need: not those of other pipeline stages, nor of layers for speculation only."""
     from vllm.model_executor.models.utils import get_pp_missing_layer_names
 
     missing = tuple(name for name in get_pp_missing_layer_names(model) if name.rstrip(".").rpartition(".")[2].isdigit())
     mapper = getattr(model, "hf_to_vllm_mapper", None)
-    config = model_config.hf_text_config
-    num_layers = config.num_hidden_layers if getattr(config, "num_nextn_predict_layers", None) else None
-    if not missing and is_draft:
-        return None
+    is_speculative = speculative(model_config.hf_text_config)
 
     def wanted(name: str) -> bool:
-        if not is_draft:
-            layer = _LAYER.search(name)
-            if _SPECULATIVE.search(name) or (num_layers is not None and layer and int(layer[1]) >= num_layers):
-                return False
-        if not missing:
-            return True
-        mapped = name if mapper is None else mapper._map_name(name)
+        if not is_draft and is_speculative(name):
+            return False
+        mapped = name if mapper is None or not missing else mapper._map_name(name)
         return not (mapped or name).startswith(missing)
 
     return wanted

@@ -115,13 +115,15 @@ def copies(draw: st.DrawFn, shape: Sequence[int]) -> Operation:
         ("reshape(-1)", lambda t: t.reshape(-1)),
         ("flatten()", lambda t: t.flatten()),
     ]
-    if shape:
+    if shape and 0 not in shape:
         kinds += [
             (f"cat twice along {axis}", lambda t: torch.cat([t, t], axis)),
             (f"stack of itself along {axis}", lambda t: torch.stack([t, t], axis)),
             (f"flip({axis})", lambda t: t.flip(axis)),
             (f"repeat_interleave(2, {axis})", lambda t: t.repeat_interleave(2, axis)),
             (f"roll(1, {axis})", lambda t: t.roll(1, axis)),
+            ("[[0, -1]]", lambda t: t[[0, -1]]),
+            (f"index_select({axis}, 0)", lambda t: t.index_select(axis, torch.tensor([0]))),
         ]
     return draw(st.sampled_from(kinds))
 

@@ -22,7 +22,7 @@ from engines.environments import ENGINES, ROOT, environment_of, versions_in
 RESULTS = ROOT / "tools" / "results" / "engines.json"
 SCRIPTS = ROOT / "tools" / "engines"
 HOME = Path(tempfile.gettempdir(), "engine-envs")
-BATCH = 16
+BATCH = 40
 """Jobs for one process: what an engine keeps of a model goes away with it."""
 TIMEOUT_S = 1800
 KEPT = ("parameters", "elements", "different", "never_loaded", "whole_reads", "refused", "error")
@@ -39,9 +39,9 @@ def main(
 ) -> None:
     """Load small checkpoints of all families and forms by the engines' own loaders and through relayout."""
     transformers_logging.disable_progress_bar()
-    work = home / "work"
-    work.mkdir(parents=True, exist_ok=True)
     for name in engines or list(ENGINES):
+        work = home / f"{name}-work"
+        work.mkdir(parents=True, exist_ok=True)
         python = environment_of(name, home)
         record(name, "versions", versions_in(python))
         if compare:
@@ -65,6 +65,8 @@ def compare_cases(engine: str, python: Path, cases: Sequence[Case], work: Path) 
     """Each case at each degree."""
     jobs: dict[bool, list[Result]] = {False: [], True: []}
     for case in cases:
+        if case.draft and engine == "sglang":
+            continue  # Its draft models are built by its workers.
         for tp in DEGREES:
             job = {"name": case.name, "tp": tp, "expert": case.expert, "draft": case.draft}
             source = source_of(case.family, work)

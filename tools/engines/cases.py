@@ -89,8 +89,7 @@ def converted_of(source: Path, tp: int, *, expert: bool = False) -> Path:
         PlanError: it cannot be cut so.
     """
     folder = source.with_name(f"{source.name}-tp{tp}" + ("-expert" if expert else ""))
-    if not folder.exists():
-        relayout.convert(source, folder, tp=tp, expert_parallel=expert)
+    relayout.convert(source, folder, tp=tp, expert_parallel=expert, force=True)  # By the program of today.
     return folder
 
 

@@ -38,7 +38,7 @@ class EngineOptions:
     verify: bool = False
     """Compare every slice with its digest."""
     strict: bool = False
-    """Refuse what has to read the slices of other ranks, and slices that the engine does not use."""
+    """Refuse what has to read the slices of other ranks."""
 
     @staticmethod
     def parse(given: Mapping[str, object], where: str) -> EngineOptions:
@@ -116,7 +116,7 @@ class Report:
     """Whole tensors that had to be read from the files of all ranks."""
     whole_nbytes: int
     unused: tuple[str, ...]
-    """Tensors of which the rank's slice was read, and nothing was asked for."""
+    """Tensors of which the rank's slice was read, and nothing has been asked for yet."""
 
     def __str__(self) -> str:
         rate = self.nbytes / max(self.seconds, 1e-9)
@@ -212,14 +212,12 @@ class RankWeights:
         """What the load has done.
 
         Raises:
-            PlanError: the engine has not taken all tensors; in strict mode also if it has not used one.
+            PlanError: the engine has not taken all tensors.
         """
         if self._seconds is None:
             what = f"rank {self._rank}: the engine stopped after {self._num_tensors} tensors"
             raise PlanError(what, path=self._path)
         unused = tuple(name for name in self._cut if name not in self.usage.used)
-        if unused and self._options.strict:
-            raise PlanError(f"rank {self._rank}: the engine did not use {listed(unused)}", path=self._path)
         return Report(
             self._rank,
             self._num_ranks,

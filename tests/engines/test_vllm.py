@@ -246,8 +246,6 @@ def test_slices_that_are_not_used_are_named(folders: Path, engine: Engine, caplo
     model = Model(whole, 0, 2, stage=lambda name: name != "lm_head.weight")
     engine.load(folders / "llama-tp2", model)
     assert "relayout: rank 0: vLLM did not use lm_head.weight" in caplog.text
-    with pytest.raises(PlanError, match=r"rank 0: the engine did not use lm_head\.weight"):
-        engine.load(folders / "llama-tp2", model, strict=True)
 
 
 def test_a_vllm_that_is_not_as_expected_is_left_alone(

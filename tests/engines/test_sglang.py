@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import FAMILIES
 from safetensors.torch import load_file
 from support.checkpoints import write_family
 from support.fake_sglang import Engine, install
 from support.fake_vllm import Model, Tensors, expert_of
-from support.families import FAMILIES
 
 import relayout
 from relayout.engines import plugins

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import FAMILIES
 from support.checkpoints import write_family
-from support.families import FAMILIES
 
 import relayout
 from relayout.errors import PlanError

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from families import FAMILIES
 from safetensors.torch import load_file
 from support.checkpoints import write_family
 from support.fake_vllm import Engine, LoadConfig, Model, Tensors, expert_of, install, model_config
-from support.families import FAMILIES
 
 import relayout
 from relayout.engines import plugins

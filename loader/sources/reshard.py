@@ -1,4 +1,4 @@
-"""Finds a slice, as cut for one number of ranks, in slices that were cut for another. Pure."""
+"""Finds a slice for one degree in slices that were cut for another. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from relayout.format.index import Read
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Where a rank's slice of a tensor lies."""
+    """Where a rank's slice of a tensor is stored."""
 
     part: Slice
     file: int
@@ -27,15 +27,15 @@ class Holder:
 def gather(
     dtype: str, shape: tuple[int, ...], wanted: Slice, holders: Sequence[Holder], rows: Range | None = None
 ) -> tuple[Read, ...]:
-    """The reads that bring a slice of a tensor; their targets are relative to its first byte.
+    """The reads that fill a slice of a tensor; their targets are relative to its first byte.
 
-    Of elements that several hold, the first in `holders` is asked that has the most of what comes next.
+    Where several holders have the next elements, the one with the longest run is read; of equals, the first.
 
     Args:
         rows: (start, length) of elements along axis 0: only these, where the cut is along another axis.
 
     Raises:
-        PlanError: the holders do not have all of it, or were cut along another axis, or inside a byte.
+        PlanError: the holders do not have all of it, were cut along another axis, or the cut falls inside a byte.
     """
     axis = _axis(wanted, holders)
     if not shape or axis is None:
@@ -62,7 +62,7 @@ def gather(
                 default=(None, 0, 0, 0),
             )
             if holder is None:
-                raise PlanError(f"element {start} of dim {axis} of {list(shape)} is in no rank's slice")
+                raise PlanError(f"element {start} of dim {axis} of {list(shape)} is in no rank's slice", code="missing")
             taken = min(first + span, end) - start
             bits = (
                 (position + start - first) * inner_bits,
@@ -72,7 +72,9 @@ def gather(
                 wanted_length * inner_bits,
             )
             if any(number % 8 for number in bits):
-                raise PlanError(f"a cut of {dtype} {list(shape)} along dim {axis} falls inside a byte")
+                raise PlanError(
+                    f"a cut of {dtype} {list(shape)} along dim {axis} falls inside a byte", code="indivisible"
+                )
             source, place, nbytes, source_stride, target_stride = (number // 8 for number in bits)
             if nbytes and count:
                 strides = (source_stride, target_stride) if count > 1 else (0, 0)
@@ -87,12 +89,12 @@ def _axis(wanted: Slice, holders: Sequence[Holder]) -> int | None:
     """The axis along which wanted and held slices are cut; None if none of them is."""
     axes = {part.axis for part in (wanted, *(holder.part for holder in holders)) if part.ranges is not None}
     if len(axes) > 1:
-        raise PlanError(f"slices are cut along different axes: {sorted(axes)}")
+        raise PlanError(f"slices are cut along different dims: {sorted(axes)}", code="unsupported")
     return next(iter(axes), None)
 
 
 def _ranges(holder: Holder, size: int) -> Iterator[tuple[int, int, int]]:
-    """(start, length, position in the slice) of what a holder has along the axis, in elements."""
+    """(start, length, position in the slice) of each range that a holder has along the axis, in elements."""
     position = 0
     for start, length in ((0, size),) if holder.part.ranges is None else holder.part.ranges:
         yield start, length, position
@@ -105,6 +107,6 @@ def _length(holder: Holder, size: int) -> int:
 
 def _whole(dtype: str, shape: tuple[int, ...], holders: Sequence[Holder]) -> tuple[Read, ...]:
     if not holders:
-        raise PlanError("no rank holds the tensor")
+        raise PlanError("no rank holds the tensor", code="missing")
     nbytes = prod(shape) * BITS[dtype] // 8
     return (Read(holders[0].file, Transfer(holders[0].offset, 0, nbytes)),) if nbytes else ()

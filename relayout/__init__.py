@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from relayout.commands.inspect import inspect
-    from relayout.commands.restore import restore
-    from relayout.commands.verify import verify
-    from relayout.conversion.run import Summary, convert, plan_conversion
+    from relayout.commands.inspect import Inspection, inspect
+    from relayout.commands.restore import Restored, restore
+    from relayout.commands.verify import Difference, Report, verify
+    from relayout.conversion.preview import Preview
+    from relayout.conversion.run import ConversionPlan, PlanOptions, Summary, convert, plan_conversion
     from relayout.errors import FormatError, PlanError, RelayoutError
     from relayout.loader import (
         CheckpointView,
@@ -27,11 +28,18 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckpointView",
+    "ConversionPlan",
+    "Difference",
     "Explanation",
     "FormatError",
+    "Inspection",
     "Place",
     "PlanError",
+    "PlanOptions",
+    "Preview",
     "RelayoutError",
+    "Report",
+    "Restored",
     "Summary",
     "TensorSlice",
     "convert",
@@ -48,11 +56,18 @@ __all__ = [
 
 _HOMES = {
     "CheckpointView": "relayout.loader",
+    "ConversionPlan": "relayout.conversion.run",
+    "Difference": "relayout.commands.verify",
     "Explanation": "relayout.loader",
     "FormatError": "relayout.errors",
-    "PlanError": "relayout.errors",
+    "Inspection": "relayout.commands.inspect",
     "Place": "relayout.loader",
+    "PlanError": "relayout.errors",
+    "PlanOptions": "relayout.conversion.run",
+    "Preview": "relayout.conversion.preview",
     "RelayoutError": "relayout.errors",
+    "Report": "relayout.commands.verify",
+    "Restored": "relayout.commands.restore",
     "Summary": "relayout.conversion.run",
     "TensorSlice": "relayout.loader",
     "convert": "relayout.conversion.run",

@@ -209,19 +209,20 @@ def _manifest(data: bytes) -> None:
         manifest = parse_manifest(data, "x")
     except FormatError:
         return
-    for entry in manifest.ranks:
+    for rank, entry in enumerate(manifest.ranks):
+        files = manifest.rank_files(rank)
         assert _is_plain(entry.table)
-        assert all(_is_plain(file.name) and file.name.endswith(".safetensors") for file in entry.files)
+        assert all(_is_plain(file.name) and file.name.endswith(".safetensors") for file in files)
         total, places = 0, []
         for read in entry.reads:
             one = read.transfer
             total += one.nbytes * one.count
             assert one.nbytes > 0
-            assert one.source + (one.count - 1) * one.source_stride + one.nbytes <= entry.files[read.file].nbytes
+            assert one.source + (one.count - 1) * one.source_stride + one.nbytes <= files[read.file].nbytes
             places.append((one.target, one.target + (one.count - 1) * one.target_stride + one.nbytes))
             assert one.count == 1 or min(one.source_stride, one.target_stride) >= one.nbytes
         assert total == entry.nbytes
-        assert entry.arena_nbytes <= 1.4 * sum(file.nbytes for file in entry.files) + 8192 * (len(entry.files) + 1)
+        assert entry.arena_nbytes <= 1.4 * sum(file.nbytes for file in files) + 8192 * (len(files) + 1)
         ends = [0, *(end for _, end in sorted(places)), entry.arena_nbytes]
         assert all(start >= end for (start, _), end in zip(sorted(places), ends, strict=False))
         assert ends == sorted(ends)
@@ -240,7 +241,7 @@ def _table(data: bytes) -> None:
         json_text(name).encode()
         nbytes = prod(table.shapes[row]) * BITS[table.dtypes[row]] // 8
         offset, place = table.offsets[row], table.arena_offsets[row]
-        assert offset + nbytes <= entry.files[table.files[row]].nbytes
+        assert offset + nbytes <= manifest.rank_files(1)[table.files[row]].nbytes
         assert place % 16 == 0
         assert place + nbytes <= entry.arena_nbytes
         assert not held & set(range(place, place + nbytes))

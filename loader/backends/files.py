@@ -125,9 +125,7 @@ class Sources:
         self._files[number].read(0, view)
         if view[LENGTH_NBYTES : LENGTH_NBYTES + len(owner.prefix)] != owner.prefix:
             raise FormatError(
-                f"its header is not of rank {owner.rank}, part {owner.part}, of this conversion",
-                path=file.where,
-                code="owner",
+                f"its header is not of file {owner.number} of this conversion", path=file.where, code="owner"
             )
 
     def _open_cached(self, file: StoredFile, opened: ReadableFile) -> ReadableFile | None:

@@ -65,7 +65,9 @@ class HostBackend:
         sources = Sources(job.files, self.access)
         try:
             chunks = self.chunks(job.reads, sources.alignment, job.budget)
-            return ThreadedJob(job, sources, Buffer, Copier(memory, sources, job).read, chunks)
+            buffers = Buffers()
+            read = Copier(memory, sources, job).read
+            return ThreadedJob(job, sources, buffers.make, read, chunks, buffers.discard)
         except BaseException:
             sources.close()
             raise
@@ -123,6 +125,24 @@ def reserve(buffer: Buffer, nbytes: int) -> memoryview:
         raise MemoryError(f"cannot reserve {nbytes} bytes for a buffer: {error.strerror}") from None
 
 
+class Buffers:
+    """The bounce buffers of a job's threads."""
+
+    def __init__(self) -> None:
+        self._made: list[Buffer] = []
+
+    def make(self) -> Buffer:
+        """A new buffer. Thread-safe."""
+        buffer = Buffer()
+        self._made.append(buffer)
+        return buffer
+
+    def discard(self) -> None:
+        """Free the memory of all buffers now. They must not be used afterwards."""
+        while self._made:
+            self._made.pop().discard()
+
+
 class ThreadedJob(Generic[State, Item]):
     """Threads that work on the items of a job, such as chunks. Each thread has its own state."""
 
@@ -133,8 +153,14 @@ class ThreadedJob(Generic[State, Item]):
         make_state: Callable[[], State],
         work: Callable[[State, Item], int],
         items: Sequence[Item],
+        discard: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start the threads; `work` returns the number of bytes that it filled. The job closes `sources`."""
+        """Start the threads; `work` returns the number of bytes that it filled. The job closes `sources`.
+
+        Args:
+            discard: frees the memory of all states; called when the job is cancelled.
+        """
+        self._discard = discard
         self.job = job
         self.sources = sources
         try:
@@ -170,6 +196,7 @@ class ThreadedJob(Generic[State, Item]):
         """See `RunningJob.cancel`."""
         self._workers.cancel()
         self.sources.close()
+        self._discard()
 
 
 def factory(access: Access) -> Factory:

@@ -16,7 +16,7 @@ from relayout.format.index import Read
 from relayout.loader.backends.arena import MAP_FIXED, HostArena, allocate
 from relayout.loader.backends.base import Choice, FreshArenas, Memory, ReadJob, Refusal, Request, RunningJob
 from relayout.loader.backends.files import Sources
-from relayout.loader.backends.host import Copier, ThreadedJob, chunks_of, reserve
+from relayout.loader.backends.host import Buffers, Copier, ThreadedJob, chunks_of, reserve
 from relayout.loader.budgets import HOST_BUFFERS, Budget
 from relayout.loader.read_plan import Chunk
 from relayout.storage.buffers import Buffer
@@ -100,7 +100,8 @@ class _MappedJob(ThreadedJob[Buffer, "Chunk | _Check"]):
         """Start `work`, in which the bytes of each tensor are in order; `mapped` bytes need no work."""
         self._copier = Copier(memory, sources, job)
         self._mapped = mapped
-        super().__init__(job, sources, Buffer, self._work, work)
+        buffers = Buffers()
+        super().__init__(job, sources, buffers.make, self._work, work, buffers.discard)
 
     def join(self, on_progress: Callable[[int], None] | None = None) -> None:
         """See `RunningJob.join`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,8 +52,8 @@ def cost_of(files: Sequence[StoredFile]) -> RequestCost:
 class Owner:
     """The identity of a rank file."""
 
-    rank: int
-    part: int
+    number: int
+    """Its number in the manifest."""
     prefix: bytes
     """The first bytes of its header, after the length field."""
 
@@ -98,7 +98,7 @@ def rank_files(folder: Store, manifest: Manifest, rank: int) -> tuple[StoredFile
         FormatError: one is missing, leads out of the folder, or has another length than the manifest says.
         OSError: `stat` failed.
     """
-    files = files_of(folder, manifest, rank)
+    files = files_of(folder, manifest, manifest.ranks[rank].files)
     for file in files:
         status = folder.stat(file.name)
         if status is None:
@@ -108,16 +108,12 @@ def rank_files(folder: Store, manifest: Manifest, rank: int) -> tuple[StoredFile
     return files
 
 
-def files_of(folder: Store, manifest: Manifest, rank: int) -> tuple[StoredFile, ...]:
-    """The files of a rank, as the manifest lists them, not checked."""
+def files_of(folder: Store, manifest: Manifest, numbers: Iterable[int]) -> tuple[StoredFile, ...]:
+    """Files by their numbers, as the manifest lists them, not checked."""
+    files = ((number, manifest.files[number]) for number in numbers)
     return tuple(
-        StoredFile(
-            folder,
-            file.name,
-            file.nbytes,
-            Owner(rank, part, header_prefix(rank, manifest.num_ranks, part, manifest.conversion)),
-        )
-        for part, file in enumerate(manifest.ranks[rank].files)
+        StoredFile(folder, file.name, file.nbytes, Owner(number, header_prefix(number, manifest.conversion)))
+        for number, file in files
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from relayout.checkpoint.config import read_config
 from relayout.checkpoint.converted import check_rank, read_record, read_table
@@ -119,10 +118,8 @@ class Ranks:
         self._folder = folder
         self._manifest = manifest
         self._record = record
-        parts = [files_of(folder, manifest, rank) for rank in range(manifest.num_ranks)]
         # Numbered by the manifest, so that file numbers do not depend on the order in which threads open tables.
-        self._files = tuple(file for files in parts for file in files)
-        self._first_file = list(accumulate(map(len, parts), initial=0))
+        self._files = files_of(folder, manifest, range(len(manifest.files)))
         self._tables: dict[int, _Table] = {}
         self._lock = threading.Lock()
         remake_in_child(self)
@@ -183,7 +180,8 @@ class Ranks:
                 tensor=record.names[t],
                 code="mismatch",
             )
-        return Read(self._first_file[rank] + table.files[row], read.transfer.shifted(source=table.offsets[row]))
+        number = self._manifest.ranks[rank].files[table.files[row]]
+        return Read(number, read.transfer.shifted(source=table.offsets[row]))
 
     def _open(self, rank: int) -> _Table:
         with self._lock:  # Each table is parsed once.

@@ -74,20 +74,16 @@ def read_record(folder: Store, manifest: Manifest) -> SourceRecord:
     return parse_record(text, manifest.num_ranks, where)
 
 
-def check_owner(folder: Store, manifest: Manifest, rank: int) -> None:
-    """Check that the rank's files say in their headers that they are this rank's, of this conversion.
+def check_file(folder: Store, manifest: Manifest, number: int) -> None:
+    """Check that a file says in its header that it is this one, of this conversion.
 
     Raises:
-        FormatError: one does not: files of different conversions or ranks have been mixed.
+        FormatError: it does not: files of different conversions have been mixed, or two have changed places.
     """
-    for part, file in enumerate(manifest.ranks[rank].files):
-        expected = header_prefix(rank, manifest.num_ranks, part, manifest.conversion)
-        start = bytearray(LENGTH_NBYTES + len(expected))
-        with folder.open(file.name, file.nbytes) as opened:
-            opened.read(0, memoryview(start))
-        if start[LENGTH_NBYTES:] != expected:
-            raise FormatError(
-                f"its header is not of rank {rank}, part {part}, of this conversion",
-                path=folder.where(file.name),
-                code="owner",
-            )
+    file, expected = manifest.files[number], header_prefix(number, manifest.conversion)
+    start = bytearray(LENGTH_NBYTES + len(expected))
+    with folder.open(file.name, file.nbytes) as opened:
+        opened.read(0, memoryview(start))
+    if start[LENGTH_NBYTES:] != expected:
+        where = folder.where(file.name)
+        raise FormatError(f"its header is not of file {number} of this conversion", path=where, code="owner")

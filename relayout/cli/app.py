@@ -63,7 +63,7 @@ PathArgument = Annotated[
     str,
     typer.Argument(metavar="PATH", help="A .safetensors file, or a folder, converted or not."),
 ]
-JobsOption = Annotated[int, typer.Option(metavar="N", help="Threads that read, copy and write.")]
+ThreadsOption = Annotated[int, typer.Option(metavar="N", help="Threads that read, copy, hash and write.")]
 MemoryOption = Annotated[str, typer.Option(metavar="SIZE", help="Memory that they may use for it.")]
 ConvertedArgument = Annotated[str, typer.Argument(metavar="OUT", help="A folder that `relayout convert` wrote.")]
 CompareOption = Annotated[
@@ -130,7 +130,7 @@ def convert(
             " of fused tensors are.",
         ),
     ] = None,
-    jobs: JobsOption = 8,
+    threads: ThreadsOption = 8,
     memory: MemoryOption = "512MiB",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, write nothing.")] = False,
     force: Annotated[
@@ -148,30 +148,25 @@ def convert(
     """
     with _errors():
         from relayout.cli import render as terminal
-        from relayout.conversion import run as conversion
-        from relayout.conversion.preview import preview
-        from relayout.core.arguments import parse_size
+        from relayout.conversion.run import plan_conversion
 
-        alignment, part_nbytes, memory_nbytes = parse_size(align), parse_size(max_part_size), parse_size(memory)
-        planned = conversion.plan_conversion(
+        planned = plan_conversion(
             source,
             output,
             tp=tp,
-            align=alignment,
+            align=align,
             plan=plan,
             expert_parallel=expert_parallel,
             unmatched=unmatched,
-            max_part_nbytes=part_nbytes,
+            max_part_nbytes=max_part_size,
             dcp=dcp,
         )
         if dry_run:
-            _show(preview(planned), as_json, terminal.print_preview)
+            _show(planned.preview(), as_json, terminal.print_preview)
             return
         _begin_work()
-        with terminal.progress("converting", as_json=as_json) as on_progress:
-            summary = conversion.carry_out(
-                planned, force=force, jobs=jobs, memory=memory_nbytes, on_progress=on_progress
-            )
+        progress = terminal.progress("converting", as_json=as_json)
+        summary = planned.run(force=force, threads=threads, memory=memory, progress=progress)
         _tell(summary, as_json, terminal.print_summary)
 
 
@@ -219,6 +214,8 @@ def inspect(
 def verify(
     path: ConvertedArgument,
     source: CompareOption = None,
+    threads: ThreadsOption = 8,
+    memory: MemoryOption = "512MiB",
     as_json: JsonOption = False,
 ) -> None:
     """Prove a converted checkpoint: structure, sidecar, and the digest of every slice."""
@@ -227,8 +224,8 @@ def verify(
         from relayout.commands import verify as verification
 
         _begin_work()
-        with terminal.progress("verifying", as_json=as_json) as on_progress:
-            report = verification.verify(path, source=source, on_progress=on_progress)
+        progress = terminal.progress("verifying", as_json=as_json)
+        report = verification.verify(path, source=source, threads=threads, memory=memory, progress=progress)
         _tell(report, as_json, terminal.print_report)
         if not report.ok:
             raise typer.Exit(EXIT_DIFFERENCE)
@@ -238,7 +235,7 @@ def verify(
 def restore(
     path: ConvertedArgument,
     output: Annotated[str, typer.Option("--output", "-o", metavar="DIR", help="Folder to make.")],
-    jobs: JobsOption = 8,
+    threads: ThreadsOption = 8,
     memory: MemoryOption = "512MiB",
     force: Annotated[bool, typer.Option("--force", help="Replace DIR if relayout converted it.")] = False,
     as_json: JsonOption = False,
@@ -247,14 +244,10 @@ def restore(
     with _errors():
         from relayout.cli import render as terminal
         from relayout.commands import restore as restoration
-        from relayout.core.arguments import parse_size
 
-        memory_nbytes = parse_size(memory)
         _begin_work()
-        with terminal.progress("restoring", as_json=as_json) as on_progress:
-            done = restoration.restore(
-                path, output, force=force, jobs=jobs, memory=memory_nbytes, on_progress=on_progress
-            )
+        progress = terminal.progress("restoring", as_json=as_json)
+        done = restoration.restore(path, output, force=force, threads=threads, memory=memory, progress=progress)
         _tell(done, as_json, terminal.print_restored)
 
 

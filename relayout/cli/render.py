@@ -6,8 +6,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -25,7 +24,7 @@ from relayout.conversion.run import Summary
 from relayout.core.patterns import collapse_numbers
 from relayout.errors import printable
 from relayout.plans.family import Family
-from relayout.progress import progress_bar
+from relayout.progress import Progress
 
 if TYPE_CHECKING:
     from relayout.loader.diagnose.doctor import Diagnosis
@@ -37,17 +36,11 @@ _MAX_DIFFERENCES = 20
 _PIPE_WIDTH = 100_000
 
 
-@contextmanager
-def progress(what: str, *, as_json: bool = False) -> Iterator[Callable[[int, int], None] | None]:
-    """A progress bar on stderr, where that is a terminal, or events; yields what to call with (bytes done, in all)."""
+def progress(what: str, *, as_json: bool = False) -> Progress:
+    """What shows how far work is: events on stderr, or a bar where that is a terminal, or nothing."""
     if as_json:
-        yield _events(what)
-        return
-    if sys.stderr is None or not sys.stderr.isatty():  # rich would count FORCE_COLOR as a terminal.
-        yield None
-        return
-    with progress_bar(what) as on_progress:
-        yield on_progress
+        return _events(what)
+    return sys.stderr is not None and sys.stderr.isatty()  # rich would count FORCE_COLOR as a terminal.
 
 
 def _events(what: str) -> Callable[[int, int], None]:

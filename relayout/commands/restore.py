@@ -10,15 +10,16 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import chain
 
 from relayout.checkpoint.converted import read_manifest, read_record, read_table
 from relayout.checkpoint.source import Catalogue, SourceFile, SourceTensor
-from relayout.conversion.copy import DEFAULT_JOBS, DEFAULT_MEMORY, Loaded, share_memory
+from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, Loaded, share_memory
 from relayout.conversion.journal import read_journal
 from relayout.conversion.layout import stored_conversion
 from relayout.conversion.side_files import copy_side_file, modes_of
-from relayout.conversion.steps import SourceRange, Span, Step, copy_steps, join_ranges
-from relayout.core.arguments import integer
+from relayout.conversion.steps import CopyPlan, SourceRange, Span, Step, join_ranges
+from relayout.core.arguments import integer, size
 from relayout.core.digests import OrderedDigests
 from relayout.core.dtypes import num_bytes
 from relayout.core.extents import BLOCK, Extent, align_down, align_up
@@ -28,6 +29,7 @@ from relayout.errors import FormatError, PlanError
 from relayout.format.index import MANIFEST_NAME, Manifest
 from relayout.format.safetensors import parse_header
 from relayout.format.source_record import SourceRecord
+from relayout.progress import Progress, reporting
 from relayout.storage.buffers import Buffer
 from relayout.storage.file_pool import OpenFiles
 from relayout.storage.memory import peak_nbytes
@@ -59,9 +61,9 @@ def restore(
     output: str | os.PathLike[str],
     *,
     force: bool = False,
-    jobs: int = DEFAULT_JOBS,
-    memory: int = DEFAULT_MEMORY,
-    on_progress: Callable[[int, int], None] | None = None,
+    threads: int = DEFAULT_THREADS,
+    memory: int | str = DEFAULT_MEMORY,
+    progress: Progress = None,
 ) -> Restored:
     """Write the checkpoint that a folder was converted from: its shards, index and side files, byte for byte.
 
@@ -71,9 +73,9 @@ def restore(
         path: a folder that `convert` wrote.
         output: the folder to make. It appears complete, with every digest right, or not at all.
         force: replace an output folder that relayout converted.
-        jobs: threads that copy.
-        memory: bytes that they may use for copying.
-        on_progress: called now and then with (bytes done, bytes in all).
+        threads: threads that read, copy and write.
+        memory: bytes that they may use for copying, also as text, such as "512MiB".
+        progress: True for a bar on stderr, or a function that is called now and then with (bytes done, bytes in all).
 
     Raises:
         FormatError: the folder is damaged, or lacks what the source had.
@@ -81,13 +83,13 @@ def restore(
         OSError: reading or writing failed; nothing is left behind.
     """
     started = time.monotonic()
-    jobs, chunk_nbytes = share_memory(integer(jobs, "jobs"), integer(memory, "memory"))
+    threads, chunk_nbytes = share_memory(integer(threads, "threads"), size(memory, "memory"))
     folder, target = find_store(path), find_store(output)
     manifest = read_manifest(folder)
     record = read_record(folder, manifest)
     target.check_output(folder, MANIFEST_NAME, force=force)
     written = sum(file.nbytes for file in record.files)
-    modes = modes_of(folder, [file.name for entry in manifest.ranks for file in entry.files])
+    modes = modes_of(folder, [file.name for file in manifest.files])
     with target.stage(MANIFEST_NAME, replace=force, modes=modes) as staging:
         found = read_journal(staging)
         if found is not None and found[1] and not force:
@@ -96,17 +98,8 @@ def restore(
         staging.clear()
         staging.check_space(written + sum(side.nbytes for side in record.side_files))
         catalogue = source_catalogue(folder, record)
-        total = catalogue.nbytes
-        _restore_tensors(
-            folder,
-            manifest,
-            record,
-            catalogue,
-            staging,
-            jobs,
-            chunk_nbytes,
-            None if on_progress is None else lambda done: on_progress(done, total),
-        )
+        with reporting(progress, "restoring", catalogue.nbytes) as report:
+            _restore_tensors(folder, manifest, record, catalogue, staging, threads, chunk_nbytes, report)
         for file in catalogue.files:
             staging.write_head(file.name, file.header, file.nbytes)
         if record.index is not None:
@@ -156,7 +149,7 @@ def _restore_tensors(
     record: SourceRecord,
     catalogue: Catalogue,
     staging: Staging,
-    jobs: int,
+    threads: int,
     chunk_nbytes: int,
     on_progress: Callable[[int], None] | None,
 ) -> None:
@@ -181,9 +174,8 @@ def _restore_tensors(
             raise FormatError(f"{folder}: tensor {tensor.name!r}: the stored bytes are damaged")
         checked.add(t)
 
-    def open_input(place: tuple[int, int]) -> ReadableFile:
-        rank, part = place
-        file = conversion.layout.ranks[rank][part]
+    def open_input(number: int) -> ReadableFile:
+        file = conversion.layout.files[number]
         return folder.open(file.name, file.nbytes, access=Access.ONCE)
 
     created: set[int] = set()
@@ -208,23 +200,24 @@ def _restore_tensors(
             check(t, extent, loaded.memory[position : position + extent.nbytes])
         return step.nbytes
 
-    steps = (step for step in copy_steps(conversion, chunk_nbytes=chunk_nbytes) if step.tensors)
+    plan = CopyPlan(conversion, chunk_nbytes=chunk_nbytes, by_source=True)
+    steps = chain.from_iterable(map(plan.steps, range(len(conversion.layout.units))))
     with OpenFiles(open_input) as inputs, OpenFiles(open_output, num_descriptors=2) as outputs:
-        Workers(jobs, steps, lambda: (Buffer(), Buffer()), work, stop).run(on_progress)
+        Workers(threads, steps, lambda: (Buffer(), Buffer()), work, stop).run(on_progress)
     assert checked == {t for t, tensor in enumerate(catalogue.tensors) if tensor.extent.nbytes}
 
 
 def _put_back(
-    span: Span, loaded: Loaded, catalogue: Catalogue, inputs: OpenFiles[tuple[int, int], ReadableFile], buffer: Buffer
+    span: Span, loaded: Loaded, catalogue: Catalogue, inputs: OpenFiles[int, ReadableFile], buffer: Buffer
 ) -> None:
     """Read a span from the first of its targets, and spread its pieces to where they came from."""
     place = span.targets[0]
     start = align_down(place.offset, BLOCK)
     blocks = buffer.reserve(align_up(place.offset + span.nbytes, BLOCK) - start)
-    with inputs.use((place.rank, place.part)) as stored_file:
+    with inputs.use(place.file) as stored_file:
         stored_file.read(start, blocks)
-    stored = blocks[place.offset - start :]
     for piece in span.pieces:
-        file = catalogue.tensors[piece.tensor].file
-        origin = loaded.position(file, piece.transfer.source) - piece.transfer.source
-        copy_runs(stored, loaded.memory, piece.transfer.inverted().shifted(target=origin))
+        tensor = catalogue.tensors[piece.tensor]
+        position = place.offset - start + piece.position - piece.offset
+        for one in piece.transfers:
+            copy_runs(blocks, loaded.memory, one.inverted(), position, loaded.tensor_position(tensor, one.source))

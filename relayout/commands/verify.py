@@ -6,23 +6,28 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import chain
 
 from safetensors import SafetensorError, deserialize
 
-from relayout.checkpoint.converted import check_owner, read_manifest, read_record, read_table
+from relayout.checkpoint.converted import check_file, read_manifest, read_record, read_table
 from relayout.checkpoint.source import Catalogue, read_catalogue, read_shard
-from relayout.conversion.copy import DEFAULT_JOBS, NoSink, digests_of_all, run_steps
+from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, NoSink, run_steps, share_memory
 from relayout.conversion.layout import rows_of_files, stored_conversion
 from relayout.conversion.side_files import read_side_file
-from relayout.conversion.steps import copy_steps
+from relayout.conversion.sidecar import digests_of_all
+from relayout.conversion.steps import CopyPlan
+from relayout.core.arguments import integer, size
 from relayout.core.digests import digest_hex
 from relayout.core.dtypes import num_bytes
 from relayout.core.extents import Extent
 from relayout.errors import FormatError
-from relayout.format.index import HUB_INDEX_NAME, MIN_ALIGNMENT, Manifest, RankEntry, RankTable
+from relayout.format.index import HUB_INDEX_NAME, MIN_ALIGNMENT, IndexedFile, Manifest, RankTable
 from relayout.format.manifest import SOURCE_RECORD_NAME
 from relayout.format.safetensors import TensorEntry, build_header
 from relayout.format.source_record import SourceRecord
+from relayout.progress import Progress, reporting
+from relayout.storage.hashing import CHUNK_NBYTES as REHASH_NBYTES
 from relayout.storage.hashing import HashedFile, hash_files
 from relayout.storage.protocols import Access, Store
 from relayout.storage.stores import find_store
@@ -77,19 +82,28 @@ def verify(
     path: str | os.PathLike[str],
     *,
     source: str | os.PathLike[str] | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
+    threads: int = DEFAULT_THREADS,
+    memory: int | str = DEFAULT_MEMORY,
+    progress: Progress = None,
 ) -> Report:
     """Check a folder that `convert` wrote: structure, sidecar, and the digest of every slice.
 
     Args:
         path: the converted folder.
         source: the checkpoint it was made from; every slice is cut from it again and compared.
-        on_progress: called now and then with (bytes done, bytes in all).
+        threads: threads that read and hash.
+        memory: bytes that they may use for it, also as text, such as "512MiB".
+        progress: True for a bar on stderr, or a function that is called now and then with (bytes done, bytes in all).
+
+    Returns:
+        What was found; `ok` says whether everything is as it should be.
 
     Raises:
         FormatError: `path` has no readable manifest, or the source is damaged.
         OSError: reading failed.
     """
+    threads, memory = integer(threads, "threads"), size(memory, "memory")
+    shared = share_memory(threads, memory)
     folder = find_store(path)
     manifest = read_manifest(folder)
     report = Report(manifest.num_ranks)
@@ -97,18 +111,20 @@ def verify(
     record = _check_record(folder, manifest, tables, report)
     _check_other_files(folder, manifest, report)
     catalogue = None if source is None else read_catalogue(find_store(source))
-    usable = [(entry, table) for entry, table in zip(manifest.ranks, tables, strict=True) if table is not None]
-    hash_nbytes = sum(file.nbytes for entry, _ in usable for file in entry.files)
+    usable = {rank: table for rank, table in enumerate(tables) if table is not None}
+    hash_nbytes = sum(file.nbytes for rank in usable for file in manifest.rank_files(rank))
     total = hash_nbytes + (0 if catalogue is None else catalogue.nbytes)
+    with reporting(progress, "verifying", total) as tell:
 
-    def progress(base: int) -> Callable[[int], None] | None:
-        return None if on_progress is None else lambda done: on_progress(base + done, total)
+        def told(done_before: int) -> Callable[[int], None] | None:
+            return None if tell is None else lambda done: tell(done_before + done)
 
-    for entry, table in usable:
-        _check_digests(folder, entry, table, report, progress(report.nbytes))
-    # Where something is wrong in itself, that has been said, and nothing need lie where the plan says.
-    if catalogue is not None and record is not None and report.ok:
-        _compare(folder, manifest, [table for _, table in usable], record, catalogue, report, progress(hash_nbytes))
+        num_readers = max(1, min(threads, memory // REHASH_NBYTES))
+        for rank, table in usable.items():
+            _check_digests(folder, manifest.rank_files(rank), table, report, num_readers, told(report.nbytes))
+        # Where something is wrong in itself, that has been said, and nothing need lie where the plan says.
+        if catalogue is not None and record is not None and report.ok:
+            _compare(folder, manifest, list(usable.values()), record, catalogue, report, *shared, told(hash_nbytes))
     return report
 
 
@@ -120,39 +136,42 @@ def _check_rank(folder: Store, manifest: Manifest, rank: int, report: Report) ->
     except FormatError as error:
         report.add(entry.table, str(error))
         return None
-    usable = True
     rows = rows_of_files(table, len(entry.files))
-    for number, file in enumerate(entry.files):
-        try:
-            where = folder.where(file.name)
-            shard, header = read_shard(folder, file.name)
-            if shard.nbytes != file.nbytes:
-                raise FormatError(f"{shard.nbytes} bytes long, expected {file.nbytes}", path=where, code="mismatch")
-            if digest_hex(shard.header) != file.header_digest:
-                report.add(file.name, "header differs from the one that was written", extent=Extent(0, file.data_start))
-            _check_by_reference_reader(shard.header, header.data_nbytes, where)
-        except FormatError as error:
-            report.add(file.name, str(error))
-            usable = False
-            continue
-        stored = [
-            (tensor.name, tensor.dtype, tensor.shape, header.data_start + tensor.offset) for tensor in header.tensors
-        ]
-        indexed = [(table.names[row], table.dtypes[row], table.shapes[row], table.offsets[row]) for row in rows[number]]
-        # A zero-size tensor shares its offset with the next.
-        for found, expected in zip(sorted(stored, key=_place), sorted(indexed, key=_place), strict=False):
-            if found != expected:
-                report.add(file.name, f"header has {found[1:]}, the rank table {expected}", found[0])
-        if len(stored) != len(indexed):
-            report.add(file.name, f"{len(stored)} tensors, the rank table has {len(indexed)}")
+    checked = [_check_header(folder, manifest, *one, table, report) for one in zip(entry.files, rows, strict=True)]
     report.num_tensors += len(table.names)
-    if not usable:
-        return None
+    return table if all(checked) else None
+
+
+def _check_header(
+    folder: Store, manifest: Manifest, number: int, rows: list[int], table: RankTable, report: Report
+) -> bool:
+    """Check a file's length and header, and that it has those rows of the table; whether its bytes can be read."""
+    file = manifest.files[number]
     try:
-        check_owner(folder, manifest, rank)
+        where = folder.where(file.name)
+        shard, header = read_shard(folder, file.name)
+        if shard.nbytes != file.nbytes:
+            raise FormatError(f"{shard.nbytes} bytes long, expected {file.nbytes}", path=where, code="mismatch")
+        if digest_hex(shard.header) != file.header_digest:
+            report.add(file.name, "header differs from the one that was written", extent=Extent(0, file.data_start))
+        _check_by_reference_reader(shard.header, header.data_nbytes, where)
+    except FormatError as error:
+        report.add(file.name, str(error))
+        return False
+    stored = [(tensor.name, tensor.dtype, tensor.shape, header.data_start + tensor.offset) for tensor in header.tensors]
+    dtypes, shapes = table.dtypes, table.shapes
+    indexed = [(table.names[row], dtypes[row], shapes[row], table.offsets[row]) for row in rows]
+    # A zero-size tensor shares its offset with the next.
+    for found, expected in zip(sorted(stored, key=_place), sorted(indexed, key=_place), strict=False):
+        if found != expected:
+            report.add(file.name, f"header has {found[1:]}, the rank table {expected}", found[0])
+    if len(stored) != len(indexed):
+        report.add(file.name, f"{len(stored)} tensors, the rank table has {len(indexed)}")
+    try:
+        check_file(folder, manifest, number)
     except (FormatError, OSError) as error:
-        report.add(entry.files[0].name if entry.files else entry.table, str(error))
-    return table
+        report.add(file.name, str(error))
+    return True
 
 
 def _check_by_reference_reader(header: bytes, data_nbytes: int, where: str) -> None:
@@ -177,7 +196,7 @@ def _complaint(header: bytes) -> str | None:
 
 def _check_other_files(folder: Store, manifest: Manifest, report: Report) -> None:
     """Check the index for stock loaders, and that no file lies there that a loader would take for a part of it."""
-    known = {file.name for entry in manifest.ranks for file in entry.files}
+    known = {file.name for file in manifest.files}
     for name in sorted(entry.name for entry in folder.walk()):
         if name.endswith(".safetensors") and "/" not in name and name not in known:
             report.add(name, "is not part of this conversion")
@@ -239,6 +258,7 @@ def _check_cuts(record: SourceRecord, report: Report) -> None:
 
 def _check_slices(name: str, rank: int, table: RankTable, record: SourceRecord, report: Report) -> None:
     rows = {tensor: row for row, tensor in enumerate(table.names)}
+    kinds, kind_of = table.kinds, table.kind_of
     for t, tensor in enumerate(record.names):
         row = rows.pop(tensor, None)
         part = record.cut(t).slices[rank]
@@ -247,7 +267,8 @@ def _check_slices(name: str, rank: int, table: RankTable, record: SourceRecord, 
                 report.add(name, "is missing", tensor)
             continue
         expected = (record.dtypes[t], record.shapes[t], part, part.shape(record.shapes[t]))
-        if (table.dtypes[row], table.source_shapes[row], table.slices[row], table.shapes[row]) != expected:
+        kind = kinds[kind_of[row]]
+        if (kind.dtype, kind.source_shape, kind.part, kind.shape) != expected:
             report.add(name, f"is not the slice that the source record names: {expected}", tensor)
         if part.is_whole and table.digests[row] != record.digests[t]:
             report.add(name, "its digest differs from the source tensor's", tensor)
@@ -257,30 +278,31 @@ def _check_slices(name: str, rank: int, table: RankTable, record: SourceRecord, 
 
 def _check_digests(
     folder: Store,
-    entry: RankEntry,
+    files: list[IndexedFile],
     table: RankTable,
     report: Report,
+    threads: int,
     on_progress: Callable[[int], None] | None,
 ) -> None:
     """Read a rank's files once, several requests in flight, and compare each slice's digest."""
-    rows: list[list[tuple[Extent, str, str]]] = [[] for _ in entry.files]
+    rows: list[list[tuple[Extent, str, str]]] = [[] for _ in files]
     for name, dtype, shape, number, offset, digest in zip(
         table.names, table.dtypes, table.shapes, table.files, table.offsets, table.digests, strict=True
     ):
         rows[number].append((Extent(offset, num_bytes(dtype, shape) or 0), name, digest))
-    files = [
+    to_hash = [
         HashedFile(
             partial(folder.open, file.name, file.nbytes, access=Access.ONCE),
             [extent for extent, _, _ in sorted(column)],
         )
-        for file, column in zip(entry.files, rows, strict=True)
+        for file, column in zip(files, rows, strict=True)
     ]
-    hashed = hash_files(files, DEFAULT_JOBS, on_progress)
-    for file, column, digests in zip(entry.files, rows, hashed, strict=True):
+    hashed = hash_files(to_hash, threads, on_progress)
+    for file, column, digests in zip(files, rows, hashed, strict=True):
         for (extent, name, expected), found in zip(sorted(column), digests, strict=True):
             if found != expected:
                 report.add(file.name, "digest differs: the stored bytes are damaged", name, extent)
-    report.nbytes += sum(file.nbytes for file in entry.files)
+    report.nbytes += sum(file.nbytes for file in files)
 
 
 def _compare(
@@ -290,6 +312,8 @@ def _compare(
     record: SourceRecord,
     catalogue: Catalogue,
     report: Report,
+    threads: int,
+    chunk_nbytes: int,
     on_progress: Callable[[int], None] | None,
 ) -> None:
     """Cut the source's tensors again, by the conversion's own copy plan, and compare the digest of each slice."""
@@ -300,7 +324,9 @@ def _compare(
         report.add(str(catalogue.root), f"is not the source: {len(different)} tensors differ, such as {different[0]!r}")
         return
     conversion = stored_conversion(folder, manifest, tables, record, catalogue)
-    passed = run_steps(conversion, copy_steps(conversion), NoSink(), on_progress=on_progress)
+    plan = CopyPlan(conversion, chunk_nbytes=chunk_nbytes)
+    steps = chain.from_iterable(map(plan.steps, range(len(conversion.layout.units))))
+    passed = run_steps(conversion, steps, NoSink(), threads=threads, on_progress=on_progress)
     digests = digests_of_all(conversion, passed)
     rows = [{name: row for row, name in enumerate(table.names)} for table in tables]
     for t, name in enumerate(record.names):
@@ -309,9 +335,9 @@ def _compare(
         for rank, table in enumerate(tables):
             row = rows[rank].get(name)
             if row is not None and table.digests[row] != of_tensor.slices[held[rank]]:
-                file = manifest.ranks[rank].files[table.files[row]].name
-                nbytes = num_bytes(table.dtypes[row], table.shapes[row]) or 0
-                report.add(file, "differs from the source", name, Extent(table.offsets[row], nbytes))
+                file = manifest.rank_files(rank)[table.files[row]]
+                extent = Extent(table.offsets[row], conversion.cut[t].rank_nbytes(rank))
+                report.add(file.name, "differs from the source", name, extent)
         if of_tensor.source != record.digests[t]:
             report.add(str(catalogue.root), "has changed in the source since the conversion", name)
     for side in record.side_files:

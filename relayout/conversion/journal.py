@@ -53,9 +53,9 @@ class Journal:
         # Behind a torn line, too, a new one starts.
         self._notes.append(b"\n" if append else _line([undertaking.source, undertaking.options]))
 
-    def add(self, tensor: int, digests: TensorDigests) -> None:
-        """Note that a tensor (position in the catalogue) is written."""
-        self._notes.append(_line([tensor, digests.source, *digests.slices]))
+    def add(self, written: Mapping[int, TensorDigests]) -> None:
+        """Note that tensors (positions in the catalogue) are written."""
+        self._notes.append(b"".join([_line([tensor, one.source, *one.slices]) for tensor, one in written.items()]))
 
     def close(self) -> None:
         """Close the file."""

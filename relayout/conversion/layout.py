@@ -1,16 +1,22 @@
 """The layout: in which file, and where in it, each slice of each rank is stored. Pure.
 
-Alignment comes from a padded header and from the order alone. In falling order of the largest power of two that
-divides a slice's size (up to the alignment), every slice starts at a multiple of its own power: what is in front of
-it is a sum of multiples. So the slices whose size is a multiple of the alignment come first, in model order, all
-aligned; the rest is one packed tail, in which each slice is still aligned to its element type.
+Neighboring tensors, in model order, are a unit: part P of every rank holds their slices, and nothing else. So a unit
+can be converted alone. The order of tensors within a unit is the same in all its files.
+
+Alignment comes from a padded header and from that order alone: falling order of the largest power of two that divides
+all slices of a tensor (up to the alignment). Every slice then starts at a multiple of its tensor's power: what is in
+front of it is a sum of multiples. So the tensors whose slices are all multiples of the alignment come first, in model
+order, all aligned; the rest is one packed tail, in which each slice is still aligned to its element type.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import gcd
+
+import numpy as np
 
 from relayout.checkpoint.source import Catalogue, SourceTensor
 from relayout.core.extents import natural_alignment
@@ -18,7 +24,7 @@ from relayout.core.slices import CutTensor
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import ARENA_ALIGNMENT, MAX_ALIGNMENT, MIN_ALIGNMENT, Manifest, RankTable
 from relayout.format.manifest import relayout_entry
-from relayout.format.safetensors import TensorEntry, entries_text, join_header, json_text
+from relayout.format.safetensors import entries_text, entry_head, join_header, json_text
 from relayout.format.source_record import ConversionOptions, SourceRecord
 from relayout.plans.planner import Plan
 from relayout.storage.protocols import Store
@@ -31,17 +37,16 @@ DEFAULT_MAX_PART_NBYTES = 48 * 10**9
 MAX_PART_HEADER_NBYTES = 20 * 10**6
 """A part ends before its header grows past this: the Hugging Face hub client refuses to parse 25 MB."""
 
-CONVERSION_ID_LENGTH = 32
-"""Hex digits of the digest that names a conversion."""
+_ANY_ID = "0" * 32
+"""In place of the digest that names a conversion, which is as long."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """One part of one rank."""
+    """One file: what a rank holds of a unit. Its position in the layout's files is its number."""
 
     name: str
     rank: int
-    part: int
     tensors: tuple[int, ...]
     """Positions in the catalogue, in file order."""
     data_offsets: tuple[int, ...]
@@ -60,13 +65,21 @@ class RankFile:
 class Layout:
     """Where everything goes."""
 
-    ranks: tuple[tuple[RankFile, ...], ...]
-    """The parts of each rank."""
+    files: tuple[RankFile, ...]
+    """All files: unit after unit, and in each of them rank after rank."""
+    ranks: tuple[tuple[int, ...], ...]
+    """Of each rank: the numbers of its files, part 0 first."""
+    units: tuple[tuple[int, ...], ...]
+    """Of each unit: its tensors (positions in the catalogue), in the order that they have in its files."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rank files."""
-        return sum(file.nbytes for files in self.ranks for file in files)
+        """Bytes of all files."""
+        return sum(file.nbytes for file in self.files)
+
+    def files_of(self, rank: int) -> list[RankFile]:
+        """The files of a rank."""
+        return [self.files[number] for number in self.ranks[rank]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +90,8 @@ class Conversion:
     """The folder that it makes, or has made."""
     catalogue: Catalogue
     plan: Plan
+    cut: Sequence[CutTensor]
+    """Each tensor of the catalogue as the plan cuts it; one object for those that are alike."""
     layout: Layout
     options: ConversionOptions
 
@@ -84,6 +99,12 @@ class Conversion:
     def source(self) -> Store:
         """The checkpoint that is converted."""
         return self.catalogue.root
+
+    @property
+    def rank_nbytes(self) -> tuple[int, ...]:
+        """Bytes of each rank's tensors."""
+        ranks = range(self.plan.num_ranks)
+        return tuple(sum(file.nbytes - file.data_start for file in self.layout.files_of(rank)) for rank in ranks)
 
 
 def check_alignment(alignment: int) -> None:
@@ -114,9 +135,6 @@ def lay_out(
     check_alignment(alignment)
     if max_part_nbytes < 1:
         raise PlanError(f"a part size of {max_part_nbytes} bytes, expected a positive one")
-    tensors = cut_tensors(catalogue, plan)
-    different = list(dict.fromkeys(tensors))
-    parts_of: dict[tuple[_Slot | None, ...], list[_Part]] = {}
     options = ConversionOptions(
         num_ranks=plan.num_ranks,
         plan=plan.name,
@@ -125,18 +143,20 @@ def lay_out(
         max_part_nbytes=max_part_nbytes,
         dcp=_dcp(catalogue, plan, dcp),
     )
-    metadata = _Metadata(catalogue, plan, options)
-    ranks = []
-    for rank in range(plan.num_ranks):
-        slots = {tensor: _slot(tensor, rank) for tensor in different}
-        alike = tuple(slots.values())
-        if alike not in parts_of:
-            parts_of[alike] = _parts(catalogue, [slots[tensor] for tensor in tensors], alignment, max_part_nbytes)
-        ranks.append(tuple(_rank_file(metadata, rank, part, alignment) for part in parts_of[alike]))
-    return Conversion(output, catalogue, plan, Layout(tuple(ranks)), options)
+    tensors = _cut_tensors(catalogue, plan)
+    order_key = {tensor: _order_key(tensor, alignment) for tensor in set(tensors)}
+    headers = HeaderBuilder(catalogue, tensors, options)
+    files: list[RankFile] = []
+    units = []
+    for group in _units(catalogue, tensors, plan.num_ranks, max_part_nbytes):
+        unit = tuple(sorted(group, key=lambda t: order_key[tensors[t]]))
+        files += _files(unit, tensors, headers, len(files))
+        units.append(unit)
+    ranks = tuple(tuple(range(rank, len(files), plan.num_ranks)) for rank in range(plan.num_ranks))
+    return Conversion(output, catalogue, plan, tensors, Layout(tuple(files), ranks, tuple(units)), options)
 
 
-def cut_tensors(catalogue: Catalogue, plan: Plan) -> list[CutTensor]:
+def _cut_tensors(catalogue: Catalogue, plan: Plan) -> list[CutTensor]:
     """Each tensor of the catalogue as the plan cuts it; one object for those that are alike."""
     return [
         plan.cuts[cut].tensor(tensor.dtype, tensor.shape)
@@ -155,99 +175,58 @@ def _dcp(catalogue: Catalogue, plan: Plan, wanted: bool | None) -> bool:
     return not unfit
 
 
-class RankHeaders:
-    """Builds the headers of rank files."""
-
-    def __init__(self, conversion: Conversion) -> None:
-        catalogue, plan = conversion.catalogue, conversion.plan
-        self._catalogue = catalogue
-        self._tensors = cut_tensors(catalogue, plan)
-        self._different = list(dict.fromkeys(self._tensors))
-        self._entries: dict[Hashable, str] = {}
-        """Entries that files of several ranks have in common."""
-        self._metadata = _Metadata(catalogue, plan, conversion.options)
-        self._alignment = conversion.options.alignment
-
-    def build(self, file: RankFile, conversion: str) -> bytes:
-        """The header bytes of a rank file."""
-        shapes = tuple(tensor.rank_shape(file.rank) for tensor in self._different)
-        alike = (file.tensors, file.data_offsets, shapes)
-        if alike not in self._entries:
-            self._entries[alike] = entries_text(self._entry(file.rank, *one) for one in zip(*alike[:2], strict=True))
-        metadata = self._metadata.of(file.rank, file.part, file.tensors, conversion)
-        blob = join_header(self._entries[alike], metadata, self._alignment)
-        assert len(blob) == file.data_start
-        return blob
-
-    def _entry(self, rank: int, t: int, offset: int) -> TensorEntry:
-        tensor, cut = self._catalogue.tensors[t], self._tensors[t]
-        return TensorEntry(tensor.name, tensor.dtype, cut.rank_shape(rank), offset, cut.rank_nbytes(rank))
-
-
 def rank_file_name(rank: int, part: int) -> str:
     """The name pattern that vLLM and SGLang use for sharded state."""
     return f"model-rank-{rank}-part-{part}.safetensors"
 
 
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    """What a slice takes in a rank file."""
-
-    nbytes: int
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """What the files of all ranks that are alike have in common."""
-
-    number: int
-    tensors: tuple[int, ...]
-    data_offsets: tuple[int, ...]
-    nbytes: int
-    """Of the data section."""
-    entries: str
-    """Of the header."""
+def _units(catalogue: Catalogue, tensors: Sequence[CutTensor], num_ranks: int, max_part_nbytes: int) -> Iterator[range]:
+    """Cut the model order into units whose files keep to both limits; a tensor too large for them is one by itself."""
+    limits = np.array([*[min(max_part_nbytes, 2**62)] * num_ranks, MAX_PART_HEADER_NBYTES])
+    rank_sizes = {tensor: [tensor.rank_nbytes(rank) for rank in range(num_ranks)] for tensor in set(tensors)}
+    rows = [[*rank_sizes[cut], _entry_nbytes(tensor)] for cut, tensor in zip(tensors, catalogue.tensors, strict=True)]
+    ends = np.cumsum(np.array(rows, np.int64).reshape(-1, num_ranks + 1), axis=0)
+    start, before = 0, np.zeros(num_ranks + 1, np.int64)
+    while start < len(tensors) or start == 0:
+        fitting = [
+            int(np.searchsorted(column, limit, "right")) for column, limit in zip(ends.T, before + limits, strict=True)
+        ]
+        end = max(min(fitting), min(start + 1, len(tensors)))
+        yield range(start, end)
+        if end == len(tensors):
+            return
+        start, before = end, ends[end - 1]
 
 
-def _slot(tensor: CutTensor, rank: int) -> _Slot | None:
-    """What a tensor takes in a rank; None where the rank does not hold it."""
-    if not tensor.cut.slices[rank].is_held:
-        return None
-    return _Slot(tensor.rank_nbytes(rank), tensor.rank_shape(rank))
+def _files(
+    unit: tuple[int, ...], tensors: Sequence[CutTensor], headers: HeaderBuilder, first: int
+) -> Iterator[RankFile]:
+    """The files of a unit, of which the first has the number `first`: one of each rank, even if it holds nothing."""
+    different = list(dict.fromkeys(tensors[t] for t in unit))
+    known: dict[Hashable, tuple[tuple[int, ...], tuple[int, ...], int]] = {}
+    num_ranks = headers.options.num_ranks
+    for rank in range(num_ranks):
+        sizes = {tensor: tensor.rank_nbytes(rank) for tensor in different}
+        held = {tensor for tensor in different if tensor.cut.slices[rank].is_held}
+        alike = (tuple(sizes.values()), frozenset(held))
+        if alike not in known:
+            order = unit if len(held) == len(different) else tuple(t for t in unit if tensors[t] in held)
+            *offsets, end = accumulate((sizes[tensors[t]] for t in order), initial=0)
+            known[alike] = (order, tuple(offsets), end)
+        order, data_offsets, nbytes = known[alike]
+        name = rank_file_name(rank, first // num_ranks)
+        data_start = len(headers.build(RankFile(name, rank, order, data_offsets, 0, nbytes), first + rank, _ANY_ID))
+        yield RankFile(name, rank, order, data_offsets, data_start, data_start + nbytes)
 
 
-def _parts(catalogue: Catalogue, slots: Sequence[_Slot | None], alignment: int, max_part_nbytes: int) -> list[_Part]:
-    """Order and place the slices of a rank."""
-    held = [(t, slot) for t, slot in enumerate(slots) if slot is not None]
-    held.sort(key=lambda item: order_key(item[1].nbytes, alignment))
-    parts = []
-    for number, chosen in enumerate(_split(catalogue, held, max_part_nbytes)):
-        *offsets, end = accumulate((slot.nbytes for _, slot in chosen), initial=0)
-        entries = entries_text(
-            TensorEntry(catalogue.tensors[t].name, catalogue.tensors[t].dtype, slot.shape, offset, slot.nbytes)
-            for (t, slot), offset in zip(chosen, offsets, strict=True)
-        )
-        parts.append(_Part(number, tuple(t for t, _ in chosen), tuple(offsets), end, entries))
-    return parts
-
-
-def _rank_file(metadata: _Metadata, rank: int, part: _Part, alignment: int) -> RankFile:
-    # The true id has the same length, so the header has its final size already.
-    entries = metadata.of(rank, part.number, part.tensors, "0" * CONVERSION_ID_LENGTH)
-    data_start = len(join_header(part.entries, entries, alignment))
-    name = rank_file_name(rank, part.number)
-    return RankFile(name, rank, part.number, part.tensors, part.data_offsets, data_start, data_start + part.nbytes)
-
-
-def order_key(nbytes: int, alignment: int) -> tuple[int, int]:
-    """Sort key of a slice in its rank; equal keys stay in model order.
+def _order_key(tensor: CutTensor, alignment: int) -> tuple[int, ...]:
+    """Sort key of a tensor in its unit; equal keys stay in model order.
 
     Slices that memory cannot hold as they lie (not a multiple of 16 bytes) are grouped by size, so that a loader
     spreads each group with one strided read.
     """
-    power = natural_alignment(nbytes, alignment)
-    return (-power, -nbytes if power < ARENA_ALIGNMENT else 0)
+    power = natural_alignment(gcd(*tensor.sizes), alignment)
+    return (-power, *(-tensor.rank_nbytes(rank) for rank in range(len(tensor.cut.which)) if power < ARENA_ALIGNMENT))
 
 
 def _entry_nbytes(tensor: SourceTensor) -> int:
@@ -256,47 +235,47 @@ def _entry_nbytes(tensor: SourceTensor) -> int:
     return 2 * len(name.encode()) + 45 * len(tensor.shape) + 150
 
 
-def _split(
-    catalogue: Catalogue, order: Sequence[tuple[int, _Slot]], max_part_nbytes: int
-) -> list[list[tuple[int, _Slot]]]:
-    """Cut the order into parts that keep to both limits; a tensor larger than a part gets one of its own."""
-    parts: list[list[tuple[int, _Slot]]] = [[]]
-    data_nbytes = header_nbytes = 0
-    for t, slot in order:
-        entry_nbytes = _entry_nbytes(catalogue.tensors[t])
-        data_nbytes += slot.nbytes
-        header_nbytes += entry_nbytes
-        if parts[-1] and (data_nbytes > max_part_nbytes or header_nbytes > MAX_PART_HEADER_NBYTES):
-            parts.append([])
-            data_nbytes, header_nbytes = slot.nbytes, entry_nbytes
-        parts[-1].append((t, slot))
-    return parts
+class HeaderBuilder:
+    """Builds the headers of files."""
 
-
-class _Metadata:
-    """Writes the `__metadata__` of rank files."""
-
-    def __init__(self, catalogue: Catalogue, plan: Plan, options: ConversionOptions) -> None:
-        self._num_ranks = options.num_ranks
-        self._with_dcp = options.dcp and options.num_ranks > 1
+    def __init__(self, catalogue: Catalogue, tensors: Sequence[CutTensor], options: ConversionOptions) -> None:
+        """`tensors` are those of the catalogue, as they are cut."""
+        self.options = options
+        self._tensors = tensors
+        self._names = [json_text(tensor.name) for tensor in catalogue.tensors]
         reserved = {"relayout", "DCP_SHARDING_INFO", "DCP_VERSION"}
-        self._source = {key: value for key, value in catalogue.metadata.items() if key not in reserved}
-        self._names = [json_text(tensor.name) for tensor in catalogue.tensors] if self._with_dcp else []
-        self._tensors = cut_tensors(catalogue, plan)
+        self._source_metadata = {key: value for key, value in catalogue.metadata.items() if key not in reserved}
+        self._entries: dict[Hashable, str] = {}
+        """Entries that files of several ranks have in common; of one unit."""
 
-    def of(self, rank: int, part: int, tensors: Sequence[int], conversion: str) -> Mapping[str, str]:
-        """The entries of one file."""
-        metadata = {"relayout": relayout_entry(rank, self._num_ranks, part, conversion), "format": "pt"}
-        if self._with_dcp:
-            # PyTorch 2.9 to 2.15, torch/distributed/checkpoint/_hf_utils.py and filesystem.py.
-            starts = {
-                tensor: json_text({"saved_offsets": tensor.cut.slices[rank].starts(len(tensor.shape))})
-                for tensor in {self._tensors[t] for t in tensors}
-            }
-            offsets = ",".join([f"{self._names[t]}:{starts[self._tensors[t]]}" for t in tensors])
-            metadata["DCP_SHARDING_INFO"] = f"{{{offsets}}}"
-            metadata["DCP_VERSION"] = "1.0"
-        return metadata | self._source
+    def build(self, file: RankFile, number: int, conversion: str) -> bytes:
+        """The header bytes of a file; how many does not depend on the conversion's name."""
+        metadata = {"relayout": relayout_entry(number, conversion), "format": "pt"}
+        if self.options.dcp and self.options.num_ranks > 1:
+            metadata |= {"DCP_SHARDING_INFO": self._sharding_info(file), "DCP_VERSION": "1.0"}
+        return join_header(self._entries_of(file), metadata | self._source_metadata, self.options.alignment)
+
+    def _entries_of(self, file: RankFile) -> str:
+        kinds = {
+            tensor: tensor.rank_shape(file.rank) for tensor in dict.fromkeys(self._tensors[t] for t in file.tensors)
+        }
+        alike = (file.tensors, file.data_offsets, tuple(kinds.values()))
+        if alike not in self._entries:
+            heads = {tensor: entry_head(tensor.dtype, shape) for tensor, shape in kinds.items()}
+            ends = [*file.data_offsets[1:], file.nbytes - file.data_start] if file.tensors else []
+            self._entries[alike] = entries_text(
+                (self._names[t], heads[self._tensors[t]], start, end)
+                for t, start, end in zip(file.tensors, file.data_offsets, ends, strict=True)
+            )
+        return self._entries[alike]
+
+    def _sharding_info(self, file: RankFile) -> str:
+        # PyTorch 2.9 to 2.15, torch/distributed/checkpoint/_hf_utils.py and filesystem.py.
+        starts = {
+            tensor: json_text({"saved_offsets": tensor.cut.slices[file.rank].starts(len(tensor.shape))})
+            for tensor in {self._tensors[t] for t in file.tensors}
+        }
+        return f"{{{','.join([f'{self._names[t]}:{starts[self._tensors[t]]}' for t in file.tensors])}}}"
 
 
 def stored_conversion(
@@ -310,34 +289,29 @@ def stored_conversion(
     options = record.options
     plan = Plan(options.plan, options.num_ranks, record.cuts, record.cut_of, options.expert_parallel)
     position = {tensor.name: t for t, tensor in enumerate(catalogue.tensors)}
-    held = [
-        {t for t, cut in enumerate(plan.cut_of) if plan.cuts[cut].slices[rank].is_held}
-        for rank in range(plan.num_ranks)
-    ]
-    for rank, table in enumerate(tables):
-        for row, name in enumerate(table.names):
-            t = position.get(name)
-            if t is None or t not in held[rank] or table.slices[row] != plan.cut(t).slices[rank]:
-                raise FormatError(f"rank table {rank}: tensor {name!r} is not what the source record says")
-        if len(table.names) != len(held[rank]):
-            raise FormatError(f"rank table {rank}: {len(table.names)} tensors, the source record has {len(held[rank])}")
-    ranks = []
+    stored: list[dict[int, int]] = [{} for _ in manifest.files]
+    """Of each file: tensors, and their offsets."""
+    holder = [0] * len(manifest.files)
     for rank, (entry, table) in enumerate(zip(manifest.ranks, tables, strict=True)):
-        rows = rows_of_files(table, len(entry.files))
-        files = (
-            RankFile(
-                file.name,
-                rank,
-                part,
-                tuple(position[table.names[row]] for row in rows[part]),
-                tuple(table.offsets[row] - file.data_start for row in rows[part]),
-                file.data_start,
-                file.nbytes,
-            )
-            for part, file in enumerate(entry.files)
-        )
-        ranks.append(tuple(files))
-    return Conversion(folder, catalogue, plan, Layout(tuple(ranks)), options)
+        held = {t for t, cut in enumerate(plan.cut_of) if plan.cuts[cut].slices[rank].is_held}
+        for row, (name, file, offset) in enumerate(zip(table.names, table.files, table.offsets, strict=True)):
+            t = position.get(name)
+            if t is None or t not in held or table.slices[row] != plan.cut(t).slices[rank]:
+                raise FormatError(f"rank table {rank}: tensor {name!r} is not what the source record says")
+            if stored[entry.files[file]].setdefault(t, offset) != offset:
+                raise FormatError(f"rank table {rank}: tensor {name!r} is not where another rank has it")
+        if len(table.names) != len(held):
+            raise FormatError(f"rank table {rank}: {len(table.names)} tensors, the source record has {len(held)}")
+        for number in entry.files:
+            holder[number] = rank
+    files = []
+    for one, rank, offsets in zip(manifest.files, holder, stored, strict=True):
+        data_offsets = tuple(offset - one.data_start for offset in offsets.values())
+        files.append(RankFile(one.name, rank, tuple(offsets), data_offsets, one.data_start, one.nbytes))
+    # Not every writer has units: all is one, in the order of the files.
+    order = tuple(dict.fromkeys(t for offsets in stored for t in offsets))
+    layout = Layout(tuple(files), tuple(entry.files for entry in manifest.ranks), (order,))
+    return Conversion(folder, catalogue, plan, _cut_tensors(catalogue, plan), layout, options)
 
 
 def rows_of_files(table: RankTable, num_files: int) -> list[list[int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import asdict, dataclass
 
-from relayout.conversion.layout import Conversion, cut_tensors
+from relayout.conversion.layout import Conversion
 from relayout.core.patterns import collapse_numbers
 from relayout.core.slices import Cut, CutTensor
 
@@ -47,7 +47,7 @@ class Preview:
     replicated_nbytes: int
     """Bytes stored more than once, counted once for each copy beyond the first."""
     tail_nbytes: int
-    """Bytes, over all ranks, in slices whose size is not a multiple of the alignment."""
+    """Bytes, over all ranks, of tensors of which a slice's size is not a multiple of the alignment."""
     num_files: int
     groups: tuple[PlannedGroup, ...]
     unmatched: tuple[str, ...]
@@ -63,16 +63,14 @@ def preview(conversion: Conversion) -> Preview:
     """Sum up a planned conversion."""
     catalogue, plan, layout = conversion.catalogue, conversion.plan, conversion.layout
     options = conversion.options
-    tensors = cut_tensors(catalogue, plan)
+    tensors = conversion.cut
     counts = Counter(tensors)
     groups: dict[tuple[str, str, tuple[int, ...], str], list[tuple[CutTensor, int]]] = {}
     words = {cut: _cut_in_words(cut) for cut in plan.cuts}
     named = Counter(zip((collapse_numbers(tensor.name) for tensor in catalogue.tensors), tensors, strict=True))
     for (pattern, one), count in named.items():
         groups.setdefault((pattern, one.dtype, one.shape, words[one.cut]), []).append((one, count))
-    rank_nbytes = [
-        sum(one.rank_nbytes(rank) * count for one, count in counts.items()) for rank in range(plan.num_ranks)
-    ]
+    rank_nbytes = conversion.rank_nbytes
     return Preview(
         source=str(conversion.source),
         output=str(conversion.output),
@@ -83,12 +81,12 @@ def preview(conversion: Conversion) -> Preview:
         num_tensors=len(catalogue.tensors),
         source_nbytes=catalogue.nbytes,
         written_nbytes=layout.nbytes,
-        rank_nbytes=tuple(rank_nbytes),
-        rank_tensors=tuple(sum(len(file.tensors) for file in files) for files in layout.ranks),
+        rank_nbytes=rank_nbytes,
+        rank_tensors=tuple(sum(len(file.tensors) for file in layout.files_of(rank)) for rank in range(plan.num_ranks)),
         balance=sum(rank_nbytes) / max(1, max(rank_nbytes) * plan.num_ranks),
         replicated_nbytes=sum(rank_nbytes) - catalogue.nbytes,
         tail_nbytes=sum(count * _tail_nbytes(one, options.alignment) for one, count in counts.items()),
-        num_files=sum(map(len, layout.ranks)),
+        num_files=len(layout.files),
         groups=tuple(_group(*key, members) for key, members in groups.items()),
         unmatched=plan.unmatched,
         left_out=catalogue.left_out,
@@ -96,12 +94,10 @@ def preview(conversion: Conversion) -> Preview:
 
 
 def _tail_nbytes(tensor: CutTensor, alignment: int) -> int:
-    """Bytes, over all ranks, in slices that are no multiple of the alignment."""
-    return sum(
-        nbytes * len(ranks)
-        for nbytes, ranks in zip(tensor.sizes, tensor.cut.holders, strict=True)
-        if nbytes % alignment
-    )
+    """Bytes, over all ranks, of a tensor that does not lie in the aligned front of its files."""
+    if not any(nbytes % alignment for nbytes in tensor.sizes):
+        return 0
+    return sum(nbytes * len(ranks) for nbytes, ranks in zip(tensor.sizes, tensor.cut.holders, strict=True))
 
 
 def _group(

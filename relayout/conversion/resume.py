@@ -68,7 +68,7 @@ def claims_of(staging: Staging, undertaking: Undertaking, *, force: bool) -> Map
 
 
 def still_true(
-    staging: Staging, claims: Mapping[int, TensorDigests], conversion: Conversion, jobs: int
+    staging: Staging, claims: Mapping[int, TensorDigests], conversion: Conversion, threads: int
 ) -> dict[int, TensorDigests]:
     """Those of the claimed tensors whose stored bytes have the claimed digests. What is no rank file is deleted.
 
@@ -76,15 +76,14 @@ def still_true(
         OSError: a read failed.
     """
     layout = conversion.layout
-    files = {file.name: file for files in layout.ranks for file in files}
+    files = {file.name for file in layout.files}
     for name in staging.names() if claims else ():
         if name not in files:
             staging.remove(name)
     fitting = {t: digests for t, digests in claims.items() if _fits(t, digests, conversion)}
     wrong: set[int] = set()
-    for files_of_rank in layout.ranks if claims else ():
-        for file in files_of_rank:
-            wrong |= _wrong(staging, file, fitting, conversion, jobs)
+    for file in layout.files if claims else ():
+        wrong |= _wrong(staging, file, fitting, conversion, threads)
     return {t: digests for t, digests in fitting.items() if t not in wrong}
 
 
@@ -94,19 +93,17 @@ def _fits(t: int, digests: TensorDigests, conversion: Conversion) -> bool:
 
 
 def _wrong(
-    staging: Staging, file: RankFile, claims: Mapping[int, TensorDigests], conversion: Conversion, jobs: int
+    staging: Staging, file: RankFile, claims: Mapping[int, TensorDigests], conversion: Conversion, threads: int
 ) -> set[int]:
     """The claimed tensors whose slice is not in this rank file as it should be."""
     plan = conversion.plan
     rows = []
     for t, offset in zip(file.tensors, file.offsets, strict=True):
         if t in claims:
-            tensor = conversion.catalogue.tensors[t]
-            nbytes = plan.cut(t).tensor(tensor.dtype, tensor.shape).rank_nbytes(file.rank)
-            rows.append((t, Extent(offset, nbytes)))
+            rows.append((t, Extent(offset, conversion.cut[t].rank_nbytes(file.rank))))
     try:
         stored = HashedFile(lambda: staging.open(file.name, file.nbytes), [extent for _, extent in rows])
-        [digests] = hash_files([stored], jobs)
+        [digests] = hash_files([stored], threads)
     except (FormatError, OSError) as error:
         if not isinstance(error, FormatError | FileNotFoundError | PermissionError) and error.errno != errno.EIO:
             raise

@@ -1,25 +1,31 @@
-"""The copy plan: which bytes of which source file go where in which rank file, in bounded steps. Pure.
+"""The copy plan: which bytes of which source file go where in which file, in bounded steps. Pure.
 
-A large tensor is cut into chunks along its bytes, at row borders where its columns are cut, so that what each rank
-gets of a chunk is contiguous in its file. Small tensors are gathered into batches, so that what each rank gets of a
-batch is written in few pieces. Every source byte is read once, every target byte written once.
+The steps of a unit go through its tensors in the order of its files, so that in each file offsets rise from step to
+step. A large tensor is cut into chunks along its bytes, at row borders where its columns are cut, so that what each
+rank gets of a chunk is contiguous in its file. Small neighbors are gathered into batches, of which each rank gets one
+piece. Every source byte is read once, every target byte written once.
 
 Digests are of bytes in their stored order. A slice of several ranges in another order than the source's (all query
-heads, then the key heads, where the source has them group by group) does not come by in its own order: for its digest,
-its bytes are read a second time.
+heads, then the key heads, where the source has them group by group) cannot be copied in both orders: such a large
+tensor is copied in the order of its slices, and read a second time for its own digest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from array import array
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import merge
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from math import gcd
+from typing import NamedTuple
 
-from relayout.conversion.layout import Conversion, cut_tensors
+import numpy as np
+
+from relayout.conversion.layout import Conversion
 from relayout.core.coalesce import coalesce
 from relayout.core.extents import BLOCK, Extent, Transfer, align_down, align_up
+from relayout.core.slices import CutTensor
 
 CHUNK_NBYTES = 32 * 2**20
 """Source bytes of one step, about."""
@@ -28,7 +34,7 @@ SMALL_NBYTES = 256 * 2**10
 """Tensors below this many bytes are copied in batches."""
 
 _MAX_RUNS = 4096
-"""Of a slice, to be read one by one in one step."""
+"""Of slices, to be read one by one in one step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,29 +48,19 @@ class SourceRange:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A place in a rank file."""
+    """A place in a file."""
 
-    rank: int
-    part: int
+    file: int
+    """Its number in the layout."""
     offset: int
     """Absolute file offset in bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Bytes of one tensor."""
+class Piece(NamedTuple):
+    """Bytes of a slice that lie in a span: `[offset, offset + nbytes)` of the slice. A tuple, as there are many."""
 
     tensor: int
     """Position in the catalogue's tensors."""
-    transfer: Transfer
-    """From the tensor's file (absolute offsets) to the span."""
-
-
-@dataclass(frozen=True, slots=True)
-class SliceBytes:
-    """Bytes of a slice that lie in a span, to be hashed."""
-
-    tensor: int
     slice: int
     """Position among the tensor's distinct slices."""
     offset: int
@@ -72,29 +68,31 @@ class SliceBytes:
     position: int
     """Byte offset in the span."""
     nbytes: int
+    transfers: Sequence[Transfer]
+    """From the tensor to the slice. They fill the piece without hole or overlap."""
+    is_hashed: bool
+    """Whether the slice's digest is taken here; one that is the whole tensor is hashed as source."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Bytes that lie together in rank files, put together from pieces."""
+    """Bytes that lie together in files, put together from pieces."""
 
     nbytes: int
     targets: tuple[Target, ...]
-    """The same bytes go to each of these; none, where they are wanted for their digest only."""
-    pieces: tuple[Piece, ...]
+    """The same bytes go to each of these."""
+    pieces: Sequence[Piece]
     """They fill the span without hole or overlap."""
-    slices: tuple[SliceBytes, ...]
-    """What to hash here; a slice that is the whole tensor is hashed as source."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One unit of work: read the ranges, fill the spans, write them."""
+    """One piece of work: read the ranges, fill the spans, write them."""
 
     ranges: tuple[SourceRange, ...]
     spans: tuple[Span, ...]
     tensors: tuple[tuple[int, Extent], ...]
-    """The source bytes covered: tensor, and extent in its file."""
+    """The source bytes covered, which are hashed here: tensor, and extent in its file."""
 
     @property
     def nbytes(self) -> int:
@@ -102,152 +100,162 @@ class Step:
         return sum(extent.nbytes for _, extent in self.tensors)
 
 
-def copy_steps(
-    conversion: Conversion,
-    *,
-    done: Container[int] = (),
-    chunk_nbytes: int = CHUNK_NBYTES,
-    small_nbytes: int = SMALL_NBYTES,
-) -> Iterator[Step]:
-    """All steps of a conversion, but for tensors that are done: large tensors in model order, then the small ones."""
-    planner = _Planner(conversion, chunk_nbytes)
-    small = []
-    for t, tensor in enumerate(conversion.catalogue.tensors):
-        if t in done:
-            continue
-        if tensor.extent.nbytes >= small_nbytes:
-            yield from planner.chunks(t)
-        elif tensor.extent.nbytes:
-            small.append(t)
-    small.sort(key=planner.first_place)
-    for batch in _batches(small, planner.batch_cost, chunk_nbytes):
-        yield planner.batch(batch)
+_Held = tuple[int, int, Sequence[Transfer], bool]
+"""What a rank holds of a tensor: number of the slice, its bytes, its transfers, and whether it is hashed there."""
 
 
-_Placed = tuple[int, int, int]
-"""A slice in a rank file: offset in the data section, bytes, tensor."""
+class CopyPlan:
+    """Plans the copying of a conversion, unit by unit."""
 
+    def __init__(
+        self,
+        conversion: Conversion,
+        *,
+        chunk_nbytes: int = CHUNK_NBYTES,
+        small_nbytes: int = SMALL_NBYTES,
+        by_source: bool = False,
+    ) -> None:
+        """With `by_source`, each step has all slices of its source bytes, though their offsets may not rise."""
+        self.conversion = conversion
+        self._tensors = conversion.catalogue.tensors
+        self._cut = conversion.cut
+        self._chunk_nbytes = chunk_nbytes
+        self._small_nbytes = small_nbytes
+        self._by_source = by_source
+        self._held = {cut: _held(cut) for cut in set(self._cut)}
+        self._places = [_places(conversion, rank) for rank in range(conversion.plan.num_ranks)]
+        """Of each rank: the file that holds each tensor, and the absolute offset in it."""
 
-class _Planner:
-    def __init__(self, conversion: Conversion, chunk_nbytes: int) -> None:
-        self.tensors = conversion.catalogue.tensors
-        self.cut = cut_tensors(conversion.catalogue, conversion.plan)
-        self.chunk_nbytes = chunk_nbytes
-        self.files = conversion.layout.ranks
-        self.places: list[dict[int, tuple[int, int]]] = []
-        """Of each rank: tensor -> part, and offset in its data section. Ranks that are alike share one."""
-        known: dict[tuple[tuple[int, ...], ...], dict[int, tuple[int, int]]] = {}
-        for files in self.files:
-            alike = tuple(column for file in files for column in (file.tensors, file.data_offsets))
-            if alike not in known:
-                known[alike] = {
-                    t: (file.part, offset)
-                    for file in files
-                    for t, offset in zip(file.tensors, file.data_offsets, strict=True)
-                }
-            self.places.append(known[alike])
+    def steps(self, unit: int, *, done: Container[int] = ()) -> Iterator[Step]:
+        """The steps of a unit, but for tensors that are done."""
+        batch: list[int] = []
+        cost = 0
+        for t in self.conversion.layout.units[unit]:
+            nbytes = self._tensors[t].extent.nbytes
+            if t in done or not nbytes:
+                continue
+            is_small = nbytes < self._small_nbytes
+            if batch and not (is_small and cost + self._batch_cost(t) <= self._chunk_nbytes):
+                yield self._batch(batch)
+                batch, cost = [], 0
+            if is_small:
+                batch.append(t)
+                cost += self._batch_cost(t)
+            else:
+                yield from self._large(t)
+        if batch:
+            yield self._batch(batch)
 
-    def target(self, rank: int, t: int) -> Target:
-        """Where a rank's slice of a tensor starts."""
-        part, offset = self.places[rank][t]
-        return Target(rank, part, self.files[rank][part].data_start + offset)
+    def _target(self, rank: int, t: int, offset: int = 0) -> Target:
+        """Where a rank has a byte of its slice of a tensor."""
+        files, offsets = self._places[rank]
+        return Target(files[t], offsets[t] + offset)
 
-    def first_place(self, t: int) -> tuple[int, int, int]:
-        """The first rank that holds a tensor, and where."""
-        rank = next((rank for rank, places in enumerate(self.places) if t in places), 0)
-        return (rank, *self.places[rank].get(t, (0, 0)))
-
-    def batch_cost(self, t: int) -> int:
+    def _batch_cost(self, t: int) -> int:
         # Every rank's bytes are staged, and reads are rounded out to blocks.
-        staged = sum(size * len(ranks) for size, ranks in zip(self.cut[t].sizes, self.cut[t].cut.holders, strict=True))
-        return max(staged, self.tensors[t].extent.nbytes) + 2 * BLOCK
+        staged = sum(nbytes for _, nbytes, _, _ in self._held[self._cut[t]])
+        return max(staged, self._tensors[t].extent.nbytes) + 2 * BLOCK
 
-    def chunks(self, t: int) -> Iterator[Step]:
+    def _batch(self, batch: Sequence[int]) -> Step:
+        """The step of several small tensors."""
+        return Step(
+            join_ranges([_block_range(self._tensors[t].file, self._tensors[t].extent) for t in batch]),
+            tuple(span for rank in range(len(self._places)) for span in self._whole_slices(rank, batch)),
+            tuple((t, self._tensors[t].extent) for t in batch),
+        )
+
+    def _whole_slices(self, rank: int, batch: Sequence[int]) -> Iterator[Span]:
+        """What a rank gets of a batch: one span, where nothing of it was done before."""
+        files, offsets = self._places[rank]
+        pieces: list[Piece] = []
+        file = low = end = -1
+        for t in batch:
+            which, nbytes, transfers, is_first = self._held[self._cut[t]][rank]
+            if not nbytes:
+                continue
+            offset = offsets[t]
+            if pieces and (offset != end or files[t] != file):
+                yield Span(end - low, (Target(file, low),), pieces)
+                pieces = []
+            if not pieces:
+                file, low = files[t], offset
+            pieces.append(Piece(t, which, 0, offset - low, nbytes, transfers, is_first))
+            end = offset + nbytes
+        if pieces:
+            yield Span(end - low, (Target(file, low),), pieces)
+
+    def _large(self, t: int) -> Iterator[Step]:
         """The steps of one large tensor."""
-        tensor = self.tensors[t]
-        base = tensor.extent.offset
-        cut, transfers = self.cut[t].cut, self.cut[t].transfers
-        length = _chunk_length([one for group in transfers for one in group], self.chunk_nbytes)
-        in_order = [_in_order(group, length) for group in transfers]
+        slices = self._cut[t].transfers
+        length = _chunk_length([one for transfers in slices for one in transfers], self._chunk_nbytes)
+        if self._by_source or all(_in_order(transfers, length) for transfers in slices):
+            yield from self._chunks(t, length, slices)
+        else:
+            yield from self._scattered(t, slices)
+            yield from self._chunks(t, length, ())
+
+    def _chunks(self, t: int, length: int, slices: Sequence[Sequence[Transfer]]) -> Iterator[Step]:
+        """The tensor in the order of its source."""
+        tensor = self._tensors[t]
         for start in range(0, tensor.extent.nbytes, length):
             end = min(start + length, tensor.extent.nbytes)
             spans = []
-            for which, group in enumerate(transfers):
-                parts = (part for one in group for part in one.clipped(start, end))
-                # Out of order, runs of several ranges may leave gaps between each other.
-                runs = parts if in_order[which] else (run for part in parts for run in part.runs())
-                moved = [Piece(t, one) for one in runs]
-                targets = [self.target(rank, t) for rank in cut.holders[which]] if moved else []
-                hashed = in_order[which] and not cut.distinct[which].is_whole
-                for low, high, pieces in _tile(moved):
-                    spans.append(
-                        Span(
-                            high - low,
-                            tuple(Target(one.rank, one.part, one.offset + low) for one in targets),
-                            tuple(Piece(t, p.transfer.shifted(source=base, target=-low)) for p in pieces),
-                            (SliceBytes(t, which, low, 0, high - low),) if hashed else (),
-                        )
-                    )
-            extent = Extent(base + start, end - start)
+            for which, transfers in enumerate(slices):
+                clipped = [part for one in transfers for part in one.clipped(start, end)]
+                if not _in_order(transfers, length):  # Runs of several ranges may leave gaps between each other.
+                    clipped = [run for part in clipped for run in part.runs()]
+                spans += [self._span(t, which, group) for group in _gapless(clipped)]
+            extent = Extent(tensor.extent.offset + start, end - start)
             yield Step((_block_range(tensor.file, extent),), tuple(spans), ((t, extent),))
-        for which, group in enumerate(transfers):
-            if not in_order[which]:
-                yield from self.hashing(t, which, group)
 
-    def hashing(self, t: int, which: int, transfers: Sequence[Transfer]) -> Iterator[Step]:
-        """The steps that read a slice of one large tensor again, in the slice's own order."""
-        tensor = self.tensors[t]
-        for pieces in _in_target_order(transfers, self.chunk_nbytes):
-            low, nbytes = pieces[0].target, sum(one.nbytes for one in pieces)
-            moved = [one.shifted(source=tensor.extent.offset, target=-low) for one in pieces]
-            span = Span(nbytes, (), tuple(Piece(t, one) for one in moved), (SliceBytes(t, which, low, 0, nbytes),))
-            ranges = [_block_range(tensor.file, Extent(one.source, one.nbytes)) for one in moved]
-            yield Step(join_ranges(ranges), (span,), ())
+    def _scattered(self, t: int, slices: Sequence[Sequence[Transfer]]) -> Iterator[Step]:
+        """The slices of a tensor in their own order, side by side: what they have in common is read once."""
+        tensor = self._tensors[t]
+        share = align_up(max(1, self._chunk_nbytes // len(slices)), BLOCK)
+        num_runs = max(1, _MAX_RUNS // len(slices))
+        for groups in zip_longest(*(_in_target_order(transfers, share, num_runs) for transfers in slices)):
+            spans = tuple(self._span(t, which, group) for which, group in enumerate(groups) if group)
+            runs = [run for span in spans for piece in span.pieces for run in piece.transfers]
+            ranges = (_block_range(tensor.file, Extent(tensor.extent.offset + run.source, run.nbytes)) for run in runs)
+            yield Step(join_ranges(ranges), spans, ())
 
-    def batch(self, batch: Sequence[int]) -> Step:
-        """The step of several small tensors."""
-        spans = (
-            self.span_of_slices(rank, part, group)
-            for rank in range(len(self.places))
-            for part, placed in self.placed(rank, batch).items()
-            for group in _touching(placed)
+    def _span(self, t: int, which: int, transfers: Sequence[Transfer]) -> Span:
+        """The span of a gapless piece of one slice, which goes to all ranks that hold it."""
+        cut = self._cut[t].cut
+        low, high = min(one.target for one in transfers), max(one.target_end for one in transfers)
+        targets = tuple(self._target(rank, t, low) for rank in cut.holders[which])
+        piece = Piece(t, which, low, 0, high - low, transfers, not cut.distinct[which].is_whole)
+        return Span(high - low, targets, (piece,))
+
+
+def _held(tensor: CutTensor) -> list[_Held]:
+    """What each rank holds of a tensor of this kind."""
+    cut = tensor.cut
+    return [
+        (
+            which,
+            tensor.sizes[which],
+            tensor.transfers[which],
+            cut.holders[which][0] == rank and not cut.distinct[which].is_whole,
         )
-        return Step(
-            join_ranges([_block_range(self.tensors[t].file, self.tensors[t].extent) for t in batch]),
-            tuple(spans),
-            tuple((t, self.tensors[t].extent) for t in batch),
-        )
+        for rank, which in enumerate(cut.which)
+    ]
 
-    def placed(self, rank: int, batch: Sequence[int]) -> dict[int, list[_Placed]]:
-        """What a rank holds of a batch, by part; not what has no bytes."""
-        by_part: dict[int, list[_Placed]] = {}
-        places = self.places[rank]
-        for t in batch:
-            nbytes = self.cut[t].rank_nbytes(rank)
-            if nbytes and t in places:
-                part, offset = places[t]
-                by_part.setdefault(part, []).append((offset, nbytes, t))
-        return by_part
 
-    def span_of_slices(self, rank: int, part: int, group: Sequence[_Placed]) -> Span:
-        """The span of whole slices that lie side by side."""
-        low = group[0][0]
-        end = group[-1][0] + group[-1][1]
-        pieces: list[Piece] = []
-        slices = []
-        for offset, nbytes, t in group:
-            cut, source = self.cut[t].cut, self.tensors[t].extent.offset
-            which = cut.which[rank]
-            moved = (one.shifted(source=source, target=offset - low) for one in self.cut[t].transfers[which])
-            pieces += [Piece(t, one) for one in moved]
-            if rank == cut.holders[which][0] and not cut.distinct[which].is_whole:
-                slices.append(SliceBytes(t, which, 0, offset - low, nbytes))
-        target = Target(rank, part, self.files[rank][part].data_start + low)
-        return Span(end - low, (target,), tuple(pieces), tuple(slices))
+def _places(conversion: Conversion, rank: int) -> tuple[Sequence[int], Sequence[int]]:
+    """Of each tensor: the number of the rank's file that holds it, and the absolute offset there; -1 if none does."""
+    files, offsets = np.full((2, len(conversion.catalogue.tensors)), -1, np.int64)
+    for number in conversion.layout.ranks[rank]:
+        file = conversion.layout.files[number]
+        tensors = np.array(file.tensors, np.int64)
+        files[tensors] = number
+        offsets[tensors] = np.array(file.data_offsets, np.int64) + file.data_start
+    # Items of an array are integers of Python, which cost less than numpy's.
+    return array("q", files.tobytes()), array("q", offsets.tobytes())
 
 
 def _chunk_length(transfers: Iterable[Transfer], chunk_nbytes: int) -> int:
-    """Source bytes of a chunk: whole rows where columns are cut, and whole blocks in every rank file if possible."""
+    """Source bytes of a chunk: whole rows where columns are cut, and whole blocks in every file if possible."""
     strided = [one for one in transfers if one.count > 1]
     stride = max((one.source_stride for one in strided), default=0)
     if not strided or stride > chunk_nbytes:
@@ -265,48 +273,32 @@ def _in_order(transfers: Sequence[Transfer], chunk_nbytes: int) -> bool:
     return all(one.count > 1 and chunk_nbytes % one.source_stride == 0 for one in transfers)
 
 
-def _in_target_order(transfers: Sequence[Transfer], chunk_nbytes: int) -> Iterator[list[Transfer]]:
-    """Single runs in the order of their targets, in groups of bounded number and at most `chunk_nbytes`."""
+def _in_target_order(transfers: Sequence[Transfer], max_nbytes: int, max_runs: int) -> Iterator[list[Transfer]]:
+    """Single runs in the order of their targets, in groups of at most so many bytes and runs."""
     group: list[Transfer] = []
-    room = chunk_nbytes
+    room = max_nbytes
     for run in merge(*(one.runs() for one in transfers), key=lambda one: one.target):
         source, end = run.source, run.source_end
         while source < end:
             group += run.clipped(source, min(source + room, end))
             source, room = source + group[-1].nbytes, room - group[-1].nbytes
-            if not room or len(group) == _MAX_RUNS:
+            if not room or len(group) == max_runs:
                 yield group
-                group, room = [], chunk_nbytes
+                group, room = [], max_nbytes
     if group:
         yield group
 
 
-def _tile(pieces: list[Piece]) -> Iterator[tuple[int, int, list[Piece]]]:
-    """Group pieces into gapless runs of target bytes: (start, end, pieces of the run)."""
-    group: list[Piece] = []
-    low = high = 0
-    for piece in sorted(pieces, key=lambda piece: piece.transfer.target):
-        if group and piece.transfer.target > high:
-            yield low, high, group
-            group = []
-        if not group:
-            low = high = piece.transfer.target
-        group.append(piece)
-        high = max(high, piece.transfer.target_end)
-    if group:
-        yield low, high, group
-
-
-def _touching(placed: Iterable[_Placed]) -> Iterator[list[_Placed]]:
-    """Group slices, by offset, into gapless runs."""
-    group: list[_Placed] = []
+def _gapless(transfers: Iterable[Transfer]) -> Iterator[list[Transfer]]:
+    """Group transfers into gapless stretches of target bytes."""
+    group: list[Transfer] = []
     end = 0
-    for one in sorted(placed):
-        if group and one[0] > end:
+    for one in sorted(transfers, key=lambda one: one.target):
+        if group and one.target > end:
             yield group
             group = []
         group.append(one)
-        end = one[0] + one[1]
+        end = max(end, one.target_end)
     if group:
         yield group
 
@@ -321,16 +313,3 @@ def join_ranges(ranges: Iterable[SourceRange]) -> tuple[SourceRange, ...]:
     in_order = sorted(ranges, key=lambda one: (one.file, one.extent))
     groups = coalesce(in_order, lambda one: (one.file, one.extent.offset, one.extent.end))
     return tuple(SourceRange(group.items[0].file, group.extent) for group in groups)
-
-
-def _batches(tensors: Sequence[int], cost: Callable[[int], int], limit: int) -> Iterator[list[int]]:
-    batch: list[int] = []
-    total = 0
-    for t in tensors:
-        if batch and total + cost(t) > limit:
-            yield batch
-            batch, total = [], 0
-        batch.append(t)
-        total += cost(t)
-    if batch:
-        yield batch

@@ -10,13 +10,13 @@ from relayout.errors import FormatError
 from relayout.format.safetensors import strict_json
 
 
-def parse_object(blob: bytes, where: str) -> dict[str, Any]:
-    """Parse one JSON object in UTF-8.
+def parse_object(blob: bytes, where: str, *, plain_integers: bool = False) -> dict[str, Any]:
+    """Parse one JSON object in UTF-8; `plain_integers` as for `strict_json`.
 
     Raises:
         FormatError: it is none.
     """
-    top = strict_json(decode(blob, where), where)
+    top = strict_json(decode(blob, where), where, plain_integers=plain_integers)
     if not isinstance(top, dict):
         raise FormatError(f"a JSON {type(top).__name__}, expected an object", path=where, code="field")
     return top
@@ -76,11 +76,11 @@ class Fields:
             self._refuse(name, "a list")
         return value
 
-    def column(self, name: str, kind: type | tuple[type, ...], count: int) -> list[Any]:
-        """A list of `count` items of one kind; whole numbers are sizes."""
+    def column(self, name: str, kind: type | tuple[type, ...], count: int | None = None) -> list[Any]:
+        """A list of items of one kind, `count` of them if that is given; whole numbers are sizes."""
         value = self.top.get(name)
-        if not isinstance(value, list) or len(value) != count:
-            self._refuse(name, f"a list of {count} items")
+        if not isinstance(value, list) or len(value) != (len(value) if count is None else count):
+            self._refuse(name, "a list" if count is None else f"a list of {count} items")
         kinds = kind if isinstance(kind, tuple) else (kind,)
         if not set(map(type, value)) <= set(kinds):
             self._refuse(name, f"a list of {' or '.join(one.__name__ for one in kinds)}")

@@ -6,10 +6,12 @@ that fill an arena. The rank table, which can be large, says which tensor lies w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import TypeVar, overload
 
-from relayout.core.extents import BLOCK, Transfer, align_up, natural_alignment
+from relayout.core.extents import BLOCK, Transfer, align_up
 from relayout.core.slices import Slice
 
 MANIFEST_NAME = "relayout.json"
@@ -30,7 +32,7 @@ MIN_ALIGNMENT, MAX_ALIGNMENT = 512, 16 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Bytes of one rank file and where in the arena they go."""
+    """Bytes of one file and where in the arena they go."""
 
     file: int
     """Position in the rank's list of files."""
@@ -40,7 +42,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class IndexedFile:
-    """A file that holds bytes of a rank."""
+    """A file that holds tensors. Its position in the manifest's list is its number, by which all else refers to it."""
 
     name: str
     """File name in the checkpoint folder."""
@@ -63,7 +65,8 @@ class RankEntry:
     num_tensors: int
     nbytes: int
     """Bytes of all the rank's tensors."""
-    files: tuple[IndexedFile, ...]
+    files: tuple[int, ...]
+    """Numbers of the files that hold them."""
     arena_nbytes: int
     reads: tuple[Read, ...]
 
@@ -89,6 +92,8 @@ class Manifest:
     """Bytes of all source tensors."""
     hub_index_digest: str | None
     """Digest of model.safetensors.index.json, where one was written for stock loaders."""
+    files: tuple[IndexedFile, ...]
+    """All that hold tensors."""
     ranks: tuple[RankEntry, ...]
 
     @property
@@ -96,16 +101,59 @@ class Manifest:
         """The tensor-parallel degree."""
         return len(self.ranks)
 
+    def rank_files(self, rank: int) -> list[IndexedFile]:
+        """The files of a rank, in its order, which is what reads and tables mean by a position."""
+        return [self.files[number] for number in self.ranks[rank].files]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What many tensors of a rank have in common."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    """Of the slice, in elements."""
+    source_shape: tuple[int, ...]
+    """Of the whole tensor."""
+    part: Slice
+    """Which part of the whole tensor the slice is."""
+
+
+Value = TypeVar("Value")
+
+
+class OfKinds(Sequence[Value]):
+    """A column that is stored once for each kind."""
+
+    def __init__(self, values: Sequence[Value], kind_of: Sequence[int]) -> None:
+        self._values = values
+        self._kind_of = kind_of
+
+    def __len__(self) -> int:
+        return len(self._kind_of)
+
+    def __iter__(self) -> Iterator[Value]:
+        return map(self._values.__getitem__, self._kind_of)
+
+    @overload
+    def __getitem__(self, row: int) -> Value: ...
+    @overload
+    def __getitem__(self, row: slice) -> list[Value]: ...
+    def __getitem__(self, row: int | slice) -> Value | list[Value]:
+        if isinstance(row, slice):
+            return [self._values[kind] for kind in self._kind_of[row]]
+        return self._values[self._kind_of[row]]
+
 
 @dataclass(frozen=True, slots=True)
 class RankTable:
     """The tensors of one rank, in columns of equal length, in file order."""
 
     rank: int
+    kinds: Sequence[Kind]
+    kind_of: Sequence[int]
+    """Position in `kinds`."""
     names: Sequence[str]
-    dtypes: Sequence[str]
-    shapes: Sequence[tuple[int, ...]]
-    """Of the slices, in elements."""
     files: Sequence[int]
     """Position in the rank's list of files."""
     offsets: Sequence[int]
@@ -114,10 +162,26 @@ class RankTable:
     """Byte offset in the arena."""
     digests: Sequence[str]
     """Of the stored bytes."""
-    source_shapes: Sequence[tuple[int, ...]]
-    """Of the whole tensors."""
-    slices: Sequence[Slice]
-    """Which part of the whole tensor each is."""
+
+    @property
+    def dtypes(self) -> Sequence[str]:
+        """Of each tensor."""
+        return OfKinds([kind.dtype for kind in self.kinds], self.kind_of)
+
+    @property
+    def shapes(self) -> Sequence[tuple[int, ...]]:
+        """Of each slice, in elements."""
+        return OfKinds([kind.shape for kind in self.kinds], self.kind_of)
+
+    @property
+    def source_shapes(self) -> Sequence[tuple[int, ...]]:
+        """Of each whole tensor."""
+        return OfKinds([kind.source_shape for kind in self.kinds], self.kind_of)
+
+    @property
+    def slices(self) -> Sequence[Slice]:
+        """Which part of the whole tensor each is."""
+        return OfKinds([kind.part for kind in self.kinds], self.kind_of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,25 +205,23 @@ def plan_arena(files: Sequence[tuple[int, Sequence[int], Sequence[int]]]) -> Are
     columns = []
     end = 0
     for number, (data_start, offsets, sizes) in enumerate(files):
-        column: list[int] = []
         bulk = align_up(end, BLOCK) + data_start % BLOCK
-        for offset, nbytes in zip(offsets, sizes, strict=True):
-            if natural_alignment(nbytes, ARENA_ALIGNMENT) < ARENA_ALIGNMENT:
-                break
-            column.append(bulk + offset - data_start)
-            end = column[-1] + nbytes
-        if column and end > bulk:
-            reads.append(Read(number, Transfer(data_start, bulk, end - bulk)))
-        odd = list(zip(offsets, sizes, strict=True))[len(column) :]
+        num_even = next((i for i, nbytes in enumerate(sizes) if nbytes % ARENA_ALIGNMENT), len(sizes))
+        column = [bulk + offset - data_start for offset in offsets[:num_even]]
+        if column:
+            end = column[-1] + sizes[num_even - 1]
+            if end > bulk:
+                reads.append(Read(number, Transfer(data_start, bulk, end - bulk)))
         end = align_up(end, BLOCK)
-        while odd:
-            offset, nbytes = odd[0]
-            count = next((i for i, (_, other) in enumerate(odd) if other != nbytes), len(odd))
+        position = num_even
+        for nbytes, group in groupby(sizes[num_even:]):
+            count = sum(1 for _ in group)
             pitch = align_up(nbytes, ARENA_ALIGNMENT)
             strides = (nbytes, pitch) if count > 1 else (0, 0)
-            reads.append(Read(number, Transfer(offset, end, nbytes, count, *strides)))
+            if nbytes:
+                reads.append(Read(number, Transfer(offsets[position], end, nbytes, count, *strides)))
             column.extend(end + i * pitch for i in range(count))
             end += count * pitch
-            odd = odd[count:]
+            position += count
         columns.append(tuple(column))
     return Arena(align_up(end, BLOCK), tuple(reads), tuple(columns))

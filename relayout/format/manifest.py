@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -47,16 +47,15 @@ def table_name(rank: int) -> str:
     return f"relayout.rank-{rank}.json.zst"
 
 
-def relayout_entry(rank: int, num_ranks: int, part: int, conversion: str) -> str:
-    """The `relayout` entry of a rank file's `__metadata__`, the first thing in its header."""
-    entry = {"format": FORMAT_VERSION, "rank": rank, "num_ranks": num_ranks, "part": part, "conversion": conversion}
-    return json.dumps(entry, separators=(",", ":"))
+def relayout_entry(number: int, conversion: str) -> str:
+    """The `relayout` entry of a file's `__metadata__`, the first thing in its header: which file it is."""
+    return compact_json({"format": FORMAT_VERSION, "file": number, "conversion": conversion}).decode()
 
 
-def header_prefix(rank: int, num_ranks: int, part: int, conversion: str) -> bytes:
-    """The bytes that follow the 8-byte length in a rank file: enough to tell whose file it is."""
-    entry = json.dumps({"relayout": relayout_entry(rank, num_ranks, part, conversion)}, separators=(",", ":"))
-    return b'{"__metadata__":' + entry.removesuffix("}").encode()
+def header_prefix(number: int, conversion: str) -> bytes:
+    """The bytes that follow the 8-byte length in a file: enough to tell which one of which conversion it is."""
+    entry = compact_json({"relayout": relayout_entry(number, conversion)})
+    return b'{"__metadata__":' + entry.removesuffix(b"}")
 
 
 def compact_json(top: object) -> bytes:
@@ -121,13 +120,14 @@ def dump_manifest(manifest: Manifest) -> bytes:
             "nbytes": manifest.source_nbytes,
         },
         "hub_index_digest": manifest.hub_index_digest,
+        "files": [asdict(file) for file in manifest.files],
         "ranks": [
             {
                 "table": entry.table,
                 "table_digest": entry.table_digest,
                 "num_tensors": entry.num_tensors,
                 "nbytes": entry.nbytes,
-                "files": [asdict(file) for file in entry.files],
+                "files": entry.files,
                 "arena_nbytes": entry.arena_nbytes,
                 "reads": [_dump_read(read) for read in entry.reads],
             }
@@ -157,7 +157,8 @@ def parse_manifest(blob: bytes, where: str) -> Manifest:
         raise FormatError(f"{where}: {len(ranks)} entries in 'ranks', num_ranks is {top['num_ranks']}")
     model_type = top.get("model_type")
     source = Fields(fields.object("source"), where)
-    return Manifest(
+    files = _parse_files(fields, where)
+    manifest = Manifest(
         generator=fields.text("generator"),
         conversion=fields.text("conversion"),
         model_type=model_type if isinstance(model_type, str) else None,
@@ -168,8 +169,13 @@ def parse_manifest(blob: bytes, where: str) -> Manifest:
         record_digest=source.text("record_digest"),
         source_nbytes=source.size("nbytes"),
         hub_index_digest=None if top.get("hub_index_digest") is None else fields.text("hub_index_digest"),
-        ranks=tuple(_parse_rank(entry, rank, where) for rank, entry in enumerate(ranks)),
+        files=files,
+        ranks=tuple(_parse_rank(entry, rank, files, where) for rank, entry in enumerate(ranks)),
     )
+    unused = set(range(len(files))).difference(*(entry.files for entry in manifest.ranks))
+    if unused:
+        raise FormatError(f"{where}: {files[min(unused)].name} is a file of no rank")
+    return manifest
 
 
 def check_version(top: Mapping[str, Any], where: str) -> None:
@@ -230,11 +236,7 @@ def _parse_read(row: Mapping[str, Any], where: str) -> Read:
     )
 
 
-def _parse_rank(entry: Mapping[str, Any], rank: int, where: str) -> RankEntry:
-    where = f"{where}: rank {rank}"
-    fields = Fields(entry, where)
-    if fields.text("table") != table_name(rank):
-        raise FormatError(f"{where}: table {shown(fields.text('table'))}, expected {table_name(rank)!r}")
+def _parse_files(fields: Fields, where: str) -> tuple[IndexedFile, ...]:
     files = []
     for row in fields.objects("files"):
         file = Fields(row, where)
@@ -245,38 +247,51 @@ def _parse_rank(entry: Mapping[str, Any], rank: int, where: str) -> RankEntry:
         )
         if files[-1].data_start > min(files[-1].nbytes, LENGTH_NBYTES + MAX_HEADER_NBYTES):
             raise FormatError(f"{where}: {files[-1].name}: no header of a file ends at byte {files[-1].data_start}")
+    if len({file.name for file in files}) < len(files):
+        raise FormatError(f"{where}: two files have one name")
+    return tuple(files)
+
+
+def _parse_rank(entry: Mapping[str, Any], rank: int, files: Sequence[IndexedFile], where: str) -> RankEntry:
+    where = f"{where}: rank {rank}"
+    fields = Fields(entry, where)
+    if fields.text("table") != table_name(rank):
+        raise FormatError(f"{where}: table {shown(fields.text('table'))}, expected {table_name(rank)!r}")
+    numbers = fields.column("files", int)
+    if len(set(numbers)) < len(numbers) or (numbers and max(numbers) >= len(files)):
+        raise FormatError(f"{where}: files {shown(numbers)}, expected different numbers below {len(files)}")
     parsed = RankEntry(
         table=fields.text("table"),
         table_digest=fields.text("table_digest"),
         num_tensors=fields.size("num_tensors"),
         nbytes=fields.size("nbytes"),
-        files=tuple(files),
+        files=tuple(numbers),
         arena_nbytes=fields.size("arena_nbytes"),
         reads=tuple(_parse_read(row, where) for row in fields.objects("reads")),
     )
-    _check_reads(parsed, where)
+    _check_reads(parsed, [files[number] for number in numbers], where)
     return parsed
 
 
-def _check_reads(entry: RankEntry, where: str) -> None:
+def _check_reads(entry: RankEntry, files: Sequence[IndexedFile], where: str) -> None:
     for number, read in enumerate(entry.reads):
         transfer = read.transfer
         what = f"{where}: read {number}"
-        if read.file >= len(entry.files):
-            raise FormatError(f"{what}: file {read.file} of {len(entry.files)}")
+        if read.file >= len(files):
+            raise FormatError(f"{what}: file {read.file} of {len(files)}")
         if transfer.nbytes == 0 or transfer.count == 0:
             raise FormatError(f"{what}: reads nothing")
         if transfer.count > 1 and min(transfer.source_stride, transfer.target_stride) < transfer.nbytes:
             raise FormatError(f"{what}: runs of {transfer.nbytes} bytes overlap")
-        file = entry.files[read.file]
+        file = files[read.file]
         if transfer.source_end > file.nbytes:
             raise FormatError(f"{what}: ends at byte {transfer.source_end} of {file.name}, which has {file.nbytes}")
         if transfer.target_end > entry.arena_nbytes:
             raise FormatError(f"{what}: ends at byte {transfer.target_end} of an arena of {entry.arena_nbytes}")
-    headers_nbytes = sum(file.data_start for file in entry.files)
+    headers_nbytes = sum(file.data_start for file in files)
     if entry.num_tensors * _MIN_ENTRY_NBYTES > headers_nbytes:
         raise FormatError(f"{where}: {entry.num_tensors} tensors in headers of {headers_nbytes} bytes")
-    limit = entry.nbytes + ARENA_ALIGNMENT * entry.num_tensors + 2 * BLOCK * (len(entry.files) + 1)
+    limit = entry.nbytes + ARENA_ALIGNMENT * entry.num_tensors + 2 * BLOCK * (len(files) + 1)
     if entry.arena_nbytes > limit:
         raise FormatError(f"{where}: an arena of {entry.arena_nbytes} bytes for tensors of {entry.nbytes}")
     total = sum(read.transfer.total_nbytes for read in entry.reads)
@@ -287,10 +302,10 @@ def _check_reads(entry: RankEntry, where: str) -> None:
         if read.transfer.target < end:
             raise FormatError(f"{where}: reads overlap at byte {read.transfer.target} of the arena")
         end = read.transfer.target_end
-    wanted = [0] * len(entry.files)
+    wanted = [0] * len(files)
     for read in entry.reads:
         wanted[read.file] += read.transfer.total_nbytes
-    for file, nbytes in zip(entry.files, wanted, strict=True):
+    for file, nbytes in zip(files, wanted, strict=True):
         if nbytes > file.nbytes:
             raise FormatError(f"{where}: reads of {nbytes} bytes of {file.name}, which has {file.nbytes}")
 

@@ -7,7 +7,6 @@ said of each tensor is a column of numbers, which numpy checks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +16,7 @@ from relayout.core.dtypes import BITS, num_bytes
 from relayout.core.slices import Slice
 from relayout.errors import FormatError, shown
 from relayout.format.fields import Fields, parse_object
-from relayout.format.index import ARENA_ALIGNMENT, FORMAT_VERSION, MANIFEST_NAME, Manifest, RankEntry, RankTable
+from relayout.format.index import ARENA_ALIGNMENT, FORMAT_VERSION, MANIFEST_NAME, Kind, Manifest, RankEntry, RankTable
 from relayout.format.manifest import (
     check_version,
     compact_json,
@@ -31,37 +30,21 @@ from relayout.format.safetensors import check_name
 Column = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """What many tensors have in common."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    source_shape: tuple[int, ...]
-    part: Slice
-
-
 def dump_table(table: RankTable, conversion: str) -> bytes:
     """Serialize a rank table, as it is stored."""
-    number: dict[_Kind, int] = {}
-    kind = [
-        number.setdefault(_Kind(dtype, tuple(shape), tuple(source_shape), part), len(number))
-        for dtype, shape, source_shape, part in zip(
-            table.dtypes, table.shapes, table.source_shapes, table.slices, strict=True
-        )
-    ]
+    kinds = table.kinds
     top = {
         "relayout": FORMAT_VERSION,
         "conversion": conversion,
         "rank": table.rank,
         "kinds": {
-            "dtype": [one.dtype for one in number],
-            "shape": [one.shape for one in number],
-            "source_shape": [None if one.part.is_whole else one.source_shape for one in number],
-            "slice": [None if one.part.is_whole else [one.part.axis, one.part.ranges] for one in number],
+            "dtype": [one.dtype for one in kinds],
+            "shape": [one.shape for one in kinds],
+            "source_shape": [None if one.part.is_whole else one.source_shape for one in kinds],
+            "slice": [None if one.part.is_whole else [one.part.axis, one.part.ranges] for one in kinds],
         },
         "name": table.names,
-        "kind": kind,
+        "kind": table.kind_of,
         "file": table.files,
         "offset": table.offsets,
         "arena_offset": table.arena_offsets,
@@ -79,7 +62,7 @@ def parse_table(blob: bytes, manifest: Manifest, rank: int, where: str) -> RankT
     entry = manifest.ranks[rank]
     if digest_hex(blob) != entry.table_digest:
         raise FormatError(f"{where}: digest differs from the one in {MANIFEST_NAME}: damaged, or of another conversion")
-    top = parse_object(decompress(blob, where), where)
+    top = parse_object(decompress(blob, where), where, plain_integers=True)
     check_version(top, where)
     fields = Fields(top, where)
     if (fields.text("conversion"), fields.size("rank")) != (manifest.conversion, rank):
@@ -89,38 +72,35 @@ def parse_table(blob: bytes, manifest: Manifest, rank: int, where: str) -> RankT
     kind = fields.column("kind", int, count)
     if kind and max(kind) >= len(kinds):
         raise FormatError(f"{where}: kind {max(kind)} of {len(kinds)}")
-    of = [kinds[number] for number in kind]
     table = RankTable(
         rank=rank,
+        kinds=kinds,
+        kind_of=kind,
         names=fields.column("name", str, count),
-        dtypes=[one.dtype for one in of],
-        shapes=[one.shape for one in of],
         files=fields.column("file", int, count),
         offsets=fields.column("offset", int, count),
         arena_offsets=fields.column("arena_offset", int, count),
         digests=fields.column("digest", str, count),
-        source_shapes=[one.source_shape for one in of],
-        slices=[one.part for one in of],
     )
     if count:
         check_name(max(table.names, key=len), where)
     if len(set(table.names)) != count:
         raise FormatError(f"{where}: a tensor name occurs twice")
-    sizes = _sizes(table, kinds, np.array(kind, np.int64), entry, where)
-    _check_places(table, entry, sizes, where)
+    sizes = _sizes(table, entry, where)
+    _check_places(table, entry, [file.nbytes for file in manifest.rank_files(rank)], sizes, where)
     if (total := sum(sizes.tolist())) != entry.nbytes:
         raise FormatError(f"{where}: tensors of {total} bytes, {MANIFEST_NAME} says {entry.nbytes}")
     return table
 
 
-def _parse_kinds(fields: Fields, where: str) -> list[_Kind]:
+def _parse_kinds(fields: Fields, where: str) -> list[Kind]:
     count = len(fields.items("dtype"))
     shapes = parse_shapes(fields.column("shape", list, count), where)
     whole = fields.column("source_shape", (list, type(None)), count)
     slices = [parse_slice(value, where) for value in fields.column("slice", (list, type(None)), count)]
     source_shapes = [shape if value is None else value for shape, value in zip(shapes, whole, strict=True)]
     columns = (fields.column("dtype", str, count), shapes, parse_shapes(source_shapes, where), slices)
-    kinds = [_Kind(*one) for one in zip(*columns, strict=True)]
+    kinds = [Kind(*one) for one in zip(*columns, strict=True)]
     for one in kinds:
         if not _is_part(one.part, one.source_shape, one.shape):
             raise FormatError(
@@ -130,8 +110,9 @@ def _parse_kinds(fields: Fields, where: str) -> list[_Kind]:
     return kinds
 
 
-def _sizes(table: RankTable, kinds: Sequence[_Kind], kind: Column, entry: RankEntry, where: str) -> Column:
+def _sizes(table: RankTable, entry: RankEntry, where: str) -> Column:
     """Bytes of each tensor."""
+    kinds, kind = table.kinds, np.array(table.kind_of, np.int64)
     sizes = np.zeros(len(kinds), np.int64)
     for number, first in zip(*np.unique(kind, return_index=True), strict=True):
         one = kinds[number]
@@ -145,7 +126,7 @@ def _sizes(table: RankTable, kinds: Sequence[_Kind], kind: Column, entry: RankEn
     return sizes[kind]
 
 
-def _check_places(table: RankTable, entry: RankEntry, sizes: Column, where: str) -> None:
+def _check_places(table: RankTable, entry: RankEntry, file_nbytes: Sequence[int], sizes: Column, where: str) -> None:
     """Prove that each tensor lies inside its file and the arena, and that one run of one read brings it there.
 
     All numbers are below 2**63, and `_check_reads` has proved those of the reads: no sum below overflows.
@@ -153,7 +134,7 @@ def _check_places(table: RankTable, entry: RankEntry, sizes: Column, where: str)
     files, offsets, arena_offsets = (
         np.array(column, np.int64) for column in (table.files, table.offsets, table.arena_offsets)
     )
-    lengths = np.array([file.nbytes for file in entry.files], np.int64)
+    lengths = np.array(file_nbytes, np.int64)
     exists = files < len(lengths)
     inside = exists.copy()
     inside[exists] = offsets[exists] <= lengths[files[exists]] - sizes[exists]

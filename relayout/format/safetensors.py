@@ -149,16 +149,25 @@ def build_header(tensors: Iterable[TensorEntry], metadata: Mapping[str, str], al
     Raises:
         PlanError: the header would exceed the format's limit.
     """
-    return join_header(entries_text(tensors), metadata, alignment)
-
-
-def entries_text(tensors: Iterable[TensorEntry]) -> str:
-    """The tensors' entries, without the braces around them: what headers of several ranks may have in common."""
-    return ",".join(
-        f'{json_text(tensor.name)}:{{"dtype":"{tensor.dtype}","shape":[{",".join(map(str, tensor.shape))}],'
-        f'"data_offsets":[{tensor.offset},{tensor.offset + tensor.nbytes}]}}'
+    rows = (
+        (json_text(tensor.name), entry_head(tensor.dtype, tensor.shape), tensor.offset, tensor.offset + tensor.nbytes)
         for tensor in tensors
     )
+    return join_header(entries_text(rows), metadata, alignment)
+
+
+def entry_head(dtype: str, shape: Iterable[int]) -> str:
+    """What entries of one dtype and shape have in common: all but the two offsets, which come last."""
+    return f'{{"dtype":"{dtype}","shape":[{",".join(map(str, shape))}],"data_offsets":['
+
+
+def entries_text(rows: Iterable[tuple[str, str, int, int]]) -> str:
+    """The tensors' entries, without the braces around them: what headers of several ranks may have in common.
+
+    Args:
+        rows: name as JSON, `entry_head`, and start and end in the data section.
+    """
+    return ",".join([f"{name}:{head}{start},{end}]}}" for name, head, start, end in rows])
 
 
 def join_header(entries: str, metadata: Mapping[str, str], alignment: int) -> bytes:
@@ -175,11 +184,15 @@ json_text = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 """A value as JSON, without white space, non-ASCII characters as they are."""
 
 
-def strict_json(text: str, where: str) -> Any:
+def strict_json(text: str, where: str, *, plain_integers: bool = False) -> Any:
     """Parse JSON as the reference reader's parser (serde_json) does, and refuse duplicate names.
 
     Python's own reader is laxer: it takes NaN, the last of two equal names, lone surrogates and any depth. Refused also
     is what consists of little but brackets, each of which would become 70 bytes of memory.
+
+    Args:
+        plain_integers: read integers as Python does, in a third of the time: -0 as 0, and those beyond 64 bits as such.
+            For columns of numbers whose range is checked anyway.
 
     Raises:
         FormatError: `text` is not such JSON.
@@ -218,11 +231,13 @@ def strict_json(text: str, where: str) -> Any:
             text,
             object_pairs_hook=unique,
             parse_constant=refuse,
-            parse_int=integer,
+            parse_int=None if plain_integers else integer,
             parse_float=floating,
         )
     except json.JSONDecodeError as error:
         raise FormatError(f"not valid JSON: {error.msg} at character {error.pos}", path=where, code="syntax") from None
+    except ValueError:  # More digits than Python converts.
+        raise FormatError("an integer is out of range", path=where, code="syntax") from None
     except RecursionError:
         raise FormatError("JSON nested too deeply", path=where, code="syntax") from None
     refuse_surrogates(text, parsed, where)

@@ -132,19 +132,12 @@ def parse_record(text: bytes, num_ranks: int, where: str) -> SourceRecord:
     if top.size("num_ranks") != num_ranks:
         raise FormatError(f"{where}: is of {top.size('num_ranks')} ranks, {MANIFEST_NAME} of {num_ranks}")
     tensors = Fields(top.object("tensors"), where)
-    side = Fields(top.object("side_files"), where)
-    count, num_side_files = _count(tensors), _count(side)
-    rows = top.top.get("cuts")
-    if not isinstance(rows, list) or not all(isinstance(row, list) and len(row) == num_ranks for row in rows):
-        raise FormatError(f"{where}: 'cuts' is missing or not a list of {num_ranks} slices each")
-    cuts = tuple(Cut(tuple(parse_slice(value, where) for value in row)) for row in rows)
-    cut_of = tuple(tensors.column("cut", int, count))
-    if cut_of and max(cut_of) >= len(cuts):
-        raise FormatError(f"{where}: cut {max(cut_of)} of {len(cuts)}")
+    side_files = Fields(top.object("side_files"), where)
+    count = _count(tensors)
+    cuts = _parse_cuts(top, num_ranks, where)
+    cut_of = _positions(tensors, "cut", count, len(cuts))
     files = _parse_files(Fields(top.object("files"), where), where)
-    file_of = tensors.column("file", int, count)
-    if file_of and max(file_of) >= len(files):
-        raise FormatError(f"{where}: file {max(file_of)} of {len(files)}")
+    file_of = _positions(tensors, "file", count, len(files))
     index = None if top.top.get("index") is None else Fields(top.object("index"), where)
     record = SourceRecord(
         options=_parse_options(top, where),
@@ -153,28 +146,45 @@ def parse_record(text: bytes, num_ranks: int, where: str) -> SourceRecord:
         shapes=parse_shapes(tensors.column("shape", list, count), where),
         digests=tensors.column("digest", str, count),
         cuts=cuts,
-        cut_of=cut_of,
+        cut_of=tuple(cut_of),
         file_of=file_of,
         offsets=tensors.column("offset", int, count),
         files=files,
         index=None if index is None else (_path(index.text("name"), where), index.text("text").encode()),
-        side_files=tuple(
-            SideFile(_path(name, where), nbytes, digest, mode & 0o777)
-            for name, nbytes, digest, mode in zip(
-                side.column("name", str, num_side_files),
-                side.column("nbytes", int, num_side_files),
-                side.column("digest", str, num_side_files),
-                side.column("mode", int, num_side_files),
-                strict=True,
-            )
-        ),
+        side_files=_parse_side_files(side_files, where),
     )
-
     _check_names(
         [*(file.name for file in files), *(record.index or ())[:1], *(one.name for one in record.side_files)], where
     )
     _check_tensors(record, where)
     return record
+
+
+def _parse_cuts(top: Fields, num_ranks: int, where: str) -> tuple[Cut, ...]:
+    rows = top.top.get("cuts")
+    if not isinstance(rows, list) or not all(isinstance(row, list) and len(row) == num_ranks for row in rows):
+        raise FormatError(f"{where}: 'cuts' is missing or not a list of {num_ranks} slices each")
+    return tuple(Cut(tuple(parse_slice(value, where) for value in row)) for row in rows)
+
+
+def _positions(fields: Fields, name: str, count: int, limit: int) -> list[int]:
+    """A column of positions in another list, which has `limit` items."""
+    column: list[int] = fields.column(name, int, count)
+    if column and max(column) >= limit:
+        raise FormatError(f"{fields.where}: {name} {max(column)} of {limit}")
+    return column
+
+
+def _parse_side_files(fields: Fields, where: str) -> tuple[SideFile, ...]:
+    count = _count(fields)
+    columns = zip(
+        fields.column("name", str, count),
+        fields.column("nbytes", int, count),
+        fields.column("digest", str, count),
+        fields.column("mode", int, count),
+        strict=True,
+    )
+    return tuple(SideFile(_path(name, where), nbytes, digest, mode & 0o777) for name, nbytes, digest, mode in columns)
 
 
 def _parse_options(top: Fields, where: str) -> ConversionOptions:

@@ -20,3 +20,10 @@ class Buffer:
                 mmap.mmap(-1, align_up(max(nbytes, 1), BLOCK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
             )
         return self._memory[:nbytes]
+
+    def discard(self) -> None:
+        """Give the pages back now, whatever still refers to the memory; its content is lost."""
+        if self._memory is not None and hasattr(mmap, "MADV_DONTNEED"):
+            mapping = self._memory.obj
+            assert isinstance(mapping, mmap.mmap)
+            mapping.madvise(mmap.MADV_DONTNEED)

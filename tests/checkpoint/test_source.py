@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from support.local_stores import read_catalogue
+from support.rights import drop_superuser_rights
 
 import relayout
 from relayout.checkpoint.source import Catalogue, model_order
@@ -36,8 +37,6 @@ B: Array = np.arange(101, 108, dtype=np.uint8)
 C: Array = np.arange(2, 8, dtype=np.float16).reshape(1, 2, 3)
 D: Array = np.array(77, dtype=np.int64)
 DTYPES = {"float32": "F32", "uint8": "U8", "float16": "F16", "int64": "I64"}
-
-CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, PR_CAPBSET_DROP = 1, 2, 24
 
 
 def write(path: Path, tensors: dict[str, Array], **metadata: str) -> None:
@@ -588,16 +587,6 @@ def test_an_unreadable_file_is_a_format_error(tmp_path: Path, name: str) -> None
     assert read() == "1\n"
     (tmp_path / name).chmod(0)
     assert read() == f"FormatError {tmp_path / name}: cannot be read: Permission denied\n"
-
-
-def drop_superuser_rights() -> None:
-    """Let the next program run as this user, but with no right to pass over permission bits."""
-    if os.getuid() == 0:
-        import ctypes
-
-        for capability in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):
-            if ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, capability, 0, 0, 0):
-                raise OSError("prctl refused")
 
 
 def test_a_converted_folder_is_refused(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from safetensors.numpy import load_file, save_file
 from support import prestarted
 from support.journals import read_journal
 from support.mounts import mounted_tmpfs
+from support.rights import drop_superuser_rights
 
 import relayout
 from relayout.cli.app import app, main
@@ -30,7 +31,6 @@ from relayout.cli.app import app, main
 Array = npt.NDArray[Any]
 RELAYOUT = [sys.executable, "-m", "relayout"]
 INDEX = "model.safetensors.index.json"
-CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, PR_CAPBSET_DROP = 1, 2, 24
 
 # Whatever terminal the tests run in says nothing about the one that they imitate.
 TERMINAL_VARIABLES = ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LINES", "TERM")
@@ -148,16 +148,6 @@ def here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
     for name in TERMINAL_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     return run_here
-
-
-def drop_superuser_rights() -> None:
-    """Let the next program run as this user, but with no right to pass over permission bits."""
-    if os.getuid() == 0:
-        import ctypes
-
-        for capability in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):
-            if ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, capability, 0, 0, 0):
-                raise OSError("prctl refused")
 
 
 def tree(folder: Path) -> dict[str, tuple[int, int, int]]:
@@ -465,7 +455,9 @@ def test_work_is_carried_out_and_its_exit_code_is_its_own_whoever_reads_of_it(
 def test_an_output_that_cannot_be_written_is_an_io_failure(converted: Path, tmp_path: Path, args: str) -> None:
     place = shutil.copytree(converted, tmp_path / "converted")
     with Path("/dev/full").open("w") as full:
-        done = prestarted.run(*args.split(), cwd=place, env=ENVIRONMENT, stdout=full.fileno())
+        # A process of its own: what matters is also how Python ends.
+        command = [sys.executable, "-m", "relayout", *args.split()]
+        done = subprocess.run(command, cwd=place, env=ENVIRONMENT, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 3
     assert re.fullmatch(r"relayout: error: (standard output: )?No space left on device\n", done.stderr)
     assert (place / "again" / "relayout.json").exists() == ("again" in args), "what it tells of is done"
@@ -982,6 +974,7 @@ def test_an_interrupted_conversion_is_not_gone_on_with_by_other_options(big: Pat
     assert sorted(path.name for path in big.iterdir()) == ["big", "big-tp1"]
 
 
-@pytest.mark.parametrize("args", ["--jobs 0", "--memory 1MiB", "--memory many"])
+@pytest.mark.parametrize("args", ["--threads 0", "--memory 1MiB", "--memory many"])
 def test_threads_and_memory_that_make_no_sense_are_one_line(here: Run, work: Path, args: str) -> None:
-    assert_refused(here, work, ["convert", "model", *args.split()], r"0 jobs|a memory of 1048576 bytes|'many' is not")
+    says = r"0 threads|a memory of 1048576 bytes|'many' is not"
+    assert_refused(here, work, ["convert", "model", *args.split()], says)

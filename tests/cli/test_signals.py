@@ -122,7 +122,7 @@ def converting(
 ) -> Iterator[subprocess.Popen[str]]:
     """A conversion that has begun to write."""
     with subprocess.Popen(
-        [*RELAYOUT, "convert", "big", "--jobs", "1", "--memory", "4MiB"],
+        [*RELAYOUT, "convert", "big", "--threads", "1", "--memory", "4MiB"],
         cwd=work,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -216,7 +216,7 @@ def test_an_interrupted_conversion_is_not_discarded_by_a_restoration(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(conversion, "_write_sidecar", interrupted)
+        patch.setattr(conversion, "write_sidecar", interrupted)
         with pytest.raises(KeyboardInterrupt):
             relayout.convert(odd, tmp_path / "back")
     with pytest.raises(PlanError, match=r"holds an interrupted conversion; --force discards it"):

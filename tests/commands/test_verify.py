@@ -25,8 +25,8 @@ import relayout
 from relayout.checkpoint.source import SourceTensor
 from relayout.commands import verify as verification
 from relayout.conversion import run as conversion
-from relayout.conversion.copy import RankFileSink
-from relayout.conversion.steps import Span, Target
+from relayout.conversion.copy import FileSink
+from relayout.conversion.steps import Target
 from relayout.core import dtypes
 from relayout.core.slices import NOT_HELD, Cut, Slice
 from relayout.errors import FormatError
@@ -150,12 +150,12 @@ def test_a_rank_file_may_be_larger_than_the_memory(tmp_path: Path, monkeypatch: 
     source.write_bytes(len(text).to_bytes(8, "little") + text)
     os.truncate(source, 8 + len(text) + nbytes)
 
-    def leave_sparse(sink: RankFileSink, span: Span, target: Target, view: memoryview, address: int) -> None:
-        with sink._files.use((target.rank, target.part)) as file:
+    def leave_sparse(sink: FileSink, target: Target, view: memoryview, address: int) -> None:
+        with sink._files.use(target.file) as file:
             os.ftruncate(file._fd, 0)  # Gives the space back that it has allocated.
             os.ftruncate(file._fd, file.nbytes)
 
-    monkeypatch.setattr(RankFileSink, "put", leave_sparse)
+    monkeypatch.setattr(FileSink, "put", leave_sparse)
     relayout.convert(source, tmp_path / "out")
     script = """
 import re, resource, sys, relayout

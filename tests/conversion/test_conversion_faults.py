@@ -31,7 +31,7 @@ from support.journals import read_journal
 from support.mounts import mounted_tmpfs
 
 from relayout.conversion.journal import JOURNAL_NAME
-from relayout.conversion.run import Conversion, carry_out, plan_conversion
+from relayout.conversion.run import ConversionPlan, plan_conversion
 from relayout.conversion.steps import SMALL_NBYTES
 from relayout.core.slices import slice_nbytes
 
@@ -42,7 +42,7 @@ TP = 2
 MAX_PART_NBYTES = 3 * 2**20
 OPTIONS = ["--tp", str(TP), "--plan", "plan.toml", "--max-part-size", str(MAX_PART_NBYTES)]
 # Chunks of 1 MiB, so that tensors of several MiB take several steps.
-LIMITS = ["--jobs", "4", "--memory", "8MiB"]
+LIMITS = ["--threads", "4", "--memory", "8MiB"]
 PARTIAL = ".out.relayout-partial"
 LOCK = ".out.relayout-lock"
 WITHOUT_SPACE_CHECK = (
@@ -96,7 +96,7 @@ class Model:
     calls: list[str]
     """What the conversion asked of the system, as `faults.c` logs it."""
 
-    def planned(self, output: Path | None = None) -> Conversion:
+    def planned(self, output: Path | None = None) -> ConversionPlan:
         """The conversion, as the command plans it."""
         return plan_conversion(
             self.place / "model",
@@ -184,7 +184,7 @@ def assert_goes_on(model: Model, place: Path, resumed: set[int]) -> None:
     """The same call ends well, takes these tensors over as done, and leaves what an undisturbed run leaves."""
     assert not (place / "out").exists()
     # In this process: most of what a run takes is the start of Python.
-    assert carry_out(model.planned(place / "out"), jobs=4, memory=2**23).resumed_nbytes == nbytes_of(model, resumed)
+    assert model.planned(place / "out").run(threads=4, memory=2**23).resumed_nbytes == nbytes_of(model, resumed)
     assert content(place / "out") == model.complete
     assert_nothing_hidden(place)
 
@@ -245,7 +245,7 @@ def test_the_shim_sees_every_byte_of_a_conversion(model: Model) -> None:
             moved[call] += int(nbytes)
     planned = model.planned()
     assert moved["read"] >= planned.catalogue.nbytes
-    assert moved["write"] >= sum(file.nbytes - file.data_start for files in planned.layout.ranks for file in files)
+    assert moved["write"] >= sum(file.nbytes - file.data_start for file in planned.layout.files)
     assert sum(map(is_last_rename, model.calls)) == 1
 
 
@@ -619,10 +619,10 @@ def test_short_reads_change_nothing_of_what_is_taken_over(
     assert_nothing_hidden(tmp_path)
 
 
-def overlapping(planned: Conversion, lost: dict[str, tuple[int, int]]) -> set[int]:
+def overlapping(planned: ConversionPlan, lost: dict[str, tuple[int, int]]) -> set[int]:
     """The tensors that have bytes in these ranges (start, end) of rank files."""
     found = set()
-    for file in (file for files in planned.layout.ranks for file in files if file.name in lost):
+    for file in (file for file in planned.layout.files if file.name in lost):
         for t, offset in zip(file.tensors, file.offsets, strict=True):
             tensor = planned.catalogue.tensors[t]
             end = offset + slice_nbytes(tensor.dtype, tensor.shape, planned.plan.cut(t).slices[file.rank])

@@ -21,9 +21,10 @@ from support.planning import conversion_of, plan_of
 import relayout
 from relayout.checkpoint.source import Catalogue
 from relayout.conversion import run as conversion
-from relayout.conversion.copy import NoSink, RankFileSink, TensorHashes, digests_of_all, run_steps
+from relayout.conversion.copy import SOURCE, FileSink, NoSink, TensorHashes, run_steps
 from relayout.conversion.journal import TensorDigests
-from relayout.conversion.steps import copy_steps
+from relayout.conversion.sidecar import digests_of_all
+from relayout.conversion.steps import CopyPlan
 from relayout.core.slices import Slice
 from relayout.core.workers import Stop
 from relayout.plans.planner import Plan
@@ -54,7 +55,7 @@ def test_digests_of_tensors_in_several_chunks_are_of_their_bytes_in_order(
     large: tuple[Path, dict[str, Array]], tmp_path: Path
 ) -> None:
     source, arrays = large
-    relayout.convert(source, tmp_path / "out", jobs=8, memory=16 * MIB)
+    relayout.convert(source, tmp_path / "out", threads=8, memory=16 * MIB)
     expected = {name: digest(array.tobytes()) for name, array in arrays.items()}
     manifest = read_manifest(tmp_path / "out")
     record, table = read_record(tmp_path / "out", manifest), read_table(tmp_path / "out", manifest, 0)
@@ -76,18 +77,16 @@ def in_parts(folder: Path, num_tensors: int, num_parts: int) -> tuple[Catalogue,
 def test_each_tensor_is_complete_once_whichever_threads_hash_its_slices(tmp_path: Path) -> None:
     catalogue, plan, values = in_parts(tmp_path / "model", NUM_TENSORS, NUM_PARTS)
     found: list[tuple[int, TensorDigests]] = []
-    hashes = TensorHashes(conversion_of(catalogue, plan, 4096), Stop(), lambda *one: found.append(one))
+    hashes = TensorHashes(conversion_of(catalogue, plan, 4096), Stop())
     together = threading.Barrier(NUM_PARTS + 1)
 
     def hash_slices(which: int) -> None:
         for t in range(NUM_TENSORS):
             together.wait()
-            if which == NUM_PARTS:
-                hashes.update_source(t, 0, memoryview(values[t].tobytes()))
-            else:
-                hashes.update_slice(t, which, 0, memoryview(values[t][which].tobytes()))
+            blob = values[t] if which == SOURCE else values[t][which]
+            found.extend(hashes.add([(t, which, 0, memoryview(blob.tobytes()))]).items())
 
-    threads = [threading.Thread(target=hash_slices, args=(which,)) for which in range(NUM_PARTS + 1)]
+    threads = [threading.Thread(target=hash_slices, args=(which,)) for which in (SOURCE, *range(NUM_PARTS))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -104,8 +103,8 @@ def test_a_tensor_of_which_bytes_were_not_hashed_has_no_digest(tmp_path: Path) -
     catalogue = read_catalogue(write(tmp_path / "model", arrays))
     plan = plan_of("x", 1, ((Slice(),),) * 3)
     conversion = conversion_of(catalogue, plan, 4096)
-    passed = run_steps(conversion, list(copy_steps(conversion)), NoSink())
-    expected = {t: TensorDigests(digest(one), (digest(one),)) for t, one in enumerate(arrays.values())}
+    passed = run_steps(conversion, CopyPlan(conversion).steps(0), NoSink())
+    expected = [TensorDigests(digest(one), (digest(one),)) for one in arrays.values()]
     assert digests_of_all(conversion, passed) == expected
     del passed[1]
     with pytest.raises(AssertionError, match="tensor 'b': was not hashed to its end"):
@@ -116,12 +115,12 @@ def test_rank_files_are_closed_before_their_headers_are_written(
     large: tuple[Path, dict[str, Array]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[list[str]] = []
-    true_sidecar, true_put = conversion._write_sidecar, RankFileSink.put
+    true_sidecar, true_put = conversion.write_sidecar, FileSink.put
 
     def rank_files() -> list[str]:
         return [path for path in open_files().values() if "model-rank-0" in path]
 
-    def put(self: RankFileSink, *args: Any) -> None:
+    def put(self: FileSink, *args: Any) -> None:
         true_put(self, *args)
         seen.append(rank_files())
 
@@ -129,8 +128,8 @@ def test_rank_files_are_closed_before_their_headers_are_written(
         seen.append(rank_files())
         true_sidecar(*args)
 
-    monkeypatch.setattr(RankFileSink, "put", put)
-    monkeypatch.setattr(conversion, "_write_sidecar", write_sidecar)
+    monkeypatch.setattr(FileSink, "put", put)
+    monkeypatch.setattr(conversion, "write_sidecar", write_sidecar)
     relayout.convert(large[0], tmp_path / "out")
     assert all(seen[:-1])
     assert seen[-1] == []

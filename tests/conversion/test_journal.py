@@ -36,7 +36,7 @@ def digests_of(tensor: int, num_slices: int = 2) -> TensorDigests:
 def write(folder: Path, added: Claims, undertaking: Undertaking = OURS, *, append: bool = False) -> bytes:
     with OpenFolder(folder) as opened, Journal(NotesIn(opened), undertaking, append=append) as journal:
         for tensor, one in added.items():
-            journal.add(tensor, one)
+            journal.add({tensor: one})
     return (folder / JOURNAL_NAME).read_bytes()
 
 
@@ -74,14 +74,14 @@ def test_a_new_journal_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
 def test_what_is_added_can_be_read_at_once(tmp_path: Path) -> None:
     with OpenFolder(tmp_path) as opened, Journal(NotesIn(opened), OURS, append=False) as journal:
         assert read_journal(tmp_path) == (OURS, {})
-        journal.add(3, digests_of(3))
+        journal.add({3: digests_of(3)})
         assert read_journal(tmp_path) == (OURS, {3: digests_of(3)})
 
 
 def test_the_last_word_on_a_tensor_counts(tmp_path: Path) -> None:
     with OpenFolder(tmp_path) as opened, Journal(NotesIn(opened), OURS, append=False) as journal:
-        journal.add(3, digests_of(3))
-        journal.add(3, digests_of(4))
+        journal.add({3: digests_of(3)})
+        journal.add({3: digests_of(4)})
     assert read_journal(tmp_path) == (OURS, {3: digests_of(4)})
 
 
@@ -191,7 +191,7 @@ def test_lines_of_another_journal_count_as_their_own(tmp_path: Path) -> None:
 def test_threads_do_not_tear_each_others_lines(tmp_path: Path) -> None:
     def add(first: int) -> None:
         for tensor in range(first, 2000, 8):
-            journal.add(tensor, digests_of(tensor, num_slices=1 + tensor % 50))
+            journal.add({tensor: digests_of(tensor, num_slices=1 + tensor % 50)})
 
     with OpenFolder(tmp_path) as opened, Journal(NotesIn(opened), OURS, append=False) as journal:
         threads = [threading.Thread(target=add, args=(first,)) for first in range(8)]

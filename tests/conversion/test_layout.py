@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from itertools import groupby, pairwise
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from support.planning import all_slices, conversion_of, plan_of
 
 from relayout.checkpoint.source import Catalogue, SourceTensor
-from relayout.conversion.layout import Conversion, RankFile, RankHeaders, check_alignment
+from relayout.conversion.layout import Conversion, HeaderBuilder, check_alignment
 from relayout.core.dtypes import BITS
 from relayout.core.extents import Extent
-from relayout.core.slices import WHOLE, Slice
+from relayout.core.slices import NOT_HELD, WHOLE, Slice
 from relayout.errors import PlanError
 from relayout.format.safetensors import parse_header
 from relayout.plans.planner import Plan
@@ -47,6 +47,11 @@ def largest_power(nbytes: int, limit: int) -> int:
     while nbytes % power:
         power //= 2
     return power
+
+
+def smallest_power(sizes: list[int], limit: int) -> int:
+    """Of the slices of one tensor."""
+    return min(largest_power(nbytes, limit) for nbytes in sizes)
 
 
 @st.composite
@@ -81,71 +86,95 @@ max_part_sizes = st.sampled_from([1, 4096, 100_000, 10**7, 48 * 10**9])
 
 @given(case=cases(), alignment=st.sampled_from(ALIGNMENTS), max_part_nbytes=max_part_sizes)
 @settings(max_examples=300, deadline=None)
-def test_each_slice_lies_behind_the_one_before_and_is_as_aligned_as_its_size(
+def test_each_slice_lies_behind_the_one_before_and_is_as_aligned_as_the_slices_of_its_tensor(
     case: tuple[Catalogue, Plan, list[list[int]]], alignment: int, max_part_nbytes: int
 ) -> None:
     source, plan, nbytes = case
-    conversion = conversion_of(source, plan, alignment, max_part_nbytes)
-    layout = conversion.layout
+    layout = conversion_of(source, plan, alignment, max_part_nbytes).layout
     assert len(layout.ranks) == plan.num_ranks
-    for rank, files in enumerate(layout.ranks):
-        assert sorted(t for file in files for t in file.tensors) == list(range(len(nbytes)))
-        for file in files:
+    assert sorted(number for numbers in layout.ranks for number in numbers) == list(range(len(layout.files)))
+    for rank in range(plan.num_ranks):
+        assert sorted(t for file in layout.files_of(rank) for t in file.tensors) == list(range(len(nbytes)))
+        for file in layout.files_of(rank):
+            assert file.rank == rank
             assert file.data_start % alignment == 0
             position = file.data_start
             for t, offset in zip(file.tensors, file.offsets, strict=True):
-                size = nbytes[t][rank]
                 assert offset == position
-                assert offset % largest_power(size, alignment) == 0
+                assert offset % smallest_power(nbytes[t], alignment) == 0
                 assert offset % (BITS[source.tensors[t].dtype] // 8 or 1) == 0
-                position += size
+                position += nbytes[t][rank]
             assert file.nbytes == position
-    assert layout.nbytes == sum(file.nbytes for files in layout.ranks for file in files)
+    assert layout.nbytes == sum(file.nbytes for file in layout.files)
 
 
 @given(case=cases(), alignment=st.sampled_from(ALIGNMENTS), max_part_nbytes=max_part_sizes)
 @settings(max_examples=200, deadline=None)
-def test_aligned_slices_come_first_in_model_order_then_a_tail_by_falling_power(
+def test_in_a_unit_aligned_tensors_come_first_in_model_order_then_a_tail_by_falling_power(
     case: tuple[Catalogue, Plan, list[list[int]]], alignment: int, max_part_nbytes: int
 ) -> None:
     source, plan, nbytes = case
-    for rank, files in enumerate(conversion_of(source, plan, alignment, max_part_nbytes).layout.ranks):
-        order = [t for file in files for t in file.tensors]
-        sizes = [nbytes[t][rank] for t in order]
-        powers = [largest_power(size, alignment) for size in sizes]
+    for order in conversion_of(source, plan, alignment, max_part_nbytes).layout.units:
+        powers = [smallest_power(nbytes[t], alignment) for t in order]
         assert powers == sorted(powers, reverse=True)
-        aligned = [t for t, size in zip(order, sizes, strict=True) if size % alignment == 0]
-        assert order[: len(aligned)] == aligned == sorted(aligned)
-        for power, group in groupby(range(len(order)), key=lambda i: powers[i]):
-            places = list(group)
+        aligned = [t for t in order if all(size % alignment == 0 for size in nbytes[t])]
+        assert list(order[: len(aligned)]) == aligned == sorted(aligned)
+        for power, group in groupby(order, key=lambda t: smallest_power(nbytes[t], alignment)):
+            tensors = list(group)
             if power >= 16:
-                assert [order[i] for i in places] == sorted(order[i] for i in places)
-            else:  # By falling size, so that one strided read spreads all of a size.
-                assert all((-sizes[a], order[a]) < (-sizes[b], order[b]) for a, b in pairwise(places))
+                assert tensors == sorted(tensors)
+            else:  # By falling sizes, so that one strided read spreads all of a size.
+                keys = [([-size for size in nbytes[t]], t) for t in tensors]
+                assert keys == sorted(keys)
 
 
 @given(case=cases(), max_part_nbytes=max_part_sizes)
 @settings(max_examples=200, deadline=None)
-def test_a_part_is_as_full_as_its_limit_allows(
+def test_a_unit_is_neighbors_in_model_order_as_many_as_the_limit_of_its_files_allows(
     case: tuple[Catalogue, Plan, list[list[int]]], max_part_nbytes: int
 ) -> None:
     source, plan, nbytes = case
-    for rank, files in enumerate(conversion_of(source, plan, 4096, max_part_nbytes).layout.ranks):
+    layout = conversion_of(source, plan, 4096, max_part_nbytes).layout
+    assert [t for unit in layout.units for t in sorted(unit)] == list(range(len(nbytes)))
+    assert all(layout.units) or (len(layout.units) == 1 and not nbytes)
+    for unit, following in zip(layout.units, [*layout.units[1:], ()], strict=True):
+        full = [sum(nbytes[t][rank] for t in unit) for rank in range(plan.num_ranks)]
+        assert max(full) <= max_part_nbytes or len(unit) == 1
+        if following:
+            more = nbytes[min(following)]
+            assert any(a + b > max_part_nbytes for a, b in zip(full, more, strict=True))
+
+
+@given(case=cases(), max_part_nbytes=max_part_sizes)
+@settings(max_examples=200, deadline=None)
+def test_part_p_of_every_rank_holds_what_it_has_of_unit_p_in_the_same_order(
+    case: tuple[Catalogue, Plan, list[list[int]]], max_part_nbytes: int
+) -> None:
+    source, plan, _ = case
+    layout = conversion_of(source, plan, 4096, max_part_nbytes).layout
+    for rank in range(plan.num_ranks):
+        files = layout.files_of(rank)
+        assert [file.tensors for file in files] == list(layout.units)
         assert [file.name for file in files] == [
-            f"model-rank-{rank}-part-{part}.safetensors" for part in range(len(files))
+            f"model-rank-{rank}-part-{part}.safetensors" for part in range(len(layout.units))
         ]
-        assert [(file.rank, file.part) for file in files] == [(rank, part) for part in range(len(files))]
-        assert all(file.nbytes - file.data_start <= max_part_nbytes or len(file.tensors) == 1 for file in files)
-        assert all(file.tensors for file in files) or (len(files) == 1 and not nbytes)
-        for file, following in pairwise(files):
-            assert file.nbytes - file.data_start + nbytes[following.tensors[0]][rank] > max_part_nbytes
+
+
+def test_a_rank_that_holds_nothing_of_a_unit_has_an_empty_part() -> None:
+    source = catalogue([(f"t{i}", "U8", (4096,)) for i in range(3)])
+    owners = (0, 1, 1)
+    plan = plan_of("x", 2, [tuple(WHOLE if rank == owner else NOT_HELD for rank in range(2)) for owner in owners])
+    layout = conversion_of(source, plan, 4096, 4096).layout
+    assert layout.units == ((0, 1), (2,))
+    assert [[file.tensors for file in layout.files_of(rank)] for rank in range(2)] == [[(0,), ()], [(1,), (2,)]]
+    assert layout.files_of(0)[1].nbytes == layout.files_of(0)[1].data_start == 4096
 
 
 def test_a_tensor_larger_than_a_part_gets_one_of_its_own() -> None:
     sizes = [4096, 4096, 40960, 4096, 100]
     source = catalogue([(f"t{i}", "U8", (size,)) for i, size in enumerate(sizes)])
     layout = conversion_of(source, plan_of("none", 1, ((WHOLE,),) * 5), 4096, 10_000).layout
-    assert [file.tensors for file in layout.ranks[0]] == [(0, 1), (2,), (3, 4)]
+    assert [file.tensors for file in layout.files] == [(0, 1), (2,), (3, 4)]
 
 
 def test_a_part_ends_before_its_header_is_more_than_hubs_parse() -> None:
@@ -153,17 +182,19 @@ def test_a_part_ends_before_its_header_is_more_than_hubs_parse() -> None:
     plan = plan_of("x", 2, ((Slice(0, ((0, 1),)), Slice(0, ((1, 1),))),) * 30)
     conversion = conversion_of(source, plan, 4096)
     layout = conversion.layout
-    assert [t for file in layout.ranks[1] for t in file.tensors] == list(range(30))
-    assert all(10_000_000 < file.data_start < 25_000_000 for file in layout.ranks[1][:-1])
-    assert len(layout.ranks[1]) > 1
+    files = layout.files_of(1)
+    assert [t for file in files for t in file.tensors] == list(range(30))
+    assert all(10_000_000 < file.data_start < 25_000_000 for file in files[:-1])
+    assert len(files) > 1
 
 
 def test_a_checkpoint_without_tensors_has_a_file_for_each_rank() -> None:
     conversion = conversion_of(catalogue([]), plan_of("x", 2, ()), 512)
     layout = conversion.layout
-    assert [[(file.name, file.tensors, file.nbytes) for file in files] for files in layout.ranks] == [
-        [("model-rank-0-part-0.safetensors", (), 512)],
-        [("model-rank-1-part-0.safetensors", (), 512)],
+    assert layout.ranks == ((0,), (1,))
+    assert [(file.name, file.tensors, file.nbytes) for file in layout.files] == [
+        ("model-rank-0-part-0.safetensors", (), 512),
+        ("model-rank-1-part-0.safetensors", (), 512),
     ]
 
 
@@ -180,7 +211,7 @@ def test_an_alignment_that_is_no_power_of_two_in_the_range_is_refused(alignment:
 def test_every_power_of_two_in_the_range_is_an_alignment(alignment: int) -> None:
     check_alignment(alignment)
     layout = conversion_of(catalogue([("a", "U8", (3,))]), plan_of("none", 1, ((WHOLE,),)), alignment).layout
-    assert layout.ranks[0][0].offsets == [alignment]
+    assert layout.files[0].offsets == [alignment]
 
 
 @pytest.mark.parametrize("nbytes", [0, -1])
@@ -221,9 +252,14 @@ FUSED = plan_of(
 )
 
 
-def written(conversion: Conversion, file: RankFile) -> bytes:
+def header_of(conversion: Conversion, number: int) -> bytes:
+    headers = HeaderBuilder(conversion.catalogue, conversion.cut, conversion.options)
+    return headers.build(conversion.layout.files[number], number, CONVERSION)
+
+
+def written(conversion: Conversion, number: int) -> bytes:
     """The file with position-dependent data."""
-    head = RankHeaders(conversion).build(file, CONVERSION)
+    head, file = header_of(conversion, number), conversion.layout.files[number]
     return head + (np.arange(file.nbytes - len(head)) * 31 + 7).astype(np.uint8).tobytes()
 
 
@@ -234,10 +270,10 @@ def test_the_stock_reader_reads_rank_files(plan: Plan, max_part_nbytes: int, ali
     source = catalogue(TENSORS)
     conversion = conversion_of(source, plan, alignment, max_part_nbytes)
     layout = conversion.layout
-    for rank, files in enumerate(layout.ranks):
+    for rank, numbers in enumerate(layout.ranks):
         seen: dict[str, tuple[int, ...]] = {}
-        for file in files:
-            blob = written(conversion, file)
+        for number in numbers:
+            file, blob = layout.files[number], written(conversion, number)
             assert len(blob) == file.nbytes
             ours = parse_header(blob[: file.data_start], file.nbytes, file.name)
             assert ours.data_start == file.data_start
@@ -262,20 +298,19 @@ def test_the_stock_reader_reads_rank_files(plan: Plan, max_part_nbytes: int, ali
 
 
 @pytest.mark.parametrize("max_part_nbytes", [10**9, 300])
-def test_metadata_names_rank_part_and_conversion_first(max_part_nbytes: int) -> None:
+def test_metadata_names_file_and_conversion_first(max_part_nbytes: int) -> None:
     source = catalogue(TENSORS, {"author": "größe"})
     conversion = conversion_of(source, BOXES, 512, max_part_nbytes)
     layout = conversion.layout
-    assert (len(layout.ranks[0]) > 1) == (max_part_nbytes == 300)
-    for rank, files in enumerate(layout.ranks):
-        for part, file in enumerate(files):
-            blob = RankHeaders(conversion).build(file, CONVERSION)
-            entry = f'{{"format":1,"rank":{rank},"num_ranks":2,"part":{part},"conversion":"{CONVERSION}"}}'
-            assert blob[8:].startswith(b'{"__metadata__":{"relayout":' + json.dumps(entry).encode())
-            metadata = parse_header(blob, file.nbytes, "x").metadata
-            assert metadata["relayout"] == entry
-            assert metadata["format"] == "pt"
-            assert metadata["author"] == "größe"
+    assert (len(layout.files) > 2) == (max_part_nbytes == 300)
+    for number, file in enumerate(layout.files):
+        blob = header_of(conversion, number)
+        entry = f'{{"format":1,"file":{number},"conversion":"{CONVERSION}"}}'
+        assert blob[8:].startswith(b'{"__metadata__":{"relayout":' + json.dumps(entry).encode())
+        metadata = parse_header(blob, file.nbytes, "x").metadata
+        assert metadata["relayout"] == entry
+        assert metadata["format"] == "pt"
+        assert metadata["author"] == "größe"
 
 
 @pytest.mark.parametrize("max_part_nbytes", [10**9, 300])
@@ -284,10 +319,11 @@ def test_dcp_sharding_info_says_where_each_box_starts(max_part_nbytes: int) -> N
     conversion = conversion_of(source, BOXES, 512, max_part_nbytes)
     layout = conversion.layout
     assert conversion.options.dcp
-    for rank, files in enumerate(layout.ranks):
+    for rank, numbers in enumerate(layout.ranks):
         found: dict[str, object] = {}
-        for file in files:
-            metadata = parse_header(RankHeaders(conversion).build(file, CONVERSION), file.nbytes, "x").metadata
+        for number in numbers:
+            file = layout.files[number]
+            metadata = parse_header(header_of(conversion, number), file.nbytes, "x").metadata
             assert metadata["DCP_VERSION"] == "1.0"
             sharding = json.loads(metadata["DCP_SHARDING_INFO"])
             # PyTorch looks up every key of the file.
@@ -310,8 +346,8 @@ def test_without_boxes_or_at_one_rank_there_is_no_dcp_sharding_info(plan: Plan) 
     conversion = conversion_of(source, plan, 512)
     layout = conversion.layout
     assert conversion.options.dcp == (plan is not FUSED)
-    for files in layout.ranks:
-        metadata = parse_header(RankHeaders(conversion).build(files[0], CONVERSION), files[0].nbytes, "x").metadata
+    for number, file in enumerate(layout.files):
+        metadata = parse_header(header_of(conversion, number), file.nbytes, "x").metadata
         assert sorted(metadata) == ["format", "relayout"]
 
 
@@ -319,9 +355,8 @@ def test_the_sources_metadata_goes_along_but_for_what_is_ours() -> None:
     stale = {"format": "mlx", "relayout": "old", "DCP_SHARDING_INFO": "{}", "DCP_VERSION": "0.9", "license": "MIT"}
     source = catalogue(TENSORS, stale)
     conversion = conversion_of(source, FUSED, 512)
-    layout = conversion.layout
-    file = layout.ranks[0][0]
-    metadata = dict(parse_header(RankHeaders(conversion).build(file, CONVERSION), file.nbytes, "x").metadata)
+    nbytes = conversion.layout.files[0].nbytes
+    metadata = dict(parse_header(header_of(conversion, 0), nbytes, "x").metadata)
     assert json.loads(metadata.pop("relayout"))["conversion"] == CONVERSION
     assert metadata == {"format": "mlx", "license": "MIT"}
 
@@ -330,9 +365,8 @@ def test_dcp_can_be_left_out_and_insisted_on() -> None:
     source = catalogue(TENSORS)
     without = conversion_of(source, BOXES, 512, dcp=False)
     assert not without.options.dcp
-    for files in without.layout.ranks:
-        header = RankHeaders(without).build(files[0], CONVERSION)
-        assert sorted(parse_header(header, files[0].nbytes, "x").metadata) == ["format", "relayout"]
+    for number, file in enumerate(without.layout.files):
+        assert sorted(parse_header(header_of(without, number), file.nbytes, "x").metadata) == ["format", "relayout"]
     assert conversion_of(source, BOXES, 512, dcp=True) == conversion_of(source, BOXES, 512)
     fused = TENSORS[3][0]
     with pytest.raises(

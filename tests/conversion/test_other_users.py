@@ -147,7 +147,7 @@ def test_through_what_was_planted_in_an_own_folder_nothing_is_read_or_written(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("relayout.conversion.run._write_sidecar", stop)
+        patch.setattr("relayout.conversion.run.write_sidecar", stop)
         with pytest.raises(KeyboardInterrupt):
             convert(shared)
     place = shared / ".out.relayout-partial"

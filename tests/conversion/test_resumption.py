@@ -20,9 +20,9 @@ from support.journals import read_journal
 from support.mounts import mounted_tmpfs
 
 from relayout.conversion import run as conversion
-from relayout.conversion.copy import RankFileSink
+from relayout.conversion.copy import FileSink
 from relayout.conversion.journal import JOURNAL_NAME
-from relayout.conversion.run import Conversion, Summary, carry_out, convert, plan_conversion
+from relayout.conversion.run import ConversionPlan, Summary, convert, plan_conversion
 from relayout.core.extents import BLOCK
 from relayout.core.slices import slice_nbytes
 from relayout.errors import FormatError, PlanError
@@ -79,13 +79,13 @@ def source_of(work: Path) -> Path:
     return work.parent / "model"
 
 
-def planned(work: Path, **options: Any) -> Conversion:
+def planned(work: Path, **options: Any) -> ConversionPlan:
     return plan_conversion(source_of(work), work / "out", **{"tp": 2, "plan": work.parent / "plan.toml", **options})
 
 
 def go(work: Path, *, force: bool = False, **options: Any) -> Summary:
     """The command, once more."""
-    return carry_out(planned(work, **options), force=force, jobs=1)
+    return planned(work, **options).run(force=force, threads=1)
 
 
 class Stopped(OSError):
@@ -95,7 +95,7 @@ class Stopped(OSError):
 @contextmanager
 def stopping_at(put: int) -> Iterator[None]:
     """The drive fails at the write of this number."""
-    true_put = RankFileSink.put
+    true_put = FileSink.put
     count = 0
 
     def counted(*args: Any) -> None:
@@ -106,7 +106,7 @@ def stopping_at(put: int) -> Iterator[None]:
         true_put(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RankFileSink, "put", counted)
+        patch.setattr(FileSink, "put", counted)
         yield
 
 
@@ -136,7 +136,7 @@ def content(folder: Path) -> dict[str, bytes | str | None]:
     }
 
 
-def nbytes_of(plan: Conversion, tensors: set[int]) -> int:
+def nbytes_of(plan: ConversionPlan, tensors: set[int]) -> int:
     return sum(plan.catalogue.tensors[t].extent.nbytes for t in tensors)
 
 
@@ -172,10 +172,10 @@ def spying() -> Iterator[tuple[Intervals, Intervals]]:
         yield read, written
 
 
-def places_of(plan: Conversion, tensors: set[int]) -> Intervals:
+def places_of(plan: ConversionPlan, tensors: set[int]) -> Intervals:
     """Where in rank files these tensors are stored."""
     result: Intervals = {}
-    for file in (file for files in plan.layout.ranks for file in files):
+    for file in plan.layout.files:
         for t, offset in zip(file.tensors, file.offsets, strict=True):
             tensor = plan.catalogue.tensors[t]
             nbytes = slice_nbytes(tensor.dtype, tensor.shape, plan.plan.cut(t).slices[file.rank])
@@ -233,14 +233,14 @@ def test_if_no_tensor_is_done_nothing_is_left(work: Path) -> None:
 def test_progress_starts_with_what_is_done(work: Path) -> None:
     interrupt(work)
     seen: list[tuple[int, int]] = []
-    carry_out(planned(work), jobs=1, on_progress=lambda *args: seen.append(args))
+    planned(work).run(threads=1, progress=lambda *args: seen.append(args))
     assert min(seen)[0] >= DONE * LARGE_NBYTES
     assert seen[-1] == (TOTAL_NBYTES, TOTAL_NBYTES)
 
 
 def test_other_threads_and_other_memory_go_on_with_the_same(work: Path) -> None:
     interrupt(work)
-    assert carry_out(planned(work), jobs=3, memory=2**23).resumed_nbytes == DONE * LARGE_NBYTES
+    assert planned(work).run(threads=3, memory=2**23).resumed_nbytes == DONE * LARGE_NBYTES
     assert content(work / "out") == content(work.parent / "expected")
 
 
@@ -610,7 +610,7 @@ def test_what_other_options_met_is_gone_on_with_by_the_right_ones(work: Path) ->
 
 def test_a_plan_that_cuts_otherwise_is_another_option(work: Path) -> None:
     interrupt(work)
-    (work.parent / "plan.toml").write_text(PLAN.replace("rows", "columns"))
+    (work.parent / "plan.toml").write_text(PLAN.replace("dim = 0", "dim = 1"))
     with pytest.raises(PlanError, match="with other options"):
         go(work)
 
@@ -618,8 +618,8 @@ def test_a_plan_that_cuts_otherwise_is_another_option(work: Path) -> None:
 def test_what_is_refused_costs_nothing_that_is_done(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = interrupt(work)
     before = content(work)
-    with pytest.raises(PlanError, match="0 jobs"):
-        carry_out(planned(work), jobs=0)
+    with pytest.raises(PlanError, match="0 threads"):
+        planned(work).run(threads=0)
     assert content(work) == before
     with monkeypatch.context() as patch:
         patch.setattr(os, "statvfs", lambda path: os.statvfs_result((4096, 4096, 0, 0, 0, 0, 0, 0, 0, 255)))
@@ -655,8 +655,8 @@ def test_a_source_that_changes_while_it_is_read_is_noticed(work: Path) -> None:
     def change(done: int, total: int) -> None:
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 10**9))
 
-    with pytest.raises(FormatError, match="model: has changed while it was read"):
-        carry_out(planned(work), jobs=1, on_progress=change)
+    with pytest.raises(FormatError, match=r"model.*: has changed (while it was read|since it was looked at)"):
+        planned(work).run(threads=1, progress=change)
     assert not (work / "out").exists()
     assert go(work, force=True).resumed_nbytes == 0
     assert content(work / "out") == content(work.parent / "expected")
@@ -667,7 +667,7 @@ HOLD = """
 import sys
 from relayout.conversion import copy as writer
 from relayout.conversion.run import convert
-true_put = writer.RankFileSink.put
+true_put = writer.FileSink.put
 count = 0
 def put(*args):
     global count
@@ -676,8 +676,8 @@ def put(*args):
         print("held", flush=True)
         sys.stdin.read()
     true_put(*args)
-writer.RankFileSink.put = put
-convert(sys.argv[1], sys.argv[2], tp=2, plan=sys.argv[3], jobs=1)
+writer.FileSink.put = put
+convert(sys.argv[1], sys.argv[2], tp=2, plan=sys.argv[3], threads=1)
 """
 
 
@@ -718,10 +718,10 @@ def test_a_drive_that_has_room_for_the_rest_only_is_large_enough(work: Path, tmp
         plan = plan_conversion(source_of(work), drive / "out", tp=2, plan=work.parent / "plan.toml")
         assert plan.layout.nbytes > 2 * 2**20
         with stopping_at(DONE * PUTS), pytest.raises(Stopped):
-            carry_out(plan, jobs=1)
+            plan.run(threads=1)
         free = os.statvfs(drive)
         assert free.f_bavail * free.f_frsize < plan.layout.nbytes
-        assert carry_out(plan, jobs=1).resumed_nbytes == DONE * LARGE_NBYTES
+        assert plan.run(threads=1).resumed_nbytes == DONE * LARGE_NBYTES
         assert content(drive / "out") == content(work.parent / "expected")
         assert [path.name for path in drive.iterdir()] == ["out"]
 
@@ -745,7 +745,7 @@ def test_an_index_that_now_names_another_file_for_a_tensor_is_a_changed_source(
 
     write_index(1)
     with monkeypatch.context() as patch:
-        patch.setattr(conversion, "_write_sidecar", interrupted)
+        patch.setattr(conversion, "write_sidecar", interrupted)
         with pytest.raises(KeyboardInterrupt):
             conversion.convert(source, tmp_path / "out")
     write_index(2)

@@ -23,10 +23,11 @@ from safetensors.numpy import load_file, save_file
 from support.journals import read_journal
 from support.local_stores import check_output, staging_folder
 from support.mounts import mounted, mounted_tmpfs
+from support.rights import drop_superuser_rights
 
 from relayout.commands.restore import restore
 from relayout.conversion import run as conversion
-from relayout.conversion.copy import RankFileSink, run_steps
+from relayout.conversion.copy import FileSink, run_unit
 from relayout.conversion.run import convert
 from relayout.errors import PlanError
 from relayout.storage.local import files
@@ -35,7 +36,6 @@ from relayout.storage.local import staging as local_staging
 from relayout.storage.local.files import OutputFile
 from relayout.storage.local.staging import check_space
 
-CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, PR_CAPBSET_DROP = 1, 2, 24
 W = np.arange(1, 4097, dtype=np.uint16)
 
 HOLD = """
@@ -329,7 +329,7 @@ def interrupted_before_the_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(conversion, "_write_sidecar", stop)
+        patch.setattr(conversion, "write_sidecar", stop)
         with pytest.raises(KeyboardInterrupt):
             yield
 
@@ -389,7 +389,7 @@ def test_of_threads_that_come_to_the_same_file_none_finds_it_half_made(
 ) -> None:
     # The one that has made it, and got no space for it, is slow to tell; the others want to write to it as well.
     source = write_source(tmp_path / "model", num_tensors=12, nbytes=2**20)
-    true_put = RankFileSink.put
+    true_put = FileSink.put
 
     def allocate(fd: int, nbytes: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -403,7 +403,7 @@ def test_of_threads_that_come_to_the_same_file_none_finds_it_half_made(
             raise
 
     monkeypatch.setattr(files, "allocate", allocate)
-    monkeypatch.setattr(RankFileSink, "put", put)
+    monkeypatch.setattr(FileSink, "put", put)
     with pytest.raises(OSError, match="No space left"):
         convert(source, tmp_path / "out")
     assert listing(tmp_path) == ["model", "model/model.safetensors"]
@@ -540,11 +540,11 @@ def test_a_forced_conversion_that_fails_keeps_the_old_folder(tmp_path: Path, mon
     before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
 
     def fail(*args: Any, **options: Any) -> Any:
-        run_steps(*args, **options)
+        run_unit(*args, **options)
         raise OSError(errno.EIO, "the drive is gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(conversion, "run_steps", fail)
+        patch.setattr(conversion, "run_unit", fail)
         with pytest.raises(OSError, match="the drive is gone") as caught:
             convert(source, tmp_path / "out", force=True, align=512)
     assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
@@ -562,10 +562,10 @@ def test_a_folder_that_comes_up_meanwhile_is_not_destroyed(tmp_path: Path, monke
     def run_and_meet_another(*args: Any, **options: Any) -> Any:
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "precious").write_text("theirs")
-        return run_steps(*args, **options)
+        return run_unit(*args, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(conversion, "run_steps", run_and_meet_another)
+        patch.setattr(conversion, "run_unit", run_and_meet_another)
         with pytest.raises((PlanError, OSError), match="out") as caught:
             convert(source, tmp_path / "out")
     assert content(tmp_path / "out") == {"precious": b"theirs"}
@@ -723,16 +723,6 @@ def test_force_on_a_read_only_folder_leaves_nothing_beside_it(tmp_path: Path) ->
         for path in tmp_path.iterdir():
             path.chmod(0o755)
         shutil.rmtree(tmp_path / ".out.relayout-old", ignore_errors=True)
-
-
-def drop_superuser_rights() -> None:
-    """Let the next program run as this user, but with no right to pass over permission bits."""
-    if os.getuid() == 0:
-        import ctypes
-
-        for capability in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):
-            if ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, capability, 0, 0, 0):
-                raise OSError("prctl refused")
 
 
 def test_a_mount_of_the_same_file_system_is_refused_before_anything_is_written(tmp_path: Path) -> None:

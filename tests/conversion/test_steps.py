@@ -18,7 +18,7 @@ from support.planning import all_slices, conversion_of, plan_of
 
 from relayout.checkpoint.source import Catalogue, SourceFile, SourceTensor
 from relayout.conversion.layout import Conversion, Layout
-from relayout.conversion.steps import Step, copy_steps
+from relayout.conversion.steps import CopyPlan, Step
 from relayout.core.dtypes import BITS
 from relayout.core.extents import Extent, Transfer
 from relayout.core.slices import NOT_HELD, WHOLE, Slice
@@ -106,8 +106,10 @@ class Execution:
 
     def __init__(self, source: Checkpoint, layout: Layout) -> None:
         self.source = source
-        self.outputs = [[np.zeros(file.nbytes, np.uint8) for file in files] for files in layout.ranks]
-        self.times_written = [[np.zeros(file.nbytes, int) for file in files] for files in layout.ranks]
+        self.outputs = [np.zeros(file.nbytes, np.uint8) for file in layout.files]
+        self.times_written = [np.zeros(file.nbytes, int) for file in layout.files]
+        self.writes: list[list[int]] = [[] for _ in layout.files]
+        """Offsets, in the order in which they are written."""
         self.times_read = [np.zeros(len(file), int) for file in source.files]
         self.hashed: dict[tuple[int, int], list[tuple[int, Array]]] = defaultdict(list)
         self.chunks: dict[int, list[int]] = defaultdict(list)
@@ -119,8 +121,6 @@ class Execution:
         covered = dict(step.tensors)
         assert len(covered) == len(step.tensors)
         assert step.nbytes == sum(extent.nbytes for extent in covered.values())
-        if not covered:  # A second look, for digests.
-            assert not any(span.targets for span in step.spans)
         for t, extent in covered.items():
             self.chunks[t].append(extent.offset - tensors[t].extent.offset)
             self.times_read[tensors[t].file][extent.offset : extent.end] += 1
@@ -128,22 +128,27 @@ class Execution:
         for span in step.spans:
             memory, filled = np.zeros(span.nbytes, np.uint8), np.zeros(span.nbytes, int)
             for piece in span.pieces:
-                read, write = places(piece.transfer)
-                extent = covered.get(piece.tensor, tensors[piece.tensor].extent)
-                assert extent.offset <= read.min()
-                assert read.max() < extent.end
-                assert readable[tensors[piece.tensor].file][read].all()
-                memory[write] = self.source.files[tensors[piece.tensor].file][read]
-                np.add.at(filled, write, 1)
+                tensor = tensors[piece.tensor]
+                extent = covered.get(piece.tensor, tensor.extent)
+                for transfer in piece.transfers:
+                    read, write = places(transfer.shifted(source=tensor.extent.offset, target=-piece.offset))
+                    assert extent.offset <= read.min()
+                    assert read.max() < extent.end
+                    assert write.min() >= 0
+                    assert write.max() < piece.nbytes
+                    assert readable[tensor.file][read].all()
+                    memory[piece.position + write] = self.source.files[tensor.file][read]
+                    np.add.at(filled, piece.position + write, 1)
+                if piece.is_hashed:
+                    stored = memory[piece.position : piece.position + piece.nbytes]
+                    self.hashed[piece.tensor, piece.slice].append((piece.offset, stored))
             assert (filled == 1).all()
+            assert span.targets
             for target in span.targets:
                 window = slice(target.offset, target.offset + span.nbytes)
-                self.outputs[target.rank][target.part][window] = memory
-                self.times_written[target.rank][target.part][window] += 1
-            for one in span.slices:
-                assert 0 <= one.position < one.position + one.nbytes <= span.nbytes
-                piece = memory[one.position : one.position + one.nbytes]
-                self.hashed[one.tensor, one.slice].append((one.offset, piece))
+                self.outputs[target.file][window] = memory
+                self.times_written[target.file][window] += 1
+                self.writes[target.file].append(target.offset)
 
     def _readable(self, step: Step) -> list[Array]:
         """Which bytes of each file the step's requests bring, blocks of it that overlap nowhere."""
@@ -157,21 +162,33 @@ class Execution:
         return readable
 
 
-def execute(source: Checkpoint, conversion: Conversion, chunk_nbytes: int, small_nbytes: int) -> Execution:
+def execute(
+    source: Checkpoint, conversion: Conversion, chunk_nbytes: int, small_nbytes: int, by_source: bool
+) -> Execution:
     execution = Execution(source, conversion.layout)
     limit = max(-(-chunk_nbytes // BLOCK) * BLOCK, small_nbytes)
-    for step in copy_steps(conversion, chunk_nbytes=chunk_nbytes, small_nbytes=small_nbytes):
-        assert step.nbytes <= limit
-        execution.run(step)
+    plan = CopyPlan(conversion, chunk_nbytes=chunk_nbytes, small_nbytes=small_nbytes, by_source=by_source)
+    for unit, tensors in enumerate(conversion.layout.units):
+        for step in plan.steps(unit):
+            assert step.nbytes <= limit
+            assert {t for t, _ in step.tensors} <= set(tensors)
+            execution.run(step)
     return execution
 
 
-def check(source: Checkpoint, *, chunk_nbytes: int, small_nbytes: int, max_part_nbytes: int = 10**9) -> Execution:
+def check(
+    source: Checkpoint,
+    *,
+    chunk_nbytes: int,
+    small_nbytes: int,
+    max_part_nbytes: int = 10**9,
+    by_source: bool = False,
+) -> Execution:
     """Carry out a whole conversion, and compare every byte of it with numpy's slices."""
     catalogue, plan = source.catalogue, source.plan
     conversion = conversion_of(catalogue, plan, 512, max_part_nbytes)
     layout = conversion.layout
-    execution = execute(source, conversion, chunk_nbytes, small_nbytes)
+    execution = execute(source, conversion, chunk_nbytes, small_nbytes, by_source)
 
     for number, times in enumerate(execution.times_read):
         expected = np.zeros(len(times), int)
@@ -180,15 +197,18 @@ def check(source: Checkpoint, *, chunk_nbytes: int, small_nbytes: int, max_part_
                 expected[tensor.extent.offset : tensor.extent.end] = 1
         np.testing.assert_array_equal(times, expected)
 
-    for rank, files in enumerate(layout.ranks):
-        for file in files:
-            times = execution.times_written[rank][file.part]
-            assert not times[: file.data_start].any()
-            assert (times[file.data_start :] == 1).all()
-            for t, offset in zip(file.tensors, file.offsets, strict=True):
-                expected = sliced(source, t, plan.cut(t).slices[rank])
-                found = execution.outputs[rank][file.part][offset : offset + len(expected)]
-                np.testing.assert_array_equal(found, expected)
+    for number, file in enumerate(layout.files):
+        times = execution.times_written[number]
+        assert not times[: file.data_start].any()
+        assert (times[file.data_start :] == 1).all()
+        for t, offset in zip(file.tensors, file.offsets, strict=True):
+            expected = sliced(source, t, plan.cut(t).slices[file.rank])
+            found = execution.outputs[number][offset : offset + len(expected)]
+            np.testing.assert_array_equal(found, expected)
+    if by_source:  # For what is put back: a step has all slices of its bytes, in any order.
+        return execution
+    for offsets in execution.writes:
+        assert offsets == sorted(offsets)
 
     # Threads that hash start in this order: in another one they could wait for each other.
     for starts in execution.chunks.values():
@@ -298,12 +318,19 @@ def checkpoints(draw: st.DrawFn) -> Checkpoint:
     chunk_nbytes=st.sampled_from([1, 100, 1000, 4096, 10_000, 50_000]),
     small_nbytes=st.sampled_from([0, 1, 300, 10_000, 10**6]),
     max_part_nbytes=st.sampled_from([500, 20_000, 10**9]),
+    by_source=st.booleans(),
 )
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_the_steps_put_every_byte_where_it_belongs_just_once(
-    source: Checkpoint, chunk_nbytes: int, small_nbytes: int, max_part_nbytes: int
+    source: Checkpoint, chunk_nbytes: int, small_nbytes: int, max_part_nbytes: int, by_source: bool
 ) -> None:
-    check(source, chunk_nbytes=chunk_nbytes, small_nbytes=small_nbytes, max_part_nbytes=max_part_nbytes)
+    check(
+        source,
+        chunk_nbytes=chunk_nbytes,
+        small_nbytes=small_nbytes,
+        max_part_nbytes=max_part_nbytes,
+        by_source=by_source,
+    )
 
 
 CASES: dict[str, tuple[tuple[int, ...], tuple[Slice, ...]]] = {
@@ -342,13 +369,13 @@ def test_each_kind_of_cut(
 
 def steps_of(source: Checkpoint, **sizes: int) -> Iterator[Step]:
     conversion = conversion_of(source.catalogue, source.plan, 512)
-    return copy_steps(conversion, **sizes)
+    return CopyPlan(conversion, **sizes).steps(0)
 
 
 def test_ranks_that_hold_the_same_slice_are_written_from_one_span() -> None:
     source = checkpoint([("BF16", (64, 130), replicated(0, 4, 32))], num_ranks=4)
     [step] = steps_of(source, small_nbytes=0)
-    assert [[target.rank for target in span.targets] for span in step.spans] == [[0, 1], [2, 3]]
+    assert [[target.file for target in span.targets] for span in step.spans] == [[0, 1], [2, 3]]
 
 
 def test_small_tensors_share_a_step_up_to_the_size_of_a_chunk() -> None:
@@ -375,32 +402,39 @@ def test_batches_follow_the_order_of_the_file_so_that_each_is_written_as_one_spa
     assert [[span.nbytes for span in step.spans] for step in steps] == [[2048], [400]]
 
 
-def test_small_tensors_on_both_sides_of_a_large_one_are_hashed_in_their_own_spans() -> None:
-    tensors = [("U8", (rows, 512), even(0, 2, rows // 2)) for rows in (2, 80, 4)]
-    source = checkpoint(tensors, num_ranks=2)
-    *_, batch = steps_of(source, small_nbytes=4096)
-    assert [t for t, _ in batch.tensors] == [0, 2]
-    assert [[(one.tensor, one.slice, one.position, one.nbytes) for one in span.slices] for span in batch.spans] == [
-        [(0, 0, 0, 512)],
-        [(2, 0, 0, 1024)],
-        [(0, 1, 0, 512)],
-        [(2, 1, 0, 1024)],
+def test_each_distinct_slice_of_small_tensors_is_hashed_once() -> None:
+    tensors = [("U8", (4, 512), replicated(0, 4, 2)), ("U8", (2, 512), (WHOLE,) * 4)]
+    source = checkpoint(tensors, num_ranks=4)
+    [step] = steps_of(source)
+    assert [[(one.tensor, one.slice, one.position, one.is_hashed) for one in span.pieces] for span in step.spans] == [
+        [(0, 0, 0, True), (1, 0, 1024, False)],
+        [(0, 0, 0, False), (1, 0, 1024, False)],
+        [(0, 1, 0, True), (1, 0, 1024, False)],
+        [(0, 1, 0, False), (1, 0, 1024, False)],
     ]
-    check(source, chunk_nbytes=10**6, small_nbytes=4096)
 
 
-def test_large_tensors_come_in_model_order_and_their_chunks_in_byte_order() -> None:
-    tensors = [("U8", (9000,), (WHOLE,)), ("U8", (10,), (WHOLE,)), ("U8", (5000,), (WHOLE,))]
-    source = checkpoint(tensors, num_ranks=1, order=[2, 1, 0])
-    steps = list(steps_of(source, chunk_nbytes=4096, small_nbytes=100))
-    assert [(step.tensors[0][0], step.nbytes) for step in steps] == [
-        (0, 4096),
-        (0, 4096),
-        (0, 808),
-        (2, 4096),
-        (2, 904),
-        (1, 10),
+def test_tensors_come_in_the_order_of_the_file_and_their_chunks_in_byte_order() -> None:
+    tensors = [("U8", (9216,), (WHOLE,)), ("U8", (10,), (WHOLE,)), ("U8", (512,), (WHOLE,)), ("U8", (5000,), (WHOLE,))]
+    source = checkpoint(tensors, num_ranks=1, order=[3, 2, 1, 0])
+    steps = list(steps_of(source, chunk_nbytes=4096, small_nbytes=600))
+    assert [[(t, extent.nbytes) for t, extent in step.tensors] for step in steps] == [
+        [(0, 4096)],
+        [(0, 4096)],
+        [(0, 1024)],
+        [(2, 512)],
+        [(3, 4096)],
+        [(3, 904)],
+        [(1, 10)],
     ]
+
+
+def test_tensors_that_are_done_are_left_out() -> None:
+    source = checkpoint([("U8", (512,), (WHOLE,)) for _ in range(5)], num_ranks=1)
+    conversion = conversion_of(source.catalogue, source.plan, 512)
+    [step] = CopyPlan(conversion).steps(0, done={1, 4})
+    assert [t for t, _ in step.tensors] == [0, 2, 3]
+    assert [(span.targets[0].offset, span.nbytes) for span in step.spans] == [(512, 512), (1536, 1024)]
 
 
 def test_a_chunk_of_a_tensor_cut_by_columns_is_whole_rows_of_whole_blocks() -> None:

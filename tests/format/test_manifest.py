@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from relayout.core.extents import Transfer
 from relayout.core.slices import Slice
 from relayout.errors import FormatError
-from relayout.format.index import Arena, IndexedFile, Manifest, RankEntry, RankTable, Read, plan_arena
+from relayout.format.index import Arena, IndexedFile, Kind, Manifest, RankEntry, RankTable, Read, plan_arena
 from relayout.format.manifest import compress, decompress, dump_manifest, parse_manifest
 from relayout.format.rank_table import dump_table, parse_table
 
@@ -155,15 +155,18 @@ def test_an_arena_by_hand() -> None:
 
 TABLE = RankTable(
     rank=0,
+    kinds=[
+        Kind("BF16", (32, 64), (64, 64), Slice(0, ((0, 32),))),
+        Kind("F32", (3, 4), (3, 8), Slice(1, ((0, 2), (4, 2)))),
+        Kind("I16", (3,), (3,), Slice()),
+        Kind("F16", (3, 1), (3, 1), Slice()),
+    ],
+    kind_of=[0, 1, 2, 2, 3],
     names=["größe", "b", "c", "d", "scale"],
-    dtypes=["BF16", "F32", "I16", "I16", "F16"],
-    shapes=[(32, 64), (3, 4), (3,), (3,), (3, 1)],
     files=[0, 0, 0, 0, 0],
     offsets=[512, 4608, 4656, 4662, 4668],
     arena_offsets=[512, 4608, 8192, 8208, 8224],
     digests=[digest(name.encode()) for name in ("größe", "b", "c", "d", "scale")],
-    source_shapes=[(64, 64), (3, 8), (3,), (3,), (3, 1)],
-    slices=[Slice(0, ((0, 32),)), Slice(1, ((0, 2), (4, 2))), Slice(), Slice(), Slice()],
 )
 STORED_TABLE = dump_table(TABLE, CONVERSION)
 
@@ -174,7 +177,7 @@ def entry_of(rank: int, stored_table: bytes) -> RankEntry:
         table_digest=digest(stored_table),
         num_tensors=5,
         nbytes=4162,
-        files=(IndexedFile(f"model-rank-{rank}-part-0.safetensors", 4674, 512, digest(b"header")),),
+        files=(rank,),
         arena_nbytes=12288,
         reads=(Read(0, Transfer(512, 512, 4144)), Read(0, Transfer(4656, 8192, 6, 3, 6, 16))),
     )
@@ -191,6 +194,9 @@ MANIFEST = Manifest(
     record_digest=digest(b"record"),
     source_nbytes=8514,
     hub_index_digest=None,
+    files=tuple(
+        IndexedFile(f"model-rank-{rank}-part-0.safetensors", 4674, 512, digest(b"header")) for rank in range(2)
+    ),
     ranks=(
         entry_of(0, STORED_TABLE),
         entry_of(1, dump_table(replace(TABLE, rank=1), CONVERSION)),
@@ -231,20 +237,28 @@ def test_a_manifest_is_json_as_the_format_says() -> None:
     top = json.loads(blob)
     assert signed(json.loads(blob)) == json.dumps(top).encode()
     assert list(top)[-1] == "self_digest"
-    files = [{"name": "model-rank-0-part-0.safetensors", "nbytes": 4674, "data_start": 512}]
+    assert top["files"] == [
+        {
+            "name": f"model-rank-{rank}-part-0.safetensors",
+            "nbytes": 4674,
+            "data_start": 512,
+            "header_digest": digest(b"header"),
+        }
+        for rank in range(2)
+    ]
     assert top["ranks"][0] == {
         "table": "relayout.rank-0.json.zst",
         "table_digest": digest(STORED_TABLE),
         "num_tensors": 5,
         "nbytes": 4162,
-        "files": [{**files[0], "header_digest": digest(b"header")}],
+        "files": [0],
         "arena_nbytes": 12288,
         "reads": [
             {"file": 0, "offset": 512, "nbytes": 4144, "arena_offset": 512},
             {"file": 0, "offset": 4656, "nbytes": 6, "arena_offset": 8192, "count": 3, "stride": 6, "arena_stride": 16},
         ],
     }
-    assert {name: value for name, value in top.items() if name not in ("ranks", "self_digest")} == {
+    assert {name: value for name, value in top.items() if name not in ("files", "ranks", "self_digest")} == {
         "relayout": 1,
         "generator": "relayout 9.9",
         "conversion": CONVERSION,
@@ -277,14 +291,15 @@ def test_the_reads_of_any_arena_survive_a_round_trip(files: Files) -> None:
         MANIFEST.ranks[0],
         num_tensors=sum(len(sizes) for _, _, sizes in files),
         nbytes=sum(sum(sizes) for _, _, sizes in files),
-        files=tuple(
-            IndexedFile(f"part-{number}.safetensors", start + sum(sizes), start, digest(b"header"))
-            for number, (start, _, sizes) in enumerate(files)
-        ),
+        files=tuple(range(len(files))),
         arena_nbytes=arena.nbytes,
         reads=arena.reads,
     )
-    manifest = replace(MANIFEST, ranks=(entry,))
+    indexed = (
+        IndexedFile(f"part-{number}.safetensors", start + sum(sizes), start, digest(b"header"))
+        for number, (start, _, sizes) in enumerate(files)
+    )
+    manifest = replace(MANIFEST, files=tuple(indexed), ranks=(entry,))
     assert parse_manifest(dump_manifest(manifest), WHERE) == manifest
 
 
@@ -337,7 +352,7 @@ def read_lie(number: int, **fields: int) -> Lie:
 
 
 def file_lie(**fields: Any) -> Lie:
-    return lambda top: top["ranks"][0]["files"][0].update(fields)
+    return lambda top: top["files"][0].update(fields)
 
 
 def extra_read(**fields: int) -> Lie:
@@ -388,7 +403,7 @@ MANIFEST_LIES: dict[str, tuple[Lie, str]] = {
     "a hidden file": (file_lie(name=".x.safetensors"), "'.x.safetensors' is not the name of"),
     "a file of another kind": (file_lie(name="x.bin"), "'x.bin' is not the name of"),
     "a file with a line break": (file_lie(name="x.safetensors\n"), "is not the name of"),
-    "a file without name": (lambda top: top["ranks"][0]["files"][0].pop("name"), "'name' is missing"),
+    "a file without name": (lambda top: top["files"][0].pop("name"), "'name' is missing"),
     "a file that is shorter than its reads": (file_lie(nbytes=4673), "read 1: ends at byte 4674 of .*, which has 4673"),
     "a read of no file": (read_lie(0, file=1), "rank 0: read 0: file 1 of 1"),
     "a read of a negative file": (read_lie(0, file=-1), "'file' is missing or not a size"),
@@ -600,8 +615,9 @@ def test_a_tensor_that_a_read_of_another_file_brings_is_refused() -> None:
         top = table_tree()
         top["file"][3] = number
         blob = stored(top)
-        two = replace(entry, files=(*entry.files, other), table_digest=digest(blob))
-        return parse_table(blob, replace(MANIFEST, ranks=(two, MANIFEST.ranks[1])), 0, "table")
+        two = replace(entry, files=(0, 2), table_digest=digest(blob))
+        manifest = replace(MANIFEST, files=(*MANIFEST.files, other), ranks=(two, MANIFEST.ranks[1]))
+        return parse_table(blob, manifest, 0, "table")
 
     assert parse(0).files == TABLE.files
     with pytest.raises(FormatError, match=r"^table: tensor 'd': no read brings its bytes from its file to 8208"):
@@ -695,9 +711,10 @@ def test_any_manifest_parses_or_raises_format_error_and_never_leaves_file_or_are
         manifest = parse_manifest(signed(top), WHERE)
     except FormatError:
         return
-    for entry in manifest.ranks:
+    for rank, entry in enumerate(manifest.ranks):
+        files = manifest.rank_files(rank)
         for read in entry.reads:
-            assert 0 <= read.transfer.source < read.transfer.source_end <= entry.files[read.file].nbytes
+            assert 0 <= read.transfer.source < read.transfer.source_end <= files[read.file].nbytes
             assert 0 <= read.transfer.target < read.transfer.target_end <= entry.arena_nbytes
 
 
@@ -715,5 +732,5 @@ def test_any_table_parses_or_raises_format_error_and_never_leaves_file_or_arena(
     ):
         assert all(type(dim) is int for dim in shape)
         nbytes = int(np.prod(shape, dtype=object)) * sizes[dtype]
-        assert 0 <= offset <= offset + nbytes <= entry.files[file].nbytes
+        assert 0 <= offset <= offset + nbytes <= MANIFEST.rank_files(0)[file].nbytes
         assert 0 <= place <= place + nbytes <= entry.arena_nbytes

@@ -12,7 +12,7 @@ from support.local_stores import stored_file
 from relayout.core.extents import Transfer
 from relayout.core.slices import WHOLE
 from relayout.errors import PlanError
-from relayout.format.index import RankTable, Read
+from relayout.format.index import Kind, RankTable, Read
 from relayout.loader.sources.contents import Contents, contents_of, select
 
 NAMES = [
@@ -177,18 +177,18 @@ def test_sizes_are_those_of_all_runs() -> None:
 def test_a_ranks_table_is_read_tensor_by_tensor() -> None:
     table = RankTable(
         rank=0,
+        kinds=[Kind(dtype, shape, shape, WHOLE) for dtype, shape in (("BF16", (3, 5)), ("F4", (3, 2)), ("F32", (0,)))],
+        kind_of=[0, 1, 2],
         names=["x", "y", "z"],
-        dtypes=["BF16", "F4", "F32"],
-        shapes=[(3, 5), (3, 2), (0,)],
         files=[0, 1, 1],
         offsets=[4096, 8192, 8195],
         arena_offsets=[0, 4096, 4112],
         digests=["1", "2", "3"],
-        source_shapes=[(3, 5), (3, 2), (0,)],
-        slices=[WHOLE] * 3,
     )
     contents = contents_of(FILES[:2], table)
     assert contents.reads == [(Read(0, Transfer(4096, 0, 30)),), (Read(1, Transfer(8192, 0, 3)),), ()]
-    assert (contents.names, contents.dtypes, contents.shapes) == (table.names, table.dtypes, table.shapes)
+    assert contents.names == ["x", "y", "z"]
+    assert list(contents.dtypes) == ["BF16", "F4", "F32"]
+    assert list(contents.shapes) == [(3, 5), (3, 2), (0,)]
     assert contents.digests == ["1", "2", "3"]
     assert contents.files == FILES[:2]

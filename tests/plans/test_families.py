@@ -20,7 +20,7 @@ from support.conversions import grouped
 from support.engine_oracle import Array, IndivisibleError, expected, owners, split_cut
 from support.local_stores import read_catalogue
 from support.models import read_tensors
-from support.planning import all_slices
+from support.planning import all_slices, try_plan
 from support.rebuilding import assert_ranks_give_back, indices, ranks_of
 
 import relayout
@@ -57,13 +57,6 @@ def catalogue(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) 
     """A checkpoint of BF16 tensors, none of which is stored anywhere."""
     tensors = (SourceTensor(name, "BF16", shape, 0, Extent(0, 0)) for name, shape in shapes.items())
     return Catalogue(Path("checkpoint"), (), tuple(tensors), {}, dict(config), None, (), ())
-
-
-def try_plan(source: Catalogue, num_ranks: int, **options: Any) -> Plan | PlanError:
-    try:
-        return plan_for(source, num_ranks, **options)
-    except PlanError as error:
-        return error
 
 
 def fits(entries: list[Entry], sizes: Sizes, num_ranks: int) -> bool:

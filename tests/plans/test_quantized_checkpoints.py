@@ -18,8 +18,10 @@ from support.conversions import grouped
 from support.engine_oracle import Array, IndivisibleError, expected, owners, split_cut
 from support.local_stores import read_catalogue
 from support.models import as_integers, read_tensors
+from support.planning import try_plan
 from support.quantized import (
     EXPERT_QUANTIZED,
+    FP8_IN_BLOCKS,
     QUANTIZED,
     REFUSED_FORMS,
     Method,
@@ -92,6 +94,12 @@ def is_at_borders(held: Array, unit: int, dim: int) -> bool:
     return all(start % unit == 0 for start in starts) and all(end % unit == 0 or end == dim for end in ends)
 
 
+def may_split_blocks(entry: Entry, method: Method) -> bool:
+    """FP8 experts may be cut inside a block of scales, which every rank then holds whole (vLLM 0.33
+    `fused_moe/oracle/fp8.py`, `refine_fp8_moe_block_shape`)."""
+    return method is FP8_IN_BLOCKS and ".experts." in entry.name
+
+
 def fits(quantized: Quantized, num_ranks: int, *, owned: bool = False) -> bool:
     """Whether an engine can divide every tensor, and no cut falls inside a block, group or word."""
     sizes = quantized.all_sizes()
@@ -105,7 +113,8 @@ def fits(quantized: Quantized, num_ranks: int, *, owned: bool = False) -> bool:
             parts = expected(kind, np.arange(entry.shape[axis]), num_ranks, sizes)
         except IndivisibleError:
             return False
-        unit = quantized.method.form.borders[axis] if entry.is_linear else 1
+        is_bound = entry.is_linear and not may_split_blocks(entry, quantized.method)
+        unit = quantized.method.form.borders[axis] if is_bound else 1
         if not all(is_at_borders(part, unit, entry.shape[axis]) for part in parts):
             return False
     return True
@@ -115,18 +124,22 @@ def fitting(name: str) -> list[int]:
     return [degree for degree in DEGREES if fits(QUANTIZED[name], degree)]
 
 
-def try_plan(source: Catalogue, num_ranks: int, **options: Any) -> Plan | PlanError:
-    try:
-        return plan_for(source, num_ranks, **options)
-    except PlanError as error:
-        return error
-
-
 def assert_same_numbers(entry: Entry, method: Method, whole: Tensors, held: list[Tensors], sizes: Sizes) -> None:
     numbers = method.numbers(module_of(entry, whole))
+    whole_scale = module_of(entry, whole).get("weight_scale_inv", torch.empty(0))
     assert numbers.shape == entry.shape
+    kind, dim = split_cut(entry.cut)
     for rank, wanted in enumerate(expected(entry.cut, numbers, len(held), sizes)):
-        found = method.numbers(module_of(entry, held[rank]))
+        stored = module_of(entry, held[rank])
+        if may_split_blocks(entry, method) and stored["weight_scale_inv"].shape == whole_scale.shape:
+            # The rank's part at its place in a weight of zeros: that is where its scales are.
+            at = torch.from_numpy(expected(kind, np.arange(entry.shape[dim]), len(held), sizes)[rank])
+            padded = torch.zeros(entry.shape, dtype=torch.uint8)
+            padded.index_copy_(dim, at, stored["weight"].view(torch.uint8))
+            placed = {**stored, "weight": padded.view(stored["weight"].dtype)}
+            found = method.numbers(placed).take(at.numpy(), axis=dim)
+        else:
+            found = method.numbers(stored)
         np.testing.assert_array_equal(found, wanted, err_msg=f"{entry.name} ({entry.cut}), rank {rank}")
     bias = entry.name.replace(".weight", ".bias")
     if bias in whole:

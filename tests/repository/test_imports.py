@@ -27,8 +27,8 @@ LAYERS: dict[str, set[str]] = {
     "storage": {"errors", "core"},
     "checkpoint": {"errors", "core", "format", "storage"},
     "plans": {"errors", "core", "storage"},
-    "conversion": {"errors", "core", "format", "storage", "checkpoint", "plans"},
-    "commands": {"errors", "core", "format", "storage", "checkpoint", "plans", "conversion"},
+    "conversion": {"errors", "core", "progress", "format", "storage", "checkpoint", "plans"},
+    "commands": {"errors", "core", "progress", "format", "storage", "checkpoint", "plans", "conversion"},
     "loader": {"errors", "core", "format", "storage", "checkpoint", "progress"},
     "cli": {"errors", "core", "storage", "progress", "plans", "conversion", "commands", "loader"},
 }

@@ -228,7 +228,7 @@ def test_more_files_than_may_be_open_are_converted_verified_and_restored(
     sharded: Path, tmp_path: Path, limit: int, part_size: str
 ) -> None:
     out, back = tmp_path / "out", tmp_path / "back"
-    options = ["--jobs", "8", "--max-part-size", part_size]
+    options = ["--threads", "8", "--max-part-size", part_size]
     assert relayout("convert", sharded, "--tp", "4", "-o", out, *options, limit=limit) == ""
     assert (len(list(out.glob("*.safetensors"))) > limit) == (part_size == "2kB")
     for rank in range(4):

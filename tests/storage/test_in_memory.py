@@ -145,10 +145,10 @@ def test_an_output_that_cannot_be_written_is_none_and_is_gone_on_with(shelf: Buc
     fault = Fault("write", "again/*", after=3, error=broken)
     shelf.faults.append(fault)
     with pytest.raises(OSError, match="Input/output error") as caught:
-        relayout.convert(url(shelf, "model"), url(shelf, "again"), jobs=1)
+        relayout.convert(url(shelf, "model"), url(shelf, "again"), threads=1)
     assert any("the same command goes on" in note for note in caught.value.__notes__)
     assert find_store(url(shelf, "again")).kind() is Kind.NOTHING
-    summary = relayout.convert(url(shelf, "model"), url(shelf, "again"), jobs=1)
+    summary = relayout.convert(url(shelf, "model"), url(shelf, "again"), threads=1)
     assert summary.resumed_nbytes > 0
     assert relayout.verify(url(shelf, "again"), source=url(shelf, "model")).ok
 
@@ -156,13 +156,13 @@ def test_an_output_that_cannot_be_written_is_none_and_is_gone_on_with(shelf: Buc
 @pytest.mark.parametrize("after", range(4))
 def test_an_output_that_fails_while_it_is_published_is_none(shelf: Bucket, after: int) -> None:
     # What is written then: each file whole. Before, rank files are written piece by piece.
-    relayout.convert(url(shelf, "model"), url(shelf, "clean"), jobs=1)
+    relayout.convert(url(shelf, "model"), url(shelf, "clean"), threads=1)
     pieces = shelf.requests["write"] - len(shelf.names("clean"))
     shelf.faults.append(Fault("write", "again/*", after=pieces + after, error=broken))
     with pytest.raises(OSError, match="Input/output error"):
-        relayout.convert(url(shelf, "model"), url(shelf, "again"), jobs=1)
+        relayout.convert(url(shelf, "model"), url(shelf, "again"), threads=1)
     assert shelf.names("again") == []
-    assert relayout.convert(url(shelf, "model"), url(shelf, "again"), jobs=1).resumed_nbytes > 0
+    assert relayout.convert(url(shelf, "model"), url(shelf, "again"), threads=1).resumed_nbytes > 0
     assert relayout.verify(url(shelf, "again")).ok
 
 

@@ -10,7 +10,8 @@ from relayout.checkpoint.source import Catalogue, SourceTensor
 from relayout.conversion.layout import Conversion, lay_out
 from relayout.core.extents import Extent
 from relayout.core.slices import Cut, Slice, number_cuts
-from relayout.plans.planner import Plan
+from relayout.errors import PlanError
+from relayout.plans.planner import Plan, plan_for
 from relayout.storage.local.store import LocalStore
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -29,6 +30,14 @@ def catalogue(shapes: Shapes, *, stored_as: str = "BF16", **config: Any) -> Cata
         side_files=(),
         left_out=(),
     )
+
+
+def try_plan(source: Catalogue, num_ranks: int) -> Plan | PlanError:
+    """The plan of a checkpoint, or why there is none."""
+    try:
+        return plan_for(source, num_ranks)
+    except PlanError as error:
+        return error
 
 
 def plan_of(name: str, num_ranks: int, slices: Iterable[tuple[Slice, ...]], **more: Any) -> Plan:

@@ -80,15 +80,17 @@ def rebuild(
     for rank, entry in enumerate(manifest.ranks):
         table = dump_table(read_table(folder, manifest, rank), conversion)
         (folder / entry.table).write_bytes(table)
-        files = []
-        for file in entry.files:
-            with (folder / file.name).open("r+b") as stream:
-                found = stream.read(file.data_start)
-                header = change_header(found.replace(manifest.conversion.encode(), conversion.encode()))
-                assert (len(header), found.count(manifest.conversion.encode())) == (len(found), 1)
-                stream.seek(0)
-                stream.write(header)
-            files.append(replace(file, header_digest=digest_hex(header)))
-        ranks.append(replace(entry, table_digest=digest_hex(table), files=tuple(files)))
-    changed = replace(manifest, conversion=conversion, record_digest=digest_hex(stored), ranks=tuple(ranks))
+        ranks.append(replace(entry, table_digest=digest_hex(table)))
+    files = []
+    for file in manifest.files:
+        with (folder / file.name).open("r+b") as stream:
+            found = stream.read(file.data_start)
+            header = change_header(found.replace(manifest.conversion.encode(), conversion.encode()))
+            assert (len(header), found.count(manifest.conversion.encode())) == (len(found), 1)
+            stream.seek(0)
+            stream.write(header)
+        files.append(replace(file, header_digest=digest_hex(header)))
+    changed = replace(
+        manifest, conversion=conversion, record_digest=digest_hex(stored), files=tuple(files), ranks=tuple(ranks)
+    )
     (folder / "relayout.json").write_bytes(dump_manifest(changed))

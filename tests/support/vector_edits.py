@@ -233,7 +233,8 @@ def _rename(files: dict[str, bytes], manifest: dict[str, Any], new: str) -> None
     old, manifest["conversion"] = manifest["conversion"], new
     for rank, (table, name) in enumerate(zip(TABLES, RANK_FILES, strict=True)):
         files[table] = _compress(_compact({**json.loads(_decompress(files[table])), "conversion": new}))
-        [file] = manifest["ranks"][rank]["files"]
+        [number] = manifest["ranks"][rank]["files"]
+        file = manifest["files"][number]
         head, rest = files[name][: file["data_start"]], files[name][file["data_start"] :]
         head = head.replace(old.encode(), new.encode())
         files[name] = head + rest

@@ -24,6 +24,7 @@ class Nothing:
     def update(self, view): pass
     def hexdigest(self): return 32 * "0"
 xxhash.xxh3_128 = Nothing
+xxhash.xxh3_128_hexdigest = lambda view: 32 * "0"
 from relayout.cli.app import main
 main()
 """

@@ -20,10 +20,12 @@ import zstandard
 
 def read_rank(folder: Path, rank: int) -> dict[str, tuple[np.ndarray, list[int], list[Any] | None]]:
     """A rank's tensors as BF16 bits; of each the whole tensor's shape, and which slice of it this is."""
-    entry = json.loads((folder / "relayout.json").read_text())["ranks"][rank]
+    manifest = json.loads((folder / "relayout.json").read_text())
+    entry = manifest["ranks"][rank]
+    files = [folder / manifest["files"][number]["name"] for number in entry["files"]]
     arena = np.zeros(entry["arena_nbytes"], np.uint8)
     for read in entry["reads"]:
-        file = np.memmap(folder / entry["files"][read["file"]]["name"], np.uint8, "r")
+        file = np.memmap(files[read["file"]], np.uint8, "r")
         for run in range(read.get("count", 1)):
             source = read["offset"] + run * read.get("stride", 0)
             target = read["arena_offset"] + run * read.get("arena_stride", 0)

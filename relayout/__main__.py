@@ -4,7 +4,7 @@ from relayout.cli import signals
 
 
 def main() -> None:
-    """Run the command; to be called once, as the process ends with it."""
+    """Run the command, then ignore further signals. Call it once per process."""
     signals.leave_when_asked()
     try:
         from relayout.cli import app as cli

@@ -1,4 +1,4 @@
-"""The two families of error that relayout raises itself; failures of the operating system stay `OSError`."""
+"""The two families of errors that relayout raises. Failures of the operating system are `OSError`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from reprlib import Repr
 
 
 class RelayoutError(Exception):
-    """Base of both families. Its text is one line: file, tensor, what was found, what was expected.
+    """Base of both families. The text is one line: file, tensor, what was found, what was expected.
 
     Programs match on `code` and the other fields, not on the text.
     """
@@ -27,13 +27,13 @@ class RelayoutError(Exception):
         self.what = what
         """The text without file and tensor."""
         self.path = path
-        """The file or folder, as the caller named it, or the name of a part of a file."""
+        """The file or folder as the caller named it, or the name of a part of a file."""
         self.tensor = tensor
         """The tensor's name."""
         self.offset = offset
-        """Absolute offset in the file in bytes, where one is known."""
+        """Absolute byte offset in the file, if known."""
         self.code = code
-        """The kind of error: one of those that the class lists."""
+        """The kind of error: one of the codes listed in the docstring of the class."""
 
     def __str__(self) -> str:
         parts = [] if self.path is None else [str(self.path)]
@@ -43,23 +43,23 @@ class RelayoutError(Exception):
 
 
 class FormatError(RelayoutError):
-    """A file is not what its format says it must be.
+    """A file violates its format.
 
-    Codes: `truncated` (shorter than it says), `syntax` (not UTF-8, JSON, TOML or zstd), `field` (a field is missing
-    or has another type or value), `coverage` (holes, overlaps, trailing bytes), `limit` (larger or deeper than is
-    read), `version` (of another version), `missing` (a file or tensor), `unsafe` (a link or path that leads out, no
-    regular file), `owner` (a file of another rank or conversion), `digest` (bytes have changed), `mismatch` (two
-    files disagree), `invalid`.
+    Codes: `truncated` (shorter than declared), `syntax` (not UTF-8, JSON, TOML or zstd), `field` (a field is missing
+    or has a wrong type or value), `coverage` (holes, overlaps, trailing bytes), `limit` (exceeds a size or depth
+    limit), `version` (unknown format version), `missing` (a file or tensor), `unsafe` (a link or path that leaves the
+    folder, or not a regular file), `owner` (belongs to another rank or conversion), `digest` (bytes have changed),
+    `mismatch` (two files disagree), `invalid` (all else).
     """
 
 
 class PlanError(RelayoutError):
-    """The request cannot be carried out on this checkpoint, or makes no sense.
+    """The request is invalid, or cannot be carried out on this checkpoint.
 
-    Codes: `option` (an argument's value), `no_plan`, `no_rule` (for a tensor), `indivisible` (at this degree),
-    `config` (config.json lacks a size or contradicts the tensors), `unsupported` (a method, dtype or system that
-    cannot be used), `limit`, `exists` (something is in the way), `busy` (another process is at work there), `space`,
-    `missing`, `invalid`.
+    Codes: `option` (an argument has an invalid value), `no_plan` (for the model), `no_rule` (for a tensor),
+    `indivisible` (at this degree), `config` (config.json lacks a size or contradicts the tensors), `unsupported` (a
+    method, dtype or system), `limit` (exceeds a limit), `exists` (the output exists), `busy` (another process uses
+    it), `space` (not enough space), `missing` (a file, tensor or rank), `invalid` (all else).
     """
 
 
@@ -67,7 +67,7 @@ class PlanError(RelayoutError):
 def about(
     *, path: str | PathLike[str] | None = None, tensor: str | None = None, part: str | None = None
 ) -> Iterator[None]:
-    """Let errors of the block that name no file or tensor name these; `part` goes before the text."""
+    """Add `path` and `tensor` to errors of the block that lack them; put `part` before the text."""
     try:
         yield
     except RelayoutError as error:
@@ -78,7 +78,7 @@ def about(
 
 
 def shown(value: object) -> str:
-    """A value that somebody else wrote, for a message: short, whatever its length and depth."""
+    """The `repr` of an untrusted value for a message, limited in length and depth."""
     return _SHORT.repr(value)
 
 
@@ -90,5 +90,5 @@ _SHORT.maxlong = 40
 
 
 def printable(text: str) -> str:
-    """The text with everything that could steer a terminal, or break the line, written as an escape."""
+    """The text with control characters and line breaks escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

@@ -1,4 +1,4 @@
-"""How far a long piece of work is, in bytes: shown to a person, or told to a program."""
+"""Progress of long work in bytes: a bar on stderr, or calls of a function."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from contextlib import contextmanager, suppress
 from typing import Any, TextIO, TypeAlias, cast
 
 Progress: TypeAlias = bool | Callable[[int, int], None] | None
-"""True: a bar on stderr. A function: called with (bytes done, bytes in all)."""
+"""True: a bar on stderr. A function: called with (bytes done, total bytes). False or None: no progress."""
 
 
 @contextmanager
 def reporting(progress: Progress, what: str, total: int) -> Iterator[Callable[[int], None] | None]:
-    """Yields what to call with the bytes that are done, or None if nobody wants to know."""
+    """Yield a function to call with the bytes done so far, or None if progress is off."""
     if progress is True:
         with progress_bar(what) as show:
             yield lambda done: show(done, total)
@@ -26,8 +26,8 @@ def reporting(progress: Progress, what: str, total: int) -> Iterator[Callable[[i
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on stderr; yields what to call with (bytes done, in all)."""
-    from rich import progress  # Heavy.
+    """Show a bar on stderr; yield a function to call with (bytes done, total bytes)."""
+    from rich import progress  # Slow to import.
     from rich.console import Console
 
     columns = (
@@ -39,14 +39,14 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
     )
     stream = None if sys.stderr is None else cast(TextIO, _Lenient(sys.stderr))
     console = Console(stderr=True, file=stream)
-    # Without a thread that draws it: a forked child would wait for locks that the thread held.
+    # No refresh thread: a forked child would wait for locks that the thread held.
     with progress.Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total, refresh=True)
 
 
 class _Lenient:
-    """A stream that, where it can be written to no more, as the terminal is gone, stops no work."""
+    """A stream whose failed writes are ignored: a closed terminal must not stop the work."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

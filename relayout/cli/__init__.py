@@ -1,1 +1,1 @@
-"""The `relayout` command: parse, call one library function, print, exit code. Imports all of the above."""
+"""The `relayout` command. Imports every other package."""

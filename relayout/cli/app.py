@@ -33,30 +33,30 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Rewrite safetensors checkpoints so that each tensor-parallel rank reads only its own bytes, "
     "contiguous and aligned.",
-    epilog="First steps: [bold]relayout inspect MODEL[/] shows what a rank would pay today; "
-    "[bold]relayout convert MODEL --tp 8[/] makes MODEL-tp8 beside it; then, in Python, "
+    epilog="First steps: [bold]relayout inspect MODEL[/] shows what a rank would read today; "
+    "[bold]relayout convert MODEL --tp 8[/] writes MODEL-tp8 beside it; then, in Python, "
     "[bold]relayout.load('MODEL-tp8', rank)[/]. Exit codes: 0 done, 1 verification found a difference, "
     "2 bad input or usage, 3 I/O failure, 130 interrupted, 143 terminated.",
 )
 
 JsonOption = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object to stdout, and events to stderr, a line each.")
+    bool, typer.Option("--json", help="Print one JSON object to stdout, and progress events to stderr, one per line.")
 ]
 
-# Paths are `str`, for one of them may be a URL.
+# Paths are `str`: each may be the URL of a store.
 SourceArgument = Annotated[
     str, typer.Argument(metavar="SRC", help="A checkpoint folder, Hugging Face snapshot, or .safetensors file.")
 ]
 OutputOption = Annotated[
     str | None,
-    typer.Option("--output", "-o", metavar="OUT", help="Folder to make. Default: SRC-tpN beside SRC."),
+    typer.Option("--output", "-o", metavar="OUT", help="Folder to write. Default: SRC-tpN beside SRC."),
 ]
 PlanOption = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",
-        help="A plan of your own (TOML), or the word [bold]transformers[/] for that package's plan. "
-        "Default: built in, by config.json's model_type.",
+        help="A plan file (TOML), or [bold]transformers[/] for the plan of that package. "
+        "Default: the built-in plan for model_type in config.json.",
     ),
 ]
 PathArgument = Annotated[
@@ -64,19 +64,19 @@ PathArgument = Annotated[
     typer.Argument(metavar="PATH", help="A .safetensors file, or a folder, converted or not."),
 ]
 ThreadsOption = Annotated[int, typer.Option(metavar="N", help="Threads that read, copy, hash and write.")]
-MemoryOption = Annotated[str, typer.Option(metavar="SIZE", help="Memory that they may use for it.")]
+MemoryOption = Annotated[str, typer.Option(metavar="SIZE", help="Memory that these threads may use.")]
 ConvertedArgument = Annotated[str, typer.Argument(metavar="OUT", help="A folder that `relayout convert` wrote.")]
 CompareOption = Annotated[
     str | None,
-    typer.Option(metavar="SRC", help="Also cut this source again and compare every slice (128-bit digests)."),
+    typer.Option(metavar="SRC", help="Also compare every slice with this source, by 128-bit digests."),
 ]
 
 
 def main() -> None:
-    """Parse the command line, do what it says, and raise SystemExit with the exit code."""
+    """Parse the command line, run the command, and raise SystemExit with the exit code."""
     with signals.restored():
         signals.leave_when_asked()
-        # A command that has nothing to do but to print ends like any other when its reader does (128 + SIGPIPE).
+        # A command that only prints ends by SIGPIPE when its reader is gone, as other commands do.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         try:
             with _errors():
@@ -103,31 +103,34 @@ def _root(
 @app.command()
 def convert(
     source: SourceArgument,
-    tp: Annotated[int, typer.Option("--tp", metavar="N", help="Tensor-parallel ranks to cut for.")] = 1,
+    tp: Annotated[int, typer.Option("--tp", metavar="N", help="Number of tensor-parallel ranks.")] = 1,
     align: Annotated[
-        str, typer.Option(metavar="BYTES", help="Power of two, 512 to 16MiB, that tensors start at multiples of.")
+        str, typer.Option(metavar="BYTES", help="Tensors start at multiples of this power of two, 512 to 16MiB.")
     ] = "4096",
     output: OutputOption = None,
     plan: PlanOption = None,
     expert_parallel: Annotated[
-        bool, typer.Option("--expert-parallel", help="Experts are owned whole, in blocks over the ranks, not cut.")
+        bool,
+        typer.Option(
+            "--expert-parallel", help="Give each expert whole to one rank, in contiguous blocks, instead of cutting it."
+        ),
     ] = False,
     unmatched: Annotated[
         Literal["error", "replicate"] | None,
         typer.Option(
-            help="What becomes of tensors that no rule of the plan names. Default: error; with --plan transformers,"
-            " which names just what is cut, replicate."
+            help="How to treat tensors that no rule of the plan matches. Default: error; replicate with"
+            " --plan transformers, which lists only tensors that are cut."
         ),
     ] = None,
     max_part_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Split a rank into files of at most about this size, such as 48GB.")
+        str, typer.Option(metavar="SIZE", help="Split a rank into files of about this size at most, such as 48GB.")
     ] = "48GB",
     dcp: Annotated[
         bool | None,
         typer.Option(
             "--dcp/--no-dcp",
-            help="Let PyTorch DCP read the ranks as one model. Default: where every slice is one box, as all but those"
-            " of fused tensors are.",
+            help="Write what PyTorch DCP needs to read the ranks as one model. Default: if every slice is one box;"
+            " slices of fused tensors are not.",
         ),
     ] = None,
     threads: ThreadsOption = 8,
@@ -136,15 +139,15 @@ def convert(
     force: Annotated[
         bool,
         typer.Option(
-            "--force", help="Replace OUT if relayout wrote it; discard an interrupted conversion that does not fit."
+            "--force", help="Replace OUT if relayout wrote it; discard an interrupted conversion with other options."
         ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Rewrite a checkpoint for N tensor-parallel ranks.
 
-    OUT appears complete or not at all; SRC is only read. Interrupted, the same command goes on from what is done. With
-    --tp 1 any model can be converted, into a drop-in folder.
+    OUT appears complete or not at all; SRC is only read. After an interruption the same command continues. With --tp 1
+    any model can be converted, into a folder for stock loaders.
     """
     with _errors():
         from relayout.cli import render as terminal
@@ -172,10 +175,10 @@ def convert(
 
 @app.command()
 def plans(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Print this plan file.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Print this plan.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the built-in plans, by which tensors are cut, or print one of them."""
+    """List the built-in plans for cutting tensors, or print one of them."""
     with _errors():
         from relayout.cli import render as terminal
         from relayout.plans import family as families
@@ -201,7 +204,7 @@ def inspect(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show tensors, ranks and alignment; for a plain checkpoint also what a rank would read of it in vain."""
+    """Show tensors, ranks and alignment; for a plain checkpoint also how much a rank would read in excess."""
     with _errors():
         from relayout.cli import render as terminal
         from relayout.commands import inspect as inspection
@@ -218,7 +221,7 @@ def verify(
     memory: MemoryOption = "512MiB",
     as_json: JsonOption = False,
 ) -> None:
-    """Prove a converted checkpoint: structure, sidecar, and the digest of every slice."""
+    """Check a converted checkpoint: structure, manifest, and the digest of every slice."""
     with _errors():
         from relayout.cli import render as terminal
         from relayout.commands import verify as verification
@@ -234,13 +237,13 @@ def verify(
 @app.command()
 def restore(
     path: ConvertedArgument,
-    output: Annotated[str, typer.Option("--output", "-o", metavar="DIR", help="Folder to make.")],
+    output: Annotated[str, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.")],
     threads: ThreadsOption = 8,
     memory: MemoryOption = "512MiB",
     force: Annotated[bool, typer.Option("--force", help="Replace DIR if relayout converted it.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write the source's shards, index and side files again, byte for byte, from a converted folder alone."""
+    """Restore the source's shards, index and side files, byte for byte, from a converted folder."""
     with _errors():
         from relayout.cli import render as terminal
         from relayout.commands import restore as restoration
@@ -256,20 +259,44 @@ def doctor(
     path: PathArgument,
     rank: Annotated[int | None, typer.Option(metavar="R", help="Only this rank. Default: all.")] = None,
     device: Annotated[
-        str | None, typer.Option(metavar="DEVICE", help="Where tensors shall lie. Default: cuda if there is one.")
+        str | None, typer.Option(metavar="DEVICE", help="Destination of the tensors. Default: cuda if available.")
     ] = None,
     tp: Annotated[
         int | None, typer.Option("--tp", metavar="N", help="Tensor-parallel ranks. Default: as converted, or 1.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Tell which way a load would take here, and why: file system, direct I/O, page cache, GPU."""
+    """Show which backend a load would use here, and why: file system, direct I/O, page cache, GPU."""
     with _errors():
         from relayout.cli import render as terminal
         from relayout.loader.diagnose import doctor as diagnosis
 
         found = diagnosis.diagnose(path, rank=rank, device=device, tp=tp)
         _show(found, as_json, terminal.print_diagnosis)
+
+
+@app.command()
+def warm(
+    path: PathArgument,
+    rank: Annotated[int | None, typer.Option(metavar="R", help="Only this rank's files. Default: all.")] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Bytes of these files to have there. Default: half of the free memory."),
+    ] = None,
+    threads: Annotated[int, typer.Option(metavar="N", help="Requests in flight.")] = 4,
+    as_json: JsonOption = False,
+) -> None:
+    """Bring files into the page cache, so that loads that follow find them there.
+
+    An engine that is given RELAYOUT_WARM=PATH in its environment starts this while it imports and prepares.
+    """
+    with _errors():
+        from relayout.cli import render as terminal
+        from relayout.commands import warm as warming
+
+        progress = terminal.progress("warming", as_json=as_json)
+        done = warming.warm(path, rank=rank, memory=memory, threads=threads, progress=progress)
+        _show(done, as_json, terminal.print_warmed)
 
 
 class _Result(Protocol):
@@ -287,25 +314,25 @@ def _show(result: R, as_json: bool, print_text: Callable[[R], None]) -> None:
 
 
 def _begin_work() -> None:
-    """What follows is to be carried out whoever reads of it, and put in order if it is interrupted."""
+    """From here on a signal raises an exception, for cleanup, and a closed stdout does not end the process."""
     signals.raise_when_asked()
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
 
 
 def _tell(result: R, as_json: bool, print_text: Callable[[R], None]) -> None:
-    """Show what was done; the exit code is about that, and not about who reads it."""
+    """Print the result. A closed stdout does not change the exit code, which reports the work."""
     try:
         _show(result, as_json, print_text)
     except BrokenPipeError:
         abandon(sys.stdout)
     except OSError as error:
-        error.filename = "standard output"  # Not what was done.
+        error.filename = "standard output"
         raise
 
 
 @contextmanager
 def _errors() -> Iterator[None]:
-    """Turn errors into one line and the exit code of their family."""
+    """Print an error as one line and exit with the code of its family."""
     try:
         yield
     except RelayoutError as error:
@@ -336,7 +363,7 @@ def _reason(error: OSError) -> str:
 
 
 def _one_line(message: str) -> str:
-    """A message for the terminal, in which names from files may be long and may hold anything."""
+    """The message shortened and escaped for a terminal, because names from files are untrusted."""
     middle = len(message) - _MAX_MESSAGE_LENGTH
     if middle > 0:
         half = _MAX_MESSAGE_LENGTH // 2

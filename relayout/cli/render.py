@@ -1,4 +1,4 @@
-"""What a person sees: tables and progress bars."""
+"""Text output: tables and progress."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from relayout.cli.streams import abandon
 from relayout.commands.inspect import Inspection
 from relayout.commands.restore import Restored
 from relayout.commands.verify import Report
+from relayout.commands.warm import Warmed
 from relayout.conversion.preview import Preview
 from relayout.conversion.run import Summary
 from relayout.core.patterns import collapse_numbers
@@ -44,7 +45,7 @@ def progress(what: str, *, as_json: bool = False) -> Progress:
 
 
 def _events(what: str) -> Callable[[int, int], None]:
-    """Reports progress as JSON on stderr, a line every second."""
+    """A function that reports progress as JSON on stderr, at most one line per second."""
     started = reported = time.monotonic()
 
     def report(done: int, total: int) -> None:
@@ -56,14 +57,14 @@ def _events(what: str) -> Callable[[int, int], None]:
         event = {"event": what, "done_nbytes": done, "total_nbytes": total, "seconds": round(now - started, 3)}
         try:
             print(json.dumps(event), file=sys.stderr, flush=True)
-        except OSError:  # It stops no work that nobody reads of it any more.
+        except OSError:  # A closed stderr must not stop the work.
             abandon(sys.stderr)
 
     return report
 
 
 def print_summary(summary: Summary) -> None:
-    """After a conversion."""
+    """Print the result of `convert`."""
     console = _console()
     copied = summary.source_nbytes - summary.resumed_nbytes
     speed = copied / max(summary.seconds, 1e-9) / 1e9
@@ -75,26 +76,45 @@ def print_summary(summary: Summary) -> None:
         f"({speed:.2f} GB/s), peak memory {decimal(summary.peak_nbytes)}"
     )
     if summary.resumed_nbytes:
-        console.print(f"{decimal(summary.resumed_nbytes)} of it were written before, checked, and kept")
+        console.print(
+            f"{decimal(summary.resumed_nbytes)} of it were kept from an interrupted conversion, after a check"
+        )
     console.print(_ranks_in_words(summary.rank_nbytes, summary.replicated_nbytes, summary.source_nbytes))
     _print_unmatched(console, summary.unmatched)
     _print_left_out(console, summary.left_out)
 
 
 def print_restored(restored: Restored) -> None:
-    """After a restoration."""
+    """Print the result of `restore`."""
     _console().print(
         f"[bold green]restored[/] {_text(restored.output)}: {_count(restored.num_tensors, 'tensor')} in "
         f"{_count(restored.num_files, 'file')}, {decimal(restored.written_nbytes)} in {restored.seconds:.1f} s "
-        f"({restored.written_nbytes / max(restored.seconds, 1e-9) / 1e9:.2f} GB/s), every digest right, "
+        f"({restored.written_nbytes / max(restored.seconds, 1e-9) / 1e9:.2f} GB/s), every digest matches, "
         f"peak memory {decimal(restored.peak_nbytes)}"
     )
 
 
-def print_preview(preview: Preview) -> None:
-    """For `--dry-run`."""
+def print_warmed(warmed: Warmed) -> None:
+    """After files were brought into the page cache."""
+    table = _table("file", "size", "resident before", "after")
+    for file in warmed.files:
+        shares = [
+            "unknown" if one is None else f"{100 * one / max(1, file.nbytes):.1f} %"
+            for one in (file.before_nbytes, file.after_nbytes)
+        ]
+        table.add_row(_text(file.name), decimal(file.nbytes), *shares)
     console = _console()
-    table = _table("tensors", "#count", "dtype", "shape", "cut", "shape in a rank", "#bytes in a rank")
+    console.print(table)
+    rate = warmed.read_nbytes / max(warmed.seconds, 1e-9) / 1e9
+    console.print(f"read {decimal(warmed.read_nbytes)} in {warmed.seconds:.1f} s ({rate:.2f} GB/s)")
+    if warmed.left_nbytes:
+        console.print(f"[yellow]left {decimal(warmed.left_nbytes)}[/] for want of memory: --memory says how much")
+
+
+def print_preview(preview: Preview) -> None:
+    """Print the plan for `convert --dry-run`."""
+    console = _console()
+    table = _table("tensors", "#count", "dtype", "shape", "cut", "shape per rank", "#bytes per rank")
     for group in preview.groups[:_MAX_GROUPS]:
         shapes = " or ".join(_shape(shape) for shape in group.rank_shapes[:3])
         table.add_row(
@@ -113,7 +133,7 @@ def print_preview(preview: Preview) -> None:
     console.print(
         f"plan {_text(preview.plan)}{owned}: {_text(preview.source)} ({decimal(preview.source_nbytes)}) -> "
         f"{_text(preview.output)} ({decimal(preview.written_nbytes)}, {_count(preview.num_files, 'file')}), "
-        f"aligned to {preview.alignment} bytes but for {share:.2f} % of the bytes"
+        f"aligned to {preview.alignment} bytes except {share:.2f} % of the bytes"
     )
     if preview.balance < 1:
         ranks = _table("#rank", "#tensors", "#bytes")
@@ -128,7 +148,7 @@ def print_preview(preview: Preview) -> None:
 
 
 def print_plans(families: Sequence[Family]) -> None:
-    """For `plans`."""
+    """Print the list of `plans`."""
     table = _table("plan", "model types", "experts")
     for family in families:
         types = ", ".join(family.model_types)
@@ -138,11 +158,11 @@ def print_plans(families: Sequence[Family]) -> None:
         table.add_row(family.name, types, "cut, or owned" if owned else "")
     console = _console()
     console.print(table)
-    console.print("`relayout plans NAME` prints one, to start a plan of your own from")
+    console.print("`relayout plans NAME` prints one, as a start for your own")
 
 
 def print_report(report: Report) -> None:
-    """After a verification."""
+    """Print the result of `verify`."""
     console = _console()
     for difference in report.differences[:_MAX_DIFFERENCES]:
         console.print(f"[red]differs[/] {_text(str(difference))}")
@@ -159,7 +179,7 @@ def print_report(report: Report) -> None:
 
 
 def print_inspection(found: Inspection) -> None:
-    """For `inspect`."""
+    """Print the result of `inspect`."""
     console = _console()
     kind = "converted" if found.converted else "plain"
     console.print(
@@ -181,7 +201,7 @@ def print_inspection(found: Inspection) -> None:
     console.print(table)
     _print_more(console, len(found.groups) - _MAX_GROUPS, "groups")
     if found.ranks:
-        ranks = _table("#rank", "#tensors", "#bytes", "#files", "#reads to load it")
+        ranks = _table("#rank", "#tensors", "#bytes", "#files", "#reads to load")
         for rank in found.ranks:
             ranks.add_row(
                 str(rank.rank),
@@ -196,7 +216,7 @@ def print_inspection(found: Inspection) -> None:
         aligned.add_row(str(alignment), decimal(nbytes), f"{100 * nbytes / max(1, found.nbytes):.1f} %")
     console.print(aligned)
     if found.dcp is not None:
-        no = "not by PyTorch DCP (slices of fused tensors, which are no single box, or --no-dcp)"
+        no = "not by PyTorch DCP (--no-dcp, or a slice of a fused tensor is not one contiguous box)"
         console.print(f"readable as one model by relayout.safe_open, and {'by PyTorch DCP' if found.dcp else no}")
     if found.amplification:
         _print_amplification(console, found)
@@ -204,7 +224,7 @@ def print_inspection(found: Inspection) -> None:
 
 
 def _print_amplification(console: Console, found: Inspection) -> None:
-    table = _table("#tp", "#a rank needs", "#reading rows only", "#reading whole shards")
+    table = _table("#tp", "#a rank needs", "#reads of dim-0 slices", "#reads of whole shards")
     for row in found.amplification:
         if row.needed_nbytes is None:
             table.add_row(str(row.tp), "-", "-", decimal(row.whole_nbytes))
@@ -215,17 +235,17 @@ def _print_amplification(console: Console, found: Inspection) -> None:
                 _factor(row.row_reader_nbytes or 0, row.needed_nbytes),
                 _factor(row.whole_nbytes, row.needed_nbytes),
             )
-    console.print("what one rank would read of this checkpoint as it is:")
+    console.print("bytes that one rank would read from this checkpoint:")
     console.print(table)
     for reason in dict.fromkeys(row.reason for row in found.amplification if row.reason):
         console.print(f"[yellow]note[/] {_text(reason)}")
 
 
 def print_diagnosis(found: Diagnosis) -> None:
-    """For `doctor`."""
+    """Print the result of `doctor`."""
     console = _console()
-    kind = "converted" if found.is_converted else "plain: every load slices it anew"
-    console.print(f"{_text(found.path)}: {kind}, {_count(len(found.ranks), 'rank')} looked at")
+    kind = "converted" if found.is_converted else "plain, sliced at every load"
+    console.print(f"{_text(found.path)}: {kind}, {_count(len(found.ranks), 'rank')}")
     places = Counter(_place(file) for one in found.ranks for file in one.files)
     for place, count in places.items():
         console.print(f"[bold]files[/] {_count(count, 'file')} on {_text(place)}")
@@ -234,7 +254,7 @@ def print_diagnosis(found: Diagnosis) -> None:
     if found.gpus:
         console.print(f"[bold]GPUDirect Storage[/] {_text(gds or 'not available')}")
     for reason in dict.fromkeys(one.reason for one in found.ranks):
-        console.print(f"[bold]way[/] {_text(found.ranks[0].device)}: {_text(reason)}")
+        console.print(f"[bold]backend[/] {_text(found.ranks[0].device)}: {_text(reason)}")
     table = _table(
         "#rank",
         "backend",
@@ -261,21 +281,23 @@ def print_diagnosis(found: Diagnosis) -> None:
     console.print(table)
     _print_more(console, len(found.ranks) - _MAX_GROUPS, "ranks")
     if not found.is_converted:
-        console.print("[yellow]note[/] relayout convert makes a folder that loads straight to its place")
+        console.print("[yellow]note[/] relayout convert writes a folder that loads without copies")
 
 
 def _place(file: FileFacts) -> str:
-    """Where a file lies and what that means, in words."""
+    """The file system of a file and its direct I/O, in words."""
     system = file.filesystem
     drive = "" if system.drive_block_nbytes is None else f", drive blocks of {system.drive_block_nbytes}"
     refused = file.refuses_direct
-    direct = "direct I/O works" if refused is None else f"direct I/O does not work ({refused}): through the page cache"
+    direct = (
+        "direct I/O works" if refused is None else f"direct I/O does not work ({refused}), reads use the page cache"
+    )
     return f"{system.kind} at {system.mount_point}, blocks of {system.block_nbytes} bytes{drive}; {direct}"
 
 
 def _machine(found: Diagnosis) -> str:
     ranks = f", {found.local_world_size} ranks on this node (LOCAL_WORLD_SIZE)" if found.local_world_size > 1 else ""
-    torch = "torch is not installed, which loading needs" if found.torch is None else f"torch {found.torch}"
+    torch = "torch is not installed, but loading needs it" if found.torch is None else f"torch {found.torch}"
     gpus = ", ".join(found.gpus) or "no CUDA device"
     return f"{_count(found.num_cpus, 'processor')}{ranks}; {torch}; {gpus}"
 
@@ -287,15 +309,13 @@ def _factor(nbytes: int, needed: int) -> str:
 def _ranks_in_words(rank_nbytes: tuple[int, ...], replicated: int, source: int) -> str:
     low, high = min(rank_nbytes), max(rank_nbytes)
     each = decimal(low) if low == high else f"{decimal(low)} to {decimal(high)}"
-    return (
-        f"each rank {each}; replicated between ranks {decimal(replicated)} ({100 * replicated / max(1, source):.2f} %)"
-    )
+    return f"each rank {each}; replicated {decimal(replicated)} ({100 * replicated / max(1, source):.2f} %)"
 
 
 def _print_unmatched(console: Console, names: tuple[str, ...]) -> None:
     patterns = Counter(map(collapse_numbers, names))
     for pattern, count in list(patterns.items())[:_MAX_GROUPS]:
-        console.print(f"[yellow]no rule[/] {_text(pattern)}: {_count(count, 'tensor')}, whole in every rank")
+        console.print(f"[yellow]no rule[/] {_text(pattern)}: {_count(count, 'tensor')}, whole on every rank")
     _print_more(console, len(patterns) - _MAX_GROUPS, "patterns without a rule")
 
 
@@ -319,12 +339,12 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 
 def _text(text: str) -> str:
-    """Text from elsewhere: no markup, no control characters."""
+    """Untrusted text with markup and control characters escaped."""
     return escape(printable(text))
 
 
 def _table(*headings: str) -> Table:
-    """A plain table; a heading that starts with # is of a column of numbers."""
+    """A plain table. A heading with a leading # marks a column of numbers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in headings:
         is_number = heading.startswith("#")
@@ -334,12 +354,12 @@ def _table(*headings: str) -> Table:
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        # rich would end the process with exit code 1, which means something else here.
+        # rich would exit with code 1, which means that verification found a difference.
         raise BrokenPipeError
 
 
 def _console() -> Console:
-    # In a pipe there is no width to keep to: never break a line of the text.
+    # A pipe has no width: do not break lines.
     console = _Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = _PIPE_WIDTH

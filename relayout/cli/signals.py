@@ -1,4 +1,4 @@
-"""What becomes of the command when it is asked to end: by Ctrl-C, by kill, by a terminal that goes away."""
+"""Signal handlers of the command: Ctrl-C, kill, and a closed terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import NoReturn
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _BURST_SECONDS = 1.0
-"""Signals that come within it are one request: timeout(1) sends two."""
+"""Signals within this time count as one request: timeout(1) sends two."""
 
 
 class Stopped(BaseException):
@@ -25,42 +25,42 @@ class Stopped(BaseException):
 
 
 def leave_when_asked() -> None:
-    """From now on these signals end the process at once, with one line: nothing has to be put in order."""
-    _hear(_leave)
+    """From now on, end the process at once with one line on stderr: there is nothing to clean up yet."""
+    _install(_leave)
 
 
 def raise_when_asked() -> None:
-    """From now on they raise `Stopped`, so that what is begun is put in order, if until now they ended the process."""
+    """From now on, raise `Stopped`, so that unfinished work is cleaned up. Only after `leave_when_asked`."""
     if any(signal.getsignal(number) is _leave for number in _ENDING):
-        _hear(_Raise())
+        _install(_Raise())
 
 
 def ignore() -> None:
-    """From now on they do nothing: the process ends anyway, with the exit code that it has."""
-    _hear(signal.SIG_IGN)
+    """From now on, ignore the signals: the process is exiting, and keeps its exit code."""
+    _install(signal.SIG_IGN)
 
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """Give back the handlers, which the block may change, at its end."""
+    """Restore the signal handlers at the end of the block."""
     before = {number: signal.getsignal(number) for number in (*_ENDING, signal.SIGPIPE)}
     try:
         yield
     finally:
         for number, handler in before.items():
-            if handler is not None:  # None: not from Python, and nobody could give it back.
+            if handler is not None:  # None: not installed from Python, cannot be restored.
                 signal.signal(number, handler)
 
 
-def _hear(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
+def _install(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
     for number in _ENDING:
-        # What was ignored when the process began stays so: it is in the background, or under nohup.
+        # Signals ignored at the start stay ignored: a background process, or nohup.
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)
 
 
 def _leave(signum: int, frame: FrameType | None) -> NoReturn:
-    # Not by an exception, which could come up in the middle of an import, and be lost there.
+    # No exception: raised during an import, it could be swallowed.
     with suppress(OSError):
         if sys.stderr is not None:
             os.write(sys.stderr.fileno(), f"relayout: error: {_word(signum)}\n".encode())

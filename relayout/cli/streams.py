@@ -1,4 +1,4 @@
-"""Standard streams that nobody reads."""
+"""Standard streams whose reader is gone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TextIO
 
 
 def abandon(stream: TextIO | None) -> None:
-    """Let all that is still written to it, also by Python at its end, go nowhere."""
+    """Redirect the stream to /dev/null, so that later writes, also those at interpreter exit, do not fail."""
     with suppress(OSError):
         if stream is not None:
             nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -1,4 +1,4 @@
-"""Numbers that callers give: integers, and sizes as people write them."""
+"""Parses numeric arguments: integers, and sizes such as "48GB"."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _UNITS: dict[str, int] = {"": 1, "B": 1} | {
     for suffix, base in (("", 1024), ("iB", 1024), ("B", 1000))
 }
 _MAX_NBYTES = 2**63 - 1
-"""No file and no memory has more."""
+"""The largest file offset (`off_t`)."""
 
 
 def parse_size(text: str) -> int:
     """Bytes of "4096", "64K", "64KiB" (powers of 1024) or "48GB" (powers of 1000).
 
     Raises:
-        PlanError: it is no size, or one that nothing has.
+        PlanError: the text is not a size, or the size exceeds 2**63 - 1 bytes.
     """
     match = re.fullmatch(r"([0-9]+)\s*([A-Za-z]*)", text.strip())
     units = {name.upper(): factor for name, factor in _UNITS.items()}
@@ -32,24 +32,24 @@ def parse_size(text: str) -> int:
     digits = match[1].lstrip("0")
     nbytes = int(digits or "0") * factor if len(digits) <= len(str(_MAX_NBYTES)) else _MAX_NBYTES + 1
     if nbytes > _MAX_NBYTES:
-        raise PlanError(f"{shown(text)} is too large a size, expected at most {_MAX_NBYTES} bytes", code="option")
+        raise PlanError(f"{shown(text)} is too large, expected at most {_MAX_NBYTES} bytes", code="option")
     return nbytes
 
 
 def size(value: int | str, what: str) -> int:
-    """The bytes that a caller gave, as an integer or as text (see `parse_size`).
+    """A number of bytes, given as an integer or as text (see `parse_size`).
 
     Raises:
-        PlanError: it is no size.
+        PlanError: the value is not a size. The message calls it `what`.
     """
     return parse_size(value) if isinstance(value, str) else integer(value, what)
 
 
 def integer(value: object, what: str) -> int:
-    """The integer that a caller gave, also one of numpy.
+    """The value as an `int`; numpy integers are accepted.
 
     Raises:
-        PlanError: it is a bool, or no integer.
+        PlanError: the value is a bool or not an integer. The message calls it `what`.
     """
     if not isinstance(value, bool):
         try:

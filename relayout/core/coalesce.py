@@ -1,4 +1,4 @@
-"""Groups neighbouring extents, so that one request serves several. Pure."""
+"""Groups neighboring extents, so that one request serves several. Pure."""
 
 from __future__ import annotations
 
@@ -27,13 +27,12 @@ def coalesce(
     max_gap_nbytes: int = 0,
     max_nbytes: int | None = None,
 ) -> Iterator[Group[Item]]:
-    """Group items that follow each other, in the given order, where their extents overlap, touch or nearly do so.
+    """Group consecutive items whose extents overlap, touch, or are separated by a small gap.
 
     Args:
-        where: an item's key, the file for example, its offset and its end. Items of different keys are never in one
-            group.
-        max_gap_nbytes: bytes between two neighbours of a group that belong to neither, at most.
-        max_nbytes: of a group of several items, at most; None: without a limit.
+        where: returns an item's key (such as its file), offset and end. Items with different keys are never grouped.
+        max_gap_nbytes: largest gap between two neighbors in a group.
+        max_nbytes: largest extent of a group of several items; None: no limit.
     """
     group: list[Item] = []
     key: Hashable = None
@@ -57,6 +56,6 @@ def coalesce(
 
 
 def split(extent: Extent, max_nbytes: int) -> Iterator[Extent]:
-    """The extent in pieces of `max_nbytes`, the last one perhaps shorter; none of an empty one."""
+    """Split the extent into pieces of `max_nbytes`; the last may be shorter. An empty extent has no pieces."""
     for offset in range(extent.offset, extent.end, max_nbytes):
         yield Extent(offset, min(max_nbytes, extent.end - offset))

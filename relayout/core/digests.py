@@ -1,4 +1,4 @@
-"""Digests of bytes that arrive in pieces, from several threads, and are hashed in their order."""
+"""Digests of byte streams whose pieces are read by several threads and hashed in order."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from relayout.core.extents import Extent
 from relayout.core.workers import Stop, Stopped
 
 EMPTY_DIGEST = xxhash.xxh3_128_hexdigest(b"")
-"""Of no bytes."""
+"""Digest of zero bytes."""
 
 
 def digest_hex(blob: bytes | memoryview) -> str:
-    """Digest of some bytes: XXH3-128, as 32 hex digits."""
+    """XXH3-128 of the bytes, as 32 hex digits."""
     return xxhash.xxh3_128_hexdigest(blob)
 
 
 class OrderedDigests:
-    """Digests of several streams, each taken over the stream's bytes in order, by the thread that has the next ones.
+    """Digests of several streams; each stream is hashed in byte order, by the thread that holds the next piece.
 
-    Deadlock-free as long as work is started in the order of each stream's bytes, as `Workers` start their items. State
-    is kept only of streams that have arrived in part. Any number of threads may update.
+    Thread-safe. Free of deadlock if the pieces of each stream are started in order, as `Workers` start their items.
+    Keeps state only for streams that have arrived in part.
     """
 
     def __init__(self, stop: Stop) -> None:
-        """`stop` ends the waiting when the work is given up."""
+        """`stop` wakes waiting threads when the work is canceled."""
         self._stop = stop
         self._partial: dict[Hashable, tuple[int, xxhash.xxh3_128]] = {}
-        """Of streams that have arrived in part: bytes hashed so far, and their hash."""
+        """For each stream that has arrived in part: number of bytes hashed, and the running hash."""
 
     def update(self, stream: Hashable, start: int, view: memoryview, nbytes: int) -> str | None:
-        """Hash bytes `[start, start + len(view))` of a stream of `nbytes`; wait until all in front of them are hashed.
+        """Hash bytes `[start, start + len(view))` of a stream of `nbytes`; waits until all bytes before are hashed.
 
         Returns:
-            The digest of the whole stream, if these were its last bytes.
+            The digest of the whole stream if these were its last bytes, else None.
 
         Raises:
-            Stopped: the work was given up.
+            Stopped: the work was canceled.
         """
         if view.nbytes == nbytes:
             return digest_hex(view)
@@ -63,31 +63,31 @@ class OrderedDigests:
 class ExtentDigests:
     """Digests of extents of one byte space, such as a file or an arena, whose chunks arrive in any order.
 
-    An extent's own bytes are hashed in order, by `OrderedDigests`: the same holds for threads.
+    Each extent is hashed in byte order by `OrderedDigests`; the same rules apply to threads.
     """
 
     def __init__(self, extents: Sequence[Extent], stop: Stop) -> None:
-        """Extents that do not overlap, in any order. Empty ones may lie anywhere."""
+        """`extents` must not overlap, in any order. Empty extents may have any offset."""
         self._order = sorted((n for n, one in enumerate(extents) if one.nbytes), key=lambda n: extents[n].offset)
         self._starts = [extents[n].offset for n in self._order]
         self._ends = [extents[n].end for n in self._order]
         self._ordered = OrderedDigests(stop)
         self.digests = ["" if one.nbytes else EMPTY_DIGEST for one in extents]
-        """Of each extent, in hex; empty until its last byte was hashed."""
+        """For each extent its digest in hex; "" until its last byte is hashed."""
 
     @property
     def num_left(self) -> int:
-        """How many extents have no digest yet."""
+        """Number of extents without a digest so far."""
         return self.digests.count("")
 
     def update(self, offset: int, view: memoryview) -> list[int]:
-        """Hash the bytes from `offset` on, some of which may be in no extent.
+        """Hash the bytes at `offset`; bytes outside every extent are skipped.
 
         Returns:
-            The positions of those extents of which these were the last bytes: their digests are known now.
+            Positions of the extents that these bytes completed.
 
         Raises:
-            Stopped: the work was given up.
+            Stopped: the work was canceled.
         """
         complete = []
         end = offset + view.nbytes

@@ -32,6 +32,6 @@ BITS: dict[str, int] = {
 
 
 def num_bytes(dtype: str, shape: tuple[int, ...]) -> int | None:
-    """Bytes of a dense tensor, or None where its bits do not fill whole bytes (types below 8 bits)."""
+    """Bytes of a dense tensor; None if its bits are not a multiple of 8 (possible for dtypes below 8 bits)."""
     bits = prod(shape) * BITS[dtype]
     return bits // 8 if bits % 8 == 0 else None

@@ -11,17 +11,17 @@ common use, the memory page, and the granularity that GPUDirect Storage wants.""
 
 
 def align_down(value: int, alignment: int) -> int:
-    """The largest multiple of `alignment` that is not above `value`."""
+    """The largest multiple of `alignment` up to `value`."""
     return value // alignment * alignment
 
 
 def align_up(value: int, alignment: int) -> int:
-    """The smallest multiple of `alignment` that is not below `value`."""
+    """The smallest multiple of `alignment` from `value` on."""
     return -(-value // alignment) * alignment
 
 
 def natural_alignment(nbytes: int, limit: int) -> int:
-    """The largest power of two, `limit` at most, that divides `nbytes`; `limit` for 0 bytes."""
+    """The largest power of two up to `limit` that divides `nbytes`; `limit` for 0 bytes."""
     return min(nbytes & -nbytes, limit) if nbytes else limit
 
 
@@ -44,8 +44,8 @@ class Extent:
 class Transfer:
     """`count` runs of `nbytes` each: run `i` goes from `source + i * source_stride` to `target + i * target_stride`.
 
-    The two byte spaces are the caller's: a tensor and its slice, a file and an arena. With `count == 1` the
-    strides mean nothing and are 0.
+    The two byte spaces are the caller's: a tensor and its slice, a file and an arena. With `count == 1` both
+    strides are 0.
     """
 
     source: int
@@ -59,7 +59,7 @@ class Transfer:
     source_stride: int = 0
     """Bytes from the start of one run to the start of the next, in the space read from."""
     target_stride: int = 0
-    """The same in the space written to."""
+    """Bytes from the start of one run to the start of the next, in the space written to."""
 
     @property
     def total_nbytes(self) -> int:
@@ -77,7 +77,7 @@ class Transfer:
         return self.target + (self.count - 1) * self.target_stride + self.nbytes
 
     def shifted(self, *, source: int = 0, target: int = 0) -> Transfer:
-        """The same runs, with each space's origin moved."""
+        """The same runs with `source` and `target` added to their offsets."""
         return Transfer(
             self.source + source,
             self.target + target,
@@ -88,27 +88,27 @@ class Transfer:
         )
 
     def inverted(self) -> Transfer:
-        """The same runs, the other way."""
+        """The same runs with source and target exchanged."""
         return Transfer(self.target, self.source, self.nbytes, self.count, self.target_stride, self.source_stride)
 
     def normalized(self) -> Transfer:
-        """The same bytes with runs that follow each other in both spaces joined into one."""
+        """The same bytes as one run, if the runs are contiguous in both spaces; else unchanged."""
         if self.count == 1 or self.nbytes == self.source_stride == self.target_stride:
             return Transfer(self.source, self.target, self.total_nbytes)
         return self
 
     def runs(self) -> Iterator[Transfer]:
-        """Each run by itself."""
+        """Yield each run as a transfer of its own."""
         for i in range(self.count):
             yield Transfer(self.source + i * self.source_stride, self.target + i * self.target_stride, self.nbytes)
 
     def clipped(self, start: int, end: int) -> list[Transfer]:
-        """The part whose source bytes lie in `[start, end)`: at most a cut first run, whole runs, a cut last run."""
+        """The part with source bytes in `[start, end)`: at most a partial first run, whole runs, a partial last run."""
         if self.nbytes == 0 or end <= start:
             return []
         if self.count == 1:
             return self._run_part(0, start, end)
-        # The runs that lie whole in [start, end) are first <= i < last; their neighbors may be cut.
+        # Runs first <= i < last are inside [start, end) as a whole; their neighbors may be inside in part.
         first = max(0, -(-(start - self.source) // self.source_stride))
         last = min(self.count, (end - self.source - self.nbytes) // self.source_stride + 1)
         if last <= first:

@@ -1,4 +1,4 @@
-"""What a process that was forked must make anew: locks that a thread held which exists in its parent only."""
+"""Resets locks in forked children: a thread of the parent may have held them, and does not exist in the child."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any, Protocol
 
 
 class Forked(Protocol):
-    """Something that has a lock, or threads."""
+    """An object with locks or threads."""
 
     def after_fork(self) -> None:
-        """Make locks anew, and forget threads: called in a forked child, where there is no other thread."""
+        """Replace locks and forget threads. Called in a forked child, which has a single thread."""
 
 
 _known: set[weakref.ref[Any]] = set()
 
 
 def remake_in_child(one: Forked) -> None:
-    """Call `one.after_fork` in children that are forked while it exists."""
+    """Call `one.after_fork` in each child forked while `one` exists; keeps only a weak reference."""
     _known.add(weakref.ref(one, _known.discard))
 
 

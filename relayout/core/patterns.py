@@ -1,7 +1,7 @@
 """Patterns for tensor names, in plans and in `load(names=...)`.
 
-`*` is text without a dot, of one character or more (`layers.*.bias` is about each layer), `**` any text, `{a,b}` one of
-these words, `#` a number of at most 9 digits. All else means itself, and a pattern is about the whole name.
+`*` matches one or more characters except dots, `**` any text, `{a,b}` one of the words, `#` a number of at most 9
+digits. All other characters match themselves. A pattern matches whole names.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _VALID = re.compile(r"(?:[^{}]|\{[^{}*#]*\})*\Z")
 
 
 def invalid_because(pattern: str) -> str | None:
-    """What is wrong with a pattern, for a message; None: nothing."""
+    """Why the pattern is invalid, for a message; None if it is valid."""
     return None if _VALID.match(pattern) else "braces must be paired, contain only words, and cannot be nested"
 
 
 @lru_cache(maxsize=4096)
 def compile_glob(pattern: str) -> re.Pattern[str]:
-    """The regular expression that matches just the names that `pattern` means; each `#` is a group."""
+    """The regular expression for `pattern`; each `#` is a group."""
     parts = []
     for token in _TOKEN.findall(pattern):
         if token == "**":
@@ -39,10 +39,10 @@ def compile_glob(pattern: str) -> re.Pattern[str]:
 
 
 def collapse_numbers(name: str) -> str:
-    """The name with each all-digit part written `*`: one pattern for all layers and experts."""
+    """The name with each all-digit part replaced by `*`: the same text for all layers and experts."""
     return _NUMBER.sub("*", name)
 
 
-def names_numbers(pattern: str) -> bool:
-    """Whether the pattern can tell apart names that `collapse_numbers` makes equal."""
+def depends_on_numbers(pattern: str) -> bool:
+    """Whether the pattern can match only some of the names that `collapse_numbers` makes equal."""
     return _NAMED_NUMBER.search(pattern) is not None

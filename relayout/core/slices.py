@@ -1,4 +1,4 @@
-"""Slices: which elements of a tensor one rank holds, and which bytes these are. Pure."""
+"""Slices and cuts: which elements of a tensor each rank holds, and which bytes they are. Pure."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from relayout.core.extents import Transfer
 from relayout.errors import PlanError
 
 Range = tuple[int, int]
-"""(start, length) in elements along an axis."""
+"""(start, length) in elements along one dimension."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
     """The part of a tensor that one rank holds: ranges of elements along one axis, concatenated in this order.
 
-    More than one range means a fused tensor (q, k and v in one, say), of which the rank holds a part of each.
+    Several ranges occur in fused tensors, such as q, k and v in one: the rank holds a range of each part.
     """
 
     axis: int = 0
-    """The axis that is cut."""
+    """The dimension that is cut."""
     ranges: tuple[Range, ...] | None = None
     """(start, length) in elements along `axis`; None: the tensor is held whole; (): the rank does not hold it."""
 
@@ -34,16 +34,16 @@ class Slice:
 
     @property
     def is_held(self) -> bool:
-        """Whether the tensor is among the rank's tensors at all, if perhaps with no elements."""
+        """Whether the rank has the tensor, even with zero elements."""
         return self.ranges != ()
 
     @property
     def is_box(self) -> bool:
-        """Whether the slice is one contiguous index range along each axis, or nothing."""
+        """Whether the slice is at most one contiguous index range along each axis."""
         return self.ranges is None or len(self.ranges) <= 1
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The slice's shape, given the tensor's."""
+        """The slice's shape, from the tensor's shape."""
         if self.ranges is None:
             return shape
         length = sum(length for _, length in self.ranges)
@@ -61,14 +61,14 @@ WHOLE = Slice()
 """The slice of a replicated tensor."""
 
 NOT_HELD = Slice(0, ())
-"""The slice of a tensor that is not among the rank's tensors: another rank owns it."""
+"""The slice of a tensor that the rank does not have, because another rank owns it."""
 
 
 def slice_transfers(dtype: str, shape: tuple[int, ...], part: Slice) -> tuple[Transfer, ...]:
-    """The bytes of a slice: from the tensor (source, relative to its first byte) to the slice's own dense bytes.
+    """Transfers from the tensor's bytes (source) to the slice's dense bytes (target), each relative to its first byte.
 
     Raises:
-        PlanError: the cut falls inside a byte (types below 8 bits), or outside the tensor.
+        PlanError: a range starts or ends inside a byte (dtypes below 8 bits), or is outside the tensor.
     """
     if part.ranges is None:
         return _dense(prod(shape) * BITS[dtype] // 8)
@@ -84,7 +84,7 @@ def slice_transfers(dtype: str, shape: tuple[int, ...], part: Slice) -> tuple[Tr
             code="indivisible",
         )
     if any(start < 0 or length < 0 or start + length > shape[part.axis] for start, length in part.ranges):
-        raise PlanError(f"dim {part.axis} of {list(shape)} has no elements {part.ranges}")
+        raise PlanError(f"ranges {part.ranges} are outside dim {part.axis} of {list(shape)}")
     count = prod(shape[: part.axis])
     held = sum(length_bits) // 8
     targets = accumulate((bits // 8 for bits in length_bits[:-1]), initial=0)
@@ -115,40 +115,40 @@ def _dense(nbytes: int) -> tuple[Transfer, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CutTensor:
-    """A tensor of one dtype and shape, cut: what each distinct slice of it is. Every tensor that is alike has this one.
-
-    Raises:
-        PlanError: by `transfers` alone, as `slice_transfers` does.
-    """
+    """A cut applied to a dtype and shape: shape, size and transfers of each distinct slice. Shared by equal tensors."""
 
     cut: Cut
     dtype: str
     shape: tuple[int, ...]
     """Of the whole tensor."""
     shapes: tuple[tuple[int, ...], ...]
-    """Of each distinct slice."""
+    """Shape of each distinct slice."""
     sizes: tuple[int, ...]
     """Stored bytes of each distinct slice."""
     _transfers: list[tuple[Transfer, ...]] = field(default_factory=list, repr=False)
 
     @property
     def transfers(self) -> list[tuple[Transfer, ...]]:
-        """Of each distinct slice: its bytes, see `slice_transfers`."""
+        """Transfers of each distinct slice, see `slice_transfers`.
+
+        Raises:
+            PlanError: as `slice_transfers` does.
+        """
         if not self._transfers:
-            # At once, for other threads.
+            # One assignment, so that other threads see all transfers or an empty list.
             self._transfers[:] = [slice_transfers(self.dtype, self.shape, part) for part in self.cut.distinct]
         return self._transfers
 
     def rank_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of what a rank holds."""
+        """Shape of the rank's slice."""
         return self.shapes[self.cut.which[rank]]
 
     def rank_nbytes(self, rank: int) -> int:
-        """Stored bytes of what a rank holds."""
+        """Stored bytes of the rank's slice."""
         return self.sizes[self.cut.which[rank]]
 
     def rank_transfers(self, rank: int) -> tuple[Transfer, ...]:
-        """The bytes of what a rank holds."""
+        """Transfers of the rank's slice."""
         return self.transfers[self.cut.which[rank]]
 
 
@@ -157,15 +157,15 @@ class Cut:
     """How a tensor is divided: the slice of each rank."""
 
     slices: tuple[Slice, ...]
-    """Of each rank."""
+    """By rank."""
     distinct: tuple[Slice, ...] = field(init=False, repr=False, compare=False)
-    """The different slices, in the order in which ranks first hold them."""
+    """The distinct slices, in order of the first rank that holds them."""
     which: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    """Of each rank: position of its slice in `distinct`."""
+    """For each rank: position of its slice in `distinct`."""
     holders: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
-    """Of each distinct slice: the ranks that hold it."""
+    """For each distinct slice: the ranks that hold it."""
     is_box: bool = field(init=False, repr=False, compare=False)
-    """Whether each slice is one contiguous index range along each axis, or nothing."""
+    """Whether each slice is at most one contiguous index range along each axis."""
     _hash: int = field(init=False, repr=False, compare=False)
     _tensors: dict[tuple[str, tuple[int, ...]], CutTensor] = field(init=False, repr=False, compare=False)
 
@@ -195,7 +195,7 @@ class Cut:
         return self.distinct == (WHOLE,)
 
     def tensor(self, dtype: str, shape: tuple[int, ...]) -> CutTensor:
-        """A tensor that is cut like this."""
+        """This cut applied to a tensor of the dtype and shape."""
         known = self._tensors.get((dtype, shape))
         if known is None:
             shapes = tuple(part.shape(shape) for part in self.distinct)
@@ -205,7 +205,7 @@ class Cut:
 
 
 def number_cuts(cuts: Iterable[Cut]) -> tuple[tuple[Cut, ...], tuple[int, ...]]:
-    """The different cuts, in the order in which they first occur, and for each given one which of them it is."""
+    """The distinct cuts in order of first occurrence, and for each given cut its position among them."""
     numbers: dict[Cut, int] = {}
     cut_of = tuple(numbers.setdefault(cut, len(numbers)) for cut in cuts)
     return tuple(numbers), cut_of

@@ -1,4 +1,4 @@
-"""Carries out transfers within memory."""
+"""Executes transfers between two buffers in memory."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ Bytes = npt.NDArray[np.uint8]
 
 
 _SMALL_NBYTES = 2**15
-"""What is copied with less ado while other Python threads wait."""
+"""Bytes. A single run up to this size is copied by a slice assignment, which has less overhead but keeps the GIL."""
 
 
 def copy_runs(
     source: memoryview | Bytes, target: memoryview | Bytes, transfer: Transfer, origin: int = 0, target_origin: int = 0
 ) -> None:
-    """Copy a transfer's runs; its offsets count from `origin` in the source and from `target_origin` in the target.
+    """Copy a transfer's runs. Its offsets are relative to `origin` in the source and `target_origin` in the target.
 
-    Releases the GIL while it copies, but for little.
+    Releases the GIL, except for small copies.
     """
     start, end = origin + transfer.source, target_origin + transfer.target
     is_small = transfer.count == 1 and transfer.nbytes <= _SMALL_NBYTES

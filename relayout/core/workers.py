@@ -1,4 +1,4 @@
-"""Runs work items on a few threads: bounded, interruptible, the first error wins and everybody stops."""
+"""Runs work items on a few threads. Interruptible; the first error stops all threads and is raised."""
 
 from __future__ import annotations
 
@@ -23,45 +23,45 @@ _live: set[weakref.ref[Workers[Any, Any]]] = set()
 
 @atexit.register
 def _cancel_all() -> None:
-    """End threads while they can still run: later, whoever waits for one, waits for ever."""
-    for reference in list(_live):  # Other threads go on: a WeakSet could change under the loop.
+    """Stop workers before the interpreter shuts down; joining a daemon thread later would hang."""
+    for reference in list(_live):  # Other threads still run: a WeakSet could change during iteration.
         workers = reference()
         if workers is not None:
             workers.cancel()
 
 
 class Stopped(RuntimeError):
-    """The work was given up before its end.
+    """The work was canceled before it was complete.
 
-    Inside a worker: because another one failed. For whoever waits: because the interpreter ends, or this process was
-    forked in the middle of it.
+    In a worker: another worker failed. In `join`: the interpreter is shutting down, or this process was forked while
+    the work ran.
     """
 
 
 class Stop:
-    """Tells workers to stop."""
+    """A request to stop, shared by workers and those who wait for them. Thread-safe."""
 
     def __init__(self) -> None:
         self.condition = threading.Condition()
         self.requested = False
         self.is_lost = False
-        """Whether this process was forked in the middle of the work: the threads are its parent's."""
+        """Whether this process was forked while the work ran: the threads exist only in its parent."""
         remake_in_child(self)
 
     def request(self) -> None:
-        """Ask all workers to stop, and wake those that wait for their turn."""
+        """Ask all workers to stop, and wake those that wait."""
         with self.condition:
             self.requested = True
             self.condition.notify_all()
 
     def check_process(self) -> None:
-        """Refuse to go on in a process that was forked in the middle of the work.
+        """Check that this process was not forked while the work ran.
 
         Raises:
-            Stopped: it was.
+            Stopped: it was forked.
         """
         if self.is_lost:
-            raise Stopped("this process was forked in the middle of the work, whose threads are its parent's")
+            raise Stopped("this process was forked while the work ran; its threads exist only in the parent process")
 
     def after_fork(self) -> None:
         """See `forks.Forked`."""
@@ -70,15 +70,15 @@ class Stop:
 
 
 def _no_work(state: Any, item: Any) -> int:
-    raise AssertionError("the work is over")
+    raise AssertionError("the workers have ended")
 
 
 def _no_state() -> Any:
-    raise AssertionError("the work is over")
+    raise AssertionError("the workers have ended")
 
 
 class Workers(Generic[Item, State]):
-    """`num_threads` threads that take items in order and call `work(state, item)`, each with a state of its own."""
+    """`num_threads` threads that take items in order and call `work(state, item)`, each with its own state."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Workers(Generic[Item, State]):
         work: Callable[[State, Item], int],
         stop: Stop | None = None,
     ) -> None:
-        """`work` returns the bytes it dealt with, for progress."""
+        """`work` returns the number of bytes it processed, for progress."""
         self.done_nbytes = 0
         self._num_threads = num_threads
         self._items = iter(items)
@@ -101,14 +101,14 @@ class Workers(Generic[Item, State]):
         self._changed = threading.Condition()
         self._num_working = 0
         self._num_ended = 0
-        self._num_begun = 0
+        self._num_started = 0
         self._num_done = 0
-        self._is_used_up = num_threads == 0
-        """Whether there are no more items to begin."""
+        self._is_exhausted = num_threads == 0
+        """Whether every item has been started."""
         remake_in_child(self)
 
     def run(self, on_progress: Callable[[int], None] | None = None) -> None:
-        """Do all the work: `start` and `join`."""
+        """`start`, then `join`; no thread is working on return."""
         try:
             self.start()
             self.join(on_progress)
@@ -119,7 +119,7 @@ class Workers(Generic[Item, State]):
         """Start the threads.
 
         Raises:
-            OSError: the system gives no more threads.
+            OSError: the system cannot start another thread (EAGAIN).
         """
         _live.add(weakref.ref(self, _live.discard))
         try:
@@ -127,7 +127,7 @@ class Workers(Generic[Item, State]):
                 thread = threading.Thread(target=self._run, name=f"relayout-{number}", daemon=True)
                 try:
                     thread.start()
-                except RuntimeError as error:  # All that Python says where the system gives no more threads.
+                except RuntimeError as error:  # Python raises RuntimeError if pthread_create fails.
                     raise OSError(errno.EAGAIN, str(error)) from None
                 self._threads.append(thread)
         except BaseException:
@@ -135,12 +135,11 @@ class Workers(Generic[Item, State]):
             raise
 
     def join(self, on_progress: Callable[[int], None] | None = None) -> None:
-        """Wait for all items, calling `on_progress` with the bytes done so far; nobody works any more on return.
+        """Wait for all items and call `on_progress` with the bytes done so far; no thread is working on return.
 
         Raises:
             the first error of a worker, or KeyboardInterrupt.
-            Stopped: items are left, though none has failed: somebody else has cancelled the work, or this process was
-                forked in the middle of it.
+            Stopped: no worker failed, but items are left: another thread called `cancel`, or this process was forked.
         """
         try:
             ended = False
@@ -156,30 +155,30 @@ class Workers(Generic[Item, State]):
             try:
                 raise error
             finally:
-                del error  # Its traceback knows this frame: nothing that it refers to would be freed soon.
+                del error  # Breaks the cycle of error, traceback and this frame, which would delay freeing buffers.
         self._stop.check_process()
-        if not self._is_used_up or self._num_done < self._num_begun:
-            raise Stopped("the work was given up before its end, as the interpreter is ending")
+        if not self._is_exhausted or self._num_done < self._num_started:
+            raise Stopped("the work was canceled before it was complete: the interpreter is shutting down")
 
     def cancel(self) -> None:
-        """Take no further items, and wait for those in work; nobody works any more on return."""
+        """Start no further items and wait for those in progress; no thread is working on return."""
         self._stop.request()
         if threading.current_thread() in self._threads or sys.is_finalizing():
-            # The garbage collector may call this in a worker; after `_cancel_all` there is nobody to wait for.
+            # The garbage collector may call this in a worker. After `_cancel_all` no thread is left to wait for.
             return
-        # Not by Thread.join alone: before Python 3.13, one that a signal interrupted has marked its thread as ended.
+        # Thread.join is not enough: before Python 3.13 a join interrupted by a signal marks its thread as ended.
         with self._changed:
             self._changed.wait_for(lambda: self._num_working == 0)
         for thread in self._threads:
             thread.join()
         _live.discard(weakref.ref(self))
-        # What the work refers to may refer to this.
+        # Break reference cycles between the work callback and self.
         self._items = iter(())
         self._work = _no_work
         self._make_state = _no_state
 
     def after_fork(self) -> None:
-        """See `forks.Forked`: in the child there are no threads, and nobody may wait for them."""
+        """See `forks.Forked`. The child has none of the threads and must not wait for them."""
         self._lock = threading.Lock()
         self._changed = threading.Condition()
         self._threads = []
@@ -188,11 +187,11 @@ class Workers(Generic[Item, State]):
 
     def _run(self) -> None:
         with self._changed:
-            is_wanted = not self._stop.requested
-            self._num_working += is_wanted
+            is_counted = not self._stop.requested
+            self._num_working += is_counted
         try:
-            if is_wanted:
-                self._work_off()
+            if is_counted:
+                self._run_items()
         except Stopped:
             pass
         except BaseException as error:
@@ -201,11 +200,11 @@ class Workers(Generic[Item, State]):
             self._stop.request()
         finally:
             with self._changed:
-                self._num_working -= is_wanted
+                self._num_working -= is_counted
                 self._num_ended += 1
                 self._changed.notify_all()
 
-    def _work_off(self) -> None:
+    def _run_items(self) -> None:
         state = self._make_state()
         while True:
             with self._lock:
@@ -214,9 +213,9 @@ class Workers(Generic[Item, State]):
                 try:
                     item = next(self._items)
                 except StopIteration:
-                    self._is_used_up = True
+                    self._is_exhausted = True
                     return
-                self._num_begun += 1
+                self._num_started += 1
             nbytes = self._work(state, item)
             with self._lock:
                 self.done_nbytes += nbytes

@@ -1,1 +1,1 @@
-"""Who holds what, pure but for reading plan files: families, cuts, quantized forms. Imports `core` and `storage`."""
+"""Which rank holds what: families, cuts, quantization. Pure except reading plan files. Imports `core`, `storage`."""

@@ -1,7 +1,7 @@
-"""Dividing a dimension among ranks: which elements each of them holds. Pure integers.
+"""Divides a dimension among ranks. Pure integer arithmetic.
 
-The rules are those of the engines (vLLM 0.33 `model_executor/layers/linear.py` and `vocab_parallel_embedding.py`,
-SGLang 0.5 for a vocabulary that does not divide).
+The rules follow the engines (vLLM 0.33 `model_executor/layers/linear.py` and `vocab_parallel_embedding.py`,
+SGLang 0.5 for a vocabulary that is not a multiple).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ VOCABULARY_MULTIPLE = 64
 _MAX_SIZE = 2**63 - 1
 
 _MAX_RANGES = 2**16
-"""Pieces of one tensor that may be put together."""
+"""Largest number of ranges that a fused dimension is divided into."""
 
 _HEADS = frozenset({"heads", KV_HEADS})
 
 
 class Sizes:
-    """The sizes that a family's rules need, from config.json, that of the nested text model first."""
+    """Looks up the sizes that a family's rules need in config.json; a nested `text_config` has precedence."""
 
     def __init__(self, sources: Mapping[str, Sequence[SizeSource]], config: Mapping[str, Any]) -> None:
         nested = config.get("text_config")
@@ -34,7 +34,7 @@ class Sizes:
         self._sources = sources
 
     def find(self, size: str) -> int | None:
-        """A size, or None where config.json does not have it."""
+        """The size, or None if config.json does not have it."""
         for source in self._sources.get(size, ()):
             if source.when is not None and self._value(source.when) != source.equals:
                 continue
@@ -57,7 +57,7 @@ class Sizes:
         return next((config[key] for config in self._configs if config.get(key) is not None), None)
 
     def get(self, size: str) -> int:
-        """A size.
+        """The size.
 
         Raises:
             PlanError: config.json does not have it.
@@ -65,18 +65,18 @@ class Sizes:
         value = self.find(size)
         if value is None:
             keys = " or ".join(str(source.use) for source in self._sources.get(size, ()))
-            raise PlanError(
-                f"needs {size}, but config.json has no positive {keys or 'such number'}",
-                code="config",
+            missing = (
+                f"config.json has no positive integer {keys}" if keys else "the plan does not say where to find it"
             )
+            raise PlanError(f"size {size!r} is unknown: {missing}", code="config")
         return value
 
 
 def divide(rule: Rule, size: int, sizes: Sizes, num_ranks: int) -> list[tuple[Range, ...]]:
-    """The ranges of a dimension of `size` elements that each rank holds, in the order in which it holds them.
+    """For each rank the ranges that it holds of a dimension of `size` elements, in the rank's order.
 
     Raises:
-        PlanError: it does not come out even, or config.json contradicts the shape.
+        PlanError: the dimension cannot be divided among the ranks, or config.json contradicts its size.
     """
     if len(rule.units) > 1 or rule.widths:
         return _fused(rule, size, sizes, num_ranks)
@@ -92,19 +92,19 @@ def divide(rule: Rule, size: int, sizes: Sizes, num_ranks: int) -> list[tuple[Ra
         if unit in _HEADS and size != count:
             _check_heads(size, count, sizes)
         elif size % count:
-            raise PlanError(f"{size} elements are not {count} {unit}, which config.json declares", code="config")
+            raise PlanError(f"{size} elements, but config.json declares {count} {unit}", code="config")
         ranges = even_ranges(size, count, num_ranks, share=unit == KV_HEADS)
     return [(part,) for part in ranges]
 
 
 def even_ranges(size: int, count: int, num_ranks: int, *, share: bool = False) -> list[Range]:
-    """Divide `count` groups of `size // count` elements among the ranks: (start, length) of each rank.
+    """Divide `count` groups of `size // count` elements evenly among the ranks: (start, length) of each rank.
 
-    With `share`, more ranks than groups share them: each group goes to as many neighboring ranks
+    With `share` and more ranks than groups, each group is held by the same number of neighboring ranks
     (vLLM 0.33 QKVParallelLinear: KV head `rank // (num_ranks // count)`).
 
     Raises:
-        PlanError: it does not come out even.
+        PlanError: the groups cannot be divided or shared evenly.
     """
     group = size // count if count else 0
     if share and num_ranks > count > 0:
@@ -122,10 +122,10 @@ def even_ranges(size: int, count: int, num_ranks: int, *, share: bool = False) -
 
 
 def vocabulary_ranges(size: int, num_ranks: int) -> list[Range]:
-    """Divide vocabulary rows as engines do: padded to a multiple of 64 for the split, stored unpadded.
+    """Divide vocabulary rows as engines do: padded to a multiple of 64 to compute the ranges, stored without padding.
 
-    Where the padded size does not divide, it is padded to a multiple of 64 x ranks (SGLang 0.5
-    `vocab_parallel_embedding.py`; vLLM refuses). The last ranks may hold fewer rows, or none.
+    If the ranks do not divide the padded size, it is padded to a multiple of 64 x ranks (SGLang 0.5
+    `vocab_parallel_embedding.py`; vLLM raises an error). The last ranks may hold fewer rows, or zero.
     """
     padded = align_up(size, VOCABULARY_MULTIPLE)
     if padded % num_ranks:
@@ -134,26 +134,26 @@ def vocabulary_ranges(size: int, num_ranks: int) -> list[Range]:
 
 
 def ragged_ranges(size: int, block: int, num_ranks: int) -> list[Range]:
-    """Divide whole blocks, as many for each rank as the first needs; the last ranks may hold fewer, or none
+    """Divide whole blocks: each rank holds the rounded-up share, the last ranks may hold fewer or zero
     (vLLM 0.33 `models/gpt_oss.py`).
 
     Raises:
-        PlanError: there are no whole blocks.
+        PlanError: `size` is not a multiple of `block`.
     """
     if size % block:
-        raise PlanError(f"{size} elements, not a multiple of {block}, which belong together", code="indivisible")
+        raise PlanError(f"{size} elements, not a multiple of the block size {block}", code="indivisible")
     return _ceil_ranges(size, -(-size // block // num_ranks) * block, num_ranks)
 
 
 def owner(expert: int, count: int, num_ranks: int) -> int:
-    """The rank whose range, of those of `owner_ranges`, has the expert."""
+    """The rank that owns the expert: the one whose range of `owner_ranges` contains it."""
     base, rest = divmod(count, num_ranks)
-    first = rest * (base + 1)  # Experts of the ranks that hold one more.
+    first = rest * (base + 1)  # Number of experts on the ranks that hold one more.
     return expert // (base + 1) if expert < first else rest + (expert - first) // base
 
 
 def owner_ranges(count: int, num_ranks: int) -> list[Range]:
-    """Deal whole experts in contiguous blocks, the remainder one each to the first ranks
+    """Divide whole experts into contiguous blocks; the first ranks hold one more each if there is a remainder
     (vLLM 0.33 `fused_moe/expert_map_manager.py`, linear placement)."""
     base, rest = divmod(count, num_ranks)
     return [(rank * base + min(rank, rest), base + (rank < rest)) for rank in range(num_ranks)]
@@ -165,15 +165,15 @@ def _ceil_ranges(size: int, share: int, num_ranks: int) -> list[Range]:
 
 
 def _fused(rule: Rule, size: int, sizes: Sizes, num_ranks: int) -> list[tuple[Range, ...]]:
-    """Each rank's share of each part, one part after another: what the engines' fused layers hold
+    """Divide each part of a fused dimension; a rank holds its range of each part in turn, as fused layers of engines do
     (vLLM 0.33 MergedColumnParallelLinear and QKVParallelLinear)."""
     parts = _parts(rule, size, sizes)
     groups = 1 if rule.interleaved is None else sizes.get(rule.interleaved)
     if any(count % groups for count, _ in parts):
         counts = " + ".join(str(count) for count, _ in parts)
-        raise PlanError(f"{counts} heads do not lie in {groups} equal groups", code="indivisible")
+        raise PlanError(f"{counts} heads cannot be divided into {groups} equal groups", code="indivisible")
     if groups * len(parts) > _MAX_RANGES:
-        raise PlanError(f"{groups} groups of {len(parts)} parts are too many pieces, limit {_MAX_RANGES}", code="limit")
+        raise PlanError(f"{groups} groups of {len(parts)} parts are too many ranges, limit {_MAX_RANGES}", code="limit")
     pitch = size // groups
     held: list[list[Range]] = [[] for _ in range(num_ranks)]
     before = 0
@@ -191,27 +191,32 @@ def _fused(rule: Rule, size: int, sizes: Sizes, num_ranks: int) -> list[tuple[Ra
 
 
 def _parts(rule: Rule, size: int, sizes: Sizes) -> list[tuple[int, int]]:
-    """Of each part of a fused dimension: how many units it has, and how many elements each of them has."""
+    """For each part of a fused dimension: its number of units, and the number of elements of each unit."""
     if set(rule.units) == {EVEN}:
         if size % len(rule.units):
-            raise PlanError(f"{size} elements are not {len(rule.units)} parts of equal size", code="indivisible")
+            raise PlanError(
+                f"{size} elements cannot be divided into {len(rule.units)} parts of equal size", code="indivisible"
+            )
         return [(size // len(rule.units), 1)] * len(rule.units)
     counts = [sizes.get(unit) for unit in rule.units]
     if rule.widths:
         parts = list(zip(counts, (sizes.get(width) for width in rule.widths), strict=True))
         if sum(count * width for count, width in parts) != size:
             words = " + ".join(f"{count} * {width}" for count, width in parts)
-            raise PlanError(f"{size} elements are not {words}, which config.json declares", code="config")
+            raise PlanError(f"{size} elements, but config.json declares {words}", code="config")
         return parts
     if _HEADS & set(rule.units):
         _check_heads(size, sum(counts), sizes)
     elif size % sum(counts):
-        raise PlanError(f"{size} elements are not {' + '.join(map(str, counts))} of equal size", code="indivisible")
+        raise PlanError(
+            f"{size} elements cannot be divided into {' + '.join(map(str, counts))} units of equal size",
+            code="indivisible",
+        )
     return [(count, size // sum(counts)) for count in counts]
 
 
 def _joined(ranges: Sequence[Range]) -> tuple[Range, ...]:
-    """The same elements in the same order, with ranges that touch made one."""
+    """The same elements in the same order, with adjacent ranges merged."""
     joined: list[Range] = []
     for start, length in ranges or [(0, 0)]:
         if joined and sum(joined[-1]) == start:
@@ -225,4 +230,4 @@ def _check_heads(size: int, count: int, sizes: Sizes) -> None:
     head_dim = sizes.find(HEAD_DIM)
     if size % count or (head_dim is not None and size != count * head_dim):
         by = "" if head_dim is None else f" of {head_dim} elements"
-        raise PlanError(f"{size} elements are not {count} heads{by}, which config.json declares", code="config")
+        raise PlanError(f"{size} elements, but config.json declares {count} heads{by}", code="config")

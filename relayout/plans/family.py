@@ -1,4 +1,4 @@
-"""Plan files: how the tensors of a model family are cut, as data. FORMAT.md describes the file format."""
+"""Plan files: rules that cut the tensors of a model family, as data. FORMAT.md describes the file format."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from relayout.core.patterns import compile_glob, invalid_because, names_numbers
+from relayout.core.patterns import compile_glob, depends_on_numbers, invalid_because
 from relayout.errors import FormatError, PlanError, shown
 from relayout.storage.local.files import read_small
 
 EVEN, VOCABULARY, RAGGED = "even", "vocabulary", "ragged"
-"""Units that need no size; any other unit is the name of a size: the number of groups, such as heads."""
+"""Units without a size. Any other unit is the name of a size: the number of groups, such as heads."""
 
 KV_HEADS = "kv_heads"
-"""The unit that neighboring ranks share where there are more ranks than units."""
+"""The unit that neighboring ranks share if there are more ranks than units."""
 
 HEAD_DIM = "head_dim"
-"""The size that a dimension cut by heads is checked against."""
+"""The size of one head, checked against dimensions that are cut by heads."""
 
 EXPERTS = "experts"
-"""The size that counts the experts."""
+"""The number of experts."""
 
 _MAX_PLAN_NBYTES = 2**18
 _TOP_KEYS = frozenset(
@@ -36,64 +36,64 @@ _MODEL_TYPES = re.compile(r"^model_types *= *\[[^]]*]", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class SizeSource:
-    """Where a size may be found."""
+    """Where to find a size."""
 
     use: str | int
-    """A key of config.json, two of them as "A / B", or the size itself."""
+    """A key of config.json, a quotient of two keys "A / B", or the size itself."""
     when: str | None = None
-    """A key of config.json on which it depends whether this source counts."""
+    """A key of config.json: the source applies only if its value is `equals`. None: the source always applies."""
     equals: str | int | bool = True
-    """What must stand there."""
+    """The value of `when` at which the source applies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How the tensors that a pattern names are cut."""
+    """How the tensors that match a pattern are cut."""
 
     pattern: str
-    """For `patterns.compile_glob`."""
+    """A pattern for tensor names, see `core.patterns`."""
     dim: int | None
-    """The tensor dimension that is cut; None: every rank holds the whole tensor."""
+    """The dimension that is cut; None: every rank holds the whole tensor."""
     units: tuple[str, ...] = ()
-    """What the dimension is divided by; more than one: it is fused from as many parts, each divided by its own."""
+    """What the dimension is divided by. Several units: the dimension is fused from as many parts, one unit each."""
     widths: tuple[str, ...] = ()
-    """For each unit, the size that says how many elements one of them has; (): as many as its size gives each."""
+    """For each unit the size that is its number of elements; (): all units have the same number."""
     interleaved: str | None = None
-    """The unit that groups a fused dimension, each group with its share of each part; None: part after part."""
+    """The size that counts the groups of a fused dimension; each group has its share of each part. None: no groups."""
     block: int = 1
-    """Elements that stay together, where the unit is `RAGGED`."""
+    """Number of elements that are not separated, for the unit `RAGGED`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One plan file, with what it extends."""
+    """A plan file, merged with the plan that it extends."""
 
     name: str
-    """The built-in name, or the file's."""
+    """Name of the built-in plan or of the file."""
     model_types: tuple[str, ...]
-    """Values of `model_type` in config.json that this file is for."""
+    """Values of `model_type` in config.json that the plan applies to."""
     quantization: str | None
-    """The only `quant_method` that this file is for; None: it does not matter."""
+    """The only `quant_method` that the plan applies to; None: any."""
     prefixes: tuple[str, ...]
-    """What may be taken off a name that no rule matches, longest first."""
+    """Prefixes that may be removed from a name that no rule matches, longest first."""
     sizes: Mapping[str, tuple[SizeSource, ...]]
-    """Sizes that rules need, and where to look for them; the first that is there counts."""
+    """Sizes that rules need, and their sources; the first source that has a value is used."""
     rules: tuple[Rule, ...]
-    """In order; the first that matches a tensor counts."""
+    """In order; the first that matches a tensor is used."""
     experts_each: tuple[str, ...]
-    """Patterns of tensors that belong to one expert, whose number is at `#`."""
+    """Patterns of tensors of one expert, whose number is at `#`."""
     experts_stacked: tuple[str, ...]
-    """Patterns of tensors whose dim 0 counts the experts."""
+    """Patterns of tensors with one entry for each expert along dim 0."""
     is_transposed: bool = False
     """Whether weights are stored [in, out], so that dim 0 of a rule is dim 1 of a quantized weight."""
 
     @property
-    def tells_numbers_apart(self) -> bool:
-        """Whether names that differ in numbers only may have different rules."""
-        return any(map(names_numbers, (*(rule.pattern for rule in self.rules), *self.prefixes)))
+    def depends_on_numbers(self) -> bool:
+        """Whether names that differ only in numbers may have different rules."""
+        return any(map(depends_on_numbers, (*(rule.pattern for rule in self.rules), *self.prefixes)))
 
     def rule(self, name: str) -> Rule | None:
-        """The rule for the tensor `name`."""
+        """The rule for the tensor `name`, or None."""
         for candidate in self._candidates(name):
             for rule in self.rules:
                 if compile_glob(rule.pattern).match(candidate):
@@ -101,7 +101,7 @@ class Family:
         return None
 
     def expert(self, name: str) -> int | None:
-        """The number of the one expert that the tensor `name` belongs to."""
+        """The number of the expert that the tensor `name` belongs to, or None."""
         for candidate in self._candidates(name):
             for pattern in self.experts_each:
                 if match := compile_glob(pattern).match(candidate):
@@ -109,7 +109,7 @@ class Family:
         return None
 
     def stacks_experts(self, name: str) -> bool:
-        """Whether dim 0 of the tensor `name` counts the experts."""
+        """Whether the tensor `name` has one entry for each expert along dim 0."""
         return any(
             compile_glob(pattern).match(candidate)
             for candidate in self._candidates(name)
@@ -125,27 +125,27 @@ class Family:
 
 @cache
 def builtin_families() -> tuple[Family, ...]:
-    """The plan files that come with relayout, by name."""
+    """The built-in plans, sorted by name."""
     return tuple(_builtin(name) for name in sorted(_builtin_texts()))
 
 
 def builtin_text(name: str) -> str:
-    """A built-in plan file, as it is written.
+    """The text of a built-in plan file.
 
     Raises:
-        PlanError: there is none of this name.
+        PlanError: no built-in plan has this name.
     """
     texts = _builtin_texts()
     if name not in texts:
-        raise PlanError(f"no built-in plan {name!r}, there are: {', '.join(sorted(texts))}", code="no_plan")
+        raise PlanError(f"no built-in plan {name!r}, expected one of {', '.join(sorted(texts))}", code="no_plan")
     return texts[name]
 
 
 def read_family(path: Path) -> Family:
-    """Read a person's own plan file (`--plan FILE`).
+    """Read a plan file (`--plan FILE`).
 
     Raises:
-        FormatError: it cannot be read or is no plan file.
+        FormatError: the file cannot be read or is not a valid plan.
     """
     blob = read_small(path, _MAX_PLAN_NBYTES)
     try:
@@ -156,10 +156,10 @@ def read_family(path: Path) -> Family:
 
 
 def find_family(model_type: str | None, quantization: str | None = None) -> Family:
-    """The built-in plan for a model type; one for just this quantization before others.
+    """The built-in plan for a model type; a plan for this quantization only has precedence.
 
     Raises:
-        PlanError: there is none.
+        PlanError: there is no built-in plan for the model type.
     """
     families = [_builtin(name) for name, text in sorted(_builtin_texts().items()) if _may_be_for(text, model_type)]
     for wanted in dict.fromkeys((quantization, None)):
@@ -173,25 +173,25 @@ def find_family(model_type: str | None, quantization: str | None = None) -> Fami
     )
     raise PlanError(
         f"{what} (`relayout plans` lists them): supply one with --plan FILE, try --plan transformers,"
-        " or use --tp 1, which needs none",
+        " or use --tp 1, which needs no plan",
         code="no_plan",
     )
 
 
 def _may_be_for(text: str, model_type: str | None) -> bool:
-    """Whether a plan file may be for a model type: told by one of its lines, as parsing all plans takes a while."""
+    """Whether a plan file may apply to a model type. Reads one line, because parsing all plans takes 70 ms."""
     found = _MODEL_TYPES.search(text)
     try:
         return found is None or model_type in tomllib.loads(found[0])["model_types"]
-    except tomllib.TOMLDecodeError:  # More than the pattern knows.
+    except tomllib.TOMLDecodeError:  # The list is not as simple as the pattern expects.
         return True
 
 
 def parse_family(text: str, where: str, name: str) -> Family:
-    """Parse a plan file; `name` is what the family shall be called, `where` names the file in messages.
+    """Parse a plan file; `name` becomes the family's name, `where` is the path in errors.
 
     Raises:
-        FormatError: it is not one.
+        FormatError: the text is not a valid plan.
     """
     return _parse_family(text, where, name, ())
 
@@ -230,11 +230,11 @@ def _parse_family(text: str, where: str, name: str, extended_by: tuple[str, ...]
     quantization = top.get("quantization")
     if not isinstance(quantization, str | None):
         raise FormatError(
-            f"quantization {shown(quantization)}, expected the name of a method", path=where, code="field"
+            f"quantization: {shown(quantization)}, expected the name of a method", path=where, code="field"
         )
     transposed = top.get("transposed", False)
     if not isinstance(transposed, bool):
-        raise FormatError(f"transposed {shown(transposed)}, expected true or false", path=where, code="field")
+        raise FormatError(f"transposed: {shown(transposed)}, expected true or false", path=where, code="field")
     family = Family(
         name,
         _strings(top.get("model_types", []), "model_types", where),
@@ -251,22 +251,22 @@ def _parse_family(text: str, where: str, name: str, extended_by: tuple[str, ...]
             raise FormatError(f"invalid pattern {shown(pattern)}: {reason}", path=where, code="field")
     for pattern in family.experts_each:
         if compile_glob(pattern).groups != 1:
-            raise FormatError(f"experts.each: {shown(pattern)} has not just one '#'", path=where, code="field")
+            raise FormatError(f"experts.each: {shown(pattern)}, expected exactly one '#'", path=where, code="field")
     extends = top.get("extends")
     if extends is not None:
         family = _extended(family, extends, where, extended_by)
     if not family.rules:
-        raise FormatError("a plan has a table [cut] with rules", path=where, code="field")
+        raise FormatError("the plan has no rules, expected a table [cut]", path=where, code="field")
     _check_units(family, where)
     return family
 
 
 def _extended(family: Family, extends: Any, where: str, extended_by: tuple[str, ...]) -> Family:
-    """The family with sizes, rules and experts of the plan that it extends behind its own."""
+    """The family, with sizes, rules and experts of the extended plan after its own."""
     if not isinstance(extends, str) or extends not in _builtin_texts():
-        raise FormatError(f"extends {shown(extends)}, which is no built-in plan", path=where, code="field")
+        raise FormatError(f"extends {shown(extends)}, which is not a built-in plan", path=where, code="field")
     if extends in extended_by:
-        raise FormatError(f"extends {shown(extends)}, which extends it", path=where, code="field")
+        raise FormatError(f"extends {shown(extends)}, which extends this plan", path=where, code="field")
     base = _builtin(extends, extended_by)
     own = {rule.pattern for rule in family.rules}
     return replace(
@@ -282,7 +282,7 @@ def _extended(family: Family, extends: Any, where: str, extended_by: tuple[str, 
 
 def _parse_sources(size: str, value: Any, where: str) -> tuple[SizeSource, ...]:
     if size in (EVEN, VOCABULARY, RAGGED):
-        raise FormatError(f"sizes.{size}: this unit has a meaning of its own", path=where, code="field")
+        raise FormatError(f"sizes.{size}: the name is reserved for a unit", path=where, code="field")
     sources = []
     for source in value if isinstance(value, list) else [value]:
         table = source if isinstance(source, dict) else {"use": source}
@@ -291,12 +291,12 @@ def _parse_sources(size: str, value: Any, where: str) -> tuple[SizeSource, ...]:
         is_known = isinstance(when, str | None) and isinstance(equals, str | int)
         if not is_size or not is_known or table.keys() - {"use", "when", "is"} or ("is" in table and when is None):
             raise FormatError(
-                f"sizes.{size}: {shown(source)} is no key of config.json, no positive number, and no {{ "
-                "when = KEY, is = VALUE, use = KEY or number }",
+                f"sizes.{size}: {shown(source)}, expected a key of config.json, a positive integer, or "
+                "{ when = KEY, is = VALUE, use = KEY or integer }",
                 path=where,
                 code="field",
             )
-        sources.append(SizeSource(use, when, equals))  # type: ignore[arg-type]  # is_size: it is str or int.
+        sources.append(SizeSource(use, when, equals))  # type: ignore[arg-type]  # is_size: `use` is str or int.
     return tuple(sources)
 
 
@@ -308,27 +308,27 @@ def _parse_rule(pattern: str, value: Any, where: str) -> Rule:
     dim, by = rest.pop("dim", None), rest.pop("by", None)
     parts = by if isinstance(by, list) else [by]
     if type(dim) is not int or dim < 0 or not parts or not all(isinstance(part, str) for part in parts):
-        raise FormatError(f'{what} is not "whole" or {{ dim = N, by = UNIT }}', path=where, code="field")
+        raise FormatError(f'{what}, expected "whole" or {{ dim = N, by = UNIT }}', path=where, code="field")
     split = [tuple(word.strip() for word in part.split("*")) for part in parts]
     units, widths = tuple(words[0] for words in split), tuple(words[1] for words in split if len(words) == 2)
     if any(len(words) > 2 for words in split) or len(widths) not in (0, len(units)):
-        raise FormatError(f"{what}: UNIT * WIDTH is for all parts or for none", path=where, code="field")
+        raise FormatError(f"{what}: either all parts or no part may be UNIT * WIDTH", path=where, code="field")
     interleaved, block = rest.pop("interleaved", None), rest.pop("block", 1)
     if rest:
         raise FormatError(f"{what}: unknown key {shown(min(rest))}", path=where, code="field")
     if not isinstance(interleaved, str | None) or (interleaved is not None and len(units) == 1):
         raise FormatError(
-            f"{what}: interleaved is for a list of units, and names the unit of a group", path=where, code="field"
+            f"{what}: interleaved must be the name of a size, and by a list of units", path=where, code="field"
         )
     if type(block) is not int or block < 1 or (block > 1 and units != (RAGGED,)):
         raise FormatError(
-            f"{what}: block is a positive number of elements, for the unit {RAGGED!r}", path=where, code="field"
+            f"{what}: block must be a positive integer, and the unit {RAGGED!r}", path=where, code="field"
         )
     if len(units) > 1 and ({VOCABULARY, RAGGED} & set(units) or (EVEN in units and set(units) != {EVEN})):
-        raise FormatError(f"{what}: parts are either all {EVEN!r} or all counted by sizes", path=where, code="field")
+        raise FormatError(f"{what}: parts must be either all {EVEN!r} or all names of sizes", path=where, code="field")
     if widths and (interleaved or {EVEN, VOCABULARY, RAGGED} & set(units)):
         raise FormatError(
-            f"{what}: UNIT * WIDTH is for units counted by sizes, and not interleaved", path=where, code="field"
+            f"{what}: UNIT * WIDTH needs names of sizes, and excludes interleaved", path=where, code="field"
         )
     return Rule(pattern, dim, units, widths, interleaved, block)
 
@@ -349,12 +349,12 @@ def _check_units(family: Family, where: str) -> None:
 def _table(top: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
     table = top.get(key, {})
     if not isinstance(table, dict):
-        raise FormatError(f"{key} is not a table", path=where, code="field")
+        raise FormatError(f"{key}: {shown(top[key])}, expected a table", path=where, code="field")
     return table
 
 
 def _strings(value: Any, what: str, where: str) -> tuple[str, ...]:
     values = [value] if isinstance(value, str) else value
     if not isinstance(values, list) or not all(isinstance(item, str) for item in values):
-        raise FormatError(f"{what} is not a string or a list of strings", path=where, code="field")
+        raise FormatError(f"{what}: {shown(value)}, expected a string or a list of strings", path=where, code="field")
     return tuple(values)

@@ -1,7 +1,7 @@
-"""The tensor-parallel plan: which slice of each tensor each rank holds. Pure, but for reading a plan file.
+"""The tensor-parallel plan: which slice of each tensor each rank holds. Pure except for reading a plan file.
 
-A family's rules say how each tensor is cut, so that an engine finds in a rank's files what it would have cut out
-itself; tensors that store a quantized weight between them are cut where the weight is.
+A family's rules cut each tensor as the engines do. A quantized weight is stored as several tensors, which are cut where
+the weight is cut.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from relayout.plans.quantization import INPUT_SCALES, Scheme, Weight, find_schem
 MAX_RANKS = 1024
 
 TRANSFORMERS = "transformers"
-"""Given as a plan: the one that the transformers package has for the model type."""
+"""As `plan`: the plan that the transformers package has for the model type."""
 
 Unmatched = Literal["error", "replicate"]
-"""What becomes of tensors that no rule names."""
+"""How to treat tensors that no rule matches."""
 
 _DEGREES_TO_TRY = range(1, 65)
 
 
 class PlannedTensor(Protocol):
-    """A tensor, as far as a plan is concerned."""
+    """What planning needs of a tensor."""
 
     @property
     def name(self) -> str: ...
@@ -41,94 +41,94 @@ class PlannedTensor(Protocol):
 
 
 class PlannedCheckpoint(Protocol):
-    """A checkpoint, as far as a plan is concerned."""
+    """What planning needs of a checkpoint."""
 
     @property
     def root(self) -> Any:
-        """What messages call it."""
+        """Its path in errors."""
 
     @property
     def tensors(self) -> Sequence[PlannedTensor]: ...
     @property
     def config(self) -> Mapping[str, Any]:
-        """config.json."""
+        """The content of config.json; empty if there is no such file."""
 
     @property
     def config_error(self) -> str | None:
-        """Why nothing can be planned by config.json, though it is there."""
+        """Why config.json cannot be used for planning, or None."""
 
     @property
     def model_type(self) -> str | None:
-        """Of config.json."""
+        """`model_type` of config.json, or None."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Who holds what."""
+    """Which slice of each tensor each rank holds."""
 
     name: str
-    """The family whose rules were used; "none" at one rank."""
+    """Name of the family whose rules were applied; "none" for one rank."""
     num_ranks: int
     cuts: tuple[Cut, ...]
-    """The different cuts, in the order in which tensors first have them."""
+    """The distinct cuts, in order of the first tensor that has them."""
     cut_of: tuple[int, ...]
-    """For each tensor of the catalogue, in its order: position in `cuts`."""
+    """For each tensor of the checkpoint, in its order: position in `cuts`."""
     expert_parallel: bool = False
     """Whether experts are owned whole."""
     unmatched: tuple[str, ...] = ()
-    """Tensors that no rule names, and that every rank holds whole."""
+    """Tensors that no rule matches; every rank holds them whole."""
 
     def cut(self, t: int) -> Cut:
-        """How a tensor is cut."""
+        """The cut of the tensor at position `t`."""
         return self.cuts[self.cut_of[t]]
 
 
 def plan_for(
-    catalogue: PlannedCheckpoint,
+    checkpoint: PlannedCheckpoint,
     num_ranks: int,
     plan: str | Path | None = None,
     *,
     expert_parallel: bool = False,
     unmatched: Unmatched | None = None,
 ) -> Plan:
-    """Choose the rules, a person's own or the built-in ones for the checkpoint's model type, and apply them.
+    """Choose a plan file or the built-in plan for the checkpoint's model type, and apply its rules.
 
     Args:
-        catalogue: what is stored.
+        checkpoint: the tensors and config.json.
         num_ranks: the tensor-parallel degree.
-        plan: a plan file, or the word "transformers" for that package's plan; None: the built-in one.
-        expert_parallel: experts are owned whole, in contiguous blocks over the ranks (vLLM's linear placement).
-        unmatched: "error", or "replicate" to let every rank hold whole what no rule names. None: "error", but
-            "replicate" with the plan of transformers, which names just what is cut.
+        plan: a plan file, or "transformers" for that package's plan; None: the built-in plan.
+        expert_parallel: each expert is held whole by one rank, in contiguous blocks (vLLM's linear placement).
+        unmatched: how to treat tensors that no rule matches: "error", or "replicate" to hold them whole on every rank.
+            None: "error", but "replicate" with the plan of transformers, which lists only tensors that are cut.
 
     Raises:
-        FormatError: `plan` is no plan file, or config.json begins with a byte order mark.
-        PlanError: there are no rules for this checkpoint, or they cannot be applied at this degree.
+        FormatError: `plan` is not a valid plan file, or config.json begins with a byte order mark.
+        PlanError: there is no plan for this checkpoint, or its rules cannot be applied at this degree.
     """
     if not 1 <= num_ranks <= MAX_RANKS:
         raise PlanError(f"{num_ranks} ranks, expected 1 to {MAX_RANKS}", code="option")
     if unmatched not in (None, *get_args(Unmatched)):
         raise PlanError(f"unmatched={unmatched!r}, expected one of {', '.join(get_args(Unmatched))}", code="option")
-    if num_ranks > 1 and catalogue.config_error is not None:
-        raise FormatError(catalogue.config_error, code="syntax")
-    own = _own_family(Path(plan), catalogue.model_type) if plan is not None and plan != TRANSFORMERS else None
+    if num_ranks > 1 and checkpoint.config_error is not None:
+        raise FormatError(checkpoint.config_error, code="syntax")
+    own = _own_family(Path(plan), checkpoint.model_type) if plan is not None and plan != TRANSFORMERS else None
     if num_ranks == 1:
-        return Plan("none", 1, *number_cuts([Cut((WHOLE,))] * len(catalogue.tensors)))
-    quantization = catalogue.config.get("quantization_config")
-    with about(path=catalogue.root):
+        return Plan("none", 1, *number_cuts([Cut((WHOLE,))] * len(checkpoint.tensors)))
+    quantization = checkpoint.config.get("quantization_config")
+    with about(path=checkpoint.root):
         scheme = find_scheme(quantization) if isinstance(quantization, Mapping) else None
     if own is not None:
         family = own
     elif plan is not None:
-        # Needed for this only, and heavy.
+        # Imports the transformers package.
         from relayout.plans.transformers import transformers_family
 
-        family = transformers_family(catalogue.model_type, catalogue.config)
+        family = transformers_family(checkpoint.model_type, checkpoint.config)
         unmatched = unmatched or "replicate"
     else:
-        family = find_family(catalogue.model_type, None if scheme is None else scheme.name)
+        family = find_family(checkpoint.model_type, None if scheme is None else scheme.name)
     return make_plan(
-        catalogue, num_ranks, family, scheme, expert_parallel=expert_parallel, unmatched=unmatched or "error"
+        checkpoint, num_ranks, family, scheme, expert_parallel=expert_parallel, unmatched=unmatched or "error"
     )
 
 
@@ -136,8 +136,8 @@ def _own_family(path: Path, model_type: str | None) -> Family:
     family = read_family(path)
     if family.model_types and model_type not in family.model_types:
         raise PlanError(
-            f"is for model_types {', '.join(family.model_types)}, config.json says {shown(model_type)}:"
-            " the line may be left out",
+            f"the plan is for model_types {', '.join(family.model_types)}, config.json has {shown(model_type)};"
+            " without the line model_types it applies to any",
             path=path,
             code="no_plan",
         )
@@ -145,7 +145,7 @@ def _own_family(path: Path, model_type: str | None) -> Family:
 
 
 def make_plan(
-    catalogue: PlannedCheckpoint,
+    checkpoint: PlannedCheckpoint,
     num_ranks: int,
     family: Family,
     scheme: Scheme | None = None,
@@ -156,57 +156,57 @@ def make_plan(
     """Apply a family's rules to a checkpoint.
 
     Raises:
-        PlanError: a tensor has no rule, or its rule cannot be applied at this degree.
+        PlanError: no rule matches a tensor, or its rule cannot be applied at this degree.
     """
-    sizes = Sizes(family.sizes, catalogue.config)
+    sizes = Sizes(family.sizes, checkpoint.config)
     whole = Cut((WHOLE,) * num_ranks)
-    finder = _KindFinder(catalogue, family, scheme)
+    finder = _KindFinder(checkpoint, family, scheme)
     experts = _Experts(family, sizes, num_ranks) if expert_parallel else None
     kinds: dict[_Kind, str] = {}
     column: list[_Kind | Cut] = []
-    without = []
-    for tensor in catalogue.tensors:
+    unmatched_names = []
+    for tensor in checkpoint.tensors:
         owned = None if experts is None else experts.owners(tensor)
         kind = finder.find(tensor) if owned is None else None
         if kind is not None:
             kinds.setdefault(kind, tensor.name)
         elif owned is None:
-            without.append(tensor.name)
+            unmatched_names.append(tensor.name)
         column.append(kind or owned or whole)
-    if without and unmatched == "error":
-        others = f" (nor {len(without) - 1} others)" if len(without) > 1 else ""
+    if unmatched_names and unmatched == "error":
+        others = f" (nor {len(unmatched_names) - 1} others)" if len(unmatched_names) > 1 else ""
         raise PlanError(
-            f"no rule of plan {family.name!r} names it{others}: write one"
-            " (--plan FILE), or let every rank hold such tensors whole (--unmatched replicate)",
-            path=catalogue.root,
-            tensor=without[0],
+            f"no rule of plan {family.name!r} matches it{others}: add a rule (--plan FILE), or hold such tensors whole"
+            " on every rank (--unmatched replicate)",
+            path=checkpoint.root,
+            tensor=unmatched_names[0],
             code="no_rule",
         )
     if experts is not None and not experts.found:
         raise PlanError(
-            f"plan {family.name!r} names no tensor of experts that a rank could own",
-            path=catalogue.root,
+            f"no tensor matches the experts of plan {family.name!r}, which --expert-parallel needs",
+            path=checkpoint.root,
             code="no_rule",
         )
     cuts = _apply(kinds, sizes, num_ranks, scheme)
     numbered = number_cuts(cuts[one] if isinstance(one, _Kind) else one for one in column)
-    return Plan(family.name, num_ranks, *numbered, expert_parallel, tuple(without))
+    return Plan(family.name, num_ranks, *numbered, expert_parallel, tuple(unmatched_names))
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What decides how a tensor is cut: those of equal kinds are cut alike."""
+    """Everything that determines how a tensor is cut. Tensors of equal kind have the same cut."""
 
     rule: Rule
     dtype: str
     shape: tuple[int, ...]
     weights: tuple[Weight, ...] = ()
-    """Where the tensor is one of several that store a quantized weight between them: what that weight may be."""
+    """If the tensor is one of several that store a quantized weight: the possible forms of that weight."""
     suffix: str = ""
-    """Last part of such a tensor's name."""
+    """Last part of the name of such a tensor."""
     is_expert: bool = False
-    """Whether the weight is of one expert. Engines load FP8 experts of which a rank's share ends inside a block of
-    scales (vLLM 0.33 `fused_moe/oracle/fp8.py`, `refine_fp8_moe_block_shape`), and refuse other such layers."""
+    """Whether the weight belongs to one expert. Engines load FP8 experts whose slice ends inside a block of scales
+    (vLLM 0.33 `fused_moe/oracle/fp8.py`, `refine_fp8_moe_block_shape`), and refuse this for other layers."""
 
     def apply(self, sizes: Sizes, num_ranks: int, scheme: Scheme | None) -> Cut:
         """The cut of the tensors of this kind."""
@@ -226,7 +226,7 @@ class _Kind:
         return _checked(self.dtype, self.shape, tuple(Slice(dim, parts) for parts in ranges))
 
     def _carry(self, scheme: Scheme, weight: Weight, dim: int, sizes: Sizes, num_ranks: int) -> Cut:
-        """The cut, if the tensor is one of those that store this weight."""
+        """The cut of this tensor, from the cut of the quantized weight that it belongs to."""
         shape = (weight.rows, weight.columns)
         with about(part=f"dim {dim} of a quantized weight {list(shape)}"):
             cut = self._divide(dim, shape, sizes, num_ranks)
@@ -240,15 +240,15 @@ class _Kind:
 
     def _divide(self, dim: int, shape: tuple[int, ...], sizes: Sizes, num_ranks: int) -> list[tuple[Range, ...]]:
         if dim >= len(shape):
-            raise PlanError(f"there is no such dimension, which {self.rule.pattern!r} cuts", code="no_rule")
+            raise PlanError(f"the dimension does not exist, but rule {self.rule.pattern!r} cuts it", code="no_rule")
         return divide(self.rule, shape[dim], sizes, num_ranks)
 
 
 def _checked(dtype: str, shape: tuple[int, ...], slices: tuple[Slice, ...]) -> Cut:
-    """The cut, if its slices can be made of whole bytes.
+    """The cut, checked to divide the tensor at whole bytes.
 
     Raises:
-        PlanError: they cannot.
+        PlanError: a slice starts or ends inside a byte.
     """
     cut = Cut(slices)
     _ = cut.tensor(dtype, shape).transfers
@@ -256,26 +256,26 @@ def _checked(dtype: str, shape: tuple[int, ...], slices: tuple[Slice, ...]) -> C
 
 
 class _KindFinder:
-    """Finds what decides how each tensor is cut; names that differ in numbers only are looked up once."""
+    """Finds the kind of each tensor. Looks up names that differ only in numbers once, where rules allow."""
 
-    def __init__(self, catalogue: PlannedCheckpoint, family: Family, scheme: Scheme | None) -> None:
+    def __init__(self, checkpoint: PlannedCheckpoint, family: Family, scheme: Scheme | None) -> None:
         self._family = family
         self._scheme = scheme
-        self._collapse = not family.tells_numbers_apart
+        self._collapse = not family.depends_on_numbers
         self._rules: dict[str, Rule | None] = {}
         self._experts: dict[str, bool] = {}
         self._modules: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
-        """Of each quantized module: last part of the name -> dtype, shape."""
+        """For each quantized module: last part of the tensor name -> dtype, shape."""
         self._weights: dict[str, tuple[Weight, ...]] = {}
-        """What they store between them."""
+        """For each quantized module: the possible forms of its weight."""
         if scheme is not None:
-            for tensor in catalogue.tensors:
+            for tensor in checkpoint.tensors:
                 module, _, suffix = tensor.name.rpartition(".")
                 if suffix in scheme.tensors:
                     self._modules.setdefault(module, {})[suffix] = (tensor.dtype, tensor.shape)
 
     def find(self, tensor: PlannedTensor) -> _Kind | None:
-        """None: no rule names the tensor."""
+        """The kind of the tensor; None: no rule matches it."""
         module, _, suffix = tensor.name.rpartition(".")
         stored = self._modules.get(module, {})
         if self._scheme is not None and suffix in stored and len(stored) > 1:
@@ -289,7 +289,7 @@ class _KindFinder:
                 return _Kind(rule, tensor.dtype, tensor.shape, weights, suffix, self._is_expert(tensor.name))
         rule = self._rule(tensor.name)
         if rule is None and suffix == "bias" and len(stored) > 1:
-            # Some tools give every quantized layer a bias, of zeros mostly; it goes with the rows.
+            # Some tools add a bias, mostly zeros, to every quantized layer. It is cut like the rows.
             rule = self._rule(f"{module}.weight")
             is_rows = rule is not None and rule.dim == (1 if self._family.is_transposed else 0)
             rule = replace(rule, dim=0) if rule is not None and is_rows else Rule(tensor.name, None)
@@ -314,7 +314,7 @@ class _KindFinder:
 
 
 class _Experts:
-    """Which rank owns which expert."""
+    """Assigns experts to ranks."""
 
     def __init__(self, family: Family, sizes: Sizes, num_ranks: int) -> None:
         self._family = family
@@ -323,13 +323,13 @@ class _Experts:
         self._whole = Cut((WHOLE,) * num_ranks)
         self._owned: dict[int, Cut] = {}
         self.found = False
-        """Whether any tensor belongs to an expert."""
+        """Whether a tensor belonged to an expert so far."""
 
     def owners(self, tensor: PlannedTensor) -> Cut | None:
-        """The cut; None: the tensor belongs to no expert.
+        """The cut of the tensor; None: it does not belong to an expert.
 
         Raises:
-            PlanError: config.json does not say how many experts there are, or there are more.
+            PlanError: config.json lacks the number of experts, or contradicts the tensor.
         """
         with about(tensor=tensor.name):
             return self._owners(tensor)
@@ -342,14 +342,14 @@ class _Experts:
                 return self._whole
             count = self._sizes.get(EXPERTS)
             if expert >= count:
-                raise PlanError(f"config.json declares {count} experts, counted from 0", code="config")
+                raise PlanError(f"expert {expert}, but config.json declares {count} experts", code="config")
             return self._owned_by(owner(expert, count, self._num_ranks))
         if tensor.shape and self._family.stacks_experts(tensor.name):
             self.found = True
             declared = self._sizes.find(EXPERTS)
             if declared not in (None, tensor.shape[0]):
                 raise PlanError(
-                    f"{tensor.shape[0]} experts along dim 0, config.json declares {declared}", code="config"
+                    f"{tensor.shape[0]} experts along dim 0, but config.json declares {declared}", code="config"
                 )
             slices = tuple(Slice(0, (part,)) for part in owner_ranges(tensor.shape[0], self._num_ranks))
             return _checked(tensor.dtype, tensor.shape, slices)
@@ -362,10 +362,10 @@ class _Experts:
 
 
 def _apply(kinds: Mapping[_Kind, str], sizes: Sizes, num_ranks: int, scheme: Scheme | None) -> dict[_Kind, Cut]:
-    """The cut for each kind, given with the name of a tensor that it is for.
+    """The cut of each kind; `kinds` maps it to the name of a tensor, for errors.
 
     Raises:
-        PlanError: one cannot be made; the message ends with the degrees at which all can.
+        PlanError: a rule cannot be applied; the message ends with the degrees at which all rules can.
     """
 
     def applied(degree: int) -> dict[_Kind, Cut]:

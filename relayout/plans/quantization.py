@@ -1,9 +1,9 @@
-"""Quantized weights: how the tensors that store one weight between them are cut where the weight is cut. Pure.
+"""Quantized weights: cuts the tensors that store one weight where the weight is cut. Pure.
 
-A scheme says, for each tensor that a method stores beside or instead of a weight, which of its axes runs with the
-weight's rows (outputs) and which with its columns (inputs). A cut of the weight is carried over in proportion, and
-only at borders: of blocks that share a scale, of groups, of words that pack several values. Layouts as vLLM 0.33 reads
-them (vllm/model_executor/parameter.py and layers/quantization/).
+A scheme says for each tensor of a quantized weight which of its dimensions corresponds to the weight's rows (outputs)
+and which to its columns (inputs). A cut of the weight is scaled to each tensor. It must fall on borders of blocks that
+share a scale, of groups, and of words that pack several values. The layouts are those that vLLM 0.33 reads
+(vllm/model_executor/parameter.py and layers/quantization/).
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from relayout.core.slices import Range
 from relayout.errors import PlanError, shown
 
 Axes = tuple[int | None, int | None]
-"""The axis that runs with the weight's rows, and the one that runs with its columns; None: there is none."""
+"""The dimensions that correspond to the weight's rows and columns; None: the tensor has no such dimension."""
 
 _NEITHER: Axes = (None, None)
 
-_ACT_ORDER = "the inputs of a group are scattered over all columns, so that ranks share scales"
+_ACT_ORDER = "the inputs of a group are scattered over all columns, so ranks would share scales"
 
 INPUT_SCALES = frozenset({"input_scale", "input_global_scale"})
-"""Scales of activations. Engines may want those of all experts, whoever owns them (vLLM 0.33 ep_weight_filter.py)."""
+"""Scales of activations. Engines may read those of all experts on every rank (vLLM 0.33 ep_weight_filter.py)."""
 
 _OF_WEIGHTS = frozenset({"weight_scale", "weight_scale_inv", "weight_zero_point"})
-"""Of these a weight may have just one element, which every rank holds."""
+"""Tensors that may have a single element for a whole weight, which every rank holds."""
 
 _OF_GROUPS = _OF_WEIGHTS | {"scales", "qzeros"}
-"""Of these a row may have just one element, which every rank that holds the row holds."""
+"""Tensors that may have a single element for a whole row, held by every rank that holds a part of the row."""
 
 _CACHE_SCALES = frozenset({"k_scale", "v_scale", "q_scale", "kv_scale", "prob_scale", "output_scale"})
-"""Of attention's cache, one number each, wherever they hang."""
+"""Scales of the attention cache, one number each, in any module."""
 
 _REFUSED = {
     "bitsandbytes": "its 4-bit and 8-bit weights are packed flat, across rows",
     "gguf": "its blocks are not stored as tensors",
     "torchao": "its tensors are flattened objects",
     "quark": "its scales and packing depend on settings per layer",
-    "quanto": "its packed tensors hold no rows",
+    "quanto": "its packed tensors have no rows",
     "aqlm": "its codebooks have no rows",
     "vptq": "its codebooks have no rows",
     "quip": "its weights are rotated across columns",
@@ -53,53 +53,53 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """How the values of a weight are stored."""
+    """Storage of the values of a weight."""
 
     bits: int
-    """Of one value."""
+    """Bits of one value."""
     group: int | None = None
-    """Columns that share a scale; None: all of them do."""
+    """Number of columns that share a scale; None: all columns of a row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A quantized weight, in values."""
+    """Shape and storage of a quantized weight, counted in values."""
 
     rows: int
     columns: int
     values: Values
-    """How they are stored."""
+    """Storage of its values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How one method stores weights."""
+    """How a quantization method stores weights."""
 
     name: str
     tensors: Mapping[str, Axes]
-    """Last part of a tensor's name -> which of its axes run with the weight's."""
+    """Last part of a tensor's name -> its dimensions for the weight's rows and columns."""
     rows_of: tuple[str, ...] = ()
-    """Tensors that have one element for each of the weight's rows along their row axis; the first found counts."""
+    """Tensors with one element for each row of the weight along their row dimension; the first found is used."""
     columns_of: tuple[str, ...] = ()
-    """Tensors that tell the weight's columns: one element for each, or as many as fit where they are packed."""
+    """Tensors that determine the number of columns: one element for each column, or for each word of packed columns."""
     scale: str = ""
-    """The tensor with one element for each group of columns along its column axis."""
+    """The tensor with one element for each group of columns along its column dimension."""
     packed: frozenset[str] = frozenset()
-    """Tensors in which an I32 holds the values of several columns."""
+    """Tensors in which one I32 packs the values of several columns."""
     block: tuple[int, int] = (1, 1)
-    """Rows and columns that share a scale, where the last block may be partial."""
+    """Rows and columns of a block that shares a scale. The last block may be partial."""
     values: tuple[Values, ...] = (Values(8),)
-    """Ways in which weights of this checkpoint may be stored; the first that fits a weight's shapes counts."""
+    """The possible storages of values in this checkpoint."""
 
     def is_cache_scale(self, suffix: str, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor is the one scale of an attention cache, which every rank holds."""
+        """Whether a tensor is the scale of an attention cache, which every rank holds."""
         return suffix in _CACHE_SCALES and shape in ((), (1,))
 
     def weights(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[Weight, ...]:
-        """What these tensors (last part of the name -> dtype, shape) may store between them.
+        """The possible forms of the weight that these tensors (last part of the name -> dtype, shape) store.
 
-        Mostly one weight; several where a checkpoint stores its weights in several ways, and shapes alone do not tell
-        them apart; none where these are no tensors of a quantized matrix.
+        Usually one. Several if the checkpoint has several storages of values that the shapes do not distinguish. Empty
+        if the tensors do not store a quantized matrix.
         """
         found: dict[Weight, None] = {}
         for values in self.values:
@@ -110,7 +110,7 @@ class Scheme:
         return tuple(found)
 
     def _fits(self, columns: int, values: Values, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bool:
-        """Whether there are as many scales as there are groups of columns."""
+        """Whether the number of scales equals the number of groups of columns."""
         axis = self.tensors[self.scale][1] if self.scale in tensors else None
         if axis is None or self.block != (1, 1):
             return True
@@ -141,19 +141,19 @@ class Scheme:
         *,
         may_split_blocks: bool = False,
     ) -> tuple[int, list[tuple[Range, ...]]] | None:
-        """Carry a cut of the weight over to one of its tensors.
+        """Scale a cut of the weight to one of its tensors.
 
         Args:
-            axis: of the weight: 0 for rows, 1 for columns.
+            axis: dimension of the weight: 0 for rows, 1 for columns.
             suffix: last part of the tensor's name.
-            shape: of the tensor.
-            weight: what the tensors store.
-            ranges: for each rank: (start, length) in values of the weight, along `axis`.
-            may_split_blocks: whether a border may fall inside a block that shares a scale, so that every rank holds all
+            shape: shape of the tensor.
+            weight: the weight that the tensors store.
+            ranges: for each rank its ranges (start, length) of the weight's values along `axis`.
+            may_split_blocks: whether a border may fall inside a block that shares a scale; then every rank holds all
                 scales.
 
         Returns:
-            The tensor's axis and, for each rank, ranges of its elements; None: every rank holds it whole.
+            The tensor's dimension and, for each rank, ranges of its elements; None: every rank holds it whole.
 
         Raises:
             PlanError: a border falls inside a block, group or word.
@@ -169,7 +169,7 @@ class Scheme:
             and (suffix in _OF_GROUPS if axis else suffix in _OF_WEIGHTS and prod(shape) == 1)
         ):
             return None
-        # How many values one element stands for: those that share it, the last few perhaps, or those packed in a word.
+        # Values per element of the tensor: those that share a scale (the last group may be smaller) or a packed word.
         word = Fraction(32, weight.values.bits)
         if shared is not None and size == -(-dim // shared):
             per = Fraction(shared)
@@ -197,10 +197,10 @@ class Scheme:
 
 
 def find_scheme(config: Mapping[str, Any]) -> Scheme:
-    """The scheme of a checkpoint's quantization_config.
+    """The scheme of a `quantization_config`.
 
     Raises:
-        PlanError: such weights cannot be cut.
+        PlanError: weights quantized like this cannot be cut.
     """
     method = str(config.get("quant_method", "")).lower().replace("_", "-")
     if method in ("fp8", "fbgemm-fp8"):
@@ -214,10 +214,10 @@ def find_scheme(config: Mapping[str, Any]) -> Scheme:
     if method.startswith("modelopt"):
         return _modelopt(config)
     if method == "mxfp4":
-        # As gpt_oss stores it: blocks and scales under names of their own, which its plan cuts.
+        # gpt_oss: blocks and scales have their own names, and the plan has rules for them.
         return Scheme("mxfp4", {})
     family = next((name for name in _REFUSED if method.startswith(name)), None)
-    why = _REFUSED[family] if family else "how it stores them is not known here"
+    why = _REFUSED[family] if family else "relayout does not know how it stores them"
     raise _refusal(method or "method unknown", why)
 
 
@@ -247,7 +247,7 @@ _PACKED_INPUTS: Mapping[str, Axes] = {"qweight": (1, 0), "scales": (1, 0), "qzer
 
 
 def _gptq(config: Mapping[str, Any]) -> Scheme:
-    dynamic = config.get("dynamic")  # GPTQModel: exceptions for some layers.
+    dynamic = config.get("dynamic")  # GPTQModel: different settings for some layers.
     exceptions = dynamic.values() if isinstance(dynamic, Mapping) else ()
     layers = [config, *({**config, **one} for one in exceptions if isinstance(one, Mapping))]
     values = {Values(_number(one, "bits"), _group(one.get("group_size"))): None for one in layers}
@@ -333,7 +333,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
 
 
 def _compressed_layers(group: Mapping[str, Any], default: Any) -> tuple[Values, tuple[int, int]]:
-    """How the layers of a config group are stored: values, and the block that shares a scale."""
+    """Storage of values, and the block that shares a scale, of a config group."""
     weights, stored = group["weights"], group.get("format") or default or "dense"
     if not isinstance(stored, str) or stored not in _COMPRESSED_FORMATS:
         raise _refusal(f"compressed-tensors, format {stored}", "its packing has no rows and columns")
@@ -350,7 +350,7 @@ def _modelopt(config: Mapping[str, Any]) -> Scheme:
     config = nested if "quant_algo" not in config and isinstance(nested, Mapping) else config
     algorithm = str(config.get("quant_algo") or "").upper()
     if algorithm not in ("FP8", "NVFP4"):
-        raise _refusal(f"modelopt ({algorithm or 'no quant_algo'})", "only its FP8 and NVFP4 forms are known here")
+        raise _refusal(f"modelopt ({algorithm or 'no quant_algo'})", "only its FP8 and NVFP4 formats are supported")
     tensors: Mapping[str, Axes] = {
         "weight": (0, 1),
         "weight_scale": (0, 1),
@@ -370,7 +370,7 @@ def _block(value: Any) -> tuple[int, int]:
         return (1, 1)
     if isinstance(value, list) and len(value) == 2 and all(type(size) is int and size > 0 for size in value):
         return (value[0], value[1])
-    raise PlanError(f"quantization_config: {shown(value)} is no block of rows and columns", code="config")
+    raise PlanError(f"quantization_config: block {shown(value)}, expected [rows, columns]", code="config")
 
 
 def _number(config: Mapping[str, Any], key: str) -> int:

@@ -1,8 +1,8 @@
 """The tensor-parallel plan that the transformers package has for a model type, as a family.
 
-Its `base_model_tp_plan` names modules in memory, and the way in which each is cut
-(transformers 5.23, `distributed/tensor_parallel.py`). Embeddings and heads are not in it, nor is what a checkpoint
-stores in other pieces than memory: those rules are ours.
+`base_model_tp_plan` lists modules and how each is cut (transformers 5.23, `distributed/tensor_parallel.py`). It has no
+rules for embeddings and heads, and uses the names of modules in memory. This module adds rules for embeddings, heads,
+and tensors that checkpoints store under other names.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _UNITS = {
     **dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj", "query_key_value", "o_proj"), "heads"),
     **dict.fromkeys(("k_proj", "v_proj"), KV_HEADS),
 }
-"""By these a contiguous cut must not fall inside a head. All other modules are cut evenly."""
+"""Modules that are cut by whole heads. All other modules are cut evenly."""
 
 _EXPERTS_AXES = {
     "gate_up_proj": {"packed_colwise": 1, "packed_rowwise": 2},
     "down_proj": {"rowwise": 2, "colwise": 1},
 }
-"""Of a tensor of all experts: style -> the axis that it cuts."""
+"""For the tensors of all experts: style -> the dimension that it cuts."""
 
 _EXPERTS_STORED = {"gate_up_proj": "{gate_proj,up_proj,w1,w3}", "down_proj": "{down_proj,w2}"}
 
@@ -40,10 +40,10 @@ _SIZES = {
 
 
 def transformers_family(model_type: str | None, config: Mapping[str, Any]) -> Family:
-    """The plan of transformers for a model type, or for that of the text model inside.
+    """The plan of transformers for a model type, or for the model type of its `text_config`.
 
     Raises:
-        PlanError: transformers is not installed, does not know the type, or has no plan for it.
+        PlanError: transformers is not installed, or has no plan for the model type.
     """
     try:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -61,7 +61,7 @@ def transformers_family(model_type: str | None, config: Mapping[str, Any]) -> Fa
             if isinstance(plan, dict) and any("layers" in module for module in plan):
                 return _family(f"transformers:{name}", plan)
     raise PlanError(
-        f"--plan transformers: it has no tensor-parallel plan for model type {model_type!r}", code="no_plan"
+        f"--plan transformers: the package has no tensor-parallel plan for model type {model_type!r}", code="no_plan"
     )
 
 
@@ -87,7 +87,7 @@ def _family(name: str, plan: Mapping[str, str]) -> Family:
 def _rules(module: str, style: str) -> Iterator[Rule]:
     stem, _, last = module.rpartition(".")
     if stem.endswith(".experts") and last in _EXPERTS_AXES:
-        # One tensor in memory; in a checkpoint mostly some for each expert, and perhaps under an older name.
+        # One tensor in memory. Checkpoints mostly have one for each expert, some under an older name.
         places, axis = f"{_BASES}{_older(stem)}", _EXPERTS_AXES[last].get(style)
         if axis is None:
             return
@@ -106,5 +106,5 @@ def _rules(module: str, style: str) -> Iterator[Rule]:
 
 
 def _older(stem: str) -> str:
-    """The pattern with the name that Mixtral's checkpoints have (transformers `conversion_mapping.py`)."""
+    """The pattern, which also matches the name in Mixtral's checkpoints (transformers `conversion_mapping.py`)."""
     return stem.replace(".mlp.", ".{mlp,block_sparse_moe}.")

@@ -65,6 +65,6 @@ def test_what_is_no_size_is_refused(text: str) -> None:
     "text", ["9223372036854775808", "9007199254740992K", "9223373TB", "9" * 5000, "9" * 5000 + "GB"]
 )
 def test_a_size_that_nothing_has_is_refused(text: str) -> None:
-    with pytest.raises(PlanError, match=r"is too large a size, expected at most 9223372036854775807 bytes$") as caught:
+    with pytest.raises(PlanError, match=r"is too large, expected at most 9223372036854775807 bytes$") as caught:
         parse_size(text)
     assert len(str(caught.value)) < 500

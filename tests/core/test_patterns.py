@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.planning import all_slices, catalogue
 
-from relayout.core.patterns import collapse_numbers, compile_glob, names_numbers
+from relayout.core.patterns import collapse_numbers, compile_glob, depends_on_numbers
 from relayout.plans.family import parse_family
 from relayout.plans.planner import make_plan
 
@@ -90,7 +90,7 @@ def test_names_of_all_layers_collapse_to_one_pattern(name: str, collapsed: str) 
     ],
 )
 def test_patterns_that_name_numbers(pattern: str, expected: bool) -> None:
-    assert names_numbers(pattern) == expected
+    assert depends_on_numbers(pattern) == expected
 
 
 def test_a_pattern_that_names_no_numbers_means_all_names_that_differ_in_numbers_or_none() -> None:
@@ -121,7 +121,7 @@ def test_a_pattern_that_names_no_numbers_means_all_names_that_differ_in_numbers_
     for count in (1, 2, 3):
         for chosen in product(tokens, repeat=count):
             pattern = ".".join(chosen)
-            if names_numbers(pattern):
+            if depends_on_numbers(pattern):
                 continue
             compiled = compile_glob(pattern)
             for alike in names.values():
@@ -136,7 +136,7 @@ def test_a_pattern_that_names_no_numbers_means_all_names_that_differ_in_numbers_
 def test_a_plan_that_names_numbers_is_applied_by_each_name(literal: str, order: tuple[str, ...]) -> None:
     """One that does not is looked up once for all layers; h.0* is the number 0 and one digit more, so no name here."""
     family = parse_family(f'[cut]\n"{literal}" = "whole"\n"h.*.w" = {{ dim = 0, by = "even" }}', "x", "x")
-    assert family.tells_numbers_apart
+    assert family.depends_on_numbers
     plan = make_plan(catalogue(dict.fromkeys(order, (4,))), 2, family)
     whole = {name for name, parts in zip(order, all_slices(plan), strict=True) if parts[0].is_whole}
     assert whole == ({"h.0.w"} if literal != "h.0*.w" else set())
@@ -145,7 +145,7 @@ def test_a_plan_that_names_numbers_is_applied_by_each_name(literal: str, order: 
 @pytest.mark.parametrize("order", [("m.0.w", "m.1.w"), ("m.1.w", "m.0.w")])
 def test_a_prefix_that_names_numbers_is_taken_off_each_name(order: tuple[str, ...]) -> None:
     family = parse_family('language_prefixes = ["m.0."]\n[cut]\n"w" = { dim = 0, by = "even" }', "x", "x")
-    assert family.tells_numbers_apart
+    assert family.depends_on_numbers
     plan = make_plan(catalogue(dict.fromkeys(order, (4,))), 2, family, unmatched="replicate")
     assert plan.unmatched == ("m.1.w",)
     assert {name: parts[0].is_whole for name, parts in zip(order, all_slices(plan), strict=True)} == {

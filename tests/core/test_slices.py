@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from math import prod
 from typing import Any
 
@@ -140,7 +141,7 @@ def test_rows_are_one_run_and_columns_one_run_for_each_row() -> None:
 @pytest.mark.parametrize("dtype", ["F4", "F32"])
 @pytest.mark.parametrize("bad", [(0, 9), (8, 2), (10, 0), (-2, 2), (4, -2)])
 def test_elements_that_the_axis_does_not_have_are_refused(dtype: str, bad: tuple[int, int]) -> None:
-    with pytest.raises(PlanError, match=r"dim 1 of \[2, 8, 2\] has no elements .*" + str(bad[0])):
+    with pytest.raises(PlanError, match=rf"ranges .*, {re.escape(str(bad))}\) are outside dim 1 of \[2, 8, 2\]$"):
         slice_transfers(dtype, (2, 8, 2), Slice(1, ((0, 2), bad)))
 
 

@@ -32,7 +32,7 @@ def test_whoever_waits_is_told_of_items_that_were_left() -> None:
     while not stop.requested:
         pass
     may_go_on.set()
-    with pytest.raises(Stopped, match="given up"):
+    with pytest.raises(Stopped, match="canceled before it was complete"):
         within(20, workers.join)
     stopper.join()
     assert workers.done_nbytes < 100
@@ -42,14 +42,14 @@ def test_an_item_that_is_given_up_is_one_that_is_left() -> None:
     def work(state: None, item: int) -> int:
         raise Stopped
 
-    with pytest.raises(Stopped, match="given up"):
+    with pytest.raises(Stopped, match="canceled before it was complete"):
         within(20, Workers(1, [1], lambda: None, work).run)
 
 
 def test_work_that_is_not_wanted_before_it_begins_is_left() -> None:
     stop = Stop()
     stop.request()
-    with pytest.raises(Stopped, match="given up"):
+    with pytest.raises(Stopped, match="canceled before it was complete"):
         within(20, Workers(3, range(5), lambda: None, lambda state, item: 1, stop).run)
 
 
@@ -111,5 +111,5 @@ threading.Thread(target=go_on, daemon=True).start()
 """
     assert child(script, wide, timeout=60) == [
         False,
-        ["the work was given up before its end, as the interpreter is ending"],
+        ["the work was canceled before it was complete: the interpreter is shutting down"],
     ]

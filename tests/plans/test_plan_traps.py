@@ -56,7 +56,7 @@ def test_quantized_weights_of_a_transposed_family_are_cut_the_other_way() -> Non
 )
 def test_kv_heads_that_config_json_leaves_out_are_not_guessed(config: dict[str, Any]) -> None:
     source = catalogue({"model.layers.0.self_attn.k_proj.weight": (1024, 4096)}, **config)
-    with pytest.raises(PlanError, match=r"1024 elements are not 32 heads of 128 elements"):
+    with pytest.raises(PlanError, match=r"1024 elements, but config.json declares 32 heads of 128 elements"):
         plan_for(source, 16)
 
 
@@ -92,7 +92,7 @@ def test_stacked_experts_that_config_json_counts_otherwise_are_refused() -> None
     source = catalogue(
         {"model.layers.0.mlp.experts.gate_up_proj": (6, 64, 32)}, model_type="mixtral", num_local_experts=8
     )
-    with pytest.raises(PlanError, match=r"6 experts along dim 0, config.json declares 8"):
+    with pytest.raises(PlanError, match=r"6 experts along dim 0, but config.json declares 8"):
         plan_for(source, 2, expert_parallel=True)
 
 
@@ -105,7 +105,7 @@ def test_a_huge_number_of_experts_takes_no_memory() -> None:
 
 def test_a_tensor_in_too_many_pieces_is_refused() -> None:
     source = catalogue({"h.0.self_attention.query_key_value.bias": (3 * 2**18,)}, model_type="bloom", n_head=2**18)
-    with pytest.raises(PlanError, match=r"262144 groups of 3 parts are too many pieces"):
+    with pytest.raises(PlanError, match=r"262144 groups of 3 parts are too many ranges"):
         plan_for(source, 2)
 
 
@@ -113,7 +113,7 @@ def test_a_tensor_in_too_many_pieces_is_refused() -> None:
     ("text", "says"),
     [
         ("a = " + "[" * 100_000, "not valid TOML"),
-        ("[cut]\nx" + ".a" * 250 + " = 1", "x.*is not"),
+        ("[cut]\nx" + ".a" * 250 + " = 1", 'x.*, expected "whole" or'),
         ("a = " + "9" * 5000, "not valid TOML"),
     ],
     ids=[
@@ -135,14 +135,14 @@ def test_a_pattern_that_could_not_match_as_meant_is_refused(pattern: str) -> Non
 
 def test_a_plan_for_another_model_type_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text('model_types = ["mine"]\n[cut]\n"**" = "whole"')
-    with pytest.raises(PlanError, match=r"mine.toml: is for model_types mine, config.json says 'llama'"):
+    with pytest.raises(PlanError, match=r"mine.toml: the plan is for model_types mine, config.json has 'llama'"):
         plan_for(catalogue({"a": (2,)}, model_type="llama"), 2, tmp_path / "mine.toml")
 
 
 def test_with_the_plan_of_transformers_too_what_it_does_not_name_can_be_an_error() -> None:
     source = catalogue({"model.norm.weight": (8,)}, model_type="helium")
     assert plan_for(source, 2, "transformers").unmatched == ("model.norm.weight",)
-    with pytest.raises(PlanError, match="no rule of plan 'transformers:helium' names it"):
+    with pytest.raises(PlanError, match="no rule of plan 'transformers:helium' matches it"):
         plan_for(source, 2, "transformers", unmatched="error")
 
 

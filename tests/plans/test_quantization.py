@@ -125,8 +125,8 @@ def test_the_scheme_is_that_of_the_method(config: dict[str, Any], name: str) -> 
         ({"quant_method": "quip_sharp"}, "quip-sharp, .*rotated"),
         ({"quant_method": "higgs"}, "higgs, .*rotated"),
         ({"quant_method": "quanto", "weights": "int8"}, "quanto, .*no rows"),
-        ({"quant_method": "squeezellm", "wbits": 4}, "squeezellm, .*not known here"),
-        ({"bits": 4}, "method unknown, .*not known here"),
+        ({"quant_method": "squeezellm", "wbits": 4}, "squeezellm, .*relayout does not know how it stores them"),
+        ({"bits": 4}, "method unknown, .*relayout does not know how it stores them"),
         (ACT_ORDER, r"GPTQ with act-order \(desc_act\), .*scattered"),
         # GPTQModel: exceptions for some layers.
         ({**GPTQ, "dynamic": {"-:lm_head": {}, "+:.*down": {"desc_act": True}}}, r"GPTQ with act-order \(desc_act\)"),
@@ -160,9 +160,9 @@ def test_what_cannot_be_cut_is_refused_with_the_reason(config: dict[str, Any], m
         ({**AWQ, "bits": 0}, "bits is 0, expected a number of bits"),
         ({**AWQ, "bits": True}, "bits is True, expected a number of bits"),
         (compressed("pack-quantized", {**INT4, "num_bits": 32}), "num_bits is 32, expected a number of bits"),
-        ({**FP8_BLOCKS, "weight_block_size": [128]}, r"\[128\] is no block of rows and columns"),
-        ({**FP8_BLOCKS, "weight_block_size": [128, 0]}, r"\[128, 0\] is no block of rows and columns"),
-        ({**FP8_BLOCKS, "weight_block_size": 128}, "128 is no block of rows and columns"),
+        ({**FP8_BLOCKS, "weight_block_size": [128]}, r"block \[128\], expected \[rows, columns\]"),
+        ({**FP8_BLOCKS, "weight_block_size": [128, 0]}, r"block \[128, 0\], expected \[rows, columns\]"),
+        ({**FP8_BLOCKS, "weight_block_size": 128}, r"block 128, expected \[rows, columns\]"),
     ],
 )
 def test_a_config_that_makes_no_sense_is_refused(config: dict[str, Any], message: str) -> None:

@@ -1,4 +1,4 @@
-"""Slices a plain checkpoint while it is loaded: right, but slower than loading a converted one."""
+"""Slices a plain checkpoint while it is loaded, which is slower than loading a converted one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from relayout.storage.protocols import Store
 
 
 def _held(source: Store, rank: int, num_ranks: int) -> tuple[Catalogue, list[tuple[SourceTensor, Cut]]]:
-    """A checkpoint, and what `rank` holds of it, with the cut, by the built-in plan for its model type."""
+    """A checkpoint, and the tensors that `rank` holds with their cuts, by the built-in plan for its model type."""
     catalogue = read_catalogue(source)
     plan = plan_for(catalogue, num_ranks)
     cuts = [plan.cuts[cut] for cut in plan.cut_of]
@@ -25,7 +25,7 @@ def _held(source: Store, rank: int, num_ranks: int) -> tuple[Catalogue, list[tup
 
 
 def plain_contents(source: Store, rank: int, num_ranks: int) -> Contents:
-    """What `rank` holds, by the built-in plan for the checkpoint's model type.
+    """The tensors that `rank` holds, by the built-in plan for the checkpoint's model type.
 
     Raises:
         FormatError: the checkpoint is damaged.
@@ -54,10 +54,10 @@ def _files(catalogue: Catalogue) -> tuple[StoredFile, ...]:
 
 
 def plain_pieces(source: Store, rank: int, num_ranks: int, patterns: Sequence[str] | None) -> StoredPieces:
-    """The same, to be read in parts: of tensors whose names match, all if `patterns` is None; for errors see there.
+    """The same tensors, readable in part: those whose names match, all if `patterns` is None.
 
     Raises:
-        PlanError: a pattern matches nothing, too.
+        FormatError, PlanError: as `plain_contents`; or a pattern matches nothing.
     """
     catalogue, held = _held(source, rank, num_ranks)
     if patterns is not None:

@@ -176,7 +176,7 @@ def test_a_file_that_is_replaced_between_two_stages_of_a_load_is_not_read(
     way: str, folder: Path, replace: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if way == "mapped":
-        pytest.skip("it makes the memory of its tensors itself")
+        pytest.skip("it maps new memory")
     true_fill = into._fill
 
     def fill(*given: Any) -> None:

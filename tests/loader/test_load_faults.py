@@ -144,7 +144,7 @@ def replace(place: Path, folder: Path) -> Callable[..., object]:
     return replace
 
 
-NOT_ITS_OWN = rf"{PART}: its header is not of rank 0, part \d, of this conversion$"
+NOT_ITS_OWN = rf"{PART}: its header is not of file \d of this conversion$"
 
 
 @pytest.mark.parametrize("call", ["load", "load names", "iter_load", "load tp", "open", "safe_open"])

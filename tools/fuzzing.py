@@ -24,7 +24,7 @@ from zstandard import ZstdDecompressor, ZstdError
 
 from relayout.checkpoint.config import parse_config
 from relayout.checkpoint.source import Catalogue, SourceTensor, parse_index
-from relayout.commands.restore import source_catalogue
+from relayout.commands.restore import recorded_source
 from relayout.conversion.layout import stored_conversion
 from relayout.core.digests import digest_hex
 from relayout.core.dtypes import BITS
@@ -265,7 +265,7 @@ def _record(data: bytes) -> None:
         names = [file.name for file in (*record.files, *record.side_files)] + list((record.index or ())[:1])
         assert len(set(names)) == len(names)
         assert all(_stays_inside(name) for name in names)
-        catalogue = source_catalogue(LocalStore(Path("x")), record)
+        catalogue = recorded_source(LocalStore(Path("x")), record)
         stored_conversion(LocalStore(Path("x")), manifest, _base_tables(), record, catalogue)
     except FormatError:
         return

@@ -1,1 +1,1 @@
-"""What lies in a folder: a source checkpoint, its config.json, a converted one. Imports `format` and `storage`."""
+"""Reads checkpoint folders: source checkpoints, config.json, converted checkpoints. Imports `format`, `storage`."""

@@ -1,4 +1,4 @@
-"""Reads config.json, and what other files of a checkpoint say of how it is quantized."""
+"""Reads config.json and the files in which tools declare quantization."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ _QUANTIZATION_FILES = {
     "quantize_config.json": ("gptq", None),
     "quant_config.json": ("awq", None),
 }
-"""Where tools have written what is quantization_config elsewhere: the method, and the key it hangs under."""
+"""Files that hold a quantization_config instead of config.json: (quantization method, key or None for the whole)."""
 
 
 class ByteOrderMarkError(FormatError):
-    """A file that begins with a byte order mark, which transformers refuses, as its JSON parser does."""
+    """A JSON file begins with a byte order mark, which transformers refuses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What a checkpoint's folder says of the model."""
+    """The model configuration of a checkpoint folder."""
 
     content: Mapping[str, Any]
-    """config.json, with what other files say of quantization; empty where there is none."""
+    """config.json, completed by quantization_config from other files; empty if there is no config.json."""
     names: tuple[str, ...]
-    """The files that were read for it."""
+    """Names of the files that were read."""
     error: str | None
-    """Why nothing can be planned by it, though there is one: a byte order mark."""
+    """Why config.json cannot be used (a byte order mark); None if it can."""
 
 
 def find_config(folder: Store) -> Config:
-    """As `read_config`, for those who may do without.
+    """Read the configuration; a byte order mark becomes `Config.error`.
 
     Raises:
-        FormatError: a file is no JSON object, and that not just for a byte order mark.
+        FormatError: a file is not a JSON object, for another reason than a byte order mark.
     """
     names: list[str] = []
     try:
@@ -51,16 +51,16 @@ def find_config(folder: Store) -> Config:
 
 
 def read_config(folder: Store) -> Mapping[str, Any]:
-    """config.json, with what other files of the folder say of quantization.
+    """config.json, completed by quantization_config from other files of the folder.
 
     Raises:
-        FormatError: one of them is no JSON object.
+        FormatError: a file is not a JSON object.
     """
     return _read(folder, [])
 
 
 def _read(folder: Store, names: list[str]) -> Mapping[str, Any]:
-    """As `read_config`; `names` gets those of the files that are there."""
+    """As `read_config`; appends the names of the files that were read to `names`."""
     config = _read_object(folder, "config.json", names)
     nested = config.get("text_config")
     inside = nested.get("quantization_config") if isinstance(nested, dict) else None
@@ -74,7 +74,7 @@ def _read(folder: Store, names: list[str]) -> Mapping[str, Any]:
 
 
 def _read_object(folder: Store, name: str, names: list[str]) -> dict[str, Any]:
-    """A JSON object, or an empty one where there is no such file."""
+    """Parse a JSON object; empty if the file does not exist."""
     if folder.stat(name) is None:
         return {}
     names.append(name)
@@ -82,19 +82,18 @@ def _read_object(folder: Store, name: str, names: list[str]) -> dict[str, Any]:
 
 
 def parse_config(blob: bytes, where: str) -> dict[str, Any]:
-    """Parse a JSON object as laxly as transformers does: with NaN, and the last of two equal keys.
+    """Parse a JSON object as leniently as transformers: NaN is accepted, and the last of equal keys counts.
 
     Raises:
-        FormatError: it is none.
+        FormatError: the bytes are not a JSON object.
     """
     text = decode(blob, where)
     if text.startswith("\ufeff"):
-        raise ByteOrderMarkError(
-            f"{where}: not valid JSON: begins with a byte order mark, which transformers refuses too: save it without"
-        )
+        what = "not valid JSON: begins with a byte order mark, which transformers refuses too; save it without"
+        raise ByteOrderMarkError(what, path=where, code="syntax")
     try:
         parsed = json.loads(text)
-    except (ValueError, RecursionError) as error:  # A JSONDecodeError, or what it leaves to Python.
+    except (ValueError, RecursionError) as error:  # ValueError: a JSONDecodeError, or an integer with too many digits.
         raise FormatError(f"not valid JSON: {error}", path=where, code="syntax") from None
     refuse_surrogates(text, parsed, where)
     if depth(parsed) > MAX_DEPTH:

@@ -18,12 +18,9 @@ from relayout.format.safetensors import LENGTH_NBYTES
 from relayout.format.source_record import SourceRecord, parse_record
 from relayout.storage.protocols import Kind, Store
 
-MAX_TABLE_FILE_NBYTES = MAX_TABLE_NBYTES
-"""Limit of a table or record as stored, compressed."""
-
 
 def is_converted(folder: Store) -> bool:
-    """Whether a manifest is there, which makes a folder a converted checkpoint."""
+    """Whether a folder is a converted checkpoint: it contains a manifest."""
     return folder.kind() is Kind.FOLDER and folder.stat(MANIFEST_NAME) is not None
 
 
@@ -31,7 +28,7 @@ def read_manifest(folder: Store) -> Manifest:
     """Read and check relayout.json.
 
     Raises:
-        FormatError: it cannot be read or is damaged.
+        FormatError: the manifest is missing or damaged.
     """
     if folder.kind() is Kind.NOTHING:
         raise FormatError(folder.absence(), path=str(folder), code="missing")
@@ -39,10 +36,10 @@ def read_manifest(folder: Store) -> Manifest:
 
 
 def check_rank(rank: int, num_ranks: int) -> None:
-    """Refuse a rank that does not exist.
+    """Check that a rank exists.
 
     Raises:
-        PlanError: `rank` is not one of the `num_ranks`.
+        PlanError: `rank` is not from 0 to `num_ranks` - 1.
     """
     if not 0 <= rank < num_ranks:
         raise PlanError(
@@ -54,31 +51,31 @@ def read_table(folder: Store, manifest: Manifest, rank: int) -> RankTable:
     """Read and check one rank's table.
 
     Raises:
-        FormatError: it cannot be read, is damaged, or belongs to another conversion.
+        FormatError: the table is missing, damaged, or of another conversion.
     """
     name = manifest.ranks[rank].table
-    return parse_table(folder.read(name, MAX_TABLE_FILE_NBYTES), manifest, rank, folder.where(name))
+    return parse_table(folder.read(name, MAX_TABLE_NBYTES), manifest, rank, folder.where(name))
 
 
 def read_record(folder: Store, manifest: Manifest) -> SourceRecord:
     """Read and check the source record.
 
     Raises:
-        FormatError: it cannot be read, is damaged, or of another conversion.
+        FormatError: the record is missing, damaged, or of another conversion.
     """
     where = folder.where(SOURCE_RECORD_NAME)
-    blob = folder.read(SOURCE_RECORD_NAME, MAX_TABLE_FILE_NBYTES)
+    blob = folder.read(SOURCE_RECORD_NAME, MAX_TABLE_NBYTES)
     text = decompress(blob, where)
     if (digest_hex(blob), digest_hex(text)) != (manifest.record_digest, manifest.conversion):
-        raise FormatError("digest differs from the one that the manifest names", path=where, code="digest")
+        raise FormatError("digest differs from the one in the manifest", path=where, code="digest")
     return parse_record(text, manifest.num_ranks, where)
 
 
 def check_file(folder: Store, manifest: Manifest, number: int) -> None:
-    """Check that a file says in its header that it is this one, of this conversion.
+    """Check that a rank file's header names this file number and this conversion.
 
     Raises:
-        FormatError: it does not: files of different conversions have been mixed, or two have changed places.
+        FormatError: the header names another file or conversion: files have been mixed up.
     """
     file, expected = manifest.files[number], header_prefix(number, manifest.conversion)
     start = bytearray(LENGTH_NBYTES + len(expected))

@@ -1,4 +1,4 @@
-"""The catalogue: every tensor of a source checkpoint and where it is stored.
+"""Reads a source checkpoint: every tensor and where it is stored.
 
 Reads directory entries, small JSON files and header bytes; never tensor data.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
@@ -30,16 +30,16 @@ _WEIGHT_SUFFIXES = frozenset(
 )
 _INDEX_SUFFIX = ".index.json"
 _MAX_FOLDERS = 16
-"""Named in a message."""
+"""The most folders that a message lists."""
 _MARKS = re.compile(r"[\x00-\x03]")
 _ABOVE_MARKS = {mark: f"\3{chr(mark + 4)}" for mark in range(4)}
-"""Writes the characters that `model_order` uses itself in another way, in the same order."""
+"""Escapes the characters that `model_order` uses as marks, and preserves their order."""
 _NUMBER = re.compile(r"\x02([0-9]+)(?=\x00)")
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One shard."""
+    """One shard (a safetensors file of the source)."""
 
     name: str
     """File name in the checkpoint folder."""
@@ -50,7 +50,7 @@ class SourceFile:
     header: bytes = field(repr=False)
     """The 8 + n bytes before the data section, as stored."""
     version: str | None = None
-    """As the store told it before the header was read; None of a file that is still to be written."""
+    """`FileStat.version` when the header was read; None for a file that is still to be written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,28 +71,28 @@ class Catalogue:
     """A source checkpoint."""
 
     root: Store
-    """The folder, or the single file, that was asked for."""
+    """The folder or single file that the caller gave."""
     files: tuple[SourceFile, ...]
     tensors: tuple[SourceTensor, ...]
     """In model order: by name, numbers compared as numbers."""
     metadata: Mapping[str, str]
     """`__metadata__` entries on which all shards agree."""
     config: Mapping[str, Any]
-    """config.json; empty where there is none. Its quantization_config may come from a file of its own."""
+    """config.json; empty if there is none. Its quantization_config may come from another file."""
     index: tuple[str, bytes] | None
-    """Name and bytes of the index.json, where there is one."""
+    """Name and bytes of the index.json; None if there is none."""
     side_files: tuple[str, ...]
-    """Everything that goes along and is no weight, as paths relative to the folder."""
+    """Files other than weights that a conversion copies, as paths relative to the folder."""
     left_out: tuple[str, ...]
-    """What does not go along, each with the reason, for the person."""
+    """Files that a conversion does not copy, each with the reason, as text for the user."""
     config_error: str | None = None
-    """Why nothing can be planned by config.json, though it is there."""
+    """Why config.json cannot be used; None if it can."""
     is_file: bool = False
-    """Whether `root` is a file, and its side files lie beside it."""
+    """Whether `root` is a single file; its side files are beside it."""
 
     @property
     def folder(self) -> Store:
-        """Where all files lie."""
+        """The folder of all files."""
         return self.root.parent()[0] if self.is_file else self.root
 
     @property
@@ -107,47 +107,43 @@ class Catalogue:
         return value if isinstance(value, str) else None
 
 
-def read_catalogue(source: Store) -> Catalogue:
-    """Read the catalogue of a checkpoint folder, a Hugging Face cache snapshot, or one .safetensors file.
+def read_catalogue(store: Store) -> Catalogue:
+    """Read a checkpoint folder, a Hugging Face cache snapshot, or one .safetensors file.
 
     Raises:
         FormatError: a file is missing, unreadable, damaged, or contradicts the index.
-        PlanError: `source` is no checkpoint to convert.
+        PlanError: `store` is not a checkpoint that can be converted.
     """
     try:
-        kind = source.kind()
+        kind = store.kind()
         if kind is Kind.FOLDER:
-            return _read_folder(source)
+            return _read_folder(store)
     except PermissionError as error:
-        raise FormatError(f"cannot be read: {error.strerror}", path=str(source)) from None
-    folder, name = source.parent()
+        raise FormatError(f"cannot be read: {error.strerror}", path=str(store)) from None
+    folder, name = store.parent()
     # Blobs of a hub cache have no suffix.
     if name.endswith(".safetensors") or (kind is Kind.FILE and "." not in name):
-        return _read_file(source, folder, name)
+        return _read_file(store, folder, name)
     if kind is Kind.NOTHING:
-        raise PlanError(source.absence(), path=str(source), code="missing")
-    raise PlanError("neither a folder nor a .safetensors file", path=str(source))
+        raise PlanError(store.absence(), path=str(store), code="missing")
+    raise PlanError("neither a folder nor a .safetensors file", path=str(store))
 
 
-def _read_file(source: Store, folder: Store, name: str) -> Catalogue:
+def _read_file(store: Store, folder: Store, name: str) -> Catalogue:
     check_name(folder, name)
     config = find_config(folder)
     return _assemble(
-        source,
-        folder,
+        store,
         [read_shard(folder, name)],
-        named=None,
         config=config,
-        index=None,
-        # What it was planned by: the output is loaded at other degrees by the same.
+        # Planning used these files. Loading the output at another degree needs them again.
         side_files=tuple(sorted(config.names)),
-        left_out=[],
         is_file=True,
     )
 
 
 def read_shard(folder: Store, name: str) -> tuple[SourceFile, Header]:
-    """Read and prove the header of one safetensors file.
+    """Read and validate the header of one safetensors file.
 
     Raises:
         FormatError: the file cannot be opened or is damaged.
@@ -168,9 +164,9 @@ def _read(file: ReadableFile, offset: int, nbytes: int) -> bytes:
 
 
 def model_order(name: str) -> str:
-    """Sort key: by dotted part, numbers as numbers and before words, so that layer 2 comes before layer 10."""
-    # One string, not a tuple of parts, of which a header may have millions. Each part begins with the mark of a number
-    # or a word, and ends with what is below both.
+    """Sort key by dotted parts: numbers compare as numbers and precede words, so layer 2 precedes layer 10."""
+    # A string is smaller than a tuple of parts; there may be millions of tensors. Each part begins with a mark for
+    # number (1) or word (2) and ends with 0, which is below both.
     if _MARKS.search(name):
         name = name.translate(_ABOVE_MARKS)
     words = "\2" + name.replace(".", "\0\2") + "\0"
@@ -179,11 +175,11 @@ def model_order(name: str) -> str:
 
 def _read_folder(root: Store) -> Catalogue:
     if is_converted(root):
-        raise PlanError(
-            f"is a converted checkpoint already ({MANIFEST_NAME} lies in it)", path=str(root), code="exists"
-        )
+        raise PlanError(f"is already a converted checkpoint (contains {MANIFEST_NAME})", path=str(root), code="exists")
     entries = sorted(root.walk(), key=lambda entry: entry.name.split("/"))
-    names = [entry.name for entry in entries if "/" not in entry.name]  # Folders, too: one may be in a file's place.
+    names = [
+        entry.name for entry in entries if "/" not in entry.name
+    ]  # Including folders, which may have the name of a file.
     shards = [name for name in names if name.endswith(".safetensors")]
     index_name = _find_index(root, names)
     left_out: list[str] = []
@@ -198,12 +194,11 @@ def _read_folder(root: Store) -> Catalogue:
     else:
         used, left_out = choose_shards(root, shards)
     if not used:
-        raise PlanError(f"holds no safetensors file{_elsewhere(entries)}", path=str(root), code="missing")
+        raise PlanError(f"contains no safetensors file{_elsewhere(entries)}", path=str(root), code="missing")
     for name in used:
         check_name(root, name)
     side_files, not_copied = _side_files(root, entries)
     return _assemble(
-        root,
         root,
         [read_shard(root, name) for name in used],
         named=named,
@@ -215,7 +210,7 @@ def _read_folder(root: Store) -> Catalogue:
 
 
 def _elsewhere(entries: Sequence[Entry]) -> str:
-    """Where the weights are, if they lie one folder deeper, as those of diffusers' pipelines do."""
+    """Advice if subfolders contain weights, as in a diffusers pipeline."""
     converted = _converted_folders(entries)
     found = sorted(
         {
@@ -228,11 +223,11 @@ def _elsewhere(entries: Sequence[Entry]) -> str:
     if not found:
         return ""
     more = " ..." if len(found) > _MAX_FOLDERS else ""
-    return f": they lie in folders in it, to be converted one by one: {', '.join(found[:_MAX_FOLDERS])}{more}"
+    return f"; convert its subfolders one by one: {', '.join(found[:_MAX_FOLDERS])}{more}"
 
 
 def _converted_folders(entries: Sequence[Entry]) -> set[str]:
-    """Those in a checkpoint's folder that hold a manifest of their own."""
+    """Subfolders that are converted checkpoints."""
     return {entry.name.rpartition("/")[0] for entry in entries if entry.name.endswith("/" + MANIFEST_NAME)}
 
 
@@ -242,16 +237,17 @@ def _find_index(root: Store, names: list[str]) -> str | None:
     others = [name for name in names if name.endswith(".safetensors" + _INDEX_SUFFIX) and name[0] != "."]
     if others and SINGLE_NAME not in names:
         if len(others) > 1:
-            raise PlanError(f"no {HUB_INDEX_NAME}, but several others: {', '.join(others)}", path=str(root))
+            what = f"several index files, but no {HUB_INDEX_NAME}: {', '.join(others)}"
+            raise PlanError(what, path=str(root))
         return others[0]
     return None
 
 
 def parse_index(text: bytes, where: str) -> dict[str, str]:
-    """Parse an index.json: tensor name -> file name. Of what it says of sizes nothing is believed, or needed.
+    """Parse an index.json: tensor name -> file name. Ignores its sizes.
 
     Raises:
-        FormatError: it is none, or names something else than .safetensors files beside it.
+        FormatError: it is not an index, or names something other than .safetensors files beside it.
     """
     weight_map = Fields(parse_object(text, where), where).object("weight_map")
     if not weight_map:
@@ -259,24 +255,50 @@ def parse_index(text: bytes, where: str) -> dict[str, str]:
     for name, file in weight_map.items():
         if not isinstance(file, str) or not re.fullmatch(r"[^./\\\0][^/\\\0]*\.safetensors", file):
             raise FormatError(
-                f"tensor {shown(name)}: {shown(file)} is not the name of a .safetensors file", path=where, code="field"
+                f"{shown(file)} is not the name of a .safetensors file", path=where, tensor=name, code="field"
             )
     return dict(weight_map)
 
 
 def _assemble(
     root: Store,
-    folder: Store,
     shards: list[tuple[SourceFile, Header]],
     *,
-    named: Mapping[str, str] | None,
     config: Config,
-    index: tuple[str, bytes] | None,
     side_files: tuple[str, ...],
-    left_out: list[str],
+    named: Mapping[str, str] | None = None,
+    index: tuple[str, bytes] | None = None,
+    left_out: Sequence[str] = (),
     is_file: bool = False,
 ) -> Catalogue:
+    tensors, skipped = _collect_tensors(root.parent()[0] if is_file else root, shards, named)
+    first = dict(shards[0][1].metadata)
+    return Catalogue(
+        root=root,
+        files=tuple(shard for shard, _ in shards),
+        tensors=tuple(sorted(tensors, key=lambda tensor: (model_order(tensor.name), tensor.name))),
+        metadata={
+            key: value for key, value in first.items() if all(header.metadata.get(key) == value for _, header in shards)
+        },
+        config=config.content,
+        index=index,
+        side_files=side_files,
+        left_out=(*left_out, *skipped),
+        config_error=config.error,
+        is_file=is_file,
+    )
+
+
+def _collect_tensors(
+    folder: Store, shards: list[tuple[SourceFile, Header]], named: Mapping[str, str] | None
+) -> tuple[Iterable[SourceTensor], list[str]]:
+    """The tensors of all shards; and a text for each shard with tensors that the index `named` assigns elsewhere.
+
+    Raises:
+        FormatError: a tensor is in two shards, or the index names a tensor that its file lacks.
+    """
     tensors: dict[str, SourceTensor] = {}
+    skipped = []
     for position, (shard, header) in enumerate(shards):
         elsewhere = 0
         for entry in header.tensors:
@@ -286,39 +308,22 @@ def _assemble(
             if entry.name in tensors:
                 other = shards[tensors[entry.name].file][0]
                 raise FormatError(
-                    f"tensor {entry.name!r} is in {other.name} as well", path=folder.where(shard.name), code="mismatch"
+                    f"is in {other.name} as well", path=folder.where(shard.name), tensor=entry.name, code="mismatch"
                 )
             extent = Extent(header.data_start + entry.offset, entry.nbytes)
             tensors[entry.name] = SourceTensor(entry.name, entry.dtype, entry.shape, position, extent)
         if elsewhere:
-            left_out.append(f"{shard.name}: {elsewhere} of its tensors: the index names them in other files")
-    if named is not None:
-        for name, file in named.items():
-            if name not in tensors:
-                raise FormatError(
-                    f"tensor {shown(name)}: named by the index, not in the file",
-                    path=folder.where(file),
-                    code="mismatch",
-                )
-    first = dict(shards[0][1].metadata)
-    return Catalogue(
-        root=root,
-        files=tuple(shard for shard, _ in shards),
-        tensors=tuple(sorted(tensors.values(), key=lambda tensor: (model_order(tensor.name), tensor.name))),
-        metadata={
-            key: value for key, value in first.items() if all(header.metadata.get(key) == value for _, header in shards)
-        },
-        config=config.content,
-        index=index,
-        side_files=side_files,
-        left_out=tuple(left_out),
-        config_error=config.error,
-        is_file=is_file,
-    )
+            skipped.append(f"{shard.name}: {elsewhere} of its tensors: the index names them in other files")
+    for name, file in (named or {}).items():
+        if name not in tensors:
+            raise FormatError(
+                "is named by the index, but not in the file", path=folder.where(file), tensor=name, code="mismatch"
+            )
+    return tensors.values(), skipped
 
 
 def _side_files(root: Store, entries: Sequence[Entry]) -> tuple[tuple[str, ...], list[str]]:
-    """Files that go along, and what does not, with the reason."""
+    """Files that a conversion copies, and texts for those that it does not copy."""
     kept, left_out = [], []
     for entry in _without_converted([entry for entry in entries if not entry.is_folder]):
         name, reason = entry.name, entry.refusal
@@ -329,7 +334,7 @@ def _side_files(root: Store, entries: Sequence[Entry]) -> tuple[tuple[str, ...],
         if reason is None and (suffix in _WEIGHT_SUFFIXES or name.endswith(_INDEX_SUFFIX)):
             reason = "weights that are not part of the model"
         elif reason is None and name.startswith("relayout."):
-            reason = "a name that relayout uses itself"
+            reason = "a name reserved for relayout"
         if reason is None:
             kept.append(name)
         elif not is_part:
@@ -338,14 +343,14 @@ def _side_files(root: Store, entries: Sequence[Entry]) -> tuple[tuple[str, ...],
 
 
 def _without_converted(entries: Sequence[Entry]) -> Iterator[Entry]:
-    """The entries, but of a folder that is a converted checkpoint only one, which says so."""
+    """The entries, with one refused entry in place of each subfolder that is a converted checkpoint."""
     converted = _converted_folders(entries)
-    told: set[str] = set()
+    reported: set[str] = set()
     for entry in entries:
         parents = (str(parent) for parent in reversed(PurePosixPath(entry.name).parents))
         outermost = next((parent for parent in parents if parent in converted), None)
         if outermost is None:
             yield entry
-        elif outermost not in told:
-            told.add(outermost)
+        elif outermost not in reported:
+            reported.add(outermost)
             yield Entry(outermost, "a converted checkpoint")

@@ -1,4 +1,4 @@
-"""`inspect`: what is in a safetensors file or folder, converted or not, and what a tensor-parallel rank would pay."""
+"""`inspect`: summarizes a safetensors file, a plain or a converted checkpoint, and what a rank would read of it."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ DEGREES = (2, 4, 8, 16)
 
 @dataclass(frozen=True, slots=True)
 class TensorGroup:
-    """Tensors whose names differ in numbers only, of one dtype, shape and cut."""
+    """Tensors of one dtype, shape and cut whose names differ only in numbers."""
 
     pattern: str
     count: int
     dtype: str
     shape: tuple[int, ...]
-    """As stored: of the slice, in a converted checkpoint."""
+    """As stored: the slice's shape in a converted checkpoint."""
     nbytes: int
-    """Of all tensors of the group."""
+    """Bytes of all tensors of the group."""
     cut: str | None
-    """Which part of the whole tensor is stored, in words; None: all of it."""
+    """The stored part of the whole tensor, as text; None: all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +53,17 @@ class RankSummary:
 
 @dataclass(frozen=True, slots=True)
 class Amplification:
-    """What the rank that needs most would read of a plain checkpoint, at one tensor-parallel degree."""
+    """Bytes that the largest rank would read of a plain checkpoint, at one tensor-parallel degree."""
 
     tp: int
     needed_nbytes: int | None
-    """Bytes of the rank's slices; None where the checkpoint cannot be cut like this."""
+    """Bytes of the rank's slices; None if the checkpoint cannot be cut at this degree."""
     row_reader_nbytes: int | None
-    """Read by a loader that can read rows (axis 0) of a tensor, but no columns."""
+    """Bytes read by a loader that can slice dim 0 of a tensor, but no other dim."""
     whole_nbytes: int
-    """Read by a loader that reads whole shards."""
+    """Bytes read by a loader that reads whole shards."""
     reason: str | None
-    """Why it cannot be cut."""
+    """Why it cannot be cut; None if it can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +75,19 @@ class Inspection:
     model_type: str | None
     num_files: int
     num_tensors: int
-    """Of the whole model."""
+    """Tensors of the whole model."""
     nbytes: int
     """Stored bytes of all tensors shown: of all ranks, one rank, or the plain checkpoint."""
     aligned_nbytes: dict[int, int]
-    """For several alignments: bytes of tensors that start at a multiple of it."""
+    """Alignment -> bytes of the tensors whose offset is a multiple of it."""
     groups: tuple[TensorGroup, ...]
-    """Of rank 0, or the rank asked for, in a converted checkpoint."""
+    """In a converted checkpoint: groups of the requested rank, or of rank 0."""
     ranks: tuple[RankSummary, ...]
     """Empty for a plain checkpoint."""
     amplification: tuple[Amplification, ...]
     """Empty for a converted checkpoint."""
     left_out: tuple[str, ...]
-    """What a conversion would not take along, and why."""
+    """Files that a conversion would not copy, each with the reason."""
     dcp: bool | None
     """Whether PyTorch DCP reads the rank files as one model; None for a plain checkpoint."""
 
@@ -97,35 +97,37 @@ class Inspection:
 
 
 def inspect(path: str | os.PathLike[str], *, rank: int | None = None) -> Inspection:
-    """Look at a .safetensors file, a plain checkpoint folder, or a converted one; reads headers and tables only.
+    """Summarize a .safetensors file, a plain checkpoint or a converted one. Reads headers and tables only.
 
     Args:
-        path: what to look at.
-        rank: of a converted checkpoint, the rank whose tensors to show; default is all ranks in the sums, and the
-            tensors of rank 0.
+        path: the file or folder.
+        rank: show only this rank of a converted checkpoint; None: sums over all ranks, and the tensors of rank 0.
+
+    Returns:
+        What was found.
 
     Raises:
         FormatError: a file is damaged.
-        PlanError: there is nothing to look at, or no such rank.
+        PlanError: `path` is not a checkpoint, or has no such rank.
     """
     store = find_store(path)
     rank = None if rank is None else integer(rank, "rank")
     if is_converted(store):
         return _inspect_converted(store, read_manifest(store), rank)
     if rank is not None:
-        raise PlanError("not converted, has no ranks", path=str(store), code="option")
+        raise PlanError("not converted, so it has no ranks; expected no rank", path=str(store), code="option")
     return _inspect_plain(store, read_catalogue(store))
 
 
-def _inspect_converted(path: Store, manifest: Manifest, rank: int | None) -> Inspection:
+def _inspect_converted(folder: Store, manifest: Manifest, rank: int | None) -> Inspection:
     if rank is not None:
         check_rank(rank, manifest.num_ranks)
     shown = range(manifest.num_ranks) if rank is None else [rank]
-    tables = {one: read_table(path, manifest, one) for one in shown}
+    tables = {one: read_table(folder, manifest, one) for one in shown}
     extents = [extent for table in tables.values() for extent in _extents(table)]
     entries = [(one, manifest.ranks[one]) for one in shown]
     return Inspection(
-        path=str(path),
+        path=str(folder),
         converted=True,
         model_type=manifest.model_type,
         num_files=sum(len(entry.files) for _, entry in entries),
@@ -143,9 +145,9 @@ def _inspect_converted(path: Store, manifest: Manifest, rank: int | None) -> Ins
     )
 
 
-def _inspect_plain(path: Store, catalogue: Catalogue) -> Inspection:
+def _inspect_plain(store: Store, catalogue: Catalogue) -> Inspection:
     return Inspection(
-        path=str(path),
+        path=str(store),
         converted=False,
         model_type=catalogue.model_type,
         num_files=len(catalogue.files),

@@ -1,7 +1,7 @@
-"""`restore`: the source's shards, index and side files, byte for byte, from a converted folder alone.
+"""`restore`: rebuilds the source's shards, index and side files, byte for byte, from a converted checkpoint.
 
-The conversion's own copy steps are carried out the other way: what a step wrote to rank files is read from them, put
-back to where it came from, hashed, and written to the shards.
+The copy steps of the conversion run in reverse: the bytes of a step are read from the rank files, rearranged to their
+order in the source, hashed, and written to the shards.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from relayout.checkpoint.converted import read_manifest, read_record, read_table
 from relayout.checkpoint.source import Catalogue, SourceFile, SourceTensor
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, Loaded, share_memory
 from relayout.conversion.journal import read_journal
-from relayout.conversion.layout import stored_conversion
+from relayout.conversion.layout import Conversion, stored_conversion
 from relayout.conversion.side_files import copy_side_file, modes_of
 from relayout.conversion.steps import CopyPlan, SourceRange, Span, Step, join_ranges
 from relayout.core.arguments import integer, size
@@ -26,7 +26,7 @@ from relayout.core.extents import BLOCK, Extent, align_down, align_up
 from relayout.core.strided import copy_runs
 from relayout.core.workers import Stop, Workers
 from relayout.errors import FormatError, PlanError
-from relayout.format.index import MANIFEST_NAME, Manifest
+from relayout.format.index import MANIFEST_NAME
 from relayout.format.safetensors import parse_header
 from relayout.format.source_record import SourceRecord
 from relayout.progress import Progress, reporting
@@ -39,17 +39,17 @@ from relayout.storage.stores import find_store
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What a restoration did."""
+    """Result of a restoration."""
 
     output: str
     num_files: int
-    """Shards written."""
+    """Number of shards written."""
     num_tensors: int
     written_nbytes: int
     """Bytes of all shards."""
     seconds: float
     peak_nbytes: int
-    """The most memory that the process ever held (resident)."""
+    """Peak resident memory of the process."""
 
     def as_json(self) -> dict[str, object]:
         """For `--json`."""
@@ -65,22 +65,25 @@ def restore(
     memory: int | str = DEFAULT_MEMORY,
     progress: Progress = None,
 ) -> Restored:
-    """Write the checkpoint that a folder was converted from: its shards, index and side files, byte for byte.
+    """Rebuild the source of a converted checkpoint: its shards, index and side files, byte for byte.
 
-    What the conversion left out (it said so) is not there to be given back.
+    Files that the conversion left out (it listed them) cannot be restored.
 
     Args:
-        path: a folder that `convert` wrote.
-        output: the folder to make. It appears complete, with every digest right, or not at all.
-        force: replace an output folder that relayout converted.
+        path: the converted folder.
+        output: the folder to create. It is complete, with every digest verified, or absent.
+        force: replace an output folder that relayout wrote.
         threads: threads that read, copy and write.
-        memory: bytes that they may use for copying, also as text, such as "512MiB".
-        progress: True for a bar on stderr, or a function that is called now and then with (bytes done, bytes in all).
+        memory: bytes that these threads may use, or text such as "512MiB".
+        progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
+
+    Returns:
+        What was written.
 
     Raises:
-        FormatError: the folder is damaged, or lacks what the source had.
-        PlanError: it cannot be restored to `output`.
-        OSError: reading or writing failed; nothing is left behind.
+        FormatError: the folder is damaged, or lacks bytes of the source.
+        PlanError: `output` cannot be written or replaced.
+        OSError: reading or writing failed; the output is deleted.
     """
     started = time.monotonic()
     threads, chunk_nbytes = share_memory(integer(threads, "threads"), size(memory, "memory"))
@@ -91,15 +94,14 @@ def restore(
     written = sum(file.nbytes for file in record.files)
     modes = modes_of(folder, [file.name for file in manifest.files])
     with target.stage(MANIFEST_NAME, replace=force, modes=modes) as staging:
-        found = read_journal(staging)
-        if found is not None and found[1] and not force:
-            staging.is_kept = True
-            raise PlanError(f"{staging.where}: holds an interrupted conversion; --force discards it")
+        _refuse_conversion(staging, force=force)
         staging.clear()
         staging.check_space(written + sum(side.nbytes for side in record.side_files))
-        catalogue = source_catalogue(folder, record)
-        with reporting(progress, "restoring", catalogue.nbytes) as report:
-            _restore_tensors(folder, manifest, record, catalogue, staging, threads, chunk_nbytes, report)
+        catalogue = recorded_source(folder, record)
+        tables = [read_table(folder, manifest, rank) for rank in range(manifest.num_ranks)]
+        conversion = stored_conversion(folder, manifest, tables, record, catalogue)
+        with reporting(progress, "restoring", catalogue.nbytes) as on_progress:
+            _TensorWriter(folder, record, conversion, staging).run(threads, chunk_nbytes, on_progress)
         for file in catalogue.files:
             staging.write_head(file.name, file.header, file.nbytes)
         if record.index is not None:
@@ -116,11 +118,23 @@ def restore(
     )
 
 
-def source_catalogue(folder: Store, record: SourceRecord) -> Catalogue:
-    """The source's catalogue, of files that are still to be written.
+def _refuse_conversion(staging: Staging, *, force: bool) -> None:
+    """Check that no interrupted conversion would be lost.
 
     Raises:
-        FormatError: the shards had bytes that the record does not tell of.
+        PlanError: the staging folder has the journal of a conversion, and `force` is not set.
+    """
+    found = read_journal(staging)
+    if found is not None and found[1] and not force:
+        staging.is_kept = True
+        raise PlanError("holds an interrupted conversion; --force discards it", path=staging.where, code="exists")
+
+
+def recorded_source(folder: Store, record: SourceRecord) -> Catalogue:
+    """The source checkpoint that a record describes; its files are still to be written.
+
+    Raises:
+        FormatError: the tensors in a shard's header are not those of the record.
     """
     files = []
     tensors = []
@@ -131,93 +145,94 @@ def source_catalogue(folder: Store, record: SourceRecord) -> Catalogue:
         stored[file][name] = (dtype, shape, offset)
         tensors.append(SourceTensor(name, dtype, shape, file, Extent(offset, num_bytes(dtype, shape) or 0)))
     for shard, expected in zip(record.files, stored, strict=True):
-        header = parse_header(shard.header, shard.nbytes, f"{folder}: header of {shard.name}")
+        where = f"{folder}: header of {shard.name}"
+        header = parse_header(shard.header, shard.nbytes, where)
         for entry in header.tensors:
             if expected.pop(entry.name, None) != (entry.dtype, entry.shape, header.data_start + entry.offset):
-                raise FormatError(
-                    f"{folder}: {shard.name} cannot be restored: its tensor {entry.name!r} was not converted"
-                )
+                what = "was not converted, so the file cannot be restored"
+                raise FormatError(what, path=folder.where(shard.name), tensor=entry.name, code="mismatch")
         if expected:
-            raise FormatError(f"{folder}: header of {shard.name}: tensor {min(expected)!r} is not in it")
+            raise FormatError("is not in it", path=where, tensor=min(expected), code="mismatch")
         files.append(SourceFile(shard.name, shard.nbytes, header.data_start, shard.header))
     return Catalogue(folder, tuple(files), tuple(tensors), {}, {}, record.index, (), ())
 
 
-def _restore_tensors(
-    folder: Store,
-    manifest: Manifest,
-    record: SourceRecord,
-    catalogue: Catalogue,
-    staging: Staging,
-    threads: int,
-    chunk_nbytes: int,
-    on_progress: Callable[[int], None] | None,
-) -> None:
-    """Read all rank files, and write the bytes of all tensors.
+class _TensorWriter:
+    """Reads the rank files and writes the bytes of all tensors to the shards."""
 
-    Raises:
-        FormatError: a tensor's bytes are not what the source's were.
-        OSError: a read or a write failed.
-    """
-    tables = [read_table(folder, manifest, rank) for rank in range(manifest.num_ranks)]
-    conversion = stored_conversion(folder, manifest, tables, record, catalogue)
-    stop = Stop()
-    hashes = OrderedDigests(stop)
-    checked: set[int] = set()
+    def __init__(self, folder: Store, record: SourceRecord, conversion: Conversion, staging: Staging) -> None:
+        self._folder = folder
+        self._record = record
+        self._conversion = conversion
+        self._staging = staging
+        self._tensors = conversion.catalogue.tensors
+        self._stop = Stop()
+        self._hashes = OrderedDigests(self._stop)
+        self._checked: set[int] = set()
+        """Tensors with the right digest."""
+        self._created: set[int] = set()
+        """Shards that exist."""
+        self._inputs = OpenFiles(self._open_input)
+        self._outputs = OpenFiles(self._open_output, num_descriptors=2)
 
-    def check(t: int, extent: Extent, view: memoryview) -> None:
-        tensor = catalogue.tensors[t]
-        digest = hashes.update(t, extent.offset - tensor.extent.offset, view, tensor.extent.nbytes)
-        if digest is None:
-            return
-        if digest != record.digests[t]:
-            raise FormatError(f"{folder}: tensor {tensor.name!r}: the stored bytes are damaged")
-        checked.add(t)
+    def run(self, threads: int, chunk_nbytes: int, on_progress: Callable[[int], None] | None) -> None:
+        """Do all the work; call once.
 
-    def open_input(number: int) -> ReadableFile:
-        file = conversion.layout.files[number]
-        return folder.open(file.name, file.nbytes, access=Access.ONCE)
+        Raises:
+            FormatError: a tensor's bytes do not have the digest in the record.
+            OSError: a read or write failed.
+        """
+        plan = CopyPlan(self._conversion, chunk_nbytes=chunk_nbytes, by_source=True)
+        steps = chain.from_iterable(map(plan.steps, range(len(self._conversion.layout.units))))
+        with self._inputs, self._outputs:
+            Workers(threads, steps, lambda: (Buffer(), Buffer()), self._work, self._stop).run(on_progress)
+        assert self._checked == {t for t, tensor in enumerate(self._tensors) if tensor.extent.nbytes}
 
-    created: set[int] = set()
+    def _open_input(self, number: int) -> ReadableFile:
+        file = self._conversion.layout.files[number]
+        return self._folder.open(file.name, file.nbytes, access=Access.ONCE)
 
-    def open_output(number: int) -> WritableFile:
-        shard = catalogue.files[number]
-        opened = staging.write_file(shard.name, shard.nbytes, is_new=number not in created)
-        created.add(number)
+    def _open_output(self, number: int) -> WritableFile:
+        shard = self._conversion.catalogue.files[number]
+        opened = self._staging.write_file(shard.name, shard.nbytes, is_new=number not in self._created)
+        self._created.add(number)
         return opened
 
-    def work(memory: tuple[Buffer, Buffer], step: Step) -> int:
+    def _work(self, memory: tuple[Buffer, Buffer], step: Step) -> int:
+        """Read a step's spans, rearrange, write and check them."""
         loaded = Loaded.place(step.ranges, memory[0])
         for span in step.spans:
-            _put_back(span, loaded, catalogue, inputs, memory[1])
-        for one in join_ranges(SourceRange(catalogue.tensors[t].file, extent) for t, extent in step.tensors):
+            self._read_span(span, loaded, memory[1])
+        for one in join_ranges(SourceRange(self._tensors[t].file, extent) for t, extent in step.tensors):
             position = loaded.position(one.file, one.extent.offset)
             view = loaded.memory[position : position + one.extent.nbytes]
-            with outputs.use(one.file) as output:
+            with self._outputs.use(one.file) as output:
                 output.write(one.extent.offset, view, position)
         for t, extent in step.tensors:
-            position = loaded.position(catalogue.tensors[t].file, extent.offset)
-            check(t, extent, loaded.memory[position : position + extent.nbytes])
+            position = loaded.position(self._tensors[t].file, extent.offset)
+            self._check(t, extent, loaded.memory[position : position + extent.nbytes])
         return step.nbytes
 
-    plan = CopyPlan(conversion, chunk_nbytes=chunk_nbytes, by_source=True)
-    steps = chain.from_iterable(map(plan.steps, range(len(conversion.layout.units))))
-    with OpenFiles(open_input) as inputs, OpenFiles(open_output, num_descriptors=2) as outputs:
-        Workers(threads, steps, lambda: (Buffer(), Buffer()), work, stop).run(on_progress)
-    assert checked == {t for t, tensor in enumerate(catalogue.tensors) if tensor.extent.nbytes}
+    def _read_span(self, span: Span, loaded: Loaded, buffer: Buffer) -> None:
+        """Read a span from its first target, and copy its pieces to their order in the source."""
+        place = span.targets[0]
+        start = align_down(place.offset, BLOCK)
+        blocks = buffer.reserve(align_up(place.offset + span.nbytes, BLOCK) - start)
+        with self._inputs.use(place.file) as stored_file:
+            stored_file.read(start, blocks)
+        for piece in span.pieces:
+            tensor = self._tensors[piece.tensor]
+            position = place.offset - start + piece.position - piece.offset
+            for one in piece.transfers:
+                copy_runs(blocks, loaded.memory, one.inverted(), position, loaded.tensor_position(tensor, one.source))
 
-
-def _put_back(
-    span: Span, loaded: Loaded, catalogue: Catalogue, inputs: OpenFiles[int, ReadableFile], buffer: Buffer
-) -> None:
-    """Read a span from the first of its targets, and spread its pieces to where they came from."""
-    place = span.targets[0]
-    start = align_down(place.offset, BLOCK)
-    blocks = buffer.reserve(align_up(place.offset + span.nbytes, BLOCK) - start)
-    with inputs.use(place.file) as stored_file:
-        stored_file.read(start, blocks)
-    for piece in span.pieces:
-        tensor = catalogue.tensors[piece.tensor]
-        position = place.offset - start + piece.position - piece.offset
-        for one in piece.transfers:
-            copy_runs(blocks, loaded.memory, one.inverted(), position, loaded.tensor_position(tensor, one.source))
+    def _check(self, t: int, extent: Extent, view: memoryview) -> None:
+        """Hash bytes of a tensor, and compare its digest after the last."""
+        tensor = self._tensors[t]
+        digest = self._hashes.update(t, extent.offset - tensor.extent.offset, view, tensor.extent.nbytes)
+        if digest is None:
+            return
+        if digest != self._record.digests[t]:
+            what = "the stored bytes are damaged"
+            raise FormatError(what, path=str(self._folder), tensor=tensor.name, code="digest")
+        self._checked.add(t)

@@ -1,4 +1,4 @@
-"""`verify`: proves a converted checkpoint, alone or against its source."""
+"""`verify`: checks a converted checkpoint, by itself or against its source."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from relayout.storage.stores import find_store
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One thing that is not as it should be."""
+    """One error that `verify` found."""
 
     file: str
     tensor: str | None
     start: int | None
-    """Absolute offset in the file of the first byte concerned."""
+    """Absolute file offset of the first affected byte; None if unknown."""
     end: int | None
-    """Absolute offset after the last."""
+    """Absolute file offset after the last affected byte."""
     what: str
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class Report:
 
     num_ranks: int
     num_tensors: int = 0
-    """Slices, over all ranks."""
+    """Number of slices over all ranks."""
     nbytes: int = 0
     """Bytes of rank files that were read and hashed."""
     compared_with_source: bool = False
@@ -65,7 +65,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether everything is as it should be."""
+        """Whether there are no differences."""
         return not self.differences
 
     def as_json(self) -> dict[str, object]:
@@ -73,7 +73,7 @@ class Report:
         return asdict(self) | {"ok": self.ok}
 
     def add(self, file: str, what: str, tensor: str | None = None, extent: Extent | None = None) -> None:
-        """Note a difference."""
+        """Add a difference."""
         start, end = (None, None) if extent is None else (extent.offset, extent.end)
         self.differences.append(Difference(file, tensor, start, end, what))
 
@@ -86,20 +86,21 @@ def verify(
     memory: int | str = DEFAULT_MEMORY,
     progress: Progress = None,
 ) -> Report:
-    """Check a folder that `convert` wrote: structure, sidecar, and the digest of every slice.
+    """Check a converted checkpoint: its structure, its sidecar files, and the digest of every slice.
 
     Args:
         path: the converted folder.
-        source: the checkpoint it was made from; every slice is cut from it again and compared.
+        source: the source checkpoint; every slice is cut from it again and compared.
         threads: threads that read and hash.
-        memory: bytes that they may use for it, also as text, such as "512MiB".
-        progress: True for a bar on stderr, or a function that is called now and then with (bytes done, bytes in all).
+        memory: bytes that these threads may use, or text such as "512MiB".
+        progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
 
     Returns:
-        What was found; `ok` says whether everything is as it should be.
+        The differences found; `ok` if there are none.
 
     Raises:
-        FormatError: `path` has no readable manifest, or the source is damaged.
+        FormatError: `path` has no valid manifest, or the source is damaged.
+        PlanError: `source` is not a checkpoint.
         OSError: reading failed.
     """
     threads, memory = integer(threads, "threads"), size(memory, "memory")
@@ -110,26 +111,26 @@ def verify(
     tables = [_check_rank(folder, manifest, rank, report) for rank in range(manifest.num_ranks)]
     record = _check_record(folder, manifest, tables, report)
     _check_other_files(folder, manifest, report)
-    catalogue = None if source is None else read_catalogue(find_store(source))
+    original = None if source is None else read_catalogue(find_store(source))
     usable = {rank: table for rank, table in enumerate(tables) if table is not None}
     hash_nbytes = sum(file.nbytes for rank in usable for file in manifest.rank_files(rank))
-    total = hash_nbytes + (0 if catalogue is None else catalogue.nbytes)
-    with reporting(progress, "verifying", total) as tell:
+    total = hash_nbytes + (0 if original is None else original.nbytes)
+    with reporting(progress, "verifying", total) as report_nbytes:
 
-        def told(done_before: int) -> Callable[[int], None] | None:
-            return None if tell is None else lambda done: tell(done_before + done)
+        def after(nbytes_before: int) -> Callable[[int], None] | None:
+            return None if report_nbytes is None else lambda done: report_nbytes(nbytes_before + done)
 
         num_readers = max(1, min(threads, memory // REHASH_NBYTES))
         for rank, table in usable.items():
-            _check_digests(folder, manifest.rank_files(rank), table, report, num_readers, told(report.nbytes))
-        # Where something is wrong in itself, that has been said, and nothing need lie where the plan says.
-        if catalogue is not None and record is not None and report.ok:
-            _compare(folder, manifest, list(usable.values()), record, catalogue, report, *shared, told(hash_nbytes))
+            _check_digests(folder, manifest.rank_files(rank), table, report, num_readers, after(report.nbytes))
+        # Skip the comparison if errors were found: the layout cannot be trusted.
+        if original is not None and record is not None and report.ok:
+            _compare(folder, manifest, list(usable.values()), record, original, report, *shared, after(hash_nbytes))
     return report
 
 
 def _check_rank(folder: Store, manifest: Manifest, rank: int, report: Report) -> RankTable | None:
-    """Check one rank's table and headers against each other; the table, if it and all its files are usable."""
+    """Check one rank's table against its files' headers. Return the table if it and all files are usable."""
     entry = manifest.ranks[rank]
     try:
         table = read_table(folder, manifest, rank)
@@ -145,7 +146,7 @@ def _check_rank(folder: Store, manifest: Manifest, rank: int, report: Report) ->
 def _check_header(
     folder: Store, manifest: Manifest, number: int, rows: list[int], table: RankTable, report: Report
 ) -> bool:
-    """Check a file's length and header, and that it has those rows of the table; whether its bytes can be read."""
+    """Check a file's length and header against its rows of the table. Return False if it cannot be read."""
     file = manifest.files[number]
     try:
         where = folder.where(file.name)
@@ -158,13 +159,13 @@ def _check_header(
     except FormatError as error:
         report.add(file.name, str(error))
         return False
-    stored = [(tensor.name, tensor.dtype, tensor.shape, header.data_start + tensor.offset) for tensor in header.tensors]
+    stored = [(header.data_start + tensor.offset, tensor.name, tensor.dtype, tensor.shape) for tensor in header.tensors]
     dtypes, shapes = table.dtypes, table.shapes
-    indexed = [(table.names[row], dtypes[row], shapes[row], table.offsets[row]) for row in rows]
-    # A zero-size tensor shares its offset with the next.
-    for found, expected in zip(sorted(stored, key=_place), sorted(indexed, key=_place), strict=False):
+    indexed = [(table.offsets[row], table.names[row], dtypes[row], shapes[row]) for row in rows]
+    # Sorted by offset and name: a zero-size tensor shares its offset with the next.
+    for found, expected in zip(sorted(stored), sorted(indexed), strict=False):
         if found != expected:
-            report.add(file.name, f"header has {found[1:]}, the rank table {expected}", found[0])
+            report.add(file.name, f"header has {found}, the rank table {expected}", found[1])
     if len(stored) != len(indexed):
         report.add(file.name, f"{len(stored)} tensors, the rank table has {len(indexed)}")
     try:
@@ -175,10 +176,10 @@ def _check_header(
 
 
 def _check_by_reference_reader(header: bytes, data_nbytes: int, where: str) -> None:
-    """Ask safetensors itself. It gets the header alone: to open a file it maps all of it, which memory may not allow.
+    """Parse a header with the safetensors library. It gets only the header: it would map a whole file into memory.
 
     Raises:
-        FormatError: it finds anything wrong, but that the data section is missing.
+        FormatError: the library reports an error other than the missing data section.
     """
     complaint = _complaint(header)
     one_byte = build_header([TensorEntry("x", "U8", (1,), 0, 1)], {}, MIN_ALIGNMENT)
@@ -195,7 +196,7 @@ def _complaint(header: bytes) -> str | None:
 
 
 def _check_other_files(folder: Store, manifest: Manifest, report: Report) -> None:
-    """Check the index for stock loaders, and that no file lies there that a loader would take for a part of it."""
+    """Check the index for stock loaders, and that there is no other .safetensors file that a loader would read."""
     known = {file.name for file in manifest.files}
     for name in sorted(entry.name for entry in folder.walk()):
         if name.endswith(".safetensors") and "/" not in name and name not in known:
@@ -206,7 +207,7 @@ def _check_other_files(folder: Store, manifest: Manifest, report: Report) -> Non
 
 
 def _check_copy(folder: Store, name: str, nbytes: int | None, digest: str, what: str, report: Report) -> None:
-    """Check a file's length, if it is known, and its digest; `what` is said of one that differs."""
+    """Check a file's digest, and its length if it is not None; report `what` if they differ."""
     try:
         found = read_side_file(folder, name)
     except FormatError as error:
@@ -216,14 +217,10 @@ def _check_copy(folder: Store, name: str, nbytes: int | None, digest: str, what:
         report.add(name, what)
 
 
-def _place(row: tuple[str, str, tuple[int, ...], int]) -> tuple[int, str]:
-    return row[3], row[0]
-
-
 def _check_record(
     folder: Store, manifest: Manifest, tables: list[RankTable | None], report: Report
 ) -> SourceRecord | None:
-    """Check the source record, the side files, and that the ranks' slices are those that the record names."""
+    """Check the source record, the side files, and that the slices of all ranks are those of the record."""
     try:
         record = read_record(folder, manifest)
     except FormatError as error:
@@ -240,7 +237,7 @@ def _check_record(
 
 
 def _check_cuts(record: SourceRecord, report: Report) -> None:
-    """Check that the ranks together hold each tensor, all of it."""
+    """Check that the ranks together hold every element of each tensor."""
     first = dict(zip(zip(record.cut_of, record.shapes, strict=True), record.names, strict=True))
     for (cut, shape), name in first.items():
         slices = record.cuts[cut].distinct
@@ -269,7 +266,7 @@ def _check_slices(name: str, rank: int, table: RankTable, record: SourceRecord, 
         expected = (record.dtypes[t], record.shapes[t], part, part.shape(record.shapes[t]))
         kind = kinds[kind_of[row]]
         if (kind.dtype, kind.source_shape, kind.part, kind.shape) != expected:
-            report.add(name, f"is not the slice that the source record names: {expected}", tensor)
+            report.add(name, f"is not the slice in the source record: {expected}", tensor)
         if part.is_whole and table.digests[row] != record.digests[t]:
             report.add(name, "its digest differs from the source tensor's", tensor)
     for tensor in rows:
@@ -284,7 +281,7 @@ def _check_digests(
     threads: int,
     on_progress: Callable[[int], None] | None,
 ) -> None:
-    """Read a rank's files once, several requests in flight, and compare each slice's digest."""
+    """Read a rank's files once, with several requests in flight, and compare the digest of each slice."""
     rows: list[list[tuple[Extent, str, str]]] = [[] for _ in files]
     for name, dtype, shape, number, offset, digest in zip(
         table.names, table.dtypes, table.shapes, table.files, table.offsets, table.digests, strict=True
@@ -316,7 +313,7 @@ def _compare(
     chunk_nbytes: int,
     on_progress: Callable[[int], None] | None,
 ) -> None:
-    """Cut the source's tensors again, by the conversion's own copy plan, and compare the digest of each slice."""
+    """Cut the source again by the conversion's copy plan, and compare the digest of each slice."""
     found = [(tensor.name, tensor.dtype, tensor.shape) for tensor in catalogue.tensors]
     expected = list(zip(record.names, record.dtypes, record.shapes, strict=True))
     if found != expected:

@@ -1,4 +1,4 @@
-"""Page-aligned memory that reads and writes go through."""
+"""A page-aligned buffer for reads and writes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from relayout.core.extents import BLOCK, align_up
 
 
 class Buffer:
-    """Page-aligned memory that grows on demand. Not for concurrent use."""
+    """Page-aligned memory that grows on demand. Not thread-safe."""
 
     def __init__(self) -> None:
         self._memory: memoryview | None = None
 
     def reserve(self, nbytes: int) -> memoryview:
-        """The first `nbytes` of the memory; what it held before is lost if it had to grow."""
+        """The first `nbytes` of the memory. Growing it discards its content."""
         if self._memory is None or self._memory.nbytes < nbytes:
             self._memory = memoryview(
                 mmap.mmap(-1, align_up(max(nbytes, 1), BLOCK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)

@@ -1,4 +1,4 @@
-"""Keeps a bounded number of files open for many threads: opened when first used, closed when others are wanted more."""
+"""A thread-safe pool of open files: opened on first use, the least recently used closed at a limit."""
 
 from __future__ import annotations
 
@@ -7,48 +7,43 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Generic, TypeVar
+
+from relayout.storage.protocols import Closable
 
 _MAX_OPEN_FILES = 64
 _SHARE = 4
-"""A pool takes one of so many parts of the descriptors that this process may have."""
-
-
-class Closable(Protocol):
-    """A file."""
-
-    def close(self) -> None:
-        """Close it; of one that was written, return when that is on the drive."""
+"""A pool uses at most 1 / _SHARE of the process's descriptor limit."""
 
 
 Key = TypeVar("Key", bound=Hashable)
 File = TypeVar("File", bound=Closable)
 
 
-class OpenFiles(Generic[Key, File]):
-    """Files by key, of which only some are open at a time. For any number of threads.
+class OpenFiles(Closable, Generic[Key, File]):
+    """Files by key, of which a bounded number is open at a time. Thread-safe.
 
-    A thread must not ask for a second file while it uses one: all threads could wait for each other.
+    A thread must not request a second file while it uses one: threads could deadlock.
     """
 
     def __init__(self, open_file: Callable[[Key], File], *, num_descriptors: int = 1) -> None:
-        """`open_file` opens a file, of `num_descriptors`; never twice at once for one key, nor while it is closed."""
+        """`open_file` opens the file of a key and uses `num_descriptors`. Calls for one key never overlap each other,
+        or the closing of its file."""
         self._open_file = open_file
         self._limit = _max_open_files(num_descriptors)
         self._changed = threading.Condition()
         self._files: dict[Key, File] = {}
-        """What is open. Least recently used first."""
+        """Open files, least recently used first."""
         self._users: Counter[Key] = Counter()
         self._busy: set[Key] = set()
-        """What a thread opens or closes now."""
+        """Keys whose file a thread is opening or closing."""
 
     @contextmanager
     def use(self, key: Key) -> Iterator[File]:
-        """Give a file that stays open until the end of the block.
+        """Yield the file of a key, which stays open until the block ends.
 
         Raises:
-            OSError: it cannot be opened, or another one, for which it takes the room, not be closed.
+            OSError: the file cannot be opened, or the file that it replaces cannot be closed.
         """
         file = self._take(key)
         try:
@@ -80,7 +75,7 @@ class OpenFiles(Generic[Key, File]):
 
     @contextmanager
     def _unlocked(self, key: Key) -> Iterator[None]:
-        """Let the others go on while this thread opens or closes a file, which may take long."""
+        """Release the lock while this thread opens or closes a file, which may take long."""
         self._busy.add(key)
         self._changed.release()
         try:
@@ -91,27 +86,19 @@ class OpenFiles(Generic[Key, File]):
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Close all that are open; nobody may use any now, or later.
+        """Close all open files. The pool must not be in use, and cannot be used afterwards.
 
         Raises:
-            OSError: one could not be closed. All others are.
+            OSError: a file could not be closed. All others were closed.
         """
         with ExitStack() as stack:
             for file in self._files.values():
                 stack.callback(file.close)
             self._files.clear()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 def advice_on_limit() -> str:
-    """What to do where this process can open no more files (EMFILE)."""
+    """Advice for EMFILE: the process has reached its limit of open files."""
     return f"this process may open {_max_descriptors()} files: raise that with ulimit -n"
 
 

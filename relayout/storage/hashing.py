@@ -1,4 +1,4 @@
-"""Reads stored bytes again, several requests in flight, and hashes them: for `verify`, and before going on."""
+"""Reads stored bytes with several requests in flight and hashes them, for `verify` and for resumption."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ CHUNK_NBYTES = 16 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class HashedFile:
-    """A file, and what of it to hash."""
+    """A file and the extents of it to hash."""
 
     open: Callable[[], ReadableFile]
-    """Opens it, perhaps more than once."""
+    """Opens the file; may be called more than once."""
     extents: Sequence[Extent]
-    """In order, without overlap. Empty ones may lie anywhere."""
+    """In rising order, without overlap. Empty extents may be at any offset."""
 
 
 def hash_files(
@@ -54,7 +54,7 @@ def hash_files(
         return files[number].open()
 
     with OpenFiles(open_input) as inputs:
-        for number in range(len(files)):  # Those with nothing to read must be right as well.
+        for number in range(len(files)):  # Checks the length of files without extents as well.
             with inputs.use(number):
                 pass
         Workers(num_threads, requests(), Buffer, work, stop).run(on_progress)
@@ -63,7 +63,7 @@ def hash_files(
 
 
 def _requests(file: HashedFile) -> Iterator[Extent]:
-    """The blocks that hold the extents, joined where they touch, cut where they are long."""
+    """The blocks that hold the extents: adjacent ones joined, long ones split into chunks."""
 
     def blocks(extent: Extent) -> tuple[None, int, int]:
         return None, align_down(extent.offset, BLOCK), align_up(extent.end, BLOCK)

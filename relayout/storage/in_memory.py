@@ -1,8 +1,8 @@
-"""`memory://BUCKET/PREFIX`: objects in this process's memory, as an object store has them, and requests that can fail.
+"""`memory://BUCKET/PREFIX`: an object store in this process's memory, with injectable faults.
 
-For tests, and for work that needs no drive. A bucket comes into being when it is first named, and stays until the
-process ends or `Bucket.clear`. Like an object store it has no descriptors, no rename and no permissions: an output is
-complete when its marker, written last, is there.
+For tests, and for work that needs no drive. A bucket is created when it is first named, and exists until the process
+ends or `Bucket.clear`. Like an object store it has no descriptors, no rename and no permissions: an output is complete
+when its marker, which is written last, exists.
 """
 
 from __future__ import annotations
@@ -18,39 +18,49 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import count
 from pathlib import Path
-from types import TracebackType
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from relayout.core.forks import remake_in_child
 from relayout.errors import FormatError, PlanError
-from relayout.storage.protocols import LOCAL_COST, Access, Entry, FileStat, Kind, Modes, Refusal, RequestCost, Store
+from relayout.storage.protocols import (
+    LOCAL_COST,
+    Access,
+    Closable,
+    Entry,
+    FileStat,
+    Kind,
+    Modes,
+    Refusal,
+    RequestCost,
+    Store,
+)
 
 _NAME = re.compile(r"memory://(?P<bucket>[^/]+)(?P<prefix>(/[^/]+)*)/?", re.DOTALL)
 
 
 @dataclass(slots=True)
 class Fault:
-    """What goes wrong with some requests of a bucket."""
+    """A fault injected into some requests of a bucket."""
 
     operation: str
     """"list", "stat", "read" or "write"."""
     name: str = "*"
-    """Which objects it is about: a shell-style pattern over the whole name."""
+    """Affected objects: a shell-style pattern over the whole name."""
     after: int = 0
-    """So many such requests pass first."""
+    """Number of matching requests that pass first."""
     times: int | None = 1
-    """So many are hit then; None: all."""
+    """Number of requests affected after that; None: all."""
     error: Callable[[], Exception] | None = None
-    """Makes what the request raises."""
+    """Makes the exception that the request raises."""
     seconds: float = 0
-    """How long it takes."""
+    """Delay of the request."""
     nbytes: int | None = None
-    """A read brings so many bytes at most, and more only when it is asked again."""
+    """The most bytes that one read request returns."""
     act: Callable[[], object] | None = None
-    """Called meanwhile: to replace an object, for example."""
+    """Called during the request, for example to replace an object."""
 
     def hits(self, operation: str, name: str) -> bool:
-        """Whether it strikes this request; counts it. Not for concurrent use."""
+        """Whether the fault affects this request; counts the request. Not thread-safe."""
         if operation != self.operation or not fnmatchcase(name, self.name) or self.times == 0:
             return False
         if self.after:
@@ -64,35 +74,35 @@ class Fault:
 @dataclass(frozen=True, slots=True)
 class _Object:
     content: bytes | bytearray
-    """Never changed: an object is replaced as a whole."""
+    """Immutable: an object is replaced as a whole."""
     version: str
 
 
 @dataclass(slots=True)
 class _Attempt:
-    """What an output is put together of."""
+    """The files of an unfinished output."""
 
     files: dict[str, bytearray] = field(default_factory=dict)
-    """By name, with their full length."""
+    """By name, each with its full length."""
     notes: dict[str, bytearray] = field(default_factory=dict)
 
 
 class Bucket:
-    """Objects by name. Any number of threads may use it."""
+    """Objects by name. Thread-safe."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.faults: list[Fault] = []
-        """What goes wrong. Requests that a fault makes slow are slow together, as those of a network are."""
+        """Injected faults. Delayed requests wait in parallel."""
         self.requests: Counter[str] = Counter()
-        """How many there were of each operation."""
+        """Number of requests by operation."""
         self.read_nbytes = 0
-        """Bytes that reads have brought."""
+        """Bytes read so far."""
         self._objects: dict[str, _Object] = {}
         self._attempts: dict[str, _Attempt] = {}
-        """By prefix: outputs that were not completed, and are kept."""
+        """Unfinished outputs that were kept, by prefix."""
         self._writing: set[str] = set()
-        """Prefixes of outputs that are being put together."""
+        """Prefixes of outputs that are being written."""
         self._versions = count(1)
         self._lock = threading.Lock()
         remake_in_child(self)
@@ -102,7 +112,7 @@ class Bucket:
         self._lock = threading.Lock()
 
     def clear(self) -> None:
-        """Forget all objects, attempts, faults and counts."""
+        """Delete all objects, unfinished outputs, faults and counts."""
         with self._lock:
             self._objects.clear()
             self._attempts.clear()
@@ -111,10 +121,10 @@ class Bucket:
             self.read_nbytes = 0
 
     def request(self, operation: str, name: str) -> int | None:
-        """Count a request, and do what faults want of it; to how many bytes it is cut, if it is.
+        """Count a request and apply its faults. Return the most bytes that it may read; None: no limit.
 
         Raises:
-            Exception: what a fault says.
+            Exception: the exception of a fault.
         """
         with self._lock:
             self.requests[operation] += 1
@@ -129,19 +139,19 @@ class Bucket:
         return min((fault.nbytes for fault in hits if fault.nbytes is not None), default=None)
 
     def names(self, prefix: str) -> list[str]:
-        """Of the objects below a prefix, sorted."""
+        """Names of the objects below a prefix, sorted."""
         with self._lock:
             return sorted(name for name in self._objects if not prefix or name.startswith(f"{prefix}/"))
 
     def find(self, name: str) -> _Object | None:
-        """The object that has a name now."""
+        """The current object of a name; None if there is none."""
         return self._objects.get(name)
 
     def put(self, name: str, content: bytes | bytearray, *, create: bool = False) -> None:
-        """Give a name an object, in place of another perhaps; with `create`, only where there is none.
+        """Write an object. It replaces an existing one unless `create` is set.
 
         Raises:
-            FileExistsError: there is one.
+            FileExistsError: the object exists, and `create` is set.
         """
         with self._lock:
             if create and name in self._objects:
@@ -149,15 +159,15 @@ class Bucket:
             self._objects[name] = _Object(content, f'"{next(self._versions)}"')
 
     def delete(self, name: str) -> None:
-        """Delete an object, if there is one."""
+        """Delete an object, if it exists."""
         with self._lock:
             self._objects.pop(name, None)
 
     def read(self, name: str, version: str, offset: int, view: memoryview) -> int:
-        """Read a range of one version of an object, as far as it goes; the bytes that came.
+        """Read a range of one version of an object, up to its end. Return the number of bytes read.
 
         Raises:
-            FormatError: the object is not there any more in this version.
+            FormatError: the object was deleted or replaced.
         """
         limit = self.request("read", name)
         found = self._objects.get(name)
@@ -171,10 +181,10 @@ class Bucket:
 
     @contextmanager
     def attempt(self, prefix: str) -> Iterator[_Attempt]:
-        """What was kept of an attempt at an output, or a new one, while others are kept away.
+        """Yield the kept files of an unfinished output, or a new attempt, exclusively.
 
         Raises:
-            PlanError: somebody else has it.
+            PlanError: another conversion is writing this output.
         """
         with self._lock:
             if prefix in self._writing:
@@ -190,7 +200,7 @@ class Bucket:
                 self._writing.discard(prefix)
 
     def keep(self, prefix: str, attempt: _Attempt) -> None:
-        """Keep an attempt for the next one."""
+        """Keep the files of an attempt for the next one."""
         with self._lock:
             self._attempts[prefix] = attempt
 
@@ -199,7 +209,7 @@ _BUCKETS: dict[str, Bucket] = {}
 
 
 def bucket(name: str) -> Bucket:
-    """The bucket of a name."""
+    """The bucket `name`; created on first use."""
     return _BUCKETS.get(name) or _BUCKETS.setdefault(name, Bucket(name))
 
 
@@ -211,22 +221,12 @@ def offer(url: str) -> Store | Refusal:
     return MemoryStore(bucket(found["bucket"]), found["prefix"].strip("/"))
 
 
-class _Closable:
-    """Nothing needs to be closed."""
-
+class _MemoryClosable(Closable):
     def close(self) -> None:
-        """See `File.close`."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        """Do nothing."""
 
 
-class MemoryFile(_Closable):
+class MemoryFile(_MemoryClosable):
     """One version of an object; see `protocols.ReadableFile`."""
 
     alignment: ClassVar[int] = 1
@@ -246,12 +246,11 @@ class MemoryFile(_Closable):
         expected = min(view.nbytes, self.nbytes - offset)
         done = 0
         while done < expected:
-            brought = self._bucket.read(self._name, self.version, offset + done, view[done:expected])
-            if not brought:
-                raise OSError(
-                    errno.EIO, f"brought no bytes at {offset + done}", f"memory://{self._bucket.name}/{self._name}"
-                )
-            done += brought
+            num_read = self._bucket.read(self._name, self.version, offset + done, view[done:expected])
+            if not num_read:
+                where = f"memory://{self._bucket.name}/{self._name}"
+                raise OSError(errno.EIO, f"a read at byte {offset + done} returned no bytes", where)
+            done += num_read
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +259,7 @@ class MemoryStore:
 
     bucket: Bucket
     prefix: str
-    """Without slashes at its ends; "" for all of the bucket."""
+    """Without leading or trailing slash; "" for the whole bucket."""
 
     cost: ClassVar[RequestCost] = LOCAL_COST
 
@@ -284,7 +283,7 @@ class MemoryStore:
 
     def absence(self) -> str:
         """See `Store.absence`."""
-        return "no objects there"
+        return "no objects with this prefix"
 
     def parent(self) -> tuple[Store, str]:
         """See `Store.parent`."""
@@ -330,7 +329,7 @@ class MemoryStore:
         if nbytes not in (None, found.nbytes):
             raise FormatError(f"{found.nbytes} bytes long, expected {nbytes}", path=self.where(name), code="mismatch")
         if version not in (None, found.version):
-            raise FormatError("has changed since it was looked at", path=self.where(name), code="mismatch")
+            raise FormatError("has changed since it was last checked", path=self.where(name), code="mismatch")
         return MemoryFile(self.bucket, self.full_name(name), found.nbytes, found.version)
 
     def check_output(self, source: Store, marker: str, *, force: bool) -> None:
@@ -339,9 +338,8 @@ class MemoryStore:
         if mine == other:
             raise PlanError("is the source itself; choose another prefix with -o", path=str(self), code="exists")
         if mine.startswith(other) or other.startswith(mine):
-            raise PlanError(
-                "lies in the source or around it; choose another prefix with -o", path=str(self), code="exists"
-            )
+            what = "is inside the source, or contains it; choose another prefix with -o"
+            raise PlanError(what, path=str(self), code="exists")
         match self.kind():
             case Kind.FILE:
                 raise PlanError("exists and is not a folder", path=str(self), code="exists")
@@ -372,7 +370,7 @@ class MemoryStore:
                 raise
 
     def _publish(self, attempt: _Attempt, marker: str, *, replace: bool) -> None:
-        """Make objects of the files, the marker last; an output that is replaced is none from the beginning on."""
+        """Write the files as objects, the marker last. A replaced output loses its marker first."""
         if replace:
             self.bucket.delete(self.full_name(marker))
             for name in self.bucket.names(self.prefix):
@@ -389,12 +387,12 @@ class MemoryStore:
             raise
 
     def full_name(self, name: str) -> str:
-        """Of a file, in the bucket."""
+        """A file's object name in the bucket."""
         return f"{self.prefix}/{name}" if self.prefix else name
 
 
 class MemoryStaging:
-    """Files that become objects at the end; see `protocols.Staging`."""
+    """Files that become objects when they are published; see `protocols.Staging`."""
 
     def __init__(self, store: MemoryStore, attempt: _Attempt) -> None:
         self._store = store
@@ -417,7 +415,7 @@ class MemoryStaging:
         return sum(map(len, self._attempt.files.values()))
 
     def check_space(self, nbytes: int) -> None:
-        """See `Staging.check_space`: nobody knows."""
+        """See `Staging.check_space`: accepts any size."""
 
     def names(self) -> list[str]:
         """See `Staging.names`."""
@@ -472,8 +470,8 @@ class MemoryStaging:
         return _Notes(self._attempt.notes[name])
 
 
-class _StagedFile(_Closable):
-    """A file of an attempt, to read and to write."""
+class _StagedFile(_MemoryClosable):
+    """A file of an unfinished output, readable and writable."""
 
     alignment: ClassVar[int] = 1
 
@@ -500,7 +498,7 @@ class _StagedFile(_Closable):
         self._content[offset : offset + view.nbytes] = view
 
 
-class _Notes(_Closable):
+class _Notes(_MemoryClosable):
     def __init__(self, content: bytearray) -> None:
         self._content = content
 

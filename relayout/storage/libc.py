@@ -1,4 +1,4 @@
-"""Calls of the C library that Python does not offer, or not like this: mmap(2) at a given address, for one."""
+"""C library calls that Python lacks, such as mmap(2) at a given address and renameat2(2)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 from relayout.core.extents import align_up
 
 _REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
-"""Of a system or file system that cannot do it."""
+"""Errors of a system or file system that does not support the call."""
 _START, _WAIT = 2, 7
-"""Linux `sync_file_range`: SYNC_FILE_RANGE_WRITE, and with it both waits."""
+"""Flags of sync_file_range(2): SYNC_FILE_RANGE_WRITE alone, and with both WAIT flags."""
 _RENAME_EXCHANGE = 2
 """`linux/fs.h`."""
 
@@ -32,10 +32,10 @@ def _function(name: str) -> Any:
 
 
 def sync_range(fd: int, offset: int, nbytes: int, *, wait: bool) -> None:
-    """Start writing bytes from the page cache to the drive, and perhaps wait for it, where the system can.
+    """Start writing a range from the page cache to the drive, and optionally wait; does nothing if not supported.
 
     Raises:
-        OSError: they could not be written; a later fsync would not tell again.
+        OSError: the bytes could not be written; a later fsync would not report it again.
     """
     function = _function("sync_file_range")
     if function is None:
@@ -48,13 +48,13 @@ def sync_range(fd: int, offset: int, nbytes: int, *, wait: bool) -> None:
 
 
 def allocate(fd: int, nbytes: int) -> None:
-    """Give a file its length and, where the file system can, its blocks, so that a full disk shows at once.
+    """Set a file's length and, if the file system can, allocate its blocks, so that a full disk fails here.
 
     Raises:
-        OSError: there is no space.
+        OSError: there is not enough space.
     """
     os.ftruncate(fd, nbytes)
-    # Not os.posix_fallocate: where the file system cannot, the C library would write to every block.
+    # Not os.posix_fallocate: if the file system cannot allocate, the C library writes to every block.
     function = _function("fallocate")
     if nbytes and function is not None and function(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) != 0:
         code = ctypes.get_errno()
@@ -63,10 +63,10 @@ def allocate(fd: int, nbytes: int) -> None:
 
 
 def exchange_names(folder: int, name: str, other_folder: int, other: str) -> bool:
-    """Let two names, each in an open folder, change places in one step; whether the system can do that.
+    """Exchange two names, each in an open folder, atomically. Return False if the system does not support it.
 
     Raises:
-        OSError: it is refused.
+        OSError: the exchange failed.
     """
     function = _function("renameat2")
     if function is None:
@@ -81,10 +81,10 @@ def exchange_names(folder: int, name: str, other_folder: int, other: str) -> boo
 
 
 def map_file(fd: int, offset: int, nbytes: int, *, flags: int, writable: bool = False, address: int = 0) -> int:
-    """Map bytes of a file, from a multiple of the page size on, and return the address.
+    """Map bytes of a file into memory and return the address; `offset` is a multiple of the page size.
 
     Raises:
-        OSError: the file system or the system refuses it.
+        OSError: the file cannot be mapped.
     """
     result = libc().mmap(
         ctypes.c_void_p(address),
@@ -101,5 +101,5 @@ def map_file(fd: int, offset: int, nbytes: int, *, flags: int, writable: bool = 
 
 
 def unmap(address: int, nbytes: int) -> None:
-    """Undo `map_file`."""
+    """Unmap memory that `map_file` mapped."""
     libc().munmap(ctypes.c_void_p(address), ctypes.c_size_t(align_up(nbytes, mmap.PAGESIZE)))

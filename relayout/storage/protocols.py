@@ -1,6 +1,6 @@
-"""What a store is: files in one folder or under one prefix, read by ranges, written as streams, published at once.
+"""The store protocols: files in one folder or under one prefix, read by ranges and published all at once.
 
-Callers ask what a store or file can do (`fileno`, `alignment`, `cost`), and never what it is.
+Callers ask what a store or file can do (`fileno`, `alignment`, `cost`), never for its type.
 """
 
 from __future__ import annotations
@@ -15,74 +15,74 @@ from typing import Protocol, Self
 
 
 class Access(Enum):
-    """How a file is to be read. A store without a page cache reads all alike, but refuses `DIRECT`."""
+    """How a file is to be read. A store without a page cache refuses `DIRECT` and treats the others alike."""
 
     DIRECT = "direct"
-    """Past the page cache; where that is refused, it is an error."""
+    """Bypass the page cache; fail if the file system refuses."""
     BUFFERED = "buffered"
     """Through the page cache."""
     AUTO = "auto"
-    """Past the page cache where that is possible."""
+    """Bypass the page cache if possible."""
     ONCE = "once"
-    """As `AUTO`; and what has to go through the page cache does not stay there."""
+    """As `AUTO`; pages that a buffered read brings into the page cache are dropped again."""
 
 
 class Kind(Enum):
-    """What is at the place that a store was made for."""
+    """What exists at a store's own path or prefix."""
 
     FOLDER = "folder"
     FILE = "file"
     OTHER = "other"
-    """A device, or a link to nothing."""
+    """A device, or a broken link."""
     NOTHING = "nothing"
 
 
 @dataclass(frozen=True, slots=True)
 class RequestCost:
-    """What reads of a store should look like. The defaults fit a local drive."""
+    """What a store's requests cost. The defaults fit a local drive."""
 
     chunk_nbytes: int = 8 * 2**20
-    """The largest request that is worth making; a multiple of 4096.
+    """The largest useful request; a multiple of 4096.
 
-    At 8 MiB Python's part in a request is noise, and a bounce buffer is still small.
+    At 8 MiB Python's overhead per request is negligible, and a bounce buffer is still small.
     """
     max_gap_nbytes: int = 256 * 2**10
-    """Bytes that it is cheaper to read in vain, up to this, than to make another request."""
+    """The largest gap between two extents that is cheaper to read than to split the request."""
     concurrency: int | None = None
-    """Requests in flight that keep the store busy, however many processors there are; None: it depends on them."""
+    """Requests in flight that saturate the store; None: it depends on the number of processors."""
 
 
 LOCAL_COST = RequestCost()
-"""Of local drives, and of memory."""
+"""Cost of local drives and of memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileStat:
-    """What a store tells of a file without reading it."""
+    """A file's metadata, known without reading it."""
 
     nbytes: int
     version: str
-    """Changes when the content does: length and time of a local file, the ETag of an object."""
+    """Changes when the content does: length and modification time of a local file, the ETag of an object."""
     mode: int = 0o644
-    """Permission bits; where a store has none, these."""
+    """Permission bits; the default for a store without permissions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A file of a store, or something else that has a name there."""
+    """A name in a store: a file, a folder, or something that is neither."""
 
     name: str
     refusal: str | None = None
-    """Why it is no file of the store: a link to somewhere else, for example."""
+    """Why it is not a file of the store, for example a link to a file elsewhere; None for files and folders."""
     is_readable: bool = True
     """Whether this process may read it."""
     is_folder: bool = False
-    """Whether it is a folder, which only some stores know."""
+    """Whether it is a folder; only some stores have folders."""
 
 
 @dataclass(frozen=True, slots=True)
 class Modes:
-    """The most permissions that what is written may have, less the umask; for stores that know permissions."""
+    """Permissions of written files and folders, before the umask, for stores that have permissions."""
 
     folder: int = 0o777
     file: int = 0o666
@@ -90,34 +90,36 @@ class Modes:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """There is no store for a path."""
+    """The reason why a URL has no store."""
 
     reason: str
 
 
-class File(Protocol):
-    """An open file."""
+class Closable(Protocol):
+    """Something to close, by `close` or at the end of a `with` block."""
 
     def close(self) -> None:
-        """Close it. Of one that was written: return when the bytes are safe.
+        """Close it. A written file: return when the bytes are on the drive.
 
         Raises:
-            OSError: they could not all be written.
+            OSError: some bytes could not be written.
         """
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    ) -> None:
+        self.close()
 
 
-class ReadableFile(File, Protocol):
-    """One version of a file, read by any number of threads. What replaces it meanwhile is never mixed in."""
+class ReadableFile(Closable, Protocol):
+    """One version of a file, open for reading. Thread-safe. Bytes of a replacement file are never mixed in."""
 
     @property
     def nbytes(self) -> int:
-        """Its length."""
+        """Length in bytes."""
 
     @property
     def version(self) -> str:
@@ -125,106 +127,106 @@ class ReadableFile(File, Protocol):
 
     @property
     def alignment(self) -> int:
-        """What offset, length and address of a read must be multiples of: 4096 for direct I/O, else 1.
+        """Offset, length and address of a read must be multiples of this: 4096 for direct I/O, else 1.
 
-        May fall to 1 while the file is open, if direct I/O turns out to be impossible.
+        Falls to 1 while the file is open if direct I/O turns out to be impossible.
         """
 
     def fileno(self) -> int | None:
-        """Its descriptor, for mmap(2), cachestat(2) or cuFile; None where there is none."""
+        """The descriptor, for mmap(2), cachestat(2) or cuFile; None if the store has no descriptors."""
 
     def read(self, offset: int, view: memoryview) -> None:
-        """Fill `view` with the bytes at `offset`, as far as the file reaches. Any thread.
+        """Fill `view` with the bytes at `offset`, up to the end of the file. Thread-safe.
 
         Raises:
-            FormatError: the file has become shorter, or was replaced.
+            FormatError: the file was truncated or replaced after it was opened.
             OSError: the read failed.
         """
 
 
-class WritableFile(File, Protocol):
-    """A file of known length that is being written, by any number of threads, each byte at most once.
+class WritableFile(Closable, Protocol):
+    """A file of known length, open for writing. Thread-safe. Each byte is written at most once.
 
-    Within a file offsets rise, but for the pieces that threads bring at once: a store that needs a stream holds those
-    back that are ahead. A local file takes any order.
+    Offsets rise, except among concurrent writes: a store that needs a stream must hold back writes that are ahead. A
+    local file accepts any order.
     """
 
     def write(self, offset: int, view: memoryview, address: int = 0) -> None:
-        """Write `view` at `offset`; its memory starts at `address`, modulo 4096. The memory is reused after the call.
+        """Write `view` at `offset`. `address` is its memory address modulo 4096. The caller reuses the memory.
 
         Raises:
             OSError: the write failed.
         """
 
 
-class Notes(File, Protocol):
-    """A file that only grows."""
+class Notes(Closable, Protocol):
+    """An append-only file."""
 
     def append(self, text: bytes) -> None:
-        """Add `text` at the end, in one piece. Any thread.
+        """Append `text` atomically. Thread-safe.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: writing failed.
         """
 
 
 class Staging(Protocol):
-    """A place where an output is put together, unseen by readers. At most one process has it open for an output.
+    """A place where an output is assembled, invisible to readers. At most one process has it open for an output.
 
-    Files: those of known length are opened any number of times by `write_file`, and complete when `write_head` has
-    given them their first bytes, which depend on all others (of a multipart upload, its first part comes last); small
-    ones are written at once by `put`.
+    Files of known length: `write_file` opens them any number of times, and `write_head` completes them with their first
+    bytes, which depend on all others (in a multipart upload, the first part is sent last). Small files: `put` writes
+    them whole.
     """
 
     is_kept: bool
-    """Whether what is here shall stay for the next attempt, if this one fails."""
+    """Whether the files stay for the next attempt if this one fails."""
     advice: str | None
-    """What to add to the error, if it stays."""
+    """A note to add to the error if the files stay."""
 
     @property
     def where(self) -> str:
-        """What messages call the place."""
+        """The name of this place in messages."""
 
     def clear(self) -> None:
-        """Delete everything that an earlier attempt has left."""
+        """Delete everything that an earlier attempt left."""
 
     def allocated_nbytes(self) -> int:
-        """Bytes that the files here take already."""
+        """Bytes that the files here occupy."""
 
     def check_space(self, nbytes: int) -> None:
-        """Refuse to start what the store cannot hold.
+        """Check that the store has space for `nbytes` more bytes; a store that cannot tell accepts them.
 
         Raises:
-            PlanError: less than `nbytes` bytes are free, where the store can tell.
+            PlanError: fewer than `nbytes` bytes are free.
         """
 
     def names(self) -> list[str]:
-        """Of the files that are here."""
+        """Names of the files here."""
 
     def remove(self, name: str) -> None:
-        """Delete what has this name, if there is anything."""
+        """Delete the file `name`, if it exists."""
 
     def open(self, name: str, nbytes: int) -> ReadableFile:
-        """Open a file that was written here, to read what is really stored.
+        """Open a file that was written here, to read what is stored on the drive.
 
         Raises:
-            FormatError: it is missing, no regular file of this user's, or has another length.
-            OSError: it cannot be opened, or what was written has not reached the drive.
+            FormatError: the file is missing, has another length, or is not a regular file of this user.
+            OSError: the file cannot be opened, or written bytes did not reach the drive.
         """
 
     def write_file(self, name: str, nbytes: int, *, is_new: bool) -> WritableFile:
-        """Open a file of known length for writing: a new one, for which there must be space, or one that is here.
+        """Open a file of known length for writing. With `is_new`, create it and allocate its space.
 
         Raises:
-            FormatError: the one that is here is no regular file of this user's.
-            OSError: a new one exists, or there is no space.
+            FormatError: the existing file is not a regular file of this user.
+            OSError: a new file exists already, or there is not enough space.
         """
 
     def write_head(self, name: str, head: bytes, nbytes: int) -> None:
-        """Write the first bytes of a file of `nbytes`, whose others, if it has any, have been written, and close it.
+        """Write the first bytes of a file of `nbytes` after all others, and close it.
 
         Raises:
-            FormatError: what is here is no regular file of this user's.
+            FormatError: the existing file is not a regular file of this user.
             OSError: writing failed.
         """
 
@@ -232,82 +234,83 @@ class Staging(Protocol):
         """Write a new file whole.
 
         Args:
-            mode: its permissions, less the umask; None: as those of all others.
+            mode: the file's permissions before the umask; None: those of all other files.
 
         Raises:
-            OSError: it exists, or writing failed.
+            OSError: the file exists, or writing failed.
         """
 
     def read_notes(self, name: str) -> bytes | None:
-        """What notes in the place hold, which do not become part of the output; None if there are none of this user's.
+        """Read notes, which do not become part of the output; None if this user has no notes here.
 
         Raises:
-            OSError: they cannot be read now.
+            OSError: reading failed.
         """
 
     def open_notes(self, name: str, *, is_new: bool) -> Notes:
-        """Notes to add to: new ones in place of what may be there, or those that are there.
+        """Open notes for appending. With `is_new`, replace existing notes.
 
         Raises:
-            FormatError, OSError: they cannot be opened.
+            FormatError: the existing notes are not a regular file of this user.
+            OSError: the notes cannot be opened.
         """
 
 
 class Store(Protocol):
-    """Files in one folder or under one prefix. Any number of threads may use it, and children of a fork.
+    """Files in one folder or under one prefix. Thread-safe, and usable in forked children.
 
     Names are relative, with "/" between their parts.
     """
 
     @property
     def cost(self) -> RequestCost:
-        """What reads should look like."""
+        """What requests cost."""
 
     def __str__(self) -> str:
-        """The path or URL that was asked for."""
+        """The path or URL that the caller gave."""
 
     def where(self, name: str) -> str:
-        """What messages call a file."""
+        """The name of a file in messages."""
 
     def path(self, name: str) -> Path | None:
-        """Where calls of the system find a file; None where there are no descriptors. Does not look at it."""
+        """The file's path for system calls; None if the store has no descriptors. Does not access the file."""
 
     def kind(self) -> Kind:
-        """What is at the store's own place.
+        """What exists at the store's own path or prefix.
 
         Raises:
-            OSError: it cannot be looked at.
+            OSError: the request failed.
         """
 
     def absence(self) -> str:
-        """What to tell where there is nothing: a reason, and perhaps what to do about it."""
+        """The message for a store of `Kind.NOTHING`: the reason, and possibly a remedy."""
 
     def parent(self) -> tuple[Store, str]:
-        """The store that this one's place lies in, and its name there."""
+        """The store one level up, and this store's name in it."""
 
     def folder_mode(self) -> int:
-        """The permission bits of the folder; 0o777 where there are none."""
+        """The permission bits of the folder; 0o777 for a store without permissions."""
 
     def walk(self) -> Iterator[Entry]:
-        """Every file and folder here and below, in any order, but those below or at a name that begins with a dot.
+        """Every file and folder, recursively, in any order. Skips names that begin with a dot, and all below them.
 
         Raises:
             OSError: a folder cannot be listed.
         """
 
     def stat(self, name: str) -> FileStat | None:
-        """Look at a file; None if there is none.
+        """A file's metadata; None if it does not exist.
 
         Raises:
-            FormatError: it is no file of the store: a folder, a device, a link to somewhere else.
-            OSError: it cannot be looked at.
+            FormatError: it is not a file of the store, but a folder, a device, or a link to a file elsewhere.
+            OSError: the request failed.
         """
 
     def read(self, name: str, limit: int) -> bytes:
         """Read a small file whole.
 
         Raises:
-            FormatError: it is missing, cannot be opened, or is larger than `limit` bytes.
+            FormatError: the file is missing, cannot be opened, or is larger than `limit` bytes.
             OSError: reading failed.
         """
 
@@ -317,31 +320,31 @@ class Store(Protocol):
         """Open a file for reading.
 
         Args:
-            nbytes: the length that it must have. None: any; what cannot be opened is bad input then.
-            version: as `stat` told it, if it must still be that.
+            nbytes: the expected length. None: any length; a file that cannot be opened is then a FormatError.
+            version: the expected `FileStat.version`; None: any.
 
         Raises:
             FormatError: the file is missing, or has another length or version.
-            OSError: it cannot be opened, or not as asked.
+            OSError: the file cannot be opened, or not with this `access`.
         """
 
     def check_output(self, source: Store, marker: str, *, force: bool) -> None:
-        """Refuse to make an output here that would lose something; delete what a killed process of ours has left.
+        """Check that an output here would not destroy other files; delete what a killed process of this user left.
 
         Args:
-            marker: the file that an output has that relayout wrote, and that `force` may replace.
+            marker: a file that every output of relayout has. `force` replaces only an output with this file.
 
         Raises:
-            PlanError: this is, contains or lies in the source, holds something, or cannot be written.
+            PlanError: this is the source, contains it or is inside it; is not empty; or cannot be written.
         """
 
     def stage(self, marker: str, *, replace: bool, modes: Modes) -> AbstractContextManager[Staging]:
-        """Begin an output, which is complete when the block ends, and not an output before.
+        """Begin an output, which is published when the block ends.
 
-        A local folder is renamed as a whole, or nothing has changed. Where there is no rename, `marker` is written last
-        and must not exist by then; with `replace`, that of the older output is deleted first.
+        A local folder is renamed as a whole; on failure nothing changes. A store without rename writes `marker`
+        last and fails if it exists by then; with `replace`, it first deletes the marker of the older output.
 
         Raises:
-            PlanError: another process is writing the same output, or it cannot be replaced.
-            OSError: among others, something else has come to be here meanwhile.
+            PlanError: another process is writing the same output, or the existing output cannot be replaced.
+            OSError: writing failed, or something else has been created here meanwhile.
         """

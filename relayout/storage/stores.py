@@ -1,4 +1,4 @@
-"""Which store a path is in: the registry, by the scheme of a URL; a path without one is local."""
+"""Finds the store of a path or URL by the URL's scheme; a path without a scheme is local."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from relayout.storage.local.store import LocalStore
 from relayout.storage.protocols import Refusal, Store
 
 Factory: TypeAlias = Callable[[str], Store | Refusal]
-"""Makes the store for a URL of its scheme, or says why not."""
+"""Makes the store for a URL of its scheme, or returns a refusal with the reason."""
 
 REGISTRY: dict[str, Factory] = {"memory": in_memory.offer}
-"""What makes the store for the URLs of each scheme."""
+"""Store factories by URL scheme."""
 
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+)://")
 
 
 def find_store(path: str | os.PathLike[str]) -> Store:
-    """The store for a path, or for a URL, which must be a `str`: `pathlib.Path` makes one slash of two.
+    """The store for a path or URL. A URL must be a `str`, because `pathlib.Path` joins double slashes.
 
     Raises:
-        PlanError: there is no store for such URLs, or not for this one.
+        PlanError: the scheme is not registered, or its store refuses the URL.
     """
     found = scheme_of(path)
     if found is None:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import relayout
 from relayout.cli.app import app
 from relayout.errors import FormatError
-from relayout.storage.local.paths import is_member, member
+from relayout.storage.local.paths import is_inside, resolve_inside
 
 RANK_FILE = "model-rank-0-part-0.safetensors"
 TABLE, RECORD, MANIFEST = "relayout.rank-0.json.zst", "relayout.source.json.zst", "relayout.json"
@@ -70,7 +70,7 @@ def test_links_stay_in_the_folder_or_lead_to_the_blobs_of_a_snapshot(tmp_path: P
     (root / "absolute").symlink_to("/etc/hostname")
     (root / "loop").symlink_to("loop")
     inside = {
-        name: is_member(root, root / name)
+        name: is_inside(root, root / name)
         for name in (
             "sub/x",
             "blob",
@@ -84,27 +84,27 @@ def test_links_stay_in_the_folder_or_lead_to_the_blobs_of_a_snapshot(tmp_path: P
     }
     assert [name for name, is_inside in inside.items() if is_inside] == ["sub/x", "blob", "sub/blob"]
     (tmp_path / "link").symlink_to(root)
-    assert is_member(tmp_path / "link", tmp_path / "link" / "blob"), "the folder itself may be given as a link"
-    assert member(root, "loop") == root / "loop", "what it leads to is nothing, and opening it tells that"
+    assert is_inside(tmp_path / "link", tmp_path / "link" / "blob"), "the folder itself may be given as a link"
+    assert resolve_inside(root, "loop") == root / "loop", "what it leads to is nothing, and opening it tells that"
     shared = f"ab{'0' * 62}"
     (tmp_path / "models--a--b" / "blobs").mkdir()
     for number, target in enumerate([f"ab/{shared}", f"cd/{shared}", f"ab/{shared}/x", "ab/x", "x"]):
         (tmp_path / "models--a--b" / "blobs" / f"link-{number}").symlink_to(f"../../blobs/{target}")
         (root / f"shared-{number}").symlink_to(f"../../blobs/link-{number}")
-    assert [is_member(root, root / f"shared-{number}") for number in range(5)] == [True, False, False, False, False]
-    assert is_member(root / "sub", root / "sub" / "blob"), "a repository may hold several checkpoints"
-    assert not is_member(root / "sub", root / "sub" / "x")
+    assert [is_inside(root, root / f"shared-{number}") for number in range(5)] == [True, False, False, False, False]
+    assert is_inside(root / "sub", root / "sub" / "blob"), "a repository may hold several checkpoints"
+    assert not is_inside(root / "sub", root / "sub" / "x")
     plain = tmp_path / "plain"
     plain.mkdir()
     (plain / "blob").symlink_to("../blobs/0")
-    assert not is_member(plain, plain / "blob"), "not in a snapshot"
+    assert not is_inside(plain, plain / "blob"), "not in a snapshot"
 
 
 def test_only_a_repository_of_the_hub_has_blobs_outside(tmp_path: Path) -> None:
     root = tmp_path / "backups" / "snapshots" / "1"
     root.mkdir(parents=True)
     (root / "x").symlink_to("../../blobs/id_rsa")
-    assert not is_member(root, root / "x")
+    assert not is_inside(root, root / "x")
 
 
 def test_the_blobs_of_a_cache_may_lie_on_another_drive(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_the_blobs_of_a_cache_may_lie_on_another_drive(tmp_path: Path) -> None:
     (tmp_path / "drive").mkdir()
     (repository / "blobs").symlink_to(tmp_path / "drive")
     (root / "x").symlink_to("../../blobs/0")
-    assert is_member(root, root / "x")
+    assert is_inside(root, root / "x")
 
 
 def test_who_trusts_links_may_say_so(
@@ -125,7 +125,7 @@ def test_who_trusts_links_may_say_so(
     shutil.copytree(llama, folder)
     for path in list(folder.iterdir()):
         move_out(folder, path.name, outside)
-    with pytest.raises(FormatError, match="or set RELAYOUT_FOLLOW_LINKS=1, if you trust it"):
+    with pytest.raises(FormatError, match="or set RELAYOUT_FOLLOW_LINKS=1 if you trust it"):
         relayout.inspect(folder)
     monkeypatch.setenv("RELAYOUT_FOLLOW_LINKS", "1")
     relayout.convert(folder, tmp_path / "out", tp=2)

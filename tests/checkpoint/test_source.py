@@ -210,7 +210,7 @@ def test_of_a_tensor_in_two_files_the_index_decides(tmp_path: Path, chosen: str,
 def test_a_tensor_in_two_files_is_refused_without_an_index(tmp_path: Path) -> None:
     write(tmp_path / "x.safetensors", {"a": A})
     write(tmp_path / "y.safetensors", {"a": A})
-    with pytest.raises(FormatError, match=r"y\.safetensors: tensor 'a' is in x\.safetensors as well"):
+    with pytest.raises(FormatError, match=r"y\.safetensors: tensor 'a': is in x\.safetensors as well"):
         read_catalogue(tmp_path)
 
 
@@ -218,7 +218,7 @@ def test_a_tensor_in_two_files_that_the_index_does_not_know_is_refused(tmp_path:
     write(tmp_path / "x.safetensors", {"a": A, "twice": B})
     write(tmp_path / "y.safetensors", {"c": C, "twice": B})
     write_index(tmp_path / INDEX, {"a": "x.safetensors", "c": "y.safetensors"})
-    with pytest.raises(FormatError, match=r"y\.safetensors: tensor 'twice' is in x\.safetensors as well"):
+    with pytest.raises(FormatError, match=r"y\.safetensors: tensor 'twice': is in x\.safetensors as well"):
         read_catalogue(tmp_path)
 
 
@@ -317,7 +317,9 @@ def test_one_of_numbered_shards_can_be_converted_alone(tmp_path: Path) -> None:
 
 def test_without_an_index_numbered_shards_of_two_models_are_refused(tmp_path: Path) -> None:
     write_set(tmp_path, "model-00001-of-00002", "model-00002-of-00002", "model-00001-of-00001")
-    with pytest.raises(FormatError, match=r"model-00001-of-00001\S+ and model-00001-of-00002\S+ are of two models"):
+    with pytest.raises(
+        FormatError, match=r"model-00001-of-00001\S+ and model-00001-of-00002\S+ belong to different models"
+    ):
         read_catalogue(tmp_path)
 
 
@@ -338,7 +340,7 @@ def test_without_an_index_the_numbered_model_counts_and_not_the_same_weights_by_
     expected = write_set(tmp_path, "model-00001-of-00002", "model-00002-of-00002", "vision")
     catalogue = read_catalogue(tmp_path)
     assert_holds(catalogue, expected)
-    reason = "model-00001-of-00002.safetensors and those that go with it are the model"
+    reason = "model-00001-of-00002.safetensors and the other files of its set are the model"
     assert catalogue.left_out == tuple(f"{file}.safetensors: {reason}" for file in consolidated)
 
 
@@ -362,7 +364,7 @@ def test_a_shard_whose_name_is_not_utf8_is_refused_before_a_byte_is_copied(tmp_p
         (source / name).rename(source / "x.safetensors")
         name += ".index.json"
         write_index(source / name, {"a": "x.safetensors"})
-    says = re.escape(rf"{source}: {os.fsencode(name)!r}: its name is not UTF-8: rename it")
+    says = re.escape(rf"{source}: the file name {os.fsencode(name)!r} is not UTF-8; rename the file")
     with pytest.raises(PlanError, match=says):
         convert(source / name if which == "file" else source, tmp_path / "out")
     assert list(tmp_path.iterdir()) == [source]
@@ -592,18 +594,18 @@ def test_an_unreadable_file_is_a_format_error(tmp_path: Path, name: str) -> None
 def test_a_converted_folder_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "model" / "model.safetensors", {"a": A})
     convert(tmp_path / "model", tmp_path / "out")
-    with pytest.raises(PlanError, match=r"out: is a converted checkpoint already"):
+    with pytest.raises(PlanError, match=r"out: is already a converted checkpoint"):
         read_catalogue(tmp_path / "out")
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="holds no safetensors file"):
+    with pytest.raises(PlanError, match="contains no safetensors file"):
         read_catalogue(tmp_path)
 
 
 def test_safetensors_files_in_subfolders_are_no_model(tmp_path: Path) -> None:
     write(tmp_path / "sub" / "model.safetensors", {"a": A})
-    with pytest.raises(PlanError, match=r"holds no safetensors file: they lie in folders in it, .* one by one: sub$"):
+    with pytest.raises(PlanError, match=r"contains no safetensors file; convert its subfolders one by one: sub$"):
         read_catalogue(tmp_path)
 
 
@@ -614,7 +616,7 @@ def test_of_a_pipeline_of_models_the_folders_that_can_be_converted_are_named(tmp
     write(tmp_path / ".cache" / "x.safetensors", {"a": A})
     (tmp_path / "scheduler").mkdir()
     (tmp_path / "model_index.json").write_text("{}")
-    with pytest.raises(PlanError, match=r"holds no safetensors file: .*: text_encoder, transformer, vae$"):
+    with pytest.raises(PlanError, match=r"contains no safetensors file; .*: text_encoder, transformer, vae$"):
         read_catalogue(tmp_path)
 
 

@@ -311,10 +311,10 @@ def control_characters_in_a_path(work: Path) -> list[str]:
         (plan_is_no_toml, r"mine\.toml: not valid TOML"),
         (plan_of_unknown_unit, r"mine\.toml: cut '\*': .*fingers"),
         (plan_without_a_rule, r"tensor 'lm_head\.weight': no rule of plan 'mine\.toml'"),
-        (converted_as_source, r"out: is a converted checkpoint already"),
+        (converted_as_source, r"out: is already a converted checkpoint"),
         (rank_too_high, r"rank 2, expected 0 to 1"),
         (negative_rank, r"rank -1, expected 0 to 1"),
-        (folder_without_weights, r"empty: holds no safetensors file"),
+        (folder_without_weights, r"empty: contains no safetensors file"),
         (control_characters_in_a_path, r"no.+such.+thing: no such file or folder"),
     ],
 )
@@ -345,8 +345,8 @@ def test_bad_input_is_one_line_and_leaves_nothing_behind(here: Run, work: Path, 
         ("convert model --tp 2 --plan nothing.toml", r"nothing\.toml: cannot be read"),
         ("convert model -o model", r"model: is the source itself"),
         ("convert model -o ../work/model/", r"model: is the source itself"),
-        ("convert model -o model/out", r"model/out: lies in the source"),
-        ("convert model -o .", r"lies in the source or around it"),
+        ("convert model -o model/out", r"model/out: is inside the source"),
+        ("convert model -o .", r"is inside the source folder, or contains it"),
         ("convert model -o nothing/out", r"nothing/out: its parent folder does not exist"),
         ("convert model -o model/config.json", r"model/config\.json: "),
     ],
@@ -863,7 +863,7 @@ def test_a_shard_whose_name_is_no_utf_8_is_refused_at_once_on_any_terminal(work:
     except OSError:
         pytest.skip("this file system takes UTF-8 names only")
     ascii_only = partial(run, environment={"PYTHONIOENCODING": "ascii:strict"})
-    says = r"model: b'm\\xff\.safetensors': its name is not UTF-8: rename it"
+    says = r"model: the file name b'm\\xff\.safetensors' is not UTF-8; rename the file"
     assert_refused(ascii_only, work, args.format(name).split(), says)
 
 

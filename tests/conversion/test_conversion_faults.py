@@ -411,8 +411,8 @@ def test_after_a_kill_between_two_renames_nothing_changes_without_force(
     assert not out.exists()
     done = run(tmp_path, source=model.place)
     assert done.returncode == 2
-    says = f"the older folder, which was being replaced, is {waiting}: it can be renamed back"
-    assert f"{out}: is missing; {says}, or replaced with --force" in done.stderr
+    says = f"an interrupted replacement left the older folder at {waiting}: rename it back"
+    assert f"{out}: is missing; {says}, or use --force" in done.stderr
     for arguments in (["verify", str(out)], ["restore", str(out), "-o", str(tmp_path / "back")]):
         done = prestarted.run(*arguments)
         assert done.returncode == 2

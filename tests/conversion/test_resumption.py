@@ -768,7 +768,7 @@ def test_what_cannot_be_brought_from_the_page_cache_to_the_drive_is_an_error(
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(file_io, "_O_DIRECT", None)
-    monkeypatch.setattr(file_io, "_MAX_BEHIND", 0)
+    monkeypatch.setattr(file_io, "_MAX_PENDING", 0)
     monkeypatch.setattr(file_io, "sync_range", failing)
     with pytest.raises(OSError, match=r"Input/output error: .*model-rank-0-part-0.safetensors"):
         conversion.convert(source, tmp_path / "out")

@@ -481,11 +481,11 @@ def test_an_output_that_is_a_link_is_refused(tmp_path: Path, target: str, force:
     ("output", "says"),
     [
         ("model", "is the source itself"),
-        ("model/out", "lies in the source or around it"),
-        ("model/sub/out", "lies in the source or around it"),
-        ("", "lies in the source or around it"),
+        ("model/out", "is inside the source folder, or contains it"),
+        ("model/sub/out", "is inside the source folder, or contains it"),
+        ("", "is inside the source folder, or contains it"),
         ("link", "is the source itself"),
-        ("link/out", "lies in the source or around it"),
+        ("link/out", "is inside the source folder, or contains it"),
         ("x/../model", "is the source itself"),
         ("nowhere/out", "its parent folder does not exist"),
         ("file", "exists and is not a folder"),
@@ -755,7 +755,7 @@ def overlay(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_folder_of_a_lower_layer_is_refused_before_anything_is_written(tmp_path: Path, overlay: Path) -> None:
     before = content(overlay)
-    with pytest.raises(PlanError, match="converted: lies in a lower layer of an overlay file system"):
+    with pytest.raises(PlanError, match="converted: is in a lower layer of an overlay file system"):
         convert(tmp_path / "model", overlay / "converted", force=True, align=512)
     assert content(overlay) == before
     assert_nothing_hidden(overlay / "converted")
@@ -778,7 +778,7 @@ def test_the_working_directory_is_not_replaced(tmp_path: Path, monkeypatch: pyte
     source = write_source(tmp_path / "model")
     (tmp_path / "there" / "here").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "there" / "here")
-    with pytest.raises(PlanError, match=f"{re.escape(output)}: is or holds the working directory"):
+    with pytest.raises(PlanError, match=f"{re.escape(output)}: is or contains the working directory"):
         convert(source, output)
     assert listing(tmp_path / "there") == ["here"]
 

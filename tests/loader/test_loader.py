@@ -202,8 +202,8 @@ def test_a_folder_that_waits_to_be_put_back_is_told_of(converted: Path) -> None:
         with pytest.raises(PlanError) as caught:
             call()
         assert str(caught.value) == (
-            f"{converted}: no such file or folder; the older folder, which was being replaced, is {old}:"
-            " it can be renamed back"
+            f"{converted}: no such file or folder; an interrupted replacement left the older folder at {old}:"
+            " rename it back"
         )
     old.rename(converted)
     assert relayout.load(converted, 0)

@@ -151,7 +151,7 @@ def test_another_version_of_a_file_is_refused(here: Ground) -> None:
     after = store.stat("weights")
     assert after is not None
     assert after.version != before.version
-    with pytest.raises(FormatError, match=r"weights: has changed since it was looked at$"):
+    with pytest.raises(FormatError, match=r"weights: has changed since it was last checked$"):
         store.open("weights", NBYTES, version=before.version)
 
 

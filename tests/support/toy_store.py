@@ -120,7 +120,7 @@ class ToyStore:
         if nbytes not in (None, len(found[0])):
             raise FormatError(f"{self.where(name)}: {len(found[0])} bytes long, expected {nbytes}")
         if version not in (None, found[1]):
-            raise FormatError(f"{self.where(name)}: has changed since it was looked at")
+            raise FormatError(f"{self.where(name)}: has changed since it was last checked")
         return ToyFile(*found)
 
     def check_output(self, source: Store, marker: str, *, force: bool) -> None:

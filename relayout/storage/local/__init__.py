@@ -1,1 +1,1 @@
-"""Local files: the only place that opens, writes and publishes them. Imports `core`."""
+"""The local file system store: the only code that opens, writes and renames local files. Imports `core`."""

@@ -1,8 +1,7 @@
-"""Thin file I/O: aligned memory, positioned reads and writes, direct where the file system takes it.
+"""Positioned reads and writes of local files, with direct I/O where the file system supports it.
 
-Direct I/O (O_DIRECT) moves bytes between the drive and our memory without the page cache; offset, length and address
-must be multiples of `extents.BLOCK`. Where it is refused, at open or at the first transfer, the same calls go through
-the page cache.
+Direct I/O (O_DIRECT) bypasses the page cache; offset, length and address must be multiples of `extents.BLOCK`. If the
+file system refuses it, at open or at the first transfer, the same calls go through the page cache.
 """
 
 from __future__ import annotations
@@ -18,31 +17,29 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from relayout.core.extents import BLOCK, align_down, align_up
 from relayout.errors import FormatError
 from relayout.storage.libc import allocate, sync_range
 from relayout.storage.local.open_folder import OpenFolder, restrict
-from relayout.storage.protocols import Access
+from relayout.storage.protocols import Access, Closable
 
 _O_DIRECT: int | None = getattr(os, "O_DIRECT", None)
 _PAGE = max(BLOCK, mmap.PAGESIZE)
-"""Bytes. What the page cache keeps together must not be written directly and through it."""
+"""Bytes. One page of the page cache must not be written both directly and through the cache."""
 _REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 _NO_FILE = frozenset({errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENXIO})
-"""Errors that tell of what lies there, not of the system."""
-_NOWHERE = frozenset({errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR})
+"""Errors caused by the file or its path, not by the system."""
+_BAD_PATH = frozenset({errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR})
 TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-"""Does not wait, should a FIFO have taken the place of a file that was looked at."""
-_MAX_BEHIND = 4
-"""Writes of one file that may be on their way from the page cache to the drive."""
+"""O_NONBLOCK: do not wait if a FIFO has replaced the file since it was checked."""
+_MAX_PENDING = 4
+"""The most writes of one file that may be in write-back from the page cache to the drive."""
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Let an OSError that names no file name this one."""
+def with_path(path: Path) -> Iterator[None]:
+    """Add `path` to an OSError that has no filename."""
     try:
         yield
     except OSError as error:
@@ -52,16 +49,16 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def check_regular(path: Path) -> os.stat_result:
-    """A file's status. What is none is refused before it is opened: opening a device may do something already.
+    """The status of a regular file. Checked before it is opened, because opening a device may have side effects.
 
     Raises:
-        FormatError: it is none, or a path that leads nowhere.
-        OSError: there is nothing, or it cannot be looked at.
+        FormatError: `path` is not a regular file, or cannot be resolved.
+        OSError: the file does not exist, or stat(2) failed.
     """
     try:
         status = path.stat()
     except OSError as error:
-        if error.errno in _NOWHERE:
+        if error.errno in _BAD_PATH:
             raise FormatError(f"cannot be read: {error.strerror}", path=path, code="unsafe") from None
         raise
     if not stat.S_ISREG(status.st_mode):
@@ -84,8 +81,8 @@ def read_small(path: Path, limit: int) -> bytes:
         return bytes(text)
 
 
-class InputFile:
-    """A file of known size, read at given offsets by any number of threads."""
+class InputFile(Closable):
+    """See `protocols.ReadableFile`."""
 
     def __init__(
         self,
@@ -96,7 +93,7 @@ class InputFile:
         version: str | None = None,
         folder: OpenFolder | None = None,
     ) -> None:
-        """Open `path`; arguments and errors as for `Store.open`. With `folder`, it is its owner's, directly in it."""
+        """Open `path`; arguments and errors as for `Store.open`. With `folder`, use `OpenFolder.open_own`."""
         self.path = path
         self._lock = threading.Lock()
         self._access = access
@@ -116,14 +113,14 @@ class InputFile:
             raise
         try:
             if access is Access.DIRECT and not self._direct:
-                raise _refused(path)
+                raise _no_direct_io(path)
             status = os.fstat(self._fd)
             if not stat.S_ISREG(status.st_mode):
                 raise FormatError("not a regular file", path=path, code="unsafe")
             if nbytes not in (None, status.st_size):
                 raise FormatError(f"{status.st_size} bytes long, expected {nbytes}", path=path, code="mismatch")
             if version not in (None, version_of(status)):
-                raise FormatError("has changed since it was looked at", path=path, code="mismatch")
+                raise FormatError("has changed since it was last checked", path=path, code="mismatch")
         except BaseException:
             self.close()
             raise
@@ -149,7 +146,7 @@ class InputFile:
                 count = _preadv(self._fd, view[done:], offset + done)
             except OSError as error:
                 if direct and error.errno in _REFUSED:
-                    self._go_buffered()
+                    self._disable_direct()
                     continue
                 raise OSError(
                     error.errno, f"{os.strerror(error.errno or 0)} at byte {offset + done}", str(self.path)
@@ -159,7 +156,7 @@ class InputFile:
                     f"ends at byte {offset + done}, expected {self.nbytes} bytes", path=self.path, code="truncated"
                 )
             if direct and done + count < expected:
-                # A short read may end inside a block: go on from that block's start.
+                # A short read may end inside a block: continue at the start of that block.
                 count = align_down(count, BLOCK)
                 if count == 0:
                     length = os.fstat(self._fd).st_size
@@ -167,17 +164,17 @@ class InputFile:
                         raise FormatError(
                             f"ends at byte {length}, expected {self.nbytes} bytes", path=self.path, code="truncated"
                         )
-                    self._go_buffered()
+                    self._disable_direct()
             done += count
         if self._access is Access.ONCE and not self._direct:
-            _forget(self._fd, offset, done)
+            _drop_pages(self._fd, offset, done)
 
-    def _go_buffered(self) -> None:
+    def _disable_direct(self) -> None:
         if self._access is Access.DIRECT:
-            raise _refused(self.path)
+            raise _no_direct_io(self.path)
         with self._lock:
             if self._direct and _O_DIRECT is not None:
-                # The same descriptor, so that it stays the same file whatever has come to be at its path.
+                # Change the descriptor instead of reopening the path, which may lead to another file by now.
                 fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~_O_DIRECT)
                 self._direct = False
 
@@ -187,40 +184,32 @@ class InputFile:
         if fd >= 0:
             os.close(fd)
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+class OutputFile(Closable):
+    """See `protocols.WritableFile`.
 
-
-class OutputFile:
-    """A file of known size, written at given offsets by any number of threads.
-
-    A write goes directly as far as it covers whole pages, and its edges through the page cache. As writes do not
-    overlap, a page is either inside one write or made of edges only: never written both ways. Where nothing can be
-    written directly, what was written goes to the drive soon, and leaves the page cache.
+    Whole pages of a write use direct I/O, and its edges use the page cache. Writes do not overlap, so a page is either
+    inside one write or consists of edges: it is never written both ways. Without direct I/O, written pages are sent to
+    the drive soon and dropped from the page cache.
     """
 
     def __init__(
         self, folder: OpenFolder, name: str, nbytes: int, *, create: bool = True, direct: bool = True, mode: int = 0o666
     ) -> None:
-        """Create a file, which must not exist, and allocate its space; or open one of the folder's owner again.
+        """Create a file and allocate its space; or, without `create`, open an existing file of the folder's owner.
 
         Args:
-            mode: its permissions, less the umask; one that exists loses those beyond.
+            mode: permissions before the umask; an existing file loses all others.
 
         Raises:
-            FormatError: it is to be opened again, and is no regular file of its own.
-            OSError: it exists, or there is no space.
+            FormatError: the existing file is not a regular file of the folder's owner, or has several names.
+            OSError: the new file exists already, or there is not enough space.
         """
         self.path = folder.path / name
         self.nbytes = nbytes
         self._lock = threading.Lock()
-        self._behind: deque[tuple[int, int]] = deque()
-        """(offset, nbytes) that are on their way from the page cache to the drive, oldest first."""
+        self._pending: deque[tuple[int, int]] = deque()
+        """(offset, nbytes) in write-back from the page cache to the drive, oldest first."""
         if create:
             self._fd = folder.open(name, os.O_RDWR | os.O_CREAT, mode)
         else:
@@ -234,7 +223,7 @@ class OutputFile:
         except OSError as error:
             os.close(self._fd)
             if create:
-                folder.remove(name)  # Another thread would find it half made.
+                folder.remove(name)  # Otherwise another thread could open an incomplete file.
             raise OSError(error.errno, error.strerror, str(self.path)) from None
 
     def write(self, offset: int, view: memoryview, address: int = 0) -> None:
@@ -244,7 +233,7 @@ class OutputFile:
         if not self.direct or low >= high or (address - offset) % BLOCK:
             self._write(self._fd, offset, view)
             if not self.direct:
-                self._write_behind(offset, view.nbytes)
+                self._write_back(offset, view.nbytes)
             return
         self._write(self._fd, offset, view[: low - offset])
         try:
@@ -256,16 +245,16 @@ class OutputFile:
             self._write(self._fd, low, view[low - offset : high - offset])
         self._write(self._fd, high, view[high - offset :])
 
-    def _write_behind(self, offset: int, nbytes: int) -> None:
-        with naming(self.path):
+    def _write_back(self, offset: int, nbytes: int) -> None:
+        with with_path(self.path):
             sync_range(self._fd, offset, nbytes, wait=False)
         with self._lock:
-            self._behind.append((offset, nbytes))
-            oldest = [self._behind.popleft() for _ in range(len(self._behind) - _MAX_BEHIND)]
+            self._pending.append((offset, nbytes))
+            oldest = [self._pending.popleft() for _ in range(len(self._pending) - _MAX_PENDING)]
         for extent in oldest:
-            with naming(self.path):
+            with with_path(self.path):
                 sync_range(self._fd, *extent, wait=True)
-            _forget(self._fd, *extent)
+            _drop_pages(self._fd, *extent)
 
     def _write(self, fd: int, offset: int, view: memoryview) -> None:
         done = 0
@@ -278,44 +267,36 @@ class OutputFile:
                 ) from None
 
     def close(self) -> None:
-        """See `File.close`. The kernel tells an error once, to a descriptor that was open then."""
+        """See `Closable.close`. The kernel reports a write-back error once, to descriptors open at that time."""
         fds = [fd for fd in (self._fd, self._direct_fd) if fd >= 0]
         self._fd = self._direct_fd = -1
         try:
-            with naming(self.path):
+            with with_path(self.path):
                 for fd in fds[:1]:
                     os.fsync(fd)
-                    for extent in self._behind:
-                        _forget(fd, *extent)
+                    for extent in self._pending:
+                        _drop_pages(fd, *extent)
         finally:
             for fd in fds:
                 os.close(fd)
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def _refused(path: Path) -> OSError:
+def _no_direct_io(path: Path) -> OSError:
     return OSError(errno.EOPNOTSUPP, "the file system refuses direct I/O; use backend 'buffered'", str(path))
 
 
-def sync_and_forget(folder: OpenFolder, name: str) -> None:
-    """Let the next read of a file show what is on the drive.
+def sync_and_drop_pages(folder: OpenFolder, name: str) -> None:
+    """Write a file's pages to the drive and drop them, so that the next read comes from the drive.
 
     Raises:
-        FormatError: it is no regular file of the folder's owner.
-        OSError: what is in the page cache could not be written.
+        FormatError: it is not a regular file of the folder's owner.
+        OSError: the pages could not be written.
     """
     fd = folder.open_own(name, os.O_RDONLY)
     try:
-        with naming(folder.path / name):
+        with with_path(folder.path / name):
             os.fsync(fd)
-        _forget(fd, 0, 0)
+        _drop_pages(fd, 0, 0)
     finally:
         os.close(fd)
 
@@ -344,8 +325,8 @@ def _preadv_in_place(fd: int, view: memoryview, offset: int) -> int:
 _preadv = _preadv_in_place if hasattr(os, "preadv") else _preadv_by_copy
 
 
-def _forget(fd: int, offset: int, nbytes: int) -> None:
-    """Take bytes that nobody will want again soon out of the page cache, which would push out others for them."""
+def _drop_pages(fd: int, offset: int, nbytes: int) -> None:
+    """Drop these pages from the page cache (POSIX_FADV_DONTNEED)."""
     if hasattr(os, "posix_fadvise"):
         with suppress(OSError):
             os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)

@@ -1,4 +1,4 @@
-"""The lock file beside an output: one process at a time writes it, and it is of the user who does."""
+"""The lock file beside an output, which admits one writing process at a time and belongs to its user."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from relayout.errors import PlanError
 from relayout.storage.local.open_folder import OpenFolder
 
 
-def check_user(path: Path, status: os.stat_result, user: int) -> None:
-    """Refuse what is not this user's.
+def check_owner_is(path: Path, status: os.stat_result, user: int) -> None:
+    """Check that a file or folder belongs to this user.
 
     Raises:
-        PlanError: it is not.
+        PlanError: it belongs to another user.
     """
     if status.st_uid != user:
         raise PlanError(
@@ -32,10 +32,10 @@ def check_user(path: Path, status: os.stat_result, user: int) -> None:
 
 @contextmanager
 def locked(parent: OpenFolder, name: str, output: Path) -> Iterator[int]:
-    """Keep other conversions away from the output; yields this user's id, as the file system there has it.
+    """Hold the lock of an output. Yield this user's id as that file system reports it.
 
     Raises:
-        PlanError: another process holds the lock, or it is somebody else's.
+        PlanError: another process holds the lock, or it belongs to another user.
     """
     lock, user = _acquire(parent, name, output)
     try:
@@ -47,15 +47,15 @@ def locked(parent: OpenFolder, name: str, output: Path) -> Iterator[int]:
 
 
 def _acquire(parent: OpenFolder, name: str, output: Path) -> tuple[int, int]:
-    """Open and lock the lock file; it is the lock only while its name still leads to it."""
+    """Open and lock the lock file. Retry if its name refers to another file by then."""
     while True:
         fd, user = _open_lock(parent, name)
         try:
-            check_user(parent.path / name, os.fstat(fd), user)
+            check_owner_is(parent.path / name, os.fstat(fd), user)
             _flock(fd, output)
             status = parent.status(name)
             if status is not None and os.path.samestat(status, os.fstat(fd)):
-                with suppress(OSError):  # For others to read, no more; the drive may be full.
+                with suppress(OSError):  # The process id is only informative; the drive may be full.
                     os.ftruncate(fd, 0)
                     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
                 return fd, user
@@ -66,9 +66,9 @@ def _acquire(parent: OpenFolder, name: str, output: Path) -> tuple[int, int]:
 
 
 def _open_lock(parent: OpenFolder, name: str) -> tuple[int, int]:
-    """The lock file's descriptor, and the id of the user whom files made here belong to.
+    """The lock file's descriptor, and the id of the owner of files created here.
 
-    That is not always the process's own: of a network file system the server may have others.
+    It may differ from the process's user id, because the server of a network file system may map ids.
     """
     while True:
         try:
@@ -79,12 +79,14 @@ def _open_lock(parent: OpenFolder, name: str) -> tuple[int, int]:
         try:
             status = parent.status(name)
             if status is not None:
-                check_user(parent.path / name, status, user)
+                check_owner_is(parent.path / name, status, user)
                 if not stat.S_ISREG(status.st_mode):
-                    raise PlanError("is in the way of a lock file; remove it", path=parent.path / name, code="exists")
+                    raise PlanError(
+                        "is not a regular file and blocks the lock; remove it", path=parent.path / name, code="exists"
+                    )
                 return parent.open(name, os.O_RDWR), user
         except FileNotFoundError:
-            continue  # Its holder has ended.
+            continue  # Its holder has just removed it.
 
 
 def _user_of_new_files(parent: OpenFolder, name: str) -> int:
@@ -106,4 +108,4 @@ def _flock(fd: int, output: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
             raise
-        # Some network mounts know no locks: go without.
+        # Some network mounts do not support locks: continue without.

@@ -1,4 +1,4 @@
-"""What lies under a file: file system, block sizes, and whether it takes direct I/O."""
+"""A file's file system, its block sizes, and whether it supports direct I/O."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _DRIVES = Path("/sys/dev/block")
 
 @dataclass(frozen=True, slots=True)
 class Filesystem:
-    """Where a file lies."""
+    """The file system of a file."""
 
     kind: str
-    """As mount(8) names it: ext4, xfs, nfs4, overlay ...; "unknown" where the system does not tell."""
+    """As mount(8) names it: ext4, xfs, nfs4, overlay ...; "unknown" if the system does not report it."""
     mount_point: str
     block_nbytes: int
-    """What the file system would like to be read in."""
+    """Preferred I/O size of the file system."""
     drive_block_nbytes: int | None
-    """Logical block of the drive; None where there is no single one."""
+    """Logical block size of the drive; None if unknown or if there are several drives."""
 
 
 def filesystem_of(path: Path) -> Filesystem:
-    """Look up a file that exists.
+    """The file system of an existing file.
 
     Raises:
-        OSError: it cannot be looked at.
+        OSError: stat(2) failed.
     """
     status = path.stat()
     mount_point, kind = _mount_of(path)
@@ -43,7 +43,7 @@ def filesystem_of(path: Path) -> Filesystem:
 
 
 def refuses_direct(path: Path) -> str | None:
-    """Why direct I/O does not work on a file, found out by reading its first block; None if it works."""
+    """Why direct I/O fails on a file, tested by reading its first block; None if it works."""
     try:
         with InputFile(path, path.stat().st_size, access=Access.DIRECT) as file:
             file.read(0, Buffer().reserve(BLOCK))
@@ -55,7 +55,7 @@ def refuses_direct(path: Path) -> str | None:
 
 
 def _mount_of(path: Path) -> tuple[str, str]:
-    """Mount point and kind of the file system that a file lies on; see proc(5), fdinfo and mountinfo."""
+    """Mount point and kind of a file's file system; see proc(5), fdinfo and mountinfo."""
     try:
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
         try:

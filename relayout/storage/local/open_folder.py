@@ -1,8 +1,7 @@
-"""Folders held open by their descriptors: what others do to the paths that led there changes nothing.
+"""Folders accessed by descriptor, so that concurrent changes of their paths have no effect.
 
-Outputs are put together in places where other users may be able to rename and link, such as /tmp. Everything that is
-written there is therefore opened, created, renamed and deleted relative to a descriptor, and no symbolic link is
-followed on the way.
+Other users may rename and link files beside an output, for example in /tmp. Files there are therefore opened, created,
+renamed and deleted relative to a descriptor, and symbolic links are not followed.
 """
 
 from __future__ import annotations
@@ -12,49 +11,45 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from relayout.errors import FormatError
 from relayout.storage.libc import exchange_names
+from relayout.storage.protocols import Closable
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 _FILE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
-class OpenFolder:
-    """A folder that is held open. Names are relative to it; they may lead into its subfolders.
-
-    May be used by several threads.
-    """
+class OpenFolder(Closable):
+    """A folder that is held open. Names are relative to it and may include subfolders. Thread-safe."""
 
     def __init__(self, path: Path, fd: int | None = None) -> None:
-        """Open a folder, whose path may lead over links, or take one that is open.
+        """Open a folder, following links in its path; or take over its descriptor `fd`.
 
         Raises:
-            OSError: there is none, or it cannot be opened.
+            OSError: the folder cannot be opened.
         """
         self.path = path
-        """Where it was when it was opened; for messages."""
+        """Its path when it was opened; for messages only."""
         self.fd = os.open(path, _FOLDER & ~os.O_NOFOLLOW) if fd is None else fd
 
     def open(self, name: str, flags: int, mode: int = 0o666) -> int:
-        """Open a file: its descriptor. With O_CREAT, subfolders on the way to it are made too.
+        """Open a file and return its descriptor. With O_CREAT, create the file and missing subfolders.
 
         Raises:
-            OSError: it cannot be opened; among others, if it is a link or, with O_CREAT, exists.
+            OSError: the file cannot be opened, is a link or, with O_CREAT, exists.
         """
         above, _, base = name.rpartition("/")
         create = flags & os.O_CREAT
-        with self._below(above, create=bool(create)) as folder, self._naming(name):
+        with self._below(above, create=bool(create)) as folder, self._with_path(name):
             return os.open(base, flags | _FILE | (os.O_EXCL if create else 0), mode, dir_fd=folder)
 
     def open_own(self, name: str, flags: int) -> int:
-        """Open a file that is there already, of this folder's owner and without another name.
+        """Open an existing regular file of this folder's owner with a single name (hard link).
 
         Raises:
-            FormatError: it is something else, through which somebody else's file could be read or changed.
-            OSError: it cannot be opened.
+            FormatError: it is something else, which could give access to another user's file.
+            OSError: the file cannot be opened.
         """
         status = self.status(name)
         if status is not None:
@@ -69,68 +64,67 @@ class OpenFolder:
 
     def _check_own(self, name: str, status: os.stat_result) -> None:
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or status.st_uid != self.owner:
-            raise FormatError(
-                "not a regular file of one name and this folder's owner", path=self.path / name, code="unsafe"
-            )
+            what = "not a regular file of this folder's owner, or it has several names"
+            raise FormatError(what, path=self.path / name, code="unsafe")
 
     @property
     def owner(self) -> int:
-        """The user whose folder it is."""
+        """User id of the folder's owner."""
         return os.fstat(self.fd).st_uid
 
     def names(self) -> list[str]:
-        """Of all that is in it, sorted."""
+        """Names of all entries, sorted."""
         with os.scandir(self.fd) as entries:
             return sorted(entry.name for entry in entries)
 
     def status(self, name: str) -> os.stat_result | None:
-        """Of what has this name, a link itself if it is one; None if there is nothing."""
-        with self._naming(name):
+        """Status of an entry, without following a link; None if there is no such entry."""
+        with self._with_path(name):
             try:
                 return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
             except FileNotFoundError:
                 return None
 
     def subfolder(self, name: str) -> OpenFolder:
-        """Open a folder in it.
+        """Open a subfolder.
 
         Raises:
-            OSError: there is none; NotADirectoryError also where there is a link.
+            OSError: it cannot be opened; NotADirectoryError also for a link.
         """
-        with self._naming(name):
+        with self._with_path(name):
             return OpenFolder(self.path / name, os.open(name, _FOLDER, dir_fd=self.fd))
 
     def make(self, name: str, mode: int) -> None:
-        """Make a folder in it, with as much of the mode as the umask leaves.
+        """Create a subfolder; `mode` is before the umask.
 
         Raises:
-            OSError: it exists, among others.
+            OSError: it exists, or cannot be created.
         """
-        with self._naming(name):
+        with self._with_path(name):
             os.mkdir(name, mode, dir_fd=self.fd)
 
     def remove(self, name: str) -> None:
-        """Delete what has this name, if there is anything; a folder with all that is in it, also where it is read-only.
+        """Delete an entry, if it exists; a folder recursively, even if it is read-only.
 
         Raises:
-            OSError: it cannot be deleted.
+            OSError: the entry cannot be deleted.
         """
         status = self.status(name)
         if status is None:
             return
         if not stat.S_ISDIR(status.st_mode):
-            with self._naming(name):
+            with self._with_path(name):
                 os.unlink(name, dir_fd=self.fd)
             return
         with self._writable(name) as folder:
             for inside in folder.names():
                 folder.remove(inside)
-        with self._naming(name):
+        with self._with_path(name):
             os.rmdir(name, dir_fd=self.fd)
 
     @contextmanager
     def _writable(self, name: str) -> Iterator[OpenFolder]:
-        """A folder in it, to be emptied: people take write permission from finished models."""
+        """Open a subfolder that is to be emptied, and make it writable: users write-protect finished models."""
         try:
             folder = self.subfolder(name)
         except PermissionError:
@@ -142,10 +136,10 @@ class OpenFolder:
             yield folder
 
     def _make_readable(self, name: str) -> None:
-        """Give a folder's owner all rights to it: by a descriptor, since chmod(2) itself would follow a link."""
+        """Grant a subfolder's owner all permissions, by descriptor, because chmod(2) follows links."""
         if not hasattr(os, "O_PATH"):
             return
-        with self._naming(name):
+        with self._with_path(name):
             fd = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.fd)
             try:
                 Path(f"/proc/self/fd/{fd}").chmod(0o700)
@@ -153,7 +147,7 @@ class OpenFolder:
                 os.close(fd)
 
     def allocated_nbytes(self) -> int:
-        """Bytes that the files here, and in its subfolders, take on the drive."""
+        """Bytes that the files here and in subfolders occupy on the drive."""
         return sum(
             os.stat(name, dir_fd=fd, follow_symlinks=False).st_blocks * 512
             for _, _, names, fd in os.fwalk(".", dir_fd=self.fd)
@@ -161,32 +155,24 @@ class OpenFolder:
         )
 
     def sync(self) -> None:
-        """Return when the entries of it and of its subfolders are on the drive."""
+        """Write the entries of this folder and its subfolders to the drive."""
         for above, _, _, fd in os.fwalk(".", dir_fd=self.fd):
-            with self._naming(above):
+            with self._with_path(above):
                 os.fsync(fd)
 
     def close(self) -> None:
-        """Close it."""
+        """Close the descriptor."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     @contextmanager
     def _below(self, names: str, *, create: bool) -> Iterator[int]:
-        """The descriptor of a subfolder, by a path in which no link is followed; "" is this folder."""
+        """Yield a descriptor of a subfolder, without following links in its path; "" is this folder."""
         fd = os.dup(self.fd)
         try:
             for part in names.split("/") if names else ():
-                with self._naming(names):
+                with self._with_path(names):
                     if create:
                         with suppress(FileExistsError):
                             os.mkdir(part, dir_fd=fd)
@@ -198,8 +184,8 @@ class OpenFolder:
             os.close(fd)
 
     @contextmanager
-    def _naming(self, name: str) -> Iterator[None]:
-        """Let an OSError tell the whole path."""
+    def _with_path(self, name: str) -> Iterator[None]:
+        """Give an OSError the whole path."""
         try:
             yield
         except OSError as error:
@@ -212,7 +198,7 @@ def rename(source: OpenFolder, name: str, target: OpenFolder, new_name: str) -> 
     """rename(2) from one open folder into another.
 
     Raises:
-        OSError: it is refused.
+        OSError: rename(2) failed.
     """
     try:
         os.rename(name, new_name, src_dir_fd=source.fd, dst_dir_fd=target.fd)
@@ -222,10 +208,10 @@ def rename(source: OpenFolder, name: str, target: OpenFolder, new_name: str) -> 
 
 
 def exchange(source: OpenFolder, name: str, target: OpenFolder, other: str) -> bool:
-    """Let two names change places in one step; whether kernel and file system can do that.
+    """Exchange two names atomically. Return False if the kernel or file system does not support it.
 
     Raises:
-        OSError: it is refused.
+        OSError: the exchange failed.
     """
     try:
         return exchange_names(source.fd, name, target.fd, other)
@@ -235,7 +221,7 @@ def exchange(source: OpenFolder, name: str, target: OpenFolder, other: str) -> b
 
 
 def restrict(fd: int, mode: int) -> None:
-    """Take permissions from an open file or folder that go beyond `mode`, where its file system has any."""
+    """Remove the permissions of an open file or folder that are not in `mode`."""
     before = stat.S_IMODE(os.fstat(fd).st_mode)
     if before & mode != before:
         with suppress(PermissionError):

@@ -1,4 +1,4 @@
-"""Which bytes of a file are in the page cache."""
+"""Queries of the page cache."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from relayout.storage.libc import libc, map_file, unmap
 
 _CACHESTAT = 451
 """The number of cachestat(2) in every architecture that has it (Linux 6.5)."""
-
-
 _READ_AHEAD_NBYTES = 8 * 2**20
-"""More than file systems have by default, for where the system does not tell."""
+"""More than the defaults of file systems; used if the system does not report it."""
 
 
 class _Range(ctypes.Structure):
@@ -32,10 +30,10 @@ class _Counts(ctypes.Structure):
 
 
 def resident_nbytes(fd: int, offset: int, nbytes: int) -> int | None:
-    """How many of a file's bytes are in the page cache, by whole pages; None where the system does not tell.
+    """How many of a file's bytes are in the page cache, by whole pages; None if the system does not report it.
 
-    By cachestat(2); where that is missing or not permitted, by mincore(2), but only for files that this process may
-    write, because Linux 5.2 and later claim of others that all of them is there (mm/mincore.c, can_do_mincore).
+    Uses cachestat(2). If that is missing or not permitted, uses mincore(2), but only for files that this process may
+    write: Linux 5.2 and later report all pages of other files as resident (mm/mincore.c, can_do_mincore).
     """
     nbytes = min(nbytes, os.fstat(fd).st_size - offset)
     if nbytes <= 0:
@@ -49,7 +47,7 @@ def resident_nbytes(fd: int, offset: int, nbytes: int) -> int | None:
 
 
 def read_ahead_nbytes(fd: int) -> int:
-    """How far behind a page that is read the kernel may look for pages to read ahead."""
+    """The kernel's read-ahead window of the file's device, in bytes."""
     device = os.fstat(fd).st_dev
     try:
         text = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb").read_text()
@@ -67,7 +65,6 @@ def _cachestat(fd: int, offset: int, nbytes: int) -> int | None:
 
 
 def _mincore(fd: int, offset: int, nbytes: int) -> int | None:
-    # Of others' files that it may not write, the kernel says that all of them is there.
     if os.fstat(fd).st_uid != os.geteuid() and not os.access(f"/proc/self/fd/{fd}", os.W_OK, effective_ids=True):
         return None
     start = align_down(offset, mmap.PAGESIZE)

@@ -1,4 +1,4 @@
-"""Which files are a checkpoint's own: the names in it and the links in it come from strangers."""
+"""Resolves names inside a checkpoint folder. Names and links in it are untrusted."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from pathlib import Path
 from relayout.errors import FormatError
 
 FOLLOW_LINKS = "RELAYOUT_FOLLOW_LINKS"
-"""Environment variable: "1" lets links lead anywhere, for folders that were put together of links by a person."""
+"""Environment variable: "1" permits links to any file, for folders that a person assembled from links."""
 
 _REPOSITORY = re.compile(r"(models|datasets|spaces)--")
 _SHARED_BLOB = re.compile(r"([0-9a-f]{2})/\1[0-9a-f]{62}")
 
 
-def member(folder: Path, name: str) -> Path:
-    """The path of a checkpoint's file, which need not exist.
+def resolve_inside(folder: Path, name: str) -> Path:
+    """The path of a file in a checkpoint folder; the file need not exist.
 
     Raises:
-        FormatError: a symbolic link on the way leads out of the checkpoint.
+        FormatError: a symbolic link in the path leads out of the checkpoint.
     """
     path = folder / name
-    if not is_member(folder, path):
+    if not is_inside(folder, path):
         raise FormatError(
             f"a symbolic link that leads out of the checkpoint, to {os.path.realpath(path)}:"
-            f" put the file in its place, or set {FOLLOW_LINKS}=1, if you trust it",
+            f" replace it by the file, or set {FOLLOW_LINKS}=1 if you trust it",
             path=path,
             code="unsafe",
         )
     return path
 
 
-def is_member(folder: Path, path: Path) -> bool:
-    """Whether a path in a checkpoint's folder, symbolic links resolved, still is in it.
+def is_inside(folder: Path, path: Path) -> bool:
+    """Whether a path, with symbolic links resolved, is inside a checkpoint folder.
 
-    A snapshot in a Hugging Face cache, or a folder in it, has its files in blobs outside: in those of its repository
-    (huggingface_hub 2.4, `file_download.py`: `models--ORG--NAME/snapshots/REVISION/FILE -> ../../blobs/HASH`), which
-    may be links to blobs that all repositories of the cache share (`utils/_shared_blobs.py`: `blobs/HA/HASH`).
+    The files of a snapshot in a Hugging Face cache are links to blobs of its repository (huggingface_hub 2.4,
+    `file_download.py`: `models--ORG--NAME/snapshots/REVISION/FILE -> ../../blobs/HASH`). Those may be links to blobs
+    that all repositories of the cache share (`utils/_shared_blobs.py`: `blobs/HA/HASH`). Both count as inside.
     """
     home = Path(os.path.realpath(folder))
     real = Path(os.path.realpath(path))

@@ -1,8 +1,8 @@
-"""Outputs are absent or complete: everything is written into a folder beside OUT that takes OUT's name at the end.
+"""Outputs are absent or complete: they are written to a folder beside OUT, which is renamed to OUT at the end.
 
-The folder beside OUT, `.OUT.relayout-partial`, is readable by nobody else and held open from beginning to end. Beside
-OUT others may be able to make, rename and link what they like, as in /tmp: what belongs to somebody else there is
-refused, and never entered, deleted or taken over.
+The folder beside OUT, `.OUT.relayout-partial`, is readable by this user only and held open from start to end. Other
+users may create, rename and link files beside OUT, for example in /tmp. Files and folders of other users there are
+refused, and never opened, deleted or reused.
 """
 
 from __future__ import annotations
@@ -14,48 +14,43 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from relayout.errors import FormatError, PlanError
-from relayout.storage.local.files import InputFile, OutputFile, naming, sync_and_forget
-from relayout.storage.local.lock_file import check_user, locked
+from relayout.storage.local.files import InputFile, OutputFile, sync_and_drop_pages, with_path
+from relayout.storage.local.lock_file import check_owner_is, locked
 from relayout.storage.local.open_folder import OpenFolder, exchange, rename, restrict
-from relayout.storage.protocols import Access, Modes
+from relayout.storage.protocols import Access, Closable, Modes
 
 _TO_CREATE = os.O_RDWR | os.O_CREAT
 _FOLDER = "output"
 _DONE = "done"
-"""What is complete, a moment before it becomes the output; then what it has replaced, to be deleted."""
+"""The complete folder just before it becomes the output; after an exchange, the replaced folder, to be deleted."""
 _CANNOT_REPLACE = {
     errno.EBUSY: "is a mount point, which cannot be replaced; choose a folder in it with -o",
-    errno.EXDEV: "lies in a lower layer of an overlay file system, where it cannot be replaced; choose another with -o",
+    errno.EXDEV: "is in a lower layer of an overlay file system and cannot be replaced; choose another folder with -o",
 }
 
 
 def older_folder(path: Path) -> Path:
-    """Where a folder that --force replaces waits for the new one, if the two cannot change places in one step."""
+    """The temporary name of a folder that --force replaces, if the two names cannot be exchanged atomically."""
     return path.parent / f".{path.name}.relayout-old"
 
 
-def waiting(path: Path) -> str:
-    """What to add to the news that there is nothing at `path`: where an older folder waits to be put back, if one does.
-
-    A conversion with --force that ends between two renames leaves it there.
-    """
+def recovery_advice(path: Path) -> str:
+    """Advice for a missing `path`: where its older folder is, if --force was interrupted between two renames."""
     old = older_folder(path)
-    return f"; the older folder, which was being replaced, is {old}: it can be renamed back" if old.is_dir() else ""
+    return f"; an interrupted replacement left the older folder at {old}: rename it back" if old.is_dir() else ""
 
 
 def check_output(source: Path | None, output: Path, marker: str, *, force: bool) -> None:
-    """Refuse an output folder that would lose something. Changes nothing.
+    """Check that an output folder would not destroy other files. Changes nothing.
 
     Args:
-        source: what is read; None where it is not on a file system.
-        marker: what a folder holds that `force` may replace.
+        source: the source's path; None if it is not on a file system.
+        marker: a file that a folder must contain to be replaced with `force`.
 
     Raises:
-        PlanError: it is, contains or lies in the source, is not empty, or its parent is missing.
+        PlanError: the output is the source, contains it or is inside it; is not empty; or has no parent folder.
     """
     real_output = output.resolve()
     if source is not None:
@@ -63,18 +58,16 @@ def check_output(source: Path | None, output: Path, marker: str, *, force: bool)
         if real_source == real_output:
             raise PlanError("is the source itself; choose another folder with -o", path=output, code="exists")
         if real_output.is_relative_to(real_source) or real_source.is_relative_to(real_output):
-            raise PlanError(
-                "lies in the source or around it; choose another folder with -o", path=output, code="exists"
-            )
+            what = "is inside the source folder, or contains it; choose another folder with -o"
+            raise PlanError(what, path=output, code="exists")
     if not real_output.parent.is_dir():
         raise PlanError("its parent folder does not exist", path=output, code="missing")
     if os.path.lexists(output):
         if not output.is_dir() or output.is_symlink():
             raise PlanError("exists and is not a folder", path=output, code="exists")
         if _holds_working_folder(real_output):
-            raise PlanError(
-                "is or holds the working directory, and would be replaced by another folder", path=output, code="exists"
-            )
+            what = "is or contains the working directory, and would be replaced by another folder"
+            raise PlanError(what, path=output, code="exists")
         if real_output.is_mount():
             raise PlanError(_CANNOT_REPLACE[errno.EBUSY], path=output, code="exists")
         _check_vacant(output, marker, force=force)
@@ -88,10 +81,10 @@ def _holds_working_folder(folder: Path) -> bool:
 
 
 def _check_vacant(output: Path, marker: str, *, force: bool) -> None:
-    """Refuse a folder that holds something, but for one that relayout wrote and that is to be replaced.
+    """Check that a folder is empty, or was written by relayout and is to be replaced.
 
     Raises:
-        PlanError: it does.
+        PlanError: the folder holds other files.
     """
     if any(output.iterdir()):
         if not force:
@@ -102,26 +95,26 @@ def _check_vacant(output: Path, marker: str, *, force: bool) -> None:
             )
 
 
-def clear_up(output: Path) -> None:
-    """Delete what a process of this user that was killed behind its last rename has left beside its output."""
+def remove_leftovers(output: Path) -> None:
+    """Delete what a process of this user left beside an output if it was killed after its last rename."""
     output = output.resolve()
     if not output.name or not any(os.path.lexists(name_of(output)) for name_of in (_place, _lock, older_folder)):
         return
     with (
         suppress(PlanError, OSError),
-        _alone(output) as (parent, user),
-        _open_place(parent, output, user) or _make_place(parent, output, user) as place,
+        _locked_parent(output) as (parent, user),
+        _open_left(parent, output, user) or _make_new(parent, output, user) as place,
     ):
         if place.status(_FOLDER) is None:
-            _take_in_old(place, parent, output, user)
-            _remove_place(parent, place)
+            _collect_replaced(place, parent, output, user)
+            _remove(parent, place)
 
 
 def check_space(output: Path, nbytes: int) -> None:
-    """Refuse to start what the drive cannot hold.
+    """Check that the drive has space for `nbytes` more bytes.
 
     Raises:
-        PlanError: less than `nbytes` bytes are free.
+        PlanError: fewer bytes are free.
     """
     status = os.statvfs(output.resolve().parent)
     free = status.f_bavail * status.f_frsize
@@ -134,15 +127,15 @@ def check_space(output: Path, nbytes: int) -> None:
 
 
 class LocalStaging:
-    """A folder beside an output, in which it is put together; see `protocols.Staging`."""
+    """A folder beside an output, in which it is assembled; see `protocols.Staging`."""
 
     def __init__(self, output: Path, place: OpenFolder, modes: Modes) -> None:
-        """Take the place, which is this user's alone; another attempt may have left something there."""
+        """Use `place`, a private folder of this user, which may hold files of an earlier attempt."""
         self._output = output
         self.place = place
-        """For notes that must not be in the output."""
-        self.modes = _granted(place, modes)
-        """What the umask leaves of them, also for files that were made under another one."""
+        """Holds the notes, which must not be in the output."""
+        self.modes = _apply_umask(place, modes)
+        """Permissions after the umask, also applied to files that were created under another umask."""
         self.is_kept = False
         self.advice: str | None = None
         self.folder = self._open_folder()
@@ -156,7 +149,7 @@ class LocalStaging:
     def _open_folder(self) -> OpenFolder:
         status = self.place.status(_FOLDER)
         if status is None or not stat.S_ISDIR(status.st_mode) or status.st_uid != self.place.owner:
-            return self._emptied()
+            return self._make_empty()
         folder = self.place.subfolder(_FOLDER)
         restrict(folder.fd, self.modes.folder)
         return folder
@@ -164,9 +157,9 @@ class LocalStaging:
     def clear(self) -> None:
         """See `Staging.clear`."""
         self.folder.close()
-        self.folder = self._emptied()
+        self.folder = self._make_empty()
 
-    def _emptied(self) -> OpenFolder:
+    def _make_empty(self) -> OpenFolder:
         for name in self.place.names():
             self.place.remove(name)
         self.place.make(_FOLDER, self.modes.folder)
@@ -190,8 +183,8 @@ class LocalStaging:
 
     def open(self, name: str, nbytes: int) -> InputFile:
         """See `Staging.open`."""
-        # What an error kept from the drive may still be in the page cache, and look right.
-        sync_and_forget(self.folder, name)
+        # After a failed write-back the page cache may still hold the intended bytes.
+        sync_and_drop_pages(self.folder, name)
         return InputFile(self.folder.path / name, nbytes, access=Access.ONCE, folder=self.folder)
 
     def write_file(self, name: str, nbytes: int, *, is_new: bool) -> OutputFile:
@@ -202,7 +195,7 @@ class LocalStaging:
         """See `Staging.write_head`."""
         is_new = self.folder.status(name) is None
         fd = self.folder.open(name, _TO_CREATE, self.modes.file) if is_new else self.folder.open_own(name, os.O_RDWR)
-        with open(fd, "r+b") as stream, naming(self.folder.path / name):
+        with open(fd, "r+b") as stream, with_path(self.folder.path / name):
             restrict(fd, self.modes.file)
             stream.write(head)
             stream.truncate(nbytes)
@@ -213,10 +206,10 @@ class LocalStaging:
         """See `Staging.put`."""
         mode = self.modes.file if mode is None else mode | stat.S_IRUSR
         with open(self.folder.open(name, _TO_CREATE, mode), "wb") as stream:
-            for piece in pieces:  # Errors of reading them name their own file.
-                with naming(self.folder.path / name):
+            for piece in pieces:  # Outside with_path: errors of reading the pieces name their own file.
+                with with_path(self.folder.path / name):
                     stream.write(piece)
-            with naming(self.folder.path / name):
+            with with_path(self.folder.path / name):
                 stream.flush()
                 os.fsync(stream.fileno())
 
@@ -229,8 +222,8 @@ class LocalStaging:
         return LocalNotes(self.place, name, is_new=is_new)
 
 
-class LocalNotes:
-    """See `protocols.Notes`. Not forced to the drive: what counts is proved before it is believed."""
+class LocalNotes(Closable):
+    """See `protocols.Notes`. Not synced to the drive: resumption verifies what they say."""
 
     def __init__(self, folder: OpenFolder, name: str, *, is_new: bool) -> None:
         """See `Staging.open_notes`."""
@@ -244,21 +237,13 @@ class LocalNotes:
 
     def append(self, text: bytes) -> None:
         """See `Notes.append`."""
-        with self._lock, naming(self._path):
+        with self._lock, with_path(self._path):
             while text:
                 text = text[os.write(self._fd, text) :]
 
     def close(self) -> None:
         """Close the file."""
         os.close(self._fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def read_notes(folder: OpenFolder, name: str) -> bytes | None:
@@ -267,11 +252,11 @@ def read_notes(folder: OpenFolder, name: str) -> bytes | None:
         fd = folder.open_own(name, os.O_RDONLY)
     except (FileNotFoundError, FormatError):
         return None
-    with naming(folder.path / name), open(fd, "rb") as file:
+    with with_path(folder.path / name), open(fd, "rb") as file:
         return file.read()
 
 
-def _granted(place: OpenFolder, modes: Modes) -> Modes:
+def _apply_umask(place: OpenFolder, modes: Modes) -> Modes:
     place.remove("probe")
     place.make("probe", 0o777)
     with place.subfolder("probe") as probe:
@@ -284,33 +269,33 @@ def _granted(place: OpenFolder, modes: Modes) -> Modes:
 def staging_folder(
     output: Path, marker: str, *, replace: bool = False, modes: Modes | None = None
 ) -> Iterator[LocalStaging]:
-    """A place beside `output`, whose folder becomes `output` when the block ends; if it fails, all vanishes, or stays.
+    """Yield a staging folder beside `output`, which becomes `output` when the block ends.
 
-    It may hold what an earlier attempt left. An `output` that is there already may be empty, or, with `replace`, a
-    folder that relayout wrote.
+    It may hold files of an earlier attempt. If the block fails, they are deleted unless `is_kept` is set. An existing
+    `output` must be empty or, with `replace`, a folder that relayout wrote.
 
     Raises:
-        PlanError: another process is writing the same output, what lies beside it is somebody else's, or `output`
-            cannot be replaced. Nothing has been changed then.
-        OSError: among others, something else has come to be at `output` meanwhile.
+        PlanError: another process is writing the same output, the files beside it belong to another user, or `output`
+            cannot be replaced. Nothing was changed.
+        OSError: writing failed, or something else was created at `output` meanwhile.
     """
     output = output.resolve()
-    with _alone(output) as (parent, user):
-        _put_back(parent, output, user, replace)
-        left = _open_place(parent, output, user)
-        with left or _make_place(parent, output, user) as place:
+    with _locked_parent(output) as (parent, user):
+        _undo_rename(parent, output, user, replace)
+        left = _open_left(parent, output, user)
+        with left or _make_new(parent, output, user) as place:
             staging = LocalStaging(output, place, modes or Modes())
             try:
-                staging.is_kept = left is not None  # As it was, if the output cannot be replaced.
+                staging.is_kept = left is not None  # Keep an earlier attempt if the output cannot be replaced.
                 _check_replaceable(place, parent, output)
                 staging.is_kept = False
                 yield staging
                 _publish(staging, parent, output, replace=replace and (output / marker).is_file())
-                _take_in_old(place, parent, output, user)
-                _remove_place(parent, place)
+                _collect_replaced(place, parent, output, user)
+                _remove(parent, place)
             except BaseException as error:
                 if not staging.is_kept:
-                    _remove_place(parent, place)
+                    _remove(parent, place)
                 elif staging.advice is not None:
                     error.add_note(staging.advice)
                 raise
@@ -319,11 +304,11 @@ def staging_folder(
 
 
 @contextmanager
-def _alone(output: Path) -> Iterator[tuple[OpenFolder, int]]:
-    """The folder that the output lies in, and the id that this user has there, while others are kept away.
+def _locked_parent(output: Path) -> Iterator[tuple[OpenFolder, int]]:
+    """Hold the output's lock. Yield its parent folder and this user's id there.
 
     Raises:
-        PlanError: another process is writing the same output, or the lock is somebody else's.
+        PlanError: another process is writing the same output, or the lock belongs to another user.
     """
     with OpenFolder(output.parent) as parent, locked(parent, _lock(output).name, output) as user:
         yield parent, user
@@ -334,27 +319,27 @@ def _lock(output: Path) -> Path:
 
 
 def _place(output: Path) -> Path:
-    """Where an output is put together."""
+    """Path of the folder in which an output is assembled."""
     return output.with_name(f".{output.name}.relayout-partial")
 
 
-def _open_place(parent: OpenFolder, output: Path, user: int) -> OpenFolder | None:
-    """The place that an earlier attempt of this user has left, closed to all others.
+def _open_left(parent: OpenFolder, output: Path, user: int) -> OpenFolder | None:
+    """Open the staging folder of an earlier attempt and make it private; None if there is none.
 
     Raises:
-        PlanError: there is one of somebody else.
+        PlanError: it belongs to another user.
     """
     path = _place(output)
     status = parent.status(path.name)
     if status is None:
         return None
-    check_user(path, status, user)
+    check_owner_is(path, status, user)
     if not stat.S_ISDIR(status.st_mode):
-        os.unlink(path.name, dir_fd=parent.fd)  # Which no folder suffers, should one have taken its place.
+        os.unlink(path.name, dir_fd=parent.fd)  # unlink(2) fails if a folder has replaced it.
         return None
     place = parent.subfolder(path.name)
     try:
-        check_user(path, os.fstat(place.fd), user)
+        check_owner_is(path, os.fstat(place.fd), user)
         restrict(place.fd, stat.S_IRWXU)
     except BaseException:
         place.close()
@@ -362,16 +347,16 @@ def _open_place(parent: OpenFolder, output: Path, user: int) -> OpenFolder | Non
     return place
 
 
-def _make_place(parent: OpenFolder, output: Path, user: int) -> OpenFolder:
+def _make_new(parent: OpenFolder, output: Path, user: int) -> OpenFolder:
     parent.make(_place(output).name, stat.S_IRWXU)
-    place = _open_place(parent, output, user)
+    place = _open_left(parent, output, user)
     if place is None or place.names():
-        raise PlanError("somebody else has put something in its place", path=_place(output), code="exists")
+        raise PlanError("was changed by another process", path=_place(output), code="exists")
     return place
 
 
-def _remove_place(parent: OpenFolder, place: OpenFolder) -> None:
-    """Delete the place; whatever else may have come to be at its path stays."""
+def _remove(parent: OpenFolder, place: OpenFolder) -> None:
+    """Delete the staging folder, but nothing that has replaced it at its path."""
     for name in place.names():
         with suppress(OSError):
             place.remove(name)
@@ -379,31 +364,31 @@ def _remove_place(parent: OpenFolder, place: OpenFolder) -> None:
         os.rmdir(place.path.name, dir_fd=parent.fd)
 
 
-def _put_back(parent: OpenFolder, output: Path, user: int, replace: bool) -> None:
-    """Give a folder its name again that waits since a process was killed between two renames.
+def _undo_rename(parent: OpenFolder, output: Path, user: int, replace: bool) -> None:
+    """Rename an older folder back to `output`, if a process was killed between two renames.
 
     Raises:
-        PlanError: it is somebody else's, or is not to be replaced.
+        PlanError: the older folder belongs to another user, or `replace` is not set.
     """
     old = older_folder(output)
     status = parent.status(old.name)
     if status is None:
         return
-    check_user(old, status, user)
+    check_owner_is(old, status, user)
     if parent.status(output.name) is None:
         if not replace:
-            raise PlanError(f"is missing{waiting(output)}, or replaced with --force", path=output, code="missing")
+            raise PlanError(f"is missing{recovery_advice(output)}, or use --force", path=output, code="missing")
         rename(parent, old.name, parent, output.name)
 
 
 def _check_replaceable(place: OpenFolder, parent: OpenFolder, output: Path) -> None:
-    """Find out before any work whether a folder that is there can be renamed away.
+    """Check before any work whether an existing output can be renamed.
 
-    rename(2) onto a folder with something in it always fails. Where it would have been refused anyway, it fails for
-    that reason: the kernel looks at mount points and permissions first, overlayfs at its layers.
+    rename(2) onto a folder that is not empty always fails, but reports other obstacles first: the kernel checks mount
+    points and permissions before, and overlayfs its layers.
 
     Raises:
-        PlanError: it cannot.
+        PlanError: the output cannot be renamed.
     """
     if parent.status(output.name) is None:
         return
@@ -413,21 +398,21 @@ def _check_replaceable(place: OpenFolder, parent: OpenFolder, output: Path) -> N
     try:
         rename(parent, output.name, place, "occupied")
     except OSError as error:
-        if error.errno not in _expected(output):
+        if error.errno not in _harmless_errors(output):
             reason = _CANNOT_REPLACE.get(error.errno or 0, f"cannot be replaced: {error.strerror}")
             raise PlanError(reason, path=output, code="exists") from None
     finally:
         place.remove("occupied")
 
 
-def _expected(output: Path) -> set[int]:
-    """Errors of that rename that do not stand in the way."""
+def _harmless_errors(output: Path) -> set[int]:
+    """Errors of the trial rename that do not prevent the replacement."""
     is_empty = not any(output.iterdir())
     is_read_only = not os.access(output, os.W_OK)
     return (
         {errno.ENOTEMPTY, errno.EEXIST}
-        | ({errno.EXDEV} if is_empty else set())  # Is not renamed, but written over.
-        | ({errno.EACCES} if is_read_only else set())  # Its owner can change that, as `_replace` does.
+        | ({errno.EXDEV} if is_empty else set())  # An empty folder is overwritten, not renamed.
+        | ({errno.EACCES} if is_read_only else set())  # `_replace` makes it writable.
     )
 
 
@@ -436,24 +421,24 @@ def _publish(staging: LocalStaging, parent: OpenFolder, output: Path, *, replace
     if replace:
         _replace(staging.place, parent, output)
     else:
-        # Fails, as it should, where a folder with anything in it has come up meanwhile.
+        # Fails if a folder with files in it was created there meanwhile.
         rename(staging.place, _FOLDER, parent, output.name)
-    # It is done now, whatever becomes of the old one.
+    # The output is complete now, even if deleting the older one fails.
     staging.is_kept = False
     with suppress(OSError):
         os.fsync(parent.fd)
 
 
 def _replace(place: OpenFolder, parent: OpenFolder, output: Path) -> None:
-    """Put the folder in the place of an older one, which comes here."""
-    # From here on the next attempt finds nothing to go on from: it could not tell this folder from the older one.
+    """Exchange the complete folder with the older output, which is moved to the staging folder."""
+    # Rename it first, so that a later attempt does not mistake the older folder for one to resume.
     rename(place, _FOLDER, place, _DONE)
     try:
         with suppress(PermissionError), parent.subfolder(output.name) as older:
-            # A folder that its owner may not write to cannot be moved to another one.
+            # A folder without write permission cannot be moved to another parent.
             os.fchmod(older.fd, stat.S_IMODE(os.fstat(older.fd).st_mode) | stat.S_IWUSR)
         if not exchange(place, _DONE, parent, output.name):
-            _take_in_old(place, parent, output, place.owner)
+            _collect_replaced(place, parent, output, place.owner)
             _replace_in_two_steps(place, parent, output)
     except BaseException:
         rename(place, _DONE, place, _FOLDER)
@@ -461,7 +446,7 @@ def _replace(place: OpenFolder, parent: OpenFolder, output: Path) -> None:
 
 
 def _replace_in_two_steps(place: OpenFolder, parent: OpenFolder, output: Path) -> None:
-    """Where the system cannot exchange two names: for a moment there is no output."""
+    """Replace by two renames if the system cannot exchange names. Between them, no output exists."""
     old = older_folder(output).name
     rename(parent, output.name, parent, old)
     try:
@@ -471,8 +456,8 @@ def _replace_in_two_steps(place: OpenFolder, parent: OpenFolder, output: Path) -
         raise
 
 
-def _take_in_old(place: OpenFolder, parent: OpenFolder, output: Path, user: int) -> None:
-    """Bring a folder that has been replaced to where it will be deleted."""
+def _collect_replaced(place: OpenFolder, parent: OpenFolder, output: Path, user: int) -> None:
+    """Move a replaced folder to the staging folder, which will be deleted."""
     name = older_folder(output).name
     status = parent.status(name)
     if status is not None and status.st_uid == user and parent.status(output.name) is not None:

@@ -1,4 +1,4 @@
-"""Local files as a store: one folder, which may be a snapshot in a Hugging Face cache, or one file."""
+"""The store of a local folder, which may be a snapshot in a Hugging Face cache, or of one file."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import ClassVar
 
 from relayout.errors import FormatError
 from relayout.storage.local.files import InputFile, check_regular, read_small, version_of
-from relayout.storage.local.paths import is_member, member
-from relayout.storage.local.staging import LocalStaging, check_output, clear_up, staging_folder, waiting
+from relayout.storage.local.paths import is_inside, resolve_inside
+from relayout.storage.local.staging import LocalStaging, check_output, recovery_advice, remove_leftovers, staging_folder
 from relayout.storage.protocols import LOCAL_COST, Access, Entry, FileStat, Kind, Modes, RequestCost, Store
 
 
@@ -21,9 +21,9 @@ class LocalStore:
     """See `protocols.Store`."""
 
     folder: Path
-    """As it was given; of a store for one file, that."""
+    """The path as given; of a store for one file, that file."""
     named: str | None = None
-    """A file in it that a person named, which may therefore be a link to anywhere."""
+    """A file in the folder that the user named explicitly; it may be a link to any file."""
 
     cost: ClassVar[RequestCost] = LOCAL_COST
 
@@ -48,7 +48,7 @@ class LocalStore:
 
     def absence(self) -> str:
         """See `Store.absence`."""
-        return f"no such file or folder{waiting(self.folder)}"
+        return f"no such file or folder{recovery_advice(self.folder)}"
 
     def parent(self) -> tuple[Store, str]:
         """See `Store.parent`."""
@@ -73,41 +73,41 @@ class LocalStore:
                 elif entry.is_dir(follow_symlinks=False):
                     yield Entry(name, is_folder=True)
                     yield from self._walk(name + "/")
-                elif entry.is_symlink() and not is_member(self.folder, self.folder / name):
+                elif entry.is_symlink() and not is_inside(self.folder, self.folder / name):
                     yield Entry(name, "a link that leads out of the checkpoint")
-                elif not (self.folder / name).is_file():  # Of links in a ring this is no error.
-                    what = "a link to a folder, or to nothing" if entry.is_symlink() else "not a regular file"
+                elif not (self.folder / name).is_file():  # Also False for a cycle of links.
+                    what = "a link to a folder, or a broken link" if entry.is_symlink() else "not a regular file"
                     yield Entry(name, what)
                 else:
                     yield Entry(name, is_readable=os.access(self.folder / name, os.R_OK))
 
     def stat(self, name: str) -> FileStat | None:
         """See `Store.stat`."""
-        path = self._member(name)
+        path = self._resolve(name)
         try:
             status = check_regular(path)
         except FileNotFoundError:
             if path.is_symlink():
-                raise FormatError("cannot be read: a link to nothing", path=path, code="missing") from None
+                raise FormatError("cannot be read: broken symbolic link", path=path, code="missing") from None
             return None
         return FileStat(status.st_size, version_of(status), status.st_mode & 0o777)
 
     def read(self, name: str, limit: int) -> bytes:
         """See `Store.read`."""
-        return read_small(self._member(name), limit)
+        return read_small(self._resolve(name), limit)
 
     def open(
         self, name: str, nbytes: int | None = None, *, access: Access = Access.BUFFERED, version: str | None = None
     ) -> InputFile:
         """See `Store.open`."""
-        return InputFile(self._member(name), nbytes, access=access, version=version)
+        return InputFile(self._resolve(name), nbytes, access=access, version=version)
 
-    def _member(self, name: str) -> Path:
-        return self.folder / name if name == self.named else member(self.folder, name)
+    def _resolve(self, name: str) -> Path:
+        return self.folder / name if name == self.named else resolve_inside(self.folder, name)
 
     def check_output(self, source: Store, marker: str, *, force: bool) -> None:
         """See `Store.check_output`."""
-        clear_up(self.folder)
+        remove_leftovers(self.folder)
         check_output(source.path(""), self.folder, marker, force=force)
 
     def stage(self, marker: str, *, replace: bool, modes: Modes) -> AbstractContextManager[LocalStaging]:

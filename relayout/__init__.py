@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from relayout import transformers
     from relayout.commands.inspect import Inspection, inspect
     from relayout.commands.restore import Restored, restore
     from relayout.commands.verify import Difference, Report, verify
+    from relayout.commands.warm import warm
     from relayout.conversion.preview import Preview
     from relayout.conversion.run import ConversionPlan, PlanOptions, Summary, convert, plan_conversion
     from relayout.errors import FormatError, PlanError, RelayoutError
@@ -51,7 +53,9 @@ __all__ = [
     "plan_conversion",
     "restore",
     "safe_open",
+    "transformers",
     "verify",
+    "warm",
 ]
 
 _HOMES = {
@@ -80,11 +84,14 @@ _HOMES = {
     "restore": "relayout.commands.restore",
     "safe_open": "relayout.loader",
     "verify": "relayout.commands.verify",
+    "warm": "relayout.commands.warm",
 }
 
 
 def __getattr__(name: str) -> Any:
     """Import each public name on first use, so that `import relayout` is fast."""
+    if name == "transformers":
+        return import_module("relayout.transformers")
     if name not in _HOMES:
         raise AttributeError(f"module 'relayout' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

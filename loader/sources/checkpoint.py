@@ -61,6 +61,9 @@ class RankSource(Protocol):
     def pieces(self, patterns: Sequence[str] | None) -> Pieces:
         """The same tensors, of which any part can be read; for errors see `contents`."""
 
+    def columns(self) -> Columns:
+        """What all of the rank's tensors are; for errors see `contents`."""
+
 
 @dataclass(frozen=True, slots=True)
 class ConvertedRank:
@@ -108,10 +111,14 @@ class ConvertedRank:
     def pieces(self, patterns: Sequence[str] | None) -> Pieces:
         """See `RankSource.pieces`."""
         table = self.table()
-        columns = Columns(table.names, table.dtypes, table.source_shapes, table.slices)
         holders = [Holder(*one) for one in zip(table.slices, table.files, table.offsets, strict=True)]
         rows = range(len(table.names)) if patterns is None else select(table.names, patterns)
-        return StoredPieces(columns.rows(rows), self.files, [holders[row] for row in rows], self._metadata)
+        return StoredPieces(self.columns().rows(rows), self.files, [holders[row] for row in rows], self._metadata)
+
+    def columns(self) -> Columns:
+        """See `RankSource.columns`."""
+        table = self.table()
+        return Columns(table.names, table.dtypes, table.source_shapes, table.slices)
 
     def _metadata(self) -> Mapping[str, str] | None:
         # No load needs this.
@@ -157,6 +164,10 @@ class ReshardedRank:
 
         return resharded_pieces(self.store, self.manifest, self.rank, self.num_ranks, patterns)
 
+    def columns(self) -> Columns:
+        """See `RankSource.columns`."""
+        return self.pieces(None).columns
+
 
 @dataclass(frozen=True, slots=True)
 class PlainRank:
@@ -199,6 +210,10 @@ class PlainRank:
         from relayout.loader.sources.plain import plain_pieces
 
         return plain_pieces(self.store, self.rank, self.num_ranks, patterns)
+
+    def columns(self) -> Columns:
+        """See `RankSource.columns`."""
+        return self.pieces(None).columns
 
 
 def find_rank(path: str | os.PathLike[str], rank: int, tp: int | None) -> RankSource:

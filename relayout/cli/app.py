@@ -275,6 +275,30 @@ def doctor(
         _show(found, as_json, terminal.print_diagnosis)
 
 
+@app.command()
+def warm(
+    path: PathArgument,
+    rank: Annotated[int | None, typer.Option(metavar="R", help="Only this rank's files. Default: all.")] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Bytes of these files to have there. Default: half of the free memory."),
+    ] = None,
+    threads: Annotated[int, typer.Option(metavar="N", help="Requests in flight.")] = 4,
+    as_json: JsonOption = False,
+) -> None:
+    """Bring files into the page cache, so that loads that follow find them there.
+
+    An engine that is given RELAYOUT_WARM=PATH in its environment starts this while it imports and prepares.
+    """
+    with _errors():
+        from relayout.cli import render as terminal
+        from relayout.commands import warm as warming
+
+        progress = terminal.progress("warming", as_json=as_json)
+        done = warming.warm(path, rank=rank, memory=memory, threads=threads, progress=progress)
+        _show(done, as_json, terminal.print_warmed)
+
+
 class _Result(Protocol):
     def as_json(self) -> dict[str, object]: ...
 

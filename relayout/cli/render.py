@@ -19,6 +19,7 @@ from relayout.cli.streams import abandon
 from relayout.commands.inspect import Inspection
 from relayout.commands.restore import Restored
 from relayout.commands.verify import Report
+from relayout.commands.warm import Warmed
 from relayout.conversion.preview import Preview
 from relayout.conversion.run import Summary
 from relayout.core.patterns import collapse_numbers
@@ -91,6 +92,23 @@ def print_restored(restored: Restored) -> None:
         f"({restored.written_nbytes / max(restored.seconds, 1e-9) / 1e9:.2f} GB/s), every digest matches, "
         f"peak memory {decimal(restored.peak_nbytes)}"
     )
+
+
+def print_warmed(warmed: Warmed) -> None:
+    """After files were brought into the page cache."""
+    table = _table("file", "size", "resident before", "after")
+    for file in warmed.files:
+        shares = [
+            "unknown" if one is None else f"{100 * one / max(1, file.nbytes):.1f} %"
+            for one in (file.before_nbytes, file.after_nbytes)
+        ]
+        table.add_row(_text(file.name), decimal(file.nbytes), *shares)
+    console = _console()
+    console.print(table)
+    rate = warmed.read_nbytes / max(warmed.seconds, 1e-9) / 1e9
+    console.print(f"read {decimal(warmed.read_nbytes)} in {warmed.seconds:.1f} s ({rate:.2f} GB/s)")
+    if warmed.left_nbytes:
+        console.print(f"[yellow]left {decimal(warmed.left_nbytes)}[/] for want of memory: --memory says how much")
 
 
 def print_preview(preview: Preview) -> None:

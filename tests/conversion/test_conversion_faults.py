@@ -434,14 +434,17 @@ def test_where_names_cannot_be_exchanged_an_old_folder_is_replaced_all_the_same(
         assert_nothing_hidden(tmp_path)
 
 
-@pytest.mark.parametrize("number", [2, 3, 12, 30])
-def test_a_journal_line_that_is_torn_costs_that_tensor_only(
+@pytest.mark.parametrize("number", [2, 3, 8, 12])
+def test_a_journal_line_that_is_torn_costs_that_tensor_and_those_of_the_same_write_only(
     model: Model, shim: Path, tmp_path: Path, number: int
 ) -> None:
     done = run(tmp_path, source=model.place, shim=shim, faults=[f"write|{JOURNAL_NAME}|{number}|tear"])
     assert done.returncode == -signal.SIGKILL
     kept = claims(tmp_path)
-    assert len(kept) == number - 2, "the first line is no tensor's, the last one is torn"
+    *lines, torn = (tmp_path / PARTIAL / JOURNAL_NAME).read_bytes().split(b"\n")
+    assert torn
+    assert len(kept) == len(lines) - 1, "the first line is no tensor's, the last one is torn"
+    assert len(kept) >= number - 2, "each write before has told of one tensor at least"
     assert_goes_on(model, tmp_path, kept)
 
 

@@ -99,9 +99,7 @@ def test_everyday_use_in_the_readme_runs(llama: Path, tmp_path: Path, monkeypatc
 
 
 def test_every_option_that_the_readme_names_exists() -> None:
-    helps = "".join(
-        CliRunner().invoke(app, [name, "--help"]).output for name in ("convert", "inspect", "verify", "plans", "doctor")
-    )
+    helps = "".join(CliRunner().invoke(app, [name, "--help"]).output for name in (*COMMANDS, "doctor", "warm"))
     named = set(re.findall(r"`(--[a-z-]+)", README.split("## Everyday use")[1].split("### In Python")[0]))
     assert len(named) >= 8
     assert {option for option in named if option not in helps} == set()

@@ -1,0 +1,609 @@
+"""The global tensor: it has the whole tensor's shape and holds one rank's slice of it.
+
+An engine's weight loaders take whole tensors and cut out what their rank needs. A global tensor is cut in the same way,
+and each view (narrow, index, chunk, transpose, reshape ...) that lies within the slice is a plain view of the slice:
+nothing is copied. What needs elements that the slice does not hold is computed from the whole tensor, which is then
+read from the files of all ranks: right, but slow, so it is counted and warned about. Needs torch at import time.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from math import prod
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from relayout.core.slices import Range
+from relayout.errors import PlanError
+
+Geometry: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Size, strides and offset of a view, in elements of the whole tensor."""
+
+aten = torch.ops.aten
+
+
+class Usage:
+    """What has been asked of the global tensors of a load. Any number of threads may use it at once."""
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self.strict = strict
+        """Refuse to read whole tensors."""
+        self.used: set[str] = set()
+        """Names of the tensors of which anything has been asked."""
+        self.operations: Counter[str] = Counter()
+        """How many whole tensors have been read for which operation."""
+        self.nbytes = 0
+        """Bytes of these."""
+        self.lock = threading.RLock()
+
+    @property
+    def count(self) -> int:
+        """How many whole tensors have been read."""
+        return self.operations.total()
+
+    def note(self, name: str, operation: str, nbytes: int) -> None:
+        """Count a whole tensor that is about to be read; warn of the first.
+
+        Raises:
+            PlanError: in strict mode.
+        """
+        what = f"{operation} needs elements that this rank's slice does not hold"
+        if self.strict:
+            raise PlanError(what, tensor=name, code="unsupported")
+        if not self.operations:
+            warnings.warn(
+                f"tensor {name!r}: {what}: whole tensors are read from all ranks' files, which is slow", stacklevel=2
+            )
+        self.operations[operation] += 1
+        self.nbytes += nbytes
+
+
+class _Memory:
+    """Memory with the layout of a whole tensor, of which some elements are at hand."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    usage: Usage
+    writes: list[int]
+    """One number, of all that share the memory: how often an operation has written to what was not at hand."""
+    _whole: torch.Tensor | None = None
+
+    @property
+    def geometry(self) -> Geometry:
+        """Of all of it."""
+        return self.shape, self.strides, 0
+
+    def held(self, size: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor | None:
+        """A view, if all of its elements are at hand."""
+        raise NotImplementedError
+
+    def whole(self, operation: str) -> torch.Tensor:
+        """All elements, read once; the result lies in memory of its own, in which `written` looks for changes."""
+        with self.usage.lock:
+            if self._whole is None:
+                self._whole = self._read(operation)
+            self._renew(self._whole)
+            return self._whole
+
+    def written(self) -> None:
+        """Take over what has been written to what `whole` returned."""
+        raise NotImplementedError
+
+    def _read(self, operation: str) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _renew(self, whole: torch.Tensor) -> None:
+        """Bring what has been written to elements at hand to the whole."""
+        raise NotImplementedError
+
+
+class _Slice(_Memory):
+    """A dense row-major tensor of which one rank's slice is at hand."""
+
+    def __init__(
+        self,
+        name: str,
+        local: torch.Tensor,
+        shape: tuple[int, ...],
+        axis: int,
+        ranges: Sequence[Range],
+        read: Callable[[str], torch.Tensor],
+        usage: Usage,
+    ) -> None:
+        self.name = name
+        self.local = local
+        self.shape = shape
+        self.axis = axis
+        self.ranges = ranges
+        self.usage = usage
+        self.writes = [0]
+        self._read_all = read
+
+    @property
+    def strides(self) -> tuple[int, ...]:  # type: ignore[override]
+        """Of the whole tensor."""
+        strides, step = [], 1
+        for dim in reversed(self.shape):
+            strides.append(step)
+            step *= dim or 1
+        return tuple(reversed(strides))
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """Of the elements."""
+        return self.local.dtype
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Where the slice lies."""
+        return self.local.device
+
+    def spans(self) -> Iterator[tuple[int, int, int]]:
+        """(start in the whole tensor, length, start in the slice) of each range, along the axis."""
+        at = 0
+        for start, length in self.ranges:
+            yield start, length, at
+            at += length
+
+    def held(self, size: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor | None:
+        """A view, if all of its elements are at hand.
+
+        An element's address is `outer * run + within`, where a run is all that lies below one index of the axes before
+        the cut one. Steps along the outer axes are whole runs; the others must stay within a range of the slice.
+        """
+        if 0 in size:
+            return self.local.new_empty(size)
+        inner = prod(self.shape[self.axis + 1 :])
+        run, local_run = self.shape[self.axis] * inner, self.local.shape[self.axis] * inner
+        outer, lowest = divmod(offset, run)
+        highest, local_strides = lowest, []
+        for length, stride in zip(size, strides, strict=True):
+            if length > 1 and stride % run:
+                highest += (length - 1) * stride
+                local_strides.append(stride)
+            else:
+                local_strides.append(stride // run * local_run)
+        for start, length, at in self.spans():
+            if start * inner <= lowest and highest < (start + length) * inner:
+                first = self.local.storage_offset() + outer * local_run + lowest + (at - start) * inner
+                return self.local.as_strided(size, local_strides, first)
+        return None
+
+    def alike(self, function: Callable[[torch.Tensor], torch.Tensor], order: Sequence[int]) -> _Slice | None:
+        """The same slice of what an elementwise function makes of the whole tensor, its axes in another order first."""
+        local = function(self.local.permute(tuple(order)))
+        shape = tuple(self.shape[axis] for axis in order)
+        axis = list(order).index(self.axis)
+        if local.shape != (*shape[:axis], self.local.shape[self.axis], *shape[axis + 1 :]) or not local.is_contiguous():
+            return None
+        read = _as_of_now(self, lambda operation: function(self.whole(operation).permute(tuple(order))))
+        return _Slice(self.name, local, shape, axis, self.ranges, read, self.usage)
+
+    def viewed(self, dtype: torch.dtype) -> _Slice | None:
+        """The same memory as elements of another type; None if the cut is not between these."""
+        ratio = self.dtype.itemsize / dtype.itemsize
+        last = len(self.shape) - 1
+        if ratio != 1 and any(
+            not float(count * ratio).is_integer()
+            for count in (self.shape[-1], *(bound for one in self.ranges if self.axis == last for bound in one))
+        ):
+            return None
+        shape, ranges = self.shape, self.ranges
+        if ratio != 1:
+            shape = (*shape[:-1], int(shape[-1] * ratio))
+            if self.axis == last:
+                ranges = [(int(start * ratio), int(length * ratio)) for start, length in ranges]
+        local = self.local.view(dtype)
+        read = lambda operation: self.whole(operation).view(dtype)  # noqa: E731
+        viewed = _Slice(self.name, local, shape, self.axis, ranges, read, self.usage)
+        viewed.writes = self.writes
+        return viewed
+
+    def written(self) -> None:
+        assert self._whole is not None
+        self.writes[0] += 1
+        for start, length, at in self.spans():
+            self.local.narrow(self.axis, at, length).copy_(self._whole.narrow(self.axis, start, length))
+
+    def _read(self, operation: str) -> torch.Tensor:
+        return self._read_all(operation)
+
+    def _renew(self, whole: torch.Tensor) -> None:
+        for start, length, at in self.spans():
+            whole.narrow(self.axis, start, length).copy_(self.local.narrow(self.axis, at, length))
+
+
+class _Rearranged(_Memory):
+    """What an operation that only moves elements has made of global tensors: what is at hand is told by a mask."""
+
+    def __init__(
+        self, moved: torch.Tensor, mask: torch.Tensor, read: Callable[[str], torch.Tensor], usage: Usage
+    ) -> None:
+        self._moved = moved
+        self._mask = mask
+        """On the CPU, so that looking at it waits for no device."""
+        self._read_all = read
+        self.usage = usage
+        self.writes = [0]
+        self.shape, self.strides = tuple(moved.shape), moved.stride()
+        self.dtype, self.device = moved.dtype, moved.device
+
+    def held(self, size: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor | None:
+        if not bool(self._mask.as_strided(size, strides, offset).all()):
+            return None
+        return self._moved.as_strided(size, strides, offset)
+
+    def parts(self, geometry: Geometry) -> tuple[torch.Tensor, torch.Tensor]:
+        """A view with anything where nothing is at hand, and which elements are."""
+        return self._moved.as_strided(*geometry), self._mask.as_strided(*geometry)
+
+    def written(self) -> None:
+        assert self._whole is not None
+        self.writes[0] += 1
+        self._moved.copy_(self._whole)
+
+    def _read(self, operation: str) -> torch.Tensor:
+        whole = self._read_all(operation)
+        assert whole.stride() == self.strides
+        return whole
+
+    def _renew(self, whole: torch.Tensor) -> None:
+        mask = self._mask.to(self.device)
+        whole.copy_(torch.where(mask, self._moved, whole))
+
+
+def _as_of_now(memory: _Memory, read: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:
+    """A function of the whole tensor that is computed later, of what it is now.
+
+    Raises:
+        RuntimeError: later: the tensor has been written to meanwhile, where it was not at hand.
+    """
+    before = memory.writes[0]
+
+    def checked(operation: str) -> torch.Tensor:
+        if memory.writes[0] != before:
+            raise RuntimeError(f"{operation}: a global tensor has been written to since this was made of it")
+        return read(operation)
+
+    return checked
+
+
+class GlobalTensor(torch.Tensor):
+    """A tensor of the whole shape that holds one rank's slice; see the module.
+
+    Views of it are private to the process and can be written to. What a view returns is a plain tensor as soon as the
+    slice holds all of it; its strides are those of the slice. Threads may share global tensors as they share tensors.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    _memory: _Memory
+    _is_base: bool
+    """Whether this is all of the memory, as it lies."""
+
+    @staticmethod
+    def of(
+        name: str,
+        local: torch.Tensor,
+        shape: Sequence[int],
+        axis: int,
+        ranges: Sequence[Range],
+        read: Callable[[], torch.Tensor],
+        usage: Usage,
+    ) -> torch.Tensor:
+        """A global tensor; `local` itself, if it is all of the tensor.
+
+        Args:
+            name: for messages.
+            local: the slice, contiguous.
+            shape: of the whole tensor.
+            axis: that is cut.
+            ranges: (start, length) along `axis` of what the slice holds, in its order.
+            read: reads the whole tensor, if it is needed.
+            usage: shared by the tensors of a load.
+
+        Raises:
+            PlanError: `local` has another shape than such a slice.
+        """
+        shape = tuple(shape)
+        expected = (*shape[:axis], sum(length for _, length in ranges), *shape[axis + 1 :])
+        if local.shape != expected or not local.is_contiguous():
+            what = f"slice has shape {list(local.shape)}, expected {list(expected)}, dense"
+            raise PlanError(what, tensor=name)
+        joined = ranges if len(ranges) < 2 else _joined(ranges)
+        if len(joined) == 1 and joined[0][1] == shape[axis]:
+            return local
+
+        def read_whole(operation: str) -> torch.Tensor:
+            usage.note(name, operation, prod(shape) * local.itemsize)
+            whole = read().to(local.device)
+            if whole.shape != shape or whole.dtype != local.dtype:
+                raise PlanError(f"read as {list(whole.shape)} {whole.dtype}, expected {list(shape)}", tensor=name)
+            return whole.contiguous()
+
+        return GlobalTensor._of(_Slice(name, local, shape, axis, joined, read_whole, usage))
+
+    @staticmethod
+    def _of(memory: _Memory, geometry: Geometry | None = None) -> GlobalTensor:
+        """A view of memory; all of it without a geometry."""
+        make = torch.Tensor._make_wrapper_subclass
+        self: GlobalTensor
+        if geometry is None and isinstance(memory, _Slice):
+            local = memory.local
+            self = make(GlobalTensor, memory.shape, dtype=local.dtype, device=local.device)
+        else:
+            size, strides, offset = geometry or memory.geometry
+            self = make(
+                GlobalTensor, size, strides=strides, storage_offset=offset, dtype=memory.dtype, device=memory.device
+            )
+        self._memory = memory
+        self._is_base = geometry is None
+        return self
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        memory = self._memory
+        what = f"{memory.name!r}, axis {memory.axis}: {memory.ranges}" if isinstance(memory, _Slice) else "rearranged"
+        return f"GlobalTensor({what}, {list(self.shape)} of {list(memory.shape)}, {self.dtype})"
+
+    def get_shape(self) -> list[int]:
+        """The shape, as `safe_open(...).get_slice` has it."""
+        return list(self.shape)
+
+    def narrow(self, dim: int, start: Any, length: Any) -> torch.Tensor:
+        """As `torch.narrow`; what weight loaders call first, so without torch's dispatcher."""
+        memory = self._memory
+        if self._is_base and type(memory) is _Slice and memory.axis in (dim, dim + self.ndim) and type(start) is int:
+            memory.usage.used.add(memory.name)
+            at = 0
+            for begin, count in memory.ranges:
+                if begin <= start and start + length <= begin + count:
+                    return memory.local.narrow(dim, at + start - begin, length)
+                at += count
+        return torch.Tensor.narrow(self, dim, start, length)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """As torch's; slices, which loaders that read lazily ask for, without torch's dispatcher."""
+        memory = self._memory
+        if self._is_base and type(memory) is _Slice:
+            given = index if type(index) is tuple else (index,)
+            axis = memory.axis
+            if axis < len(given) <= len(memory.shape) and all(type(one) is slice for one in given):
+                start, stop, step = given[axis].indices(memory.shape[axis])
+                if step == 1 and start <= stop:
+                    part = self.narrow(axis, start, stop - start)
+                    return torch.Tensor.__getitem__(part, (*given[:axis], slice(None), *given[axis + 1 :]))
+        return torch.Tensor.__getitem__(self, index)
+
+    def tolist(self) -> Any:
+        """As of the whole tensor."""
+        return self._plain("tolist").tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """As of the whole tensor: not a view of this one's memory, which cannot be written to so."""
+        return self._plain("numpy").clone().numpy(force=force)
+
+    def data_ptr(self) -> int:
+        """Refused: no memory has all of the tensor.
+
+        Raises:
+            PlanError: always.
+        """
+        raise PlanError(f"{self!r}: has no address: it is not in one piece of memory")
+
+    @property
+    def _geometry(self) -> Geometry:
+        return tuple(self.shape), self.stride(), int(self.storage_offset())
+
+    def _plain(self, operation: str) -> torch.Tensor:
+        """The same view of the whole tensor."""
+        return self._memory.whole(operation).as_strided(*self._geometry)
+
+    def _order(self) -> list[int] | None:
+        """The order in which this has the axes of all of the memory; None if it is another view."""
+        size, strides, offset = self._geometry
+        base = list(zip(self._memory.shape, self._memory.strides, strict=True))
+        mine = list(zip(size, strides, strict=True))
+        if offset or sorted(base) != sorted(mine):
+            return None
+        left: list[tuple[int, int] | None] = [*base]
+        order = []
+        for axis in mine:
+            order.append(left.index(axis))
+            left[order[-1]] = None
+        return order
+
+    def _parts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """This with anything where nothing is at hand, and a mask, on the CPU, of what is."""
+        memory = self._memory
+        if isinstance(memory, _Rearranged):
+            return memory.parts(self._geometry)
+        assert isinstance(memory, _Slice)
+        spread = memory.local.new_zeros(memory.shape)
+        memory._renew(spread)
+        line = torch.zeros(memory.shape[memory.axis], dtype=torch.bool)
+        for start, length, _ in memory.spans():
+            line[start : start + length] = True
+        mask = line.view([-1 if axis == memory.axis else 1 for axis in range(len(memory.shape))]).expand(memory.shape)
+        return spread.as_strided(*self._geometry), mask.contiguous().as_strided(*self._geometry)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, GlobalTensor):
+            first._note_use()
+            if _is_view(func):
+                return first._view(func, args[1:], kwargs)
+            if func in _SHAPED:
+                given = {} if func is aten.is_pinned.default else {"device": first.device}
+                return func(_meta(first.dtype).as_strided(*first._geometry), *args[1:], **given, **kwargs)
+            if func is aten.view.dtype and first._is_base and isinstance(first._memory, _Slice):
+                viewed = first._memory.viewed(*args[1:])
+                if viewed is not None:
+                    return GlobalTensor._of(viewed)
+        found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GlobalTensor)]
+        for one in found:
+            one._note_use()
+        if _writes(func):
+            return _write(func, args, kwargs, found)
+        done: torch.Tensor | None = None
+        if len(found) == 1 and found[0] is first:
+            done = _elementwise(func, first, args[1:], kwargs)
+        if done is None and func in _MOVES:
+            done = _move(func, args, kwargs, found[0]._memory.usage)
+        if done is not None:
+            return done
+        operation = _name(func)
+        return _call(func, args, kwargs, lambda one: one._plain(operation))
+
+    def _note_use(self) -> None:
+        if isinstance(self._memory, _Slice):
+            self._memory.usage.used.add(self._memory.name)
+
+    def _view(self, func: Any, rest: Any, kwargs: Any) -> Any:
+        made = func(_meta(self.dtype).as_strided(*self._geometry), *rest, **kwargs)
+        return self._seen(made) if isinstance(made, torch.Tensor) else [self._seen(one) for one in made]
+
+    def _seen(self, view: torch.Tensor) -> torch.Tensor:
+        """What a meta tensor is a view of, as a view of the memory: a plain one, if all of it is at hand."""
+        geometry = tuple(view.shape), view.stride(), int(view.storage_offset())
+        held = self._memory.held(*geometry)
+        if held is not None:
+            return held
+        return GlobalTensor._of(self._memory, None if geometry == self._memory.geometry else geometry)
+
+
+def _call(func: Any, args: Any, kwargs: Any, made: Callable[[GlobalTensor], torch.Tensor]) -> Any:
+    """Call an operation with what is made of each global tensor."""
+    return func(*tree_map_only(GlobalTensor, made, args), **tree_map_only(GlobalTensor, made, kwargs))
+
+
+def _write(func: Any, args: Any, kwargs: Any, found: Sequence[GlobalTensor]) -> Any:
+    """Carry out an operation that writes to its arguments, on whole tensors where these are global ones.
+
+    Raises:
+        PlanError: it would change where a global tensor lies.
+    """
+    operation = _name(func)
+    if torch.Tag.inplace_view in func.tags:
+        raise PlanError(f"{found[0]!r}: {operation} of a global tensor would move it to other memory")
+    plain = {id(one): one._plain(operation) for one in found}
+    result = _call(func, args, kwargs, lambda one: plain[id(one)])
+    values = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
+    targets = tree_leaves([values.get(name) for name in _writes(func)])
+    for one in found:
+        if any(one is target for target in targets):
+            one._memory.written()
+    return tree_map_only(
+        torch.Tensor, lambda made: next((one for one in found if plain[id(one)] is made), made), result
+    )
+
+
+def _elementwise(func: Any, tensor: GlobalTensor, rest: Any, kwargs: Any) -> GlobalTensor | None:
+    """What an operation that treats each element by itself makes of all of a slice's memory: done on the slice."""
+    memory, order = tensor._memory, tensor._order()
+    others = [leaf for leaf in tree_leaves((rest, kwargs)) if isinstance(leaf, torch.Tensor)]
+    pointwise = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
+    if not isinstance(memory, _Slice) or order is None or any(one.ndim for one in others):
+        return None
+    if not pointwise and func not in (aten.clone.default, aten._to_copy.default):
+        return None
+    if kwargs.get("memory_format") is torch.contiguous_format:
+        done = memory.alike(lambda whole: func(whole, *rest, **kwargs), order)
+        return None if done is None else GlobalTensor._of(done)
+    # The result has the strides of its operand.
+    done = memory.alike(lambda whole: func(whole, *rest, **kwargs), range(len(order)))
+    if done is None:
+        return None
+    return GlobalTensor._of(done, None if tensor._is_base else tensor._geometry)
+
+
+def _move(func: Any, args: Any, kwargs: Any, usage: Usage) -> torch.Tensor | None:
+    """Carry out an operation that moves elements unchanged, and with it note which of the result are at hand."""
+
+    def mask(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, GlobalTensor):
+            return parts[id(tensor)][1]
+        return torch.ones_like(tensor, dtype=torch.bool, device="cpu")
+
+    found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GlobalTensor)]
+    parts = {id(one): one._parts() for one in found}
+    moved = _call(func, args, kwargs, lambda one: parts[id(one)][0])
+    masks = func(*tree_map_only(torch.Tensor, mask, args), **kwargs)
+    if moved.stride() != masks.stride():
+        return None
+    read: Callable[[str], torch.Tensor] = lambda operation: _call(func, args, kwargs, lambda one: one._plain(operation))  # noqa: E731
+    for one in found:
+        read = _as_of_now(one._memory, read)
+    memory = _Rearranged(moved, masks, read, usage)
+    held = memory.held(*memory.geometry)
+    return GlobalTensor._of(memory) if held is None else held
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    """Whether an operation returns views of its first argument, of the same dtype."""
+    alias = func._schema.returns[0].alias_info if func._schema.returns else None
+    return alias is not None and not alias.is_write and func is not aten.view.dtype
+
+
+@cache
+def _writes(func: Any) -> tuple[str, ...]:
+    """The names of the arguments that an operation writes to."""
+    return tuple(one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write)
+
+
+@cache
+def _meta(dtype: torch.dtype) -> torch.Tensor:
+    """What views of tensors without memory are made of."""
+    return torch.empty(0, dtype=dtype, device="meta")
+
+
+def _name(func: Any) -> str:
+    return str(func._schema.name).removeprefix("aten::")
+
+
+def _joined(ranges: Sequence[Range]) -> list[Range]:
+    """Ranges, those that follow each other made one."""
+    joined = [ranges[0]]
+    for start, length in ranges[1:]:
+        before, count = joined[-1]
+        if before + count == start:
+            joined[-1] = (before, count + length)
+        else:
+            joined.append((start, length))
+    return joined
+
+
+_MOVES = {
+    aten.cat.default,
+    aten.clone.default,
+    aten.flip.default,
+    aten.repeat.default,
+    aten.repeat_interleave.self_int,
+    aten.roll.default,
+    aten.stack.default,
+    aten._unsafe_view.default,
+}
+"""Operations whose result has elements of their arguments, and no others."""
+
+_SHAPED = {
+    aten.empty_like.default,
+    aten.full_like.default,
+    aten.is_pinned.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+    aten.new_full.default,
+    aten.new_ones.default,
+    aten.new_zeros.default,
+    aten.ones_like.default,
+    aten.zeros_like.default,
+}
+"""Operations that look at shape, dtype and device alone."""

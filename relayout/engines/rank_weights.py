@@ -1,0 +1,326 @@
+"""What an engine is given to load: the tensors of the whole model, of which this rank's slices are at hand."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from relayout.checkpoint.converted import is_converted, read_manifest
+from relayout.errors import PlanError, shown
+from relayout.storage.protocols import Kind
+from relayout.storage.stores import find_store
+
+if TYPE_CHECKING:
+    import torch
+
+    from relayout.core.slices import Range, Slice
+    from relayout.engines.global_tensor import Usage
+    from relayout.loader import CheckpointView, Explanation
+    from relayout.loader.sources.pieces import Columns
+
+_MAX_SHOWN_NAMES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What a person can set for a load in an engine; see `relayout.load`."""
+
+    backend: str = "auto"
+    threads: int | None = None
+    memory: int | str | None = None
+    """Bytes that may have been read and were not taken by the engine yet: a number, or a size such as "2GiB"."""
+    verify: bool = False
+    """Compare every slice with its digest."""
+    strict: bool = False
+    """Refuse what has to read the slices of other ranks, and slices that the engine does not use."""
+
+    @staticmethod
+    def parse(given: Mapping[str, object], where: str) -> EngineOptions:
+        """The options as an engine hands them over.
+
+        Raises:
+            PlanError: an option is unknown, or its value is of another type.
+        """
+        types: dict[str, tuple[type, ...]] = {
+            "backend": (str,),
+            "threads": (int,),
+            "memory": (int, str),
+            "verify": (bool,),
+            "strict": (bool,),
+        }
+        for name, value in given.items():
+            if name not in types:
+                expected = ", ".join(types)
+                raise PlanError(f"{where}: relayout has no option {shown(name)}, expected {expected}", code="option")
+            if type(value) not in types[name]:
+                expected = " or ".join(one.__name__ for one in types[name])
+                raise PlanError(f"{where}: {name} is {shown(value)}, expected {expected}", code="option")
+        return EngineOptions(**{one.name: given[one.name] for one in fields(EngineOptions) if one.name in given})  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """How a checkpoint folder was converted."""
+
+    num_ranks: int
+    """The tensor-parallel degree."""
+    expert_parallel: bool
+    """Whether experts are owned whole."""
+
+
+def find_folder(path: str, engine: str) -> Folder | None:
+    """What relayout.json says of the folder; None for a plain checkpoint.
+
+    Args:
+        path: a folder, or the URL of a store.
+        engine: how to ask the engine for its own way to load, for messages.
+
+    Raises:
+        FormatError: relayout.json is damaged.
+        PlanError: there is no such folder.
+    """
+    store = find_store(path)
+    if store.kind() is not Kind.FOLDER:
+        raise PlanError(
+            "is no folder: relayout loads from folders. Download the model, run `relayout convert FOLDER --tp N` and"
+            f" serve what it makes; or load with {engine}",
+            path=path,
+            code="missing",
+        )
+    if not is_converted(store):
+        return None
+    manifest = read_manifest(store)
+    return Folder(manifest.num_ranks, manifest.expert_parallel)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a load has done."""
+
+    rank: int
+    num_ranks: int
+    num_tensors: int
+    """That the engine was given."""
+    nbytes: int
+    """Of the rank's slices."""
+    seconds: float
+    """From the first to the last tensor, with what the engine did between them."""
+    backend: str
+    num_whole: int
+    """Whole tensors that had to be read from the files of all ranks."""
+    whole_nbytes: int
+    unused: tuple[str, ...]
+    """Tensors of which the rank's slice was read, and nothing was asked for."""
+
+    def __str__(self) -> str:
+        rate = self.nbytes / max(self.seconds, 1e-9)
+        return (
+            f"relayout: rank {self.rank} of {self.num_ranks}: {self.nbytes / 1e9:.3f} GB in {self.seconds:.2f} s"
+            f" ({rate / 1e9:.2f} GB/s), {self.num_tensors} tensors, backend {self.backend},"
+            f" {self.num_whole} whole tensors read ({self.whole_nbytes / 1e9:.3f} GB)"
+        )
+
+
+class RankWeights:
+    """The tensors of a checkpoint for one rank of an engine: iterate once, then ask for the report.
+
+    Tensors that the rank holds whole are plain; the others are global tensors. They are the engine's to keep and to
+    write to. One thread may iterate; the tensors may be used by any.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        rank: int,
+        num_ranks: int,
+        options: EngineOptions,
+        *,
+        device: str | torch.device = "cpu",
+        wanted: Callable[[str], bool] | None = None,
+        only_held: bool = True,
+        lazy: bool = False,
+        progress: bool = False,
+    ) -> None:
+        """Look at nothing yet.
+
+        Args:
+            path: a converted folder, or a plain checkpoint, which is sliced while it is loaded.
+            rank, num_ranks: the engine's tensor-parallel rank and degree; another degree than the folder's is put
+                together from its ranks' slices.
+            device: where slices shall lie.
+            wanted: whether the engine wants a tensor; the bytes of others are not read. None: it wants all.
+            only_held: give no tensors of which the rank holds nothing, such as other ranks' experts.
+            lazy: read slices when they are used, through the page cache.
+            progress: show a bar on stderr.
+        """
+        from relayout.engines.global_tensor import Usage
+
+        self._path = path
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._options = options
+        self._device = "cpu" if lazy else device
+        self._wanted = wanted
+        self._only_held = only_held
+        self._lazy = lazy
+        self._progress = progress
+        self._backend = options.backend
+        self._nbytes = self._num_tensors = 0
+        self._seconds: float | None = None
+        self._cut: list[str] = []
+        self._all_ranks = _AllRanks(path)
+        self.usage: Usage = Usage(strict=options.strict)
+        """What the engine has asked of global tensors."""
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors, in file order; those that the rank does not hold come last.
+
+        Raises:
+            FormatError, PlanError, OSError, MemoryError: as `relayout.iter_load`.
+        """
+        from relayout.engines import warming
+        from relayout.loader import explain
+        from relayout.loader.api import find_source, warn_of_detour
+        from relayout.loader.loading import options_of
+        from relayout.loader.stream import stream
+
+        warming.end()
+        started, given = time.perf_counter(), self._options
+        source = find_source(self._path, self._rank, self._num_ranks, given.verify)
+        backend = given.backend
+        if source.is_as_stored:  # Else slices are put together, which cannot be done by mapping them.
+            backend = "mapped" if self._lazy else backend
+            self._backend = described(explain(self._path, self._rank, self._device, backend=backend))
+        warn_of_detour(source)
+        contents = source.contents(None)
+        held = set(contents.names)
+        if self._wanted is not None:
+            contents = contents.rows([row for row, name in enumerate(contents.names) if self._wanted(name)])
+        options = options_of(self._device, backend, given.verify, given.threads, given.memory, self._progress)
+        yield from self._slices(source.columns(), stream(contents, options))
+        if not self._only_held:
+            yield from self._others(held)
+        self._seconds = time.perf_counter() - started
+
+    def report(self) -> Report:
+        """What the load has done.
+
+        Raises:
+            PlanError: the engine has not taken all tensors; in strict mode also if it has not used one.
+        """
+        if self._seconds is None:
+            what = f"rank {self._rank}: the engine stopped after {self._num_tensors} tensors"
+            raise PlanError(what, path=self._path)
+        unused = tuple(name for name in self._cut if name not in self.usage.used)
+        if unused and self._options.strict:
+            raise PlanError(f"rank {self._rank}: the engine did not use {listed(unused)}", path=self._path)
+        return Report(
+            self._rank,
+            self._num_ranks,
+            self._num_tensors,
+            self._nbytes,
+            self._seconds,
+            self._backend,
+            self.usage.count,
+            self.usage.nbytes,
+            unused,
+        )
+
+    def read(self, name: str, index: Any) -> torch.Tensor:
+        """A part of a tensor, from the files of all ranks that hold some of it.
+
+        Raises:
+            FormatError, PlanError, OSError, MemoryError: as `relayout.safe_open`.
+        """
+        return self._all_ranks.read(name, index)
+
+    def _slices(
+        self, columns: Columns, tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        from relayout.engines.global_tensor import GlobalTensor
+        from relayout.loader.tensors import torch_shape
+
+        row_of = {name: row for row, name in enumerate(columns.names)}
+        make, read, usage = GlobalTensor.of, self._all_ranks.read, self.usage
+        for name, tensor in tensors:
+            row = row_of[name]
+            part = columns.parts[row]
+            self._nbytes += tensor.nbytes
+            self._num_tensors += 1
+            if part.ranges is None:
+                yield name, tensor
+                continue
+            dtype, shape = columns.dtypes[row], columns.whole_shapes[row]
+            ranges: Sequence[Range] = part.ranges
+            if dtype == "F4":  # torch counts pairs of them.
+                shape, ranges = torch_shape(name, dtype, shape), _paired(shape, part)
+            made = make(name, tensor, shape, part.axis, ranges, partial(read, name, ...), usage)
+            if made is not tensor and not self._lazy:
+                self._cut.append(name)
+            yield name, made
+
+    def _others(self, held: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of which the rank holds nothing: read only if the engine uses them."""
+        import torch
+
+        from relayout.engines.global_tensor import GlobalTensor
+        from relayout.loader.tensors import torch_dtype, torch_shape
+
+        whole = self._all_ranks.view
+        for name in whole.keys():  # noqa: SIM118 (it is no mapping)
+            if name in held or (self._wanted is not None and not self._wanted(name)):
+                continue
+            self._num_tensors += 1
+            stored = whole.get_slice(name)
+            shape = torch_shape(name, stored.get_dtype(), tuple(stored.get_shape()))
+            if not shape:
+                yield name, self._all_ranks.read(name, ...).to(self._device)
+                continue
+            nothing = torch.empty((0, *shape[1:]), dtype=torch_dtype(name, stored.get_dtype()), device=self._device)
+            read = partial(self._all_ranks.read, name, ...)
+            yield name, GlobalTensor.of(name, nothing, shape, 0, (), read, self.usage)
+
+
+class _AllRanks:
+    """The whole tensors of a folder, converted or plain; opened when one is needed. Threads may use it at once."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._view: CheckpointView | None = None
+
+    @property
+    def view(self) -> CheckpointView:
+        """See `relayout.safe_open`."""
+        from relayout.loader import open, safe_open
+
+        with self._lock:
+            if self._view is None:
+                whole = is_converted(find_store(self._path))
+                self._view = safe_open(self._path) if whole else open(self._path, 0, tp=1)
+            return self._view
+
+    def read(self, name: str, index: Any) -> torch.Tensor:
+        """A part of a tensor, in memory of its own."""
+        return self.view.get_slice(name)[index]
+
+
+def _paired(shape: tuple[int, ...], part: Slice) -> Sequence[Range]:
+    """The ranges of a slice, counted in pairs of elements along the last axis."""
+    ranges = part.ranges or ()
+    return [(start // 2, length // 2) for start, length in ranges] if part.axis == len(shape) - 1 else ranges
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names for a message: the first few, and how many more."""
+    text = ", ".join(names[:_MAX_SHOWN_NAMES])
+    return text if len(names) <= _MAX_SHOWN_NAMES else f"{text} and {len(names) - _MAX_SHOWN_NAMES} more"
+
+
+def described(found: Explanation) -> str:
+    """The backend of a load, and how much of what it reads is in the page cache."""
+    return f"{found.backend}, {100 * found.resident_nbytes / max(1, found.read_nbytes or found.nbytes):.0f} % resident"

@@ -1,0 +1,191 @@
+"""SGLang: a converted folder is recognized and loads with no flag; `--load-format relayout` insists on it.
+
+SGLang has no registry of load formats, but official hooks for plugins. Two are used: one is around the place where all
+files are read, the other lets the name of the format pass. `--model-loader-extra-config '{"relayout": {...}}'` has the
+options, which are those of vLLM's plugin.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from logging import getLogger
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+FORMAT = "relayout"
+_LOGGER = getLogger("sglang.relayout")
+_LAYER = re.compile(r"\.layers\.([0-9]+)\.")
+
+
+def register() -> None:
+    """Hook into SGLang. May be called any number of times.
+
+    Raises:
+        ImportError, AttributeError, TypeError: this SGLang is not as expected. It would only log hooks that fail.
+    """
+    from sglang.srt.arg_groups.choices import LOAD_FORMAT_CHOICES, add_load_format_choices
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if FORMAT not in LOAD_FORMAT_CHOICES:
+        _expect(LoadConfig, "_verify_load_format", ["self"])
+        HookRegistry.register(f"{LoadConfig.__module__}.LoadConfig._verify_load_format", verify, HookType.AROUND)
+        add_load_format_choices([FORMAT])
+
+
+def verify(original: Callable[[Any], None], config: Any) -> None:
+    """Around `LoadConfig._verify_load_format`: take out what only relayout understands.
+
+    A process that makes such a configuration is about to load weights, so the loader is hooked here: to import it in
+    every process would cost seconds.
+
+    Raises:
+        PlanError: an option is unknown.
+        AttributeError, TypeError: the loader of this SGLang is not as expected.
+    """
+    from relayout.engines.rank_weights import EngineOptions
+
+    extra = config.model_loader_extra_config
+    options = extra.get(FORMAT, {}) if isinstance(extra, dict) else {}
+    config.relayout_options = EngineOptions.parse(options, f"--model-loader-extra-config, {FORMAT!r}")
+    config.relayout_required = str(config.load_format).lower() == FORMAT
+    if isinstance(extra, dict):
+        config.model_loader_extra_config = {name: value for name, value in extra.items() if name != FORMAT}
+    if config.relayout_required:
+        config.load_format = "auto"
+    original(config)
+    try:
+        _hook_loader()
+    except Exception as error:
+        if config.relayout_required:
+            raise
+        _LOGGER.error("relayout: this SGLang does not recognize converted folders and would load them wrong: %r", error)
+
+
+def _hook_loader() -> None:
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if not getattr(DefaultModelLoader, "reads_relayout", False):
+        _expect(DefaultModelLoader, "_get_weights_iterator", ["self", "source"])
+        target = f"{DefaultModelLoader.__module__}.DefaultModelLoader._get_weights_iterator"
+        HookRegistry.register(target, weights_iterator, HookType.AROUND)
+        HookRegistry.apply_hooks()
+        DefaultModelLoader.reads_relayout = True
+
+
+def weights_iterator(
+    original: Callable[..., Iterator[tuple[str, torch.Tensor]]], loader: Any, source: Any, **settings: Any
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Around `DefaultModelLoader._get_weights_iterator`: (name, tensor) of a converted folder; others are SGLang's.
+
+    Raises:
+        FormatError, PlanError, OSError, MemoryError: as `relayout.iter_load`, or the folder does not fit.
+    """
+    from relayout.engines.rank_weights import EngineOptions, find_folder
+
+    config, path = loader.load_config, str(source.model_or_path)
+    required = getattr(config, "relayout_required", False)
+    folder = find_folder(path, "--load-format auto") if required or Path(path).is_dir() else None
+    if folder is None and not required:
+        return original(loader, source, **settings)
+    options = getattr(config, "relayout_options", None) or EngineOptions()
+    weights = _weights(path, folder, options, config, source)
+    if config.draft_model_idx is not None:
+        renamed: Iterator[tuple[str, torch.Tensor]] = loader._filter_mtp_weights(
+            weights, source.prefix, config.draft_model_idx
+        )
+        return renamed
+    return ((source.prefix + name, tensor) for name, tensor in weights)
+
+
+def _weights(path: str, folder: Any, options: Any, config: Any, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    from sglang.srt.runtime_context import get_parallel
+
+    from relayout.engines.rank_weights import RankWeights
+
+    parallel = get_parallel()
+    num_ranks, model_config = parallel.tp_size, source.model_config
+    _check(path, folder, parallel)
+    weights = RankWeights(
+        path,
+        parallel.tp_rank,
+        num_ranks,
+        options,
+        device=_device(),
+        wanted=_wanted(parallel, model_config),
+        only_held=folder is None or parallel.moe_ep_size == 1 or folder.expert_parallel,
+        # A draft model takes a few of the target's layers, and SGLang does not say which.
+        lazy=config.draft_model_idx is not None or bool(getattr(model_config, "is_draft_model", False)),
+    )
+    yield from weights
+    _LOGGER.info("%s", weights.report())
+
+
+def _check(path: str, folder: Any, parallel: Any) -> None:
+    """Tell what makes the load slower.
+
+    Raises:
+        PlanError: the folder's experts are not where SGLang wants them.
+    """
+    from relayout.errors import PlanError
+
+    if folder is None:
+        return
+    num_ranks = parallel.tp_size
+    if folder.expert_parallel and (parallel.moe_ep_size, num_ranks) != (folder.num_ranks, folder.num_ranks):
+        raise PlanError(
+            f"was converted with --expert-parallel for {folder.num_ranks} ranks: run SGLang with"
+            f" --tp {folder.num_ranks} --ep-size {folder.num_ranks}, or convert without --expert-parallel",
+            path=path,
+            code="unsupported",
+        )
+    others = []
+    if folder.num_ranks != num_ranks:
+        others.append(f"was converted for {folder.num_ranks} ranks and is put together for {num_ranks}")
+    if parallel.attn_tp_size != num_ranks:
+        others.append(f"has attention cut for {folder.num_ranks} ranks, and SGLang cuts it for {parallel.attn_tp_size}")
+    if parallel.moe_ep_size > 1 and not folder.expert_parallel:
+        others.append(f"has experts cut for {folder.num_ranks} ranks, and SGLang gives each of them to one rank")
+    for what in others:
+        _LOGGER.warning("relayout: %s %s: the load is slower than it could be", path, what)
+
+
+def _wanted(parallel: Any, model_config: Any) -> Callable[[str], bool] | None:
+    """Which tensors this pipeline stage can need."""
+    num_layers = getattr(getattr(model_config, "hf_text_config", None), "num_hidden_layers", None)
+    if parallel.pp_size == 1 or num_layers is None:
+        return None
+    from sglang.srt.distributed.utils import get_pp_indices
+
+    first, end = get_pp_indices(num_layers, parallel.pp_rank, parallel.pp_size)
+
+    def wanted(name: str) -> bool:
+        layer = _LAYER.search(name)
+        return layer is None or first <= int(layer[1]) < end or int(layer[1]) >= num_layers
+
+    return wanted
+
+
+def _device() -> str:
+    """Where slices are best read to: this process's GPU, if it has one."""
+    import torch
+
+    return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+
+
+def _expect(owner: Any, name: str, parameters: list[str]) -> None:
+    """Check that a hook's target takes these parameters first.
+
+    Raises:
+        AttributeError: there is no such target.
+        TypeError: it takes others.
+    """
+    found = list(inspect.signature(getattr(owner, name)).parameters)
+    if found[: len(parameters)] != parameters:
+        raise TypeError(f"{owner.__module__}.{owner.__name__}.{name} takes {found}, expected {parameters} first")

@@ -1,0 +1,369 @@
+"""The global tensor answers as the whole tensor would, and tells when it had to read it."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relayout.engines.global_tensor import GlobalTensor, Usage
+from relayout.errors import PlanError
+
+Operation = tuple[str, Callable[[torch.Tensor], Any]]
+
+
+@dataclass
+class Case:
+    """A global tensor, the whole tensor that it stands for, and which elements of that its slice holds."""
+
+    whole: torch.Tensor
+    mask: torch.Tensor
+    local: torch.Tensor
+    tensor: torch.Tensor
+    usage: Usage
+
+
+def make(
+    shape: Sequence[int],
+    axis: int,
+    ranges: Sequence[tuple[int, int]],
+    *,
+    dtype: torch.dtype = torch.float32,
+    strict: bool = False,
+) -> Case:
+    whole = torch.arange(1, math.prod(shape) + 1).reshape(tuple(shape)).to(dtype)
+    local = torch.cat([whole.narrow(axis, *one) for one in ranges], axis) if ranges else whole.narrow(axis, 0, 0)
+    mask = torch.zeros(tuple(shape), dtype=torch.bool)
+    for one in ranges:
+        mask.narrow(axis, *one).fill_(True)
+    usage = Usage(strict=strict)
+    source = whole.clone()
+    local = local.clone(memory_format=torch.contiguous_format)
+    tensor = GlobalTensor.of("w", local, shape, axis, ranges, source.clone, usage)
+    return Case(whole, mask, local, tensor, usage)
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> tuple[list[int], int, list[tuple[int, int]]]:
+    """A shape, an axis, and up to three ranges along it, that do not overlap."""
+    shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
+    axis = draw(st.integers(0, len(shape) - 1))
+    borders = sorted(draw(st.lists(st.integers(0, shape[axis]), min_size=2, max_size=6)))
+    ranges = [(start, end - start) for start, end in zip(borders[::2], borders[1::2], strict=False)]
+    return shape, axis, ranges
+
+
+@st.composite
+def views(draw: st.DrawFn, shape: Sequence[int]) -> Operation:
+    """An operation that returns views of a tensor of that shape."""
+    if not shape:
+        return "unsqueeze(0)", lambda t: t.unsqueeze(0)
+    axis = draw(st.integers(0, len(shape) - 1))
+    signed = axis - len(shape) if draw(st.booleans()) else axis
+    dim = shape[axis]
+    start = draw(st.integers(0, dim))
+    length = draw(st.integers(0, dim - start))
+    order = draw(st.permutations(range(len(shape))))
+    kinds: list[Operation] = [
+        (f"narrow({signed}, {start}, {length})", lambda t: t.narrow(signed, start, length)),
+        (f"permute({order})", lambda t: t.permute(tuple(order))),
+        (f"transpose({axis}, -1)", lambda t: t.transpose(axis, -1)),
+        (f"unsqueeze({axis})", lambda t: t.unsqueeze(axis)),
+        (f"unflatten({axis})", lambda t: t.unflatten(axis, (1, dim))),
+        ("squeeze()", lambda t: t.squeeze()),
+        ("[...]", lambda t: t[...]),
+        ("detach()", lambda t: t.detach()),
+        ("data", lambda t: t.data),
+        (f"[{start}:]", lambda t: t[start:]),
+        (f"[..., ::2] of {len(shape)}", lambda t: t[..., ::2]),
+        ("view(shape)", lambda t: t.view(t.shape)),
+        (f"[:, ..., {start}:{start + length}]", lambda t: t[(*[slice(None)] * axis, slice(start, start + length))]),
+        (f"[{start}:9, 1:]", lambda t: t[start:9, 1:]),
+    ]
+    if dim:
+        index = draw(st.integers(-dim, dim - 1))
+        count = draw(st.integers(1, dim))
+        kinds += [
+            (f"select({axis}, {index})", lambda t: t.select(axis, index)),
+            (f"chunk({count}, {axis})[-1]", lambda t: t.chunk(count, axis)[-1]),
+            (f"split({count}, {axis})[0]", lambda t: t.split(count, axis)[0]),
+            (f"split sizes [{start}, rest]", lambda t: t.split([start, dim - start], axis)[1]),
+            (f"unbind({axis})[{index}]", lambda t: t.unbind(axis)[index]),
+            (f"tensor_split({count}, {axis})[0]", lambda t: t.tensor_split(count, axis)[0]),
+        ]
+    if len(shape) == 2:
+        kinds += [("t()", lambda t: t.t()), ("T", lambda t: t.T)]
+    if 0 not in shape:
+        kinds.append(("expand(2, ...)", lambda t: t.expand(2, *t.shape)))
+    return draw(st.sampled_from(kinds))
+
+
+@st.composite
+def copies(draw: st.DrawFn, shape: Sequence[int]) -> Operation:
+    """An operation that returns new memory, in which an element is one of the tensor's."""
+    axis = draw(st.integers(-len(shape), max(0, len(shape) - 1)))
+    kinds: list[Operation] = [
+        ("clone()", lambda t: t.clone()),
+        ("contiguous()", lambda t: t.contiguous()),
+        ("reshape(-1)", lambda t: t.reshape(-1)),
+        ("flatten()", lambda t: t.flatten()),
+    ]
+    if shape:
+        kinds += [
+            (f"cat twice along {axis}", lambda t: torch.cat([t, t], axis)),
+            (f"stack of itself along {axis}", lambda t: torch.stack([t, t], axis)),
+            (f"flip({axis})", lambda t: t.flip(axis)),
+            (f"repeat_interleave(2, {axis})", lambda t: t.repeat_interleave(2, axis)),
+            (f"roll(1, {axis})", lambda t: t.roll(1, axis)),
+        ]
+    return draw(st.sampled_from(kinds))
+
+
+ELEMENTWISE: list[Operation] = [
+    ("double()", lambda t: t.double()),
+    ("+ 1", lambda t: t + 1),
+    ("neg", lambda t: -t),
+    ("exp", lambda t: (t * 0.01).exp()),
+    ("== 3", lambda t: t == 3),
+    ("to(float16)", lambda t: t.to(torch.float16)),
+]
+
+
+def step(operation: Operation, whole: torch.Tensor, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The result on both; None if torch refuses it."""
+    _, function = operation
+    try:
+        expected = function(whole)
+    except (RuntimeError, IndexError):
+        return None
+    return expected, function(tensor)
+
+
+def values(tensor: torch.Tensor) -> list[Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return tensor.detach().clone().reshape(-1).tolist() if type(tensor) is torch.Tensor else tensor.tolist()
+
+
+def flat(nested: Any) -> list[Any]:
+    return [one for part in nested for one in flat(part)] if isinstance(nested, list) else [nested]
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data(), cut=cuts())
+def test_any_sequence_of_views_and_copies_is_that_of_the_whole_tensor(
+    data: st.DataObject, cut: tuple[list[int], int, list[tuple[int, int]]]
+) -> None:
+    case = make(*cut)
+    whole, mask, tensor = case.whole, case.mask, case.tensor
+    elementwise = False
+    for _ in range(data.draw(st.integers(1, 5))):
+        operation = data.draw(
+            st.one_of(views(whole.shape), views(whole.shape), copies(whole.shape), st.sampled_from(ELEMENTWISE))
+        )
+        before = case.usage.count
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            done = step(operation, whole, tensor)
+        if done is None:
+            continue
+        whole, tensor = done
+        if operation not in ELEMENTWISE:
+            mask = operation[1](mask)
+            if not elementwise:
+                assert case.usage.count == before, "views and copies need no whole tensor"
+        elementwise = elementwise or operation in ELEMENTWISE
+        assert tensor.shape == whole.shape
+        assert tensor.dtype == whole.dtype
+        assert tensor.device == whole.device
+        if type(tensor) is torch.Tensor and case.usage.count == 0:
+            assert bool(mask.all())
+        if bool(mask.all()) and len(cut[2]) == 1 and not elementwise:
+            assert type(tensor) is torch.Tensor, "what is held is answered by plain views"
+    assert flat(values(tensor)) == whole.reshape(-1).tolist()
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), cut=cuts())
+def test_a_strict_global_tensor_gives_what_it_holds_and_refuses_the_rest(
+    data: st.DataObject, cut: tuple[list[int], int, list[tuple[int, int]]]
+) -> None:
+    case = make(*cut, strict=True)
+    whole, mask, tensor = case.whole, case.mask, case.tensor
+    for _ in range(data.draw(st.integers(1, 4))):
+        operation = data.draw(st.one_of(views(whole.shape), copies(whole.shape)))
+        done = step(operation, whole, tensor)
+        if done is not None:
+            whole, tensor = done
+            mask = operation[1](mask)
+    target = torch.zeros_like(whole)
+    if type(tensor) is torch.Tensor:
+        assert torch.equal(target.copy_(tensor), whole)
+    elif not mask.all():
+        with pytest.raises(PlanError, match="'w': copy_ needs elements that this rank's slice does not hold"):
+            target.copy_(tensor)
+    assert case.usage.count == 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), cut=cuts())
+def test_what_is_written_to_views_is_seen_by_others(
+    data: st.DataObject, cut: tuple[list[int], int, list[tuple[int, int]]]
+) -> None:
+    case = make(*cut)
+    whole, tensor = case.whole, case.tensor
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for value in range(data.draw(st.integers(1, 3))):
+            operation = data.draw(views(whole.shape))
+            if operation[0].startswith("expand"):
+                continue
+            done = step(operation, whole, tensor)
+            if done is None:
+                continue
+            assert done[0].fill_(-value).shape == done[1].fill_(-value).shape
+            done[0].sub_(3)
+            done[1].sub_(3)
+    assert flat(values(tensor)) == whole.reshape(-1).tolist()
+    held = torch.cat([whole.narrow(cut[1], *one) for one in cut[2]], cut[1])
+    assert torch.equal(case.local, held), "the slice itself has been written to"
+
+
+def test_views_of_the_slice_share_its_memory() -> None:
+    case = make([4, 6], 0, [(2, 2)], strict=True)
+    for view in (
+        case.tensor.narrow(0, 2, 2),
+        case.tensor[2:],
+        case.tensor.chunk(2)[1],
+        case.tensor.t()[:, 2:].t(),
+        case.tensor.view(2, 2, 6)[1],
+    ):
+        assert type(view) is torch.Tensor
+        assert view.data_ptr() == case.local.data_ptr()
+        assert torch.equal(view, case.whole[2:])
+
+
+def test_dtype_views_of_the_slice_share_its_memory() -> None:
+    case = make([4, 6], 1, [(2, 2)], dtype=torch.int16, strict=True)
+    whole = case.whole
+    for dtype, start in ((torch.uint8, 4), (torch.bfloat16, 2), (torch.int32, 1)):
+        count = 2 * 2 // dtype.itemsize
+        view = case.tensor.view(dtype).narrow(1, start, count)
+        assert view.data_ptr() == case.local.data_ptr()
+        assert torch.equal(view.view(torch.uint8), whole.view(dtype).narrow(1, start, count).view(torch.uint8))
+
+
+def test_a_dtype_view_whose_border_is_inside_the_slice_is_of_the_whole_tensor() -> None:
+    case = make([4, 6], 1, [(1, 3)], dtype=torch.int16)
+    with pytest.warns(UserWarning, match="tensor 'w': view needs elements"):
+        view = case.tensor.view(torch.int32)
+    assert torch.equal(view, case.whole.view(torch.int32))
+
+
+def test_elementwise_operations_are_done_on_the_slice() -> None:
+    case = make([4, 6], 0, [(2, 2)], strict=True)
+    for name, function in ELEMENTWISE:
+        done = function(case.tensor)
+        assert isinstance(done, GlobalTensor), name
+        assert torch.equal(done[2:], function(case.whole)[2:]), name
+
+
+def test_an_operation_that_needs_more_reads_the_whole_tensor_once_and_warns_once() -> None:
+    case = make([4, 6], 0, [(0, 2)])
+    other = GlobalTensor.of("v", case.local, [4, 6], 0, [(0, 2)], case.whole.clone, case.usage)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert case.tensor.sum() == case.whole.sum()
+        assert case.tensor[1:].max() == case.whole.max()
+        assert other.sum() == case.whole.sum()
+    assert [str(one.message).partition(" that")[0] for one in caught] == ["tensor 'w': sum needs elements"]
+    assert case.usage.operations == {"sum": 2}
+    assert case.usage.nbytes == 2 * case.whole.nbytes
+
+
+def test_new_tensors_of_its_shape_need_no_elements() -> None:
+    case = make([4, 6], 0, [(0, 2)], strict=True)
+    for made in (
+        torch.zeros_like(case.tensor),
+        torch.empty_like(case.tensor).zero_(),
+        case.tensor.new_zeros(4, 6),
+        torch.full_like(case.tensor, 0),
+    ):
+        assert type(made) is torch.Tensor
+        assert made.device == case.local.device
+        assert torch.equal(made, torch.zeros(4, 6))
+    assert not case.tensor.is_pinned()
+
+
+def test_what_was_made_of_a_tensor_before_it_was_written_to_is_not_made_of_what_it_is_now() -> None:
+    case = make([4, 6], 0, [(0, 2)])
+    plus = case.tensor + 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        case.tensor.zero_()
+        with pytest.raises(RuntimeError, match="has been written to"):
+            plus.sum()
+
+
+def test_it_has_no_address_and_cannot_be_moved() -> None:
+    case = make([4, 6], 0, [(0, 2)])
+    with pytest.raises(PlanError, match="has no address"):
+        case.tensor.data_ptr()
+    with pytest.raises(PlanError, match="would move it"):
+        case.tensor.t_()
+
+
+def test_tolist_and_numpy_have_the_whole_tensor() -> None:
+    case = make([4, 6], 0, [(0, 2)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert case.tensor.tolist() == case.whole.tolist()
+        assert case.tensor.numpy().tolist() == case.whole.tolist()
+
+
+def test_a_slice_of_another_shape_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"tensor 'w': slice has shape \[3, 6\], expected \[2, 6\]"):
+        GlobalTensor.of("w", torch.zeros(3, 6), [4, 6], 0, [(0, 2)], lambda: torch.zeros(4, 6), Usage())
+
+
+def test_a_whole_tensor_of_another_shape_is_refused() -> None:
+    tensor = GlobalTensor.of("w", torch.zeros(2, 6), [4, 6], 0, [(0, 2)], lambda: torch.zeros(3, 6), Usage())
+    with pytest.warns(UserWarning, match="'w'"), pytest.raises(PlanError, match=r"tensor 'w': read as \[3, 6\]"):
+        tensor.sum()
+
+
+def test_a_tensor_that_the_rank_does_not_hold_is_read_when_it_is_wanted() -> None:
+    case = make([4, 6], 0, [])
+    assert case.tensor.shape == (4, 6)
+    assert isinstance(case.tensor, GlobalTensor)
+    assert case.tensor.get_shape() == [4, 6]
+    assert case.usage.count == 0
+    with pytest.warns(UserWarning, match="tensor 'w'"):
+        assert torch.equal(torch.zeros(4, 6).copy_(case.tensor), case.whole)
+
+
+def test_its_text_says_what_it_holds() -> None:
+    assert repr(make([4, 6], 0, [(2, 2)]).tensor) == (
+        "GlobalTensor('w', axis 0: [(2, 2)], [4, 6] of [4, 6], torch.float32)"
+    )
+
+
+def test_it_is_noted_which_tensors_have_been_used() -> None:
+    for use in (
+        lambda t: t.narrow(0, 2, 1),
+        lambda t: t.t(),
+        lambda t: torch.cat([torch.zeros(1, 6), t]),
+        lambda t: -t,
+    ):
+        case = make([4, 6], 0, [(2, 2)], strict=True)
+        case.tensor.shape, case.tensor.dtype, case.tensor.device, repr(case.tensor)
+        assert case.usage.used == set()
+        use(case.tensor)
+        assert case.usage.used == {"w"}

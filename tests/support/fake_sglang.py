@@ -1,0 +1,137 @@
+"""The part of SGLang that the plugin touches: its hooks, its default loader, and what a process knows of its rank."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+
+class HookType(Enum):
+    """sglang.srt.plugins.hook_registry.HookType."""
+
+    AROUND = "around"
+
+
+class HookRegistry:
+    """Replaces targets by their hooks, and only logs where that fails."""
+
+    hooks: dict[str, Callable[..., Any]] = {}  # noqa: RUF012 (as SGLang has it)
+    applied: set[str] = set()  # noqa: RUF012
+
+    @classmethod
+    def register(cls, target: str, hook: Callable[..., Any], hook_type: HookType) -> None:
+        assert hook_type is HookType.AROUND
+        cls.hooks[target] = hook
+
+    @classmethod
+    def apply_hooks(cls) -> None:
+        for target in cls.hooks.keys() - cls.applied:
+            owner_path, _, name = target.rpartition(".")
+            module, _, owner_name = owner_path.rpartition(".")
+            owner = getattr(importlib.import_module(module), owner_name)
+            original, hook = getattr(owner, name), cls.hooks[target]
+            wrapped = functools.wraps(original)(lambda *a, o=original, h=hook, **k: h(o, *a, **k))
+            setattr(owner, name, wrapped)
+            cls.applied.add(target)
+
+
+@dataclass
+class Engine:
+    """One process of SGLang."""
+
+    formats: list[str]
+    load_config: type[Any]
+    loader: type[Any]
+    parallel: SimpleNamespace = field(
+        default_factory=lambda: SimpleNamespace(
+            tp_rank=0, tp_size=1, attn_tp_size=1, moe_ep_size=1, pp_rank=0, pp_size=1
+        )
+    )
+
+    def weights(
+        self,
+        folder: Path,
+        rank: int,
+        tp: int,
+        *,
+        load_format: str = "auto",
+        extra: dict[str, Any] | None = None,
+        draft: int | None = None,
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """What a model's load_weights would be given."""
+        vars(self.parallel).update(tp_rank=rank, tp_size=tp, attn_tp_size=self.attention or tp)
+        loader = self.loader(self.load_config(load_format, dict(extra or {}), draft))
+        text = SimpleNamespace(num_hidden_layers=3)
+        config = SimpleNamespace(hf_text_config=text, is_draft_model=False)
+        source = SimpleNamespace(model_or_path=str(folder), prefix="", model_config=config)
+        return iter(loader._get_weights_iterator(source))
+
+    attention: int | None = None
+    """Ranks that attention is cut for, where not for all."""
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """Put the modules where the plugin imports them from."""
+
+    class LoadConfig:
+        def __init__(self, load_format: str, extra: dict[str, Any], draft_model_idx: int | None) -> None:
+            self.load_format = load_format
+            self.model_loader_extra_config = extra
+            self.draft_model_idx = draft_model_idx
+            self._verify_load_format()
+
+        def _verify_load_format(self) -> None:
+            if self.load_format not in ("auto", "safetensors"):
+                raise ValueError(f"{self.load_format!r} is not a valid LoadFormat")
+
+    class DefaultModelLoader:
+        def __init__(self, load_config: LoadConfig) -> None:
+            assert not load_config.model_loader_extra_config, "options that SGLang does not know"
+            self.load_config = load_config
+
+        def _get_weights_iterator(self, source: Any, **settings: Any) -> Iterator[tuple[str, torch.Tensor]]:
+            for file in sorted(Path(source.model_or_path).glob("*.safetensors")):
+                yield from load_file(file).items()
+
+        @classmethod
+        def _filter_mtp_weights(cls, weights: Any, prefix: str, draft_model_idx: int) -> Any:
+            return ((f"{prefix}draft-{draft_model_idx}.{name}", tensor) for name, tensor in weights)
+
+    LoadConfig.__module__ = "sglang.srt.configs.load_config"
+    DefaultModelLoader.__module__ = "sglang.srt.model_loader.loader"
+    formats: list[str] = ["auto", "safetensors"]
+    engine = Engine(formats, LoadConfig, DefaultModelLoader)
+    registry = type("HookRegistry", (HookRegistry,), {"hooks": {}, "applied": set()})
+    modules: dict[str, dict[str, Any]] = {
+        "sglang": {},
+        "sglang.srt": {},
+        "sglang.srt.arg_groups": {},
+        "sglang.srt.arg_groups.choices": {"LOAD_FORMAT_CHOICES": formats, "add_load_format_choices": formats.extend},
+        "sglang.srt.configs": {},
+        "sglang.srt.configs.load_config": {"LoadConfig": LoadConfig},
+        "sglang.srt.distributed": {},
+        "sglang.srt.distributed.utils": {
+            "get_pp_indices": lambda layers, rank, size: (rank * layers // size, (rank + 1) * layers // size)
+        },
+        "sglang.srt.model_loader": {},
+        "sglang.srt.model_loader.loader": {"DefaultModelLoader": DefaultModelLoader},
+        "sglang.srt.plugins": {},
+        "sglang.srt.plugins.hook_registry": {"HookRegistry": registry, "HookType": HookType},
+        "sglang.srt.runtime_context": {"get_parallel": lambda: engine.parallel},
+    }
+    for name, contents in modules.items():
+        module = ModuleType(name)
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+    return engine

@@ -1,0 +1,170 @@
+"""The part of vLLM that the plugin touches, and a model that cuts whole tensors as vLLM's layers do."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class LoadConfig:
+    """vllm.config.LoadConfig."""
+
+    load_format: str = "relayout"
+    model_loader_extra_config: dict[str, Any] = field(default_factory=dict)
+    use_tqdm_on_load: bool = False
+
+
+class DefaultModelLoader:
+    """vllm's own, as far as the plugin inherits from it."""
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        assert not load_config.model_loader_extra_config, "options that vLLM does not know"
+        self.load_config = load_config
+
+    def download_model(self, model_config: Any) -> None:
+        raise AssertionError("nothing is downloaded")
+
+    def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        for file in sorted(Path(model_config.model).glob("*.safetensors")):
+            yield from load_file(file).items()
+
+    def load_weights(self, model: Any, model_config: Any) -> None:
+        loaded = model.load_weights(self.get_all_weights(model_config, model))
+        missing = model.expected - loaded
+        if missing:
+            raise ValueError(f"Following weights were not initialized from checkpoint: {missing}")
+
+
+class Model:
+    """Takes whole tensors and keeps what its rank needs: projections, a padded vocabulary, experts."""
+
+    def __init__(
+        self,
+        whole: Tensors,
+        rank: int,
+        tp: int,
+        *,
+        stage: Callable[[str], bool] | None = None,
+        experts_by_rank: bool = False,
+    ) -> None:
+        self.rank, self.tp, self.experts_by_rank = rank, tp, experts_by_rank
+        self.kept: Tensors = {}
+        self.stage = stage or (lambda name: True)
+        self.num_experts = 1 + max((expert_of(name) for name in whole), default=-1)
+        self.expected = {name for name in whole if self.stage(name) and self.owns(name)}
+        self.missing_layers: list[str] = []
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        yield torch.zeros(1)
+
+    def owns(self, name: str) -> bool:
+        per_rank = self.num_experts // self.tp
+        return not self.experts_by_rank or expert_of(name) < 0 or expert_of(name) // per_rank == self.rank
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        for name, tensor in weights:
+            if self.stage(name) and self.owns(name):
+                kept = self.cut(name, tensor)
+                self.kept[name] = torch.empty(kept.shape, dtype=kept.dtype).copy_(kept)
+        return set(self.kept)
+
+    def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """What the rank keeps of a whole tensor."""
+        if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+            padded = -(-tensor.shape[0] // 64) * 64
+            per_rank = padded // self.tp
+            start = min(self.rank * per_rank, tensor.shape[0])
+            return tensor.narrow(0, start, min(per_rank, tensor.shape[0] - start))
+        whole_expert = self.experts_by_rank and expert_of(name) >= 0
+        if not name.endswith(("_proj.weight", "_proj.bias")) or whole_expert:
+            return tensor
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            return part(tensor, 1, self.rank, self.tp)
+        if name.endswith(("o_proj.bias", "down_proj.bias")):
+            return tensor
+        num_heads = 2 if ".k_proj." in name or ".v_proj." in name else self.tp
+        copies = max(1, self.tp // num_heads)
+        return part(tensor, 0, self.rank // copies, self.tp // copies)
+
+
+def part(tensor: torch.Tensor, axis: int, number: int, count: int) -> torch.Tensor:
+    size = tensor.shape[axis] // count
+    return tensor.narrow(axis, number * size, size)
+
+
+def expert_of(name: str) -> int:
+    return int(name.split(".experts.")[1].split(".")[0]) if ".experts." in name else -1
+
+
+@dataclass
+class Engine:
+    """A vLLM that consists of what is in this module."""
+
+    formats: dict[str, Any] = field(default_factory=dict)
+    parallel: SimpleNamespace = field(
+        default_factory=lambda: SimpleNamespace(
+            enable_expert_parallel=False, data_parallel_size=1, prefill_context_parallel_size=1,
+            expert_placement_strategy="linear", enable_eplb=False,
+        )
+    )  # fmt: skip
+    rank: int = 0
+    tp: int = 1
+
+    def load(self, folder: Path, model: Model, *, draft: bool = False, **options: Any) -> Any:
+        """Load as vLLM does; returns the loader."""
+        self.rank, self.tp = model.rank, model.tp
+        loader = self.formats["relayout"](LoadConfig(model_loader_extra_config=options))
+        loader.load_weights(model, model_config(folder, draft=draft))
+        return loader
+
+
+def model_config(folder: Path, *, draft: bool = False) -> SimpleNamespace:
+    """vllm.config.ModelConfig."""
+    text = SimpleNamespace(num_hidden_layers=2)
+    return SimpleNamespace(
+        model=str(folder), model_weights="", runner_type="draft" if draft else "generate", hf_text_config=text
+    )
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """Put the modules where the plugin imports them from."""
+    engine = Engine()
+
+    def register_model_loader(name: str) -> Callable[[Any], None]:
+        return lambda made: engine.formats.__setitem__(name, made)
+
+    modules: dict[str, dict[str, Any]] = {
+        "vllm": {},
+        "vllm.config": {"get_current_vllm_config": lambda: SimpleNamespace(parallel_config=engine.parallel)},
+        "vllm.distributed": {
+            "get_tensor_model_parallel_rank": lambda: engine.rank,
+            "get_tensor_model_parallel_world_size": lambda: engine.tp,
+        },
+        "vllm.model_executor": {},
+        "vllm.model_executor.model_loader": {
+            "register_model_loader": register_model_loader,
+            "_LOAD_FORMAT_TO_MODEL_LOADER": engine.formats,
+        },
+        "vllm.model_executor.model_loader.default_loader": {"DefaultModelLoader": DefaultModelLoader},
+        "vllm.model_executor.models": {},
+        "vllm.model_executor.models.utils": {"get_pp_missing_layer_names": lambda model: model.missing_layers},
+    }
+    for name, contents in modules.items():
+        module = ModuleType(name)
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, module)
+    return engine

@@ -1,0 +1,89 @@
+"""The checkpoints that are loaded: all model families and quantized forms of the tests, and their conversions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from families import EXPERT_FAMILIES, FAMILIES
+from support.checkpoints import write_family
+from support.quantized import EXPERT_QUANTIZED, QUANTIZED, write_quantized
+
+import relayout
+
+DEGREES = (2, 4)
+
+DRAFTS = ("deepseek_v3", "glm4_moe", "qwen3_next")
+"""Families whose checkpoints have a draft model (MTP)."""
+
+GENERATED = ("llama", "qwen2_tied", "gemma2", "qwen3_moe", "phi3", "gpt_oss", "falcon_40b")
+"""Families whose whole models the CPU build of vLLM runs."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint, and how it is loaded."""
+
+    family: str
+    """Or quantized form."""
+    expert: bool = False
+    """Experts are owned whole."""
+    draft: bool = False
+    """The draft model in it."""
+
+    @property
+    def name(self) -> str:
+        return self.family + (" experts owned" if self.expert else "") + (" draft model" if self.draft else "")
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.family in QUANTIZED or "mxfp4" in self.family
+
+
+def all_cases() -> Iterator[Case]:
+    for family in (*FAMILIES, *QUANTIZED):
+        yield Case(family)
+        if family in (*EXPERT_FAMILIES, *EXPERT_QUANTIZED):
+            yield Case(family, expert=True)
+        if family in DRAFTS:
+            yield Case(family, draft=True)
+
+
+def source_of(family: str, work: Path, *, wide: bool = False) -> Path:
+    """The checkpoint; a wide one has heads of 32 elements, the fewest that vLLM's attention on a CPU has."""
+    folder = work / (f"{family}-wide" if wide else family)
+    if not (folder / "complete").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        if family in FAMILIES:
+            made = FAMILIES[family]
+            write_family(replace(made, sizes={**made.sizes, "H": 256, "D": 32}) if wide else made, folder)
+        else:
+            write_quantized(QUANTIZED[family], folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({"architectures": [_architecture(config)], **config}))
+        (folder / "complete").touch()
+    return folder
+
+
+def converted_of(source: Path, tp: int, *, expert: bool = False) -> Path:
+    """Its conversion.
+
+    Raises:
+        PlanError: it cannot be cut so.
+    """
+    folder = source.with_name(f"{source.name}-tp{tp}" + ("-expert" if expert else ""))
+    if not folder.exists():
+        relayout.convert(source, folder, tp=tp, expert_parallel=expert)
+    return folder
+
+
+def _architecture(config: dict[str, Any]) -> str:
+    """The class that a checkpoint of the hub names."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    known: dict[str, Any] = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "kimi_k2": "DeepseekV3ForCausalLM"}
+    found = known.get(config["model_type"], "")
+    return found if isinstance(found, str) else str(found[0])

@@ -1,0 +1,156 @@
+"""Runs in an environment that has SGLang: every parameter of every rank, by SGLang's own loader and through relayout.
+
+`sglang_classes.py JOBS.json [--stand-in-kernels]`: one process is all ranks, one after the other. Prints a line of JSON
+for each job. Without a GPU, and with SGLANG_USE_CPU_ENGINE unset, the weight loaders take their CUDA paths.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from dataclasses import asdict, dataclass
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+POISON = 0xA5
+"""In every byte of a parameter before it is loaded."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One checkpoint at one degree."""
+
+    name: str
+    source: str
+    converted: str
+    tp: int
+    expert: bool = False
+    """Experts are owned whole."""
+    draft: bool = False
+
+
+def stand_in_rotary() -> None:
+    """Off CUDA, SGLang's rotary embedding asks vLLM for a kernel; nothing of it runs while weights are loaded."""
+    package, operations = ModuleType("vllm"), ModuleType("vllm._custom_ops")
+    operations.rotary_embedding = None  # type: ignore[attr-defined]
+    package._custom_ops = operations  # type: ignore[attr-defined]
+    for module in (package, operations):
+        module.__spec__ = ModuleSpec(module.__name__, None)
+        sys.modules[module.__name__] = module
+
+
+def play(arguments: Any, rank: int) -> None:
+    """Be this rank."""
+    from sglang.srt import runtime_context
+    from sglang.srt.runtime_context import get_parallel, publish
+
+    parallel = get_parallel()
+    parallel.clear_stamp()
+    publish(arguments, role="scheduler", ranks=runtime_context.SpawnRanks(world_rank=rank))
+
+    def group(number: int, size: int) -> SimpleNamespace:
+        return SimpleNamespace(
+            rank_in_group=number, world_size=size, is_first_rank=number == 0, is_last_rank=number == size - 1,
+            rank=number, ranks=list(range(size)), cpu_group=None, device_group=None, local_rank=number,
+        )  # fmt: skip
+
+    tp, ep = arguments.tp_size, arguments.ep_size
+    parallel.override_permanently(
+        tp_group=group(rank, tp),
+        attn_tp_group=group(rank, tp),
+        moe_tp_group=group(0 if ep > 1 else rank, tp // ep),
+        moe_ep_group=group(rank if ep > 1 else 0, ep),
+        pp_group=group(0, 1),
+        world_group=group(rank, tp),
+    )
+
+
+def load(path: str, job: Job, rank: int, load_format: str) -> dict[str, torch.Tensor]:
+    """All that a model holds once its loader has been through it, before it is made ready for kernels."""
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model, get_model_loader
+    from sglang.srt.model_loader.utils import set_default_torch_dtype
+    from sglang.srt.server_args import ServerArgs
+
+    extra = json.dumps({"relayout": {"strict": True}}) if load_format == "relayout" else "{}"
+    arguments = ServerArgs(
+        model_path=path,
+        tp_size=job.tp,
+        ep_size=job.tp if job.expert else 1,
+        device="cpu",
+        load_format=load_format,
+        dtype="bfloat16",
+        disable_cuda_graph=True,
+        skip_tokenizer_init=True,
+        model_loader_extra_config=extra,
+    )
+    play(arguments, rank)
+    model_config = ModelConfig.from_server_args(arguments)
+    load_config = LoadConfig(
+        load_format=load_format, model_loader_extra_config=json.loads(extra), tp_rank=rank, draft_model_idx=None
+    )
+    loader = get_model_loader(load_config, model_config)
+    quantization = _get_quantization_config(model_config, load_config)
+    with set_default_torch_dtype(model_config.dtype), torch.device("cpu"):
+        model = _initialize_model(model_config, load_config, quantization)
+        for parameter in model.parameters():
+            if parameter.numel() and parameter.is_contiguous():
+                parameter.data.view(-1).view(torch.uint8).fill_(POISON)
+        held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        model.load_weights(loader._get_all_weights(model_config, model))
+    return {name: tensor.detach() for name, tensor in held.items()}
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def compare(job: Job, found: dict[str, Any]) -> None:
+    """Load every rank both ways, the engine's own first; a whole tensor that has to be read is an error."""
+    found |= {"parameters": 0, "elements": 0, "different": [], "never_loaded": 0, "whole_reads": 0}
+    own = [load(job.source, job, rank, "auto") for rank in range(job.tp)]
+    found["own_load"] = True
+    for rank in range(job.tp):
+        note_differences(found, rank, own[rank], load(job.converted, job, rank, "relayout"))
+
+
+def note_differences(
+    found: dict[str, Any], rank: int, own: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]
+) -> None:
+    """Count a rank's parameters, and name those that differ."""
+    assert own.keys() == ours.keys()
+    for name, tensor in own.items():
+        expected = bits(tensor)
+        found["parameters"] += 1
+        found["elements"] += tensor.numel()
+        found["never_loaded"] += bool(expected.numel()) and bool((expected == POISON).all())
+        if not torch.equal(expected, bits(ours[name])):
+            found["different"].append(f"rank {rank}: {name}")
+
+
+def main() -> None:
+    jobs = [Job(**one) for one in json.loads(Path(sys.argv[1]).read_text())]
+    stand_in_rotary()
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    for job in jobs:
+        found: dict[str, Any] = {}
+        try:
+            compare(job, found)
+        except Exception as error:
+            found |= {
+                "error": f"{type(error).__name__}: {error}".strip()[:500],
+                "trace": traceback.format_exc()[-3000:],
+            }
+        print("RESULT", json.dumps({**asdict(job), **found}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

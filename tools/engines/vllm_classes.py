@@ -1,0 +1,223 @@
+"""Runs in an environment that has vLLM: every parameter of every rank, by vLLM's own loader and through relayout.
+
+`vllm_classes.py JOBS.json [--stand-in-kernels]`: one process is all ranks, one after the other: a stand-in takes the
+place of vLLM's groups of processes. Prints a line of JSON for each job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import sys
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+
+POISON = 0xA5
+"""In every byte of a parameter before it is loaded."""
+
+
+class Group:
+    """What vLLM asks of a group of processes while it builds and loads a model: who is this one, of how many."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = self.rank_in_group = self.local_rank = rank
+        self.world_size = world_size
+        self.ranks = list(range(world_size))
+        self.first_rank, self.last_rank = 0, world_size - 1
+        self.is_first_rank, self.is_last_rank = rank == 0, rank == world_size - 1
+        self.device = torch.device("cpu")
+        self.device_group = self.cpu_group = SimpleNamespace(size=lambda: world_size, rank=lambda: rank)
+        self.device_communicator = self.mq_broadcaster = None
+        self.unique_name = f"stand-in:{rank}"
+
+    def all_reduce(self, tensor: Any) -> Any:
+        return tensor
+
+    all_gather = all_reduce
+
+
+def play(rank: int, tp: int, expert: bool) -> None:
+    """Be this rank."""
+    from vllm.distributed import parallel_state
+
+    for name in ("_TP", "_WORLD", "_PP", "_DP", "_EP", "_EPLB", "_PCP", "_DCP", "_INNER_DP_WORLD"):
+        if hasattr(parallel_state, name):
+            many = name in ("_TP", "_WORLD") or (name == "_EP" and expert)
+            setattr(parallel_state, name, Group(rank if many else 0, tp if many else 1))
+
+
+def configuration(path: str, tp: int, expert: bool, load_format: str) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    extra = {"strict": True} if load_format == "relayout" else {}
+    return EngineArgs(
+        model=path,
+        load_format=load_format,
+        model_loader_extra_config=extra,
+        tensor_parallel_size=tp,
+        enable_expert_parallel=expert,
+        distributed_executor_backend="mp",
+        dtype="bfloat16",
+        max_model_len=64,
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        limit_mm_per_prompt={},
+    ).create_engine_config()
+
+
+def load(config: Any, model_config: Any) -> tuple[dict[str, torch.Tensor], Any]:
+    """All that a model holds once its loader has been through it, before it is made ready for kernels."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    config.compilation_config.static_forward_context.clear()
+    with set_current_vllm_config(config), set_default_torch_dtype(model_config.dtype), torch.device("cpu"):
+        model = initialize_model(vllm_config=config, model_config=model_config)
+        held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        for name, parameter in model.named_parameters():
+            assert not parameter.is_meta, name
+            if parameter.numel():
+                parameter.data.view(-1).view(torch.uint8).fill_(POISON) if parameter.is_contiguous() else None
+        loader = get_model_loader(config.load_config)
+        loader.load_weights(model, model_config)
+    return {name: tensor.detach() for name, tensor in held.items()}, getattr(loader, "_weights", None)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One checkpoint at one degree."""
+
+    name: str
+    source: str
+    converted: str
+    tp: int
+    expert: bool = False
+    """Experts are owned whole."""
+    draft: bool = False
+    """The draft model (MTP) that is in the checkpoint."""
+
+
+def compare(job: Job, found: dict[str, Any]) -> None:
+    """Load every rank both ways; the engine's own first."""
+    found |= {"parameters": 0, "elements": 0, "different": [], "never_loaded": 0, "whole_reads": 0}
+    configs = [
+        configuration(path, job.tp, job.expert, form)
+        for path, form in ((job.source, "auto"), (job.converted, "relayout"))
+    ]
+    models = [config.model_config for config in configs]
+    if job.draft:
+        models = [draft_of(config) for config in configs]
+    own = [load_rank(job, rank, configs[0], models[0])[0] for rank in range(job.tp)]
+    found["own_load"] = True
+    for rank in range(job.tp):
+        ours, weights = load_rank(job, rank, configs[1], models[1])
+        found["whole_reads"] += weights.report().num_whole
+        note_differences(found, rank, own[rank], ours)
+
+
+def load_rank(job: Job, rank: int, config: Any, model_config: Any) -> tuple[dict[str, torch.Tensor], Any]:
+    """All that a rank's model holds."""
+    play(rank, job.tp, job.expert)
+    config.parallel_config.rank = rank
+    return load(config, model_config)
+
+
+def note_differences(
+    found: dict[str, Any], rank: int, own: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]
+) -> None:
+    """Count a rank's parameters, and name those that differ."""
+    assert own.keys() == ours.keys()
+    for name, tensor in own.items():
+        expected = bits(tensor)
+        found["parameters"] += 1
+        found["elements"] += tensor.numel()
+        found["never_loaded"] += bool(expected.numel()) and bool((expected == POISON).all())
+        if not torch.equal(expected, bits(ours[name])):
+            found["different"].append(f"rank {rank}: {name}")
+
+
+def draft_of(config: Any) -> Any:
+    from vllm.config import SpeculativeConfig
+
+    config.speculative_config = SpeculativeConfig(
+        method="mtp",
+        model=config.model_config.model,
+        num_speculative_tokens=1,
+        target_model_config=config.model_config,
+        target_parallel_config=config.parallel_config,
+    )
+    return config.speculative_config.draft_model_config
+
+
+def main() -> None:
+    jobs = [Job(**one) for one in json.loads(Path(sys.argv[1]).read_text())]
+    if "--stand-in-kernels" in sys.argv:
+        stand_in_kernels()
+    for job in jobs:
+        found: dict[str, Any] = {}
+        try:
+            compare(job, found)
+        except Exception as error:
+            found |= {
+                "error": f"{type(error).__name__}: {error}".strip()[:500],
+                "trace": traceback.format_exc()[-3000:],
+            }
+        print("RESULT", json.dumps({**asdict(job), **found}), flush=True)
+
+
+def stand_in_kernels() -> None:
+    """Where vLLM has no kernel of a quantized layer for this processor, take a stand-in: nothing is run here."""
+    base = "vllm.model_executor.layers"
+    for module in (
+        "fp8",
+        "auto_awq",
+        "auto_gptq",
+        "mxfp4",
+        "modelopt",
+        "moe_wna16",
+        "compressed_tensors.compressed_tensors",
+    ):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(f"{base}.quantization.{module}")
+    linear = importlib.import_module("vllm.model_executor.kernels.linear")
+    for name in vars(linear).copy():
+        if name.startswith(("init_", "choose_")) and name.endswith("_kernel"):
+            replace(linear, name, lambda: MagicMock(__name__="stand_in"))
+    experts = {"fp8": "fp8", "int_wna16": "wna16", "mxfp4": "mxfp4", "int8": "int8", "nvfp4": "nvfp4"}
+    for module, name in experts.items():
+        oracle = importlib.import_module(f"{base}.fused_moe.oracle.{module}")
+        kinds = next(value for key, value in vars(oracle).items() if key.lower() == f"{name}moebackend")
+        chosen = next((getattr(kinds, one) for one in ("TRITON", "MARLIN") if hasattr(kinds, one)), next(iter(kinds)))
+        replace(oracle, f"select_{name}_moe_backend", lambda chosen=chosen: (chosen, MagicMock(__name__="stand_in")))
+
+
+def replace(module: Any, name: str, stand_in: Any) -> None:
+    """Let a function, wherever it has been imported to, return the stand-in where it fails."""
+    original = getattr(module, name)
+
+    def tried(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except (ValueError, NotImplementedError):
+            return stand_in()
+
+    for other in list(sys.modules.values()):
+        if getattr(other, "__name__", "").startswith("vllm") and getattr(other, name, None) is original:
+            setattr(other, name, tried)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,18 +1,18 @@
 """cuFile, NVIDIA's GPUDirect Storage: reads from a drive straight into GPU memory, and proof that they are.
 
 Where it does not support a drive, file system or GPU, cuFile reads through host memory ("compat mode") without saying
-so. relayout never reports that as GPUDirect Storage. How it knows:
+so. That never passes as GPUDirect Storage here. What is known from what:
 
-- A driver that was opened with compat mode refused does not register a file that it could only read through host
-  memory. The setting overrides environment and cufile.json, holds for the whole process, and must be made before the
-  driver opens (cufile.h of 1.20; not available before 1.14). A driver that fails to open forgets it, and the next call
-  of any kind opens the driver again, in compat mode (seen with 1.15 and 1.20). So the settings are read back after each
-  registration, which also detects a driver that other code opened in compat mode.
-- nvidia-fs is loaded if `NVIDIA_FS` has a `devcount`; cuFile looks there too. Without it, only PCI P2PDMA is left
+- In a driver that was opened with compat mode refused, a file that could only be read through host memory cannot be
+  registered. Settings go before environment and cufile.json, hold for the process, and are made before the driver opens
+  (cufile.h of 1.20; there are none before 1.14). One that fails to open forgets them, and the next call of any kind
+  opens it again, in compat mode (seen with 1.15 and 1.20). So they are read back after each registration, which also
+  tells how someone else had opened it.
+- nvidia-fs is loaded if `NVIDIA_FS` has a `devcount`, where cuFile looks, too. Without it, only PCI P2PDMA is left
   (cuFile logs "nvidia_fs not loaded, operating on P2P mode"); with it, a file may be read either way.
 
-Not detected: short reads that cufile.json sends through host memory whatever else is set (`posix_gds_min_kb` of Lustre
-and BeeGFS; cuFile API reference, "cuFile Compatibility Mode"), and reads of holes under P2PDMA.
+Not seen: short reads that cufile.json sends through host memory whatever else is set (`posix_gds_min_kb` of Lustre and
+BeeGFS; cuFile API reference, "cuFile Compatibility Mode"), and reads of holes under P2PDMA.
 """
 
 from __future__ import annotations
@@ -36,12 +36,6 @@ from relayout.storage.local.mounts import filesystem_of
 if TYPE_CHECKING:
     import torch
 
-BINDINGS = "cuda.bindings.cufile"
-"""The Python module that calls cuFile. CUDA builds of torch depend on it from 2.13 on.
-
-`torch.cuda.gds` is not used: its reads hold the GIL and do not tell how many bytes they read.
-"""
-
 NVIDIA_FS = Path("/proc/driver/nvidia-fs")
 KERNEL_MODULES = Path("/proc/modules")
 CONFIG = Path("/etc/cufile.json")
@@ -49,6 +43,9 @@ CONFIG = Path("/etc/cufile.json")
 _ALLOW_COMPAT = 1
 _THROUGH_HOST = {_ALLOW_COMPAT: "allow_compat_mode", 2: "force_compat_mode", 12: "posix_io_mode", 13: "gds_fallback_io"}
 """Settings that let reads go through host memory: `CUFileBoolConfigParameter_t` in cufile.h, and their usual names."""
+
+_MARKS = (0xFF, 0x00)
+"""Of bytes that a read must overwrite. Few weights end in the first one: in 16-bit floats, it is in a NaN."""
 
 _ALREADY_OPEN = "(5026)"  # CU_FILE_DRIVER_ALREADY_OPEN, in the text of an error.
 
@@ -60,7 +57,7 @@ _thread = threading.local()
 
 
 def _after_fork() -> None:
-    """Replace the lock: a thread that held it in the parent does not exist in the child."""
+    """A thread of the parent may have held the lock, and does not exist here."""
     global _opening
     _opening = threading.Lock()
 
@@ -81,17 +78,20 @@ class Handle(Protocol):
         """
 
     def close(self) -> None:
-        """Close the file. No thread may be reading it."""
+        """Close the file, which nobody reads any more."""
 
 
 class CuFile(Protocol):
-    """An open cuFile driver. `CuFileDriver` is the real one."""
+    """One way to call cuFile."""
+
+    name: str
+    """The Python module that it goes through."""
 
     def register(self, arena: torch.Tensor) -> bool:
         """Pin an arena (1-D, uint8), once, before the first read into it.
 
-        Waits for all work that is queued on the GPU: reads are not ordered with streams. False if the arena cannot be
-        pinned, as on a GPU with a small BAR1; reads then go through cuFile's own buffers on the GPU.
+        Waits for all that the GPU was given to do before: reads are not ordered with streams. False if it cannot be
+        pinned, as on a GPU with a small BAR1; reads then go by cuFile's own buffers on the GPU.
         """
 
     def deregister(self, arena: torch.Tensor) -> None:
@@ -101,7 +101,7 @@ class CuFile(Protocol):
         """Open a file and register it.
 
         Raises:
-            OSError: the file cannot be opened, or cuFile refuses it or could read it through host memory.
+            OSError: it cannot be opened, cuFile refuses it, or might read it through host memory unasked.
         """
 
 
@@ -117,7 +117,7 @@ class FoundCuFile:
 
 
 def is_likely() -> bool:
-    """Whether it is worth opening cuFile, which then refuses compat mode to the whole process."""
+    """Whether there is a reason to ask cuFile, which then refuses compat mode to the whole process."""
     return (NVIDIA_FS / "devcount").exists() or bool(os.environ.get("CUFILE_USE_PCIP2PDMA"))
 
 
@@ -137,12 +137,16 @@ def find_cufile(path: Path) -> FoundCuFile | str:
         return f"{KERNEL_MODULES} is missing, without which cuFile hangs"
     has_nvidia_fs = (NVIDIA_FS / "devcount").exists()
     reasons = [] if has_nvidia_fs else [f"the kernel module nvidia-fs is not loaded ({NVIDIA_FS} is missing)"]
+    kind: type[BindingsCuFile | TorchCuFile] = BindingsCuFile
     try:
-        module = import_module(BINDINGS)
-    except Exception as error:  # Any: numpy, which it needs, may be missing or of another version.
-        return "; ".join([*reasons, f"{BINDINGS} cannot be imported (package cuda-bindings): {_summary(error)}"])
+        module = import_module(kind.name)
+    except Exception as error:  # numpy, which it needs, may be missing or of another version.
+        reasons.append(f"{kind.name} cannot be imported: {_summary(error)}")
+        kind = TorchCuFile
+        module = import_module(kind.name)
     try:
-        driver = CuFileDriver(module)
+        # If this fails, the other one is no way out: it would open the same library again, in compat mode.
+        driver = kind(module)
         driver.open(path).close()
     except OSError as error:
         refused = f" (file system {file_system})" if error.filename else ""
@@ -151,20 +155,18 @@ def find_cufile(path: Path) -> FoundCuFile | str:
     return FoundCuFile(driver, "GDS" if has_nvidia_fs else "P2PDMA", "; ".join(reasons))
 
 
-class CuFileDriver:
-    """cuFile, called by `BINDINGS`. See `CuFile`."""
+class BindingsCuFile(CuFile):
+    """cuFile by `cuda.bindings.cufile`, which CUDA builds of torch bring along from 2.13 on."""
+
+    name = "cuda.bindings.cufile"
 
     def __init__(self, module: Any) -> None:
-        """Open the driver, and leave it open: other code of the process may use it.
-
-        Raises:
-            OSError: the driver does not open, or compat mode cannot be refused.
-        """
+        """Open the driver, for good, as others may use it, too. OSError: it does not open, or not as it should."""
         self._module = module
         self._arenas: dict[int, int] = {}
-        """Address and bytes of each registered arena."""
+        """Address and bytes of what is registered."""
         with _opening:
-            _refuse_compat_mode(module)
+            _prepare(module)
             try:
                 module.driver_open()
             except Exception as error:
@@ -172,7 +174,6 @@ class CuFileDriver:
                     raise _as_os_error(error) from None
 
     def register(self, arena: torch.Tensor) -> bool:
-        """See `CuFile.register`."""
         with _on_device(arena, wait=True):
             try:
                 self._module.buf_register(arena.data_ptr(), arena.numel(), 0)
@@ -182,7 +183,6 @@ class CuFileDriver:
         return True
 
     def deregister(self, arena: torch.Tensor) -> None:
-        """See `CuFile.deregister`."""
         if self._arenas.pop(arena.data_ptr(), None) is not None:
             try:
                 with _on_device(arena):
@@ -191,10 +191,7 @@ class CuFileDriver:
                 raise _as_os_error(error) from None
 
     def open(self, path: Path) -> Handle:
-        """See `CuFile.open`."""
-        if not stat.S_ISREG(path.stat().st_mode):  # Opening a FIFO would block.
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        fd = _open_direct(path)
         # CUfileDescr_t: CU_FILE_HANDLE_TYPE_OPAQUE_FD, the descriptor in a union with a pointer, no fs_ops.
         descriptor = ctypes.create_string_buffer(struct.pack("i4xi4xP", 1, fd, 0))
         try:
@@ -202,22 +199,13 @@ class CuFileDriver:
         except Exception as error:
             os.close(fd)
             raise _as_os_error(error, path) from None
-        handle = _Handle(self._module, self._arenas, path, fd, number)
-        for setting, name in _THROUGH_HOST.items():
-            try:
-                is_on = self._module.get_parameter_bool(setting)
-            except Exception:
-                is_on = setting == _ALLOW_COMPAT  # Older versions lack some of the others.
-            if is_on:
-                handle.close()
-                raise OSError(errno.EOPNOTSUPP, f"cuFile may read through host memory: {name} is on", str(path))
+        handle = _BindingsHandle(self._module, self._arenas, path, fd, number)
+        _check(self._module, handle, path)
         return handle
 
 
 @dataclass(slots=True)
-class _Handle:
-    """See `Handle`."""
-
+class _BindingsHandle:
     module: Any
     arenas: dict[int, int]
     path: Path
@@ -225,9 +213,8 @@ class _Handle:
     number: int
 
     def read(self, target: torch.Tensor, offset: int) -> int:
-        """See `Handle.read`."""
         address = target.data_ptr()
-        arenas = list(self.arenas.items())  # cuFile identifies an arena by its start address.
+        arenas = list(self.arenas.items())  # cuFile knows them by the address where they start.
         base = next((start for start, nbytes in arenas if start <= address < start + nbytes), address)
         try:
             with _on_device(target):
@@ -239,7 +226,6 @@ class _Handle:
         return count
 
     def close(self) -> None:
-        """See `Handle.close`."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             try:
@@ -248,12 +234,104 @@ class _Handle:
                 os.close(fd)
 
 
-def _refuse_compat_mode(module: Any) -> None:
-    """Make the settings of a driver that is not open yet.
+class TorchCuFile(CuFile):
+    """cuFile by `torch.cuda.gds`, for where the bindings are missing.
 
-    Raises:
-        OSError: compat mode cannot be refused, or this process was forked from one that has used cuFile.
+    As of torch 2.15 a read holds the GIL and does not tell how much it read: see `_TorchHandle.read`. torch passes the
+    address of the piece, not of the arena, so that registering may be in vain.
     """
+
+    name = "torch.cuda.gds"
+
+    def __init__(self, module: Any, library: Any = None) -> None:
+        """`library`: the settings of the cuFile behind torch. OSError: it cannot refuse compat mode."""
+        self._module = module
+        self._settings = library or _LoadedLibrary()
+        with _opening:
+            _prepare(self._settings)
+
+    def register(self, arena: torch.Tensor) -> bool:
+        with _on_device(arena, wait=True):
+            try:
+                self._module.gds_register_buffer(_storage(arena))
+            except RuntimeError:
+                return False
+        return True
+
+    def deregister(self, arena: torch.Tensor) -> None:
+        with suppress(RuntimeError):  # It was not registered.
+            self._module.gds_deregister_buffer(_storage(arena))
+
+    def open(self, path: Path) -> Handle:
+        os.close(_open_direct(path))  # If GdsFile cannot open a file, its `__del__` complains on stderr.
+        with _opening:
+            _prepare(self._settings)  # Again: each registration opens the driver as long as it is not open.
+            try:
+                handle = _TorchHandle(self._module.GdsFile(str(path), os.O_RDONLY), path)
+            except Exception as error:
+                raise _as_os_error(error, path) from None
+        _check(self._settings, handle, path)
+        return handle
+
+
+@dataclass(slots=True)
+class _TorchHandle:
+    file: Any
+    path: Path
+
+    def read(self, target: torch.Tensor, offset: int) -> int:
+        """See `Handle.read`. Short reads, of which most versions of torch say nothing, are found out.
+
+        A read fills its target from the front, so that one that ends early leaves the last byte as it was. That byte is
+        marked before; where it still has the mark, the file may have this byte there: with the opposite mark, a second
+        read decides. A file that was cut off is told by its length.
+        """
+        nbytes = min(target.numel(), os.fstat(self.file.fd).st_size - offset)
+        if nbytes <= 0:
+            return 0
+        target = target[:nbytes]
+        for mark in _MARKS:
+            with _on_device(target):
+                target[-1:] = mark
+                _settle(target)
+                try:
+                    self.file.load_storage(_storage(target), offset)
+                except RuntimeError as error:  # Newer versions of torch: also for a short read.
+                    raise _as_os_error(error, self.path, offset) from None
+                is_filled = int(target[-1]) != mark
+            if os.fstat(self.file.fd).st_size < offset + nbytes:
+                raise OSError(errno.EIO, f"became shorter while it was read at byte {offset}", str(self.path))
+            if is_filled:
+                return nbytes
+        raise OSError(errno.EIO, f"cuFile: read fewer than {nbytes} bytes at byte {offset}", str(self.path))
+
+    def close(self) -> None:
+        self.file = None  # Its `__del__` closes it.
+
+
+class _LoadedLibrary:
+    """Settings of the cuFile that torch has loaded, by the names of the bindings."""
+
+    def get_parameter_bool(self, param: int) -> bool:
+        value = ctypes.c_bool(True)
+        self._call("cuFileGetParameterBool", param, ctypes.byref(value))
+        return value.value
+
+    def set_parameter_bool(self, param: int, value: bool) -> None:
+        self._call("cuFileSetParameterBool", param, ctypes.c_bool(value))
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        try:
+            function = getattr(ctypes.CDLL("libcufile.so.0", mode=os.RTLD_NOLOAD), name)
+        except OSError:
+            raise RuntimeError("torch was built without GDS (libcufile.so.0 is not loaded)") from None
+        function.restype = ctypes.c_uint64  # CUfileError_t: two ints, the first of them cuFile's.
+        if code := function(*arguments) & 0xFFFFFFFF:
+            raise RuntimeError(f"cuFile error ({code})")
+
+
+def _prepare(settings: Any) -> None:
+    """Have the driver open with compat mode refused (OSError: it cannot be)."""
     global _opened_by
     if _opened_by not in (None, os.getpid()):
         raise OSError(errno.EOPNOTSUPP, "cuFile does not work in a process that was forked after its first use")
@@ -262,18 +340,30 @@ def _refuse_compat_mode(module: Any) -> None:
     with suppress(OSError):
         config = Path(os.environ.get("CUFILE_ENV_PATH_JSON", CONFIG)).read_text("utf-8", "replace")
     if not re.search(r'^(?!\s*//).*"dir"\s*:', config, re.MULTILINE):
-        # Else cuFile writes cufile.log into the working directory. Its settings for that have no effect (1.15, 1.20).
+        # Else a cufile.log appears in the working directory. The settings for that have no effect (1.15, 1.20).
         os.environ.setdefault("CUFILE_LOGFILE_PATH", os.devnull)
     try:
-        module.set_parameter_bool(_ALLOW_COMPAT, False)
+        settings.set_parameter_bool(_ALLOW_COMPAT, False)
     except Exception as error:
         if _ALREADY_OPEN not in str(error):
             raise OSError(errno.EOPNOTSUPP, f"compat mode cannot be refused: {_summary(error)}") from None
 
 
+def _check(settings: Any, handle: Handle, path: Path) -> None:
+    """Close a handle, and raise OSError, if the driver may read through host memory."""
+    for number, name in _THROUGH_HOST.items():
+        try:
+            is_on = settings.get_parameter_bool(number)
+        except Exception:
+            is_on = number == _ALLOW_COMPAT  # Older versions do not have all of the others.
+        if is_on:
+            handle.close()
+            raise OSError(errno.EOPNOTSUPP, f"cuFile may read through host memory: {name} is on", str(path))
+
+
 @contextmanager
 def _on_device(tensor: torch.Tensor, *, wait: bool = False) -> Iterator[None]:
-    """Make the tensor's CUDA context current, as cuFile requires; with `wait`, wait for work queued on the device."""
+    """Make the tensor's CUDA context current, as cuFile demands, and with `wait` wait for what is queued there."""
     if not tensor.is_cuda:  # cuFile reads into host memory, too.
         yield
         return
@@ -287,15 +377,35 @@ def _on_device(tensor: torch.Tensor, *, wait: bool = False) -> Iterator[None]:
         yield
 
 
+def _settle(tensor: torch.Tensor) -> None:
+    """Wait for what the current stream was given: cuFile does not."""
+    if tensor.is_cuda:
+        import torch
+
+        torch.cuda.current_stream(tensor.device).synchronize()
+
+
+def _storage(tensor: torch.Tensor) -> Any:
+    start = tensor.storage_offset()
+    return tensor.untyped_storage()[start : start + tensor.numel()]  # A view.
+
+
+def _open_direct(path: Path) -> int:
+    if not stat.S_ISREG(path.stat().st_mode):  # A FIFO would be waited for.
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+
+
 def _as_os_error(error: Exception, path: Path | None = None, offset: int | None = None) -> OSError:
+    error.__traceback__ = None  # Its frames would keep a GdsFile, and so a file, open.
     code, text = errno.EIO, _summary(error)
-    if match := re.match(r"(\d+) is not a valid OpError", text):  # How the bindings report an errno.
+    if match := re.match(r"(\d+) is not a valid OpError", text):  # What the bindings make of an errno.
         code, text = int(match[1]), os.strerror(int(match[1]))
     where = "" if offset is None else f" at byte {offset}"
     return OSError(code, f"cuFile: {text}{where}", *([str(path)] if path else []))
 
 
 def _summary(error: Exception) -> str:
-    """The first sentence of an error; the second of 5001 is "Set allow_compat_mode to true ..."."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    # One sentence is enough; the second of 5001 is "Set allow_compat_mode to true ...".
     return re.split(r"\n|\. ", text)[0] or type(error).__name__

@@ -23,9 +23,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+import torch.cuda.gds
 
 from relayout.loader.backends import cufile
-from relayout.loader.backends.cufile import CuFileDriver, FoundCuFile, find_cufile
+from relayout.loader.backends.cufile import BindingsCuFile, CuFile, FoundCuFile, TorchCuFile, find_cufile
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="cuFile is for Linux")
 
@@ -86,6 +87,9 @@ class Library:
         self.raises: Callable[[], Exception] | None = None
         self.returns: int | None = None
         """What reads do instead."""
+        self.on_read: Callable[[], None] = lambda: None
+        self.torch_tells = False
+        """Whether torch is a newer one, which does not keep short reads to itself."""
         self.opening_seconds = 0.0
 
         self.staged: dict[int, bool] = {}
@@ -151,6 +155,7 @@ class Library:
             file.seek(file_offset)
             stored = file.read(min(size, self.most))
         ctypes.memmove(buf_ptr_base + buf_ptr_offset, stored, len(stored))
+        self.on_read()
         return len(stored)
 
     def buf_register(self, buf_ptr_base: int, length: int, flags: int) -> None:
@@ -164,6 +169,49 @@ class Library:
     def buf_deregister(self, buf_ptr_base: int) -> None:
         if self.registered.pop(buf_ptr_base, None) is None:
             raise cuFileError(5024)
+
+
+def with_torch_errors(function: Callable[..., Any], prefix: str) -> Callable[..., Any]:
+    """The function as torch's C++ calls it."""
+
+    def call(*args: Any) -> Any:
+        try:
+            return function(*args)
+        except cuFileError as error:
+            message = f"{prefix} failed: {error}"
+        raise RuntimeError(message)  # Out here it has no context, as none from C++ has.
+
+    return call
+
+
+def put_behind_torch(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make `torch.cuda.gds` use the library: its Python code stays, the C functions behind it are replaced."""
+
+    def register_handle(fd: int) -> int:
+        descriptor = Descriptor(1, HandleUnion(fd=fd), None)
+        return library.handle_register(ctypes.addressof(descriptor))
+
+    def load(handle: int, storage: torch.UntypedStorage, offset: int) -> None:
+        count = library.read(handle, storage.data_ptr(), storage.nbytes(), offset, 0)
+        if count < storage.nbytes() and library.torch_tells:
+            raise RuntimeError(f"cuFileRead read {count} of {storage.nbytes()} bytes\nbacktrace")
+
+    functions: dict[str, tuple[str, Callable[..., Any]]] = {
+        "_gds_register_handle": ("cuFileHandleRegister", register_handle),
+        "_gds_deregister_handle": ("cuFileHandleDeregister", library.handle_deregister),
+        "_gds_load_storage": ("cuFileRead", load),
+        "_gds_register_buffer": (
+            "cuFileBufRegister",
+            lambda storage: library.buf_register(storage.data_ptr(), storage.nbytes(), 0),
+        ),
+        "_gds_deregister_buffer": (
+            "cuFileBufDeregister",
+            lambda storage: library.buf_deregister(storage.data_ptr()),
+        ),
+    }
+    for name, (real, function) in functions.items():
+        assert hasattr(torch._C, name)
+        monkeypatch.setattr(torch._C, name, with_torch_errors(function, real))
 
 
 @pytest.fixture(autouse=True)
@@ -206,17 +254,33 @@ def path(tmp_path: Path, stored: Bytes) -> Path:
     return path
 
 
+@pytest.fixture(params=["bindings", "torch"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """The module that cuFile is reached by."""
+    return str(request.param)
+
+
 @pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> Library:
-    """The one behind the bindings."""
+def library(kind: str, monkeypatch: pytest.MonkeyPatch) -> Library:
+    """The one behind the module; where that is torch's, the bindings are not installed."""
     library = Library()
-    monkeypatch.setitem(sys.modules, "cuda.bindings.cufile", library)
+    put_behind_torch(library, monkeypatch)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.cufile", library if kind == "bindings" else None)
+    monkeypatch.setattr(cufile, "_LoadedLibrary", lambda: library)
     return library
 
 
+only_bindings = pytest.mark.parametrize("kind", ["bindings"])
+only_torch = pytest.mark.parametrize("kind", ["torch"])
+
+
+def driver_of(kind: str, library: Library) -> CuFile:
+    return BindingsCuFile(library) if kind == "bindings" else TorchCuFile(torch.cuda.gds, library)
+
+
 @pytest.fixture
-def driver(library: Library) -> CuFileDriver:
-    return CuFileDriver(library)
+def driver(kind: str, library: Library) -> CuFile:
+    return driver_of(kind, library)
 
 
 def arena_of(nbytes: int) -> torch.Tensor:
@@ -255,14 +319,7 @@ def together(call: Callable[[int], object], arguments: Sequence[int]) -> None:
     [(0, 4096, 0), (8192, 65536, 4096), (12345, 777, 9), (0, NBYTES, 0), (NBYTES - 1, 1, 5)],
 )
 def test_bytes_arrive_where_they_belong_and_nowhere_else(
-    driver: CuFileDriver,
-    library: Library,
-    path: Path,
-    stored: Bytes,
-    pins: bool | None,
-    offset: int,
-    nbytes: int,
-    place: int,
+    driver: CuFile, library: Library, path: Path, stored: Bytes, pins: bool | None, offset: int, nbytes: int, place: int
 ) -> None:
     arena = arena_of(NBYTES + 100)
     if pins is not None:
@@ -279,7 +336,11 @@ def test_bytes_arrive_where_they_belong_and_nowhere_else(
     np.testing.assert_array_equal(arena.numpy(), expected)
 
 
-def test_a_read_ends_where_the_file_ends(driver: CuFileDriver, path: Path, stored: Bytes) -> None:
+@pytest.mark.parametrize("torch_tells", [True, False])
+def test_a_read_ends_where_the_file_ends(
+    driver: CuFile, library: Library, path: Path, stored: Bytes, torch_tells: bool
+) -> None:
+    library.torch_tells = torch_tells
     arena = arena_of(4096)
     handle = driver.open(path)
     assert handle.read(arena, NBYTES - 1000) == 1000
@@ -289,8 +350,9 @@ def test_a_read_ends_where_the_file_ends(driver: CuFileDriver, path: Path, store
     assert not arena[1000:].any()
 
 
+@only_bindings
 def test_the_bindings_tell_how_much_a_short_read_has_read(
-    driver: CuFileDriver, library: Library, path: Path, stored: Bytes
+    driver: CuFile, library: Library, path: Path, stored: Bytes
 ) -> None:
     library.most = 7000
     arena = arena_of(NBYTES)
@@ -303,7 +365,48 @@ def test_the_bindings_tell_how_much_a_short_read_has_read(
     np.testing.assert_array_equal(arena.numpy(), stored)
 
 
-def test_many_threads_read_one_file_at_once(driver: CuFileDriver, path: Path, stored: Bytes) -> None:
+@only_torch
+@pytest.mark.parametrize("torch_tells", [True, False])
+@pytest.mark.parametrize("most", [0, 1, 5, 4095])
+@pytest.mark.parametrize("before", [0x00, 0x5A, 0xFF])
+def test_a_short_read_by_torch_never_goes_unnoticed(
+    driver: CuFile, library: Library, path: Path, torch_tells: bool, most: int, before: int
+) -> None:
+    library.most, library.torch_tells = most, torch_tells
+    handle = driver.open(path)
+    with pytest.raises(OSError, match=r"cuFile: .*read .* 4096 bytes at byte 8192") as caught:
+        handle.read(arena_of(4096).fill_(before), 8192)
+    handle.close()
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(path))
+    assert "backtrace" not in str(caught.value)
+
+
+@only_torch
+@pytest.mark.parametrize("last", [0x00, 0x01, 0xFE, 0xFF])
+def test_a_full_read_by_torch_is_right_whatever_its_last_byte_is(
+    driver: CuFile, library: Library, path: Path, stored: Bytes, last: int
+) -> None:
+    stored[8191] = last
+    stored.tofile(path)
+    arena = arena_of(8192)
+    handle = driver.open(path)
+    assert handle.read(arena, 0) == 8192
+    handle.close()
+    np.testing.assert_array_equal(arena.numpy(), stored[:8192])
+    assert len(library.reads) == (2 if last == 0xFF else 1)  # As of a mark that may be data.
+
+
+@only_torch
+def test_a_file_that_shrinks_while_torch_reads_it_is_noticed(driver: CuFile, library: Library, path: Path) -> None:
+    handle = driver.open(path)
+    library.on_read = lambda: os.truncate(path, 10_000)
+    with pytest.raises(OSError, match="became shorter while it was read at byte 8192") as caught:
+        handle.read(arena_of(4096), 8192)
+    handle.close()
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(path))
+
+
+def test_many_threads_read_one_file_at_once(driver: CuFile, path: Path, stored: Bytes) -> None:
     arena = arena_of(NBYTES)
     driver.register(arena)
     handle = driver.open(path)
@@ -316,17 +419,18 @@ INVALID = r"INVALID_VALUE \(5022\): the library's words at byte 4096"
 
 
 @pytest.mark.parametrize(
-    ("raises", "returns", "code", "message"),
+    ("kind", "raises", "returns", "code", "message"),
     [
-        (lambda: cuFileError(5022), None, errno.EIO, f"cuFile: {INVALID}"),
-        (None, -5022, errno.EIO, f"cuFile: {INVALID}"),
-        (lambda: cuFileError(28), None, errno.ENOSPC, r"cuFile: No space left on device at byte 4096"),
-        (None, -28, errno.ENOSPC, r"cuFile: No space left on device at byte 4096"),
-        (RuntimeError, None, errno.EIO, r"cuFile: RuntimeError at byte 4096"),
+        ("bindings", lambda: cuFileError(5022), None, errno.EIO, f"cuFile: {INVALID}"),
+        ("bindings", None, -5022, errno.EIO, f"cuFile: {INVALID}"),
+        ("bindings", lambda: cuFileError(28), None, errno.ENOSPC, r"cuFile: No space left on device at byte 4096"),
+        ("bindings", None, -28, errno.ENOSPC, r"cuFile: No space left on device at byte 4096"),
+        ("bindings", RuntimeError, None, errno.EIO, r"cuFile: RuntimeError at byte 4096"),
+        ("torch", lambda: cuFileError(5022), None, errno.EIO, f"cuFile: cuFileRead failed: {INVALID}"),
     ],
 )
 def test_a_failed_read_is_an_oserror_that_says_what_and_where(
-    driver: CuFileDriver,
+    driver: CuFile,
     library: Library,
     path: Path,
     raises: Callable[[], Exception] | None,
@@ -343,7 +447,7 @@ def test_a_failed_read_is_an_oserror_that_says_what_and_where(
     handle.close()
 
 
-def test_what_is_no_file_is_refused_and_not_waited_for(driver: CuFileDriver, tmp_path: Path) -> None:
+def test_what_is_no_file_is_refused_and_not_waited_for(driver: CuFile, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(OSError, match="not a regular file"):
         driver.open(tmp_path / "fifo")
@@ -355,8 +459,9 @@ def test_what_is_no_file_is_refused_and_not_waited_for(driver: CuFileDriver, tmp
 # Pinned memory.
 
 
+@only_bindings
 def test_an_arena_is_pinned_once_and_reads_into_it_name_where_it_starts(
-    driver: CuFileDriver, library: Library, path: Path
+    driver: CuFile, library: Library, path: Path
 ) -> None:
     both = arena_of(104_096)
     arena, behind = both[:100_000], both[100_000:]
@@ -373,6 +478,16 @@ def test_an_arena_is_pinned_once_and_reads_into_it_name_where_it_starts(
     assert library.reads == [(start, 0), (start, 50_000), (start, 99_999), (start + 100_000, 0), (start + 50_000, 0)]
 
 
+@only_torch
+def test_torch_pins_the_arena_and_not_all_of_its_allocation(driver: CuFile, library: Library) -> None:
+    arena = arena_of(10_000)
+    assert arena.data_ptr() != arena.untyped_storage().data_ptr()
+    assert driver.register(arena)
+    assert library.registered == {arena.data_ptr(): 10_000}
+    driver.deregister(arena)
+    assert library.registered == {}
+
+
 class OnGpu:
     """A host tensor that says it was on a GPU."""
 
@@ -385,12 +500,18 @@ class OnGpu:
     def __getitem__(self, key: slice) -> OnGpu:
         return OnGpu(self.tensor[key], self.device.index)
 
+    def __setitem__(self, key: slice, value: int) -> None:
+        self.tensor[key] = value
+
+    def __int__(self) -> int:
+        return int(self.tensor)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.tensor, name)
 
 
 def test_a_threads_first_read_makes_the_arenas_context_current(
-    driver: CuFileDriver, path: Path, monkeypatch: pytest.MonkeyPatch
+    driver: CuFile, kind: str, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
 
@@ -404,16 +525,22 @@ def test_a_threads_first_read_makes_the_arenas_context_current(
         def __exit__(self, *error: object) -> None:
             events.append(f"out {self.device}")
 
+    class Stream:
+        def synchronize(self) -> None:
+            events.append("mark")  # It is there before the read, which knows no streams.
+
     monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("wait"))
     arena: Any = OnGpu(arena_of(NBYTES), 3)
+    mark = [] if kind == "bindings" else ["mark"]
 
     driver.register(arena)
     assert events == ["in cuda:3", "wait", "out cuda:3"]
     handle = driver.open(path)
     events.clear()
     together(lambda _: [handle.read(arena[at : at + 100], at) for at in (0, 100)], [0])
-    assert events == ["in cuda:3", "wait", "out cuda:3", "in cuda:3", "out cuda:3"]
+    assert events == ["in cuda:3", "wait", *mark, "out cuda:3", "in cuda:3", *mark, "out cuda:3"]
     handle.close()
     events.clear()
     driver.register(arena)  # Each arena's memory may be in use by what is queued.
@@ -427,7 +554,7 @@ def test_a_threads_first_read_makes_the_arenas_context_current(
     ("nvidia_fs", "expected"), [("loaded", "GDS"), ("without devices", "P2PDMA"), ("none", "P2PDMA")]
 )
 def test_a_file_that_is_taken_with_compat_mode_refused_is_read_directly(
-    library: Library, path: Path, machine: Path, nvidia_fs: str, expected: str
+    library: Library, kind: str, path: Path, machine: Path, nvidia_fs: str, expected: str
 ) -> None:
     if nvidia_fs == "loaded":
         load_nvidia_fs(machine)
@@ -435,6 +562,7 @@ def test_a_file_that_is_taken_with_compat_mode_refused_is_read_directly(
         (machine / "nvidia-fs").mkdir()
     found = found_at(path)
     assert found.path == expected
+    assert found.driver.name == ("cuda.bindings.cufile" if kind == "bindings" else "torch.cuda.gds")
     assert "compat mode refused" in found.reason
     assert ("nvidia-fs is not loaded" in found.reason) is (expected != "GDS")
     assert library.settings == {ALLOW_COMPAT: False, FORCE_COMPAT: False, POSIX_IO: False, GDS_FALLBACK: False}
@@ -442,13 +570,14 @@ def test_a_file_that_is_taken_with_compat_mode_refused_is_read_directly(
     assert not library.handles
 
 
+@only_bindings
 def test_a_machine_without_direct_ways_has_none(library: Library, path: Path, machine: Path) -> None:
     library.direct = False
     assert reason_at(path) == (
         f"the kernel module nvidia-fs is not loaded ({machine / 'nvidia-fs'} is missing); "
         "cuFile: DRIVER_NOT_INITIALIZED (5001): the library's words"
     )
-    # Any further call would have opened the driver in compat mode.
+    # Any further call, by torch's module, too, would have opened the driver in compat mode.
     assert library.calls == ["set_parameter_bool", "driver_open"]
     assert library.settings is None
 
@@ -466,16 +595,17 @@ def test_a_driver_that_someone_opened_in_compat_mode_does_not_pass(library: Libr
     [(FORCE_COMPAT, "force_compat_mode"), (POSIX_IO, "posix_io_mode"), (GDS_FALLBACK, "gds_fallback_io")],
 )
 def test_a_configuration_that_goes_through_host_memory_does_not_pass(
-    library: Library, path: Path, setting: int, name: str
+    library: Library, kind: str, path: Path, setting: int, name: str
 ) -> None:
     library.configured[setting] = True
     with pytest.raises(OSError, match=f"may read through host memory: {name} is on") as caught:
-        CuFileDriver(library).open(path)
+        driver_of(kind, library).open(path)
     assert (caught.value.errno, caught.value.filename) == (errno.EOPNOTSUPP, str(path))
     del caught
     assert not library.handles
 
 
+@only_bindings
 def test_an_older_library_passes_if_it_can_tell_of_compat_mode(library: Library, path: Path) -> None:
     del library.configured[POSIX_IO], library.configured[GDS_FALLBACK]
     assert found_at(path).path == "P2PDMA"
@@ -507,6 +637,7 @@ def test_a_file_system_that_is_not_supported_is_named(library: Library, path: Pa
     assert others.get(kind, kind) == named.stdout.strip()
 
 
+@only_bindings
 def test_a_driver_that_is_open_already_is_no_error(
     library: Library, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -520,6 +651,18 @@ def test_a_driver_that_is_open_already_is_no_error(
     found_at(path)
 
 
+@only_torch
+def test_no_attempt_of_torchs_module_leaves_a_driver_in_compat_mode(
+    driver: CuFile, library: Library, path: Path
+) -> None:
+    library.direct = False
+    for _ in range(3):
+        with pytest.raises(OSError, match="DRIVER_NOT_INITIALIZED"):
+            driver.open(path)
+        assert library.settings is None
+
+
+@only_bindings
 def test_threads_that_look_at_once_do_not_open_compat_mode_for_each_other(library: Library, path: Path) -> None:
     library.direct = False
     library.opening_seconds = 0.01
@@ -551,13 +694,16 @@ def test_without_a_gpu_or_where_cufile_would_hang_nothing_is_tried(
     assert library.calls == []
 
 
-def test_where_the_bindings_are_missing_the_reason_names_them(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_offers_cufile_the_reason_names_both(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.cufile", None)
+    if Path("/proc/self/maps").read_text().count("libcufile"):
+        pytest.skip("this torch has cuFile")
     reason = reason_at(path)
-    assert "nvidia-fs is not loaded" in reason
-    assert "cuda.bindings.cufile cannot be imported (package cuda-bindings): " in reason
+    assert "cuda.bindings.cufile cannot be imported: " in reason
+    assert "torch was built without GDS (libcufile.so.0 is not loaded)" in reason
 
 
+@only_bindings
 @pytest.mark.parametrize(
     ("config", "environment", "expected"),
     [
@@ -582,7 +728,7 @@ def test_no_log_appears_in_the_working_directory_and_the_users_choice_is_kept(
     (machine / "other.json").write_text('{"logging": {}}')
     for name, value in environment.items():
         monkeypatch.setenv(name, str(machine / value) if value.endswith("json") else value)
-    CuFileDriver(library)
+    BindingsCuFile(library)
     assert os.environ.get("CUFILE_LOGFILE_PATH") == expected
 
 

@@ -23,6 +23,17 @@ GENERATED = ("llama", "qwen2_tied", "gemma2", "qwen3_moe", "phi3", "gpt_oss", "f
 """Families whose whole models the CPU build of vLLM runs."""
 
 
+_SIZES = {"gpt_oss": {"K": 4}, "gpt_oss_mxfp4": {"K": 4}, "cohere": {"K": 4}}
+"""Where vLLM has no KV heads that ranks share: as many as there are ranks."""
+
+_CONFIG: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "kimi_k2": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "llama4_text": {"interleave_moe_layer_step": 2},
+}
+"""By model type: what config.json of the hub's models says and relayout does not ask for."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A checkpoint, and how it is loaded."""
@@ -58,12 +69,15 @@ def source_of(family: str, work: Path, *, wide: bool = False) -> Path:
     if not (folder / "complete").exists():
         folder.mkdir(parents=True, exist_ok=True)
         if family in FAMILIES:
-            made = FAMILIES[family]
-            write_family(replace(made, sizes={**made.sizes, "H": 256, "D": 32}) if wide else made, folder)
+            made, sizes = FAMILIES[family], _SIZES.get(family, {}) | ({"H": 256, "D": 32} if wide else {})
+            write_family(replace(made, sizes={**made.sizes, **sizes}), folder)
         else:
             write_quantized(QUANTIZED[family], folder)
         config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({"architectures": [_architecture(config)], **config}))
+        config = {"architectures": [_architecture(config)], **config}
+        for part in (config, config.get("text_config", {})):
+            part.update(_CONFIG.get(part.get("model_type", ""), {}))
+        (folder / "config.json").write_text(json.dumps(config))
         (folder / "complete").touch()
     return folder
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from relayout.checkpoint.config import read_config
 from relayout.checkpoint.converted import check_rank, read_record, read_table
-from relayout.checkpoint.source import Catalogue, SourceTensor
+from relayout.checkpoint.source import SourceCheckpoint, SourceTensor
 from relayout.core.dtypes import num_bytes
 from relayout.core.extents import Extent
 from relayout.core.forks import remake_in_child
@@ -210,13 +210,13 @@ def _plan(folder: Store, manifest: Manifest, record: SourceRecord, num_ranks: in
             record.names, record.dtypes, record.shapes, record.file_of, record.offsets, strict=True
         )
     )
-    catalogue = Catalogue(folder, (), tensors, {}, read_config(folder), None, (), ())
+    source = SourceCheckpoint(folder, (), tensors, {}, read_config(folder), None, (), ())
     if manifest.num_ranks == 1:
-        return plan_for(catalogue, num_ranks)
+        return plan_for(source, num_ranks)
 
     def plan(degree: int) -> Plan:
         rules = TRANSFORMERS if manifest.plan.startswith(TRANSFORMERS) else None
-        return plan_for(catalogue, degree, rules, expert_parallel=manifest.expert_parallel, unmatched="replicate")
+        return plan_for(source, degree, rules, expert_parallel=manifest.expert_parallel, unmatched="replicate")
 
     if num_ranks > 1 and not _are_alike(plan(manifest.num_ranks), record):
         raise PlanError(

@@ -186,7 +186,7 @@ def test_a_file_that_is_replaced_between_two_stages_of_a_load_is_not_read(
     faulty.stored(folder, "model-rank-0-*")
     monkeypatch.setattr(into, "_fill", fill)
     with nothing_left_behind(), pytest.raises(FormatError, match=NOT_ITS_OWN):
-        faulty.load_into(folder, way, {}, through="model.layers.0.mlp.down_proj.weight")
+        faulty.load_into(folder, way, {}, through="model.layers.3.mlp.down_proj.weight")  # In that file.
 
 
 def test_a_file_that_is_replaced_after_safe_open_has_looked_at_it_is_not_read(

@@ -1,4 +1,4 @@
-"""The run-time half: reads one rank's bytes to where they belong and returns tensors."""
+"""Loads one rank: reads its bytes into memory and returns tensors."""
 
 from relayout.loader.api import iter_load, load
 from relayout.loader.diagnose.explain import Explanation, explain

@@ -1,4 +1,4 @@
-"""Budgets: how many threads and how much buffer memory one load may use, alone or beside other ranks of its node."""
+"""Budgets: how many threads and how much buffer memory one load may use; ranks of a node divide them."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from relayout.errors import PlanError
 from relayout.storage.protocols import LOCAL_COST, RequestCost
 
 MAX_THREADS = 8
-"""Of one rank. Requests of 8 MiB: so many keep any one drive busy."""
+"""Of one rank: so many requests of 8 MiB keep any one drive busy."""
 
 NODE_BUFFERS = 2**30
-"""Bytes of pinned or bounce memory that all ranks of a node together take by default."""
+"""Default bytes of bounce buffers, pinned or not, of all ranks of a node together."""
 
 MAX_BUFFERS = 128 * 2**20
-"""Bytes of pinned memory of one rank."""
+"""Default bytes of pinned buffers of one rank."""
 
 HOST_BUFFERS = 32 * 2**20
-"""Bytes of bounce memory of one rank, where most bytes need none."""
+"""Default bytes of host bounce buffers of one rank; most bytes do not pass through them."""
 
 MAX_IN_FLIGHT = 512 * 2**20
-"""Bytes of tensors that are read ahead of whoever iterates."""
+"""Default bytes that `iter_load` reads ahead, of one rank."""
 
 NODE_IN_FLIGHT = 2 * 2**30
+"""The same, of all ranks of a node together."""
 
 MIN_BUFFER = 2**20
-"""Bytes of one thread's buffer, at least: fewer threads rather than smaller requests."""
+"""Least bytes of one thread's buffer. A smaller budget means fewer threads, not smaller requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Budget:
     threads: int
     """Requests in flight."""
     memory: int
-    """Bytes of buffers between drive and destination, all threads together."""
+    """Bytes of bounce buffers, of all threads together."""
     cost: RequestCost = LOCAL_COST
     """What requests should look like."""
 
@@ -48,16 +49,16 @@ class Budget:
 
 
 def local_world_size() -> int:
-    """Ranks on this node, as torchrun tells them in LOCAL_WORLD_SIZE; 1 where nobody does."""
+    """Ranks on this node, from torchrun's LOCAL_WORLD_SIZE; 1 if it is not set."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(text)) if text.isdecimal() and len(text) < 10 else 1
 
 
 def plan_budget(threads: int | None, memory: int | None, most: int, cost: RequestCost = LOCAL_COST) -> Budget:
-    """What was asked for, or by default a share of what the node's ranks may use together, `most` bytes at most.
+    """The budget that was asked for; by default a share of the node's, `most` bytes at most.
 
     Raises:
-        PlanError: what was asked for is too little to read anything.
+        PlanError: `threads` or `memory` is too small.
     """
     ranks = local_world_size()
     if threads is None:

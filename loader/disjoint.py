@@ -1,4 +1,4 @@
-"""Whether strided tensors lie in memory without sharing a byte. Pure."""
+"""Finds strided tensors that share memory. Pure."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 MAX_STEPS = 100_000
-"""Of one comparison: what takes longer counts as sharing memory."""
+"""Of one comparison; tensors that need more steps count as sharing memory."""
 
 Axis: TypeAlias = tuple[int, int]
-"""(stride in bytes, size), of more than one element."""
+"""(stride in bytes, size); the size is at least 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +23,12 @@ class Strided:
 
     @property
     def end(self) -> int:
-        """Behind the last byte."""
+        """Address after the last byte."""
         return self.address + sum(stride * (size - 1) for stride, size in self.axes) + 1
 
 
 def strided(address: int, item_nbytes: int, strides: Sequence[int], shape: Sequence[int]) -> Strided:
-    """Where a tensor of one element or more lies; strides are in elements."""
+    """The bytes of a tensor of one element or more; strides are in elements."""
     axes: list[Axis] = [(1, item_nbytes)]
     for stride, size in sorted((stride * item_nbytes, size) for stride, size in zip(strides, shape, strict=True)):
         inner, count = axes[-1]
@@ -40,9 +40,9 @@ def strided(address: int, item_nbytes: int, strides: Sequence[int], shape: Seque
 
 
 def is_simple(one: Strided) -> bool:
-    """Whether each axis steps over all that the axes inside it reach: so lies whatever is a view of a dense tensor.
+    """Whether each stride is larger than all that the inner axes span, as in every view of a dense tensor.
 
-    No byte then belongs to two elements.
+    Then no byte belongs to two elements.
     """
     reach = 1
     for stride, size in one.axes:
@@ -70,8 +70,8 @@ def sharing(tensors: Sequence[Strided]) -> Iterator[tuple[int, int]]:
 def share(one: Strided, other: Strided) -> bool:
     """Whether two tensors have a byte in common; also True where that takes too long to find out.
 
-    They have one if the distance of their addresses is a sum of multiples of strides: of those that indices of `one`
-    add, and those that indices of `other` take away. Along axes of one stride, any multiple between two bounds is one.
+    They have one if the distance of their addresses is a sum of multiples of strides, positive ones for the indices of
+    `one`, negative ones for the indices of `other`. Axes of equal stride are joined into one range of multiples.
     """
     bounds: dict[int, tuple[int, int]] = {}
     for stride, size in one.axes:
@@ -80,7 +80,7 @@ def share(one: Strided, other: Strided) -> bool:
     for stride, size in other.axes:
         low, high = bounds.get(stride, (0, 0))
         bounds[stride] = low - size + 1, high
-    bounds.pop(0, None)  # It leads nowhere else.
+    bounds.pop(0, None)  # A stride of 0 adds nothing.
     terms: list[_Term] = []
     least = most = 0
     for stride in sorted(bounds):
@@ -91,7 +91,7 @@ def share(one: Strided, other: Strided) -> bool:
 
 
 _Term: TypeAlias = tuple[int, int, int, int, int]
-"""(stride, its lowest and highest multiple, least and most that all terms of smaller strides add up to)."""
+"""(stride, its lowest and highest multiple, lowest and highest sum of all terms of smaller strides)."""
 
 
 def _is_sum(total: int, terms: Sequence[_Term], steps: Iterator[int]) -> bool:

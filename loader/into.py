@@ -1,4 +1,4 @@
-"""Fills tensors that exist already: directly where their memory allows it, else through memory of the loader's."""
+"""Fills existing tensors: contiguous ones directly, others through temporary memory."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 def load_into(
     contents: Contents, into: Mapping[str, torch.Tensor], patterns: Sequence[str] | None, options: Options
 ) -> dict[str, torch.Tensor]:
-    """Load those of a rank's tensors that are in `into` there, and what else the patterns name into new memory.
+    """Fill the tensors of `into`, and load the other tensors that match `patterns` into new memory.
 
     Raises:
-        PlanError: the rank has no such tensor, or it has another dtype, shape or device, or shares memory.
+        PlanError: the rank has no tensor of that name; or a given tensor has another dtype, shape or device, or shares
+            memory.
     """
     row_of = {name: row for row, name in enumerate(contents.names)}
     for name, tensor in into.items():
@@ -44,12 +45,12 @@ def load_into(
     for row in new:
         torch_shape(contents.names[row], contents.dtypes[row], contents.shapes[row])
         torch_dtype(contents.names[row], contents.dtypes[row])
-    # All that can be known to be wrong is told before a byte is written.
+    # Check the files before the first byte is written.
     Sources(contents.rows([*given, *new]).files, Access.BUFFERED).close()
     choice, budget = options.choose(contents.files)
     fits = {row: choice.backend.device == options.device and into[contents.names[row]].is_contiguous() for row in given}
-    straight, others = [row for row in given if fits[row]], [row for row in given if not fits[row]]
-    parts = [contents.rows(rows) for rows in (straight, others, new)]
+    direct, others = [row for row in given if fits[row]], [row for row in given if not fits[row]]
+    parts = [contents.rows(rows) for rows in (direct, others, new)]
     sizes = [sum(part.sizes()) for part in parts]
     with reporting(options.progress, "loading", sum(sizes)) as report:
         stages = [_stage(options, report, sum(sizes[:number])) for number in range(len(parts))]
@@ -64,17 +65,17 @@ def load_into(
 
 
 def _stage(options: Options, report: Callable[[int], None] | None, before: int) -> Options:
-    """The options for a part of the load, which begins when `before` bytes have arrived."""
+    """The options for a part of the load that starts after `before` bytes."""
     return replace(options, progress=None if report is None else lambda done, total: report(before + done))
 
 
 def _fill(
     contents: Contents, into: Mapping[str, torch.Tensor], options: Options, backend: Backend[Any], budget: Budget
 ) -> None:
-    """Fill contiguous tensors without a detour."""
+    """Read into contiguous tensors."""
     if not contents.names:
         return
-    _tell_autograd([into[name] for name in contents.names])
+    _bump_versions([into[name] for name in contents.names])
     targets = [bytes_of(into[name]) for name in contents.names]
     memory = backend.wrap(targets)
     if isinstance(memory, Refusal):
@@ -111,11 +112,11 @@ def _check(name: str, tensor: torch.Tensor, dtype: str, shape: tuple[int, ...], 
         return
     lazy = tensor.is_conj() or tensor.is_neg()
     if lazy or _address(tensor) == 0 or not is_simple(_memory(tensor)):
-        raise PlanError(f"into[{name!r}] has no memory of its own for each element", code="option")
+        raise PlanError(f"into[{name!r}] is a lazy view, has no memory, or has overlapping elements", code="option")
 
 
 def _check_memory(into: Mapping[str, torch.Tensor], contents: Contents, row_of: Mapping[str, int]) -> None:
-    """Refuse tensors that share memory, but for one that has two names in the checkpoint, with the same bytes."""
+    """Refuse tensors that share memory, except one tensor under two names that have the same digest."""
     names = [name for name, tensor in into.items() if tensor.numel()]
     digests = contents.digests
     for one, other in sharing([_memory(into[name]) for name in names]):
@@ -130,7 +131,7 @@ def _check_memory(into: Mapping[str, torch.Tensor], contents: Contents, row_of: 
 
 
 def _view(tensor: torch.Tensor) -> tuple[object, ...]:
-    """What makes two tensors the same view of the same memory."""
+    """Equal for two tensors that are the same view of the same memory."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
@@ -141,12 +142,12 @@ def _memory(tensor: torch.Tensor) -> Strided:
 def _address(tensor: torch.Tensor) -> int:
     try:
         return tensor.data_ptr()
-    except RuntimeError:  # All that torch says of tensors without memory, of several kinds.
+    except RuntimeError:  # Several kinds of tensors have no memory, and torch has no other test for them.
         return 0
 
 
-def _tell_autograd(tensors: Sequence[torch.Tensor]) -> None:
-    """Let a backward pass that has kept a tensor find out that it was changed, as after any operation in place."""
+def _bump_versions(tensors: Sequence[torch.Tensor]) -> None:
+    """Tell autograd that tensors were changed in place, so that a backward pass that has saved one fails."""
     import torch
 
     increment = getattr(torch.autograd.graph, "increment_version", None)

@@ -1,4 +1,4 @@
-"""Loads into new memory: one arena, which is filled while the views of it are made."""
+"""Loads into a new arena; the views are made while bytes arrive."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Options:
     progress: Progress = None
 
     def choose(self, files: Sequence[StoredFile]) -> tuple[Choice, Budget]:
-        """The backend for these files, and what it may use.
+        """The backend for these files, and its budget.
 
         Raises:
             PlanError: as `choice.choose` and `budgets.plan_budget`.
@@ -50,10 +50,10 @@ def options_of(
     memory: int | str | None = None,
     progress: Progress = None,
 ) -> Options:
-    """What a caller asks for.
+    """Check a caller's arguments.
 
     Raises:
-        PlanError: the device cannot be used now, or a number is no integer, or no size.
+        PlanError: the device cannot be used, `threads` is not an integer, or `memory` is not a size.
     """
     return Options(
         resolve_device(device),
@@ -66,7 +66,7 @@ def options_of(
 
 
 def load_arena(plan: ArenaPlan, options: Options) -> dict[str, torch.Tensor]:
-    """Load tensors into a new arena: views of it are made while bytes arrive.
+    """Load tensors into a new arena.
 
     Raises:
         FormatError, PlanError, OSError, MemoryError: as `api.load`.

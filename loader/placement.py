@@ -1,4 +1,4 @@
-"""Where tensors go in memory, and the reads that bring them there. Pure."""
+"""Assigns arena offsets to tensors, and plans the reads that fill them. Pure."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from relayout.format.index import ARENA_ALIGNMENT, Read
 from relayout.loader.sources.contents import Contents, StoredFile
 
 _DIRECT_NBYTES = 2**20
-"""What lies together and has at least so many bytes is placed so that direct I/O can go straight to it: that may
-waste a block."""
+"""Contiguous reads of at least so many bytes get a target that direct I/O can read into; that may waste a block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,7 @@ class PlacedTensors:
     offsets: Sequence[int]
     """Of their first bytes in the arena, multiples of `ARENA_ALIGNMENT`."""
     digests: Sequence[str] | None
-    """None: there are none."""
+    """None if there are no digests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +40,16 @@ class ArenaPlan:
     nbytes: int
     """Of the tensors."""
     tensors: Callable[[], PlacedTensors]
-    """What lies where, which may take time to find out: better asked while bytes arrive."""
+    """Returns the tensors. This may parse a rank table; call it while bytes arrive."""
 
 
 def placed(contents: Contents, offsets: Sequence[int]) -> PlacedTensors:
-    """The tensors, at offsets of an arena."""
+    """The tensors, at these arena offsets."""
     return PlacedTensors(contents.names, contents.dtypes, contents.shapes, offsets, contents.digests)
 
 
 def pack(contents: Contents) -> ArenaPlan:
-    """An arena that has room for just these tensors."""
+    """The plan for an arena that holds just these tensors."""
     sizes = contents.sizes()
     placement = place(contents.reads, sizes)
     tensors = placed(contents, placement.offsets)
@@ -72,8 +71,8 @@ class Placement:
 def place(tensors: Sequence[tuple[Read, ...]], sizes: Sequence[int], start: int = 0) -> Placement:
     """Place tensors one after the other, from the arena offset `start` (a multiple of the block).
 
-    Each is given as the reads that bring it, their targets relative to its first byte. Tensors that follow each other
-    in a file as well are brought by one read.
+    Each is given by its reads, whose targets are relative to its first byte. Tensors that are also adjacent in a file
+    share one read.
     """
     offsets: list[int] = []
     reads: list[Read] = []
@@ -94,20 +93,20 @@ def place(tensors: Sequence[tuple[Read, ...]], sizes: Sequence[int], start: int 
 
 
 def _start(end: int, first: tuple[Read, ...], last: tuple[Read, ...]) -> int:
-    """Where what is brought by these reads begins: behind `end`, so that the largest can go straight to its place."""
+    """The first offset from `end` on at which the largest of these reads can go directly into the arena."""
     start = align_up(end, ARENA_ALIGNMENT)
     contiguous = [one.transfer for one in first if one.transfer.count == 1]
     if not contiguous:
         return start
     largest = max(contiguous, key=lambda one: one.nbytes)
-    # A stretch of tensors comes in one read.
+    # Adjacent tensors share one read.
     nbytes = last[0].transfer.source_end - largest.source if last is not first else largest.nbytes
     phase = (largest.source - largest.target) % BLOCK
     return align_up(end, BLOCK) + phase if nbytes >= _DIRECT_NBYTES and phase % ARENA_ALIGNMENT == 0 else start
 
 
 def place_at(tensors: Sequence[tuple[Read, ...]], offsets: Sequence[int]) -> tuple[Read, ...]:
-    """The reads that bring tensors to given arena offsets."""
+    """The reads of tensors that are at given arena offsets."""
     return tuple(
         Read(one.file, one.transfer.shifted(target=offset))
         for reads, offset in zip(tensors, offsets, strict=True)
@@ -116,7 +115,7 @@ def place_at(tensors: Sequence[tuple[Read, ...]], offsets: Sequence[int]) -> tup
 
 
 def batches(sizes: Sequence[int], limit: int) -> Iterator[range]:
-    """Cut a sequence of tensors into stretches of at most `limit` bytes; a larger tensor is one by itself."""
+    """Divide tensors, in order, into batches of at most `limit` bytes; a larger tensor is a batch of its own."""
     first = total = 0
     for row, nbytes in enumerate(sizes):
         padded = align_up(nbytes, ARENA_ALIGNMENT)
@@ -129,15 +128,15 @@ def batches(sizes: Sequence[int], limit: int) -> Iterator[range]:
 
 
 def _runs(tensors: Sequence[tuple[Read, ...]], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """First and last row of each stretch of tensors that can come in one read, each at a multiple of 16 bytes."""
-    # Where each would lie if all came in one read: tensors that can do so are all as far from there in their file.
+    """First and last row of each group of tensors that can share one read, each at a multiple of 16 bytes."""
+    # Offsets if all tensors were packed. Tensors can share a read where file offset minus packed offset is constant.
     positions = accumulate((align_up(nbytes, ARENA_ALIGNMENT) for nbytes in sizes), initial=0)
 
     def where(item: tuple[int, int]) -> tuple[tuple[int, ...], int, int]:
         row, position = item
         reads = tensors[row]
         if len(reads) != 1 or reads[0].transfer.count > 1:
-            return (row,), 0, 0  # By itself.
+            return (row,), 0, 0  # A group of its own.
         source = reads[0].transfer.source
         return (reads[0].file, source - position), source, source + sizes[row]
 

@@ -1,9 +1,9 @@
 """The read plan: which requests fill memory. Pure.
 
-A read whose target is congruent with its file offset, modulo the alignment, goes straight to its place, but for the
-edges that do not fill a block. All else goes through a bounce buffer: edges, bytes at odd places, and strided reads,
-which are requested whole, gaps included, where the gaps are small. What small pieces share or neighbor blocks of a
-file is requested once.
+A read whose target is congruent with its file offset, modulo the alignment, goes directly into the arena, except for
+the edges that do not fill a block. Everything else goes through a bounce buffer: edges, reads whose target is not
+congruent, and strided reads, which are requested with their gaps where the gaps are small. Small pieces that share
+blocks of a file, or are in neighboring blocks, become one request.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ class Chunk:
 
     file: int
     extent: Extent
-    """What to read; borders are multiples of the alignment, so it may end behind the end of the file."""
+    """What to read; both ends are multiples of the alignment, so it may end beyond the end of the file."""
     arena_offset: int | None
-    """Where it goes, whole; None: through a bounce buffer."""
+    """Where all of it goes; None: through a bounce buffer."""
     transfers: tuple[Transfer, ...] = ()
-    """From the bounce buffer to where the bytes belong, in the order of the reads."""
+    """Copies from the bounce buffer to the arena, in the order of the reads."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it brings."""
+        """Bytes that it puts into the arena."""
         return self.extent.nbytes if self.arena_offset is not None else sum(t.total_nbytes for t in self.transfers)
 
 
@@ -44,8 +44,8 @@ def plan_chunks(
 ) -> Iterator[Chunk]:
     """Cut reads into requests of at most `chunk_nbytes` (a multiple of `alignment`), and edges.
 
-    Requests that need a bounce buffer fit one of `bounce_nbytes`, which has room for four blocks at least. Of a strided
-    read, the gaps between runs are read as well if runs are shorter than `max_gap_nbytes`, and gaps not longer.
+    Requests through a bounce buffer take at most `bounce_nbytes`, which must be four blocks or more. A strided read
+    includes the gaps between its runs if the runs are shorter than `max_gap_nbytes` and the gaps are not longer.
     """
     whole = min(chunk_nbytes, align_down(bounce_nbytes, alignment) - 2 * alignment)
     return _merged(_requests(reads, alignment, chunk_nbytes, whole, max_gap_nbytes), bounce_nbytes)
@@ -99,12 +99,12 @@ def _bounced(file: int, transfer: Transfer, alignment: int) -> Chunk:
 
 
 def _where(chunk: Chunk) -> tuple[tuple[int, int | None], int, int]:
-    # No two chunks have one arena offset: one that has any is never joined.
+    # Arena offsets differ, so that a chunk that has one is never joined.
     return (chunk.file, chunk.arena_offset), chunk.extent.offset, chunk.extent.end
 
 
 def _merged(chunks: Iterable[Chunk], bounce_nbytes: int) -> Iterator[Chunk]:
-    """Join bounced requests that follow each other and whose extents touch, as far as a buffer holds them."""
+    """Join consecutive bounced requests whose extents touch, up to the size of a buffer."""
     for group in coalesce(chunks, _where, max_nbytes=bounce_nbytes):
         if len(group.items) == 1:
             yield group.items[0]

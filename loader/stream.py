@@ -1,4 +1,4 @@
-"""`iter_load`: a rank's tensors one after the other, with a bound on what is read ahead."""
+"""`iter_load`: yields a rank's tensors one by one and bounds how much is read ahead."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     import torch
 
 _NUM_BATCHES = 4
-"""Into so many parts the bytes in flight are cut: one is used, the others are read."""
+"""The bytes in flight are divided into so many batches: one is used while the others are read."""
 
 _SLACK = 2 * BLOCK
-"""Bytes that the place of a tensor may waste."""
+"""Bytes that aligning a tensor may waste."""
 
 
 def stream(contents: Contents, options: Options) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in order; at most `options.memory` bytes are read and not yet yielded, or buffers.
+    """Yield the tensors in order; bytes that wait to be yielded and buffers take `options.memory` at most.
 
     Raises:
-        PlanError: that is less than what a tensor takes.
+        PlanError: the largest tensor needs more.
     """
     backend = choose(options.backend, options.device, contents.files).backend
     if backend.reads_when_used:
@@ -44,7 +44,7 @@ def stream(contents: Contents, options: Options) -> Iterator[tuple[str, torch.Te
 
 
 def _share(contents: Contents, backend: Backend[Any], options: Options) -> tuple[Budget, int]:
-    """What reading may use, and how many bytes of tensors may be read ahead."""
+    """The budget for reading, and how many bytes of tensors may be read ahead."""
     sizes = contents.sizes()
     largest = max(range(len(sizes)), key=sizes.__getitem__, default=None)
     needed = 0 if largest is None else sizes[largest] + _SLACK
@@ -66,7 +66,7 @@ def _share(contents: Contents, backend: Backend[Any], options: Options) -> tuple
 
 
 def _with_hints(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same tensors, and errors that say what to do about them."""
+    """The same tensors; errors get hints."""
     with error_hints():
         yield from tensors
 
@@ -82,10 +82,10 @@ class _Batch:
     """Tensors that share an arena."""
 
     start: int
-    """Where the arena begins in the address space of all batches."""
+    """Offset of the arena in the address space of all batches."""
     placement: Placement
     tensors: PlacedTensors
-    """Their offsets count from where the arena begins."""
+    """Offsets are relative to the arena."""
     nbytes: int
     """Of the tensors."""
 
@@ -102,10 +102,10 @@ def _plan_batches(contents: Contents, limit: int) -> Iterator[_Batch]:
 
 
 class _Window(Generic[Span]):
-    """All batches in one address space, of which some have memory; a thread that wants another's waits for it."""
+    """One address space for all batches. Some have memory; a thread that reads into another batch waits."""
 
     def __init__(self, pool: Pool[Span], parts: Sequence[_Batch], arena_nbytes: int, bound: int, stop: Stop) -> None:
-        """At most `bound` bytes have memory, most batches `arena_nbytes`; but one batch always."""
+        """Open batches have at most `bound` bytes in all, but one is always open. Most take `arena_nbytes`."""
         self._pool = pool
         self._parts = parts
         self._starts = [part.start for part in parts]
@@ -120,7 +120,7 @@ class _Window(Generic[Span]):
         self._bases: dict[int, torch.Tensor] = {}
 
     def wait(self, number: int) -> bool:
-        """Give memory to as many batches as may have it, and return when all of a batch has arrived, or never will."""
+        """Give memory to as many batches as fit, and wait for one; False if the job stopped before it arrived."""
         while self._num_opened < len(self._parts):
             cost = self._costs[self._num_opened]
             if self._bases and self._in_flight + cost > self._bound:
@@ -138,12 +138,12 @@ class _Window(Generic[Span]):
             return not self._left[number]
 
     def take(self, number: int) -> torch.Tensor:
-        """The memory of a batch, which has arrived; the window forgets it."""
+        """Remove a batch that has arrived from the window, and return its memory."""
         del self._arenas[number]
         return self._bases.pop(number)
 
     def give(self, number: int) -> None:
-        """Count the memory of a batch as used no more."""
+        """Stop counting a batch's memory as in flight."""
         self._in_flight -= self._costs[number]
 
     def discard(self) -> None:
@@ -165,7 +165,7 @@ class _Window(Generic[Span]):
         """See `Memory.span`.
 
         Raises:
-            Stopped: the load was given up.
+            Stopped: the job was cancelled or has failed.
         """
         number = bisect_right(self._starts, offset) - 1
         with self._stop.condition:
@@ -186,7 +186,7 @@ def _stream(
     contents: Contents, backend: Backend[Any], budget: Budget, bound: int, options: Options
 ) -> Iterator[tuple[str, torch.Tensor]]:
     arena_nbytes = bound // _NUM_BATCHES
-    parts = list(_plan_batches(contents, arena_nbytes * 3 // 4))  # Placement wastes some.
+    parts = list(_plan_batches(contents, arena_nbytes * 3 // 4))  # Alignment wastes some.
     reads = tuple(read for part in parts for read in part.placement.reads)
     offsets = [offset for part in parts for offset in part.placement.offsets]
     stop = Stop()
@@ -201,7 +201,7 @@ def _stream(
         try:
             for number, part in enumerate(parts):
                 if not window.wait(number):
-                    running.join()  # Raises what has gone wrong.
+                    running.join()  # Raises the job's error.
                 running.settle()
                 views = make_views(to_device(window.take(number), options.device), part.tensors)
                 done += part.nbytes
@@ -218,10 +218,10 @@ def _stream(
 
 
 def _each(views: dict[str, torch.Tensor], running: RunningJob, stop: Stop) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors that have arrived, and refer to none that was yielded."""
+    """Yield tensors that have arrived, and keep no reference to them."""
     stream = running.current_stream
     for name in list(views):
-        if running.current_stream != stream:  # Another thread's, perhaps, not told to wait yet.
+        if running.current_stream != stream:  # Another thread may call `next`: its stream must wait, too.
             stream = running.current_stream
             running.settle()
         yield name, views.pop(name)

@@ -49,13 +49,11 @@ def check_mode() -> None:
     """
     fake = sys.modules.get("torch._subclasses.fake_tensor")
     if fake is not None and isinstance(sys.modules["torch"].empty(0, device="cpu"), fake.FakeTensor):
-        raise PlanError(
-            "under torch's FakeTensorMode tensors have no memory that bytes could be loaded into", code="unsupported"
-        )
+        raise PlanError("under torch's FakeTensorMode tensors have no memory to load into", code="unsupported")
 
 
 def torch_dtype(name: str, dtype: str) -> torch.dtype:
-    """The type of the elements of a tensor of that name.
+    """torch's dtype for a tensor of that name.
 
     Raises:
         PlanError: torch has no such dtype.
@@ -64,22 +62,22 @@ def torch_dtype(name: str, dtype: str) -> torch.dtype:
 
     found = getattr(torch, _TORCH_NAMES.get(dtype, ""), None)
     if found is None:
-        raise PlanError(f"this torch ({torch.__version__}) has no type for {dtype}", tensor=name, code="unsupported")
+        raise PlanError(f"torch {torch.__version__} has no dtype for {dtype}", tensor=name, code="unsupported")
     assert isinstance(found, torch.dtype)
     return found
 
 
 def torch_shape(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape as torch counts, which has two elements of F4 in one.
+    """The shape in torch's elements, of which one holds two of F4.
 
     Raises:
-        PlanError: the elements cannot be paired.
+        PlanError: the last dim of an F4 tensor is odd, or missing.
     """
     if dtype != "F4":
         return shape
     if not shape or shape[-1] % 2:
         raise PlanError(
-            f"torch has no F4 tensor of shape {list(shape)}: its last axis is odd", tensor=name, code="unsupported"
+            f"torch has no F4 tensor of shape {list(shape)}: its last dim is odd", tensor=name, code="unsupported"
         )
     return (*shape[:-1], shape[-1] // 2)
 
@@ -98,7 +96,7 @@ def to_device(tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:
     """The tensor, or a copy of it, on a device.
 
     Raises:
-        MemoryError: it has not so much memory.
+        MemoryError: the device has not enough memory.
     """
     import torch
 
@@ -138,7 +136,7 @@ def make_views(base: torch.Tensor, tensors: PlacedTensors) -> dict[str, torch.Te
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Make many objects without the garbage collector looking at them all again and again, at half of the cost."""
+    """Pause the garbage collector, whose repeated scans double the cost of making many objects."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""`open` and `safe_open`: the tensors of a rank, or whole ones, in the manner of `safetensors.safe_open`."""
+"""`open` and `safe_open`: a rank's slices, or whole tensors, with the interface of `safetensors.safe_open`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
 
 from relayout.core.slices import Range, Slice
 from relayout.errors import PlanError
-from relayout.loader.api import find_source, patterns_of, warn_of_detour
+from relayout.loader.api import find_source, patterns_of, warn_if_slow
 from relayout.loader.diagnose.hints import error_hints
 from relayout.loader.loading import Options, load_arena, options_of
 from relayout.loader.placement import pack
@@ -24,28 +24,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which part of a whole tensor is shown."""
+    """Which part of a whole tensor a rank holds."""
 
     shape: tuple[int, ...]
     """Of the whole tensor, in elements."""
     part: Slice
-    """The axis that is cut and the ranges along it that the rank holds; or all of the tensor."""
+    """The dim that is cut and the ranges along it that the rank holds; or all of the tensor."""
 
 
 class _Reader(Protocol):
-    """Brings tensors, by their rows in `Pieces.columns`; for any number of threads."""
+    """Reads tensors, by their rows in `Pieces.columns`. Thread-safe."""
 
     def tensor(self, row: int) -> torch.Tensor:
-        """All of one."""
+        """A whole tensor."""
 
     def part(self, row: int, index: Any) -> torch.Tensor:
-        """What a valid index selects of one, in memory of its own."""
+        """The elements that a valid index selects, in new memory."""
 
 
 class TensorSlice:
-    """A tensor of which parts can be read: what `get_slice` returns.
+    """A tensor of which parts can be read; returned by `get_slice`.
 
-    Any number of threads may use it at once, and go on when the checkpoint has been closed.
+    Thread-safe, and usable after the checkpoint has been closed.
     """
 
     def __init__(self, reader: _Reader, pieces: Pieces, row: int) -> None:
@@ -56,7 +56,7 @@ class TensorSlice:
         self._shape = pieces.columns.shape(row)
 
     def get_shape(self) -> list[int]:
-        """The shape of all of it, in elements: of the rank's slice, or of the whole tensor."""
+        """The shape in elements: of the rank's slice, or of the whole tensor."""
         return list(self._shape)
 
     def get_dtype(self) -> str:
@@ -64,45 +64,47 @@ class TensorSlice:
         return self._dtype
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """The elements that torch's basic indexing selects, in memory of their own.
+        """The elements that torch's basic indexing selects, in new memory.
 
-        By integers, slices and `...`, only what is asked for along axis 0, and along the axis of the cut, is read.
+        With integers, slices and `...`, only the elements selected along dim 0 and along the dim of the cut are read.
 
         Raises:
-            IndexError: there are no such elements.
-            PlanError: the dtype is F4, and the last axis would be cut; or torch's FakeTensorMode is on.
+            IndexError: the index is out of range.
+            PlanError: the dtype is F4 and the index cuts the last dim; or torch's FakeTensorMode is on.
             FormatError, OSError: as `load`.
         """
         check_mode()
         selected = selection(index, self._shape)
         if self._dtype == "F4" and (selected is None or (selected and selected[-1] != slice(None))):
             raise PlanError(
-                "torch has F4 in pairs, which cannot be cut along the last axis", tensor=self._name, code="unsupported"
+                "torch stores F4 in pairs, which cannot be cut along the last dim",
+                tensor=self._name,
+                code="unsupported",
             )
         with error_hints():
             return self._reader.part(self._row, index)
 
 
 class CheckpointView:
-    """Tensors of a checkpoint under the names of its source: those of one rank, or whole ones.
+    """Tensors of a checkpoint under the names of its source: one rank's slices, or whole tensors.
 
-    Any number of threads may use it at once, and children of a fork too. A thread that reads while another one closes
-    it gets the tensor, or a PlanError.
+    Thread-safe, and usable in a forked child. A thread that reads while another one closes it gets the tensor or a
+    PlanError.
     """
 
     def __init__(
         self, path: str, rank: int, num_ranks: int, pieces: Pieces, reader: _Reader, *, is_whole: bool = False
     ) -> None:
         self.path = path
-        """What was opened."""
+        """The folder or URL, as given."""
         self.rank = rank
-        """Which rank this is; 0 for whole tensors."""
+        """From 0; 0 for whole tensors."""
         self.num_ranks = num_ranks
         """The tensor-parallel degree; 1 for whole tensors."""
         self._is_whole = is_whole
         self._pieces = pieces
         self._open: tuple[_Reader, Mapping[str, int]] | None
-        """What brings tensors, and their rows by name; None when this was closed."""
+        """The reader, and the row of each name; None after `close`."""
         self._open = reader, {name: row for row, name in enumerate(pieces.columns.names)}
 
     def keys(self) -> list[str]:
@@ -110,11 +112,11 @@ class CheckpointView:
         return list(self._pieces.columns.names)
 
     def offset_keys(self) -> list[str]:
-        """The same: `keys` are in file order."""
+        """The same as `keys`, which are in file order."""
         return self.keys()
 
     def metadata(self) -> dict[str, str] | None:
-        """The `__metadata__`: of the rank's first file, or what all files of the source agree on; None if empty.
+        """The `__metadata__` of the rank's first file, or the entries that all source files share; None if empty.
 
         Raises:
             FormatError: a header is damaged.
@@ -123,7 +125,7 @@ class CheckpointView:
         return dict(found) if found else None
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """A tensor: of a rank as stored, on the CPU, a view of the files that is private to this process; else a copy.
+        """A tensor. On the CPU, a slice that is stored as it is wanted is a private mapping of its file; else a copy.
 
         Raises:
             PlanError: there is no such tensor, or torch's FakeTensorMode is on.
@@ -135,7 +137,7 @@ class CheckpointView:
             return reader.tensor(row)
 
     def get_slice(self, name: str) -> TensorSlice:
-        """A tensor to be read in part.
+        """A tensor that can be read in part.
 
         Raises:
             PlanError: there is no such tensor.
@@ -144,7 +146,7 @@ class CheckpointView:
         return TensorSlice(reader, self._pieces, row)
 
     def place(self, name: str) -> Place:
-        """Which part of the whole tensor this is.
+        """Which part of the whole tensor the rank holds.
 
         Raises:
             PlanError: there is no such tensor.
@@ -154,7 +156,7 @@ class CheckpointView:
         return Place(tuple(columns.whole_shapes[row]), columns.parts[row])
 
     def _find(self, name: str) -> tuple[_Reader, int]:
-        """What brings a tensor, and its row."""
+        """The reader, and the tensor's row."""
         state = self._open  # Another thread may close this meanwhile.
         if state is None:
             raise PlanError("is closed", path=self.path)
@@ -165,7 +167,7 @@ class CheckpointView:
         return reader, rows[name]
 
     def close(self) -> None:
-        """Forget the tensors; those that were handed out stay, and slices can still be read."""
+        """Release the tensors. Tensors and slices that were returned before stay usable."""
         self._open = None
 
     def __enter__(self) -> Self:
@@ -178,7 +180,7 @@ class CheckpointView:
 
 
 class _Mapped:
-    """Tensors that are pages of the files, read when they are first used."""
+    """Tensors that are mapped pages of the files, read when they are first used."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], names: Sequence[str], device: str | torch.device) -> None:
         self._tensors = [tensors[name] for name in names]
@@ -194,7 +196,7 @@ class _Mapped:
 
 
 class _OnDemand:
-    """Tensors that are read when they are asked for."""
+    """Tensors that are read on demand."""
 
     def __init__(self, pieces: Pieces, options: Options) -> None:
         self._pieces = pieces
@@ -210,7 +212,7 @@ class _OnDemand:
 
         columns = self._pieces.columns
         shape = columns.shape(row)
-        # torch says what is wrong with an index, of a tensor that has a shape and no memory.
+        # Let torch check the index, on a tensor without memory.
         torch.empty(shape, device="meta")[index]
         selected = selection(index, shape)
         axis = self._pieces.axis(row)
@@ -233,7 +235,7 @@ Selection: TypeAlias = list[int | slice]
 
 
 def selection(index: Any, shape: tuple[int, ...]) -> Selection | None:
-    """What an index of integers, slices and `...` selects; None for an index of another kind."""
+    """An index of integers, slices and `...`, expanded to one entry for each axis; None for any other index."""
     given = list(index) if isinstance(index, tuple) else [index]
     if not any(one is Ellipsis for one in given):
         given.append(Ellipsis)
@@ -256,7 +258,7 @@ def within(part: int | slice, length: int) -> int | slice:
 
 
 def _narrowed(part: Slice, axis: int, size: int, start: int, length: int) -> Slice:
-    """Of a slice of an axis of `size`, `length` of its own elements from `start` on."""
+    """The part of a slice of an axis of `size` that has `length` of its elements, from its element `start` on."""
     ranges = []
     for first, count in ((0, size),) if part.ranges is None else part.ranges:
         low, high = max(start, 0), min(start + length, count)
@@ -277,19 +279,19 @@ def open_rank(
 ) -> CheckpointView:
     """Open one rank of a checkpoint, as `safetensors.safe_open` opens a file.
 
-    Use it in a `with` statement, or close it. Any number of threads may share what it returns. Of a rank as it is
-    stored, files are mapped into memory, and what is used is read; at another degree, of a plain checkpoint, or from
-    a store that is no file system, each tensor or slice is read when it is asked for.
+    Use it in a `with` statement, or close it. Threads may share the result. Files of a rank as stored are mapped into
+    memory, and pages are read when they are used. At another degree, for a plain checkpoint, or from an object store,
+    each tensor or slice is read when it is requested.
 
     Args:
         path, rank, device, names, tp: as for `load`.
-        verify: compare all tensors with their digests now; they are read for that.
+        verify: read all tensors now and compare them with their digests.
 
     Returns:
         The rank's tensors: `keys`, `get_tensor`, `get_slice`, `metadata`, and `place` in the whole tensor.
 
     Raises:
-        FormatError: sidecar or files are damaged.
+        FormatError: the manifest, the rank table or a file is damaged.
         PlanError: the rank does not exist, a pattern matches nothing, or the device cannot be used; or as `load`.
         OSError: the file system does not map files into memory.
     """
@@ -298,7 +300,7 @@ def open_rank(
         source = find_source(path, rank, tp, verify)
         patterns = patterns_of(names)
         pieces = source.pieces(patterns)
-        warn_of_detour(source)
+        warn_if_slow(source)
         return CheckpointView(
             str(source.store), source.rank, source.num_ranks, pieces, _reader(source, patterns, pieces, options)
         )
@@ -308,7 +310,7 @@ def _reader(source: RankSource, patterns: Sequence[str] | None, pieces: Pieces, 
     if not source.is_as_stored:
         return _OnDemand(pieces, options)
     plan = source.arena(patterns)
-    if any(file.path is None for file in plan.files):  # Nothing that could be mapped.
+    if any(file.path is None for file in plan.files):  # Without descriptors, nothing can be mapped.
         if options.verify:
             load_arena(plan, options)
         return _OnDemand(pieces, options)
@@ -321,20 +323,20 @@ def safe_open(
     framework: str = "pt",
     device: str | torch.device = "cpu",
 ) -> CheckpointView:
-    """Open a converted checkpoint as if it were the source: whole tensors, put together from the ranks' files.
+    """Open a converted checkpoint as if it were the source: whole tensors, assembled from the ranks' files.
 
-    It can be used in place of `safetensors.safe_open`, for all shards at once. Nothing but the sidecar is read at once.
-    Any number of threads may share what it returns.
+    It can be used in place of `safetensors.safe_open`, for all shards at once. Only the manifest and the source record
+    are read now. Threads may share the result.
 
     Returns:
         The whole tensors; see `open`.
 
     Raises:
-        FormatError: the sidecar is damaged.
-        PlanError: there is nothing, `path` was not converted, or another framework than torch ("pt") is asked for.
+        FormatError: the manifest or the source record is damaged.
+        PlanError: `path` does not exist or was not converted, or `framework` is not torch ("pt").
     """
     if framework not in ("pt", "torch", "pytorch"):
-        raise PlanError(f"framework {framework!r}: tensors are torch's, expected 'pt'", code="option")
+        raise PlanError(f"framework {framework!r}, expected 'pt'", code="option")
     with error_hints():
         options = options_of(device)
         pieces = find_whole(path)

@@ -23,7 +23,7 @@ from support.vector_edits import BASES, changed_files, vectors
 from zstandard import ZstdDecompressor, ZstdError
 
 from relayout.checkpoint.config import parse_config
-from relayout.checkpoint.source import Catalogue, SourceTensor, parse_index
+from relayout.checkpoint.source import SourceCheckpoint, SourceTensor, parse_index
 from relayout.commands.restore import recorded_source
 from relayout.conversion.layout import stored_conversion
 from relayout.core.digests import digest_hex
@@ -130,8 +130,8 @@ def _config(data: bytes) -> None:
         config = parse_config(data, "x")
         config = {"model_type": "llama"} | config
         quantized = config.get("quantization_config") is not None
-        catalogue = _model(config, quantized=quantized)
-        _check_plan(catalogue, plan_for(catalogue, 2, unmatched="replicate"))
+        source = _model(config, quantized=quantized)
+        _check_plan(source, plan_for(source, 2, unmatched="replicate"))
     except (FormatError, PlanError):
         return
     json_text(config).encode()
@@ -142,13 +142,13 @@ def _plan(data: bytes) -> None:
         family = parse_family(data.decode("utf-8", "replace"), "x", "x")
     except FormatError:
         return
-    catalogue = _model({"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 2})
+    source = _model({"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 2})
     for expert_parallel in (False, True):
         try:
-            plan = make_plan(catalogue, 2, family, expert_parallel=expert_parallel, unmatched="replicate")
+            plan = make_plan(source, 2, family, expert_parallel=expert_parallel, unmatched="replicate")
         except PlanError:
             continue
-        _check_plan(catalogue, plan)
+        _check_plan(source, plan)
 
 
 @cache
@@ -178,18 +178,18 @@ def _shapes(quantized: bool) -> Mapping[str, tuple[str, tuple[int, ...]]]:
     return plain | packed if quantized else plain
 
 
-def _model(config: Mapping[str, Any], *, quantized: bool = False) -> Catalogue:
+def _model(config: Mapping[str, Any], *, quantized: bool = False) -> SourceCheckpoint:
     """A checkpoint of which nothing is stored."""
     tensors = tuple(
         SourceTensor(name, dtype, shape, 0, Extent(0, prod(shape) * BITS[dtype] // 8))
         for name, (dtype, shape) in _shapes(quantized).items()
     )
-    return Catalogue(LocalStore(Path("x")), (), tensors, {}, config, None, (), ())
+    return SourceCheckpoint(LocalStore(Path("x")), (), tensors, {}, config, None, (), ())
 
 
-def _check_plan(catalogue: Catalogue, plan: Plan) -> None:
+def _check_plan(source: SourceCheckpoint, plan: Plan) -> None:
     """Slices lie inside their tensors; the ranks hold all of each between them."""
-    for tensor, cut in zip(catalogue.tensors, plan.cut_of, strict=True):
+    for tensor, cut in zip(source.tensors, plan.cut_of, strict=True):
         held = np.zeros(tensor.shape, bool)
         for part in plan.cuts[cut].distinct:
             if part.ranges is None:
@@ -265,12 +265,12 @@ def _record(data: bytes) -> None:
         names = [file.name for file in (*record.files, *record.side_files)] + list((record.index or ())[:1])
         assert len(set(names)) == len(names)
         assert all(_stays_inside(name) for name in names)
-        catalogue = recorded_source(LocalStore(Path("x")), record)
-        stored_conversion(LocalStore(Path("x")), manifest, _base_tables(), record, catalogue)
+        source = recorded_source(LocalStore(Path("x")), record)
+        stored_conversion(LocalStore(Path("x")), manifest, _base_tables(), record, source)
     except FormatError:
         return
-    for file in catalogue.files:
-        extents = sorted(tensor.extent for tensor in catalogue.tensors if catalogue.files[tensor.file] == file)
+    for file in source.files:
+        extents = sorted(tensor.extent for tensor in source.tensors if source.files[tensor.file] == file)
         assert sum(extent.nbytes for extent in extents) == file.nbytes - file.data_start
         assert all(extent.end <= file.nbytes for extent in extents)
 

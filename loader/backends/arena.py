@@ -1,4 +1,4 @@
-"""Host memory to read into: the arena, one allocation that a rank's tensors are views of, or tensors that exist."""
+"""Host memory to read into: the arena, one allocation for all of a rank's tensors; and existing tensors."""
 
 from __future__ import annotations
 
@@ -21,18 +21,17 @@ if TYPE_CHECKING:
 HUGE_PAGE = 2 * 2**20
 """Bytes of a huge page on x86-64 and, mostly, arm64."""
 
-
 MAP_FIXED = 0x10
-"""In place of what is mapped there; the value on Linux and macOS."""
+"""Flag of mmap(2): replace what is mapped at the address. The value on Linux and macOS."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostArena:
-    """Anonymous memory that starts on a page border, a huge one if it is so large. Freed when nothing refers to it."""
+    """Anonymous memory, aligned to a page, or to a huge page if it is that large. Freed when nothing refers to it."""
 
     memory: mmap.mmap
     start: int
-    """Where in `memory` the arena begins, in bytes."""
+    """Offset of the arena in `memory`, in bytes."""
     nbytes: int
 
     def span(self, offset: int, nbytes: int) -> memoryview:
@@ -46,11 +45,11 @@ class HostArena:
 
     @property
     def address(self) -> int:
-        """Of the arena's first byte."""
+        """Address of the arena's first byte."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self.memory)) + self.start
 
     def tensor(self, on_free: Callable[[HostArena], None] | None = None) -> torch.Tensor:
-        """See `Arena.tensor`; `on_free` is called when no view of it is left.
+        """See `Arena.tensor`; `on_free` is called when the last view of it is gone.
 
         Raises:
             PlanError: as `tensors.check_mode`.
@@ -65,16 +64,16 @@ class HostArena:
         return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
 
     def discard(self) -> None:
-        """See `Arena.discard`: pages are given back at once, addresses when nothing refers to them."""
+        """See `Arena.discard`: frees pages now, and the address range when nothing refers to it."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANON | MAP_FIXED
         with suppress(OSError):
             map_file(-1, 0, len(self.memory), flags=flags, writable=True, address=self.address - self.start)
-        with suppress(BufferError):  # A traceback has views of it.
+        with suppress(BufferError):  # A traceback refers to views of it.
             self.memory.close()
 
 
 def allocate(nbytes: int) -> HostArena:
-    """Reserve `nbytes` of memory; pages come into being when they are first written.
+    """Reserve `nbytes` of memory; the kernel allocates pages when they are first written.
 
     Raises:
         MemoryError: the address space is exhausted.
@@ -84,14 +83,14 @@ def allocate(nbytes: int) -> HostArena:
     memory = _reserve(align_up(nbytes, HUGE_PAGE) + HUGE_PAGE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         # Without huge pages, a direct read first has the kernel map and clear each 4 KiB page.
-        with suppress(OSError):  # Of a kernel that has none.
+        with suppress(OSError):  # The kernel has no huge pages.
             memory.madvise(mmap.MADV_HUGEPAGE)
     return HostArena(memory, -HostArena(memory, 0, 0).address % HUGE_PAGE, nbytes)
 
 
 def _reserve(nbytes: int) -> mmap.mmap:
     try:
-        # Private: memory that processes share takes huge pages on few systems, and is shared with a forked child.
+        # Private: shared memory has huge pages on few systems, and a forked child would write to it, too.
         return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
     except (OSError, OverflowError) as error:
         reason = error.strerror if isinstance(error, OSError) else "more than there are addresses"
@@ -99,10 +98,10 @@ def _reserve(nbytes: int) -> mmap.mmap:
 
 
 class ArenaPool:
-    """Arenas that are used again when nobody refers to their tensors any more: pages that exist cost nothing."""
+    """Reuses an arena when the last reference to its tensor is gone, which saves allocating its pages again."""
 
     def __init__(self, nbytes: int) -> None:
-        """Keep arenas of at least `nbytes`, which is what most of them are asked to have."""
+        """Arenas have at least `nbytes`, and only those of exactly `nbytes` are reused."""
         self._nbytes = nbytes
         self._free: list[HostArena] = []
         self._is_open = True
@@ -112,12 +111,12 @@ class ArenaPool:
         if nbytes <= self._nbytes and self._free:
             arena = self._free.pop()
         else:
-            self._free.clear()  # What is idle must not lie beside what is larger.
+            self._free.clear()  # Free idle arenas before a larger one is allocated.
             arena = allocate(max(nbytes, self._nbytes))
         return arena, arena.tensor(self._give)
 
     def _give(self, arena: HostArena) -> None:
-        """Take back an arena that nobody uses any more."""
+        """Take back an arena that is no longer used."""
         if self._is_open and arena.nbytes == self._nbytes:
             self._free.append(arena)
 
@@ -128,12 +127,12 @@ class ArenaPool:
 
 
 class Scattered:
-    """Memory that exists already, in pieces: each at the first free offset that is congruent with its address."""
+    """Existing memory in pieces, each at the first free offset that is congruent with its address."""
 
     def __init__(self, pieces: Sequence[tuple[int, int]]) -> None:
         """Take (address, nbytes) of each piece; the caller keeps them alive."""
         self.offsets = scatter(pieces)
-        """Of the pieces."""
+        """Offset of each piece."""
         self._addresses = [address for address, _ in pieces]
 
     def span(self, offset: int, nbytes: int) -> memoryview:

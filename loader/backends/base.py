@@ -1,4 +1,4 @@
-"""Backends: the ways from files into memory, behind one protocol."""
+"""Backends read files into memory; this is their protocol."""
 
 from __future__ import annotations
 
@@ -20,59 +20,59 @@ if TYPE_CHECKING:
     import torch
 
 Span = TypeVar("Span")
-"""A piece of memory: a `memoryview` of host memory, a 1-D uint8 tensor of a device's."""
+"""A piece of memory: a `memoryview` of host memory, or a 1-D uint8 tensor of device memory."""
 SpanOut = TypeVar("SpanOut", covariant=True)
 
 
 class Memory(Protocol[SpanOut]):
-    """Where bytes go: an address space of its own, which starts at 0."""
+    """Memory to fill: an address space of its own, which starts at 0."""
 
     def span(self, offset: int, nbytes: int) -> SpanOut:
-        """Writable memory of these offsets, which must all have been asked for as one piece.
+        """Writable memory at these offsets, which must be inside one piece.
 
         Its address is congruent with `offset`, modulo `BLOCK`.
         """
 
     @property
     def whole(self) -> SpanOut | None:
-        """All of it, where that is one allocation."""
+        """All of it, if it is one allocation; else None."""
 
 
 class Arena(Memory[SpanOut], Protocol[SpanOut]):
-    """Memory that is one allocation, freed when nothing refers to it."""
+    """One allocation, freed when nothing refers to it."""
 
     def tensor(self) -> torch.Tensor:
-        """All of it as a 1-D uint8 tensor, which keeps it alive; of an arena of no bytes, perhaps one byte more."""
+        """All of it as a 1-D uint8 tensor, which keeps it alive. An empty arena may give a tensor of one byte."""
 
     def discard(self) -> None:
-        """Free the memory now, whatever still refers to it, such as the traceback of an error; nobody may use it."""
+        """Free the memory now, even if something, such as a traceback, refers to it. It must not be used afterwards."""
 
 
 class Pieces(Memory[SpanOut], Protocol[SpanOut]):
-    """Memory of tensors that exist already."""
+    """Memory of existing tensors."""
 
     @property
     def offsets(self) -> Sequence[int]:
-        """Of the tensors' first bytes."""
+        """Offset of each tensor's first byte."""
 
 
 class Pool(Protocol[SpanOut]):
-    """Arenas for one load, of which some may be used again."""
+    """Arenas for one load, which may reuse them."""
 
     def take(self, nbytes: int) -> tuple[Arena[SpanOut], torch.Tensor]:
-        """An arena of at least `nbytes` with any content, and its tensor; given back when no view of that is left.
+        """An uninitialized arena of at least `nbytes`, and its tensor. It returns when the last view of that is gone.
 
         Raises:
-            MemoryError: there is no room for it.
+            MemoryError: there is not enough memory.
         """
 
     def close(self) -> None:
-        """Keep no memory, nor any that is still to be given back."""
+        """Free idle arenas now, and others when they return."""
 
 
 @dataclass(frozen=True, slots=True)
 class FreshArenas(Generic[Span]):
-    """A pool that uses nothing again."""
+    """A pool that does not reuse arenas."""
 
     allocate: Callable[[int], Arena[Span]]
 
@@ -87,61 +87,61 @@ class FreshArenas(Generic[Span]):
 
 @dataclass(frozen=True, slots=True)
 class ReadJob:
-    """What is to be read, and how."""
+    """What to read, and how."""
 
     files: tuple[StoredFile, ...]
     reads: tuple[Read, ...]
-    """They do not overlap where they go."""
+    """Their targets do not overlap."""
     budget: Budget
     checks: Checks | None = None
-    """Digests to check; `reads` brings the bytes of each tensor in order."""
+    """Digests to check; `reads` has the bytes of each tensor in order."""
     arrived: Callable[[int, int], None] | None = None
-    """Called by any thread, with (offset, nbytes), for bytes that have arrived at an offset of the memory."""
+    """Called by any thread, with (offset, nbytes) of memory that has been filled."""
     stop: Stop = field(default_factory=Stop)
-    """Ends the job when it is requested; requested by the job when it fails."""
+    """A request to stop ends the job; the job requests it when it fails."""
 
     def tell(self, offset: int, nbytes: int) -> None:
-        """Call `arrived`, if anybody wants to know."""
+        """Call `arrived`, if there is one."""
         if self.arrived is not None:
             self.arrived(offset, nbytes)
 
 
 def checks_of(tensors: PlacedTensors, stop: Stop) -> Checks:
-    """What checks the digests of tensors that are loaded by a job that `stop` ends."""
+    """Checks for the digests of tensors that a job loads; `stop` is the job's."""
     assert tensors.digests is not None
     sizes = [num_bytes(*one) or 0 for one in zip(tensors.dtypes, tensors.shapes, strict=True)]
     return Checks(tensors.names, tensors.offsets, sizes, tensors.digests, stop)
 
 
 class RunningJob(Protocol):
-    """A job that is under way."""
+    """A job that has been started."""
 
     def join(self, on_progress: Callable[[int], None] | None = None) -> None:
-        """Return when every byte is where it belongs; all threads and files of the job are gone then.
+        """Wait until all memory is filled; the job's threads have ended and its files are closed on return.
 
-        Calls `on_progress` now and then with the bytes that have arrived. On a device, what the caller's current
-        stream does from now on sees the bytes.
+        Calls `on_progress` now and then with the bytes that have arrived. On a device, work that is queued on the
+        caller's current stream from now on sees the bytes.
 
         Raises:
             FormatError: a file is shorter than expected, or a digest differs.
             OSError: a read failed.
-            Stopped: the job was given up before its end: this process is ending, or was forked in the middle of it.
+            Stopped: the job was cancelled, as this process is shutting down, or was forked during the job.
         """
 
     @property
     def current_stream(self) -> object:
-        """What the caller's work on the memory goes into now; None where everybody sees bytes that have arrived."""
+        """The caller's current stream on the device; None for host memory, which needs no `settle`."""
 
     def settle(self) -> None:
-        """Let what the caller's current stream does from now on see all bytes that have arrived."""
+        """Make the caller's current stream wait for all bytes that have arrived."""
 
     def cancel(self) -> None:
-        """Give up; all threads and files of the job are gone on return."""
+        """Stop; the job's threads have ended and its files are closed on return."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A backend that cannot do what is asked of it."""
+    """Why a backend cannot be used."""
 
     reason: str
     """Names the backend."""
@@ -152,11 +152,11 @@ class Backend(Protocol[Span]):
 
     @property
     def name(self) -> str:
-        """What it is called in messages."""
+        """Its name in messages."""
 
     @property
     def device(self) -> str | torch.device:
-        """Where its memory lies, as `choice.resolve_device` writes it."""
+        """The device of its memory, as `choice.resolve_device` returns it."""
 
     @property
     def access(self) -> Access:
@@ -164,20 +164,20 @@ class Backend(Protocol[Span]):
 
     @property
     def max_buffer_nbytes(self) -> int:
-        """Bytes of buffers that it takes by default, at most."""
+        """Most bytes of buffers by default."""
 
     @property
     def reads_when_used(self) -> bool:
-        """Whether bytes are read when a tensor is used: tensors are all made at once, and nothing need be requested."""
+        """Whether bytes are read when a tensor is first used, so that no requests are made."""
 
     @property
     def is_zero_copy(self) -> bool:
-        """Whether a chunk that has an arena offset goes there through no buffer."""
+        """Whether a chunk that has an arena offset is read there without a buffer."""
 
     def name_for(self, ways: Sequence[Access]) -> str:
-        """The same name, or of a backend that decides for each request, the name of what it comes to.
+        """The name for a person. `ways` says how requests are made: directly, through the page cache, or both.
 
-        Requests go directly, through the page cache, or by both `ways`.
+        A backend that decides for each request returns the names of the ways.
         """
 
     def chunks(self, reads: Sequence[Read], alignment: int, budget: Budget) -> list[Chunk]:
@@ -187,17 +187,17 @@ class Backend(Protocol[Span]):
         """New memory of `nbytes` that it can fill.
 
         Raises:
-            MemoryError: there is no room for it.
+            MemoryError: there is not enough memory.
         """
 
     def pool(self, nbytes: int) -> Pool[Span]:
-        """The same for many arenas, most of which are asked to have `nbytes`."""
+        """A pool of arenas, most of which will have `nbytes`."""
 
     def wrap(self, tensors: Sequence[torch.Tensor]) -> Pieces[Span] | Refusal:
-        """Memory made of tensors (1-D, uint8, on `device`), which it can fill; the caller keeps them alive."""
+        """The memory of tensors (1-D, uint8, on `device`), to be filled. The caller keeps them alive."""
 
     def start(self, memory: Memory[Span], job: ReadJob) -> RunningJob:
-        """Begin to fill memory of `allocate`, `pool` or `wrap`, or put together of it, and return at once.
+        """Begin to fill memory from `allocate`, `pool` or `wrap`, or a combination of such, and return at once.
 
         Raises:
             FormatError: a file is missing or has another length than expected.
@@ -207,13 +207,13 @@ class Backend(Protocol[Span]):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a backend is wanted for."""
+    """What a backend is needed for."""
 
     device: str | torch.device
-    """Where the tensors shall lie, as `choice.resolve_device` writes it."""
+    """The device of the tensors, as `choice.resolve_device` returns it."""
     files: Sequence[StoredFile]
     is_by_name: bool
-    """Whether the caller named the backend: it then may do what has effects on the whole process."""
+    """Whether the caller named the backend, which may then change settings of the whole process."""
 
     @property
     def kind(self) -> str:
@@ -221,26 +221,26 @@ class Request:
         return str(self.device).partition(":")[0]
 
     def refusal_without_descriptors(self, backend: str) -> Refusal | None:
-        """Why a backend that needs descriptors cannot read the files; None if they have them."""
+        """Why a backend that needs file descriptors cannot read the files; None if it can."""
         without = next((file for file in self.files if file.path is None), None)
         if without is None:
             return None
         return Refusal(f"backend {backend!r} needs files with descriptors, which {without.folder} has not")
 
     def reason(self, how: str) -> str:
-        """A reason for a person: whether it was asked for, and how it reads."""
+        """The reason for a choice, for a person."""
         return f"asked for: {how}" if self.is_by_name else how
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The way that a load takes."""
+    """The backend of a load."""
 
     backend: Backend[Any]
     reason: str
     """For a person."""
     gds: str | None = None
-    """The way that GPUDirect Storage takes, "GDS" or "P2PDMA"; None without it."""
+    """The way that GPUDirect Storage really takes, "GDS" or "P2PDMA"; None without it."""
 
 
 Factory: TypeAlias = Callable[[Request], Choice | Refusal]

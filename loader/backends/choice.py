@@ -1,4 +1,4 @@
-"""Chooses the backend of a load, and says why: the registry of backends, and what "auto" tries."""
+"""Chooses the backend of a load and says why. Holds the registry of backends, and what "auto" tries."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ REGISTRY: dict[str, Factory] = {
     "pinned": cuda.offer_pinned,
     "gds": cuda.offer_gds,
 }
-"""What makes the backend of each name."""
+"""The factory of each backend."""
 
 _AUTO = {"cuda": ("gds", "pinned")}
-"""For a kind of device, what "auto" tries, the best first; its own backend for the others."""
+"""Which backends "auto" tries for a kind of device, the best first; for other kinds, its own."""
 
 
 def choose(name: str, device: str | torch.device, files: Sequence[StoredFile]) -> Choice:
-    """The backend of that name, or, for "auto", the best for tensors on `device` that come from `files`.
+    """The backend of that name; for "auto", the best one for these files and this device.
 
     Raises:
-        PlanError: there is no such backend, or it cannot work here.
+        PlanError: there is no backend of that name, or it cannot be used here.
     """
     if name not in REGISTRY:
         raise PlanError(f"backend {name!r}, expected one of {', '.join(REGISTRY)}", code="option")
@@ -48,13 +48,13 @@ def choose(name: str, device: str | torch.device, files: Sequence[StoredFile]) -
 
 
 def resolve_device(device: str | torch.device) -> str | torch.device:
-    """The device with its number: "cuda" is the one that is the caller's default now; the CPU is always "cpu".
+    """The device with its index: "cuda" is the current CUDA device; the CPU is always "cpu".
 
     Raises:
-        PlanError: torch says why it cannot be used; or as `tensors.check_mode`.
+        PlanError: torch cannot use the device; or as `tensors.check_mode`.
     """
     check_mode()
-    if str(device) == "cpu":  # Without torch, which may not be imported yet.
+    if str(device) == "cpu":  # Saves the import of torch.
         return "cpu"
     import torch
 

@@ -1,8 +1,8 @@
-"""Backends that bring bytes into the memory of a CUDA device: `pinned`, and `gds`, which needs it for the rest.
+"""Backends that load into the memory of a CUDA device: `pinned`, and `gds`, which falls back to it for some bytes.
 
-`pinned`: each thread reads directly into pinned host memory, and its own stream copies from there to the very address
-where the bytes belong, while the thread reads the next ones into its other buffer. `gds`: cuFile reads whole blocks
-straight into the device; what is in the page cache, and what does not fill a block, goes the other way.
+`pinned`: each thread reads directly into a pinned host buffer; its own stream copies from there to the final address,
+while the thread reads into its other buffer. `gds`: cuFile reads whole blocks into device memory; bytes that are in the
+page cache, or do not fill a block, go through pinned buffers.
 """
 
 from __future__ import annotations
@@ -36,45 +36,45 @@ BUFFERS_PER_LANE = 2
 
 
 class Lane(Protocol):
-    """One thread's way into a device."""
+    """One thread's pinned buffers and stream."""
 
     def buffer(self) -> torch.Tensor:
-        """Pinned memory to read into next: 1-D, uint8, at a multiple of `BLOCK`. Waits until it has been copied."""
+        """The next pinned buffer: 1-D, uint8, at a multiple of `BLOCK`. Waits until its last copy is done."""
 
     def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Begin to copy from the last `buffer` to the device."""
 
     def settle(self) -> None:
-        """Let the caller's current stream wait for all that was sent."""
+        """Make the caller's current stream wait for all that was sent."""
 
     def fetch(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy from the device to the last `buffer`; it has arrived on return."""
+        """Copy from the device to the last `buffer`, and wait for it."""
 
     def drain(self) -> None:
-        """Return when all that was sent has arrived."""
+        """Wait until all that was sent has arrived."""
 
     def close(self) -> None:
-        """Free the buffers now, whatever still refers to them; after `drain`."""
+        """Free the buffers now, even if something refers to them; after `drain`."""
 
 
 class CudaLane:
-    """Two pinned buffers and a stream of their own."""
+    """Two pinned buffers and a CUDA stream."""
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
         """Allocate two buffers of `nbytes`.
 
         Raises:
-            MemoryError: no more memory can be pinned.
+            MemoryError: the memory cannot be pinned.
         """
         import torch
 
-        torch.cuda.set_device(device)  # Of this thread, which is the loader's own.
+        torch.cuda.set_device(device)  # For this thread, which belongs to the loader.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         try:
             slabs = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(BUFFERS_PER_LANE)]
         except RuntimeError as error:
             raise MemoryError(f"cannot pin {nbytes} bytes of host memory: {str(error).splitlines()[0]}") from None
-        # cudaHostAlloc gives whole pages; torch's allocator hands its blocks on as they are.
+        # cudaHostAlloc returns whole pages, and torch's allocator passes its blocks on unchanged.
         assert not any(slab.data_ptr() % BLOCK for slab in slabs)
         self._buffers = slabs
         self._copied: list[torch.cuda.Event | None] = [None] * BUFFERS_PER_LANE
@@ -124,25 +124,21 @@ class CudaLane:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBackend:
-    """Fills the memory of a device, through lanes, and where there is cuFile by that as far as it goes."""
+    """Fills the memory of a device, by cuFile if there is one, and else through lanes."""
 
     device: str | torch.device
     make_lane: Callable[[int], Lane]
-    """Makes a lane with two buffers of so many bytes."""
+    """Makes a lane with two buffers of the given number of bytes."""
     cufile: CuFile | None = None
 
     access: ClassVar[Access] = Access.AUTO
+    max_buffer_nbytes: ClassVar[int] = MAX_BUFFERS
     reads_when_used: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
         """See `Backend.name`."""
         return "pinned" if self.cufile is None else "gds"
-
-    @property
-    def max_buffer_nbytes(self) -> int:
-        """See `Backend.max_buffer_nbytes`."""
-        return MAX_BUFFERS
 
     @property
     def is_zero_copy(self) -> bool:
@@ -171,7 +167,7 @@ class DeviceBackend:
         return allocate_on(self.device, nbytes)
 
     def pool(self, nbytes: int) -> FreshArenas[torch.Tensor]:
-        """See `Backend.pool`: torch's allocator uses memory again."""
+        """See `Backend.pool`: torch's allocator reuses memory."""
         return FreshArenas(self.allocate)
 
     def wrap(self, tensors: Sequence[torch.Tensor]) -> ScatteredOnDevice:
@@ -186,9 +182,9 @@ class DeviceBackend:
         try:
             if self.cufile is not None:
                 for number, file in enumerate(job.files):
-                    assert file.path is not None  # Or the backend would have been refused.
+                    assert file.path is not None  # Checked by `offer_gds`.
                     handles.append(self.cufile.open(file.path))
-                    sources.check_place(number)
+                    sources.check_not_replaced(number)
                 registered = memory.whole
                 if registered is not None:
                     self.cufile.register(registered)
@@ -211,7 +207,7 @@ class DeviceJob(ThreadedJob[Lane, Chunk]):
         handles: list[Handle],
         registered: torch.Tensor | None,
     ) -> None:
-        """Start them."""
+        """Start the threads; the job releases `handles` and `registered`."""
         self._backend = backend
         self._memory = memory
         self._handles = handles
@@ -264,8 +260,7 @@ class DeviceJob(ThreadedJob[Lane, Chunk]):
         return lane
 
     def _drain(self) -> None:
-        # The memory that copies go to must not be given to somebody else before they have ended. If one has failed,
-        # an error is under way that tells it.
+        # Memory must not be freed while it is being copied to. A failed copy has raised its error elsewhere.
         for lane in self._lanes:
             with suppress(RuntimeError):
                 lane.drain()
@@ -286,7 +281,7 @@ class DeviceJob(ThreadedJob[Lane, Chunk]):
         shift = chunk.arena_offset - chunk.extent.offset
         for offset, nbytes, is_cached in self.sources.pieces(chunk.file, chunk.extent.offset, chunk.extent.nbytes):
             if self._handles and not is_cached:
-                self._read_straight(lane, chunk.file, offset, offset + shift, nbytes)
+                self._read_by_cufile(lane, chunk.file, offset, offset + shift, nbytes)
             else:
                 for start in range(offset, offset + nbytes, self._buffer_nbytes):
                     length = min(self._buffer_nbytes, offset + nbytes - start)
@@ -294,7 +289,7 @@ class DeviceJob(ThreadedJob[Lane, Chunk]):
         return chunk.nbytes
 
     def _send(self, lane: Lane, file: int, offset: int, nbytes: int, transfers: Sequence[Transfer]) -> None:
-        """Read into a buffer, and copy from there to where the bytes belong."""
+        """Read into a pinned buffer, and copy from there to the device."""
         buffer = lane.buffer()
         view = _view(buffer)[:nbytes]
         self.sources.read(file, offset, view)
@@ -311,7 +306,7 @@ class DeviceJob(ThreadedJob[Lane, Chunk]):
                 lane.send(source, span.as_strided(size, (transfer.target_stride, 1), span.storage_offset()))
             self.job.tell(transfer.target, transfer.total_nbytes)
 
-    def _read_straight(self, lane: Lane, file: int, offset: int, target: int, nbytes: int) -> None:
+    def _read_by_cufile(self, lane: Lane, file: int, offset: int, target: int, nbytes: int) -> None:
         span = self._memory.span(target, nbytes)
         done = 0
         while done < nbytes:
@@ -319,11 +314,14 @@ class DeviceJob(ThreadedJob[Lane, Chunk]):
             if count <= 0:
                 stored = self.job.files[file]
                 raise FormatError(
-                    f"ends at byte {offset + done}, expected {stored.nbytes} bytes", path=stored.where, code="truncated"
+                    f"ends at byte {offset + done}, expected {stored.nbytes} bytes",
+                    path=stored.where,
+                    offset=offset + done,
+                    code="truncated",
                 )
             done += count
         if self.job.checks is not None:
-            # What has arrived is looked at: it is fetched again.
+            # Hash what has arrived: copy it back from the device.
             for start in range(0, nbytes, self._buffer_nbytes):
                 piece = span[start : start + self._buffer_nbytes]
                 buffer = lane.buffer()[: piece.numel()]
@@ -338,7 +336,7 @@ def _view(tensor: torch.Tensor) -> memoryview:
 
 
 def _release(cufile: CuFile | None, handles: list[Handle], registered: torch.Tensor | None) -> None:
-    with ExitStack() as stack:  # All of it, also if something of it fails.
+    with ExitStack() as stack:  # Release everything, even if one step fails.
         if cufile is not None and registered is not None:
             stack.callback(cufile.deregister, registered)
         while handles:
@@ -346,7 +344,7 @@ def _release(cufile: CuFile | None, handles: list[Handle], registered: torch.Ten
 
 
 def _buffer_nbytes(budget: Budget) -> int:
-    """Bytes of one pinned buffer: torch's allocator of pinned memory takes powers of two."""
+    """Bytes of one pinned buffer, a power of two: torch rounds pinned memory up to one."""
     return 1 << (budget.buffer_nbytes // BUFFERS_PER_LANE).bit_length() - 1
 
 
@@ -371,10 +369,10 @@ class DeviceArena:
 
 
 def allocate_on(device: str | torch.device, nbytes: int) -> DeviceArena:
-    """Memory of a device that nothing works on any more.
+    """Memory of a device that no queued work uses.
 
     Raises:
-        MemoryError: it has not so much.
+        MemoryError: the device has not enough memory.
     """
     import torch
 
@@ -389,9 +387,9 @@ def allocate_on(device: str | torch.device, nbytes: int) -> DeviceArena:
 
 
 def _wait_for(device: torch.device) -> None:
-    """Wait for what the current stream was given to do: it may still use memory that is to be filled.
+    """Wait for work on the current stream that may still use memory that is to be filled.
 
-    That is memory which the allocator has got back, or tensors that exist. Our streams and cuFile do not wait for it.
+    That memory is recycled by the allocator, or belongs to existing tensors. Our streams and cuFile do not wait for it.
     """
     import torch
 
@@ -399,10 +397,10 @@ def _wait_for(device: torch.device) -> None:
 
 
 class ScatteredOnDevice:
-    """Tensors of a device that exist already."""
+    """Existing tensors of a device."""
 
     def __init__(self, pieces: Sequence[torch.Tensor]) -> None:
-        """Take 1-D uint8 tensors; see `arena.scatter` for where each begins."""
+        """Take 1-D uint8 tensors; `arena.scatter` assigns their offsets."""
         self.offsets = scatter([(piece.data_ptr(), piece.numel()) for piece in pieces])
         self._pieces = pieces
         for device in {piece.device for piece in pieces if piece.is_cuda}:
@@ -429,7 +427,7 @@ def offer_pinned(request: Request) -> Choice | Refusal:
 
 
 def offer_gds(request: Request) -> Choice | Refusal:
-    """See `choice.REGISTRY`; who asks cuFile refuses compat mode to the whole process."""
+    """See `choice.REGISTRY`. Opening cuFile refuses compat mode to the whole process."""
     if refused := _refusal("gds", request) or request.refusal_without_descriptors("gds"):
         return refused
     why = "neither nvidia-fs nor PCI P2PDMA is set up"
@@ -454,5 +452,5 @@ def _lanes_of(device: str | torch.device) -> Callable[[int], Lane]:
     import torch
 
     target = torch.device(device)
-    assert target.index is not None  # A thread of its own would have another default.
+    assert target.index is not None  # A thread's default device may be another.
     return lambda nbytes: CudaLane(target, nbytes)

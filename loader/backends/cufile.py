@@ -1,18 +1,18 @@
 """cuFile, NVIDIA's GPUDirect Storage: reads from a drive straight into GPU memory, and proof that they are.
 
 Where it does not support a drive, file system or GPU, cuFile reads through host memory ("compat mode") without saying
-so. That never passes as GPUDirect Storage here. What is known from what:
+so. relayout never reports that as GPUDirect Storage. How it knows:
 
-- In a driver that was opened with compat mode refused, a file that could only be read through host memory cannot be
-  registered. Settings go before environment and cufile.json, hold for the process, and are made before the driver opens
-  (cufile.h of 1.20; there are none before 1.14). One that fails to open forgets them, and the next call of any kind
-  opens it again, in compat mode (seen with 1.15 and 1.20). So they are read back after each registration, which also
-  tells how someone else had opened it.
-- nvidia-fs is loaded if `NVIDIA_FS` has a `devcount`, where cuFile looks, too. Without it, only PCI P2PDMA is left
+- A driver that was opened with compat mode refused does not register a file that it could only read through host
+  memory. The setting overrides environment and cufile.json, holds for the whole process, and must be made before the
+  driver opens (cufile.h of 1.20; not available before 1.14). A driver that fails to open forgets it, and the next call
+  of any kind opens the driver again, in compat mode (seen with 1.15 and 1.20). So the settings are read back after each
+  registration, which also detects a driver that other code opened in compat mode.
+- nvidia-fs is loaded if `NVIDIA_FS` has a `devcount`; cuFile looks there too. Without it, only PCI P2PDMA is left
   (cuFile logs "nvidia_fs not loaded, operating on P2P mode"); with it, a file may be read either way.
 
-Not seen: short reads that cufile.json sends through host memory whatever else is set (`posix_gds_min_kb` of Lustre and
-BeeGFS; cuFile API reference, "cuFile Compatibility Mode"), and reads of holes under P2PDMA.
+Not detected: short reads that cufile.json sends through host memory whatever else is set (`posix_gds_min_kb` of Lustre
+and BeeGFS; cuFile API reference, "cuFile Compatibility Mode"), and reads of holes under P2PDMA.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _THROUGH_HOST = {_ALLOW_COMPAT: "allow_compat_mode", 2: "force_compat_mode", 12:
 """Settings that let reads go through host memory: `CUFileBoolConfigParameter_t` in cufile.h, and their usual names."""
 
 _MARKS = (0xFF, 0x00)
-"""Of bytes that a read must overwrite. Few weights end in the first one: in 16-bit floats, it is in a NaN."""
+"""Values of the byte that a read must overwrite. Few weights end in the first one, a NaN's byte in 16-bit floats."""
 
 _ALREADY_OPEN = "(5026)"  # CU_FILE_DRIVER_ALREADY_OPEN, in the text of an error.
 
@@ -57,7 +57,7 @@ _thread = threading.local()
 
 
 def _after_fork() -> None:
-    """A thread of the parent may have held the lock, and does not exist here."""
+    """Replace the lock: a thread that held it in the parent does not exist in the child."""
     global _opening
     _opening = threading.Lock()
 
@@ -78,20 +78,20 @@ class Handle(Protocol):
         """
 
     def close(self) -> None:
-        """Close the file, which nobody reads any more."""
+        """Close the file. No thread may be reading it."""
 
 
 class CuFile(Protocol):
     """One way to call cuFile."""
 
     name: str
-    """The Python module that it goes through."""
+    """The Python module that calls it."""
 
     def register(self, arena: torch.Tensor) -> bool:
         """Pin an arena (1-D, uint8), once, before the first read into it.
 
-        Waits for all that the GPU was given to do before: reads are not ordered with streams. False if it cannot be
-        pinned, as on a GPU with a small BAR1; reads then go by cuFile's own buffers on the GPU.
+        Waits for all work that is queued on the GPU: reads are not ordered with streams. False if the arena cannot be
+        pinned, as on a GPU with a small BAR1; reads then go through cuFile's own buffers on the GPU.
         """
 
     def deregister(self, arena: torch.Tensor) -> None:
@@ -101,7 +101,7 @@ class CuFile(Protocol):
         """Open a file and register it.
 
         Raises:
-            OSError: it cannot be opened, cuFile refuses it, or might read it through host memory unasked.
+            OSError: the file cannot be opened, or cuFile refuses it or could read it through host memory.
         """
 
 
@@ -117,7 +117,7 @@ class FoundCuFile:
 
 
 def is_likely() -> bool:
-    """Whether there is a reason to ask cuFile, which then refuses compat mode to the whole process."""
+    """Whether it is worth opening cuFile, which then refuses compat mode to the whole process."""
     return (NVIDIA_FS / "devcount").exists() or bool(os.environ.get("CUFILE_USE_PCIP2PDMA"))
 
 
@@ -140,12 +140,12 @@ def find_cufile(path: Path) -> FoundCuFile | str:
     kind: type[BindingsCuFile | TorchCuFile] = BindingsCuFile
     try:
         module = import_module(kind.name)
-    except Exception as error:  # numpy, which it needs, may be missing or of another version.
+    except Exception as error:  # Any: numpy, which it needs, may be missing or of another version.
         reasons.append(f"{kind.name} cannot be imported: {_summary(error)}")
         kind = TorchCuFile
         module = import_module(kind.name)
     try:
-        # If this fails, the other one is no way out: it would open the same library again, in compat mode.
+        # If this fails, do not try the other module: it would open the same library again, in compat mode.
         driver = kind(module)
         driver.open(path).close()
     except OSError as error:
@@ -156,15 +156,19 @@ def find_cufile(path: Path) -> FoundCuFile | str:
 
 
 class BindingsCuFile(CuFile):
-    """cuFile by `cuda.bindings.cufile`, which CUDA builds of torch bring along from 2.13 on."""
+    """cuFile by `cuda.bindings.cufile`, on which CUDA builds of torch depend from 2.13 on."""
 
     name = "cuda.bindings.cufile"
 
     def __init__(self, module: Any) -> None:
-        """Open the driver, for good, as others may use it, too. OSError: it does not open, or not as it should."""
+        """Open the driver, and leave it open: other code of the process may use it.
+
+        Raises:
+            OSError: the driver does not open, or compat mode cannot be refused.
+        """
         self._module = module
         self._arenas: dict[int, int] = {}
-        """Address and bytes of what is registered."""
+        """Address and bytes of each registered arena."""
         with _opening:
             _prepare(module)
             try:
@@ -214,7 +218,7 @@ class _BindingsHandle:
 
     def read(self, target: torch.Tensor, offset: int) -> int:
         address = target.data_ptr()
-        arenas = list(self.arenas.items())  # cuFile knows them by the address where they start.
+        arenas = list(self.arenas.items())  # cuFile identifies an arena by its start address.
         base = next((start for start, nbytes in arenas if start <= address < start + nbytes), address)
         try:
             with _on_device(target):
@@ -237,14 +241,18 @@ class _BindingsHandle:
 class TorchCuFile(CuFile):
     """cuFile by `torch.cuda.gds`, for where the bindings are missing.
 
-    As of torch 2.15 a read holds the GIL and does not tell how much it read: see `_TorchHandle.read`. torch passes the
-    address of the piece, not of the arena, so that registering may be in vain.
+    As of torch 2.15, a read holds the GIL and does not report how much it read: see `_TorchHandle.read`. torch passes
+    the address of the piece, not of the arena, so that registering may have no effect.
     """
 
     name = "torch.cuda.gds"
 
     def __init__(self, module: Any, library: Any = None) -> None:
-        """`library`: the settings of the cuFile behind torch. OSError: it cannot refuse compat mode."""
+        """Make the settings; `library` has those of the cuFile that torch uses.
+
+        Raises:
+            OSError: compat mode cannot be refused.
+        """
         self._module = module
         self._settings = library or _LoadedLibrary()
         with _opening:
@@ -265,7 +273,7 @@ class TorchCuFile(CuFile):
     def open(self, path: Path) -> Handle:
         os.close(_open_direct(path))  # If GdsFile cannot open a file, its `__del__` complains on stderr.
         with _opening:
-            _prepare(self._settings)  # Again: each registration opens the driver as long as it is not open.
+            _prepare(self._settings)  # Again: a registration opens the driver if it is not open.
             try:
                 handle = _TorchHandle(self._module.GdsFile(str(path), os.O_RDONLY), path)
             except Exception as error:
@@ -280,11 +288,11 @@ class _TorchHandle:
     path: Path
 
     def read(self, target: torch.Tensor, offset: int) -> int:
-        """See `Handle.read`. Short reads, of which most versions of torch say nothing, are found out.
+        """See `Handle.read`. Detects short reads, which most versions of torch do not report.
 
-        A read fills its target from the front, so that one that ends early leaves the last byte as it was. That byte is
-        marked before; where it still has the mark, the file may have this byte there: with the opposite mark, a second
-        read decides. A file that was cut off is told by its length.
+        A read fills its target from the front, so that a short read leaves the last byte unchanged. That byte is set to
+        a mark before the read. If it still has the mark afterwards, the file may have the same byte there: a second
+        read with the opposite mark decides. A file that was truncated is detected by its length.
         """
         nbytes = min(target.numel(), os.fstat(self.file.fd).st_size - offset)
         if nbytes <= 0:
@@ -310,7 +318,7 @@ class _TorchHandle:
 
 
 class _LoadedLibrary:
-    """Settings of the cuFile that torch has loaded, by the names of the bindings."""
+    """The settings of the cuFile that torch has loaded, with the function names of the bindings."""
 
     def get_parameter_bool(self, param: int) -> bool:
         value = ctypes.c_bool(True)
@@ -331,7 +339,11 @@ class _LoadedLibrary:
 
 
 def _prepare(settings: Any) -> None:
-    """Have the driver open with compat mode refused (OSError: it cannot be)."""
+    """Make the settings of a driver that is not open yet.
+
+    Raises:
+        OSError: compat mode cannot be refused, or this process was forked from one that has used cuFile.
+    """
     global _opened_by
     if _opened_by not in (None, os.getpid()):
         raise OSError(errno.EOPNOTSUPP, "cuFile does not work in a process that was forked after its first use")
@@ -340,7 +352,7 @@ def _prepare(settings: Any) -> None:
     with suppress(OSError):
         config = Path(os.environ.get("CUFILE_ENV_PATH_JSON", CONFIG)).read_text("utf-8", "replace")
     if not re.search(r'^(?!\s*//).*"dir"\s*:', config, re.MULTILINE):
-        # Else a cufile.log appears in the working directory. The settings for that have no effect (1.15, 1.20).
+        # Else cuFile writes cufile.log into the working directory. Its settings for that have no effect (1.15, 1.20).
         os.environ.setdefault("CUFILE_LOGFILE_PATH", os.devnull)
     try:
         settings.set_parameter_bool(_ALLOW_COMPAT, False)
@@ -350,12 +362,16 @@ def _prepare(settings: Any) -> None:
 
 
 def _check(settings: Any, handle: Handle, path: Path) -> None:
-    """Close a handle, and raise OSError, if the driver may read through host memory."""
+    """Check that the driver cannot read through host memory; else close the handle.
+
+    Raises:
+        OSError: it can.
+    """
     for number, name in _THROUGH_HOST.items():
         try:
             is_on = settings.get_parameter_bool(number)
         except Exception:
-            is_on = number == _ALLOW_COMPAT  # Older versions do not have all of the others.
+            is_on = number == _ALLOW_COMPAT  # Older versions lack some of the others.
         if is_on:
             handle.close()
             raise OSError(errno.EOPNOTSUPP, f"cuFile may read through host memory: {name} is on", str(path))
@@ -363,7 +379,7 @@ def _check(settings: Any, handle: Handle, path: Path) -> None:
 
 @contextmanager
 def _on_device(tensor: torch.Tensor, *, wait: bool = False) -> Iterator[None]:
-    """Make the tensor's CUDA context current, as cuFile demands, and with `wait` wait for what is queued there."""
+    """Make the tensor's CUDA context current, as cuFile requires; with `wait`, wait for work queued on the device."""
     if not tensor.is_cuda:  # cuFile reads into host memory, too.
         yield
         return
@@ -378,7 +394,7 @@ def _on_device(tensor: torch.Tensor, *, wait: bool = False) -> Iterator[None]:
 
 
 def _settle(tensor: torch.Tensor) -> None:
-    """Wait for what the current stream was given: cuFile does not."""
+    """Wait for work on the current stream: cuFile does not."""
     if tensor.is_cuda:
         import torch
 
@@ -391,7 +407,7 @@ def _storage(tensor: torch.Tensor) -> Any:
 
 
 def _open_direct(path: Path) -> int:
-    if not stat.S_ISREG(path.stat().st_mode):  # A FIFO would be waited for.
+    if not stat.S_ISREG(path.stat().st_mode):  # Opening a FIFO would block.
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
 
@@ -399,7 +415,7 @@ def _open_direct(path: Path) -> int:
 def _as_os_error(error: Exception, path: Path | None = None, offset: int | None = None) -> OSError:
     error.__traceback__ = None  # Its frames would keep a GdsFile, and so a file, open.
     code, text = errno.EIO, _summary(error)
-    if match := re.match(r"(\d+) is not a valid OpError", text):  # What the bindings make of an errno.
+    if match := re.match(r"(\d+) is not a valid OpError", text):  # How the bindings report an errno.
         code, text = int(match[1]), os.strerror(int(match[1]))
     where = "" if offset is None else f" at byte {offset}"
     return OSError(code, f"cuFile: {text}{where}", *([str(path)] if path else []))

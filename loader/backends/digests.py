@@ -1,4 +1,4 @@
-"""Checks digests while bytes arrive."""
+"""Compares digests while bytes arrive."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from relayout.errors import FormatError
 
 
 class Checks:
-    """The digests that tensors must have. For threads, see `core.digests.ExtentDigests`."""
+    """Compares the digests of tensors. For thread safety, see `core.digests.ExtentDigests`."""
 
     def __init__(
         self, names: Sequence[str], offsets: Sequence[int], sizes: Sequence[int], digests: Sequence[str], stop: Stop
@@ -30,20 +30,20 @@ class Checks:
                 self._compare(row)
 
     def update(self, offset: int, view: memoryview) -> None:
-        """Take note of the arena's bytes from `offset` on, of which some may belong to no tensor.
+        """Hash the arena's bytes from `offset` on; some may be outside all tensors.
 
         Raises:
-            FormatError: a tensor is complete and has another digest.
-            Stopped: the load was given up.
+            FormatError: a tensor is complete and its digest differs.
+            Stopped: the job was cancelled.
         """
         for row in self._hashed.update(offset, view):
             self._compare(row)
 
     def finish(self) -> None:
-        """Make sure that all tensors have been compared; to be called when all bytes have arrived.
+        """Check that all tensors have been compared; call it when all bytes have arrived.
 
         Raises:
-            FormatError: some have not: no read has brought all of their bytes, in order.
+            FormatError: a tensor was not compared, as its bytes did not arrive in order.
         """
         if left := self._hashed.num_left:
             raise FormatError(

@@ -1,4 +1,4 @@
-"""The files of a load: bytes that are in the page cache are copied from there, all others are read directly."""
+"""The files of a load. Bytes that are in the page cache are copied from there, all others are read directly."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _PIECE_NBYTES = 2**20
 
 
 class Sources:
-    """Open files, read by any number of threads."""
+    """Open files. Reads are thread-safe."""
 
     def __init__(self, files: Sequence[StoredFile], access: Access) -> None:
         """Open them.
 
         Raises:
-            FormatError: one is missing, has another length than expected, or is another rank's or conversion's.
-            OSError: one cannot be opened as asked.
+            FormatError: a file is missing, has another length than expected, or is of another rank or conversion.
+            OSError: a file cannot be opened with this access.
         """
         self._stored = files
         self._files: list[ReadableFile] = []
@@ -36,7 +36,7 @@ class Sources:
                 opened = file.open(access)
                 self._files.append(opened)
                 self._cached.append(self._open_cached(file, opened) if access is Access.AUTO else None)
-                self._prove(len(self._files) - 1, file)
+                self._check_owner(len(self._files) - 1, file)
         except BaseException:
             self.close()
             raise
@@ -47,12 +47,12 @@ class Sources:
         return max((file.alignment for file in self._files), default=1)
 
     def pieces(self, file: int, offset: int, nbytes: int) -> Iterator[tuple[int, int, bool]]:
-        """(offset, nbytes, whether through the page cache) of the parts that a request is best cut into."""
+        """The parts to divide a request into, as (offset, nbytes, whether to read through the page cache)."""
         cached = self._cached[file]
         if cached is None:
             yield offset, nbytes, self._files[file].alignment == 1
             return
-        wanted = min(nbytes, cached.nbytes - offset)  # A request may go on behind the end of the file.
+        wanted = min(nbytes, cached.nbytes - offset)  # A request may end beyond the end of the file.
         is_cached = self._is_cached(cached, offset, wanted)
         if is_cached or not resident_nbytes(_fd(cached), offset, wanted):
             yield offset, nbytes, is_cached
@@ -67,28 +67,24 @@ class Sources:
         yield start, offset + nbytes - start, bool(through_cache)
 
     def _is_cached(self, file: ReadableFile, offset: int, nbytes: int) -> bool:
-        """Whether bytes are in the page cache, and so much behind them that the kernel does not start to read ahead.
+        """Whether bytes, and enough bytes after them to keep the kernel from reading ahead, are in the page cache.
 
-        Where it has read ahead before, it has left a mark; reading the marked page makes it look for the first page
-        that is missing not far behind, whatever posix_fadvise says (mm/readahead.c, page_cache_async_ra).
+        Earlier read-ahead has left a mark on a page. Reading that page makes the kernel read ahead from the next
+        missing page, whatever posix_fadvise says (mm/readahead.c, page_cache_async_ra).
         """
         reach = min(nbytes + self._read_ahead, file.nbytes - offset)
         return resident_nbytes(_fd(file), offset, reach) == reach
 
     def read(self, file: int, offset: int, view: memoryview) -> None:
-        """Fill `view` with the bytes at `offset`, as far as the file reaches.
+        """Fill `view` with the bytes at `offset`, up to the end of the file.
 
         Raises:
             FormatError: the file has become shorter.
             OSError: the read failed.
         """
         for start, nbytes, through_cache in self.pieces(file, offset, view.nbytes):
-            self.read_piece(file, start, view[start - offset : start - offset + nbytes], through_cache)
-
-    def read_piece(self, file: int, offset: int, view: memoryview, through_cache: bool) -> None:
-        """The same for one of the `pieces`."""
-        source = self._cached[file] if through_cache else None
-        (source or self._files[file]).read(offset, view)
+            source = self._cached[file] if through_cache else None
+            (source or self._files[file]).read(start, view[start - offset : start - offset + nbytes])
 
     def resident_nbytes(self, file: int, offset: int, nbytes: int) -> int | None:
         """How many of these bytes are in the page cache; None where the system does not tell."""
@@ -96,14 +92,14 @@ class Sources:
         return None if fd is None else resident_nbytes(fd, offset, nbytes)
 
     def fd(self, file: int) -> int:
-        """The descriptor of a file, which must have one."""
+        """The descriptor of a file, of a store that has descriptors."""
         return _fd(self._files[file])
 
-    def check_place(self, file: int) -> None:
-        """Refuse a file that is not at its path any more, where somebody else has just opened it, too.
+    def check_not_replaced(self, file: int) -> None:
+        """Check that the file is still at its path, after other code has opened that path, too.
 
         Raises:
-            FormatError: another file, or none, has taken its place.
+            FormatError: the file was replaced or removed.
         """
         stored = self._stored[file]
         assert stored.path is not None
@@ -120,8 +116,8 @@ class Sources:
             if file is not None:
                 file.close()
 
-    def _prove(self, number: int, file: StoredFile) -> None:
-        # By the very descriptor that is read: what is at a path may be replaced at any time.
+    def _check_owner(self, number: int, file: StoredFile) -> None:
+        # Read the header by the descriptor that is used for the load: the file at a path may be replaced at any time.
         owner = file.owner
         if owner is None:
             return

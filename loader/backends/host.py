@@ -1,4 +1,4 @@
-"""Backends that read into host memory with threads: `direct`, `buffered`, and `auto`, which is both."""
+"""Backends that read into host memory with threads: `direct`, `buffered`, and `auto`, which combines both."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class HostBackend:
-    """Threads that read straight to where bytes belong, and through bounce buffers what cannot be read so."""
+    """Threads that read directly into memory, and through bounce buffers where that is not possible."""
 
     access: Access
 
@@ -74,7 +74,7 @@ class HostBackend:
 
 
 def chunks_of(reads: Sequence[Read], alignment: int, budget: Budget) -> Iterator[Chunk]:
-    """The requests of threads that have a bounce buffer each."""
+    """The requests for threads that have one bounce buffer each."""
     return plan_chunks(
         reads,
         alignment,
@@ -86,14 +86,14 @@ def chunks_of(reads: Sequence[Read], alignment: int, budget: Budget) -> Iterator
 
 @dataclass(frozen=True, slots=True)
 class Copier:
-    """Brings chunks to where they belong."""
+    """Reads chunks into memory."""
 
     memory: Memory[memoryview]
     sources: Sources
     job: ReadJob
 
     def read(self, bounce: Buffer, chunk: Chunk) -> int:
-        """Read a chunk, perhaps through a buffer; the bytes that it brought."""
+        """Read a chunk, through the bounce buffer if needed, and return the number of bytes that it filled."""
         if chunk.arena_offset is not None:
             span = self.memory.span(chunk.arena_offset, chunk.extent.nbytes)
             self.sources.read(chunk.file, chunk.extent.offset, span)
@@ -117,7 +117,7 @@ def reserve(buffer: Buffer, nbytes: int) -> memoryview:
     """The first `nbytes` of a buffer.
 
     Raises:
-        MemoryError: it had to grow, and cannot.
+        MemoryError: the buffer cannot grow.
     """
     try:
         return buffer.reserve(nbytes)
@@ -132,19 +132,19 @@ class Buffers:
         self._made: list[Buffer] = []
 
     def make(self) -> Buffer:
-        """Another one; called by any thread."""
+        """A new buffer. Thread-safe."""
         buffer = Buffer()
         self._made.append(buffer)
         return buffer
 
     def discard(self) -> None:
-        """Free the memory of all now, whatever still refers to it; nobody may use it."""
+        """Free the memory of all buffers now. They must not be used afterwards."""
         while self._made:
             self._made.pop().discard()
 
 
 class ThreadedJob(Generic[State, Item]):
-    """Threads that deal with the items of a job, such as chunks, each thread with a state of its own."""
+    """Threads that work on the items of a job, such as chunks. Each thread has its own state."""
 
     def __init__(
         self,
@@ -155,10 +155,10 @@ class ThreadedJob(Generic[State, Item]):
         items: Sequence[Item],
         discard: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start them; `work` returns the bytes that it brought. Closes the sources in the end.
+        """Start the threads; `work` returns the number of bytes that it filled. The job closes `sources`.
 
         Args:
-            discard: frees the memory of all states, when the job was given up.
+            discard: frees the memory of all states; called when the job is cancelled.
         """
         self._discard = discard
         self.job = job
@@ -182,10 +182,10 @@ class ThreadedJob(Generic[State, Item]):
         self.settle()
 
     def finish(self) -> None:
-        """Called when all items are dealt with, while the files are open; may raise what makes the job fail."""
+        """Called when all items are done and the files are still open; an exception fails the job."""
 
     def settle(self) -> None:
-        """See `RunningJob.settle`: host memory is what everybody sees."""
+        """See `RunningJob.settle`: host memory needs nothing."""
 
     @property
     def current_stream(self) -> object:
@@ -200,14 +200,16 @@ class ThreadedJob(Generic[State, Item]):
 
 
 def factory(access: Access) -> Factory:
-    """See `choice.REGISTRY`: makes the backend that reads so."""
+    """See `choice.REGISTRY`: the factory of the backend with this access."""
 
     def offer(request: Request) -> Choice | Refusal:
         then = "" if request.kind == "cpu" else f"{{}} copied to {request.device} in one piece"
         if access is Access.DIRECT and (refused := request.refusal_without_descriptors("direct")):
             return refused
         if access is Access.AUTO:
-            how = "threads read directly where the file system takes it, and from the page cache what is there"
+            how = (
+                "threads read from the page cache what it holds, and all else directly where the file system allows it"
+            )
             return Choice(HostBackend(access), request.reason(how + then.format("; then")))
         how = "read past the page cache" if access is Access.DIRECT else "read through the page cache"
         return Choice(HostBackend(access), request.reason(how + then.format(", then")))

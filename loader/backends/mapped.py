@@ -1,4 +1,4 @@
-"""The `mapped` backend: the page cache's own pages as the arena, read when they are first touched."""
+"""The `mapped` backend: the arena consists of mapped pages of the files, read when they are first used."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     import torch
 
 _FLAGS = mmap.MAP_PRIVATE | MAP_FIXED
-"""In place of the arena's own pages. Private: who writes to a tensor gets a copy of the page."""
+"""Replace the arena's own pages. Private: a write to a tensor copies the page."""
 
 _STRETCH_NBYTES = 2**20
-"""What is looked at is read in pieces that a processor's cache holds."""
+"""Bytes to hash are read in pieces that fit a processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class MappedBackend:
-    """Maps whole pages of the files over the arena, where both lie alike, and copies the rest.
+    """Maps whole pages of the files over the arena, where offset and address are congruent, and copies the rest.
 
-    A tensor costs nothing until it is used. As with every mapping, the process is killed (SIGBUS) that then touches
-    what a drive cannot read, or what was cut off a file.
+    A tensor costs nothing until it is used. As with every mapping, using a page that the drive cannot read, or that was
+    truncated, kills the process (SIGBUS).
     """
 
     name: ClassVar[str] = "mapped"
@@ -53,11 +53,11 @@ class MappedBackend:
         return self.name
 
     def chunks(self, reads: Sequence[Read], alignment: int, budget: Budget) -> list[Chunk]:
-        """See `Backend.chunks`: what is mapped is not requested."""
+        """See `Backend.chunks`: mapped pages need no requests."""
         return []
 
     def allocate(self, nbytes: int) -> HostArena:
-        """See `Backend.allocate`: pages of the files take the place of the arena's own."""
+        """See `Backend.allocate`: pages of the files replace the arena's own."""
         return allocate(nbytes)
 
     def pool(self, nbytes: int) -> FreshArenas[memoryview]:
@@ -66,7 +66,7 @@ class MappedBackend:
 
     def wrap(self, tensors: Sequence[torch.Tensor]) -> Refusal:
         """See `Backend.wrap`."""
-        return Refusal("backend 'mapped' makes the memory of its tensors itself: it cannot fill given ones")
+        return Refusal("backend 'mapped' maps new memory: it cannot fill given tensors")
 
     def start(self, memory: Memory[memoryview], job: ReadJob) -> RunningJob:
         """See `Backend.start`."""
@@ -81,13 +81,13 @@ class MappedBackend:
 
 @dataclass(frozen=True, slots=True)
 class _Check:
-    """Bytes that are mapped, to be read for their digests; by the mapping, what cannot be read kills the process."""
+    """Mapped bytes to hash. They are read from the file: a read error in the mapping would kill the process."""
 
     read: Read
 
 
 class _MappedJob(ThreadedJob[Buffer, "Chunk | _Check"]):
-    """Copies what cannot be mapped, and looks at the rest if digests are to be checked."""
+    """Copies bytes that cannot be mapped, and hashes the mapped ones if digests are checked."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class _MappedJob(ThreadedJob[Buffer, "Chunk | _Check"]):
         work: Sequence[Chunk | _Check],
         mapped: Sequence[Transfer],
     ) -> None:
-        """Start `work`, in which what is checked of a tensor is in order; nothing is left to do for `mapped`."""
+        """Start `work`, in which the bytes of each tensor are in order; `mapped` bytes need no work."""
         self._copier = Copier(memory, sources, job)
         self._mapped = mapped
         buffers = Buffers()
@@ -105,16 +105,19 @@ class _MappedJob(ThreadedJob[Buffer, "Chunk | _Check"]):
 
     def join(self, on_progress: Callable[[int], None] | None = None) -> None:
         """See `RunningJob.join`."""
-        there = sum(one.nbytes for one in self._mapped)
-        super().join(None if on_progress is None else lambda done: on_progress(there + done))
+        mapped = sum(one.nbytes for one in self._mapped)
+        super().join(None if on_progress is None else lambda done: on_progress(mapped + done))
 
     def finish(self) -> None:
-        """See `ThreadedJob.finish`: a file that was cut off meanwhile would kill the process that uses it."""
+        """See `ThreadedJob.finish`: using pages of a file that was truncated meanwhile would kill the process."""
         for number, file in enumerate(self.job.files):
             length = os.fstat(self.sources.fd(number)).st_size
             if length < file.nbytes:
                 raise FormatError(
-                    f"ends at byte {length}, expected {file.nbytes} bytes", path=file.where, code="truncated"
+                    f"ends at byte {length}, expected {file.nbytes} bytes",
+                    path=file.where,
+                    offset=length,
+                    code="truncated",
                 )
         for one in self._mapped:
             self.job.tell(one.target, one.nbytes)
@@ -134,7 +137,7 @@ class _MappedJob(ThreadedJob[Buffer, "Chunk | _Check"]):
 def _items(
     memory: Memory[memoryview], sources: Sources, job: ReadJob, mapped: list[Transfer]
 ) -> Iterator[Chunk | _Check]:
-    """Map what can be mapped, and put it into `mapped`; what is left to do, in the order of the reads."""
+    """Map what can be mapped, append it to `mapped`, and yield the remaining work in the order of the reads."""
     copied: list[Read] = []
     for part, is_mapped in (found for read in job.reads for found in _map(memory, sources, read)):
         if not is_mapped:
@@ -153,14 +156,14 @@ def _items(
 def offer(request: Request) -> Choice | Refusal:
     """See `choice.REGISTRY`."""
     if request.kind != "cpu":
-        return Refusal(f"backend 'mapped' has tensors in host memory, not on {str(request.device)!r}")
+        return Refusal(f"backend 'mapped' loads to the CPU, not to {str(request.device)!r}")
     if refused := request.refusal_without_descriptors("mapped"):
         return refused
     return Choice(MappedBackend(), request.reason("pages of the files are read when a tensor is first used"))
 
 
 def _map(memory: Memory[memoryview], sources: Sources, read: Read) -> Iterator[tuple[Read, bool]]:
-    """Map what can be mapped of a read; its parts in order, and whether each is mapped now."""
+    """Map what can be mapped of a read, and yield its parts in order, with whether each is mapped."""
     one = read.transfer
     shift = one.target - one.source
     low, high = align_up(one.source, mmap.PAGESIZE), align_down(one.source_end, mmap.PAGESIZE)

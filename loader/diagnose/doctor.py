@@ -1,4 +1,4 @@
-"""`relayout doctor`: what loading from a folder would be like here, rank by rank, and the machine's part in it."""
+"""`relayout doctor`: explains the load of each rank on this machine, and describes the machine."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from relayout.storage.stores import find_store
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What a person wants to know before loading."""
+    """What loading a checkpoint would do on this machine."""
 
     path: str
     is_converted: bool
     num_cpus: int
     local_world_size: int
-    """Ranks of this node, among which budgets are divided."""
+    """Ranks of this node, which divide the budgets."""
     torch: str | None
     """Its version; None if it is not installed."""
     gpus: tuple[str, ...]
@@ -40,7 +40,7 @@ def diagnose(
     Args:
         path: a folder that `relayout convert` wrote, or a plain checkpoint.
         rank: from 0; None: all.
-        device: where tensors shall lie; None: a CUDA device if there is one, else the CPU.
+        device: the torch device of the tensors; None: a CUDA device if there is one, else the CPU.
         tp: the tensor-parallel degree to load at; None: that of the conversion, 1 for a plain checkpoint.
 
     Raises:
@@ -53,7 +53,7 @@ def diagnose(
     converted = is_converted(store)
     if tp is None:
         tp = read_manifest(store).num_ranks if converted else 1
-    # Of a degree that is impossible, the first explanation says so.
+    # `explain` refuses a degree below 1.
     ranks = range(max(1, integer(tp, "tp"))) if rank is None else [rank]
     return Diagnosis(
         path=str(path),

@@ -1,4 +1,4 @@
-"""`explain`: which way a load would take here, and why."""
+"""`explain`: which backend a load would use here, and why."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
-    """One file that a load would read."""
+    """A file that a load would read."""
 
     name: str
     nbytes: int
@@ -49,19 +49,18 @@ class Explanation:
     rank: int
     device: str
     backend: str
-    """The one that would run."""
+    """The one that would be used."""
     reason: str
     gds: str | None
-    """The way that GPUDirect Storage would really take, "GDS" or "P2PDMA"; None: it is not available, or of
-    no use for this device."""
+    """The way that GPUDirect Storage would really take, "GDS" or "P2PDMA"; None without it."""
     nbytes: int
     """Bytes of the tensors."""
     read_nbytes: int
-    """Bytes that would be requested; "mapped" requests none, its pages are read when they are used."""
-    straight_nbytes: int
-    """Bytes of the tensors that come whole blocks at a time to where they belong, through no buffer."""
+    """Bytes that would be requested; 0 for "mapped", whose pages are read when they are used."""
+    zero_copy_nbytes: int
+    """Bytes of the tensors that are read into place, without a bounce buffer."""
     resident_nbytes: int
-    """Bytes of the requests that would come from the page cache; of "mapped", bytes of the tensors that are in it."""
+    """Requested bytes that are in the page cache; for "mapped", bytes of the tensors that are in it."""
     num_requests: int
     threads: int
     """Requests in flight."""
@@ -84,13 +83,13 @@ def explain(
     memory: int | str | None = None,
     tp: int | None = None,
 ) -> Explanation:
-    """Tell what `load` with these arguments would do now, and why; nothing is loaded. Several threads may ask at once.
+    """Tell what `load` with these arguments would do now, and why, without loading anything. Thread-safe.
 
     Args:
         path, rank, device, backend, threads, memory, tp: as for `load`.
 
     Raises:
-        FormatError, PlanError, OSError: as `load`, as far as it is known before the first byte is read.
+        FormatError, PlanError, OSError: as `load`, for errors that occur before the first byte is read.
     """
     with error_hints():
         options = options_of(device, backend, threads=threads, memory=memory)
@@ -107,7 +106,7 @@ def explain(
         gds=choice.gds,
         nbytes=plan.nbytes,
         read_nbytes=found.requested_nbytes,
-        straight_nbytes=found.straight_nbytes if choice.backend.is_zero_copy else 0,
+        zero_copy_nbytes=found.zero_copy_nbytes if choice.backend.is_zero_copy else 0,
         resident_nbytes=found.resident_nbytes,
         num_requests=found.num_requests,
         threads=budget.threads,
@@ -118,19 +117,19 @@ def explain(
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What a backend would request, and of what."""
+    """The files, and what a backend would request of them."""
 
     files: tuple[FileFacts, ...]
     num_requests: int
     requested_nbytes: int
-    straight_nbytes: int
-    """Bytes that come whole blocks at a time to where they belong."""
+    zero_copy_nbytes: int
+    """See `Explanation.zero_copy_nbytes`."""
     resident_nbytes: int
     """See `Explanation.resident_nbytes`."""
 
 
 def _look(plan: ArenaPlan, backend: Backend[Any], budget: Budget) -> _Found:
-    # Nothing is read, not even headers: what is in the page cache shall stay as it is found.
+    # Read nothing, not even headers: that would change what is in the page cache.
     sources = Sources([replace(file, owner=None) for file in plan.files], backend.access)
     try:
         chunks = backend.chunks(plan.reads, sources.alignment, budget)
@@ -163,11 +162,11 @@ def _filesystem(file: StoredFile) -> Filesystem:
 
 
 def _refuses_direct(file: StoredFile) -> str | None:
-    return "a store without descriptors" if file.path is None else refuses_direct(file.path)
+    return "the store has no descriptors" if file.path is None else refuses_direct(file.path)
 
 
 def _resident(sources: Sources, chunks: Sequence[Chunk]) -> int:
-    """Bytes of requests that would come from the page cache."""
+    """Requested bytes that would come from the page cache."""
     return sum(
         sources.resident_nbytes(chunk.file, offset, nbytes) or 0
         for chunk in chunks
@@ -177,17 +176,17 @@ def _resident(sources: Sources, chunks: Sequence[Chunk]) -> int:
 
 
 def _resident_of_tensors(sources: Sources, reads: Sequence[Read]) -> int:
-    """Bytes of tensors that are in the page cache; what lies between the pieces of a read may count for them."""
+    """Bytes of tensors that are in the page cache. Of a strided read, bytes in its gaps may be counted."""
     total = 0
     for read in reads:
         one = read.transfer
-        there = sources.resident_nbytes(read.file, one.source, one.source_end - one.source) or 0
-        total += min(there, one.total_nbytes)
+        cached = sources.resident_nbytes(read.file, one.source, one.source_end - one.source) or 0
+        total += min(cached, one.total_nbytes)
     return total
 
 
 def _ways(found: _Found) -> list[Access]:
-    """How requests would go that are made directly wherever that is better."""
+    """How the requests of backend "auto" would be made."""
     resident, files = found.resident_nbytes, found.files
     if resident > found.requested_nbytes - BLOCK * (len(files) + 1) or any(one.refuses_direct for one in files):
         return [Access.BUFFERED]
@@ -195,7 +194,7 @@ def _ways(found: _Found) -> list[Access]:
 
 
 def _basis(found: _Found, is_lazy: bool, total: int) -> str:
-    """What the choice is based on."""
+    """The facts that the choice is based on."""
     percent = f"{100 * found.resident_nbytes / max(1, total):.0f} %"
     if is_lazy:
         kinds = " and ".join(sorted({file.filesystem.kind for file in found.files}))

@@ -1,4 +1,4 @@
-"""Tells, with an error of the system, what to do about it."""
+"""Adds to errors of the system what to do about them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NO_ANSWER = {errno.ENOTCONN, errno.ETIMEDOUT, getattr(errno, "EREMOTEIO", errno
 
 @contextmanager
 def error_hints() -> Iterator[None]:
-    """Let an error of the system say what to do about it, where there is something to do."""
+    """Add a hint to errors of the system that have one."""
     try:
         yield
     except Exception as error:
@@ -28,7 +28,7 @@ def error_hints() -> Iterator[None]:
 
 def _with_hint(error: Exception) -> Exception | None:
     if isinstance(error, MemoryError) and not str(error):
-        return MemoryError(f"no memory is left for what a load takes beside tensors and buffers{_limit()}")
+        return MemoryError(f"no memory is left for a load's own objects, beside tensors and buffers{_limit()}")
     if not isinstance(error, OSError):
         return None
     hint = _hint(error.errno)
@@ -44,9 +44,9 @@ def _hint(code: int | None) -> str | None:
         case errno.ENFILE:
             return "the system has too many files open: see fs.file-max"
         case errno.EACCES | errno.EPERM:
-            return f"look at the permissions of file and folders (user {os.geteuid()})"
+            return f"check the permissions of file and folders (user {os.geteuid()})"
         case errno.EIO:
-            return "the drive or file system failed: see dmesg, then restore the file and check with relayout verify"
+            return "the drive or file system failed: see dmesg, then restore the file and run relayout verify"
         case errno.ESTALE:
             return "the network file system has replaced the file: mount it again, or load again"
         case errno.ENOMEM:

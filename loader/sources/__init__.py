@@ -1,1 +1,1 @@
-"""Which reads bring a rank: as stored, at another degree, or sliced out of a plain checkpoint. Imports `checkpoint`."""
+"""Which reads load a rank: as stored, at another degree, or sliced from a plain checkpoint. Start at `checkpoint`."""

@@ -1,4 +1,4 @@
-"""What a load reads from: one rank of a converted checkpoint, put together anew perhaps, or of a plain one."""
+"""The source of a load: one rank of a converted checkpoint, as stored or at another degree, or of a plain one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from relayout.storage.stores import find_store
 
 
 class RankSource(Protocol):
-    """One rank of a checkpoint, however that is stored."""
+    """One rank of a checkpoint."""
 
     @property
     def store(self) -> Store:
@@ -37,22 +37,22 @@ class RankSource(Protocol):
 
     @property
     def no_digests(self) -> str | None:
-        """Why there is nothing to verify its tensors by; None: there is."""
+        """Why its tensors have no digests to verify, for a message; None if they have."""
 
     @property
-    def detour(self) -> str | None:
-        """What makes loading slow, and how to make it fast, for a person; None: nothing does."""
+    def slow_because(self) -> str | None:
+        """Why loading is slow, and how to make it fast, for a person; None if it is fast."""
 
     @property
     def is_as_stored(self) -> bool:
-        """Whether every tensor lies in a file as it shall be in memory."""
+        """Whether the bytes of every tensor are contiguous in a file."""
 
     def contents(self, patterns: Sequence[str] | None) -> Contents:
         """The tensors whose names match, all if `patterns` is None.
 
         Raises:
-            FormatError: what tells where they are, or the checkpoint, is damaged.
-            PlanError: it cannot be cut so, there is no plan for it, or a pattern matches nothing.
+            FormatError: the manifest's other files, or the plain checkpoint, are damaged.
+            PlanError: the model cannot be cut at this degree, has no plan, or a pattern matches nothing.
         """
 
     def arena(self, patterns: Sequence[str] | None) -> ArenaPlan:
@@ -73,10 +73,10 @@ class ConvertedRank:
     manifest: Manifest
     rank: int
     table: Callable[[], RankTable]
-    """The rank's table, which is read once. FormatError: it is damaged, or of another rank or conversion."""
+    """Reads the rank's table, once. FormatError: it is damaged, or of another rank or conversion."""
 
     no_digests = None
-    detour = None
+    slow_because = None
     is_as_stored = True
 
     @property
@@ -94,7 +94,7 @@ class ConvertedRank:
         return _selected(contents_of(self.files, self.table()), patterns)
 
     def arena(self, patterns: Sequence[str] | None) -> ArenaPlan:
-        """See `RankSource.arena`: where all of a rank goes is in the manifest, without the table."""
+        """See `RankSource.arena`: the manifest has the reads of a whole rank, so that the table is not needed yet."""
         entry, files = self.manifest.ranks[self.rank], self.files
         table = None if patterns is None else self.table()
         if table is not None and patterns is not None:
@@ -121,7 +121,7 @@ class ConvertedRank:
         return Columns(table.names, table.dtypes, table.source_shapes, table.slices)
 
     def _metadata(self) -> Mapping[str, str] | None:
-        # No load needs this.
+        # Imported here, as no load needs it.
         from relayout.checkpoint.source import read_shard
 
         return read_shard(self.store, self.files[0].name)[1].metadata
@@ -129,27 +129,27 @@ class ConvertedRank:
 
 @dataclass(frozen=True, slots=True)
 class ReshardedRank:
-    """One rank of another number of ranks than a folder was converted for."""
+    """One rank of a converted folder, at another degree than that of the conversion."""
 
     store: Store
     manifest: Manifest
     rank: int
     num_ranks: int
 
-    detour = None
+    slow_because = None
     is_as_stored = False
 
     @property
     def no_digests(self) -> str:
         """See `RankSource.no_digests`."""
         return (
-            f"{self.store}: nothing to verify by at tp={self.num_ranks}: digests are of the slices of"
+            f"nothing to verify by at tp={self.num_ranks}: digests are of the slices of"
             f" {self.manifest.num_ranks} ranks; `relayout verify` checks them"
         )
 
     def contents(self, patterns: Sequence[str] | None) -> Contents:
         """See `RankSource.contents`."""
-        # The planner is needed for this only.
+        # Imported here: only this needs the planner.
         from relayout.loader.sources.resharded import resharded_contents
 
         return _selected(resharded_contents(self.store, self.manifest, self.rank, self.num_ranks), patterns)
@@ -171,7 +171,7 @@ class ReshardedRank:
 
 @dataclass(frozen=True, slots=True)
 class PlainRank:
-    """One rank of a checkpoint as it was published."""
+    """One rank of a checkpoint that was not converted."""
 
     store: Store
     rank: int
@@ -182,11 +182,11 @@ class PlainRank:
     @property
     def no_digests(self) -> str:
         """See `RankSource.no_digests`."""
-        return f"{self.store}: nothing to verify by: only converted checkpoints have digests"
+        return "nothing to verify by: only converted checkpoints have digests"
 
     @property
-    def detour(self) -> str | None:
-        """See `RankSource.detour`."""
+    def slow_because(self) -> str | None:
+        """See `RankSource.slow_because`."""
         if self.num_ranks == 1:
             return None
         return (
@@ -196,7 +196,7 @@ class PlainRank:
 
     def contents(self, patterns: Sequence[str] | None) -> Contents:
         """See `RankSource.contents`."""
-        # The planner is needed for this only.
+        # Imported here: only this needs the planner.
         from relayout.loader.sources.plain import plain_contents
 
         return _selected(plain_contents(self.store, self.rank, self.num_ranks), patterns)
@@ -217,11 +217,12 @@ class PlainRank:
 
 
 def find_rank(path: str | os.PathLike[str], rank: int, tp: int | None) -> RankSource:
-    """The rank, of what is at a path or URL.
+    """The rank of the checkpoint at a path or URL.
 
     Raises:
         FormatError: relayout.json is damaged.
-        PlanError: there is nothing, the rank does not exist, `tp` is missing, or one of them is no integer.
+        PlanError: the path or the rank does not exist; `tp` is needed for a plain checkpoint; or `rank` or `tp` is not
+            an integer.
     """
     rank = integer(rank, "rank")
     if tp is not None:
@@ -241,18 +242,18 @@ def find_rank(path: str | os.PathLike[str], rank: int, tp: int | None) -> RankSo
         raise PlanError(
             f"not converted ({MANIFEST_NAME} is missing); say tp=N to slice it while loading",
             path=str(store),
-            code="missing",
+            code="option",
         )
     check_rank(rank, tp)
     return PlainRank(store, rank, tp)
 
 
 def find_whole(path: str | os.PathLike[str]) -> Pieces:
-    """The whole tensors of a converted checkpoint, put together from all ranks.
+    """The whole tensors of a converted checkpoint, assembled from all ranks.
 
     Raises:
-        FormatError: the sidecar is damaged.
-        PlanError: there is nothing, or `path` was not converted.
+        FormatError: the manifest or the source record is damaged.
+        PlanError: `path` does not exist, or was not converted.
     """
     store = find_store(path)
     if store.kind() is Kind.NOTHING:

@@ -1,4 +1,4 @@
-"""What a rank holds, in columns: the tensors, and the reads that bring each of them."""
+"""The tensors of a rank, in columns, and the reads that fill each of them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from relayout.storage.protocols import LOCAL_COST, Access, ReadableFile, Request
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file that bytes come from."""
+    """A file to read from."""
 
     folder: Store
     name: str
     nbytes: int
-    """The length that it must have."""
+    """Its expected length."""
     owner: Owner | None = None
-    """Whose it must be, where its header tells."""
+    """The rank that it must belong to; None if its header does not say."""
     version: str | None = None
-    """The version that it must have, where its header was read before."""
+    """Its expected version, if its header has been read."""
 
     @property
     def where(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return self.folder.where(self.name)
 
     @property
@@ -39,23 +39,23 @@ class StoredFile:
         return self.folder.path(self.name)
 
     def open(self, access: Access) -> ReadableFile:
-        """Open it; errors as of `Store.open`."""
+        """Open it; for errors see `Store.open`."""
         return self.folder.open(self.name, self.nbytes, access=access, version=self.version)
 
 
 def cost_of(files: Sequence[StoredFile]) -> RequestCost:
-    """What requests for files of one store should look like."""
+    """The cost of requests for files, which are all of one store."""
     return files[0].folder.cost if files else LOCAL_COST
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """What a rank file is."""
+    """The identity of a rank file."""
 
     number: int
-    """In the manifest."""
+    """Its number in the manifest."""
     prefix: bytes
-    """What follows the length of its header."""
+    """The first bytes of its header, after the length field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Contents:
     shapes: Sequence[tuple[int, ...]]
     """Of the slices, in elements."""
     reads: Sequence[tuple[Read, ...]]
-    """Targets are relative to the tensor's first byte; none for an empty tensor."""
+    """Targets are relative to the tensor's first byte; an empty tensor has no reads."""
     digests: Sequence[str] | None
     """Of the stored bytes; None for a plain checkpoint, which has none."""
 
@@ -77,7 +77,7 @@ class Contents:
         return [sum(one.transfer.total_nbytes for one in reads) for reads in self.reads]
 
     def rows(self, rows: Sequence[int]) -> Contents:
-        """Some of the tensors, and the files that they need."""
+        """Some of the tensors, and only the files that they need."""
         reads = [self.reads[row] for row in rows]
         needed = sorted({one.file for tensor in reads for one in tensor})
         number = {file: position for position, file in enumerate(needed)}
@@ -92,24 +92,24 @@ class Contents:
 
 
 def rank_files(folder: Store, manifest: Manifest, rank: int) -> tuple[StoredFile, ...]:
-    """The files of a rank, looked at.
+    """The files of a rank, after a check of their lengths.
 
     Raises:
-        FormatError: one is missing, no file of the folder, or has another length than the manifest says.
-        OSError: one cannot be looked at.
+        FormatError: one is missing, leads out of the folder, or has another length than the manifest says.
+        OSError: `stat` failed.
     """
     files = files_of(folder, manifest, manifest.ranks[rank].files)
     for file in files:
         status = folder.stat(file.name)
         if status is None:
             raise FormatError("is missing", path=file.where, code="missing")
-        if status.nbytes != file.nbytes:  # Before memory is taken: an arena is no larger than its files.
+        if status.nbytes != file.nbytes:  # Before memory is reserved: an arena is not larger than its files.
             raise FormatError(f"{status.nbytes} bytes long, expected {file.nbytes}", path=file.where, code="mismatch")
     return files
 
 
 def files_of(folder: Store, manifest: Manifest, numbers: Iterable[int]) -> tuple[StoredFile, ...]:
-    """Files by their numbers, as the manifest has them; not looked at."""
+    """Files by their numbers, as the manifest lists them, not checked."""
     files = ((number, manifest.files[number]) for number in numbers)
     return tuple(
         StoredFile(folder, file.name, file.nbytes, Owner(number, header_prefix(number, manifest.conversion)))
@@ -118,7 +118,7 @@ def files_of(folder: Store, manifest: Manifest, numbers: Iterable[int]) -> tuple
 
 
 def contents_of(files: tuple[StoredFile, ...], table: RankTable) -> Contents:
-    """All of a rank of a converted checkpoint, which lies in `files`."""
+    """All tensors of a rank of a converted checkpoint, stored in `files`."""
     reads = []
     for dtype, shape, file, offset in zip(table.dtypes, table.shapes, table.files, table.offsets, strict=True):
         nbytes = num_bytes(dtype, shape)
@@ -128,10 +128,10 @@ def contents_of(files: tuple[StoredFile, ...], table: RankTable) -> Contents:
 
 
 def select(names: Sequence[str], patterns: Sequence[str]) -> list[int]:
-    """The rows of the names that match one of the patterns or more (see `core.patterns`), or are one.
+    """The rows of the names that match, or equal, at least one of the patterns (see `core.patterns`).
 
     Raises:
-        PlanError: a pattern is invalid, or matches no name, which is a mistake rather than a wish.
+        PlanError: a pattern is invalid, or matches no name.
     """
     row_of = {name: row for row, name in enumerate(names)}
     wanted: set[int] = set()
@@ -146,7 +146,8 @@ def select(names: Sequence[str], patterns: Sequence[str]) -> list[int]:
             raise PlanError(
                 f"names: invalid pattern {pattern!r}: {reason}"
                 if reason
-                else f"names: no tensor matches {pattern!r} (there are {len(names)}){hint}"
+                else f"names: no tensor matches {pattern!r} (there are {len(names)}){hint}",
+                code="option",
             )
         wanted.update(found)
     return sorted(wanted)

@@ -1,4 +1,4 @@
-"""Tensors of which any part can be read: as a rank stores them, put together from several, or of a plain checkpoint."""
+"""Tensors of which any part can be read: stored in one file, or assembled from the slices of several ranks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from relayout.loader.sources.reshard import Holder, gather
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """What tensors are, in columns of equal length, in the order of the source's files."""
+    """Names, dtypes, shapes and parts of tensors, in columns of equal length, in the order of the source's files."""
 
     names: Sequence[str]
     dtypes: Sequence[str]
     whole_shapes: Sequence[tuple[int, ...]]
     """Of the whole tensors, in elements."""
     parts: Sequence[Slice]
-    """Of them, what is shown here."""
+    """The slice of each that is shown."""
 
     def rows(self, rows: Sequence[int]) -> Columns:
         """Some of the tensors."""
@@ -32,33 +32,33 @@ class Columns:
         )
 
     def shape(self, row: int) -> tuple[int, ...]:
-        """Of what is shown of a tensor, in elements."""
+        """Shape of the slice of a tensor that is shown, in elements."""
         return self.parts[row].shape(tuple(self.whole_shapes[row]))
 
 
 class Pieces(Protocol):
-    """Tensors of which any part can be read; by any number of threads at once."""
+    """Tensors of which any part can be read. Thread-safe."""
 
     @property
     def columns(self) -> Columns:
-        """What they are."""
+        """The tensors."""
 
     def axis(self, row: int) -> int:
-        """The axis along which reading a part of a tensor asks for less; axis 0 does so always."""
+        """The axis along which a part of a tensor can be read alone, besides axis 0."""
 
     def piece(self, row: int, wanted: Slice, rows: Range | None, shape: tuple[int, ...]) -> Contents:
-        """A piece of one tensor: a slice of the whole along `axis`, and of that some rows (see `gather`).
+        """A piece of one tensor: a slice of the whole along `axis`, restricted to some rows (see `gather`).
 
         Args:
             shape: of the piece.
 
         Raises:
-            FormatError: what tells where it is, is damaged.
-            PlanError: it cannot be put together.
+            FormatError: a rank table is damaged.
+            PlanError: the ranks do not hold all of the piece.
         """
 
     def metadata(self) -> Mapping[str, str] | None:
-        """The entries of `__metadata__` on which the files agree; None if there are none.
+        """The entries of `__metadata__` that all files share; None if there are none.
 
         Raises:
             FormatError: a header is damaged.
@@ -66,19 +66,19 @@ class Pieces(Protocol):
 
 
 def agreed(entries: Sequence[Mapping[str, str] | None]) -> dict[str, str] | None:
-    """What all the `__metadata__` of several files say; None if that is nothing."""
+    """The entries that the `__metadata__` of all files share; None if there are none."""
     first, *others = [{} if one is None else one for one in entries] or [{}]
     return {key: text for key, text in first.items() if all(one.get(key) == text for one in others)} or None
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPieces:
-    """Tensors each of which lies in one file: those of a rank as stored, or of a plain checkpoint."""
+    """Tensors that are each stored in one file: those of a rank as stored, or of a plain checkpoint."""
 
     columns: Columns
     files: tuple[StoredFile, ...]
     holders: Sequence[Holder]
-    """Where each tensor lies, and what of it is there."""
+    """Where each tensor is stored, and which slice of it."""
     read_metadata: Callable[[], Mapping[str, str] | None]
 
     def axis(self, row: int) -> int:

@@ -1,10 +1,10 @@
-"""Slices a plain checkpoint while it is loaded: right, but slower than loading a converted one."""
+"""Slices a plain checkpoint while it is loaded, which is slower than loading a converted one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from relayout.checkpoint.source import Catalogue, SourceTensor, read_catalogue
+from relayout.checkpoint.source import SourceCheckpoint, SourceTensor, read_source
 from relayout.core.slices import WHOLE, Cut
 from relayout.format.index import Read
 from relayout.loader.sources.contents import Contents, StoredFile, select
@@ -14,24 +14,24 @@ from relayout.plans.planner import plan_for
 from relayout.storage.protocols import Store
 
 
-def _held(source: Store, rank: int, num_ranks: int) -> tuple[Catalogue, list[tuple[SourceTensor, Cut]]]:
-    """A checkpoint, and what `rank` holds of it, with the cut, by the built-in plan for its model type."""
-    catalogue = read_catalogue(source)
-    plan = plan_for(catalogue, num_ranks)
+def _held(source: Store, rank: int, num_ranks: int) -> tuple[SourceCheckpoint, list[tuple[SourceTensor, Cut]]]:
+    """A checkpoint, and the tensors that `rank` holds with their cuts, by the built-in plan for its model type."""
+    checkpoint = read_source(source)
+    plan = plan_for(checkpoint, num_ranks)
     cuts = [plan.cuts[cut] for cut in plan.cut_of]
-    return catalogue, [
-        (tensor, cut) for tensor, cut in zip(catalogue.tensors, cuts, strict=True) if cut.slices[rank].is_held
+    return checkpoint, [
+        (tensor, cut) for tensor, cut in zip(checkpoint.tensors, cuts, strict=True) if cut.slices[rank].is_held
     ]
 
 
 def plain_contents(source: Store, rank: int, num_ranks: int) -> Contents:
-    """What `rank` holds, by the built-in plan for the checkpoint's model type.
+    """The tensors that `rank` holds, by the built-in plan for the checkpoint's model type.
 
     Raises:
         FormatError: the checkpoint is damaged.
         PlanError: there is no plan for it, or it cannot be cut at this degree.
     """
-    catalogue, tensors = _held(source, rank, num_ranks)
+    checkpoint, tensors = _held(source, rank, num_ranks)
     held = [(tensor, cut.tensor(tensor.dtype, tensor.shape)) for tensor, cut in tensors]
     reads: Sequence[tuple[Read, ...]] = [
         tuple(
@@ -40,7 +40,7 @@ def plain_contents(source: Store, rank: int, num_ranks: int) -> Contents:
         for tensor, part in held
     ]
     return Contents(
-        files=_files(catalogue),
+        files=_files(checkpoint),
         names=[tensor.name for tensor, _ in held],
         dtypes=[tensor.dtype for tensor, _ in held],
         shapes=[part.rank_shape(rank) for _, part in held],
@@ -49,17 +49,17 @@ def plain_contents(source: Store, rank: int, num_ranks: int) -> Contents:
     )
 
 
-def _files(catalogue: Catalogue) -> tuple[StoredFile, ...]:
-    return tuple(StoredFile(catalogue.folder, file.name, file.nbytes, version=file.version) for file in catalogue.files)
+def _files(source: SourceCheckpoint) -> tuple[StoredFile, ...]:
+    return tuple(StoredFile(source.folder, file.name, file.nbytes, version=file.version) for file in source.files)
 
 
 def plain_pieces(source: Store, rank: int, num_ranks: int, patterns: Sequence[str] | None) -> StoredPieces:
-    """The same, to be read in parts: of tensors whose names match, all if `patterns` is None; for errors see there.
+    """The same tensors, readable in part: those whose names match, all if `patterns` is None.
 
     Raises:
-        PlanError: a pattern matches nothing, too.
+        FormatError, PlanError: as `plain_contents`; or a pattern matches nothing.
     """
-    catalogue, held = _held(source, rank, num_ranks)
+    checkpoint, held = _held(source, rank, num_ranks)
     if patterns is not None:
         held = [held[row] for row in select([tensor.name for tensor, _ in held], patterns)]
     return StoredPieces(
@@ -69,7 +69,7 @@ def plain_pieces(source: Store, rank: int, num_ranks: int, patterns: Sequence[st
             [tensor.shape for tensor, _ in held],
             [cut.slices[rank] for _, cut in held],
         ),
-        _files(catalogue),
+        _files(checkpoint),
         [Holder(WHOLE, tensor.file, tensor.extent.offset) for tensor, _ in held],
-        lambda: catalogue.metadata or None,
+        lambda: checkpoint.metadata or None,
     )

@@ -1,4 +1,4 @@
-"""A converted checkpoint, loaded for another number of ranks than it was converted for. Needs the planner."""
+"""Loads a converted checkpoint at another degree than that of the conversion. Imports the planner."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from relayout.checkpoint.config import read_config
 from relayout.checkpoint.converted import check_rank, read_record, read_table
-from relayout.checkpoint.source import Catalogue, SourceTensor
+from relayout.checkpoint.source import SourceCheckpoint, SourceTensor
 from relayout.core.dtypes import num_bytes
 from relayout.core.extents import Extent
 from relayout.core.forks import remake_in_child
@@ -25,11 +25,12 @@ from relayout.storage.protocols import Store
 
 
 def resharded_contents(folder: Store, manifest: Manifest, rank: int, num_ranks: int) -> Contents:
-    """What `rank` of `num_ranks` would hold if the source were converted for so many, by the same rules.
+    """The tensors that `rank` would hold if the source were converted at degree `num_ranks` by the same rules.
 
     Raises:
-        FormatError: the sidecar is damaged.
-        PlanError: there is no such rank, the model cannot be cut so, or the rules are not at hand any more.
+        FormatError: the source record or a rank table is damaged.
+        PlanError: the rank does not exist, the model cannot be cut at this degree, or this relayout has other rules for
+            the model than those of the conversion.
     """
     record = read_record(folder, manifest)
     first = rank * manifest.num_ranks // num_ranks
@@ -39,10 +40,10 @@ def resharded_contents(folder: Store, manifest: Manifest, rank: int, num_ranks: 
 def resharded_pieces(
     folder: Store, manifest: Manifest, rank: int, num_ranks: int, patterns: Sequence[str] | None
 ) -> ReshardedPieces:
-    """The same, to be read in parts: of tensors whose names match, all if `patterns` is None; for errors see there.
+    """The same tensors, readable in part: those whose names match, all if `patterns` is None.
 
     Raises:
-        PlanError: a pattern matches nothing, too.
+        FormatError, PlanError: as `resharded_contents`; or a pattern matches nothing.
     """
     record = read_record(folder, manifest)
     return _pieces(folder, manifest, record, _wanted(folder, manifest, record, rank, num_ranks), patterns)
@@ -52,7 +53,7 @@ def whole_pieces(folder: Store, manifest: Manifest) -> ReshardedPieces:
     """The whole tensors.
 
     Raises:
-        FormatError: the sidecar is damaged.
+        FormatError: the source record is damaged.
     """
     record = read_record(folder, manifest)
     return _pieces(folder, manifest, record, [WHOLE] * len(record.names), None)
@@ -78,13 +79,13 @@ def _pieces(
 
 @dataclass(frozen=True, slots=True)
 class ReshardedPieces:
-    """Tensors put together from the slices of all ranks."""
+    """Tensors assembled from the slices of all ranks."""
 
     columns: Columns
     folder: Store
     record: SourceRecord
     tensors: Sequence[int]
-    """Which of the record they are."""
+    """Their positions in the record."""
     ranks: Ranks
 
     def axis(self, row: int) -> int:
@@ -111,16 +112,13 @@ class _Table:
 
 
 class Ranks:
-    """The slices of all ranks, from which others can be put together. Tables are read when they are needed.
-
-    Any number of threads may use it at once.
-    """
+    """The slices of all ranks, from which others are assembled. Reads each rank table on demand, once. Thread-safe."""
 
     def __init__(self, folder: Store, manifest: Manifest, record: SourceRecord) -> None:
         self._folder = folder
         self._manifest = manifest
         self._record = record
-        # Numbered by the manifest, not in the order in which threads come to need them.
+        # Numbered by the manifest, so that file numbers do not depend on the order in which threads open tables.
         self._files = files_of(folder, manifest, range(len(manifest.files)))
         self._tables: dict[int, _Table] = {}
         self._lock = threading.Lock()
@@ -134,10 +132,10 @@ class Ranks:
         """The wanted slice of each source tensor, in file order.
 
         Args:
-            first: the rank that is asked first for what several hold, then those behind it.
+            first: the rank to prefer for elements that several hold, then the ranks after it.
 
         Raises:
-            FormatError: the sidecar is damaged.
+            FormatError: a rank table is damaged.
             PlanError: the ranks do not hold all of a tensor.
         """
         record = self._record
@@ -146,7 +144,7 @@ class Ranks:
         return self._contents(rows, [wanted[t].shape(record.shapes[t]) for t, _ in rows])
 
     def pick_one(self, t: int, wanted: Slice, rows: Range | None, shape: tuple[int, ...]) -> Contents:
-        """A piece of one source tensor: a slice, and of that some rows (see `gather`).
+        """A piece of one source tensor: a slice, restricted to some rows (see `gather`).
 
         Args:
             shape: of the piece.
@@ -164,18 +162,24 @@ class Ranks:
         try:
             reads = gather(record.dtypes[t], record.shapes[t], wanted, holders, rows)
         except PlanError as error:
-            raise PlanError(f"{self._folder}: tensor {record.names[t]!r}: {error}") from None
+            error.path, error.tensor = str(self._folder), record.names[t]
+            raise
         return tuple(self._locate(t, read) for read in reads)
 
     def _locate(self, t: int, read: Read) -> Read:
-        """A read within a rank's slice of a tensor (its file is the rank), in terms of files."""
+        """A read of a rank file, for a read of a rank's slice whose `file` is the rank."""
         record, rank = self._record, read.file
         opened = self._open(rank)
         row = opened.rows.get(record.names[t], -1)
         expected = (record.dtypes[t], record.shapes[t], record.cut(t).slices[rank])
         table = opened.table
         if row < 0 or (table.dtypes[row], table.source_shapes[row], table.slices[row]) != expected:
-            raise FormatError(f"{self._folder}: table of rank {rank}: {record.names[t]!r} is not what the record says")
+            raise FormatError(
+                "differs from the source record",
+                path=f"{self._folder}: table of rank {rank}",
+                tensor=record.names[t],
+                code="mismatch",
+            )
         number = self._manifest.ranks[rank].files[table.files[row]]
         return Read(number, read.transfer.shifted(source=table.offsets[row]))
 
@@ -206,23 +210,25 @@ def _plan(folder: Store, manifest: Manifest, record: SourceRecord, num_ranks: in
             record.names, record.dtypes, record.shapes, record.file_of, record.offsets, strict=True
         )
     )
-    catalogue = Catalogue(folder, (), tensors, {}, read_config(folder), None, (), ())
+    source = SourceCheckpoint(folder, (), tensors, {}, read_config(folder), None, (), ())
     if manifest.num_ranks == 1:
-        return plan_for(catalogue, num_ranks)
+        return plan_for(source, num_ranks)
 
     def plan(degree: int) -> Plan:
         rules = TRANSFORMERS if manifest.plan.startswith(TRANSFORMERS) else None
-        return plan_for(catalogue, degree, rules, expert_parallel=manifest.expert_parallel, unmatched="replicate")
+        return plan_for(source, degree, rules, expert_parallel=manifest.expert_parallel, unmatched="replicate")
 
     if num_ranks > 1 and not _are_alike(plan(manifest.num_ranks), record):
         raise PlanError(
-            f"{folder}: was cut by the plan {manifest.plan!r}, by other rules than this relayout has for the model:"
-            " at another degree than its own it cannot be loaded"
+            f"was cut by the plan {manifest.plan!r} with other rules than this relayout has for the model:"
+            f" it can only be loaded at its own degree, {manifest.num_ranks}",
+            path=str(folder),
+            code="no_plan",
         )
     return plan(num_ranks)
 
 
 def _are_alike(plan: Plan, record: SourceRecord) -> bool:
-    """Whether a plan cuts every tensor as it was cut."""
+    """Whether a plan cuts every tensor as the record says."""
     pairs = set(zip(plan.cut_of, record.cut_of, strict=True))
     return all(plan.cuts[one] == record.cuts[other] for one, other in pairs)

@@ -61,13 +61,13 @@ class SourceTensor:
     dtype: str
     shape: tuple[int, ...]
     file: int
-    """Position in `Catalogue.files`."""
+    """Position in `SourceCheckpoint.files`."""
     extent: Extent
     """Its bytes, at absolute file offsets."""
 
 
 @dataclass(frozen=True, slots=True)
-class Catalogue:
+class SourceCheckpoint:
     """A source checkpoint."""
 
     root: Store
@@ -107,7 +107,7 @@ class Catalogue:
         return value if isinstance(value, str) else None
 
 
-def read_catalogue(store: Store) -> Catalogue:
+def read_source(store: Store) -> SourceCheckpoint:
     """Read a checkpoint folder, a Hugging Face cache snapshot, or one .safetensors file.
 
     Raises:
@@ -129,7 +129,7 @@ def read_catalogue(store: Store) -> Catalogue:
     raise PlanError("neither a folder nor a .safetensors file", path=str(store))
 
 
-def _read_file(store: Store, folder: Store, name: str) -> Catalogue:
+def _read_file(store: Store, folder: Store, name: str) -> SourceCheckpoint:
     check_name(folder, name)
     config = find_config(folder)
     return _assemble(
@@ -173,7 +173,7 @@ def model_order(name: str) -> str:
     return _NUMBER.sub(lambda found: f"\1{len(digits := found[1].lstrip('0')):04}{digits}", words)
 
 
-def _read_folder(root: Store) -> Catalogue:
+def _read_folder(root: Store) -> SourceCheckpoint:
     if is_converted(root):
         raise PlanError(f"is already a converted checkpoint (contains {MANIFEST_NAME})", path=str(root), code="exists")
     entries = sorted(root.walk(), key=lambda entry: entry.name.split("/"))
@@ -270,10 +270,10 @@ def _assemble(
     index: tuple[str, bytes] | None = None,
     left_out: Sequence[str] = (),
     is_file: bool = False,
-) -> Catalogue:
+) -> SourceCheckpoint:
     tensors, skipped = _collect_tensors(root.parent()[0] if is_file else root, shards, named)
     first = dict(shards[0][1].metadata)
-    return Catalogue(
+    return SourceCheckpoint(
         root=root,
         files=tuple(shard for shard, _ in shards),
         tensors=tuple(sorted(tensors, key=lambda tensor: (model_order(tensor.name), tensor.name))),

@@ -272,7 +272,7 @@ def print_diagnosis(found: Diagnosis) -> None:
             one.backend,
             decimal(one.nbytes),
             f"{one.read_nbytes / max(1, one.nbytes):.3f}",
-            f"{100 * one.straight_nbytes / max(1, one.nbytes):.1f} %",
+            f"{100 * one.zero_copy_nbytes / max(1, one.nbytes):.1f} %",
             f"{100 * one.resident_nbytes / max(1, one.read_nbytes):.1f} %",
             f"{one.num_requests:,}",
             str(one.threads),

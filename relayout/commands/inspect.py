@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from relayout.checkpoint.converted import check_rank, is_converted, read_manifest, read_table
-from relayout.checkpoint.source import Catalogue, read_catalogue
+from relayout.checkpoint.source import SourceCheckpoint, read_source
 from relayout.core.arguments import integer
 from relayout.core.dtypes import num_bytes
 from relayout.core.extents import Extent
@@ -116,7 +116,7 @@ def inspect(path: str | os.PathLike[str], *, rank: int | None = None) -> Inspect
         return _inspect_converted(store, read_manifest(store), rank)
     if rank is not None:
         raise PlanError("not converted, so it has no ranks; expected no rank", path=str(store), code="option")
-    return _inspect_plain(store, read_catalogue(store))
+    return _inspect_plain(store, read_source(store))
 
 
 def _inspect_converted(folder: Store, manifest: Manifest, rank: int | None) -> Inspection:
@@ -145,35 +145,35 @@ def _inspect_converted(folder: Store, manifest: Manifest, rank: int | None) -> I
     )
 
 
-def _inspect_plain(store: Store, catalogue: Catalogue) -> Inspection:
+def _inspect_plain(store: Store, source: SourceCheckpoint) -> Inspection:
     return Inspection(
         path=str(store),
         converted=False,
-        model_type=catalogue.model_type,
-        num_files=len(catalogue.files),
-        num_tensors=len(catalogue.tensors),
-        nbytes=catalogue.nbytes,
-        aligned_nbytes=_aligned(tensor.extent for tensor in catalogue.tensors),
+        model_type=source.model_type,
+        num_files=len(source.files),
+        num_tensors=len(source.tensors),
+        nbytes=source.nbytes,
+        aligned_nbytes=_aligned(tensor.extent for tensor in source.tensors),
         groups=_groups(
-            (tensor.name, tensor.dtype, tensor.shape, tensor.extent.nbytes, None) for tensor in catalogue.tensors
+            (tensor.name, tensor.dtype, tensor.shape, tensor.extent.nbytes, None) for tensor in source.tensors
         ),
         ranks=(),
-        amplification=tuple(_amplification(catalogue, tp) for tp in DEGREES),
-        left_out=catalogue.left_out,
+        amplification=tuple(_amplification(source, tp) for tp in DEGREES),
+        left_out=source.left_out,
         dcp=None,
     )
 
 
-def _amplification(catalogue: Catalogue, tp: int) -> Amplification:
-    whole = sum(file.nbytes - file.data_start for file in catalogue.files)
+def _amplification(source: SourceCheckpoint, tp: int) -> Amplification:
+    whole = sum(file.nbytes - file.data_start for file in source.files)
     try:
-        plan = plan_for(catalogue, tp)
+        plan = plan_for(source, tp)
     except RelayoutError as error:
         return Amplification(tp, None, None, whole, str(error))
     needed, by_rows = [0] * tp, [0] * tp
     alike = Counter(
         (plan.cuts[cut].tensor(tensor.dtype, tensor.shape), tensor.extent.nbytes)
-        for tensor, cut in zip(catalogue.tensors, plan.cut_of, strict=True)
+        for tensor, cut in zip(source.tensors, plan.cut_of, strict=True)
     )
     for (one, source_nbytes), count in alike.items():
         for rank in range(tp):

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from itertools import chain
 
 from relayout.checkpoint.converted import read_manifest, read_record, read_table
-from relayout.checkpoint.source import Catalogue, SourceFile, SourceTensor
+from relayout.checkpoint.source import SourceCheckpoint, SourceFile, SourceTensor
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, Loaded, share_memory
 from relayout.conversion.journal import read_journal
 from relayout.conversion.layout import Conversion, stored_conversion
@@ -97,12 +97,12 @@ def restore(
         _refuse_conversion(staging, force=force)
         staging.clear()
         staging.check_space(written + sum(side.nbytes for side in record.side_files))
-        catalogue = recorded_source(folder, record)
+        source = recorded_source(folder, record)
         tables = [read_table(folder, manifest, rank) for rank in range(manifest.num_ranks)]
-        conversion = stored_conversion(folder, manifest, tables, record, catalogue)
-        with reporting(progress, "restoring", catalogue.nbytes) as on_progress:
+        conversion = stored_conversion(folder, manifest, tables, record, source)
+        with reporting(progress, "restoring", source.nbytes) as on_progress:
             _TensorWriter(folder, record, conversion, staging).run(threads, chunk_nbytes, on_progress)
-        for file in catalogue.files:
+        for file in source.files:
             staging.write_head(file.name, file.header, file.nbytes)
         if record.index is not None:
             staging.put(record.index[0], [record.index[1]])
@@ -130,7 +130,7 @@ def _refuse_conversion(staging: Staging, *, force: bool) -> None:
         raise PlanError("holds an interrupted conversion; --force discards it", path=staging.where, code="exists")
 
 
-def recorded_source(folder: Store, record: SourceRecord) -> Catalogue:
+def recorded_source(folder: Store, record: SourceRecord) -> SourceCheckpoint:
     """The source checkpoint that a record describes; its files are still to be written.
 
     Raises:
@@ -154,7 +154,7 @@ def recorded_source(folder: Store, record: SourceRecord) -> Catalogue:
         if expected:
             raise FormatError("is not in it", path=where, tensor=min(expected), code="mismatch")
         files.append(SourceFile(shard.name, shard.nbytes, header.data_start, shard.header))
-    return Catalogue(folder, tuple(files), tuple(tensors), {}, {}, record.index, (), ())
+    return SourceCheckpoint(folder, tuple(files), tuple(tensors), {}, {}, record.index, (), ())
 
 
 class _TensorWriter:
@@ -165,7 +165,7 @@ class _TensorWriter:
         self._record = record
         self._conversion = conversion
         self._staging = staging
-        self._tensors = conversion.catalogue.tensors
+        self._tensors = conversion.source.tensors
         self._stop = Stop()
         self._hashes = OrderedDigests(self._stop)
         self._checked: set[int] = set()
@@ -193,7 +193,7 @@ class _TensorWriter:
         return self._folder.open(file.name, file.nbytes, access=Access.ONCE)
 
     def _open_output(self, number: int) -> WritableFile:
-        shard = self._conversion.catalogue.files[number]
+        shard = self._conversion.source.files[number]
         opened = self._staging.write_file(shard.name, shard.nbytes, is_new=number not in self._created)
         self._created.add(number)
         return opened

@@ -11,7 +11,7 @@ from itertools import chain
 from safetensors import SafetensorError, deserialize
 
 from relayout.checkpoint.converted import check_file, read_manifest, read_record, read_table
-from relayout.checkpoint.source import Catalogue, read_catalogue, read_shard
+from relayout.checkpoint.source import SourceCheckpoint, read_shard, read_source
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, NoSink, run_steps, share_memory
 from relayout.conversion.layout import rows_of_files, stored_conversion
 from relayout.conversion.side_files import read_side_file
@@ -111,7 +111,7 @@ def verify(
     tables = [_check_rank(folder, manifest, rank, report) for rank in range(manifest.num_ranks)]
     record = _check_record(folder, manifest, tables, report)
     _check_other_files(folder, manifest, report)
-    original = None if source is None else read_catalogue(find_store(source))
+    original = None if source is None else read_source(find_store(source))
     usable = {rank: table for rank, table in enumerate(tables) if table is not None}
     hash_nbytes = sum(file.nbytes for rank in usable for file in manifest.rank_files(rank))
     total = hash_nbytes + (0 if original is None else original.nbytes)
@@ -307,20 +307,20 @@ def _compare(
     manifest: Manifest,
     tables: list[RankTable],
     record: SourceRecord,
-    catalogue: Catalogue,
+    source: SourceCheckpoint,
     report: Report,
     threads: int,
     chunk_nbytes: int,
     on_progress: Callable[[int], None] | None,
 ) -> None:
     """Cut the source again by the conversion's copy plan, and compare the digest of each slice."""
-    found = [(tensor.name, tensor.dtype, tensor.shape) for tensor in catalogue.tensors]
+    found = [(tensor.name, tensor.dtype, tensor.shape) for tensor in source.tensors]
     expected = list(zip(record.names, record.dtypes, record.shapes, strict=True))
     if found != expected:
         different = sorted({name for name, *_ in set(found) ^ set(expected)}) or ["the order"]
-        report.add(str(catalogue.root), f"is not the source: {len(different)} tensors differ, such as {different[0]!r}")
+        report.add(str(source.root), f"is not the source: {len(different)} tensors differ, such as {different[0]!r}")
         return
-    conversion = stored_conversion(folder, manifest, tables, record, catalogue)
+    conversion = stored_conversion(folder, manifest, tables, record, source)
     plan = CopyPlan(conversion, chunk_nbytes=chunk_nbytes)
     steps = chain.from_iterable(map(plan.steps, range(len(conversion.layout.units))))
     passed = run_steps(conversion, steps, NoSink(), threads=threads, on_progress=on_progress)
@@ -336,8 +336,8 @@ def _compare(
                 extent = Extent(table.offsets[row], conversion.cut[t].rank_nbytes(rank))
                 report.add(file.name, "differs from the source", name, extent)
         if of_tensor.source != record.digests[t]:
-            report.add(str(catalogue.root), "has changed in the source since the conversion", name)
+            report.add(str(source.root), "has changed in the source since the conversion", name)
     for side in record.side_files:
         what = "has changed in the source since the conversion"
-        _check_copy(catalogue.folder, side.name, side.nbytes, side.digest, what, report)
+        _check_copy(source.folder, side.name, side.nbytes, side.digest, what, report)
     report.compared_with_source = True

@@ -10,7 +10,7 @@ from itertools import chain, zip_longest
 from pathlib import Path
 
 from relayout.checkpoint.converted import check_rank, is_converted, read_manifest
-from relayout.checkpoint.source import read_catalogue
+from relayout.checkpoint.source import read_source
 from relayout.core.arguments import integer, size
 from relayout.core.extents import Extent
 from relayout.core.workers import Stop, Workers
@@ -122,7 +122,7 @@ def _files(store: Store, rank: int | None) -> tuple[list[str], list[int]]:
     if not is_converted(store):
         if rank is not None:
             raise PlanError("not converted: it has no ranks; without a rank all shards are read", path=str(store))
-        shards = read_catalogue(store).files
+        shards = read_source(store).files
         return [file.name for file in shards], [file.nbytes for file in shards]
     manifest = read_manifest(store)
     if rank is not None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol, Self
 
-from relayout.checkpoint.source import Catalogue, SourceTensor
+from relayout.checkpoint.source import SourceCheckpoint, SourceTensor
 from relayout.conversion.journal import TensorDigests
 from relayout.conversion.layout import Conversion, Layout
 from relayout.conversion.steps import CHUNK_NBYTES, CopyPlan, SourceRange, Span, Step, Target
@@ -118,7 +118,7 @@ class TensorHashes:
     """Digests of tensors and their slices, from the pieces in which they pass; see `OrderedDigests` for threads."""
 
     def __init__(self, conversion: Conversion, stop: Stop) -> None:
-        self._tensors = conversion.catalogue.tensors
+        self._tensors = conversion.source.tensors
         self._cut = conversion.cut
         self._streams: dict[CutTensor, tuple[list[int | None], int]] = {}
         self._ordered = OrderedDigests(stop)
@@ -233,25 +233,25 @@ def run_steps(
         FormatError: a source file has changed its length.
         OSError: a read or a write failed.
     """
-    catalogue = conversion.catalogue
+    source = conversion.source
     stop = Stop()
     done: dict[int, TensorDigests] = {}
     hashes = TensorHashes(conversion, stop)
 
     def work(memory: _Memory, step: Step) -> int:
         loaded = _read(step.ranges, inputs, memory.read)
-        staged = _stage(step.spans, catalogue, loaded, memory.staged)
+        staged = _stage(step.spans, source, loaded, memory.staged)
         for span, view, address in staged:
             for target in span.targets:
                 sink.put(target, view, address)
-        complete = hashes.add(_hashed(step, catalogue, loaded, staged))
+        complete = hashes.add(_hashed(step, source, loaded, staged))
         done.update(complete)
         on_tensors(complete)
         return step.nbytes
 
     def open_input(number: int) -> ReadableFile:
-        file = catalogue.files[number]
-        return catalogue.folder.open(file.name, file.nbytes, access=Access.ONCE, version=file.version)
+        file = source.files[number]
+        return source.folder.open(file.name, file.nbytes, access=Access.ONCE, version=file.version)
 
     with OpenFiles(open_input) as inputs:
         Workers(threads, steps, _Memory, work, stop).run(on_progress)
@@ -270,7 +270,7 @@ _Staged = tuple[Span, memoryview, int]
 """A span put together in memory, and where in page-aligned memory it starts."""
 
 
-def _stage(spans: Sequence[Span], catalogue: Catalogue, loaded: Loaded, buffer: Buffer) -> list[_Staged]:
+def _stage(spans: Sequence[Span], source: SourceCheckpoint, loaded: Loaded, buffer: Buffer) -> list[_Staged]:
     """Put the spans together, each at the address, modulo a block, that its first target wants."""
     positions = []
     end = 0
@@ -280,7 +280,7 @@ def _stage(spans: Sequence[Span], catalogue: Catalogue, loaded: Loaded, buffer: 
     memory = buffer.reserve(end)
     for span, position in zip(spans, positions, strict=True):
         for piece in span.pieces:
-            tensor = catalogue.tensors[piece.tensor]
+            tensor = source.tensors[piece.tensor]
             for one in piece.transfers:
                 origin = loaded.tensor_position(tensor, one.source)
                 copy_runs(loaded.memory, memory, one, origin, position + piece.position - piece.offset)
@@ -291,7 +291,7 @@ def _stage(spans: Sequence[Span], catalogue: Catalogue, loaded: Loaded, buffer: 
 
 
 def _hashed(
-    step: Step, catalogue: Catalogue, loaded: Loaded, staged: Iterable[_Staged]
+    step: Step, source: SourceCheckpoint, loaded: Loaded, staged: Iterable[_Staged]
 ) -> Iterator[tuple[int, int, int, memoryview]]:
     """The bytes of a step that are hashed, for `TensorHashes.add`."""
     for span, view, _ in staged:
@@ -299,6 +299,6 @@ def _hashed(
             if is_hashed:
                 yield t, which, offset, view[position : position + nbytes]
     for t, extent in step.tensors:
-        tensor = catalogue.tensors[t]
+        tensor = source.tensors[t]
         position = loaded.position(tensor.file, extent.offset)
         yield t, SOURCE, extent.offset - tensor.extent.offset, loaded.memory[position : position + extent.nbytes]

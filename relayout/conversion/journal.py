@@ -54,7 +54,7 @@ class Journal:
         self._notes.append(b"\n" if append else _line([undertaking.source, undertaking.options]))
 
     def add(self, written: Mapping[int, TensorDigests]) -> None:
-        """Note that tensors (positions in the catalogue) are written."""
+        """Note that tensors (positions in the source) are written."""
         self._notes.append(b"".join([_line([tensor, one.source, *one.slices]) for tensor, one in written.items()]))
 
     def close(self) -> None:

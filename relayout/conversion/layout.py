@@ -18,7 +18,7 @@ from math import gcd
 
 import numpy as np
 
-from relayout.checkpoint.source import Catalogue, SourceTensor
+from relayout.checkpoint.source import SourceCheckpoint, SourceTensor
 from relayout.core.extents import natural_alignment
 from relayout.core.slices import CutTensor
 from relayout.errors import FormatError, PlanError
@@ -48,7 +48,7 @@ class RankFile:
     name: str
     rank: int
     tensors: tuple[int, ...]
-    """Positions in the catalogue, in file order."""
+    """Positions in the source, in file order."""
     data_offsets: tuple[int, ...]
     """Offset of each slice in the data section. Files of ranks that are alike share these two."""
     data_start: int
@@ -70,7 +70,7 @@ class Layout:
     ranks: tuple[tuple[int, ...], ...]
     """Of each rank: the numbers of its files, part 0 first."""
     units: tuple[tuple[int, ...], ...]
-    """Of each unit: its tensors (positions in the catalogue), in the order that they have in its files."""
+    """Of each unit: its tensors (positions in the source), in the order that they have in its files."""
 
     @property
     def nbytes(self) -> int:
@@ -88,17 +88,12 @@ class Conversion:
 
     output: Store
     """The folder that it makes, or has made."""
-    catalogue: Catalogue
+    source: SourceCheckpoint
     plan: Plan
     cut: Sequence[CutTensor]
-    """Each tensor of the catalogue as the plan cuts it; one object for those that are alike."""
+    """Each tensor of the source as the plan cuts it; one object for those that are alike."""
     layout: Layout
     options: ConversionOptions
-
-    @property
-    def source(self) -> Store:
-        """The checkpoint that is converted."""
-        return self.catalogue.root
 
     @property
     def rank_nbytes(self) -> tuple[int, ...]:
@@ -121,7 +116,7 @@ def check_alignment(alignment: int) -> None:
 
 def lay_out(
     output: Store,
-    catalogue: Catalogue,
+    source: SourceCheckpoint,
     plan: Plan,
     alignment: int,
     max_part_nbytes: int = DEFAULT_MAX_PART_NBYTES,
@@ -141,36 +136,36 @@ def lay_out(
         expert_parallel=plan.expert_parallel,
         alignment=alignment,
         max_part_nbytes=max_part_nbytes,
-        dcp=_dcp(catalogue, plan, dcp),
+        dcp=_dcp(source, plan, dcp),
     )
-    tensors = _cut_tensors(catalogue, plan)
+    tensors = _cut_tensors(source, plan)
     order_key = {tensor: _order_key(tensor, alignment) for tensor in set(tensors)}
-    headers = HeaderBuilder(catalogue, tensors, options)
+    headers = HeaderBuilder(source, tensors, options)
     files: list[RankFile] = []
     units = []
-    for group in _units(catalogue, tensors, plan.num_ranks, max_part_nbytes):
+    for group in _units(source, tensors, plan.num_ranks, max_part_nbytes):
         unit = tuple(sorted(group, key=lambda t: order_key[tensors[t]]))
         files += _files(unit, tensors, headers, len(files))
         units.append(unit)
     ranks = tuple(tuple(range(rank, len(files), plan.num_ranks)) for rank in range(plan.num_ranks))
-    return Conversion(output, catalogue, plan, tensors, Layout(tuple(files), ranks, tuple(units)), options)
+    return Conversion(output, source, plan, tensors, Layout(tuple(files), ranks, tuple(units)), options)
 
 
-def _cut_tensors(catalogue: Catalogue, plan: Plan) -> list[CutTensor]:
-    """Each tensor of the catalogue as the plan cuts it; one object for those that are alike."""
+def _cut_tensors(source: SourceCheckpoint, plan: Plan) -> list[CutTensor]:
+    """Each tensor of the source as the plan cuts it; one object for those that are alike."""
     return [
         plan.cuts[cut].tensor(tensor.dtype, tensor.shape)
-        for tensor, cut in zip(catalogue.tensors, plan.cut_of, strict=True)
+        for tensor, cut in zip(source.tensors, plan.cut_of, strict=True)
     ]
 
 
-def _dcp(catalogue: Catalogue, plan: Plan, wanted: bool | None) -> bool:
+def _dcp(source: SourceCheckpoint, plan: Plan, wanted: bool | None) -> bool:
     """Whether DCP can read the ranks as one model, and shall."""
     if wanted is False:
         return False
     unfit = {number for number, cut in enumerate(plan.cuts) if not cut.is_box}
     if wanted and unfit:
-        names = (tensor.name for tensor, cut in zip(catalogue.tensors, plan.cut_of, strict=True) if cut in unfit)
+        names = (tensor.name for tensor, cut in zip(source.tensors, plan.cut_of, strict=True) if cut in unfit)
         raise PlanError(f"tensor {next(names)!r}: slices of a fused tensor are no single box, which PyTorch DCP needs")
     return not unfit
 
@@ -180,11 +175,13 @@ def rank_file_name(rank: int, part: int) -> str:
     return f"model-rank-{rank}-part-{part}.safetensors"
 
 
-def _units(catalogue: Catalogue, tensors: Sequence[CutTensor], num_ranks: int, max_part_nbytes: int) -> Iterator[range]:
+def _units(
+    source: SourceCheckpoint, tensors: Sequence[CutTensor], num_ranks: int, max_part_nbytes: int
+) -> Iterator[range]:
     """Cut the model order into units whose files keep to both limits; a tensor too large for them is one by itself."""
     limits = np.array([*[min(max_part_nbytes, 2**62)] * num_ranks, MAX_PART_HEADER_NBYTES])
     rank_sizes = {tensor: [tensor.rank_nbytes(rank) for rank in range(num_ranks)] for tensor in set(tensors)}
-    rows = [[*rank_sizes[cut], _entry_nbytes(tensor)] for cut, tensor in zip(tensors, catalogue.tensors, strict=True)]
+    rows = [[*rank_sizes[cut], _entry_nbytes(tensor)] for cut, tensor in zip(tensors, source.tensors, strict=True)]
     ends = np.cumsum(np.array(rows, np.int64).reshape(-1, num_ranks + 1), axis=0)
     start, before = 0, np.zeros(num_ranks + 1, np.int64)
     while start < len(tensors) or start == 0:
@@ -238,13 +235,13 @@ def _entry_nbytes(tensor: SourceTensor) -> int:
 class HeaderBuilder:
     """Builds the headers of files."""
 
-    def __init__(self, catalogue: Catalogue, tensors: Sequence[CutTensor], options: ConversionOptions) -> None:
-        """`tensors` are those of the catalogue, as they are cut."""
+    def __init__(self, source: SourceCheckpoint, tensors: Sequence[CutTensor], options: ConversionOptions) -> None:
+        """`tensors` are those of the source, as they are cut."""
         self.options = options
         self._tensors = tensors
-        self._names = [json_text(tensor.name) for tensor in catalogue.tensors]
+        self._names = [json_text(tensor.name) for tensor in source.tensors]
         reserved = {"relayout", "DCP_SHARDING_INFO", "DCP_VERSION"}
-        self._source_metadata = {key: value for key, value in catalogue.metadata.items() if key not in reserved}
+        self._source_metadata = {key: value for key, value in source.metadata.items() if key not in reserved}
         self._entries: dict[Hashable, str] = {}
         """Entries that files of several ranks have in common; of one unit."""
 
@@ -279,7 +276,7 @@ class HeaderBuilder:
 
 
 def stored_conversion(
-    folder: Store, manifest: Manifest, tables: Sequence[RankTable], record: SourceRecord, catalogue: Catalogue
+    folder: Store, manifest: Manifest, tables: Sequence[RankTable], record: SourceRecord, source: SourceCheckpoint
 ) -> Conversion:
     """The conversion that the sidecar describes.
 
@@ -288,7 +285,7 @@ def stored_conversion(
     """
     options = record.options
     plan = Plan(options.plan, options.num_ranks, record.cuts, record.cut_of, options.expert_parallel)
-    position = {tensor.name: t for t, tensor in enumerate(catalogue.tensors)}
+    position = {tensor.name: t for t, tensor in enumerate(source.tensors)}
     stored: list[dict[int, int]] = [{} for _ in manifest.files]
     """Of each file: tensors, and their offsets."""
     holder = [0] * len(manifest.files)
@@ -311,7 +308,7 @@ def stored_conversion(
     # Not every writer has units: all is one, in the order of the files.
     order = tuple(dict.fromkeys(t for offsets in stored for t in offsets))
     layout = Layout(tuple(files), tuple(entry.files for entry in manifest.ranks), (order,))
-    return Conversion(folder, catalogue, plan, _cut_tensors(catalogue, plan), layout, options)
+    return Conversion(folder, source, plan, _cut_tensors(source, plan), layout, options)
 
 
 def rows_of_files(table: RankTable, num_files: int) -> list[list[int]]:

@@ -61,35 +61,35 @@ class Preview:
 
 def preview(conversion: Conversion) -> Preview:
     """Sum up a planned conversion."""
-    catalogue, plan, layout = conversion.catalogue, conversion.plan, conversion.layout
+    source, plan, layout = conversion.source, conversion.plan, conversion.layout
     options = conversion.options
     tensors = conversion.cut
     counts = Counter(tensors)
     groups: dict[tuple[str, str, tuple[int, ...], str], list[tuple[CutTensor, int]]] = {}
     words = {cut: _cut_in_words(cut) for cut in plan.cuts}
-    named = Counter(zip((collapse_numbers(tensor.name) for tensor in catalogue.tensors), tensors, strict=True))
+    named = Counter(zip((collapse_numbers(tensor.name) for tensor in source.tensors), tensors, strict=True))
     for (pattern, one), count in named.items():
         groups.setdefault((pattern, one.dtype, one.shape, words[one.cut]), []).append((one, count))
     rank_nbytes = conversion.rank_nbytes
     return Preview(
-        source=str(conversion.source),
+        source=str(conversion.source.root),
         output=str(conversion.output),
         plan=options.plan,
         expert_parallel=options.expert_parallel,
         num_ranks=options.num_ranks,
         alignment=options.alignment,
-        num_tensors=len(catalogue.tensors),
-        source_nbytes=catalogue.nbytes,
+        num_tensors=len(source.tensors),
+        source_nbytes=source.nbytes,
         written_nbytes=layout.nbytes,
         rank_nbytes=rank_nbytes,
         rank_tensors=tuple(sum(len(file.tensors) for file in layout.files_of(rank)) for rank in range(plan.num_ranks)),
         balance=sum(rank_nbytes) / max(1, max(rank_nbytes) * plan.num_ranks),
-        replicated_nbytes=sum(rank_nbytes) - catalogue.nbytes,
+        replicated_nbytes=sum(rank_nbytes) - source.nbytes,
         tail_nbytes=sum(count * _tail_nbytes(one, options.alignment) for one, count in counts.items()),
         num_files=len(layout.files),
         groups=tuple(_group(*key, members) for key, members in groups.items()),
         unmatched=plan.unmatched,
-        left_out=catalogue.left_out,
+        left_out=source.left_out,
     )
 
 

@@ -24,17 +24,17 @@ def undertaking_of(conversion: Conversion) -> Undertaking:
     Raises:
         FormatError: a source file is gone.
     """
-    catalogue, plan = conversion.catalogue, conversion.plan
+    checkpoint, plan = conversion.source, conversion.plan
     files = []
-    for file in catalogue.files:
-        status = catalogue.folder.stat(file.name)
+    for file in checkpoint.files:
+        status = checkpoint.folder.stat(file.name)
         if status is None:
-            raise FormatError("is missing", path=catalogue.folder.where(file.name), code="missing")
+            raise FormatError("is missing", path=checkpoint.folder.where(file.name), code="missing")
         name = os.fsencode(file.name).hex()  # It need not be UTF-8.
         files.append([name, status.nbytes, status.version, digest_hex(file.header)])
     # One tensor may lie in several files: the index says which counts.
-    tensors = [[tensor.name, tensor.file, tensor.extent.offset, tensor.extent.nbytes] for tensor in catalogue.tensors]
-    index = None if catalogue.index is None else digest_hex(catalogue.index[1])
+    tensors = [[tensor.name, tensor.file, tensor.extent.offset, tensor.extent.nbytes] for tensor in checkpoint.tensors]
+    index = None if checkpoint.index is None else digest_hex(checkpoint.index[1])
     options = [
         FORMAT_VERSION,
         *astuple(conversion.options),

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TypedDict, Unpack
 
-from relayout.checkpoint.source import read_catalogue
+from relayout.checkpoint.source import read_source
 from relayout.conversion import preview
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, run_unit, share_memory
 from relayout.conversion.journal import Journal, TensorDigests
@@ -129,18 +129,18 @@ def plan_conversion(
     check_alignment(alignment)
     store = find_store(source)
     made = find_store(default_output(source, tp) if output is None else output)
-    catalogue = read_catalogue(store)
+    checkpoint = read_source(store)
     if store.kind() is Kind.FILE and store.parent()[1].startswith("."):
         raise PlanError(f"{source}: a hidden file, which would not be restored: give it another name")
     plan = options.get("plan")
     rules = plan_for(
-        catalogue,
+        checkpoint,
         tp,
         plan if plan is None or plan == TRANSFORMERS else Path(plan),
         expert_parallel=options.get("expert_parallel", False),
         unmatched=options.get("unmatched"),
     )
-    planned = lay_out(made, catalogue, rules, alignment, max_part_nbytes, options.get("dcp"))
+    planned = lay_out(made, checkpoint, rules, alignment, max_part_nbytes, options.get("dcp"))
     return ConversionPlan(*(getattr(planned, field.name) for field in fields(planned)))
 
 
@@ -182,40 +182,40 @@ def convert(
 
 def _run(conversion: Conversion, force: bool, threads: int, chunk_nbytes: int, progress: Progress) -> Summary:
     started = time.monotonic()
-    catalogue, layout = conversion.catalogue, conversion.layout
-    conversion.output.check_output(conversion.source, MANIFEST_NAME, force=force)
+    source, layout = conversion.source, conversion.layout
+    conversion.output.check_output(conversion.source.root, MANIFEST_NAME, force=force)
     undertaking = undertaking_of(conversion)
-    modes = modes_of(catalogue.folder, [file.name for file in catalogue.files], with_folder=not catalogue.is_file)
+    modes = modes_of(source.folder, [file.name for file in source.files], with_folder=not source.is_file)
     with conversion.output.stage(MANIFEST_NAME, replace=force, modes=modes) as staging:
         claims = claims_of(staging, undertaking, force=force)
         staging.advice = f"what is done is kept in {staging.where}; the same command goes on from there"
         staging.check_space(_needed_nbytes(conversion) - staging.allocated_nbytes())
         num_readers = max(1, min(threads, 2 * threads * chunk_nbytes // REHASH_NBYTES))
         done = still_true(staging, claims, conversion, num_readers)
-        resumed_nbytes = sum(catalogue.tensors[t].extent.nbytes for t in done)
+        resumed_nbytes = sum(source.tensors[t].extent.nbytes for t in done)
         with (
             Journal(staging, undertaking, append=bool(claims)) as journal,
-            reporting(progress, "converting", catalogue.nbytes) as report,
+            reporting(progress, "converting", source.nbytes) as report,
         ):
             digests = _run_units(conversion, staging, journal, done, threads, chunk_nbytes, report)
         write_sidecar(staging, conversion, digests)
         if undertaking_of(conversion) != undertaking:
             staging.is_kept = False
-            raise FormatError(f"{conversion.source}: has changed while it was read")
+            raise FormatError(f"{conversion.source.root}: has changed while it was read")
     rank_nbytes = conversion.rank_nbytes
     return Summary(
         output=str(conversion.output),
         num_ranks=conversion.plan.num_ranks,
-        num_tensors=len(catalogue.tensors),
+        num_tensors=len(source.tensors),
         num_files=len(layout.files),
-        source_nbytes=catalogue.nbytes,
+        source_nbytes=source.nbytes,
         written_nbytes=layout.nbytes,
         rank_nbytes=rank_nbytes,
-        replicated_nbytes=sum(rank_nbytes) - catalogue.nbytes,
+        replicated_nbytes=sum(rank_nbytes) - source.nbytes,
         resumed_nbytes=resumed_nbytes,
         seconds=time.monotonic() - started,
         peak_nbytes=peak_nbytes(),
-        left_out=catalogue.left_out,
+        left_out=source.left_out,
         unmatched=conversion.plan.unmatched,
     )
 
@@ -230,7 +230,7 @@ def _run_units(
     report: Callable[[int], None] | None,
 ) -> dict[int, TensorDigests]:
     """Convert one unit after the other, but for tensors that are done; returns the digests of all tensors."""
-    tensors = conversion.catalogue.tensors
+    tensors = conversion.source.tensors
     digests = dict(done)
     passed = 0
 
@@ -279,7 +279,7 @@ def default_output(source: str | os.PathLike[str], tp: int) -> str | Path:
 
 
 def _needed_nbytes(conversion: Conversion) -> int:
-    catalogue = conversion.catalogue
-    side = sum(status.nbytes for name in catalogue.side_files if (status := catalogue.folder.stat(name)))
-    sidecar = _SIDECAR_NBYTES_PER_TENSOR * len(catalogue.tensors) * (conversion.plan.num_ranks + 1)
+    source = conversion.source
+    side = sum(status.nbytes for name in source.side_files if (status := source.folder.stat(name)))
+    sidecar = _SIDECAR_NBYTES_PER_TENSOR * len(source.tensors) * (conversion.plan.num_ranks + 1)
     return conversion.layout.nbytes + side + sidecar

@@ -29,8 +29,8 @@ from relayout.storage.protocols import Staging
 
 def write_sidecar(staging: Staging, conversion: Conversion, passed: Mapping[int, TensorDigests]) -> None:
     """Write everything but the tensors' bytes, the manifest last; `passed` are digests of all tensors with bytes."""
-    catalogue = conversion.catalogue
-    side_files = [copy_side_file(catalogue.folder, staging, name) for name in catalogue.side_files]
+    source = conversion.source
+    side_files = [copy_side_file(source.folder, staging, name) for name in source.side_files]
     digests = digests_of_all(conversion, passed)
     record = dump_record(_source_record(conversion, [one.source for one in digests], side_files))
     conversion_id = digest_hex(record)
@@ -49,13 +49,13 @@ def write_sidecar(staging: Staging, conversion: Conversion, passed: Mapping[int,
     manifest = Manifest(
         generator=f"relayout {__version__}",
         conversion=conversion_id,
-        model_type=catalogue.model_type,
+        model_type=source.model_type,
         plan=conversion.options.plan,
         expert_parallel=conversion.options.expert_parallel,
         alignment=conversion.options.alignment,
         dcp=conversion.options.dcp,
         record_digest=digest_hex(stored_record),
-        source_nbytes=catalogue.nbytes,
+        source_nbytes=source.nbytes,
         hub_index_digest=None if hub_index is None else digest_hex(hub_index),
         files=files,
         ranks=tuple(ranks),
@@ -66,7 +66,7 @@ def write_sidecar(staging: Staging, conversion: Conversion, passed: Mapping[int,
 def digests_of_all(conversion: Conversion, passed: Mapping[int, TensorDigests]) -> list[TensorDigests]:
     """The digests of each tensor: of those that have passed, and of those without bytes, which no step deals with."""
     digests = []
-    for t, tensor in enumerate(conversion.catalogue.tensors):
+    for t, tensor in enumerate(conversion.source.tensors):
         assert t in passed or not tensor.extent.nbytes, f"tensor {tensor.name!r}: was not hashed to its end"
         num_slices = len(conversion.plan.cut(t).distinct)
         digests.append(passed[t] if t in passed else TensorDigests(EMPTY_DIGEST, (EMPTY_DIGEST,) * num_slices))
@@ -74,7 +74,7 @@ def digests_of_all(conversion: Conversion, passed: Mapping[int, TensorDigests]) 
 
 
 def _write_headers(staging: Staging, conversion: Conversion, conversion_id: str) -> tuple[IndexedFile, ...]:
-    headers = HeaderBuilder(conversion.catalogue, conversion.cut, conversion.options)
+    headers = HeaderBuilder(conversion.source, conversion.cut, conversion.options)
     files = []
     for number, file in enumerate(conversion.layout.files):
         header = headers.build(file, number, conversion_id)
@@ -107,7 +107,7 @@ def _rank(
 
 def _rank_table(conversion: Conversion, rank: int, arena: Arena, digests: Sequence[TensorDigests]) -> RankTable:
     files = conversion.layout.files_of(rank)
-    tensors, cut = conversion.catalogue.tensors, conversion.cut
+    tensors, cut = conversion.source.tensors, conversion.cut
     order = [t for file in files for t in file.tensors]
     different = list(dict.fromkeys(cut[t] for t in order))
     number = {one: position for position, one in enumerate(different)}
@@ -125,8 +125,8 @@ def _rank_table(conversion: Conversion, rank: int, arena: Arena, digests: Sequen
 
 
 def _source_record(conversion: Conversion, digests: Sequence[str], side_files: Sequence[SideFile]) -> SourceRecord:
-    catalogue = conversion.catalogue
-    tensors = catalogue.tensors
+    source = conversion.source
+    tensors = source.tensors
     return SourceRecord(
         options=conversion.options,
         names=[tensor.name for tensor in tensors],
@@ -137,16 +137,16 @@ def _source_record(conversion: Conversion, digests: Sequence[str], side_files: S
         cut_of=conversion.plan.cut_of,
         file_of=[tensor.file for tensor in tensors],
         offsets=[tensor.extent.offset for tensor in tensors],
-        files=tuple(RecordedFile(file.name, file.nbytes, file.header) for file in catalogue.files),
-        index=catalogue.index,
+        files=tuple(RecordedFile(file.name, file.nbytes, file.header) for file in source.files),
+        index=source.index,
         side_files=tuple(side_files),
     )
 
 
 def _hub_index(conversion: Conversion) -> bytes:
     """The index.json that lets stock loaders read a folder of one rank."""
-    catalogue = conversion.catalogue
-    weight_map = {catalogue.tensors[t].name: file.name for file in conversion.layout.files_of(0) for t in file.tensors}
-    ordered = {tensor.name: weight_map[tensor.name] for tensor in catalogue.tensors}
-    top = {"metadata": {"total_size": catalogue.nbytes}, "weight_map": ordered}
+    source = conversion.source
+    weight_map = {source.tensors[t].name: file.name for file in conversion.layout.files_of(0) for t in file.tensors}
+    ordered = {tensor.name: weight_map[tensor.name] for tensor in source.tensors}
+    top = {"metadata": {"total_size": source.nbytes}, "weight_map": ordered}
     return (json.dumps(top, indent=2, ensure_ascii=False) + "\n").encode()

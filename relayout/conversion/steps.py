@@ -42,7 +42,7 @@ class SourceRange:
     """Bytes of a source file that one request reads, on block borders (the last may end behind the file's end)."""
 
     file: int
-    """Position in the catalogue's files."""
+    """Position in the source's files."""
     extent: Extent
 
 
@@ -60,7 +60,7 @@ class Piece(NamedTuple):
     """Bytes of a slice that lie in a span: `[offset, offset + nbytes)` of the slice. A tuple, as there are many."""
 
     tensor: int
-    """Position in the catalogue's tensors."""
+    """Position in the source's tensors."""
     slice: int
     """Position among the tensor's distinct slices."""
     offset: int
@@ -117,7 +117,7 @@ class CopyPlan:
     ) -> None:
         """With `by_source`, each step has all slices of its source bytes, though their offsets may not rise."""
         self.conversion = conversion
-        self._tensors = conversion.catalogue.tensors
+        self._tensors = conversion.source.tensors
         self._cut = conversion.cut
         self._chunk_nbytes = chunk_nbytes
         self._small_nbytes = small_nbytes
@@ -244,7 +244,7 @@ def _held(tensor: CutTensor) -> list[_Held]:
 
 def _places(conversion: Conversion, rank: int) -> tuple[Sequence[int], Sequence[int]]:
     """Of each tensor: the number of the rank's file that holds it, and the absolute offset there; -1 if none does."""
-    files, offsets = np.full((2, len(conversion.catalogue.tensors)), -1, np.int64)
+    files, offsets = np.full((2, len(conversion.source.tensors)), -1, np.int64)
     for number in conversion.layout.ranks[rank]:
         file = conversion.layout.files[number]
         tensors = np.array(file.tensors, np.int64)

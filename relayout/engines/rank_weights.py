@@ -186,7 +186,7 @@ class RankWeights:
         """
         from relayout.engines import warming
         from relayout.loader import explain
-        from relayout.loader.api import find_source, warn_of_detour
+        from relayout.loader.api import find_source, warn_if_slow
         from relayout.loader.loading import options_of
         from relayout.loader.stream import stream
 
@@ -197,7 +197,7 @@ class RankWeights:
         if source.is_as_stored:  # Else slices are put together, which cannot be done by mapping them.
             backend = "mapped" if self._lazy else backend
             self._backend = described(explain(self._path, self._rank, self._device, backend=backend))
-        warn_of_detour(source)
+        warn_if_slow(source)
         contents = source.contents(None)
         held = set(contents.names)
         if self._wanted is not None:

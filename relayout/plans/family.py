@@ -28,6 +28,8 @@ EXPERTS = "experts"
 """The number of experts."""
 
 _MAX_PLAN_NBYTES = 2**18
+_MAX_DOTS = 256
+"""In one line: the time that tomllib takes for a dotted key grows with their square."""
 _TOP_KEYS = frozenset(
     {"model_types", "quantization", "extends", "language_prefixes", "transposed", "sizes", "cut", "experts"}
 )
@@ -212,6 +214,8 @@ def _builtin(name: str, extended_by: tuple[str, ...] = ()) -> Family:
 
 
 def _parse_family(text: str, where: str, name: str, extended_by: tuple[str, ...]) -> Family:
+    if any(line.count(".") > _MAX_DOTS for line in text.split("\n")):
+        raise FormatError(f"a line with more than {_MAX_DOTS} dots", path=where, code="limit")
     try:
         top = tomllib.loads(text)
     except (ValueError, RecursionError) as error:

@@ -169,15 +169,7 @@ class Scheme:
             and (suffix in _OF_GROUPS if axis else suffix in _OF_WEIGHTS and prod(shape) == 1)
         ):
             return None
-        # Values per element of the tensor: those that share a scale (the last group may be smaller) or a packed word.
-        word = Fraction(32, weight.values.bits)
-        if shared is not None and size == -(-dim // shared):
-            per = Fraction(shared)
-        elif size and (dim % size == 0 or dim == size * word):
-            per = Fraction(dim, size)
-        else:
-            raise PlanError(f"cannot map {dim} values onto a tensor of shape {list(shape)}", code="indivisible")
-
+        per = _values_per_element(dim, shape, own, shared, weight.values.bits)
         if may_split_blocks and per == self.block[axis] > 1:
             borders = {at for parts in ranges for start, length in parts for at in (start, start + length)}
             if any(at % per and at != dim for at in borders):
@@ -194,6 +186,19 @@ class Scheme:
             tuple((border(start), border(start + length) - border(start)) for start, length in parts)
             for parts in ranges
         ]
+
+
+def _values_per_element(dim: int, shape: tuple[int, ...], own: int, shared: int | None, bits: int) -> Fraction:
+    """How many of `dim` values of a weight an element along dimension `own` of a tensor stands for.
+
+    These are the values that share a scale (the last group may be smaller), or that are packed in a word.
+    """
+    size = shape[own]
+    if shared is not None and size == -(-dim // shared):
+        return Fraction(shared)
+    if size and (dim % size == 0 or dim == size * Fraction(32, bits)):
+        return Fraction(dim, size)
+    raise PlanError(f"cannot map {dim} values onto a tensor of shape {list(shape)}", code="indivisible")
 
 
 def find_scheme(config: Mapping[str, Any]) -> Scheme:

@@ -1,4 +1,4 @@
-"""The catalogue on real folders, whose files the stock safetensors package wrote."""
+"""The source on real folders, whose files the stock safetensors package wrote."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
-from support.local_stores import read_catalogue
+from support.local_stores import read_source
 from support.rights import drop_superuser_rights
 
 import relayout
-from relayout.checkpoint.source import Catalogue, model_order
+from relayout.checkpoint.source import SourceCheckpoint, model_order
 from relayout.conversion.run import convert
 from relayout.errors import FormatError, PlanError
 from relayout.storage.local.store import LocalStore
@@ -54,19 +54,19 @@ def write_shards(folder: Path, first: str, second: str) -> None:
     write(folder / second, {"c": C, "d": D})
 
 
-def assert_holds(catalogue: Catalogue, expected: dict[str, Array]) -> None:
-    """The catalogue names these tensors, no others, and each extent holds the bytes that numpy has."""
-    assert {tensor.name for tensor in catalogue.tensors} == set(expected)
-    for tensor in catalogue.tensors:
+def assert_holds(source: SourceCheckpoint, expected: dict[str, Array]) -> None:
+    """The source names these tensors, no others, and each extent holds the bytes that numpy has."""
+    assert {tensor.name for tensor in source.tensors} == set(expected)
+    for tensor in source.tensors:
         array = expected[tensor.name]
-        path = Path(catalogue.folder.where(catalogue.files[tensor.file].name))
+        path = Path(source.folder.where(source.files[tensor.file].name))
         stored = path.read_bytes()[tensor.extent.offset : tensor.extent.end]
         assert (tensor.dtype, tensor.shape, stored) == (DTYPES[array.dtype.name], array.shape, array.tobytes())
-    assert catalogue.nbytes == sum(array.nbytes for array in expected.values())
+    assert source.nbytes == sum(array.nbytes for array in expected.values())
 
 
-def names(catalogue: Catalogue) -> list[str]:
-    return [file.name for file in catalogue.files]
+def names(source: SourceCheckpoint) -> list[str]:
+    return [file.name for file in source.files]
 
 
 @contextmanager
@@ -87,16 +87,16 @@ def no_longer_than(seconds: int) -> Iterator[None]:
 
 def test_one_file_needs_no_index(tmp_path: Path) -> None:
     write(tmp_path / "model.safetensors", {"a": A, "b": B, "c": C, "d": D})
-    catalogue = read_catalogue(tmp_path)
-    assert_holds(catalogue, {"a": A, "b": B, "c": C, "d": D})
-    assert (names(catalogue), catalogue.index, catalogue.left_out) == (["model.safetensors"], None, ())
+    source = read_source(tmp_path)
+    assert_holds(source, {"a": A, "b": B, "c": C, "d": D})
+    assert (names(source), source.index, source.left_out) == (["model.safetensors"], None, ())
 
 
 def test_a_file_is_described_as_it_lies_on_disk(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     write(path, {"a": A})
     blob = path.read_bytes()
-    [file] = read_catalogue(tmp_path).files
+    [file] = read_source(tmp_path).files
     assert (file.name, file.nbytes) == (path.name, len(blob))
     assert file.data_start == len(blob) - A.nbytes
     assert file.header == blob[: -A.nbytes]
@@ -117,11 +117,11 @@ def test_a_file_is_described_as_it_lies_on_disk(tmp_path: Path) -> None:
 def test_the_index_names_the_shards_whatever_they_are_called(tmp_path: Path, first: str, second: str) -> None:
     write_shards(tmp_path, first, second)
     write_index(tmp_path / INDEX, {"a": first, "b": first, "c": second, "d": second})
-    catalogue = read_catalogue(tmp_path)
-    assert_holds(catalogue, {"a": A, "b": B, "c": C, "d": D})
-    assert names(catalogue) == sorted([first, second])
-    assert catalogue.left_out == ()
-    assert catalogue.index == (INDEX, (tmp_path / INDEX).read_bytes())
+    source = read_source(tmp_path)
+    assert_holds(source, {"a": A, "b": B, "c": C, "d": D})
+    assert names(source) == sorted([first, second])
+    assert source.left_out == ()
+    assert source.index == (INDEX, (tmp_path / INDEX).read_bytes())
 
 
 @pytest.mark.parametrize("metadata", [{"total_size": 1}, {"total_size": 10**15}, {"total_size": "many"}, {}, None, 7])
@@ -132,18 +132,18 @@ def test_a_wrong_total_size_is_ignored(tmp_path: Path, metadata: Any) -> None:
         {"a": "x.safetensors", "b": "x.safetensors", "c": "y.safetensors", "d": "y.safetensors"},
         metadata=metadata,
     )
-    assert read_catalogue(tmp_path).nbytes == A.nbytes + B.nbytes + C.nbytes + D.nbytes
+    assert read_source(tmp_path).nbytes == A.nbytes + B.nbytes + C.nbytes + D.nbytes
 
 
 def test_an_index_of_another_name_counts(tmp_path: Path) -> None:
     write(tmp_path / "x.safetensors", {"a": A})
     write(tmp_path / "y.safetensors", {"b": B})
     write_index(tmp_path / "consolidated.safetensors.index.json", {"a": "x.safetensors"})
-    catalogue = read_catalogue(tmp_path)
-    assert_holds(catalogue, {"a": A})
-    assert catalogue.index is not None
-    assert catalogue.index[0] == "consolidated.safetensors.index.json"
-    assert catalogue.left_out == ("y.safetensors: not named by consolidated.safetensors.index.json",)
+    source = read_source(tmp_path)
+    assert_holds(source, {"a": A})
+    assert source.index is not None
+    assert source.index[0] == "consolidated.safetensors.index.json"
+    assert source.left_out == ("y.safetensors: not named by consolidated.safetensors.index.json",)
 
 
 def test_the_usual_index_wins_over_another(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_the_usual_index_wins_over_another(tmp_path: Path) -> None:
     write(tmp_path / "y.safetensors", {"b": B})
     write_index(tmp_path / "consolidated.safetensors.index.json", {"a": "x.safetensors"})
     write_index(tmp_path / INDEX, {"b": "y.safetensors"})
-    assert_holds(read_catalogue(tmp_path), {"b": B})
+    assert_holds(read_source(tmp_path), {"b": B})
 
 
 def test_two_indices_of_other_names_are_refused(tmp_path: Path) -> None:
@@ -159,41 +159,41 @@ def test_two_indices_of_other_names_are_refused(tmp_path: Path) -> None:
     for name in ("one", "two"):
         write_index(tmp_path / f"{name}.safetensors.index.json", {"a": "x.safetensors"})
     with pytest.raises(PlanError, match=r"one\.safetensors\.index\.json, two\.safetensors\.index\.json"):
-        read_catalogue(tmp_path)
+        read_source(tmp_path)
 
 
 def test_an_index_of_another_name_does_not_outrank_model_safetensors(tmp_path: Path) -> None:
     write(tmp_path / "model.safetensors", {"a": A})
     write(tmp_path / "x.safetensors", {"b": B})
     write_index(tmp_path / "consolidated.safetensors.index.json", {"b": "x.safetensors"})
-    assert_holds(read_catalogue(tmp_path), {"a": A})
+    assert_holds(read_source(tmp_path), {"a": A})
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     write(tmp_path / "x.safetensors", {"a": A})
     write_index(tmp_path / INDEX, {"a": "x.safetensors", "c": "gone.safetensors"})
     with pytest.raises(FormatError, match=r"gone\.safetensors: cannot be read: No such file"):
-        read_catalogue(tmp_path)
+        read_source(tmp_path)
 
 
 def test_a_tensor_that_is_not_in_its_file_is_named(tmp_path: Path) -> None:
     write_shards(tmp_path, "x.safetensors", "y.safetensors")
     write_index(tmp_path / INDEX, {"a": "x.safetensors", "c": "y.safetensors", "missing": "y.safetensors"})
     with pytest.raises(FormatError, match=r"y\.safetensors: tensor 'missing'"):
-        read_catalogue(tmp_path)
+        read_source(tmp_path)
 
 
 def test_a_tensor_that_only_another_file_holds_is_refused(tmp_path: Path) -> None:
     write_shards(tmp_path, "x.safetensors", "y.safetensors")
     write_index(tmp_path / INDEX, {"a": "y.safetensors", "b": "x.safetensors"})
     with pytest.raises(FormatError, match=r"y\.safetensors: tensor 'a'"):
-        read_catalogue(tmp_path)
+        read_source(tmp_path)
 
 
 def test_tensors_that_the_index_does_not_know_go_along(tmp_path: Path) -> None:
     write_shards(tmp_path, "x.safetensors", "y.safetensors")
     write_index(tmp_path / INDEX, {"a": "x.safetensors", "c": "y.safetensors"})
-    assert_holds(read_catalogue(tmp_path), {"a": A, "b": B, "c": C, "d": D})
+    assert_holds(read_source(tmp_path), {"a": A, "b": B, "c": C, "d": D})
 
 
 @pytest.mark.parametrize(("chosen", "other"), [("x.safetensors", "y.safetensors"), ("y.safetensors", "x.safetensors")])
@@ -201,9 +201,9 @@ def test_of_a_tensor_in_two_files_the_index_decides(tmp_path: Path, chosen: str,
     write(tmp_path / chosen, {"a": A, "b": B})
     write(tmp_path / other, {"a": A[::-1].copy(), "c": C})
     write_index(tmp_path / INDEX, {"a": chosen, "b": chosen, "c": other})
-    catalogue = read_catalogue(tmp_path)
-    assert_holds(catalogue, {"a": A, "b": B, "c": C})
-    [word] = catalogue.left_out
+    source = read_source(tmp_path)
+    assert_holds(source, {"a": A, "b": B, "c": C})
+    [word] = source.left_out
     assert word.startswith(f"{other}: 1 of its tensors")
 
 
@@ -211,7 +211,7 @@ def test_a_tensor_in_two_files_is_refused_without_an_index(tmp_path: Path) -> No
     write(tmp_path / "x.safetensors", {"a": A})
     write(tmp_path / "y.safetensors", {"a": A})
     with pytest.raises(FormatError, match=r"y\.safetensors: tensor 'a': is in x\.safetensors as well"):
-        read_catalogue(tmp_path)
+        read_source(tmp_path)
 
 
 def test_a_tensor_in_two_files_that_the_index_does_not_know_is_refused(tmp_path: Path) -> None:
@@ -219,32 +219,32 @@ def test_a_tensor_in_two_files_that_the_index_does_not_know_is_refused(tmp_path:
     write(tmp_path / "y.safetensors", {"c": C, "twice": B})
     write_index(tmp_path / INDEX, {"a": "x.safetensors", "c": "y.safetensors"})
     with pytest.raises(FormatError, match=r"y\.safetensors: tensor 'twice': is in x\.safetensors as well"):
-        read_catalogue(tmp_path)
+        read_source(tmp_path)
 
 
 def test_files_that_the_index_does_not_name_are_left_out_with_a_word(tmp_path: Path) -> None:
     write_shards(tmp_path, "x.safetensors", "y.safetensors")
     (tmp_path / "z.safetensors").write_bytes(b"no safetensors file at all")
     write_index(tmp_path / INDEX, {"a": "x.safetensors"})
-    catalogue = read_catalogue(tmp_path)
-    assert_holds(catalogue, {"a": A, "b": B})
-    assert catalogue.left_out == tuple(f"{name}.safetensors: not named by {INDEX}" for name in "yz")
+    source = read_source(tmp_path)
+    assert_holds(source, {"a": A, "b": B})
+    assert source.left_out == tuple(f"{name}.safetensors: not named by {INDEX}" for name in "yz")
 
 
 def test_without_an_index_all_shards_are_the_model(tmp_path: Path) -> None:
     write_shards(tmp_path, "y-2.safetensors", "x-1.safetensors")
-    catalogue = read_catalogue(tmp_path)
-    assert_holds(catalogue, {"a": A, "b": B, "c": C, "d": D})
-    assert (names(catalogue), catalogue.left_out) == (["x-1.safetensors", "y-2.safetensors"], ())
+    source = read_source(tmp_path)
+    assert_holds(source, {"a": A, "b": B, "c": C, "d": D})
+    assert (names(source), source.left_out) == (["x-1.safetensors", "y-2.safetensors"], ())
 
 
 def test_without_an_index_model_safetensors_is_the_model_and_others_get_a_word(tmp_path: Path) -> None:
     write(tmp_path / "model.safetensors", {"a": A})
     write(tmp_path / "consolidated.safetensors", {"layers.0": A})
     write(tmp_path / "zzz.safetensors", {"a": A})
-    catalogue = read_catalogue(tmp_path)
-    assert_holds(catalogue, {"a": A})
-    assert catalogue.left_out == (
+    source = read_source(tmp_path)
+    assert_holds(source, {"a": A})
+    assert source.left_out == (
         "consolidated.safetensors: model.safetensors is the model",
         "zzz.safetensors: model.safetensors is the model",
     )
@@ -278,9 +278,9 @@ def test_without_an_index_numbered_shards_of_which_none_is_missing_are_the_model
     tmp_path: Path, files: list[str]
 ) -> None:
     expected = write_set(tmp_path, *files)
-    catalogue = read_catalogue(tmp_path)
-    assert_holds(catalogue, expected)
-    assert catalogue.left_out == ()
+    source = read_source(tmp_path)
+    assert_holds(source, expected)
+    assert source.left_out == ()
 
 
 @pytest.mark.parametrize(
@@ -307,12 +307,12 @@ def test_without_an_index_a_missing_one_of_numbered_shards_is_named(
 ) -> None:
     write_set(tmp_path, *files)
     with pytest.raises(FormatError, match=re.escape(f"{tmp_path}/{missing}.safetensors: is missing")):
-        read_catalogue(tmp_path)
+        read_source(tmp_path)
 
 
 def test_one_of_numbered_shards_can_be_converted_alone(tmp_path: Path) -> None:
     expected = write_set(tmp_path, "model-00002-of-00004")
-    assert_holds(read_catalogue(tmp_path / "model-00002-of-00004.safetensors"), expected)
+    assert_holds(read_source(tmp_path / "model-00002-of-00004.safetensors"), expected)
 
 
 def test_without_an_index_numbered_shards_of_two_models_are_refused(tmp_path: Path) -> None:
@@ -320,7 +320,7 @@ def test_without_an_index_numbered_shards_of_two_models_are_refused(tmp_path: Pa
     with pytest.raises(
         FormatError, match=r"model-00001-of-00001\S+ and model-00001-of-00002\S+ belong to different models"
     ):
-        read_catalogue(tmp_path)
+        read_source(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -338,18 +338,18 @@ def test_without_an_index_the_numbered_model_counts_and_not_the_same_weights_by_
     for file in consolidated:
         write(tmp_path / f"{file}.safetensors", {f"layers.{file}": A})
     expected = write_set(tmp_path, "model-00001-of-00002", "model-00002-of-00002", "vision")
-    catalogue = read_catalogue(tmp_path)
-    assert_holds(catalogue, expected)
+    source = read_source(tmp_path)
+    assert_holds(source, expected)
     reason = "model-00001-of-00002.safetensors and the other files of its set are the model"
-    assert catalogue.left_out == tuple(f"{file}.safetensors: {reason}" for file in consolidated)
+    assert source.left_out == tuple(f"{file}.safetensors: {reason}" for file in consolidated)
 
 
 @pytest.mark.parametrize("other", ["consolidated_2", "my-consolidated", "vision"])
 def test_consolidated_weights_alone_are_the_model(tmp_path: Path, other: str) -> None:
     expected = write_set(tmp_path, "consolidated", other)
-    catalogue = read_catalogue(tmp_path)
-    assert_holds(catalogue, expected)
-    assert catalogue.left_out == ()
+    source = read_source(tmp_path)
+    assert_holds(source, expected)
+    assert source.left_out == ()
 
 
 @pytest.mark.parametrize("which", ["folder", "file", "index"])
@@ -390,25 +390,25 @@ def hub_snapshot(cache: Path) -> Path:
 
 def test_a_hub_snapshot_is_read_through_its_links(tmp_path: Path) -> None:
     snapshot = hub_snapshot(tmp_path)
-    catalogue = read_catalogue(snapshot)
-    assert_holds(catalogue, {"a": A, "b": B, "c": C, "d": D})
-    assert names(catalogue) == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    assert [(snapshot / file.name).resolve().name for file in catalogue.files] == ["5a5a", "6b6b"]
-    assert (catalogue.model_type, catalogue.side_files) == ("llama", ("config.json",))
+    source = read_source(snapshot)
+    assert_holds(source, {"a": A, "b": B, "c": C, "d": D})
+    assert names(source) == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert [(snapshot / file.name).resolve().name for file in source.files] == ["5a5a", "6b6b"]
+    assert (source.model_type, source.side_files) == ("llama", ("config.json",))
 
 
 def test_a_link_to_a_folder_is_a_folder(tmp_path: Path) -> None:
     snapshot = hub_snapshot(tmp_path)
     link = tmp_path / "link"
     link.symlink_to(snapshot)
-    assert_holds(read_catalogue(link), {"a": A, "b": B, "c": C, "d": D})
+    assert_holds(read_source(link), {"a": A, "b": B, "c": C, "d": D})
 
 
 def test_a_relative_path_is_read_from_where_one_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "model.safetensors", {"a": A})
     monkeypatch.chdir(tmp_path)
-    assert_holds(read_catalogue(Path()), {"a": A})
-    assert_holds(read_catalogue(Path("model.safetensors")), {"a": A})
+    assert_holds(read_source(Path()), {"a": A})
+    assert_holds(read_source(Path("model.safetensors")), {"a": A})
 
 
 @pytest.mark.parametrize("name", ["one.safetensors", "weights"])
@@ -417,11 +417,11 @@ def test_a_single_file_is_a_checkpoint_with_the_config_beside_it(tmp_path: Path,
     write(tmp_path / "model.safetensors", {"c": C})
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
-    catalogue = read_catalogue(tmp_path / name)
-    assert_holds(catalogue, {"a": A, "b": B})
-    assert (catalogue.root, names(catalogue), catalogue.model_type) == (LocalStore(tmp_path / name), [name], "qwen2")
-    assert (catalogue.side_files, catalogue.left_out, catalogue.index) == (("config.json",), (), None)
-    assert catalogue.folder == LocalStore(tmp_path, name)
+    source = read_source(tmp_path / name)
+    assert_holds(source, {"a": A, "b": B})
+    assert (source.root, names(source), source.model_type) == (LocalStore(tmp_path / name), [name], "qwen2")
+    assert (source.side_files, source.left_out, source.index) == (("config.json",), (), None)
+    assert source.folder == LocalStore(tmp_path, name)
 
 
 @pytest.mark.parametrize(
@@ -444,7 +444,7 @@ def test_with_a_single_file_goes_what_it_would_be_planned_by(
         (tmp_path / f"{name}.json").write_text("{}")
     for name, content in files.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
-    assert read_catalogue(tmp_path / "one.safetensors").side_files == expected
+    assert read_source(tmp_path / "one.safetensors").side_files == expected
 
 
 @pytest.mark.parametrize(
@@ -475,7 +475,7 @@ def test_a_weight_map_leads_to_plain_file_names_only(tmp_path: Path, value: Any)
         write(place / "shard.safetensors", {"a": A})
     write_index(folder / INDEX, {"a": value})
     with pytest.raises(FormatError, match=r"model\.safetensors\.index\.json: tensor 'a': .* is not the name of"):
-        read_catalogue(folder)
+        read_source(folder)
 
 
 @pytest.mark.parametrize(
@@ -496,7 +496,7 @@ def test_a_broken_index_is_refused(tmp_path: Path, text: bytes, says: str) -> No
     write(tmp_path / "x.safetensors", {"a": A})
     (tmp_path / INDEX).write_bytes(text)
     with pytest.raises(FormatError, match=rf"model\.safetensors\.index\.json: .*({says})"):
-        read_catalogue(tmp_path)
+        read_source(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["fifo", "folder"])
@@ -509,13 +509,13 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, name: str, k
     else:
         (tmp_path / name).mkdir()
     with no_longer_than(2), pytest.raises(FormatError, match=name):
-        read_catalogue(tmp_path)
+        read_source(tmp_path)
 
 
 def test_a_fifo_as_the_source_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x.safetensors")
     with no_longer_than(2), pytest.raises(FormatError, match=r"x\.safetensors: not a regular file"):
-        read_catalogue(tmp_path / "x.safetensors")
+        read_source(tmp_path / "x.safetensors")
 
 
 @pytest.mark.parametrize("indexed", [False, True])
@@ -527,7 +527,7 @@ def test_a_dangling_link_in_the_place_of_a_shard_is_refused(tmp_path: Path, inde
     if indexed:
         write_index(snapshot / INDEX, {"a": "x.safetensors", "b": "y.safetensors"})
     with pytest.raises(FormatError, match=r"y\.safetensors: cannot be read: No such file"):
-        read_catalogue(snapshot)
+        read_source(snapshot)
 
 
 @pytest.mark.parametrize("name", [INDEX, "config.json"])
@@ -537,13 +537,13 @@ def test_a_dangling_link_is_not_taken_for_the_lack_of_a_file(tmp_path: Path, nam
     write(tmp_path / "stale.safetensors", {"b": B})
     (tmp_path / name).symlink_to("../../blobs/gone")
     with pytest.raises(FormatError, match=name):
-        read_catalogue(tmp_path)
+        read_source(tmp_path)
 
 
 def test_a_side_file_that_is_a_dangling_link_does_not_vanish_without_a_word(tmp_path: Path) -> None:
     write(tmp_path / "model.safetensors", {"a": A})
     (tmp_path / "tokenizer.json").symlink_to("../../blobs/gone")
-    assert any("tokenizer.json" in word for word in read_catalogue(tmp_path).left_out)
+    assert any("tokenizer.json" in word for word in read_source(tmp_path).left_out)
 
 
 def test_a_truncated_shard_is_refused(tmp_path: Path) -> None:
@@ -551,7 +551,7 @@ def test_a_truncated_shard_is_refused(tmp_path: Path) -> None:
     whole = (tmp_path / "y.safetensors").read_bytes()
     (tmp_path / "y.safetensors").write_bytes(whole[:-1])
     with pytest.raises(FormatError, match=r"y\.safetensors: .*truncated"):
-        read_catalogue(tmp_path)
+        read_source(tmp_path)
 
 
 @pytest.mark.parametrize("nbytes", [0, 7, 8, 20])
@@ -560,7 +560,7 @@ def test_a_shard_truncated_in_its_header_is_refused(tmp_path: Path, nbytes: int)
     whole = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[:nbytes])
     with pytest.raises(FormatError, match=r"model\.safetensors: "):
-        read_catalogue(tmp_path)
+        read_source(tmp_path)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="drops the superuser's rights by Linux's prctl")
@@ -570,10 +570,10 @@ def test_an_unreadable_file_is_a_format_error(tmp_path: Path, name: str) -> None
     write_index(tmp_path / INDEX, {"a": "x.safetensors"})
     (tmp_path / "config.json").write_text("{}")
     script = (
-        "import sys; from relayout.checkpoint.source import read_catalogue\n"
+        "import sys; from relayout.checkpoint.source import read_source\n"
         "from relayout.storage.stores import find_store\n"
         "from relayout.errors import FormatError\n"
-        "try: print(len(read_catalogue(find_store(sys.argv[1])).tensors))\n"
+        "try: print(len(read_source(find_store(sys.argv[1])).tensors))\n"
         "except FormatError as error: print('FormatError', error)"
     )
 
@@ -595,18 +595,18 @@ def test_a_converted_folder_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "model" / "model.safetensors", {"a": A})
     convert(tmp_path / "model", tmp_path / "out")
     with pytest.raises(PlanError, match=r"out: is already a converted checkpoint"):
-        read_catalogue(tmp_path / "out")
+        read_source(tmp_path / "out")
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="contains no safetensors file"):
-        read_catalogue(tmp_path)
+        read_source(tmp_path)
 
 
 def test_safetensors_files_in_subfolders_are_no_model(tmp_path: Path) -> None:
     write(tmp_path / "sub" / "model.safetensors", {"a": A})
     with pytest.raises(PlanError, match=r"contains no safetensors file; convert its subfolders one by one: sub$"):
-        read_catalogue(tmp_path)
+        read_source(tmp_path)
 
 
 def test_of_a_pipeline_of_models_the_folders_that_can_be_converted_are_named(tmp_path: Path) -> None:
@@ -617,18 +617,18 @@ def test_of_a_pipeline_of_models_the_folders_that_can_be_converted_are_named(tmp
     (tmp_path / "scheduler").mkdir()
     (tmp_path / "model_index.json").write_text("{}")
     with pytest.raises(PlanError, match=r"contains no safetensors file; .*: text_encoder, transformer, vae$"):
-        read_catalogue(tmp_path)
+        read_source(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["nothing", "nothing/below"])
 def test_a_missing_source_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(PlanError, match="no such file or folder"):
-        read_catalogue(tmp_path / name)
+        read_source(tmp_path / name)
 
 
 def test_a_missing_safetensors_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises((PlanError, FormatError), match=r"nothing\.safetensors: .*[Nn]o such file"):
-        read_catalogue(tmp_path / "nothing.safetensors")
+        read_source(tmp_path / "nothing.safetensors")
 
 
 def test_side_files_go_along_and_other_weights_get_a_word(tmp_path: Path) -> None:
@@ -649,9 +649,9 @@ def test_side_files_go_along_and_other_weights_get_a_word(tmp_path: Path) -> Non
     for name in [*kept, *weights, *reserved, *hidden]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("{}")
-    catalogue = read_catalogue(tmp_path)
-    assert catalogue.side_files == tuple(sorted(kept))
-    assert sorted(word.partition(": ")[0] for word in catalogue.left_out) == sorted([*weights, *reserved])
+    source = read_source(tmp_path)
+    assert source.side_files == tuple(sorted(kept))
+    assert sorted(word.partition(": ")[0] for word in source.left_out) == sorted([*weights, *reserved])
 
 
 def test_a_converted_folder_inside_the_source_does_not_go_along_in_part(tmp_path: Path) -> None:
@@ -659,42 +659,42 @@ def test_a_converted_folder_inside_the_source_does_not_go_along_in_part(tmp_path
     write(tmp_path / "model.safetensors", {"a": A})
     convert(tmp_path / "model.safetensors")
     assert (tmp_path / "model-tp1" / "relayout.json").is_file()
-    assert read_catalogue(tmp_path).side_files == ()
+    assert read_source(tmp_path).side_files == ()
 
 
 def test_the_index_itself_is_no_side_file(tmp_path: Path) -> None:
     write(tmp_path / "x.safetensors", {"a": A})
     write_index(tmp_path / INDEX, {"a": "x.safetensors"})
-    catalogue = read_catalogue(tmp_path)
-    assert (catalogue.side_files, catalogue.left_out) == ((), ())
+    source = read_source(tmp_path)
+    assert (source.side_files, source.left_out) == ((), ())
 
 
 def test_metadata_is_what_all_shards_agree_on(tmp_path: Path) -> None:
     write(tmp_path / "x.safetensors", {"a": A}, author="ann", part="1", only="x")
     write(tmp_path / "y.safetensors", {"b": B}, author="ann", part="2")
-    assert dict(read_catalogue(tmp_path).metadata) == {"format": "pt", "author": "ann"}
+    assert dict(read_source(tmp_path).metadata) == {"format": "pt", "author": "ann"}
 
 
 def test_a_config_with_infinity_is_read(tmp_path: Path) -> None:
     write(tmp_path / "model.safetensors", {"a": A})
     (tmp_path / "config.json").write_text('{"model_type": "x", "low": -Infinity, "high": Infinity, "none": NaN}')
-    catalogue = read_catalogue(tmp_path)
-    assert catalogue.model_type == "x"
-    assert (catalogue.config["low"], catalogue.config["high"]) == (-np.inf, np.inf)
-    assert np.isnan(catalogue.config["none"])
+    source = read_source(tmp_path)
+    assert source.model_type == "x"
+    assert (source.config["low"], source.config["high"]) == (-np.inf, np.inf)
+    assert np.isnan(source.config["none"])
 
 
 @pytest.mark.parametrize("model_type", [None, 5, ["llama"], {}])
 def test_a_model_type_that_is_no_string_is_none(tmp_path: Path, model_type: Any) -> None:
     write(tmp_path / "model.safetensors", {"a": A})
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    assert read_catalogue(tmp_path).model_type is None
+    assert read_source(tmp_path).model_type is None
 
 
 def test_without_a_config_the_model_type_is_none(tmp_path: Path) -> None:
     write(tmp_path / "model.safetensors", {"a": A})
-    catalogue = read_catalogue(tmp_path)
-    assert (catalogue.model_type, dict(catalogue.config)) == (None, {})
+    source = read_source(tmp_path)
+    assert (source.model_type, dict(source.config)) == (None, {})
 
 
 @pytest.mark.parametrize(
@@ -704,7 +704,7 @@ def test_a_broken_config_is_refused(tmp_path: Path, text: bytes, says: str) -> N
     write(tmp_path / "model.safetensors", {"a": A})
     (tmp_path / "config.json").write_bytes(text)
     with pytest.raises(FormatError, match=rf"config\.json: {says}"):
-        read_catalogue(tmp_path)
+        read_source(tmp_path)
 
 
 def test_a_config_with_a_byte_order_mark_is_needed_at_more_than_one_rank_only(tmp_path: Path) -> None:
@@ -741,7 +741,7 @@ def test_tensors_come_in_model_order_across_shards(tmp_path: Path) -> None:
     ]
     write(tmp_path / "x.safetensors", dict.fromkeys(order[::2], A))
     write(tmp_path / "y.safetensors", dict.fromkeys(order[1::2], A))
-    assert [tensor.name for tensor in read_catalogue(tmp_path).tensors] == order
+    assert [tensor.name for tensor in read_source(tmp_path).tensors] == order
 
 
 @given(st.lists(st.integers(0, 10**25), min_size=2, unique=True))

@@ -609,11 +609,11 @@ def test_a_dry_run_writes_nothing(work: Path, as_json: bool) -> None:
         found = one_object(done)
         assert (found["plan"], found["num_ranks"], found["num_tensors"]) == ("llama", 2, 12)
         cuts = {group["pattern"]: (group["cut"], group["rank_shapes"]) for group in found["groups"]}
-        assert cuts["model.layers.*.mlp.down_proj.weight"] == ("columns", [[64, 50]])
-        assert cuts["model.layers.*.self_attn.q_proj.weight"] == ("rows", [[32, 64]])
+        assert cuts["model.layers.*.mlp.down_proj.weight"] == ("dim 1", [[64, 50]])
+        assert cuts["model.layers.*.self_attn.q_proj.weight"] == ("dim 0", [[32, 64]])
         assert cuts["model.norm.weight"] == ("whole", [[64]])
     else:
-        assert re.search(r"model\.layers\.\*\.mlp\.down_proj\.weight +1 +F16 +64 x 100 +columns +64 x 50", done.stdout)
+        assert re.search(r"model\.layers\.\*\.mlp\.down_proj\.weight +1 +F16 +64 x 100 +dim 1 +64 x 50", done.stdout)
         assert "nothing was written" in done.stdout
 
 

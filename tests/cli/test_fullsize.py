@@ -28,7 +28,7 @@ def test_a_full_size_model_repeats_what_is_whole_and_shared_kv_heads_only(model:
     shared = sum(
         group["count"] * tensor_nbytes(("", group["dtype"], group["shape"]))
         for group in planned["groups"]
-        if group["cut"] == "rows, each part in 2 ranks"
+        if group["cut"] == "dim 0, each part in 2 ranks"
     )
     assert planned["replicated_nbytes"] == (model.tp - 1) * whole + shared
     assert sum(planned["rank_nbytes"]) == model.nbytes + planned["replicated_nbytes"]

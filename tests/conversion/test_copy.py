@@ -14,12 +14,12 @@ import pytest
 import xxhash
 from safetensors.numpy import save_file
 from support.loader_fixtures import open_files
-from support.local_stores import read_catalogue, read_manifest, read_record, read_table
+from support.local_stores import read_manifest, read_record, read_source, read_table
 from support.models import Array
 from support.planning import conversion_of, plan_of
 
 import relayout
-from relayout.checkpoint.source import Catalogue
+from relayout.checkpoint.source import SourceCheckpoint
 from relayout.conversion import run as conversion
 from relayout.conversion.copy import SOURCE, FileSink, NoSink, TensorHashes, run_steps
 from relayout.conversion.journal import TensorDigests
@@ -66,18 +66,18 @@ def test_digests_of_tensors_in_several_chunks_are_of_their_bytes_in_order(
 NUM_TENSORS, NUM_PARTS = 20, 4
 
 
-def in_parts(folder: Path, num_tensors: int, num_parts: int) -> tuple[Catalogue, Plan, Array]:
+def in_parts(folder: Path, num_tensors: int, num_parts: int) -> tuple[SourceCheckpoint, Plan, Array]:
     """Tensors of one row for each of so many ranks, and what they hold."""
     values = random_bytes(num_tensors, num_parts, 8)
     write(folder, {f"{t}": values[t] for t in range(num_tensors)})
     slices = tuple(Slice(0, ((part, 1),)) for part in range(num_parts))
-    return read_catalogue(folder), plan_of("x", num_parts, (slices,) * num_tensors), values
+    return read_source(folder), plan_of("x", num_parts, (slices,) * num_tensors), values
 
 
 def test_each_tensor_is_complete_once_whichever_threads_hash_its_slices(tmp_path: Path) -> None:
-    catalogue, plan, values = in_parts(tmp_path / "model", NUM_TENSORS, NUM_PARTS)
+    source, plan, values = in_parts(tmp_path / "model", NUM_TENSORS, NUM_PARTS)
     found: list[tuple[int, TensorDigests]] = []
-    hashes = TensorHashes(conversion_of(catalogue, plan, 4096), Stop())
+    hashes = TensorHashes(conversion_of(source, plan, 4096), Stop())
     together = threading.Barrier(NUM_PARTS + 1)
 
     def hash_slices(which: int) -> None:
@@ -100,9 +100,9 @@ def test_each_tensor_is_complete_once_whichever_threads_hash_its_slices(tmp_path
 
 def test_a_tensor_of_which_bytes_were_not_hashed_has_no_digest(tmp_path: Path) -> None:
     arrays = {"a": random_bytes(3, 5), "b": random_bytes(7), "empty": random_bytes(0, 2)}
-    catalogue = read_catalogue(write(tmp_path / "model", arrays))
+    source = read_source(write(tmp_path / "model", arrays))
     plan = plan_of("x", 1, ((Slice(),),) * 3)
-    conversion = conversion_of(catalogue, plan, 4096)
+    conversion = conversion_of(source, plan, 4096)
     passed = run_steps(conversion, CopyPlan(conversion).steps(0), NoSink())
     expected = [TensorDigests(digest(one), (digest(one),)) for one in arrays.values()]
     assert digests_of_all(conversion, passed) == expected

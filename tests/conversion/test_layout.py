@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.planning import all_slices, conversion_of, plan_of
 
-from relayout.checkpoint.source import Catalogue, SourceTensor
+from relayout.checkpoint.source import SourceCheckpoint, SourceTensor
 from relayout.conversion.layout import Conversion, HeaderBuilder, check_alignment
 from relayout.core.dtypes import BITS
 from relayout.core.extents import Extent
@@ -27,9 +27,11 @@ ALIGNMENTS = [512, 4096, 65536, 2 * 2**20]
 CONVERSION = "0123456789abcdef0123456789abcdef"
 
 
-def catalogue(tensors: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str] | None = None) -> Catalogue:
+def make_source(
+    tensors: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str] | None = None
+) -> SourceCheckpoint:
     """A checkpoint of tensors (name, dtype, shape), none of which is stored anywhere."""
-    return Catalogue(
+    return SourceCheckpoint(
         root=LocalStore(Path("checkpoint")),
         files=(),
         tensors=tuple(SourceTensor(name, dtype, shape, 0, Extent(0, 0)) for name, dtype, shape in tensors),
@@ -55,7 +57,7 @@ def smallest_power(sizes: list[int], limit: int) -> int:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Catalogue, Plan, list[list[int]]]:
+def cases(draw: st.DrawFn) -> tuple[SourceCheckpoint, Plan, list[list[int]]]:
     """A checkpoint, a plan, and the bytes of each tensor's slice on each rank, which are often round numbers."""
     num_ranks = draw(st.integers(1, 3))
     tensors: list[tuple[str, str, tuple[int, ...]]] = []
@@ -78,7 +80,7 @@ def cases(draw: st.DrawFn) -> tuple[Catalogue, Plan, list[list[int]]]:
             starts = [sum(lengths[:rank]) for rank in range(num_ranks)]
             slices.append(tuple(Slice(0, (part,)) for part in zip(starts, lengths, strict=True)))
         nbytes.append([length * item_bits // 8 for length in lengths])
-    return catalogue(tensors), plan_of("x", num_ranks, tuple(slices)), nbytes
+    return make_source(tensors), plan_of("x", num_ranks, tuple(slices)), nbytes
 
 
 max_part_sizes = st.sampled_from([1, 4096, 100_000, 10**7, 48 * 10**9])
@@ -87,7 +89,7 @@ max_part_sizes = st.sampled_from([1, 4096, 100_000, 10**7, 48 * 10**9])
 @given(case=cases(), alignment=st.sampled_from(ALIGNMENTS), max_part_nbytes=max_part_sizes)
 @settings(max_examples=300, deadline=None)
 def test_each_slice_lies_behind_the_one_before_and_is_as_aligned_as_the_slices_of_its_tensor(
-    case: tuple[Catalogue, Plan, list[list[int]]], alignment: int, max_part_nbytes: int
+    case: tuple[SourceCheckpoint, Plan, list[list[int]]], alignment: int, max_part_nbytes: int
 ) -> None:
     source, plan, nbytes = case
     layout = conversion_of(source, plan, alignment, max_part_nbytes).layout
@@ -111,7 +113,7 @@ def test_each_slice_lies_behind_the_one_before_and_is_as_aligned_as_the_slices_o
 @given(case=cases(), alignment=st.sampled_from(ALIGNMENTS), max_part_nbytes=max_part_sizes)
 @settings(max_examples=200, deadline=None)
 def test_in_a_unit_aligned_tensors_come_first_in_model_order_then_a_tail_by_falling_power(
-    case: tuple[Catalogue, Plan, list[list[int]]], alignment: int, max_part_nbytes: int
+    case: tuple[SourceCheckpoint, Plan, list[list[int]]], alignment: int, max_part_nbytes: int
 ) -> None:
     source, plan, nbytes = case
     for order in conversion_of(source, plan, alignment, max_part_nbytes).layout.units:
@@ -131,7 +133,7 @@ def test_in_a_unit_aligned_tensors_come_first_in_model_order_then_a_tail_by_fall
 @given(case=cases(), max_part_nbytes=max_part_sizes)
 @settings(max_examples=200, deadline=None)
 def test_a_unit_is_neighbors_in_model_order_as_many_as_the_limit_of_its_files_allows(
-    case: tuple[Catalogue, Plan, list[list[int]]], max_part_nbytes: int
+    case: tuple[SourceCheckpoint, Plan, list[list[int]]], max_part_nbytes: int
 ) -> None:
     source, plan, nbytes = case
     layout = conversion_of(source, plan, 4096, max_part_nbytes).layout
@@ -148,7 +150,7 @@ def test_a_unit_is_neighbors_in_model_order_as_many_as_the_limit_of_its_files_al
 @given(case=cases(), max_part_nbytes=max_part_sizes)
 @settings(max_examples=200, deadline=None)
 def test_part_p_of_every_rank_holds_what_it_has_of_unit_p_in_the_same_order(
-    case: tuple[Catalogue, Plan, list[list[int]]], max_part_nbytes: int
+    case: tuple[SourceCheckpoint, Plan, list[list[int]]], max_part_nbytes: int
 ) -> None:
     source, plan, _ = case
     layout = conversion_of(source, plan, 4096, max_part_nbytes).layout
@@ -161,7 +163,7 @@ def test_part_p_of_every_rank_holds_what_it_has_of_unit_p_in_the_same_order(
 
 
 def test_a_rank_that_holds_nothing_of_a_unit_has_an_empty_part() -> None:
-    source = catalogue([(f"t{i}", "U8", (4096,)) for i in range(3)])
+    source = make_source([(f"t{i}", "U8", (4096,)) for i in range(3)])
     owners = (0, 1, 1)
     plan = plan_of("x", 2, [tuple(WHOLE if rank == owner else NOT_HELD for rank in range(2)) for owner in owners])
     layout = conversion_of(source, plan, 4096, 4096).layout
@@ -172,13 +174,13 @@ def test_a_rank_that_holds_nothing_of_a_unit_has_an_empty_part() -> None:
 
 def test_a_tensor_larger_than_a_part_gets_one_of_its_own() -> None:
     sizes = [4096, 4096, 40960, 4096, 100]
-    source = catalogue([(f"t{i}", "U8", (size,)) for i, size in enumerate(sizes)])
+    source = make_source([(f"t{i}", "U8", (size,)) for i, size in enumerate(sizes)])
     layout = conversion_of(source, plan_of("none", 1, ((WHOLE,),) * 5), 4096, 10_000).layout
     assert [file.tensors for file in layout.files] == [(0, 1), (2,), (3, 4)]
 
 
 def test_a_part_ends_before_its_header_is_more_than_hubs_parse() -> None:
-    source = catalogue([(f"{i}" * 10**6, "U8", (2,)) for i in range(10, 40)])
+    source = make_source([(f"{i}" * 10**6, "U8", (2,)) for i in range(10, 40)])
     plan = plan_of("x", 2, ((Slice(0, ((0, 1),)), Slice(0, ((1, 1),))),) * 30)
     conversion = conversion_of(source, plan, 4096)
     layout = conversion.layout
@@ -189,7 +191,7 @@ def test_a_part_ends_before_its_header_is_more_than_hubs_parse() -> None:
 
 
 def test_a_checkpoint_without_tensors_has_a_file_for_each_rank() -> None:
-    conversion = conversion_of(catalogue([]), plan_of("x", 2, ()), 512)
+    conversion = conversion_of(make_source([]), plan_of("x", 2, ()), 512)
     layout = conversion.layout
     assert layout.ranks == ((0,), (1,))
     assert [(file.name, file.tensors, file.nbytes) for file in layout.files] == [
@@ -204,20 +206,20 @@ def test_an_alignment_that_is_no_power_of_two_in_the_range_is_refused(alignment:
     with pytest.raises(PlanError, match=message):
         check_alignment(alignment)
     with pytest.raises(PlanError, match=message):
-        conversion_of(catalogue([]), plan_of("none", 1, ()), alignment)
+        conversion_of(make_source([]), plan_of("none", 1, ()), alignment)
 
 
 @pytest.mark.parametrize("alignment", [512 << i for i in range(16)])
 def test_every_power_of_two_in_the_range_is_an_alignment(alignment: int) -> None:
     check_alignment(alignment)
-    layout = conversion_of(catalogue([("a", "U8", (3,))]), plan_of("none", 1, ((WHOLE,),)), alignment).layout
+    layout = conversion_of(make_source([("a", "U8", (3,))]), plan_of("none", 1, ((WHOLE,),)), alignment).layout
     assert layout.files[0].offsets == [alignment]
 
 
 @pytest.mark.parametrize("nbytes", [0, -1])
 def test_a_part_size_below_one_byte_is_refused(nbytes: int) -> None:
     with pytest.raises(PlanError, match=f"a part size of {nbytes} bytes"):
-        conversion_of(catalogue([]), plan_of("none", 1, ()), 512, nbytes)
+        conversion_of(make_source([]), plan_of("none", 1, ()), 512, nbytes)
 
 
 # Headers of rank files.
@@ -253,7 +255,7 @@ FUSED = plan_of(
 
 
 def header_of(conversion: Conversion, number: int) -> bytes:
-    headers = HeaderBuilder(conversion.catalogue, conversion.cut, conversion.options)
+    headers = HeaderBuilder(conversion.source, conversion.cut, conversion.options)
     return headers.build(conversion.layout.files[number], number, CONVERSION)
 
 
@@ -267,7 +269,7 @@ def written(conversion: Conversion, number: int) -> bytes:
 @pytest.mark.parametrize("max_part_nbytes", [10**9, 300])
 @pytest.mark.parametrize("plan", [BOXES, FUSED], ids=["boxes", "fused"])
 def test_the_stock_reader_reads_rank_files(plan: Plan, max_part_nbytes: int, alignment: int) -> None:
-    source = catalogue(TENSORS)
+    source = make_source(TENSORS)
     conversion = conversion_of(source, plan, alignment, max_part_nbytes)
     layout = conversion.layout
     for rank, numbers in enumerate(layout.ranks):
@@ -299,7 +301,7 @@ def test_the_stock_reader_reads_rank_files(plan: Plan, max_part_nbytes: int, ali
 
 @pytest.mark.parametrize("max_part_nbytes", [10**9, 300])
 def test_metadata_names_file_and_conversion_first(max_part_nbytes: int) -> None:
-    source = catalogue(TENSORS, {"author": "größe"})
+    source = make_source(TENSORS, {"author": "größe"})
     conversion = conversion_of(source, BOXES, 512, max_part_nbytes)
     layout = conversion.layout
     assert (len(layout.files) > 2) == (max_part_nbytes == 300)
@@ -315,7 +317,7 @@ def test_metadata_names_file_and_conversion_first(max_part_nbytes: int) -> None:
 
 @pytest.mark.parametrize("max_part_nbytes", [10**9, 300])
 def test_dcp_sharding_info_says_where_each_box_starts(max_part_nbytes: int) -> None:
-    source = catalogue(TENSORS)
+    source = make_source(TENSORS)
     conversion = conversion_of(source, BOXES, 512, max_part_nbytes)
     layout = conversion.layout
     assert conversion.options.dcp
@@ -342,7 +344,7 @@ def test_dcp_sharding_info_says_where_each_box_starts(max_part_nbytes: int) -> N
     "plan", [FUSED, plan_of("none", 1, ((WHOLE,),) * len(TENSORS))], ids=["a slice of two ranges", "one rank"]
 )
 def test_without_boxes_or_at_one_rank_there_is_no_dcp_sharding_info(plan: Plan) -> None:
-    source = catalogue(TENSORS)
+    source = make_source(TENSORS)
     conversion = conversion_of(source, plan, 512)
     layout = conversion.layout
     assert conversion.options.dcp == (plan is not FUSED)
@@ -353,7 +355,7 @@ def test_without_boxes_or_at_one_rank_there_is_no_dcp_sharding_info(plan: Plan) 
 
 def test_the_sources_metadata_goes_along_but_for_what_is_ours() -> None:
     stale = {"format": "mlx", "relayout": "old", "DCP_SHARDING_INFO": "{}", "DCP_VERSION": "0.9", "license": "MIT"}
-    source = catalogue(TENSORS, stale)
+    source = make_source(TENSORS, stale)
     conversion = conversion_of(source, FUSED, 512)
     nbytes = conversion.layout.files[0].nbytes
     metadata = dict(parse_header(header_of(conversion, 0), nbytes, "x").metadata)
@@ -362,7 +364,7 @@ def test_the_sources_metadata_goes_along_but_for_what_is_ours() -> None:
 
 
 def test_dcp_can_be_left_out_and_insisted_on() -> None:
-    source = catalogue(TENSORS)
+    source = make_source(TENSORS)
     without = conversion_of(source, BOXES, 512, dcp=False)
     assert not without.options.dcp
     for number, file in enumerate(without.layout.files):

@@ -9,17 +9,17 @@ from math import prod
 from typing import Any
 
 import pytest
-from support.planning import Shapes, catalogue, conversion_of
+from support.planning import Shapes, conversion_of, make_source
 
-from relayout.checkpoint.source import Catalogue
+from relayout.checkpoint.source import SourceCheckpoint
 from relayout.conversion.preview import PlannedGroup, Preview, preview
 from relayout.core.extents import Extent
 from relayout.plans.planner import plan_for
 
 
-def stored(shapes: Shapes, config: Mapping[str, Any]) -> Catalogue:
+def stored(shapes: Shapes, config: Mapping[str, Any]) -> SourceCheckpoint:
     """A checkpoint of BF16 tensors with extents of their true lengths."""
-    source = catalogue(shapes, **config)
+    source = make_source(shapes, **config)
     sized = (replace(tensor, extent=Extent(0, 2 * prod(tensor.shape))) for tensor in source.tensors)
     return replace(source, tensors=tuple(sized), left_out=("pytorch_model.bin: weights",))
 

@@ -137,7 +137,7 @@ def content(folder: Path) -> dict[str, bytes | str | None]:
 
 
 def nbytes_of(plan: ConversionPlan, tensors: set[int]) -> int:
-    return sum(plan.catalogue.tensors[t].extent.nbytes for t in tensors)
+    return sum(plan.source.tensors[t].extent.nbytes for t in tensors)
 
 
 def merged(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -177,7 +177,7 @@ def places_of(plan: ConversionPlan, tensors: set[int]) -> Intervals:
     result: Intervals = {}
     for file in plan.layout.files:
         for t, offset in zip(file.tensors, file.offsets, strict=True):
-            tensor = plan.catalogue.tensors[t]
+            tensor = plan.source.tensors[t]
             nbytes = slice_nbytes(tensor.dtype, tensor.shape, plan.plan.cut(t).slices[file.rank])
             if t in tensors and nbytes:
                 result.setdefault(file.name, []).append((offset, offset + nbytes))
@@ -187,15 +187,15 @@ def places_of(plan: ConversionPlan, tensors: set[int]) -> Intervals:
 def assert_goes_on(work: Path, resumed: set[int], **options: Any) -> None:
     """The same command ends, copies just the tensors that are not resumed, and leaves what an undisturbed run does."""
     plan = planned(work, **options)
-    others = {t for t, tensor in enumerate(plan.catalogue.tensors) if tensor.extent.nbytes} - resumed
+    others = {t for t, tensor in enumerate(plan.source.tensors) if tensor.extent.nbytes} - resumed
     with spying() as (read, written):
         summary = go(work, **options)
     assert summary.resumed_nbytes == nbytes_of(plan, resumed)
     assert {name: merged(found) for name, found in written.items()} == {
         name: merged(found) for name, found in places_of(plan, others).items()
     }
-    for number, file in enumerate(plan.catalogue.files):
-        extents = [plan.catalogue.tensors[t].extent for t in others if plan.catalogue.tensors[t].file == number]
+    for number, file in enumerate(plan.source.files):
+        extents = [plan.source.tensors[t].extent for t in others if plan.source.tensors[t].file == number]
         blocks = [(one.offset // BLOCK * BLOCK, -(-one.end // BLOCK) * BLOCK) for one in extents]
         assert merged(read.get(file.name, [])) == merged(blocks)
     assert content(work / "out") == content(work.parent / "expected")

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.planning import all_slices, conversion_of, plan_of
 
-from relayout.checkpoint.source import Catalogue, SourceFile, SourceTensor
+from relayout.checkpoint.source import SourceCheckpoint, SourceFile, SourceTensor
 from relayout.conversion.layout import Conversion, Layout
 from relayout.conversion.steps import CopyPlan, Step
 from relayout.core.dtypes import BITS
@@ -34,7 +34,7 @@ BLOCK = 4096
 class Checkpoint:
     """A checkpoint whose files are arrays."""
 
-    catalogue: Catalogue
+    source: SourceCheckpoint
     plan: Plan
     files: list[Array]
 
@@ -61,7 +61,7 @@ def checkpoint(
         nbytes = prod(shape) * BITS[dtype] // 8
         placed[t] = SourceTensor(f"t{t}", dtype, shape, file_of[t], Extent(ends[file_of[t]], nbytes))
         ends[file_of[t]] += nbytes
-    catalogue = Catalogue(
+    source = SourceCheckpoint(
         root=LocalStore(Path("checkpoint")),
         files=tuple(SourceFile(f"{i}.safetensors", end, data_start, b"") for i, end in enumerate(ends)),
         tensors=tuple(placed[t] for t in range(len(tensors))),
@@ -72,12 +72,12 @@ def checkpoint(
         left_out=(),
     )
     plan = plan_of("x", num_ranks, tuple(slices for _, _, slices in tensors))
-    return Checkpoint(catalogue, plan, [pattern(end, i) for i, end in enumerate(ends)])
+    return Checkpoint(source, plan, [pattern(end, i) for i, end in enumerate(ends)])
 
 
 def tensor_bytes(source: Checkpoint, t: int) -> Array:
     """A tensor's elements, each as a row of bytes along one more axis."""
-    tensor = source.catalogue.tensors[t]
+    tensor = source.source.tensors[t]
     stored = source.files[tensor.file][tensor.extent.offset : tensor.extent.end]
     return stored.reshape(*tensor.shape, BITS[tensor.dtype] // 8)
 
@@ -116,7 +116,7 @@ class Execution:
         """Of each tensor: where in it the steps begin, in their order."""
 
     def run(self, step: Step) -> None:
-        tensors = self.source.catalogue.tensors
+        tensors = self.source.source.tensors
         readable = self._readable(step)
         covered = dict(step.tensors)
         assert len(covered) == len(step.tensors)
@@ -185,14 +185,14 @@ def check(
     by_source: bool = False,
 ) -> Execution:
     """Carry out a whole conversion, and compare every byte of it with numpy's slices."""
-    catalogue, plan = source.catalogue, source.plan
-    conversion = conversion_of(catalogue, plan, 512, max_part_nbytes)
+    checkpoint, plan = source.source, source.plan
+    conversion = conversion_of(checkpoint, plan, 512, max_part_nbytes)
     layout = conversion.layout
     execution = execute(source, conversion, chunk_nbytes, small_nbytes, by_source)
 
     for number, times in enumerate(execution.times_read):
         expected = np.zeros(len(times), int)
-        for tensor in catalogue.tensors:
+        for tensor in checkpoint.tensors:
             if tensor.file == number:
                 expected[tensor.extent.offset : tensor.extent.end] = 1
         np.testing.assert_array_equal(times, expected)
@@ -368,7 +368,7 @@ def test_each_kind_of_cut(
 
 
 def steps_of(source: Checkpoint, **sizes: int) -> Iterator[Step]:
-    conversion = conversion_of(source.catalogue, source.plan, 512)
+    conversion = conversion_of(source.source, source.plan, 512)
     return CopyPlan(conversion, **sizes).steps(0)
 
 
@@ -431,7 +431,7 @@ def test_tensors_come_in_the_order_of_the_file_and_their_chunks_in_byte_order() 
 
 def test_tensors_that_are_done_are_left_out() -> None:
     source = checkpoint([("U8", (512,), (WHOLE,)) for _ in range(5)], num_ranks=1)
-    conversion = conversion_of(source.catalogue, source.plan, 512)
+    conversion = conversion_of(source.source, source.plan, 512)
     [step] = CopyPlan(conversion).steps(0, done={1, 4})
     assert [t for t, _ in step.tensors] == [0, 2, 3]
     assert [(span.targets[0].offset, span.nbytes) for span in step.spans] == [(512, 512), (1536, 1024)]

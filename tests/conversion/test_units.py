@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
-from support.local_stores import read_catalogue, staging_folder
+from support.local_stores import read_source, staging_folder
 from support.planning import conversion_of, plan_of
 
 import relayout
@@ -61,9 +61,9 @@ def planned(folder: Path, kinds: list[str], widths: list[int], max_part_nbytes: 
     half = len(arrays) // 2
     for number, names in enumerate((list(arrays)[:half], list(arrays)[half:])):
         save_file({name: arrays[name] for name in names}, source / f"model-{number}.safetensors")
-    catalogue = read_catalogue(source)
+    checkpoint = read_source(source)
     plan = plan_of("x", NUM_RANKS, [slices_of(kind, arrays[f"{t:02}"].shape) for t, kind in enumerate(kinds)])
-    return conversion_of(catalogue, plan, 512, max_part_nbytes)
+    return conversion_of(checkpoint, plan, 512, max_part_nbytes)
 
 
 class Noting(Sink):
@@ -117,7 +117,7 @@ def test_a_unit_writes_its_files_from_front_to_back_and_reads_its_tensors_alone(
     tmp_path_factory: pytest.TempPathFactory, model: tuple[list[str], list[int], int]
 ) -> None:
     conversion = planned(tmp_path_factory.mktemp("units"), *model)
-    tensors = conversion.catalogue.tensors
+    tensors = conversion.source.tensors
     for unit, held in enumerate(conversion.layout.units):
         sink = Noting()
         steps = list(CopyPlan(conversion, chunk_nbytes=4096, small_nbytes=600).steps(unit))

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.planning import all_slices, catalogue
+from support.planning import all_slices, make_source
 
 from relayout.core.patterns import collapse_numbers, compile_glob, depends_on_numbers
 from relayout.plans.family import parse_family
@@ -137,7 +137,7 @@ def test_a_plan_that_names_numbers_is_applied_by_each_name(literal: str, order: 
     """One that does not is looked up once for all layers; h.0* is the number 0 and one digit more, so no name here."""
     family = parse_family(f'[cut]\n"{literal}" = "whole"\n"h.*.w" = {{ dim = 0, by = "even" }}', "x", "x")
     assert family.depends_on_numbers
-    plan = make_plan(catalogue(dict.fromkeys(order, (4,))), 2, family)
+    plan = make_plan(make_source(dict.fromkeys(order, (4,))), 2, family)
     whole = {name for name, parts in zip(order, all_slices(plan), strict=True) if parts[0].is_whole}
     assert whole == ({"h.0.w"} if literal != "h.0*.w" else set())
 
@@ -146,7 +146,7 @@ def test_a_plan_that_names_numbers_is_applied_by_each_name(literal: str, order: 
 def test_a_prefix_that_names_numbers_is_taken_off_each_name(order: tuple[str, ...]) -> None:
     family = parse_family('language_prefixes = ["m.0."]\n[cut]\n"w" = { dim = 0, by = "even" }', "x", "x")
     assert family.depends_on_numbers
-    plan = make_plan(catalogue(dict.fromkeys(order, (4,))), 2, family, unmatched="replicate")
+    plan = make_plan(make_source(dict.fromkeys(order, (4,))), 2, family, unmatched="replicate")
     assert plan.unmatched == ("m.1.w",)
     assert {name: parts[0].is_whole for name, parts in zip(order, all_slices(plan), strict=True)} == {
         "m.0.w": False,
@@ -157,6 +157,6 @@ def test_a_prefix_that_names_numbers_is_taken_off_each_name(order: tuple[str, ..
 @pytest.mark.parametrize("order", [("a.\u0663", "a.3"), ("a.3", "a.\u0663")])
 def test_digits_that_are_not_ascii_are_names_and_no_numbers(order: tuple[str, ...]) -> None:
     family = parse_family('[cut]\n"a.\u0663" = "whole"\n"a.*" = { dim = 0, by = "even" }', "x", "x")
-    plan = make_plan(catalogue(dict.fromkeys(order, (4,))), 2, family)
+    plan = make_plan(make_source(dict.fromkeys(order, (4,))), 2, family)
     whole = {name for name, parts in zip(order, all_slices(plan), strict=True) if parts[0].is_whole}
     assert whole == {"a.\u0663"}

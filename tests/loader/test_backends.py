@@ -288,7 +288,7 @@ def test_an_error_of_who_watches_ends_the_fill(target: Target) -> None:
 def test_all_backends_but_mapped_fill_memory_that_exists() -> None:
     assert [name for name in REGISTRY if kinds(name) == ["arena"]] == ["mapped"]
     found = MappedBackend().wrap([])
-    assert found.reason == "backend 'mapped' makes the memory of its tensors itself: it cannot fill given ones"
+    assert found.reason == "backend 'mapped' maps new memory: it cannot fill given tensors"
 
 
 @pytest.mark.parametrize("kind", ["arena", "scattered"])

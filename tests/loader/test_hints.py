@@ -199,7 +199,7 @@ print(json.dumps([outcome(lambda: call(sys.argv[1], 0, backend=sys.argv[2])) for
         "type": "PermissionError",
         "errno": errno.EACCES,
         "filename": file,
-        "message": f"[Errno {errno.EACCES}] Permission denied; look at the permissions of file and folders"
+        "message": f"[Errno {errno.EACCES}] Permission denied; check the permissions of file and folders"
         f" (user 65534): '{file}'",
         "leaked": 0,
     }
@@ -209,11 +209,11 @@ print(json.dumps([outcome(lambda: call(sys.argv[1], 0, backend=sys.argv[2])) for
 @pytest.mark.parametrize(
     ("code", "kind", "says"),
     [
-        (errno.EACCES, PermissionError, "look at the permissions of file and folders (user "),
-        (errno.EPERM, PermissionError, "look at the permissions of file and folders (user "),
+        (errno.EACCES, PermissionError, "check the permissions of file and folders (user "),
+        (errno.EPERM, PermissionError, "check the permissions of file and folders (user "),
         (errno.EMFILE, OSError, "raise that with ulimit -n"),
         (errno.ENFILE, OSError, "see fs.file-max"),
-        (errno.EIO, OSError, "see dmesg, then restore the file and check with relayout verify"),
+        (errno.EIO, OSError, "see dmesg, then restore the file and run relayout verify"),
         (errno.ESTALE, OSError, "mount it again, or load again"),
         (errno.ENOMEM, OSError, "load with fewer threads"),
         (errno.EAGAIN, BlockingIOError, "load with fewer threads"),

@@ -110,7 +110,7 @@ def test_tensors_are_filled_where_they_are_and_nothing_around_them(
     guarded = Guarded(stored, make)
     given = dict(guarded.tensors)
     if way == "mapped" and any(tensor.is_contiguous() for tensor in given.values()):
-        with pytest.raises(PlanError, match="backend 'mapped' makes the memory of its tensors itself"):
+        with pytest.raises(PlanError, match="backend 'mapped' maps new memory"):
             relayout.load(converted, 1, into=given, backend=way, **options)
         guarded.assert_untouched()
         return
@@ -395,7 +395,7 @@ def test_a_tensor_whose_elements_lie_over_each_other_is_named(
 ) -> None:
     name = "model.layers.3.mlp.up_proj.weight"
     memory = torch.full((stored[name].numel(),), 7, dtype=torch.bfloat16)
-    with pytest.raises(PlanError, match=f"'{name}'.* no memory of its own for each element"):
+    with pytest.raises(PlanError, match=f"'{name}'.* is a lazy view, has no memory, or has overlapping elements"):
         relayout.load(converted, 1, into={name: memory.as_strided(stored[name].shape, strides)})
     assert (memory == 7).all()
 
@@ -407,7 +407,7 @@ OTHERS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "quantized": (lambda tensor: torch.quantize_per_tensor(tensor, 1.0, 0, torch.qint8), "is torch.qint8"),
     "numpy": (lambda tensor: tensor.numpy(), "is a ndarray"),
     "list": (lambda tensor: tensor.tolist(), "is a list"),
-    "conjugate": (lambda tensor: torch.complex(tensor, tensor).conj().imag, "no memory of its own"),
+    "conjugate": (lambda tensor: torch.complex(tensor, tensor).conj().imag, "is a lazy view"),
 }
 
 

@@ -144,7 +144,7 @@ def replace(place: Path, folder: Path) -> Callable[..., object]:
     return replace
 
 
-NOT_ITS_OWN = rf"{PART}: its header is not of rank 0, part \d, of this conversion$"
+NOT_ITS_OWN = rf"{PART}: its header is not of file \d of this conversion$"
 
 
 @pytest.mark.parametrize("call", ["load", "load names", "iter_load", "load tp", "open", "safe_open"])
@@ -176,7 +176,7 @@ def test_a_file_that_is_replaced_between_two_stages_of_a_load_is_not_read(
     way: str, folder: Path, replace: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if way == "mapped":
-        pytest.skip("it makes the memory of its tensors itself")
+        pytest.skip("it maps new memory")
     true_fill = into._fill
 
     def fill(*given: Any) -> None:
@@ -186,7 +186,7 @@ def test_a_file_that_is_replaced_between_two_stages_of_a_load_is_not_read(
     faulty.stored(folder, "model-rank-0-*")
     monkeypatch.setattr(into, "_fill", fill)
     with nothing_left_behind(), pytest.raises(FormatError, match=NOT_ITS_OWN):
-        faulty.load_into(folder, way, {}, through="model.layers.0.mlp.down_proj.weight")
+        faulty.load_into(folder, way, {}, through="model.layers.3.mlp.down_proj.weight")  # In that file.
 
 
 def test_a_file_that_is_replaced_after_safe_open_has_looked_at_it_is_not_read(

@@ -137,7 +137,11 @@ def test_memory_that_python_lacks_is_told_with_words(
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "read_table", fail)
-        assert_fails(lambda: relayout.load(place / "out", 0, backend=way), MemoryError, "^no memory is left for what a")
+        assert_fails(
+            lambda: relayout.load(place / "out", 0, backend=way),
+            MemoryError,
+            "^no memory is left for a load's own objects",
+        )
         with nothing_left_behind(), pytest.raises(MemoryError, match=r"^no memory is left"):
             relayout.iter_load(place / "out", 0, backend=way)
         patch.setattr(resource, "getrlimit", lambda _: (2**40, 2**41))

@@ -217,7 +217,7 @@ def test_threads_is_how_many_read(large: Path, monkeypatch: pytest.MonkeyPatch) 
         ({"memory": MIB - 1}, "1048575 bytes of memory, expected 1048576 or more"),
         ({"backend": "pinned"}, "backend 'pinned' loads to a CUDA device, not to 'cpu'"),
         ({"backend": "gds"}, "backend 'gds' loads to a CUDA device, not to 'cpu'"),
-        ({"backend": "mapped", "device": "meta"}, "backend 'mapped' has tensors in host memory, not on 'meta'"),
+        ({"backend": "mapped", "device": "meta"}, "backend 'mapped' loads to the CPU, not to 'meta'"),
     ],
 )
 def test_a_budget_or_backend_that_cannot_work_is_refused(converted: Path, options: Any, message: str) -> None:
@@ -280,7 +280,7 @@ def test_a_torch_dtype_that_is_missing_is_refused_and_its_file_can_be_loaded_wit
     ).encode()
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"abcde")
     relayout.convert(tmp_path / "model.safetensors", tmp_path / "out")
-    with nothing_left_behind(), pytest.raises(PlanError, match=r"'six': this torch .* has no type for F6_E2M3"):
+    with nothing_left_behind(), pytest.raises(PlanError, match=r"'six': torch .* has no dtype for F6_E2M3"):
         relayout.load(tmp_path / "out", 0, backend=way)
     assert relayout.load(tmp_path / "out", 0, names="eight", backend=way)["eight"].tolist() == [100, 101]
 
@@ -293,7 +293,7 @@ def test_the_backends_are_those_that_are_tested() -> None:
 
 def test_a_backend_of_somebody_else_is_explained_and_refuses_as_any_other(converted: Path) -> None:
     told = relayout.explain(converted, 1, backend="toy")
-    assert (told.backend, told.straight_nbytes) == ("toy", 0)
+    assert (told.backend, told.zero_copy_nbytes) == ("toy", 0)
     assert told.reason.startswith("asked for: one thread reads all of it; here ")
     assert told.read_nbytes >= told.nbytes > 0
     with pytest.raises(PlanError, match=r"^backend 'toy' loads to host memory, not to 'meta'$"):

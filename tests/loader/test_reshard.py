@@ -246,7 +246,7 @@ def test_what_no_rank_holds_is_refused() -> None:
     ],
 )
 def test_slices_along_two_axes_are_refused(wanted: Slice, parts: list[Slice]) -> None:
-    with pytest.raises(PlanError, match=r"^slices are cut along different axes: \[0, 1\]$"):
+    with pytest.raises(PlanError, match=r"^slices are cut along different dims: \[0, 1\]$"):
         gather("BF16", (8, 8), wanted, [Holder(part, rank, 0) for rank, part in enumerate(parts)])
 
 

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from support.checkpoints import add_tensor, write_family
 from support.conversions import grouped
 from support.engine_oracle import Array, IndivisibleError, expected, owners, split_cut
-from support.local_stores import read_catalogue
+from support.local_stores import read_source
 from support.models import read_tensors
 from support.planning import all_slices, try_plan
 from support.rebuilding import assert_ranks_give_back, indices, ranks_of
 
 import relayout
-from relayout.checkpoint.source import Catalogue, SourceTensor
+from relayout.checkpoint.source import SourceCheckpoint, SourceTensor
 from relayout.core.extents import Extent
 from relayout.core.slices import Slice
 from relayout.errors import PlanError
@@ -47,16 +47,16 @@ def outcomes(checkpoint: Callable[[str], Path]) -> Callable[[str], Mapping[int, 
     """Plans a family's checkpoint at every degree, once."""
 
     def planned(name: str) -> Mapping[int, Plan | PlanError]:
-        source = read_catalogue(checkpoint(name))
+        source = read_source(checkpoint(name))
         return {num_ranks: try_plan(source, num_ranks) for num_ranks in DEGREES}
 
     return cache(planned)
 
 
-def catalogue(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> Catalogue:
+def make_source(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> SourceCheckpoint:
     """A checkpoint of BF16 tensors, none of which is stored anywhere."""
     tensors = (SourceTensor(name, "BF16", shape, 0, Extent(0, 0)) for name, shape in shapes.items())
-    return Catalogue(Path("checkpoint"), (), tuple(tensors), {}, dict(config), None, (), ())
+    return SourceCheckpoint(Path("checkpoint"), (), tuple(tensors), {}, dict(config), None, (), ())
 
 
 def fits(entries: list[Entry], sizes: Sizes, num_ranks: int) -> bool:
@@ -69,7 +69,7 @@ def fits(entries: list[Entry], sizes: Sizes, num_ranks: int) -> bool:
     return True
 
 
-def assert_cut_as_expected(source: Catalogue, plan: Plan, entries: list[Entry], sizes: Sizes, what: str) -> None:
+def assert_cut_as_expected(source: SourceCheckpoint, plan: Plan, entries: list[Entry], sizes: Sizes, what: str) -> None:
     slices = {tensor.name: parts for tensor, parts in zip(source.tensors, all_slices(plan), strict=True)}
     assert {entry.name for entry in entries} <= slices.keys()
     cut_of = {tensor.name: cut for tensor, cut in zip(source.tensors, plan.cut_of, strict=True)}
@@ -125,7 +125,7 @@ def test_each_degree_up_to_16_is_accepted_just_where_engines_can_divide_and_rank
     family = FAMILIES[name]
     sizes = family.all_sizes()
     entries = family.entries(sizes)
-    source = read_catalogue(checkpoint(name))
+    source = read_source(checkpoint(name))
     fitting = [num_ranks for num_ranks in DEGREES if fits(entries, sizes, num_ranks)]
     plans = outcomes(name)
     accepted = [num_ranks for num_ranks, plan in plans.items() if isinstance(plan, Plan)]
@@ -214,7 +214,7 @@ def test_at_other_sizes_too(name: str) -> None:
     @settings(max_examples=40 if LONG else 12, deadline=None, database=None, derandomize=True)
     def check(sizes: Sizes, num_ranks: int) -> None:
         entries = [entry for entry in family.entries(sizes) if not entry.expert]
-        source = catalogue({entry.name: entry.shape for entry in entries}, family.config(sizes))
+        source = make_source({entry.name: entry.shape for entry in entries}, family.config(sizes))
         outcomes.append(fits(entries, sizes, num_ranks))
         if not outcomes[-1]:
             with pytest.raises(PlanError, match=r"^tensor '"):
@@ -238,7 +238,7 @@ def test_at_other_sizes_too(name: str) -> None:
 def test_a_refusal_names_tensor_axis_size_and_the_degrees_that_are_then_accepted(
     name: str, checkpoint: Callable[[str], Path], outcomes: Callable[[str], Mapping[int, Plan | PlanError]]
 ) -> None:
-    source = read_catalogue(checkpoint(name))
+    source = read_source(checkpoint(name))
     found = outcomes(name)
     accepted = {num_ranks for num_ranks, outcome in found.items() if isinstance(outcome, Plan)}
     refusals = {num_ranks: str(outcome) for num_ranks, outcome in found.items() if isinstance(outcome, PlanError)}
@@ -274,7 +274,7 @@ def test_with_expert_parallel_each_expert_has_one_owner_and_the_rest_is_as_witho
         more |= {"M": 60}
     sizes = family.all_sizes(**more)
     entries = family.entries(sizes)
-    source = catalogue({entry.name: entry.shape for entry in entries}, family.config(sizes))
+    source = make_source({entry.name: entry.shape for entry in entries}, family.config(sizes))
     plan = plan_for(source, num_ranks, expert_parallel=True)
     of_experts = [entry for entry in entries if ".experts." in entry.name]
     rest = [entry for entry in entries if ".experts." not in entry.name]
@@ -292,7 +292,7 @@ def test_with_expert_parallel_each_expert_has_one_owner_and_the_rest_is_as_witho
                 assert entry.expert is not None
                 assert (part.is_whole, part.is_held) == (owner[entry.expert] == rank,) * 2, entry.name
     assert_cut_as_expected(source, plan, rest, sizes, f"{name}, {num_ranks} ranks")
-    without = catalogue({entry.name: entry.shape for entry in rest}, family.config(sizes))
+    without = make_source({entry.name: entry.shape for entry in rest}, family.config(sizes))
     assert all_slices(plan_for(without, num_ranks)) == tuple(slices[tensor.name] for tensor in without.tensors)
 
 
@@ -323,7 +323,7 @@ def test_ranks_with_experts_of_their_own_give_back_every_byte_and_hold_no_others
 @pytest.mark.parametrize("name", ["llama", "phi3", "gpt2"])
 def test_a_model_without_experts_is_not_converted_as_if_it_had(name: str, checkpoint: Callable[[str], Path]) -> None:
     with pytest.raises(PlanError, match="experts"):
-        plan_for(read_catalogue(checkpoint(name)), 2, expert_parallel=True)
+        plan_for(read_source(checkpoint(name)), 2, expert_parallel=True)
 
 
 # Tensors that no rule names.
@@ -333,7 +333,7 @@ def test_a_model_without_experts_is_not_converted_as_if_it_had(name: str, checkp
 def test_a_tensor_that_no_rule_names_is_an_error_that_names_it_or_held_whole_on_request(
     name: str, checkpoint: Callable[[str], Path]
 ) -> None:
-    source = read_catalogue(checkpoint(name))
+    source = read_source(checkpoint(name))
     extra = "model.layers.1.self_attn.strange_proj.weight"
     more = replace(source, tensors=(*source.tensors, SourceTensor(extra, "BF16", (24, 8), 0, Extent(0, 384))))
     tp = 71 if name == "falcon_7b" else 2

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.planning import catalogue, slices_of
+from support.planning import make_source, slices_of
 from support.rebuilding import indices
 
 from relayout.core.slices import Slice
@@ -19,7 +19,7 @@ EXPERT = "model.layers.0.mlp.experts.3"
 
 
 def planned(shapes: dict[str, tuple[int, ...]], num_ranks: int, **config: Any) -> dict[str, tuple[Slice, ...]]:
-    source = catalogue(
+    source = make_source(
         shapes, stored_as="F8_E4M3", model_type="qwen3_moe", num_experts=8, quantization_config=QUANTIZATION, **config
     )
     return slices_of(plan_for(source, num_ranks), shapes)

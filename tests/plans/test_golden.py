@@ -15,7 +15,7 @@ import pytest
 from models import MODELS, tensor_nbytes
 from support.planning import all_slices
 
-from relayout.checkpoint.source import Catalogue, SourceFile, SourceTensor, model_order
+from relayout.checkpoint.source import SourceCheckpoint, SourceFile, SourceTensor, model_order
 from relayout.core.extents import Extent
 from relayout.core.slices import Slice
 from relayout.plans.planner import plan_for
@@ -45,7 +45,7 @@ class Case(NamedTuple):
 
     name: str
     golden: Table
-    catalogue: Catalogue
+    source: SourceCheckpoint
     slices: list[tuple[Slice, ...]]
 
 
@@ -126,7 +126,7 @@ def actual(part: Slice, shape: tuple[int, ...]) -> tuple[int | None, Ranges | No
 
 
 @lru_cache(maxsize=2)
-def catalogue_of(model: str) -> Catalogue:
+def source_of(model: str) -> SourceCheckpoint:
     """The whole checkpoint of a table as relayout reads it, but without files."""
     tensors, offset = [], 8
     for name, (dtype, shape) in sorted(tensors_of(model).items(), key=lambda item: model_order(item[0])):
@@ -134,7 +134,7 @@ def catalogue_of(model: str) -> Catalogue:
         tensors.append(SourceTensor(name, dtype, shape, 0, Extent(offset, nbytes)))
         offset += nbytes
     file = SourceFile("model.safetensors", offset, 8, b"")
-    return Catalogue(
+    return SourceCheckpoint(
         Path("/nowhere"), (file,), tuple(tensors), {}, MODELS[table_of(model)["model"]].config, None, (), ()
     )
 
@@ -186,14 +186,14 @@ def test_the_bytes_of_a_table_are_those_of_its_shapes(chosen: tuple[str, str]) -
 def case(request: pytest.FixtureRequest) -> Case:
     """A plan of a table, and relayout's."""
     model, name = request.param
-    catalogue = catalogue_of(model)
+    source = source_of(model)
     golden = table_of(model)["plans"][name]
-    plan = plan_for(catalogue, golden["ranks"], expert_parallel=golden.get("expert_parallel", False))
-    return Case(model, golden, catalogue, [tuple(slices) for slices in all_slices(plan)])
+    plan = plan_for(source, golden["ranks"], expert_parallel=golden.get("expert_parallel", False))
+    return Case(model, golden, source, [tuple(slices) for slices in all_slices(plan)])
 
 
 def test_every_rank_holds_the_slices_of_the_table(case: Case) -> None:
-    slices_of = {tensor.name: slices for tensor, slices in zip(case.catalogue.tensors, case.slices, strict=True)}
+    slices_of = {tensor.name: slices for tensor, slices in zip(case.source.tensors, case.slices, strict=True)}
     compared, wrong = 0, []
     for pattern, entry in case.golden["slices"].items():
         _, shape = kind_of(case.name, pattern)
@@ -213,12 +213,12 @@ def test_every_rank_holds_the_slices_of_the_table(case: Case) -> None:
                 if want != have:
                     wrong.append(f"{tensor}, rank {rank}: by the table {want}, planned {have}")
     assert not wrong, "\n".join(wrong)
-    assert compared == len(case.catalogue.tensors)
+    assert compared == len(case.source.tensors)
 
 
 def test_every_rank_holds_the_bytes_of_the_table(case: Case) -> None:
     held = [0] * case.golden["ranks"]
-    for tensor, slices in zip(case.catalogue.tensors, case.slices, strict=True):
+    for tensor, slices in zip(case.source.tensors, case.slices, strict=True):
         for rank, part in enumerate(slices):
             if part.ranges != ():
                 held[rank] += tensor_nbytes((tensor.name, tensor.dtype, part.shape(tensor.shape)))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.planning import all_slices, catalogue, plan_of, ranges_of
+from support.planning import all_slices, make_source, plan_of, ranges_of
 
-from relayout.checkpoint.source import Catalogue
+from relayout.checkpoint.source import SourceCheckpoint
 from relayout.core.slices import NOT_HELD, WHOLE, Slice
 from relayout.errors import PlanError
 from relayout.plans.planner import plan_for
@@ -15,13 +15,13 @@ from relayout.plans.planner import plan_for
 W1 = "model.layers.0.block_sparse_moe.experts.{}.w1.weight"
 
 
-def mixtral(num_experts: int, *suffixes: str, **config: Any) -> Catalogue:
+def mixtral(num_experts: int, *suffixes: str, **config: Any) -> SourceCheckpoint:
     shapes = {
         W1.format(number).replace("weight", suffix): (6, 4) if suffix == "weight" else ()
         for number in range(num_experts)
         for suffix in suffixes or ("weight",)
     }
-    return catalogue(shapes, model_type="mixtral", **{"num_local_experts": num_experts, **config})
+    return make_source(shapes, model_type="mixtral", **{"num_local_experts": num_experts, **config})
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_an_expert_is_held_whole_by_its_owner_alone_and_the_first_ranks_own_one_
 
 def test_experts_in_one_tensor_are_cut_along_their_number() -> None:
     shapes = {f"model.layers.0.mlp.experts.{name}_proj": (5, 8, 6) for name in ("gate_up", "down")}
-    source = catalogue(shapes, model_type="mixtral")
+    source = make_source(shapes, model_type="mixtral")
     plan = plan_for(source, 3, expert_parallel=True)
     assert all_slices(plan) == ((Slice(0, ((0, 2),)), Slice(0, ((2, 2),)), Slice(0, ((4, 1),))),) * 2
     more_ranks = plan_for(source, 6, expert_parallel=True)
@@ -59,7 +59,7 @@ def test_all_but_experts_is_cut_as_without() -> None:
         "model.layers.0.self_attn.q_proj.weight": (8, 4),
         "model.layers.0.block_sparse_moe.gate.weight": (2, 4),
     }
-    source = catalogue(shapes, model_type="mixtral", num_attention_heads=2, num_local_experts=2)
+    source = make_source(shapes, model_type="mixtral", num_attention_heads=2, num_local_experts=2)
     with_experts, without = (plan_for(source, 2, expert_parallel=parallel) for parallel in (True, False))
     assert (with_experts.expert_parallel, without.expert_parallel) == (True, False)
     assert all_slices(with_experts)[1:] == all_slices(without)[1:]
@@ -95,7 +95,9 @@ def test_a_checkpoint_without_experts_is_not_cut_as_if_it_had(model_type: str) -
     message = f"^checkpoint: no tensor matches the experts of plan '{model_type}', which --expert-parallel needs$"
     with pytest.raises(PlanError, match=message):
         plan_for(
-            catalogue({"model.layers.0.mlp.up_proj.weight": (4, 4), "model.norm.weight": (4,)}, model_type=model_type),
+            make_source(
+                {"model.layers.0.mlp.up_proj.weight": (4, 4), "model.norm.weight": (4,)}, model_type=model_type
+            ),
             2,
             expert_parallel=True,
         )
@@ -104,6 +106,6 @@ def test_a_checkpoint_without_experts_is_not_cut_as_if_it_had(model_type: str) -
 def test_experts_of_a_model_inside_another_are_owned_too() -> None:
     """The prefix is taken off, and the number of experts is that of the text model."""
     names = [f"language_model.model.layers.1.feed_forward.experts.{name}_proj" for name in ("gate_up", "down")]
-    source = catalogue(dict.fromkeys(names, (3, 4, 4)), model_type="llama4", text_config={"num_local_experts": 3})
+    source = make_source(dict.fromkeys(names, (3, 4, 4)), model_type="llama4", text_config={"num_local_experts": 3})
     plan = plan_for(source, 2, expert_parallel=True)
     assert all_slices(plan) == ((Slice(0, ((0, 2),)), Slice(0, ((2, 1),))),) * 2

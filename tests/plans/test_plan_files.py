@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.planning import catalogue
+from support.planning import make_source
 
 from relayout.errors import FormatError, PlanError
 from relayout.plans import family as families
@@ -314,14 +314,14 @@ def test_a_bad_plan_file_is_refused(text: str | bytes, message: str, tmp_path: P
     path = tmp_path / "mine.toml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(FormatError, match=f"mine.toml: {message.replace('|', '[|]')}") as caught:
-        plan_for(catalogue({"x": (2, 2)}), 2, path)
+        plan_for(make_source({"x": (2, 2)}), 2, path)
     assert str(caught.value).startswith(f"{path}: ")
 
 
 @pytest.mark.parametrize("name", ["absent.toml", "."])
 def test_a_plan_file_that_cannot_be_read_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"cannot be read: |not a regular file"):
-        plan_for(catalogue({"x": (2, 2)}), 2, tmp_path / name)
+        plan_for(make_source({"x": (2, 2)}), 2, tmp_path / name)
 
 
 def test_a_plan_file_is_at_most_256_kib(tmp_path: Path) -> None:
@@ -424,7 +424,7 @@ def test_a_built_in_plan_can_be_printed_and_given_as_a_file(family: Family, tmp_
     assert read_family(path) == replace(family, name="mine.toml")
     assert family.model_types
     with pytest.raises(PlanError, match=r"tensor 'strange': no rule of plan 'mine.toml' matches it: "):
-        plan_for(catalogue({"strange": (8, 8)}, model_type=family.model_types[0]), 2, path)
+        plan_for(make_source({"strange": (8, 8)}, model_type=family.model_types[0]), 2, path)
 
 
 def test_a_built_in_plan_that_there_is_not_is_refused_with_those_that_there_are() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.planning import all_slices, catalogue
+from support.planning import all_slices, make_source
 
 from relayout.core.slices import Slice
 from relayout.errors import FormatError, PlanError
@@ -29,7 +29,7 @@ def test_quantized_weights_of_a_transposed_family_are_cut_the_other_way() -> Non
         "transformer.h.0.mlp.c_proj.scales": (768 // 32, 192),
         "transformer.h.0.mlp.c_proj.bias": (192,),
     }
-    source = catalogue(shapes, stored_as="I32", model_type="gpt2", n_head=3, n_embd=192, quantization_config=GPTQ)
+    source = make_source(shapes, stored_as="I32", model_type="gpt2", n_head=3, n_embd=192, quantization_config=GPTQ)
     plan = plan_for(source, 2)
     cuts = {
         tensor.name.removeprefix("transformer.h.0.mlp."): parts[1]
@@ -55,7 +55,7 @@ def test_quantized_weights_of_a_transposed_family_are_cut_the_other_way() -> Non
     ],
 )
 def test_kv_heads_that_config_json_leaves_out_are_not_guessed(config: dict[str, Any]) -> None:
-    source = catalogue({"model.layers.0.self_attn.k_proj.weight": (1024, 4096)}, **config)
+    source = make_source({"model.layers.0.self_attn.k_proj.weight": (1024, 4096)}, **config)
     with pytest.raises(PlanError, match=r"1024 elements, but config.json declares 32 heads of 128 elements"):
         plan_for(source, 16)
 
@@ -76,20 +76,20 @@ def test_falcon_has_the_kv_heads_that_its_code_gives_it(config: dict[str, Any], 
     rows = (8 + 2 * kv_heads) * 16
     shapes = {"transformer.h.0.self_attention.query_key_value.weight": (rows, 128)}
     whole = {"model_type": "falcon", "num_attention_heads": 8, "hidden_size": 128} | config
-    [parts] = all_slices(plan_for(catalogue(shapes, **whole), 2))
+    [parts] = all_slices(plan_for(make_source(shapes, **whole), 2))
     assert [part.shape((rows, 128)) for part in parts] == [((4 + 2 * max(1, kv_heads // 2)) * 16, 128)] * 2
     with pytest.raises(PlanError, match="heads of 16 elements"):
-        plan_for(catalogue({next(iter(shapes)): (rows + 64, 128)}, **whole), 2)
+        plan_for(make_source({next(iter(shapes)): (rows + 64, 128)}, **whole), 2)
 
 
 def test_a_fused_tensor_without_elements_is_held_by_every_rank() -> None:
-    source = catalogue({"model.layers.0.mlp.gate_up_proj.weight": (0, 64)}, model_type="phi3")
+    source = make_source({"model.layers.0.mlp.gate_up_proj.weight": (0, 64)}, model_type="phi3")
     [parts] = all_slices(plan_for(source, 2))
     assert all(part.is_held and part.shape((0, 64)) == (0, 64) for part in parts)
 
 
 def test_stacked_experts_that_config_json_counts_otherwise_are_refused() -> None:
-    source = catalogue(
+    source = make_source(
         {"model.layers.0.mlp.experts.gate_up_proj": (6, 64, 32)}, model_type="mixtral", num_local_experts=8
     )
     with pytest.raises(PlanError, match=r"6 experts along dim 0, but config.json declares 8"):
@@ -98,13 +98,13 @@ def test_stacked_experts_that_config_json_counts_otherwise_are_refused() -> None
 
 def test_a_huge_number_of_experts_takes_no_memory() -> None:
     shapes = {"model.layers.0.block_sparse_moe.experts.999999999.w1.weight": (8, 8)}
-    source = catalogue(shapes, model_type="mixtral", num_local_experts=10**15)
+    source = make_source(shapes, model_type="mixtral", num_local_experts=10**15)
     [parts] = all_slices(plan_for(source, 4, expert_parallel=True))
     assert [part.is_held for part in parts] == [True, False, False, False]
 
 
 def test_a_tensor_in_too_many_pieces_is_refused() -> None:
-    source = catalogue({"h.0.self_attention.query_key_value.bias": (3 * 2**18,)}, model_type="bloom", n_head=2**18)
+    source = make_source({"h.0.self_attention.query_key_value.bias": (3 * 2**18,)}, model_type="bloom", n_head=2**18)
     with pytest.raises(PlanError, match=r"262144 groups of 3 parts are too many ranges"):
         plan_for(source, 2)
 
@@ -136,11 +136,11 @@ def test_a_pattern_that_could_not_match_as_meant_is_refused(pattern: str) -> Non
 def test_a_plan_for_another_model_type_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text('model_types = ["mine"]\n[cut]\n"**" = "whole"')
     with pytest.raises(PlanError, match=r"mine.toml: the plan is for model_types mine, config.json has 'llama'"):
-        plan_for(catalogue({"a": (2,)}, model_type="llama"), 2, tmp_path / "mine.toml")
+        plan_for(make_source({"a": (2,)}, model_type="llama"), 2, tmp_path / "mine.toml")
 
 
 def test_with_the_plan_of_transformers_too_what_it_does_not_name_can_be_an_error() -> None:
-    source = catalogue({"model.norm.weight": (8,)}, model_type="helium")
+    source = make_source({"model.norm.weight": (8,)}, model_type="helium")
     assert plan_for(source, 2, "transformers").unmatched == ("model.norm.weight",)
     with pytest.raises(PlanError, match="no rule of plan 'transformers:helium' matches it"):
         plan_for(source, 2, "transformers", unmatched="error")
@@ -154,7 +154,7 @@ def test_weights_stored_in_several_ways_are_told_apart_where_the_plan_allows_jus
         return {"targets": ["Linear"], "weights": weights}
 
     module = "model.layers.0.self_attn.o_proj"
-    source = catalogue(
+    source = make_source(
         {f"{module}.weight_packed": (128, 64), f"{module}.weight_scale": (128, 4)},
         stored_as="I32",
         model_type="llama",

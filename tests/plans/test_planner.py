@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.planning import catalogue, plan_of, ranges_of, shapes_of, slices_of
+from support.planning import make_source, plan_of, ranges_of, shapes_of, slices_of
 
 from relayout.core.slices import WHOLE, Slice
 from relayout.errors import PlanError
@@ -38,18 +38,18 @@ Q_PROJ, K_PROJ, O_PROJ = (f"{ATTENTION}{name}_proj.weight" for name in "qko")
     ],
 )
 def test_the_plan_is_chosen_by_model_type_and_quantization(config: dict[str, Any], name: str) -> None:
-    assert plan_for(catalogue({"model.norm.weight": (8,)}, **config), 2) == plan_of(name, 2, ((WHOLE, WHOLE),))
+    assert plan_for(make_source({"model.norm.weight": (8,)}, **config), 2) == plan_of(name, 2, ((WHOLE, WHOLE),))
 
 
 def test_an_unknown_model_type_is_named_and_the_ways_out() -> None:
     with pytest.raises(PlanError, match=r"^no built-in plan for model type 'rwkv' .*--plan FILE.*transformers.*--tp 1"):
-        plan_for(catalogue(SMALL, model_type="rwkv", text_config={"model_type": "llama"}), 2)
+        plan_for(make_source(SMALL, model_type="rwkv", text_config={"model_type": "llama"}), 2)
 
 
 @pytest.mark.parametrize("config", [{}, {"model_type": None}, {"model_type": ["llama"]}])
 def test_a_checkpoint_without_model_type_is_refused(config: dict[str, Any]) -> None:
     with pytest.raises(PlanError, match=r"^config.json names no model_type .*--plan FILE"):
-        plan_for(catalogue(SMALL, **config), 2)
+        plan_for(make_source(SMALL, **config), 2)
 
 
 def test_a_plan_file_is_used_in_place_of_the_built_in_one(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_plan_file_is_used_in_place_of_the_built_in_one(tmp_path: Path) -> Non
         """
     )
     shapes = {"h.0.attn.q": (3, 8), "h.0.mlp.up": (3, 3), "wte": (6, 2), "h.1.attn.k": (1, 8), "h.1.mlp.up": (4, 3)}
-    source = catalogue(shapes, model_type="llama", n_head=2)
+    source = make_source(shapes, model_type="llama", n_head=2)
     for plan in (plan_for(source, 2, path), plan_for(source, 2, str(path))):
         assert plan.name == "mine.toml"
         assert slices_of(plan, shapes) == {
@@ -88,7 +88,7 @@ def test_a_plan_file_cuts_quantized_weights_by_the_rule_of_the_weight(tmp_path: 
         "b.weight_scale_inv": (2, 4),
     }
     config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    source = catalogue(shapes, stored_as="F8_E4M3", quantization_config=config)
+    source = make_source(shapes, stored_as="F8_E4M3", quantization_config=config)
     plan = plan_for(source, 2, tmp_path / "mine.toml")
     assert shapes_of(plan, shapes, 1) == {
         "a.weight": (128, 384),
@@ -105,7 +105,7 @@ def test_a_bias_that_no_rule_names_goes_with_the_rows_of_its_quantized_weight(tm
     shapes = {"a.weight": (4, 2), "a.weight_scale": (4, 1), "a.bias": (4,)}
     shapes |= {"b.weight": (4, 2), "b.weight_scale": (4, 1), "b.bias": (4,)}
     config = {"quant_method": "fbgemm_fp8"}
-    plan = plan_for(catalogue(shapes, quantization_config=config), 2, tmp_path / "mine.toml")
+    plan = plan_for(make_source(shapes, quantization_config=config), 2, tmp_path / "mine.toml")
     assert shapes_of(plan, shapes, 1) == {
         **{"a.weight": (2, 2), "a.weight_scale": (2, 1), "a.bias": (2,)},
         **{"b.weight": (4, 1), "b.weight_scale": (4, 1), "b.bias": (4,)},
@@ -113,20 +113,20 @@ def test_a_bias_that_no_rule_names_goes_with_the_rows_of_its_quantized_weight(tm
     assert plan.unmatched == ()
     shapes |= {"c.weight": (4, 2), "c.bias": (4,)}  # Not quantized.
     with pytest.raises(PlanError, match=r"tensor 'c.bias': no rule of plan 'mine.toml' matches it: "):
-        plan_for(catalogue(shapes, quantization_config=config), 2, tmp_path / "mine.toml")
+        plan_for(make_source(shapes, quantization_config=config), 2, tmp_path / "mine.toml")
 
 
 @pytest.mark.parametrize("own", [True, False])
 def test_weights_that_cannot_be_cut_are_refused_by_any_plan(own: bool, tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text('[cut]\n"**" = { dim = 0, by = "even" }')
-    source = catalogue({UP: (4, 2)}, model_type="llama", quantization_config={"quant_method": "bitsandbytes"})
+    source = make_source({UP: (4, 2)}, model_type="llama", quantization_config={"quant_method": "bitsandbytes"})
     with pytest.raises(PlanError, match=r"^checkpoint: weights are quantized by bitsandbytes, .*--tp 1"):
         plan_for(source, 2, tmp_path / "mine.toml" if own else None)
 
 
 @pytest.mark.parametrize("config", [{}, {"model_type": "rwkv"}, {"quantization_config": {"quant_method": "gguf"}}])
 def test_one_rank_needs_no_plan_and_holds_everything(config: dict[str, Any]) -> None:
-    source = catalogue({"whatever": (3, 5), "scalar": ()}, **config)
+    source = make_source({"whatever": (3, 5), "scalar": ()}, **config)
     for plan in (None, "transformers"):
         for expert_parallel in (False, True):
             found = plan_for(source, 1, plan, expert_parallel=expert_parallel)
@@ -136,11 +136,11 @@ def test_one_rank_needs_no_plan_and_holds_everything(config: dict[str, Any]) -> 
 @pytest.mark.parametrize("num_ranks", [-1, 0, 1025])
 def test_a_degree_out_of_bounds_is_refused(num_ranks: int) -> None:
     with pytest.raises(PlanError, match=f"^{num_ranks} ranks, expected 1 to 1024$"):
-        plan_for(catalogue(SMALL, model_type="llama"), num_ranks)
+        plan_for(make_source(SMALL, model_type="llama"), num_ranks)
 
 
 def test_1024_ranks_are_allowed() -> None:
-    plan = plan_for(catalogue({UP: (2048, 1)}, model_type="llama"), 1024)
+    plan = plan_for(make_source({UP: (2048, 1)}, model_type="llama"), 1024)
     assert ranges_of(plan) == [((2 * rank, 2),) for rank in range(1024)]
 
 
@@ -152,7 +152,7 @@ def test_1024_ranks_are_allowed() -> None:
     ["model.layers.0.mlp.gate.weight", "h.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight_scale"],
 )
 def test_a_tensor_that_no_rule_names_is_refused_or_held_whole_on_request(name: str) -> None:
-    source = catalogue({**SMALL, name: (7, 8)}, model_type="llama")
+    source = make_source({**SMALL, name: (7, 8)}, model_type="llama")
     with pytest.raises(PlanError) as caught:
         plan_for(source, 2)
     assert str(caught.value) == (
@@ -167,18 +167,18 @@ def test_a_tensor_that_no_rule_names_is_refused_or_held_whole_on_request(name: s
 def test_the_first_tensor_that_no_rule_names_is_told_and_how_many_more() -> None:
     shapes = {"a": (7, 8), **SMALL, "b": (3,), "c": ()}
     with pytest.raises(PlanError, match=r"tensor 'a': no rule of plan 'llama' matches it \(nor 2 others\): add a rule"):
-        plan_for(catalogue(shapes, model_type="llama"), 2)
-    assert plan_for(catalogue(shapes, model_type="llama"), 2, unmatched="replicate").unmatched == ("a", "b", "c")
+        plan_for(make_source(shapes, model_type="llama"), 2)
+    assert plan_for(make_source(shapes, model_type="llama"), 2, unmatched="replicate").unmatched == ("a", "b", "c")
 
 
 def test_what_a_rule_leaves_whole_is_not_unmatched() -> None:
-    source = catalogue({"model.norm.weight": (8,)}, model_type="llama")
+    source = make_source({"model.norm.weight": (8,)}, model_type="llama")
     assert plan_for(source, 2, unmatched="replicate").unmatched == ()
 
 
 def test_unmatched_is_one_of_two_words() -> None:
     with pytest.raises(PlanError, match=r"^unmatched='ignore', expected one of error, replicate$"):
-        plan_for(catalogue(SMALL, model_type="llama"), 2, unmatched="ignore")  # type: ignore[arg-type]
+        plan_for(make_source(SMALL, model_type="llama"), 2, unmatched="ignore")  # type: ignore[arg-type]
 
 
 # Requests that cannot be carried out.
@@ -210,7 +210,7 @@ def test_an_axis_that_does_not_divide_is_named_with_the_degrees_at_which_it_does
 ) -> None:
     config = {"model_type": "qwen2", "num_attention_heads": 28, "num_key_value_heads": 4}
     with pytest.raises(PlanError) as caught:
-        plan_for(catalogue({name: shape}, **config), num_ranks)
+        plan_for(make_source({name: shape}, **config), num_ranks)
     fitting = ", ".join(map(str, [1, *degrees]))
     assert str(caught.value) == f"tensor '{name}': {message} (this checkpoint can be cut for --tp {fitting})"
 
@@ -223,7 +223,7 @@ def test_the_degrees_that_are_named_are_those_at_which_all_tensors_divide() -> N
         "model.layers.0.mlp.down_proj.weight": (8, 24),
         "lm_head.weight": (7, 8),
     }
-    source = catalogue(shapes, model_type="llama", num_attention_heads=12, num_key_value_heads=4)
+    source = make_source(shapes, model_type="llama", num_attention_heads=12, num_key_value_heads=4)
     fitting = [1, 2, 4, 12]
     for num_ranks in range(1, 65):
         if num_ranks in fitting:
@@ -235,11 +235,11 @@ def test_the_degrees_that_are_named_are_those_at_which_all_tensors_divide() -> N
 
 def test_where_no_degree_fits_there_is_still_one_rank() -> None:
     with pytest.raises(PlanError, match=r"^tensor '.*up_proj.weight': dim 0 of \[67, 2\]: .*--tp 1\)$"):
-        plan_for(catalogue({UP: (67, 2)}, model_type="llama"), 2)
+        plan_for(make_source({UP: (67, 2)}, model_type="llama"), 2)
 
 
 def test_a_tensor_without_the_axis_that_its_rule_cuts_is_refused() -> None:
-    source = catalogue({O_PROJ: (64,)}, model_type="llama", num_attention_heads=8)
+    source = make_source({O_PROJ: (64,)}, model_type="llama", num_attention_heads=8)
     with pytest.raises(
         PlanError, match=rf"^tensor '{O_PROJ}': dim 1 of \[64\]: the dimension does not exist, but rule '"
     ):
@@ -249,14 +249,14 @@ def test_a_tensor_without_the_axis_that_its_rule_cuts_is_refused() -> None:
 def test_a_cut_inside_a_byte_is_refused_with_the_tensors_name() -> None:
     """Rows of 3 elements of 4 bits; 2 of them fill 3 bytes."""
     family = parse_family('[cut]\nw = { dim = 0, by = "even" }', "mine.toml", "mine")
-    assert ranges_of(make_plan(catalogue({"w": (4, 3)}, stored_as="F4"), 2, family)) == [((0, 2),), ((2, 2),)]
+    assert ranges_of(make_plan(make_source({"w": (4, 3)}, stored_as="F4"), 2, family)) == [((0, 2),), ((2, 2),)]
     with pytest.raises(PlanError, match=r"^tensor 'w': .*\[2, 3\].* inside a byte.* \(this .* for --tp 1\)$"):
-        make_plan(catalogue({"w": (2, 3)}, stored_as="F4"), 2, family)
+        make_plan(make_source({"w": (2, 3)}, stored_as="F4"), 2, family)
 
 
 @pytest.mark.parametrize("value", [None, 0, -8, True, "8", 8.0, [8]])
 def test_a_count_of_heads_that_is_no_positive_whole_number_is_refused(value: Any) -> None:
-    source = catalogue({Q_PROJ: (64, 64)}, model_type="llama", num_attention_heads=value)
+    source = make_source({Q_PROJ: (64, 64)}, model_type="llama", num_attention_heads=value)
     message = (
         rf"^tensor '{Q_PROJ}': dim 0 of \[64, 64\]: size 'heads' is unknown.* no positive integer num_attention_heads"
     )
@@ -265,7 +265,7 @@ def test_a_count_of_heads_that_is_no_positive_whole_number_is_refused(value: Any
 
 
 def test_without_kv_heads_every_head_has_its_own() -> None:
-    source = catalogue({K_PROJ: (64, 8)}, model_type="llama", num_attention_heads=4)
+    source = make_source({K_PROJ: (64, 8)}, model_type="llama", num_attention_heads=4)
     assert ranges_of(plan_for(source, 4)) == [((0, 16),), ((16, 16),), ((32, 16),), ((48, 16),)]
 
 
@@ -289,7 +289,7 @@ def test_without_kv_heads_every_head_has_its_own() -> None:
 )
 def test_a_shape_that_contradicts_the_configuration_is_refused(dim: int, config: dict[str, int], message: str) -> None:
     with pytest.raises(PlanError, match=rf"^tensor '{Q_PROJ}': dim 0 of \[{dim}, 8\]: {message}"):
-        plan_for(catalogue({Q_PROJ: (dim, 8)}, model_type="llama", **config), 2)
+        plan_for(make_source({Q_PROJ: (dim, 8)}, model_type="llama", **config), 2)
 
 
 # What ranks hold.
@@ -306,7 +306,7 @@ def test_every_rank_holds_the_kv_heads_that_its_query_heads_use(
     kv_heads: int, queries_per_kv_head: int, num_ranks: int, head_dim: int
 ) -> None:
     heads = kv_heads * queries_per_kv_head
-    source = catalogue(
+    source = make_source(
         {Q_PROJ: (heads * head_dim, 5), K_PROJ: (kv_heads * head_dim, 5)},
         model_type="llama",
         num_attention_heads=heads,
@@ -423,7 +423,7 @@ def test_a_rank_of_a_real_model_holds_what_the_engines_cut_out(
     norms = {f"{name}.weight": (4096,) for name in ("input_layernorm", "post_attention_layernorm", "norm")}
     shapes = real_shapes(config)
     assert len(shapes) == num_tensors
-    plan = plan_for(catalogue(shapes, **config), num_ranks)
+    plan = plan_for(make_source(shapes, **config), num_ranks)
     assert (plan.num_ranks, len(plan.cut_of), plan.unmatched) == (num_ranks, num_tensors, ())
     for rank in range(num_ranks):
         assert shapes_of(plan, shapes, rank) == {

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from support.local_stores import read_catalogue
+from support.local_stores import read_source
 
 from relayout.errors import FormatError, PlanError
 from relayout.plans.quantization import Scheme, Values, Weight, find_scheme
@@ -464,16 +464,16 @@ AUTO_GPTQ = {key: value for key, value in ACT_ORDER.items() if key != "quant_met
         ),
     ],
 )  # fmt: skip
-def test_the_catalogue_finds_the_quantization_config(
+def test_the_quantization_config_is_found(
     config: dict[str, Any], files: dict[str, Any], expected: dict[str, Any] | None, tmp_path: Path
 ) -> None:
-    found = read_catalogue(checkpoint(tmp_path, {"model_type": "llama", **config}, **files))
+    found = read_source(checkpoint(tmp_path, {"model_type": "llama", **config}, **files))
     assert found.config.get("quantization_config") == expected
     assert found.model_type == "llama"
 
 
 def test_what_older_tools_wrote_is_a_scheme_too(tmp_path: Path) -> None:
-    found = read_catalogue(checkpoint(tmp_path, {}, quant_config=AUTO_AWQ)).config["quantization_config"]
+    found = read_source(checkpoint(tmp_path, {}, quant_config=AUTO_AWQ)).config["quantization_config"]
     stored = STORED["awq"][1]
     assert scheme(found).weights(stored) == (Weight(64, 256, Values(4, 128)),)
 
@@ -482,4 +482,4 @@ def test_what_older_tools_wrote_is_a_scheme_too(tmp_path: Path) -> None:
 def test_a_broken_file_of_quantization_is_refused(name: str, tmp_path: Path) -> None:
     (checkpoint(tmp_path, {}) / f"{name}.json").write_text("{")
     with pytest.raises(FormatError, match=f"{name}.json: not valid JSON"):
-        read_catalogue(tmp_path)
+        read_source(tmp_path)

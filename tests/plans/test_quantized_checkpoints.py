@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from support.checkpoints import Tensors
 from support.conversions import grouped
 from support.engine_oracle import Array, IndivisibleError, expected, owners, split_cut
-from support.local_stores import read_catalogue
+from support.local_stores import read_source
 from support.models import as_integers, read_tensors
 from support.planning import try_plan
 from support.quantized import (
@@ -33,7 +33,7 @@ from support.quantized import (
 from support.rebuilding import assert_ranks_give_back
 
 import relayout
-from relayout.checkpoint.source import Catalogue, SourceTensor
+from relayout.checkpoint.source import SourceCheckpoint, SourceTensor
 from relayout.core.extents import Extent
 from relayout.errors import PlanError
 from relayout.plans.planner import Plan, plan_for
@@ -52,7 +52,7 @@ def outcomes(checkpoint: Callable[[str], Path]) -> Callable[[str], Mapping[int, 
     """Plans a checkpoint at every degree, once."""
 
     def planned(name: str) -> Mapping[int, Plan | PlanError]:
-        source = read_catalogue(checkpoint(name))
+        source = read_source(checkpoint(name))
         return {num_ranks: try_plan(source, num_ranks) for num_ranks in DEGREES}
 
     return cache(planned)
@@ -206,7 +206,7 @@ def test_just_the_degrees_that_cut_no_block_group_or_word_are_accepted(
 def test_a_refusal_names_tensor_axis_size_and_the_degrees_that_are_accepted(
     name: str, checkpoint: Callable[[str], Path], outcomes: Callable[[str], Mapping[int, Plan | PlanError]]
 ) -> None:
-    source = read_catalogue(checkpoint(name))
+    source = read_source(checkpoint(name))
     shapes = {tensor.name: tensor.shape for tensor in source.tensors}
     for degree in set(DEGREES) - set(fitting(name)):
         refusal = outcomes(name)[degree]
@@ -230,11 +230,11 @@ def test_a_refusal_names_tensor_axis_size_and_the_degrees_that_are_accepted(
 # Cuts that no checkpoint above asks for.
 
 
-def catalogue(config: Mapping[str, Any], **tensors: tuple[str, tuple[int, ...]]) -> Catalogue:
+def make_source(config: Mapping[str, Any], **tensors: tuple[str, tuple[int, ...]]) -> SourceCheckpoint:
     module = "model.layers.0.mlp.down_proj."
     stored = (SourceTensor(module + name, *of, 0, Extent(0, 0)) for name, of in tensors.items())
     whole = {"model_type": "llama", "num_attention_heads": 8, "quantization_config": config}
-    return Catalogue(Path("checkpoint"), (), tuple(stored), {}, whole, None, (), ())
+    return SourceCheckpoint(Path("checkpoint"), (), tuple(stored), {}, whole, None, (), ())
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
@@ -245,7 +245,7 @@ def test_a_cut_inside_a_group_is_refused_even_where_the_number_of_groups_divides
     columns: int, fitting: set[int]
 ) -> None:
     groups = -(-columns // 128)
-    source = catalogue(
+    source = make_source(
         GPTQ,
         qweight=("I32", (columns // 8, 64)),
         qzeros=("I32", (groups, 8)),
@@ -263,9 +263,9 @@ def test_a_dynamic_rule_that_asks_for_act_order_is_refused_as_if_all_weights_had
         "scales": ("F16", (2, 64)),
         "g_idx": ("I32", (256,)),
     }
-    assert isinstance(try_plan(catalogue({**GPTQ, "dynamic": {"-:.*o_proj": {}}}, **stored), 2), Plan)
+    assert isinstance(try_plan(make_source({**GPTQ, "dynamic": {"-:.*o_proj": {}}}, **stored), 2), Plan)
     with pytest.raises(PlanError, match=r"desc_act.*--tp 1"):
-        plan_for(catalogue({**GPTQ, "dynamic": {"+:.*down_proj": {"desc_act": True}}}, **stored), 2)
+        plan_for(make_source({**GPTQ, "dynamic": {"+:.*down_proj": {"desc_act": True}}}, **stored), 2)
 
 
 @pytest.mark.parametrize(("columns", "fitting"), [(256, {2}), (192, set()), (384, {3}), (512, {2, 4})])
@@ -273,7 +273,7 @@ def test_a_cut_inside_a_group_of_compressed_tensors_is_refused_even_where_their_
     columns: int, fitting: set[int]
 ) -> None:
     config = compressed("pack-quantized", weights_of(4, "int", "group", group_size=128))
-    source = catalogue(
+    source = make_source(
         config,
         weight_packed=("I32", (64, columns // 8)),
         weight_scale=("BF16", (64, -(-columns // 128))),
@@ -286,7 +286,7 @@ def test_a_cut_inside_a_group_of_compressed_tensors_is_refused_even_where_their_
 def test_a_cut_inside_a_block_is_refused_where_the_last_block_is_partial(columns: int, fitting: set[int]) -> None:
     config = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
     shape = (1, -(-columns // 128))
-    source = catalogue(config, weight=("F8_E4M3", (64, columns)), weight_scale_inv=("F32", shape))
+    source = make_source(config, weight=("F8_E4M3", (64, columns)), weight_scale_inv=("F32", shape))
     assert {degree for degree in DEGREES if isinstance(try_plan(source, degree), Plan)} == fitting
 
 

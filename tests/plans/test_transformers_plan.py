@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.planning import Shapes, all_slices, catalogue, shapes_of, slices_of
+from support.planning import Shapes, all_slices, make_source, shapes_of, slices_of
 from support.rebuilding import indices
 
 from relayout.core.slices import NOT_HELD, WHOLE
@@ -73,7 +73,7 @@ def test_these_types_have_no_plan_of_ours() -> None:
     for model_type in WITHOUT_OURS:
         config, _, shapes = model(model_type)
         with pytest.raises(PlanError, match=f"'{model_type}' .*--plan transformers"):
-            plan_for(catalogue(shapes, **config), 2)
+            plan_for(make_source(shapes, **config), 2)
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -82,7 +82,7 @@ def test_tensors_are_cut_as_the_plan_of_transformers_says_and_those_it_leaves_ou
     model_type: str, tp: int
 ) -> None:
     config, styles, shapes = model(model_type)
-    plan = plan_for(catalogue(shapes, **config), tp, "transformers")
+    plan = plan_for(make_source(shapes, **config), tp, "transformers")
     assert plan.name == f"transformers:{model_type}"
     whole = set()
     for name, parts in slices_of(plan, shapes).items():
@@ -109,7 +109,7 @@ def test_experts_that_a_checkpoint_stores_one_by_one_are_cut_as_those_in_one_ten
     }
     config, _, in_memory = model("dots1")
     assert (in_memory[f"{experts}.gate_up_proj"], in_memory[f"{experts}.down_proj"]) == ((4, 128, 128), (4, 128, 64))
-    plan = plan_for(catalogue(shapes, **config), 2, "transformers")
+    plan = plan_for(make_source(shapes, **config), 2, "transformers")
     for rank in range(2):
         assert shapes_of(plan, shapes, rank) == {
             name: (128, 32) if "down" in name else (32, 128) for name in shapes
@@ -121,7 +121,7 @@ def test_with_expert_parallel_the_experts_of_transformers_plan_are_owned() -> No
     config, _, in_memory = model("dots1")
     single = {f"model.layers.1.mlp.experts.{number}.up_proj.weight": (64, 128) for number in range(4)}
     shapes = {**in_memory, **single}
-    plan = plan_for(catalogue(shapes, **config), 4, "transformers", expert_parallel=True)
+    plan = plan_for(make_source(shapes, **config), 4, "transformers", expert_parallel=True)
     slices = slices_of(plan, shapes)
     for name in ("gate_up_proj", "down_proj"):
         parts = slices[f"model.layers.1.mlp.experts.{name}"]
@@ -133,7 +133,7 @@ def test_with_expert_parallel_the_experts_of_transformers_plan_are_owned() -> No
 def test_kv_heads_are_not_cut_apart_at_degrees_that_transformers_does_not_know() -> None:
     """It would give 8 ranks half a KV head each; engines let two ranks share one."""
     config, _, shapes = model("helium")
-    plan = plan_for(catalogue(shapes, **config), 8, "transformers")
+    plan = plan_for(make_source(shapes, **config), 8, "transformers")
     parts = slices_of(plan, shapes)["model.layers.1.self_attn.k_proj.weight"]
     assert [part.ranges for part in parts] == [((rank // 2 * 16, 16),) for rank in range(8)]
 
@@ -146,13 +146,13 @@ def test_a_type_that_transformers_does_not_know_or_has_no_plan_for_is_refused(mo
     message = f"^--plan transformers: it has no tensor-parallel plan for model type {model_type!r}$"
     for config in ({}, {"text_config": {"model_type": "no_such_type"}}, {"text_config": {}}):
         with pytest.raises(PlanError, match=message):
-            plan_for(catalogue({"w": (8, 8)}, model_type=model_type, **config), 2, "transformers")
+            plan_for(make_source({"w": (8, 8)}, model_type=model_type, **config), 2, "transformers")
 
 
 def test_for_a_wrapper_it_is_the_plan_of_the_text_model_inside() -> None:
     name = "language_model.model.layers.0.mlp.down_proj.weight"
     for model_type, text in (("gemma3", "gemma3_text"), ("no_such_type", "helium")):
-        source = catalogue({name: (4, 8)}, model_type=model_type, text_config={"model_type": text})
+        source = make_source({name: (4, 8)}, model_type=model_type, text_config={"model_type": text})
         [parts] = all_slices(plan_for(source, 2, "transformers"))
         assert [(part.axis, part.ranges) for part in parts] == [(1, ((0, 4),)), (1, ((4, 4),))]
 
@@ -164,7 +164,7 @@ def test_without_transformers_it_is_refused_with_what_to_install(module: str, mo
         for name in [name for name in sys.modules if name.startswith("transformers.")]:
             monkeypatch.delitem(sys.modules, name)
     with pytest.raises(PlanError, match=r"^--plan transformers: .* cannot be imported .*: pip install transformers$"):
-        plan_for(catalogue({"w": (8, 8)}, model_type="helium"), 2, "transformers")
+        plan_for(make_source({"w": (8, 8)}, model_type="helium"), 2, "transformers")
 
 
 # Built-in plans of wrappers, against the plans that transformers has for the text models inside.
@@ -183,7 +183,7 @@ def test_the_text_model_of_a_wrapper_is_cut_along_the_axes_of_transformers_and_t
     with torch.device("meta"):
         whole = AutoModelForImageTextToText.from_config(config)
     shapes = {name: tuple(tensor.shape) for name, tensor in whole.state_dict().items()}
-    plan = plan_for(catalogue(shapes, **config.to_dict()), 2)
+    plan = plan_for(make_source(shapes, **config.to_dict()), 2)
     prefix = "model.language_model."
     styles = config.text_config.base_model_tp_plan
     assert {"colwise", "rowwise"} <= set(styles.values())

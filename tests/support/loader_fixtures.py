@@ -297,10 +297,16 @@ def within(seconds: float, call: Callable[[], Result]) -> Result:
     return results[0]
 
 
-def child(script: str, *arguments: object, env: Mapping[str, str] | None = None, timeout: float = 120) -> Any:
-    """Run Python code in a process of its own; what it prints, as JSON."""
+def child(
+    script: str,
+    *arguments: object,
+    imports: str = prestarted.LOADER,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 120,
+) -> Any:
+    """Run Python code in a process of its own, which has imported some modules; what it prints, as JSON."""
     done = prestarted.run(
-        *arguments, script=script, imports=prestarted.LOADER, env={**os.environ, **(env or {})}, timeout=timeout
+        *arguments, script=script, imports=imports, env={**os.environ, **(env or {})}, timeout=timeout
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

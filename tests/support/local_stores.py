@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from relayout.checkpoint import converted, source
-from relayout.checkpoint.source import Catalogue
+from relayout.checkpoint.source import SourceCheckpoint
 from relayout.core.extents import Extent
 from relayout.format.index import MANIFEST_NAME, Manifest, RankTable
 from relayout.format.source_record import SourceRecord
@@ -20,8 +20,8 @@ from relayout.storage.local.store import LocalStore
 from relayout.storage.protocols import Access
 
 
-def read_catalogue(path: Path) -> Catalogue:
-    return source.read_catalogue(LocalStore(path))
+def read_source(path: Path) -> SourceCheckpoint:
+    return source.read_source(LocalStore(path))
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from relayout.checkpoint.source import Catalogue, SourceTensor
+from relayout.checkpoint.source import SourceCheckpoint, SourceTensor
 from relayout.conversion.layout import Conversion, lay_out
 from relayout.core.extents import Extent
 from relayout.core.slices import Cut, Slice, number_cuts
@@ -18,9 +18,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 Ranges = tuple[tuple[int, int], ...]
 
 
-def catalogue(shapes: Shapes, *, stored_as: str = "BF16", **config: Any) -> Catalogue:
+def make_source(shapes: Shapes, *, stored_as: str = "BF16", **config: Any) -> SourceCheckpoint:
     """A checkpoint of tensors of these shapes, in this order."""
-    return Catalogue(
+    return SourceCheckpoint(
         root=LocalStore(Path("checkpoint")),
         files=(),
         tensors=tuple(SourceTensor(name, stored_as, shape, 0, Extent(0, 0)) for name, shape in shapes.items()),
@@ -32,7 +32,7 @@ def catalogue(shapes: Shapes, *, stored_as: str = "BF16", **config: Any) -> Cata
     )
 
 
-def try_plan(source: Catalogue, num_ranks: int) -> Plan | PlanError:
+def try_plan(source: SourceCheckpoint, num_ranks: int) -> Plan | PlanError:
     """The plan of a checkpoint, or why there is none."""
     try:
         return plan_for(source, num_ranks)
@@ -45,7 +45,7 @@ def plan_of(name: str, num_ranks: int, slices: Iterable[tuple[Slice, ...]], **mo
     return Plan(name, num_ranks, *number_cuts(map(Cut, slices)), **more)
 
 
-def conversion_of(source: Catalogue, plan: Plan, alignment: int, *options: Any, **more: Any) -> Conversion:
+def conversion_of(source: SourceCheckpoint, plan: Plan, alignment: int, *options: Any, **more: Any) -> Conversion:
     """What converts a checkpoint by a plan; options as for `lay_out`."""
     return lay_out(LocalStore(Path("out")), source, plan, alignment, *options, **more)
 

@@ -78,7 +78,7 @@ class OpenFolder(Closable):
             return sorted(entry.name for entry in entries)
 
     def status(self, name: str) -> os.stat_result | None:
-        """Status of an entry, without following a link; None if there is no such entry."""
+        """Status of an entry, without following a link; None if it does not exist."""
         with self._with_path(name):
             try:
                 return os.stat(name, dir_fd=self.fd, follow_symlinks=False)

@@ -174,9 +174,10 @@ import gc, json, sys, threading, time, relayout
 from relayout.loader.backends.files import Sources
 
 gc.disable()
-true_read, left = Sources.read, threading.Event()
+true_read, reading, left = Sources.read, threading.Event(), threading.Event()
 
 def read(self, *rest):
+    reading.set()
     left.wait()
     time.sleep(0.05)
     gc.collect()
@@ -186,7 +187,8 @@ iterator = relayout.iter_load(sys.argv[1], 0, memory=2**21, threads=2)
 next(iterator)
 time.sleep(0.5)  # What may be read ahead has been read.
 Sources.read = read
-next(iterator)
+while not reading.wait(0.1):  # What has been used up makes room to read ahead.
+    next(iterator)
 cycle = [iterator]
 cycle.append(cycle)
 del iterator, cycle

@@ -211,7 +211,7 @@ def test_at_other_sizes_too(name: str) -> None:
     outcomes = []
 
     @given(sizes=drawn_sizes(name), num_ranks=st.sampled_from([2, 3, 4, 6, 7, 8, 12, 16]))
-    @settings(max_examples=40 if LONG else 12, deadline=None, database=None, derandomize=True)
+    @settings(max_examples=100 if LONG else 25, deadline=None, database=None, derandomize=True)
     def check(sizes: Sizes, num_ranks: int) -> None:
         entries = [entry for entry in family.entries(sizes) if not entry.expert]
         source = make_source({entry.name: entry.shape for entry in entries}, family.config(sizes))

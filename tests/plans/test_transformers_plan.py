@@ -143,7 +143,7 @@ def test_kv_heads_are_not_cut_apart_at_degrees_that_transformers_does_not_know()
 
 @pytest.mark.parametrize("model_type", ["no_such_type", "mamba", "gpt2", "bert", None])
 def test_a_type_that_transformers_does_not_know_or_has_no_plan_for_is_refused(model_type: str | None) -> None:
-    message = f"^--plan transformers: it has no tensor-parallel plan for model type {model_type!r}$"
+    message = f"^--plan transformers: the package has no tensor-parallel plan for model type {model_type!r}$"
     for config in ({}, {"text_config": {"model_type": "no_such_type"}}, {"text_config": {}}):
         with pytest.raises(PlanError, match=message):
             plan_for(make_source({"w": (8, 8)}, model_type=model_type, **config), 2, "transformers")

@@ -128,7 +128,8 @@ class SlowLane:
     def __init__(self, lanes: Lanes, nbytes: int) -> None:
         self._lanes = lanes
         self._nbytes = nbytes
-        self._buffers = [torch.frombuffer(Buffer().reserve(nbytes), dtype=torch.uint8) for _ in range(2)]
+        self._memory = [Buffer(), Buffer()]
+        self._buffers = [torch.frombuffer(one.reserve(nbytes), dtype=torch.uint8) for one in self._memory]
         assert not any(buffer.data_ptr() % BLOCK for buffer in self._buffers)
         self._last = [0, 0]
         """The number of the last copy from each buffer."""
@@ -176,6 +177,8 @@ class SlowLane:
         assert self.num_done == self._num_sent or self._lanes.fails
         self._lanes.free(2 * self._nbytes)
         self._buffers.clear()
+        for one in self._memory:  # As pinned memory, it is given back even while the error's frames refer to it.
+            one.discard()
 
     def _wait(self, number: int) -> None:
         with self._lanes.changed:

@@ -154,7 +154,8 @@ class Trial:
         self.folder, self.way, self.call = folder, way, call
         self.others = others
         self.backend = "auto" if way in DEVICE else way
-        self.start = next(start for start, _ in extents(self.file).values())
+        # Of a tensor of which each rank has some rows, which lie together at every degree.
+        self.start = next(start for name, (start, _) in extents(self.file).items() if "up_proj" in name)
         self.end = len(self.good)
         assert self.end % BLOCK
 
@@ -211,7 +212,7 @@ class Trial:
         middle, last = self.start + 100_000, self.end - 100
         hold = f"{part}|@{last}-{self.end}|hold"
         for what, start, end in (("whole blocks", middle, middle + 1), ("the last block", last, self.end)):
-            yield f"an error in {what}", self.go(f"{part}|@{start}-{end}|eio") | {"fails at": start}
+            yield f"an error in {what}", self.go(f"{part}|@{start}-{end}|eio") | {"fails at": end - 1}
         yield "short and interrupted reads", self.go("read|model-rank|/3|short|5000", "read|model-rank|/5|eintr")
         yield "repaired", {"again": self.again()}
         yield "cut", self.go(hold, act=partial(os.truncate, self.file, CUT))

@@ -173,9 +173,9 @@ def share_memory(threads: int, memory: int) -> tuple[int, int]:
         PlanError: there are no threads, or not enough bytes for one.
     """
     if threads < 1:
-        raise PlanError(f"{threads} threads, expected at least one")
+        raise PlanError(f"{threads} threads, expected at least one", code="option")
     if memory < 2 * _MIN_CHUNK_NBYTES:
-        raise PlanError(f"a memory of {memory} bytes, expected at least {2 * _MIN_CHUNK_NBYTES}")
+        raise PlanError(f"a memory of {memory} bytes, expected at least {2 * _MIN_CHUNK_NBYTES}", code="option")
     threads = min(threads, memory // (2 * _MIN_CHUNK_NBYTES))
     return threads, align_down(memory // (2 * threads), BLOCK)
 

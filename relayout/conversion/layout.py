@@ -110,7 +110,8 @@ def check_alignment(alignment: int) -> None:
     """
     if alignment & (alignment - 1) or not MIN_ALIGNMENT <= alignment <= MAX_ALIGNMENT:
         raise PlanError(
-            f"alignment {alignment} is not a power of two between {MIN_ALIGNMENT} and {MAX_ALIGNMENT} bytes"
+            f"alignment {alignment} is not a power of two between {MIN_ALIGNMENT} and {MAX_ALIGNMENT} bytes",
+            code="option",
         )
 
 
@@ -129,7 +130,7 @@ def lay_out(
     """
     check_alignment(alignment)
     if max_part_nbytes < 1:
-        raise PlanError(f"a part size of {max_part_nbytes} bytes, expected a positive one")
+        raise PlanError(f"a part size of {max_part_nbytes} bytes, expected a positive one", code="option")
     options = ConversionOptions(
         num_ranks=plan.num_ranks,
         plan=plan.name,
@@ -166,7 +167,11 @@ def _dcp(source: SourceCheckpoint, plan: Plan, wanted: bool | None) -> bool:
     unfit = {number for number, cut in enumerate(plan.cuts) if not cut.is_box}
     if wanted and unfit:
         names = (tensor.name for tensor, cut in zip(source.tensors, plan.cut_of, strict=True) if cut in unfit)
-        raise PlanError(f"tensor {next(names)!r}: slices of a fused tensor are no single box, which PyTorch DCP needs")
+        raise PlanError(
+            "slices of a fused tensor are no single box, which PyTorch DCP needs",
+            tensor=next(names),
+            code="unsupported",
+        )
     return not unfit
 
 
@@ -294,11 +299,17 @@ def stored_conversion(
         for row, (name, file, offset) in enumerate(zip(table.names, table.files, table.offsets, strict=True)):
             t = position.get(name)
             if t is None or t not in held or table.slices[row] != plan.cut(t).slices[rank]:
-                raise FormatError(f"rank table {rank}: tensor {name!r} is not what the source record says")
+                raise FormatError(
+                    f"rank table {rank}: tensor {name!r} is not what the source record says", code="mismatch"
+                )
             if stored[entry.files[file]].setdefault(t, offset) != offset:
-                raise FormatError(f"rank table {rank}: tensor {name!r} is not where another rank has it")
+                raise FormatError(
+                    f"rank table {rank}: tensor {name!r} is not where another rank has it", code="mismatch"
+                )
         if len(table.names) != len(held):
-            raise FormatError(f"rank table {rank}: {len(table.names)} tensors, the source record has {len(held)}")
+            raise FormatError(
+                f"rank table {rank}: {len(table.names)} tensors, the source record has {len(held)}", code="mismatch"
+            )
         for number in entry.files:
             holder[number] = rank
     files = []

@@ -131,7 +131,9 @@ def plan_conversion(
     made = find_store(default_output(source, tp) if output is None else output)
     checkpoint = read_source(store)
     if store.kind() is Kind.FILE and store.parent()[1].startswith("."):
-        raise PlanError(f"{source}: a hidden file, which would not be restored: give it another name")
+        raise PlanError(
+            "a hidden file, which would not be restored: give it another name", path=str(source), code="option"
+        )
     plan = options.get("plan")
     rules = plan_for(
         checkpoint,
@@ -201,7 +203,7 @@ def _run(conversion: Conversion, force: bool, threads: int, chunk_nbytes: int, p
         write_sidecar(staging, conversion, digests)
         if undertaking_of(conversion) != undertaking:
             staging.is_kept = False
-            raise FormatError(f"{conversion.source.root}: has changed while it was read")
+            raise FormatError("has changed while it was read", path=str(conversion.source.root), code="mismatch")
     rank_nbytes = conversion.rank_nbytes
     return Summary(
         output=str(conversion.output),
@@ -270,7 +272,9 @@ def default_output(source: str | os.PathLike[str], tp: int) -> str | Path:
     source = Path(source)
     named = source.resolve() if source.name in ("", "..") else source
     if not named.name:
-        raise PlanError(f"{source}: nothing lies beside the root folder; choose another folder with -o")
+        raise PlanError(
+            "nothing can be beside the root folder; choose another folder with -o", path=str(source), code="option"
+        )
     repository = named.absolute().parent.parent.name
     if named.absolute().parent.name == "snapshots" and repository.startswith("models--"):
         # Not into the hub's cache, among revisions: into the working directory, by the repository's name.

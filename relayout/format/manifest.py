@@ -70,7 +70,7 @@ def compress(text: bytes) -> bytes:
         PlanError: it would be too large to be read again.
     """
     if len(text) > MAX_TABLE_NBYTES:
-        raise PlanError(f"too many tensors: a table of {len(text)} bytes, limit {MAX_TABLE_NBYTES}")
+        raise PlanError(f"too many tensors: a table of {len(text)} bytes, limit {MAX_TABLE_NBYTES}", code="limit")
     return zstandard.ZstdCompressor(level=10).compress(text)
 
 
@@ -89,15 +89,15 @@ def decompress(blob: bytes, where: str) -> bytes:
         try:
             pieces.append(frame.decompress(blob[start : start + _PIECE_NBYTES]))
         except zstandard.ZstdError as error:
-            raise FormatError(f"{where}: not a zstd frame: {error}") from None
+            raise FormatError(f"not a zstd frame: {error}", path=where, code="syntax") from None
         room -= len(pieces[-1])
         if room < 0:
-            raise FormatError(f"{where}: expands to more than {MAX_TABLE_NBYTES} bytes")
+            raise FormatError(f"expands to more than {MAX_TABLE_NBYTES} bytes", path=where, code="limit")
     if not frame.eof:
-        raise FormatError(f"{where}: the zstd frame does not end (truncated?)")
+        raise FormatError("the zstd frame does not end (truncated?)", path=where, code="truncated")
     rest = len(frame.unused_data) + max(0, len(blob) - len(pieces) * _PIECE_NBYTES)
     if rest:
-        raise FormatError(f"{where}: {rest} bytes behind the zstd frame")
+        raise FormatError(f"{rest} bytes behind the zstd frame", path=where, code="syntax")
     return b"".join(pieces)
 
 
@@ -148,13 +148,19 @@ def parse_manifest(blob: bytes, where: str) -> Manifest:
     check_version(top, where)
     claimed = top.pop("self_digest", None)
     if claimed != _self_digest(top):
-        raise FormatError(f"{where}: its self_digest is {shown(claimed)}, not that of its content: damaged or edited")
+        raise FormatError(
+            f"its self_digest is {shown(claimed)}, not that of its content: damaged or edited",
+            path=where,
+            code="digest",
+        )
     if top.get("digest") != DIGEST:
-        raise FormatError(f"{where}: digest algorithm {shown(top.get('digest'))}, expected {DIGEST!r}")
+        raise FormatError(
+            f"digest algorithm {shown(top.get('digest'))}, expected {DIGEST!r}", path=where, code="version"
+        )
     fields = Fields(top, where)
     ranks = fields.objects("ranks")
     if len(ranks) != fields.size("num_ranks") or not ranks:
-        raise FormatError(f"{where}: {len(ranks)} entries in 'ranks', num_ranks is {top['num_ranks']}")
+        raise FormatError(f"{len(ranks)} entries in 'ranks', num_ranks is {top['num_ranks']}", path=where, code="field")
     model_type = top.get("model_type")
     source = Fields(fields.object("source"), where)
     files = _parse_files(fields, where)
@@ -174,7 +180,7 @@ def parse_manifest(blob: bytes, where: str) -> Manifest:
     )
     unused = set(range(len(files))).difference(*(entry.files for entry in manifest.ranks))
     if unused:
-        raise FormatError(f"{where}: {files[min(unused)].name} is a file of no rank")
+        raise FormatError(f"{files[min(unused)].name} is a file of no rank", path=where, code="field")
     return manifest
 
 
@@ -186,7 +192,9 @@ def check_version(top: Mapping[str, Any], where: str) -> None:
     """
     version = top.get("relayout")
     if type(version) is not int or version != FORMAT_VERSION:
-        raise FormatError(f"{where}: format version {shown(version)}, this relayout reads {FORMAT_VERSION}")
+        raise FormatError(
+            f"format version {shown(version)}, this relayout reads {FORMAT_VERSION}", path=where, code="version"
+        )
 
 
 def _self_digest(top: Mapping[str, Any]) -> str:
@@ -198,7 +206,9 @@ def _alignment(fields: Fields) -> int:
     alignment = fields.size("alignment")
     if not MIN_ALIGNMENT <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
         raise FormatError(
-            f"{fields.where}: alignment {alignment}, expected a power of two, {MIN_ALIGNMENT} to {MAX_ALIGNMENT}"
+            f"alignment {alignment}, expected a power of two, {MIN_ALIGNMENT} to {MAX_ALIGNMENT}",
+            path=fields.where,
+            code="field",
         )
     return alignment
 
@@ -241,14 +251,20 @@ def _parse_files(fields: Fields, where: str) -> tuple[IndexedFile, ...]:
     for row in fields.objects("files"):
         file = Fields(row, where)
         if not _FILE_NAME.match(file.text("name")):
-            raise FormatError(f"{where}: {shown(file.text('name'))} is not the name of a .safetensors file")
+            raise FormatError(
+                f"{shown(file.text('name'))} is not the name of a .safetensors file", path=where, code="unsafe"
+            )
         files.append(
             IndexedFile(file.text("name"), file.size("nbytes"), file.size("data_start"), file.text("header_digest"))
         )
         if files[-1].data_start > min(files[-1].nbytes, LENGTH_NBYTES + MAX_HEADER_NBYTES):
-            raise FormatError(f"{where}: {files[-1].name}: no header of a file ends at byte {files[-1].data_start}")
+            raise FormatError(
+                f"{files[-1].name}: data_start {files[-1].data_start} exceeds the file or the header limit",
+                path=where,
+                code="truncated",
+            )
     if len({file.name for file in files}) < len(files):
-        raise FormatError(f"{where}: two files have one name")
+        raise FormatError("two files have one name", path=where, code="field")
     return tuple(files)
 
 
@@ -256,10 +272,14 @@ def _parse_rank(entry: Mapping[str, Any], rank: int, files: Sequence[IndexedFile
     where = f"{where}: rank {rank}"
     fields = Fields(entry, where)
     if fields.text("table") != table_name(rank):
-        raise FormatError(f"{where}: table {shown(fields.text('table'))}, expected {table_name(rank)!r}")
+        raise FormatError(
+            f"table {shown(fields.text('table'))}, expected {table_name(rank)!r}", path=where, code="field"
+        )
     numbers = fields.column("files", int)
     if len(set(numbers)) < len(numbers) or (numbers and max(numbers) >= len(files)):
-        raise FormatError(f"{where}: files {shown(numbers)}, expected different numbers below {len(files)}")
+        raise FormatError(
+            f"files {shown(numbers)}, expected different numbers below {len(files)}", path=where, code="mismatch"
+        )
     parsed = RankEntry(
         table=fields.text("table"),
         table_digest=fields.text("table_digest"),
@@ -276,38 +296,49 @@ def _parse_rank(entry: Mapping[str, Any], rank: int, files: Sequence[IndexedFile
 def _check_reads(entry: RankEntry, files: Sequence[IndexedFile], where: str) -> None:
     for number, read in enumerate(entry.reads):
         transfer = read.transfer
-        what = f"{where}: read {number}"
         if read.file >= len(files):
-            raise FormatError(f"{what}: file {read.file} of {len(files)}")
+            raise FormatError(f"read {number}: file {read.file} of {len(files)}", path=where, code="field")
         if transfer.nbytes == 0 or transfer.count == 0:
-            raise FormatError(f"{what}: reads nothing")
+            raise FormatError(f"read {number}: reads nothing", path=where, code="coverage")
         if transfer.count > 1 and min(transfer.source_stride, transfer.target_stride) < transfer.nbytes:
-            raise FormatError(f"{what}: runs of {transfer.nbytes} bytes overlap")
+            raise FormatError(f"read {number}: runs of {transfer.nbytes} bytes overlap", path=where, code="coverage")
         file = files[read.file]
         if transfer.source_end > file.nbytes:
-            raise FormatError(f"{what}: ends at byte {transfer.source_end} of {file.name}, which has {file.nbytes}")
+            raise FormatError(
+                f"read {number}: ends at byte {transfer.source_end} of {file.name}, which has {file.nbytes}",
+                path=where,
+                code="truncated",
+            )
         if transfer.target_end > entry.arena_nbytes:
-            raise FormatError(f"{what}: ends at byte {transfer.target_end} of an arena of {entry.arena_nbytes}")
+            raise FormatError(
+                f"read {number}: ends at byte {transfer.target_end} of an arena of {entry.arena_nbytes}",
+                path=where,
+                code="truncated",
+            )
     headers_nbytes = sum(file.data_start for file in files)
     if entry.num_tensors * _MIN_ENTRY_NBYTES > headers_nbytes:
-        raise FormatError(f"{where}: {entry.num_tensors} tensors in headers of {headers_nbytes} bytes")
+        raise FormatError(f"{entry.num_tensors} tensors in headers of {headers_nbytes} bytes", path=where, code="field")
     limit = entry.nbytes + ARENA_ALIGNMENT * entry.num_tensors + 2 * BLOCK * (len(files) + 1)
     if entry.arena_nbytes > limit:
-        raise FormatError(f"{where}: an arena of {entry.arena_nbytes} bytes for tensors of {entry.nbytes}")
+        raise FormatError(
+            f"an arena of {entry.arena_nbytes} bytes for tensors of {entry.nbytes}", path=where, code="field"
+        )
     total = sum(read.transfer.total_nbytes for read in entry.reads)
     if total != entry.nbytes:
-        raise FormatError(f"{where}: reads of {total} bytes, tensors of {entry.nbytes}")
+        raise FormatError(f"reads of {total} bytes, tensors of {entry.nbytes}", path=where, code="field")
     end = 0
     for read in sorted(entry.reads, key=lambda read: read.transfer.target):
         if read.transfer.target < end:
-            raise FormatError(f"{where}: reads overlap at byte {read.transfer.target} of the arena")
+            raise FormatError(f"reads overlap at byte {read.transfer.target} of the arena", path=where, code="coverage")
         end = read.transfer.target_end
     wanted = [0] * len(files)
     for read in entry.reads:
         wanted[read.file] += read.transfer.total_nbytes
     for file, nbytes in zip(files, wanted, strict=True):
         if nbytes > file.nbytes:
-            raise FormatError(f"{where}: reads of {nbytes} bytes of {file.name}, which has {file.nbytes}")
+            raise FormatError(
+                f"reads of {nbytes} bytes of {file.name}, which has {file.nbytes}", path=where, code="coverage"
+            )
 
 
 def parse_shapes(values: Iterable[Any], where: str) -> list[tuple[int, ...]]:
@@ -319,10 +350,10 @@ def parse_shapes(values: Iterable[Any], where: str) -> list[tuple[int, ...]]:
     shapes = list(map(tuple, values))
     dims = [dim for shape in shapes for dim in shape]
     if any(len(shape) > MAX_AXES for shape in shapes):
-        raise FormatError(f"{where}: a shape of {max(map(len, shapes))} axes, limit {MAX_AXES}")
+        raise FormatError(f"a shape of {max(map(len, shapes))} axes, limit {MAX_AXES}", path=where, code="limit")
     if not set(map(type, dims)) <= {int} or (dims and not (min(dims) >= 0 and max(dims) < 2**63)):
         wrong = next(shape for shape in shapes if not all(type(dim) is int and 0 <= dim < 2**63 for dim in shape))
-        raise FormatError(f"{where}: {shown(list(wrong))} is no shape")
+        raise FormatError(f"{shown(list(wrong))} is no shape", path=where, code="field")
     return shapes
 
 
@@ -338,8 +369,8 @@ def parse_slice(value: Any, where: str) -> Slice:
         axis, ranges = value
         parsed = Slice(axis, tuple((start, length) for start, length in ranges))
     except (TypeError, ValueError):
-        raise FormatError(f"{where}: {shown(value)} is no slice") from None
+        raise FormatError(f"{shown(value)} is no slice", path=where, code="field") from None
     numbers = (axis, *(number for pair in parsed.ranges or () for number in pair))
     if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
-        raise FormatError(f"{where}: {shown(value)} is no slice")
+        raise FormatError(f"{shown(value)} is no slice", path=where, code="field")
     return parsed

@@ -61,17 +61,23 @@ def parse_table(blob: bytes, manifest: Manifest, rank: int, where: str) -> RankT
     """
     entry = manifest.ranks[rank]
     if digest_hex(blob) != entry.table_digest:
-        raise FormatError(f"{where}: digest differs from the one in {MANIFEST_NAME}: damaged, or of another conversion")
+        raise FormatError(
+            f"digest differs from the one in {MANIFEST_NAME}: damaged, or of another conversion",
+            path=where,
+            code="digest",
+        )
     top = parse_object(decompress(blob, where), where, plain_integers=True)
     check_version(top, where)
     fields = Fields(top, where)
     if (fields.text("conversion"), fields.size("rank")) != (manifest.conversion, rank):
-        raise FormatError(f"{where}: is of rank {top['rank']} of conversion {shown(top['conversion'])}")
+        raise FormatError(
+            f"is of rank {top['rank']} of conversion {shown(top['conversion'])}", path=where, code="owner"
+        )
     kinds = _parse_kinds(Fields(fields.object("kinds"), where), where)
     count = entry.num_tensors
     kind = fields.column("kind", int, count)
     if kind and max(kind) >= len(kinds):
-        raise FormatError(f"{where}: kind {max(kind)} of {len(kinds)}")
+        raise FormatError(f"kind {max(kind)} of {len(kinds)}", path=where, code="field")
     table = RankTable(
         rank=rank,
         kinds=kinds,
@@ -85,11 +91,11 @@ def parse_table(blob: bytes, manifest: Manifest, rank: int, where: str) -> RankT
     if count:
         check_name(max(table.names, key=len), where)
     if len(set(table.names)) != count:
-        raise FormatError(f"{where}: a tensor name occurs twice")
+        raise FormatError("a tensor name occurs twice", path=where, code="field")
     sizes = _sizes(table, entry, where)
     _check_places(table, entry, [file.nbytes for file in manifest.rank_files(rank)], sizes, where)
     if (total := sum(sizes.tolist())) != entry.nbytes:
-        raise FormatError(f"{where}: tensors of {total} bytes, {MANIFEST_NAME} says {entry.nbytes}")
+        raise FormatError(f"tensors of {total} bytes, {MANIFEST_NAME} says {entry.nbytes}", path=where, code="field")
     return table
 
 
@@ -104,8 +110,9 @@ def _parse_kinds(fields: Fields, where: str) -> list[Kind]:
     for one in kinds:
         if not _is_part(one.part, one.source_shape, one.shape):
             raise FormatError(
-                f"{where}: {shown(list(one.shape))} is not slice {shown(one.part)} of a tensor"
-                f" {shown(list(one.source_shape))}"
+                f"{shown(list(one.shape))} is not slice {shown(one.part)} of a tensor {shown(list(one.source_shape))}",
+                path=where,
+                code="field",
             )
     return kinds
 
@@ -120,7 +127,10 @@ def _sizes(table: RankTable, entry: RankEntry, where: str) -> Column:
         if nbytes is None or nbytes > entry.nbytes:
             name = table.names[first]
             raise FormatError(
-                f"{where}: tensor {name!r}: {shown(one.dtype)} {shown(list(one.shape))} is no stored tensor"
+                f"{shown(one.dtype)} {shown(list(one.shape))} is no stored tensor",
+                path=where,
+                tensor=name,
+                code="field",
             )
         sizes[number] = nbytes
     return sizes[kind]
@@ -140,24 +150,31 @@ def _check_places(table: RankTable, entry: RankEntry, file_nbytes: Sequence[int]
     inside[exists] = offsets[exists] <= lengths[files[exists]] - sizes[exists]
     for row in np.flatnonzero(~inside)[:1]:
         end = int(offsets[row]) + int(sizes[row])
-        raise FormatError(f"{where}: tensor {table.names[row]!r}: ends outside its file, at byte {end}")
+        raise FormatError(
+            f"ends outside its file, at byte {end}", path=where, tensor=table.names[row], code="truncated"
+        )
     for row in np.flatnonzero((arena_offsets % ARENA_ALIGNMENT != 0) | (arena_offsets > entry.arena_nbytes - sizes))[
         :1
     ]:
         raise FormatError(
-            f"{where}: tensor {table.names[row]!r}: {sizes[row]} bytes at {arena_offsets[row]}"
-            f" of an arena of {entry.arena_nbytes}"
+            f"{sizes[row]} bytes at {arena_offsets[row]} of an arena of {entry.arena_nbytes}",
+            path=where,
+            tensor=table.names[row],
+            code="field",
         )
     order = np.argsort(arena_offsets, kind="stable")
     order = order[sizes[order] > 0]
     ends = arena_offsets[order] + sizes[order]
     for place in np.flatnonzero(ends[:-1] > arena_offsets[order[1:]])[:1]:
         one, other = table.names[order[place]], table.names[order[place + 1]]
-        raise FormatError(f"{where}: tensors {one!r} and {other!r} overlap in the arena")
+        raise FormatError(f"tensors {one!r} and {other!r} overlap in the arena", path=where, code="coverage")
     brought = _are_brought(entry, files, offsets, arena_offsets, sizes)
     for row in np.flatnonzero(~brought)[:1]:
         raise FormatError(
-            f"{where}: tensor {table.names[row]!r}: no read brings its bytes from its file to {arena_offsets[row]}"
+            f"no read in the manifest covers it (arena offset {arena_offsets[row]})",
+            path=where,
+            tensor=table.names[row],
+            code="coverage",
         )
 
 

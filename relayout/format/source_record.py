@@ -130,7 +130,9 @@ def parse_record(text: bytes, num_ranks: int, where: str) -> SourceRecord:
     top = Fields(parse_object(text, where), where)
     check_version(top.top, where)
     if top.size("num_ranks") != num_ranks:
-        raise FormatError(f"{where}: is of {top.size('num_ranks')} ranks, {MANIFEST_NAME} of {num_ranks}")
+        raise FormatError(
+            f"is of {top.size('num_ranks')} ranks, {MANIFEST_NAME} of {num_ranks}", path=where, code="mismatch"
+        )
     tensors = Fields(top.object("tensors"), where)
     side_files = Fields(top.object("side_files"), where)
     count = _count(tensors)
@@ -163,7 +165,7 @@ def parse_record(text: bytes, num_ranks: int, where: str) -> SourceRecord:
 def _parse_cuts(top: Fields, num_ranks: int, where: str) -> tuple[Cut, ...]:
     rows = top.top.get("cuts")
     if not isinstance(rows, list) or not all(isinstance(row, list) and len(row) == num_ranks for row in rows):
-        raise FormatError(f"{where}: 'cuts' is missing or not a list of {num_ranks} slices each")
+        raise FormatError(f"'cuts' is missing or not a list of {num_ranks} slices each", path=where, code="field")
     return tuple(Cut(tuple(parse_slice(value, where) for value in row)) for row in rows)
 
 
@@ -171,7 +173,7 @@ def _positions(fields: Fields, name: str, count: int, limit: int) -> list[int]:
     """A column of positions in another list, which has `limit` items."""
     column: list[int] = fields.column(name, int, count)
     if column and max(column) >= limit:
-        raise FormatError(f"{fields.where}: {name} {max(column)} of {limit}")
+        raise FormatError(f"{name} {max(column)} of {limit}", path=fields.where, code="limit")
     return column
 
 
@@ -190,7 +192,7 @@ def _parse_side_files(fields: Fields, where: str) -> tuple[SideFile, ...]:
 def _parse_options(top: Fields, where: str) -> ConversionOptions:
     flags = [top.top.get(name) for name in ("expert_parallel", "dcp")]
     if not all(isinstance(flag, bool) for flag in flags):
-        raise FormatError(f"{where}: 'expert_parallel' or 'dcp' is missing or not a boolean")
+        raise FormatError("'expert_parallel' or 'dcp' is missing or not a boolean", path=where, code="field")
     return ConversionOptions(
         num_ranks=top.size("num_ranks"),
         plan=top.text("plan"),
@@ -210,15 +212,15 @@ def _check_names(names: Sequence[str], where: str) -> None:
     """No two of them may want one place, as files or as folders."""
     for one, other in pairwise(sorted(f"{name}/" for name in names)):
         if other.startswith(one):
-            raise FormatError(f"{where}: {shown(one[:-1])} is the name of two things")
+            raise FormatError(f"{shown(one[:-1])} is the name of two things", path=where, code="field")
     for name in names:
         if MANIFEST_NAME in name.split("/"):
-            raise FormatError(f"{where}: {shown(name)} would make a converted folder of the source")
+            raise FormatError(f"{shown(name)} would make a converted folder of the source", path=where, code="unsafe")
 
 
 def _check_tensors(record: SourceRecord, where: str) -> None:
     if len(set(record.names)) != len(record.names):
-        raise FormatError(f"{where}: a tensor name occurs twice")
+        raise FormatError("a tensor name occurs twice", path=where, code="field")
     for name, dtype, shape, file, offset in zip(
         record.names, record.dtypes, record.shapes, record.file_of, record.offsets, strict=True
     ):
@@ -226,17 +228,25 @@ def _check_tensors(record: SourceRecord, where: str) -> None:
         nbytes = num_bytes(dtype, shape) if dtype in BITS else None
         if nbytes is None or offset + nbytes > record.files[file].nbytes:
             raise FormatError(
-                f"{where}: tensor {name!r}: {shown(dtype)} {shown(list(shape))} at {offset} is not in its file"
+                f"{shown(dtype)} {shown(list(shape))} at {offset} is not in its file",
+                path=where,
+                tensor=name,
+                code="field",
             )
     reach = [_reach(cut) for cut in record.cuts]
     for name, shape, cut in zip(record.names, record.shapes, record.cut_of, strict=True):
         for axis, end in reach[cut].items():
             if axis >= len(shape) or end > shape[axis]:
                 raise FormatError(
-                    f"{where}: tensor {name!r}: {shown(list(shape))} has no slice up to {end} along dim {axis}"
+                    f"{shown(list(shape))} has no slice up to {end} along dim {axis}",
+                    path=where,
+                    tensor=name,
+                    code="field",
                 )
         if len(reach[cut]) > 1:
-            raise FormatError(f"{where}: tensor {name!r}: is cut along axes {sorted(reach[cut])}, expected one")
+            raise FormatError(
+                f"is cut along axes {sorted(reach[cut])}, expected one", path=where, tensor=name, code="field"
+            )
 
 
 def _reach(cut: Cut) -> dict[int, int]:
@@ -268,5 +278,5 @@ def _path(name: str, where: str) -> str:
     parts = name.split("/")
     is_long = len(name) > _MAX_PATH_NBYTES or len(max(parts, key=len).encode()) > _MAX_PART_NBYTES
     if "\0" in name or is_long or any(part == "" or part.startswith(".") for part in parts):
-        raise FormatError(f"{where}: {shown(name)} is no name of a file in the checkpoint")
+        raise FormatError(f"{shown(name)} is no name of a file in the checkpoint", path=where, code="unsafe")
     return name

@@ -514,7 +514,7 @@ TABLE_LIES: dict[str, tuple[Lie, str]] = {
     "a name twice": (column_lie("name", 3, "c"), "a tensor name occurs twice"),
     "an unknown dtype": (kind_lie("dtype", 0, "F7"), r"tensor 'größe': 'F7' \[32, 64\] is no stored tensor"),
     "half a byte": (lambda top: top["kinds"].update(dtype=["F4"] * 4), r"tensor 'c': 'F4' \[3\] is no stored tensor"),
-    "a larger shape": (kind_lie("shape", 2, [4]), "tensor 'c': no read brings its bytes"),
+    "a larger shape": (kind_lie("shape", 2, [4]), "tensor 'c': no read in the manifest covers it"),
     "a smaller shape": (kind_lie("shape", 2, [2]), "tensors of 4158 bytes, relayout.json says 4162"),
     "a shape that is no list": (kind_lie("shape", 2, 3), "'shape' is missing or not a list of list"),
     "a negative shape": (kind_lie("shape", 2, [-3]), r"\[-3\] is no shape"),
@@ -530,15 +530,21 @@ TABLE_LIES: dict[str, tuple[Lie, str]] = {
     "a tensor outside its file": (column_lie("offset", 4, 4669), "tensor 'scale': ends outside its file, at byte 4675"),
     "another tensor's bytes": (
         lambda top: top["offset"].__setitem__(slice(2, 4), [4662, 4656]),
-        "tensor 'c': no read brings its bytes",
+        "tensor 'c': no read in the manifest covers it",
     ),
-    "bytes of the file's header": (column_lie("offset", 0, 0), "tensor 'größe': no read brings its bytes"),
+    "bytes of the file's header": (column_lie("offset", 0, 0), "tensor 'größe': no read in the manifest covers it"),
     "a place that nothing is read to": (
         column_lie("arena_offset", 4, 4656),
-        "tensor 'scale': no read brings its bytes",
+        "tensor 'scale': no read in the manifest covers it",
     ),
-    "a place before everything that is read": (column_lie("arena_offset", 4, 0), "tensor 'scale': no read brings its"),
-    "a place behind the last run": (column_lie("arena_offset", 4, 8240), "tensor 'scale': no read brings its bytes"),
+    "a place before everything that is read": (
+        column_lie("arena_offset", 4, 0),
+        "tensor 'scale': no read in the manifest",
+    ),
+    "a place behind the last run": (
+        column_lie("arena_offset", 4, 8240),
+        "tensor 'scale': no read in the manifest covers it",
+    ),
     "a tensor outside the arena": (
         column_lie("arena_offset", 4, 12288),
         "tensor 'scale': 6 bytes at 12288 of an arena of 12288",
@@ -582,18 +588,18 @@ STRIDED = Read(0, Transfer(4656, 8192, 6, 3, 6, 16))
 
 def test_tensors_are_not_believed_to_come_from_nowhere() -> None:
     assert parse_small_tensors((STRIDED,), 18).names == ["c", "d", "scale"]
-    with pytest.raises(FormatError, match=r"^table: tensor 'c': no read brings its bytes"):
+    with pytest.raises(FormatError, match=r"^table: tensor 'c': no read in the manifest covers it"):
         parse_small_tensors((), 18)
 
 
 def test_a_tensor_where_a_run_before_the_first_would_be_is_refused() -> None:
-    with pytest.raises(FormatError, match=r"^table: tensor 'c': no read brings its bytes"):
+    with pytest.raises(FormatError, match=r"^table: tensor 'c': no read in the manifest covers it"):
         parse_small_tensors((STRIDED,), 18, offset=[4650, 4656, 4662], arena_offset=[8176, 8192, 8208])
 
 
 def test_a_tensor_that_no_single_read_brings_is_refused() -> None:
     halves = (Read(0, Transfer(4656, 8192, 3)), Read(0, Transfer(4659, 8195, 3)))
-    with pytest.raises(FormatError, match=r"^table: tensor 'c': no read brings its bytes"):
+    with pytest.raises(FormatError, match=r"^table: tensor 'c': no read in the manifest covers it"):
         parse_small_tensors((*halves, Read(0, Transfer(4662, 8208, 6, 2, 6, 16))), 18)
 
 
@@ -620,7 +626,7 @@ def test_a_tensor_that_a_read_of_another_file_brings_is_refused() -> None:
         return parse_table(blob, manifest, 0, "table")
 
     assert parse(0).files == TABLE.files
-    with pytest.raises(FormatError, match=r"^table: tensor 'd': no read brings its bytes from its file to 8208"):
+    with pytest.raises(FormatError, match=r"^table: tensor 'd': no read in the manifest covers it .arena offset 8208"):
         parse(1)
 
 

@@ -9,14 +9,20 @@ from pathlib import Path
 from typing import TypeAlias
 
 from relayout.errors import PlanError
-from relayout.storage import in_memory
 from relayout.storage.local.store import LocalStore
 from relayout.storage.protocols import Refusal, Store
 
 Factory: TypeAlias = Callable[[str], Store | Refusal]
 """Makes the store for a URL of its scheme, or returns a refusal with the reason."""
 
-REGISTRY: dict[str, Factory] = {"memory": in_memory.offer}
+
+def _memory(url: str) -> Store | Refusal:
+    from relayout.storage import in_memory  # Loads of local files should not wait for it.
+
+    return in_memory.offer(url)
+
+
+REGISTRY: dict[str, Factory] = {"memory": _memory}
 """Store factories by URL scheme."""
 
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+)://")

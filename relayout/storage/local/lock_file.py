@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -90,7 +89,7 @@ def _open_lock(parent: OpenFolder, name: str) -> tuple[int, int]:
 
 
 def _user_of_new_files(parent: OpenFolder, name: str) -> int:
-    probe = f"{name}-{secrets.token_hex(8)}"
+    probe = f"{name}-{os.urandom(8).hex()}"
     fd = parent.open(probe, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         return os.fstat(fd).st_uid

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support import prestarted
+from support.page_cache import fill
 
 import relayout
 from relayout.errors import PlanError
@@ -16,6 +17,12 @@ from relayout.loader.diagnose.doctor import diagnose
 
 def doctor(*arguments: object) -> subprocess.CompletedProcess[str]:
     return prestarted.run("doctor", *arguments, imports=prestarted.LOADER)
+
+
+@pytest.fixture(autouse=True)
+def _resident(model: Path, converted: Path) -> None:
+    fill(model)
+    fill(converted)
 
 
 def test_without_a_degree_it_is_that_of_the_conversion_or_one(model: Path, converted: Path) -> None:

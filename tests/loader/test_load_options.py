@@ -303,10 +303,10 @@ def test_a_backend_of_somebody_else_is_explained_and_refuses_as_any_other(conver
 def test_auto_takes_the_first_backend_that_does_not_refuse_and_tells_what_the_others_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from relayout.loader.backends import choice, cuda
+    from relayout.loader.backends import choice, cufile
 
     monkeypatch.setattr(choice, "resolve_device", lambda device: device)
-    monkeypatch.setattr(cuda, "is_likely", lambda: False)
+    monkeypatch.setattr(cufile, "is_likely", lambda: False)
     found = choice.choose("auto", "cuda:0", ())
     assert (found.backend.name, found.backend.device, found.gds) == ("pinned", "cuda:0", None)
     why = "backend 'gds': GPUDirect Storage is not available: neither nvidia-fs nor PCI P2PDMA is set up"

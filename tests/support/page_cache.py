@@ -53,6 +53,12 @@ def warm(path: Path, offset: int, nbytes: int) -> None:
         assert os.pread(fd, nbytes, offset)
 
 
+def fill(folder: Path) -> None:
+    """Have all of a folder's files in the page cache: what is told of them twice is then the same."""
+    for path in folder.iterdir():
+        path.read_bytes()
+
+
 def write_cold(path: Path, nbytes: int) -> Bytes:
     """Write a file of random bytes, none of which is in the page cache afterwards; skip where that cannot be had."""
     if not hasattr(os, "posix_fadvise"):

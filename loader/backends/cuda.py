@@ -19,7 +19,6 @@ from relayout.errors import FormatError
 from relayout.format.index import Read
 from relayout.loader.backends.arena import scatter
 from relayout.loader.backends.base import Choice, FreshArenas, Memory, ReadJob, Refusal, Request
-from relayout.loader.backends.cufile import find_cufile, is_likely
 from relayout.loader.backends.files import Sources
 from relayout.loader.backends.host import ThreadedJob
 from relayout.loader.budgets import MAX_BUFFERS, Budget
@@ -430,10 +429,13 @@ def offer_gds(request: Request) -> Choice | Refusal:
     """See `choice.REGISTRY`. Opening cuFile refuses compat mode to the whole process."""
     if refused := _refusal("gds", request) or request.refusal_without_descriptors("gds"):
         return refused
+    # Imported here: loads to host memory need no cuFile.
+    from relayout.loader.backends import cufile
+
     why = "neither nvidia-fs nor PCI P2PDMA is set up"
     path = request.files[0].path if request.files else None
-    if path is not None and (request.is_by_name or is_likely()):
-        found = find_cufile(path)
+    if path is not None and (request.is_by_name or cufile.is_likely()):
+        found = cufile.find_cufile(path)
         if not isinstance(found, str):
             asked = "asked for" if request.is_by_name else "available"
             backend = DeviceBackend(request.device, _lanes_of(request.device), found.driver)

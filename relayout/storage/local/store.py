@@ -7,13 +7,17 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from relayout.errors import FormatError
 from relayout.storage.local.files import InputFile, check_regular, read_small, version_of
 from relayout.storage.local.paths import is_inside, resolve_inside
-from relayout.storage.local.staging import LocalStaging, check_output, recovery_advice, remove_leftovers, staging_folder
 from relayout.storage.protocols import LOCAL_COST, Access, Entry, FileStat, Kind, Modes, RequestCost, Store
+
+if TYPE_CHECKING:
+    from relayout.storage.local.staging import LocalStaging
+
+# `staging` is imported where it is used: a load writes nothing.
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,8 @@ class LocalStore:
 
     def absence(self) -> str:
         """See `Store.absence`."""
+        from relayout.storage.local.staging import recovery_advice
+
         return f"no such file or folder{recovery_advice(self.folder)}"
 
     def parent(self) -> tuple[Store, str]:
@@ -107,11 +113,15 @@ class LocalStore:
 
     def check_output(self, source: Store, marker: str, *, force: bool) -> None:
         """See `Store.check_output`."""
+        from relayout.storage.local.staging import check_output, remove_leftovers
+
         remove_leftovers(self.folder)
         check_output(source.path(""), self.folder, marker, force=force)
 
     def stage(self, marker: str, *, replace: bool, modes: Modes) -> AbstractContextManager[LocalStaging]:
         """See `Store.stage`."""
+        from relayout.storage.local.staging import staging_folder
+
         return staging_folder(self.folder, marker, replace=replace, modes=modes)
 
 

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from relayout.errors import PlanError
 from relayout.loader.diagnose.hints import error_hints
 from relayout.loader.into import load_into
 from relayout.loader.loading import load_arena, options_of
@@ -48,7 +47,8 @@ def load(
             CUDA device: "pinned" reads through pinned host memory, "gds" by GPUDirect Storage.
         names: load only tensors whose names match one of these patterns; other bytes are not read. As in plans, `*` is
             text without a dot (one part of the name), `**` any text, `{a,b}` one of these words, `#` a number.
-        verify: compare every tensor with its digest while it arrives.
+        verify: compare digests while bytes arrive: of every tensor, or, at another degree than the conversion's, of
+            all chunks of the files (1 MiB each) that have bytes of it.
         threads: requests in flight. Default: twice the processors, at most 8, divided among the ranks of the node if
             LOCAL_WORLD_SIZE is set.
         memory: bytes of buffers, or text such as "64MiB", beside the tensors; pinned memory for a CUDA device.
@@ -136,12 +136,10 @@ def find_source(path: str | os.PathLike[str], rank: int, tp: int | None, verify:
 
     Raises:
         FormatError: the manifest is damaged.
-        PlanError: as `sources.checkpoint.find_rank`; or `verify` is set and the source has no digests.
+        PlanError: as `find_rank`; or `verify` is set and the source has no digests.
     """
     source = find_rank(path, rank, tp)
-    if verify and source.no_digests is not None:
-        raise PlanError(source.no_digests, path=str(source.store), code="unsupported")
-    return source
+    return source.verified() if verify else source
 
 
 def warn_if_slow(source: RankSource) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 
-from relayout.core.extents import BLOCK
+from relayout.checkpoint.converted import wrong_content
+from relayout.core.extents import BLOCK, Extent
 from relayout.errors import FormatError
+from relayout.format.manifest import header_prefix
 from relayout.format.safetensors import LENGTH_NBYTES
 from relayout.loader.sources.contents import StoredFile
 from relayout.storage.buffers import Buffer
+from relayout.storage.local.holes import holes
 from relayout.storage.local.page_cache import read_ahead_nbytes, resident_nbytes
 from relayout.storage.protocols import Access, ReadableFile
 
@@ -24,7 +27,7 @@ class Sources:
         """Open them.
 
         Raises:
-            FormatError: a file is missing, has another length than expected, or is of another rank or conversion.
+            FormatError: a file is missing, has another length or content than expected, or was never filled.
             OSError: a file cannot be opened with this access.
         """
         self._stored = files
@@ -36,7 +39,7 @@ class Sources:
                 opened = file.open(access)
                 self._files.append(opened)
                 self._cached.append(self._open_cached(file, opened) if access is Access.AUTO else None)
-                self._check_owner(len(self._files) - 1, file)
+                self._check_proof(len(self._files) - 1, file)
         except BaseException:
             self.close()
             raise
@@ -116,17 +119,23 @@ class Sources:
             if file is not None:
                 file.close()
 
-    def _check_owner(self, number: int, file: StoredFile) -> None:
+    def _check_proof(self, number: int, file: StoredFile) -> None:
         # Read the header by the descriptor that is used for the load: the file at a path may be replaced at any time.
-        owner = file.owner
-        if owner is None:
+        if file.proof is None:
             return
+        opened, prefix = self._files[number], header_prefix(file.proof.content)
         view = Buffer().reserve(BLOCK)
-        self._files[number].read(0, view)
-        if view[LENGTH_NBYTES : LENGTH_NBYTES + len(owner.prefix)] != owner.prefix:
-            raise FormatError(
-                f"its header is not of file {owner.number} of this conversion", path=file.where, code="owner"
-            )
+        opened.read(0, view)
+        if view[LENGTH_NBYTES : LENGTH_NBYTES + len(prefix)] != prefix:
+            raise FormatError(wrong_content(file.proof.content), path=file.where, code="owner")
+        fd = opened.fileno()
+        if fd is None:
+            return
+        for hole in holes(fd, Extent(file.proof.data_start, file.nbytes - file.proof.data_start)):
+            # Imported here: hardly any file has one.
+            from relayout.loader.sources.proven import check_hole
+
+            check_hole(file, hole)
 
     def _open_cached(self, file: StoredFile, opened: ReadableFile) -> ReadableFile | None:
         fd = opened.fileno()

@@ -130,7 +130,7 @@ class _Found:
 
 def _look(plan: ArenaPlan, backend: Backend[Any], budget: Budget) -> _Found:
     # Read nothing, not even headers: that would change what is in the page cache.
-    sources = Sources([replace(file, owner=None) for file in plan.files], backend.access)
+    sources = Sources([replace(file, proof=None) for file in plan.files], backend.access)
     try:
         chunks = backend.chunks(plan.reads, sources.alignment, budget)
         is_lazy = backend.reads_when_used

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Protocol
 
@@ -35,9 +35,12 @@ class RankSource(Protocol):
     def num_ranks(self) -> int:
         """The tensor-parallel degree."""
 
-    @property
-    def no_digests(self) -> str | None:
-        """Why its tensors have no digests to verify, for a message; None if they have."""
+    def verified(self) -> RankSource:
+        """The same, whose bytes are compared with digests when they are loaded with `verify`.
+
+        Raises:
+            PlanError: there are no digests.
+        """
 
     @property
     def slow_because(self) -> str | None:
@@ -75,7 +78,6 @@ class ConvertedRank:
     table: Callable[[], RankTable]
     """Reads the rank's table, once. FormatError: it is damaged, or of another rank or conversion."""
 
-    no_digests = None
     slow_because = None
     is_as_stored = True
 
@@ -83,6 +85,10 @@ class ConvertedRank:
     def num_ranks(self) -> int:
         """See `RankSource.num_ranks`."""
         return self.manifest.num_ranks
+
+    def verified(self) -> RankSource:
+        """See `RankSource.verified`: the table has the digest of each slice."""
+        return self
 
     @property
     def files(self) -> tuple[StoredFile, ...]:
@@ -135,24 +141,23 @@ class ReshardedRank:
     manifest: Manifest
     rank: int
     num_ranks: int
+    is_proven: bool = False
+    """Whether the chunks that its bytes are in are compared with their digests."""
 
     slow_because = None
     is_as_stored = False
 
-    @property
-    def no_digests(self) -> str:
-        """See `RankSource.no_digests`."""
-        return (
-            f"nothing to verify by at tp={self.num_ranks}: digests are of the slices of"
-            f" {self.manifest.num_ranks} ranks; `relayout verify` checks them"
-        )
+    def verified(self) -> RankSource:
+        """See `RankSource.verified`: digests of slices are of another degree's, so it goes by chunks."""
+        return replace(self, is_proven=True)
 
     def contents(self, patterns: Sequence[str] | None) -> Contents:
         """See `RankSource.contents`."""
         # Imported here: only this needs the planner.
         from relayout.loader.sources.resharded import resharded_contents
 
-        return _selected(resharded_contents(self.store, self.manifest, self.rank, self.num_ranks), patterns)
+        contents = resharded_contents(self.store, self.manifest, self.rank, self.num_ranks, is_proven=self.is_proven)
+        return _selected(contents, patterns)
 
     def arena(self, patterns: Sequence[str] | None) -> ArenaPlan:
         """See `RankSource.arena`."""
@@ -162,7 +167,9 @@ class ReshardedRank:
         """See `RankSource.pieces`."""
         from relayout.loader.sources.resharded import resharded_pieces
 
-        return resharded_pieces(self.store, self.manifest, self.rank, self.num_ranks, patterns)
+        return resharded_pieces(
+            self.store, self.manifest, self.rank, self.num_ranks, patterns, is_proven=self.is_proven
+        )
 
     def columns(self) -> Columns:
         """See `RankSource.columns`."""
@@ -179,10 +186,11 @@ class PlainRank:
 
     is_as_stored = False
 
-    @property
-    def no_digests(self) -> str:
-        """See `RankSource.no_digests`."""
-        return "nothing to verify by: only converted checkpoints have digests"
+    def verified(self) -> RankSource:
+        """See `RankSource.verified`."""
+        raise PlanError(
+            "nothing to verify by: only converted checkpoints have digests", path=str(self.store), code="unsupported"
+        )
 
     @property
     def slow_because(self) -> str | None:

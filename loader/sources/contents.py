@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from relayout.checkpoint.converted import read_chunk_digests
 from relayout.core.dtypes import num_bytes
 from relayout.core.extents import Transfer
 from relayout.core.patterns import compile_glob, invalid_because
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import Manifest, RankTable, Read
-from relayout.format.manifest import header_prefix
 from relayout.storage.protocols import LOCAL_COST, Access, ReadableFile, RequestCost, Store
 
 
@@ -23,8 +24,8 @@ class StoredFile:
     name: str
     nbytes: int
     """Its expected length."""
-    owner: Owner | None = None
-    """The rank that it must belong to; None if its header does not say."""
+    proof: FileProof | None = None
+    """What it must hold; None for a file of a plain checkpoint, which does not say."""
     version: str | None = None
     """Its expected version, if its header has been read."""
 
@@ -49,13 +50,16 @@ def cost_of(files: Sequence[StoredFile]) -> RequestCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
-    """The identity of a rank file."""
+class FileProof:
+    """What proves that a file holds what the manifest says."""
 
-    number: int
-    """Its number in the manifest."""
-    prefix: bytes
-    """The first bytes of its header, after the length field."""
+    content: str
+    """The digest that its first bytes name."""
+    data_start: int
+    """Absolute offset of its data section."""
+    chunk_nbytes: int
+    chunk_digests: Callable[[], bytes]
+    """Reads the digests of the chunks of its data section. FormatError: they are damaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +114,14 @@ def rank_files(folder: Store, manifest: Manifest, rank: int) -> tuple[StoredFile
 
 def files_of(folder: Store, manifest: Manifest, numbers: Iterable[int]) -> tuple[StoredFile, ...]:
     """Files by their numbers, as the manifest lists them, not checked."""
-    files = ((number, manifest.files[number]) for number in numbers)
-    return tuple(
-        StoredFile(folder, file.name, file.nbytes, Owner(number, header_prefix(number, manifest.conversion)))
-        for number, file in files
-    )
+
+    def stored(number: int) -> StoredFile:
+        file = manifest.files[number]
+        digests = partial(read_chunk_digests, folder, manifest, number)
+        proof = FileProof(file.content, file.data_start, manifest.chunk_nbytes, digests)
+        return StoredFile(folder, file.name, file.nbytes, proof)
+
+    return tuple(map(stored, numbers))
 
 
 def contents_of(files: tuple[StoredFile, ...], table: RankTable) -> Contents:

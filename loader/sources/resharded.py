@@ -19,13 +19,18 @@ from relayout.format.safetensors import parse_header
 from relayout.format.source_record import SourceRecord
 from relayout.loader.sources.contents import Contents, files_of, rank_files, select
 from relayout.loader.sources.pieces import Columns, agreed
+from relayout.loader.sources.proven import proven
 from relayout.loader.sources.reshard import Holder, gather
 from relayout.plans.planner import TRANSFORMERS, Plan, plan_for
 from relayout.storage.protocols import Store
 
 
-def resharded_contents(folder: Store, manifest: Manifest, rank: int, num_ranks: int) -> Contents:
+def resharded_contents(
+    folder: Store, manifest: Manifest, rank: int, num_ranks: int, *, is_proven: bool = False
+) -> Contents:
     """The tensors that `rank` would hold if the source were converted at degree `num_ranks` by the same rules.
+
+    With `is_proven`, bytes are compared with the digests of their chunks when they are read.
 
     Raises:
         FormatError: the source record or a rank table is damaged.
@@ -34,11 +39,18 @@ def resharded_contents(folder: Store, manifest: Manifest, rank: int, num_ranks: 
     """
     record = read_record(folder, manifest)
     first = rank * manifest.num_ranks // num_ranks
-    return Ranks(folder, manifest, record).pick(_wanted(folder, manifest, record, rank, num_ranks), first)
+    wanted = _wanted(folder, manifest, record, rank, num_ranks)
+    return Ranks(folder, manifest, record, is_proven=is_proven).pick(wanted, first)
 
 
 def resharded_pieces(
-    folder: Store, manifest: Manifest, rank: int, num_ranks: int, patterns: Sequence[str] | None
+    folder: Store,
+    manifest: Manifest,
+    rank: int,
+    num_ranks: int,
+    patterns: Sequence[str] | None,
+    *,
+    is_proven: bool = False,
 ) -> ReshardedPieces:
     """The same tensors, readable in part: those whose names match, all if `patterns` is None.
 
@@ -46,7 +58,8 @@ def resharded_pieces(
         FormatError, PlanError: as `resharded_contents`; or a pattern matches nothing.
     """
     record = read_record(folder, manifest)
-    return _pieces(folder, manifest, record, _wanted(folder, manifest, record, rank, num_ranks), patterns)
+    wanted = _wanted(folder, manifest, record, rank, num_ranks)
+    return _pieces(record, wanted, patterns, Ranks(folder, manifest, record, is_proven=is_proven), folder)
 
 
 def whole_pieces(folder: Store, manifest: Manifest) -> ReshardedPieces:
@@ -56,7 +69,7 @@ def whole_pieces(folder: Store, manifest: Manifest) -> ReshardedPieces:
         FormatError: the source record is damaged.
     """
     record = read_record(folder, manifest)
-    return _pieces(folder, manifest, record, [WHOLE] * len(record.names), None)
+    return _pieces(record, [WHOLE] * len(record.names), None, Ranks(folder, manifest, record), folder)
 
 
 def _wanted(folder: Store, manifest: Manifest, record: SourceRecord, rank: int, num_ranks: int) -> list[Slice]:
@@ -67,14 +80,14 @@ def _wanted(folder: Store, manifest: Manifest, record: SourceRecord, rank: int, 
 
 
 def _pieces(
-    folder: Store, manifest: Manifest, record: SourceRecord, wanted: Sequence[Slice], patterns: Sequence[str] | None
+    record: SourceRecord, wanted: Sequence[Slice], patterns: Sequence[str] | None, ranks: Ranks, folder: Store
 ) -> ReshardedPieces:
     held = [t for t, part in enumerate(wanted) if part.is_held]
     held.sort(key=lambda t: (record.file_of[t], record.offsets[t]))
     if patterns is not None:
         held = [held[row] for row in select([record.names[t] for t in held], patterns)]
     columns = Columns(record.names, record.dtypes, record.shapes, wanted).rows(held)
-    return ReshardedPieces(columns, folder, record, held, Ranks(folder, manifest, record))
+    return ReshardedPieces(columns, folder, record, held, ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +127,13 @@ class _Table:
 class Ranks:
     """The slices of all ranks, from which others are assembled. Reads each rank table on demand, once. Thread-safe."""
 
-    def __init__(self, folder: Store, manifest: Manifest, record: SourceRecord) -> None:
+    def __init__(self, folder: Store, manifest: Manifest, record: SourceRecord, *, is_proven: bool = False) -> None:
         self._folder = folder
         self._manifest = manifest
         self._record = record
         # Numbered by the manifest, so that file numbers do not depend on the order in which threads open tables.
-        self._files = files_of(folder, manifest, range(len(manifest.files)))
+        files = files_of(folder, manifest, range(len(manifest.files)))
+        self._files = tuple(map(proven, files)) if is_proven else files
         self._tables: dict[int, _Table] = {}
         self._lock = threading.Lock()
         remake_in_child(self)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from relayout.core.digests import digest_hex
 from relayout.errors import FormatError, PlanError
+from relayout.format.chunks import CHUNKS_NAME, places_of_digests
 from relayout.format.index import MANIFEST_NAME, Manifest, RankTable
 from relayout.format.manifest import (
     MAX_MANIFEST_NBYTES,
@@ -65,22 +66,45 @@ def read_record(folder: Store, manifest: Manifest) -> SourceRecord:
     """
     where = folder.where(SOURCE_RECORD_NAME)
     blob = folder.read(SOURCE_RECORD_NAME, MAX_TABLE_NBYTES)
-    text = decompress(blob, where)
-    if (digest_hex(blob), digest_hex(text)) != (manifest.record_digest, manifest.conversion):
+    if digest_hex(blob) != manifest.record_digest:
         raise FormatError("digest differs from the one in the manifest", path=where, code="digest")
-    return parse_record(text, manifest.num_ranks, where)
+    return parse_record(decompress(blob, where), manifest.num_ranks, where)
+
+
+def read_chunk_digests(folder: Store, manifest: Manifest, number: int) -> bytes:
+    """The digests of the chunks of a file, one after the other, in binary form.
+
+    Raises:
+        FormatError: relayout.chunks is missing, or of another conversion.
+        OSError: it cannot be read.
+    """
+    file = manifest.files[number]
+    place = places_of_digests(manifest.files, manifest.chunk_nbytes)[number]
+    digests = memoryview(bytearray(place.nbytes))
+    with folder.open(CHUNKS_NAME) as opened:
+        if opened.nbytes >= place.end:
+            opened.read(place.offset, digests)
+    if digest_hex(digests) != file.chunks_digest:
+        where = folder.where(CHUNKS_NAME)
+        raise FormatError(f"its part for {file.name} differs from the manifest", path=where, code="digest")
+    return bytes(digests)
 
 
 def check_file(folder: Store, manifest: Manifest, number: int) -> None:
-    """Check that a rank file's header names this file number and this conversion.
+    """Check that a file's first bytes name the content that the manifest says.
 
     Raises:
-        FormatError: the header names another file or conversion: files have been mixed up.
+        FormatError: they name another: files have been mixed up.
     """
-    file, expected = manifest.files[number], header_prefix(number, manifest.conversion)
+    file = manifest.files[number]
+    expected = header_prefix(file.content)
     start = bytearray(LENGTH_NBYTES + len(expected))
     with folder.open(file.name, file.nbytes) as opened:
         opened.read(0, memoryview(start))
     if start[LENGTH_NBYTES:] != expected:
-        where = folder.where(file.name)
-        raise FormatError(f"its header is not of file {number} of this conversion", path=where, code="owner")
+        raise FormatError(wrong_content(file.content), path=folder.where(file.name), code="owner")
+
+
+def wrong_content(expected: str) -> str:
+    """The message for a file that holds something else."""
+    return f"its header names another content than {expected}: it is not the file that {MANIFEST_NAME} means"

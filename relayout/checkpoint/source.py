@@ -23,7 +23,7 @@ from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME
 from relayout.format.safetensors import LENGTH_NBYTES, Header, header_nbytes, parse_header
 from relayout.storage.protocols import Entry, Kind, ReadableFile, Store
 
-_MAX_INDEX_NBYTES = 64 * 2**20
+MAX_INDEX_NBYTES = 64 * 2**20
 _WEIGHT_SUFFIXES = frozenset(
     {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".ggml", ".onnx", ".npz", ".npy"}
     | {".tflite", ".mlmodel", ".ot"}
@@ -186,7 +186,7 @@ def _read_folder(root: Store) -> SourceCheckpoint:
     named: dict[str, str] | None = None
     index: tuple[str, bytes] | None = None
     if index_name is not None:
-        index = (index_name, root.read(index_name, _MAX_INDEX_NBYTES))
+        index = (index_name, root.read(index_name, MAX_INDEX_NBYTES))
         named = parse_index(index[1], root.where(index_name))
         used = sorted(set(named.values()))
         left_out += [f"{name}: not named by {index_name}" for name in shards if name not in set(used)]

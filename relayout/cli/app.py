@@ -133,6 +133,9 @@ def convert(
             " slices of fused tensors are not.",
         ),
     ] = None,
+    sha256: Annotated[
+        bool, typer.Option("--sha256", help="Store the SHA-256 of each rank file; reads them once more.")
+    ] = False,
     threads: ThreadsOption = 8,
     memory: MemoryOption = "512MiB",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, write nothing.")] = False,
@@ -169,7 +172,7 @@ def convert(
             return
         _begin_work()
         progress = terminal.progress("converting", as_json=as_json)
-        summary = planned.run(force=force, threads=threads, memory=memory, progress=progress)
+        summary = planned.run(force=force, sha256=sha256, threads=threads, memory=memory, progress=progress)
         _tell(summary, as_json, terminal.print_summary)
 
 

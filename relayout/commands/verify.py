@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain
 
 from safetensors import SafetensorError, deserialize
 
-from relayout.checkpoint.converted import check_file, read_manifest, read_record, read_table
-from relayout.checkpoint.source import SourceCheckpoint, read_shard, read_source
+from relayout.checkpoint.config import find_config
+from relayout.checkpoint.converted import check_file, read_chunk_digests, read_manifest, read_record, read_table
+from relayout.checkpoint.source import MAX_INDEX_NBYTES, SourceCheckpoint, read_shard, read_source
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, NoSink, run_steps, share_memory
 from relayout.conversion.layout import rows_of_files, stored_conversion
 from relayout.conversion.side_files import read_side_file
 from relayout.conversion.sidecar import digests_of_all
 from relayout.conversion.steps import CopyPlan
 from relayout.core.arguments import integer, size
-from relayout.core.digests import digest_hex
+from relayout.core.digests import DIGEST_NBYTES, digest_hex
 from relayout.core.dtypes import num_bytes
-from relayout.core.extents import Extent
+from relayout.core.extents import BLOCK, Extent
 from relayout.errors import FormatError
-from relayout.format.index import HUB_INDEX_NAME, MIN_ALIGNMENT, IndexedFile, Manifest, RankTable
-from relayout.format.manifest import SOURCE_RECORD_NAME
-from relayout.format.safetensors import TensorEntry, build_header
-from relayout.format.source_record import SourceRecord
+from relayout.format.chunks import CHUNKS_NAME, chunks_of
+from relayout.format.fields import Fields, parse_object
+from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME, MIN_ALIGNMENT, IndexedFile, Manifest, RankTable
+from relayout.format.manifest import SOURCE_RECORD_NAME, content_digest, content_head
+from relayout.format.safetensors import TensorEntry, build_header, json_text
+from relayout.format.source_record import SourceRecord, conversion_digest
 from relayout.progress import Progress, reporting
 from relayout.storage.hashing import CHUNK_NBYTES as REHASH_NBYTES
-from relayout.storage.hashing import HashedFile, hash_files
+from relayout.storage.hashing import HashedFile, hash_files, sha256_hex
 from relayout.storage.protocols import Access, Store
 from relayout.storage.stores import find_store
 
@@ -110,7 +114,9 @@ def verify(
     report = Report(manifest.num_ranks)
     tables = [_check_rank(folder, manifest, rank, report) for rank in range(manifest.num_ranks)]
     record = _check_record(folder, manifest, tables, report)
-    _check_other_files(folder, manifest, report)
+    if record is not None:
+        _check_facts(folder, manifest, record, report)
+    _check_other_files(folder, manifest, tables, report)
     original = None if source is None else read_source(find_store(source))
     usable = {rank: table for rank, table in enumerate(tables) if table is not None}
     hash_nbytes = sum(file.nbytes for rank in usable for file in manifest.rank_files(rank))
@@ -122,7 +128,8 @@ def verify(
 
         num_readers = max(1, min(threads, memory // REHASH_NBYTES))
         for rank, table in usable.items():
-            _check_digests(folder, manifest.rank_files(rank), table, report, num_readers, after(report.nbytes))
+            _check_digests(folder, manifest, rank, table, report, num_readers, after(report.nbytes))
+        _check_sha256(folder, manifest, report, num_readers)
         # Skip the comparison if errors were found: the layout cannot be trusted.
         if original is not None and record is not None and report.ok:
             _compare(folder, manifest, list(usable.values()), record, original, report, *shared, after(hash_nbytes))
@@ -153,8 +160,13 @@ def _check_header(
         shard, header = read_shard(folder, file.name)
         if shard.nbytes != file.nbytes:
             raise FormatError(f"{shard.nbytes} bytes long, expected {file.nbytes}", path=where, code="mismatch")
+        if header.data_start != file.data_start:
+            what = f"its data section starts at {header.data_start}, {MANIFEST_NAME} says {file.data_start}"
+            raise FormatError(what, path=where, code="mismatch")
         if digest_hex(shard.header) != file.header_digest:
             report.add(file.name, "header differs from the one that was written", extent=Extent(0, file.data_start))
+        if file.data_start % manifest.alignment:
+            report.add(file.name, f"its data section starts at {file.data_start}, alignment {manifest.alignment}")
         _check_by_reference_reader(shard.header, header.data_nbytes, where)
     except FormatError as error:
         report.add(file.name, str(error))
@@ -168,11 +180,41 @@ def _check_header(
             report.add(file.name, f"header has {found}, the rank table {expected}", found[1])
     if len(stored) != len(indexed):
         report.add(file.name, f"{len(stored)} tensors, the rank table has {len(indexed)}")
+    heads = [content_head(kind.dtype, kind.source_shape, kind.part) for kind in table.kinds]
+    content = content_digest(
+        (json_text(table.names[row]), heads[table.kind_of[row]], table.digests[row]) for row in rows
+    )
+    if content != file.content:
+        report.add(file.name, f"holds the content {content} by the rank table, {MANIFEST_NAME} says {file.content}")
+    _check_sharding_info(manifest, number, header.metadata, rows, table, report)
     try:
         check_file(folder, manifest, number)
     except (FormatError, OSError) as error:
         report.add(file.name, str(error))
     return True
+
+
+def _check_sharding_info(
+    manifest: Manifest, number: int, metadata: Mapping[str, str], rows: list[int], table: RankTable, report: Report
+) -> None:
+    """Check what PyTorch DCP would take for the place of each slice."""
+    file = manifest.files[number]
+    text = metadata.get("DCP_SHARDING_INFO")
+    if text is None or not manifest.dcp:
+        if (text is not None) != manifest.dcp:
+            report.add(file.name, f"DCP_SHARDING_INFO is {'missing' if manifest.dcp else 'there'}, dcp {manifest.dcp}")
+        return
+    try:
+        found = parse_object(text.encode(), f"{file.name}: DCP_SHARDING_INFO")
+    except FormatError as error:
+        report.add(file.name, str(error))
+        return
+    kinds, kind_of = table.kinds, table.kind_of
+    starts = [one.part.starts(len(one.source_shape)) if one.part.is_box else None for one in kinds]
+    expected = {table.names[row]: {"saved_offsets": starts[kind_of[row]]} for row in rows}
+    for name in sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)):
+        what = f"DCP_SHARDING_INFO has {found.get(name)}, the slice is at {expected.get(name)}"
+        report.add(file.name, what, name)
 
 
 def _check_by_reference_reader(header: bytes, data_nbytes: int, where: str) -> None:
@@ -195,15 +237,66 @@ def _complaint(header: bytes) -> str | None:
     return None
 
 
-def _check_other_files(folder: Store, manifest: Manifest, report: Report) -> None:
-    """Check the index for stock loaders, and that there is no other .safetensors file that a loader would read."""
+def _check_facts(folder: Store, manifest: Manifest, record: SourceRecord, report: Report) -> None:
+    """Check what the manifest repeats of the source record, and how its reads lie."""
+    options = record.options
+    sizes = (num_bytes(dtype, shape) or 0 for dtype, shape in zip(record.dtypes, record.shapes, strict=True))
+    config = find_config(folder)
+    model_type = config.content.get("model_type")
+    expected = {
+        "conversion": conversion_digest(record),
+        "model_type": model_type if isinstance(model_type, str) else None,
+        "plan": options.plan,
+        "expert_parallel": options.expert_parallel,
+        "alignment": options.alignment,
+        "dcp": options.dcp,
+        "source_nbytes": sum(sizes),
+    }
+    for name, value in expected.items():
+        if getattr(manifest, name) != value:
+            field = "source.nbytes" if name == "source_nbytes" else name
+            report.add(MANIFEST_NAME, f"{field} is {getattr(manifest, name)}, by the source record {value}")
+    for rank, entry in enumerate(manifest.ranks):
+        for read in entry.reads:
+            transfer = read.transfer
+            if transfer.count == 1 and transfer.nbytes >= BLOCK and (transfer.target - transfer.source) % BLOCK:
+                what = f"rank {rank}: a read of {transfer.nbytes} bytes at {transfer.source} cannot go to its place"
+                report.add(MANIFEST_NAME, f"{what} directly: arena offset {transfer.target} differs modulo {BLOCK}")
+
+
+def _check_other_files(folder: Store, manifest: Manifest, tables: list[RankTable | None], report: Report) -> None:
+    """Check the index for stock loaders, and that there is no other file that a loader would read."""
     known = {file.name for file in manifest.files}
     for name in sorted(entry.name for entry in folder.walk()):
         if name.endswith(".safetensors") and "/" not in name and name not in known:
             report.add(name, "is not part of this conversion")
-    if manifest.hub_index_digest is not None:
-        what = "differs from the one that was written"
-        _check_copy(folder, HUB_INDEX_NAME, None, manifest.hub_index_digest, what, report)
+    if manifest.hub_index_digest is None:
+        if folder.stat(HUB_INDEX_NAME) is not None:
+            report.add(HUB_INDEX_NAME, "is not part of this conversion")
+        return
+    what = "differs from the one that was written"
+    _check_copy(folder, HUB_INDEX_NAME, None, manifest.hub_index_digest, what, report)
+    if tables[0] is not None:
+        _check_hub_index(folder, manifest, tables[0], report)
+
+
+def _check_hub_index(folder: Store, manifest: Manifest, table: RankTable, report: Report) -> None:
+    """Check that the index has the tensors of rank 0, where they are."""
+    files = manifest.rank_files(0)
+    expected = {name: files[file].name for name, file in zip(table.names, table.files, strict=True)}
+    try:
+        top = parse_object(folder.read(HUB_INDEX_NAME, MAX_INDEX_NBYTES), folder.where(HUB_INDEX_NAME))
+        found = Fields(top, HUB_INDEX_NAME).object("weight_map")
+        total = Fields(Fields(top, HUB_INDEX_NAME).object("metadata"), HUB_INDEX_NAME).size("total_size")
+    except FormatError as error:
+        report.add(HUB_INDEX_NAME, str(error))
+        return
+    for name in sorted(
+        found.keys() ^ expected.keys() | {name for name in expected if found.get(name) != expected[name]}
+    ):
+        report.add(HUB_INDEX_NAME, f"names {found.get(name)}, it is in {expected.get(name)}", name)
+    if total != manifest.source_nbytes:
+        report.add(HUB_INDEX_NAME, f"total_size {total}, expected {manifest.source_nbytes}")
 
 
 def _check_copy(folder: Store, name: str, nbytes: int | None, digest: str, what: str, report: Report) -> None:
@@ -273,15 +366,35 @@ def _check_slices(name: str, rank: int, table: RankTable, record: SourceRecord, 
         report.add(name, "is not in the source record", tensor)
 
 
+def _check_sha256(folder: Store, manifest: Manifest, report: Report, threads: int) -> None:
+    """Read the files that have a SHA-256 once more, and compare it."""
+
+    def found(file: IndexedFile) -> str:
+        try:
+            return sha256_hex(folder.open(file.name, file.nbytes, access=Access.ONCE))
+        except (FormatError, OSError) as error:
+            return str(error)
+
+    files = [file for file in manifest.files if file.sha256 is not None]
+    with ThreadPoolExecutor(threads) as pool:
+        for file, digest in zip(files, pool.map(found, files), strict=True):
+            if digest != file.sha256:
+                report.add(file.name, f"SHA-256 is {digest}, expected {file.sha256}")
+
+
 def _check_digests(
     folder: Store,
-    files: list[IndexedFile],
+    manifest: Manifest,
+    rank: int,
     table: RankTable,
     report: Report,
     threads: int,
     on_progress: Callable[[int], None] | None,
 ) -> None:
-    """Read a rank's files once, with several requests in flight, and compare the digest of each slice."""
+    """Read a rank's files once, with several requests in flight, and compare the digests of slices and chunks."""
+    files = manifest.rank_files(rank)
+    chunks = [chunks_of(file.data_start, file.nbytes, manifest.chunk_nbytes) for file in files]
+    stored = [_chunk_digests(folder, manifest, number, report) for number in manifest.ranks[rank].files]
     rows: list[list[tuple[Extent, str, str]]] = [[] for _ in files]
     for name, dtype, shape, number, offset, digest in zip(
         table.names, table.dtypes, table.shapes, table.files, table.offsets, table.digests, strict=True
@@ -291,15 +404,31 @@ def _check_digests(
         HashedFile(
             partial(folder.open, file.name, file.nbytes, access=Access.ONCE),
             [extent for extent, _, _ in sorted(column)],
+            extents,
         )
-        for file, column in zip(files, rows, strict=True)
+        for file, column, extents in zip(files, rows, chunks, strict=True)
     ]
     hashed = hash_files(to_hash, threads, on_progress)
-    for file, column, digests in zip(files, rows, hashed, strict=True):
-        for (extent, name, expected), found in zip(sorted(column), digests, strict=True):
+    for file, column, extents, expected_chunks, digests in zip(files, rows, chunks, stored, hashed, strict=True):
+        is_damaged = False
+        for (extent, name, expected), found in zip(sorted(column), digests, strict=False):
             if found != expected:
+                is_damaged = True
                 report.add(file.name, "digest differs: the stored bytes are damaged", name, extent)
+        for extent, expected, found in zip(extents, expected_chunks, digests[len(column) :], strict=False):
+            if found != expected and not is_damaged:
+                report.add(file.name, f"its chunk has another digest than in {CHUNKS_NAME}", None, extent)
     report.nbytes += sum(file.nbytes for file in files)
+
+
+def _chunk_digests(folder: Store, manifest: Manifest, number: int, report: Report) -> list[str]:
+    """The digests of a file's chunks, in hex; none if they cannot be had."""
+    try:
+        digests = read_chunk_digests(folder, manifest, number)
+    except FormatError as error:
+        report.add(CHUNKS_NAME, str(error))
+        return []
+    return [digests[at : at + DIGEST_NBYTES].hex() for at in range(0, len(digests), DIGEST_NBYTES)]
 
 
 def _compare(

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Protocol, Self
 
 from relayout.checkpoint.source import SourceCheckpoint, SourceTensor
 from relayout.conversion.journal import TensorDigests
-from relayout.conversion.layout import Conversion, Layout
+from relayout.conversion.layout import Conversion, Layout, RankFile
 from relayout.conversion.steps import CHUNK_NBYTES, CopyPlan, SourceRange, Span, Step, Target
-from relayout.core.digests import EMPTY_DIGEST, OrderedDigests
+from relayout.core.digests import DIGEST_NBYTES, EMPTY_DIGEST, OrderedDigests
 from relayout.core.extents import BLOCK, align_down, align_up
 from relayout.core.slices import CutTensor
 from relayout.core.strided import copy_runs
 from relayout.core.workers import Stop, Workers
 from relayout.errors import PlanError
+from relayout.format.chunks import DIGESTED_NBYTES, chunks_of
 from relayout.storage.buffers import Buffer
 from relayout.storage.file_pool import OpenFiles
+from relayout.storage.hashing import HashedFile, hash_files
 from relayout.storage.protocols import Access, ReadableFile, Staging, WritableFile
 
 DEFAULT_THREADS = 8
@@ -50,19 +53,29 @@ class NoSink:
 
 
 class FileSink:
-    """Writes to the files of a layout, of which only some are open at a time."""
+    """Writes to the files of a layout, of which only some are open at a time, and hashes their chunks.
 
-    def __init__(self, staging: Staging, layout: Layout) -> None:
-        """Files that are there already must have their full length."""
+    Each file is written from front to back, except for writes that are under way at the same time.
+    """
+
+    def __init__(self, staging: Staging, layout: Layout, numbers: Iterable[int], stop: Stop) -> None:
+        """Files that are there already must have their full length; `numbers` are those whose chunks are hashed."""
         self._staging = staging
         self._layout = layout
         self._existing = set(staging.names())
         self._files = OpenFiles(self._open_file, num_descriptors=2)
+        self._chunks = {number: _FileChunks(layout.files[number], stop) for number in numbers}
 
     def put(self, target: Target, view: memoryview, address: int) -> None:
         """Write the bytes."""
         with self._files.use(target.file) as file:
             file.write(target.offset, view, address)
+        if target.file in self._chunks:
+            self._chunks[target.file].update(target.offset, view)
+
+    def chunks(self) -> dict[int, bytes]:
+        """The digests of the chunks of each file that is complete."""
+        return {number: bytes(one.digests) for number, one in self._chunks.items() if not one.num_left}
 
     def _open_file(self, number: int) -> WritableFile:
         file = self._layout.files[number]
@@ -77,6 +90,41 @@ class FileSink:
             OSError: it could not all be written.
         """
         self._files.close()
+
+
+class _FileChunks:
+    """Hashes the chunks of a file that is written."""
+
+    def __init__(self, file: RankFile, stop: Stop) -> None:
+        self._extents = chunks_of(file.data_start, file.nbytes, DIGESTED_NBYTES)
+        self._ordered = OrderedDigests(stop)
+        self._start = file.data_start
+        self.digests = bytearray(DIGEST_NBYTES * len(self._extents))
+        self.num_left = len(self._extents)
+        self._lock = threading.Lock()
+
+    def update(self, offset: int, view: memoryview) -> None:
+        """Hash bytes that lie at `offset` in the file; see `OrderedDigests` for threads."""
+        end = offset + view.nbytes
+        for number in range((offset - self._start) // DIGESTED_NBYTES, -(-(end - self._start) // DIGESTED_NBYTES)):
+            chunk = self._extents[number]
+            low, high = max(offset, chunk.offset), min(end, chunk.end)
+            piece = view[low - offset : high - offset]
+            digest = self._ordered.update(number, low - chunk.offset, piece, chunk.nbytes)
+            if digest is not None:
+                with self._lock:
+                    self.digests[DIGEST_NBYTES * number : DIGEST_NBYTES * (number + 1)] = bytes.fromhex(digest)
+                    self.num_left -= 1
+
+
+@dataclass(frozen=True, slots=True)
+class UnitDigests:
+    """Digests of what a unit's files hold."""
+
+    tensors: Mapping[int, TensorDigests]
+    """Of the tensors that were written."""
+    chunks: Mapping[int, bytes]
+    """Of each file that was written completely: the digests of its chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,11 +233,11 @@ def run_unit(
     unit: int,
     staging: Staging,
     *,
-    done: Container[int] = (),
+    done: Set[int] = frozenset(),
     threads: int = DEFAULT_THREADS,
     on_tensors: Callable[[Mapping[int, TensorDigests]], None] = lambda complete: None,
     on_progress: Callable[[int], None] | None = None,
-) -> dict[int, TensorDigests]:
+) -> UnitDigests:
     """Write the data sections of a unit's files, and return the digests of what was written.
 
     Nothing of other units is read or written. When it returns, all is on the drive.
@@ -202,18 +250,40 @@ def run_unit(
         FormatError: a source file has changed its length.
         OSError: a read or a write failed.
     """
-    sink = FileSink(staging, plan.conversion.layout)
+    layout, stop = plan.conversion.layout, Stop()
+    # What is done is not hashed again here, so that chunks of these files would never be complete.
+    whole = [number for number in layout.files_of_unit(unit) if done.isdisjoint(layout.files[number].tensors)]
+    sink = FileSink(staging, layout, whole, stop)
     try:
-        return run_steps(
+        tensors = run_steps(
             plan.conversion,
             plan.steps(unit, done=done),
             sink,
             threads=threads,
             on_tensors=on_tensors,
             on_progress=on_progress,
+            stop=stop,
         )
     finally:
         sink.close()
+    return UnitDigests(tensors, sink.chunks())
+
+
+def hash_chunks(staging: Staging, layout: Layout, numbers: Sequence[int], threads: int) -> dict[int, bytes]:
+    """The digests of the chunks of files that are written, from what is stored.
+
+    Raises:
+        FormatError, OSError: a read failed.
+    """
+    files = [layout.files[number] for number in numbers]
+    stored = [
+        HashedFile(
+            partial(staging.open, file.name, file.nbytes), chunks_of(file.data_start, file.nbytes, DIGESTED_NBYTES)
+        )
+        for file in files
+    ]
+    hashed = hash_files(stored, threads)
+    return {number: b"".join(map(bytes.fromhex, digests)) for number, digests in zip(numbers, hashed, strict=True)}
 
 
 def run_steps(
@@ -224,17 +294,19 @@ def run_steps(
     threads: int = DEFAULT_THREADS,
     on_tensors: Callable[[Mapping[int, TensorDigests]], None] = lambda complete: None,
     on_progress: Callable[[int], None] | None = None,
+    stop: Stop | None = None,
 ) -> dict[int, TensorDigests]:
     """Carry out all steps, and return the digests of each tensor that passed.
 
-    `on_tensors` is called by several threads, when the last bytes of tensors have gone to the sink.
+    `on_tensors` is called by several threads, when the last bytes of tensors have gone to the sink. `stop` is requested
+    when a step fails.
 
     Raises:
         FormatError: a source file has changed its length.
         OSError: a read or a write failed.
     """
     source = conversion.source
-    stop = Stop()
+    stop = stop or Stop()
     done: dict[int, TensorDigests] = {}
     hashes = TensorHashes(conversion, stop)
 

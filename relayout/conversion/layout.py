@@ -19,11 +19,12 @@ from math import gcd
 import numpy as np
 
 from relayout.checkpoint.source import SourceCheckpoint, SourceTensor
+from relayout.conversion.journal import TensorDigests
 from relayout.core.extents import natural_alignment
 from relayout.core.slices import CutTensor
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import ARENA_ALIGNMENT, MAX_ALIGNMENT, MIN_ALIGNMENT, Manifest, RankTable
-from relayout.format.manifest import relayout_entry
+from relayout.format.manifest import content_digest, content_head, relayout_entry
 from relayout.format.safetensors import entries_text, entry_head, join_header, json_text
 from relayout.format.source_record import ConversionOptions, SourceRecord
 from relayout.plans.planner import Plan
@@ -37,8 +38,11 @@ DEFAULT_MAX_PART_NBYTES = 48 * 10**9
 MAX_PART_HEADER_NBYTES = 20 * 10**6
 """A part ends before its header grows past this: the Hugging Face hub client refuses to parse 25 MB."""
 
-_ANY_ID = "0" * 32
-"""In place of the digest that names a conversion, which is as long."""
+_NOT_IN_DCP = {"F4", "F6_E2M3", "F6_E3M2", "F8_E8M0"}
+"""Dtypes that stop its reader (torch 2.13, by safetensors 0.8 `torch.py`, `_TYPES`)."""
+
+_ANY_CONTENT = "0" * 32
+"""In place of the digest of a file's content, which is as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,11 @@ class Layout:
     def nbytes(self) -> int:
         """Bytes of all files."""
         return sum(file.nbytes for file in self.files)
+
+    def files_of_unit(self, unit: int) -> range:
+        """The numbers of a unit's files: one of each rank."""
+        num_ranks = len(self.ranks)
+        return range(unit * num_ranks, (unit + 1) * num_ranks)
 
     def files_of(self, rank: int) -> list[RankFile]:
         """The files of a rank."""
@@ -162,7 +171,11 @@ def _cut_tensors(source: SourceCheckpoint, plan: Plan) -> list[CutTensor]:
 
 def _dcp(source: SourceCheckpoint, plan: Plan, wanted: bool | None) -> bool:
     """Whether DCP can read the ranks as one model, and shall."""
-    if wanted is False:
+    if wanted is False or plan.num_ranks == 1:
+        return False
+    if _NOT_IN_DCP.intersection(tensor.dtype for tensor in source.tensors):
+        if wanted:
+            raise PlanError(f"PyTorch DCP reads no {', '.join(sorted(_NOT_IN_DCP))}", code="unsupported")
         return False
     unfit = {number for number, cut in enumerate(plan.cuts) if not cut.is_box}
     if wanted and unfit:
@@ -217,7 +230,7 @@ def _files(
             known[alike] = (order, tuple(offsets), end)
         order, data_offsets, nbytes = known[alike]
         name = rank_file_name(rank, first // num_ranks)
-        data_start = len(headers.build(RankFile(name, rank, order, data_offsets, 0, nbytes), first + rank, _ANY_ID))
+        data_start = len(headers.build(RankFile(name, rank, order, data_offsets, 0, nbytes), _ANY_CONTENT))
         yield RankFile(name, rank, order, data_offsets, data_start, data_start + nbytes)
 
 
@@ -250,12 +263,20 @@ class HeaderBuilder:
         self._entries: dict[Hashable, str] = {}
         """Entries that files of several ranks have in common; of one unit."""
 
-    def build(self, file: RankFile, number: int, conversion: str) -> bytes:
-        """The header bytes of a file; how many does not depend on the conversion's name."""
-        metadata = {"relayout": relayout_entry(number, conversion), "format": "pt"}
-        if self.options.dcp and self.options.num_ranks > 1:
+    def build(self, file: RankFile, content: str) -> bytes:
+        """The header bytes of a file; how many does not depend on the digest of its content."""
+        metadata = {"relayout": relayout_entry(content), "format": "pt"}
+        if self.options.dcp:
             metadata |= {"DCP_SHARDING_INFO": self._sharding_info(file), "DCP_VERSION": "1.0"}
         return join_header(self._entries_of(file), metadata | self._source_metadata, self.options.alignment)
+
+    def content(self, file: RankFile, digests: Sequence[TensorDigests]) -> str:
+        """The digest of a file's content, from the digests of all tensors."""
+        rank, cut = file.rank, self._tensors
+        different = {cut[t] for t in file.tensors}
+        heads = {one: content_head(one.dtype, one.shape, one.cut.slices[rank]) for one in different}
+        which = {one: one.cut.which[rank] for one in different}
+        return content_digest((self._names[t], heads[cut[t]], digests[t].slices[which[cut[t]]]) for t in file.tensors)
 
     def _entries_of(self, file: RankFile) -> str:
         kinds = {

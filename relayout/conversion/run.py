@@ -11,7 +11,7 @@ from typing import TypedDict, Unpack
 
 from relayout.checkpoint.source import read_source
 from relayout.conversion import preview
-from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, run_unit, share_memory
+from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, hash_chunks, run_unit, share_memory
 from relayout.conversion.journal import Journal, TensorDigests
 from relayout.conversion.layout import DEFAULT_ALIGNMENT, DEFAULT_MAX_PART_NBYTES, Conversion, check_alignment, lay_out
 from relayout.conversion.resume import claims_of, still_true, undertaking_of
@@ -98,12 +98,14 @@ class ConversionPlan(Conversion):
         self,
         *,
         force: bool = False,
+        sha256: bool = False,
         threads: int = DEFAULT_THREADS,
         memory: int | str = DEFAULT_MEMORY,
         progress: Progress = None,
     ) -> Summary:
         """Do what was planned; arguments, result and errors as for `convert`."""
-        return _run(self, force, *share_memory(integer(threads, "threads"), size(memory, "memory")), progress)
+        shared = share_memory(integer(threads, "threads"), size(memory, "memory"))
+        return _run(self, force, sha256, *shared, progress)
 
 
 def plan_conversion(
@@ -151,6 +153,7 @@ def convert(
     output: str | os.PathLike[str] | None = None,
     *,
     force: bool = False,
+    sha256: bool = False,
     threads: int = DEFAULT_THREADS,
     memory: int | str = DEFAULT_MEMORY,
     progress: Progress = None,
@@ -163,6 +166,7 @@ def convert(
         output: the folder to make; default is `SOURCE-tpN` beside the source. It appears complete or not at all.
         force: replace an output folder that relayout wrote, or discard an interrupted conversion to it that cannot be
             gone on with.
+        sha256: store the SHA-256 of each rank file in the manifest, for hubs and tools that sign. Reads them again.
         threads: threads that read, copy and write.
         memory: bytes that they may use for copying, also as text, such as "512MiB".
         progress: True for a bar on stderr, or a function that is called now and then with (source bytes done, source
@@ -179,10 +183,12 @@ def convert(
     """
     threads, memory = integer(threads, "threads"), size(memory, "memory")
     planned = plan_conversion(source, output, **options)
-    return planned.run(force=force, threads=threads, memory=memory, progress=progress)
+    return planned.run(force=force, sha256=sha256, threads=threads, memory=memory, progress=progress)
 
 
-def _run(conversion: Conversion, force: bool, threads: int, chunk_nbytes: int, progress: Progress) -> Summary:
+def _run(
+    conversion: Conversion, force: bool, sha256: bool, threads: int, chunk_nbytes: int, progress: Progress
+) -> Summary:
     started = time.monotonic()
     source, layout = conversion.source, conversion.layout
     conversion.output.check_output(conversion.source.root, MANIFEST_NAME, force=force)
@@ -199,8 +205,10 @@ def _run(conversion: Conversion, force: bool, threads: int, chunk_nbytes: int, p
             Journal(staging, undertaking, append=bool(claims)) as journal,
             reporting(progress, "converting", source.nbytes) as report,
         ):
-            digests = _run_units(conversion, staging, journal, done, threads, chunk_nbytes, report)
-        write_sidecar(staging, conversion, digests)
+            digests, chunks = _run_units(conversion, staging, journal, done, threads, chunk_nbytes, report)
+        resumed = [number for number in range(len(layout.files)) if number not in chunks]
+        chunks |= hash_chunks(staging, layout, resumed, num_readers)
+        write_sidecar(staging, conversion, digests, chunks, threads=num_readers, sha256=sha256)
         if undertaking_of(conversion) != undertaking:
             staging.is_kept = False
             raise FormatError("has changed while it was read", path=str(conversion.source.root), code="mismatch")
@@ -230,10 +238,15 @@ def _run_units(
     threads: int,
     chunk_nbytes: int,
     report: Callable[[int], None] | None,
-) -> dict[int, TensorDigests]:
-    """Convert one unit after the other, but for tensors that are done; returns the digests of all tensors."""
+) -> tuple[dict[int, TensorDigests], dict[int, bytes]]:
+    """Convert one unit after the other, but for tensors that are done.
+
+    Returns:
+        The digests of all tensors, and of the chunks of files of which nothing was done before.
+    """
     tensors = conversion.source.tensors
     digests = dict(done)
+    chunks: dict[int, bytes] = {}
     passed = 0
 
     def note(written: Mapping[int, TensorDigests]) -> None:
@@ -248,17 +261,11 @@ def _run_units(
     plan = CopyPlan(conversion, chunk_nbytes=chunk_nbytes)
     for number, unit in enumerate(conversion.layout.units):
         resumed = sum(tensors[t].extent.nbytes for t in unit if t in done)
-        digests |= run_unit(
-            plan,
-            number,
-            staging,
-            done=done,
-            threads=threads,
-            on_tensors=note,
-            on_progress=tell,
-        )
+        written = run_unit(plan, number, staging, done=done.keys(), threads=threads, on_tensors=note, on_progress=tell)
+        digests |= written.tensors
+        chunks |= written.chunks
         passed += sum(tensors[t].extent.nbytes for t in unit)
-    return digests
+    return digests, chunks
 
 
 def default_output(source: str | os.PathLike[str], tp: int) -> str | Path:
@@ -286,4 +293,4 @@ def _needed_nbytes(conversion: Conversion) -> int:
     source = conversion.source
     side = sum(status.nbytes for name in source.side_files if (status := source.folder.stat(name)))
     sidecar = _SIDECAR_NBYTES_PER_TENSOR * len(source.tensors) * (conversion.plan.num_ranks + 1)
-    return conversion.layout.nbytes + side + sidecar
+    return conversion.layout.nbytes + conversion.layout.nbytes // 2**16 + side + sidecar

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from relayout import __version__
 from relayout.conversion.journal import TensorDigests
 from relayout.conversion.layout import Conversion, HeaderBuilder
 from relayout.conversion.side_files import copy_side_file
 from relayout.core.digests import EMPTY_DIGEST, digest_hex
+from relayout.format.chunks import CHUNKS_NAME, DIGESTED_NBYTES
 from relayout.format.index import (
     HUB_INDEX_NAME,
     MANIFEST_NAME,
@@ -23,24 +26,43 @@ from relayout.format.index import (
 )
 from relayout.format.manifest import SOURCE_RECORD_NAME, compress, dump_manifest, table_name
 from relayout.format.rank_table import dump_table
-from relayout.format.source_record import RecordedFile, SideFile, SourceRecord, dump_record
+from relayout.format.source_record import RecordedFile, SideFile, SourceRecord, conversion_digest, dump_record
+from relayout.storage.hashing import sha256_hex
 from relayout.storage.protocols import Staging
 
 
-def write_sidecar(staging: Staging, conversion: Conversion, passed: Mapping[int, TensorDigests]) -> None:
-    """Write everything but the tensors' bytes, the manifest last; `passed` are digests of all tensors with bytes."""
+def write_sidecar(
+    staging: Staging,
+    conversion: Conversion,
+    passed: Mapping[int, TensorDigests],
+    chunks: Mapping[int, bytes],
+    *,
+    threads: int = 1,
+    sha256: bool = False,
+) -> None:
+    """Write everything but the tensors' bytes, the manifest last.
+
+    Args:
+        passed: digests of all tensors with bytes.
+        chunks: of each file, by number, the digests of its chunks.
+        threads: threads that read files again for `sha256`.
+        sha256: store SHA-256 of whole files, too.
+    """
     source = conversion.source
     side_files = [copy_side_file(source.folder, staging, name) for name in source.side_files]
     digests = digests_of_all(conversion, passed)
-    record = dump_record(_source_record(conversion, [one.source for one in digests], side_files))
-    conversion_id = digest_hex(record)
-    stored_record = compress(record)
+    record = _source_record(conversion, [one.source for one in digests], side_files)
+    conversion_id = conversion_digest(record)
+    stored_record = compress(dump_record(record))
     staging.put(SOURCE_RECORD_NAME, [stored_record])
     del record, side_files
-    files = _write_headers(staging, conversion, conversion_id)
+    files = _write_headers(staging, conversion, digests, chunks)
+    if sha256:
+        files = with_sha256(staging, files, threads)
+    staging.put(CHUNKS_NAME, [chunks[number] for number in range(len(files))])
     ranks = []
     for rank in range(conversion.plan.num_ranks):
-        entry, table = _rank(conversion, rank, digests, conversion_id)
+        entry, table = _rank(conversion, rank, digests)
         staging.put(entry.table, [table])
         ranks.append(entry)
     hub_index = _hub_index(conversion) if conversion.plan.num_ranks == 1 else None
@@ -57,6 +79,7 @@ def write_sidecar(staging: Staging, conversion: Conversion, passed: Mapping[int,
         record_digest=digest_hex(stored_record),
         source_nbytes=source.nbytes,
         hub_index_digest=None if hub_index is None else digest_hex(hub_index),
+        chunk_nbytes=DIGESTED_NBYTES,
         files=files,
         ranks=tuple(ranks),
     )
@@ -73,26 +96,38 @@ def digests_of_all(conversion: Conversion, passed: Mapping[int, TensorDigests]) 
     return digests
 
 
-def _write_headers(staging: Staging, conversion: Conversion, conversion_id: str) -> tuple[IndexedFile, ...]:
+def _write_headers(
+    staging: Staging, conversion: Conversion, digests: Sequence[TensorDigests], chunks: Mapping[int, bytes]
+) -> tuple[IndexedFile, ...]:
     headers = HeaderBuilder(conversion.source, conversion.cut, conversion.options)
     files = []
     for number, file in enumerate(conversion.layout.files):
-        header = headers.build(file, number, conversion_id)
+        content = headers.content(file, digests)
+        header = headers.build(file, content)
         assert len(header) == file.data_start
         staging.write_head(file.name, header, file.nbytes)
-        files.append(IndexedFile(file.name, file.nbytes, file.data_start, digest_hex(header)))
+        digest, chunks_digest = digest_hex(header), digest_hex(chunks[number])
+        files.append(IndexedFile(file.name, file.nbytes, file.data_start, content, digest, chunks_digest))
     return tuple(files)
 
 
-def _rank(
-    conversion: Conversion, rank: int, digests: Sequence[TensorDigests], conversion_id: str
-) -> tuple[RankEntry, bytes]:
+def with_sha256(staging: Staging, files: Sequence[IndexedFile], threads: int) -> tuple[IndexedFile, ...]:
+    """The files with the SHA-256 of what is stored, which is read again."""
+
+    def hashed(file: IndexedFile) -> IndexedFile:
+        return replace(file, sha256=sha256_hex(staging.open(file.name, file.nbytes)))
+
+    with ThreadPoolExecutor(threads) as pool:
+        return tuple(pool.map(hashed, files))
+
+
+def _rank(conversion: Conversion, rank: int, digests: Sequence[TensorDigests]) -> tuple[RankEntry, bytes]:
     """What the manifest says of a rank, and its table."""
     files = conversion.layout.files_of(rank)
     sizes = {cut: cut.rank_nbytes(rank) for cut in set(conversion.cut)}
     columns = [[sizes[conversion.cut[t]] for t in file.tensors] for file in files]
     arena = plan_arena([(file.data_start, file.offsets, nbytes) for file, nbytes in zip(files, columns, strict=True)])
-    table = dump_table(_rank_table(conversion, rank, arena, digests), conversion_id)
+    table = dump_table(_rank_table(conversion, rank, arena, digests))
     entry = RankEntry(
         table=table_name(rank),
         table_digest=digest_hex(table),

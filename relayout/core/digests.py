@@ -10,6 +10,9 @@ import xxhash
 from relayout.core.extents import Extent
 from relayout.core.workers import Stop, Stopped
 
+DIGEST_NBYTES = 16
+"""Of a digest in its binary form: the canonical one, big-endian."""
+
 EMPTY_DIGEST = xxhash.xxh3_128_hexdigest(b"")
 """Digest of zero bytes."""
 

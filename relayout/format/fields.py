@@ -34,6 +34,10 @@ def decode(blob: bytes, where: str) -> str:
         raise FormatError(f"not UTF-8 at byte {error.start}", path=where, code="syntax") from None
 
 
+MAX_SIZE = 2**53 - 1
+"""Sizes are not larger, so that every reader of JSON has them exactly (RFC 8259, section 6)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fields:
     """Typed access to a parsed JSON object; every method raises FormatError where the field is not as asked."""
@@ -49,9 +53,9 @@ class Fields:
         return value
 
     def size(self, name: str, default: int | None = None) -> int:
-        """A whole number, 0 or more, below 2**63."""
+        """A whole number, 0 to MAX_SIZE."""
         value = self.top.get(name, default)
-        if type(value) is not int or not 0 <= value < 2**63:
+        if type(value) is not int or not 0 <= value <= MAX_SIZE:
             self._refuse(name, "a size")
         return value
 
@@ -84,7 +88,7 @@ class Fields:
         kinds = kind if isinstance(kind, tuple) else (kind,)
         if not set(map(type, value)) <= set(kinds):
             self._refuse(name, f"a list of {' or '.join(one.__name__ for one in kinds)}")
-        if kind is int and value and not (min(value) >= 0 and max(value) < 2**63):
+        if kind is int and value and not (min(value) >= 0 and max(value) <= MAX_SIZE):
             self._refuse(name, "a list of sizes")
         return value
 

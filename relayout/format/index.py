@@ -21,6 +21,10 @@ HUB_INDEX_NAME = "model.safetensors.index.json"
 """What stock loaders read to find out which tensor lies in which file."""
 
 FORMAT_VERSION = 1
+"""Of manifest, rank tables and source record."""
+
+FILE_VERSION = 1
+"""Of the rules of rank files alone."""
 
 ARENA_ALIGNMENT = 16
 """Bytes. Every tensor starts at a multiple of this in the arena."""
@@ -50,8 +54,14 @@ class IndexedFile:
     """Length of the whole file."""
     data_start: int
     """Absolute offset of its data section."""
+    content: str
+    """Digest of what it holds, see `content_digest`. The file's first bytes repeat it."""
     header_digest: str
-    """Digest, in hex, of the bytes before it."""
+    """Digest, in hex, of the bytes before the data section."""
+    chunks_digest: str
+    """Digest of its part of relayout.chunks."""
+    sha256: str | None = None
+    """SHA-256 of the whole file in hex, where it was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +88,10 @@ class Manifest:
     generator: str
     """Program and version that wrote it."""
     conversion: str
-    """Digest of the source record's JSON: names this conversion. Each rank file's header repeats it."""
+    """The name of this conversion: a digest of degree, weights and cuts, see `conversion_digest`."""
     model_type: str | None
     plan: str
+    """"ORIGIN:NAME", or "none"."""
     expert_parallel: bool
     """Whether experts are owned whole."""
     alignment: int
@@ -92,6 +103,8 @@ class Manifest:
     """Bytes of all source tensors."""
     hub_index_digest: str | None
     """Digest of model.safetensors.index.json, where one was written for stock loaders."""
+    chunk_nbytes: int
+    """Bytes of a file of which relayout.chunks has one digest."""
     files: tuple[IndexedFile, ...]
     """All that hold tensors."""
     ranks: tuple[RankEntry, ...]

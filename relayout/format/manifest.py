@@ -14,9 +14,11 @@ from relayout.core.digests import digest_hex
 from relayout.core.extents import BLOCK, Transfer
 from relayout.core.slices import Slice
 from relayout.errors import FormatError, PlanError, shown
-from relayout.format.fields import Fields, parse_object
+from relayout.format.chunks import MAX_CHUNK_NBYTES, MIN_CHUNK_NBYTES
+from relayout.format.fields import MAX_SIZE, Fields, parse_object
 from relayout.format.index import (
     ARENA_ALIGNMENT,
+    FILE_VERSION,
     FORMAT_VERSION,
     MAX_ALIGNMENT,
     MIN_ALIGNMENT,
@@ -39,6 +41,12 @@ _MIN_ENTRY_NBYTES = 48
 _PIECE_NBYTES = 2**12
 """Of a zstd frame, at a time: what this expands to, at most 32,000 times as much, may be too much already."""
 
+KNOWN_REQUIREMENTS: frozenset[str] = frozenset()
+"""What a manifest may require of this reader."""
+
+_SELF_DIGEST = b'"self_digest"'
+_DIGEST = re.compile(r"[0-9a-f]{32}\Z")
+_SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,242}\.safetensors\Z")
 
 
@@ -47,15 +55,30 @@ def table_name(rank: int) -> str:
     return f"relayout.rank-{rank}.json.zst"
 
 
-def relayout_entry(number: int, conversion: str) -> str:
-    """The `relayout` entry of a file's `__metadata__`, the first thing in its header: which file it is."""
-    return compact_json({"format": FORMAT_VERSION, "file": number, "conversion": conversion}).decode()
+def relayout_entry(content: str) -> str:
+    """The `relayout` entry of a file's `__metadata__`, the first thing in its header: what the file holds."""
+    return compact_json({"format": FILE_VERSION, "content": content}).decode()
 
 
-def header_prefix(number: int, conversion: str) -> bytes:
-    """The bytes that follow the 8-byte length in a file: enough to tell which one of which conversion it is."""
-    entry = compact_json({"relayout": relayout_entry(number, conversion)})
+def header_prefix(content: str) -> bytes:
+    """The bytes that follow the 8-byte length in a file that holds this content."""
+    entry = compact_json({"relayout": relayout_entry(content)})
     return b'{"__metadata__":' + entry.removesuffix(b"}")
+
+
+def content_digest(rows: Iterable[tuple[str, str, str]]) -> str:
+    """The digest that names what a file holds.
+
+    Args:
+        rows: of each tensor, in file order: its name as JSON, its `content_head`, and the digest of its bytes.
+    """
+    items = ",".join([f'[{name},{head},"{digest}"]' for name, head, digest in rows])
+    return digest_hex(f"[{items}]".encode())
+
+
+def content_head(dtype: str, source_shape: tuple[int, ...], part: Slice) -> str:
+    """What rows of the content have in common that differ in name and digest only."""
+    return json_text([dtype, source_shape, dump_slice(part)])[1:-1]
 
 
 def compact_json(top: object) -> bytes:
@@ -105,6 +128,7 @@ def dump_manifest(manifest: Manifest) -> bytes:
     """Serialize relayout.json: indented, for people."""
     top: dict[str, Any] = {
         "relayout": FORMAT_VERSION,
+        "requires": [],
         "generator": manifest.generator,
         "conversion": manifest.conversion,
         "digest": DIGEST,
@@ -114,13 +138,12 @@ def dump_manifest(manifest: Manifest) -> bytes:
         "num_ranks": manifest.num_ranks,
         "alignment": manifest.alignment,
         "dcp": manifest.dcp,
-        "source": {
-            "record": SOURCE_RECORD_NAME,
-            "record_digest": manifest.record_digest,
-            "nbytes": manifest.source_nbytes,
-        },
+        "source": {"record_digest": manifest.record_digest, "nbytes": manifest.source_nbytes},
         "hub_index_digest": manifest.hub_index_digest,
-        "files": [asdict(file) for file in manifest.files],
+        "chunk_nbytes": manifest.chunk_nbytes,
+        "files": [
+            {name: value for name, value in asdict(file).items() if value is not None} for file in manifest.files
+        ],
         "ranks": [
             {
                 "table": entry.table,
@@ -134,8 +157,8 @@ def dump_manifest(manifest: Manifest) -> bytes:
             for entry in manifest.ranks
         ],
     }
-    top["self_digest"] = _self_digest(top)
-    return (json.dumps(top, indent=2, ensure_ascii=False) + "\n").encode()
+    text = json.dumps(top, indent=2, ensure_ascii=False).removesuffix("\n}").encode() + b",\n  "
+    return text + _SELF_DIGEST + f': "{digest_hex(text)}"\n}}\n'.encode()
 
 
 def parse_manifest(blob: bytes, where: str) -> Manifest:
@@ -146,13 +169,8 @@ def parse_manifest(blob: bytes, where: str) -> Manifest:
     """
     top = parse_object(blob, where)
     check_version(top, where)
-    claimed = top.pop("self_digest", None)
-    if claimed != _self_digest(top):
-        raise FormatError(
-            f"its self_digest is {shown(claimed)}, not that of its content: damaged or edited",
-            path=where,
-            code="digest",
-        )
+    _check_requirements(top.get("requires"), where)
+    _check_self_digest(blob, top, where)
     if top.get("digest") != DIGEST:
         raise FormatError(
             f"digest algorithm {shown(top.get('digest'))}, expected {DIGEST!r}", path=where, code="version"
@@ -166,15 +184,16 @@ def parse_manifest(blob: bytes, where: str) -> Manifest:
     files = _parse_files(fields, where)
     manifest = Manifest(
         generator=fields.text("generator"),
-        conversion=fields.text("conversion"),
+        conversion=digest_field(fields, "conversion"),
         model_type=model_type if isinstance(model_type, str) else None,
         plan=fields.text("plan"),
         expert_parallel=top.get("expert_parallel") is True,
-        alignment=_alignment(fields),
+        alignment=_power_of_two(fields, "alignment", MIN_ALIGNMENT, MAX_ALIGNMENT),
         dcp=top.get("dcp") is True,
-        record_digest=source.text("record_digest"),
+        record_digest=digest_field(source, "record_digest"),
         source_nbytes=source.size("nbytes"),
-        hub_index_digest=None if top.get("hub_index_digest") is None else fields.text("hub_index_digest"),
+        hub_index_digest=None if top.get("hub_index_digest") is None else digest_field(fields, "hub_index_digest"),
+        chunk_nbytes=_power_of_two(fields, "chunk_nbytes", MIN_CHUNK_NBYTES, MAX_CHUNK_NBYTES),
         files=files,
         ranks=tuple(_parse_rank(entry, rank, files, where) for rank, entry in enumerate(ranks)),
     )
@@ -197,20 +216,47 @@ def check_version(top: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _self_digest(top: Mapping[str, Any]) -> str:
-    """Digest of a manifest's fields, in their order, as compact JSON."""
-    return digest_hex(compact_json(top))
-
-
-def _alignment(fields: Fields) -> int:
-    alignment = fields.size("alignment")
-    if not MIN_ALIGNMENT <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
+def _check_requirements(requires: object, where: str) -> None:
+    """Refuse a folder that cannot be read without knowing more than this reader does."""
+    if not isinstance(requires, list) or not all(isinstance(one, str) for one in requires):
+        raise FormatError("'requires' is missing or not a list of strings", path=where, code="field")
+    unknown = sorted(set(requires) - KNOWN_REQUIREMENTS)
+    if unknown:
         raise FormatError(
-            f"alignment {alignment}, expected a power of two, {MIN_ALIGNMENT} to {MAX_ALIGNMENT}",
-            path=fields.where,
-            code="field",
+            f"requires {', '.join(map(shown, unknown))}, which this relayout does not know: use a newer one",
+            path=where,
+            code="version",
         )
-    return alignment
+
+
+def _check_self_digest(blob: bytes, top: Mapping[str, Any], where: str) -> None:
+    """Compare the last field with the digest of all bytes before it."""
+    place = blob.rfind(_SELF_DIGEST)
+    if place < 0 or list(top)[-1] != "self_digest" or top["self_digest"] != digest_hex(blob[:place]):
+        raise FormatError(
+            f"its self_digest is {shown(top.get('self_digest'))}, not that of its bytes: damaged or edited",
+            path=where,
+            code="digest",
+        )
+
+
+def digest_field(fields: Fields, name: str, pattern: re.Pattern[str] = _DIGEST) -> str:
+    """A digest in hex.
+
+    Raises:
+        FormatError: the field is none.
+    """
+    value = fields.text(name)
+    if not pattern.match(value):
+        raise FormatError(f"{name!r} is {shown(value)}, no digest", path=fields.where, code="field")
+    return value
+
+
+def _power_of_two(fields: Fields, name: str, low: int, high: int) -> int:
+    value = fields.size(name)
+    if not low <= value <= high or value & (value - 1):
+        raise FormatError(f"{name} {value}, expected a power of two, {low} to {high}", path=fields.where, code="field")
+    return value
 
 
 def _dump_read(read: Read) -> dict[str, int]:
@@ -232,18 +278,13 @@ def _dump_read(read: Read) -> dict[str, int]:
 
 def _parse_read(row: Mapping[str, Any], where: str) -> Read:
     fields = Fields(row, where)
-    count = fields.size("count", 1)
-    return Read(
-        fields.size("file"),
-        Transfer(
-            source=fields.size("offset"),
-            target=fields.size("arena_offset"),
-            nbytes=fields.size("nbytes"),
-            count=count,
-            source_stride=fields.size("stride") if count > 1 else 0,
-            target_stride=fields.size("arena_stride") if count > 1 else 0,
-        ),
-    )
+    count, strides = 1, (0, 0)
+    if row.keys() & {"count", "stride", "arena_stride"}:
+        count, strides = fields.size("count"), (fields.size("stride"), fields.size("arena_stride"))
+        if count < 2:
+            raise FormatError(f"a read of {count} runs, expected 2 or more", path=where, code="field")
+    source, target, nbytes = fields.size("offset"), fields.size("arena_offset"), fields.size("nbytes")
+    return Read(fields.size("file"), Transfer(source, target, nbytes, count, *strides))
 
 
 def _parse_files(fields: Fields, where: str) -> tuple[IndexedFile, ...]:
@@ -255,7 +296,15 @@ def _parse_files(fields: Fields, where: str) -> tuple[IndexedFile, ...]:
                 f"{shown(file.text('name'))} is not the name of a .safetensors file", path=where, code="unsafe"
             )
         files.append(
-            IndexedFile(file.text("name"), file.size("nbytes"), file.size("data_start"), file.text("header_digest"))
+            IndexedFile(
+                name=file.text("name"),
+                nbytes=file.size("nbytes"),
+                data_start=file.size("data_start"),
+                content=digest_field(file, "content"),
+                header_digest=digest_field(file, "header_digest"),
+                chunks_digest=digest_field(file, "chunks_digest"),
+                sha256=digest_field(file, "sha256", _SHA256) if "sha256" in row else None,
+            )
         )
         if files[-1].data_start > min(files[-1].nbytes, LENGTH_NBYTES + MAX_HEADER_NBYTES):
             raise FormatError(
@@ -282,7 +331,7 @@ def _parse_rank(entry: Mapping[str, Any], rank: int, files: Sequence[IndexedFile
         )
     parsed = RankEntry(
         table=fields.text("table"),
-        table_digest=fields.text("table_digest"),
+        table_digest=digest_field(fields, "table_digest"),
         num_tensors=fields.size("num_tensors"),
         nbytes=fields.size("nbytes"),
         files=tuple(numbers),
@@ -294,27 +343,34 @@ def _parse_rank(entry: Mapping[str, Any], rank: int, files: Sequence[IndexedFile
 
 
 def _check_reads(entry: RankEntry, files: Sequence[IndexedFile], where: str) -> None:
+    end = 0
+    wanted = [0] * len(files)
     for number, read in enumerate(entry.reads):
         transfer = read.transfer
         if read.file >= len(files):
             raise FormatError(f"read {number}: file {read.file} of {len(files)}", path=where, code="field")
-        if transfer.nbytes == 0 or transfer.count == 0:
+        if transfer.nbytes == 0:
             raise FormatError(f"read {number}: reads nothing", path=where, code="coverage")
         if transfer.count > 1 and min(transfer.source_stride, transfer.target_stride) < transfer.nbytes:
             raise FormatError(f"read {number}: runs of {transfer.nbytes} bytes overlap", path=where, code="coverage")
         file = files[read.file]
-        if transfer.source_end > file.nbytes:
+        if not file.data_start <= transfer.source <= transfer.source_end <= file.nbytes:
             raise FormatError(
-                f"read {number}: ends at byte {transfer.source_end} of {file.name}, which has {file.nbytes}",
+                f"read {number}: bytes {transfer.source} to {transfer.source_end} of {file.name}, whose data section is"
+                f" {file.data_start} to {file.nbytes}",
                 path=where,
                 code="truncated",
             )
-        if transfer.target_end > entry.arena_nbytes:
+        if transfer.target < end:
             raise FormatError(
-                f"read {number}: ends at byte {transfer.target_end} of an arena of {entry.arena_nbytes}",
+                f"read {number}: starts at byte {transfer.target} of the arena, the read before it ends at {end}",
                 path=where,
-                code="truncated",
+                code="coverage",
             )
+        end = transfer.target_end
+        wanted[read.file] += transfer.total_nbytes
+    if end > entry.arena_nbytes:
+        raise FormatError(f"reads end at byte {end} of an arena of {entry.arena_nbytes}", path=where, code="truncated")
     headers_nbytes = sum(file.data_start for file in files)
     if entry.num_tensors * _MIN_ENTRY_NBYTES > headers_nbytes:
         raise FormatError(f"{entry.num_tensors} tensors in headers of {headers_nbytes} bytes", path=where, code="field")
@@ -323,22 +379,20 @@ def _check_reads(entry: RankEntry, files: Sequence[IndexedFile], where: str) -> 
         raise FormatError(
             f"an arena of {entry.arena_nbytes} bytes for tensors of {entry.nbytes}", path=where, code="field"
         )
-    total = sum(read.transfer.total_nbytes for read in entry.reads)
-    if total != entry.nbytes:
-        raise FormatError(f"reads of {total} bytes, tensors of {entry.nbytes}", path=where, code="field")
-    end = 0
-    for read in sorted(entry.reads, key=lambda read: read.transfer.target):
-        if read.transfer.target < end:
-            raise FormatError(f"reads overlap at byte {read.transfer.target} of the arena", path=where, code="coverage")
-        end = read.transfer.target_end
-    wanted = [0] * len(files)
-    for read in entry.reads:
-        wanted[read.file] += read.transfer.total_nbytes
+    if sum(wanted) != entry.nbytes:
+        raise FormatError(f"reads of {sum(wanted)} bytes, tensors of {entry.nbytes}", path=where, code="field")
     for file, nbytes in zip(files, wanted, strict=True):
-        if nbytes > file.nbytes:
+        if nbytes > file.nbytes - file.data_start:
             raise FormatError(
-                f"reads of {nbytes} bytes of {file.name}, which has {file.nbytes}", path=where, code="coverage"
+                f"reads of {nbytes} bytes of {file.name}, which has {file.nbytes - file.data_start}",
+                path=where,
+                code="coverage",
             )
+
+
+def dump_slice(part: Slice) -> object:
+    """A slice as JSON."""
+    return None if part.is_whole else [part.axis, part.ranges]
 
 
 def parse_shapes(values: Iterable[Any], where: str) -> list[tuple[int, ...]]:
@@ -351,8 +405,8 @@ def parse_shapes(values: Iterable[Any], where: str) -> list[tuple[int, ...]]:
     dims = [dim for shape in shapes for dim in shape]
     if any(len(shape) > MAX_AXES for shape in shapes):
         raise FormatError(f"a shape of {max(map(len, shapes))} axes, limit {MAX_AXES}", path=where, code="limit")
-    if not set(map(type, dims)) <= {int} or (dims and not (min(dims) >= 0 and max(dims) < 2**63)):
-        wrong = next(shape for shape in shapes if not all(type(dim) is int and 0 <= dim < 2**63 for dim in shape))
+    if not set(map(type, dims)) <= {int} or (dims and not (min(dims) >= 0 and max(dims) <= MAX_SIZE)):
+        wrong = next(shape for shape in shapes if not all(type(dim) is int and 0 <= dim <= MAX_SIZE for dim in shape))
         raise FormatError(f"{shown(list(wrong))} is no shape", path=where, code="field")
     return shapes
 
@@ -371,6 +425,6 @@ def parse_slice(value: Any, where: str) -> Slice:
     except (TypeError, ValueError):
         raise FormatError(f"{shown(value)} is no slice", path=where, code="field") from None
     numbers = (axis, *(number for pair in parsed.ranges or () for number in pair))
-    if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
+    if not all(type(number) is int and 0 <= number <= MAX_SIZE for number in numbers):
         raise FormatError(f"{shown(value)} is no slice", path=where, code="field")
     return parsed

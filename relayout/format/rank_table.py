@@ -22,6 +22,7 @@ from relayout.format.manifest import (
     compact_json,
     compress,
     decompress,
+    dump_slice,
     parse_shapes,
     parse_slice,
 )
@@ -30,18 +31,16 @@ from relayout.format.safetensors import check_name
 Column = npt.NDArray[np.int64]
 
 
-def dump_table(table: RankTable, conversion: str) -> bytes:
+def dump_table(table: RankTable) -> bytes:
     """Serialize a rank table, as it is stored."""
     kinds = table.kinds
     top = {
         "relayout": FORMAT_VERSION,
-        "conversion": conversion,
-        "rank": table.rank,
         "kinds": {
             "dtype": [one.dtype for one in kinds],
             "shape": [one.shape for one in kinds],
             "source_shape": [None if one.part.is_whole else one.source_shape for one in kinds],
-            "slice": [None if one.part.is_whole else [one.part.axis, one.part.ranges] for one in kinds],
+            "slice": [dump_slice(one.part) for one in kinds],
         },
         "name": table.names,
         "kind": table.kind_of,
@@ -62,17 +61,13 @@ def parse_table(blob: bytes, manifest: Manifest, rank: int, where: str) -> RankT
     entry = manifest.ranks[rank]
     if digest_hex(blob) != entry.table_digest:
         raise FormatError(
-            f"digest differs from the one in {MANIFEST_NAME}: damaged, or of another conversion",
+            f"digest differs from the one in {MANIFEST_NAME}: damaged, or of another rank or conversion",
             path=where,
             code="digest",
         )
     top = parse_object(decompress(blob, where), where, plain_integers=True)
     check_version(top, where)
     fields = Fields(top, where)
-    if (fields.text("conversion"), fields.size("rank")) != (manifest.conversion, rank):
-        raise FormatError(
-            f"is of rank {top['rank']} of conversion {shown(top['conversion'])}", path=where, code="owner"
-        )
     kinds = _parse_kinds(Fields(fields.object("kinds"), where), where)
     count = entry.num_tensors
     kind = fields.column("kind", int, count)
@@ -139,7 +134,7 @@ def _sizes(table: RankTable, entry: RankEntry, where: str) -> Column:
 def _check_places(table: RankTable, entry: RankEntry, file_nbytes: Sequence[int], sizes: Column, where: str) -> None:
     """Prove that each tensor lies inside its file and the arena, and that one run of one read brings it there.
 
-    All numbers are below 2**63, and `_check_reads` has proved those of the reads: no sum below overflows.
+    All numbers are at most MAX_SIZE, and `_check_reads` has proved those of the reads: no sum below overflows.
     """
     files, offsets, arena_offsets = (
         np.array(column, np.int64) for column in (table.files, table.offsets, table.arena_offsets)
@@ -162,11 +157,14 @@ def _check_places(table: RankTable, entry: RankEntry, file_nbytes: Sequence[int]
             tensor=table.names[row],
             code="field",
         )
+    place = np.lexsort((sizes > 0, offsets, files))
+    for row in np.flatnonzero(place != np.arange(len(place)))[:1]:
+        raise FormatError("is not in file order", path=where, tensor=table.names[row], code="field")
     order = np.argsort(arena_offsets, kind="stable")
     order = order[sizes[order] > 0]
     ends = arena_offsets[order] + sizes[order]
-    for place in np.flatnonzero(ends[:-1] > arena_offsets[order[1:]])[:1]:
-        one, other = table.names[order[place]], table.names[order[place + 1]]
+    for row in np.flatnonzero(ends[:-1] > arena_offsets[order[1:]])[:1]:
+        one, other = table.names[order[row]], table.names[order[row + 1]]
         raise FormatError(f"tensors {one!r} and {other!r} overlap in the arena", path=where, code="coverage")
     brought = _are_brought(entry, files, offsets, arena_offsets, sizes)
     for row in np.flatnonzero(~brought)[:1]:

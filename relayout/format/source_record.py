@@ -1,7 +1,4 @@
-"""The source record: what the source checkpoint was, so that it can be compared, and given back. Pure.
-
-Its digest names the conversion: it covers every source tensor's digest, how each was cut, and the options.
-"""
+"""The source record: what the source checkpoint was, so that it can be compared, and given back. Pure."""
 
 from __future__ import annotations
 
@@ -9,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 
+from relayout.core.digests import digest_hex
 from relayout.core.dtypes import BITS, num_bytes
 from relayout.core.slices import Cut
 from relayout.errors import FormatError, shown
 from relayout.format.fields import Fields, parse_object
 from relayout.format.index import FORMAT_VERSION, MANIFEST_NAME
-from relayout.format.manifest import check_version, compact_json, parse_shapes, parse_slice
+from relayout.format.manifest import check_version, compact_json, dump_slice, parse_shapes, parse_slice
 from relayout.format.safetensors import LENGTH_NBYTES, check_name
 
 _MAX_PATH_NBYTES, _MAX_PART_NBYTES = 4095, 255
@@ -107,7 +105,7 @@ def dump_record(record: SourceRecord) -> bytes:
             "digest": [file.digest for file in record.side_files],
             "mode": [file.mode for file in record.side_files],
         },
-        "cuts": [[None if part.is_whole else [part.axis, part.ranges] for part in cut.slices] for cut in record.cuts],
+        "cuts": [[dump_slice(part) for part in cut.slices] for cut in record.cuts],
         "tensors": {
             "name": record.names,
             "dtype": record.dtypes,
@@ -119,6 +117,14 @@ def dump_record(record: SourceRecord) -> bytes:
         },
     }
     return compact_json(top)
+
+
+def conversion_digest(record: SourceRecord) -> str:
+    """The name of a conversion: a digest of its degree, the weights, and how they are cut."""
+    cuts = [[dump_slice(part) for part in cut.slices] for cut in record.cuts]
+    columns = (record.names, record.dtypes, record.shapes, record.digests, map(cuts.__getitem__, record.cut_of))
+    top = {"num_ranks": record.options.num_ranks, "tensors": list(zip(*columns, strict=True))}
+    return digest_hex(compact_json(top))
 
 
 def parse_record(text: bytes, num_ranks: int, where: str) -> SourceRecord:
@@ -186,7 +192,9 @@ def _parse_side_files(fields: Fields, where: str) -> tuple[SideFile, ...]:
         fields.column("mode", int, count),
         strict=True,
     )
-    return tuple(SideFile(_path(name, where), nbytes, digest, mode & 0o777) for name, nbytes, digest, mode in columns)
+    if any(mode > 0o777 for mode in fields.column("mode", int, count)):
+        raise FormatError("'mode' is not a list of permission bits", path=where, code="field")
+    return tuple(SideFile(_path(name, where), nbytes, digest, mode) for name, nbytes, digest, mode in columns)
 
 
 def _parse_options(top: Fields, where: str) -> ConversionOptions:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import merge
 
 from relayout.core.coalesce import coalesce, split
 from relayout.core.digests import ExtentDigests
@@ -24,19 +26,21 @@ class HashedFile:
     """Opens the file; may be called more than once."""
     extents: Sequence[Extent]
     """In rising order, without overlap. Empty extents may be at any offset."""
+    chunks: Sequence[Extent] = ()
+    """More extents, likewise, which may overlap the others."""
 
 
 def hash_files(
     files: Sequence[HashedFile], num_threads: int, on_progress: Callable[[int], None] | None = None
 ) -> list[list[str]]:
-    """The digest of each extent of each file, in hex.
+    """The digest of each extent of each file, then of each of its chunks, in hex.
 
     Raises:
         FormatError: a file is missing or has another length.
         OSError: a read failed.
     """
     stop = Stop()
-    hashed = [ExtentDigests(file.extents, stop) for file in files]
+    hashed = [[ExtentDigests(extents, stop) for extents in (file.extents, file.chunks)] for file in files]
 
     def requests() -> Iterator[tuple[int, Extent]]:
         for number, file in enumerate(files):
@@ -47,7 +51,8 @@ def hash_files(
         view = buffer.reserve(extent.nbytes)
         with inputs.use(number) as file:
             file.read(extent.offset, view)
-        hashed[number].update(extent.offset, view)
+        for digests in hashed[number]:
+            digests.update(extent.offset, view)
         return extent.nbytes
 
     def open_input(number: int) -> ReadableFile:
@@ -58,8 +63,24 @@ def hash_files(
             with inputs.use(number):
                 pass
         Workers(num_threads, requests(), Buffer, work, stop).run(on_progress)
-    assert not any(one.num_left for one in hashed)
-    return [one.digests for one in hashed]
+    assert not any(one.num_left for pair in hashed for one in pair)
+    return [extents.digests + chunks.digests for extents, chunks in hashed]
+
+
+def sha256_hex(opened: ReadableFile) -> str:
+    """SHA-256 of a file, which is closed, in hex.
+
+    Raises:
+        FormatError, OSError: as `ReadableFile.read`.
+    """
+    digest = hashlib.sha256()
+    buffer = Buffer()
+    with opened as file:
+        for extent in split(Extent(0, file.nbytes), CHUNK_NBYTES):
+            view = buffer.reserve(align_up(extent.nbytes, BLOCK))
+            file.read(extent.offset, view)
+            digest.update(view[: extent.nbytes])
+    return digest.hexdigest()
 
 
 def _requests(file: HashedFile) -> Iterator[Extent]:
@@ -68,5 +89,6 @@ def _requests(file: HashedFile) -> Iterator[Extent]:
     def blocks(extent: Extent) -> tuple[None, int, int]:
         return None, align_down(extent.offset, BLOCK), align_up(extent.end, BLOCK)
 
-    for group in coalesce((extent for extent in file.extents if extent.nbytes), blocks):
+    wanted = (extent for extent in merge(file.extents, file.chunks) if extent.nbytes)
+    for group in coalesce(wanted, blocks):
         yield from split(group.extent, CHUNK_NBYTES)

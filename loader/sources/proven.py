@@ -1,0 +1,127 @@
+"""Files whose bytes are compared with the digests of their chunks before anybody sees them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from relayout.core.coalesce import split
+from relayout.core.digests import DIGEST_NBYTES, digest_hex
+from relayout.core.extents import Extent
+from relayout.errors import FormatError
+from relayout.format.chunks import chunks_of
+from relayout.loader.sources.contents import FileProof, StoredFile
+from relayout.storage.protocols import Access, Closable, ReadableFile
+
+_PIECE_NBYTES = 2**24
+
+
+@dataclass(frozen=True, slots=True)
+class ProvenFile(StoredFile):
+    """A file of which whole chunks are read, and proven, whatever is asked for.
+
+    It has no path and no descriptor, so that all its bytes come by `read`.
+    """
+
+    @property
+    def path(self) -> Path | None:
+        """See `StoredFile.path`."""
+        return None
+
+    def open(self, access: Access) -> ReadableFile:
+        """Open it; for errors see `Store.open`."""
+        assert self.proof is not None
+        opened = self.folder.open(self.name, self.nbytes, access=Access.BUFFERED, version=self.version)
+        try:
+            return _Proven(opened, self.proof, self.where)
+        except BaseException:
+            opened.close()
+            raise
+
+
+def proven(file: StoredFile) -> StoredFile:
+    """The same file, whose bytes are proven when they are read."""
+    return ProvenFile(file.folder, file.name, file.nbytes, file.proof, file.version)
+
+
+def check_hole(file: StoredFile, hole: Extent) -> None:
+    """Check that zeros belong where nothing was ever written to a file: its copy may be unfinished.
+
+    Raises:
+        FormatError: the digest of a chunk differs.
+        OSError: a read failed.
+    """
+    with proven(file).open(Access.BUFFERED) as opened:
+        for piece in split(hole, _PIECE_NBYTES):
+            try:
+                opened.read(piece.offset, memoryview(bytearray(piece.nbytes)))
+            except FormatError as error:
+                if error.code == "digest" and error.path == file.where:
+                    error.what = (
+                        f"bytes {hole.offset} to {hole.end} were never written: an unfinished copy?"
+                    )
+                raise
+
+
+class _Proven(Closable):
+    """Reads whole chunks, and compares their digests. Thread-safe."""
+
+    alignment = 1
+
+    def __init__(self, file: ReadableFile, proof: FileProof, where: str) -> None:
+        """`where` names the file in messages."""
+        self._file = file
+        self._proof = proof
+        self._where = where
+        self._digests = proof.chunk_digests()
+        self._chunks = chunks_of(proof.data_start, file.nbytes, proof.chunk_nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        """See `ReadableFile.nbytes`."""
+        return self._file.nbytes
+
+    @property
+    def version(self) -> str:
+        """See `ReadableFile.version`."""
+        return self._file.version
+
+    def fileno(self) -> None:
+        """See `ReadableFile.fileno`."""
+        return
+
+    def read(self, offset: int, view: memoryview) -> None:
+        """See `ReadableFile.read`.
+
+        Raises:
+            FormatError: the digest of a chunk differs.
+        """
+        start, end = self._proof.data_start, min(offset + view.nbytes, self.nbytes)
+        if offset < start:  # The header, which the manifest's other digests are of.
+            self._file.read(offset, view[: min(start, end) - offset])
+        first = max(offset, start)
+        for number in range((first - start) // self._proof.chunk_nbytes, len(self._chunks)):
+            chunk = self._chunks[number]
+            if chunk.offset >= end:
+                return
+            low, high = max(offset, chunk.offset), min(end, chunk.end)
+            target = view[low - offset : high - offset]
+            whole = target if target.nbytes == chunk.nbytes else memoryview(bytearray(chunk.nbytes))
+            self._file.read(chunk.offset, whole)
+            self._check(number, chunk, whole)
+            if whole is not target:
+                target[:] = whole[low - chunk.offset : high - chunk.offset]
+
+    def _check(self, number: int, chunk: Extent, view: memoryview) -> None:
+        expected = self._digests[DIGEST_NBYTES * number : DIGEST_NBYTES * (number + 1)].hex()
+        if digest_hex(view) != expected:
+            raise FormatError(
+                f"bytes {chunk.offset} to {chunk.end} have another digest than {expected}: damaged",
+                path=self._where,
+                offset=chunk.offset,
+                code="digest",
+            )
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

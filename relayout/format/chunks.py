@@ -1,0 +1,31 @@
+"""Chunk digests: any range of a file is proven by the chunks that it touches. Pure; FORMAT.md is normative."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from relayout.core.coalesce import split
+from relayout.core.digests import DIGEST_NBYTES
+from relayout.core.extents import Extent
+from relayout.format.index import IndexedFile
+
+CHUNKS_NAME = "relayout.chunks"
+"""The file with the chunk digests of all files, in the order of the manifest."""
+
+DIGESTED_NBYTES = 2**20
+"""The size of chunks that relayout writes."""
+
+MIN_CHUNK_NBYTES, MAX_CHUNK_NBYTES = 2**16, 2**30
+"""Between them the size of chunks is a power of two."""
+
+
+def chunks_of(data_start: int, nbytes: int, chunk_nbytes: int) -> list[Extent]:
+    """The chunks of a file of `nbytes`: they cover its data section; the last may be shorter."""
+    return list(split(Extent(data_start, nbytes - data_start), chunk_nbytes))
+
+
+def places_of_digests(files: Sequence[IndexedFile], chunk_nbytes: int) -> list[Extent]:
+    """Where the chunk digests of each file lie in relayout.chunks."""
+    sizes = [DIGEST_NBYTES * -(-(file.nbytes - file.data_start) // chunk_nbytes) for file in files]
+    return [Extent(end - nbytes, nbytes) for nbytes, end in zip(sizes, accumulate(sizes), strict=True)]

@@ -124,9 +124,9 @@ def test_rank_files_are_closed_before_their_headers_are_written(
         true_put(self, *args)
         seen.append(rank_files())
 
-    def write_sidecar(*args: Any) -> None:
+    def write_sidecar(*args: Any, **options: Any) -> None:
         seen.append(rank_files())
-        true_sidecar(*args)
+        true_sidecar(*args, **options)
 
     monkeypatch.setattr(FileSink, "put", put)
     monkeypatch.setattr(conversion, "write_sidecar", write_sidecar)

@@ -95,18 +95,21 @@ def test_units_that_are_converted_alone_in_any_order_make_the_same_folder(
     folders = {}
     for name, numbers in (("whole", units), ("alone", order.sample(units, len(units)))):
         digests: dict[int, TensorDigests] = {}
+        chunks: dict[int, bytes] = {}
         with staging_folder(tmp_path / name) as staging:
             for unit in numbers:
                 before = set(staging.names())
-                digests |= run_unit(copy_plan, unit, staging, threads=threads)
+                done = run_unit(copy_plan, unit, staging, threads=threads)
+                digests |= done.tensors
+                chunks |= done.chunks
                 written = {file.name for file in conversion.layout.files if file.nbytes > file.data_start}
                 assert set(staging.names()) - before == written & {
                     f"model-rank-{rank}-part-{unit}.safetensors" for rank in range(NUM_RANKS)
                 }
-            write_sidecar(staging, conversion, digests)
+            write_sidecar(staging, conversion, digests, chunks)
         folders[name] = {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
     assert folders["whole"] == folders["alone"]
-    assert len(folders["whole"]) == len(conversion.layout.files) + NUM_RANKS + 2
+    assert len(folders["whole"]) == len(conversion.layout.files) + NUM_RANKS + 3
     report = relayout.verify(tmp_path / "alone", source=tmp_path / "model")
     assert report.ok, report.differences
 

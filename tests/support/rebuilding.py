@@ -15,8 +15,9 @@ from support.models import read_tensors
 
 from relayout.core.digests import digest_hex
 from relayout.core.slices import Slice
+from relayout.errors import FormatError
 from relayout.format.manifest import SOURCE_RECORD_NAME, compress, decompress, dump_manifest
-from relayout.format.rank_table import dump_table
+from relayout.format.source_record import conversion_digest, parse_record
 
 Array = npt.NDArray[Any]
 
@@ -74,23 +75,20 @@ def rebuild(
     record = json.loads(decompress((folder / SOURCE_RECORD_NAME).read_bytes(), "here"))
     change_record(record)
     text = json.dumps(record).encode()
-    stored, conversion = compress(text), digest_hex(text)
+    stored = compress(text)
     (folder / SOURCE_RECORD_NAME).write_bytes(stored)
-    ranks = []
-    for rank, entry in enumerate(manifest.ranks):
-        table = dump_table(read_table(folder, manifest, rank), conversion)
-        (folder / entry.table).write_bytes(table)
-        ranks.append(replace(entry, table_digest=digest_hex(table)))
     files = []
     for file in manifest.files:
         with (folder / file.name).open("r+b") as stream:
             found = stream.read(file.data_start)
-            header = change_header(found.replace(manifest.conversion.encode(), conversion.encode()))
-            assert (len(header), found.count(manifest.conversion.encode())) == (len(found), 1)
+            header = change_header(found)
+            assert len(header) == len(found)
             stream.seek(0)
             stream.write(header)
         files.append(replace(file, header_digest=digest_hex(header)))
-    changed = replace(
-        manifest, conversion=conversion, record_digest=digest_hex(stored), files=tuple(files), ranks=tuple(ranks)
-    )
+    changed = replace(manifest, record_digest=digest_hex(stored), files=tuple(files))
+    try:
+        changed = replace(changed, conversion=conversion_digest(parse_record(text, manifest.num_ranks, "here")))
+    except FormatError:
+        pass  # What is no record names no conversion.
     (folder / "relayout.json").write_bytes(dump_manifest(changed))

@@ -16,9 +16,9 @@ POINTER is a JSON pointer (RFC 6901). CONTENT is text, or a list of texts and of
 compressed in one, `{ field = POINTER, of = NAME }`, a field of one, and `{ encoding = "utf-16-le", of = CONTENT }`. A
 file *.zst is edited as the text in it and compressed anew, but for edits with `stored = true`.
 
-Digests in front of what is wrong are made truthful, so that the check is reached that the vector is meant for: the name
-of the conversion, wherever it stands, and the digests of record, tables and manifest. `stale` names those that are not:
-"conversion", "record", "tables". A manifest that is edited as text, not by fields, stays as it is.
+Digests in front of what is wrong are made truthful, so that the check is reached that the vector is meant for: those of
+record, tables and manifest. `stale` names those that are not: "record", "tables". A manifest that is edited as text, not
+by fields, stays as it is.
 
 What is no file is `made`: name -> `fifo`, `socket`, `folder`, `nothing`, `hole NBYTES`, or `link TARGET`. A link's
 target may be {self}, the link, or {outside}, a copy of the file that lies outside of the checkpoint.
@@ -42,7 +42,6 @@ import zstandard
 FOLDER = Path(__file__).parents[1] / "format" / "vectors"
 BASES = FOLDER / "base"
 INDEX, CONFIG, MANIFEST = "model.safetensors.index.json", "config.json", "relayout.json"
-RANK_FILES = ["model-rank-0-part-0.safetensors", "model-rank-1-part-0.safetensors"]
 TABLES, RECORD = ["relayout.rank-0.json.zst", "relayout.rank-1.json.zst"], "relayout.source.json.zst"
 
 Vector = Mapping[str, Any]
@@ -217,28 +216,14 @@ def _expanded(stored: bytes) -> Iterator[bytes]:
 def _sign(files: dict[str, bytes], changed: Container[str], stale: Container[str]) -> None:
     """Make true what the sidecar says of the files that were changed."""
     manifest = json.loads(files[MANIFEST])
-    if RECORD in changed and "conversion" not in stale:
-        _rename(files, manifest, _digest(_expanded(files[RECORD])))
     if RECORD in changed and "record" not in stale:
         manifest["source"]["record_digest"] = _digest([files[RECORD]])
     for rank, name in enumerate(TABLES):
         if files[name] != base("converted")[name] and "tables" not in stale:
             manifest["ranks"][rank]["table_digest"] = _digest([files[name]])
     manifest.pop("self_digest", None)
-    files[MANIFEST] = _manifest_text({**manifest, "self_digest": _digest([_compact(manifest)])})
-
-
-def _rename(files: dict[str, bytes], manifest: dict[str, Any], new: str) -> None:
-    """Give the conversion its new name in manifest, tables and rank files."""
-    old, manifest["conversion"] = manifest["conversion"], new
-    for rank, (table, name) in enumerate(zip(TABLES, RANK_FILES, strict=True)):
-        files[table] = _compress(_compact({**json.loads(_decompress(files[table])), "conversion": new}))
-        [number] = manifest["ranks"][rank]["files"]
-        file = manifest["files"][number]
-        head, rest = files[name][: file["data_start"]], files[name][file["data_start"] :]
-        head = head.replace(old.encode(), new.encode())
-        files[name] = head + rest
-        file["header_digest"] = _digest([head])
+    before = _manifest_text(manifest).removesuffix(b"\n}\n") + b",\n  "
+    files[MANIFEST] = before + f'"self_digest": "{_digest([before])}"\n}}\n'.encode()
 
 
 def _digest(blobs: Iterable[bytes]) -> str:

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, Generic
 from relayout.core.extents import BLOCK
 from relayout.core.workers import Stop, Stopped
 from relayout.errors import PlanError
+from relayout.format.arena import Placement, place
 from relayout.loader.backends.base import Arena, Backend, Pool, ReadJob, RunningJob, Span, checks_of
 from relayout.loader.backends.choice import choose
 from relayout.loader.budgets import MAX_IN_FLIGHT, MIN_BUFFER, NODE_IN_FLIGHT, Budget, local_world_size, plan_budget
 from relayout.loader.diagnose.hints import error_hints
 from relayout.loader.loading import Options, load_arena
-from relayout.loader.placement import PlacedTensors, Placement, batches, pack, place, placed
+from relayout.loader.placement import PlacedTensors, batches, pack, placed
 from relayout.loader.sources.contents import Contents, cost_of
 from relayout.loader.tensors import make_views, to_device
 from relayout.progress import reporting

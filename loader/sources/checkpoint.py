@@ -10,6 +10,7 @@ from typing import Protocol
 
 from relayout.checkpoint.converted import check_rank, is_converted, read_manifest, read_table
 from relayout.core.arguments import integer
+from relayout.core.slices import WHOLE, slice_transfers
 from relayout.errors import PlanError
 from relayout.format.index import MANIFEST_NAME, Manifest, RankTable
 from relayout.loader.placement import ArenaPlan, PlacedTensors, pack
@@ -70,21 +71,37 @@ class RankSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ConvertedRank:
-    """One rank of a folder that `relayout convert` wrote."""
+    """One rank of a folder that `relayout convert` wrote, or its whole tensors as the one rank of degree 1."""
 
     store: Store
     manifest: Manifest
     rank: int
+    holder: int
+    """Position in the manifest's holders."""
     table: Callable[[], RankTable]
-    """Reads the rank's table, once. FormatError: it is damaged, or of another rank or conversion."""
+    """Reads the holder's table, once. FormatError: it is damaged, or of another rank or conversion."""
 
     slow_because = None
-    is_as_stored = True
+
+    @staticmethod
+    def of(store: Store, manifest: Manifest, rank: int, holder: int) -> ConvertedRank:
+        """Read no table yet."""
+        return ConvertedRank(store, manifest, rank, holder, cache(partial(read_table, store, manifest, holder)))
 
     @property
     def num_ranks(self) -> int:
         """See `RankSource.num_ranks`."""
-        return self.manifest.num_ranks
+        return self.manifest.num_ranks if self.holder == self.rank else 1
+
+    @property
+    def is_as_stored(self) -> bool:
+        """See `RankSource.is_as_stored`: a slice of whole tensors may be of several pieces."""
+        return self.manifest.whole is None or self.holder == self.manifest.num_ranks
+
+    @property
+    def _shared(self) -> list[bool]:
+        """Of each file: whether it has whole tensors, of which the rank has parts."""
+        return [not self.is_as_stored and n in self.manifest.shared for n in self.manifest.holders[self.holder].files]
 
     def verified(self) -> RankSource:
         """See `RankSource.verified`: the table has the digest of each slice."""
@@ -93,20 +110,20 @@ class ConvertedRank:
     @property
     def files(self) -> tuple[StoredFile, ...]:
         """The rank's files; for errors see `rank_files`."""
-        return rank_files(self.store, self.manifest, self.rank)
+        return rank_files(self.store, self.manifest, self.holder)
 
     def contents(self, patterns: Sequence[str] | None) -> Contents:
         """See `RankSource.contents`."""
-        return _selected(contents_of(self.files, self.table()), patterns)
+        return _selected(contents_of(self.files, self.table(), self._shared), patterns)
 
     def arena(self, patterns: Sequence[str] | None) -> ArenaPlan:
         """See `RankSource.arena`: the manifest has the reads of a whole rank, so that the table is not needed yet."""
-        entry, files = self.manifest.ranks[self.rank], self.files
+        entry, files = self.manifest.holders[self.holder], self.files
         table = None if patterns is None else self.table()
         if table is not None and patterns is not None:
             rows = select(table.names, patterns)
             if len(rows) < len(table.names):
-                return pack(contents_of(files, table).rows(rows))
+                return pack(contents_of(files, table, self._shared).rows(rows))
 
         def tensors() -> PlacedTensors:
             found = table or self.table()
@@ -116,8 +133,14 @@ class ConvertedRank:
 
     def pieces(self, patterns: Sequence[str] | None) -> Pieces:
         """See `RankSource.pieces`."""
-        table = self.table()
-        holders = [Holder(*one) for one in zip(table.slices, table.files, table.offsets, strict=True)]
+        table, shared = self.table(), self._shared
+        parts = [slice_transfers(one.dtype, one.source_shape, one.part) if any(shared) else () for one in table.kinds]
+        holders = [
+            Holder(WHOLE, file, offset - parts[kind][0].source)
+            if shared[file] and parts[kind]
+            else Holder(part, file, offset)
+            for kind, part, file, offset in zip(table.kind_of, table.slices, table.files, table.offsets, strict=True)
+        ]
         rows = range(len(table.names)) if patterns is None else select(table.names, patterns)
         return StoredPieces(self.columns().rows(rows), self.files, [holders[row] for row in rows], self._metadata)
 
@@ -241,9 +264,11 @@ def find_rank(path: str | os.PathLike[str], rank: int, tp: int | None) -> RankSo
     if is_converted(store):
         manifest = read_manifest(store)
         check_rank(rank, manifest.num_ranks if tp is None else tp)
-        if tp is not None and tp != manifest.num_ranks:
-            return ReshardedRank(store, manifest, rank, tp)
-        return ConvertedRank(store, manifest, rank, cache(partial(read_table, store, manifest, rank)))
+        if tp is None or tp == manifest.num_ranks:
+            return ConvertedRank.of(store, manifest, rank, rank)
+        if tp == 1 and manifest.whole is not None:
+            return ConvertedRank.of(store, manifest, rank, manifest.num_ranks)
+        return ReshardedRank(store, manifest, rank, tp)
     if store.kind() is Kind.NOTHING:
         raise PlanError(store.absence(), path=str(store), code="missing")
     if tp is None:

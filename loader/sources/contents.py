@@ -11,6 +11,7 @@ from relayout.checkpoint.converted import read_chunk_digests
 from relayout.core.dtypes import num_bytes
 from relayout.core.extents import Transfer
 from relayout.core.patterns import compile_glob, invalid_because
+from relayout.core.slices import slice_transfers
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import Manifest, RankTable, Read
 from relayout.storage.protocols import LOCAL_COST, Access, ReadableFile, RequestCost, Store
@@ -96,13 +97,13 @@ class Contents:
 
 
 def rank_files(folder: Store, manifest: Manifest, rank: int) -> tuple[StoredFile, ...]:
-    """The files of a rank, after a check of their lengths.
+    """The files of a rank, or of another holder, after a check of their lengths.
 
     Raises:
         FormatError: one is missing, leads out of the folder, or has another length than the manifest says.
         OSError: `stat` failed.
     """
-    files = files_of(folder, manifest, manifest.ranks[rank].files)
+    files = files_of(folder, manifest, manifest.holders[rank].files)
     for file in files:
         status = folder.stat(file.name)
         if status is None:
@@ -124,13 +125,22 @@ def files_of(folder: Store, manifest: Manifest, numbers: Iterable[int]) -> tuple
     return tuple(map(stored, numbers))
 
 
-def contents_of(files: tuple[StoredFile, ...], table: RankTable) -> Contents:
-    """All tensors of a rank of a converted checkpoint, stored in `files`."""
-    reads = []
-    for dtype, shape, file, offset in zip(table.dtypes, table.shapes, table.files, table.offsets, strict=True):
+def contents_of(files: tuple[StoredFile, ...], table: RankTable, shared: Sequence[bool]) -> Contents:
+    """All tensors of a rank of a converted checkpoint, stored in `files`; `shared` are those of whole tensors."""
+    parts = [slice_transfers(one.dtype, one.source_shape, one.part) if any(shared) else () for one in table.kinds]
+    reads: list[tuple[Read, ...]] = []
+    for kind, dtype, shape, file, offset in zip(
+        table.kind_of, table.dtypes, table.shapes, table.files, table.offsets, strict=True
+    ):
         nbytes = num_bytes(dtype, shape)
         assert nbytes is not None  # The table was checked.
-        reads.append((Read(file, Transfer(offset, 0, nbytes)),) if nbytes else ())
+        if not nbytes:
+            reads.append(())
+        elif shared[file]:
+            shift = offset - parts[kind][0].source
+            reads.append(tuple(Read(file, one.shifted(source=shift)) for one in parts[kind]))
+        else:
+            reads.append((Read(file, Transfer(offset, 0, nbytes)),))
     return Contents(files, table.names, table.dtypes, table.shapes, reads, table.digests)
 
 

@@ -57,9 +57,7 @@ def check_hole(file: StoredFile, hole: Extent) -> None:
                 opened.read(piece.offset, memoryview(bytearray(piece.nbytes)))
             except FormatError as error:
                 if error.code == "digest" and error.path == file.where:
-                    error.what = (
-                        f"bytes {hole.offset} to {hole.end} were never written: an unfinished copy?"
-                    )
+                    error.what = f"bytes {hole.offset} to {hole.end} were never written: an unfinished copy?"
                 raise
 
 

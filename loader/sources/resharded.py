@@ -173,6 +173,8 @@ class Ranks:
         order = ((first + i) % count for i in range(count))
         slices = record.cut(t).slices
         holders = [Holder(slices[rank], rank, 0) for rank in order if slices[rank].is_held]
+        if self._manifest.whole is not None and not (wanted.ranges and self._is_apart(t)):
+            holders = [Holder(WHOLE, count, 0)]
         try:
             reads = gather(record.dtypes[t], record.shapes[t], wanted, holders, rows)
         except PlanError as error:
@@ -180,12 +182,19 @@ class Ranks:
             raise
         return tuple(self._locate(t, read) for read in reads)
 
+    def _is_apart(self, t: int) -> bool:
+        """Whether ranks have their slices of a tensor in files of their own, beside the whole tensor."""
+        cut = self._record.cut(t).tensor(self._record.dtypes[t], tuple(self._record.shapes[t]))
+        return any(one.count > 1 for transfers in cut.transfers for one in transfers)
+
     def _locate(self, t: int, read: Read) -> Read:
         """A read of a rank file, for a read of a rank's slice whose `file` is the rank."""
         record, rank = self._record, read.file
         opened = self._open(rank)
         row = opened.rows.get(record.names[t], -1)
-        expected = (record.dtypes[t], record.shapes[t], record.cut(t).slices[rank])
+        slices = record.cut(t).slices
+        part = slices[rank] if rank < len(slices) else WHOLE
+        expected = (record.dtypes[t], record.shapes[t], part)
         table = opened.table
         if row < 0 or (table.dtypes[row], table.source_shapes[row], table.slices[row]) != expected:
             raise FormatError(
@@ -194,7 +203,7 @@ class Ranks:
                 tensor=record.names[t],
                 code="mismatch",
             )
-        number = self._manifest.ranks[rank].files[table.files[row]]
+        number = self._manifest.holders[rank].files[table.files[row]]
         return Read(number, read.transfer.shifted(source=table.offsets[row]))
 
     def _open(self, rank: int) -> _Table:

@@ -49,12 +49,12 @@ def check_rank(rank: int, num_ranks: int) -> None:
 
 
 def read_table(folder: Store, manifest: Manifest, rank: int) -> RankTable:
-    """Read and check one rank's table.
+    """Read and check the table of one rank, or of another holder.
 
     Raises:
         FormatError: the table is missing, damaged, or of another conversion.
     """
-    name = manifest.ranks[rank].table
+    name = manifest.holders[rank].table
     return parse_table(folder.read(name, MAX_TABLE_NBYTES), manifest, rank, folder.where(name))
 
 

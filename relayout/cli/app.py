@@ -133,6 +133,13 @@ def convert(
             " slices of fused tensors are not.",
         ),
     ] = None,
+    layout: Annotated[
+        Literal["ranks", "whole"],
+        typer.Option(
+            help="ranks: each rank's slices in files of its own. whole: whole tensors, which stock loaders read, and"
+            " beside them the slices that are not contiguous in them; a third larger for a Llama."
+        ),
+    ] = "ranks",
     sha256: Annotated[
         bool, typer.Option("--sha256", help="Store the SHA-256 of each rank file; reads them once more.")
     ] = False,
@@ -166,6 +173,7 @@ def convert(
             unmatched=unmatched,
             max_part_nbytes=max_part_size,
             dcp=dcp,
+            layout=layout,
         )
         if dry_run:
             _show(planned.preview(), as_json, terminal.print_preview)

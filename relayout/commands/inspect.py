@@ -130,7 +130,7 @@ def _inspect_converted(folder: Store, manifest: Manifest, rank: int | None) -> I
         path=str(folder),
         converted=True,
         model_type=manifest.model_type,
-        num_files=sum(len(entry.files) for _, entry in entries),
+        num_files=len({number for _, entry in entries for number in entry.files}),
         num_tensors=len({name for table in tables.values() for name in table.names}),
         nbytes=sum(extent.nbytes for extent in extents),
         aligned_nbytes=_aligned(extents),

@@ -16,7 +16,7 @@ from relayout.checkpoint.converted import read_manifest, read_record, read_table
 from relayout.checkpoint.source import SourceCheckpoint, SourceFile, SourceTensor
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, Loaded, share_memory
 from relayout.conversion.journal import read_journal
-from relayout.conversion.layout import Conversion, stored_conversion
+from relayout.conversion.layout import Conversion, as_one_rank, stored_conversion
 from relayout.conversion.side_files import copy_side_file, modes_of
 from relayout.conversion.steps import CopyPlan, SourceRange, Span, Step, join_ranges
 from relayout.core.arguments import integer, size
@@ -98,8 +98,9 @@ def restore(
         staging.clear()
         staging.check_space(written + sum(side.nbytes for side in record.side_files))
         source = recorded_source(folder, record)
-        tables = [read_table(folder, manifest, rank) for rank in range(manifest.num_ranks)]
-        conversion = stored_conversion(folder, manifest, tables, record, source)
+        stored, of_stored = as_one_rank(manifest, record)
+        tables = [read_table(folder, stored, rank) for rank in range(stored.num_ranks)]
+        conversion = stored_conversion(folder, stored, tables, of_stored, source)
         with reporting(progress, "restoring", source.nbytes) as on_progress:
             _TensorWriter(folder, record, conversion, staging).run(threads, chunk_nbytes, on_progress)
         for file in source.files:

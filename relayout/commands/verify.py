@@ -13,7 +13,15 @@ from safetensors import SafetensorError, deserialize
 
 from relayout.checkpoint.config import find_config
 from relayout.checkpoint.converted import check_file, read_chunk_digests, read_manifest, read_record, read_table
-from relayout.checkpoint.source import MAX_INDEX_NBYTES, SourceCheckpoint, read_shard, read_source
+from relayout.checkpoint.source import (
+    MAX_INDEX_NBYTES,
+    SourceCheckpoint,
+    SourceFile,
+    SourceTensor,
+    model_order,
+    read_shard,
+    read_source,
+)
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, NoSink, run_steps, share_memory
 from relayout.conversion.layout import rows_of_files, stored_conversion
 from relayout.conversion.side_files import read_side_file
@@ -22,11 +30,20 @@ from relayout.conversion.steps import CopyPlan
 from relayout.core.arguments import integer, size
 from relayout.core.digests import DIGEST_NBYTES, digest_hex
 from relayout.core.dtypes import num_bytes
-from relayout.core.extents import BLOCK, Extent
+from relayout.core.extents import BLOCK, Extent, Transfer
+from relayout.core.slices import WHOLE, slice_transfers
 from relayout.errors import FormatError
 from relayout.format.chunks import CHUNKS_NAME, chunks_of
 from relayout.format.fields import Fields, parse_object
-from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME, MIN_ALIGNMENT, IndexedFile, Manifest, RankTable
+from relayout.format.index import (
+    HUB_INDEX_NAME,
+    MANIFEST_NAME,
+    MIN_ALIGNMENT,
+    WHOLE_TENSORS,
+    IndexedFile,
+    Manifest,
+    RankTable,
+)
 from relayout.format.manifest import SOURCE_RECORD_NAME, content_digest, content_head
 from relayout.format.safetensors import TensorEntry, build_header, json_text
 from relayout.format.source_record import SourceRecord, conversion_digest
@@ -112,40 +129,53 @@ def verify(
     folder = find_store(path)
     manifest = read_manifest(folder)
     report = Report(manifest.num_ranks)
-    tables = [_check_rank(folder, manifest, rank, report) for rank in range(manifest.num_ranks)]
+    tables = [_check_holder(folder, manifest, holder, report) for holder in range(len(manifest.holders))]
     record = _check_record(folder, manifest, tables, report)
     if record is not None:
         _check_facts(folder, manifest, record, report)
     _check_other_files(folder, manifest, tables, report)
     original = None if source is None else read_source(find_store(source))
     usable = {rank: table for rank, table in enumerate(tables) if table is not None}
-    hash_nbytes = sum(file.nbytes for rank in usable for file in manifest.rank_files(rank))
-    total = hash_nbytes + (0 if original is None else original.nbytes)
+    hash_nbytes = sum(manifest.files[number].nbytes for holder in usable for number in _own(manifest, holder))
+    is_cut_again = original is not None or manifest.whole is not None
+    total = hash_nbytes + (manifest.source_nbytes if is_cut_again else 0)
     with reporting(progress, "verifying", total) as report_nbytes:
 
         def after(nbytes_before: int) -> Callable[[int], None] | None:
             return None if report_nbytes is None else lambda done: report_nbytes(nbytes_before + done)
 
         num_readers = max(1, min(threads, memory // REHASH_NBYTES))
-        for rank, table in usable.items():
-            _check_digests(folder, manifest, rank, table, report, num_readers, after(report.nbytes))
+        for holder, table in usable.items():
+            _check_digests(folder, manifest, holder, table, report, num_readers, after(report.nbytes))
         _check_sha256(folder, manifest, report, num_readers)
         # Skip the comparison if errors were found: the layout cannot be trusted.
-        if original is not None and record is not None and report.ok:
-            _compare(folder, manifest, list(usable.values()), record, original, report, *shared, after(hash_nbytes))
+        if is_cut_again and record is not None and report.ok:
+            found = list(usable.values())
+            _compare(folder, manifest, found, record, original, report, *shared, after(hash_nbytes))
     return report
 
 
-def _check_rank(folder: Store, manifest: Manifest, rank: int, report: Report) -> RankTable | None:
-    """Check one rank's table against its files' headers. Return the table if it and all files are usable."""
-    entry = manifest.ranks[rank]
+def _own(manifest: Manifest, holder: int) -> list[int]:
+    """The numbers of a holder's own files: all of a rank's but those of whole tensors."""
+    is_rank = holder < manifest.num_ranks
+    return [number for number in manifest.holders[holder].files if not (is_rank and number in manifest.shared)]
+
+
+def _check_holder(folder: Store, manifest: Manifest, holder: int, report: Report) -> RankTable | None:
+    """Check one table against the headers of the holder's own files. Return it if it and all files are usable."""
+    entry = manifest.holders[holder]
     try:
-        table = read_table(folder, manifest, rank)
+        table = read_table(folder, manifest, holder)
     except FormatError as error:
         report.add(entry.table, str(error))
         return None
+    own = set(_own(manifest, holder))
     rows = rows_of_files(table, len(entry.files))
-    checked = [_check_header(folder, manifest, *one, table, report) for one in zip(entry.files, rows, strict=True)]
+    checked = [
+        _check_header(folder, manifest, number, column, table, report)
+        for number, column in zip(entry.files, rows, strict=True)
+        if number in own
+    ]
     report.num_tensors += len(table.names)
     return table if all(checked) else None
 
@@ -252,11 +282,13 @@ def _check_facts(folder: Store, manifest: Manifest, record: SourceRecord, report
         "dcp": options.dcp,
         "source_nbytes": sum(sizes),
     }
+    if (options.layout == WHOLE_TENSORS) != (manifest.whole is not None):
+        report.add(MANIFEST_NAME, f"'whole' does not fit the layout {options.layout!r} of the source record")
     for name, value in expected.items():
         if getattr(manifest, name) != value:
             field = "source.nbytes" if name == "source_nbytes" else name
             report.add(MANIFEST_NAME, f"{field} is {getattr(manifest, name)}, by the source record {value}")
-    for rank, entry in enumerate(manifest.ranks):
+    for rank, entry in enumerate(manifest.ranks if manifest.whole is None else ()):
         for read in entry.reads:
             transfer = read.transfer
             if transfer.count == 1 and transfer.nbytes >= BLOCK and (transfer.target - transfer.source) % BLOCK:
@@ -276,13 +308,13 @@ def _check_other_files(folder: Store, manifest: Manifest, tables: list[RankTable
         return
     what = "differs from the one that was written"
     _check_copy(folder, HUB_INDEX_NAME, None, manifest.hub_index_digest, what, report)
-    if tables[0] is not None:
-        _check_hub_index(folder, manifest, tables[0], report)
+    if tables[-1] is not None:
+        _check_hub_index(folder, manifest, tables[-1], report)
 
 
 def _check_hub_index(folder: Store, manifest: Manifest, table: RankTable, report: Report) -> None:
-    """Check that the index has the tensors of rank 0, where they are."""
-    files = manifest.rank_files(0)
+    """Check that the index has the whole tensors, where they are."""
+    files = manifest.holder_files(-1)
     expected = {name: files[file].name for name, file in zip(table.names, table.files, strict=True)}
     try:
         top = parse_object(folder.read(HUB_INDEX_NAME, MAX_INDEX_NBYTES), folder.where(HUB_INDEX_NAME))
@@ -323,10 +355,32 @@ def _check_record(
         what = "differs from the file that was copied"
         _check_copy(folder, side.name, side.nbytes, side.digest, what, report)
     _check_cuts(record, report)
-    for rank, table in enumerate(tables):
+    for holder, table in enumerate(tables):
         if table is not None:
-            _check_slices(manifest.ranks[rank].table, rank, table, record, report)
+            _check_slices(manifest.holders[holder].table, holder, table, record, report)
+    if manifest.whole is not None and tables[-1] is not None:
+        for rank, table in enumerate(tables[:-1]):
+            if table is not None:
+                _check_places(manifest, rank, table, tables[-1], report)
     return record
+
+
+def _check_places(manifest: Manifest, rank: int, table: RankTable, whole: RankTable, report: Report) -> None:
+    """Check that slices in files of whole tensors are inside of the tensors that they are slices of."""
+    assert manifest.whole is not None
+    entry = manifest.ranks[rank]
+    places = {
+        name: (manifest.whole.files[file], offset)
+        for name, file, offset in zip(whole.names, whole.files, whole.offsets, strict=True)
+    }
+    starts = [
+        next(iter(slice_transfers(one.dtype, one.source_shape, one.part)), Transfer(0, 0, 0)).source
+        for one in table.kinds
+    ]
+    for name, kind, file, offset in zip(table.names, table.kind_of, table.files, table.offsets, strict=True):
+        number = entry.files[file]
+        if number in manifest.shared and places.get(name) != (number, offset - starts[kind]):
+            report.add(entry.table, f"is at {offset} of {manifest.files[number].name}, not in its whole tensor", name)
 
 
 def _check_cuts(record: SourceRecord, report: Report) -> None:
@@ -351,7 +405,8 @@ def _check_slices(name: str, rank: int, table: RankTable, record: SourceRecord, 
     kinds, kind_of = table.kinds, table.kind_of
     for t, tensor in enumerate(record.names):
         row = rows.pop(tensor, None)
-        part = record.cut(t).slices[rank]
+        slices = record.cut(t).slices
+        part = slices[rank] if rank < len(slices) else WHOLE
         if row is None:
             if part.is_held:
                 report.add(name, "is missing", tensor)
@@ -385,21 +440,25 @@ def _check_sha256(folder: Store, manifest: Manifest, report: Report, threads: in
 def _check_digests(
     folder: Store,
     manifest: Manifest,
-    rank: int,
+    holder: int,
     table: RankTable,
     report: Report,
     threads: int,
     on_progress: Callable[[int], None] | None,
 ) -> None:
-    """Read a rank's files once, with several requests in flight, and compare the digests of slices and chunks."""
-    files = manifest.rank_files(rank)
+    """Read a holder's own files once, with several requests in flight, and compare the digests of slices and chunks."""
+    own = _own(manifest, holder)
+    position = {number: place for place, number in enumerate(own)}
+    files = [manifest.files[number] for number in own]
     chunks = [chunks_of(file.data_start, file.nbytes, manifest.chunk_nbytes) for file in files]
-    stored = [_chunk_digests(folder, manifest, number, report) for number in manifest.ranks[rank].files]
+    stored = [_chunk_digests(folder, manifest, number, report) for number in own]
     rows: list[list[tuple[Extent, str, str]]] = [[] for _ in files]
     for name, dtype, shape, number, offset, digest in zip(
         table.names, table.dtypes, table.shapes, table.files, table.offsets, table.digests, strict=True
     ):
-        rows[number].append((Extent(offset, num_bytes(dtype, shape) or 0), name, digest))
+        place = position.get(manifest.holders[holder].files[number])
+        if place is not None:
+            rows[place].append((Extent(offset, num_bytes(dtype, shape) or 0), name, digest))
     to_hash = [
         HashedFile(
             partial(folder.open, file.name, file.nbytes, access=Access.ONCE),
@@ -436,13 +495,14 @@ def _compare(
     manifest: Manifest,
     tables: list[RankTable],
     record: SourceRecord,
-    source: SourceCheckpoint,
+    original: SourceCheckpoint | None,
     report: Report,
     threads: int,
     chunk_nbytes: int,
     on_progress: Callable[[int], None] | None,
 ) -> None:
-    """Cut the source again by the conversion's copy plan, and compare the digest of each slice."""
+    """Cut the source, or the folder's whole tensors, by the conversion's copy plan, and compare all digests."""
+    source = _whole_source(folder, manifest, tables[-1]) if original is None else original
     found = [(tensor.name, tensor.dtype, tensor.shape) for tensor in source.tensors]
     expected = list(zip(record.names, record.dtypes, record.shapes, strict=True))
     if found != expected:
@@ -457,16 +517,29 @@ def _compare(
     rows = [{name: row for row, name in enumerate(table.names)} for table in tables]
     for t, name in enumerate(record.names):
         of_tensor = digests[t]
-        held = record.cut(t).which
-        for rank, table in enumerate(tables):
-            row = rows[rank].get(name)
-            if row is not None and table.digests[row] != of_tensor.slices[held[rank]]:
-                file = manifest.rank_files(rank)[table.files[row]]
-                extent = Extent(table.offsets[row], conversion.cut[t].rank_nbytes(rank))
+        held = conversion.cut[t].cut.which
+        for holder, table in enumerate(tables):
+            row = rows[holder].get(name)
+            if row is not None and table.digests[row] != of_tensor.slices[held[holder]]:
+                file = manifest.holder_files(holder)[table.files[row]]
+                extent = Extent(table.offsets[row], conversion.cut[t].rank_nbytes(holder))
                 report.add(file.name, "differs from the source", name, extent)
         if of_tensor.source != record.digests[t]:
             report.add(str(source.root), "has changed in the source since the conversion", name)
-    for side in record.side_files:
+    for side in record.side_files if original is not None else ():
         what = "has changed in the source since the conversion"
         _check_copy(source.folder, side.name, side.nbytes, side.digest, what, report)
-    report.compared_with_source = True
+    report.compared_with_source = original is not None
+
+
+def _whole_source(folder: Store, manifest: Manifest, table: RankTable) -> SourceCheckpoint:
+    """The whole tensors of a folder, as a checkpoint; in model order, as the source's."""
+    files = manifest.holder_files(-1)
+    shards = tuple(SourceFile(file.name, file.nbytes, file.data_start, b"") for file in files)
+    columns = (table.names, table.dtypes, table.shapes, table.files, table.offsets)
+    tensors = (
+        SourceTensor(name, dtype, shape, file, Extent(offset, num_bytes(dtype, shape) or 0))
+        for name, dtype, shape, file, offset in zip(*columns, strict=True)
+    )
+    in_order = tuple(sorted(tensors, key=lambda tensor: model_order(tensor.name)))
+    return SourceCheckpoint(folder, shards, in_order, {}, {}, None, (), ())

@@ -252,7 +252,7 @@ def run_unit(
     """
     layout, stop = plan.conversion.layout, Stop()
     # What is done is not hashed again here, so that chunks of these files would never be complete.
-    whole = [number for number in layout.files_of_unit(unit) if done.isdisjoint(layout.files[number].tensors)]
+    whole = [number for number in layout.files_of_unit[unit] if done.isdisjoint(layout.files[number].tensors)]
     sink = FileSink(staging, layout, whole, stop)
     try:
         tensors = run_steps(
@@ -347,7 +347,7 @@ def _stage(spans: Sequence[Span], source: SourceCheckpoint, loaded: Loaded, buff
     positions = []
     end = 0
     for span in spans:
-        positions.append(align_up(end, BLOCK) + span.targets[0].offset % BLOCK)
+        positions.append(align_up(end, BLOCK) + (span.targets[0].offset % BLOCK if span.targets else 0))
         end = positions[-1] + span.nbytes
     memory = buffer.reserve(end)
     for span, position in zip(spans, positions, strict=True):

@@ -3,6 +3,9 @@
 Neighboring tensors, in model order, are a unit: part P of every rank holds their slices, and nothing else. So a unit
 can be converted alone. The order of tensors within a unit is the same in all its files.
 
+A holder is what has files: a rank, and in the `whole` layout, behind the ranks, one that holds every tensor whole. A
+rank then has only those slices in files of its own that are not contiguous in the whole tensors.
+
 Alignment comes from a padded header and from that order alone: falling order of the largest power of two that divides
 all slices of a tensor (up to the alignment). Every slice then starts at a multiple of its tensor's power: what is in
 front of it is a sum of multiples. So the tensors whose slices are all multiples of the alignment come first, in model
@@ -11,8 +14,9 @@ order, all aligned; the rest is one packed tail, in which each slice is still al
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import gcd
 
@@ -21,9 +25,17 @@ import numpy as np
 from relayout.checkpoint.source import SourceCheckpoint, SourceTensor
 from relayout.conversion.journal import TensorDigests
 from relayout.core.extents import natural_alignment
-from relayout.core.slices import CutTensor
+from relayout.core.slices import WHOLE, Cut, CutTensor
 from relayout.errors import FormatError, PlanError
-from relayout.format.index import ARENA_ALIGNMENT, MAX_ALIGNMENT, MIN_ALIGNMENT, Manifest, RankTable
+from relayout.format.index import (
+    ARENA_ALIGNMENT,
+    MAX_ALIGNMENT,
+    MIN_ALIGNMENT,
+    RANKS,
+    WHOLE_TENSORS,
+    Manifest,
+    RankTable,
+)
 from relayout.format.manifest import content_digest, content_head, relayout_entry
 from relayout.format.safetensors import entries_text, entry_head, join_header, json_text
 from relayout.format.source_record import ConversionOptions, SourceRecord
@@ -47,10 +59,11 @@ _ANY_CONTENT = "0" * 32
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """One file: what a rank holds of a unit. Its position in the layout's files is its number."""
+    """One file: what a holder stores of a unit. Its position in the layout's files is its number."""
 
     name: str
-    rank: int
+    holder: int
+    """The rank, or num_ranks for whole tensors."""
     tensors: tuple[int, ...]
     """Positions in the source, in file order."""
     data_offsets: tuple[int, ...]
@@ -70,25 +83,27 @@ class Layout:
     """Where everything goes."""
 
     files: tuple[RankFile, ...]
-    """All files: unit after unit, and in each of them rank after rank."""
-    ranks: tuple[tuple[int, ...], ...]
-    """Of each rank: the numbers of its files, part 0 first."""
+    """All files: unit after unit, and in each of them holder after holder."""
+    holders: tuple[tuple[int, ...], ...]
+    """Of each holder: the numbers of its own files, part 0 first."""
     units: tuple[tuple[int, ...], ...]
     """Of each unit: its tensors (positions in the source), in the order that they have in its files."""
+    files_of_unit: tuple[range, ...]
+    """Of each unit: the numbers of its files."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of all files."""
         return sum(file.nbytes for file in self.files)
 
-    def files_of_unit(self, unit: int) -> range:
-        """The numbers of a unit's files: one of each rank."""
-        num_ranks = len(self.ranks)
-        return range(unit * num_ranks, (unit + 1) * num_ranks)
+    @property
+    def data_nbytes(self) -> int:
+        """Bytes of the data sections of all files."""
+        return sum(file.nbytes - file.data_start for file in self.files)
 
-    def files_of(self, rank: int) -> list[RankFile]:
-        """The files of a rank."""
-        return [self.files[number] for number in self.ranks[rank]]
+    def files_of(self, holder: int) -> list[RankFile]:
+        """The files of a holder."""
+        return [self.files[number] for number in self.holders[holder]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +115,30 @@ class Conversion:
     source: SourceCheckpoint
     plan: Plan
     cut: Sequence[CutTensor]
-    """Each tensor of the source as the plan cuts it; one object for those that are alike."""
+    """Each tensor of the source as its holders have it: by rank as the plan cuts it, and whole. One object for those
+    that are alike."""
     layout: Layout
     options: ConversionOptions
 
     @property
     def rank_nbytes(self) -> tuple[int, ...]:
         """Bytes of each rank's tensors."""
-        ranks = range(self.plan.num_ranks)
-        return tuple(sum(file.nbytes - file.data_start for file in self.layout.files_of(rank)) for rank in ranks)
+        counts = Counter(self.cut).items()
+        return tuple(sum(one.rank_nbytes(rank) * n for one, n in counts) for rank in range(self.plan.num_ranks))
+
+    @property
+    def has_whole(self) -> bool:
+        """Whether the last holder has whole tensors."""
+        return self.options.layout == WHOLE_TENSORS
+
+
+def is_stored(tensor: CutTensor, holder: int, num_ranks: int) -> bool:
+    """Whether a holder has its slice of a tensor in a file of its own."""
+    if holder == num_ranks:
+        return True
+    if len(tensor.cut.slices) == num_ranks:
+        return tensor.cut.slices[holder].is_held
+    return any(one.count > 1 for one in tensor.rank_transfers(holder))
 
 
 def check_alignment(alignment: int) -> None:
@@ -131,8 +161,9 @@ def lay_out(
     alignment: int,
     max_part_nbytes: int = DEFAULT_MAX_PART_NBYTES,
     dcp: bool | None = None,
+    layout: str = RANKS,
 ) -> Conversion:
-    """Choose order, files and offsets; `dcp` as for `convert`.
+    """Choose order, files and offsets; `dcp` and `layout` as for `convert`.
 
     Raises:
         PlanError: the alignment, the part size, or what DCP needs, cannot be had.
@@ -146,32 +177,42 @@ def lay_out(
         expert_parallel=plan.expert_parallel,
         alignment=alignment,
         max_part_nbytes=max_part_nbytes,
-        dcp=_dcp(source, plan, dcp),
+        dcp=_dcp(source, plan, dcp, layout),
+        layout=layout,
     )
-    tensors = _cut_tensors(source, plan)
+    tensors = _cut_tensors(source, plan, layout)
     order_key = {tensor: _order_key(tensor, alignment) for tensor in set(tensors)}
     headers = HeaderBuilder(source, tensors, options)
     files: list[RankFile] = []
-    units = []
-    for group in _units(source, tensors, plan.num_ranks, max_part_nbytes):
+    units, files_of_unit = [], []
+    groups = list(_units(source, tensors, plan.num_ranks, max_part_nbytes))
+    for part, group in enumerate(groups):
         unit = tuple(sorted(group, key=lambda t: order_key[tensors[t]]))
-        files += _files(unit, tensors, headers, len(files))
+        first = len(files)
+        files += _files(unit, tensors, headers, part, len(groups))
         units.append(unit)
-    ranks = tuple(tuple(range(rank, len(files), plan.num_ranks)) for rank in range(plan.num_ranks))
-    return Conversion(output, source, plan, tensors, Layout(tuple(files), ranks, tuple(units)), options)
+        files_of_unit.append(range(first, len(files)))
+    holders = tuple(
+        tuple(number for number, file in enumerate(files) if file.holder == holder)
+        for holder in range(plan.num_ranks + (layout == WHOLE_TENSORS))
+    )
+    made = Layout(tuple(files), holders, tuple(units), tuple(files_of_unit))
+    return Conversion(output, source, plan, tensors, made, options)
 
 
-def _cut_tensors(source: SourceCheckpoint, plan: Plan) -> list[CutTensor]:
-    """Each tensor of the source as the plan cuts it; one object for those that are alike."""
+def _cut_tensors(source: SourceCheckpoint, plan: Plan, layout: str) -> list[CutTensor]:
+    """Each tensor of the source as its holders have it; one object for those that are alike."""
+    cuts = plan.cuts if layout == RANKS else [Cut((*cut.slices, WHOLE)) for cut in plan.cuts]
     return [
-        plan.cuts[cut].tensor(tensor.dtype, tensor.shape)
-        for tensor, cut in zip(source.tensors, plan.cut_of, strict=True)
+        cuts[cut].tensor(tensor.dtype, tensor.shape) for tensor, cut in zip(source.tensors, plan.cut_of, strict=True)
     ]
 
 
-def _dcp(source: SourceCheckpoint, plan: Plan, wanted: bool | None) -> bool:
+def _dcp(source: SourceCheckpoint, plan: Plan, wanted: bool | None, layout: str) -> bool:
     """Whether DCP can read the ranks as one model, and shall."""
-    if wanted is False or plan.num_ranks == 1:
+    if layout == WHOLE_TENSORS and wanted:
+        raise PlanError("files of whole tensors need no --dcp: PyTorch DCP reads them as they are", code="option")
+    if wanted is False or plan.num_ranks == 1 or layout == WHOLE_TENSORS:
         return False
     if _NOT_IN_DCP.intersection(tensor.dtype for tensor in source.tensors):
         if wanted:
@@ -188,20 +229,24 @@ def _dcp(source: SourceCheckpoint, plan: Plan, wanted: bool | None) -> bool:
     return not unfit
 
 
-def rank_file_name(rank: int, part: int) -> str:
-    """The name pattern that vLLM and SGLang use for sharded state."""
-    return f"model-rank-{rank}-part-{part}.safetensors"
+def rank_file_name(rank: int, part: int, *, beside_whole: bool = False) -> str:
+    """The name pattern that vLLM and SGLang use for sharded state; beside whole tensors, one that no loader takes."""
+    return f"{'relayout' if beside_whole else 'model'}-rank-{rank}-part-{part}.safetensors"
 
 
 def _units(
     source: SourceCheckpoint, tensors: Sequence[CutTensor], num_ranks: int, max_part_nbytes: int
 ) -> Iterator[range]:
     """Cut the model order into units whose files keep to both limits; a tensor too large for them is one by itself."""
-    limits = np.array([*[min(max_part_nbytes, 2**62)] * num_ranks, MAX_PART_HEADER_NBYTES])
-    rank_sizes = {tensor: [tensor.rank_nbytes(rank) for rank in range(num_ranks)] for tensor in set(tensors)}
-    rows = [[*rank_sizes[cut], _entry_nbytes(tensor)] for cut, tensor in zip(tensors, source.tensors, strict=True)]
-    ends = np.cumsum(np.array(rows, np.int64).reshape(-1, num_ranks + 1), axis=0)
-    start, before = 0, np.zeros(num_ranks + 1, np.int64)
+    num_holders = len(tensors[0].cut.slices) if tensors else num_ranks
+    limits = np.array([*[min(max_part_nbytes, 2**62)] * num_holders, MAX_PART_HEADER_NBYTES])
+    stored_sizes = {
+        tensor: [tensor.rank_nbytes(one) * is_stored(tensor, one, num_ranks) for one in range(num_holders)]
+        for tensor in set(tensors)
+    }
+    rows = [[*stored_sizes[cut], _entry_nbytes(tensor)] for cut, tensor in zip(tensors, source.tensors, strict=True)]
+    ends = np.cumsum(np.array(rows, np.int64).reshape(-1, num_holders + 1), axis=0)
+    start, before = 0, np.zeros(num_holders + 1, np.int64)
     while start < len(tensors) or start == 0:
         fitting = [
             int(np.searchsorted(column, limit, "right")) for column, limit in zip(ends.T, before + limits, strict=True)
@@ -214,24 +259,29 @@ def _units(
 
 
 def _files(
-    unit: tuple[int, ...], tensors: Sequence[CutTensor], headers: HeaderBuilder, first: int
+    unit: tuple[int, ...], tensors: Sequence[CutTensor], headers: HeaderBuilder, part: int, num_parts: int
 ) -> Iterator[RankFile]:
-    """The files of a unit, of which the first has the number `first`: one of each rank, even if it holds nothing."""
+    """The files of a unit: one of each holder, even if it stores nothing; but beside whole tensors none for nothing."""
     different = list(dict.fromkeys(tensors[t] for t in unit))
     known: dict[Hashable, tuple[tuple[int, ...], tuple[int, ...], int]] = {}
-    num_ranks = headers.options.num_ranks
-    for rank in range(num_ranks):
-        sizes = {tensor: tensor.rank_nbytes(rank) for tensor in different}
-        held = {tensor for tensor in different if tensor.cut.slices[rank].is_held}
+    num_ranks, has_whole = headers.options.num_ranks, headers.options.layout == WHOLE_TENSORS
+    for holder in range(num_ranks + has_whole):
+        sizes = {tensor: tensor.rank_nbytes(holder) for tensor in different}
+        held = {tensor for tensor in different if is_stored(tensor, holder, num_ranks)}
+        if has_whole and not held and holder < num_ranks:
+            continue
         alike = (tuple(sizes.values()), frozenset(held))
         if alike not in known:
             order = unit if len(held) == len(different) else tuple(t for t in unit if tensors[t] in held)
             *offsets, end = accumulate((sizes[tensors[t]] for t in order), initial=0)
             known[alike] = (order, tuple(offsets), end)
         order, data_offsets, nbytes = known[alike]
-        name = rank_file_name(rank, first // num_ranks)
-        data_start = len(headers.build(RankFile(name, rank, order, data_offsets, 0, nbytes), _ANY_CONTENT))
-        yield RankFile(name, rank, order, data_offsets, data_start, data_start + nbytes)
+        if holder == num_ranks:
+            name = f"model-{part + 1:05}-of-{num_parts:05}.safetensors"
+        else:
+            name = rank_file_name(holder, part, beside_whole=has_whole)
+        data_start = len(headers.build(RankFile(name, holder, order, data_offsets, 0, nbytes), _ANY_CONTENT))
+        yield RankFile(name, holder, order, data_offsets, data_start, data_start + nbytes)
 
 
 def _order_key(tensor: CutTensor, alignment: int) -> tuple[int, ...]:
@@ -272,15 +322,15 @@ class HeaderBuilder:
 
     def content(self, file: RankFile, digests: Sequence[TensorDigests]) -> str:
         """The digest of a file's content, from the digests of all tensors."""
-        rank, cut = file.rank, self._tensors
+        holder, cut = file.holder, self._tensors
         different = {cut[t] for t in file.tensors}
-        heads = {one: content_head(one.dtype, one.shape, one.cut.slices[rank]) for one in different}
-        which = {one: one.cut.which[rank] for one in different}
+        heads = {one: content_head(one.dtype, one.shape, one.cut.slices[holder]) for one in different}
+        which = {one: one.cut.which[holder] for one in different}
         return content_digest((self._names[t], heads[cut[t]], digests[t].slices[which[cut[t]]]) for t in file.tensors)
 
     def _entries_of(self, file: RankFile) -> str:
         kinds = {
-            tensor: tensor.rank_shape(file.rank) for tensor in dict.fromkeys(self._tensors[t] for t in file.tensors)
+            tensor: tensor.rank_shape(file.holder) for tensor in dict.fromkeys(self._tensors[t] for t in file.tensors)
         }
         alike = (file.tensors, file.data_offsets, tuple(kinds.values()))
         if alike not in self._entries:
@@ -295,7 +345,7 @@ class HeaderBuilder:
     def _sharding_info(self, file: RankFile) -> str:
         # PyTorch 2.9 to 2.15, torch/distributed/checkpoint/_hf_utils.py and filesystem.py.
         starts = {
-            tensor: json_text({"saved_offsets": tensor.cut.slices[file.rank].starts(len(tensor.shape))})
+            tensor: json_text({"saved_offsets": tensor.cut.slices[file.holder].starts(len(tensor.shape))})
             for tensor in {self._tensors[t] for t in file.tensors}
         }
         return f"{{{','.join([f'{self._names[t]}:{starts[self._tensors[t]]}' for t in file.tensors])}}}"
@@ -306,41 +356,55 @@ def stored_conversion(
 ) -> Conversion:
     """The conversion that the sidecar describes.
 
+    Args:
+        tables: of each holder.
+
     Raises:
-        FormatError: rank tables and source record contradict each other.
+        FormatError: tables and source record contradict each other.
     """
     options = record.options
     plan = Plan(options.plan, options.num_ranks, record.cuts, record.cut_of, options.expert_parallel)
+    cut = _cut_tensors(source, plan, options.layout)
     position = {tensor.name: t for t, tensor in enumerate(source.tensors)}
     stored: list[dict[int, int]] = [{} for _ in manifest.files]
     """Of each file: tensors, and their offsets."""
-    holder = [0] * len(manifest.files)
-    for rank, (entry, table) in enumerate(zip(manifest.ranks, tables, strict=True)):
-        held = {t for t, cut in enumerate(plan.cut_of) if plan.cuts[cut].slices[rank].is_held}
+    owner = [0] * len(manifest.files)
+    for holder, (entry, table) in enumerate(zip(manifest.holders, tables, strict=True)):
+        held = {t for t, one in enumerate(cut) if one.cut.slices[holder].is_held}
+        own = [holder == options.num_ranks or number not in manifest.shared for number in entry.files]
         for row, (name, file, offset) in enumerate(zip(table.names, table.files, table.offsets, strict=True)):
             t = position.get(name)
-            if t is None or t not in held or table.slices[row] != plan.cut(t).slices[rank]:
-                raise FormatError(
-                    f"rank table {rank}: tensor {name!r} is not what the source record says", code="mismatch"
-                )
-            if stored[entry.files[file]].setdefault(t, offset) != offset:
-                raise FormatError(
-                    f"rank table {rank}: tensor {name!r} is not where another rank has it", code="mismatch"
-                )
+            if t is None or t not in held or table.slices[row] != cut[t].cut.slices[holder]:
+                raise FormatError(f"{entry.table}: tensor {name!r} is not what the source record says", code="mismatch")
+            if own[file] and stored[entry.files[file]].setdefault(t, offset) != offset:
+                raise FormatError(f"{entry.table}: tensor {name!r} is not where another rank has it", code="mismatch")
         if len(table.names) != len(held):
             raise FormatError(
-                f"rank table {rank}: {len(table.names)} tensors, the source record has {len(held)}", code="mismatch"
+                f"{entry.table}: {len(table.names)} tensors, the source record has {len(held)}", code="mismatch"
             )
-        for number in entry.files:
-            holder[number] = rank
+        for number, is_own in zip(entry.files, own, strict=True):
+            owner[number] = holder if is_own else owner[number]
     files = []
-    for one, rank, offsets in zip(manifest.files, holder, stored, strict=True):
+    for one, holder, offsets in zip(manifest.files, owner, stored, strict=True):
         data_offsets = tuple(offset - one.data_start for offset in offsets.values())
-        files.append(RankFile(one.name, rank, tuple(offsets), data_offsets, one.data_start, one.nbytes))
+        files.append(RankFile(one.name, holder, tuple(offsets), data_offsets, one.data_start, one.nbytes))
     # Not every writer has units: all is one, in the order of the files.
     order = tuple(dict.fromkeys(t for offsets in stored for t in offsets))
-    layout = Layout(tuple(files), tuple(entry.files for entry in manifest.ranks), (order,))
-    return Conversion(folder, source, plan, _cut_tensors(source, plan), layout, options)
+    holders = tuple(
+        tuple(number for number in entry.files if owner[number] == holder)
+        for holder, entry in enumerate(manifest.holders)
+    )
+    layout = Layout(tuple(files), holders, (order,), (range(len(files)),))
+    return Conversion(folder, source, plan, cut, layout, options)
+
+
+def as_one_rank(manifest: Manifest, record: SourceRecord) -> tuple[Manifest, SourceRecord]:
+    """A folder with whole tensors as the conversion for one rank that these are; others as they are."""
+    if manifest.whole is None:
+        return manifest, record
+    options = replace(record.options, num_ranks=1, layout=RANKS)
+    one_rank = replace(record, options=options, cuts=(Cut((WHOLE,)),), cut_of=(0,) * len(record.names))
+    return replace(manifest, ranks=(manifest.whole,), whole=None), one_rank
 
 
 def rows_of_files(table: RankTable, num_files: int) -> list[list[int]]:

@@ -66,7 +66,8 @@ def preview(conversion: Conversion) -> Preview:
     tensors = conversion.cut
     counts = Counter(tensors)
     groups: dict[tuple[str, str, tuple[int, ...], str], list[tuple[CutTensor, int]]] = {}
-    words = {cut: _cut_in_words(cut) for cut in plan.cuts}
+    different = set(zip((one.cut for one in tensors), plan.cut_of, strict=True))
+    words = {cut: _cut_in_words(plan.cuts[number]) for cut, number in different}
     named = Counter(zip((collapse_numbers(tensor.name) for tensor in source.tensors), tensors, strict=True))
     for (pattern, one), count in named.items():
         groups.setdefault((pattern, one.dtype, one.shape, words[one.cut]), []).append((one, count))
@@ -82,12 +83,15 @@ def preview(conversion: Conversion) -> Preview:
         source_nbytes=source.nbytes,
         written_nbytes=layout.nbytes,
         rank_nbytes=rank_nbytes,
-        rank_tensors=tuple(sum(len(file.tensors) for file in layout.files_of(rank)) for rank in range(plan.num_ranks)),
+        rank_tensors=tuple(
+            sum(count for one, count in counts.items() if one.cut.slices[rank].is_held)
+            for rank in range(plan.num_ranks)
+        ),
         balance=sum(rank_nbytes) / max(1, max(rank_nbytes) * plan.num_ranks),
-        replicated_nbytes=sum(rank_nbytes) - source.nbytes,
+        replicated_nbytes=layout.data_nbytes - source.nbytes,
         tail_nbytes=sum(count * _tail_nbytes(one, options.alignment) for one, count in counts.items()),
         num_files=len(layout.files),
-        groups=tuple(_group(*key, members) for key, members in groups.items()),
+        groups=tuple(_group(*key, members, plan.num_ranks) for key, members in groups.items()),
         unmatched=plan.unmatched,
         left_out=source.left_out,
     )
@@ -101,15 +105,9 @@ def _tail_nbytes(tensor: CutTensor, alignment: int) -> int:
 
 
 def _group(
-    pattern: str, dtype: str, shape: tuple[int, ...], cut: str, members: list[tuple[CutTensor, int]]
+    pattern: str, dtype: str, shape: tuple[int, ...], cut: str, members: list[tuple[CutTensor, int]], num_ranks: int
 ) -> PlannedGroup:
-    held = [
-        held_shape
-        for one, _ in members
-        for part, held_shape in zip(one.cut.distinct, one.shapes, strict=True)
-        if part.is_held
-    ]
-    num_ranks = len(members[0][0].cut.slices)
+    held = [one.rank_shape(rank) for one, _ in members for rank in range(num_ranks) if one.cut.slices[rank].is_held]
     return PlannedGroup(
         pattern,
         sum(count for _, count in members),

@@ -88,19 +88,17 @@ def still_true(
 
 
 def _fits(t: int, digests: TensorDigests, conversion: Conversion) -> bool:
-    plan = conversion.plan
-    return 0 <= t < len(plan.cut_of) and len(digests.slices) == len(plan.cut(t).distinct)
+    return 0 <= t < len(conversion.cut) and len(digests.slices) == len(conversion.cut[t].cut.distinct)
 
 
 def _wrong(
     staging: Staging, file: RankFile, claims: Mapping[int, TensorDigests], conversion: Conversion, threads: int
 ) -> set[int]:
     """The claimed tensors whose slice is not in this rank file as it should be."""
-    plan = conversion.plan
     rows = []
     for t, offset in zip(file.tensors, file.offsets, strict=True):
         if t in claims:
-            rows.append((t, Extent(offset, conversion.cut[t].rank_nbytes(file.rank))))
+            rows.append((t, Extent(offset, conversion.cut[t].rank_nbytes(file.holder))))
     try:
         stored = HashedFile(lambda: staging.open(file.name, file.nbytes), [extent for _, extent in rows])
         [digests] = hash_files([stored], threads)
@@ -109,5 +107,5 @@ def _wrong(
             raise
         staging.remove(file.name)  # Missing, or what cannot be read: to be written again.
         return {t for t, _ in rows}
-    held = (plan.cut(t).which[file.rank] for t, _ in rows)
+    held = (conversion.cut[t].cut.which[file.holder] for t, _ in rows)
     return {t for (t, _), which, digest in zip(rows, held, digests, strict=True) if claims[t].slices[which] != digest}

@@ -20,7 +20,7 @@ from relayout.conversion.sidecar import write_sidecar
 from relayout.conversion.steps import CopyPlan
 from relayout.core.arguments import integer, size
 from relayout.errors import FormatError, PlanError
-from relayout.format.index import MANIFEST_NAME
+from relayout.format.index import MANIFEST_NAME, RANKS, WHOLE_TENSORS
 from relayout.plans.planner import TRANSFORMERS, Unmatched, plan_for
 from relayout.progress import Progress, reporting
 from relayout.storage.hashing import CHUNK_NBYTES as REHASH_NBYTES
@@ -84,6 +84,9 @@ class PlanOptions(TypedDict, total=False):
     dcp: bool | None
     """Whether headers say what PyTorch DCP needs to read the ranks as one model. None: if every slice is one box, as
     all but those of fused tensors are; True: or it is an error; False: no, which makes headers shorter."""
+    layout: str
+    """"ranks": each rank's slices in files of its own, the default. "whole": whole tensors, which every stock loader
+    reads, and beside them those slices of each rank that are not contiguous in them; a third larger for a Llama."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +147,10 @@ def plan_conversion(
         expert_parallel=options.get("expert_parallel", False),
         unmatched=options.get("unmatched"),
     )
-    planned = lay_out(made, checkpoint, rules, alignment, max_part_nbytes, options.get("dcp"))
+    layout = options.get("layout", RANKS)
+    if layout not in (RANKS, WHOLE_TENSORS):
+        raise PlanError(f"layout={layout!r}, expected {RANKS!r} or {WHOLE_TENSORS!r}", code="option")
+    planned = lay_out(made, checkpoint, rules, alignment, max_part_nbytes, options.get("dcp"), layout)
     return ConversionPlan(*(getattr(planned, field.name) for field in fields(planned)))
 
 
@@ -171,7 +177,8 @@ def convert(
         memory: bytes that they may use for copying, also as text, such as "512MiB".
         progress: True for a bar on stderr, or a function that is called now and then with (source bytes done, source
             bytes in all).
-        options: `tp`, `align`, `plan`, `expert_parallel`, `unmatched`, `max_part_nbytes`, `dcp`: see `PlanOptions`.
+        options: `tp`, `align`, `plan`, `expert_parallel`, `unmatched`, `max_part_nbytes`, `dcp`, `layout`: see
+            `PlanOptions`.
 
     Raises:
         FormatError: the source is damaged.
@@ -221,7 +228,7 @@ def _run(
         source_nbytes=source.nbytes,
         written_nbytes=layout.nbytes,
         rank_nbytes=rank_nbytes,
-        replicated_nbytes=sum(rank_nbytes) - source.nbytes,
+        replicated_nbytes=layout.data_nbytes - source.nbytes,
         resumed_nbytes=resumed_nbytes,
         seconds=time.monotonic() - started,
         peak_nbytes=peak_nbytes(),

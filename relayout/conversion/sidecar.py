@@ -5,26 +5,27 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from relayout import __version__
 from relayout.conversion.journal import TensorDigests
-from relayout.conversion.layout import Conversion, HeaderBuilder
+from relayout.conversion.layout import Conversion, HeaderBuilder, is_stored
 from relayout.conversion.side_files import copy_side_file
 from relayout.core.digests import EMPTY_DIGEST, digest_hex
+from relayout.core.extents import Transfer
+from relayout.format.arena import place, plan_arena
 from relayout.format.chunks import CHUNKS_NAME, DIGESTED_NBYTES
 from relayout.format.index import (
     HUB_INDEX_NAME,
     MANIFEST_NAME,
-    Arena,
     IndexedFile,
     Kind,
     Manifest,
     RankEntry,
     RankTable,
-    plan_arena,
+    Read,
 )
-from relayout.format.manifest import SOURCE_RECORD_NAME, compress, dump_manifest, table_name
+from relayout.format.manifest import SOURCE_RECORD_NAME, WHOLE_TABLE_NAME, compress, dump_manifest, table_name
 from relayout.format.rank_table import dump_table
 from relayout.format.source_record import RecordedFile, SideFile, SourceRecord, conversion_digest, dump_record
 from relayout.storage.hashing import sha256_hex
@@ -60,12 +61,13 @@ def write_sidecar(
     if sha256:
         files = with_sha256(staging, files, threads)
     staging.put(CHUNKS_NAME, [chunks[number] for number in range(len(files))])
-    ranks = []
-    for rank in range(conversion.plan.num_ranks):
-        entry, table = _rank(conversion, rank, digests)
+    holders = []
+    for holder in range(len(conversion.layout.holders)):
+        entry, table = _holder(conversion, holder, digests)
         staging.put(entry.table, [table])
-        ranks.append(entry)
-    hub_index = _hub_index(conversion) if conversion.plan.num_ranks == 1 else None
+        holders.append(entry)
+    num_ranks = conversion.plan.num_ranks
+    hub_index = _hub_index(conversion) if num_ranks == 1 or conversion.has_whole else None
     if hub_index is not None:
         staging.put(HUB_INDEX_NAME, [hub_index])
     manifest = Manifest(
@@ -81,7 +83,8 @@ def write_sidecar(
         hub_index_digest=None if hub_index is None else digest_hex(hub_index),
         chunk_nbytes=DIGESTED_NBYTES,
         files=files,
-        ranks=tuple(ranks),
+        ranks=tuple(holders[:num_ranks]),
+        whole=holders[num_ranks] if conversion.has_whole else None,
     )
     staging.put(MANIFEST_NAME, [dump_manifest(manifest)])
 
@@ -91,7 +94,7 @@ def digests_of_all(conversion: Conversion, passed: Mapping[int, TensorDigests]) 
     digests = []
     for t, tensor in enumerate(conversion.source.tensors):
         assert t in passed or not tensor.extent.nbytes, f"tensor {tensor.name!r}: was not hashed to its end"
-        num_slices = len(conversion.plan.cut(t).distinct)
+        num_slices = len(conversion.cut[t].cut.distinct)
         digests.append(passed[t] if t in passed else TensorDigests(EMPTY_DIGEST, (EMPTY_DIGEST,) * num_slices))
     return digests
 
@@ -121,40 +124,92 @@ def with_sha256(staging: Staging, files: Sequence[IndexedFile], threads: int) ->
         return tuple(pool.map(hashed, files))
 
 
-def _rank(conversion: Conversion, rank: int, digests: Sequence[TensorDigests]) -> tuple[RankEntry, bytes]:
-    """What the manifest says of a rank, and its table."""
-    files = conversion.layout.files_of(rank)
-    sizes = {cut: cut.rank_nbytes(rank) for cut in set(conversion.cut)}
-    columns = [[sizes[conversion.cut[t]] for t in file.tensors] for file in files]
-    arena = plan_arena([(file.data_start, file.offsets, nbytes) for file, nbytes in zip(files, columns, strict=True)])
-    table = dump_table(_rank_table(conversion, rank, arena, digests))
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One tensor of a holder, and where it has it."""
+
+    tensor: int
+    file: int
+    """Position in the files that the holder reads."""
+    offset: int
+    """Absolute file offset of its first byte."""
+    reads: tuple[Read, ...]
+    """Their targets are relative to its first byte."""
+
+
+def _holder(conversion: Conversion, holder: int, digests: Sequence[TensorDigests]) -> tuple[RankEntry, bytes]:
+    """What the manifest says of a rank, or of the whole tensors, and its table."""
+    layout, cut, num_ranks = conversion.layout, conversion.cut, conversion.plan.num_ranks
+    if conversion.has_whole and holder < num_ranks:
+        numbers, rows = _rows_beside_whole(conversion, holder)
+        placed = place([row.reads for row in rows], [cut[row.tensor].rank_nbytes(holder) for row in rows])
+        arena_nbytes, reads, arena_offsets = placed.nbytes, placed.reads, placed.offsets
+    else:
+        numbers, files = layout.holders[holder], layout.files_of(holder)
+        rows = [
+            _Row(t, position, offset, ())
+            for position, file in enumerate(files)
+            for t, offset in zip(file.tensors, file.offsets, strict=True)
+        ]
+        sizes = {one: one.rank_nbytes(holder) for one in set(cut)}
+        arena = plan_arena([(file.data_start, file.offsets, [sizes[cut[t]] for t in file.tensors]) for file in files])
+        arena_nbytes, reads = arena.nbytes, arena.reads
+        arena_offsets = tuple(offset for column in arena.offsets for offset in column)
+    table = dump_table(_table(conversion, holder, rows, arena_offsets, digests))
     entry = RankEntry(
-        table=table_name(rank),
+        table=WHOLE_TABLE_NAME if holder == num_ranks else table_name(holder),
         table_digest=digest_hex(table),
-        num_tensors=sum(map(len, columns)),
-        nbytes=sum(map(sum, columns)),
-        files=conversion.layout.ranks[rank],
-        arena_nbytes=arena.nbytes,
-        reads=arena.reads,
+        num_tensors=len(rows),
+        nbytes=sum(read.transfer.total_nbytes for read in reads),
+        files=numbers,
+        arena_nbytes=arena_nbytes,
+        reads=reads,
     )
     return entry, table
 
 
-def _rank_table(conversion: Conversion, rank: int, arena: Arena, digests: Sequence[TensorDigests]) -> RankTable:
-    files = conversion.layout.files_of(rank)
+def _rows_beside_whole(conversion: Conversion, rank: int) -> tuple[tuple[int, ...], list[_Row]]:
+    """The numbers of the files that a rank reads, and its tensors: in its own files, or parts of whole ones."""
+    layout, cut, num_ranks = conversion.layout, conversion.cut, conversion.plan.num_ranks
+    own = layout.holders[rank]
+    numbers: list[int] = []
+    rows: list[_Row] = []
+    for number in sorted((*own, *layout.holders[num_ranks])):
+        file, position, found = layout.files[number], len(numbers), []
+        for t, offset in zip(file.tensors, file.offsets, strict=True):
+            if number in own:
+                nbytes = cut[t].rank_nbytes(rank)
+                found.append(_Row(t, position, offset, (Read(position, Transfer(offset, 0, nbytes)),)))
+            elif cut[t].cut.slices[rank].is_held and not is_stored(cut[t], rank, num_ranks):
+                transfers = [one.shifted(source=offset) for one in cut[t].rank_transfers(rank)]
+                first = transfers[0].source if transfers else offset
+                found.append(_Row(t, position, first, tuple(Read(position, one) for one in transfers)))
+        if found or number in own:
+            numbers.append(number)
+            rows += found
+    return tuple(numbers), rows
+
+
+def _table(
+    conversion: Conversion,
+    holder: int,
+    rows: Sequence[_Row],
+    arena_offsets: Sequence[int],
+    digests: Sequence[TensorDigests],
+) -> RankTable:
     tensors, cut = conversion.source.tensors, conversion.cut
-    order = [t for file in files for t in file.tensors]
+    order = [row.tensor for row in rows]
     different = list(dict.fromkeys(cut[t] for t in order))
     number = {one: position for position, one in enumerate(different)}
-    which = {one: one.cut.which[rank] for one in different}
+    which = {one: one.cut.which[holder] for one in different}
     return RankTable(
-        rank=rank,
-        kinds=[Kind(one.dtype, one.rank_shape(rank), one.shape, one.cut.slices[rank]) for one in different],
+        rank=holder,
+        kinds=[Kind(one.dtype, one.rank_shape(holder), one.shape, one.cut.slices[holder]) for one in different],
         kind_of=[number[cut[t]] for t in order],
         names=[tensors[t].name for t in order],
-        files=[position for position, file in enumerate(files) for _ in file.tensors],
-        offsets=[offset for file in files for offset in file.offsets],
-        arena_offsets=[offset for column in arena.offsets for offset in column],
+        files=[row.file for row in rows],
+        offsets=[row.offset for row in rows],
+        arena_offsets=arena_offsets,
         digests=[digests[t].slices[which[cut[t]]] for t in order],
     )
 
@@ -179,9 +234,9 @@ def _source_record(conversion: Conversion, digests: Sequence[str], side_files: S
 
 
 def _hub_index(conversion: Conversion) -> bytes:
-    """The index.json that lets stock loaders read a folder of one rank."""
+    """The index.json that lets stock loaders read the whole tensors."""
     source = conversion.source
-    weight_map = {source.tensors[t].name: file.name for file in conversion.layout.files_of(0) for t in file.tensors}
+    weight_map = {source.tensors[t].name: file.name for file in conversion.layout.files_of(-1) for t in file.tensors}
     ordered = {tensor.name: weight_map[tensor.name] for tensor in source.tensors}
     top = {"metadata": {"total_size": source.nbytes}, "weight_map": ordered}
     return (json.dumps(top, indent=2, ensure_ascii=False) + "\n").encode()

@@ -80,7 +80,7 @@ class Span:
 
     nbytes: int
     targets: tuple[Target, ...]
-    """The same bytes go to each of these."""
+    """The same bytes go to each of these; to none, if they are put together for their digest only."""
     pieces: Sequence[Piece]
     """They fill the span without hole or overlap."""
 
@@ -123,8 +123,8 @@ class CopyPlan:
         self._small_nbytes = small_nbytes
         self._by_source = by_source
         self._held = {cut: _held(cut) for cut in set(self._cut)}
-        self._places = [_places(conversion, rank) for rank in range(conversion.plan.num_ranks)]
-        """Of each rank: the file that holds each tensor, and the absolute offset in it."""
+        self._places = [_places(conversion, holder) for holder in range(len(conversion.layout.holders))]
+        """Of each holder: the file that holds each tensor, and the absolute offset in it."""
 
     def steps(self, unit: int, *, done: Container[int] = ()) -> Iterator[Step]:
         """The steps of a unit, but for tensors that are done."""
@@ -146,9 +146,9 @@ class CopyPlan:
         if batch:
             yield self._batch(batch)
 
-    def _target(self, rank: int, t: int, offset: int = 0) -> Target:
-        """Where a rank has a byte of its slice of a tensor."""
-        files, offsets = self._places[rank]
+    def _target(self, holder: int, t: int, offset: int = 0) -> Target:
+        """Where a holder has a byte of its slice of a tensor."""
+        files, offsets = self._places[holder]
         return Target(files[t], offsets[t] + offset)
 
     def _batch_cost(self, t: int) -> int:
@@ -165,13 +165,20 @@ class CopyPlan:
         )
 
     def _whole_slices(self, rank: int, batch: Sequence[int]) -> Iterator[Span]:
-        """What a rank gets of a batch: one span, where nothing of it was done before."""
+        """What a holder gets of a batch: one span, where nothing of it was done before, and one that is only hashed."""
         files, offsets = self._places[rank]
         pieces: list[Piece] = []
+        unstored: list[Piece] = []
         file = low = end = -1
+        unstored_nbytes = 0
         for t in batch:
             which, nbytes, transfers, is_first = self._held[self._cut[t]][rank]
             if not nbytes:
+                continue
+            if files[t] < 0:
+                if is_first:
+                    unstored.append(Piece(t, which, 0, unstored_nbytes, nbytes, transfers, is_first))
+                    unstored_nbytes += nbytes
                 continue
             offset = offsets[t]
             if pieces and (offset != end or files[t] != file):
@@ -183,6 +190,8 @@ class CopyPlan:
             end = offset + nbytes
         if pieces:
             yield Span(end - low, (Target(file, low),), pieces)
+        if unstored:
+            yield Span(unstored_nbytes, (), unstored)
 
     def _large(self, t: int) -> Iterator[Step]:
         """The steps of one large tensor."""
@@ -223,7 +232,7 @@ class CopyPlan:
         """The span of a gapless piece of one slice, which goes to all ranks that hold it."""
         cut = self._cut[t].cut
         low, high = min(one.target for one in transfers), max(one.target_end for one in transfers)
-        targets = tuple(self._target(rank, t, low) for rank in cut.holders[which])
+        targets = tuple(self._target(one, t, low) for one in cut.holders[which] if self._places[one][0][t] >= 0)
         piece = Piece(t, which, low, 0, high - low, transfers, not cut.distinct[which].is_whole)
         return Span(high - low, targets, (piece,))
 
@@ -242,10 +251,10 @@ def _held(tensor: CutTensor) -> list[_Held]:
     ]
 
 
-def _places(conversion: Conversion, rank: int) -> tuple[Sequence[int], Sequence[int]]:
-    """Of each tensor: the number of the rank's file that holds it, and the absolute offset there; -1 if none does."""
+def _places(conversion: Conversion, holder: int) -> tuple[Sequence[int], Sequence[int]]:
+    """Of each tensor: the number of the holder's file that has it, and the absolute offset there; -1 if none has."""
     files, offsets = np.full((2, len(conversion.source.tensors)), -1, np.int64)
-    for number in conversion.layout.ranks[rank]:
+    for number in conversion.layout.holders[holder]:
         file = conversion.layout.files[number]
         tensors = np.array(file.tensors, np.int64)
         files[tensors] = number

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import TypeVar, overload
 
-from relayout.core.extents import BLOCK, Transfer, align_up
+from relayout.core.extents import Transfer
 from relayout.core.slices import Slice
 
 MANIFEST_NAME = "relayout.json"
@@ -29,6 +28,9 @@ FILE_VERSION = 1
 ARENA_ALIGNMENT = 16
 """Bytes. Every tensor starts at a multiple of this in the arena."""
 
+
+RANKS, WHOLE_TENSORS = "ranks", "whole"
+"""The layouts: each rank's slices in files of its own, or whole tensors, and what of a rank is not contiguous there."""
 
 MIN_ALIGNMENT, MAX_ALIGNMENT = 512, 16 * 2**20
 """Bytes. Between them a conversion's alignment is a power of two."""
@@ -108,15 +110,27 @@ class Manifest:
     files: tuple[IndexedFile, ...]
     """All that hold tensors."""
     ranks: tuple[RankEntry, ...]
+    whole: RankEntry | None = None
+    """In the `whole` layout, the whole tensors, as if they were a rank's."""
 
     @property
     def num_ranks(self) -> int:
         """The tensor-parallel degree."""
         return len(self.ranks)
 
-    def rank_files(self, rank: int) -> list[IndexedFile]:
-        """The files of a rank, in its order, which is what reads and tables mean by a position."""
-        return [self.files[number] for number in self.ranks[rank].files]
+    @property
+    def holders(self) -> tuple[RankEntry, ...]:
+        """The ranks, and behind them the whole tensors of the `whole` layout."""
+        return self.ranks if self.whole is None else (*self.ranks, self.whole)
+
+    @property
+    def shared(self) -> frozenset[int]:
+        """Numbers of the files of whole tensors."""
+        return frozenset(() if self.whole is None else self.whole.files)
+
+    def holder_files(self, holder: int) -> list[IndexedFile]:
+        """The files of a holder, in its order, which is what reads and tables mean by a position."""
+        return [self.files[number] for number in self.holders[holder].files]
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,46 +209,3 @@ class RankTable:
     def slices(self) -> Sequence[Slice]:
         """Which part of the whole tensor each is."""
         return OfKinds([kind.part for kind in self.kinds], self.kind_of)
-
-
-@dataclass(frozen=True, slots=True)
-class Arena:
-    """Where a rank's bytes lie in memory."""
-
-    nbytes: int
-    reads: tuple[Read, ...]
-    offsets: tuple[tuple[int, ...], ...]
-    """For each file: the arena offset of each of its slices, in file order."""
-
-
-def plan_arena(files: Sequence[tuple[int, Sequence[int], Sequence[int]]]) -> Arena:
-    """Lay out the arena for files given as (data start, offsets, sizes) of their slices in file order.
-
-    The bulk of a file is one read, congruent with its file offset modulo a block, so that it can go directly to its
-    place, with whole blocks of the arena to itself. Slices whose size is not a multiple of 16 bytes, which would lie
-    at odd addresses, are spread out to multiples of 16, one strided read for each run of equal sizes.
-    """
-    reads: list[Read] = []
-    columns = []
-    end = 0
-    for number, (data_start, offsets, sizes) in enumerate(files):
-        bulk = align_up(end, BLOCK) + data_start % BLOCK
-        num_even = next((i for i, nbytes in enumerate(sizes) if nbytes % ARENA_ALIGNMENT), len(sizes))
-        column = [bulk + offset - data_start for offset in offsets[:num_even]]
-        if column:
-            end = column[-1] + sizes[num_even - 1]
-            if end > bulk:
-                reads.append(Read(number, Transfer(data_start, bulk, end - bulk)))
-        end = align_up(end, BLOCK)
-        position = num_even
-        for nbytes, group in groupby(sizes[num_even:]):
-            count = sum(1 for _ in group)
-            pitch = align_up(nbytes, ARENA_ALIGNMENT)
-            strides = (nbytes, pitch) if count > 1 else (0, 0)
-            if nbytes:
-                reads.append(Read(number, Transfer(offsets[position], end, nbytes, count, *strides)))
-            column.extend(end + i * pitch for i in range(count))
-            end += count * pitch
-            position += count
-        columns.append(tuple(column))
-    return Arena(align_up(end, BLOCK), tuple(reads), tuple(columns))

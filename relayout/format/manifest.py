@@ -50,6 +50,10 @@ _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,242}\.safetensors\Z")
 
 
+WHOLE_TABLE_NAME = "relayout.whole.json.zst"
+"""File name of the table of whole tensors."""
+
+
 def table_name(rank: int) -> str:
     """File name of a rank's table."""
     return f"relayout.rank-{rank}.json.zst"
@@ -144,18 +148,8 @@ def dump_manifest(manifest: Manifest) -> bytes:
         "files": [
             {name: value for name, value in asdict(file).items() if value is not None} for file in manifest.files
         ],
-        "ranks": [
-            {
-                "table": entry.table,
-                "table_digest": entry.table_digest,
-                "num_tensors": entry.num_tensors,
-                "nbytes": entry.nbytes,
-                "files": entry.files,
-                "arena_nbytes": entry.arena_nbytes,
-                "reads": [_dump_read(read) for read in entry.reads],
-            }
-            for entry in manifest.ranks
-        ],
+        "ranks": [_dump_holder(entry) for entry in manifest.ranks],
+        "whole": None if manifest.whole is None else _dump_holder(manifest.whole),
     }
     text = json.dumps(top, indent=2, ensure_ascii=False).removesuffix("\n}").encode() + b",\n  "
     return text + _SELF_DIGEST + f': "{digest_hex(text)}"\n}}\n'.encode()
@@ -195,9 +189,14 @@ def parse_manifest(blob: bytes, where: str) -> Manifest:
         hub_index_digest=None if top.get("hub_index_digest") is None else digest_field(fields, "hub_index_digest"),
         chunk_nbytes=_power_of_two(fields, "chunk_nbytes", MIN_CHUNK_NBYTES, MAX_CHUNK_NBYTES),
         files=files,
-        ranks=tuple(_parse_rank(entry, rank, files, where) for rank, entry in enumerate(ranks)),
+        ranks=tuple(
+            _parse_holder(entry, table_name(rank), files, f"{where}: rank {rank}") for rank, entry in enumerate(ranks)
+        ),
+        whole=None
+        if top.get("whole") is None
+        else _parse_holder(fields.object("whole"), WHOLE_TABLE_NAME, files, f"{where}: whole"),
     )
-    unused = set(range(len(files))).difference(*(entry.files for entry in manifest.ranks))
+    unused = set(range(len(files))).difference(*(entry.files for entry in manifest.holders))
     if unused:
         raise FormatError(f"{files[min(unused)].name} is a file of no rank", path=where, code="field")
     return manifest
@@ -259,6 +258,18 @@ def _power_of_two(fields: Fields, name: str, low: int, high: int) -> int:
     return value
 
 
+def _dump_holder(entry: RankEntry) -> dict[str, Any]:
+    return {
+        "table": entry.table,
+        "table_digest": entry.table_digest,
+        "num_tensors": entry.num_tensors,
+        "nbytes": entry.nbytes,
+        "files": entry.files,
+        "arena_nbytes": entry.arena_nbytes,
+        "reads": [_dump_read(read) for read in entry.reads],
+    }
+
+
 def _dump_read(read: Read) -> dict[str, int]:
     transfer = read.transfer
     row = {
@@ -317,13 +328,10 @@ def _parse_files(fields: Fields, where: str) -> tuple[IndexedFile, ...]:
     return tuple(files)
 
 
-def _parse_rank(entry: Mapping[str, Any], rank: int, files: Sequence[IndexedFile], where: str) -> RankEntry:
-    where = f"{where}: rank {rank}"
+def _parse_holder(entry: Mapping[str, Any], table: str, files: Sequence[IndexedFile], where: str) -> RankEntry:
     fields = Fields(entry, where)
-    if fields.text("table") != table_name(rank):
-        raise FormatError(
-            f"table {shown(fields.text('table'))}, expected {table_name(rank)!r}", path=where, code="field"
-        )
+    if fields.text("table") != table:
+        raise FormatError(f"table {shown(fields.text('table'))}, expected {table!r}", path=where, code="field")
     numbers = fields.column("files", int)
     if len(set(numbers)) < len(numbers) or (numbers and max(numbers) >= len(files)):
         raise FormatError(
@@ -374,7 +382,7 @@ def _check_reads(entry: RankEntry, files: Sequence[IndexedFile], where: str) -> 
     headers_nbytes = sum(file.data_start for file in files)
     if entry.num_tensors * _MIN_ENTRY_NBYTES > headers_nbytes:
         raise FormatError(f"{entry.num_tensors} tensors in headers of {headers_nbytes} bytes", path=where, code="field")
-    limit = entry.nbytes + ARENA_ALIGNMENT * entry.num_tensors + 2 * BLOCK * (len(files) + 1)
+    limit = entry.nbytes + entry.nbytes // 64 + ARENA_ALIGNMENT * entry.num_tensors + 2 * BLOCK * (len(files) + 1)
     if entry.arena_nbytes > limit:
         raise FormatError(
             f"an arena of {entry.arena_nbytes} bytes for tensors of {entry.nbytes}", path=where, code="field"

@@ -13,8 +13,9 @@ import numpy.typing as npt
 
 from relayout.core.digests import digest_hex
 from relayout.core.dtypes import BITS, num_bytes
-from relayout.core.slices import Slice
-from relayout.errors import FormatError, shown
+from relayout.core.extents import Transfer
+from relayout.core.slices import Slice, slice_transfers
+from relayout.errors import FormatError, PlanError, shown
 from relayout.format.fields import Fields, parse_object
 from relayout.format.index import ARENA_ALIGNMENT, FORMAT_VERSION, MANIFEST_NAME, Kind, Manifest, RankEntry, RankTable
 from relayout.format.manifest import (
@@ -55,10 +56,12 @@ def dump_table(table: RankTable) -> bytes:
 def parse_table(blob: bytes, manifest: Manifest, rank: int, where: str) -> RankTable:
     """Parse a rank table, given as stored, and prove that its tensors lie inside files and arena.
 
+    `rank` may be any holder of the manifest.
+
     Raises:
         FormatError: it is damaged, of another rank or conversion, or not what FORMAT.md demands.
     """
-    entry = manifest.ranks[rank]
+    entry = manifest.holders[rank]
     if digest_hex(blob) != entry.table_digest:
         raise FormatError(
             f"digest differs from the one in {MANIFEST_NAME}: damaged, or of another rank or conversion",
@@ -88,7 +91,8 @@ def parse_table(blob: bytes, manifest: Manifest, rank: int, where: str) -> RankT
     if len(set(table.names)) != count:
         raise FormatError("a tensor name occurs twice", path=where, code="field")
     sizes = _sizes(table, entry, where)
-    _check_places(table, entry, [file.nbytes for file in manifest.rank_files(rank)], sizes, where)
+    shared = [number in manifest.shared for number in entry.files]
+    _check_places(table, entry, [file.nbytes for file in manifest.holder_files(rank)], shared, sizes, where)
     if (total := sum(sizes.tolist())) != entry.nbytes:
         raise FormatError(f"tensors of {total} bytes, {MANIFEST_NAME} says {entry.nbytes}", path=where, code="field")
     return table
@@ -131,8 +135,17 @@ def _sizes(table: RankTable, entry: RankEntry, where: str) -> Column:
     return sizes[kind]
 
 
-def _check_places(table: RankTable, entry: RankEntry, file_nbytes: Sequence[int], sizes: Column, where: str) -> None:
-    """Prove that each tensor lies inside its file and the arena, and that one run of one read brings it there.
+def _check_places(
+    table: RankTable,
+    entry: RankEntry,
+    file_nbytes: Sequence[int],
+    shared: Sequence[bool],
+    sizes: Column,
+    where: str,
+) -> None:
+    """Prove that each tensor lies inside its file and the arena, and that reads bring it there: one run of one read.
+
+    In a file of whole tensors, one run for each range of a slice.
 
     All numbers are at most MAX_SIZE, and `_check_reads` has proved those of the reads: no sum below overflows.
     """
@@ -140,14 +153,13 @@ def _check_places(table: RankTable, entry: RankEntry, file_nbytes: Sequence[int]
         np.array(column, np.int64) for column in (table.files, table.offsets, table.arena_offsets)
     )
     lengths = np.array(file_nbytes, np.int64)
-    exists = files < len(lengths)
-    inside = exists.copy()
-    inside[exists] = offsets[exists] <= lengths[files[exists]] - sizes[exists]
-    for row in np.flatnonzero(~inside)[:1]:
-        end = int(offsets[row]) + int(sizes[row])
-        raise FormatError(
-            f"ends outside its file, at byte {end}", path=where, tensor=table.names[row], code="truncated"
-        )
+    for row in np.flatnonzero(files >= len(lengths))[:1]:
+        raise FormatError(f"file {files[row]} of {len(lengths)}", path=where, tensor=table.names[row], code="truncated")
+    rows, starts, targets, piece_sizes = _pieces(table, shared, sizes, where)
+    for piece in np.flatnonzero(starts > lengths[files[rows]] - piece_sizes)[:1]:
+        end = int(starts[piece]) + int(piece_sizes[piece])
+        name = table.names[rows[piece]]
+        raise FormatError(f"ends outside its file, at byte {end}", path=where, tensor=name, code="truncated")
     for row in np.flatnonzero((arena_offsets % ARENA_ALIGNMENT != 0) | (arena_offsets > entry.arena_nbytes - sizes))[
         :1
     ]:
@@ -166,14 +178,58 @@ def _check_places(table: RankTable, entry: RankEntry, file_nbytes: Sequence[int]
     for row in np.flatnonzero(ends[:-1] > arena_offsets[order[1:]])[:1]:
         one, other = table.names[order[row]], table.names[order[row + 1]]
         raise FormatError(f"tensors {one!r} and {other!r} overlap in the arena", path=where, code="coverage")
-    brought = _are_brought(entry, files, offsets, arena_offsets, sizes)
-    for row in np.flatnonzero(~brought)[:1]:
+    brought = _are_brought(entry, files[rows], starts, targets, piece_sizes)
+    for row in rows[~brought][:1]:
         raise FormatError(
             f"no read in the manifest covers it (arena offset {arena_offsets[row]})",
             path=where,
             tensor=table.names[row],
             code="coverage",
         )
+
+
+def _pieces(
+    table: RankTable, shared: Sequence[bool], sizes: Column, where: str
+) -> tuple[Column, Column, Column, Column]:
+    """The contiguous pieces of which tensors consist in their files: row, file offset, arena offset and bytes.
+
+    Raises:
+        FormatError: a slice in a file of whole tensors is not one contiguous piece for each of its ranges.
+    """
+    columns = (np.arange(len(sizes)), np.array(table.offsets, np.int64), np.array(table.arena_offsets, np.int64), sizes)
+    is_shared = np.array(shared, bool)[np.array(table.files, np.int64)] if any(shared) else np.zeros(len(sizes), bool)
+    transfers: dict[int, tuple[Transfer, ...]] = {}
+    found: list[tuple[int, int, int, int]] = []
+    is_split = np.zeros(len(sizes), bool)
+    for row in map(int, np.flatnonzero(is_shared)):
+        kind = table.kind_of[row]
+        if kind not in transfers:
+            transfers[kind] = _ranges_in_whole(table.kinds[kind], table.names[row], where)
+        for one in transfers[kind] if len(transfers[kind]) > 1 else ():
+            is_split[row] = True
+            place = table.offsets[row] + one.source - transfers[kind][0].source
+            found.append((row, place, table.arena_offsets[row] + one.target, one.nbytes))
+    if not found:
+        return columns
+    rest, offsets, targets, nbytes = (column[~is_split] for column in columns)
+    more = np.array(found, np.int64).T
+    return (
+        np.concatenate([rest, more[0]]),
+        np.concatenate([offsets, more[1]]),
+        np.concatenate([targets, more[2]]),
+        np.concatenate([nbytes, more[3]]),
+    )
+
+
+def _ranges_in_whole(kind: Kind, name: str, where: str) -> tuple[Transfer, ...]:
+    """The contiguous pieces of a slice in its whole tensor."""
+    try:
+        transfers = slice_transfers(kind.dtype, kind.source_shape, kind.part)
+    except PlanError as error:
+        raise FormatError(error.what, path=where, tensor=name, code="field") from None
+    if any(one.count > 1 for one in transfers):
+        raise FormatError("is not contiguous in a file of whole tensors", path=where, tensor=name, code="field")
+    return transfers
 
 
 def _are_brought(

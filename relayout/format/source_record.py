@@ -11,7 +11,7 @@ from relayout.core.dtypes import BITS, num_bytes
 from relayout.core.slices import Cut
 from relayout.errors import FormatError, shown
 from relayout.format.fields import Fields, parse_object
-from relayout.format.index import FORMAT_VERSION, MANIFEST_NAME
+from relayout.format.index import FORMAT_VERSION, MANIFEST_NAME, RANKS, WHOLE_TENSORS
 from relayout.format.manifest import check_version, compact_json, dump_slice, parse_shapes, parse_slice
 from relayout.format.safetensors import LENGTH_NBYTES, check_name
 
@@ -58,6 +58,8 @@ class ConversionOptions:
     """About how large a rank file may be."""
     dcp: bool
     """Whether headers say what PyTorch DCP needs."""
+    layout: str
+    """`RANKS` or `WHOLE_TENSORS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +203,8 @@ def _parse_options(top: Fields, where: str) -> ConversionOptions:
     flags = [top.top.get(name) for name in ("expert_parallel", "dcp")]
     if not all(isinstance(flag, bool) for flag in flags):
         raise FormatError("'expert_parallel' or 'dcp' is missing or not a boolean", path=where, code="field")
+    if top.text("layout") not in (RANKS, WHOLE_TENSORS):
+        raise FormatError(f"layout {shown(top.text('layout'))}, expected ranks or whole", path=where, code="field")
     return ConversionOptions(
         num_ranks=top.size("num_ranks"),
         plan=top.text("plan"),
@@ -208,6 +212,7 @@ def _parse_options(top: Fields, where: str) -> ConversionOptions:
         alignment=top.size("alignment"),
         max_part_nbytes=top.size("max_part_nbytes"),
         dcp=flags[1] is True,
+        layout=top.text("layout"),
     )
 
 

@@ -405,7 +405,10 @@ MANIFEST_LIES: dict[str, tuple[Lie, str]] = {
         "rank 0: table 'relayout.rank-1.json.zst', expected",
     ),
     "a table in another folder": (rank_lie(table="../relayout.rank-0.json.zst"), "rank 0: table '../relayout.rank-0"),
-    "a conversion that is no digest": (lambda top: top.update(conversion="F" * 32), "'conversion' is 'FFF.*, no digest"),
+    "a conversion that is no digest": (
+        lambda top: top.update(conversion="F" * 32),
+        "'conversion' is 'FFF.*, no digest",
+    ),
     "chunks of no power of two": (lambda top: top.update(chunk_nbytes=2**20 + 1), "chunk_nbytes 1048577, expected a"),
     "chunks that are too small": (lambda top: top.update(chunk_nbytes=2**15), "chunk_nbytes 32768, expected a power"),
     "a content that is no digest": (file_lie(content="0" * 33), "'content' is '0.*, no digest"),
@@ -662,7 +665,7 @@ def test_a_tensor_that_a_read_of_another_file_brings_is_refused() -> None:
         return parse_table(blob, manifest, 0, "table")
 
     assert parse(0).files == TABLE.files
-    with pytest.raises(FormatError, match=r"^table: tensor 'scale': no read in the manifest covers it .arena offset 8224"):
+    with pytest.raises(FormatError, match=r"^table: tensor 'scale': no read in the manifest covers it .arena .* 8224"):
         parse(1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,8 +88,6 @@ def rebuild(
             stream.write(header)
         files.append(replace(file, header_digest=digest_hex(header)))
     changed = replace(manifest, record_digest=digest_hex(stored), files=tuple(files))
-    try:
+    with suppress(FormatError):  # What is no record names no conversion.
         changed = replace(changed, conversion=conversion_digest(parse_record(text, manifest.num_ranks, "here")))
-    except FormatError:
-        pass  # What is no record names no conversion.
     (folder / "relayout.json").write_bytes(dump_manifest(changed))

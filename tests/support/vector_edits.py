@@ -17,8 +17,8 @@ compressed in one, `{ field = POINTER, of = NAME }`, a field of one, and `{ enco
 file *.zst is edited as the text in it and compressed anew, but for edits with `stored = true`.
 
 Digests in front of what is wrong are made truthful, so that the check is reached that the vector is meant for: those of
-record, tables and manifest. `stale` names those that are not: "record", "tables". A manifest that is edited as text, not
-by fields, stays as it is.
+record, tables and manifest. `stale` names those that are not: "record", "tables". A manifest that is edited as text
+stays as it is.
 
 What is no file is `made`: name -> `fifo`, `socket`, `folder`, `nothing`, `hole NBYTES`, or `link TARGET`. A link's
 target may be {self}, the link, or {outside}, a copy of the file that lies outside of the checkpoint.

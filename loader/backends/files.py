@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 
-from relayout.checkpoint.converted import wrong_content
+from relayout.checkpoint.converted import check_head
 from relayout.core.extents import BLOCK, Extent
 from relayout.errors import FormatError
-from relayout.format.manifest import header_prefix
-from relayout.format.safetensors import LENGTH_NBYTES
 from relayout.loader.sources.contents import StoredFile
 from relayout.storage.buffers import Buffer
 from relayout.storage.local.holes import holes
@@ -123,11 +121,9 @@ class Sources:
         # Read the header by the descriptor that is used for the load: the file at a path may be replaced at any time.
         if file.proof is None:
             return
-        opened, prefix = self._files[number], header_prefix(file.proof.content)
-        view = Buffer().reserve(BLOCK)
+        opened, view = self._files[number], Buffer().reserve(BLOCK)
         opened.read(0, view)
-        if view[LENGTH_NBYTES : LENGTH_NBYTES + len(prefix)] != prefix:
-            raise FormatError(wrong_content(file.proof.content), path=file.where, code="owner")
+        check_head(view, file.proof.content, file.proof.data_start, file.where)
         fd = opened.fileno()
         if fd is None:
             return

@@ -19,6 +19,9 @@ from relayout.format.safetensors import LENGTH_NBYTES
 from relayout.format.source_record import SourceRecord, parse_record
 from relayout.storage.protocols import Kind, Store
 
+HEAD_NBYTES = 512
+"""More than what `check_head` looks at, and less than any file has: its header fills at least one block."""
+
 
 def is_converted(folder: Store) -> bool:
     """Whether a folder is a converted checkpoint: it contains a manifest."""
@@ -79,11 +82,14 @@ def read_chunk_digests(folder: Store, manifest: Manifest, number: int) -> bytes:
         OSError: it cannot be read.
     """
     file = manifest.files[number]
-    place = places_of_digests(manifest.files, manifest.chunk_nbytes)[number]
+    places = places_of_digests(manifest.files, manifest.chunk_nbytes)
+    place = places[number]
     digests = memoryview(bytearray(place.nbytes))
     with folder.open(CHUNKS_NAME) as opened:
-        if opened.nbytes >= place.end:
-            opened.read(place.offset, digests)
+        if opened.nbytes != places[-1].end:
+            what = f"{opened.nbytes} bytes long, expected {places[-1].end}"
+            raise FormatError(what, path=folder.where(CHUNKS_NAME), code="mismatch")
+        opened.read(place.offset, digests)
     if digest_hex(digests) != file.chunks_digest:
         where = folder.where(CHUNKS_NAME)
         raise FormatError(f"its part for {file.name} differs from the manifest", path=where, code="digest")
@@ -97,14 +103,26 @@ def check_file(folder: Store, manifest: Manifest, number: int) -> None:
         FormatError: they name another: files have been mixed up.
     """
     file = manifest.files[number]
-    expected = header_prefix(file.content)
-    start = bytearray(LENGTH_NBYTES + len(expected))
+    start = memoryview(bytearray(HEAD_NBYTES))
     with folder.open(file.name, file.nbytes) as opened:
-        opened.read(0, memoryview(start))
-    if start[LENGTH_NBYTES:] != expected:
-        raise FormatError(wrong_content(file.content), path=folder.where(file.name), code="owner")
+        opened.read(0, start)
+    check_head(start, file.content, file.data_start, folder.where(file.name))
 
 
-def wrong_content(expected: str) -> str:
-    """The message for a file that holds something else."""
-    return f"its header names another content than {expected}: it is not the file that {MANIFEST_NAME} means"
+def check_head(start: memoryview, content: str, data_start: int, where: str) -> None:
+    """Check the first bytes of a file.
+
+    Raises:
+        FormatError: they name another content, or another start of the data section.
+    """
+    prefix = header_prefix(content)
+    if start[LENGTH_NBYTES : LENGTH_NBYTES + len(prefix)] != prefix:
+        raise FormatError(
+            f"its header names another content than {content}: it is not the file that {MANIFEST_NAME} means",
+            path=where,
+            code="owner",
+        )
+    found = LENGTH_NBYTES + int.from_bytes(start[:LENGTH_NBYTES], "little")
+    if found != data_start:
+        what = f"its data section starts at {found}, {MANIFEST_NAME} says {data_start}"
+        raise FormatError(what, path=where, code="mismatch")

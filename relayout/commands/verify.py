@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, takewhile
 
 from safetensors import SafetensorError, deserialize
 
@@ -36,6 +36,7 @@ from relayout.errors import FormatError
 from relayout.format.chunks import CHUNKS_NAME, chunks_of
 from relayout.format.fields import Fields, parse_object
 from relayout.format.index import (
+    ARENA_ALIGNMENT,
     HUB_INDEX_NAME,
     MANIFEST_NAME,
     MIN_ALIGNMENT,
@@ -288,12 +289,21 @@ def _check_facts(folder: Store, manifest: Manifest, record: SourceRecord, report
         if getattr(manifest, name) != value:
             field = "source.nbytes" if name == "source_nbytes" else name
             report.add(MANIFEST_NAME, f"{field} is {getattr(manifest, name)}, by the source record {value}")
-    for rank, entry in enumerate(manifest.ranks if manifest.whole is None else ()):
+
+
+def _check_bulk(manifest: Manifest, rank: int, table: RankTable, report: Report) -> None:
+    """Check that what comes first in each file can go directly to its place: whole blocks of file and arena agree."""
+    entry = manifest.ranks[rank]
+    sizes = [num_bytes(*one) or 0 for one in zip(table.dtypes, table.shapes, strict=True)]
+    for position, rows in enumerate(rows_of_files(table, len(entry.files))):
+        bulk = list(takewhile(lambda row: sizes[row] % ARENA_ALIGNMENT == 0, rows))
+        end = table.offsets[bulk[-1]] + sizes[bulk[-1]] if bulk else 0
         for read in entry.reads:
-            transfer = read.transfer
-            if transfer.count == 1 and transfer.nbytes >= BLOCK and (transfer.target - transfer.source) % BLOCK:
-                what = f"rank {rank}: a read of {transfer.nbytes} bytes at {transfer.source} cannot go to its place"
-                report.add(MANIFEST_NAME, f"{what} directly: arena offset {transfer.target} differs modulo {BLOCK}")
+            one = read.transfer
+            if read.file == position and one.source < end and (one.target - one.source) % BLOCK:
+                name = manifest.holder_files(rank)[position].name
+                what = f"rank {rank}: bytes {one.source} to {one.source_end} of {name} cannot go directly to {one.target}"
+                report.add(MANIFEST_NAME, f"{what} of the arena")
 
 
 def _check_other_files(folder: Store, manifest: Manifest, tables: list[RankTable | None], report: Report) -> None:
@@ -358,6 +368,9 @@ def _check_record(
     for holder, table in enumerate(tables):
         if table is not None:
             _check_slices(manifest.holders[holder].table, holder, table, record, report)
+    for rank, table in enumerate(tables if manifest.whole is None else ()):
+        if table is not None:
+            _check_bulk(manifest, rank, table, report)
     if manifest.whole is not None and tables[-1] is not None:
         for rank, table in enumerate(tables[:-1]):
             if table is not None:

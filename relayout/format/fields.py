@@ -59,6 +59,20 @@ class Fields:
             self._refuse(name, "a size")
         return value
 
+    def text_or_null(self, name: str) -> str | None:
+        """A string, or null."""
+        value = self.top.get(name, 0)
+        if not isinstance(value, str | None):
+            self._refuse(name, "a string or null")
+        return value
+
+    def flag(self, name: str) -> bool:
+        """True or false."""
+        value = self.top.get(name)
+        if not isinstance(value, bool):
+            self._refuse(name, "true or false")
+        return value
+
     def object(self, name: str) -> Mapping[str, Any]:
         """An object."""
         value = self.top.get(name)

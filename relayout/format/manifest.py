@@ -173,20 +173,21 @@ def parse_manifest(blob: bytes, where: str) -> Manifest:
     ranks = fields.objects("ranks")
     if len(ranks) != fields.size("num_ranks") or not ranks:
         raise FormatError(f"{len(ranks)} entries in 'ranks', num_ranks is {top['num_ranks']}", path=where, code="field")
-    model_type = top.get("model_type")
     source = Fields(fields.object("source"), where)
     files = _parse_files(fields, where)
     manifest = Manifest(
         generator=fields.text("generator"),
         conversion=digest_field(fields, "conversion"),
-        model_type=model_type if isinstance(model_type, str) else None,
+        model_type=fields.text_or_null("model_type"),
         plan=fields.text("plan"),
-        expert_parallel=top.get("expert_parallel") is True,
+        expert_parallel=fields.flag("expert_parallel"),
         alignment=_power_of_two(fields, "alignment", MIN_ALIGNMENT, MAX_ALIGNMENT),
-        dcp=top.get("dcp") is True,
+        dcp=fields.flag("dcp"),
         record_digest=digest_field(source, "record_digest"),
         source_nbytes=source.size("nbytes"),
-        hub_index_digest=None if top.get("hub_index_digest") is None else digest_field(fields, "hub_index_digest"),
+        hub_index_digest=None
+        if fields.text_or_null("hub_index_digest") is None
+        else digest_field(fields, "hub_index_digest"),
         chunk_nbytes=_power_of_two(fields, "chunk_nbytes", MIN_CHUNK_NBYTES, MAX_CHUNK_NBYTES),
         files=files,
         ranks=tuple(

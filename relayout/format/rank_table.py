@@ -17,7 +17,16 @@ from relayout.core.extents import Transfer
 from relayout.core.slices import Slice, slice_transfers
 from relayout.errors import FormatError, PlanError, shown
 from relayout.format.fields import Fields, parse_object
-from relayout.format.index import ARENA_ALIGNMENT, FORMAT_VERSION, MANIFEST_NAME, Kind, Manifest, RankEntry, RankTable
+from relayout.format.index import (
+    ARENA_ALIGNMENT,
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    IndexedFile,
+    Kind,
+    Manifest,
+    RankEntry,
+    RankTable,
+)
 from relayout.format.manifest import (
     check_version,
     compact_json,
@@ -92,7 +101,7 @@ def parse_table(blob: bytes, manifest: Manifest, rank: int, where: str) -> RankT
         raise FormatError("a tensor name occurs twice", path=where, code="field")
     sizes = _sizes(table, entry, where)
     shared = [number in manifest.shared for number in entry.files]
-    _check_places(table, entry, [file.nbytes for file in manifest.holder_files(rank)], shared, sizes, where)
+    _check_places(table, entry, manifest.holder_files(rank), shared, sizes, where)
     if (total := sum(sizes.tolist())) != entry.nbytes:
         raise FormatError(f"tensors of {total} bytes, {MANIFEST_NAME} says {entry.nbytes}", path=where, code="field")
     return table
@@ -138,7 +147,7 @@ def _sizes(table: RankTable, entry: RankEntry, where: str) -> Column:
 def _check_places(
     table: RankTable,
     entry: RankEntry,
-    file_nbytes: Sequence[int],
+    stored: Sequence[IndexedFile],
     shared: Sequence[bool],
     sizes: Column,
     where: str,
@@ -152,9 +161,13 @@ def _check_places(
     files, offsets, arena_offsets = (
         np.array(column, np.int64) for column in (table.files, table.offsets, table.arena_offsets)
     )
-    lengths = np.array(file_nbytes, np.int64)
+    lengths = np.array([file.nbytes for file in stored], np.int64)
+    data_starts = np.array([file.data_start for file in stored], np.int64)
     for row in np.flatnonzero(files >= len(lengths))[:1]:
         raise FormatError(f"file {files[row]} of {len(lengths)}", path=where, tensor=table.names[row], code="truncated")
+    for row in np.flatnonzero(offsets < data_starts[files])[:1]:
+        what = f"begins in the header, at byte {offsets[row]}"
+        raise FormatError(what, path=where, tensor=table.names[row], code="truncated")
     rows, starts, targets, piece_sizes = _pieces(table, shared, sizes, where)
     for piece in np.flatnonzero(starts > lengths[files[rows]] - piece_sizes)[:1]:
         end = int(starts[piece]) + int(piece_sizes[piece])

@@ -200,18 +200,17 @@ def _parse_side_files(fields: Fields, where: str) -> tuple[SideFile, ...]:
 
 
 def _parse_options(top: Fields, where: str) -> ConversionOptions:
-    flags = [top.top.get(name) for name in ("expert_parallel", "dcp")]
-    if not all(isinstance(flag, bool) for flag in flags):
-        raise FormatError("'expert_parallel' or 'dcp' is missing or not a boolean", path=where, code="field")
     if top.text("layout") not in (RANKS, WHOLE_TENSORS):
         raise FormatError(f"layout {shown(top.text('layout'))}, expected ranks or whole", path=where, code="field")
+    if top.size("max_part_nbytes") < 1:
+        raise FormatError("'max_part_nbytes' is 0, expected 1 or more", path=where, code="field")
     return ConversionOptions(
         num_ranks=top.size("num_ranks"),
         plan=top.text("plan"),
-        expert_parallel=flags[0] is True,
+        expert_parallel=top.flag("expert_parallel"),
         alignment=top.size("alignment"),
         max_part_nbytes=top.size("max_part_nbytes"),
-        dcp=flags[1] is True,
+        dcp=top.flag("dcp"),
         layout=top.text("layout"),
     )
 

@@ -196,7 +196,7 @@ def test_the_modes_are_those_of_the_source(odd: Path, tmp_path: Path) -> None:
     assert (tmp_path / "back" / "sub" / "run.sh").stat().st_mode & 0o777 == 0o750
 
 
-@pytest.mark.parametrize(("mode", "result"), [(0o7777, 0o755), (0o666, 0o644), (0o000, 0o400), (0o444, 0o444)])
+@pytest.mark.parametrize(("mode", "result"), [(0o777, 0o755), (0o666, 0o644), (0o000, 0o400), (0o444, 0o444)])
 def test_nobody_gets_rights_that_the_umask_does_not_give(odd: Path, tmp_path: Path, mode: int, result: int) -> None:
     """A record from a stranger could ask for files that everybody may write, or that run with their owner's rights."""
     relayout.convert(odd, tmp_path / "out")
@@ -209,12 +209,19 @@ def test_nobody_gets_rights_that_the_umask_does_not_give(odd: Path, tmp_path: Pa
     assert (tmp_path / "back" / "sub" / "run.sh").stat().st_mode & 0o7777 == result
 
 
+def test_what_is_more_than_permission_bits_is_refused(odd: Path, tmp_path: Path) -> None:
+    relayout.convert(odd, tmp_path / "out")
+    rebuild(tmp_path / "out", lambda record: record["side_files"].update(mode=[0o644, 0o4755]))
+    with pytest.raises(FormatError, match=r"relayout.source.json.zst: 'mode' is not a list of permission bits"):
+        relayout.restore(tmp_path / "out", tmp_path / "back")
+
+
 def test_an_interrupted_conversion_is_not_discarded_by_a_restoration(
     odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     relayout.convert(odd, tmp_path / "out")
 
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

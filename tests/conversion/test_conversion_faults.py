@@ -628,7 +628,7 @@ def overlapping(planned: ConversionPlan, lost: dict[str, tuple[int, int]]) -> se
     for file in (file for file in planned.layout.files if file.name in lost):
         for t, offset in zip(file.tensors, file.offsets, strict=True):
             tensor = planned.source.tensors[t]
-            end = offset + slice_nbytes(tensor.dtype, tensor.shape, planned.plan.cut(t).slices[file.rank])
+            end = offset + slice_nbytes(tensor.dtype, tensor.shape, planned.plan.cut(t).slices[file.holder])
             if max(offset, lost[file.name][0]) < min(end, lost[file.name][1]):
                 found.add(t)
     return found

@@ -24,7 +24,7 @@ from relayout.plans.planner import Plan
 from relayout.storage.local.store import LocalStore
 
 ALIGNMENTS = [512, 4096, 65536, 2 * 2**20]
-CONVERSION = "0123456789abcdef0123456789abcdef"
+CONTENT = "0123456789abcdef0123456789abcdef"
 
 
 def make_source(
@@ -93,12 +93,12 @@ def test_each_slice_lies_behind_the_one_before_and_is_as_aligned_as_the_slices_o
 ) -> None:
     source, plan, nbytes = case
     layout = conversion_of(source, plan, alignment, max_part_nbytes).layout
-    assert len(layout.ranks) == plan.num_ranks
-    assert sorted(number for numbers in layout.ranks for number in numbers) == list(range(len(layout.files)))
+    assert len(layout.holders) == plan.num_ranks
+    assert sorted(number for numbers in layout.holders for number in numbers) == list(range(len(layout.files)))
     for rank in range(plan.num_ranks):
         assert sorted(t for file in layout.files_of(rank) for t in file.tensors) == list(range(len(nbytes)))
         for file in layout.files_of(rank):
-            assert file.rank == rank
+            assert file.holder == rank
             assert file.data_start % alignment == 0
             position = file.data_start
             for t, offset in zip(file.tensors, file.offsets, strict=True):
@@ -193,7 +193,7 @@ def test_a_part_ends_before_its_header_is_more_than_hubs_parse() -> None:
 def test_a_checkpoint_without_tensors_has_a_file_for_each_rank() -> None:
     conversion = conversion_of(make_source([]), plan_of("x", 2, ()), 512)
     layout = conversion.layout
-    assert layout.ranks == ((0,), (1,))
+    assert layout.holders == ((0,), (1,))
     assert [(file.name, file.tensors, file.nbytes) for file in layout.files] == [
         ("model-rank-0-part-0.safetensors", (), 512),
         ("model-rank-1-part-0.safetensors", (), 512),
@@ -256,7 +256,7 @@ FUSED = plan_of(
 
 def header_of(conversion: Conversion, number: int) -> bytes:
     headers = HeaderBuilder(conversion.source, conversion.cut, conversion.options)
-    return headers.build(conversion.layout.files[number], number, CONVERSION)
+    return headers.build(conversion.layout.files[number], CONTENT)
 
 
 def written(conversion: Conversion, number: int) -> bytes:
@@ -272,7 +272,7 @@ def test_the_stock_reader_reads_rank_files(plan: Plan, max_part_nbytes: int, ali
     source = make_source(TENSORS)
     conversion = conversion_of(source, plan, alignment, max_part_nbytes)
     layout = conversion.layout
-    for rank, numbers in enumerate(layout.ranks):
+    for rank, numbers in enumerate(layout.holders):
         seen: dict[str, tuple[int, ...]] = {}
         for number in numbers:
             file, blob = layout.files[number], written(conversion, number)
@@ -300,14 +300,14 @@ def test_the_stock_reader_reads_rank_files(plan: Plan, max_part_nbytes: int, ali
 
 
 @pytest.mark.parametrize("max_part_nbytes", [10**9, 300])
-def test_metadata_names_file_and_conversion_first(max_part_nbytes: int) -> None:
+def test_metadata_names_the_content_first(max_part_nbytes: int) -> None:
     source = make_source(TENSORS, {"author": "größe"})
     conversion = conversion_of(source, BOXES, 512, max_part_nbytes)
     layout = conversion.layout
     assert (len(layout.files) > 2) == (max_part_nbytes == 300)
     for number, file in enumerate(layout.files):
         blob = header_of(conversion, number)
-        entry = f'{{"format":1,"file":{number},"conversion":"{CONVERSION}"}}'
+        entry = f'{{"format":1,"content":"{CONTENT}"}}'
         assert blob[8:].startswith(b'{"__metadata__":{"relayout":' + json.dumps(entry).encode())
         metadata = parse_header(blob, file.nbytes, "x").metadata
         assert metadata["relayout"] == entry
@@ -321,7 +321,7 @@ def test_dcp_sharding_info_says_where_each_box_starts(max_part_nbytes: int) -> N
     conversion = conversion_of(source, BOXES, 512, max_part_nbytes)
     layout = conversion.layout
     assert conversion.options.dcp
-    for rank, numbers in enumerate(layout.ranks):
+    for rank, numbers in enumerate(layout.holders):
         found: dict[str, object] = {}
         for number in numbers:
             file = layout.files[number]
@@ -347,7 +347,7 @@ def test_without_boxes_or_at_one_rank_there_is_no_dcp_sharding_info(plan: Plan) 
     source = make_source(TENSORS)
     conversion = conversion_of(source, plan, 512)
     layout = conversion.layout
-    assert conversion.options.dcp == (plan is not FUSED)
+    assert not conversion.options.dcp
     for number, file in enumerate(layout.files):
         metadata = parse_header(header_of(conversion, number), file.nbytes, "x").metadata
         assert sorted(metadata) == ["format", "relayout"]
@@ -359,7 +359,7 @@ def test_the_sources_metadata_goes_along_but_for_what_is_ours() -> None:
     conversion = conversion_of(source, FUSED, 512)
     nbytes = conversion.layout.files[0].nbytes
     metadata = dict(parse_header(header_of(conversion, 0), nbytes, "x").metadata)
-    assert json.loads(metadata.pop("relayout"))["conversion"] == CONVERSION
+    assert json.loads(metadata.pop("relayout"))["content"] == CONTENT
     assert metadata == {"format": "mlx", "license": "MIT"}
 
 

@@ -143,7 +143,7 @@ def test_through_what_was_planted_in_an_own_folder_nothing_is_read_or_written(
     shared: Path, monkeypatch: pytest.MonkeyPatch, name: str, how: str
 ) -> None:
     # An own folder that was open to others, before it is closed to them.
-    def stop(*args: object) -> None:
+    def stop(*args: object, **options: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

@@ -178,7 +178,7 @@ def places_of(plan: ConversionPlan, tensors: set[int]) -> Intervals:
     for file in plan.layout.files:
         for t, offset in zip(file.tensors, file.offsets, strict=True):
             tensor = plan.source.tensors[t]
-            nbytes = slice_nbytes(tensor.dtype, tensor.shape, plan.plan.cut(t).slices[file.rank])
+            nbytes = slice_nbytes(tensor.dtype, tensor.shape, plan.plan.cut(t).slices[file.holder])
             if t in tensors and nbytes:
                 result.setdefault(file.name, []).append((offset, offset + nbytes))
     return result
@@ -740,7 +740,7 @@ def test_an_index_that_now_names_another_file_for_a_tensor_is_a_changed_source(
         names = {"w": f"model-{number}.safetensors", "x": "model-3.safetensors"}
         (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
 
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     write_index(1)

@@ -202,7 +202,7 @@ def check(
         assert not times[: file.data_start].any()
         assert (times[file.data_start :] == 1).all()
         for t, offset in zip(file.tensors, file.offsets, strict=True):
-            expected = sliced(source, t, plan.cut(t).slices[file.rank])
+            expected = sliced(source, t, plan.cut(t).slices[file.holder])
             found = execution.outputs[number][offset : offset + len(expected)]
             np.testing.assert_array_equal(found, expected)
     if by_source:  # For what is put back: a step has all slices of its bytes, in any order.

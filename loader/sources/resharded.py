@@ -12,7 +12,7 @@ from relayout.checkpoint.source import SourceCheckpoint, SourceTensor
 from relayout.core.dtypes import num_bytes
 from relayout.core.extents import Extent
 from relayout.core.forks import remake_in_child
-from relayout.core.slices import WHOLE, Range, Slice
+from relayout.core.slices import WHOLE, Slice
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import Manifest, RankTable, Read
 from relayout.format.safetensors import parse_header
@@ -88,14 +88,14 @@ class ReshardedPieces:
     """Their positions in the record."""
     ranks: Ranks
 
-    def axis(self, row: int) -> int:
-        """See `Pieces.axis`."""
-        cuts = (self.columns.parts[row], *self.record.cut(self.tensors[row]).distinct)
-        return next((part.axis for part in cuts if part.ranges), 0)
+    def axes(self, row: int) -> set[int]:
+        """See `Pieces.axes`."""
+        parts = (self.columns.parts[row], *self.record.cut(self.tensors[row]).distinct)
+        return {axis for part in parts for axis in part.axes}
 
-    def piece(self, row: int, wanted: Slice, rows: Range | None, shape: tuple[int, ...]) -> Contents:
+    def piece(self, row: int, wanted: Slice) -> Contents:
         """See `Pieces.piece`."""
-        return self.ranks.pick_one(self.tensors[row], wanted, rows, shape)
+        return self.ranks.pick_one(self.tensors[row], wanted)
 
     def metadata(self) -> Mapping[str, str] | None:
         """See `Pieces.metadata`."""
@@ -139,28 +139,25 @@ class Ranks:
             PlanError: the ranks do not hold all of a tensor.
         """
         record = self._record
-        rows = [(t, self._reads(t, part, first, None)) for t, part in enumerate(wanted) if part.is_held]
+        rows = [(t, self._reads(t, part, first)) for t, part in enumerate(wanted) if part.is_held]
         rows.sort(key=lambda row: (row[1][0].file, row[1][0].transfer.source) if row[1] else (-1, 0))
         return self._contents(rows, [wanted[t].shape(record.shapes[t]) for t, _ in rows])
 
-    def pick_one(self, t: int, wanted: Slice, rows: Range | None, shape: tuple[int, ...]) -> Contents:
-        """A piece of one source tensor: a slice, restricted to some rows (see `gather`).
-
-        Args:
-            shape: of the piece.
+    def pick_one(self, t: int, wanted: Slice) -> Contents:
+        """A slice of one source tensor.
 
         Raises:
             FormatError, PlanError: as `pick`.
         """
-        return self._contents([(t, self._reads(t, wanted, 0, rows))], [shape])
+        return self._contents([(t, self._reads(t, wanted, 0))], [wanted.shape(self._record.shapes[t])])
 
-    def _reads(self, t: int, wanted: Slice, first: int, rows: Range | None) -> tuple[Read, ...]:
+    def _reads(self, t: int, wanted: Slice, first: int) -> tuple[Read, ...]:
         record, count = self._record, self._manifest.num_ranks
         order = ((first + i) % count for i in range(count))
         slices = record.cut(t).slices
         holders = [Holder(slices[rank], rank, 0) for rank in order if slices[rank].is_held]
         try:
-            reads = gather(record.dtypes[t], record.shapes[t], wanted, holders, rows)
+            reads = gather(record.dtypes[t], record.shapes[t], wanted, holders)
         except PlanError as error:
             error.path, error.tensor = str(self._folder), record.names[t]
             raise

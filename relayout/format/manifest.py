@@ -12,7 +12,6 @@ import zstandard
 
 from relayout.core.digests import digest_hex
 from relayout.core.extents import BLOCK, Transfer
-from relayout.core.slices import Slice
 from relayout.errors import FormatError, PlanError, shown
 from relayout.format.fields import Fields, parse_object
 from relayout.format.index import (
@@ -355,22 +354,3 @@ def parse_shapes(values: Iterable[Any], where: str) -> list[tuple[int, ...]]:
         wrong = next(shape for shape in shapes if not all(type(dim) is int and 0 <= dim < 2**63 for dim in shape))
         raise FormatError(f"{shown(list(wrong))} is no shape", path=where, code="field")
     return shapes
-
-
-def parse_slice(value: Any, where: str) -> Slice:
-    """A slice from `[axis, [[start, length], ...]]`, or null for a whole tensor.
-
-    Raises:
-        FormatError: it is none.
-    """
-    if value is None:
-        return Slice()
-    try:
-        axis, ranges = value
-        parsed = Slice(axis, tuple((start, length) for start, length in ranges))
-    except (TypeError, ValueError):
-        raise FormatError(f"{shown(value)} is no slice", path=where, code="field") from None
-    numbers = (axis, *(number for pair in parsed.ranges or () for number in pair))
-    if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
-        raise FormatError(f"{shown(value)} is no slice", path=where, code="field")
-    return parsed

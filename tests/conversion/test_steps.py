@@ -225,25 +225,25 @@ def check(
 
 
 def even(axis: int, num_ranks: int, group: int) -> tuple[Slice, ...]:
-    return tuple(Slice(axis, ((rank * group, group),)) for rank in range(num_ranks))
+    return tuple(Slice.along(axis, ((rank * group, group),)) for rank in range(num_ranks))
 
 
 def replicated(axis: int, num_ranks: int, group: int) -> tuple[Slice, ...]:
     """Two ranks share each group."""
-    return tuple(Slice(axis, ((rank // 2 * group, group),)) for rank in range(num_ranks))
+    return tuple(Slice.along(axis, ((rank // 2 * group, group),)) for rank in range(num_ranks))
 
 
 def ragged(axis: int, num_ranks: int, share: int, dim: int) -> tuple[Slice, ...]:
     """As a vocabulary: the last ranks may hold less, or nothing."""
     starts = [min(rank * share, dim) for rank in range(num_ranks)]
-    return tuple(Slice(axis, ((start, min(share, dim - start)),)) for start in starts)
+    return tuple(Slice.along(axis, ((start, min(share, dim - start)),)) for start in starts)
 
 
 def fused(axis: int, num_ranks: int, groups: Sequence[int]) -> tuple[Slice, ...]:
     """A part of each of several tensors that are stored as one."""
     bases = [num_ranks * sum(groups[:i]) for i in range(len(groups))]
     return tuple(
-        Slice(axis, tuple((base + rank * group, group) for base, group in zip(bases, groups, strict=True)))
+        Slice.along(axis, tuple((base + rank * group, group) for base, group in zip(bases, groups, strict=True)))
         for rank in range(num_ranks)
     )
 
@@ -252,7 +252,7 @@ def interleaved(axis: int, num_ranks: int, groups: int, heads: Sequence[int]) ->
     """Parts that are stored group by group, and held part by part: q of all groups, then k, then v."""
     pitch = sum(heads)
     return tuple(
-        Slice(
+        Slice.along(
             axis,
             tuple(
                 ((rank * groups + group) * pitch + sum(heads[:part]), heads[part])

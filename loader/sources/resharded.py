@@ -139,7 +139,14 @@ class Ranks:
             PlanError: the ranks do not hold all of a tensor.
         """
         record = self._record
-        rows = [(t, self._reads(t, part, first)) for t, part in enumerate(wanted) if part.is_held]
+        found: dict[tuple[str, tuple[int, ...], int, Slice], tuple[Read, ...]] = {}
+        rows = []
+        for t, part in enumerate(wanted):
+            if part.is_held:
+                alike = record.dtypes[t], record.shapes[t], record.cut_of[t], part
+                if alike not in found:
+                    found[alike] = self._gather(t, part, first)
+                rows.append((t, self._locate(t, found[alike])))
         rows.sort(key=lambda row: (row[1][0].file, row[1][0].transfer.source) if row[1] else (-1, 0))
         return self._contents(rows, [wanted[t].shape(record.shapes[t]) for t, _ in rows])
 
@@ -149,22 +156,26 @@ class Ranks:
         Raises:
             FormatError, PlanError: as `pick`.
         """
-        return self._contents([(t, self._reads(t, wanted, 0))], [wanted.shape(self._record.shapes[t])])
+        reads = self._locate(t, self._gather(t, wanted, 0))
+        return self._contents([(t, reads)], [wanted.shape(self._record.shapes[t])])
 
-    def _reads(self, t: int, wanted: Slice, first: int) -> tuple[Read, ...]:
+    def _gather(self, t: int, wanted: Slice, first: int) -> tuple[Read, ...]:
+        """The reads of ranks' slices that fill a slice; their `file` is the rank. Tensors that are alike share them."""
         record, count = self._record, self._manifest.num_ranks
         order = ((first + i) % count for i in range(count))
         slices = record.cut(t).slices
         holders = [Holder(slices[rank], rank, 0) for rank in order if slices[rank].is_held]
         try:
-            reads = gather(record.dtypes[t], record.shapes[t], wanted, holders)
+            return gather(record.dtypes[t], record.shapes[t], wanted, holders)
         except PlanError as error:
             error.path, error.tensor = str(self._folder), record.names[t]
             raise
-        return tuple(self._locate(t, read) for read in reads)
 
-    def _locate(self, t: int, read: Read) -> Read:
-        """A read of a rank file, for a read of a rank's slice whose `file` is the rank."""
+    def _locate(self, t: int, reads: tuple[Read, ...]) -> tuple[Read, ...]:
+        """Reads of rank files, for reads as of `_gather`."""
+        return tuple(self._locate_one(t, read) for read in reads)
+
+    def _locate_one(self, t: int, read: Read) -> Read:
         record, rank = self._record, read.file
         opened = self._open(rank)
         row = opened.rows.get(record.names[t], -1)

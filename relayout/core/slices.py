@@ -87,7 +87,10 @@ class Slice:
 
     def ranges_along(self, axis: int) -> tuple[Range, ...] | None:
         """The ranges along one of the axes; None if it is not cut."""
-        return next((ranges for one, ranges in self.by_axis or () if one == axis), None)
+        for one, ranges in self.by_axis or ():
+            if one == axis:
+                return ranges
+        return None
 
     def is_inside(self, shape: tuple[int, ...]) -> bool:
         """Whether a tensor of that shape has all elements of the slice."""
@@ -137,9 +140,9 @@ def row_runs(part: Slice, shape: tuple[int, ...], axis: int) -> list[tuple[int, 
     Raises:
         PlanError: there are too many runs.
     """
-    cut = dict(part.by_axis or ())
-    if all(one >= axis for one in cut):
+    if not part.by_axis or part.by_axis[0][0] >= axis:
         return [(0, prod(shape[:axis]), 0)]
+    cut = dict(part.by_axis)
     runs = [(0, 1, 0)]
     for one, size in enumerate(shape[:axis]):
         pieces = positions(cut.get(one, ((0, size),)))

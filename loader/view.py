@@ -215,18 +215,13 @@ class _OnDemand:
         # Let torch check the index, on a tensor without memory.
         torch.empty(shape, device="meta")[index]
         selected = selection(index, shape)
-        axis = self._pieces.axis(row)
-        wanted, rows, box = columns.parts[row], None, list(shape)
+        wanted = columns.parts[row]
         if selected is not None and shape:
-            start, length = bounds(selected[axis], shape[axis])
-            wanted, box[axis] = _narrowed(wanted, axis, columns.whole_shapes[row][axis], start, length), length
-            selected[axis] = within(selected[axis], length)
-            if axis:
-                rows = bounds(selected[0], shape[0])
-                box[0] = rows[1]
-                selected[0] = within(selected[0], rows[1])
-        contents = self._pieces.piece(row, wanted, rows, tuple(box))
-        [tensor] = load_arena(pack(contents), self._options).values()
+            for axis in {0, *self._pieces.axes(row)}:
+                start, length = bounds(selected[axis], shape[axis])
+                wanted = _narrowed(wanted, axis, columns.whole_shapes[row][axis], start, length)
+                selected[axis] = within(selected[axis], length)
+        [tensor] = load_arena(pack(self._pieces.piece(row, wanted)), self._options).values()
         return tensor[index if selected is None else tuple(selected)]
 
 
@@ -259,13 +254,17 @@ def within(part: int | slice, length: int) -> int | slice:
 
 def _narrowed(part: Slice, axis: int, size: int, start: int, length: int) -> Slice:
     """The part of a slice of an axis of `size` that has `length` of its elements, from its element `start` on."""
+    cut = dict(part.by_axis or ())
+    whole = cut.get(axis, ((0, size),))
+    if length == sum(count for _, count in whole):
+        return part
     ranges = []
-    for first, count in ((0, size),) if part.ranges is None else part.ranges:
+    for first, count in whole:
         low, high = max(start, 0), min(start + length, count)
         if low < high:
             ranges.append((first + low, high - low))
         start -= count
-    return Slice(axis, tuple(ranges) or ((0, 0),))
+    return Slice.of(cut | {axis: ranges})
 
 
 def open_rank(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from relayout.core.slices import Range, Slice
+from relayout.core.slices import Slice
 from relayout.loader.sources.contents import Contents, StoredFile
 from relayout.loader.sources.reshard import Holder, gather
 
@@ -43,14 +43,11 @@ class Pieces(Protocol):
     def columns(self) -> Columns:
         """The tensors."""
 
-    def axis(self, row: int) -> int:
-        """The axis along which a part of a tensor can be read alone, besides axis 0."""
+    def axes(self, row: int) -> set[int]:
+        """The axes along which a part of a tensor can be read alone, besides axis 0."""
 
-    def piece(self, row: int, wanted: Slice, rows: Range | None, shape: tuple[int, ...]) -> Contents:
-        """A piece of one tensor: a slice of the whole along `axis`, restricted to some rows (see `gather`).
-
-        Args:
-            shape: of the piece.
+    def piece(self, row: int, wanted: Slice) -> Contents:
+        """A slice of one whole tensor.
 
         Raises:
             FormatError: a rank table is damaged.
@@ -81,16 +78,15 @@ class StoredPieces:
     """Where each tensor is stored, and which slice of it."""
     read_metadata: Callable[[], Mapping[str, str] | None]
 
-    def axis(self, row: int) -> int:
-        """See `Pieces.axis`."""
-        cut = (part.axis for part in (self.columns.parts[row], self.holders[row].part) if part.ranges is not None)
-        return next(cut, 0)
+    def axes(self, row: int) -> set[int]:
+        """See `Pieces.axes`."""
+        return {*self.columns.parts[row].axes, *self.holders[row].part.axes}
 
-    def piece(self, row: int, wanted: Slice, rows: Range | None, shape: tuple[int, ...]) -> Contents:
+    def piece(self, row: int, wanted: Slice) -> Contents:
         """See `Pieces.piece`."""
-        name, dtype = self.columns.names[row], self.columns.dtypes[row]
-        reads = gather(dtype, tuple(self.columns.whole_shapes[row]), wanted, [self.holders[row]], rows)
-        return Contents(self.files, [name], [dtype], [shape], [reads], None).rows([0])
+        name, dtype, whole = self.columns.names[row], self.columns.dtypes[row], tuple(self.columns.whole_shapes[row])
+        reads = gather(dtype, whole, wanted, [self.holders[row]])
+        return Contents(self.files, [name], [dtype], [wanted.shape(whole)], [reads], None).rows([0])
 
     def metadata(self) -> Mapping[str, str] | None:
         """See `Pieces.metadata`."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 from relayout.core.dtypes import BITS
 from relayout.core.extents import Transfer
-from relayout.core.slices import Range, Slice
+from relayout.core.slices import Slice, positions, row_runs
 from relayout.errors import PlanError
 from relayout.format.index import Read
+
+_MAX_WORK = 2**24
+"""Ranges to look at. No plan comes near; what others cut may."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,72 +29,83 @@ class Holder:
     """Absolute offset of its first byte."""
 
 
-def gather(
-    dtype: str, shape: tuple[int, ...], wanted: Slice, holders: Sequence[Holder], rows: Range | None = None
-) -> tuple[Read, ...]:
+def gather(dtype: str, shape: tuple[int, ...], wanted: Slice, holders: Sequence[Holder]) -> tuple[Read, ...]:
     """The reads that fill a slice of a tensor; their targets are relative to its first byte.
 
     Where several holders have the next elements, the one with the longest run is read; of equals, the first.
 
-    Args:
-        rows: (start, length) of elements along axis 0: only these, where the cut is along another axis.
-
     Raises:
-        PlanError: the holders do not have all of it, were cut along another axis, or the cut falls inside a byte.
+        PlanError: the holders do not have all of it, the cut falls inside a byte, or there are too many runs.
     """
-    axis = _axis(wanted, holders)
+    axis = max((axis for part in (wanted, *(holder.part for holder in holders)) for axis in part.axes), default=None)
     if not shape or axis is None:
         return _whole(dtype, shape, holders)
     size, item_bits = shape[axis], prod(shape[axis + 1 :]) * BITS[dtype]
-    wanted_length = _length(wanted, size)
-    held = [(holder, *found) for holder in holders for found in _ranges(holder.part, size)]
-    skipped, count = 0, prod(shape[:axis])
-    if rows is not None and axis > 0:
-        skipped, count = (number * prod(shape[1:axis]) for number in rows)
+    wanted_columns, wanted_length = _columns(wanted, axis, size)
+    stored = [(holder, row_runs(holder.part, shape, axis), *_columns(holder.part, axis, size)) for holder in holders]
+    borders = sorted(
+        {border for _, runs, _, _ in stored for first, count, _ in runs for border in (first, first + count)}
+    )
+    pieces = list(_split(row_runs(wanted, shape, axis), borders))
+    work = len(pieces) * sum(len(runs) + len(columns) for _, runs, columns, _ in stored)
+    if work > _MAX_WORK:
+        raise PlanError(f"a slice that is scattered over {len(pieces)} pieces of {len(holders)} slices", code="limit")
     reads = []
-    for start, length, target in _ranges(wanted, size):
-        end, shift = start + length, target - start
-        while start < end:
-            holder, first, span, position = max(
-                (one for one in held if one[1] <= start < one[1] + one[2]),
-                key=lambda one: min(one[1] + one[2], end),
-                default=(None, 0, 0, 0),
-            )
-            if holder is None:
-                raise PlanError(f"element {start} of dim {axis} of {list(shape)} is in no rank's slice", code="missing")
-            taken = min(first + span, end) - start
-            elements = (position + start - first, start + shift, taken, _length(holder.part, size), wanted_length)
-            if any(number * item_bits % 8 for number in elements):
-                raise PlanError(
-                    f"a cut of {dtype} {list(shape)} along dim {axis} falls inside a byte", code="indivisible"
+    for top, count, wanted_row in pieces:
+        # Of each holder, rows `top` to `top + count` are all there or all missing.
+        held = [
+            (holder, length, top - first + row, *column)
+            for holder, runs, columns, length in stored
+            for first, num_rows, row in runs
+            if first <= top < first + num_rows
+            for column in columns
+        ]
+        for start, length, target in wanted_columns:
+            end, shift = start + length, target - start
+            while start < end:
+                holder, held_length, row, first, span, position = max(
+                    (one for one in held if one[3] <= start < one[3] + one[4]),
+                    key=lambda one: min(one[3] + one[4], end),
+                    default=(None, 0, 0, 0, 0, 0),
                 )
-            source, place, nbytes, *strides = (number * item_bits // 8 for number in elements)
-            if nbytes and count:
-                offset = holder.offset + skipped * strides[0] + source
-                transfer = Transfer(offset, place, nbytes, count, *(strides if count > 1 else (0, 0)))
-                reads.append(Read(holder.file, transfer.normalized()))
-            start += taken
+                if holder is None:
+                    raise PlanError(
+                        f"element {start} of dim {axis} of {list(shape)} is in no rank's slice", code="missing"
+                    )
+                taken = min(first + span, end) - start
+                elements = (position + start - first, start + shift, taken, held_length, wanted_length)
+                if any(number * item_bits % 8 for number in elements):
+                    raise PlanError(
+                        f"a cut of {dtype} {list(shape)} along dim {axis} falls inside a byte", code="indivisible"
+                    )
+                source, place, nbytes, *strides = (number * item_bits // 8 for number in elements)
+                if nbytes:
+                    transfer = Transfer(
+                        holder.offset + row * strides[0] + source,
+                        wanted_row * strides[1] + place,
+                        nbytes,
+                        count,
+                        *(strides if count > 1 else (0, 0)),
+                    )
+                    reads.append(Read(holder.file, transfer.normalized()))
+                start += taken
     return tuple(reads)
 
 
-def _axis(wanted: Slice, holders: Sequence[Holder]) -> int | None:
-    """The axis along which wanted and held slices are cut; None if none of them is."""
-    axes = {part.axis for part in (wanted, *(holder.part for holder in holders)) if part.ranges is not None}
-    if len(axes) > 1:
-        raise PlanError(f"slices are cut along different dims: {sorted(axes)}", code="unsupported")
-    return next(iter(axes), None)
+def _columns(part: Slice, axis: int, size: int) -> tuple[list[tuple[int, int, int]], int]:
+    """(start, length, position in the slice) of each range along an axis of `size` elements; and their length."""
+    ranges = part.ranges_along(axis)
+    if ranges is None:
+        return [(0, size, 0)], size
+    return positions(ranges), sum(length for _, length in ranges)
 
 
-def _ranges(part: Slice, size: int) -> Iterator[tuple[int, int, int]]:
-    """(start, length, position in the slice) of each range of a slice along an axis of `size` elements."""
-    position = 0
-    for start, length in ((0, size),) if part.ranges is None else part.ranges:
-        yield start, length, position
-        position += length
-
-
-def _length(part: Slice, size: int) -> int:
-    return size if part.ranges is None else sum(length for _, length in part.ranges)
+def _split(runs: Sequence[tuple[int, int, int]], borders: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Runs of rows, as of `row_runs`, cut at the borders."""
+    for first, count, row in runs:
+        inside = borders[bisect_right(borders, first) : bisect_left(borders, first + count)]
+        for start, end in pairwise((first, *inside, first + count) if count else ()):
+            yield start, end - start, row + start - first
 
 
 def _whole(dtype: str, shape: tuple[int, ...], holders: Sequence[Holder]) -> tuple[Read, ...]:

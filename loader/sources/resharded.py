@@ -12,7 +12,7 @@ from relayout.checkpoint.source import SourceCheckpoint, SourceTensor
 from relayout.core.dtypes import num_bytes
 from relayout.core.extents import Extent
 from relayout.core.forks import remake_in_child
-from relayout.core.slices import WHOLE, Range, Slice
+from relayout.core.slices import WHOLE, Slice, slice_transfers
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import Manifest, RankTable, Read
 from relayout.format.safetensors import parse_header
@@ -101,14 +101,14 @@ class ReshardedPieces:
     """Their positions in the record."""
     ranks: Ranks
 
-    def axis(self, row: int) -> int:
-        """See `Pieces.axis`."""
-        cuts = (self.columns.parts[row], *self.record.cut(self.tensors[row]).distinct)
-        return next((part.axis for part in cuts if part.ranges), 0)
+    def axes(self, row: int) -> set[int]:
+        """See `Pieces.axes`."""
+        parts = (self.columns.parts[row], *self.record.cut(self.tensors[row]).distinct)
+        return {axis for part in parts for axis in part.axes}
 
-    def piece(self, row: int, wanted: Slice, rows: Range | None, shape: tuple[int, ...]) -> Contents:
+    def piece(self, row: int, wanted: Slice) -> Contents:
         """See `Pieces.piece`."""
-        return self.ranks.pick_one(self.tensors[row], wanted, rows, shape)
+        return self.ranks.pick_one(self.tensors[row], wanted)
 
     def metadata(self) -> Mapping[str, str] | None:
         """See `Pieces.metadata`."""
@@ -153,41 +153,53 @@ class Ranks:
             PlanError: the ranks do not hold all of a tensor.
         """
         record = self._record
-        rows = [(t, self._reads(t, part, first, None)) for t, part in enumerate(wanted) if part.is_held]
+        found: dict[tuple[str, tuple[int, ...], int, Slice], tuple[Read, ...]] = {}
+        rows = []
+        for t, part in enumerate(wanted):
+            if part.is_held:
+                alike = record.dtypes[t], record.shapes[t], record.cut_of[t], part
+                if alike not in found:
+                    found[alike] = self._gather(t, part, first)
+                rows.append((t, self._locate(t, found[alike])))
         rows.sort(key=lambda row: (row[1][0].file, row[1][0].transfer.source) if row[1] else (-1, 0))
         return self._contents(rows, [wanted[t].shape(record.shapes[t]) for t, _ in rows])
 
-    def pick_one(self, t: int, wanted: Slice, rows: Range | None, shape: tuple[int, ...]) -> Contents:
-        """A piece of one source tensor: a slice, restricted to some rows (see `gather`).
-
-        Args:
-            shape: of the piece.
+    def pick_one(self, t: int, wanted: Slice) -> Contents:
+        """A slice of one source tensor.
 
         Raises:
             FormatError, PlanError: as `pick`.
         """
-        return self._contents([(t, self._reads(t, wanted, 0, rows))], [shape])
+        reads = self._locate(t, self._gather(t, wanted, 0))
+        return self._contents([(t, reads)], [wanted.shape(self._record.shapes[t])])
 
-    def _reads(self, t: int, wanted: Slice, first: int, rows: Range | None) -> tuple[Read, ...]:
+    def _gather(self, t: int, wanted: Slice, first: int) -> tuple[Read, ...]:
+        """The reads of ranks' slices that fill a slice; their `file` is the rank. Tensors that are alike share them."""
         record, count = self._record, self._manifest.num_ranks
         order = ((first + i) % count for i in range(count))
         slices = record.cut(t).slices
         holders = [Holder(slices[rank], rank, 0) for rank in order if slices[rank].is_held]
-        if self._manifest.whole is not None and not (wanted.ranges and self._is_apart(t)):
-            holders = [Holder(WHOLE, count, 0)]
         try:
-            reads = gather(record.dtypes[t], record.shapes[t], wanted, holders, rows)
+            if self._manifest.whole is not None and self._is_best_of_whole(t, wanted):
+                holders = [Holder(WHOLE, count, 0)]
+            return gather(record.dtypes[t], record.shapes[t], wanted, holders)
         except PlanError as error:
             error.path, error.tensor = str(self._folder), record.names[t]
             raise
-        return tuple(self._locate(t, read) for read in reads)
 
-    def _is_apart(self, t: int) -> bool:
-        """Whether ranks have their slices of a tensor in files of their own, beside the whole tensor."""
-        cut = self._record.cut(t).tensor(self._record.dtypes[t], tuple(self._record.shapes[t]))
-        return any(one.count > 1 for transfers in cut.transfers for one in transfers)
+    def _is_best_of_whole(self, t: int, wanted: Slice) -> bool:
+        """Whether a slice is contiguous in the whole tensor, or no rank has another part of it in files of its own."""
+        dtype, shape = self._record.dtypes[t], self._record.shapes[t]
+        apart = self._record.cut(t).tensor(dtype, shape).transfers
+        return all(one.count == 1 for one in slice_transfers(dtype, shape, wanted)) or all(
+            one.count == 1 for transfers in apart for one in transfers
+        )
 
-    def _locate(self, t: int, read: Read) -> Read:
+    def _locate(self, t: int, reads: tuple[Read, ...]) -> tuple[Read, ...]:
+        """Reads of rank files, for reads as of `_gather`."""
+        return tuple(self._locate_one(t, read) for read in reads)
+
+    def _locate_one(self, t: int, read: Read) -> Read:
         """A read of a rank file, for a read of a rank's slice whose `file` is the rank."""
         record, rank = self._record, read.file
         opened = self._open(rank)

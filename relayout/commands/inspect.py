@@ -209,8 +209,11 @@ def _table_groups(table: RankTable) -> tuple[TensorGroup, ...]:
 
 
 def _cut_in_words(part: Slice, source: tuple[int, ...]) -> str:
-    pieces = "" if part.is_box else f"{len(part.ranges or ())} ranges of "
-    return f"{pieces}dim {part.axis} of {list(source)}"
+    dims = (
+        f"dim {axis}" if len(ranges) <= 1 else f"{len(ranges)} ranges of dim {axis}"
+        for axis, ranges in part.by_axis or ()
+    )
+    return f"{', '.join(dims)} of {list(source)}"
 
 
 def _groups(rows: Iterable[tuple[str, str, tuple[int, ...], int, str | None]]) -> tuple[TensorGroup, ...]:

@@ -22,6 +22,7 @@ from relayout.checkpoint.source import (
     read_shard,
     read_source,
 )
+from relayout.commands.coverage import missing_element
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, NoSink, run_steps, share_memory
 from relayout.conversion.layout import rows_of_files, stored_conversion
 from relayout.conversion.side_files import read_side_file
@@ -32,7 +33,7 @@ from relayout.core.digests import DIGEST_NBYTES, digest_hex
 from relayout.core.dtypes import num_bytes
 from relayout.core.extents import BLOCK, Extent, Transfer
 from relayout.core.slices import WHOLE, slice_transfers
-from relayout.errors import FormatError
+from relayout.errors import FormatError, PlanError
 from relayout.format.chunks import CHUNKS_NAME, chunks_of
 from relayout.format.fields import Fields, parse_object
 from relayout.format.index import (
@@ -302,8 +303,10 @@ def _check_bulk(manifest: Manifest, rank: int, table: RankTable, report: Report)
             one = read.transfer
             if read.file == position and one.source < end and (one.target - one.source) % BLOCK:
                 name = manifest.holder_files(rank)[position].name
-                what = f"rank {rank}: bytes {one.source} to {one.source_end} of {name} cannot go directly to {one.target}"
-                report.add(MANIFEST_NAME, f"{what} of the arena")
+                what = (
+                    f"rank {rank}: bytes {one.source} to {one.source_end} of {name} cannot go directly to their place"
+                )
+                report.add(MANIFEST_NAME, f"{what}, {one.target} of the arena")
 
 
 def _check_other_files(folder: Store, manifest: Manifest, tables: list[RankTable | None], report: Report) -> None:
@@ -400,17 +403,17 @@ def _check_cuts(record: SourceRecord, report: Report) -> None:
     """Check that the ranks together hold every element of each tensor."""
     first = dict(zip(zip(record.cut_of, record.shapes, strict=True), record.names, strict=True))
     for (cut, shape), name in first.items():
-        slices = record.cuts[cut].distinct
-        if any(part.is_whole for part in slices):
-            continue
-        axis = next((part.axis for part in slices if part.ranges), 0)
-        end = 0
-        for start, length in sorted(one for part in slices for one in part.ranges or ()):
-            if start > end:
-                break
-            end = max(end, start + length)
-        if axis >= len(shape) or end < shape[axis] or not any(part.is_held for part in slices):
-            report.add(SOURCE_RECORD_NAME, f"no rank holds element {end} of dim {axis} of {list(shape)}", name)
+        slices = [part for part in record.cuts[cut].distinct if part.is_held]
+        if not slices:
+            report.add(SOURCE_RECORD_NAME, "no rank holds the tensor", name)
+        elif not any(part.is_whole for part in slices):
+            try:
+                element = missing_element(shape, slices)
+            except PlanError as error:
+                report.add(SOURCE_RECORD_NAME, str(error), name)
+                continue
+            if element is not None:
+                report.add(SOURCE_RECORD_NAME, f"no rank holds element {list(element)} of {list(shape)}", name)
 
 
 def _check_slices(name: str, rank: int, table: RankTable, record: SourceRecord, report: Report) -> None:

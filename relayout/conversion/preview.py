@@ -124,15 +124,16 @@ def _cut_in_words(cut: Cut) -> str:
         return "whole"
     if not all(part.is_held for part in cut.distinct):
         return "whole, in one rank"
-    axis = f"dim {cut.slices[0].axis}"
-    num_ranges = max(len(part.ranges or ()) for part in cut.distinct)
+    by_axis = [one for part in cut.distinct for one in part.by_axis or ()]
+    dims = ", ".join(f"dim {axis}" for axis in sorted({axis for axis, _ in by_axis}))
+    num_ranges = max(len(ranges) for _, ranges in by_axis)
     fused = f", {num_ranges} ranges" if num_ranges > 1 else ""
     shared = max(
         (
             len(ranks)
             for part, ranks in zip(cut.distinct, cut.holders, strict=True)
-            if any(length for _, length in part.ranges or ())
+            if all(ranges for _, ranges in part.by_axis or ())
         ),
         default=1,
     )
-    return f"{axis}{fused}" if shared == 1 else f"{axis}{fused}, each part in {shared} ranks"
+    return f"{dims}{fused}" if shared == 1 else f"{dims}{fused}, each part in {shared} ranks"

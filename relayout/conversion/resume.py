@@ -13,7 +13,8 @@ from relayout.core.digests import digest_hex
 from relayout.core.extents import Extent
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import FORMAT_VERSION
-from relayout.format.manifest import compact_json, dump_slice
+from relayout.format.manifest import compact_json
+from relayout.format.slices import dump_slice
 from relayout.storage.hashing import HashedFile, hash_files
 from relayout.storage.protocols import Staging
 
@@ -39,7 +40,7 @@ def undertaking_of(conversion: Conversion) -> Undertaking:
         FORMAT_VERSION,
         *astuple(conversion.options),
         plan.cut_of,
-        [[dump_slice(part) for part in cut.slices] for cut in plan.cuts],
+        [list(map(dump_slice, cut.slices)) for cut in plan.cuts],
     ]
     source = [files, tensors, index]
     return Undertaking(digest_hex(compact_json(source)), digest_hex(compact_json(options)))

@@ -276,10 +276,14 @@ def _chunk_length(transfers: Iterable[Transfer], chunk_nbytes: int) -> int:
 
 def _in_order(transfers: Sequence[Transfer], chunk_nbytes: int) -> bool:
     """Whether a slice's bytes come by in its own order, in chunks of so many source bytes."""
-    if all(a.source < b.source for a, b in pairwise(transfers)):
+    if all(a.source_end <= b.source for a, b in pairwise(transfers)):
         return True
-    # The order is another within each row only, and a chunk has whole rows.
-    return all(one.count > 1 and chunk_nbytes % one.source_stride == 0 for one in transfers)
+    rows = {(one.count, one.source_stride, one.source // max(1, one.source_stride)) for one in transfers}
+    [(count, stride, _), *others] = rows
+    if others or count == 1:
+        return False
+    # All are of the same rows. Within each, the order is the same, or a chunk has whole rows.
+    return chunk_nbytes % stride == 0 or all(a.source + a.nbytes <= b.source for a, b in pairwise(transfers))
 
 
 def _in_target_order(transfers: Sequence[Transfer], max_nbytes: int, max_runs: int) -> Iterator[list[Transfer]]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
 from math import prod
 
 from relayout.core.dtypes import BITS
@@ -15,93 +14,194 @@ Range = tuple[int, int]
 """(start, length) in elements along one dimension."""
 
 
+_MAX_TRANSFERS = 2**20
+"""Of one slice. No plan comes near; a table that others wrote may."""
+
+
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """The part of a tensor that one rank holds: ranges of elements along one axis, concatenated in this order.
+    """The part of a tensor that one rank holds: the product of ranges of elements along some of its axes.
 
-    Several ranges occur in fused tensors, such as q, k and v in one: the rank holds a range of each part.
+    The ranges of an axis are concatenated in their order. Several ranges occur in fused tensors, such as q, k and v in
+    one: the rank holds a range of each part.
     """
 
-    axis: int = 0
-    """The dimension that is cut."""
-    ranges: tuple[Range, ...] | None = None
-    """(start, length) in elements along `axis`; None: the tensor is held whole; (): the rank does not hold it."""
+    by_axis: tuple[tuple[int, tuple[Range, ...]], ...] | None = ()
+    """(axis, ranges) of each axis that is cut, by rising axis; no range has length 0, and an axis without any has 0
+    elements. (): the tensor is held whole; None: the rank does not hold it. Made by `of` or `along`."""
+
+    @classmethod
+    def of(cls, ranges: Mapping[int, Iterable[Range]]) -> Slice:
+        """The slice with these ranges along these axes; those of length 0 are dropped."""
+        return cls(tuple((axis, tuple(one for one in ranges[axis] if one[1])) for axis in sorted(ranges)))
+
+    @classmethod
+    def along(cls, axis: int, ranges: Iterable[Range]) -> Slice:
+        """A slice that is cut along one axis."""
+        return cls.of({axis: ranges})
 
     @property
     def is_whole(self) -> bool:
         """Whether the rank holds every element, as stored."""
-        return self.ranges is None
+        return self.by_axis == ()
 
     @property
     def is_held(self) -> bool:
         """Whether the rank has the tensor, even with zero elements."""
-        return self.ranges != ()
+        return self.by_axis is not None
 
     @property
     def is_box(self) -> bool:
         """Whether the slice is at most one contiguous index range along each axis."""
-        return self.ranges is None or len(self.ranges) <= 1
+        return all(len(ranges) <= 1 for _, ranges in self.by_axis or ())
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The axes that are cut."""
+        return tuple(axis for axis, _ in self.by_axis or ())
+
+    @property
+    def axis(self) -> int:
+        """The axis that is cut, for code that serves one only; 0 if none is.
+
+        Raises:
+            PlanError: several are.
+        """
+        return self._one_axis()[0]
+
+    @property
+    def ranges(self) -> tuple[Range, ...] | None:
+        """The ranges along `axis`, for code that serves one only; None if the tensor is held whole.
+
+        Raises:
+            PlanError: several axes are cut.
+        """
+        return self._one_axis()[1]
+
+    def _one_axis(self) -> tuple[int, tuple[Range, ...] | None]:
+        if self.by_axis is None:
+            return 0, ()
+        if len(self.by_axis) > 1:
+            raise PlanError(f"is cut along dims {list(self.axes)}, expected at most one", code="unsupported")
+        return self.by_axis[0] if self.by_axis else (0, None)
+
+    def ranges_along(self, axis: int) -> tuple[Range, ...] | None:
+        """The ranges along one of the axes; None if it is not cut."""
+        for one, ranges in self.by_axis or ():
+            if one == axis:
+                return ranges
+        return None
+
+    def is_inside(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor of that shape has all elements of the slice."""
+        return all(
+            axis < len(shape) and all(start >= 0 and start + length <= shape[axis] for start, length in ranges)
+            for axis, ranges in self.by_axis or ()
+        )
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The slice's shape, from the tensor's shape."""
-        if self.ranges is None:
-            return shape
-        length = sum(length for _, length in self.ranges)
-        return (*shape[: self.axis], length, *shape[self.axis + 1 :])
+        if self.by_axis is None:
+            return (0, *shape[1:])
+        sizes = list(shape)
+        for axis, ranges in self.by_axis:
+            sizes[axis] = sum(length for _, length in ranges)
+        return tuple(sizes)
 
     def starts(self, num_axes: int) -> list[int]:
         """Where the box begins along each axis, in elements (the `saved_offsets` of PyTorch DCP)."""
         starts = [0] * num_axes
-        if self.ranges is not None:
-            starts[self.axis] = self.ranges[0][0]
+        for axis, ranges in self.by_axis or ():
+            starts[axis] = ranges[0][0] if ranges else 0
         return starts
 
 
 WHOLE = Slice()
 """The slice of a replicated tensor."""
 
-NOT_HELD = Slice(0, ())
+NOT_HELD = Slice(None)
 """The slice of a tensor that the rank does not have, because another rank owns it."""
+
+
+def positions(ranges: Iterable[Range]) -> list[tuple[int, int, int]]:
+    """(start, length, position in the slice) of each range."""
+    found, position = [], 0
+    for start, length in ranges:
+        found.append((start, length, position))
+        position += length
+    return found
+
+
+def row_runs(part: Slice, shape: tuple[int, ...], axis: int) -> list[tuple[int, int, int]]:
+    """Which rows a slice has, a row being an index of all axes before `axis`: (first row, how many, row of the slice).
+
+    Rows are numbered in row-major order. The runs are in the order of the slice.
+
+    Raises:
+        PlanError: there are too many runs.
+    """
+    if not part.by_axis or part.by_axis[0][0] >= axis:
+        return [(0, prod(shape[:axis]), 0)]
+    cut = dict(part.by_axis)
+    runs = [(0, 1, 0)]
+    for one, size in enumerate(shape[:axis]):
+        pieces = positions(cut.get(one, ((0, size),)))
+        if one not in cut:
+            runs = [(first * size, count * size, row * size) for first, count, row in runs]
+            continue
+        _check_number(sum(count for _, count, _ in runs) * len(pieces), part)
+        held = sum(length for _, length, _ in pieces)
+        runs = [
+            ((first + i) * size + start, length, (row + i) * held + position)
+            for first, count, row in runs
+            for i in range(count if pieces else 0)
+            for start, length, position in pieces
+        ]
+    return runs
+
+
+def _check_number(count: int, part: Slice) -> None:
+    if count > _MAX_TRANSFERS:
+        raise PlanError(f"a slice along dims {list(part.axes)} of {count} runs, limit {_MAX_TRANSFERS}", code="limit")
 
 
 def slice_transfers(dtype: str, shape: tuple[int, ...], part: Slice) -> tuple[Transfer, ...]:
     """Transfers from the tensor's bytes (source) to the slice's dense bytes (target), each relative to its first byte.
 
     Raises:
-        PlanError: a range starts or ends inside a byte (dtypes below 8 bits), or is outside the tensor.
+        PlanError: a range starts or ends inside a byte (dtypes below 8 bits), or is outside the tensor; or the slice
+            has too many runs.
     """
-    if part.ranges is None:
-        return _dense(prod(shape) * BITS[dtype] // 8)
-    if not part.is_held:
-        return ()
-    inner_bits = prod(shape[part.axis + 1 :]) * BITS[dtype]
-    length_bits = [inner_bits * length for _, length in part.ranges]
-    start_bits = [inner_bits * start for start, _ in part.ranges]
-    axis_bits = inner_bits * shape[part.axis]
-    if any(bits % 8 for bits in (*length_bits, *start_bits, axis_bits)):
-        raise PlanError(
-            f"a cut of {dtype} {list(shape)} along dim {part.axis} falls inside a byte: {part.ranges}",
-            code="indivisible",
-        )
-    if any(start < 0 or length < 0 or start + length > shape[part.axis] for start, length in part.ranges):
-        raise PlanError(f"ranges {part.ranges} are outside dim {part.axis} of {list(shape)}")
-    count = prod(shape[: part.axis])
-    held = sum(length_bits) // 8
-    targets = accumulate((bits // 8 for bits in length_bits[:-1]), initial=0)
-    if held == 0 or count == 0:
-        return ()
-    return tuple(
-        Transfer(
-            source=start // 8,
-            target=target,
-            nbytes=bits // 8,
-            count=count,
-            source_stride=axis_bits // 8 if count > 1 else 0,
-            target_stride=held if count > 1 else 0,
-        ).normalized()
-        for start, bits, target in zip(start_bits, length_bits, targets, strict=True)
-        if bits
-    )
+    if not part.by_axis:
+        return _dense(prod(shape) * BITS[dtype] // 8) if part.is_held else ()
+    for axis, ranges in part.by_axis:
+        if any(start < 0 or length < 0 or start + length > shape[axis] for start, length in ranges):
+            raise PlanError(f"ranges {ranges} are outside dim {axis} of {list(shape)}")
+    axis, ranges = part.by_axis[-1]
+    item_bits = prod(shape[axis + 1 :]) * BITS[dtype]
+    row_bits, held_bits = (item_bits * length for length in (shape[axis], part.shape(shape)[axis]))
+    rows = row_runs(part, shape, axis)
+    _check_number(len(rows) * len(ranges), part)
+    transfers = []
+    for first, count, row in rows:
+        strides = (row_bits, held_bits) if count > 1 else (0, 0)
+        for start, length, position in positions(ranges):
+            bits = (
+                first * row_bits + start * item_bits,
+                row * held_bits + position * item_bits,
+                length * item_bits,
+                *strides,
+            )
+            if any(number % 8 for number in bits):
+                dims = ", ".join(map(str, part.axes))
+                raise PlanError(
+                    f"a cut of {dtype} {list(shape)} along dim {dims} falls inside a byte: {ranges}",
+                    code="indivisible",
+                )
+            source, target, nbytes, *byte_strides = (number // 8 for number in bits)
+            if nbytes and count:
+                transfers.append(Transfer(source, target, nbytes, count, *byte_strides).normalized())
+    return tuple(transfers)
 
 
 def slice_nbytes(dtype: str, shape: tuple[int, ...], part: Slice) -> int:

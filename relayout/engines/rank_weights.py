@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from relayout.checkpoint.converted import is_converted, read_manifest
-from relayout.errors import PlanError, shown
+from relayout.errors import PlanError, about, shown
 from relayout.storage.protocols import Kind
 from relayout.storage.stores import find_store
 
@@ -251,11 +251,12 @@ class RankWeights:
             part = columns.parts[row]
             self._nbytes += tensor.nbytes
             self._num_tensors += 1
-            if part.ranges is None:
+            if part.is_whole:
                 yield name, tensor
                 continue
             dtype, shape = columns.dtypes[row], columns.whole_shapes[row]
-            ranges: Sequence[Range] = part.ranges
+            with about(path=self._path, tensor=name):
+                ranges: Sequence[Range] = part.ranges or ()
             if dtype == "F4":  # torch counts pairs of them.
                 shape, ranges = torch_shape(name, dtype, shape), _paired(shape, part)
             made = make(name, tensor, shape, part.axis, ranges, partial(read, name, ...), usage)

@@ -28,6 +28,7 @@ from relayout.format.index import (
     Read,
 )
 from relayout.format.safetensors import LENGTH_NBYTES, MAX_AXES, MAX_HEADER_NBYTES, json_text
+from relayout.format.slices import dump_slice
 
 SOURCE_RECORD_NAME = "relayout.source.json.zst"
 DIGEST = "xxh3_128"
@@ -399,11 +400,6 @@ def _check_reads(entry: RankEntry, files: Sequence[IndexedFile], where: str) -> 
             )
 
 
-def dump_slice(part: Slice) -> object:
-    """A slice as JSON."""
-    return None if part.is_whole else [part.axis, part.ranges]
-
-
 def parse_shapes(values: Iterable[Any], where: str) -> list[tuple[int, ...]]:
     """Shapes from lists of sizes.
 
@@ -418,22 +414,3 @@ def parse_shapes(values: Iterable[Any], where: str) -> list[tuple[int, ...]]:
         wrong = next(shape for shape in shapes if not all(type(dim) is int and 0 <= dim <= MAX_SIZE for dim in shape))
         raise FormatError(f"{shown(list(wrong))} is no shape", path=where, code="field")
     return shapes
-
-
-def parse_slice(value: Any, where: str) -> Slice:
-    """A slice from `[axis, [[start, length], ...]]`, or null for a whole tensor.
-
-    Raises:
-        FormatError: it is none.
-    """
-    if value is None:
-        return Slice()
-    try:
-        axis, ranges = value
-        parsed = Slice(axis, tuple((start, length) for start, length in ranges))
-    except (TypeError, ValueError):
-        raise FormatError(f"{shown(value)} is no slice", path=where, code="field") from None
-    numbers = (axis, *(number for pair in parsed.ranges or () for number in pair))
-    if not all(type(number) is int and 0 <= number <= MAX_SIZE for number in numbers):
-        raise FormatError(f"{shown(value)} is no slice", path=where, code="field")
-    return parsed

@@ -32,11 +32,10 @@ from relayout.format.manifest import (
     compact_json,
     compress,
     decompress,
-    dump_slice,
     parse_shapes,
-    parse_slice,
 )
 from relayout.format.safetensors import check_name
+from relayout.format.slices import dump_slice, parse_slice
 
 Column = npt.NDArray[np.int64]
 
@@ -111,14 +110,17 @@ def _parse_kinds(fields: Fields, where: str) -> list[Kind]:
     count = len(fields.items("dtype"))
     shapes = parse_shapes(fields.column("shape", list, count), where)
     whole = fields.column("source_shape", (list, type(None)), count)
-    slices = [parse_slice(value, where) for value in fields.column("slice", (list, type(None)), count)]
+    slices = [parse_slice(value, where) for value in fields.column("slice", dict, count)]
     source_shapes = [shape if value is None else value for shape, value in zip(shapes, whole, strict=True)]
     columns = (fields.column("dtype", str, count), shapes, parse_shapes(source_shapes, where), slices)
     kinds = [Kind(*one) for one in zip(*columns, strict=True)]
     for one in kinds:
         if not _is_part(one.part, one.source_shape, one.shape):
+            shape, part, source_shape = (
+                shown(value) for value in (list(one.shape), dump_slice(one.part), list(one.source_shape))
+            )
             raise FormatError(
-                f"{shown(list(one.shape))} is not slice {shown(one.part)} of a tensor {shown(list(one.source_shape))}",
+                f"{shape} is not slice {part} of a tensor {source_shape}",
                 path=where,
                 code="field",
             )
@@ -281,11 +283,4 @@ def _are_brought(
 
 def _is_part(part: Slice, whole: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     """Whether a slice of a tensor of shape `whole` exists and has `shape`."""
-    if part.ranges is None:
-        return whole == shape
-    return (
-        part.is_held
-        and part.axis < len(whole)
-        and all(start + length <= whole[part.axis] for start, length in part.ranges)
-        and part.shape(whole) == shape
-    )
+    return part.is_inside(whole) and part.shape(whole) == shape

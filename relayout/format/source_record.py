@@ -12,8 +12,9 @@ from relayout.core.slices import Cut
 from relayout.errors import FormatError, shown
 from relayout.format.fields import Fields, parse_object
 from relayout.format.index import FORMAT_VERSION, MANIFEST_NAME, RANKS, WHOLE_TENSORS
-from relayout.format.manifest import check_version, compact_json, dump_slice, parse_shapes, parse_slice
+from relayout.format.manifest import check_version, compact_json, parse_shapes
 from relayout.format.safetensors import LENGTH_NBYTES, check_name
+from relayout.format.slices import dump_slice, parse_slice
 
 _MAX_PATH_NBYTES, _MAX_PART_NBYTES = 4095, 255
 """Linux has no longer paths, and file systems no longer names."""
@@ -107,7 +108,7 @@ def dump_record(record: SourceRecord) -> bytes:
             "digest": [file.digest for file in record.side_files],
             "mode": [file.mode for file in record.side_files],
         },
-        "cuts": [[dump_slice(part) for part in cut.slices] for cut in record.cuts],
+        "cuts": [list(map(dump_slice, cut.slices)) for cut in record.cuts],
         "tensors": {
             "name": record.names,
             "dtype": record.dtypes,
@@ -255,18 +256,15 @@ def _check_tensors(record: SourceRecord, where: str) -> None:
                     tensor=name,
                     code="field",
                 )
-        if len(reach[cut]) > 1:
-            raise FormatError(
-                f"is cut along axes {sorted(reach[cut])}, expected one", path=where, tensor=name, code="field"
-            )
 
 
 def _reach(cut: Cut) -> dict[int, int]:
     """How far slices go along each axis."""
     ends: dict[int, int] = {}
     for part in cut.distinct:
-        for start, length in part.ranges or ():
-            ends[part.axis] = max(ends.get(part.axis, 0), start + length)
+        for axis, ranges in part.by_axis or ():
+            end = max((start + length for start, length in ranges), default=0)
+            ends[axis] = max(ends.get(axis, 0), end)
     return ends
 
 

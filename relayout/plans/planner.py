@@ -223,7 +223,7 @@ class _Kind:
             raise errors[0]
         with about(part=f"dim {dim} of {list(self.shape)}"):
             ranges = self._divide(dim, self.shape, sizes, num_ranks)
-        return _checked(self.dtype, self.shape, tuple(Slice(dim, parts) for parts in ranges))
+        return _checked(self.dtype, self.shape, tuple(Slice.along(dim, parts) for parts in ranges))
 
     def _carry(self, scheme: Scheme, weight: Weight, dim: int, sizes: Sizes, num_ranks: int) -> Cut:
         """The cut of this tensor, from the cut of the quantized weight that it belongs to."""
@@ -236,7 +236,7 @@ class _Kind:
         if carried is None:
             return Cut((WHOLE,) * num_ranks)
         own, ranges = carried
-        return _checked(self.dtype, self.shape, tuple(Slice(own, parts) for parts in ranges))
+        return _checked(self.dtype, self.shape, tuple(Slice.along(own, parts) for parts in ranges))
 
     def _divide(self, dim: int, shape: tuple[int, ...], sizes: Sizes, num_ranks: int) -> list[tuple[Range, ...]]:
         if dim >= len(shape):
@@ -351,7 +351,7 @@ class _Experts:
                 raise PlanError(
                     f"{tensor.shape[0]} experts along dim 0, but config.json declares {declared}", code="config"
                 )
-            slices = tuple(Slice(0, (part,)) for part in owner_ranges(tensor.shape[0], self._num_ranks))
+            slices = tuple(Slice.along(0, (part,)) for part in owner_ranges(tensor.shape[0], self._num_ranks))
             return _checked(tensor.dtype, tensor.shape, slices)
         return None
 

@@ -248,7 +248,7 @@ def lies(record: dict[str, Any], what: str) -> None:
     elif what == "a tensor listed twice":
         tensors["name"][0] = tensors["name"][1]
     elif what == "a cut along no axis":
-        record["cuts"] = [[[7, [[0, 1]]]]] * len(record["cuts"])
+        record["cuts"] = [[{"7": [[0, 1]]}]] * len(record["cuts"])
     elif what == "a dtype that is none":
         tensors["dtype"][0] = "F99"
     else:

@@ -70,7 +70,7 @@ def in_parts(folder: Path, num_tensors: int, num_parts: int) -> tuple[SourceChec
     """Tensors of one row for each of so many ranks, and what they hold."""
     values = random_bytes(num_tensors, num_parts, 8)
     write(folder, {f"{t}": values[t] for t in range(num_tensors)})
-    slices = tuple(Slice(0, ((part, 1),)) for part in range(num_parts))
+    slices = tuple(Slice.along(0, ((part, 1),)) for part in range(num_parts))
     return read_source(folder), plan_of("x", num_parts, (slices,) * num_tensors), values
 
 

@@ -9,12 +9,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from families import FAMILIES
-from support.conversions import EXPERT_CASES, Conversions, assert_same, grouped, stock_tensors
+from support.conversions import EXPERT_CASES, Conversions, assert_same, dcp_tensors, grouped, stock_tensors
 from support.local_stores import read_manifest, read_table
 from support.quantized import QUANTIZED
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 QKV, GATE_UP = "self_attn.qkv_proj", "mlp.gate_up_proj"
 FUSED = {
@@ -30,17 +29,6 @@ FUSED = {
     **{name: [QKV, GATE_UP] for name, quantized in QUANTIZED.items() if quantized.family == "phi3"},
 }
 """Fused tensors, of which a rank holds a piece of each part."""
-
-
-def whole_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All that DCP finds, with the dtypes and shapes that it finds."""
-    reader = HuggingFaceStorageReader(str(folder))
-    tensors = {}
-    for name, found in reader.read_metadata().state_dict_metadata.items():
-        assert isinstance(found, TensorStorageMetadata)
-        tensors[name] = torch.full(found.size, 77, dtype=torch.uint8).to(found.properties.dtype)
-    dcp.load(tensors, storage_reader=reader, no_dist=True)
-    return tensors
 
 
 def fused_slices(folder: Path) -> set[str]:
@@ -61,7 +49,7 @@ def test_whole_tensors_are_the_sources_or_a_fused_slice_is_no_box(name: str, con
     fused = fused_slices(folder)
     assert has_dcp(folder) == (not fused) == (name not in FUSED)
     if not fused:
-        assert_same(whole_tensors(folder), stock_tensors(conversions.source(name)), name)
+        assert_same(dcp_tensors(folder), stock_tensors(conversions.source(name)), name)
     for module in FUSED.get(name, []):
         assert [key for key in fused if module in key]
     assert all(any(module in key for module in FUSED[name]) for key in fused)
@@ -72,7 +60,7 @@ def test_experts_that_ranks_own_whole_are_found(name: str, conversions: Conversi
     folder = conversions.at(name, 2, experts=True)
     assert has_dcp(folder) == (not fused_slices(folder))
     if has_dcp(folder):
-        assert_same(whole_tensors(folder), stock_tensors(conversions.source(name)), name)
+        assert_same(dcp_tensors(folder), stock_tensors(conversions.source(name)), name)
     assert has_dcp(folder) or name == "qwen3_next"
 
 
@@ -86,7 +74,7 @@ def test_interleaved_heads_are_a_box_where_a_rank_has_one_only(
 
 
 @pytest.mark.parametrize("tp", [2, 8])
-def test_what_it_cannot_read_it_does_not_take_for_whole_tensors(tp: int, conversions: Conversions) -> None:
+def test_what_it_cannot_read_it_does_not_take_for_dcp_tensors(tp: int, conversions: Conversions) -> None:
     """Such files say nothing of their places in the whole: it finds one rank's slices, of other shapes."""
     source = stock_tensors(conversions.source("phi3"))
     reader = HuggingFaceStorageReader(str(conversions.at("phi3", tp)))

@@ -78,7 +78,7 @@ def cases(draw: st.DrawFn) -> tuple[SourceCheckpoint, Plan, list[list[int]]]:
         else:
             tensors.append((f"t.{number}", dtype, (sum(lengths),)))
             starts = [sum(lengths[:rank]) for rank in range(num_ranks)]
-            slices.append(tuple(Slice(0, (part,)) for part in zip(starts, lengths, strict=True)))
+            slices.append(tuple(Slice.along(0, (part,)) for part in zip(starts, lengths, strict=True)))
         nbytes.append([length * item_bits // 8 for length in lengths])
     return make_source(tensors), plan_of("x", num_ranks, tuple(slices)), nbytes
 
@@ -181,7 +181,7 @@ def test_a_tensor_larger_than_a_part_gets_one_of_its_own() -> None:
 
 def test_a_part_ends_before_its_header_is_more_than_hubs_parse() -> None:
     source = make_source([(f"{i}" * 10**6, "U8", (2,)) for i in range(10, 40)])
-    plan = plan_of("x", 2, ((Slice(0, ((0, 1),)), Slice(0, ((1, 1),))),) * 30)
+    plan = plan_of("x", 2, ((Slice.along(0, ((0, 1),)), Slice.along(0, ((1, 1),))),) * 30)
     conversion = conversion_of(source, plan, 4096)
     layout = conversion.layout
     files = layout.files_of(1)
@@ -242,15 +242,21 @@ BOXES = plan_of(
     "x",
     2,
     (
-        (Slice(0, ((0, 10),)), Slice(0, ((10, 0),))),
-        tuple(Slice(1, (part,)) for part in halves(8)),
+        (Slice.along(0, ((0, 10),)), Slice.along(0, ((10, 0),))),
+        tuple(Slice.along(1, (part,)) for part in halves(8)),
         (WHOLE, WHOLE),
-        tuple(Slice(1, (part,)) for part in halves(64)),
+        tuple(Slice.along(1, (part,)) for part in halves(64)),
         (WHOLE, WHOLE),
     ),
 )
 FUSED = plan_of(
-    "x", 2, (*all_slices(BOXES)[:3], (Slice(1, ((0, 8), (32, 8))), Slice(1, ((8, 8), (40, 8)))), all_slices(BOXES)[4])
+    "x",
+    2,
+    (
+        *all_slices(BOXES)[:3],
+        (Slice.along(1, ((0, 8), (32, 8))), Slice.along(1, ((8, 8), (40, 8)))),
+        all_slices(BOXES)[4],
+    ),
 )
 
 
@@ -332,7 +338,7 @@ def test_dcp_sharding_info_says_where_each_box_starts(max_part_nbytes: int) -> N
             assert list(sharding) == [TENSORS[t][0] for t in file.tensors]
             found |= sharding
         assert found == {
-            "embed": {"saved_offsets": [(0, 10)[rank], 0]},
+            "embed": {"saved_offsets": [0, 0]},
             "layers.0.down": {"saved_offsets": [0, (0, 4)[rank]]},
             "layers.0.norm": {"saved_offsets": [0]},
             "layers.0.up": {"saved_offsets": [0, (0, 32)[rank], 0]},

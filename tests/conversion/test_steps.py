@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise, product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -85,12 +86,12 @@ def tensor_bytes(source: Checkpoint, t: int) -> Array:
 def sliced(source: Checkpoint, t: int, part: Slice) -> Array:
     """What numpy says a rank holds, as flat bytes."""
     whole = tensor_bytes(source, t)
-    if part.ranges is None:
-        return whole.reshape(-1)
-    if not part.ranges:
+    if not part.is_held:
         return np.zeros(0, np.uint8)
-    pieces = [np.take(whole, range(start, start + length), part.axis) for start, length in part.ranges]
-    return np.concatenate(pieces, part.axis).reshape(-1)
+    for axis, ranges in part.by_axis or ():
+        places = [np.arange(0), *(np.arange(start, start + length) for start, length in ranges)]
+        whole = np.take(whole, np.concatenate(places), axis)
+    return whole.reshape(-1)
 
 
 def places(transfer: Transfer) -> tuple[Array, Array]:
@@ -225,25 +226,25 @@ def check(
 
 
 def even(axis: int, num_ranks: int, group: int) -> tuple[Slice, ...]:
-    return tuple(Slice(axis, ((rank * group, group),)) for rank in range(num_ranks))
+    return tuple(Slice.along(axis, ((rank * group, group),)) for rank in range(num_ranks))
 
 
 def replicated(axis: int, num_ranks: int, group: int) -> tuple[Slice, ...]:
     """Two ranks share each group."""
-    return tuple(Slice(axis, ((rank // 2 * group, group),)) for rank in range(num_ranks))
+    return tuple(Slice.along(axis, ((rank // 2 * group, group),)) for rank in range(num_ranks))
 
 
 def ragged(axis: int, num_ranks: int, share: int, dim: int) -> tuple[Slice, ...]:
     """As a vocabulary: the last ranks may hold less, or nothing."""
     starts = [min(rank * share, dim) for rank in range(num_ranks)]
-    return tuple(Slice(axis, ((start, min(share, dim - start)),)) for start in starts)
+    return tuple(Slice.along(axis, ((start, min(share, dim - start)),)) for start in starts)
 
 
 def fused(axis: int, num_ranks: int, groups: Sequence[int]) -> tuple[Slice, ...]:
     """A part of each of several tensors that are stored as one."""
     bases = [num_ranks * sum(groups[:i]) for i in range(len(groups))]
     return tuple(
-        Slice(axis, tuple((base + rank * group, group) for base, group in zip(bases, groups, strict=True)))
+        Slice.along(axis, tuple((base + rank * group, group) for base, group in zip(bases, groups, strict=True)))
         for rank in range(num_ranks)
     )
 
@@ -252,7 +253,7 @@ def interleaved(axis: int, num_ranks: int, groups: int, heads: Sequence[int]) ->
     """Parts that are stored group by group, and held part by part: q of all groups, then k, then v."""
     pitch = sum(heads)
     return tuple(
-        Slice(
+        Slice.along(
             axis,
             tuple(
                 ((rank * groups + group) * pitch + sum(heads[:part]), heads[part])
@@ -262,6 +263,15 @@ def interleaved(axis: int, num_ranks: int, groups: int, heads: Sequence[int]) ->
         )
         for rank in range(num_ranks)
     )
+
+
+def products(shape: tuple[int, ...], borders: Sequence[Sequence[int]]) -> list[Slice]:
+    """All products of the pieces of each axis; every second piece comes first, where there are three or more."""
+    pieces = []
+    for size, inside in zip(shape, borders, strict=True):
+        found = [(start, end - start) for start, end in pairwise([0, *sorted(inside), size])]
+        pieces.append([(*found[1::2], *found[::2])] if len(found) > 2 else [(one,) for one in found])
+    return [Slice.of(dict(enumerate(ranges))) for ranges in product(*pieces)]
 
 
 def owned(num_ranks: int, owner: int) -> tuple[Slice, ...]:
@@ -275,11 +285,15 @@ def tensors_of(draw: st.DrawFn, num_ranks: int) -> tuple[str, tuple[int, ...], t
     shape = draw(st.lists(st.sampled_from([1, 2, 3, 5, 16, 33, 200]), min_size=0, max_size=3))
     while prod(shape) > 8000:
         shape[shape.index(max(shape))] //= 4
-    kind = draw(st.sampled_from(["whole", "even", "replicated", "ragged", "fused", "interleaved", "owned"]))
+    kind = draw(st.sampled_from(["whole", "even", "replicated", "ragged", "fused", "interleaved", "owned", "products"]))
     if kind == "whole" or not shape:
         if shape and draw(st.integers(0, 9)) == 0:
             shape[0] = 0
         return dtype, tuple(shape), (WHOLE,) * num_ranks
+    if kind == "products":
+        borders = [draw(st.lists(st.integers(0, size), max_size=3)) for size in shape]
+        parts = products(tuple(shape), borders)
+        return dtype, tuple(shape), tuple(parts[rank % len(parts)] for rank in range(num_ranks))
     axis = draw(st.integers(0, len(shape) - 1))
     group = shape[axis]
     if kind == "owned":
@@ -334,6 +348,10 @@ def test_the_steps_put_every_byte_where_it_belongs_just_once(
 
 
 CASES: dict[str, tuple[tuple[int, ...], tuple[Slice, ...]]] = {
+    "quarters": ((64, 130), tuple(products((64, 130), [[32], [65]]))),
+    "blocks of rows, in another order": ((64, 130), tuple(products((64, 130), [[10, 20, 40], [65]])) * 2),
+    "blocks of both, in another order": ((64, 130), tuple(products((64, 130), [[10, 20, 40], [30, 40, 60]])) * 4),
+    "experts, and columns": ((6, 16, 70), tuple(products((6, 16, 70), [[3], [], [30]]))),
     "rows": ((64, 130), even(0, 4, 16)),
     "columns": ((130, 64), even(1, 4, 16)),
     "long rows, by columns": ((3, 16400), even(1, 4, 4100)),

@@ -33,13 +33,15 @@ def slices_of(kind: str, shape: tuple[int, ...]) -> tuple[Slice, ...]:
         case "rows" | "columns":
             axis = int(kind == "columns")
             share = shape[axis] // NUM_RANKS
-            return tuple(Slice(axis, ((rank * share, share),)) for rank in range(NUM_RANKS))
+            return tuple(Slice.along(axis, ((rank * share, share),)) for rank in range(NUM_RANKS))
         case "shared":  # By two ranks each.
-            return tuple(Slice(0, ((rank // 2 * shape[0] // 2, shape[0] // 2),)) for rank in range(NUM_RANKS))
+            return tuple(Slice.along(0, ((rank // 2 * shape[0] // 2, shape[0] // 2),)) for rank in range(NUM_RANKS))
         case "interleaved":  # Held part by part, stored group by group.
             size = shape[0] // 8
             return tuple(
-                Slice(0, tuple(((2 * rank + group) * size + part, 1) for part in range(size) for group in range(2)))
+                Slice.along(
+                    0, tuple(((2 * rank + group) * size + part, 1) for part in range(size) for group in range(2))
+                )
                 for rank in range(NUM_RANKS)
             )
         case "owned":

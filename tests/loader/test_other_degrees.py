@@ -249,13 +249,13 @@ def of_tensor(table: dict[str, Any], name: str) -> int:
 
 
 def move_the_slice(table: dict[str, Any]) -> None:
-    table["kinds"]["slice"][of_tensor(table, "model.layers.0.mlp.gate_proj.weight")][1] = [[0, 64]]
+    table["kinds"]["slice"][of_tensor(table, "model.layers.0.mlp.gate_proj.weight")]["0"] = [[0, 64]]
 
 
 def cut_the_other_axis(table: dict[str, Any]) -> None:
     kind = of_tensor(table, "model.layers.0.mlp.down_proj.weight")
     assert table["kinds"]["shape"][kind] == [128, 64]
-    table["kinds"]["slice"][kind] = [0, [[0, 64]]]
+    table["kinds"]["slice"][kind] = {"0": [[0, 64]]}
     table["kinds"]["shape"][kind] = [64, 256 // 2]
     table["kinds"]["source_shape"][kind] = [256, 128]
 

@@ -65,8 +65,8 @@ def test_weights_are_cut_evenly_and_scales_are_held_whole(size: int, num_ranks: 
 
 def test_where_blocks_divide_scales_are_cut_with_the_weight() -> None:
     found = planned(experts(768), 2)
-    assert found[f"{EXPERT}.up_proj.weight_scale_inv"] == (Slice(0, ((0, 3),)), Slice(0, ((3, 3),)))
-    assert found[f"{EXPERT}.down_proj.weight_scale_inv"] == (Slice(1, ((0, 3),)), Slice(1, ((3, 3),)))
+    assert found[f"{EXPERT}.up_proj.weight_scale_inv"] == (Slice.along(0, ((0, 3),)), Slice.along(0, ((3, 3),)))
+    assert found[f"{EXPERT}.down_proj.weight_scale_inv"] == (Slice.along(1, ((0, 3),)), Slice.along(1, ((3, 3),)))
 
 
 def test_dense_layers_with_a_border_inside_a_block_are_refused() -> None:

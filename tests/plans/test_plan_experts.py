@@ -48,7 +48,7 @@ def test_experts_in_one_tensor_are_cut_along_their_number() -> None:
     shapes = {f"model.layers.0.mlp.experts.{name}_proj": (5, 8, 6) for name in ("gate_up", "down")}
     source = make_source(shapes, model_type="mixtral")
     plan = plan_for(source, 3, expert_parallel=True)
-    assert all_slices(plan) == ((Slice(0, ((0, 2),)), Slice(0, ((2, 2),)), Slice(0, ((4, 1),))),) * 2
+    assert all_slices(plan) == ((Slice.along(0, ((0, 2),)), Slice.along(0, ((2, 2),)), Slice.along(0, ((4, 1),))),) * 2
     more_ranks = plan_for(source, 6, expert_parallel=True)
     assert ranges_of(more_ranks) == [((0, 1),), ((1, 1),), ((2, 1),), ((3, 1),), ((4, 1),), ((5, 0),)]
 
@@ -63,7 +63,7 @@ def test_all_but_experts_is_cut_as_without() -> None:
     with_experts, without = (plan_for(source, 2, expert_parallel=parallel) for parallel in (True, False))
     assert (with_experts.expert_parallel, without.expert_parallel) == (True, False)
     assert all_slices(with_experts)[1:] == all_slices(without)[1:]
-    assert all_slices(without)[0] == (Slice(0, ((0, 3),)), Slice(0, ((3, 3),)))
+    assert all_slices(without)[0] == (Slice.along(0, ((0, 3),)), Slice.along(0, ((3, 3),)))
 
 
 @pytest.mark.parametrize("scale", ["input_scale", "input_global_scale"])
@@ -108,4 +108,4 @@ def test_experts_of_a_model_inside_another_are_owned_too() -> None:
     names = [f"language_model.model.layers.1.feed_forward.experts.{name}_proj" for name in ("gate_up", "down")]
     source = make_source(dict.fromkeys(names, (3, 4, 4)), model_type="llama4", text_config={"num_local_experts": 3})
     plan = plan_for(source, 2, expert_parallel=True)
-    assert all_slices(plan) == ((Slice(0, ((0, 2),)), Slice(0, ((2, 1),))),) * 2
+    assert all_slices(plan) == ((Slice.along(0, ((0, 2),)), Slice.along(0, ((2, 1),))),) * 2

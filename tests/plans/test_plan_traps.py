@@ -36,13 +36,13 @@ def test_quantized_weights_of_a_transposed_family_are_cut_the_other_way() -> Non
         for tensor, parts in zip(source.tensors, all_slices(plan), strict=True)
     }
     assert cuts == {
-        "c_fc.qweight": Slice(1, ((384, 384),)),
-        "c_fc.scales": Slice(1, ((384, 384),)),
-        "c_fc.qzeros": Slice(1, ((48, 48),)),
+        "c_fc.qweight": Slice.along(1, ((384, 384),)),
+        "c_fc.scales": Slice.along(1, ((384, 384),)),
+        "c_fc.qzeros": Slice.along(1, ((48, 48),)),
         "c_fc.g_idx": Slice(),
-        "c_fc.bias": Slice(0, ((384, 384),)),
-        "c_proj.qweight": Slice(0, ((48, 48),)),
-        "c_proj.scales": Slice(0, ((12, 12),)),
+        "c_fc.bias": Slice.along(0, ((384, 384),)),
+        "c_proj.qweight": Slice.along(0, ((48, 48),)),
+        "c_proj.scales": Slice.along(0, ((12, 12),)),
         "c_proj.bias": Slice(),
     }
 
@@ -167,4 +167,4 @@ def test_weights_stored_in_several_ways_are_told_apart_where_the_plan_allows_jus
         },
     )
     plan = plan_for(source, 2)
-    assert [parts[1] for parts in all_slices(plan)] == [Slice(1, ((32, 32),)), Slice(1, ((2, 2),))]
+    assert [parts[1] for parts in all_slices(plan)] == [Slice.along(1, ((32, 32),)), Slice.along(1, ((2, 2),))]

@@ -69,11 +69,11 @@ def test_a_plan_file_is_used_in_place_of_the_built_in_one(tmp_path: Path) -> Non
     for plan in (plan_for(source, 2, path), plan_for(source, 2, str(path))):
         assert plan.name == "mine.toml"
         assert slices_of(plan, shapes) == {
-            "h.0.attn.q": (Slice(1, ((0, 4),)), Slice(1, ((4, 4),))),
+            "h.0.attn.q": (Slice.along(1, ((0, 4),)), Slice.along(1, ((4, 4),))),
             "h.0.mlp.up": (WHOLE, WHOLE),
-            "wte": (Slice(0, ((0, 3),)), Slice(0, ((3, 3),))),
-            "h.1.attn.k": (Slice(1, ((0, 4),)), Slice(1, ((4, 4),))),
-            "h.1.mlp.up": (Slice(0, ((0, 2),)), Slice(0, ((2, 2),))),
+            "wte": (Slice.along(0, ((0, 3),)), Slice.along(0, ((3, 3),))),
+            "h.1.attn.k": (Slice.along(1, ((0, 4),)), Slice.along(1, ((4, 4),))),
+            "h.1.mlp.up": (Slice.along(0, ((0, 2),)), Slice.along(0, ((2, 2),))),
         }
 
 
@@ -160,7 +160,7 @@ def test_a_tensor_that_no_rule_names_is_refused_or_held_whole_on_request(name: s
         " or hold such tensors whole on every rank (--unmatched replicate)"
     )
     plan = plan_for(source, 2, unmatched="replicate")
-    halves = (Slice(0, ((0, 9472),)), Slice(0, ((9472, 9472),)))
+    halves = (Slice.along(0, ((0, 9472),)), Slice.along(0, ((9472, 9472),)))
     assert plan == plan_of("llama", 2, (halves, (WHOLE, WHOLE)), unmatched=(name,))
 
 

@@ -282,7 +282,7 @@ def put_together(folder: Path, tp: int) -> dict[str, torch.Tensor]:
     tensors = {}
     for name, cut in cuts.items():
         slices = [held[name] for held in ranks]
-        if cut is None:
+        if not cut:
             assert all(torch.equal(slices[0], other) for other in slices[1:]), name
-        tensors[name] = slices[0] if cut is None else torch.cat(slices, dim=cut[0])
+        tensors[name] = torch.cat(slices, dim=int(next(iter(cut)))) if cut else slices[0]
     return tensors

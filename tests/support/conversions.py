@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from families import EXPERT_FAMILIES, FAMILIES
 from safetensors import safe_open
 from safetensors.torch import load_file
 from support.checkpoints import write_family
 from support.quantized import EXPERT_QUANTIZED, QUANTIZED, write_quantized
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import relayout
 from relayout.errors import PlanError
@@ -104,6 +107,17 @@ def conversions(written: Conversions, monkeypatch: pytest.MonkeyPatch) -> Conver
     """Conversions that need not survive a power failure."""
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     return written
+
+
+def dcp_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All that PyTorch DCP finds, with the dtypes and shapes that it finds."""
+    reader = HuggingFaceStorageReader(str(folder))
+    tensors = {}
+    for name, found in reader.read_metadata().state_dict_metadata.items():
+        assert isinstance(found, TensorStorageMetadata)
+        tensors[name] = torch.full(found.size, 77, dtype=torch.uint8).to(found.properties.dtype)
+    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
 
 
 def stored_in(folder: Path, rank: int) -> Tensors:

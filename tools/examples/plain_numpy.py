@@ -18,7 +18,7 @@ import numpy as np
 import zstandard
 
 
-def read_rank(folder: Path, rank: int) -> dict[str, tuple[np.ndarray, list[int], list[Any] | None]]:
+def read_rank(folder: Path, rank: int) -> dict[str, tuple[np.ndarray, list[int], dict[str, Any]]]:
     """A rank's tensors as BF16 bits; of each the whole tensor's shape, and which slice of it this is."""
     manifest = json.loads((folder / "relayout.json").read_text())
     entry = manifest["ranks"][rank]
@@ -44,10 +44,12 @@ def join(folder: Path) -> dict[str, np.ndarray]:
     whole: dict[str, np.ndarray] = {}
     for rank in range(json.loads((folder / "relayout.json").read_text())["num_ranks"]):
         for name, (bits, shape, cut) in read_rank(folder, rank).items():
-            axis, ranges = cut or [0, [[0, shape[0]]]]
-            places = np.concatenate([np.arange(start, start + length) for start, length in ranges])
-            tensor = whole.setdefault(name, np.zeros(shape, "f4"))
-            tensor[(slice(None),) * axis + (places,)] = (bits.astype("u4") << 16).view("f4")
+            ranges = [
+                [(start, start + length) for start, length in cut.get(str(axis), [[0, size]])]
+                for axis, size in enumerate(shape)
+            ]
+            places = [np.hstack([np.arange(0), *(np.arange(*pair) for pair in one)]) for one in ranges]
+            whole.setdefault(name, np.zeros(shape, "f4"))[np.ix_(*places)] = (bits.astype("u4") << 16).view("f4")
     return whole
 
 

@@ -33,7 +33,7 @@ README = (ROOT / "README.md").read_text()
 
 final_format = pytest.mark.skipif(
     not (hasattr(index, "FILE_VERSION") and hasattr(Slice, "along") and "plan" in SourceRecord.__dataclass_fields__),
-    reason="relayout does not write this format yet: content and chunks, slices along several axes, plans in the record",
+    reason="relayout does not write this format yet: content, slices along several axes, plans in the record",
 )
 
 

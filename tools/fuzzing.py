@@ -47,7 +47,7 @@ _STRICTER = (
     *("occurs twice", "expected an object, found list", "unknown dtype {"),
     *("characters, limit", "axes, limit", "brackets in"),
 )
-"""What is refused, though the reference reader takes it (FORMAT.md, section 10)."""
+"""What is refused, though the reference reader takes it (SECURITY.md)."""
 _AS_STORED = b"\1"
 """First byte of an input that is taken as it is, digest aside; any other is what gets a truthful prefix."""
 
@@ -79,7 +79,7 @@ def _corpus() -> list[tuple[str, bytes]]:
 
 
 def _header(data: bytes) -> None:
-    """Beside the reference reader, which may be laxer only where FORMAT.md says so, and never stricter."""
+    """Beside the reference reader, which may be laxer only where SECURITY.md says so, and never stricter."""
     if data[:1] == _AS_STORED:
         file = data[1:]
     else:

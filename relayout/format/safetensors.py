@@ -2,7 +2,7 @@
 
 A file is 8 bytes (little-endian length n of the header), n bytes of JSON in UTF-8, then the data section.
 `parse_header` proves in one pass what the reference reader proves (safetensors 0.8.0, `src/tensor.rs`,
-`Metadata::validate`), so that nothing downstream checks again, and is stricter in the points that FORMAT.md lists.
+`Metadata::validate`), so that nothing downstream checks again, and is stricter in the points that SECURITY.md lists.
 """
 
 from __future__ import annotations

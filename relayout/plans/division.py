@@ -49,7 +49,7 @@ class Sizes:
         dividend, _, divisor = (part.strip() for part in use.partition("/"))
         if divisor:
             numbers = self._number(dividend), self._number(divisor)
-            return None if numbers[0] is None or numbers[1] is None else numbers[0] // numbers[1]
+            return None if numbers[0] is None or numbers[1] is None else numbers[0] // numbers[1] or None
         value = self._value(dividend)
         return value if type(value) is int and 0 < value <= _MAX_SIZE else None
 

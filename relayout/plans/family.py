@@ -1,4 +1,4 @@
-"""Plan files: rules that cut the tensors of a model family, as data. FORMAT.md describes the file format."""
+"""Plan files: rules that cut the tensors of a model family, as data. PLANS.md describes the file format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a parser takes of memory, at most, for each byte that somebody sends: FORMAT.md section 10 says how much."""
+"""What a parser takes of memory, at most, for each byte that somebody sends: FORMAT.md, section 13, says how much."""
 
 from __future__ import annotations
 

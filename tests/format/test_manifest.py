@@ -41,7 +41,7 @@ def digest(blob: bytes) -> str:
 
 
 def order_in_file(nbytes: int) -> tuple[int, int]:
-    """FORMAT.md 3.4, with the alignment at 4096: by falling power of two; below 16 by falling size."""
+    """FORMAT.md, section 6, with the alignment at 4096: by falling power of two; below 16 by falling size."""
     power = next(power for power in (1 << i for i in range(12, -1, -1)) if nbytes % power == 0)
     return (-power, -nbytes if power < 16 else 0)
 

@@ -229,7 +229,7 @@ def test_by_a_persons_own_plan_another_degree_is_not_guessed(
 
 
 def edited_table(folder: Path, rank: int, edit: Callable[[dict[str, Any]], None]) -> None:
-    """Change a rank table, and sign it and the manifest as their writer does (FORMAT.md, sections 4 and 6)."""
+    """Change a rank table, and sign it and the manifest as their writer does (FORMAT.md, sections 3 and 5)."""
     manifest = json.loads((folder / "relayout.json").read_text())
     entry = manifest["ranks"][rank]
     table = json.loads(zstandard.decompress((folder / entry["table"]).read_bytes(), 2**24))

@@ -414,6 +414,10 @@ def test_the_head_dim_is_not_for_units_that_are_no_heads() -> None:
         ([SizeSource("a"), SizeSource(7)], {"a": None}, 7),
         # What is no positive whole number does not count.
         *(([SizeSource("a"), SizeSource("b")], {"a": bad, "b": 4}, 4) for bad in (0, -8, True, "8", 8.0, [8], {})),
+        # Quotients, rounded down; one of 0 does not count either.
+        ([SizeSource("a / b")], {"a": 9, "b": 4}, 2),
+        ([SizeSource("a / b"), SizeSource(7)], {"a": 9}, 7),
+        ([SizeSource("a / b"), SizeSource(7)], {"a": 3, "b": 4}, 7),
         # The nested text model first, and where it says nothing, or null, the whole.
         ([SizeSource("a")], {"a": 3, "text_config": {"a": 5}}, 5),
         ([SizeSource("a")], {"a": 3, "text_config": {"b": 5}}, 3),

@@ -4,23 +4,38 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import zstandard
+from support import format_example
 from support.models import as_integers
 from typer.testing import CliRunner
 
 import relayout
 from relayout.cli.app import app
+from relayout.core.dtypes import BITS
+from relayout.core.slices import Slice
+from relayout.errors import FormatError
+from relayout.format import index
+from relayout.format.source_record import SourceRecord
 from relayout.plans.division import Sizes, divide
-from relayout.plans.family import parse_family
+from relayout.plans.family import Family, SizeSource, parse_family
 
 COMMANDS = ("convert", "inspect", "verify", "restore", "plans")
 ROOT = Path(__file__).parents[2]
 FORMAT = (ROOT / "relayout" / "FORMAT.md").read_text()
+PLANS = (ROOT / "relayout" / "plans" / "PLANS.md").read_text()
+SECURITY = (ROOT / ".github" / "SECURITY.md").read_text()
 README = (ROOT / "README.md").read_text()
+
+final_format = pytest.mark.skipif(
+    not (hasattr(index, "FILE_VERSION") and hasattr(Slice, "along") and "plan" in SourceRecord.__dataclass_fields__),
+    reason="relayout does not write this format yet: content, slices along several axes, plans in the record",
+)
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -29,22 +44,227 @@ def blocks(text: str, language: str) -> list[str]:
     return found
 
 
-def test_the_reader_in_the_format_document_reads_a_rank(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    relayout.convert(llama, tmp_path / "model-tp4", tp=4)
-    monkeypatch.chdir(tmp_path)
-    [code] = blocks(FORMAT, "python")
+def section(text: str, number: int) -> str:
+    """One numbered section of a document."""
+    found = re.search(rf"^## {number}\. .*?(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    assert found
+    return found[0]
+
+
+@pytest.fixture
+def example_folder(tmp_path: Path) -> Path:
+    """The example of FORMAT.md as a folder, with the manifest that is printed there."""
+    [text] = blocks(section(FORMAT, 3), "json")
+    return format_example.write_folder(tmp_path / "example", text.encode())
+
+
+def read_as_the_document_does(folder: Path, rank: int) -> dict[str, Any]:
+    [code] = blocks(section(FORMAT, 12), "python")
+    placeholder = 'folder, rank = Path("model-tp4"), 3\n'
+    assert placeholder in code
     names: dict[str, Any] = {}
-    exec(code, names)
-    expected = relayout.load("model-tp4", 3)
-    assert names["tensors"].keys() == expected.keys()
+    exec(code.replace(placeholder, f"folder, rank = Path({str(folder)!r}), {rank}\n"), names)
+    tensors: dict[str, Any] = names["tensors"]
+    return tensors
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_reader_in_the_format_document_reads_the_example(example_folder: Path, rank: int) -> None:
+    tensors = read_as_the_document_does(example_folder, rank)
+    assert list(tensors) == list(format_example.FILE_ORDER)
+    for name, array in tensors.items():
+        np.testing.assert_array_equal(array, format_example.slice_array(name, rank), err_msg=name)
+
+
+@final_format
+def test_the_reader_in_the_format_document_reads_a_rank(llama: Path, tmp_path: Path) -> None:
+    relayout.convert(llama, tmp_path / "out", tp=4)
+    expected = relayout.load(tmp_path / "out", 3)
+    tensors = read_as_the_document_does(tmp_path / "out", 3)
+    assert tensors.keys() == expected.keys()
     for name, tensor in expected.items():
-        np.testing.assert_array_equal(names["tensors"][name].view(np.int16), as_integers(tensor), err_msg=name)
+        np.testing.assert_array_equal(tensors[name].view(np.int16), as_integers(tensor), err_msg=name)
 
 
-def test_the_plan_in_the_format_document_is_one() -> None:
-    [text] = blocks(FORMAT, "toml")
+def in_file(name: str, edit: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / name).write_bytes(edit((folder / name).read_bytes()))
+
+    return change
+
+
+def in_manifest(old: str, new: str) -> Callable[[Path], None]:
+    """Change every occurrence, and sign the manifest."""
+
+    def edit(blob: bytes) -> bytes:
+        text = blob.decode().rpartition('"self_digest"')[0]
+        assert old in text
+        return format_example.signed(text.replace(old, new))
+
+    return in_file("relayout.json", edit)
+
+
+def in_table(**columns: object) -> Callable[[Path], None]:
+    """Change columns of rank 1's table, and name its digest in the manifest."""
+
+    def change(folder: Path) -> None:
+        stored = format_example.frame(format_example.compact(format_example.table(1) | columns))
+        before = format_example.digest((folder / TABLE).read_bytes())
+        (folder / TABLE).write_bytes(stored)
+        in_manifest(before, format_example.digest(stored))(folder)
+
+    return change
+
+
+def reversed_rows() -> dict[str, object]:
+    table = format_example.table(1)
+    return {name: table[name][::-1] for name in ("name", "kind", "offset", "arena_offset", "digest")}
+
+
+RANK_FILE, TABLE = "model-rank-1-part-0.safetensors", "relayout.rank-1.json.zst"
+Damage = tuple[str, Callable[[Path], None]]
+DAMAGES: dict[str, Damage] = {
+    "version": ('"relayout"] == 1', in_manifest('"relayout": 1', '"relayout": 2')),
+    "requires": ('"requires"] == []', in_manifest('"requires": []', '"requires": ["compression"]')),
+    "digest algorithm": ('"xxh3_128"', in_manifest("xxh3_128", "sha256")),
+    "self_digest": (
+        'manifest["self_digest"] ==',
+        in_file("relayout.json", lambda blob: blob.replace(b"toml", b"TOML")),
+    ),
+    "self_digest not last": ("list(manifest)[-1]", in_file("relayout.json", lambda blob: blob[:-3] + b', "x": 1\n}\n')),
+    "a name twice": ("len(dict(pairs))", in_manifest('"dcp": false', '"dcp": false, "dcp": false')),
+    "num_ranks": ('"num_ranks"]', in_manifest('"num_ranks": 2', '"num_ranks": 3')),
+    "a fraction": ("type(value) is int", in_manifest('"arena_nbytes": 8192', '"arena_nbytes": 8192.0')),
+    "table of another rank": ('entry["table"] ==', in_manifest('"relayout.rank-1', '"relayout.rank-0')),
+    "name of a file": ("Path(file", in_manifest('"name": "', '"name": "../')),
+    "a file that is too short": ("len(stored) ==", in_file(RANK_FILE, lambda blob: blob[:-1])),
+    "data_start": ("stored[:8]", in_manifest('"data_start": 4096', '"data_start": 3584')),
+    "another file in its place": ("== head", in_file(RANK_FILE, lambda blob: b"".join(format_example.rank_file(0)))),
+    "header in another spelling": (
+        "== head",
+        in_file(RANK_FILE, lambda blob: blob.replace(b'":{"rel', b'": {"rel').replace(b"}} ", b"}}", 1)),
+    ),
+    "an arena that is too large": ("<= room", in_manifest('"arena_nbytes": 8192', '"arena_nbytes": 32768')),
+    "reads in falling order": ("end <= place", in_manifest('"arena_offset": 0}', '"arena_offset": 7000}')),
+    "a read of the header": ("data_start <= offset", in_manifest('4096, "nbytes": 272', '4080, "nbytes": 272')),
+    "a read past the end": ("data_start <= offset", in_manifest('"offset": 4368', '"offset": 4369')),
+    "a read past the arena": (
+        'end <= entry["arena_nbytes"]',
+        in_manifest('"arena_nbytes": 8192', '"arena_nbytes": 4100'),
+    ),
+    "a read of nothing": ("nbytes >= 1", in_manifest('"nbytes": 272', '"nbytes": 0')),
+    "a file that the rank does not have": ("position < len", in_manifest('"file": 0', '"file": 1')),
+    "count without strides": ("strided in", in_manifest(', "stride": 6,\n                "arena_stride": 16', "")),
+    "count 1": ("count >= ", in_manifest('"count": 2', '"count": 1')),
+    "runs that overlap": ("min(stride", in_manifest('"arena_stride": 16', '"arena_stride": 5')),
+    "reads of fewer bytes": ('end <= entry["arena_nbytes"] and', in_manifest('"nbytes": 272', '"nbytes": 256')),
+    "table of another digest": ('entry["table_digest"]', in_file(TABLE, lambda blob: format_example.frame("{}"))),
+    "a column that is too short": ("all(len(column)", in_table(kind=[0, 1, 2])),
+    "a name of two tensors": ("all(len(column)", in_table(name=["a", "a", "b", "c"])),
+    "a tensor at an odd place": ("place % 16", in_table(arena_offset=[0, 256, 4096, 4111])),
+    "a tensor past its file": ("files[position][1] <= offset", in_table(offset=[4096, 4352, 4368, 4375])),
+    "a tensor where no read puts it": ("position == read[1]", in_table(offset=[4096, 4353, 4368, 4374])),
+    "tensors that overlap": ("position == read[1]", in_table(arena_offset=[0, 0, 4096, 4112])),
+    "rows out of file order": ("order == sorted", in_table(**reversed_rows())),
+    "damaged bytes": ("== digest", in_file(RANK_FILE, lambda blob: blob[:-1] + b"\0")),
+}
+"""Of each: a piece of the line that refuses it."""
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_reader_in_the_format_document_refuses(damage: str, example_folder: Path) -> None:
+    line, change = DAMAGES[damage]
+    change(example_folder)
+    with pytest.raises(ValueError, match="not a folder of the relayout format") as caught:
+        read_as_the_document_does(example_folder, 1)
+    [code] = blocks(section(FORMAT, 12), "python")
+    lines = [code.splitlines()[entry.lineno] for entry in caught.traceback if str(entry.path) == "<string>"]
+    assert any(line in one for one in lines), lines
+
+
+def test_the_manifest_in_the_format_document_is_that_of_the_example() -> None:
+    [text] = blocks(section(FORMAT, 3), "json")
+    before, quoted, after = text.rpartition('"self_digest"')
+    assert quoted + after == f'"self_digest": "{format_example.digest(before.encode())}"\n}}\n'
+    manifest = json.loads(text)
+    del manifest["self_digest"]
+    assert list(manifest.items()) == list(format_example.manifest().items())
+
+
+def test_the_table_in_the_format_document_is_that_of_the_example() -> None:
+    [text] = blocks(section(FORMAT, 5), "json")
+    assert json.loads(text) == format_example.table(1)
+
+
+def test_the_first_bytes_in_the_format_document_are_those_of_the_example() -> None:
+    length, header = format_example.rank_file(1)[0][:8], format_example.rank_file(1)[0][8:]
+    [text] = blocks(section(FORMAT, 6), "text")
+    assert text.replace("\n", "").encode() == header.rstrip(b" ")
+    assert f"`{length.hex(' ')}`" in FORMAT
+    assert f"the length {len(header)}" in FORMAT
+
+
+def test_the_content_in_the_format_document_is_that_of_the_example() -> None:
+    found = re.search(r"^ *```json\n(.*?)```", section(FORMAT, 6), re.MULTILINE | re.DOTALL)
+    assert found
+    text = "".join(line.strip() for line in found[1].splitlines())
+    assert (
+        format_example.digest(text.encode()) == json.loads(blocks(section(FORMAT, 3), "json")[0])["files"][1]["content"]
+    )
+
+
+def test_the_record_in_the_format_document_is_that_of_the_example() -> None:
+    [text] = blocks(section(FORMAT, 7), "json")
+    printed, record = json.loads(text), format_example.record()
+    [shortened], [header] = printed["files"].pop("header"), record["files"].pop("header")
+    assert header.startswith(shortened.removesuffix(" ... "))
+    assert printed == record
+
+
+def test_the_digests_in_the_format_document_are_right() -> None:
+    vectors = re.search(r"of\s+nothing\s+`(\w+)`;\s+of\s+the\s+8\s+bytes\s+`relayout`\s+`(\w+)`", FORMAT)
+    assert vectors
+    assert vectors.groups() == (format_example.digest(b""), format_example.digest(b"relayout"))
+
+
+@final_format
+def test_relayout_writes_the_example_of_the_format_document(tmp_path: Path) -> None:
+    """All but what depends on the zstd library, and on the version of relayout."""
+    source, plan = format_example.write_source(tmp_path)
+    relayout.convert(source, tmp_path / "out", tp=2, plan=plan)
+    for rank in range(format_example.NUM_RANKS):
+        name = f"model-rank-{rank}-part-0.safetensors"
+        assert (tmp_path / "out" / name).read_bytes() == b"".join(format_example.rank_file(rank))
+        stored = (tmp_path / "out" / f"relayout.rank-{rank}.json.zst").read_bytes()
+        assert json.loads(zstandard.ZstdDecompressor().decompressobj().decompress(stored)) == format_example.table(rank)
+    chunks = b"".join(map(format_example.chunks, range(format_example.NUM_RANKS)))
+    assert (tmp_path / "out" / "relayout.chunks").read_bytes() == chunks
+    stored = (tmp_path / "out" / "relayout.source.json.zst").read_bytes()
+    record = json.loads(zstandard.ZstdDecompressor().decompressobj().decompress(stored))
+    expected = format_example.record()
+    rules = [one["plan"].pop("rules") for one in (record, expected)]
+    assert record == expected
+    assert parse_rules(rules[0]).rules == parse_rules(rules[1]).rules
+    written, printed = json.loads((tmp_path / "out" / "relayout.json").read_text()), format_example.manifest()
+    for one in (written, printed):
+        one.pop("self_digest", None)
+        one.pop("generator")
+        one["source"].pop("record_digest")
+        for entry in one["ranks"]:
+            entry.pop("table_digest")
+    assert written == printed
+
+
+@final_format
+def test_relayout_reads_the_example_of_the_format_document(example_folder: Path) -> None:
+    assert relayout.verify(example_folder).differences == []
+    for rank in range(format_example.NUM_RANKS):
+        for name, tensor in relayout.load(example_folder, rank, verify=True).items():
+            np.testing.assert_array_equal(as_integers(tensor).view(np.uint16), format_example.slice_array(name, rank))
+
+
+def test_the_plan_in_the_document_of_plans_is_one() -> None:
+    [text] = blocks(PLANS, "toml")
     family = parse_family(text, "my-plan.toml", "mine")
     cuts = {
         "model.layers.11.attn.qkv_proj.bias": (0, ("heads", "kv_heads", "kv_heads")),
@@ -60,26 +280,87 @@ def test_the_plan_in_the_format_document_is_one() -> None:
     assert family.expert("model.layers.0.mlp.experts.7.down_proj.weight") == 7
 
 
-def test_the_worked_example_in_the_format_document_is_right() -> None:
-    [text] = blocks(FORMAT, "toml")
+def test_the_worked_example_in_the_document_of_plans_is_right() -> None:
+    [text] = blocks(PLANS, "toml")
     rule = parse_family(text, "my-plan.toml", "mine").rule("model.layers.0.attn.qkv_proj.weight")
     assert rule is not None
     config = {"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 64}
     sizes = Sizes(parse_family(text, "my-plan.toml", "mine").sizes, config)
     ranges = divide(rule, 1280, sizes, 4)[1]
-    [said] = re.findall(r"`slice` is `\[0, (\[\[.*?\]\])\]`", FORMAT)
+    [said] = re.findall(r"slice\s+is\s+`\{\"0\": (\[\[.*?\]\])\}`", PLANS)
     assert [list(part) for part in ranges] == json.loads(said)
 
 
+def toml(value: object) -> str:
+    """JSON as an inline value of TOML."""
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{json.dumps(name)} = {toml(inner)}' for name, inner in value.items())} }}"
+    return f"[{', '.join(map(toml, value))}]" if isinstance(value, list) else json.dumps(value)
+
+
+def parse_rules(rules: dict[str, Any]) -> Family:
+    """Rules of a source record, as the plan file that has the same keys."""
+    return parse_family("".join(f"{name} = {toml(value)}\n" for name, value in rules.items()), "rules", "rules")
+
+
+def test_the_rules_in_the_document_of_plans_are_a_plan() -> None:
+    [text] = blocks(PLANS, "json")
+    family = parse_rules(json.loads(text))
+    assert family.model_types == ("example",)
+    assert family.experts_each == ("**.experts.#.**",)
+    rule = family.rule("a.blocks")
+    assert rule is not None
+    assert (rule.dim, rule.units, rule.block) == (1, ("ragged",), 64)
+    assert family.sizes["kv_heads"] == (SizeSource(1, "multi_query"), SizeSource("num_key_value_heads"))
+
+
+def test_the_document_of_plans_has_all_keys_and_units() -> None:
+    from relayout.plans import family
+
+    keys = set(re.findall(r"^\| `\[?(\w+)\]?` \|", section(PLANS, 2), re.MULTILINE))
+    with pytest.raises(FormatError) as unknown:
+        parse_family("nonsense = 1", "mine.toml", "mine")
+    assert keys == set(str(unknown.value).partition("expected ")[2].split(", "))
+    units = set(re.findall(r"^\| `(\w+)` \|", section(PLANS, 4).split("Further keys")[0], re.MULTILINE))
+    assert units == {family.EVEN, family.VOCABULARY, family.RAGGED, family.KV_HEADS}
+
+
+@final_format
 def test_the_manifest_has_the_fields_that_the_format_document_names_and_no_others(llama: Path, tmp_path: Path) -> None:
     relayout.convert(llama, tmp_path / "out", tp=2)
     manifest = json.loads((tmp_path / "out" / "relayout.json").read_text())
-    section = FORMAT.split("## 4.")[1].split("## 5.")[0]
-    top, of_rank = section.split("Of each rank:")
-    cells = (re.findall(r"^\| (.*?) \|", part, re.MULTILINE) for part in (top, of_rank))
-    named = [{name for cell in column for name in re.findall(r"`(\w+)`", cell)} for column in cells]
-    assert set(manifest) == named[0]
-    assert set(manifest["ranks"][0]) == named[1]
+    tables = re.split(r"^Of ", section(FORMAT, 3), flags=re.MULTILINE)
+    named = [set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) for table in tables]
+    found = [manifest, manifest["source"], manifest["files"][0], manifest["ranks"][0]]
+    assert [set(one) for one in found] == [named[0], named[1], named[2] - {"sha256"}, named[3]]
+    reads = set(re.findall(r"^\| `(\w+)` \|", section(FORMAT, 4), re.MULTILINE))
+    assert {name for entry in manifest["ranks"] for read in entry["reads"] for name in read} <= reads
+
+
+def test_the_format_document_lists_all_dtypes() -> None:
+    rows = re.findall(r"^ *\| (\d+) \| ([A-Z].*?) \|", section(FORMAT, 5), re.MULTILINE)
+    assert {name: int(bits) for bits, names in rows for name in names.split(", ")} == BITS
+
+
+@pytest.mark.parametrize("text", [FORMAT, PLANS, SECURITY], ids=["FORMAT", "PLANS", "SECURITY"])
+def test_documents_have_short_lines_and_links_that_lead_somewhere(text: str) -> None:
+    assert max(map(len, text.splitlines())) <= 120
+    folder = {FORMAT: "relayout", PLANS: "relayout/plans", SECURITY: ".github"}[text]
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        assert (ROOT / folder / target).is_file(), target
+
+
+@pytest.mark.parametrize("text", [FORMAT, PLANS], ids=["FORMAT", "PLANS"])
+def test_sections_that_a_document_names_exist(text: str) -> None:
+    numbers = set(map(int, re.findall(r"^## (\d+)\. ", text, re.MULTILINE)))
+    own = re.sub(r"(FORMAT|PLANS)\.md\S*,\s+section\s+\d+", "", text)
+    assert numbers == set(range(1, max(numbers) + 1))
+    assert set(map(int, re.findall(r"[Ss]ections?\s+(\d+)", own))) <= numbers
+
+
+def test_rules_in_the_index_of_limits_exist() -> None:
+    for number, rule in re.findall(r"\b(\d+)\.(\d+) R", section(FORMAT, 13)):
+        assert re.search(rf"^{rule}\. ", section(FORMAT, int(number)), re.MULTILINE), f"{number}.{rule}"
 
 
 def test_everyday_use_in_the_readme_runs(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,8 @@
     relayout convert llama-3.1-8b --tp 8
     python plain_numpy.py llama-3.1-8b-tp8
 
-`read_rank` is the reader of FORMAT.md, section 9. `join` puts the ranks' slices together, by what the rank tables say.
+`read_rank` is the reader of FORMAT.md, section 12, without its checks. `join` puts the ranks' slices together, by what
+the rank tables say.
 `next_token` shows that it was done right: a Llama model (BF16, no biases, RoPE unscaled), as slow as it is short.
 """
 

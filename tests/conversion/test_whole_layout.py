@@ -1,0 +1,167 @@
+"""The layout `whole`: an ordinary checkpoint, of which each rank reads just its bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from support.conversions import Conversions, grouped
+from support.conversions import conversions as conversions
+from support.conversions import written as written
+from transformers.utils.hub import get_checkpoint_shard_files
+
+import relayout
+from relayout.errors import FormatError, PlanError
+
+NAMES = ["llama", "qwen2_tied", "gpt2", "bloom", "phi3", "mixtral", "deepseek_v3", "gpt_oss_mxfp4"]
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        mine, theirs = (one.contiguous().reshape(-1).view(torch.uint8) for one in (found[name], tensor))
+        assert torch.equal(mine, theirs), name
+
+
+def stock(folder: Path) -> dict[str, torch.Tensor]:
+    """What a stock loader finds that goes by the index, as transformers reads it."""
+    files, _ = get_checkpoint_shard_files(folder, str(folder / "model.safetensors.index.json"), local_files_only=True)
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def source_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: one for path in sorted(folder.glob("*.safetensors")) for name, one in load_file(path).items()}
+
+
+@pytest.fixture
+def whole(conversions: Conversions, request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, int, Path]:
+    """A family's largest degree, in the layout."""
+    name: str = request.param
+    tp = conversions.largest(name)
+    out = tmp_path / "out"
+    relayout.convert(conversions.source(name), out, tp=tp, layout="whole", threads=1)
+    return name, tp, out
+
+
+@pytest.mark.parametrize("whole", grouped(NAMES), indirect=True)
+def test_every_rank_loads_what_it_loads_of_the_other_layout(
+    whole: tuple[str, int, Path], conversions: Conversions
+) -> None:
+    name, tp, out = whole
+    ranks = conversions.at(name, tp)
+    for rank in range(tp):
+        expected = relayout.load(ranks, rank)
+        same(relayout.load(out, rank, verify=True), expected)
+        same(dict(relayout.iter_load(out, rank, verify=True)), expected)
+        with relayout.open(out, rank) as view:
+            same({key: view.get_tensor(key) for key in view.keys()}, expected)  # noqa: SIM118 (it is no mapping)
+        told = relayout.explain(out, rank)
+        assert told.nbytes == sum(tensor.nbytes for tensor in expected.values())
+    for degree in (1, 2):
+        if not isinstance(conversions.outcome(name, degree), PlanError):
+            same(relayout.load(out, 0, tp=degree, verify=True), relayout.load(ranks, 0, tp=degree))
+
+
+@pytest.mark.parametrize("whole", grouped(NAMES), indirect=True)
+def test_it_is_an_ordinary_checkpoint_and_gives_back_its_source(
+    whole: tuple[str, int, Path], conversions: Conversions, tmp_path: Path
+) -> None:
+    name, _, out = whole
+    source = conversions.source(name)
+    expected = source_tensors(source)
+    same(stock(out), expected)
+    with relayout.safe_open(out) as view:
+        same({key: view.get_tensor(key) for key in view.keys()}, expected)  # noqa: SIM118 (it is no mapping)
+    assert relayout.verify(out).ok
+    assert relayout.verify(out, source=source).ok
+    relayout.restore(out, tmp_path / "back")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "back").iterdir()} == {
+        path.name: path.read_bytes() for path in source.iterdir()
+    }
+
+
+def test_a_rank_has_files_of_its_own_for_what_is_not_contiguous_alone(conversions: Conversions, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    relayout.convert(conversions.source("llama"), out, tp=2, layout="whole")
+    held = set()
+    for path in out.glob("relayout-rank-*.safetensors"):
+        with safe_open(path, framework="np") as file:
+            held |= set(file.keys())
+    assert {name.rsplit(".", 2)[-2] for name in held} == {"o_proj", "down_proj"}
+    source = sum(tensor.nbytes for tensor in source_tensors(conversions.source("llama")).values())
+    stored = sum(path.stat().st_size for path in out.glob("*.safetensors"))
+    by_columns = sum(tensor.nbytes for name, tensor in stock(out).items() if name in held)
+    num_files = len(list(out.glob("*.safetensors")))
+    assert source + by_columns <= stored <= source + by_columns + 4096 * 2 * num_files
+
+
+def test_at_one_rank_it_is_the_source_in_another_order(conversions: Conversions, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    relayout.convert(conversions.source("llama"), out, layout="whole")
+    assert not list(out.glob("relayout-rank-*.safetensors"))
+    same(relayout.load(out, 0), source_tensors(conversions.source("llama")))
+
+
+def test_an_interrupted_conversion_is_gone_on_with(
+    conversions: Conversions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = conversions.source("llama")
+    relayout.convert(source, tmp_path / "clean", tp=2, layout="whole")
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("relayout.conversion.run.write_sidecar", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            relayout.convert(source, tmp_path / "out", tp=2, layout="whole")
+    with pytest.raises(PlanError, match="with other options"):
+        relayout.convert(source, tmp_path / "out", tp=2)
+    summary = relayout.convert(source, tmp_path / "out", tp=2, layout="whole")
+    assert summary.resumed_nbytes == summary.source_nbytes
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == {
+        path.name: path.read_bytes() for path in (tmp_path / "clean").iterdir()
+    }
+
+
+@pytest.mark.parametrize("pattern", ["model-*.safetensors", "relayout-rank-1-part-0.safetensors"])
+def test_a_flipped_bit_is_found(conversions: Conversions, tmp_path: Path, pattern: str) -> None:
+    out = tmp_path / "out"
+    relayout.convert(conversions.source("llama"), out, tp=2, layout="whole")
+    [path] = out.glob(pattern)
+    blob = bytearray(path.read_bytes())
+    start = 8 + int.from_bytes(blob[:8], "little")
+    blob[start + (len(blob) - start) // 3] ^= 4
+    path.write_bytes(blob)
+    found = relayout.verify(out).differences
+    assert {one.file for one in found} == {path.name}
+    assert any(one.tensor for one in found)
+    with pytest.raises(FormatError, match="damaged"):
+        for rank in range(2):
+            relayout.load(out, rank, verify=True)
+
+
+def test_a_slice_that_is_elsewhere_than_in_its_whole_tensor_is_refused(
+    conversions: Conversions, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    relayout.convert(conversions.source("llama"), out, tp=2, layout="whole")
+    manifest = json.loads((out / "relayout.json").read_text())
+    assert manifest["whole"]["table"] == "relayout.whole.json.zst"
+    shared = set(manifest["whole"]["files"])
+    for entry in manifest["ranks"]:
+        assert shared < set(entry["files"])
+    assert np.sum([read["nbytes"] for read in manifest["whole"]["reads"]]) == manifest["source"]["nbytes"]
+
+
+def test_what_dcp_needs_is_not_asked_for_beside_whole_tensors(conversions: Conversions, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="need no --dcp"):
+        relayout.convert(conversions.source("llama"), tmp_path / "out", tp=2, layout="whole", dcp=True)
+    with pytest.raises(PlanError, match="layout='columns', expected 'ranks' or 'whole'"):
+        relayout.convert(conversions.source("llama"), tmp_path / "out", tp=2, layout="columns")

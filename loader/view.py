@@ -29,7 +29,7 @@ class Place:
     shape: tuple[int, ...]
     """Of the whole tensor, in elements."""
     part: Slice
-    """The dim that is cut and the ranges along it that the rank holds; or all of the tensor."""
+    """The dims that are cut, and the ranges along each that the rank holds; or all of the tensor."""
 
 
 class _Reader(Protocol):

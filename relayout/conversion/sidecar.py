@@ -23,7 +23,8 @@ from relayout.format.index import (
 )
 from relayout.format.manifest import SOURCE_RECORD_NAME, compress, dump_manifest, table_name
 from relayout.format.rank_table import dump_table
-from relayout.format.source_record import RecordedFile, SideFile, SourceRecord, dump_record
+from relayout.format.source_record import RecordedFile, RecordedPlan, SideFile, SourceRecord, dump_record
+from relayout.plans.family import dump_rules
 from relayout.storage.protocols import Staging
 
 
@@ -126,9 +127,10 @@ def _rank_table(conversion: Conversion, rank: int, arena: Arena, digests: Sequen
 
 def _source_record(conversion: Conversion, digests: Sequence[str], side_files: Sequence[SideFile]) -> SourceRecord:
     source = conversion.source
-    tensors = source.tensors
+    tensors, family = source.tensors, conversion.plan.family
     return SourceRecord(
         options=conversion.options,
+        plan=None if family is None else RecordedPlan(family.name, family.origin, dump_rules(family)),
         names=[tensor.name for tensor in tensors],
         dtypes=[tensor.dtype for tensor in tensors],
         shapes=[tensor.shape for tensor in tensors],

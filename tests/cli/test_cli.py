@@ -656,7 +656,7 @@ def test_inspect_speaks_json(here: Run, converted: Path, args: str, expected: di
         ("model", r"model: plain checkpoint, model type llama, 12 tensors, .* in 1 file\n"),
         ("model", r"\n +2 +\S+ kB +\S+ kB \(\d\.\dx\) +\S+ kB \(\d\.\dx\)"),
         ("model/model.safetensors", r"model/model\.safetensors: plain checkpoint, model type llama, 12 tensors"),
-        ("out", r"out: converted checkpoint, model type llama, 12 tensors, .* in 2 files\n"),
+        ("out", r"out: converted checkpoint, model type llama, plan builtin:llama, 12 tensors, .* in 2 files\n"),
         ("out", r"model\.layers\.\*\.mlp\.down_proj\.weight +1 +F16 +64 x 50 +dim 1 of \[64, 100\]"),
         ("out --rank 1", r"\n +1 +12 +\S+ kB +1 +\d"),
     ],

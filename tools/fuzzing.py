@@ -30,12 +30,13 @@ from relayout.core.digests import digest_hex
 from relayout.core.dtypes import BITS
 from relayout.core.extents import Extent
 from relayout.errors import FormatError, PlanError
+from relayout.format.fields import parse_object
 from relayout.format.index import Manifest
 from relayout.format.manifest import compact_json, compress, parse_manifest
 from relayout.format.rank_table import parse_table
 from relayout.format.safetensors import LENGTH_NBYTES, json_text, parse_header
 from relayout.format.source_record import parse_record
-from relayout.plans.family import parse_family
+from relayout.plans.family import dump_rules, parse_family, parse_rules
 from relayout.plans.planner import Plan, make_plan, plan_for
 from relayout.storage.local.store import LocalStore
 
@@ -142,6 +143,8 @@ def _plan(data: bytes) -> None:
         family = parse_family(data.decode("utf-8", "replace"), "x", "x")
     except FormatError:
         return
+    recorded = parse_object(compact_json(dump_rules(family)), "x")
+    assert parse_rules(recorded, "x", family.name, family.origin) == family
     source = _model({"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 2})
     for expert_parallel in (False, True):
         try:
@@ -267,6 +270,8 @@ def _record(data: bytes) -> None:
         assert all(_stays_inside(name) for name in names)
         source = recorded_source(LocalStore(Path("x")), record)
         stored_conversion(LocalStore(Path("x")), manifest, _base_tables(), record, source)
+        if record.plan is not None:
+            parse_rules(record.plan.rules, "x", record.plan.name, record.plan.origin)
     except FormatError:
         return
     for file in source.files:

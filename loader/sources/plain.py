@@ -10,14 +10,14 @@ from relayout.format.index import Read
 from relayout.loader.sources.contents import Contents, StoredFile, select
 from relayout.loader.sources.pieces import Columns, StoredPieces
 from relayout.loader.sources.reshard import Holder
-from relayout.plans.planner import plan_for
+from relayout.plans.planner import plan_by, plan_for
 from relayout.storage.protocols import Store
 
 
 def _held(source: Store, rank: int, num_ranks: int) -> tuple[SourceCheckpoint, list[tuple[SourceTensor, Cut]]]:
     """A checkpoint, and the tensors that `rank` holds with their cuts, by the built-in plan for its model type."""
     checkpoint = read_source(source)
-    plan = plan_for(checkpoint, num_ranks)
+    plan = plan_for(checkpoint, num_ranks) if num_ranks > 1 else plan_by(checkpoint, num_ranks, None)
     cuts = [plan.cuts[cut] for cut in plan.cut_of]
     return checkpoint, [
         (tensor, cut) for tensor, cut in zip(checkpoint.tensors, cuts, strict=True) if cut.slices[rank].is_held

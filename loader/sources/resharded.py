@@ -15,13 +15,15 @@ from relayout.core.forks import remake_in_child
 from relayout.core.slices import WHOLE, Slice, slice_transfers
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import Manifest, RankTable, Read
+from relayout.format.manifest import SOURCE_RECORD_NAME
 from relayout.format.safetensors import parse_header
 from relayout.format.source_record import SourceRecord
 from relayout.loader.sources.contents import Contents, files_of, rank_files, select
 from relayout.loader.sources.pieces import Columns, agreed
 from relayout.loader.sources.proven import proven
 from relayout.loader.sources.reshard import Holder, gather
-from relayout.plans.planner import TRANSFORMERS, Plan, plan_for
+from relayout.plans.family import Family, parse_rules
+from relayout.plans.planner import Plan, Unmatched, plan_by
 from relayout.storage.protocols import Store
 
 
@@ -33,9 +35,8 @@ def resharded_contents(
     With `is_proven`, bytes are compared with the digests of their chunks when they are read.
 
     Raises:
-        FormatError: the source record or a rank table is damaged.
-        PlanError: the rank does not exist, the model cannot be cut at this degree, or this relayout has other rules for
-            the model than those of the conversion.
+        FormatError: the source record or a rank table is damaged, or its rules do not cut the tensors as it says.
+        PlanError: the rank does not exist, the model cannot be cut at this degree, or the record has no rules.
     """
     record = read_record(folder, manifest)
     first = rank * manifest.num_ranks // num_ranks
@@ -239,6 +240,7 @@ class Ranks:
 
 
 def _plan(folder: Store, manifest: Manifest, record: SourceRecord, num_ranks: int) -> Plan:
+    """Who holds what at another degree, by the rules in the record and the folder's config.json alone."""
     tensors = tuple(
         SourceTensor(name, dtype, shape, file, Extent(offset, num_bytes(dtype, shape) or 0))
         for name, dtype, shape, file, offset in zip(
@@ -246,21 +248,36 @@ def _plan(folder: Store, manifest: Manifest, record: SourceRecord, num_ranks: in
         )
     )
     source = SourceCheckpoint(folder, (), tensors, {}, read_config(folder), None, (), ())
-    if manifest.num_ranks == 1:
-        return plan_for(source, num_ranks)
+    if num_ranks == 1:  # Which needs no rules.
+        return plan_by(source, 1, None)
+    family = _family(folder, record)
+    # A conversion to one rank has not asked whether each tensor has a rule.
+    unmatched: Unmatched | None = None if manifest.num_ranks == 1 else "replicate"
 
     def plan(degree: int) -> Plan:
-        rules = TRANSFORMERS if manifest.plan.startswith(TRANSFORMERS) else None
-        return plan_for(source, degree, rules, expert_parallel=manifest.expert_parallel, unmatched="replicate")
+        return plan_by(source, degree, family, expert_parallel=record.options.expert_parallel, unmatched=unmatched)
 
-    if num_ranks > 1 and not _are_alike(plan(manifest.num_ranks), record):
+    if not _are_alike(plan(manifest.num_ranks), record):
+        raise FormatError(
+            f"its plan {record.options.plan!r} does not cut all tensors as they are cut: config.json has changed, or"
+            " another version of relayout has converted the source; it can only be loaded at its own degree,"
+            f" {manifest.num_ranks}",
+            path=str(folder),
+            code="mismatch",
+        )
+    return plan(num_ranks)
+
+
+def _family(folder: Store, record: SourceRecord) -> Family:
+    if record.plan is None:
         raise PlanError(
-            f"was cut by the plan {manifest.plan!r} with other rules than this relayout has for the model:"
-            f" it can only be loaded at its own degree, {manifest.num_ranks}",
+            "there was no plan for the source, so that it can be loaded whole or as converted, at no other degree:"
+            " convert it again, with --plan FILE",
             path=str(folder),
             code="no_plan",
         )
-    return plan(num_ranks)
+    where = f"{folder.where(SOURCE_RECORD_NAME)}: plan"
+    return parse_rules(record.plan.rules, where, record.plan.name, record.plan.origin)
 
 
 def _are_alike(plan: Plan, record: SourceRecord) -> bool:

@@ -182,8 +182,9 @@ def print_inspection(found: Inspection) -> None:
     """Print the result of `inspect`."""
     console = _console()
     kind = "converted" if found.converted else "plain"
+    plan = "" if found.plan is None else f"plan {_text(found.plan)}, "
     console.print(
-        f"{_text(found.path)}: {kind} checkpoint, model type {_text(found.model_type or 'unknown')}, "
+        f"{_text(found.path)}: {kind} checkpoint, model type {_text(found.model_type or 'unknown')}, {plan}"
         f"{_count(found.num_tensors, 'tensor')}, {decimal(found.nbytes)} in {_count(found.num_files, 'file')}"
     )
     table = _table("tensors", "#count", "dtype", "shape", "part of", "#bytes")

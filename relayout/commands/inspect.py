@@ -73,6 +73,8 @@ class Inspection:
     path: str
     converted: bool
     model_type: str | None
+    plan: str | None
+    """Full name of the plan that cut it, ORIGIN:NAME, or "none"; None for a plain checkpoint."""
     num_files: int
     num_tensors: int
     """Tensors of the whole model."""
@@ -130,6 +132,7 @@ def _inspect_converted(folder: Store, manifest: Manifest, rank: int | None) -> I
         path=str(folder),
         converted=True,
         model_type=manifest.model_type,
+        plan=manifest.plan,
         num_files=len({number for _, entry in entries for number in entry.files}),
         num_tensors=len({name for table in tables.values() for name in table.names}),
         nbytes=sum(extent.nbytes for extent in extents),
@@ -150,6 +153,7 @@ def _inspect_plain(store: Store, source: SourceCheckpoint) -> Inspection:
         path=str(store),
         converted=False,
         model_type=source.model_type,
+        plan=None,
         num_files=len(source.files),
         num_tensors=len(source.tensors),
         nbytes=source.nbytes,

@@ -21,7 +21,8 @@ from relayout.conversion.steps import CopyPlan
 from relayout.core.arguments import integer, size
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import MANIFEST_NAME, RANKS, WHOLE_TENSORS
-from relayout.plans.planner import TRANSFORMERS, Unmatched, plan_for
+from relayout.plans.family import TRANSFORMERS
+from relayout.plans.planner import Unmatched, plan_for
 from relayout.progress import Progress, reporting
 from relayout.storage.hashing import CHUNK_NBYTES as REHASH_NBYTES
 from relayout.storage.memory import peak_nbytes

@@ -27,7 +27,15 @@ from relayout.format.index import (
 )
 from relayout.format.manifest import SOURCE_RECORD_NAME, WHOLE_TABLE_NAME, compress, dump_manifest, table_name
 from relayout.format.rank_table import dump_table
-from relayout.format.source_record import RecordedFile, SideFile, SourceRecord, conversion_digest, dump_record
+from relayout.format.source_record import (
+    RecordedFile,
+    RecordedPlan,
+    SideFile,
+    SourceRecord,
+    conversion_digest,
+    dump_record,
+)
+from relayout.plans.family import dump_rules
 from relayout.storage.hashing import sha256_hex
 from relayout.storage.protocols import Staging
 
@@ -216,9 +224,10 @@ def _table(
 
 def _source_record(conversion: Conversion, digests: Sequence[str], side_files: Sequence[SideFile]) -> SourceRecord:
     source = conversion.source
-    tensors = source.tensors
+    tensors, family = source.tensors, conversion.plan.family
     return SourceRecord(
         options=conversion.options,
+        plan=None if family is None else RecordedPlan(family.name, family.origin, dump_rules(family)),
         names=[tensor.name for tensor in tensors],
         dtypes=[tensor.dtype for tensor in tensors],
         shapes=[tensor.shape for tensor in tensors],

@@ -8,6 +8,13 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from itertools import pairwise, zip_longest
+
+MAX_PATTERNS = 4096
+"""How many compiled patterns are kept."""
+
+_MAX_OPEN_WILDCARDS, _MAX_WORD_TRIES, _MAX_LENGTH = 2, 64, 512
+"""Of a pattern, see `slow_because`."""
 
 _TOKEN = re.compile(r"\*\*|\*|#|\{[^{}]*\}|[^*#{]+|\{")
 _NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
@@ -20,7 +27,30 @@ def invalid_because(pattern: str) -> str | None:
     return None if _VALID.match(pattern) else "braces must be paired, contain only words, and cannot be nested"
 
 
-@lru_cache(maxsize=4096)
+def slow_because(pattern: str) -> str | None:
+    """Why matching a name might take long, for a message; None if it takes at most some square of the name's length.
+
+    What fails to match is tried again with each other end of a wildcard, unless only one end can be right: at the next
+    dot, or at the name's end. If one of the words in braces begins with another, each of them is tried.
+    """
+    num_tries, num_open, is_scanned = 1, 0, False
+    tokens = _TOKEN.findall(pattern)
+    for token, following in zip_longest(tokens, tokens[1:], fillvalue=""):
+        if token.startswith("{"):
+            words = sorted(token[1:-1].split(","))
+            num_tries *= len(words) if any(other.startswith(one) for one, other in pairwise(words)) else 1
+        elif following and (token == "**" or (token in ("*", "#") and not following.startswith("."))):
+            num_open, is_scanned = num_open + 1, False
+        elif token in ("*", "#"):
+            is_scanned = num_open > 0
+    if num_open + is_scanned > _MAX_OPEN_WILDCARDS:
+        return f"more than {_MAX_OPEN_WILDCARDS} wildcards that may end in many places"
+    if num_tries > _MAX_WORD_TRIES:
+        return f"more than {_MAX_WORD_TRIES} ways to choose between words of which one begins with another"
+    return None if len(pattern) <= _MAX_LENGTH else f"more than {_MAX_LENGTH} characters"
+
+
+@lru_cache(maxsize=MAX_PATTERNS)
 def compile_glob(pattern: str) -> re.Pattern[str]:
     """The regular expression for `pattern`; each `#` is a group."""
     parts = []

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from typing import Any
 
 from relayout.core.digests import digest_hex
 from relayout.core.dtypes import BITS, num_bytes
@@ -13,11 +14,15 @@ from relayout.errors import FormatError, shown
 from relayout.format.fields import Fields, parse_object
 from relayout.format.index import FORMAT_VERSION, MANIFEST_NAME, RANKS, WHOLE_TENSORS
 from relayout.format.manifest import check_version, compact_json, parse_shapes
-from relayout.format.safetensors import LENGTH_NBYTES, check_name
+from relayout.format.safetensors import LENGTH_NBYTES, check_name, depth
 from relayout.format.slices import dump_slice, parse_slice
 
 _MAX_PATH_NBYTES, _MAX_PART_NBYTES = 4095, 255
 """Linux has no longer paths, and file systems no longer names."""
+
+_ORIGINS = ("builtin", "file", "transformers")
+_MAX_RULES_NBYTES, _MAX_RULES_DEPTH = 2**20, 8
+"""Of a plan as compact JSON: a plan file of 2^18 bytes, and the plan that it extends, take less than half of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +49,30 @@ class RecordedFile:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordedPlan:
+    """The plan by which the source was cut, and by which other degrees are cut."""
+
+    name: str
+    """Of the built-in plan or the plan file, or the model type."""
+    origin: str
+    """"builtin", "file" or "transformers"."""
+    rules: Mapping[str, Any]
+    """A JSON object with the keys of a plan file, which `plans.family.parse_rules` understands."""
+
+    @property
+    def full_name(self) -> str:
+        """ORIGIN:NAME."""
+        return f"{self.origin}:{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
 class ConversionOptions:
     """What decides, beside the source and the cuts of its tensors, which bytes a conversion writes."""
 
     num_ranks: int
     """The tensor-parallel degree."""
     plan: str
-    """The name of the plan."""
+    """Full name of the plan, ORIGIN:NAME; "none" if there is none."""
     expert_parallel: bool
     """Whether experts are owned whole."""
     alignment: int
@@ -68,6 +90,8 @@ class SourceRecord:
     """The source record; columns of equal length."""
 
     options: ConversionOptions
+    plan: RecordedPlan | None
+    """None: there was none, as one rank needs none."""
     names: Sequence[str]
     dtypes: Sequence[str]
     shapes: Sequence[tuple[int, ...]]
@@ -95,6 +119,7 @@ def dump_record(record: SourceRecord) -> bytes:
     top = {
         "relayout": FORMAT_VERSION,
         **asdict(record.options),
+        "plan": None if record.plan is None else asdict(record.plan),
         "files": {
             "name": [file.name for file in record.files],
             "nbytes": [file.nbytes for file in record.files],
@@ -150,8 +175,10 @@ def parse_record(text: bytes, num_ranks: int, where: str) -> SourceRecord:
     files = _parse_files(Fields(top.object("files"), where), where)
     file_of = _positions(tensors, "file", count, len(files))
     index = None if top.top.get("index") is None else Fields(top.object("index"), where)
+    plan = None if top.top.get("plan", {}) is None else _parse_plan(Fields(top.object("plan"), f"{where}: plan"))
     record = SourceRecord(
-        options=_parse_options(top, where),
+        options=_parse_options(top, plan, where),
+        plan=plan,
         names=tensors.column("name", str, count),
         dtypes=tensors.column("dtype", str, count),
         shapes=parse_shapes(tensors.column("shape", list, count), where),
@@ -200,14 +227,29 @@ def _parse_side_files(fields: Fields, where: str) -> tuple[SideFile, ...]:
     return tuple(SideFile(_path(name, where), nbytes, digest, mode) for name, nbytes, digest, mode in columns)
 
 
-def _parse_options(top: Fields, where: str) -> ConversionOptions:
+def _parse_plan(fields: Fields) -> RecordedPlan:
+    plan = RecordedPlan(fields.text("name"), fields.text("origin"), fields.object("rules"))
+    if plan.origin not in _ORIGINS:
+        raise FormatError(
+            f"origin {shown(plan.origin)}, expected {' or '.join(_ORIGINS)}", path=fields.where, code="field"
+        )
+    if depth(plan.rules) > _MAX_RULES_DEPTH or len(compact_json(plan.rules)) > _MAX_RULES_NBYTES:
+        raise FormatError(
+            f"rules of more than {_MAX_RULES_NBYTES} bytes or {_MAX_RULES_DEPTH} levels",
+            path=fields.where,
+            code="limit",
+        )
+    return plan
+
+
+def _parse_options(top: Fields, plan: RecordedPlan | None, where: str) -> ConversionOptions:
     if top.text("layout") not in (RANKS, WHOLE_TENSORS):
         raise FormatError(f"layout {shown(top.text('layout'))}, expected ranks or whole", path=where, code="field")
     if top.size("max_part_nbytes") < 1:
         raise FormatError("'max_part_nbytes' is 0, expected 1 or more", path=where, code="field")
     return ConversionOptions(
         num_ranks=top.size("num_ranks"),
-        plan=top.text("plan"),
+        plan="none" if plan is None else plan.full_name,
         expert_parallel=top.flag("expert_parallel"),
         alignment=top.size("alignment"),
         max_part_nbytes=top.size("max_part_nbytes"),

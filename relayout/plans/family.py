@@ -1,4 +1,7 @@
-"""Plan files: rules that cut the tensors of a model family, as data. PLANS.md describes the file format."""
+"""Plans as data: the rules that cut the tensors of a model family. PLANS.md describes the language.
+
+A plan is text in TOML (a plan file), or an object with the same keys in the source record of a converted checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from relayout.core.patterns import compile_glob, depends_on_numbers, invalid_because
-from relayout.errors import FormatError, PlanError, shown
+from relayout.core.patterns import MAX_PATTERNS, compile_glob, depends_on_numbers, invalid_because, slow_because
+from relayout.errors import FormatError, PlanError, printable, shown
 from relayout.storage.local.files import read_small
 
 EVEN, VOCABULARY, RAGGED = "even", "vocabulary", "ragged"
@@ -27,12 +30,15 @@ HEAD_DIM = "head_dim"
 EXPERTS = "experts"
 """The number of experts."""
 
+BUILTIN, FILE, TRANSFORMERS = "builtin", "file", "transformers"
+"""Origins of plans: part of relayout, a plan file, the transformers package."""
+
 _MAX_PLAN_NBYTES = 2**18
+_MAX_NUMBER = 2**53 - 1
+"""Larger ones are not exact in every JSON reader."""
 _MAX_DOTS = 256
 """In one line: the time that tomllib takes for a dotted key grows with their square."""
-_TOP_KEYS = frozenset(
-    {"model_types", "quantization", "extends", "language_prefixes", "transposed", "sizes", "cut", "experts"}
-)
+_KEYS = frozenset({"model_types", "quantization", "language_prefixes", "transposed", "sizes", "cut", "experts"})
 _MODEL_TYPES = re.compile(r"^model_types *= *\[[^]]*]", re.MULTILINE)
 
 
@@ -68,10 +74,12 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A plan file, merged with the plan that it extends."""
+    """A plan, merged with the plan that it extends."""
 
     name: str
-    """Name of the built-in plan or of the file."""
+    """Name of the built-in plan or of the file, or the model type."""
+    origin: str
+    """`BUILTIN`, `FILE` or `TRANSFORMERS`."""
     model_types: tuple[str, ...]
     """Values of `model_type` in config.json that the plan applies to."""
     quantization: str | None
@@ -88,6 +96,16 @@ class Family:
     """Patterns of tensors with one entry for each expert along dim 0."""
     is_transposed: bool = False
     """Whether weights are stored [in, out], so that dim 0 of a rule is dim 1 of a quantized weight."""
+
+    @property
+    def full_name(self) -> str:
+        """ORIGIN:NAME."""
+        return f"{self.origin}:{self.name}"
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """All patterns for tensor names."""
+        return (*(rule.pattern for rule in self.rules), *self.experts_each, *self.experts_stacked)
 
     @property
     def depends_on_numbers(self) -> bool:
@@ -154,7 +172,7 @@ def read_family(path: Path) -> Family:
         text = blob.decode()
     except UnicodeDecodeError as error:
         raise FormatError(f"not UTF-8 at byte {error.start}", path=path, code="syntax") from None
-    return parse_family(text, str(path), path.name)
+    return parse_family(text, str(path), printable(path.name))
 
 
 def find_family(model_type: str | None, quantization: str | None = None) -> Family:
@@ -195,7 +213,47 @@ def parse_family(text: str, where: str, name: str) -> Family:
     Raises:
         FormatError: the text is not a valid plan.
     """
-    return _parse_family(text, where, name, ())
+    return _parse_text(text, where, name, FILE, ())
+
+
+def parse_rules(rules: Mapping[str, Any], where: str, name: str, origin: str) -> Family:
+    """Parse the object that `dump_rules` makes, or another with the keys of a plan file; it extends no other plan.
+
+    Raises:
+        FormatError: the object is not a valid plan.
+    """
+    return _checked(_parse_keys(rules, where, name, origin), where)
+
+
+def dump_rules(family: Family) -> dict[str, Any]:
+    """What `parse_rules` takes: an object with the keys of a plan file, of which the order of `cut` counts."""
+    top = {
+        "model_types": list(family.model_types),
+        "quantization": family.quantization,
+        "language_prefixes": list(family.prefixes),
+        "transposed": family.is_transposed,
+        "sizes": {size: list(map(_dump_source, sources)) for size, sources in family.sizes.items()},
+        "cut": {rule.pattern: _dump_rule(rule) for rule in family.rules},
+        "experts": _without_defaults({"each": list(family.experts_each), "stacked": list(family.experts_stacked)}),
+    }
+    return _without_defaults(top)
+
+
+def _without_defaults(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in table.items() if value not in (None, False, [], {})}
+
+
+def _dump_source(source: SizeSource) -> object:
+    return source.use if source.when is None else {"when": source.when, "is": source.equals, "use": source.use}
+
+
+def _dump_rule(rule: Rule) -> object:
+    if rule.dim is None:
+        return "whole"
+    by = [" * ".join(words) for words in zip(rule.units, *([rule.widths] if rule.widths else []), strict=True)]
+    grouped = {} if rule.interleaved is None else {"interleaved": rule.interleaved}
+    blocks = {} if rule.block == 1 else {"block": rule.block}
+    return {"dim": rule.dim, "by": by, **grouped, **blocks}
 
 
 @cache
@@ -210,57 +268,73 @@ def _builtin_texts() -> Mapping[str, str]:
 
 @cache
 def _builtin(name: str, extended_by: tuple[str, ...] = ()) -> Family:
-    return _parse_family(_builtin_texts()[name], f"{name}.toml", name, (*extended_by, name))
+    return _parse_text(_builtin_texts()[name], f"{name}.toml", name, BUILTIN, (*extended_by, name))
 
 
-def _parse_family(text: str, where: str, name: str, extended_by: tuple[str, ...]) -> Family:
+def _parse_text(text: str, where: str, name: str, origin: str, extended_by: tuple[str, ...]) -> Family:
     if any(line.count(".") > _MAX_DOTS for line in text.split("\n")):
         raise FormatError(f"a line with more than {_MAX_DOTS} dots", path=where, code="limit")
     try:
         top = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"not valid TOML: {error}", path=where, code="syntax") from None
-    unknown = top.keys() - _TOP_KEYS
-    if unknown:
-        raise FormatError(
-            f"unknown key {shown(min(unknown))}, expected {', '.join(sorted(_TOP_KEYS))}", path=where, code="field"
-        )
+    _check_keys(top, _KEYS | {"extends"}, "", where)
+    extends = top.pop("extends", None)
+    family = _parse_keys(top, where, name, origin)
+    if extends is not None:
+        family = _extended(family, extends, where, extended_by)
+    return _checked(family, where)
+
+
+def _parse_keys(top: Mapping[str, Any], where: str, name: str, origin: str) -> Family:
+    _check_keys(top, _KEYS, "", where)
     sizes, cut, experts = (_table(top, key, where) for key in ("sizes", "cut", "experts"))
-    unknown = experts.keys() - {"each", "stacked"}
-    if unknown:
-        raise FormatError(
-            f"experts: unknown key {shown(min(unknown))}, expected each, stacked", path=where, code="field"
-        )
-    quantization = top.get("quantization")
+    _check_keys(experts, frozenset({"each", "stacked"}), "experts: ", where)
+    quantization, transposed = top.get("quantization"), top.get("transposed", False)
     if not isinstance(quantization, str | None):
         raise FormatError(
             f"quantization: {shown(quantization)}, expected the name of a method", path=where, code="field"
         )
-    transposed = top.get("transposed", False)
     if not isinstance(transposed, bool):
         raise FormatError(f"transposed: {shown(transposed)}, expected true or false", path=where, code="field")
-    family = Family(
+    prefixes = _strings(top.get("language_prefixes", []), "language_prefixes", where)
+    return Family(
         name,
+        origin,
         _strings(top.get("model_types", []), "model_types", where),
         quantization,
-        tuple(sorted(_strings(top.get("language_prefixes", []), "language_prefixes", where), key=len, reverse=True)),
+        tuple(sorted(prefixes, key=len, reverse=True)),
         {size: _parse_sources(size, value, where) for size, value in sizes.items()},
         tuple(_parse_rule(pattern, value, where) for pattern, value in cut.items()),
         _strings(experts.get("each", []), "experts.each", where),
         _strings(experts.get("stacked", []), "experts.stacked", where),
         transposed,
     )
-    for pattern in (*(rule.pattern for rule in family.rules), *family.experts_each, *family.experts_stacked):
-        if reason := invalid_because(pattern):
+
+
+def _check_keys(table: Mapping[str, Any], known: frozenset[str], what: str, where: str) -> None:
+    if unknown := table.keys() - known:
+        raise FormatError(
+            f"{what}unknown key {shown(min(unknown))}, expected {', '.join(sorted(known))}", path=where, code="field"
+        )
+
+
+def _checked(family: Family, where: str) -> Family:
+    """The family, if it is a whole plan.
+
+    Raises:
+        FormatError: it has no rules, or a rule has a bad pattern or an unknown unit.
+    """
+    if not family.rules:
+        raise FormatError("the plan has no rules, expected a table [cut]", path=where, code="field")
+    if len(family.patterns) > MAX_PATTERNS:
+        raise FormatError(f"{len(family.patterns)} patterns, limit {MAX_PATTERNS}", path=where, code="limit")
+    for pattern in family.patterns:
+        if reason := invalid_because(pattern) or slow_because(pattern):
             raise FormatError(f"invalid pattern {shown(pattern)}: {reason}", path=where, code="field")
     for pattern in family.experts_each:
         if compile_glob(pattern).groups != 1:
             raise FormatError(f"experts.each: {shown(pattern)}, expected exactly one '#'", path=where, code="field")
-    extends = top.get("extends")
-    if extends is not None:
-        family = _extended(family, extends, where, extended_by)
-    if not family.rules:
-        raise FormatError("the plan has no rules, expected a table [cut]", path=where, code="field")
     _check_units(family, where)
     return family
 
@@ -291,8 +365,9 @@ def _parse_sources(size: str, value: Any, where: str) -> tuple[SizeSource, ...]:
     for source in value if isinstance(value, list) else [value]:
         table = source if isinstance(source, dict) else {"use": source}
         use, when, equals = table.get("use"), table.get("when"), table.get("is", True)
-        is_size = isinstance(use, str) or (type(use) is int and use > 0)
-        is_known = isinstance(when, str | None) and isinstance(equals, str | int)
+        is_size = isinstance(use, str) or (type(use) is int and 0 < use <= _MAX_NUMBER)
+        is_value = isinstance(equals, str) or (isinstance(equals, int) and abs(equals) <= _MAX_NUMBER)
+        is_known = isinstance(when, str | None) and is_value
         if not is_size or not is_known or table.keys() - {"use", "when", "is"} or ("is" in table and when is None):
             raise FormatError(
                 f"sizes.{size}: {shown(source)}, expected a key of config.json, a positive integer, or "
@@ -311,7 +386,12 @@ def _parse_rule(pattern: str, value: Any, where: str) -> Rule:
     what = f"cut {shown(pattern)}: {shown(value)}"
     dim, by = rest.pop("dim", None), rest.pop("by", None)
     parts = by if isinstance(by, list) else [by]
-    if type(dim) is not int or dim < 0 or not parts or not all(isinstance(part, str) for part in parts):
+    if (
+        type(dim) is not int
+        or not 0 <= dim <= _MAX_NUMBER
+        or not parts
+        or not all(isinstance(part, str) for part in parts)
+    ):
         raise FormatError(f'{what}, expected "whole" or {{ dim = N, by = UNIT }}', path=where, code="field")
     split = [tuple(word.strip() for word in part.split("*")) for part in parts]
     units, widths = tuple(words[0] for words in split), tuple(words[1] for words in split if len(words) == 2)
@@ -324,7 +404,7 @@ def _parse_rule(pattern: str, value: Any, where: str) -> Rule:
         raise FormatError(
             f"{what}: interleaved must be the name of a size, and by a list of units", path=where, code="field"
         )
-    if type(block) is not int or block < 1 or (block > 1 and units != (RAGGED,)):
+    if type(block) is not int or not 1 <= block <= _MAX_NUMBER or (block > 1 and units != (RAGGED,)):
         raise FormatError(
             f"{what}: block must be a positive integer, and the unit {RAGGED!r}", path=where, code="field"
         )

@@ -15,13 +15,10 @@ from relayout.core.patterns import collapse_numbers
 from relayout.core.slices import NOT_HELD, WHOLE, Cut, Range, Slice, number_cuts
 from relayout.errors import FormatError, PlanError, about, shown
 from relayout.plans.division import Sizes, divide, owner, owner_ranges
-from relayout.plans.family import EXPERTS, Family, Rule, find_family, read_family
+from relayout.plans.family import EXPERTS, TRANSFORMERS, Family, Rule, find_family, read_family
 from relayout.plans.quantization import INPUT_SCALES, Scheme, Weight, find_scheme
 
 MAX_RANKS = 1024
-
-TRANSFORMERS = "transformers"
-"""As `plan`: the plan that the transformers package has for the model type."""
 
 Unmatched = Literal["error", "replicate"]
 """How to treat tensors that no rule matches."""
@@ -67,7 +64,7 @@ class Plan:
     """Which slice of each tensor each rank holds."""
 
     name: str
-    """Name of the family whose rules were applied; "none" for one rank."""
+    """Full name of the family; "none": there is none, which only one rank can do without."""
     num_ranks: int
     cuts: tuple[Cut, ...]
     """The distinct cuts, in order of the first tensor that has them."""
@@ -77,6 +74,8 @@ class Plan:
     """Whether experts are owned whole."""
     unmatched: tuple[str, ...] = ()
     """Tensors that no rule matches; every rank holds them whole."""
+    family: Family | None = None
+    """The rules by which other degrees are cut as well."""
 
     def cut(self, t: int) -> Cut:
         """The cut of the tensor at position `t`."""
@@ -93,6 +92,8 @@ def plan_for(
 ) -> Plan:
     """Choose a plan file or the built-in plan for the checkpoint's model type, and apply its rules.
 
+    One rank holds everything, and gets the rules for other degrees if there are any.
+
     Args:
         checkpoint: the tensors and config.json.
         num_ranks: the tensor-parallel degree.
@@ -105,31 +106,64 @@ def plan_for(
         FormatError: `plan` is not a valid plan file, or config.json begins with a byte order mark.
         PlanError: there is no plan for this checkpoint, or its rules cannot be applied at this degree.
     """
-    if not 1 <= num_ranks <= MAX_RANKS:
-        raise PlanError(f"{num_ranks} ranks, expected 1 to {MAX_RANKS}", code="option")
     if unmatched not in (None, *get_args(Unmatched)):
         raise PlanError(f"unmatched={unmatched!r}, expected one of {', '.join(get_args(Unmatched))}", code="option")
     if num_ranks > 1 and checkpoint.config_error is not None:
         raise FormatError(checkpoint.config_error, code="syntax")
-    own = _own_family(Path(plan), checkpoint.model_type) if plan is not None and plan != TRANSFORMERS else None
+    try:
+        family = _choose(checkpoint, plan)
+    except PlanError:
+        if num_ranks > 1 or plan not in (None, TRANSFORMERS):
+            raise
+        family = None
+    return plan_by(checkpoint, num_ranks, family, expert_parallel=expert_parallel, unmatched=unmatched)
+
+
+def plan_by(
+    checkpoint: PlannedCheckpoint,
+    num_ranks: int,
+    family: Family | None,
+    *,
+    expert_parallel: bool = False,
+    unmatched: Unmatched | None = None,
+) -> Plan:
+    """Apply a family's rules to a checkpoint of plain or quantized weights; options as for `plan_for`.
+
+    Args:
+        family: the rules; only one rank can do without.
+
+    Raises:
+        PlanError: the rules cannot be applied at this degree.
+    """
+    if not 1 <= num_ranks <= MAX_RANKS:
+        raise PlanError(f"{num_ranks} ranks, expected 1 to {MAX_RANKS}", code="option")
     if num_ranks == 1:
-        return Plan("none", 1, *number_cuts([Cut((WHOLE,))] * len(checkpoint.tensors)))
+        name, cuts = "none" if family is None else family.full_name, [Cut((WHOLE,))] * len(checkpoint.tensors)
+        return Plan(name, 1, *number_cuts(cuts), family=family)
+    assert family is not None, "more than one rank needs rules"
+    if unmatched is None:
+        unmatched = "replicate" if family.origin == TRANSFORMERS else "error"
+    scheme = _scheme(checkpoint)
+    return make_plan(checkpoint, num_ranks, family, scheme, expert_parallel=expert_parallel, unmatched=unmatched)
+
+
+def _scheme(checkpoint: PlannedCheckpoint) -> Scheme | None:
+    """How the checkpoint's weights are quantized."""
     quantization = checkpoint.config.get("quantization_config")
     with about(path=checkpoint.root):
-        scheme = find_scheme(quantization) if isinstance(quantization, Mapping) else None
-    if own is not None:
-        family = own
-    elif plan is not None:
+        return find_scheme(quantization) if isinstance(quantization, Mapping) else None
+
+
+def _choose(checkpoint: PlannedCheckpoint, plan: str | Path | None) -> Family:
+    if plan is None:
+        scheme = _scheme(checkpoint)
+        return find_family(checkpoint.model_type, None if scheme is None else scheme.name)
+    if plan == TRANSFORMERS:
         # Imports the transformers package.
         from relayout.plans.transformers import transformers_family
 
-        family = transformers_family(checkpoint.model_type, checkpoint.config)
-        unmatched = unmatched or "replicate"
-    else:
-        family = find_family(checkpoint.model_type, None if scheme is None else scheme.name)
-    return make_plan(
-        checkpoint, num_ranks, family, scheme, expert_parallel=expert_parallel, unmatched=unmatched or "error"
-    )
+        return transformers_family(checkpoint.model_type, checkpoint.config)
+    return _own_family(Path(plan), checkpoint.model_type)
 
 
 def _own_family(path: Path, model_type: str | None) -> Family:
@@ -176,21 +210,21 @@ def make_plan(
     if unmatched_names and unmatched == "error":
         others = f" (nor {len(unmatched_names) - 1} others)" if len(unmatched_names) > 1 else ""
         raise PlanError(
-            f"no rule of plan {family.name!r} matches it{others}: add a rule (--plan FILE), or hold such tensors whole"
-            " on every rank (--unmatched replicate)",
+            f"no rule of plan {family.full_name!r} matches it{others}: add a rule (--plan FILE), or hold such"
+            " tensors whole on every rank (--unmatched replicate)",
             path=checkpoint.root,
             tensor=unmatched_names[0],
             code="no_rule",
         )
     if experts is not None and not experts.found:
         raise PlanError(
-            f"no tensor matches the experts of plan {family.name!r}, which --expert-parallel needs",
+            f"no tensor matches the experts of plan {family.full_name!r}, which --expert-parallel needs",
             path=checkpoint.root,
             code="no_rule",
         )
     cuts = _apply(kinds, sizes, num_ranks, scheme)
     numbered = number_cuts(cuts[one] if isinstance(one, _Kind) else one for one in column)
-    return Plan(family.name, num_ranks, *numbered, expert_parallel, tuple(unmatched_names))
+    return Plan(family.full_name, num_ranks, *numbered, expert_parallel, tuple(unmatched_names), family)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from relayout.errors import PlanError
-from relayout.plans.family import EVEN, EXPERTS, KV_HEADS, VOCABULARY, Family, Rule, SizeSource
+from relayout.plans.family import EVEN, EXPERTS, KV_HEADS, TRANSFORMERS, VOCABULARY, Family, Rule, SizeSource
 
 _BASES = "{model.,transformer.,gpt_neox.,}"
 
@@ -59,7 +59,7 @@ def transformers_family(model_type: str | None, config: Mapping[str, Any]) -> Fa
         for candidate in (found, subtypes):
             plan = getattr(candidate, "base_model_tp_plan", None)
             if isinstance(plan, dict) and any("layers" in module for module in plan):
-                return _family(f"transformers:{name}", plan)
+                return _family(str(name), plan)
     raise PlanError(
         f"--plan transformers: the package has no tensor-parallel plan for model type {model_type!r}", code="no_plan"
     )
@@ -71,14 +71,18 @@ def _family(name: str, plan: Mapping[str, str]) -> Family:
         Rule(f"{_BASES}{{embed_tokens,wte,embed_in}}.weight", 0, (VOCABULARY,)),
         Rule("{lm_head,embed_out}.{weight,bias}", 0, (VOCABULARY,)),
     ]
+    different: dict[str, Rule] = {}
+    for rule in rules:
+        different.setdefault(rule.pattern, rule)  # The first that matches counts.
     experts = [module.removesuffix(".gate_up_proj") for module in plan if module.endswith(".experts.gate_up_proj")]
     return Family(
         name,
+        TRANSFORMERS,
         (),
         None,
         ("model.language_model.", "language_model."),
         _SIZES,
-        tuple(rules),
+        tuple(different.values()),
         tuple(f"{_BASES}{_older(module)}.#.**" for module in experts),
         tuple(f"{_BASES}{_older(module)}.{{gate_up_proj,down_proj}}" for module in experts),
     )

@@ -310,7 +310,7 @@ def control_characters_in_a_path(work: Path) -> list[str]:
         (source_through_a_link, r"model: is the source itself"),
         (plan_is_no_toml, r"mine\.toml: not valid TOML"),
         (plan_of_unknown_unit, r"mine\.toml: cut '\*': .*fingers"),
-        (plan_without_a_rule, r"tensor 'lm_head\.weight': no rule of plan 'mine\.toml'"),
+        (plan_without_a_rule, r"tensor 'lm_head\.weight': no rule of plan 'file:mine\.toml'"),
         (converted_as_source, r"out: is already a converted checkpoint"),
         (rank_too_high, r"rank 2, expected 0 to 1"),
         (negative_rank, r"rank -1, expected 0 to 1"),
@@ -608,7 +608,7 @@ def test_a_dry_run_writes_nothing(work: Path, as_json: bool) -> None:
     assert tree(work) == before
     if as_json:
         found = one_object(done)
-        assert (found["plan"], found["num_ranks"], found["num_tensors"]) == ("llama", 2, 12)
+        assert (found["plan"], found["num_ranks"], found["num_tensors"]) == ("builtin:llama", 2, 12)
         cuts = {group["pattern"]: (group["cut"], group["rank_shapes"]) for group in found["groups"]}
         assert cuts["model.layers.*.mlp.down_proj.weight"] == ("dim 1", [[64, 50]])
         assert cuts["model.layers.*.self_attn.q_proj.weight"] == ("dim 0", [[32, 64]])
@@ -656,7 +656,7 @@ def test_inspect_speaks_json(here: Run, converted: Path, args: str, expected: di
         ("model", r"model: plain checkpoint, model type llama, 12 tensors, .* in 1 file\n"),
         ("model", r"\n +2 +\S+ kB +\S+ kB \(\d\.\dx\) +\S+ kB \(\d\.\dx\)"),
         ("model/model.safetensors", r"model/model\.safetensors: plain checkpoint, model type llama, 12 tensors"),
-        ("out", r"out: converted checkpoint, model type llama, 12 tensors, .* in 2 files\n"),
+        ("out", r"out: converted checkpoint, model type llama, plan builtin:llama, 12 tensors, .* in 2 files\n"),
         ("out", r"model\.layers\.\*\.mlp\.down_proj\.weight +1 +F16 +64 x 50 +dim 1 of \[64, 100\]"),
         ("out --rank 1", r"\n +1 +12 +\S+ kB +1 +\d"),
     ],

@@ -48,7 +48,7 @@ def test_the_sums_of_a_small_llama() -> None:
         shapes[f"{LAYER.format(number)}self_attn.k_proj.weight"] = (16, 32)
     found = previewed(shapes, 2, LLAMA)
     ranks = [64 * 64 + 64 + 2 * (2048 + 512), 36 * 64 + 64 + 2 * (2048 + 512)]
-    assert (found.source, found.output, found.plan) == ("checkpoint", "out", "llama")
+    assert (found.source, found.output, found.plan) == ("checkpoint", "out", "builtin:llama")
     assert (found.num_ranks, found.alignment, found.num_tensors, found.num_files) == (2, 512, 6, 2)
     assert (found.expert_parallel, found.unmatched, found.left_out) == (False, (), ("pytorch_model.bin: weights",))
     assert found.source_nbytes == 100 * 64 + 64 + 2 * (4096 + 1024)

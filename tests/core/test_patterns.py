@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.planning import all_slices, make_source
 
-from relayout.core.patterns import collapse_numbers, compile_glob, depends_on_numbers
+from relayout.core.patterns import collapse_numbers, compile_glob, depends_on_numbers, slow_because
 from relayout.plans.family import parse_family
 from relayout.plans.planner import make_plan
 
@@ -53,6 +53,45 @@ def test_a_number_sign_says_which_number() -> None:
 def test_a_pattern_without_wildcards_means_just_itself(name: str, other: str) -> None:
     assert compile_glob(name).match(name)
     assert bool(compile_glob(name).match(other)) == (name == other)
+
+
+# What takes long.
+
+HOSTILE_NAMES = ["a" * 4096 + "!", "a" * 4000 + ".!", "a." * 2048 + "!", "7" * 4096 + "!"]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *("**a**b", "**.a.**.w", "**.a.*.b.**.w", "**a*.x", "a*a*a", "**#.x", "*.*.*.*.x", "**a**a**", "#.#.#.#.x"),
+        *("{a,aa}" * 6 + "x", "{a,b}" * 99 + "x", "{model.,}l.*.{q,k}.{weight,bias}", "a" * 512, ""),
+    ],
+)
+def test_a_pattern_is_matched_in_time_that_does_not_explode(pattern: str) -> None:
+    """Time that grows with the cube of a name's length, or doubles with each word, would be hours."""
+    assert slow_because(pattern) is None
+    for name in HOSTILE_NAMES:
+        assert not compile_glob(pattern).match(name) or pattern == "**a**a**"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "why"),
+    [
+        *(
+            (pattern, "more than 2 wildcards that may end in many places")
+            for pattern in (
+                *("**a**a**b", "a*b*c*d", "##1#2", "**a**a*.x", "**a**a*.**", "**a**a*", "**a**#", "*" * 7),
+                *("*{a,.}*{a,.}*x", "**.a.**.l.*.w"),
+            )
+        ),
+        ("{a,aa}" * 7, "more than 64 ways to choose between words of which one begins with another"),
+        ("{a,a}" * 7, "more than 64 ways to choose between words of which one begins with another"),
+        ("{,a,b}" * 4, "more than 64 ways to choose between words of which one begins with another"),
+        ("a" * 513, "more than 512 characters"),
+    ],
+)
+def test_a_pattern_that_may_take_long_is_told_with_the_reason(pattern: str, why: str) -> None:
+    assert slow_because(pattern) == why
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -29,9 +30,12 @@ from support.conversions import (
 )
 from support.loader_fixtures import MEASURE, child, skip_unless_drives_are_counted
 from support.quantized import QUANTIZED
+from support.rebuilding import rebuild
 
 import relayout
 from relayout.errors import FormatError, PlanError
+from relayout.plans import family as families
+from relayout.plans import planner
 
 # As a direct conversion.
 
@@ -211,18 +215,160 @@ def test_ranks_and_degrees_that_do_not_exist(rank: int, tp: int, message: str, c
         relayout.load(conversions.at("llama", 4), rank, tp=tp)
 
 
+def test_without_a_plan_for_the_model_only_all_of_it_can_be_had(conversions: Conversions, tmp_path: Path) -> None:
+    source = shutil.copytree(conversions.source("llama"), tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"model_type": "nobodys"}))
+    relayout.convert(source, tmp_path / "out")
+    assert relayout.inspect(tmp_path / "out").plan == "none"
+    assert_same(relayout.load(tmp_path / "out", 0, tp=1), stored_in(conversions.at("llama", 1), 0), "whole")
+    with pytest.raises(
+        PlanError, match=r"out: there was no plan for the source, .*convert it again, with --plan FILE$"
+    ):
+        relayout.load(tmp_path / "out", 0, tp=2)
+
+
+def test_with_another_config_the_rules_no_longer_cut_as_recorded(conversions: Conversions, tmp_path: Path) -> None:
+    folder = shutil.copytree(conversions.at("llama", 4), tmp_path / "edited")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["num_key_value_heads"] == 2
+    changed = {"num_key_value_heads": 1, "head_dim": None, "hidden_size": None}
+    (folder / "config.json").write_text(json.dumps(config | changed))
+    message = r"edited: its plan 'builtin:llama' does not cut all tensors as they are cut: .* its own degree, 4$"
+    with pytest.raises(FormatError, match=message):
+        relayout.load(folder, 0, tp=2)
+    assert_same(relayout.load(folder, 0, tp=4), stored_in(folder, 0), "as stored")
+    assert_same(relayout.load(folder, 0, tp=1), stored_in(conversions.at("llama", 1), 0), "whole")
+
+
+# By the rules in the folder, and by no plan of the program.
+
+
+@pytest.fixture
+def without_plans(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From the call on no built-in plan can be read, and transformers cannot be imported."""
+
+    def nothing(*_: object) -> Any:
+        raise AssertionError("a plan of the program was read")
+
+    def take_away() -> None:
+        families._builtin.cache_clear()
+        for name in ("_builtin_texts", "_builtin", "builtin_text", "find_family", "read_family"):
+            monkeypatch.setattr(families, name, nothing)
+        monkeypatch.setattr(planner, "find_family", nothing)
+        monkeypatch.setitem(sys.modules, "transformers", None)
+        monkeypatch.setitem(sys.modules, "relayout.plans.transformers", None)
+
+    return take_away
+
+
+OWN_PLAN = """
+extends = "llama"
+[cut]
+"**.down_proj.weight" = "whole"
+"**.o_proj.weight" = { dim = 0, by = "even" }
+"""
+
+
+@pytest.mark.parametrize("stored", [1, 4])
 @pytest.mark.parametrize("file", ["mine.toml", "llama", "none", "transformers"])
-def test_by_a_persons_own_plan_another_degree_is_not_guessed(
-    file: str, conversions: Conversions, tmp_path: Path
+def test_by_a_persons_own_plan_which_may_be_gone(
+    file: str, stored: int, conversions: Conversions, tmp_path: Path, without_plans: Callable[[], None]
 ) -> None:
-    """Not even if the file has the name of another plan."""
-    (tmp_path / file).write_text('extends = "llama"\n[cut]\n"**.down_proj.weight" = "whole"\n')
-    out = tmp_path / "own"
-    relayout.convert(conversions.source("llama"), out, tp=4, plan=tmp_path / file)
-    assert relayout.load(out, 0)["model.layers.0.mlp.down_proj.weight"].shape == (128, 256)
-    assert_same(relayout.load(out, 0, tp=1), stored_in(conversions.at("llama", 1), 0), "whole")
-    with pytest.raises(PlanError, match=r"own: was cut by the plan '.*: it can only be loaded at its own degree, "):
-        relayout.load(out, 0, tp=2)
+    """Its name, which may be that of another plan, says nothing."""
+    (tmp_path / file).write_text(OWN_PLAN)
+    for degree in {stored, 2, 8}:
+        relayout.convert(conversions.source("llama"), tmp_path / str(degree), tp=degree, plan=tmp_path / file)
+    (tmp_path / file).unlink()
+    without_plans()
+    assert relayout.inspect(tmp_path / str(stored)).plan == f"file:{file}"
+    for tp in (2, 8):
+        for rank in (0, tp - 1):
+            found = relayout.load(tmp_path / str(stored), rank, tp=tp)
+            assert_same(found, stored_in(tmp_path / str(tp), rank), (tp, rank))
+            assert found["model.layers.0.mlp.down_proj.weight"].shape == (128, 256)
+            assert found["model.layers.0.self_attn.o_proj.weight"].shape == (128 // tp, 128)
+
+
+@pytest.mark.parametrize("stored", [1, 4])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss_mxfp4", "deepseek_v3"])
+def test_by_a_built_in_plan_as_it_was(
+    name: str, stored: int, conversions: Conversions, without_plans: Callable[[], None]
+) -> None:
+    folder, direct = conversions.at(name, stored), conversions.at(name, 2)
+    without_plans()
+    for rank in range(2):
+        assert_same(relayout.load(folder, rank, tp=2), stored_in(direct, rank), rank)
+
+
+def test_by_experts_that_were_owned(conversions: Conversions, without_plans: Callable[[], None]) -> None:
+    folder, direct = conversions.at("qwen3_moe", 2, experts=True), conversions.at("qwen3_moe", 4, experts=True)
+    without_plans()
+    for rank in range(4):
+        assert_same(relayout.load(folder, rank, tp=4), stored_in(direct, rank), rank)
+
+
+@pytest.mark.parametrize("stored", [1, 4])
+def test_by_the_plan_that_transformers_had(
+    stored: int, conversions: Conversions, tmp_path: Path, without_plans: Callable[[], None]
+) -> None:
+    """Also where it had no rule for a tensor, which by any other plan is an error."""
+    extra = np.arange(77, dtype=np.float32)
+    source = add_tensor(conversions.source("glm4"), tmp_path / "source", "model.extra", extra)
+    for degree in {stored, 2}:
+        relayout.convert(source, tmp_path / str(degree), tp=degree, plan="transformers")
+    without_plans()
+    assert relayout.inspect(tmp_path / str(stored)).plan == "transformers:glm4"
+    for rank in range(2):
+        assert_same(relayout.load(tmp_path / str(stored), rank, tp=2), stored_in(tmp_path / "2", rank), rank)
+
+
+def change_rules(folder: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
+    """Change the rules in the source record of a folder, and sign all that hangs on it."""
+    rebuild(folder, lambda record: edit(record["plan"]["rules"]) and None)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"cut": {"x": 3}}, "cut 'x': 3, expected"),
+        ({"extends": "llama"}, "unknown key 'extends', expected"),
+        ({"cut": {"**a**a**a**b": "whole"}}, "invalid pattern .*: more than 2 wildcards"),
+        ({"cut": {"{a,aa}" * 30: "whole"}}, "invalid pattern .*: more than 64 ways"),
+        ({"sizes": {"heads": [2**60]}}, "sizes.heads: "),
+    ],
+)
+def test_rules_of_a_stranger_are_no_more_than_a_plan_may_be(
+    rules: dict[str, Any], message: str, conversions: Conversions, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(conversions.at("llama", 4), tmp_path / "hostile")
+    change_rules(folder, lambda found: found.update(rules))
+    with pytest.raises(FormatError, match=rf"hostile/relayout\.source\.json\.zst: plan: {message}"):
+        relayout.load(folder, 0, tp=2)
+    assert_same(relayout.load(folder, 0, tp=1), stored_in(conversions.at("llama", 1), 0), "whole")
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda rules: rules["cut"].clear() or rules["cut"].update({"**": "whole"}),
+        lambda rules: rules["cut"].pop("{model.,}layers.*.mlp.down_proj.weight"),
+        lambda rules: rules["cut"].update({"{model.,}layers.*.mlp.down_proj.weight": {"dim": 0, "by": "even"}}),
+        lambda rules: rules["sizes"].update({"kv_heads": ["num_attention_heads"]}),
+    ],
+)
+def test_rules_that_cut_otherwise_than_the_folder_is_cut_are_refused(
+    edit: Callable[[dict[str, Any]], object], conversions: Conversions, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(conversions.at("llama", 4), tmp_path / "lying")
+    change_rules(folder, lambda rules: None)
+    assert_same(relayout.load(folder, 0, tp=2), stored_in(conversions.at("llama", 2), 0), "unchanged")
+    change_rules(folder, edit)
+    with pytest.raises(
+        (FormatError, PlanError), match=r"does not cut all tensors as they are cut|config.json declares"
+    ):
+        relayout.load(folder, 0, tp=2)
 
 
 # Sidecars that lie.

@@ -10,6 +10,7 @@ from support.planning import all_slices, make_source, plan_of, ranges_of
 from relayout.checkpoint.source import SourceCheckpoint
 from relayout.core.slices import NOT_HELD, WHOLE, Slice
 from relayout.errors import PlanError
+from relayout.plans.family import find_family
 from relayout.plans.planner import plan_for
 
 W1 = "model.layers.0.block_sparse_moe.experts.{}.w1.weight"
@@ -41,7 +42,9 @@ def test_an_expert_is_held_whole_by_its_owner_alone_and_the_first_ranks_own_one_
 ) -> None:
     plan = plan_for(mixtral(num_experts), num_ranks, expert_parallel=True)
     expected = (tuple(WHOLE if rank == owner else NOT_HELD for rank in range(num_ranks)) for owner in owners)
-    assert plan == plan_of("mixtral", num_ranks, tuple(expected), expert_parallel=True)
+    assert plan == plan_of(
+        "builtin:mixtral", num_ranks, tuple(expected), expert_parallel=True, family=find_family("mixtral")
+    )
 
 
 def test_experts_in_one_tensor_are_cut_along_their_number() -> None:
@@ -92,7 +95,9 @@ def test_an_expert_that_config_json_does_not_count_is_refused() -> None:
 
 @pytest.mark.parametrize("model_type", ["llama", "mixtral"])
 def test_a_checkpoint_without_experts_is_not_cut_as_if_it_had(model_type: str) -> None:
-    message = f"^checkpoint: no tensor matches the experts of plan '{model_type}', which --expert-parallel needs$"
+    message = (
+        f"^checkpoint: no tensor matches the experts of plan 'builtin:{model_type}', which --expert-parallel needs$"
+    )
     with pytest.raises(PlanError, match=message):
         plan_for(
             make_source(

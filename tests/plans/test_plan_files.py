@@ -96,6 +96,7 @@ def test_a_whole_plan_file() -> None:
     )
     assert family == Family(
         "mine",
+        "file",
         ("falcon", "RefinedWeb"),
         "mxfp4",
         ("model.a.", "b.c.", "a."),  # The longest first.
@@ -181,6 +182,7 @@ def test_an_extended_plan_follows_after_the_files_own(builtin: Builtin) -> None:
     )
     assert family == Family(
         "mine",
+        "file",
         (),
         None,
         ("lm.",),
@@ -421,9 +423,9 @@ def test_a_plan_for_one_quantization_is_not_for_others(builtin: Builtin) -> None
 def test_a_built_in_plan_can_be_printed_and_given_as_a_file(family: Family, tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(builtin_text(family.name))
-    assert read_family(path) == replace(family, name="mine.toml")
+    assert read_family(path) == replace(family, name="mine.toml", origin="file")
     assert family.model_types
-    with pytest.raises(PlanError, match=r"tensor 'strange': no rule of plan 'mine.toml' matches it: "):
+    with pytest.raises(PlanError, match=r"tensor 'strange': no rule of plan 'file:mine.toml' matches it: "):
         plan_for(make_source({"strange": (8, 8)}, model_type=family.model_types[0]), 2, path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.planning import make_source, plan_of, ranges_of, shapes_of, slices_of
+from support.planning import all_slices, make_source, plan_of, ranges_of, shapes_of, slices_of
 
 from relayout.core.slices import WHOLE, Slice
-from relayout.errors import PlanError
-from relayout.plans.family import parse_family
-from relayout.plans.planner import make_plan, plan_for
+from relayout.errors import FormatError, PlanError
+from relayout.plans.family import builtin_families, find_family, parse_family
+from relayout.plans.planner import make_plan, plan_by, plan_for
 
 UP = "model.layers.0.mlp.up_proj.weight"
 SMALL: dict[str, tuple[int, ...]] = {UP: (18944, 3584)}
@@ -38,7 +39,9 @@ Q_PROJ, K_PROJ, O_PROJ = (f"{ATTENTION}{name}_proj.weight" for name in "qko")
     ],
 )
 def test_the_plan_is_chosen_by_model_type_and_quantization(config: dict[str, Any], name: str) -> None:
-    assert plan_for(make_source({"model.norm.weight": (8,)}, **config), 2) == plan_of(name, 2, ((WHOLE, WHOLE),))
+    [family] = [one for one in builtin_families() if one.name == name]
+    plan = plan_for(make_source({"model.norm.weight": (8,)}, **config), 2)
+    assert plan == plan_of(f"builtin:{name}", 2, ((WHOLE, WHOLE),), family=family)
 
 
 def test_an_unknown_model_type_is_named_and_the_ways_out() -> None:
@@ -67,7 +70,7 @@ def test_a_plan_file_is_used_in_place_of_the_built_in_one(tmp_path: Path) -> Non
     shapes = {"h.0.attn.q": (3, 8), "h.0.mlp.up": (3, 3), "wte": (6, 2), "h.1.attn.k": (1, 8), "h.1.mlp.up": (4, 3)}
     source = make_source(shapes, model_type="llama", n_head=2)
     for plan in (plan_for(source, 2, path), plan_for(source, 2, str(path))):
-        assert plan.name == "mine.toml"
+        assert plan.name == "file:mine.toml"
         assert slices_of(plan, shapes) == {
             "h.0.attn.q": (Slice.along(1, ((0, 4),)), Slice.along(1, ((4, 4),))),
             "h.0.mlp.up": (WHOLE, WHOLE),
@@ -112,7 +115,7 @@ def test_a_bias_that_no_rule_names_goes_with_the_rows_of_its_quantized_weight(tm
     }
     assert plan.unmatched == ()
     shapes |= {"c.weight": (4, 2), "c.bias": (4,)}  # Not quantized.
-    with pytest.raises(PlanError, match=r"tensor 'c.bias': no rule of plan 'mine.toml' matches it: "):
+    with pytest.raises(PlanError, match=r"tensor 'c.bias': no rule of plan 'file:mine.toml' matches it: "):
         plan_for(make_source(shapes, quantization_config=config), 2, tmp_path / "mine.toml")
 
 
@@ -131,6 +134,31 @@ def test_one_rank_needs_no_plan_and_holds_everything(config: dict[str, Any]) -> 
         for expert_parallel in (False, True):
             found = plan_for(source, 1, plan, expert_parallel=expert_parallel)
             assert found == plan_of("none", 1, ((WHOLE,), (WHOLE,)))
+
+
+@pytest.mark.parametrize("plan", [None, "transformers", "mine.toml"])
+def test_one_rank_gets_the_rules_for_other_degrees_where_there_are_some(plan: str | None, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('[cut]\n"**.up_proj.weight" = { dim = 1, by = "even" }')
+    source = make_source(SMALL, model_type="llama")
+    found = plan_for(source, 1, tmp_path / "mine.toml" if plan == "mine.toml" else plan)
+    name = {None: "builtin:llama", "transformers": "transformers:llama", "mine.toml": "file:mine.toml"}[plan]
+    assert found == plan_of(name, 1, ((WHOLE,),), family=found.family)
+    [slices] = all_slices(plan_by(source, 2, found.family))
+    assert slices[1] == (Slice.along(1, ((1792, 1792),)) if plan == "mine.toml" else Slice.along(0, ((9472, 9472),)))
+
+
+def test_one_rank_needs_no_rules_but_a_plan_file_that_is_named_must_be_one(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('model_types = "mine"\n[cut]\n"**" = "whole"')
+    with pytest.raises(PlanError, match=r"mine.toml: the plan is for model_types mine, config.json has 'llama'"):
+        plan_for(make_source(SMALL, model_type="llama"), 1, tmp_path / "mine.toml")
+    with pytest.raises(FormatError, match=r"absent\.toml: "):
+        plan_for(make_source(SMALL, model_type="llama"), 1, tmp_path / "absent.toml")
+
+
+def test_the_name_of_a_plan_file_need_not_be_unicode(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"m\xff.toml")
+    path.write_text('[cut]\n"**" = "whole"')
+    assert plan_for(make_source(SMALL), 2, path).name == "file:m\\udcff.toml"
 
 
 @pytest.mark.parametrize("num_ranks", [-1, 0, 1025])
@@ -156,17 +184,19 @@ def test_a_tensor_that_no_rule_names_is_refused_or_held_whole_on_request(name: s
     with pytest.raises(PlanError) as caught:
         plan_for(source, 2)
     assert str(caught.value) == (
-        f"checkpoint: tensor '{name}': no rule of plan 'llama' matches it: add a rule (--plan FILE),"
+        f"checkpoint: tensor '{name}': no rule of plan 'builtin:llama' matches it: add a rule (--plan FILE),"
         " or hold such tensors whole on every rank (--unmatched replicate)"
     )
     plan = plan_for(source, 2, unmatched="replicate")
     halves = (Slice.along(0, ((0, 9472),)), Slice.along(0, ((9472, 9472),)))
-    assert plan == plan_of("llama", 2, (halves, (WHOLE, WHOLE)), unmatched=(name,))
+    assert plan == plan_of("builtin:llama", 2, (halves, (WHOLE, WHOLE)), unmatched=(name,), family=find_family("llama"))
 
 
 def test_the_first_tensor_that_no_rule_names_is_told_and_how_many_more() -> None:
     shapes = {"a": (7, 8), **SMALL, "b": (3,), "c": ()}
-    with pytest.raises(PlanError, match=r"tensor 'a': no rule of plan 'llama' matches it \(nor 2 others\): add a rule"):
+    with pytest.raises(
+        PlanError, match=r"tensor 'a': no rule of plan 'builtin:llama' matches it \(nor 2 others\): add"
+    ):
         plan_for(make_source(shapes, model_type="llama"), 2)
     assert plan_for(make_source(shapes, model_type="llama"), 2, unmatched="replicate").unmatched == ("a", "b", "c")
 

@@ -1,0 +1,236 @@
+"""The rules of a plan as a JSON object: what a converted checkpoint records, and what is refused of a hostile one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.planning import make_source
+
+from relayout.core.patterns import invalid_because, slow_because
+from relayout.errors import FormatError
+from relayout.format.fields import parse_object
+from relayout.format.manifest import compact_json
+from relayout.plans.family import (
+    Family,
+    Rule,
+    SizeSource,
+    builtin_families,
+    dump_rules,
+    parse_family,
+    parse_rules,
+)
+from relayout.plans.planner import plan_for
+
+WHERE = "record: plan"
+
+
+def parse(rules: Mapping[str, Any]) -> Family:
+    return parse_rules(rules, WHERE, "mine", "file")
+
+
+def through_json(family: Family) -> Family:
+    """The family after it was stored and read again."""
+    rules = parse_object(compact_json(dump_rules(family)), WHERE)
+    return parse_rules(rules, WHERE, family.name, family.origin)
+
+
+# There and back.
+
+
+@pytest.mark.parametrize("family", builtin_families(), ids=lambda family: str(family.name))
+def test_a_built_in_plan_survives(family: Family) -> None:
+    assert through_json(family) == family
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mixtral", "glm4", "helium", "seed_oss", "dots1", "qwen3_vl_moe"])
+def test_a_plan_of_transformers_survives(model_type: str) -> None:
+    family = plan_for(make_source({"w": (8, 8)}, model_type=model_type), 1, "transformers").family
+    assert family is not None
+    assert (family.origin, family.name, len(family.rules) > 5) == ("transformers", model_type, True)
+    assert through_json(family) == family
+
+
+def test_a_plan_is_recorded_as_a_plan_file_would_say_it() -> None:
+    text = """
+    model_types = "falcon"
+    quantization = ""
+    language_prefixes = ["a.", "model.a."]
+    transposed = true
+    [sizes]
+    heads = 4
+    dim = ["d", { when = "new", use = "n" }, { when = "kind", is = "x", use = 2 }]
+    [cut]
+    b = "whole"
+    a = { dim = 0, by = "heads*dim" }
+    c = { dim = 1, by = ["heads", "dim"], interleaved = "heads" }
+    d = { dim = 2, by = "ragged", block = 64 }
+    [experts]
+    each = "e.#"
+    """
+    rules = dump_rules(parse_family(text, "mine.toml", "mine"))
+    assert json.dumps(rules, indent=1) == json.dumps(
+        {
+            "model_types": ["falcon"],
+            "quantization": "",
+            "language_prefixes": ["model.a.", "a."],
+            "transposed": True,
+            "sizes": {
+                "heads": [4],
+                "dim": ["d", {"when": "new", "is": True, "use": "n"}, {"when": "kind", "is": "x", "use": 2}],
+            },
+            "cut": {
+                "b": "whole",
+                "a": {"dim": 0, "by": ["heads * dim"]},
+                "c": {"dim": 1, "by": ["heads", "dim"], "interleaved": "heads"},
+                "d": {"dim": 2, "by": ["ragged"], "block": 64},
+            },
+            "experts": {"each": ["e.#"]},
+        },
+        indent=1,
+    )
+    assert dump_rules(parse_family("[cut]\nx = 'whole'", "mine.toml", "mine")) == {"cut": {"x": "whole"}}
+
+
+WORDS = st.text(st.characters(exclude_characters="*", exclude_categories=["Cs"]), max_size=5).map(str.strip)
+SIZES = WORDS.filter(lambda word: word not in ("even", "vocabulary", "ragged"))
+NUMBERS = st.integers(1, 2**53 - 1)
+PATTERNS = (
+    st.lists(st.sampled_from(["a", "ü.", "*", "**", ".", "{a,b}", "{a,}", "#", '"', "0"]) | WORDS, max_size=6)
+    .map("".join)
+    .filter(lambda pattern: not invalid_because(pattern) and not slow_because(pattern))
+)
+SOURCES = st.builds(SizeSource, WORDS | NUMBERS) | st.builds(
+    SizeSource, WORDS | NUMBERS, WORDS, WORDS | st.booleans() | st.integers(-(2**53) + 1, 2**53 - 1)
+)
+
+
+@st.composite
+def rules(draw: st.DrawFn, sizes: list[str]) -> Rule:
+    pattern, dim = draw(PATTERNS), draw(st.integers(0, 2**53 - 1))
+    kinds = ["whole", "one", "ragged", "even"] + ["sizes", "widths"] * bool(sizes)
+    kind = draw(st.sampled_from(kinds))
+    if kind == "whole":
+        return Rule(pattern, None)
+    if kind == "one":
+        return Rule(pattern, dim, (draw(st.sampled_from(["even", "vocabulary", "ragged", *sizes])),))
+    if kind == "ragged":
+        return Rule(pattern, dim, ("ragged",), block=draw(NUMBERS))
+    if kind == "even":
+        return Rule(pattern, dim, ("even",) * draw(st.integers(2, 4)))
+    units = tuple(draw(st.lists(st.sampled_from(sizes), min_size=1, max_size=4)))
+    if kind == "widths":
+        return Rule(pattern, dim, units, tuple(draw(st.sampled_from(sizes)) for _ in units))
+    return Rule(pattern, dim, units, (), draw(st.none() | st.sampled_from(sizes)) if len(units) > 1 else None)
+
+
+@st.composite
+def families(draw: st.DrawFn) -> Family:
+    sizes = draw(st.dictionaries(SIZES, st.lists(SOURCES, max_size=3).map(tuple), max_size=4))
+    each = st.tuples(PATTERNS, PATTERNS).map("#".join).filter(lambda one: one.count("#") == 1 and not slow_because(one))
+    return Family(
+        draw(WORDS),
+        draw(st.sampled_from(["builtin", "file", "transformers"])),
+        tuple(draw(st.lists(WORDS, max_size=3))),
+        draw(st.none() | WORDS),
+        tuple(sorted(draw(st.lists(WORDS, max_size=3)), key=len, reverse=True)),
+        sizes,
+        tuple(draw(st.lists(rules(list(sizes)), min_size=1, max_size=6, unique_by=lambda rule: rule.pattern))),
+        tuple(draw(st.lists(each, max_size=2))),
+        tuple(draw(st.lists(PATTERNS, max_size=2))),
+        draw(st.booleans()),
+    )
+
+
+@given(families())
+@settings(max_examples=300, deadline=None)
+def test_any_plan_survives(family: Family) -> None:
+    found = through_json(family)
+    assert found == family
+    assert list(found.sizes) == list(family.sizes)
+
+
+# What is refused, of a record as of a plan file.
+
+CUT: dict[str, Any] = {"cut": {"x": "whole"}}
+
+
+def nested(depth: int) -> Any:
+    value: Any = "x"
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({}, r"the plan has no rules, expected a table \[cut\]"),
+        ({"cut": {}}, "the plan has no rules"),
+        ({"cut": ["x"]}, r"cut: \['x'\], expected a table"),
+        ({"cut": None}, "cut: None, expected a table"),
+        (CUT | {"extends": "llama"}, "unknown key 'extends', expected cut, experts, language_prefixes"),
+        (CUT | {"x_mine": 1}, "unknown key 'x_mine', expected"),
+        (CUT | {"experts": {"all": "e.#"}}, "experts: unknown key 'all', expected each, stacked"),
+        (CUT | {"experts": {"each": ["e.*"]}}, r"experts.each: 'e.\*', expected exactly one '#'"),
+        (CUT | {"experts": {"stacked": ["{"]}}, "invalid pattern '{': braces must be paired"),
+        (CUT | {"experts": {"stacked": ["**a**a**b"]}}, r"invalid pattern '\*\*a\*\*a\*\*b': more than 2 wildcards"),
+        (CUT | {"model_types": nested(100)}, "model_types: .*, expected a string or a list of strings"),
+        (CUT | {"quantization": 1.5}, "quantization: 1.5, expected the name of a method"),
+        (CUT | {"transposed": 1}, "transposed: 1, expected true or false"),
+        (CUT | {"sizes": {"even": [1]}}, "sizes.even: the name is reserved for a unit"),
+        *(
+            (CUT | {"sizes": {"h": [source]}}, "sizes.h: .*, expected a key of config.json")
+            for source in (
+                *(None, 0, -1, True, 1.0, 2**53, 10**30, [], {}, {"use": None}, {"use": 2**53}),
+                *({"when": "x", "is": 2**53, "use": 1}, {"when": "x", "is": -(2**53), "use": 1}),
+                *({"when": "x", "is": 1.0, "use": 1}, {"when": "x", "is": None, "use": 1}),
+            )
+        ),
+        *(
+            ({"cut": {"x": rule}}, "cut 'x': .*, expected \"whole\" or { dim = N, by = UNIT }")
+            for rule in (
+                *(None, "half", [], {"dim": 2**53, "by": "even"}, {"dim": 0.0, "by": "even"}, {"dim": 0, "by": {}}),
+                *({"dim": 0, "by": nested(100)}, {"dim": True, "by": ["even"]}),
+            )
+        ),
+        ({"cut": {"x": {"dim": 0, "by": ["ragged"], "block": 2**53}}}, "cut 'x': .*: block must be a positive integer"),
+        ({"cut": {"x": {"dim": 0, "by": ["h"]}}}, "cut 'x': unit 'h', expected even, ragged, vocabulary"),
+        ({"cut": {"{a,aa}" * 20: "whole"}}, "invalid pattern .*: more than 64 ways"),
+        ({"cut": {"a" * 513: "whole"}}, "invalid pattern .*: more than 512 characters"),
+        ({"cut": {f"{n}": "whole" for n in range(4097)}}, "4097 patterns, limit 4096"),
+    ],
+)
+def test_rules_that_are_no_plan_are_refused(rules: dict[str, Any], message: str) -> None:
+    with pytest.raises(FormatError, match=f"^{WHERE}: {message}") as caught:
+        parse(rules)
+    assert len(str(caught.value)) < 1000
+    assert caught.value.code in ("field", "limit")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[sizes]\nh = 9007199254740992\n[cut]\nx = 'whole'", "sizes.h: "),
+        ("[sizes]\nh = { when = 'x', is = 9007199254740992, use = 1 }\n[cut]\nx = 'whole'", "sizes.h: "),
+        ("[cut]\nx = { dim = 9007199254740992, by = 'even' }", "cut 'x': "),
+        ("[cut]\n'**a**a**b' = 'whole'", "invalid pattern .*: more than 2 wildcards that may end in many places"),
+        ("[cut]\n" + "\n".join(f"x{n} = 'whole'" for n in range(4097)), "4097 patterns, limit 4096"),
+    ],
+)
+def test_a_plan_file_that_could_not_be_recorded_is_refused(text: str, message: str) -> None:
+    with pytest.raises(FormatError, match=f"^mine.toml: {message}"):
+        parse_family(text, "mine.toml", "mine")
+
+
+def test_the_largest_plan_that_a_file_can_hold_can_be_recorded() -> None:
+    """Section 10 of FORMAT.md has the limit of plan files, the reader of records one of 2**20 bytes."""
+    text = "extends = 'llama'\n[sizes]\n" + "".join(f"{n:x}=1\n" for n in range(37_000))
+    assert 2**18 - 2**15 < len(text) < 2**18
+    family = parse_family(text, "mine.toml", "mine")
+    assert len(compact_json(dump_rules(family))) < 2**19
+    assert through_json(family) == family

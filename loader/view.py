@@ -268,7 +268,7 @@ def _narrowed(part: Slice, axis: int, size: int, start: int, length: int) -> Sli
     return Slice(axis, tuple(ranges) or ((0, 0),))
 
 
-def open_rank(
+def open(
     path: str | os.PathLike[str],
     rank: int,
     *,

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from relayout.checkpoint.converted import check_rank, is_converted, read_manifest, read_table
 from relayout.core.arguments import integer
@@ -14,10 +14,13 @@ from relayout.errors import PlanError
 from relayout.format.index import MANIFEST_NAME, Manifest, RankTable
 from relayout.loader.placement import ArenaPlan, PlacedTensors, pack
 from relayout.loader.sources.contents import Contents, StoredFile, contents_of, rank_files, select
-from relayout.loader.sources.pieces import Columns, Pieces, StoredPieces
-from relayout.loader.sources.reshard import Holder
 from relayout.storage.protocols import Kind, Store
 from relayout.storage.stores import find_store
+
+if TYPE_CHECKING:
+    from relayout.loader.sources.pieces import Columns, Pieces
+
+# What a load of a rank as stored does not need is imported where it is used.
 
 
 class RankSource(Protocol):
@@ -110,6 +113,9 @@ class ConvertedRank:
 
     def pieces(self, patterns: Sequence[str] | None) -> Pieces:
         """See `RankSource.pieces`."""
+        from relayout.loader.sources.pieces import StoredPieces
+        from relayout.loader.sources.reshard import Holder
+
         table = self.table()
         holders = [Holder(*one) for one in zip(table.slices, table.files, table.offsets, strict=True)]
         rows = range(len(table.names)) if patterns is None else select(table.names, patterns)
@@ -117,11 +123,12 @@ class ConvertedRank:
 
     def columns(self) -> Columns:
         """See `RankSource.columns`."""
+        from relayout.loader.sources.pieces import Columns
+
         table = self.table()
         return Columns(table.names, table.dtypes, table.source_shapes, table.slices)
 
     def _metadata(self) -> Mapping[str, str] | None:
-        # Imported here, as no load needs it.
         from relayout.checkpoint.source import read_shard
 
         return read_shard(self.store, self.files[0].name)[1].metadata
@@ -149,7 +156,6 @@ class ReshardedRank:
 
     def contents(self, patterns: Sequence[str] | None) -> Contents:
         """See `RankSource.contents`."""
-        # Imported here: only this needs the planner.
         from relayout.loader.sources.resharded import resharded_contents
 
         return _selected(resharded_contents(self.store, self.manifest, self.rank, self.num_ranks), patterns)
@@ -196,7 +202,6 @@ class PlainRank:
 
     def contents(self, patterns: Sequence[str] | None) -> Contents:
         """See `RankSource.contents`."""
-        # Imported here: only this needs the planner.
         from relayout.loader.sources.plain import plain_contents
 
         return _selected(plain_contents(self.store, self.rank, self.num_ranks), patterns)

@@ -14,8 +14,8 @@ from relayout.errors import PlanError
 from relayout.format.index import MANIFEST_NAME, Manifest, RankTable
 from relayout.loader.placement import ArenaPlan, PlacedTensors, pack
 from relayout.loader.sources.contents import Contents, StoredFile, contents_of, rank_files, select
-from relayout.storage.protocols import Kind, Store
-from relayout.storage.stores import find_store
+from relayout.storage.protocols import Store
+from relayout.storage.stores import check_exists, find_store
 
 if TYPE_CHECKING:
     from relayout.loader.sources.pieces import Columns, Pieces
@@ -237,19 +237,18 @@ def find_rank(path: str | os.PathLike[str], rank: int, tp: int | None) -> RankSo
     store = find_store(path)
     if is_converted(store):
         manifest = read_manifest(store)
-        check_rank(rank, manifest.num_ranks if tp is None else tp)
+        check_rank(store, rank, manifest.num_ranks if tp is None else tp)
         if tp is not None and tp != manifest.num_ranks:
             return ReshardedRank(store, manifest, rank, tp)
         return ConvertedRank(store, manifest, rank, cache(partial(read_table, store, manifest, rank)))
-    if store.kind() is Kind.NOTHING:
-        raise PlanError(store.absence(), path=str(store), code="missing")
+    check_exists(store)
     if tp is None:
         raise PlanError(
             f"not converted ({MANIFEST_NAME} is missing); say tp=N to slice it while loading",
             path=str(store),
             code="option",
         )
-    check_rank(rank, tp)
+    check_rank(store, rank, tp)
     return PlainRank(store, rank, tp)
 
 
@@ -261,8 +260,7 @@ def find_whole(path: str | os.PathLike[str]) -> Pieces:
         PlanError: `path` does not exist, or was not converted.
     """
     store = find_store(path)
-    if store.kind() is Kind.NOTHING:
-        raise PlanError(store.absence(), path=str(store), code="missing")
+    check_exists(store)
     if not is_converted(store):
         raise PlanError(
             f"not converted ({MANIFEST_NAME} is missing): safetensors.safe_open reads its files",

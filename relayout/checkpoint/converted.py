@@ -35,7 +35,7 @@ def read_manifest(folder: Store) -> Manifest:
     return parse_manifest(folder.read(MANIFEST_NAME, MAX_MANIFEST_NBYTES), folder.where(MANIFEST_NAME))
 
 
-def check_rank(rank: int, num_ranks: int) -> None:
+def check_rank(folder: Store, rank: int, num_ranks: int) -> None:
     """Check that a rank exists.
 
     Raises:
@@ -43,7 +43,9 @@ def check_rank(rank: int, num_ranks: int) -> None:
     """
     if not 0 <= rank < num_ranks:
         raise PlanError(
-            f"rank {rank}, expected 0 to {num_ranks - 1} (tensor-parallel degree {num_ranks})", code="option"
+            f"rank {rank}, expected 0 to {num_ranks - 1} (tensor-parallel degree {num_ranks})",
+            path=str(folder),
+            code="option",
         )
 
 

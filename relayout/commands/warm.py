@@ -126,7 +126,7 @@ def _files(store: Store, rank: int | None) -> tuple[list[str], list[int]]:
         return [file.name for file in shards], [file.nbytes for file in shards]
     manifest = read_manifest(store)
     if rank is not None:
-        check_rank(rank, manifest.num_ranks)
+        check_rank(store, rank, manifest.num_ranks)
     entries = manifest.ranks if rank is None else [manifest.ranks[rank]]
     files = [manifest.files[number] for number in dict.fromkeys(number for entry in entries for number in entry.files)]
     return [file.name for file in files], [file.nbytes for file in files]

@@ -195,8 +195,8 @@ def test_there_is_nothing_to_verify_by(call: Callable[..., Any], conversions: Co
 @pytest.mark.parametrize(
     ("rank", "tp", "message"),
     [
-        (2, 2, r"^rank 2, expected 0 to 1 \(tensor-parallel degree 2\)"),
-        (-1, 2, r"^rank -1, expected 0 to 1 "),
+        (2, 2, r"llama-tp4: rank 2, expected 0 to 1 \(tensor-parallel degree 2\)"),
+        (-1, 2, r"llama-tp4: rank -1, expected 0 to 1 "),
         (
             0,
             3,

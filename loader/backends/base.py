@@ -48,7 +48,7 @@ class Arena(Memory[SpanOut], Protocol[SpanOut]):
         """Free the memory now, even if something, such as a traceback, refers to it. It must not be used afterwards."""
 
 
-class Pieces(Memory[SpanOut], Protocol[SpanOut]):
+class TensorMemory(Memory[SpanOut], Protocol[SpanOut]):
     """Memory of existing tensors."""
 
     @property
@@ -193,7 +193,7 @@ class Backend(Protocol[Span]):
     def pool(self, nbytes: int) -> Pool[Span]:
         """A pool of arenas, most of which will have `nbytes`."""
 
-    def wrap(self, tensors: Sequence[torch.Tensor]) -> Pieces[Span] | Refusal:
+    def wrap(self, tensors: Sequence[torch.Tensor]) -> TensorMemory[Span] | Refusal:
         """The memory of tensors (1-D, uint8, on `device`), to be filled. The caller keeps them alive."""
 
     def start(self, memory: Memory[Span], job: ReadJob) -> RunningJob:

@@ -33,6 +33,7 @@ from relayout.storage.protocols import (
     Refusal,
     RequestCost,
     Store,
+    read_whole,
 )
 
 _NAME = re.compile(r"memory://(?P<bucket>[^/]+)(?P<prefix>(/[^/]+)*)/?", re.DOTALL)
@@ -311,11 +312,7 @@ class MemoryStore:
     def read(self, name: str, limit: int) -> bytes:
         """See `Store.read`."""
         with self.open(name) as file:
-            if file.nbytes > limit:
-                raise FormatError(f"{file.nbytes} bytes, limit {limit}", path=self.where(name), code="limit")
-            text = bytearray(file.nbytes)
-            file.read(0, memoryview(text))
-            return bytes(text)
+            return read_whole(file, self.where(name), limit)
 
     def open(
         self, name: str, nbytes: int | None = None, *, access: Access = Access.BUFFERED, version: str | None = None
@@ -326,10 +323,7 @@ class MemoryStore:
         found = self.stat(name)
         if found is None:
             raise FormatError("is missing", path=self.where(name), code="missing")
-        if nbytes not in (None, found.nbytes):
-            raise FormatError(f"{found.nbytes} bytes long, expected {nbytes}", path=self.where(name), code="mismatch")
-        if version not in (None, found.version):
-            raise FormatError("has changed since it was last checked", path=self.where(name), code="mismatch")
+        found.check(self.where(name), nbytes, version)
         return MemoryFile(self.bucket, self.full_name(name), found.nbytes, found.version)
 
     def check_output(self, source: Store, marker: str, *, force: bool) -> None:
@@ -430,10 +424,7 @@ class MemoryStaging:
         found = self._attempt.files.get(name)
         if found is None:
             raise FormatError("is missing", path=self._store.where(name), code="missing")
-        if len(found) != nbytes:
-            raise FormatError(
-                f"{len(found)} bytes long, expected {nbytes}", path=self._store.where(name), code="mismatch"
-            )
+        FileStat(len(found), "").check(self._store.where(name), nbytes)
         return _StagedFile(self._store, name, found)
 
     def write_file(self, name: str, nbytes: int, *, is_new: bool) -> _StagedFile:

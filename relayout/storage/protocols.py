@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
+from relayout.errors import FormatError
+
 
 class Access(Enum):
     """How a file is to be read. A store without a page cache refuses `DIRECT` and treats the others alike."""
@@ -65,6 +67,17 @@ class FileStat:
     """Changes when the content does: length and modification time of a local file, the ETag of an object."""
     mode: int = 0o644
     """Permission bits; the default for a store without permissions."""
+
+    def check(self, where: str | Path, nbytes: int | None, version: str | None = None) -> None:
+        """Check that the file at `where` has the expected length and version; None: any.
+
+        Raises:
+            FormatError: it has another.
+        """
+        if nbytes not in (None, self.nbytes):
+            raise FormatError(f"{self.nbytes} bytes long, expected {nbytes}", path=where, code="mismatch")
+        if version not in (None, self.version):
+            raise FormatError("has changed since it was last checked", path=where, code="mismatch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +155,20 @@ class ReadableFile(Closable, Protocol):
             FormatError: the file was truncated or replaced after it was opened.
             OSError: the read failed.
         """
+
+
+def read_whole(file: ReadableFile, where: str | Path, limit: int) -> bytes:
+    """The content of a small file.
+
+    Raises:
+        FormatError: the file at `where` is larger than `limit` bytes.
+        OSError: reading failed.
+    """
+    if file.nbytes > limit:
+        raise FormatError(f"{file.nbytes} bytes, limit {limit}", path=where, code="limit")
+    content = bytearray(file.nbytes)
+    file.read(0, memoryview(content))
+    return bytes(content)
 
 
 class WritableFile(Closable, Protocol):

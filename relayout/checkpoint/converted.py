@@ -30,9 +30,13 @@ def read_manifest(folder: Store) -> Manifest:
     Raises:
         FormatError: the manifest is missing or damaged.
     """
-    if folder.kind() is Kind.NOTHING:
-        raise FormatError(folder.absence(), path=str(folder), code="missing")
-    return parse_manifest(folder.read(MANIFEST_NAME, MAX_MANIFEST_NBYTES), folder.where(MANIFEST_NAME))
+    try:
+        blob = folder.read(MANIFEST_NAME, MAX_MANIFEST_NBYTES)
+    except FormatError as error:
+        if error.code == "missing" and folder.kind() is Kind.NOTHING:
+            raise FormatError(folder.absence(), path=str(folder), code="missing") from None
+        raise
+    return parse_manifest(blob, folder.where(MANIFEST_NAME))
 
 
 def check_rank(folder: Store, rank: int, num_ranks: int) -> None:

@@ -6,10 +6,11 @@ the weight is cut.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import wraps
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, get_args
 
 from relayout.core.patterns import collapse_numbers
 from relayout.core.slices import NOT_HELD, WHOLE, Cut, Range, Slice, number_cuts
@@ -25,6 +26,8 @@ TRANSFORMERS = "transformers"
 
 Unmatched = Literal["error", "replicate"]
 """How to treat tensors that no rule matches."""
+
+_Options = ParamSpec("_Options")
 
 _DEGREES_TO_TRY = range(1, 65)
 
@@ -83,6 +86,23 @@ class Plan:
         return self.cuts[self.cut_of[t]]
 
 
+def _names_checkpoint(
+    planned: Callable[Concatenate[PlannedCheckpoint, _Options], Plan],
+) -> Callable[Concatenate[PlannedCheckpoint, _Options], Plan]:
+    """Add the checkpoint's path to each PlanError that has none."""
+
+    @wraps(planned)
+    def named(checkpoint: PlannedCheckpoint, /, *args: _Options.args, **options: _Options.kwargs) -> Plan:
+        try:
+            return planned(checkpoint, *args, **options)
+        except PlanError as error:
+            error.path = str(checkpoint.root) if error.path is None else error.path
+            raise
+
+    return named
+
+
+@_names_checkpoint
 def plan_for(
     checkpoint: PlannedCheckpoint,
     num_ranks: int,
@@ -115,8 +135,7 @@ def plan_for(
     if num_ranks == 1:
         return Plan("none", 1, *number_cuts([Cut((WHOLE,))] * len(checkpoint.tensors)))
     quantization = checkpoint.config.get("quantization_config")
-    with about(path=checkpoint.root):
-        scheme = find_scheme(quantization) if isinstance(quantization, Mapping) else None
+    scheme = find_scheme(quantization) if isinstance(quantization, Mapping) else None
     if own is not None:
         family = own
     elif plan is not None:
@@ -144,6 +163,7 @@ def _own_family(path: Path, model_type: str | None) -> Family:
     return family
 
 
+@_names_checkpoint
 def make_plan(
     checkpoint: PlannedCheckpoint,
     num_ranks: int,
@@ -178,14 +198,12 @@ def make_plan(
         raise PlanError(
             f"no rule of plan {family.name!r} matches it{others}: add a rule (--plan FILE), or hold such tensors whole"
             " on every rank (--unmatched replicate)",
-            path=checkpoint.root,
             tensor=unmatched_names[0],
             code="no_rule",
         )
     if experts is not None and not experts.found:
         raise PlanError(
             f"no tensor matches the experts of plan {family.name!r}, which --expert-parallel needs",
-            path=checkpoint.root,
             code="no_rule",
         )
     cuts = _apply(kinds, sizes, num_ranks, scheme)

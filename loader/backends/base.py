@@ -14,7 +14,7 @@ from relayout.loader.budgets import Budget
 from relayout.loader.placement import PlacedTensors
 from relayout.loader.read_plan import Chunk
 from relayout.loader.sources.contents import StoredFile
-from relayout.storage.protocols import Access
+from relayout.storage.protocols import Access, Refusal
 
 if TYPE_CHECKING:
     import torch
@@ -137,14 +137,6 @@ class RunningJob(Protocol):
 
     def cancel(self) -> None:
         """Stop; the job's threads have ended and its files are closed on return."""
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why a backend cannot be used."""
-
-    reason: str
-    """Names the backend."""
 
 
 class Backend(Protocol[Span]):

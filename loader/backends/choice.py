@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from relayout.errors import PlanError
 from relayout.loader.backends import host
-from relayout.loader.backends.base import Choice, Factory, Refusal, Request
+from relayout.loader.backends.base import Choice, Factory, Request
 from relayout.loader.sources.contents import StoredFile
 from relayout.loader.tensors import check_mode
-from relayout.storage.protocols import Access
+from relayout.storage.protocols import Access, Refusal
 
 if TYPE_CHECKING:
     import torch

@@ -23,7 +23,7 @@ from relayout.commands.warm import Warmed
 from relayout.conversion.preview import Preview
 from relayout.conversion.run import Summary
 from relayout.core.patterns import collapse_numbers
-from relayout.errors import printable
+from relayout.errors import escape_controls
 from relayout.plans.family import Family
 from relayout.progress import Progress
 
@@ -339,7 +339,7 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 def _text(text: str) -> str:
     """Untrusted text with markup and control characters escaped."""
-    return escape(printable(text))
+    return escape(escape_controls(text))
 
 
 def _table(*headings: str) -> Table:

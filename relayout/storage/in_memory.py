@@ -33,6 +33,7 @@ from relayout.storage.protocols import (
     Refusal,
     RequestCost,
     Store,
+    check_vacant,
     read_whole,
 )
 
@@ -334,19 +335,11 @@ class MemoryStore:
         if mine.startswith(other) or other.startswith(mine):
             what = "is inside the source, or contains it; choose another prefix with -o"
             raise PlanError(what, path=str(self), code="exists")
-        match self.kind():
-            case Kind.FILE:
-                raise PlanError("exists and is not a folder", path=str(self), code="exists")
-            case Kind.FOLDER if not force:
-                raise PlanError(
-                    "is not empty; --force replaces a folder that relayout wrote", path=str(self), code="exists"
-                )
-            case Kind.FOLDER if self.bucket.find(self.full_name(marker)) is None:
-                raise PlanError(
-                    f"is not empty and was not written by relayout ({marker} is missing)",
-                    path=str(self),
-                    code="exists",
-                )
+        kind = self.kind()
+        if kind is Kind.FILE:
+            raise PlanError("exists and is not a folder", path=str(self), code="exists")
+        has_marker = self.bucket.find(self.full_name(marker)) is not None
+        check_vacant(str(self), marker, is_empty=kind is Kind.NOTHING, has_marker=has_marker, force=force)
 
     @contextmanager
     def stage(self, marker: str, *, replace: bool, modes: Modes) -> Iterator[MemoryStaging]:

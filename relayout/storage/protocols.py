@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from relayout.errors import FormatError
+from relayout.errors import FormatError, PlanError
 
 
 class Access(Enum):
@@ -103,9 +103,10 @@ class Modes:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The reason why a URL has no store."""
+    """Why a URL has no store, or a backend cannot be used."""
 
     reason: str
+    """For a person; names the URL or the backend."""
 
 
 class Closable(Protocol):
@@ -375,3 +376,18 @@ class Store(Protocol):
             PlanError: another process is writing the same output, or the existing output cannot be replaced.
             OSError: writing failed, or something else has been created here meanwhile.
         """
+
+
+def check_vacant(where: str | Path, marker: str, *, is_empty: bool, has_marker: bool, force: bool) -> None:
+    """Check that an output may be written at `where`; see `Store.check_output`.
+
+    Raises:
+        PlanError: it is not empty, and `force` is not set, or it has no `marker`.
+    """
+    if is_empty:
+        return
+    if not force:
+        raise PlanError("is not empty; --force replaces a folder that relayout wrote", path=where, code="exists")
+    if not has_marker:
+        what = f"is not empty and was not written by relayout ({marker} is missing)"
+        raise PlanError(what, path=where, code="exists")

@@ -8,10 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from relayout.loader.diagnose.hints import error_hints
-from relayout.loader.into import load_into
 from relayout.loader.loading import load_arena, options_of
 from relayout.loader.sources.checkpoint import RankSource, find_rank
-from relayout.loader.stream import stream
 from relayout.progress import Progress
 
 if TYPE_CHECKING:
@@ -79,6 +77,8 @@ def load(
             plan = source.arena(patterns)
             warn_if_slow(source)
             return load_arena(plan, options)
+        from relayout.loader.into import load_into
+
         contents = source.contents(None)
         warn_if_slow(source)
         return load_into(contents, into, patterns, options)
@@ -118,6 +118,8 @@ def iter_load(
         RuntimeError: while iterating: this process was forked since the first `next`, or is shutting down.
         PlanError: as `load`, or `memory` is less than the largest tensor takes.
     """
+    from relayout.loader.stream import stream
+
     with error_hints():
         options = options_of(device, backend, verify, threads, memory, progress)
         source = find_source(path, rank, tp, verify)

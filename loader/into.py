@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from relayout.core.workers import Stop
 from relayout.errors import PlanError
-from relayout.loader.backends.base import Backend, ReadJob, Refusal, checks_of
+from relayout.loader.backends.base import Backend, ReadJob, checks_of
 from relayout.loader.backends.files import Sources
 from relayout.loader.budgets import Budget
 from relayout.loader.disjoint import Strided, is_simple, sharing, strided
@@ -18,7 +18,7 @@ from relayout.loader.sources.contents import Contents, select
 from relayout.loader.stream import stream
 from relayout.loader.tensors import bytes_of, torch_dtype, torch_shape
 from relayout.progress import reporting
-from relayout.storage.protocols import Access
+from relayout.storage.protocols import Access, Refusal
 
 if TYPE_CHECKING:
     import torch

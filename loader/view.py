@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from relayout.core.slices import Range, Slice
 from relayout.errors import PlanError
@@ -17,6 +16,7 @@ from relayout.loader.placement import pack
 from relayout.loader.sources.checkpoint import RankSource, find_whole
 from relayout.loader.sources.pieces import Pieces
 from relayout.loader.tensors import check_mode, to_device
+from relayout.storage.protocols import Closable
 
 if TYPE_CHECKING:
     import torch
@@ -85,7 +85,7 @@ class TensorSlice:
             return self._reader.part(self._row, index)
 
 
-class CheckpointView:
+class CheckpointView(Closable):
     """Tensors of a checkpoint under the names of its source: one rank's slices, or whole tensors.
 
     Thread-safe, and usable in a forked child. A thread that reads while another one closes it gets the tensor or a
@@ -169,14 +169,6 @@ class CheckpointView:
     def close(self) -> None:
         """Release the tensors. Tensors and slices that were returned before stay usable."""
         self._open = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class _Mapped:
@@ -267,7 +259,7 @@ def _narrowed(part: Slice, axis: int, size: int, start: int, length: int) -> Sli
     return Slice.of(cut | {axis: ranges})
 
 
-def open_rank(
+def open(
     path: str | os.PathLike[str],
     rank: int,
     *,

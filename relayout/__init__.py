@@ -16,17 +16,9 @@ if TYPE_CHECKING:
     from relayout.conversion.preview import Preview
     from relayout.conversion.run import ConversionPlan, PlanOptions, Summary, convert, plan_conversion
     from relayout.errors import FormatError, PlanError, RelayoutError
-    from relayout.loader import (
-        CheckpointView,
-        Explanation,
-        Place,
-        TensorSlice,
-        explain,
-        iter_load,
-        load,
-        open,
-        safe_open,
-    )
+    from relayout.loader.api import iter_load, load
+    from relayout.loader.diagnose.explain import Explanation, explain
+    from relayout.loader.view import CheckpointView, Place, TensorSlice, open, safe_open
 
 __all__ = [
     "CheckpointView",
@@ -59,32 +51,16 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CheckpointView": "relayout.loader",
-    "ConversionPlan": "relayout.conversion.run",
-    "Difference": "relayout.commands.verify",
-    "Explanation": "relayout.loader",
-    "FormatError": "relayout.errors",
-    "Inspection": "relayout.commands.inspect",
-    "Place": "relayout.loader",
-    "PlanError": "relayout.errors",
-    "PlanOptions": "relayout.conversion.run",
-    "Preview": "relayout.conversion.preview",
-    "RelayoutError": "relayout.errors",
-    "Report": "relayout.commands.verify",
-    "Restored": "relayout.commands.restore",
-    "Summary": "relayout.conversion.run",
-    "TensorSlice": "relayout.loader",
-    "convert": "relayout.conversion.run",
-    "explain": "relayout.loader",
-    "inspect": "relayout.commands.inspect",
-    "iter_load": "relayout.loader",
-    "load": "relayout.loader",
-    "open": "relayout.loader",
-    "plan_conversion": "relayout.conversion.run",
-    "restore": "relayout.commands.restore",
-    "safe_open": "relayout.loader",
-    "verify": "relayout.commands.verify",
-    "warm": "relayout.commands.warm",
+    "commands.inspect": ("Inspection", "inspect"),
+    "commands.restore": ("Restored", "restore"),
+    "commands.verify": ("Difference", "Report", "verify"),
+    "commands.warm": ("warm",),
+    "conversion.preview": ("Preview",),
+    "conversion.run": ("ConversionPlan", "PlanOptions", "Summary", "convert", "plan_conversion"),
+    "errors": ("FormatError", "PlanError", "RelayoutError"),
+    "loader.api": ("iter_load", "load"),
+    "loader.diagnose.explain": ("Explanation", "explain"),
+    "loader.view": ("CheckpointView", "Place", "TensorSlice", "open", "safe_open"),
 }
 
 
@@ -92,9 +68,10 @@ def __getattr__(name: str) -> Any:
     """Import each public name on first use, so that `import relayout` is fast."""
     if name == "transformers":
         return import_module("relayout.transformers")
-    if name not in _HOMES:
-        raise AttributeError(f"module 'relayout' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"relayout.{home}"), name)
+    raise AttributeError(f"module 'relayout' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -89,6 +89,6 @@ _SHORT.maxstring = _SHORT.maxother = 200
 _SHORT.maxlong = 40
 
 
-def printable(text: str) -> str:
+def escape_controls(text: str) -> str:
     """The text with control characters and line breaks escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

@@ -14,7 +14,7 @@ from relayout.loader.budgets import Budget
 from relayout.loader.placement import PlacedTensors
 from relayout.loader.read_plan import Chunk
 from relayout.loader.sources.contents import StoredFile
-from relayout.storage.protocols import Access
+from relayout.storage.protocols import Access, Refusal
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,7 @@ class Arena(Memory[SpanOut], Protocol[SpanOut]):
         """Free the memory now, even if something, such as a traceback, refers to it. It must not be used afterwards."""
 
 
-class Pieces(Memory[SpanOut], Protocol[SpanOut]):
+class TensorMemory(Memory[SpanOut], Protocol[SpanOut]):
     """Memory of existing tensors."""
 
     @property
@@ -140,14 +140,6 @@ class RunningJob(Protocol):
         """Stop; the job's threads have ended and its files are closed on return."""
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why a backend cannot be used."""
-
-    reason: str
-    """Names the backend."""
-
-
 class Backend(Protocol[Span]):
     """One way to fill memory."""
 
@@ -194,7 +186,7 @@ class Backend(Protocol[Span]):
     def pool(self, nbytes: int) -> Pool[Span]:
         """A pool of arenas, most of which will have `nbytes`."""
 
-    def wrap(self, tensors: Sequence[torch.Tensor]) -> Pieces[Span] | Refusal:
+    def wrap(self, tensors: Sequence[torch.Tensor]) -> TensorMemory[Span] | Refusal:
         """The memory of tensors (1-D, uint8, on `device`), to be filled. The caller keeps them alive."""
 
     def start(self, memory: Memory[Span], job: ReadJob) -> RunningJob:

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from relayout.errors import PlanError
-from relayout.loader.backends import cuda, host, mapped
-from relayout.loader.backends.base import Choice, Factory, Refusal, Request
+from relayout.loader.backends import host
+from relayout.loader.backends.base import Choice, Factory, Request
 from relayout.loader.sources.contents import StoredFile
 from relayout.loader.tensors import check_mode
-from relayout.storage.protocols import Access
+from relayout.storage.protocols import Access, Refusal
 
 if TYPE_CHECKING:
     import torch
+
+
+def _late(module: str, factory: str) -> Factory:
+    """A factory of a module that is imported when it is asked: most loads need none but `host`."""
+    return lambda request: getattr(import_module(f"relayout.loader.backends.{module}"), factory)(request)
+
 
 REGISTRY: dict[str, Factory] = {
     "auto": host.factory(Access.AUTO),
     "direct": host.factory(Access.DIRECT),
     "buffered": host.factory(Access.BUFFERED),
-    "mapped": mapped.offer,
-    "pinned": cuda.offer_pinned,
-    "gds": cuda.offer_gds,
+    "mapped": _late("mapped", "offer"),
+    "pinned": _late("cuda", "offer_pinned"),
+    "gds": _late("cuda", "offer_gds"),
 }
 """The factory of each backend."""
 

@@ -18,12 +18,12 @@ from relayout.core.strided import Bytes
 from relayout.errors import FormatError
 from relayout.format.index import Read
 from relayout.loader.backends.arena import scatter
-from relayout.loader.backends.base import Choice, FreshArenas, Memory, ReadJob, Refusal, Request
+from relayout.loader.backends.base import Choice, FreshArenas, Memory, ReadJob, Request
 from relayout.loader.backends.files import Sources
 from relayout.loader.backends.host import ThreadedJob
 from relayout.loader.budgets import MAX_BUFFERS, Budget
 from relayout.loader.read_plan import Chunk, plan_chunks
-from relayout.storage.protocols import Access
+from relayout.storage.protocols import Access, Refusal
 
 if TYPE_CHECKING:
     import torch

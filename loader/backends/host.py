@@ -10,12 +10,12 @@ from relayout.core.strided import copy_runs
 from relayout.core.workers import Workers
 from relayout.format.index import Read
 from relayout.loader.backends.arena import ArenaPool, HostArena, Scattered, allocate
-from relayout.loader.backends.base import Choice, Factory, Memory, ReadJob, Refusal, Request
+from relayout.loader.backends.base import Choice, Factory, Memory, ReadJob, Request
 from relayout.loader.backends.files import Sources
 from relayout.loader.budgets import HOST_BUFFERS, Budget
 from relayout.loader.read_plan import Chunk, plan_chunks
 from relayout.storage.buffers import Buffer
-from relayout.storage.protocols import Access
+from relayout.storage.protocols import Access, Refusal
 
 if TYPE_CHECKING:
     import torch

@@ -14,14 +14,14 @@ from relayout.core.extents import Extent, Transfer, align_down, align_up
 from relayout.errors import FormatError
 from relayout.format.index import Read
 from relayout.loader.backends.arena import MAP_FIXED, HostArena, allocate
-from relayout.loader.backends.base import Choice, FreshArenas, Memory, ReadJob, Refusal, Request, RunningJob
+from relayout.loader.backends.base import Choice, FreshArenas, Memory, ReadJob, Request, RunningJob
 from relayout.loader.backends.files import Sources
 from relayout.loader.backends.host import Buffers, Copier, ThreadedJob, chunks_of, reserve
 from relayout.loader.budgets import HOST_BUFFERS, Budget
 from relayout.loader.read_plan import Chunk
 from relayout.storage.buffers import Buffer
 from relayout.storage.libc import map_file
-from relayout.storage.protocols import Access
+from relayout.storage.protocols import Access, Refusal
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from relayout.checkpoint.converted import check_rank, is_converted, read_manifest, read_table
 from relayout.core.arguments import integer
@@ -15,10 +15,13 @@ from relayout.errors import PlanError
 from relayout.format.index import MANIFEST_NAME, Manifest, RankTable
 from relayout.loader.placement import ArenaPlan, PlacedTensors, pack
 from relayout.loader.sources.contents import Contents, StoredFile, contents_of, rank_files, select
-from relayout.loader.sources.pieces import Columns, Pieces, StoredPieces
-from relayout.loader.sources.reshard import Holder
-from relayout.storage.protocols import Kind, Store
-from relayout.storage.stores import find_store
+from relayout.storage.protocols import Store
+from relayout.storage.stores import check_exists, find_store
+
+if TYPE_CHECKING:
+    from relayout.loader.sources.pieces import Columns, Pieces
+
+# What a load of a rank as stored does not need is imported where it is used.
 
 
 class RankSource(Protocol):
@@ -133,6 +136,9 @@ class ConvertedRank:
 
     def pieces(self, patterns: Sequence[str] | None) -> Pieces:
         """See `RankSource.pieces`."""
+        from relayout.loader.sources.pieces import StoredPieces
+        from relayout.loader.sources.reshard import Holder
+
         table, shared = self.table(), self._shared
         parts = [slice_transfers(one.dtype, one.source_shape, one.part) if any(shared) else () for one in table.kinds]
         holders = [
@@ -146,11 +152,12 @@ class ConvertedRank:
 
     def columns(self) -> Columns:
         """See `RankSource.columns`."""
+        from relayout.loader.sources.pieces import Columns
+
         table = self.table()
         return Columns(table.names, table.dtypes, table.source_shapes, table.slices)
 
     def _metadata(self) -> Mapping[str, str] | None:
-        # Imported here, as no load needs it.
         from relayout.checkpoint.source import read_shard
 
         return read_shard(self.store, self.files[0].name)[1].metadata
@@ -176,7 +183,6 @@ class ReshardedRank:
 
     def contents(self, patterns: Sequence[str] | None) -> Contents:
         """See `RankSource.contents`."""
-        # Imported here: only this needs the planner.
         from relayout.loader.sources.resharded import resharded_contents
 
         contents = resharded_contents(self.store, self.manifest, self.rank, self.num_ranks, is_proven=self.is_proven)
@@ -227,7 +233,6 @@ class PlainRank:
 
     def contents(self, patterns: Sequence[str] | None) -> Contents:
         """See `RankSource.contents`."""
-        # Imported here: only this needs the planner.
         from relayout.loader.sources.plain import plain_contents
 
         return _selected(plain_contents(self.store, self.rank, self.num_ranks), patterns)
@@ -263,21 +268,20 @@ def find_rank(path: str | os.PathLike[str], rank: int, tp: int | None) -> RankSo
     store = find_store(path)
     if is_converted(store):
         manifest = read_manifest(store)
-        check_rank(rank, manifest.num_ranks if tp is None else tp)
+        check_rank(store, rank, manifest.num_ranks if tp is None else tp)
         if tp is None or tp == manifest.num_ranks:
             return ConvertedRank.of(store, manifest, rank, rank)
         if tp == 1 and manifest.whole is not None:
             return ConvertedRank.of(store, manifest, rank, manifest.num_ranks)
         return ReshardedRank(store, manifest, rank, tp)
-    if store.kind() is Kind.NOTHING:
-        raise PlanError(store.absence(), path=str(store), code="missing")
+    check_exists(store)
     if tp is None:
         raise PlanError(
             f"not converted ({MANIFEST_NAME} is missing); say tp=N to slice it while loading",
             path=str(store),
             code="option",
         )
-    check_rank(rank, tp)
+    check_rank(store, rank, tp)
     return PlainRank(store, rank, tp)
 
 
@@ -289,8 +293,7 @@ def find_whole(path: str | os.PathLike[str]) -> Pieces:
         PlanError: `path` does not exist, or was not converted.
     """
     store = find_store(path)
-    if store.kind() is Kind.NOTHING:
-        raise PlanError(store.absence(), path=str(store), code="missing")
+    check_exists(store)
     if not is_converted(store):
         raise PlanError(
             f"not converted ({MANIFEST_NAME} is missing): safetensors.safe_open reads its files",

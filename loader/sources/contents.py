@@ -108,8 +108,7 @@ def rank_files(folder: Store, manifest: Manifest, rank: int) -> tuple[StoredFile
         status = folder.stat(file.name)
         if status is None:
             raise FormatError("is missing", path=file.where, code="missing")
-        if status.nbytes != file.nbytes:  # Before memory is reserved: an arena is not larger than its files.
-            raise FormatError(f"{status.nbytes} bytes long, expected {file.nbytes}", path=file.where, code="mismatch")
+        status.check(file.where, file.nbytes)  # Before memory is reserved: an arena is not larger than its files.
     return files
 
 

@@ -34,12 +34,16 @@ def read_manifest(folder: Store) -> Manifest:
     Raises:
         FormatError: the manifest is missing or damaged.
     """
-    if folder.kind() is Kind.NOTHING:
-        raise FormatError(folder.absence(), path=str(folder), code="missing")
-    return parse_manifest(folder.read(MANIFEST_NAME, MAX_MANIFEST_NBYTES), folder.where(MANIFEST_NAME))
+    try:
+        blob = folder.read(MANIFEST_NAME, MAX_MANIFEST_NBYTES)
+    except FormatError as error:
+        if error.code == "missing" and folder.kind() is Kind.NOTHING:
+            raise FormatError(folder.absence(), path=str(folder), code="missing") from None
+        raise
+    return parse_manifest(blob, folder.where(MANIFEST_NAME))
 
 
-def check_rank(rank: int, num_ranks: int) -> None:
+def check_rank(folder: Store, rank: int, num_ranks: int) -> None:
     """Check that a rank exists.
 
     Raises:
@@ -47,7 +51,9 @@ def check_rank(rank: int, num_ranks: int) -> None:
     """
     if not 0 <= rank < num_ranks:
         raise PlanError(
-            f"rank {rank}, expected 0 to {num_ranks - 1} (tensor-parallel degree {num_ranks})", code="option"
+            f"rank {rank}, expected 0 to {num_ranks - 1} (tensor-parallel degree {num_ranks})",
+            path=str(folder),
+            code="option",
         )
 
 

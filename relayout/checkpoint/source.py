@@ -22,6 +22,7 @@ from relayout.format.fields import Fields, parse_object
 from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME
 from relayout.format.safetensors import LENGTH_NBYTES, Header, header_nbytes, parse_header
 from relayout.storage.protocols import Entry, Kind, ReadableFile, Store
+from relayout.storage.stores import check_exists
 
 MAX_INDEX_NBYTES = 64 * 2**20
 _WEIGHT_SUFFIXES = frozenset(
@@ -124,8 +125,7 @@ def read_source(store: Store) -> SourceCheckpoint:
     # Blobs of a hub cache have no suffix.
     if name.endswith(".safetensors") or (kind is Kind.FILE and "." not in name):
         return _read_file(store, folder, name)
-    if kind is Kind.NOTHING:
-        raise PlanError(store.absence(), path=str(store), code="missing")
+    check_exists(store)
     raise PlanError("neither a folder nor a .safetensors file", path=str(store))
 
 

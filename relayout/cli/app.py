@@ -15,7 +15,7 @@ import typer
 from relayout import __version__
 from relayout.cli import signals
 from relayout.cli.streams import abandon
-from relayout.errors import RelayoutError, printable
+from relayout.errors import RelayoutError, escape_controls
 from relayout.storage.file_pool import advice_on_limit
 
 EXIT_DIFFERENCE = 1
@@ -379,4 +379,4 @@ def _one_line(message: str) -> str:
     if middle > 0:
         half = _MAX_MESSAGE_LENGTH // 2
         message = f"{message[:half]} ... {message[-half:]}"
-    return printable(message)
+    return escape_controls(message)

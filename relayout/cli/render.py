@@ -16,14 +16,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from relayout.cli.streams import abandon
-from relayout.commands.inspect import Inspection
+from relayout.commands.inspect import Inspection, RankSummary
 from relayout.commands.restore import Restored
 from relayout.commands.verify import Report
 from relayout.commands.warm import Warmed
 from relayout.conversion.preview import Preview
 from relayout.conversion.run import Summary
 from relayout.core.patterns import collapse_numbers
-from relayout.errors import printable
+from relayout.errors import escape_controls
 from relayout.plans.family import Family
 from relayout.progress import Progress
 
@@ -202,16 +202,7 @@ def print_inspection(found: Inspection) -> None:
     console.print(table)
     _print_more(console, len(found.groups) - _MAX_GROUPS, "groups")
     if found.ranks:
-        ranks = _table("#rank", "#tensors", "#bytes", "#files", "#reads to load")
-        for rank in found.ranks:
-            ranks.add_row(
-                str(rank.rank),
-                str(rank.num_tensors),
-                decimal(rank.nbytes),
-                str(rank.num_files),
-                str(rank.num_reads),
-            )
-        console.print(ranks)
+        _print_ranks(console, found.ranks)
     aligned = _table("#aligned to", "#bytes", "#share")
     for alignment, nbytes in found.aligned_nbytes.items():
         aligned.add_row(str(alignment), decimal(nbytes), f"{100 * nbytes / max(1, found.nbytes):.1f} %")
@@ -222,6 +213,14 @@ def print_inspection(found: Inspection) -> None:
     if found.amplification:
         _print_amplification(console, found)
     _print_left_out(console, found.left_out)
+
+
+def _print_ranks(console: Console, ranks: Sequence[RankSummary]) -> None:
+    table = _table("#rank", "#tensors", "#bytes", "#files", "#reads to load")
+    for rank in ranks:
+        cells = rank.rank, rank.num_tensors, decimal(rank.nbytes), rank.num_files, rank.num_reads
+        table.add_row(*map(str, cells))
+    console.print(table)
 
 
 def _print_amplification(console: Console, found: Inspection) -> None:
@@ -341,7 +340,7 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 def _text(text: str) -> str:
     """Untrusted text with markup and control characters escaped."""
-    return escape(printable(text))
+    return escape(escape_controls(text))
 
 
 def _table(*headings: str) -> Table:

@@ -123,7 +123,7 @@ def inspect(path: str | os.PathLike[str], *, rank: int | None = None) -> Inspect
 
 def _inspect_converted(folder: Store, manifest: Manifest, rank: int | None) -> Inspection:
     if rank is not None:
-        check_rank(rank, manifest.num_ranks)
+        check_rank(folder, rank, manifest.num_ranks)
     shown = range(manifest.num_ranks) if rank is None else [rank]
     tables = {one: read_table(folder, manifest, one) for one in shown}
     extents = [extent for table in tables.values() for extent in _extents(table)]

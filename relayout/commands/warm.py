@@ -12,6 +12,7 @@ from pathlib import Path
 from relayout.checkpoint.converted import check_rank, is_converted, read_manifest
 from relayout.checkpoint.source import read_source
 from relayout.core.arguments import integer, size
+from relayout.core.coalesce import split
 from relayout.core.extents import Extent
 from relayout.core.workers import Stop, Workers
 from relayout.errors import PlanError
@@ -95,24 +96,21 @@ def warm(
         nonlocal read
         number, extent = item
         with inputs.use(number) as file:
-            if resident_nbytes(_descriptor(file, store), extent.offset, extent.nbytes) != extent.nbytes:
+            if _resident(file, extent, store) != extent.nbytes:
                 file.read(extent.offset, buffer.reserve(extent.nbytes))
                 with stop.condition:
                     read += extent.nbytes
         return extent.nbytes
 
-    def residency() -> list[int | None]:
-        found = []
-        for number, nbytes in enumerate(sizes):
-            with inputs.use(number) as file:
-                found.append(resident_nbytes(_descriptor(file, store), 0, nbytes))
-        return found
+    def resident(number: int) -> int | None:
+        with inputs.use(number) as file:
+            return _resident(file, Extent(0, sizes[number]), store)
 
     with OpenFiles(open_file) as inputs:
-        before = residency()
+        before = list(map(resident, range(len(sizes))))
         with reporting(progress, "warming", total) as on_progress:
             Workers(integer(threads, "threads"), chunks, Buffer, work, stop).run(on_progress)
-        after = residency()
+        after = list(map(resident, range(len(sizes))))
     files = tuple(WarmFile(*one) for one in zip(names, sizes, before, after, strict=True))
     return Warmed(str(path), files, read, left, time.perf_counter() - started)
 
@@ -126,7 +124,7 @@ def _files(store: Store, rank: int | None) -> tuple[list[str], list[int]]:
         return [file.name for file in shards], [file.nbytes for file in shards]
     manifest = read_manifest(store)
     if rank is not None:
-        check_rank(rank, manifest.num_ranks)
+        check_rank(store, rank, manifest.num_ranks)
     entries = manifest.ranks if rank is None else [manifest.ranks[rank]]
     files = [manifest.files[number] for number in dict.fromkeys(number for entry in entries for number in entry.files)]
     return [file.name for file in files], [file.nbytes for file in files]
@@ -135,8 +133,7 @@ def _files(store: Store, rank: int | None) -> tuple[list[str], list[int]]:
 def _side_by_side(sizes: Sequence[int]) -> Iterator[tuple[int, Extent]]:
     """Chunks of all files: the first of each, then the second of each."""
     columns = [
-        [(number, Extent(at, min(_CHUNK_NBYTES, nbytes - at))) for at in range(0, nbytes, _CHUNK_NBYTES)]
-        for number, nbytes in enumerate(sizes)
+        [(number, extent) for extent in split(Extent(0, nbytes), _CHUNK_NBYTES)] for number, nbytes in enumerate(sizes)
     ]
     return (one for one in chain.from_iterable(zip_longest(*columns)) if one is not None)
 
@@ -151,11 +148,12 @@ def _within(chunks: list[tuple[int, Extent]], limit: int) -> tuple[list[tuple[in
     return chunks, 0
 
 
-def _descriptor(file: ReadableFile, store: Store) -> int:
+def _resident(file: ReadableFile, extent: Extent, store: Store) -> int | None:
+    """How many bytes of an extent are in the page cache; None where the system does not tell."""
     fd = file.fileno()
     if fd is None:
         raise PlanError("its files are in no page cache: there is nothing to warm", path=str(store), code="unsupported")
-    return fd
+    return resident_nbytes(fd, extent.offset, extent.nbytes)
 
 
 def _available_nbytes() -> int:

@@ -11,13 +11,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import xxhash
 
 from relayout.format.safetensors import json_text
-from relayout.storage.protocols import Staging
+from relayout.storage.protocols import Closable, Staging
 
 JOURNAL_NAME = "relayout.journal"
 
@@ -44,7 +43,7 @@ class Undertaking:
     """Digest of everything else that decides which bytes are written."""
 
 
-class Journal:
+class Journal(Closable):
     """Appends to a journal. Lines may be added by several threads."""
 
     def __init__(self, staging: Staging, undertaking: Undertaking, *, append: bool) -> None:
@@ -60,14 +59,6 @@ class Journal:
     def close(self) -> None:
         """Close the file."""
         self._notes.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def read_journal(staging: Staging) -> tuple[Undertaking, Mapping[int, TensorDigests]] | None:

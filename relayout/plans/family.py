@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from relayout.core.patterns import MAX_PATTERNS, compile_glob, depends_on_numbers, invalid_because, slow_because
-from relayout.errors import FormatError, PlanError, printable, shown
+from relayout.errors import FormatError, PlanError, escape_controls, shown
 from relayout.storage.local.files import read_small
 
 EVEN, VOCABULARY, RAGGED = "even", "vocabulary", "ragged"
@@ -172,7 +172,7 @@ def read_family(path: Path) -> Family:
         text = blob.decode()
     except UnicodeDecodeError as error:
         raise FormatError(f"not UTF-8 at byte {error.start}", path=path, code="syntax") from None
-    return parse_family(text, str(path), printable(path.name))
+    return parse_family(text, str(path), escape_controls(path.name))
 
 
 def find_family(model_type: str | None, quantization: str | None = None) -> Family:

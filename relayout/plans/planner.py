@@ -6,10 +6,11 @@ the weight is cut.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import wraps
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, get_args
 
 from relayout.core.patterns import collapse_numbers
 from relayout.core.slices import NOT_HELD, WHOLE, Cut, Range, Slice, number_cuts
@@ -22,6 +23,8 @@ MAX_RANKS = 1024
 
 Unmatched = Literal["error", "replicate"]
 """How to treat tensors that no rule matches."""
+
+_Options = ParamSpec("_Options")
 
 _DEGREES_TO_TRY = range(1, 65)
 
@@ -82,6 +85,23 @@ class Plan:
         return self.cuts[self.cut_of[t]]
 
 
+def _names_checkpoint(
+    planned: Callable[Concatenate[PlannedCheckpoint, _Options], Plan],
+) -> Callable[Concatenate[PlannedCheckpoint, _Options], Plan]:
+    """Add the checkpoint's path to each PlanError that has none."""
+
+    @wraps(planned)
+    def named(checkpoint: PlannedCheckpoint, /, *args: _Options.args, **options: _Options.kwargs) -> Plan:
+        try:
+            return planned(checkpoint, *args, **options)
+        except PlanError as error:
+            error.path = str(checkpoint.root) if error.path is None else error.path
+            raise
+
+    return named
+
+
+@_names_checkpoint
 def plan_for(
     checkpoint: PlannedCheckpoint,
     num_ranks: int,
@@ -119,6 +139,7 @@ def plan_for(
     return plan_by(checkpoint, num_ranks, family, expert_parallel=expert_parallel, unmatched=unmatched)
 
 
+@_names_checkpoint
 def plan_by(
     checkpoint: PlannedCheckpoint,
     num_ranks: int,
@@ -150,8 +171,7 @@ def plan_by(
 def _scheme(checkpoint: PlannedCheckpoint) -> Scheme | None:
     """How the checkpoint's weights are quantized."""
     quantization = checkpoint.config.get("quantization_config")
-    with about(path=checkpoint.root):
-        return find_scheme(quantization) if isinstance(quantization, Mapping) else None
+    return find_scheme(quantization) if isinstance(quantization, Mapping) else None
 
 
 def _choose(checkpoint: PlannedCheckpoint, plan: str | Path | None) -> Family:
@@ -178,6 +198,7 @@ def _own_family(path: Path, model_type: str | None) -> Family:
     return family
 
 
+@_names_checkpoint
 def make_plan(
     checkpoint: PlannedCheckpoint,
     num_ranks: int,
@@ -212,14 +233,12 @@ def make_plan(
         raise PlanError(
             f"no rule of plan {family.full_name!r} matches it{others}: add a rule (--plan FILE), or hold such"
             " tensors whole on every rank (--unmatched replicate)",
-            path=checkpoint.root,
             tensor=unmatched_names[0],
             code="no_rule",
         )
     if experts is not None and not experts.found:
         raise PlanError(
             f"no tensor matches the experts of plan {family.full_name!r}, which --expert-parallel needs",
-            path=checkpoint.root,
             code="no_rule",
         )
     cuts = _apply(kinds, sizes, num_ranks, scheme)

@@ -33,6 +33,8 @@ from relayout.storage.protocols import (
     Refusal,
     RequestCost,
     Store,
+    check_vacant,
+    read_whole,
 )
 
 _NAME = re.compile(r"memory://(?P<bucket>[^/]+)(?P<prefix>(/[^/]+)*)/?", re.DOTALL)
@@ -311,11 +313,7 @@ class MemoryStore:
     def read(self, name: str, limit: int) -> bytes:
         """See `Store.read`."""
         with self.open(name) as file:
-            if file.nbytes > limit:
-                raise FormatError(f"{file.nbytes} bytes, limit {limit}", path=self.where(name), code="limit")
-            text = bytearray(file.nbytes)
-            file.read(0, memoryview(text))
-            return bytes(text)
+            return read_whole(file, self.where(name), limit)
 
     def open(
         self, name: str, nbytes: int | None = None, *, access: Access = Access.BUFFERED, version: str | None = None
@@ -326,10 +324,7 @@ class MemoryStore:
         found = self.stat(name)
         if found is None:
             raise FormatError("is missing", path=self.where(name), code="missing")
-        if nbytes not in (None, found.nbytes):
-            raise FormatError(f"{found.nbytes} bytes long, expected {nbytes}", path=self.where(name), code="mismatch")
-        if version not in (None, found.version):
-            raise FormatError("has changed since it was last checked", path=self.where(name), code="mismatch")
+        found.check(self.where(name), nbytes, version)
         return MemoryFile(self.bucket, self.full_name(name), found.nbytes, found.version)
 
     def check_output(self, source: Store, marker: str, *, force: bool) -> None:
@@ -340,19 +335,11 @@ class MemoryStore:
         if mine.startswith(other) or other.startswith(mine):
             what = "is inside the source, or contains it; choose another prefix with -o"
             raise PlanError(what, path=str(self), code="exists")
-        match self.kind():
-            case Kind.FILE:
-                raise PlanError("exists and is not a folder", path=str(self), code="exists")
-            case Kind.FOLDER if not force:
-                raise PlanError(
-                    "is not empty; --force replaces a folder that relayout wrote", path=str(self), code="exists"
-                )
-            case Kind.FOLDER if self.bucket.find(self.full_name(marker)) is None:
-                raise PlanError(
-                    f"is not empty and was not written by relayout ({marker} is missing)",
-                    path=str(self),
-                    code="exists",
-                )
+        kind = self.kind()
+        if kind is Kind.FILE:
+            raise PlanError("exists and is not a folder", path=str(self), code="exists")
+        has_marker = self.bucket.find(self.full_name(marker)) is not None
+        check_vacant(str(self), marker, is_empty=kind is Kind.NOTHING, has_marker=has_marker, force=force)
 
     @contextmanager
     def stage(self, marker: str, *, replace: bool, modes: Modes) -> Iterator[MemoryStaging]:
@@ -430,10 +417,7 @@ class MemoryStaging:
         found = self._attempt.files.get(name)
         if found is None:
             raise FormatError("is missing", path=self._store.where(name), code="missing")
-        if len(found) != nbytes:
-            raise FormatError(
-                f"{len(found)} bytes long, expected {nbytes}", path=self._store.where(name), code="mismatch"
-            )
+        FileStat(len(found), "").check(self._store.where(name), nbytes)
         return _StagedFile(self._store, name, found)
 
     def write_file(self, name: str, nbytes: int, *, is_new: bool) -> _StagedFile:

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
+from relayout.errors import FormatError, PlanError
+
 
 class Access(Enum):
     """How a file is to be read. A store without a page cache refuses `DIRECT` and treats the others alike."""
@@ -66,6 +68,17 @@ class FileStat:
     mode: int = 0o644
     """Permission bits; the default for a store without permissions."""
 
+    def check(self, where: str | Path, nbytes: int | None, version: str | None = None) -> None:
+        """Check that the file at `where` has the expected length and version; None: any.
+
+        Raises:
+            FormatError: it has another.
+        """
+        if nbytes not in (None, self.nbytes):
+            raise FormatError(f"{self.nbytes} bytes long, expected {nbytes}", path=where, code="mismatch")
+        if version not in (None, self.version):
+            raise FormatError("has changed since it was last checked", path=where, code="mismatch")
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -90,9 +103,10 @@ class Modes:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The reason why a URL has no store."""
+    """Why a URL has no store, or a backend cannot be used."""
 
     reason: str
+    """For a person; names the URL or the backend."""
 
 
 class Closable(Protocol):
@@ -142,6 +156,20 @@ class ReadableFile(Closable, Protocol):
             FormatError: the file was truncated or replaced after it was opened.
             OSError: the read failed.
         """
+
+
+def read_whole(file: ReadableFile, where: str | Path, limit: int) -> bytes:
+    """The content of a small file.
+
+    Raises:
+        FormatError: the file at `where` is larger than `limit` bytes.
+        OSError: reading failed.
+    """
+    if file.nbytes > limit:
+        raise FormatError(f"{file.nbytes} bytes, limit {limit}", path=where, code="limit")
+    content = bytearray(file.nbytes)
+    file.read(0, memoryview(content))
+    return bytes(content)
 
 
 class WritableFile(Closable, Protocol):
@@ -348,3 +376,18 @@ class Store(Protocol):
             PlanError: another process is writing the same output, or the existing output cannot be replaced.
             OSError: writing failed, or something else has been created here meanwhile.
         """
+
+
+def check_vacant(where: str | Path, marker: str, *, is_empty: bool, has_marker: bool, force: bool) -> None:
+    """Check that an output may be written at `where`; see `Store.check_output`.
+
+    Raises:
+        PlanError: it is not empty, and `force` is not set, or it has no `marker`.
+    """
+    if is_empty:
+        return
+    if not force:
+        raise PlanError("is not empty; --force replaces a folder that relayout wrote", path=where, code="exists")
+    if not has_marker:
+        what = f"is not empty and was not written by relayout ({marker} is missing)"
+        raise PlanError(what, path=where, code="exists")

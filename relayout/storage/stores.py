@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from relayout.errors import PlanError
 from relayout.storage.local.store import LocalStore
-from relayout.storage.protocols import Refusal, Store
+from relayout.storage.protocols import Kind, Refusal, Store
 
 Factory: TypeAlias = Callable[[str], Store | Refusal]
 """Makes the store for a URL of its scheme, or returns a refusal with the reason."""
@@ -46,6 +46,16 @@ def find_store(path: str | os.PathLike[str]) -> Store:
     if isinstance(store, Refusal):
         raise PlanError(store.reason, path=os.fspath(path), code="option")
     return store
+
+
+def check_exists(store: Store) -> None:
+    """Check that there is something at the store's own path or prefix.
+
+    Raises:
+        PlanError: there is nothing.
+    """
+    if store.kind() is Kind.NOTHING:
+        raise PlanError(store.absence(), path=str(store), code="missing")
 
 
 def scheme_of(path: str | os.PathLike[str]) -> str | None:

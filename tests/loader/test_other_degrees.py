@@ -199,15 +199,15 @@ def test_there_is_nothing_to_verify_by(call: Callable[..., Any], conversions: Co
 @pytest.mark.parametrize(
     ("rank", "tp", "message"),
     [
-        (2, 2, r"^rank 2, expected 0 to 1 \(tensor-parallel degree 2\)"),
-        (-1, 2, r"^rank -1, expected 0 to 1 "),
+        (2, 2, r"llama-tp4: rank 2, expected 0 to 1 \(tensor-parallel degree 2\)"),
+        (-1, 2, r"llama-tp4: rank -1, expected 0 to 1 "),
         (
             0,
             3,
             r"dim 1 of \[128, 256\]: 256 elements, not a multiple of 3 \(.* can be cut for --tp 1, 2, 4, 8\)$",
         ),
         (0, 0, r"^tp=0, expected 1 or more$"),
-        (0, 2000, r"^2000 ranks, expected 1 to 1024$"),
+        (0, 2000, r"llama-tp4: 2000 ranks, expected 1 to 1024$"),
     ],
 )
 def test_ranks_and_degrees_that_do_not_exist(rank: int, tp: int, message: str, conversions: Conversions) -> None:

@@ -81,14 +81,15 @@ def test_input_scales_of_all_experts_are_in_every_rank(scale: str) -> None:
 @pytest.mark.parametrize("count", [None, 0, "4"])
 def test_without_the_number_of_experts_none_is_owned(count: Any) -> None:
     message = (
-        rf"^tensor '{W1.format(0)}': size 'experts' is unknown.* no positive integer num_local_experts or num_experts$"
+        rf"^checkpoint: tensor '{W1.format(0)}': "
+        r"size 'experts' is unknown.* no positive integer num_local_experts or num_experts$"
     )
     with pytest.raises(PlanError, match=message):
         plan_for(mixtral(2, num_local_experts=count), 2, expert_parallel=True)
 
 
 def test_an_expert_that_config_json_does_not_count_is_refused() -> None:
-    message = rf"^tensor '{W1.format(4)}': expert 4, but config.json declares 4 experts$"
+    message = rf"^checkpoint: tensor '{W1.format(4)}': expert 4, but config.json declares 4 experts$"
     with pytest.raises(PlanError, match=message):
         plan_for(mixtral(5, num_local_experts=4), 2, expert_parallel=True)
 

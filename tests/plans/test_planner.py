@@ -45,13 +45,15 @@ def test_the_plan_is_chosen_by_model_type_and_quantization(config: dict[str, Any
 
 
 def test_an_unknown_model_type_is_named_and_the_ways_out() -> None:
-    with pytest.raises(PlanError, match=r"^no built-in plan for model type 'rwkv' .*--plan FILE.*transformers.*--tp 1"):
+    with pytest.raises(
+        PlanError, match=r"^checkpoint: no built-in plan for model type 'rwkv' .*--plan FILE.*transformers.*--tp 1"
+    ):
         plan_for(make_source(SMALL, model_type="rwkv", text_config={"model_type": "llama"}), 2)
 
 
 @pytest.mark.parametrize("config", [{}, {"model_type": None}, {"model_type": ["llama"]}])
 def test_a_checkpoint_without_model_type_is_refused(config: dict[str, Any]) -> None:
-    with pytest.raises(PlanError, match=r"^config.json names no model_type .*--plan FILE"):
+    with pytest.raises(PlanError, match=r"^checkpoint: config.json names no model_type .*--plan FILE"):
         plan_for(make_source(SMALL, **config), 2)
 
 
@@ -161,9 +163,17 @@ def test_the_name_of_a_plan_file_need_not_be_unicode(tmp_path: Path) -> None:
     assert plan_for(make_source(SMALL), 2, path).name == "file:m\\udcff.toml"
 
 
+def test_errors_carry_the_path_of_the_checkpoint() -> None:
+    source = make_source({"model.layers.0.mlp.down_proj.weight": (4, 9)}, model_type="llama")
+    for tensors, num_ranks, code in ((source, 2, "indivisible"), (make_source(SMALL, model_type="none"), 2, "no_plan")):
+        with pytest.raises(PlanError) as raised:
+            plan_for(tensors, num_ranks)
+        assert (raised.value.path, raised.value.code) == ("checkpoint", code)
+
+
 @pytest.mark.parametrize("num_ranks", [-1, 0, 1025])
 def test_a_degree_out_of_bounds_is_refused(num_ranks: int) -> None:
-    with pytest.raises(PlanError, match=f"^{num_ranks} ranks, expected 1 to 1024$"):
+    with pytest.raises(PlanError, match=f"^checkpoint: {num_ranks} ranks, expected 1 to 1024$"):
         plan_for(make_source(SMALL, model_type="llama"), num_ranks)
 
 
@@ -207,7 +217,7 @@ def test_what_a_rule_leaves_whole_is_not_unmatched() -> None:
 
 
 def test_unmatched_is_one_of_two_words() -> None:
-    with pytest.raises(PlanError, match=r"^unmatched='ignore', expected one of error, replicate$"):
+    with pytest.raises(PlanError, match=r"^checkpoint: unmatched='ignore', expected one of error, replicate$"):
         plan_for(make_source(SMALL, model_type="llama"), 2, unmatched="ignore")  # type: ignore[arg-type]
 
 
@@ -242,7 +252,9 @@ def test_an_axis_that_does_not_divide_is_named_with_the_degrees_at_which_it_does
     with pytest.raises(PlanError) as caught:
         plan_for(make_source({name: shape}, **config), num_ranks)
     fitting = ", ".join(map(str, [1, *degrees]))
-    assert str(caught.value) == f"tensor '{name}': {message} (this checkpoint can be cut for --tp {fitting})"
+    assert (
+        str(caught.value) == f"checkpoint: tensor '{name}': {message} (this checkpoint can be cut for --tp {fitting})"
+    )
 
 
 def test_the_degrees_that_are_named_are_those_at_which_all_tensors_divide() -> None:
@@ -264,14 +276,14 @@ def test_the_degrees_that_are_named_are_those_at_which_all_tensors_divide() -> N
 
 
 def test_where_no_degree_fits_there_is_still_one_rank() -> None:
-    with pytest.raises(PlanError, match=r"^tensor '.*up_proj.weight': dim 0 of \[67, 2\]: .*--tp 1\)$"):
+    with pytest.raises(PlanError, match=r"^checkpoint: tensor '.*up_proj.weight': dim 0 of \[67, 2\]: .*--tp 1\)$"):
         plan_for(make_source({UP: (67, 2)}, model_type="llama"), 2)
 
 
 def test_a_tensor_without_the_axis_that_its_rule_cuts_is_refused() -> None:
     source = make_source({O_PROJ: (64,)}, model_type="llama", num_attention_heads=8)
     with pytest.raises(
-        PlanError, match=rf"^tensor '{O_PROJ}': dim 1 of \[64\]: the dimension does not exist, but rule '"
+        PlanError, match=rf"^checkpoint: tensor '{O_PROJ}': dim 1 of \[64\]: the dimension does not exist, but rule '"
     ):
         plan_for(source, 2)
 
@@ -280,7 +292,9 @@ def test_a_cut_inside_a_byte_is_refused_with_the_tensors_name() -> None:
     """Rows of 3 elements of 4 bits; 2 of them fill 3 bytes."""
     family = parse_family('[cut]\nw = { dim = 0, by = "even" }', "mine.toml", "mine")
     assert ranges_of(make_plan(make_source({"w": (4, 3)}, stored_as="F4"), 2, family)) == [((0, 2),), ((2, 2),)]
-    with pytest.raises(PlanError, match=r"^tensor 'w': .*\[2, 3\].* inside a byte.* \(this .* for --tp 1\)$"):
+    with pytest.raises(
+        PlanError, match=r"^checkpoint: tensor 'w': .*\[2, 3\].* inside a byte.* \(this .* for --tp 1\)$"
+    ):
         make_plan(make_source({"w": (2, 3)}, stored_as="F4"), 2, family)
 
 
@@ -288,7 +302,8 @@ def test_a_cut_inside_a_byte_is_refused_with_the_tensors_name() -> None:
 def test_a_count_of_heads_that_is_no_positive_whole_number_is_refused(value: Any) -> None:
     source = make_source({Q_PROJ: (64, 64)}, model_type="llama", num_attention_heads=value)
     message = (
-        rf"^tensor '{Q_PROJ}': dim 0 of \[64, 64\]: size 'heads' is unknown.* no positive integer num_attention_heads"
+        rf"^checkpoint: tensor '{Q_PROJ}': dim 0 of \[64, 64\]: "
+        r"size 'heads' is unknown.* no positive integer num_attention_heads"
     )
     with pytest.raises(PlanError, match=message):
         plan_for(source, 2)
@@ -318,7 +333,7 @@ def test_without_kv_heads_every_head_has_its_own() -> None:
     ],
 )
 def test_a_shape_that_contradicts_the_configuration_is_refused(dim: int, config: dict[str, int], message: str) -> None:
-    with pytest.raises(PlanError, match=rf"^tensor '{Q_PROJ}': dim 0 of \[{dim}, 8\]: {message}"):
+    with pytest.raises(PlanError, match=rf"^checkpoint: tensor '{Q_PROJ}': dim 0 of \[{dim}, 8\]: {message}"):
         plan_for(make_source({Q_PROJ: (dim, 8)}, model_type="llama", **config), 2)
 
 

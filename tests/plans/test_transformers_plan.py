@@ -143,7 +143,9 @@ def test_kv_heads_are_not_cut_apart_at_degrees_that_transformers_does_not_know()
 
 @pytest.mark.parametrize("model_type", ["no_such_type", "mamba", "gpt2", "bert", None])
 def test_a_type_that_transformers_does_not_know_or_has_no_plan_for_is_refused(model_type: str | None) -> None:
-    message = f"^--plan transformers: the package has no tensor-parallel plan for model type {model_type!r}$"
+    message = (
+        f"^checkpoint: --plan transformers: the package has no tensor-parallel plan for model type {model_type!r}$"
+    )
     for config in ({}, {"text_config": {"model_type": "no_such_type"}}, {"text_config": {}}):
         with pytest.raises(PlanError, match=message):
             plan_for(make_source({"w": (8, 8)}, model_type=model_type, **config), 2, "transformers")
@@ -163,7 +165,9 @@ def test_without_transformers_it_is_refused_with_what_to_install(module: str, mo
     if module == "transformers":
         for name in [name for name in sys.modules if name.startswith("transformers.")]:
             monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(PlanError, match=r"^--plan transformers: .* cannot be imported .*: pip install transformers$"):
+    with pytest.raises(
+        PlanError, match=r"^checkpoint: --plan transformers: .* cannot be imported .*: pip install transformers$"
+    ):
         plan_for(make_source({"w": (8, 8)}, model_type="helium"), 2, "transformers")
 
 

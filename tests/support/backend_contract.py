@@ -16,12 +16,13 @@ from support.local_stores import stored_file
 from relayout.core.extents import BLOCK, Transfer, align_up
 from relayout.core.workers import Stop
 from relayout.format.index import Read
-from relayout.loader.backends.base import Backend, Choice, ReadJob, Refusal, Request
+from relayout.loader.backends.base import Backend, Choice, ReadJob, Request
 from relayout.loader.backends.choice import REGISTRY
 from relayout.loader.backends.cuda import DeviceBackend
 from relayout.loader.backends.digests import Checks
 from relayout.loader.budgets import Budget
 from relayout.loader.sources.contents import StoredFile
+from relayout.storage.protocols import Refusal
 
 UNTOUCHED = 0xEE
 GUARD = 64

@@ -14,12 +14,12 @@ from relayout.core.strided import copy_runs
 from relayout.errors import FormatError
 from relayout.format.index import Read
 from relayout.loader.backends.arena import Scattered
-from relayout.loader.backends.base import Choice, FreshArenas, Memory, ReadJob, Refusal, Request
+from relayout.loader.backends.base import Choice, FreshArenas, Memory, ReadJob, Request
 from relayout.loader.backends.files import Sources
 from relayout.loader.backends.host import ThreadedJob, chunks_of
 from relayout.loader.budgets import Budget
 from relayout.loader.read_plan import Chunk
-from relayout.storage.protocols import Access
+from relayout.storage.protocols import Access, Refusal
 
 
 class ToyArena:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from relayout.errors import FormatError, PlanError
-from relayout.storage.protocols import LOCAL_COST, Access, Entry, FileStat, Kind, Modes, Refusal, Store
+from relayout.storage.protocols import LOCAL_COST, Access, Entry, FileStat, Kind, Modes, Refusal, Store, read_whole
 
 FILES: defaultdict[str, dict[str, tuple[bytes, str]]] = defaultdict(dict)
 """Content and version, by the first word behind toy:// and the rest."""
@@ -104,10 +104,7 @@ class ToyStore:
         return None if content is None else FileStat(len(content), version)
 
     def read(self, name: str, limit: int) -> bytes:
-        file = self.open(name)
-        if file.nbytes > limit:
-            raise FormatError(f"{self.where(name)}: {file.nbytes} bytes, limit {limit}")
-        return FILES[self.shelf][self._full(name)][0]
+        return read_whole(self.open(name), self.where(name), limit)
 
     def open(
         self, name: str, nbytes: int | None = None, *, access: Access = Access.BUFFERED, version: str | None = None
@@ -117,10 +114,7 @@ class ToyStore:
         found = FILES[self.shelf].get(self._full(name))
         if found is None:
             raise FormatError(f"{self.where(name)}: is missing")
-        if nbytes not in (None, len(found[0])):
-            raise FormatError(f"{self.where(name)}: {len(found[0])} bytes long, expected {nbytes}")
-        if version not in (None, found[1]):
-            raise FormatError(f"{self.where(name)}: has changed since it was last checked")
+        FileStat(len(found[0]), found[1]).check(self.where(name), nbytes, version)
         return ToyFile(*found)
 
     def check_output(self, source: Store, marker: str, *, force: bool) -> None:

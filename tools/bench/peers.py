@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.job import Job, Peer, get_slices
-from bench.peers_gpu import GPU_PEERS
+from bench.peers_gpu import GPU_PEERS, fastsafetensors
 
 if TYPE_CHECKING:
     from bench.job import Tensors
@@ -89,36 +89,6 @@ def map_populate(job: Job) -> Tensors:
     return get_slice(job)
 
 
-def fastsafetensors(job: Job) -> Tensors:
-    """fastsafetensors without GPUDirect Storage (there is no other way on the CPU), 16 threads, 16 MiB buffers.
-
-    A whole model by fastsafe_open, all shards at once: tensors own their memory, nothing is cloned. A rank's slices by
-    ParallelLoader with borrowed tensors, which it documents for copying: shards one after the other, the next one being
-    read meanwhile; serially where ranks share the machine, to take less memory. Each slice is cloned once.
-    """
-    if job.whole:
-        from fastsafetensors import fastsafe_open
-
-        with fastsafe_open(job.shards, nogds=True, device="cpu") as opened:
-            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    from fastsafetensors import ParallelLoader
-
-    loader = ParallelLoader(
-        None,
-        job.shards,
-        queue_size=0 if job.num_processes == 1 else -1,
-        use_tqdm_on_load=False,
-        device="cpu",
-        nogds=True,
-        borrowed_tensors=True,
-        accumulate_resident=False,
-    )
-    try:
-        return {name: job.copy(name, tensor) for name, tensor in loader.iterate_weights()}
-    finally:
-        loader.close()
-
-
 def fastsafetensors_group(job: Job) -> Tensors:
     """fastsafetensors with a process group: shards dealt to the ranks, slices scattered by get_sharded.
 
@@ -183,9 +153,10 @@ def preadv(job: Job) -> Tensors:
 _BUFFERED_RUNAI = {"RUNAI_STREAMER_FS_STRATEGY": "sync_buffered"}
 _BUFFERED_FAST = {"FASTSAFETENSORS_ODIRECT": "0"}
 _RUNAI, _FAST = ("runai_model_streamer",), ("fastsafetensors",)
+_ON_CUDA = ("relayout.loader.api", "relayout.loader.backends.cuda")
 
 PEERS: dict[str, Peer] = {
-    "relayout": Peer(relayout, "relayout", "relayout", ("relayout.loader",)),
+    "relayout": Peer(relayout, "relayout", "relayout", ("relayout.loader.api",)),
     "load_file": Peer(load_file, "safetensors load_file", "safetensors load_file", ("safetensors.torch",)),
     "load_file_pread": Peer(
         load_file_pread,
@@ -209,7 +180,7 @@ PEERS: dict[str, Peer] = {
 }
 for _backend in ("auto", "pinned", "gds"):
     PEERS[f"relayout_{_backend}"] = Peer(
-        partial(relayout, backend=_backend), f"relayout, {_backend}", "relayout", ("relayout.loader",), device="cuda"
+        partial(relayout, backend=_backend), f"relayout, {_backend}", "relayout", _ON_CUDA, device="cuda"
     )
 PEERS |= GPU_PEERS
 

@@ -58,10 +58,13 @@ def has_prefetch() -> bool:
     return hasattr(safe_open, "prefetch")
 
 
-def fastsafetensors(job: Job, nogds: bool) -> Tensors:
-    """fastsafetensors, as on the CPU: fastsafe_open for a whole model, ParallelLoader, borrowed tensors, for slices.
+def fastsafetensors(job: Job, nogds: bool = True) -> Tensors:
+    """fastsafetensors: fastsafe_open for a whole model, ParallelLoader for a rank's slices.
 
-    nogds=False is GPUDirect Storage where cuFile is there; without, it quietly reads as with nogds=True.
+    A whole model all shards at once: tensors own their memory, nothing is cloned. Slices with borrowed tensors, which
+    it documents for copying: shards one after the other, the next one being read meanwhile; serially where ranks share
+    the memory of the host, to take less of it. Each slice is cloned once. nogds=False is GPUDirect Storage where cuFile
+    is there; without, it quietly reads as with nogds=True.
     """
     from fastsafetensors import ParallelLoader, fastsafe_open
 
@@ -71,7 +74,7 @@ def fastsafetensors(job: Job, nogds: bool) -> Tensors:
     loader = ParallelLoader(
         None,
         job.shards,
-        queue_size=0,
+        queue_size=-1 if job.device == "cpu" and job.num_processes > 1 else 0,
         use_tqdm_on_load=False,
         device=job.device,
         nogds=nogds,

@@ -22,7 +22,7 @@ from relayout.core.extents import BLOCK, align_down, align_up
 from relayout.errors import FormatError
 from relayout.storage.libc import allocate, sync_range
 from relayout.storage.local.open_folder import OpenFolder, restrict
-from relayout.storage.protocols import Access, Closable
+from relayout.storage.protocols import Access, Closable, FileStat, read_whole
 
 _O_DIRECT: int | None = getattr(os, "O_DIRECT", None)
 _PAGE = max(BLOCK, mmap.PAGESIZE)
@@ -66,19 +66,15 @@ def check_regular(path: Path) -> os.stat_result:
     return status
 
 
-def version_of(status: os.stat_result) -> str:
-    """See `FileStat.version`."""
-    return f"{status.st_size}-{status.st_mtime_ns}"
+def stat_of(status: os.stat_result) -> FileStat:
+    """What the store says of a file."""
+    return FileStat(status.st_size, f"{status.st_size}-{status.st_mtime_ns}", status.st_mode & 0o777)
 
 
 def read_small(path: Path, limit: int) -> bytes:
     """See `Store.read`."""
     with InputFile(path) as file:
-        if file.nbytes > limit:
-            raise FormatError(f"{file.nbytes} bytes, limit {limit}", path=path, code="limit")
-        text = bytearray(file.nbytes)
-        file.read(0, memoryview(text))
-        return bytes(text)
+        return read_whole(file, path, limit)
 
 
 class InputFile(Closable):
@@ -117,15 +113,13 @@ class InputFile(Closable):
             status = os.fstat(self._fd)
             if not stat.S_ISREG(status.st_mode):
                 raise FormatError("not a regular file", path=path, code="unsafe")
-            if nbytes not in (None, status.st_size):
-                raise FormatError(f"{status.st_size} bytes long, expected {nbytes}", path=path, code="mismatch")
-            if version not in (None, version_of(status)):
-                raise FormatError("has changed since it was last checked", path=path, code="mismatch")
+            found = stat_of(status)
+            found.check(path, nbytes, version)
         except BaseException:
             self.close()
             raise
-        self.nbytes = status.st_size
-        self.version = version_of(status)
+        self.nbytes = found.nbytes
+        self.version = found.version
 
     def fileno(self) -> int:
         """See `ReadableFile.fileno`."""

@@ -19,7 +19,7 @@ from relayout.errors import FormatError, PlanError
 from relayout.storage.local.files import InputFile, OutputFile, sync_and_drop_pages, with_path
 from relayout.storage.local.lock_file import check_owner_is, locked
 from relayout.storage.local.open_folder import OpenFolder, exchange, rename, restrict
-from relayout.storage.protocols import Access, Closable, Modes
+from relayout.storage.protocols import Access, Closable, Modes, check_vacant
 
 _TO_CREATE = os.O_RDWR | os.O_CREAT
 _FOLDER = "output"
@@ -70,7 +70,8 @@ def check_output(source: Path | None, output: Path, marker: str, *, force: bool)
             raise PlanError(what, path=output, code="exists")
         if real_output.is_mount():
             raise PlanError(_CANNOT_REPLACE[errno.EBUSY], path=output, code="exists")
-        _check_vacant(output, marker, force=force)
+        is_empty, has_marker = not any(output.iterdir()), (output / marker).is_file()
+        check_vacant(output, marker, is_empty=is_empty, has_marker=has_marker, force=force)
 
 
 def _holds_working_folder(folder: Path) -> bool:
@@ -78,21 +79,6 @@ def _holds_working_folder(folder: Path) -> bool:
         return Path.cwd().is_relative_to(folder)
     except FileNotFoundError:  # Deleted.
         return False
-
-
-def _check_vacant(output: Path, marker: str, *, force: bool) -> None:
-    """Check that a folder is empty, or was written by relayout and is to be replaced.
-
-    Raises:
-        PlanError: the folder holds other files.
-    """
-    if any(output.iterdir()):
-        if not force:
-            raise PlanError("is not empty; --force replaces a folder that relayout wrote", path=output, code="exists")
-        if not (output / marker).is_file():
-            raise PlanError(
-                f"is not empty and was not written by relayout ({marker} is missing)", path=output, code="exists"
-            )
 
 
 def remove_leftovers(output: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from relayout.errors import FormatError
-from relayout.storage.local.files import InputFile, check_regular, read_small, version_of
+from relayout.storage.local.files import InputFile, check_regular, read_small, stat_of
 from relayout.storage.local.paths import is_inside, resolve_inside
 from relayout.storage.protocols import LOCAL_COST, Access, Entry, FileStat, Kind, Modes, RequestCost, Store
 
@@ -96,7 +96,7 @@ class LocalStore:
             if path.is_symlink():
                 raise FormatError("cannot be read: broken symbolic link", path=path, code="missing") from None
             return None
-        return FileStat(status.st_size, version_of(status), status.st_mode & 0o777)
+        return stat_of(status)
 
     def read(self, name: str, limit: int) -> bytes:
         """See `Store.read`."""

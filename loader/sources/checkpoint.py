@@ -127,17 +127,52 @@ class ConvertedRank:
         return read_shard(self.store, self.files[0].name)[1].metadata
 
 
+class _Slices(Protocol):
+    """What a rank holds by a plan that is made for this load."""
+
+    def contents(self) -> Contents:
+        """All of the tensors."""
+
+    def pieces(self, patterns: Sequence[str] | None) -> Pieces:
+        """Those whose names match, readable in part."""
+
+
 @dataclass(frozen=True, slots=True)
-class ReshardedRank:
-    """One rank of a converted folder, at another degree than that of the conversion."""
+class _PlannedRank:
+    """A rank whose slices are put together from what is stored."""
 
     store: Store
-    manifest: Manifest
     rank: int
     num_ranks: int
+    slices: Callable[[], _Slices]
+    """Reads what is stored, and plans, once; for errors see `RankSource.contents`."""
+
+    is_as_stored = False
+
+    def contents(self, patterns: Sequence[str] | None) -> Contents:
+        """See `RankSource.contents`."""
+        return _selected(self.slices().contents(), patterns)
+
+    def arena(self, patterns: Sequence[str] | None) -> ArenaPlan:
+        """See `RankSource.arena`."""
+        return pack(self.contents(patterns))
+
+    def pieces(self, patterns: Sequence[str] | None) -> Pieces:
+        """See `RankSource.pieces`."""
+        return self.slices().pieces(patterns)
+
+    def columns(self) -> Columns:
+        """See `RankSource.columns`."""
+        return self.pieces(None).columns
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardedRank(_PlannedRank):
+    """One rank of a converted folder, at another degree than that of the conversion."""
+
+    manifest: Manifest
 
     slow_because = None
-    is_as_stored = False
 
     @property
     def no_digests(self) -> str:
@@ -147,37 +182,10 @@ class ReshardedRank:
             f" {self.manifest.num_ranks} ranks; `relayout verify` checks them"
         )
 
-    def contents(self, patterns: Sequence[str] | None) -> Contents:
-        """See `RankSource.contents`."""
-        # Imported here: only this needs the planner.
-        from relayout.loader.sources.resharded import resharded_contents
-
-        return _selected(resharded_contents(self.store, self.manifest, self.rank, self.num_ranks), patterns)
-
-    def arena(self, patterns: Sequence[str] | None) -> ArenaPlan:
-        """See `RankSource.arena`."""
-        return pack(self.contents(patterns))
-
-    def pieces(self, patterns: Sequence[str] | None) -> Pieces:
-        """See `RankSource.pieces`."""
-        from relayout.loader.sources.resharded import resharded_pieces
-
-        return resharded_pieces(self.store, self.manifest, self.rank, self.num_ranks, patterns)
-
-    def columns(self) -> Columns:
-        """See `RankSource.columns`."""
-        return self.pieces(None).columns
-
 
 @dataclass(frozen=True, slots=True)
-class PlainRank:
+class PlainRank(_PlannedRank):
     """One rank of a checkpoint that was not converted."""
-
-    store: Store
-    rank: int
-    num_ranks: int
-
-    is_as_stored = False
 
     @property
     def no_digests(self) -> str:
@@ -193,27 +201,6 @@ class PlainRank:
             f"{self.store}: a plain checkpoint, sliced while it is loaded; `relayout convert {self.store}"
             f" --tp {self.num_ranks}` once makes every later load faster"
         )
-
-    def contents(self, patterns: Sequence[str] | None) -> Contents:
-        """See `RankSource.contents`."""
-        # Imported here: only this needs the planner.
-        from relayout.loader.sources.plain import plain_contents
-
-        return _selected(plain_contents(self.store, self.rank, self.num_ranks), patterns)
-
-    def arena(self, patterns: Sequence[str] | None) -> ArenaPlan:
-        """See `RankSource.arena`."""
-        return pack(self.contents(patterns))
-
-    def pieces(self, patterns: Sequence[str] | None) -> Pieces:
-        """See `RankSource.pieces`."""
-        from relayout.loader.sources.plain import plain_pieces
-
-        return plain_pieces(self.store, self.rank, self.num_ranks, patterns)
-
-    def columns(self) -> Columns:
-        """See `RankSource.columns`."""
-        return self.pieces(None).columns
 
 
 def find_rank(path: str | os.PathLike[str], rank: int, tp: int | None) -> RankSource:
@@ -234,7 +221,7 @@ def find_rank(path: str | os.PathLike[str], rank: int, tp: int | None) -> RankSo
         manifest = read_manifest(store)
         check_rank(rank, manifest.num_ranks if tp is None else tp)
         if tp is not None and tp != manifest.num_ranks:
-            return ReshardedRank(store, manifest, rank, tp)
+            return ReshardedRank(store, rank, tp, cache(partial(_resharded, store, manifest, rank, tp)), manifest)
         return ConvertedRank(store, manifest, rank, cache(partial(read_table, store, manifest, rank)))
     if store.kind() is Kind.NOTHING:
         raise PlanError(store.absence(), path=str(store), code="missing")
@@ -245,7 +232,7 @@ def find_rank(path: str | os.PathLike[str], rank: int, tp: int | None) -> RankSo
             code="option",
         )
     check_rank(rank, tp)
-    return PlainRank(store, rank, tp)
+    return PlainRank(store, rank, tp, cache(partial(_plain, store, rank, tp)))
 
 
 def find_whole(path: str | os.PathLike[str]) -> Pieces:
@@ -271,3 +258,18 @@ def find_whole(path: str | os.PathLike[str]) -> Pieces:
 
 def _selected(contents: Contents, patterns: Sequence[str] | None) -> Contents:
     return contents if patterns is None else contents.rows(select(contents.names, patterns))
+
+
+# Imported in these, as only they need the planner.
+
+
+def _resharded(store: Store, manifest: Manifest, rank: int, num_ranks: int) -> _Slices:
+    from relayout.loader.sources.resharded import resharded_slices
+
+    return resharded_slices(store, manifest, rank, num_ranks)
+
+
+def _plain(store: Store, rank: int, num_ranks: int) -> _Slices:
+    from relayout.loader.sources.plain import plain_slices
+
+    return plain_slices(store, rank, num_ranks)

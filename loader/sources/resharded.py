@@ -24,29 +24,40 @@ from relayout.plans.planner import TRANSFORMERS, Plan, plan_for
 from relayout.storage.protocols import Store
 
 
-def resharded_contents(folder: Store, manifest: Manifest, rank: int, num_ranks: int) -> Contents:
-    """The tensors that `rank` would hold if the source were converted at degree `num_ranks` by the same rules.
+@dataclass(frozen=True, slots=True)
+class ReshardedSlices:
+    """What a rank would hold if the source were converted at another degree by the same rules."""
+
+    folder: Store
+    manifest: Manifest
+    record: SourceRecord
+    wanted: Sequence[Slice]
+    """Of each source tensor."""
+    first: int
+    """The rank of the conversion to prefer for elements that several hold."""
+
+    def contents(self) -> Contents:
+        """See `RankSource.contents`: all of the tensors."""
+        return Ranks(self.folder, self.manifest, self.record).pick(self.wanted, self.first)
+
+    def pieces(self, patterns: Sequence[str] | None) -> ReshardedPieces:
+        """See `RankSource.pieces`."""
+        return _pieces(self.folder, self.manifest, self.record, self.wanted, patterns)
+
+
+def resharded_slices(folder: Store, manifest: Manifest, rank: int, num_ranks: int) -> ReshardedSlices:
+    """Read the source record, and plan.
 
     Raises:
-        FormatError: the source record or a rank table is damaged.
+        FormatError: the source record is damaged.
         PlanError: the rank does not exist, the model cannot be cut at this degree, or this relayout has other rules for
             the model than those of the conversion.
     """
+    check_rank(rank, num_ranks)
     record = read_record(folder, manifest)
-    first = rank * manifest.num_ranks // num_ranks
-    return Ranks(folder, manifest, record).pick(_wanted(folder, manifest, record, rank, num_ranks), first)
-
-
-def resharded_pieces(
-    folder: Store, manifest: Manifest, rank: int, num_ranks: int, patterns: Sequence[str] | None
-) -> ReshardedPieces:
-    """The same tensors, readable in part: those whose names match, all if `patterns` is None.
-
-    Raises:
-        FormatError, PlanError: as `resharded_contents`; or a pattern matches nothing.
-    """
-    record = read_record(folder, manifest)
-    return _pieces(folder, manifest, record, _wanted(folder, manifest, record, rank, num_ranks), patterns)
+    plan = _plan(folder, manifest, record, num_ranks)
+    wanted = [plan.cuts[cut].slices[rank] for cut in plan.cut_of]
+    return ReshardedSlices(folder, manifest, record, wanted, rank * manifest.num_ranks // num_ranks)
 
 
 def whole_pieces(folder: Store, manifest: Manifest) -> ReshardedPieces:
@@ -57,13 +68,6 @@ def whole_pieces(folder: Store, manifest: Manifest) -> ReshardedPieces:
     """
     record = read_record(folder, manifest)
     return _pieces(folder, manifest, record, [WHOLE] * len(record.names), None)
-
-
-def _wanted(folder: Store, manifest: Manifest, record: SourceRecord, rank: int, num_ranks: int) -> list[Slice]:
-    """The slice of each source tensor that a rank holds."""
-    check_rank(rank, num_ranks)
-    plan = _plan(folder, manifest, record, num_ranks)
-    return [plan.cuts[cut].slices[rank] for cut in plan.cut_of]
 
 
 def _pieces(

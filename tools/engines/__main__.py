@@ -76,10 +76,16 @@ def compare_cases(engine: str, environment: Environment, cases: Sequence[Case], 
     """Each case at each degree."""
     jobs: dict[bool, list[Result]] = {False: [], True: []}
     for case in cases:
-        if case.draft and engine == "sglang":
-            continue  # Its draft models are built by its workers.
+        if engine == "sglang" and (case.draft or case.moe_backend != "auto"):
+            continue  # Its draft models are built by its workers, and its kernels are not chosen here.
         for tp in DEGREES:
-            job = {"name": case.name, "tp": tp, "expert": case.expert, "draft": case.draft}
+            job = {
+                "name": case.name,
+                "tp": tp,
+                "expert": case.expert,
+                "draft": case.draft,
+                "moe_backend": case.moe_backend,
+            }
             source = source_of(case.family, work)
             try:
                 converted = converted_of(source, tp, expert=case.expert)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +16,7 @@ import typer
 from transformers.utils import logging as transformers_logging
 
 import relayout
-from engines.cases import DEGREES, RUNS, Case, Run, all_cases, converted_of, source_of
+from engines.cases import DEGREES, RUNS, WHOLE_IN_SGLANG, Case, Run, all_cases, converted_of, source_of
 from engines.cold_start import measure
 from engines.environments import ENGINES, ROOT, Environment, environment_of, versions_in
 from engines.failures import fail
@@ -78,14 +79,10 @@ def compare_cases(engine: str, environment: Environment, cases: Sequence[Case], 
     for case in cases:
         if engine == "sglang" and (case.draft or case.moe_backend != "auto"):
             continue  # Its draft models are built by its workers, and its kernels are not chosen here.
+        is_uncut = engine == "sglang" and case.family in WHOLE_IN_SGLANG
         for tp in DEGREES:
-            job = {
-                "name": case.name,
-                "tp": tp,
-                "expert": case.expert,
-                "draft": case.draft,
-                "moe_backend": case.moe_backend,
-            }
+            job = {"name": case.name, "tp": tp, "strict": case.strict and not is_uncut}
+            job |= {key: getattr(case, key) for key in ("expert", "draft", "moe_backend")}
             source = source_of(case.family, work)
             try:
                 converted = converted_of(source, tp, expert=case.expert)
@@ -122,6 +119,8 @@ def run_batch(
 
 def generate_both_ways(environment: Environment, run: Run, work: Path) -> Result:
     """Greedy tokens and their log-probabilities, from the source by vLLM itself, and through relayout."""
+    # Else it depends on the moment in which requests come to the engine's process how they are put together.
+    environment = replace(environment, variables=environment.variables | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
     source = source_of(run.family, work, wide=True)
     found: Result = start(environment, source, run.settings, work / f"{run.name}, own.log").result
     if "error" not in found:
@@ -149,7 +148,8 @@ def kept(found: Result, work: Path) -> Result:
 def describe(found: Result, work: Path) -> str:
     what = kept(found, work).get("error") or found.get("refused")
     if what is None:
-        what = f"{found['parameters']} parameters, {len(found['different'])} different"
+        counts = found["parameters"], len(found["different"]), found["whole_reads"]
+        what = "{} parameters, {} different, {} tensors read whole".format(*counts)
     return f"{found['name']}, tp {found['tp']}: {what}"
 
 

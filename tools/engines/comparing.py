@@ -32,6 +32,8 @@ class Job:
     """The draft model (MTP) that is in the checkpoint."""
     moe_backend: str = "auto"
     """vLLM's kernel for experts, which decides how it cuts some."""
+    strict: bool = True
+    """It is an error to read a whole tensor."""
 
 
 def run_jobs(compare: Callable[[Job, dict[str, Any]], None]) -> None:

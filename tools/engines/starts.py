@@ -51,7 +51,7 @@ class Start:
                 return found
         where = r"(?:\(.*?\) )?(?:ERROR [\d: -]+\[.*?\] )?"
         for line in self.lines:
-            if raised := re.match(rf"{where}((?:\w+\.)*\w*(?:Error|Exception): .+)$", line):
+            if raised := re.match(rf"{where}((?:\w+\.)*\w*(?:Error|Exception): .+|Worker proc .+ died .*?\))", line):
                 return {"error": raised[1]}
         return {"error": f"ended with {self.code}: " + " ".join(self.lines[-3:])}
 

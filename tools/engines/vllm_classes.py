@@ -50,8 +50,7 @@ def play(rank: int, tp: int, expert: bool) -> None:
 def configuration(job: Job, path: str, load_format: str) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
-    # For some kernels experts are cut otherwise than the folder.
-    extra = {"strict": job.moe_backend == "auto"} if load_format == "relayout" else {}
+    extra = {"strict": job.strict} if load_format == "relayout" else {}
     return EngineArgs(
         model=path,
         load_format=load_format,

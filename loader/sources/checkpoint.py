@@ -163,30 +163,31 @@ class ConvertedRank:
         return read_shard(self.store, self.files[0].name)[1].metadata
 
 
+class _Slices(Protocol):
+    """What a rank holds by a plan that is made for this load."""
+
+    def contents(self) -> Contents:
+        """All of the tensors."""
+
+    def pieces(self, patterns: Sequence[str] | None) -> Pieces:
+        """Those whose names match, readable in part."""
+
+
 @dataclass(frozen=True, slots=True)
-class ReshardedRank:
-    """One rank of a converted folder, at another degree than that of the conversion."""
+class _PlannedRank:
+    """A rank whose slices are put together from what is stored."""
 
     store: Store
-    manifest: Manifest
     rank: int
     num_ranks: int
-    is_proven: bool = False
-    """Whether the chunks that its bytes are in are compared with their digests."""
+    slices: Callable[[], _Slices]
+    """Reads what is stored, and plans, once; for errors see `RankSource.contents`."""
 
-    slow_because = None
     is_as_stored = False
-
-    def verified(self) -> RankSource:
-        """See `RankSource.verified`: digests of slices are of another degree's, so it goes by chunks."""
-        return replace(self, is_proven=True)
 
     def contents(self, patterns: Sequence[str] | None) -> Contents:
         """See `RankSource.contents`."""
-        from relayout.loader.sources.resharded import resharded_contents
-
-        contents = resharded_contents(self.store, self.manifest, self.rank, self.num_ranks, is_proven=self.is_proven)
-        return _selected(contents, patterns)
+        return _selected(self.slices().contents(), patterns)
 
     def arena(self, patterns: Sequence[str] | None) -> ArenaPlan:
         """See `RankSource.arena`."""
@@ -194,11 +195,7 @@ class ReshardedRank:
 
     def pieces(self, patterns: Sequence[str] | None) -> Pieces:
         """See `RankSource.pieces`."""
-        from relayout.loader.sources.resharded import resharded_pieces
-
-        return resharded_pieces(
-            self.store, self.manifest, self.rank, self.num_ranks, patterns, is_proven=self.is_proven
-        )
+        return self.slices().pieces(patterns)
 
     def columns(self) -> Columns:
         """See `RankSource.columns`."""
@@ -206,14 +203,22 @@ class ReshardedRank:
 
 
 @dataclass(frozen=True, slots=True)
-class PlainRank:
+class ReshardedRank(_PlannedRank):
+    """One rank of a converted folder, at another degree than that of the conversion."""
+
+    manifest: Manifest
+
+    slow_because = None
+
+    def verified(self) -> RankSource:
+        """See `RankSource.verified`: digests of slices are of another degree's, so it goes by chunks."""
+        read = partial(_resharded, self.store, self.manifest, self.rank, self.num_ranks, is_proven=True)
+        return replace(self, slices=cache(read))
+
+
+@dataclass(frozen=True, slots=True)
+class PlainRank(_PlannedRank):
     """One rank of a checkpoint that was not converted."""
-
-    store: Store
-    rank: int
-    num_ranks: int
-
-    is_as_stored = False
 
     def verified(self) -> RankSource:
         """See `RankSource.verified`."""
@@ -230,26 +235,6 @@ class PlainRank:
             f"{self.store}: a plain checkpoint, sliced while it is loaded; `relayout convert {self.store}"
             f" --tp {self.num_ranks}` once makes every later load faster"
         )
-
-    def contents(self, patterns: Sequence[str] | None) -> Contents:
-        """See `RankSource.contents`."""
-        from relayout.loader.sources.plain import plain_contents
-
-        return _selected(plain_contents(self.store, self.rank, self.num_ranks), patterns)
-
-    def arena(self, patterns: Sequence[str] | None) -> ArenaPlan:
-        """See `RankSource.arena`."""
-        return pack(self.contents(patterns))
-
-    def pieces(self, patterns: Sequence[str] | None) -> Pieces:
-        """See `RankSource.pieces`."""
-        from relayout.loader.sources.plain import plain_pieces
-
-        return plain_pieces(self.store, self.rank, self.num_ranks, patterns)
-
-    def columns(self) -> Columns:
-        """See `RankSource.columns`."""
-        return self.pieces(None).columns
 
 
 def find_rank(path: str | os.PathLike[str], rank: int, tp: int | None) -> RankSource:
@@ -273,7 +258,7 @@ def find_rank(path: str | os.PathLike[str], rank: int, tp: int | None) -> RankSo
             return ConvertedRank.of(store, manifest, rank, rank)
         if tp == 1 and manifest.whole is not None:
             return ConvertedRank.of(store, manifest, rank, manifest.num_ranks)
-        return ReshardedRank(store, manifest, rank, tp)
+        return ReshardedRank(store, rank, tp, cache(partial(_resharded, store, manifest, rank, tp)), manifest)
     check_exists(store)
     if tp is None:
         raise PlanError(
@@ -282,7 +267,7 @@ def find_rank(path: str | os.PathLike[str], rank: int, tp: int | None) -> RankSo
             code="option",
         )
     check_rank(store, rank, tp)
-    return PlainRank(store, rank, tp)
+    return PlainRank(store, rank, tp, cache(partial(_plain, store, rank, tp)))
 
 
 def find_whole(path: str | os.PathLike[str]) -> Pieces:
@@ -307,3 +292,18 @@ def find_whole(path: str | os.PathLike[str]) -> Pieces:
 
 def _selected(contents: Contents, patterns: Sequence[str] | None) -> Contents:
     return contents if patterns is None else contents.rows(select(contents.names, patterns))
+
+
+# Imported in these, as only they need the planner.
+
+
+def _resharded(store: Store, manifest: Manifest, rank: int, num_ranks: int, *, is_proven: bool = False) -> _Slices:
+    from relayout.loader.sources.resharded import resharded_slices
+
+    return resharded_slices(store, manifest, rank, num_ranks, is_proven=is_proven)
+
+
+def _plain(store: Store, rank: int, num_ranks: int) -> _Slices:
+    from relayout.loader.sources.plain import plain_slices
+
+    return plain_slices(store, rank, num_ranks)

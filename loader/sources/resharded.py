@@ -27,40 +27,42 @@ from relayout.plans.planner import Plan, Unmatched, plan_by
 from relayout.storage.protocols import Store
 
 
-def resharded_contents(
+@dataclass(frozen=True, slots=True)
+class ReshardedSlices:
+    """What a rank would hold if the source were converted at another degree by the same rules."""
+
+    ranks: Ranks
+    """The slices of all ranks."""
+    wanted: Sequence[Slice]
+    """Of each source tensor."""
+    first: int
+    """The rank of the conversion to prefer for elements that several hold."""
+
+    def contents(self) -> Contents:
+        """See `RankSource.contents`: all of the tensors."""
+        return self.ranks.pick(self.wanted, self.first)
+
+    def pieces(self, patterns: Sequence[str] | None) -> ReshardedPieces:
+        """See `RankSource.pieces`."""
+        return _pieces(self.ranks, self.wanted, patterns)
+
+
+def resharded_slices(
     folder: Store, manifest: Manifest, rank: int, num_ranks: int, *, is_proven: bool = False
-) -> Contents:
-    """The tensors that `rank` would hold if the source were converted at degree `num_ranks` by the same rules.
+) -> ReshardedSlices:
+    """Read the source record, and plan.
 
     With `is_proven`, bytes are compared with the digests of their chunks when they are read.
 
     Raises:
-        FormatError: the source record or a rank table is damaged, or its rules do not cut the tensors as it says.
+        FormatError: the source record is damaged, or its rules do not cut the tensors as it says.
         PlanError: the rank does not exist, the model cannot be cut at this degree, or the record has no rules.
     """
     record = read_record(folder, manifest)
-    first = rank * manifest.num_ranks // num_ranks
-    wanted = _wanted(folder, manifest, record, rank, num_ranks)
-    return Ranks(folder, manifest, record, is_proven=is_proven).pick(wanted, first)
-
-
-def resharded_pieces(
-    folder: Store,
-    manifest: Manifest,
-    rank: int,
-    num_ranks: int,
-    patterns: Sequence[str] | None,
-    *,
-    is_proven: bool = False,
-) -> ReshardedPieces:
-    """The same tensors, readable in part: those whose names match, all if `patterns` is None.
-
-    Raises:
-        FormatError, PlanError: as `resharded_contents`; or a pattern matches nothing.
-    """
-    record = read_record(folder, manifest)
-    wanted = _wanted(folder, manifest, record, rank, num_ranks)
-    return _pieces(record, wanted, patterns, Ranks(folder, manifest, record, is_proven=is_proven), folder)
+    plan = _plan(folder, manifest, record, num_ranks)
+    wanted = [plan.cuts[cut].slices[rank] for cut in plan.cut_of]
+    ranks = Ranks(folder, manifest, record, is_proven=is_proven)
+    return ReshardedSlices(ranks, wanted, rank * manifest.num_ranks // num_ranks)
 
 
 def whole_pieces(folder: Store, manifest: Manifest) -> ReshardedPieces:
@@ -70,24 +72,17 @@ def whole_pieces(folder: Store, manifest: Manifest) -> ReshardedPieces:
         FormatError: the source record is damaged.
     """
     record = read_record(folder, manifest)
-    return _pieces(record, [WHOLE] * len(record.names), None, Ranks(folder, manifest, record), folder)
+    return _pieces(Ranks(folder, manifest, record), [WHOLE] * len(record.names), None)
 
 
-def _wanted(folder: Store, manifest: Manifest, record: SourceRecord, rank: int, num_ranks: int) -> list[Slice]:
-    """The slice of each source tensor that a rank holds."""
-    plan = _plan(folder, manifest, record, num_ranks)
-    return [plan.cuts[cut].slices[rank] for cut in plan.cut_of]
-
-
-def _pieces(
-    record: SourceRecord, wanted: Sequence[Slice], patterns: Sequence[str] | None, ranks: Ranks, folder: Store
-) -> ReshardedPieces:
+def _pieces(ranks: Ranks, wanted: Sequence[Slice], patterns: Sequence[str] | None) -> ReshardedPieces:
+    record = ranks.record
     held = [t for t, part in enumerate(wanted) if part.is_held]
     held.sort(key=lambda t: (record.file_of[t], record.offsets[t]))
     if patterns is not None:
         held = [held[row] for row in select([record.names[t] for t in held], patterns)]
     columns = Columns(record.names, record.dtypes, record.shapes, wanted).rows(held)
-    return ReshardedPieces(columns, folder, record, held, ranks)
+    return ReshardedPieces(columns, held, ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +90,13 @@ class ReshardedPieces:
     """Tensors assembled from the slices of all ranks."""
 
     columns: Columns
-    folder: Store
-    record: SourceRecord
     tensors: Sequence[int]
     """Their positions in the record."""
     ranks: Ranks
 
     def axes(self, row: int) -> set[int]:
         """See `Pieces.axes`."""
-        parts = (self.columns.parts[row], *self.record.cut(self.tensors[row]).distinct)
+        parts = (self.columns.parts[row], *self.ranks.record.cut(self.tensors[row]).distinct)
         return {axis for part in parts for axis in part.axes}
 
     def piece(self, row: int, wanted: Slice) -> Contents:
@@ -112,8 +105,10 @@ class ReshardedPieces:
 
     def metadata(self) -> Mapping[str, str] | None:
         """See `Pieces.metadata`."""
-        where = f"{self.folder}: header of "
-        return agreed([parse_header(one.header, one.nbytes, where + one.name).metadata for one in self.record.files])
+        where = f"{self.ranks.folder}: header of "
+        return agreed(
+            [parse_header(one.header, one.nbytes, where + one.name).metadata for one in self.ranks.record.files]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +123,9 @@ class Ranks:
     """The slices of all ranks, from which others are assembled. Reads each rank table on demand, once. Thread-safe."""
 
     def __init__(self, folder: Store, manifest: Manifest, record: SourceRecord, *, is_proven: bool = False) -> None:
-        self._folder = folder
+        self.folder = folder
         self._manifest = manifest
-        self._record = record
+        self.record = record
         # Numbered by the manifest, so that file numbers do not depend on the order in which threads open tables.
         files = files_of(folder, manifest, range(len(manifest.files)))
         self._files = tuple(map(proven, files)) if is_proven else files
@@ -152,7 +147,7 @@ class Ranks:
             FormatError: a rank table is damaged.
             PlanError: the ranks do not hold all of a tensor.
         """
-        record = self._record
+        record = self.record
         found: dict[tuple[str, tuple[int, ...], int, Slice], tuple[Read, ...]] = {}
         rows = []
         for t, part in enumerate(wanted):
@@ -171,11 +166,11 @@ class Ranks:
             FormatError, PlanError: as `pick`.
         """
         reads = self._locate(t, self._gather(t, wanted, 0))
-        return self._contents([(t, reads)], [wanted.shape(self._record.shapes[t])])
+        return self._contents([(t, reads)], [wanted.shape(self.record.shapes[t])])
 
     def _gather(self, t: int, wanted: Slice, first: int) -> tuple[Read, ...]:
         """The reads of ranks' slices that fill a slice; their `file` is the rank. Tensors that are alike share them."""
-        record, count = self._record, self._manifest.num_ranks
+        record, count = self.record, self._manifest.num_ranks
         order = ((first + i) % count for i in range(count))
         slices = record.cut(t).slices
         holders = [Holder(slices[rank], rank, 0) for rank in order if slices[rank].is_held]
@@ -184,13 +179,13 @@ class Ranks:
                 holders = [Holder(WHOLE, count, 0)]
             return gather(record.dtypes[t], record.shapes[t], wanted, holders)
         except PlanError as error:
-            error.path, error.tensor = str(self._folder), record.names[t]
+            error.path, error.tensor = str(self.folder), record.names[t]
             raise
 
     def _is_best_of_whole(self, t: int, wanted: Slice) -> bool:
         """Whether a slice is contiguous in the whole tensor, or no rank has another part of it in files of its own."""
-        dtype, shape = self._record.dtypes[t], self._record.shapes[t]
-        apart = self._record.cut(t).tensor(dtype, shape).transfers
+        dtype, shape = self.record.dtypes[t], self.record.shapes[t]
+        apart = self.record.cut(t).tensor(dtype, shape).transfers
         return all(one.count == 1 for one in slice_transfers(dtype, shape, wanted)) or all(
             one.count == 1 for transfers in apart for one in transfers
         )
@@ -201,7 +196,7 @@ class Ranks:
 
     def _locate_one(self, t: int, read: Read) -> Read:
         """A read of a rank file, for a read of a rank's slice whose `file` is the rank."""
-        record, rank = self._record, read.file
+        record, rank = self.record, read.file
         opened = self._open(rank)
         row = opened.rows.get(record.names[t], -1)
         slices = record.cut(t).slices
@@ -211,7 +206,7 @@ class Ranks:
         if row < 0 or (table.dtypes[row], table.source_shapes[row], table.slices[row]) != expected:
             raise FormatError(
                 "differs from the source record",
-                path=f"{self._folder}: table of rank {rank}",
+                path=f"{self.folder}: table of rank {rank}",
                 tensor=record.names[t],
                 code="mismatch",
             )
@@ -221,16 +216,16 @@ class Ranks:
     def _open(self, rank: int) -> _Table:
         with self._lock:  # Each table is parsed once.
             if rank not in self._tables:
-                rank_files(self._folder, self._manifest, rank)
-                table = read_table(self._folder, self._manifest, rank)
+                rank_files(self.folder, self._manifest, rank)
+                table = read_table(self.folder, self._manifest, rank)
                 self._tables[rank] = _Table(table, {name: row for row, name in enumerate(table.names)})
             return self._tables[rank]
 
     def _contents(self, rows: Sequence[tuple[int, tuple[Read, ...]]], shapes: Sequence[tuple[int, ...]]) -> Contents:
         everything = Contents(
             files=self._files,
-            names=[self._record.names[t] for t, _ in rows],
-            dtypes=[self._record.dtypes[t] for t, _ in rows],
+            names=[self.record.names[t] for t, _ in rows],
+            dtypes=[self.record.dtypes[t] for t, _ in rows],
             shapes=shapes,
             reads=[reads for _, reads in rows],
             digests=None,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -64,7 +65,7 @@ class Usage:
         self.nbytes += nbytes
 
 
-class _Memory:
+class _Memory(ABC):
     """Memory with the layout of a whole tensor, of which some elements are at hand."""
 
     shape: tuple[int, ...]
@@ -81,9 +82,9 @@ class _Memory:
         """Of all of it."""
         return self.shape, self.strides, 0
 
+    @abstractmethod
     def held(self, size: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor | None:
         """A view, if all of its elements are at hand."""
-        raise NotImplementedError
 
     def whole(self, operation: str) -> torch.Tensor:
         """All elements, read once; the result lies in memory of its own, in which `written` looks for changes."""
@@ -93,16 +94,17 @@ class _Memory:
             self._renew(self._whole)
             return self._whole
 
+    @abstractmethod
     def written(self) -> None:
         """Take over what has been written to what `whole` returned."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _read(self, operation: str) -> torch.Tensor:
-        raise NotImplementedError
+        """All elements, in memory of its own."""
 
+    @abstractmethod
     def _renew(self, whole: torch.Tensor) -> None:
         """Bring what has been written to elements at hand to the whole."""
-        raise NotImplementedError
 
 
 class _Slice(_Memory):

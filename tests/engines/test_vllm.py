@@ -6,6 +6,8 @@ import logging
 import shutil
 import subprocess
 import sys
+import warnings
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +20,7 @@ from support.fake_vllm import Engine, LoadConfig, Model, Tensors, expert_of, ins
 
 import relayout
 from relayout.engines import plugins
+from relayout.engines.rank_weights import EngineOptions, RankWeights
 from relayout.engines.vllm import loader_class
 from relayout.errors import FormatError, PlanError
 
@@ -98,6 +101,26 @@ def test_a_plain_checkpoint_is_sliced_while_it_is_loaded(folders: Path, engine: 
     with pytest.warns(UserWarning, match="a plain checkpoint, sliced while it is loaded"):
         engine.load(folders / "llama", model, strict=True)
     check(model, whole)
+
+
+@pytest.mark.parametrize(("folder", "reads"), [("llama", "plain.read_source"), ("llama-tp4", "resharded.read_record")])
+def test_a_load_that_needs_a_plan_reads_what_is_stored_and_plans_once(
+    folders: Path, monkeypatch: pytest.MonkeyPatch, folder: str, reads: str
+) -> None:
+    calls: list[str] = []
+    for one in (reads, f"{reads.partition('.')[0]}.plan_for"):
+        module, _, name = f"relayout.loader.sources.{one}".rpartition(".")
+        original = getattr(import_module(module), name)
+        monkeypatch.setattr(
+            import_module(module), name, lambda *a, _f=original, _n=name, **k: calls.append(_n) or _f(*a, **k)
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert dict(RankWeights(str(folders / folder), 0, 2, EngineOptions()))
+    # At another degree, the conversion's own is planned too, to see that the rules are the same.
+    assert sorted(calls) == (
+        ["plan_for", "read_source"] if folder == "llama" else ["plan_for", "plan_for", "read_record"]
+    )
 
 
 def test_a_folder_with_owned_experts_gives_each_rank_its_own(folders: Path, engine: Engine) -> None:

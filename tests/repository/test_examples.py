@@ -92,9 +92,24 @@ def test_the_tokens_are_those_of_the_original(
     assert [int(token) for token in capsys.readouterr().out.splitlines()[-1].split()] == expected
 
 
-def test_the_tokens_of_tensor_parallel_processes_are_those_of_the_original(folder: Path, expected: list[int]) -> None:
+PARALLEL = """
+import runpy, sys
+import transformers.integrations.accelerate
+# What from_pretrained needs accelerate for is more than one device in a process.
+transformers.integrations.accelerate.is_accelerate_available = lambda *_: True
+sys.modules["relayout"] = None  # Cannot be imported.
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_the_tokens_of_tensor_parallel_processes_are_those_of_the_original(
+    folder: Path, expected: list[int], tmp_path: Path
+) -> None:
+    script = tmp_path / "parallel.py"
+    script.write_text(PARALLEL)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2]
-    assert run(*torchrun, EXAMPLES / "transformers_tp.py", folder / "tp2") == expected
+    assert run(*torchrun, script, EXAMPLES / "transformers_tp.py", folder / "tp2") == expected
 
 
 def test_every_example_is_run_here() -> None:

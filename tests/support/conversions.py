@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -94,26 +92,12 @@ class Conversions:
             return error
 
 
-@cache
-def conversions_in(folder: Path) -> Conversions:
-    """One for all test modules of a process."""
-    folder.mkdir()
-    return Conversions(folder)
-
-
 @pytest.fixture(scope="session")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Conversions]:
-    """What is not written yet, and removed in the end."""
-    conversions = conversions_in(tmp_path_factory.getbasetemp() / "conversions")
-    yield conversions
-    shutil.rmtree(conversions.folder, ignore_errors=True)
-
-
-@pytest.fixture
-def conversions(written: Conversions, monkeypatch: pytest.MonkeyPatch) -> Conversions:
-    """Conversions that need not survive a power failure."""
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
-    return written
+def conversions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Conversions]:
+    """Checkpoints and conversions of them, removed in the end."""
+    folder = tmp_path_factory.mktemp("conversions")
+    yield Conversions(folder)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def stored_in(folder: Path, rank: int) -> Tensors:

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from support import prestarted, toy_backend
 from support.fake_cuda import FakeCuFile, Lanes
 from support.models import as_integers
+from support.page_cache import drop
 
 import relayout
 from relayout.loader import loading
@@ -50,6 +51,8 @@ REGISTRY["toy"] = toy_backend.offer  # All that is needed for it to be taken as 
 OWN = (*HOST, *DEVICE)
 """The package's own: of others, an error's frames keep what they refer to."""
 WAYS = (*OWN, "toy")
+not_mapped = pytest.mark.parametrize("way", [way for way in WAYS if way != "mapped"], indirect=True)
+"""For tests of ways that read: into memory that exists, say, or from files that are cut meanwhile."""
 
 
 @pytest.fixture(params=HOST)
@@ -197,12 +200,9 @@ def flip(file: Path, position: int, bit: int = 0) -> None:
 
 
 def forget(*files: Path) -> None:
-    """Take files out of the page cache."""
+    """Have none of these files in the page cache."""
     for file in files:
-        fd = os.open(file, os.O_RDONLY)
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
+        drop(file)
 
 
 def cache_in_part(file: Path, stretch: int = 3 * MIB // 2) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from support import prestarted
 
 import relayout
 
@@ -81,9 +82,12 @@ def work(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+    ("args", "number", "code", "word"),
+    [
+        ("inspect model", signal.SIGTERM, 143, "terminated"),
+        ("convert model --dry-run", signal.SIGINT, 130, "interrupted"),
+    ],
 )
-@pytest.mark.parametrize("args", ["inspect model", "convert model --dry-run"])
 def test_a_signal_while_modules_are_imported_is_one_line(
     work: Path, args: str, number: signal.Signals, code: int, word: str
 ) -> None:
@@ -100,7 +104,7 @@ def test_a_signal_while_modules_are_imported_is_one_line(
 def test_a_signal_while_the_process_ends_changes_nothing(
     work: Path, number: signal.Signals, args: str, code: int
 ) -> None:
-    done = python(AT_THE_END, str(int(number)), *args.split(), cwd=work)
+    done = prestarted.run(int(number), *args.split(), script=AT_THE_END, cwd=work)
     assert done.returncode == code
     assert done.stderr.count("\n") == (1 if code else 0), done.stderr
 

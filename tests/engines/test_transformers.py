@@ -32,9 +32,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_each_process_has_the_parameters_and_the_logits_of_transformers_own_load(folder: Path) -> None:
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), str(WORKER)]
     run = subprocess.run(
-        [sys.executable, *command, str(folder), *MODELS],
+        [sys.executable, WORKER, str(RANKS), folder, *MODELS],
         capture_output=True,
         text=True,
         timeout=300,

@@ -23,6 +23,7 @@ from support.loader_fixtures import (
     extents,
     flip,
     forget,
+    not_mapped,
     nothing_left_behind,
     whole_tensors,
     within,
@@ -72,9 +73,8 @@ def test_verify_finds_damage_when_the_tensor_would_come(converted: Path, tmp_pat
             flip(file, end - 1, 3)
 
 
+@not_mapped  # As with every mapping, the process would be killed.
 def test_a_file_that_is_cut_meanwhile_is_named(wide: Path, tmp_path: Path, way: str) -> None:
-    if way == "mapped":
-        pytest.skip("as with every mapping, the process is killed")
     folder = Path(shutil.copytree(wide, tmp_path / "copy"))
     (file,) = folder.glob("model-rank-0-*")
     forget(file)

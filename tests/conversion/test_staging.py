@@ -23,6 +23,7 @@ from safetensors.numpy import load_file, save_file
 from support.journals import read_journal
 from support.local_stores import check_output, staging_folder
 from support.mounts import mounted, mounted_tmpfs
+from support.patience import PATIENCE
 from support.rights import drop_superuser_rights
 
 from relayout.commands.restore import restore
@@ -198,7 +199,7 @@ def test_the_second_of_two_writers_is_refused_with_the_first_ones_pid(tmp_path: 
             folder = staging.folder.path
             (folder / "file").write_text("not refused")
         first.stdin.close()
-        assert first.wait(30) == 0
+        assert first.wait(PATIENCE) == 0
     assert listing(tmp_path) == ["other", "other/file", "out", "out/mine"]
     assert (out / "mine").read_text() == "first"
 
@@ -693,7 +694,7 @@ def test_an_interruption_waits_for_what_is_being_written(tmp_path: Path, monkeyp
         ended_first = written.is_set()
     finally:
         signal.signal(signal.SIGALRM, before)
-        written.wait(2)  # Or the thread would meet the next test.
+        written.wait(PATIENCE)  # Or the thread would meet the next test.
     assert writing.is_set()
     assert ended_first, "the conversion came to an end before its own writes"
     assert kept_tensors(caught.value, tmp_path / "out") == {0}

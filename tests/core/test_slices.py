@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.bits import pattern
 
 from relayout.core.dtypes import BITS, num_bytes
 from relayout.core.extents import Transfer
@@ -22,11 +23,6 @@ Ranges = tuple[tuple[int, int], ...]
 
 WHOLE_BYTE_DTYPES = sorted(dtype for dtype, bits in BITS.items() if bits % 8 == 0)
 SUB_BYTE_DTYPES = sorted(dtype for dtype, bits in BITS.items() if bits % 8)
-
-
-def pattern(nbytes: int) -> Array:
-    """Bytes that depend on their position."""
-    return ((np.arange(nbytes, dtype=np.uint64) * 2654435761) >> 11).astype(np.uint8)
 
 
 def moved(source: Array, transfers: list[Transfer], nbytes: int) -> Array:

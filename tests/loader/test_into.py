@@ -14,17 +14,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.bits import flip
 from support.loader_fixtures import (
     MIB,
     WAYS,
     assert_equal,
     extents,
-    flip,
     not_mapped,
     nothing_left_behind,
     whole_tensors,
     write_model,
 )
+from support.patience import PATIENCE
 
 import relayout
 from relayout.errors import FormatError, PlanError
@@ -505,7 +506,7 @@ def test_when_a_read_fails_the_error_waits_for_reads_that_are_under_way(
         if next(numbers) == 1:
             failed.set()
             raise OSError(errno.EIO, "of the drive")
-        failed.wait(20)
+        failed.wait(PATIENCE)
         late.append(over.wait(0.2))  # Nobody may have been told yet.
         true_read(self, *given)
 

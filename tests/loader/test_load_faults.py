@@ -22,6 +22,7 @@ from support import faulty
 from support.fake_cuda import FakeCuFile, FakeHandle
 from support.faulty import CUT, PART
 from support.loader_fixtures import OWN, assert_equal, extents, fake_device, not_mapped, nothing_left_behind
+from support.patience import PATIENCE
 from support.tools import PYTHONPATH
 
 import relayout
@@ -56,7 +57,7 @@ def outcomes(place: Path, shim: Path) -> dict[str, dict[str, Any]]:
         env={**os.environ, "LD_PRELOAD": str(shim), "PYTHONPATH": PYTHONPATH, **faulty.QUIET},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from support import faulty
 from support.loader_fixtures import MIB, WAYS
+from support.patience import PATIENCE
 from support.tools import PYTHONPATH
 
 pytestmark = [
@@ -123,7 +124,7 @@ def counts(place: Path) -> dict[str, list[list[int]]]:
         input=" ".join(WAYS),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE,
     )
     assert (done.returncode, done.stderr) == (0, "")
     found: dict[str, list[list[int]]] = json.loads(done.stdout)

@@ -24,9 +24,9 @@ from support.loader_fixtures import (
     child,
     fake_device,
     nothing_left_behind,
-    within,
     write_model,
 )
+from support.patience import PATIENCE, in_time
 
 import relayout
 from relayout.loader.sources import checkpoint
@@ -58,7 +58,7 @@ def call(request: pytest.FixtureRequest, place: Path, way: str) -> Callable[[], 
 
 def assert_fails(call: Callable[[], object], kind: type[BaseException], message: str) -> BaseException:
     with nothing_left_behind(), pytest.raises(kind, match=message) as caught:
-        within(30, call)
+        in_time(call)
     assert type(caught.value) is kind
     return caught.value
 
@@ -119,7 +119,7 @@ print(json.dumps(found))
 def test_memory_that_the_system_refuses_is_told_with_bytes_and_purpose(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {f"odd.{n}": (torch.uint8, (9 * MIB + 1,)) for n in range(2)}
     relayout.convert(write_model(tmp_path / "source", sizes), tmp_path / "out")
-    outcomes = child(LIMITED, tmp_path / "out", timeout=60)
+    outcomes = child(LIMITED, tmp_path / "out", timeout=PATIENCE)
     messages = ["for a rank"] * 5 + ["for a buffer"] * 2
     for (kind, text, threads, is_right), purpose in zip(outcomes, messages, strict=True):
         assert kind == "MemoryError"

@@ -17,6 +17,7 @@ import pytest
 import zstandard
 from support import transformers_tp_worker
 from support.models import Array, as_integers, save_pretrained
+from support.patience import PATIENCE
 from support.transformers_tp_worker import FORWARD, TOKENS, as_in_memory
 
 import relayout
@@ -173,7 +174,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
     )
     assert run.returncode == 0, run.stderr
     return folder

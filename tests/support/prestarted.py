@@ -26,6 +26,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from support.patience import PATIENCE
 from support.tools import PYTHONPATH
 
 _OF_ONE_CHILD = ("FAULTS", "FAULTS_LOG", "PYTEST_CURRENT_TEST")
@@ -36,8 +37,6 @@ COMMANDS = (
 """What the commands import."""
 LOADER = f"{COMMANDS},torch,relayout.loader.api,relayout.loader.diagnose.doctor,relayout.loader.sources.resharded"
 """What a load and `relayout doctor` import."""
-_PATIENCE = 120
-"""Seconds for what must come, on a machine that is busy: the first child waits until its parent has imported torch."""
 _COMMAND = "from relayout.__main__ import main; main()"
 
 
@@ -50,7 +49,6 @@ def run(
     stdout: int | None = None,
     stderr: int | None = None,
     limits: Mapping[int, int] | None = None,
-    timeout: float = 60,
 ) -> subprocess.CompletedProcess[str]:
     """`relayout WORDS`, or a script with these words behind `sys.argv[0]`, to its end; as of `subprocess.run`.
 
@@ -76,7 +74,7 @@ def run(
             out.fileno() if stdout is None else stdout,
             err.fileno() if stderr is None else stderr,
         )
-        code = _parent_of(frozenset(wanted.items()), imports).ask(request, streams, timeout)
+        code = _parent_of(frozenset(wanted.items()), imports).ask(request, streams)
         texts = []
         for stream in (out, err):
             stream.seek(0)
@@ -91,21 +89,19 @@ class _Parent:
     process: subprocess.Popen[bytes]
     connection: socket.socket
 
-    def ask(self, request: Mapping[str, Any], streams: Sequence[int], timeout: float) -> int:
+    def ask(self, request: Mapping[str, Any], streams: Sequence[int]) -> int:
         """Have it fork a child; returns its exit code, as of subprocess."""
-        self.connection.settimeout(_PATIENCE)
+        self.connection.settimeout(PATIENCE)
         blob = json.dumps(request).encode()
         socket.send_fds(self.connection, [len(blob).to_bytes(4, "little")], list(streams))
         self.connection.sendall(blob)
         pid = self._number()
-        self.connection.settimeout(timeout)
         try:
             return self._number()
         except TimeoutError:
             os.killpg(pid, signal.SIGKILL)
-            self.connection.settimeout(_PATIENCE)
             self._number()
-            raise subprocess.TimeoutExpired(request["script"], timeout) from None
+            raise subprocess.TimeoutExpired(request["script"], PATIENCE) from None
 
     def end(self) -> None:
         """Let it end, and wait for it."""

@@ -182,14 +182,21 @@ def test_a_relative_output_stays_where_it_was_meant_to_be(tmp_path: Path, monkey
     assert listing(tmp_path) == ["here", "here/out", "there"]
 
 
-def test_the_second_of_two_writers_is_refused_with_the_first_ones_pid(tmp_path: Path) -> None:
-    out = tmp_path / "out"
+@contextmanager
+def writing(out: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that is writing an output, until its stdin is closed."""
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(out)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as first:
-        assert first.stdin is not None
         assert first.stdout is not None
         assert first.stdout.readline() == "held\n"
+        yield first
+
+
+def test_the_second_of_two_writers_is_refused_with_the_first_ones_pid(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with writing(out) as first:
+        assert first.stdin is not None
         before = listing(tmp_path)
         refused = pytest.raises(PlanError, match=rf"out: is being written by another relayout \(process {first.pid}\)")
         with refused, staging_folder(out):
@@ -215,11 +222,7 @@ def test_a_conversion_into_a_folder_in_work_is_refused(tmp_path: Path) -> None:
 
 def test_what_a_killed_process_left_is_taken_over(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(out)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as first:
-        assert first.stdout is not None
-        assert first.stdout.readline() == "held\n"
+    with writing(out) as first:
         first.kill()
     left = listing(tmp_path)
     place = ".out.relayout-partial"

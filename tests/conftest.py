@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gc
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.conversions import conversions, written
+from support.conversions import conversions
 from support.faults import shim
 from support.models import SIZES, save_pretrained
 
-__all__ = ["conversions", "shim", "written"]
+__all__ = ["conversions", "shim"]
 
 
 @pytest.hookimpl(trylast=True)
@@ -18,6 +20,14 @@ def pytest_collection_finish() -> None:
     """What is there before the first test stays: no collection of garbage need look at a million objects again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_drive() -> Iterator[None]:
+    """`os.fsync` does nothing: no test here loses power. What is flushed, and when, is seen by other means."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda fd: None)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -21,8 +20,10 @@ import numpy.typing as npt
 import pytest
 from safetensors.numpy import load_file, save_file
 from support import prestarted
+from support.halfway import NBYTES, NUM_TENSORS, PARTIAL, converting
 from support.journals import read_journal
 from support.mounts import mounted_tmpfs
+from support.patience import PATIENCE
 from support.rights import drop_superuser_rights
 
 import relayout
@@ -113,11 +114,10 @@ def run(
     cwd: Path,
     environment: Mapping[str, str] | None = None,
     restricted: bool = False,
-    timeout: float = 60,
 ) -> subprocess.CompletedProcess[str]:
     """Run the command to its end."""
     if not environment and not restricted:
-        return prestarted.run(*args, cwd=cwd, env=ENVIRONMENT, timeout=timeout)
+        return prestarted.run(*args, cwd=cwd, env=ENVIRONMENT)
     return subprocess.run(
         [*RELAYOUT, *args],
         cwd=cwd,
@@ -126,7 +126,7 @@ def run(
         capture_output=True,
         encoding="utf-8",
         errors="surrogateescape",
-        timeout=timeout,
+        timeout=PATIENCE,
         preexec_fn=drop_superuser_rights if restricted else None,
     )
 
@@ -378,7 +378,7 @@ def test_an_axis_that_does_not_divide_is_named_in_full(here: Run, work: Path) ->
 def test_a_plan_that_never_comes_is_not_waited_for(work: Path) -> None:
     os.mkfifo(work / "mine.toml")
     args = ["convert", "model", "--tp", "2", "--plan", "mine.toml"]
-    assert_refused(partial(run, timeout=5), work, args, r"mine\.toml: not a regular file")
+    assert_refused(run, work, args, r"mine\.toml: not a regular file")
 
 
 def test_without_a_stderr_the_exit_codes_are_the_same(work: Path) -> None:
@@ -750,7 +750,7 @@ def seen_on_a_terminal(args: list[str], cwd: Path) -> tuple[bytes, bytes]:
             if not chunk:
                 break
             seen += chunk
-        stdout, _ = child.communicate(timeout=60)
+        stdout, _ = child.communicate(timeout=PATIENCE)
     os.close(ours)
     assert child.returncode == 0, seen
     return stdout, seen
@@ -876,50 +876,12 @@ def test_a_model_without_tensors_can_be_converted_and_verified(here: Run, work: 
         assert (done.returncode, done.stderr) == (0, "")
 
 
-BIG_NBYTES = 384 * 2**20
-
-
-@pytest.fixture
-def big(tmp_path: Path) -> Path:
-    """A folder with a model that takes a while; only a few of its bytes are on disk."""
-    work = tmp_path / "work"
-    (work / "big").mkdir(parents=True)
-    piece = BIG_NBYTES // 48
-    entries = {
-        f"w.{n}": {"dtype": "U8", "shape": [piece], "data_offsets": [n * piece, (n + 1) * piece]} for n in range(48)
-    }
-    header = json.dumps(entries).encode()
-    with (work / "big" / "model.safetensors").open("wb") as stream:
-        stream.write(len(header).to_bytes(8, "little") + header)
-        stream.truncate(8 + len(header) + BIG_NBYTES)
-    return work
-
-
 def stopped_halfway(work: Path, number: signal.Signals) -> tuple[int, str, str]:
-    """Send a signal once a rank file has been begun; exit code, stdout and stderr."""
-    with subprocess.Popen(
-        [*RELAYOUT, "convert", "big"],
-        cwd=work,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        # A job in the background of a shell script inherits that Ctrl-C is ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None,
-    ) as child:
-        deadline = time.monotonic() + 30
-        while not any(work.glob(".*/output/*.safetensors")):
-            assert child.poll() is None, "ended before it could be stopped"
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-        assert not (work / "big-tp1").exists()
+    """Send a signal once something is done; exit code, stdout and stderr."""
+    with converting(work) as child:
         child.send_signal(number)
-        stdout, stderr = child.communicate(timeout=30)
+        stdout, stderr = child.communicate(timeout=PATIENCE)
     return child.returncode, stdout, stderr
-
-
-BIG_PARTIAL = ".big-tp1.relayout-partial"
 
 
 def resumed_nbytes(big: Path) -> int:
@@ -928,15 +890,15 @@ def resumed_nbytes(big: Path) -> int:
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in big.iterdir()) == ["big", "big-tp1"]
     found = one_object(run("verify", "big-tp1", "--source", "big", "--json", cwd=big))
-    assert (found["ok"], found["num_tensors"]) == (True, 48)
+    assert (found["ok"], found["num_tensors"]) == (True, NUM_TENSORS)
     return int(json.loads(done.stdout)["resumed_nbytes"])
 
 
 def kept_nbytes(big: Path) -> int:
     """Bytes of the tensors that a stopped conversion has done."""
-    found = read_journal(big / BIG_PARTIAL)
+    found = read_journal(big / PARTIAL)
     assert found is not None
-    return len(found[1]) * (BIG_NBYTES // 48)
+    return len(found[1]) * (NBYTES // NUM_TENSORS)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -945,30 +907,30 @@ def test_a_signal_stops_a_conversion_and_keeps_what_is_done(big: Path, number: s
     found, stdout, stderr = stopped_halfway(big, number)
     assert (found, stdout) == (code, "")
     assert "Traceback" not in stderr
-    note = f"what is done is kept in {big / BIG_PARTIAL}; the same command goes on from there"
+    note = f"what is done is kept in {big / PARTIAL}; the same command goes on from there"
     if number == signal.SIGINT:
         assert stderr.splitlines() == ["relayout: error: interrupted", f"relayout: note: {note}"]
-    assert {name: one for name, one in tree(big).items() if not name.startswith(BIG_PARTIAL)} == before
+    assert {name: one for name, one in tree(big).items() if not name.startswith(PARTIAL)} == before
     kept = kept_nbytes(big)
-    assert 0 < kept < BIG_NBYTES
+    assert 0 < kept < NBYTES
     assert resumed_nbytes(big) == kept
 
 
 def test_after_a_kill_the_same_command_succeeds_and_clears_up(big: Path) -> None:
     found, _, _ = stopped_halfway(big, signal.SIGKILL)
     assert found == -signal.SIGKILL
-    assert sorted(path.name for path in big.iterdir()) == [".big-tp1.relayout-lock", BIG_PARTIAL, "big"]
+    assert sorted(path.name for path in big.iterdir()) == [".big-tp1.relayout-lock", PARTIAL, "big"]
     kept = kept_nbytes(big)
-    assert kept < BIG_NBYTES
+    assert kept < NBYTES
     assert resumed_nbytes(big) == kept
     [file] = (big / "big-tp1").glob("*.safetensors")
-    assert file.stat().st_size > BIG_NBYTES
+    assert file.stat().st_size > NBYTES
 
 
 def test_an_interrupted_conversion_is_not_gone_on_with_by_other_options(big: Path) -> None:
     stopped_halfway(big, signal.SIGINT)
     args = ["convert", "big", "--align", "512"]
-    says = rf"{BIG_PARTIAL}: holds an interrupted conversion, with other options; --force discards it and starts afresh"
+    says = rf"{PARTIAL}: holds an interrupted conversion, with other options; --force discards it and starts afresh"
     assert_refused(run, big, args, says)
     done = run(*args, "--force", cwd=big)
     assert (done.returncode, done.stderr) == (0, "")

@@ -7,19 +7,16 @@ import pty
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from support import prestarted
+from support.halfway import NBYTES, converting, heed_all_signals
+from support.patience import PATIENCE
 
 import relayout
-
-RELAYOUT = [sys.executable, "-m", "relayout"]
-NBYTES = 512 * 2**20
 
 AT_AN_IMPORT = """
 import os, sys
@@ -61,15 +58,9 @@ def python(script: str, *args: str, cwd: Path) -> subprocess.CompletedProcess[st
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         preexec_fn=heed_all_signals,
     )
-
-
-def heed_all_signals() -> None:
-    """A job in the background of a shell script inherits that Ctrl-C is ignored."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.fixture
@@ -81,9 +72,12 @@ def work(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+    ("args", "number", "code", "word"),
+    [
+        ("inspect model", signal.SIGTERM, 143, "terminated"),
+        ("convert model --dry-run", signal.SIGINT, 130, "interrupted"),
+    ],
 )
-@pytest.mark.parametrize("args", ["inspect model", "convert model --dry-run"])
 def test_a_signal_while_modules_are_imported_is_one_line(
     work: Path, args: str, number: signal.Signals, code: int, word: str
 ) -> None:
@@ -100,45 +94,9 @@ def test_a_signal_while_modules_are_imported_is_one_line(
 def test_a_signal_while_the_process_ends_changes_nothing(
     work: Path, number: signal.Signals, args: str, code: int
 ) -> None:
-    done = python(AT_THE_END, str(int(number)), *args.split(), cwd=work)
+    done = prestarted.run(int(number), *args.split(), script=AT_THE_END, cwd=work)
     assert done.returncode == code
     assert done.stderr.count("\n") == (1 if code else 0), done.stderr
-
-
-@pytest.fixture
-def big(tmp_path: Path) -> Path:
-    """A folder with a model that takes a while; only a few of its bytes are on disk."""
-    (tmp_path / "big").mkdir()
-    header = f'{{"w": {{"dtype": "U8", "shape": [{NBYTES}], "data_offsets": [0, {NBYTES}]}}}}'.encode()
-    with (tmp_path / "big" / "model.safetensors").open("wb") as stream:
-        stream.write(len(header).to_bytes(8, "little") + header)
-        stream.truncate(8 + len(header) + NBYTES)
-    return tmp_path
-
-
-@contextmanager
-def converting(
-    work: Path, prepare: Callable[[], object] = heed_all_signals, stderr: int = subprocess.PIPE
-) -> Iterator[subprocess.Popen[str]]:
-    """A conversion that has begun to write."""
-    with subprocess.Popen(
-        [*RELAYOUT, "convert", "big", "--threads", "1", "--memory", "4MiB"],
-        cwd=work,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=stderr,
-        text=True,
-        start_new_session=True,
-        env=os.environ | {"TERM": "xterm"},
-        preexec_fn=prepare,
-    ) as child:
-        deadline = time.monotonic() + 30
-        while not any(work.glob(".*/output/*.safetensors")):
-            assert child.poll() is None, "ended before it had begun"
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-        assert not (work / "big-tp1").exists()
-        yield child
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM])
@@ -146,7 +104,7 @@ def test_a_signal_that_was_ignored_from_the_beginning_stays_ignored(big: Path, n
     """As under nohup, or in the background of a script."""
     with converting(big, lambda: signal.signal(number, signal.SIG_IGN)) as child:
         child.send_signal(number)
-        stdout, stderr = child.communicate(timeout=60)
+        stdout, stderr = child.communicate(timeout=PATIENCE)
     assert (child.returncode, stderr) == (0, "")
     assert stdout.startswith("done big-tp1: ")
     assert relayout.inspect(big / "big-tp1").nbytes == NBYTES
@@ -158,7 +116,7 @@ def test_signals_that_come_together_are_one(big: Path, number: signal.Signals) -
     with converting(big) as child:
         for _ in range(8):
             child.send_signal(number)
-        stdout, stderr = child.communicate(timeout=60)
+        stdout, stderr = child.communicate(timeout=PATIENCE)
     assert (child.returncode, stdout) == (128 + number, "")
     word = "interrupted" if number == signal.SIGINT else "terminated"
     first, *rest = stderr.splitlines()
@@ -172,6 +130,6 @@ def test_a_terminal_that_goes_away_stops_no_conversion_that_ignores_it(big: Path
     with converting(big, lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN), stderr=theirs) as child:
         os.close(theirs)
         os.close(ours)
-        stdout, _ = child.communicate(timeout=60)
+        stdout, _ = child.communicate(timeout=PATIENCE)
     assert child.returncode == 0
     assert stdout.startswith("done big-tp1: ")

@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from support.bits import flip
 from support.journals import read_journal
 from support.mounts import mounted_tmpfs
+from support.patience import PATIENCE
 
 from relayout.conversion import run as conversion
 from relayout.conversion.copy import FileSink
@@ -265,14 +267,6 @@ def first_of_rank_1(work: Path, which: int) -> tuple[int, int]:
     t = sorted(found[1])[which]
     [(start, _)] = places_of(plan, {t})[FILE]
     return t, start
-
-
-def flip(path: Path, offset: int) -> None:
-    with path.open("r+b") as stream:
-        stream.seek(offset)
-        [byte] = stream.read(1)
-        stream.seek(offset)
-        stream.write(bytes([byte ^ 1]))
 
 
 # What may have become of the partial folder. Each returns the claims that are not true any more.
@@ -696,7 +690,7 @@ def test_a_second_conversion_to_the_same_folder_is_refused_with_the_first_ones_p
             go(work, force=force)
         assert content(work) == before
         first.stdin.close()
-        assert first.wait(30) == 0
+        assert first.wait(PATIENCE) == 0
     assert done
     assert content(work / "out") == content(work.parent / "expected")
     assert [path.name for path in work.iterdir()] == ["out"]

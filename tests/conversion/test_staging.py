@@ -23,6 +23,7 @@ from safetensors.numpy import load_file, save_file
 from support.journals import read_journal
 from support.local_stores import check_output, staging_folder
 from support.mounts import mounted, mounted_tmpfs
+from support.patience import PATIENCE
 from support.rights import drop_superuser_rights
 
 from relayout.commands.restore import restore
@@ -181,14 +182,21 @@ def test_a_relative_output_stays_where_it_was_meant_to_be(tmp_path: Path, monkey
     assert listing(tmp_path) == ["here", "here/out", "there"]
 
 
-def test_the_second_of_two_writers_is_refused_with_the_first_ones_pid(tmp_path: Path) -> None:
-    out = tmp_path / "out"
+@contextmanager
+def writing(out: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that is writing an output, until its stdin is closed."""
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(out)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as first:
-        assert first.stdin is not None
         assert first.stdout is not None
         assert first.stdout.readline() == "held\n"
+        yield first
+
+
+def test_the_second_of_two_writers_is_refused_with_the_first_ones_pid(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with writing(out) as first:
+        assert first.stdin is not None
         before = listing(tmp_path)
         refused = pytest.raises(PlanError, match=rf"out: is being written by another relayout \(process {first.pid}\)")
         with refused, staging_folder(out):
@@ -198,7 +206,7 @@ def test_the_second_of_two_writers_is_refused_with_the_first_ones_pid(tmp_path: 
             folder = staging.folder.path
             (folder / "file").write_text("not refused")
         first.stdin.close()
-        assert first.wait(30) == 0
+        assert first.wait(PATIENCE) == 0
     assert listing(tmp_path) == ["other", "other/file", "out", "out/mine"]
     assert (out / "mine").read_text() == "first"
 
@@ -214,11 +222,7 @@ def test_a_conversion_into_a_folder_in_work_is_refused(tmp_path: Path) -> None:
 
 def test_what_a_killed_process_left_is_taken_over(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(out)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as first:
-        assert first.stdout is not None
-        assert first.stdout.readline() == "held\n"
+    with writing(out) as first:
         first.kill()
     left = listing(tmp_path)
     place = ".out.relayout-partial"
@@ -693,7 +697,7 @@ def test_an_interruption_waits_for_what_is_being_written(tmp_path: Path, monkeyp
         ended_first = written.is_set()
     finally:
         signal.signal(signal.SIGALRM, before)
-        written.wait(2)  # Or the thread would meet the next test.
+        written.wait(PATIENCE)  # Or the thread would meet the next test.
     assert writing.is_set()
     assert ended_first, "the conversion came to an end before its own writes"
     assert kept_tensors(caught.value, tmp_path / "out") == {0}

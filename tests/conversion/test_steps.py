@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.bits import pattern
 from support.planning import all_slices, conversion_of, plan_of
 
 from relayout.checkpoint.source import SourceCheckpoint, SourceFile, SourceTensor
@@ -38,11 +39,6 @@ class Checkpoint:
     source: SourceCheckpoint
     plan: Plan
     files: list[Array]
-
-
-def pattern(nbytes: int, salt: int) -> Array:
-    """Bytes that depend on their position."""
-    return ((np.arange(nbytes, dtype=np.uint64) * 2654435761 + salt * 977) >> 13).astype(np.uint8)
 
 
 def checkpoint(

@@ -9,7 +9,7 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.loader_fixtures import within
+from support.patience import in_time
 
 from relayout.core.digests import EMPTY_DIGEST, ExtentDigests, OrderedDigests, digest_hex
 from relayout.core.extents import Extent
@@ -60,7 +60,7 @@ def test_pieces_are_hashed_in_order_whichever_threads_have_them(
         return end - start
 
     items = [(stream, *piece) for piece in pieces for stream in range(num_streams)]
-    within(20, Workers(num_threads, items, lambda: None, work, stop).run)
+    in_time(Workers(num_threads, items, lambda: None, work, stop).run)
     assert sorted(found) == [(stream, expected(Extent(0, len(BYTES)))) for stream in range(num_streams)]
 
 
@@ -72,7 +72,7 @@ def test_a_piece_waits_for_those_in_front_of_it() -> None:
     last.join(0.05)
     assert last.is_alive()
     assert digests.update("a", 0, VIEW[:200], 300) is None
-    within(20, last.join)
+    in_time(last.join)
     assert found == [expected(Extent(0, 300))]
 
 
@@ -89,7 +89,7 @@ def test_whoever_waits_is_stopped_when_the_work_is_given_up() -> None:
     thread = threading.Thread(target=wait)
     thread.start()
     stop.request()
-    within(20, thread.join)
+    in_time(thread.join)
     assert stopped.is_set()
 
 

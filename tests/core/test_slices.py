@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.bits import pattern
 
 from relayout.core.dtypes import BITS, num_bytes
 from relayout.core.extents import Transfer
@@ -23,11 +24,6 @@ ByAxis = dict[int, tuple[tuple[int, int], ...]]
 
 WHOLE_BYTE_DTYPES = sorted(dtype for dtype, bits in BITS.items() if bits % 8 == 0)
 SUB_BYTE_DTYPES = sorted(dtype for dtype, bits in BITS.items() if bits % 8)
-
-
-def pattern(nbytes: int) -> Array:
-    """Bytes that depend on their position."""
-    return ((np.arange(nbytes, dtype=np.uint64) * 2654435761) >> 11).astype(np.uint8)
 
 
 def moved(source: Array, transfers: Sequence[Transfer], nbytes: int) -> Array:

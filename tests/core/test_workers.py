@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from support import loader_fixtures
-from support.loader_fixtures import child, within
+from support.loader_fixtures import child
+from support.patience import in_time
 
 from relayout.core.workers import Stop, Stopped, Workers
 
@@ -33,7 +34,7 @@ def test_whoever_waits_is_told_of_items_that_were_left() -> None:
         pass
     may_go_on.set()
     with pytest.raises(Stopped, match="canceled before it was complete"):
-        within(20, workers.join)
+        in_time(workers.join)
     stopper.join()
     assert workers.done_nbytes < 100
 
@@ -43,23 +44,23 @@ def test_an_item_that_is_given_up_is_one_that_is_left() -> None:
         raise Stopped
 
     with pytest.raises(Stopped, match="canceled before it was complete"):
-        within(20, Workers(1, [1], lambda: None, work).run)
+        in_time(Workers(1, [1], lambda: None, work).run)
 
 
 def test_work_that_is_not_wanted_before_it_begins_is_left() -> None:
     stop = Stop()
     stop.request()
     with pytest.raises(Stopped, match="canceled before it was complete"):
-        within(20, Workers(3, range(5), lambda: None, lambda state, item: 1, stop).run)
+        in_time(Workers(3, range(5), lambda: None, lambda state, item: 1, stop).run)
 
 
 @pytest.mark.parametrize(("num_threads", "num_items"), [(0, 0), (1, 0), (1, 5), (3, 5)])
 def test_a_cancel_after_the_last_item_changes_nothing(num_threads: int, num_items: int) -> None:
     workers = Workers(num_threads, range(num_items), lambda: None, lambda state, item: 1)
     workers.start()
-    within(20, workers.join)
+    in_time(workers.join)
     workers.cancel()
-    within(20, workers.join)
+    in_time(workers.join)
     assert workers.done_nbytes == num_items
 
 
@@ -71,7 +72,7 @@ import atexit, json, sys, threading
 
 found = []
 def show():
-    loading.join(20)
+    loading.join(PATIENCE)
     print(json.dumps([loading.is_alive(), found]))
 
 atexit.register(show)
@@ -110,7 +111,7 @@ stops = [one for one in gc.get_objects() if isinstance(one, Stop)]
 threading.Thread(target=go_on, daemon=True).start()
 """
     # What is registered to run at the end depends on the order of imports.
-    assert child(script, wide, imports="sys", timeout=60) == [
+    assert child(script, wide, imports="sys") == [
         False,
         ["the work was canceled before it was complete: the interpreter is shutting down"],
     ]

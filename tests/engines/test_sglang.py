@@ -9,13 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import FAMILIES
-from safetensors.torch import load_file
-from support.checkpoints import write_family
+from support.conversions import stock_tensors
 from support.fake_sglang import Engine, install
-from support.fake_vllm import Model, Tensors, expert_of
+from support.fake_vllm import Model, expert_of
 
-import relayout
 from relayout.engines import plugins
 from relayout.errors import FormatError, PlanError
 
@@ -31,67 +28,41 @@ def engine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
     return fake
 
 
-@pytest.fixture(scope="module")
-def folders(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("sglang")
-    shutil.copytree(llama, root / "llama")
-    (root / "moe").mkdir()
-    write_family(FAMILIES["qwen3_moe"], root / "moe")
-    relayout.convert(root / "llama", root / "llama-tp2", tp=2)
-    relayout.convert(root / "moe", root / "moe-tp2", tp=2)
-    relayout.convert(root / "moe", root / "moe-ep2", tp=2, expert_parallel=True)
-    return root
-
-
-def whole_of(folder: Path) -> Tensors:
-    tensors: Tensors = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        tensors |= load_file(file)
-    assert tensors
-    return tensors
-
-
-def check(model: Model, whole: Tensors) -> None:
-    assert model.kept.keys() == model.expected
-    for name in model.expected:
-        assert torch.equal(model.kept[name], model.cut(name, whole[name])), name
-
-
 @pytest.mark.parametrize("load_format", ["auto", "relayout"])
 @pytest.mark.parametrize("name", ["llama", "moe"])
 def test_a_converted_folder_is_recognized_and_each_rank_gets_its_part(
     folders: Path, engine: Engine, name: str, load_format: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole = whole_of(folders / name)
+    whole = stock_tensors(folders / name)
     for rank in range(2):
         model = Model(whole, rank, 2)
         options = {"relayout": {"strict": True, "threads": 2}}
         model.load_weights(engine.weights(folders / f"{name}-tp2", rank, 2, load_format=load_format, extra=options))
-        check(model, whole)
+        model.assert_holds_what_it_cuts_of(whole)
         assert f"relayout: rank {rank} of 2: " in caplog.text
         assert "0 whole tensors read" in caplog.text
 
 
 def test_other_folders_are_left_to_sglang_unless_the_format_is_asked_for(folders: Path, engine: Engine) -> None:
-    whole = whole_of(folders / "llama")
+    whole = stock_tensors(folders / "llama")
     own = dict(engine.weights(folders / "llama", 0, 2))
     assert own.keys() == whole.keys()
     assert all(type(tensor) is torch.Tensor for tensor in own.values())
     model = Model(whole, 1, 2)
     with pytest.warns(UserWarning, match="a plain checkpoint, sliced while it is loaded"):
         model.load_weights(engine.weights(folders / "llama", 1, 2, load_format="relayout"))
-    check(model, whole)
+    model.assert_holds_what_it_cuts_of(whole)
     with pytest.raises(PlanError, match="is no folder"):
         engine.weights(folders / "nothing", 0, 2, load_format="relayout")
 
 
 def test_experts_that_are_owned_are_given_to_their_owner(folders: Path, engine: Engine) -> None:
-    whole = whole_of(folders / "moe")
+    whole = stock_tensors(folders / "moe")
     engine.parallel.moe_ep_size = 2
     for rank in range(2):
         model = Model(whole, rank, 2, experts_by_rank=True)
         model.load_weights(engine.weights(folders / "moe-ep2", rank, 2, extra={"relayout": {"strict": True}}))
-        check(model, whole)
+        model.assert_holds_what_it_cuts_of(whole)
     engine.parallel.moe_ep_size = 1
     with pytest.raises(PlanError, match=r"moe-ep2: was converted with --expert-parallel for 2 ranks: run SGLang with"):
         next(engine.weights(folders / "moe-ep2", 0, 2))
@@ -100,12 +71,12 @@ def test_experts_that_are_owned_are_given_to_their_owner(folders: Path, engine: 
 def test_what_is_cut_otherwise_is_said_and_right(
     folders: Path, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole = whole_of(folders / "moe")
+    whole = stock_tensors(folders / "moe")
     engine.parallel.moe_ep_size = 2
     model = Model(whole, 1, 2, experts_by_rank=True)
     with pytest.warns(UserWarning, match="whole tensors are read"):
         model.load_weights(engine.weights(folders / "moe-tp2", 1, 2))
-    check(model, whole)
+    model.assert_holds_what_it_cuts_of(whole)
     assert "has experts cut for 2 ranks, and SGLang gives each of them to one rank" in caplog.text
     assert f"{sum(expert_of(name) >= 4 for name in whole)} whole tensors read" in caplog.text
     engine.attention = 1
@@ -125,7 +96,7 @@ def test_a_pipeline_stage_reads_only_its_layers(folders: Path, engine: Engine) -
 
 def test_draft_layers_are_renamed_by_sglang(folders: Path, engine: Engine) -> None:
     given = dict(engine.weights(folders / "llama-tp2", 0, 2, draft=3))
-    assert given.keys() == {f"draft-3.{name}" for name in whole_of(folders / "llama")}
+    assert given.keys() == {f"draft-3.{name}" for name in stock_tensors(folders / "llama")}
 
 
 def test_options_are_checked(folders: Path, engine: Engine) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from families import FAMILIES
 from support.checkpoints import write_family
+from support.patience import PATIENCE
 
 import relayout
 from relayout.errors import PlanError
@@ -32,12 +33,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_each_process_has_the_parameters_and_the_logits_of_transformers_own_load(folder: Path) -> None:
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), str(WORKER)]
     run = subprocess.run(
-        [sys.executable, *command, str(folder), *MODELS],
+        [sys.executable, WORKER, str(RANKS), folder, *MODELS],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert run.returncode == 0, run.stderr

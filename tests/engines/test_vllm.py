@@ -12,11 +12,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from families import FAMILIES
-from safetensors.torch import load_file
-from support.checkpoints import write_family
-from support.fake_vllm import Engine, LoadConfig, Model, Tensors, expert_of, install, model_config
+from support.conversions import stock_tensors
+from support.fake_vllm import Engine, LoadConfig, Model, expert_of, install, model_config
+from support.patience import PATIENCE
 
 import relayout
 from relayout.engines import plugins
@@ -34,41 +32,13 @@ def engine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
     return fake
 
 
-def whole_of(folder: Path) -> Tensors:
-    tensors: Tensors = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        tensors |= load_file(file)
-    assert tensors
-    return tensors
-
-
-@pytest.fixture(scope="module")
-def folders(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A llama as llama, and converted for 2 and 4 ranks; a qwen3_moe, cut and with owned experts."""
-    root = tmp_path_factory.mktemp("vllm")
-    shutil.copytree(llama, root / "llama")
-    (root / "moe").mkdir()
-    write_family(FAMILIES["qwen3_moe"], root / "moe")
-    for tp in (2, 4):
-        relayout.convert(root / "llama", root / f"llama-tp{tp}", tp=tp)
-    relayout.convert(root / "moe", root / "moe-tp2", tp=2)
-    relayout.convert(root / "moe", root / "moe-ep2", tp=2, expert_parallel=True)
-    return root
-
-
-def check(model: Model, whole: Tensors) -> None:
-    assert model.kept.keys() == model.expected
-    for name in model.expected:
-        assert torch.equal(model.kept[name], model.cut(name, whole[name])), name
-
-
 @pytest.mark.parametrize(("name", "tp"), [("llama", 2), ("llama", 4), ("moe", 2)])
 def test_every_rank_gets_what_it_would_cut_out_of_the_source(folders: Path, engine: Engine, name: str, tp: int) -> None:
-    whole = whole_of(folders / name)
+    whole = stock_tensors(folders / name)
     for rank in range(tp):
         model = Model(whole, rank, tp)
         loader = engine.load(folders / f"{name}-tp{tp}", model, strict=True)
-        check(model, whole)
+        model.assert_holds_what_it_cuts_of(whole)
         report = loader._weights.report()
         assert (report.rank, report.num_ranks, report.num_whole, report.unused) == (rank, tp, 0, ())
         assert report.nbytes == relayout.inspect(folders / f"{name}-tp{tp}").ranks[rank].nbytes
@@ -77,7 +47,7 @@ def test_every_rank_gets_what_it_would_cut_out_of_the_source(folders: Path, engi
 def test_a_load_is_logged_with_bytes_seconds_backend_and_whole_reads(
     folders: Path, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine.load(folders / "llama-tp2", Model(whole_of(folders / "llama"), 1, 2), backend="buffered", threads=2)
+    engine.load(folders / "llama-tp2", Model(stock_tensors(folders / "llama"), 1, 2), backend="buffered", threads=2)
     lines = [one.getMessage() for one in caplog.records if one.name == "vllm.relayout"]
     assert len(lines) == 1
     for part in ("relayout: rank 1 of 2: 0.00", " GB in ", " GB/s)", "backend buffered", "0 whole tensors read"):
@@ -87,20 +57,20 @@ def test_a_load_is_logged_with_bytes_seconds_backend_and_whole_reads(
 def test_another_degree_is_put_together_and_said(
     folders: Path, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole = whole_of(folders / "llama")
+    whole = stock_tensors(folders / "llama")
     for rank in range(2):
         model = Model(whole, rank, 2)
         engine.load(folders / "llama-tp4", model, strict=True)
-        check(model, whole)
+        model.assert_holds_what_it_cuts_of(whole)
     assert "was converted for 4 ranks and is put together for 2; `relayout convert SRC --tp 2` makes" in caplog.text
 
 
 def test_a_plain_checkpoint_is_sliced_while_it_is_loaded(folders: Path, engine: Engine) -> None:
-    whole = whole_of(folders / "llama")
+    whole = stock_tensors(folders / "llama")
     model = Model(whole, 1, 2)
     with pytest.warns(UserWarning, match="a plain checkpoint, sliced while it is loaded"):
         engine.load(folders / "llama", model, strict=True)
-    check(model, whole)
+    model.assert_holds_what_it_cuts_of(whole)
 
 
 @pytest.mark.parametrize(("folder", "reads"), [("llama", "plain.read_source"), ("llama-tp4", "resharded.read_record")])
@@ -124,12 +94,12 @@ def test_a_load_that_needs_a_plan_reads_what_is_stored_and_plans_once(
 
 
 def test_a_folder_with_owned_experts_gives_each_rank_its_own(folders: Path, engine: Engine) -> None:
-    whole = whole_of(folders / "moe")
+    whole = stock_tensors(folders / "moe")
     engine.parallel.enable_expert_parallel = True
     for rank in range(2):
         model = Model(whole, rank, 2, experts_by_rank=True)
         loader = engine.load(folders / "moe-ep2", model, strict=True)
-        check(model, whole)
+        model.assert_holds_what_it_cuts_of(whole)
         others = [name for name in whole if expert_of(name) // 4 == 1 - rank]
         assert loader._weights.report().num_tensors == len(whole) - len(others)
 
@@ -137,12 +107,12 @@ def test_a_folder_with_owned_experts_gives_each_rank_its_own(folders: Path, engi
 def test_experts_that_are_cut_are_read_whole_where_the_engine_owns_them(
     folders: Path, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole = whole_of(folders / "moe")
+    whole = stock_tensors(folders / "moe")
     engine.parallel.enable_expert_parallel = True
     model = Model(whole, 1, 2, experts_by_rank=True)
     with pytest.warns(UserWarning, match="whole tensors are read from all ranks' files"):
         loader = engine.load(folders / "moe-tp2", model)
-    check(model, whole)
+    model.assert_holds_what_it_cuts_of(whole)
     assert loader._weights.report().num_whole == sum(expert_of(name) >= 4 for name in whole)
     assert "relayout convert SRC --tp 2 --expert-parallel" in caplog.text
     with pytest.raises(PlanError, match="needs elements that this rank's slice does not hold"):
@@ -158,11 +128,11 @@ def test_experts_that_the_engine_places_otherwise_are_refused(
     engine.parallel.enable_expert_parallel = bool(setting)
     vars(engine.parallel).update(setting)
     with pytest.raises(PlanError, match=r"moe-ep2: was converted with --expert-parallel for 2 ranks: run vLLM with"):
-        engine.load(folders / "moe-ep2", Model(whole_of(folders / "moe"), 0, 2))
+        engine.load(folders / "moe-ep2", Model(stock_tensors(folders / "moe"), 0, 2))
 
 
 def test_a_pipeline_stage_reads_only_its_layers(folders: Path, engine: Engine) -> None:
-    whole = whole_of(folders / "llama")
+    whole = stock_tensors(folders / "llama")
     model = Model(whole, 0, 2, stage=lambda name: not name.startswith("model.layers.1."))
     model.missing_layers = ["model.layers.1.", "lm_head."]
     model.expected -= {"lm_head.weight"}
@@ -174,7 +144,7 @@ def test_a_pipeline_stage_reads_only_its_layers(folders: Path, engine: Engine) -
 
 
 def test_layers_for_speculation_are_left_to_the_draft_model(folders: Path, engine: Engine) -> None:
-    whole = whole_of(folders / "llama")
+    whole = stock_tensors(folders / "llama")
     engine.rank, engine.tp = 0, 2
     loader = engine.formats["relayout"](LoadConfig())
     config = model_config(folders / "llama-tp2")
@@ -185,28 +155,28 @@ def test_layers_for_speculation_are_left_to_the_draft_model(folders: Path, engin
 
 
 def test_a_draft_model_reads_slices_when_it_uses_them(folders: Path, engine: Engine) -> None:
-    whole = whole_of(folders / "llama")
+    whole = stock_tensors(folders / "llama")
     model = Model(whole, 1, 2, stage=lambda name: ".layers.2." in name)
     loader = engine.load(folders / "llama-tp2", model, draft=True, strict=True)
-    check(model, whole)
+    model.assert_holds_what_it_cuts_of(whole)
     assert "mapped" in loader._weights.report().backend
 
 
 def test_a_draft_model_that_was_not_converted_is_left_to_vllm(folders: Path, engine: Engine) -> None:
-    whole = whole_of(folders / "llama")
+    whole = stock_tensors(folders / "llama")
     model = Model(whole, 0, 2)
     loader = engine.load(folders / "llama", model, draft=True)
-    check(model, whole)
+    model.assert_holds_what_it_cuts_of(whole)
     assert loader._weights is None
 
 
 def test_reloading_gives_the_same_tensors_again(folders: Path, engine: Engine) -> None:
-    whole = whole_of(folders / "llama")
+    whole = stock_tensors(folders / "llama")
     model = Model(whole, 1, 2)
     loader = engine.load(folders / "llama-tp2", model)
     model.kept.clear()
     model.load_weights(loader.get_all_weights(model_config(folders / "llama-tp2"), model))
-    check(model, whole)
+    model.assert_holds_what_it_cuts_of(whole)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +194,7 @@ def test_reloading_gives_the_same_tensors_again(folders: Path, engine: Engine) -
 )
 def test_options_are_checked(folders: Path, engine: Engine, options: dict[str, object], message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        engine.load(folders / "llama-tp2", Model(whole_of(folders / "llama"), 0, 2), **options)
+        engine.load(folders / "llama-tp2", Model(stock_tensors(folders / "llama"), 0, 2), **options)
 
 
 def test_what_is_no_folder_is_refused_with_what_to_run(engine: Engine) -> None:
@@ -236,7 +206,7 @@ def test_what_is_no_folder_is_refused_with_what_to_run(engine: Engine) -> None:
 def test_a_damaged_byte_is_found_by_verify_and_a_missing_file_always(
     folders: Path, engine: Engine, tmp_path: Path
 ) -> None:
-    whole = whole_of(folders / "llama")
+    whole = stock_tensors(folders / "llama")
     folder = tmp_path / "copy"
     shutil.copytree(folders / "llama-tp2", folder)
     file = folder / "model-rank-1-part-0.safetensors"
@@ -261,11 +231,11 @@ def test_an_engine_that_stops_early_is_an_error(folders: Path, engine: Engine) -
             return self.expected
 
     with pytest.raises(PlanError, match="rank 0: the engine stopped after 1 tensors"):
-        engine.load(folders / "llama-tp2", Impatient(whole_of(folders / "llama"), 0, 2))
+        engine.load(folders / "llama-tp2", Impatient(stock_tensors(folders / "llama"), 0, 2))
 
 
 def test_slices_that_are_not_used_are_named(folders: Path, engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    whole = whole_of(folders / "llama")
+    whole = stock_tensors(folders / "llama")
     model = Model(whole, 0, 2, stage=lambda name: name != "lm_head.weight")
     engine.load(folders / "llama-tp2", model)
     assert "relayout: rank 0: vLLM did not use lm_head.weight" in caplog.text
@@ -285,6 +255,6 @@ def test_a_vllm_that_is_not_as_expected_is_left_alone(
 
 def test_registering_where_there_is_no_vllm_raises_nothing_and_loads_no_torch() -> None:
     script = "import sys\nfrom relayout.engines import plugins\nplugins.vllm()\nassert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert "not available in this vllm" in done.stderr

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.patience import PATIENCE
 
 import relayout
 from relayout.engines import warming
@@ -43,7 +44,7 @@ def test_the_first_process_starts_it_and_its_children_do_not(
     assert started.args == [sys.executable, "-m", "relayout", "warm", str(tmp_path / "model")]
     assert "RELAYOUT_WARM" not in os.environ
     assert os.environ["RELAYOUT_WARM_PID"] == str(started.pid)
-    assert started.wait(60) == 0
+    assert started.wait(PATIENCE) == 0
     warming.end()
 
 
@@ -54,7 +55,7 @@ def test_a_load_ends_it(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("RELAYOUT_WARM_PID", str(running.pid))
     wait_for_name(running.pid)
     assert dict(RankWeights(str(tmp_path / "model"), 0, 2, EngineOptions()))
-    assert running.wait(10) == -15
+    assert running.wait(PATIENCE) == -15
     assert "RELAYOUT_WARM_PID" not in os.environ
 
 
@@ -73,7 +74,7 @@ def test_another_process_that_has_the_number_by_now_is_left_alone(monkeypatch: p
 
 def wait_for_name(pid: int) -> None:
     """Until the child has become another program."""
-    end = time.monotonic() + 20
+    end = time.monotonic() + PATIENCE
     while Path(f"/proc/{pid}/cmdline").read_bytes().count(b"\0") < 2:
         assert time.monotonic() < end
         time.sleep(0.01)

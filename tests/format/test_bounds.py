@@ -68,7 +68,7 @@ def promised() -> int:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="takes Linux's /proc")
 @pytest.mark.parametrize("name", WORST)
 def test_memory_is_bounded_by_the_size_of_what_is_read(name: str) -> None:
-    done = prestarted.run(*WORST[name], NBYTES, script=SCRIPT, imports="relayout.checkpoint.source", timeout=120)
+    done = prestarted.run(*WORST[name], NBYTES, script=SCRIPT, imports="relayout.checkpoint.source")
     assert done.returncode == 0, done.stderr
     nbytes, taken = map(int, done.stdout.split())
     assert nbytes > NBYTES // 2

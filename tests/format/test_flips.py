@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 import shutil
+from itertools import chain
 from math import prod
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
+from support.bits import flip
 
 import relayout
 from relayout.errors import FormatError
@@ -22,18 +24,12 @@ def converted(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def flip(path: Path, bit: int) -> None:
-    with path.open("r+b") as stream:
-        stream.seek(bit // 8)
-        byte = stream.read(1)[0]
-        stream.seek(bit // 8)
-        stream.write(bytes([byte ^ 1 << bit % 8]))
-
-
 def bits_of(path: Path, number: int) -> list[int]:
-    """The first and the last bit of a file, and some between."""
+    """The first and the last bit of a file, some between, and more where headers are."""
     nbytes = path.stat().st_size
-    return [0, 8 * nbytes - 1, *random.Random(path.name).sample(range(8 * nbytes), number)]
+    rng = random.Random(path.name)
+    between = (rng.sample(range(8 * min(end, nbytes)), number) for end in (nbytes, 20_000))
+    return [0, 8 * nbytes - 1, *chain(*between)]
 
 
 def test_a_flipped_bit_anywhere_is_found_in_its_file(converted: Path, tmp_path: Path) -> None:
@@ -43,13 +39,13 @@ def test_a_flipped_bit_anywhere_is_found_in_its_file(converted: Path, tmp_path: 
     assert {"config.json", "relayout.json", "relayout.rank-1.json.zst", "relayout.source.json.zst"} < set(names)
     for name in names:
         for bit in bits_of(folder / name, 8):
-            flip(folder / name, bit)
+            flip(folder / name, *divmod(bit, 8))
             try:
                 told = [str(one) for one in relayout.verify(folder).differences]
             except FormatError as error:
                 told = [str(error)]
             assert any(name in line for line in told), (name, bit, told)
-            flip(folder / name, bit)
+            flip(folder / name, *divmod(bit, 8))
     assert relayout.verify(folder).ok
 
 
@@ -63,9 +59,9 @@ def test_a_flipped_bit_of_a_tensor_is_told_with_tensor_and_bytes(converted: Path
     for key, shape in entries.items():
         end = start + 2 * prod(shape)
         for byte in (start, end - 1):
-            flip(folder / name, 8 * byte + 3)
+            flip(folder / name, byte, 3)
             [found] = relayout.verify(folder).differences
             assert (found.file, found.tensor, found.start, found.end) == (name, key, start, end)
-            flip(folder / name, 8 * byte + 3)
+            flip(folder / name, byte, 3)
         start = end
     assert start == (folder / name).stat().st_size

@@ -6,8 +6,10 @@ import json
 import random
 from pathlib import Path
 
+import fuzz
 import fuzzing
 import pytest
+import typer
 from fuzzing import TARGETS
 from support.tools import run_tool
 
@@ -60,14 +62,14 @@ def test_a_mutation_changes_what_a_parser_sees_and_is_the_same_each_time() -> No
         assert len(set(made)) > 25
 
 
-def test_the_command_runs_and_tells_how_much_it_tried(tmp_path: Path) -> None:
-    options = ["--seconds", "0.2", "--engine", "own", "--folder", str(tmp_path)]
-    done = run_tool("fuzz", "index", "plan", *options)
+def test_the_command_runs_and_tells_how_much_it_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = run_tool("fuzz", "index", "plan", "--seconds", "0.2", "--engine", "own", "--folder", str(tmp_path))
     assert done.returncode == 0, done.stderr
     told = [json.loads(line) for line in done.stdout.splitlines()]
     assert [one["parser"] for one in told] == ["index", "plan"]
     assert all(one["inputs"] > 10 and not one["findings"] for one in told)
     (tmp_path / "index" / "findings" / "AssertionError-7").write_bytes(b"{}")
-    done = run_tool("fuzz", "index", *options)
-    assert done.returncode == 1
-    assert json.loads(done.stdout)["findings"] == ["AssertionError-7"]
+    with pytest.raises(typer.Exit) as end:
+        fuzz.main(["index"], 0.2, "own", tmp_path)
+    assert end.value.exit_code == 1
+    assert json.loads(capsys.readouterr().out)["findings"] == ["AssertionError-7"]

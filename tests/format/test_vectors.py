@@ -48,7 +48,6 @@ FIELDS = {
 }
 MEMORY_NBYTES = 3 * 2**30
 """Address space of a process that is given a bomb."""
-SECONDS = 60
 MAX_LINE = 2000
 """Characters of an error, but for the path of the checkpoint."""
 VARIABLES = ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LINES", "TERM")
@@ -70,7 +69,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> I
 
     def run_it(words: list[str], *, limited: bool = False) -> tuple[int, str, str]:
         if limited:
-            done = prestarted.run(*words, limits={resource.RLIMIT_AS: MEMORY_NBYTES}, timeout=SECONDS)
+            done = prestarted.run(*words, limits={resource.RLIMIT_AS: MEMORY_NBYTES})
             return done.returncode, done.stdout, done.stderr
         monkeypatch.setattr(sys, "argv", ["relayout", *words])
         capfd.readouterr()

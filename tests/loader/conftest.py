@@ -6,7 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.loader_fixtures import MIB, backend, converted, flip, mlp_model, model, way, wide
+from support.bits import flip
+from support.loader_fixtures import MIB, backend, converted, mlp_model, model, way, wide
 
 import relayout
 

@@ -20,7 +20,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.backend_contract import SIZES, Piece, Target, kinds, read, stored, strided
 from support.fake_cuda import FakeCuFile, Lanes
-from support.loader_fixtures import MIB, Array, cache_in_part, forget, nothing_left_behind, within
+from support.loader_fixtures import MIB, Array, cache_in_part, forget, nothing_left_behind
+from support.patience import PATIENCE, in_time
 
 from relayout.core.extents import BLOCK, Transfer
 from relayout.core.workers import Stop
@@ -184,7 +185,7 @@ def assert_fails(target: Target, error: type[BaseException], message: str, piece
     fill = target.fill(ground, pieces, **options)
     with nothing_left_behind():
         with pytest.raises(error, match=message):
-            within(30, lambda: target.backend.start(ground.memory, fill).join())
+            in_time(lambda: target.backend.start(ground.memory, fill).join())
         assert target.lanes.in_flight == 0
         target.cufile.assert_given_back()
     target.lanes.forget()
@@ -225,7 +226,7 @@ def test_a_wrong_digest_names_the_tensor(target: Target, wrong: int) -> None:
     message = f"tensor 'tensor {wrong}': its bytes have digest"
     fill = target.fill(ground, SOME, checks=checks, stop=stop)
     with nothing_left_behind(), pytest.raises(FormatError, match=message):
-        within(30, lambda: target.backend.start(ground.memory, fill).join())
+        in_time(lambda: target.backend.start(ground.memory, fill).join())
     assert target.lanes.in_flight == 0
     target.lanes.forget()
     target.check(SOME, cuts=(10, 70_000))
@@ -239,7 +240,7 @@ def test_a_tensor_that_no_read_brought_whole_is_not_taken_for_checked(target: Ta
     fill = target.fill(ground, SOME, checks=checks, stop=stop)
     fill = replace(fill, reads=fill.reads[:-1])
     with nothing_left_behind(), pytest.raises(FormatError, match=r"^1 tensors could not be checked"):
-        within(30, lambda: target.backend.start(ground.memory, fill).join())
+        in_time(lambda: target.backend.start(ground.memory, fill).join())
     target.lanes.forget()
 
 
@@ -257,8 +258,8 @@ def test_a_fill_that_is_cancelled_stops_and_leaves_nothing(target: Target) -> No
         fill = target.fill(ground, LARGE, stop=stop, arrived=wait, budget=Budget(1, 64 * 1024))
         filling = target.backend.start(ground.memory, fill)
         if target.name != "mapped":  # It tells when it is joined.
-            assert begun.wait(10)
-        within(30, filling.cancel)
+            assert begun.wait(PATIENCE)
+        in_time(filling.cancel)
         filling.cancel()
         assert target.lanes.in_flight == 0
         target.cufile.assert_given_back()

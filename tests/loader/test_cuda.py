@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.bits import flip
 from support.loader_fixtures import (
     LITTLE,
     MIB,
@@ -18,15 +19,14 @@ from support.loader_fixtures import (
     cache_in_part,
     child,
     extents,
-    flip,
     forget,
     mlp_model,
     nothing_left_behind,
     whole_tensors,
-    within,
     write_model,
 )
 from support.models import as_integers
+from support.patience import in_time
 
 import relayout
 from relayout.errors import FormatError, PlanError
@@ -187,7 +187,7 @@ def test_an_iterator_that_is_left_gives_everything_back(large: Path, backend: st
     with nothing_left_behind():
         iterator: Any = relayout.iter_load(large, 0, device=DEVICE, backend=backend, memory=24 * MIB)
         kept = dict(next(iterator) for _ in range(count))
-        within(30, iterator.close)
+        in_time(iterator.close)
         del iterator
     expected = stored_arrays(large, 0)
     assert_on_device(kept, {name: expected[name] for name in list(expected)[:count]})
@@ -310,7 +310,7 @@ def test_an_error_leaves_nothing_and_the_next_load_is_right(large: Path, backend
         next(iterator)
         os.truncate(file, file.stat().st_size // 2)
         with pytest.raises((FormatError, OSError), match=file.name):
-            within(60, lambda: list(iterator))
+            in_time(lambda: list(iterator))
         with pytest.raises(FormatError, match=rf"{file.name}: \d+ bytes long, expected \d+"):
             relayout.load(folder, 0, device=DEVICE, backend=backend)
     gc.collect()
@@ -364,4 +364,4 @@ left = relayout.iter_load(sys.argv[1], 1, device="cuda:0", backend=sys.argv[2], 
 first = next(left)
 print(len(held))
 """
-    assert child(script, large, backend, timeout=30) == 24
+    assert child(script, large, backend) == 24

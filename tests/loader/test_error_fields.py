@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.loader_fixtures import flip
+from support.bits import flip
 
 import relayout
 from relayout.errors import FormatError, PlanError, RelayoutError

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 from support import prestarted
 from support.loader_fixtures import IN_FLIGHT, MIB
-
-SECONDS = 30
-"""A child that takes longer hangs."""
+from support.patience import PATIENCE
 
 START = f"""
 import gc, multiprocessing, os, signal, sys, threading, time
@@ -18,7 +16,7 @@ import relayout
 folder, backend = sys.argv[1:3]
 
 def ended(pid):
-    end = time.monotonic() + {SECONDS}
+    end = time.monotonic() + {PATIENCE}
     while time.monotonic() < end:
         if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -76,7 +74,7 @@ os._exit(9)
 
 def run(script: str, *arguments: object) -> str:
     """The last line that a script prints; it and all its children are killed if they hang."""
-    done = prestarted.run(*arguments, script=script, imports=prestarted.LOADER, timeout=2 * SECONDS)
+    done = prestarted.run(*arguments, script=script, imports=prestarted.LOADER)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip().splitlines()[-1]
 
@@ -100,7 +98,7 @@ def test_children_of_multiprocessing_end_too(wide: Path) -> None:
     script = f"""{BEGUN}
 child = multiprocessing.get_context("fork").Process(target=lambda: None)
 child.start()
-child.join({SECONDS})
+child.join({PATIENCE})
 code = child.exitcode
 child.kill()
 may_read.set()

@@ -14,7 +14,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.loader_fixtures import MIB, assert_equal, extents, flip, nothing_left_behind, whole_tensors, write_model
+from support.bits import flip
+from support.loader_fixtures import (
+    MIB,
+    WAYS,
+    assert_equal,
+    extents,
+    not_mapped,
+    nothing_left_behind,
+    whole_tensors,
+    write_model,
+)
+from support.patience import PATIENCE
 
 import relayout
 from relayout.errors import FormatError, PlanError
@@ -121,9 +132,8 @@ def test_tensors_are_filled_where_they_are_and_nothing_around_them(
     guarded.assert_filled(stored)
 
 
+@not_mapped
 def test_parameters_that_want_gradients_are_filled(tmp_path: Path, way: str) -> None:
-    if way == "mapped":
-        pytest.skip("it does not fill memory that exists")
     layer, other = torch.nn.Linear(300, 700), torch.nn.Linear(300, 700)
     expected = {name: torch.randn(tensor.shape) for name, tensor in layer.named_parameters()}
     save_file(expected, tmp_path / "model.safetensors")
@@ -161,12 +171,11 @@ def test_fused_parameters_of_an_engine_get_their_parts(tmp_path: Path, way: str)
     assert_equal({"": columns}, {"": torch.cat([stored["gate"], stored["up"]], 1)})
 
 
+@not_mapped
 @pytest.mark.parametrize("names", ["**norm**", ["lm_head.weight", "**.0.mlp.**"], "**"])
 def test_what_names_asks_for_beside_comes_in_memory_of_its_own(
     converted: Path, stored: dict[str, torch.Tensor], way: str, names: Any
 ) -> None:
-    if way == "mapped":
-        pytest.skip("it does not fill memory that exists")
     some = {name: stored[name] for name in list(stored)[::3]}
     guarded = Guarded(some, lambda room: room[1])
     found = relayout.load(converted, 1, into=guarded.tensors, names=names, backend=way, verify=True)
@@ -177,9 +186,8 @@ def test_what_names_asks_for_beside_comes_in_memory_of_its_own(
     guarded.assert_filled(some)
 
 
+@not_mapped
 def test_only_what_is_given_is_loaded(converted: Path, stored: dict[str, torch.Tensor], way: str) -> None:
-    if way == "mapped":
-        pytest.skip("it does not fill memory that exists")
     name = "model.layers.1.mlp.up_proj.weight"
     into = {name: torch.empty_like(stored[name])}
     assert_equal(relayout.load(converted, 1, into=into, backend=way), {name: stored[name]})
@@ -263,12 +271,14 @@ def test_a_name_that_the_rank_does_not_have_is_refused(converted: Path, stored: 
     guarded.assert_untouched()
 
 
-@pytest.mark.parametrize("make", ["contiguous", "transposed"])
+@pytest.mark.parametrize(
+    ("way", "make"),
+    [(way, make) for way in WAYS for make in ("contiguous", "transposed") if (way, make) != ("mapped", "contiguous")],
+    indirect=["way"],
+)
 def test_verify_finds_damage(
     converted: Path, stored: dict[str, torch.Tensor], tmp_path: Path, way: str, make: str
 ) -> None:
-    if way == "mapped" and make == "contiguous":
-        pytest.skip("it does not fill memory that exists")
     folder = Path(shutil.copytree(converted, tmp_path / "copy"))
     for file in sorted(folder.glob("model-rank-1-*")):
         name, (_, end) = next(item for item in extents(file).items() if "_proj" in item[0])
@@ -282,12 +292,11 @@ def test_verify_finds_damage(
         assert_equal(given, {name: stored[name]})
 
 
+@not_mapped
 def test_tensors_that_share_memory_may_be_given_under_two_names(
     converted: Path, stored: dict[str, torch.Tensor], way: str
 ) -> None:
     """Tied embeddings: the same bytes in the file, one parameter in the engine."""
-    if way == "mapped":
-        pytest.skip("it does not fill memory that exists")
     tied = torch.empty_like(stored["lm_head.weight"])
     names = ["lm_head.weight", "model.embed_tokens.weight"]
     assert_equal(
@@ -313,9 +322,8 @@ def test_progress_rises_to_all_the_bytes(converted: Path, stored: dict[str, torc
     assert told[-1] == (total, total)
 
 
+@not_mapped
 def test_f4_tensors_are_filled_as_torch_counts_them(tmp_path: Path, way: str) -> None:
-    if way == "mapped":
-        pytest.skip("it does not fill memory that exists")
     header = json.dumps({"x": {"dtype": "F4", "shape": [3, 4], "data_offsets": [0, 6]}}).encode()
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"abcdef")
     relayout.convert(tmp_path / "model.safetensors", tmp_path / "out")
@@ -471,12 +479,11 @@ def test_damage_that_can_be_known_before_leaves_all_tensors_as_they_were(
         others.assert_untouched()
 
 
+@not_mapped
 def test_whoever_is_interrupted_has_tensors_that_no_thread_writes_to(
     converted: Path, stored: dict[str, torch.Tensor], way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the very moment when the load begins to wait for its threads."""
-    if way == "mapped":
-        pytest.skip("it does not fill memory that exists")
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -499,7 +506,7 @@ def test_when_a_read_fails_the_error_waits_for_reads_that_are_under_way(
         if next(numbers) == 1:
             failed.set()
             raise OSError(errno.EIO, "of the drive")
-        failed.wait(20)
+        failed.wait(PATIENCE)
         late.append(over.wait(0.2))  # Nobody may have been told yet.
         true_read(self, *given)
 

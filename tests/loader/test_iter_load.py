@@ -25,6 +25,7 @@ from support.loader_fixtures import (
     write_model,
 )
 from support.models import as_integers, expected_slice
+from support.patience import PATIENCE
 
 import relayout
 from relayout.errors import PlanError
@@ -105,7 +106,7 @@ def test_no_more_than_memory_is_read_and_not_yet_yielded(
 
     monkeypatch.setattr(Sources, "read", read)
     for _, tensor in relayout.iter_load(wide, 0, backend=backend, memory=2 * IN_FLIGHT):
-        end = time.monotonic() + 10
+        end = time.monotonic() + PATIENCE
         while slow and worst <= 2 * IN_FLIGHT // 3 and time.monotonic() < end:
             time.sleep(0.001)  # What may be read ahead is read ahead.
         time.sleep(0.005 * slow)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.bits import flip
 from support.faults import environment
 from support.loader_fixtures import (
     IN_FLIGHT,
@@ -21,12 +22,12 @@ from support.loader_fixtures import (
     assert_equal,
     child,
     extents,
-    flip,
     forget,
+    not_mapped,
     nothing_left_behind,
     whole_tensors,
-    within,
 )
+from support.patience import in_time
 
 import relayout
 from relayout.errors import FormatError
@@ -43,7 +44,7 @@ def test_an_iterator_that_is_left_gives_everything_back(wide: Path, way: str, ho
         iterator: Any = relayout.iter_load(wide, 0, backend=way, memory=IN_FLIGHT)
         kept = dict(next(iterator) for _ in range(count))
         if how == "close":
-            within(20, iterator.close)
+            in_time(iterator.close)
             assert list(iterator) == []
         elif how == "error":
             with suppress(ZeroDivisionError):
@@ -72,9 +73,8 @@ def test_verify_finds_damage_when_the_tensor_would_come(converted: Path, tmp_pat
             flip(file, end - 1, 3)
 
 
+@not_mapped  # As with every mapping, the process would be killed.
 def test_a_file_that_is_cut_meanwhile_is_named(wide: Path, tmp_path: Path, way: str) -> None:
-    if way == "mapped":
-        pytest.skip("as with every mapping, the process is killed")
     folder = Path(shutil.copytree(wide, tmp_path / "copy"))
     (file,) = folder.glob("model-rank-0-*")
     forget(file)
@@ -84,7 +84,7 @@ def test_a_file_that_is_cut_meanwhile_is_named(wide: Path, tmp_path: Path, way: 
         found = dict([next(iterator)])
         os.truncate(file, 22 * MIB)
         with pytest.raises(FormatError, match=rf"{file.name}: ends at byte \d+, expected \d+ bytes"):
-            within(30, partial(found.update, iterator))
+            in_time(partial(found.update, iterator))
         assert list(iterator) == []
     assert_equal(found, {name: stored[name] for name in list(stored)[: len(found)]})
     assert len(found) >= 5
@@ -164,7 +164,7 @@ def main():
         return iterator
 left = main()
 """
-    assert child(script, wide, timeout=60) == "t.00"
+    assert child(script, wide) == "t.00"
 
 
 def test_an_iterator_may_be_collected_by_one_of_its_own_threads(converted: Path) -> None:
@@ -193,9 +193,9 @@ cycle = [iterator]
 cycle.append(cycle)
 del iterator, cycle
 left.set()
-end = time.monotonic() + 5
+end = time.monotonic() + 60
 while any(one.name.startswith("relayout") for one in threading.enumerate()) and time.monotonic() < end:
     time.sleep(0.01)
 print(json.dumps([one.name for one in threading.enumerate()]))
 """
-    assert child(script, converted, timeout=60) == ["MainThread"]
+    assert child(script, converted) == ["MainThread"]

@@ -21,7 +21,8 @@ import torch
 from support import faulty
 from support.fake_cuda import FakeCuFile, FakeHandle
 from support.faulty import CUT, PART
-from support.loader_fixtures import OWN, assert_equal, extents, fake_device, nothing_left_behind
+from support.loader_fixtures import OWN, assert_equal, extents, fake_device, not_mapped, nothing_left_behind
+from support.patience import PATIENCE
 from support.tools import PYTHONPATH
 
 import relayout
@@ -56,7 +57,7 @@ def outcomes(place: Path, shim: Path) -> dict[str, dict[str, Any]]:
         env={**os.environ, "LD_PRELOAD": str(shim), "PYTHONPATH": PYTHONPATH, **faulty.QUIET},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -172,11 +173,10 @@ def test_a_file_that_is_replaced_while_it_is_opened_is_not_taken_for_another(
     assert kept == {} or call == "safe_open", "which gives one tensor after another"
 
 
+@not_mapped
 def test_a_file_that_is_replaced_between_two_stages_of_a_load_is_not_read(
     way: str, folder: Path, replace: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if way == "mapped":
-        pytest.skip("it maps new memory")
     true_fill = into._fill
 
     def fill(*given: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.bits import flip
 from support.loader_fixtures import (
     BLOCK,
     MEASURE,
@@ -19,13 +20,13 @@ from support.loader_fixtures import (
     assert_equal,
     child,
     extents,
-    flip,
     nothing_left_behind,
     readahead,
     skip_unless_drives_are_counted,
     whole_tensors,
     write_model,
 )
+from support.patience import PATIENCE
 
 import relayout
 from relayout.errors import FormatError, PlanError
@@ -199,7 +200,7 @@ def test_threads_is_how_many_read(large: Path, monkeypatch: pytest.MonkeyPatch) 
     def read(self: Sources, file: int, offset: int, view: memoryview) -> None:
         if threading.current_thread().name not in readers:
             readers.add(threading.current_thread().name)
-            everybody.wait(10)
+            everybody.wait(PATIENCE)
         true_read(self, file, offset, view)
 
     monkeypatch.setattr(Sources, "read", read)

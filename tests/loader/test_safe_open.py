@@ -23,6 +23,7 @@ from support.models import as_integers
 from support.quantized import QUANTIZED
 
 import relayout
+from relayout.core.patterns import collapse_numbers
 from relayout.errors import FormatError, PlanError
 from relayout.loader.view import CheckpointView
 
@@ -49,16 +50,17 @@ def some_index(shape: torch.Size, seed: str) -> Any:
 
 
 @pytest.mark.parametrize("name", grouped([*FAMILIES, *QUANTIZED]))
-def test_every_tensor_is_the_sources_and_so_are_slices(name: str, conversions: Conversions) -> None:
+def test_a_tensor_of_each_kind_is_the_sources_and_so_are_slices(name: str, conversions: Conversions) -> None:
     source = stock_tensors(conversions.source(name))
+    one_of_each = {collapse_numbers(key): key for key in source}
     with relayout.safe_open(conversions.at(name, conversions.largest(name))) as opened:
         assert set(opened.keys()) == source.keys()
         assert len(opened.keys()) == len(source)
-        for number, (key, expected) in enumerate(source.items()):
-            assert_same(opened.get_tensor(key), expected, key)
+        for number, key in enumerate(one_of_each.values()):
+            assert_same(opened.get_tensor(key), source[key], key)
             if number % 2:
-                index = some_index(expected.shape, f"{name}: {key}")
-                assert_same(opened.get_slice(key)[index], expected[index], (key, index))
+                index = some_index(source[key].shape, f"{name}: {key}")
+                assert_same(opened.get_slice(key)[index], source[key][index], (key, index))
 
 
 @pytest.mark.parametrize("name", grouped(EXPERT_CASES))
@@ -67,7 +69,7 @@ def test_experts_are_found_with_the_ranks_that_own_them(name: str, conversions: 
     with relayout.safe_open(conversions.at(name, 2, experts=True)) as opened:
         assert set(opened.keys()) == source.keys()
         experts = [key for key in source if ".experts." in key]
-        for key in experts:
+        for key in experts[::3]:
             index = some_index(source[key].shape, f"{name}: {key}")
             assert_same(opened.get_slice(key)[index], source[key][index], (key, index))
         assert_same(opened.get_tensor(experts[-1]), source[experts[-1]], experts[-1])

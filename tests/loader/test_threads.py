@@ -13,6 +13,7 @@ import pytest
 import torch
 from support import loader_fixtures
 from support.loader_fixtures import LITTLE, assert_equal, nothing_left_behind, whole_tensors, write_model
+from support.patience import PATIENCE
 
 import relayout
 from relayout.errors import PlanError
@@ -43,7 +44,7 @@ def at_once(call: Callable[[int], Result]) -> list[Result]:
 
     def run(number: int) -> None:
         try:
-            start.wait(30)
+            start.wait(PATIENCE)
             found[number] = call(number)
         except BaseException as error:
             errors.append(error)
@@ -52,7 +53,7 @@ def at_once(call: Callable[[int], Result]) -> list[Result]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
     if errors:
         raise errors[0]

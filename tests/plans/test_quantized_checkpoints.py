@@ -14,7 +14,7 @@ import torch
 from families import Entry, Sizes
 from safetensors.torch import load_file
 from support.checkpoints import Tensors
-from support.conversions import grouped
+from support.conversions import Conversions, grouped
 from support.engine_oracle import Array, IndivisibleError, expected, owners, split_cut
 from support.local_stores import read_source
 from support.models import as_integers, read_tensors
@@ -39,23 +39,6 @@ from relayout.errors import PlanError
 from relayout.plans.planner import Plan, plan_for
 
 DEGREES = range(2, 17)
-
-
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Writes a quantized checkpoint, once."""
-    return cache(lambda name: write_quantized(QUANTIZED[name], tmp_path_factory.mktemp("quantized") / name))
-
-
-@pytest.fixture(scope="session")
-def outcomes(checkpoint: Callable[[str], Path]) -> Callable[[str], Mapping[int, Plan | PlanError]]:
-    """Plans a checkpoint at every degree, once."""
-
-    def planned(name: str) -> Mapping[int, Plan | PlanError]:
-        source = read_source(checkpoint(name))
-        return {num_ranks: try_plan(source, num_ranks) for num_ranks in DEGREES}
-
-    return cache(planned)
 
 
 @pytest.fixture(scope="session")
@@ -155,17 +138,14 @@ def bias_cut(entry: Entry) -> str:
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
 @pytest.mark.parametrize("name", grouped([*QUANTIZED]))
-def test_a_ranks_slices_mean_the_slice_of_what_the_source_means(
-    name: str, tp: int, checkpoint: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_ranks_slices_mean_the_slice_of_what_the_source_means(name: str, tp: int, conversions: Conversions) -> None:
     quantized = QUANTIZED[name]
     if tp not in fitting(name):
         with pytest.raises(PlanError, match=rf"{tp}|falls inside"):
-            relayout.convert(checkpoint(name), tmp_path / "out", tp=tp)
+            conversions.at(name, tp)
         return
-    relayout.convert(checkpoint(name), tmp_path / "out", tp=tp)
-    whole = tensors_of(checkpoint(name))
-    held = [tensors_of(tmp_path / "out", rank) for rank in range(tp)]
+    whole = tensors_of(conversions.source(name))
+    held = [tensors_of(conversions.at(name, tp), rank) for rank in range(tp)]
     entries = quantized.entries()
     for entry in entries:
         if entry.is_linear:
@@ -180,11 +160,13 @@ def test_a_ranks_slices_mean_the_slice_of_what_the_source_means(
     shared += [key for key in whole if key.endswith("input_scale")]
     for key in shared:
         assert all(torch.equal(tensors[key], whole[key]) for tensors in held), key
-    assert_ranks_give_back(tmp_path / "out", read_tensors(checkpoint(name)), tp)
+    assert_ranks_give_back(conversions.at(name, tp), read_tensors(conversions.source(name)), tp)
 
 
-def test_the_checkpoints_have_every_kind_of_tensor(checkpoint: Callable[[str], Path]) -> None:
-    suffixes = {key.rpartition(".")[2] for name in QUANTIZED for key in tensors_of(checkpoint(name))}
+def test_the_checkpoints_have_every_kind_of_tensor() -> None:
+    methods = [quantized.method for quantized in QUANTIZED.values()]
+    suffixes = {name for method in methods for name, _, _ in method.form.stored((1024, 1024))}
+    suffixes |= {name for method in methods for name in method.cache_scales}
     assert suffixes >= {
         "qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv", "weight_shape",
         "weight_zero_point", "weight_global_scale", "input_global_scale", "weight_scale_2", "input_scale", "k_scale",
@@ -193,23 +175,21 @@ def test_the_checkpoints_have_every_kind_of_tensor(checkpoint: Callable[[str], P
 
 
 @pytest.mark.parametrize("name", grouped([*QUANTIZED]))
-def test_just_the_degrees_that_cut_no_block_group_or_word_are_accepted(
-    name: str, outcomes: Callable[[str], Mapping[int, Plan | PlanError]]
-) -> None:
-    accepted = [degree for degree, outcome in outcomes(name).items() if isinstance(outcome, Plan)]
-    assert accepted == fitting(name)
-    assert 2 in accepted
-    assert len(accepted) < len(DEGREES)
+def test_each_degree_that_cuts_no_block_group_or_word_is_accepted(name: str, conversions: Conversions) -> None:
+    assert 2 in fitting(name)
+    for degree in fitting(name):
+        assert isinstance(conversions.planned(name, degree), Plan), degree
 
 
 @pytest.mark.parametrize("name", grouped([*QUANTIZED]))
-def test_a_refusal_names_tensor_axis_size_and_the_degrees_that_are_accepted(
-    name: str, checkpoint: Callable[[str], Path], outcomes: Callable[[str], Mapping[int, Plan | PlanError]]
+def test_a_refusal_names_tensor_axis_size_and_just_the_degrees_that_cut_no_block_group_or_word(
+    name: str, conversions: Conversions
 ) -> None:
-    source = read_source(checkpoint(name))
-    shapes = {tensor.name: tensor.shape for tensor in source.tensors}
-    for degree in set(DEGREES) - set(fitting(name)):
-        refusal = outcomes(name)[degree]
+    shapes = {tensor.name: tensor.shape for tensor in read_source(conversions.source(name)).tensors}
+    refused = {3, 16} - {*fitting(name)}
+    assert refused
+    for degree in refused:
+        refusal = conversions.planned(name, degree)
         assert isinstance(refusal, PlanError)
         found = re.match(
             r"tensor '(?P<name>[^']+)': dim (?P<axis>[01]) of (?P<kind>a quantized weight )?(?P<shape>\[[\d, ]+\]).*"
@@ -296,14 +276,14 @@ def test_a_cut_inside_a_block_is_refused_where_the_last_block_is_partial(columns
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("name", grouped(EXPERT_QUANTIZED))
 def test_with_expert_parallel_an_owner_has_all_tensors_of_its_experts_and_others_the_scales_of_their_inputs_only(
-    name: str, tp: int, checkpoint: Callable[[str], Path], tmp_path: Path
+    name: str, tp: int, conversions: Conversions
 ) -> None:
     """Engines take the greatest input scale of all experts (vLLM model_loader/ep_weight_filter.py)."""
     quantized = QUANTIZED[name]
     assert fits(quantized, tp, owned=True)
-    relayout.convert(checkpoint(name), tmp_path / "out", tp=tp, expert_parallel=True)
-    whole = tensors_of(checkpoint(name))
-    held = [tensors_of(tmp_path / "out", rank) for rank in range(tp)]
+    out = conversions.at(name, tp, experts=True)
+    whole = tensors_of(conversions.source(name))
+    held = [tensors_of(out, rank) for rank in range(tp)]
     owner = owners(quantized.all_sizes()["E"], tp)
     for entry in quantized.entries():
         if entry.expert is None:
@@ -317,7 +297,7 @@ def test_with_expert_parallel_an_owner_has_all_tensors_of_its_experts_and_others
             assert mine.keys() == set(kept), entry.name
             for suffix, tensor in mine.items():
                 np.testing.assert_array_equal(as_integers(tensor), as_integers(stored[suffix]), err_msg=entry.name)
-    assert_ranks_give_back(tmp_path / "out", read_tensors(checkpoint(name)), tp)
+    assert_ranks_give_back(out, read_tensors(conversions.source(name)), tp)
 
 
 # Forms that cannot be cut.

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import SIZES, as_integers, read_tensors
+from support.patience import PATIENCE
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
 import relayout
@@ -70,7 +71,7 @@ def run(*command: object) -> list[int]:
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     return [int(token) for token in done.stdout.splitlines()[-1].split()]

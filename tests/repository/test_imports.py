@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
+from support.patience import PATIENCE
 
 import relayout
 
@@ -141,7 +142,7 @@ IMPORTS = [one for name in MODULES for one in imports_of(name)]
 
 def python(script: str, *args: str) -> str:
     """Standard output of a script in a fresh interpreter."""
-    done = subprocess.run([sys.executable, "-c", script, *args], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script, *args], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +15,15 @@ from families import EXPERT_FAMILIES, FAMILIES
 from safetensors import safe_open
 from safetensors.torch import load_file
 from support.checkpoints import write_family
+from support.local_stores import read_source
+from support.planning import try_plan
 from support.quantized import EXPERT_QUANTIZED, QUANTIZED, write_quantized
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import relayout
 from relayout.errors import PlanError
+from relayout.plans.planner import Plan
 
 Tensors = dict[str, torch.Tensor]
 
@@ -49,6 +50,7 @@ class Conversions:
 
     folder: Path
     made: dict[tuple[str, int, bool], Path | PlanError] = field(default_factory=dict)
+    plans: dict[tuple[str, int], Plan | PlanError] = field(default_factory=dict)
 
     def source(self, name: str) -> Path:
         """The checkpoint of that name."""
@@ -75,6 +77,12 @@ class Conversions:
             raise found.with_traceback(None)
         return found
 
+    def planned(self, name: str, num_ranks: int) -> Plan | PlanError:
+        """Its plan, or why there is none."""
+        if (name, num_ranks) not in self.plans:
+            self.plans[name, num_ranks] = try_plan(read_source(self.source(name)), num_ranks)
+        return self.plans[name, num_ranks]
+
     def largest(self, name: str) -> int:
         """The largest degree up to 8 at which it can be converted."""
         return next(tp for tp in (8, 4, 2, 1) if not isinstance(self.outcome(name, tp), PlanError))
@@ -87,26 +95,12 @@ class Conversions:
             return error
 
 
-@cache
-def conversions_in(folder: Path) -> Conversions:
-    """One for all test modules of a process."""
-    folder.mkdir()
-    return Conversions(folder)
-
-
 @pytest.fixture(scope="session")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Conversions]:
-    """What is not written yet, and removed in the end."""
-    conversions = conversions_in(tmp_path_factory.getbasetemp() / "conversions")
-    yield conversions
-    shutil.rmtree(conversions.folder, ignore_errors=True)
-
-
-@pytest.fixture
-def conversions(written: Conversions, monkeypatch: pytest.MonkeyPatch) -> Conversions:
-    """Conversions that need not survive a power failure."""
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
-    return written
+def conversions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Conversions]:
+    """Checkpoints and conversions of them, removed in the end."""
+    folder = tmp_path_factory.mktemp("conversions")
+    yield Conversions(folder)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def dcp_tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -97,6 +97,11 @@ class Model:
         copies = max(1, self.tp // num_heads)
         return part(tensor, 0, self.rank // copies, self.tp // copies)
 
+    def assert_holds_what_it_cuts_of(self, whole: Tensors) -> None:
+        assert self.kept.keys() == self.expected
+        for name in self.expected:
+            assert torch.equal(self.kept[name], self.cut(name, whole[name])), name
+
 
 def part(tensor: torch.Tensor, axis: int, number: int, count: int) -> torch.Tensor:
     size = tensor.shape[axis] // count

@@ -158,6 +158,9 @@ class Trial:
         self.start = next(start for name, (start, _) in extents(self.file).items() if "up_proj" in name)
         self.end = len(self.good)
         assert self.end % BLOCK
+        self.again()
+        gc.collect()
+        self.held = holdings(LARGE, others)
 
     def again(self, call: str | None = None) -> list[Any]:
         """Load once more: what is wrong, and of which kind."""
@@ -182,7 +185,6 @@ class Trial:
     def go(self, *rules: str, act: Callable[[], object] | None = None) -> dict[str, Any]:
         """Let it go wrong, and see what is left while the error is still at hand."""
         gc.collect()
-        before = holdings(LARGE, self.others)
         found: Tensors = {}
         kept: BaseException | None = None
         self.faults.set(*rules)
@@ -194,7 +196,7 @@ class Trial:
         self.faults.set()
         result: dict[str, Any] = {"same": self.same(found), "num": len(found)}
         found.clear()
-        result["left"] = grown(before, holdings(LARGE, self.others))
+        result["left"] = grown(self.held, holdings(LARGE, self.others))
         if kept is not None:
             result |= {"error": type(kept).__name__, "text": str(kept)}
             if isinstance(kept, OSError):
@@ -268,7 +270,6 @@ def main(folder: Path, foreign: Path) -> None:
         for call in calls_of(way):
             with device(way):
                 trial = Trial(folder, foreign, way, call, others)
-                trial.again()
                 for name, outcome in trial.outcomes():
                     found[f"{way}: {call}: {name}"] = outcome
     print(json.dumps(found))

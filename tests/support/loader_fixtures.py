@@ -6,11 +6,11 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,8 @@ from safetensors.torch import save_file
 from support import prestarted, toy_backend
 from support.fake_cuda import FakeCuFile, Lanes
 from support.models import as_integers
+from support.page_cache import drop
+from support.patience import PATIENCE
 
 import relayout
 from relayout.loader import loading
@@ -32,7 +34,6 @@ from relayout.loader.backends.cuda import DeviceBackend
 from relayout.loader.sources.contents import StoredFile
 
 Array = npt.NDArray[Any]
-Result = TypeVar("Result")
 
 BLOCK = 4096
 MIB = 2**20
@@ -50,6 +51,8 @@ REGISTRY["toy"] = toy_backend.offer  # All that is needed for it to be taken as 
 OWN = (*HOST, *DEVICE)
 """The package's own: of others, an error's frames keep what they refer to."""
 WAYS = (*OWN, "toy")
+not_mapped = pytest.mark.parametrize("way", [way for way in WAYS if way != "mapped"], indirect=True)
+"""For tests of ways that read: into memory that exists, say, or from files that are cut meanwhile."""
 
 
 @pytest.fixture(params=HOST)
@@ -187,22 +190,10 @@ def extents(file: Path) -> dict[str, tuple[int, int]]:
     return {name: (8 + length + one["data_offsets"][0], 8 + length + one["data_offsets"][1]) for name, one in ordered}
 
 
-def flip(file: Path, position: int, bit: int = 0) -> None:
-    """Damage a file by one bit; or repair it."""
-    with file.open("r+b") as stream:
-        stream.seek(position)
-        (byte,) = stream.read(1)
-        stream.seek(position)
-        stream.write(bytes([byte ^ 1 << bit]))
-
-
 def forget(*files: Path) -> None:
-    """Take files out of the page cache."""
+    """Have none of these files in the page cache."""
     for file in files:
-        fd = os.open(file, os.O_RDONLY)
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
+        drop(file)
 
 
 def cache_in_part(file: Path, stretch: int = 3 * MIB // 2) -> None:
@@ -250,7 +241,7 @@ def num_threads() -> int:
 
 def holdings(large: int, others: int) -> Holdings:
     """Count them, when the kernel does not list threads any more that Python has joined; `others` are not Python's."""
-    end = time.monotonic() + 2
+    end = time.monotonic() + PATIENCE
     while num_threads() > threading.active_count() + others and time.monotonic() < end:
         time.sleep(0.0005)
     mapped_files = total = nbytes = 0
@@ -277,37 +268,14 @@ def nothing_left_behind() -> Iterator[None]:
     assert open_files() == before
 
 
-def within(seconds: float, call: Callable[[], Result]) -> Result:
-    """Call, in a thread, what might hang; what it raises is raised here."""
-    results: list[Result] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(call())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="caller", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    assert not thread.is_alive(), f"hangs: {call}"
-    if errors:
-        raise errors[0].with_traceback(None)
-    return results[0]
-
-
 def child(
     script: str,
     *arguments: object,
     imports: str = prestarted.LOADER,
     env: Mapping[str, str] | None = None,
-    timeout: float = 120,
 ) -> Any:
     """Run Python code in a process of its own, which has imported some modules; what it prints, as JSON."""
-    done = prestarted.run(
-        *arguments, script=script, imports=imports, env={**os.environ, **(env or {})}, timeout=timeout
-    )
+    done = prestarted.run(*arguments, script=script, imports=imports, env={**os.environ, **(env or {})})
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
+import io
 import json
 import os
 import resource
@@ -18,19 +20,22 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from support.patience import PATIENCE
 from support.tools import PYTHONPATH
 
 _OF_ONE_CHILD = ("FAULTS", "FAULTS_LOG", "PYTEST_CURRENT_TEST")
 COMMANDS = (
-    "relayout.cli.app,relayout.cli.render,relayout.conversion.run,relayout.commands.verify,relayout.commands.restore"
+    "relayout.cli.app,relayout.cli.render,relayout.conversion.run,relayout.commands.verify,relayout.commands.restore,"
+    "relayout.storage.local.staging"
 )
 """What the commands import."""
-LOADER = f"{COMMANDS},torch,relayout.loader.api,relayout.loader.diagnose.doctor"
+LOADER = f"{COMMANDS},torch,relayout.loader.api,relayout.loader.diagnose.doctor,relayout.loader.sources.resharded"
 """What a load and `relayout doctor` import."""
 _COMMAND = "from relayout.__main__ import main; main()"
 
@@ -44,7 +49,6 @@ def run(
     stdout: int | None = None,
     stderr: int | None = None,
     limits: Mapping[int, int] | None = None,
-    timeout: float = 60,
 ) -> subprocess.CompletedProcess[str]:
     """`relayout WORDS`, or a script with these words behind `sys.argv[0]`, to its end; as of `subprocess.run`.
 
@@ -70,7 +74,7 @@ def run(
             out.fileno() if stdout is None else stdout,
             err.fileno() if stderr is None else stderr,
         )
-        code = _parent_of(frozenset(wanted.items()), imports).ask(request, streams, timeout)
+        code = _parent_of(frozenset(wanted.items()), imports).ask(request, streams)
         texts = []
         for stream in (out, err):
             stream.seek(0)
@@ -85,21 +89,19 @@ class _Parent:
     process: subprocess.Popen[bytes]
     connection: socket.socket
 
-    def ask(self, request: Mapping[str, Any], streams: Sequence[int], timeout: float) -> int:
+    def ask(self, request: Mapping[str, Any], streams: Sequence[int]) -> int:
         """Have it fork a child; returns its exit code, as of subprocess."""
-        self.connection.settimeout(10)
+        self.connection.settimeout(PATIENCE)
         blob = json.dumps(request).encode()
         socket.send_fds(self.connection, [len(blob).to_bytes(4, "little")], list(streams))
         self.connection.sendall(blob)
         pid = self._number()
-        self.connection.settimeout(timeout)
         try:
             return self._number()
         except TimeoutError:
             os.killpg(pid, signal.SIGKILL)
-            self.connection.settimeout(10)
             self._number()
-            raise subprocess.TimeoutExpired(request["script"], timeout) from None
+            raise subprocess.TimeoutExpired(request["script"], PATIENCE) from None
 
     def end(self) -> None:
         """Let it end, and wait for it."""
@@ -181,6 +183,12 @@ def _become(request: Mapping[str, Any], fds: Sequence[int]) -> None:
 def _main() -> None:
     for name in sys.argv[2].split(","):
         __import__(name)
+    if "relayout.cli.app" in sys.modules:
+        # Some modules are imported when a command runs (typer's, if there is pydantic, take a quarter of a second).
+        with suppress(Exception, SystemExit), redirect_stderr(io.StringIO()):
+            sys.modules["relayout.cli.app"].app(["convert", os.devnull, "--tp", "2"], standalone_mode=False)
+    gc.collect()
+    gc.freeze()  # At its end a child would look at each object, and have a copy of it: most of a second with torch.
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         request = _wait_for_requests(connection)
     sys.argv = ["relayout" if request["script"] == _COMMAND else "-c", *request["argv"]]

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from support.patience import PATIENCE
+
 _ROOT = Path(__file__).parents[2]
 PYTHONPATH = os.pathsep.join(
     [str(_ROOT / "tools"), str(_ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -15,11 +17,11 @@ PYTHONPATH = os.pathsep.join(
 
 
 def run_tool(*words: str) -> subprocess.CompletedProcess[str]:
-    """`tools/run WORDS` in this environment; at most a minute."""
+    """`tools/run WORDS` in this environment."""
     return subprocess.run(
         [sys.executable, "-m", *words],
         env={**os.environ, "PYTHONPATH": PYTHONPATH},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )

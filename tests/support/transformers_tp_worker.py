@@ -1,7 +1,7 @@
 """Runs transformers' own tensor parallelism on CPUs, and writes down what each rank's process holds.
 
-`python transformers_tp_worker.py FOLDER TP...`: FOLDER has checkpoints, FOLDER/source/FAMILY, and conversions of them,
-FOLDER/tpN/FAMILY. For each degree N it writes of each rank R
+`python transformers_tp_worker.py FOLDER N/FAMILY...`: FOLDER has checkpoints, FOLDER/source/FAMILY, and conversions of
+them, FOLDER/tpN/FAMILY. For each degree N and family it writes of each rank R
 
     shards/tpN/FAMILY/rank-R.safetensors    its part of each parameter, as transformers names them in memory
     logits/tpN/FAMILY/rank-R.safetensors    of FORWARD families: logits of transformers' own shards, and of relayout's
@@ -60,16 +60,20 @@ def main() -> None:
     folder = Path(sys.argv[1])
     for source in (folder / "source").iterdir():  # Imports the family's modules, once instead of in each process.
         transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(source))
-    for tp in map(int, sys.argv[2:]):
-        torch.multiprocessing.start_processes(_run_rank, (tp, folder), nprocs=tp, start_method="fork")
+    families = defaultdict(list)
+    for case in sys.argv[2:]:
+        tp, _, family = case.partition("/")
+        families[int(tp)].append(family)
+    for tp, asked in families.items():
+        torch.multiprocessing.start_processes(_run_rank, (tp, folder, asked), nprocs=tp, start_method="fork")
 
 
-def _run_rank(rank: int, tp: int, folder: Path) -> None:
+def _run_rank(rank: int, tp: int, folder: Path, families: list[str]) -> None:
     import torch.distributed
     from safetensors.torch import save_file
 
     torch.distributed.init_process_group("gloo", f"file://{folder}/meet-{tp}", rank=rank, world_size=tp)
-    for source in sorted((folder / "source").iterdir()):
+    for source in (folder / "source" / family for family in families):
         try:
             results = {"shards": _shards(_load(source, tp))}
             if source.name in FORWARD:

@@ -1,7 +1,8 @@
-"""Run under torchrun: models by `relayout.transformers.from_pretrained`, beside transformers' own.
+"""Models by `relayout.transformers.from_pretrained` in tensor-parallel processes, beside transformers' own.
 
-`torchrun --nproc-per-node N transformers_worker.py FOLDER FAMILY...`: of each family FOLDER has FAMILY and, converted
-for as many ranks, FAMILY-tpN. Each process writes what it found to FOLDER/found-RANK.json.
+`python transformers_worker.py N FOLDER FAMILY...`: of each family FOLDER has FAMILY and, converted for N ranks,
+FAMILY-tpN. Each process writes what it found to FOLDER/found-RANK.json. They are forked from one that has imported
+everything, which takes longer than all the rest.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.multiprocessing
 import transformers
 import transformers.integrations.accelerate
 from torch import distributed
@@ -34,15 +36,21 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def main() -> None:
+    num_ranks, root, families = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
     # What from_pretrained needs accelerate for is more than one device in a process.
     transformers.integrations.accelerate.is_accelerate_available = lambda *_: True
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    for family in families:  # Imports its modules.
+        transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(root / family))
+    torch.multiprocessing.start_processes(run, (num_ranks, root, families), nprocs=num_ranks, start_method="fork")
+
+
+def run(rank: int, num_ranks: int, root: Path, families: list[str]) -> None:
     faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)  # Processes that wait for each other say where.
-    distributed.init_process_group("gloo")
-    rank, num_ranks = distributed.get_rank(), distributed.get_world_size()
-    root, found = Path(sys.argv[1]), {}
-    for family in sys.argv[2:]:
+    distributed.init_process_group("gloo", f"file://{root}/meet", rank=rank, world_size=num_ranks)
+    found = {}
+    for family in families:
         own = transformers.AutoModelForCausalLM.from_pretrained(
             root / family, dtype=torch.bfloat16, distributed_config=DistributedConfig(tp_size=num_ranks)
         )

@@ -11,8 +11,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from support.conversions import Conversions, grouped
-from support.conversions import conversions as conversions
-from support.conversions import written as written
 from transformers.utils.hub import get_checkpoint_shard_files
 
 import relayout

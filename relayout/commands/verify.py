@@ -273,11 +273,9 @@ def _check_facts(folder: Store, manifest: Manifest, record: SourceRecord, report
     """Check what the manifest repeats of the source record, and how its reads lie."""
     options = record.options
     sizes = (num_bytes(dtype, shape) or 0 for dtype, shape in zip(record.dtypes, record.shapes, strict=True))
-    config = find_config(folder)
-    model_type = config.content.get("model_type")
     expected = {
         "conversion": conversion_digest(record),
-        "model_type": model_type if isinstance(model_type, str) else None,
+        "model_type": _model_type(folder, manifest),
         "plan": options.plan,
         "expert_parallel": options.expert_parallel,
         "alignment": options.alignment,
@@ -290,6 +288,15 @@ def _check_facts(folder: Store, manifest: Manifest, record: SourceRecord, report
         if getattr(manifest, name) != value:
             field = "source.nbytes" if name == "source_nbytes" else name
             report.add(MANIFEST_NAME, f"{field} is {getattr(manifest, name)}, by the source record {value}")
+
+
+def _model_type(folder: Store, manifest: Manifest) -> str | None:
+    """As config.json has it. Where that cannot be read, which is told with the side files, as the manifest has it."""
+    try:
+        found = find_config(folder).content.get("model_type")
+    except FormatError:
+        return manifest.model_type
+    return found if isinstance(found, str) else None
 
 
 def _check_bulk(manifest: Manifest, rank: int, table: RankTable, report: Report) -> None:

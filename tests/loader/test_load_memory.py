@@ -196,7 +196,7 @@ def test_descriptors_that_are_not_to_be_had_are_told_wherever_they_are_missing(
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     errors: list[tuple[int | None, int]] = []
     with nothing_left_behind():
-        for more in (0, 1, 3, 8):
+        for more in (0, 3):
             try:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (free + more, hard))
                 call()

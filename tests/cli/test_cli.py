@@ -25,6 +25,7 @@ from support.journals import read_journal
 from support.mounts import mounted_tmpfs
 from support.patience import PATIENCE
 from support.rights import drop_superuser_rights
+from support.tools import built_command
 
 import relayout
 from relayout.cli.app import app, main
@@ -145,6 +146,7 @@ def here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
         assert end.value.code is None or isinstance(end.value.code, int)
         return subprocess.CompletedProcess(sys.argv, end.value.code or 0, stdout, stderr)
 
+    monkeypatch.setattr("relayout.cli.app.app", built_command())
     for name in TERMINAL_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     return run_here

@@ -25,6 +25,7 @@ from support.journals import read_journal
 from support.mounts import mounted_tmpfs
 from support.patience import PATIENCE
 from support.rights import drop_superuser_rights
+from support.tools import built_command
 
 import relayout
 from relayout.cli.app import app, main
@@ -145,6 +146,7 @@ def here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
         assert end.value.code is None or isinstance(end.value.code, int)
         return subprocess.CompletedProcess(sys.argv, end.value.code or 0, stdout, stderr)
 
+    monkeypatch.setattr("relayout.cli.app.app", built_command())
     for name in TERMINAL_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     return run_here
@@ -455,9 +457,7 @@ def test_work_is_carried_out_and_its_exit_code_is_its_own_whoever_reads_of_it(
 def test_an_output_that_cannot_be_written_is_an_io_failure(converted: Path, tmp_path: Path, args: str) -> None:
     place = shutil.copytree(converted, tmp_path / "converted")
     with Path("/dev/full").open("w") as full:
-        # A process of its own: what matters is also how Python ends.
-        command = [sys.executable, "-m", "relayout", *args.split()]
-        done = subprocess.run(command, cwd=place, env=ENVIRONMENT, stdout=full, stderr=subprocess.PIPE, text=True)
+        done = prestarted.run(*args.split(), cwd=place, env=ENVIRONMENT, stdout=full.fileno())
     assert done.returncode == 3
     assert re.fullmatch(r"relayout: error: (standard output: )?No space left on device\n", done.stderr)
     assert (place / "again" / "relayout.json").exists() == ("again" in args), "what it tells of is done"

@@ -253,7 +253,7 @@ def own_calls(model: Model) -> list[str]:
     return [line for line in model.calls if str(model.place) in line]
 
 
-NUM_KILLS = 30
+NUM_KILLS = 21
 
 
 @pytest.mark.parametrize("number", range(NUM_KILLS))
@@ -306,7 +306,7 @@ def copying_calls(model: Model) -> list[str]:
     return calls[: max(n for n, line in enumerate(calls) if line.startswith("write") and JOURNAL_NAME in line) + 1]
 
 
-NUM_INTERRUPTIONS = 10
+NUM_INTERRUPTIONS = 7
 
 
 @pytest.mark.parametrize("number", range(NUM_INTERRUPTIONS))
@@ -677,7 +677,7 @@ def mounted_ext4(place: Path, nbytes: int) -> Iterator[Path]:
         yield drive
 
 
-FREE_NBYTES = [2**20, 9 * 2**20, 16 * 2**20, 24 * 2**20]
+FREE_NBYTES = [2**20, 16 * 2**20]
 
 
 @pytest.mark.parametrize("free_nbytes", FREE_NBYTES)

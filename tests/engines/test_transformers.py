@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from families import FAMILIES
+from support import prestarted
 from support.checkpoints import write_family
-from support.patience import PATIENCE
 
 import relayout
 from relayout.errors import PlanError
 
-WORKER = Path(__file__).parents[1] / "support" / "transformers_worker.py"
 RANKS = 2
 MODELS = {"llama": "LlamaForCausalLM", "qwen2_tied": "Qwen2ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 
@@ -32,15 +28,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.xdist_group("transformers")
 def test_each_process_has_the_parameters_and_the_logits_of_transformers_own_load(folder: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, WORKER, str(RANKS), folder, *MODELS],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    done = prestarted.run(
+        *(RANKS, folder, *MODELS),
+        script="from support import transformers_worker; transformers_worker.main()",
+        imports=prestarted.TRANSFORMERS,
+        env=prestarted.ONE_THREAD,
     )
-    assert run.returncode == 0, run.stderr
+    assert done.returncode == 0, done.stderr
     for rank in range(RANKS):
         found = json.loads((folder / f"found-{rank}.json").read_text())
         assert found.keys() == MODELS.keys()

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import pytest
 import safetensors
 from support import prestarted
-from support.tools import run_tool
+from support.tools import built_command, run_tool
 from support.vector_edits import (
     BASES,
     CONFIG,
@@ -79,6 +79,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> I
         assert isinstance(code, int)
         return code, *capfd.readouterr()
 
+    monkeypatch.setattr("relayout.cli.app.app", built_command())
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}

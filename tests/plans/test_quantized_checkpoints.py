@@ -136,14 +136,14 @@ def bias_cut(entry: Entry) -> str:
     return "whole" if axis else kind
 
 
-@pytest.mark.parametrize("tp", [2, 4, 8])
+@pytest.mark.parametrize("tp", [2, 8])
 @pytest.mark.parametrize("name", grouped([*QUANTIZED]))
 def test_a_ranks_slices_mean_the_slice_of_what_the_source_means(name: str, tp: int, conversions: Conversions) -> None:
     quantized = QUANTIZED[name]
     if tp not in fitting(name):
         with pytest.raises(PlanError, match=rf"{tp}|falls inside"):
             conversions.at(name, tp)
-        return
+        tp = conversions.largest(name)
     whole = tensors_of(conversions.source(name))
     held = [tensors_of(conversions.at(name, tp), rank) for rank in range(tp)]
     entries = quantized.entries()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from fnmatch import fnmatchcase
@@ -15,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import zstandard
-from support import transformers_tp_worker
+from support import prestarted
 from support.models import Array, as_integers, save_pretrained
-from support.patience import PATIENCE
 from support.transformers_tp_worker import FORWARD, TOKENS, as_in_memory
 
 import relayout
@@ -27,7 +24,7 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="gloo processes are forked; transformers refuses MPS"),
-    pytest.mark.xdist_group("transformers_tp"),  # Its processes are started once.
+    pytest.mark.xdist_group("transformers"),  # Its processes are started once.
 ]
 
 DEGREES = [2, 4]
@@ -168,15 +165,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_pretrained(folder / "source" / family, CONFIG_MAPPING[family](**SIZES | sizes))
     for family, tp in product(FORWARD, DEGREES):
         converted(folder, family, tp)
-    worker = Path(transformers_tp_worker.__file__)
-    run = subprocess.run(
-        [sys.executable, worker, folder, *(f"{tp}/{family}" for family, tp in CASES)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
+    done = prestarted.run(
+        folder,
+        *(f"{tp}/{family}" for family, tp in CASES),
+        script="from support import transformers_tp_worker; transformers_tp_worker.main()",
+        imports=prestarted.TRANSFORMERS,
+        env=prestarted.ONE_THREAD,
     )
-    assert run.returncode == 0, run.stderr
+    assert done.returncode == 0, done.stderr
     return folder
 
 

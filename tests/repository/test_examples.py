@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import ast
-import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support import prestarted
 from support.models import SIZES, as_integers, read_tensors
-from support.patience import PATIENCE
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
 import relayout
@@ -23,7 +21,7 @@ PROMPT = [17, 300, 5]
 OPTIONS = ["--prompt", *map(str, PROMPT), "--new-tokens", "12"]
 
 # All in one process of pytest-xdist, which then makes the checkpoint once.
-pytestmark = pytest.mark.xdist_group("examples")
+pytestmark = pytest.mark.xdist_group("transformers")
 
 
 def write_checkpoint(folder: Path, config: PretrainedConfig) -> Path:
@@ -64,17 +62,9 @@ def expected(folder: Path) -> list[int]:
     return tokens
 
 
-def run(*command: object) -> list[int]:
-    """The tokens that a command prints, last of all."""
-    done = subprocess.run(
-        [*map(str, command), *OPTIONS],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    assert done.returncode == 0, done.stderr
-    return [int(token) for token in done.stdout.splitlines()[-1].split()]
+def tokens_of(printed: str) -> list[int]:
+    """Those that an example prints, last of all."""
+    return [int(token) for token in printed.splitlines()[-1].split()]
 
 
 @pytest.mark.parametrize("tp", [1, 8])
@@ -90,27 +80,39 @@ def test_the_tokens_are_those_of_the_original(
     """In this process, which has imported all that they need."""
     monkeypatch.setattr(sys, "argv", [example, str(folder / f"tp{tp}"), *OPTIONS])
     runpy.run_path(str(EXAMPLES / example), run_name="__main__")
-    assert [int(token) for token in capsys.readouterr().out.splitlines()[-1].split()] == expected
+    assert tokens_of(capsys.readouterr().out) == expected
 
 
-PARALLEL = """
-import runpy, sys
+AS_TORCHRUN = """
+import os, runpy, sys
+import torch.distributed, torch.multiprocessing
 import transformers.integrations.accelerate
+
 # What from_pretrained needs accelerate for is more than one device in a process.
 transformers.integrations.accelerate.is_accelerate_available = lambda *_: True
 sys.modules["relayout"] = None  # Cannot be imported.
+num_ranks = int(sys.argv.pop(1))
 sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
+store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+def run(rank):
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+torch.multiprocessing.start_processes(run, nprocs=num_ranks, start_method="fork")
 """
 
 
-def test_the_tokens_of_tensor_parallel_processes_are_those_of_the_original(
-    folder: Path, expected: list[int], tmp_path: Path
-) -> None:
-    script = tmp_path / "parallel.py"
-    script.write_text(PARALLEL)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2]
-    assert run(*torchrun, script, EXAMPLES / "transformers_tp.py", folder / "tp2") == expected
+def test_the_tokens_of_tensor_parallel_processes_are_those_of_the_original(folder: Path, expected: list[int]) -> None:
+    done = prestarted.run(
+        *(2, EXAMPLES / "transformers_tp.py", folder / "tp2", *OPTIONS),
+        script=AS_TORCHRUN,
+        imports=prestarted.TRANSFORMERS,
+        env=prestarted.ONE_THREAD,
+    )
+    assert done.returncode == 0, done.stderr
+    assert tokens_of(done.stdout) == expected
 
 
 def test_every_example_is_run_here() -> None:
@@ -138,7 +140,11 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def test_plain_numpy_needs_no_torch_and_no_relayout(folder: Path, expected: list[int]) -> None:
-    assert run(sys.executable, "-c", ALONE, EXAMPLES / "plain_numpy.py", folder / "tp2") == expected
+    done = prestarted.run(
+        EXAMPLES / "plain_numpy.py", folder / "tp2", *OPTIONS, script=ALONE, imports="numpy,zstandard"
+    )
+    assert done.returncode == 0, done.stderr
+    assert tokens_of(done.stdout) == expected
 
 
 def test_plain_numpy_imports_numpy_and_zstandard_only() -> None:

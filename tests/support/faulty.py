@@ -101,7 +101,7 @@ MAPPED = ("load", "load names", "load verify", "load tp", "iter_load")
 
 def calls_of(way: str) -> list[str]:
     """The calls that go this way."""
-    chosen_by_others = {"open": ("mapped",), "safe_open": ("auto", "pinned", "gds")}
+    chosen_by_others = {"open": ("mapped",), "safe_open": ("auto",), "load names": ("auto", "mapped")}
     return [
         call
         for call in CALLS

@@ -37,6 +37,10 @@ COMMANDS = (
 """What the commands import."""
 LOADER = f"{COMMANDS},torch,relayout.loader.api,relayout.loader.diagnose.doctor,relayout.loader.sources.resharded"
 """What a load and `relayout doctor` import."""
+TRANSFORMERS = "torch.distributed.tensor,torch.multiprocessing,transformers.distributed,relayout.transformers"
+"""What tensor-parallel processes import. Tests that have some are in one group of pytest-xdist, "transformers"."""
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+"""The environment of such processes."""
 _COMMAND = "from relayout.__main__ import main; main()"
 
 

@@ -1,11 +1,13 @@
-"""The programs of tools/, run in a process of their own, as `tools/run` does."""
+"""Commands as tests run them: `relayout` in this process, the programs of tools/ in one of their own."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from support.patience import PATIENCE
 
@@ -14,6 +16,16 @@ PYTHONPATH = os.pathsep.join(
     [str(_ROOT / "tools"), str(_ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 """With which a child finds the tools and tests.support."""
+
+
+@cache
+def built_command() -> Any:
+    """What typer makes of `relayout`'s functions whenever it is called, made once: most of what a refusal takes."""
+    from typer.main import get_command
+
+    from relayout.cli.app import app
+
+    return get_command(app)
 
 
 def run_tool(*words: str) -> subprocess.CompletedProcess[str]:

@@ -1,6 +1,6 @@
 """Runs transformers' own tensor parallelism on CPUs, and writes down what each rank's process holds.
 
-`python transformers_tp_worker.py FOLDER N/FAMILY...`: FOLDER has checkpoints, FOLDER/source/FAMILY, and conversions of
+`main` with `FOLDER N/FAMILY...` in sys.argv: FOLDER has checkpoints, FOLDER/source/FAMILY, and conversions of
 them, FOLDER/tpN/FAMILY. For each degree N and family it writes of each rank R
 
     shards/tpN/FAMILY/rank-R.safetensors    its part of each parameter, as transformers names them in memory
@@ -125,7 +125,3 @@ def _logits(model: torch.nn.Module, converted: Path) -> dict[str, torch.Tensor]:
                 tensor.copy_(held[name])
         logits["relayout"] = model(tokens).logits
     return logits
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Models by `relayout.transformers.from_pretrained` in tensor-parallel processes, beside transformers' own.
 
-`python transformers_worker.py N FOLDER FAMILY...`: of each family FOLDER has FAMILY and, converted for N ranks,
+`main` with `N FOLDER FAMILY...` in sys.argv: of each family FOLDER has FAMILY and, converted for N ranks,
 FAMILY-tpN. Each process writes what it found to FOLDER/found-RANK.json. They are forked from one that has imported
 everything, which takes longer than all the rest.
 """
@@ -67,7 +67,3 @@ def run(rank: int, num_ranks: int, root: Path, families: list[str]) -> None:
         }
     (root / f"found-{rank}.json").write_text(json.dumps(found))
     distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

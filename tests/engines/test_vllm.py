@@ -251,6 +251,9 @@ def test_a_damaged_byte_is_found_by_verify_and_a_missing_file_always(
     file.write_bytes(blob[:-4096])
     with pytest.raises(FormatError, match="bytes long, expected"):
         engine.load(folder, Model(whole, 1, 2))
+    (folder / "relayout.json").unlink()
+    with pytest.raises(FormatError, match=r"relayout\.json: is missing beside files of ranks"):
+        engine.load(folder, Model(whole, 1, 2))
 
 
 def test_an_engine_that_stops_early_is_an_error(folders: Path, engine: Engine) -> None:

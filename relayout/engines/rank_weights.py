@@ -208,7 +208,11 @@ class RankWeights:
         if self._wanted is not None:
             contents = contents.rows([row for row, name in enumerate(contents.names) if self._wanted(name)])
         options = options_of(self._device, backend, given.verify, given.threads, given.memory, self._progress)
-        yield from self._slices(source.columns(), stream(contents, options))
+        try:
+            yield from self._slices(source.columns(), stream(contents, options))
+        except FormatError as error:
+            error.path = error.path or self._path  # An engine has more than one folder: a draft model's, adapters.
+            raise
         if not self._only_held:
             yield from self._others(held)
         self._seconds = time.perf_counter() - started

@@ -35,7 +35,7 @@ Result = dict[str, Any]
 
 def main(
     engines: Annotated[list[str] | None, typer.Argument(help=f"Of {', '.join(ENGINES)}. Default: all.")] = None,
-    only: Annotated[str, typer.Option(help="Pattern of checkpoint names, such as 'qwen*'.")] = "*",
+    only: Annotated[str, typer.Option(help="Pattern of names, such as 'qwen*'.")] = "*",
     compare: Annotated[bool, typer.Option(help="Compare the parameters of all ranks.")] = True,
     generate: Annotated[bool, typer.Option(help="Generate tokens (vLLM).")] = True,
     failures: Annotated[bool, typer.Option(help="See what is said of damaged folders (vLLM).")] = True,
@@ -59,7 +59,7 @@ def main(
         for run in RUNS if generate else ():
             if fnmatch(run.name, only):
                 record(name, "tokens", {run.name: generate_both_ways(environment, run, work)})
-        for what, said in fail(environment, work) if failures else ():
+        for what, said in fail(environment, work, only) if failures else ():
             record(name, "failures", {what: said})
             say(f"{what}: {said}")
         if starts:

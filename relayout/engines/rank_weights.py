@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from relayout.checkpoint.converted import is_converted, read_manifest
-from relayout.errors import PlanError, about, shown
+from relayout.errors import FormatError, PlanError, about, shown
 from relayout.storage.protocols import Kind
 from relayout.storage.stores import find_store
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from relayout.loader.sources.pieces import Columns
 
 _MAX_SHOWN_NAMES = 4
+_OF_ANOTHER_RANK = "model-rank-1-part-0.safetensors"
+"""A file that only folders converted for several ranks have."""
 _LAYER = re.compile(r"\.layers\.([0-9]+)\.")
 
 
@@ -82,7 +84,7 @@ def find_folder(path: str, engine: str) -> Folder | None:
         engine: how to ask the engine for its own way to load, for messages.
 
     Raises:
-        FormatError: relayout.json is damaged.
+        FormatError: relayout.json is damaged, or missing from what was a converted folder.
         PlanError: there is no such folder.
     """
     store = find_store(path)
@@ -94,6 +96,9 @@ def find_folder(path: str, engine: str) -> Folder | None:
             code="missing",
         )
     if not is_converted(store):
+        if store.stat(_OF_ANOTHER_RANK) is not None:  # Engines would take its slices for whole tensors.
+            what = "is missing beside files of ranks: the folder was copied in part"
+            raise FormatError(what, path=store.where("relayout.json"), code="missing")
         return None
     manifest = read_manifest(store)
     return Folder(manifest.num_ranks, manifest.expert_parallel)
@@ -203,7 +208,11 @@ class RankWeights:
         if self._wanted is not None:
             contents = contents.rows([row for row, name in enumerate(contents.names) if self._wanted(name)])
         options = options_of(self._device, backend, given.verify, given.threads, given.memory, self._progress)
-        yield from self._slices(source.columns(), stream(contents, options))
+        try:
+            yield from self._slices(source.columns(), stream(contents, options))
+        except FormatError as error:
+            error.path = error.path or self._path  # An engine has more than one folder: a draft model's, adapters.
+            raise
         if not self._only_held:
             yield from self._others(held)
         self._seconds = time.perf_counter() - started

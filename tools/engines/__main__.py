@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 import relayout
 from engines.cases import DEGREES, RUNS, WHOLE_IN_SGLANG, Case, Run, all_cases, converted_of, source_of
-from engines.cold_start import measure
+from engines.cold_start import measure, reads
 from engines.environments import ENGINES, ROOT, Environment, environment_of, versions_in
 from engines.failures import fail
 from engines.starts import start
@@ -35,7 +35,7 @@ Result = dict[str, Any]
 
 def main(
     engines: Annotated[list[str] | None, typer.Argument(help=f"Of {', '.join(ENGINES)}. Default: all.")] = None,
-    only: Annotated[str, typer.Option(help="Pattern of checkpoint names, such as 'qwen*'.")] = "*",
+    only: Annotated[str, typer.Option(help="Pattern of names, such as 'qwen*'.")] = "*",
     compare: Annotated[bool, typer.Option(help="Compare the parameters of all ranks.")] = True,
     generate: Annotated[bool, typer.Option(help="Generate tokens (vLLM).")] = True,
     failures: Annotated[bool, typer.Option(help="See what is said of damaged folders (vLLM).")] = True,
@@ -59,11 +59,12 @@ def main(
         for run in RUNS if generate else ():
             if fnmatch(run.name, only):
                 record(name, "tokens", {run.name: generate_both_ways(environment, run, work)})
-        for what, said in fail(environment, work) if failures else ():
+        for what, said in fail(environment, work, only) if failures else ():
             record(name, "failures", {what: said})
             say(f"{what}: {said}")
         if starts:
             record(name, "cold_start", measure(environment, work, starts))
+            record(name, "reads", dict(reads(environment, work)))
 
 
 def record(engine: str, part: str, new: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from bench.drive import check_cold, forget, machine, total_nbytes
 from checkpoints import write_llama
 
-import relayout
+from engines.cases import Run, converted_of
 from engines.environments import Environment
 from engines.starts import Start, start
 
@@ -23,12 +23,9 @@ LOADED = r"Loading weights took ([\d.]+) seconds"
 
 def measure(environment: Environment, work: Path, turns: int) -> dict[str, Any]:
     """Starts of every way, in turns."""
-    folder = work / "cold-start"
-    if not folder.exists():
-        write_llama(folder, NUM_LAYERS)
-    converted = folder.with_name(f"{folder.name}-tp1")
-    relayout.convert(folder, converted, tp=1, force=True)
-    environment = replace(environment, variables=environment.variables | {"VLLM_LOGGING_LEVEL": "INFO"})
+    folder = _source(work)
+    converted = converted_of(folder, 1)
+    environment = _telling(environment)
     warm = replace(environment, variables=environment.variables | {"RELAYOUT_WARM": str(converted)})
     ours = {"load_format": "relayout"}
     ways: dict[str, tuple[Environment, Path, dict[str, Any]]] = {
@@ -48,6 +45,31 @@ def measure(environment: Environment, work: Path, turns: int) -> dict[str, Any]:
         "nbytes": total_nbytes(folder),
         "ways": {name: dict(_summary(found)) for name, found in starts.items()},
     }
+
+
+def reads(environment: Environment, work: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What the processes of ranks and of stages have read from the drive when the engine is ready."""
+    for run in (Run("llama", tp=2), Run("llama", tp=1, stages=2)):
+        folder = converted_of(_source(work), run.tp)
+        forget([folder])
+        check_cold([folder])
+        settings = run.settings | {"load_format": "relayout", "model_loader_extra_config": {"strict": True}}
+        done = start(_telling(environment), folder, settings, work / f"reads, {run.name}.log", until="init engine")
+        found = [re.search(r"relayout: rank \d+ of \d+: ([\d.]+) GB", line) for line in done.lines]
+        needed = sorted((float(one[1]) for one in found if one), reverse=True)
+        read = [round(one.read_nbytes / 1e9, 3) for one in done.processes[: len(needed)]]
+        yield run.name, {"needed_gb": needed, "read_gb": read, "checkpoint_gb": round(total_nbytes(folder) / 1e9, 3)}
+
+
+def _source(work: Path) -> Path:
+    folder = work / "cold-start"
+    if not folder.exists():
+        write_llama(folder, NUM_LAYERS)
+    return folder
+
+
+def _telling(environment: Environment) -> Environment:
+    return replace(environment, variables=environment.variables | {"VLLM_LOGGING_LEVEL": "INFO"})
 
 
 def _summary(starts: list[Start]) -> Iterator[tuple[str, Any]]:

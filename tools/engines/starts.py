@@ -67,7 +67,9 @@ def start(
         until: end it as soon as it says so.
     """
     ranks = settings.get("tensor_parallel_size", 1) * settings.get("pipeline_parallel_size", 1)
-    variables = environment.variables | {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks)))}
+    variables = environment.variables
+    if ranks > 1:  # vLLM wants to be told which cores are whose.
+        variables = variables | {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks)))}
     command = [environment.python, SCRIPT, folder, json.dumps(settings)]
     started = time.perf_counter()
     running = subprocess.Popen(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from relayout.core.digests import digest_hex
 from relayout.errors import FormatError, PlanError
 from relayout.format.chunks import CHUNKS_NAME, places_of_digests
@@ -16,8 +18,10 @@ from relayout.format.manifest import (
 )
 from relayout.format.rank_table import parse_table
 from relayout.format.safetensors import LENGTH_NBYTES
-from relayout.format.source_record import SourceRecord, parse_record
 from relayout.storage.protocols import Kind, Store
+
+if TYPE_CHECKING:
+    from relayout.format.source_record import SourceRecord
 
 HEAD_NBYTES = 512
 """More than what `check_head` looks at, and less than any file has: its header fills at least one block."""
@@ -73,6 +77,9 @@ def read_record(folder: Store, manifest: Manifest) -> SourceRecord:
     Raises:
         FormatError: the record is missing, damaged, or of another conversion.
     """
+    # Imported here: a load of a rank as stored needs no record.
+    from relayout.format.source_record import parse_record
+
     where = folder.where(SOURCE_RECORD_NAME)
     blob = folder.read(SOURCE_RECORD_NAME, MAX_TABLE_NBYTES)
     if digest_hex(blob) != manifest.record_digest:

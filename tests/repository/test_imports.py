@@ -45,6 +45,7 @@ WITH_TORCH = {"relayout.engines.global_tensor"}
 
 NOT_FOR_LOADS = {
     "relayout.checkpoint.source",
+    "relayout.format.source_record",
     "relayout.loader.backends.cuda",
     "relayout.loader.backends.cufile",
     "relayout.loader.backends.mapped",

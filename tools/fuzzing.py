@@ -13,7 +13,9 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import cache
+from itertools import product
 from math import prod
+from operator import mul
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -29,6 +31,7 @@ from relayout.conversion.layout import stored_conversion
 from relayout.core.digests import digest_hex
 from relayout.core.dtypes import BITS
 from relayout.core.extents import Extent
+from relayout.core.slices import Slice
 from relayout.errors import FormatError, PlanError
 from relayout.format.fields import parse_object
 from relayout.format.index import Manifest
@@ -40,7 +43,6 @@ from relayout.plans.family import dump_rules, parse_family, parse_rules
 from relayout.plans.planner import Plan, make_plan, plan_for
 from relayout.storage.local.store import LocalStore
 
-_CONVERTED = BASES / "converted"
 MAX_INPUT_NBYTES = 2**16
 _MAX_DATA_NBYTES = 2**20
 """Length of the data section of a made-up file."""
@@ -66,16 +68,20 @@ class Target:
     mutate: Callable[[bytes, random.Random], bytes] = lambda data, rng: mutate_json(data, rng)
     """Changes an input in a way that bytes alone would rarely change."""
 
+    first: str = "*"
+    """Pattern of the place, BASE/NAME, of the one that is as it should be."""
+
     def seeds(self) -> list[bytes]:
-        """The inputs that the vectors give."""
-        inputs = (self.to_input(blob) for name, blob in _corpus() if fnmatch(name, self.files))
+        """The inputs that the vectors give; the first is the good one."""
+        corpus = sorted(_corpus(), key=lambda file: not fnmatch(file[0], self.first))
+        inputs = (self.to_input(blob) for name, blob in corpus if fnmatch(name.rpartition("/")[2], self.files))
         return [one for one in inputs if one is not None and len(one) <= MAX_INPUT_NBYTES]
 
 
 @cache
 def _corpus() -> list[tuple[str, bytes]]:
     """Files that somebody might send, first of the bases, then of the vectors, each with something wrong with it."""
-    good = [(path.name, path.read_bytes()) for path in sorted(BASES.rglob("*")) if path.is_file()]
+    good = [(str(path.relative_to(BASES)), path.read_bytes()) for path in sorted(BASES.rglob("*")) if path.is_file()]
     return good + [file for one in vectors() for file in changed_files(one).items()]
 
 
@@ -212,8 +218,8 @@ def _manifest(data: bytes) -> None:
         manifest = parse_manifest(data, "x")
     except FormatError:
         return
-    for rank, entry in enumerate(manifest.ranks):
-        files = manifest.rank_files(rank)
+    for holder, entry in enumerate(manifest.holders):
+        files = manifest.holder_files(holder)
         assert _is_plain(entry.table)
         assert all(_is_plain(file.name) and file.name.endswith(".safetensors") for file in files)
         total, places = 0, []
@@ -226,43 +232,84 @@ def _manifest(data: bytes) -> None:
             assert one.count == 1 or min(one.source_stride, one.target_stride) >= one.nbytes
         assert total == entry.nbytes
         assert entry.arena_nbytes <= 1.4 * sum(file.nbytes for file in files) + 8192 * (len(files) + 1)
-        ends = [0, *(end for _, end in sorted(places)), entry.arena_nbytes]
-        assert all(start >= end for (start, _), end in zip(sorted(places), ends, strict=False))
+        ends = [0, *(end for _, end in places), entry.arena_nbytes]
+        assert all(start >= end for (start, _), end in zip(places, ends, strict=False))
         assert ends == sorted(ends)
 
 
-def _table(data: bytes) -> None:
-    stored = data[1:] if data[:1] == _AS_STORED else compress(data)
-    manifest = _base_manifest()
-    entry = replace(manifest.ranks[1], table_digest=digest_hex(stored))
-    try:
-        table = parse_table(stored, replace(manifest, ranks=(manifest.ranks[0], entry)), 1, "x")
-    except FormatError:
-        return
-    held: set[int] = set()
-    for row, name in enumerate(table.names):
-        json_text(name).encode()
-        nbytes = prod(table.shapes[row]) * BITS[table.dtypes[row]] // 8
-        offset, place = table.offsets[row], table.arena_offsets[row]
-        assert offset + nbytes <= manifest.rank_files(1)[table.files[row]].nbytes
-        assert place % 16 == 0
-        assert place + nbytes <= entry.arena_nbytes
-        assert not held & set(range(place, place + nbytes))
-        held |= set(range(place, place + nbytes))
-        assert nbytes == 0 or any(
-            read.file == table.files[row]
-            and read.transfer.source + run * read.transfer.source_stride + inside == offset
-            and 0 <= inside <= read.transfer.nbytes - nbytes
-            for read in entry.reads
-            for run in range(read.transfer.count)
-            for inside in [place - read.transfer.target - run * read.transfer.target_stride]
+def _table(base: str, holder: int) -> Callable[[bytes], None]:
+    """The table of one holder of a base."""
+
+    def run(data: bytes) -> None:
+        stored = data[1:] if data[:1] == _AS_STORED else compress(data)
+        manifest = _base_manifest(base)
+        entry = replace(manifest.holders[holder], table_digest=digest_hex(stored))
+        ranks = tuple(entry if holder == rank else one for rank, one in enumerate(manifest.ranks))
+        whole = entry if holder == manifest.num_ranks else manifest.whole
+        try:
+            table = parse_table(stored, replace(manifest, ranks=ranks, whole=whole), holder, "x")
+        except FormatError:
+            return
+        brought = _brought(base, holder)
+        held: set[int] = set()
+        order = []
+        for row, name in enumerate(table.names):
+            json_text(name).encode()
+            dtype, shape, source_shape, part = (
+                column[row] for column in (table.dtypes, table.shapes, table.source_shapes, table.slices)
+            )
+            nbytes = prod(shape) * BITS[dtype] // 8
+            number, offset, place = entry.files[table.files[row]], table.offsets[row], table.arena_offsets[row]
+            assert manifest.files[number].data_start <= offset <= manifest.files[number].nbytes - nbytes
+            assert place % 16 == 0
+            assert place + nbytes <= entry.arena_nbytes
+            assert not held & set(range(place, place + nbytes))
+            held |= set(range(place, place + nbytes))
+            assert part.shape(source_shape) == shape
+            inside = range(nbytes)
+            if number in manifest.shared and holder < manifest.num_ranks:
+                inside = _bytes_in_whole(part, source_shape, BITS[dtype])
+            places = [(number, offset + byte - inside[0]) for byte in inside]
+            assert brought[place : place + nbytes] == places
+            order.append((table.files[row], offset, nbytes > 0))
+        assert order == sorted(order)
+
+    return run
+
+
+@cache
+def _brought(base: str, holder: int) -> list[tuple[int, int] | None]:
+    """Of each byte of a holder's arena: the file and the offset that it is read from."""
+    entry = _base_manifest(base).holders[holder]
+    brought: list[tuple[int, int] | None] = [None] * entry.arena_nbytes
+    for read in entry.reads:
+        one = read.transfer
+        for run in range(one.count):
+            for byte in range(one.nbytes):
+                target, offset = (
+                    one.target + run * one.target_stride + byte,
+                    one.source + run * one.source_stride + byte,
+                )
+                brought[target] = (entry.files[read.file], offset)
+    return brought
+
+
+def _bytes_in_whole(part: Slice, source_shape: tuple[int, ...], bits: int) -> list[int]:
+    """The bytes of a slice in its whole tensor, in the order of the slice."""
+    indices = []
+    for axis, dim in enumerate(source_shape):
+        ranges = part.ranges_along(axis)
+        indices.append(
+            [start + i for start, length in ranges for i in range(length)] if ranges is not None else range(dim)
         )
-        assert table.slices[row].shape(table.source_shapes[row]) == table.shapes[row]
+    strides = [prod(source_shape[axis + 1 :]) for axis in range(len(source_shape))]
+    elements = (sum(map(mul, index, strides)) for index in product(*indices))
+    return list(dict.fromkeys(bit // 8 for one in elements for bit in range(one * bits, (one + 1) * bits)))
 
 
 def _record(data: bytes) -> None:
     """With what `restore` makes of it, up to the first byte that is read or written."""
-    manifest = _base_manifest()
+    manifest = _base_manifest("converted")
     try:
         record = parse_record(data, 2, "x")
         names = [file.name for file in (*record.files, *record.side_files)] + list((record.index or ())[:1])
@@ -281,15 +328,15 @@ def _record(data: bytes) -> None:
 
 
 @cache
-def _base_manifest() -> Manifest:
-    return parse_manifest((_CONVERTED / "relayout.json").read_bytes(), "base")
+def _base_manifest(base: str) -> Manifest:
+    return parse_manifest((BASES / base / "relayout.json").read_bytes(), base)
 
 
 @cache
 def _base_tables() -> list[Any]:
-    manifest = _base_manifest()
+    manifest = _base_manifest("converted")
     return [
-        parse_table((_CONVERTED / entry.table).read_bytes(), manifest, rank, "base")
+        parse_table((BASES / "converted" / entry.table).read_bytes(), manifest, rank, "base")
         for rank, entry in enumerate(manifest.ranks)
     ]
 
@@ -317,6 +364,7 @@ _HOSTILE: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2, 15, 16, 4095, 4096, 4097, 2**31, 2**32, 2**53, 2**62, 2**63 - 1, 2**63, 2**64),
     *(-(2**63), 10**30, 1.0, -0.0, 1.5, 1e300, "", "0", "1", ".", "..", "../x", "/etc/passwd", "a/b", "a\\b", "\0"),
     *("x.safetensors", "relayout.json", "\x1b[31m", "\ud800", "é", "F32", "BF16", "F4", "whole", "a" * 300),
+    *(["compression"], {"0": [[0, 1]]}, {"0": []}, {"1": [[0, 4]]}, {"0": [[0, 4]], "1": [[8, 8]]}, {"00": [[0, 1]]}),
     *([], [0], [[0, 1]], [0, [[0, 1]]], [0, []], [1, [[0, 1], [1, 1]]], [2**62, 2**62], {}, {"a": 1}),
 )
 
@@ -462,7 +510,9 @@ TARGETS: Mapping[str, Target] = {
     "index": Target("*.index.json", _index),
     "config": Target("*config.json", _config),
     "manifest": Target("relayout.json", _manifest),
-    "table": Target("relayout.rank-*.json.zst", _table, _of_table),
+    "table": Target("relayout.rank-*.json.zst", _table("converted", 0), _of_table),
+    "table_beside_whole": Target("relayout.rank-*.json.zst", _table("whole", 0), _of_table, first="whole/*"),
+    "whole": Target("relayout.*.json.zst", _table("whole", 2), _of_table, first="*relayout.whole.json.zst"),
     "record": Target("relayout.source.json.zst", _record, _of_table),
     "plan": Target("plan*.toml", _plan, mutate=mutate_words),
 }

@@ -1,7 +1,8 @@
-"""The hostile checkpoints of tests/format/vectors, for readers in other languages, and the base they are made from.
+"""The hostile checkpoints of tests/format/vectors, for readers in other languages, and the bases they are made from.
 
     tools/run vectors export DIR|FILE.zip    their files, and a list of them in JSON
     tools/run vectors rebase                 convert the plain base anew, when the format has changed
+    tools/run vectors golden                 make the golden folder anew, when the format has changed
 
 An export has `base/NAME/FILE` and, of each vector, the files that replace or join those of its base, as `NAME/FILE`.
 What no archive can hold, links and FIFOs, a reader makes itself: `made` in the list.
@@ -17,7 +18,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from support.vector_edits import BASES, base, changed_files, vectors
+from support import golden
+from support.vector_edits import BASES, NAMES, base, changed_files, vectors
 
 import relayout
 
@@ -43,7 +45,7 @@ def export(target: Annotated[Path, typer.Argument(metavar="DIR|FILE.zip", help="
 
 def _files() -> Iterator[tuple[str, bytes]]:
     """Names and bytes of all that is exported."""
-    for name in ("plain", "converted"):
+    for name in NAMES:
         yield from ((f"base/{name}/{file}", blob) for file, blob in base(name).items())
     yield "base/plan.toml", (BASES / "plan.toml").read_bytes()
     for one in vectors():
@@ -54,9 +56,21 @@ def _files() -> Iterator[tuple[str, bytes]]:
 
 @app.command()
 def rebase() -> None:
-    """Convert the plain base for two ranks, in the place of the converted one."""
-    shutil.rmtree(BASES / "converted")
-    relayout.convert(BASES / "plain", BASES / "converted", tp=2, align=512)
+    """Convert the plain base for two ranks, in the place of the converted ones."""
+    for name, layout in (("converted", "ranks"), ("whole", "whole")):
+        shutil.rmtree(BASES / name, ignore_errors=True)
+        relayout.convert(BASES / "plain", BASES / name, tp=2, align=512, layout=layout)
+
+
+@app.command("golden")
+def make_golden() -> None:
+    """Write the golden source, what relayout makes of it, and what each rank then holds."""
+    golden.write_source(golden.SOURCE)
+    golden.PLAN.write_text(golden.PLAN_TEXT)
+    for layout in golden.LAYOUTS:
+        shutil.rmtree(golden.FOLDER / layout, ignore_errors=True)
+        golden.convert(golden.SOURCE, golden.FOLDER / layout, layout)
+    golden.LIST.write_text(json.dumps(golden.listed(), indent=1) + "\n")
 
 
 if __name__ == "__main__":

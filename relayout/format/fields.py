@@ -80,6 +80,13 @@ class Fields:
             self._refuse(name, "an object")
         return value
 
+    def object_or_null(self, name: str) -> Mapping[str, Any] | None:
+        """An object, or null."""
+        value = self.top.get(name, 0)
+        if not isinstance(value, dict | None):
+            self._refuse(name, "an object or null")
+        return value
+
     def objects(self, name: str) -> list[Mapping[str, Any]]:
         """A list of objects."""
         value = self.top.get(name)

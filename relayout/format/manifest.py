@@ -176,6 +176,7 @@ def parse_manifest(blob: bytes, where: str) -> Manifest:
         raise FormatError(f"{len(ranks)} entries in 'ranks', num_ranks is {top['num_ranks']}", path=where, code="field")
     source = Fields(fields.object("source"), where)
     files = _parse_files(fields, where)
+    whole = fields.object_or_null("whole")
     manifest = Manifest(
         generator=fields.text("generator"),
         conversion=digest_field(fields, "conversion"),
@@ -194,9 +195,7 @@ def parse_manifest(blob: bytes, where: str) -> Manifest:
         ranks=tuple(
             _parse_holder(entry, table_name(rank), files, f"{where}: rank {rank}") for rank, entry in enumerate(ranks)
         ),
-        whole=None
-        if top.get("whole") is None
-        else _parse_holder(fields.object("whole"), WHOLE_TABLE_NAME, files, f"{where}: whole"),
+        whole=None if whole is None else _parse_holder(whole, WHOLE_TABLE_NAME, files, f"{where}: whole"),
     )
     unused = set(range(len(files))).difference(*(entry.files for entry in manifest.holders))
     if unused:

@@ -174,8 +174,7 @@ def parse_record(text: bytes, num_ranks: int, where: str) -> SourceRecord:
     cut_of = _positions(tensors, "cut", count, len(cuts))
     files = _parse_files(Fields(top.object("files"), where), where)
     file_of = _positions(tensors, "file", count, len(files))
-    index = None if top.top.get("index") is None else Fields(top.object("index"), where)
-    plan = None if top.top.get("plan", {}) is None else _parse_plan(Fields(top.object("plan"), f"{where}: plan"))
+    index, plan = top.object_or_null("index"), _parse_plan(top.object_or_null("plan"), f"{where}: plan")
     record = SourceRecord(
         options=_parse_options(top, plan, where),
         plan=plan,
@@ -188,7 +187,7 @@ def parse_record(text: bytes, num_ranks: int, where: str) -> SourceRecord:
         file_of=file_of,
         offsets=tensors.column("offset", int, count),
         files=files,
-        index=None if index is None else (_path(index.text("name"), where), index.text("text").encode()),
+        index=None if index is None else _parse_index(Fields(index, where)),
         side_files=_parse_side_files(side_files, where),
     )
     _check_names(
@@ -227,7 +226,14 @@ def _parse_side_files(fields: Fields, where: str) -> tuple[SideFile, ...]:
     return tuple(SideFile(_path(name, where), nbytes, digest, mode) for name, nbytes, digest, mode in columns)
 
 
-def _parse_plan(fields: Fields) -> RecordedPlan:
+def _parse_index(fields: Fields) -> tuple[str, bytes]:
+    return _path(fields.text("name"), fields.where), fields.text("text").encode()
+
+
+def _parse_plan(top: Mapping[str, Any] | None, where: str) -> RecordedPlan | None:
+    if top is None:
+        return None
+    fields = Fields(top, where)
     plan = RecordedPlan(fields.text("name"), fields.text("origin"), fields.object("rules"))
     if plan.origin not in _ORIGINS:
         raise FormatError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from itertools import chain
@@ -16,12 +17,16 @@ import relayout
 from relayout.errors import FormatError
 
 
-@pytest.fixture(scope="module")
-def converted(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["ranks", "whole"])
+def converted(llama: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     folder = tmp_path_factory.mktemp("flips") / "out"
-    relayout.convert(llama, folder, tp=2, align=512)
+    relayout.convert(llama, folder, tp=2, align=512, layout=request.param)
     assert relayout.verify(folder).ok
     return folder
+
+
+def is_whole(folder: Path) -> bool:
+    return json.loads((folder / "relayout.json").read_text())["whole"] is not None
 
 
 def bits_of(path: Path, number: int) -> list[int]:
@@ -36,7 +41,8 @@ def test_a_flipped_bit_anywhere_is_found_in_its_file(converted: Path, tmp_path: 
     folder = tmp_path / "out"
     shutil.copytree(converted, folder)
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    assert {"config.json", "relayout.json", "relayout.rank-1.json.zst", "relayout.source.json.zst"} < set(names)
+    assert {"config.json", "relayout.chunks", "relayout.json", "relayout.source.json.zst"} < set(names)
+    assert ("relayout.whole.json.zst" in names) == ("model.safetensors.index.json" in names) == is_whole(folder)
     for name in names:
         for bit in bits_of(folder / name, 8):
             flip(folder / name, *divmod(bit, 8))
@@ -52,7 +58,7 @@ def test_a_flipped_bit_anywhere_is_found_in_its_file(converted: Path, tmp_path: 
 def test_a_flipped_bit_of_a_tensor_is_told_with_tensor_and_bytes(converted: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     shutil.copytree(converted, folder)
-    name = "model-rank-1-part-0.safetensors"
+    name = "relayout-rank-1-part-0.safetensors" if is_whole(folder) else "model-rank-1-part-0.safetensors"
     with safe_open(folder / name, framework="np") as stock:
         start = 8 + int.from_bytes((folder / name).read_bytes()[:8], "little")
         entries = {key: stock.get_slice(key).get_shape() for key in stock.offset_keys()}
@@ -65,3 +71,15 @@ def test_a_flipped_bit_of_a_tensor_is_told_with_tensor_and_bytes(converted: Path
             flip(folder / name, byte, 3)
         start = end
     assert start == (folder / name).stat().st_size
+
+
+@pytest.mark.parametrize("converted", ["ranks"], indirect=True)
+def test_a_flipped_bit_of_a_chunk_digest_is_found_by_a_load_at_another_degree(converted: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    shutil.copytree(converted, folder)
+    for bit in bits_of(folder / "relayout.chunks", 4):
+        flip(folder / "relayout.chunks", *divmod(bit, 8))
+        with pytest.raises(FormatError, match=r"relayout\.chunks: its part for .* differs from the manifest"):
+            relayout.load(folder, 0, tp=1, verify=True)
+        flip(folder / "relayout.chunks", *divmod(bit, 8))
+    relayout.load(folder, 0, tp=1, verify=True)

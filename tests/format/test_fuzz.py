@@ -36,7 +36,10 @@ CARELESS = {
     "index": ("parse_index", lambda blob, where: json.loads(blob)["weight_map"]),
     "config": ("parse_config", lambda blob, where: json.loads(blob)),
     "manifest": ("parse_manifest", lambda blob, where: json.loads(blob)),
-    "table": ("parse_table", lambda blob, manifest, rank, where: json.loads(blob)),
+    **dict.fromkeys(
+        ("table", "table_beside_whole", "whole"),
+        ("parse_table", lambda blob, manifest, rank, where: json.loads(blob)),
+    ),
     "record": ("parse_record", lambda text, ranks, where: json.loads(text)),
     "plan": ("parse_family", lambda text, where, name: json.loads(text)),
 }

@@ -25,6 +25,7 @@ from support.vector_edits import (
     FOLDER,
     INDEX,
     MANIFEST,
+    NAMES,
     RECORD,
     TABLES,
     base,
@@ -41,7 +42,7 @@ from relayout.cli.app import main
 from relayout.errors import FormatError, PlanError
 
 VECTORS = vectors()
-PARSERS = {"header", "index", "config", "manifest", "table", "record", "plan", "rank_file", "paths"}
+PARSERS = {"header", "index", "config", "manifest", "table", "record", "plan", "rank_file", "paths", "chunks", "whole"}
 FIELDS = {
     *("name", "base", "edit", "stale", "made", "command", "exit", "reason", "says", "python", "error", "is_bomb"),
     *("stock", "safetensors", "transformers"),
@@ -128,6 +129,10 @@ def call(what: str, path: Path, out: Path) -> None:
     match what.split():
         case ["load", rank]:
             relayout.load(path, int(rank))
+        case ["load", rank, "verify"]:
+            relayout.load(path, int(rank), verify=True)
+        case ["load", rank, "of", tp, "verify"]:
+            relayout.load(path, int(rank), tp=int(tp), verify=True)
         case ["load", rank, "of", tp]:
             relayout.load(path, int(rank), tp=int(tp))
         case ["restore"]:
@@ -170,10 +175,10 @@ def test_the_lists_are_whole() -> None:
     for path in FOLDER.glob("*.toml"):
         listed = tomllib.loads(path.read_text(encoding="utf-8"))["vector"]
         assert {one["name"].split("/")[0] for one in listed} == {path.stem}
-    assert {one["base"] for one in VECTORS} == {"plain", "converted"}
+    assert {one["base"] for one in VECTORS} == set(NAMES)
     for one in VECTORS:
         assert one.keys() <= FIELDS, one["name"]
-        assert set(one.get("stale", [])) <= {"conversion", "record", "tables"}, one["name"]
+        assert set(one.get("stale", [])) <= {"record", "tables"}, one["name"]
         assert one["reason"]
         re.compile(one["says"])
 
@@ -203,7 +208,7 @@ def test_an_export_holds_each_vector(tmp_path: Path) -> None:
         listed = json.loads(archive.read("vectors.json"))
         assert [one["name"] for one in listed] == [one["name"] for one in VECTORS]
         assert all(one.keys() >= {"base", "command", "reason", "says", "stock"} for one in listed)
-        for name in ("plain", "converted"):
+        for name in NAMES:
             for file, blob in base(name).items():
                 assert archive.read(f"base/{name}/{file}") == blob
         for one in VECTORS:

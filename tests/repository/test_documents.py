@@ -11,17 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import zstandard
-from support import format_example
+from support import format_example, golden
 from support.models import as_integers
 from typer.testing import CliRunner
 
 import relayout
 from relayout.cli.app import app
 from relayout.core.dtypes import BITS
-from relayout.core.slices import Slice
 from relayout.errors import FormatError
-from relayout.format import index
-from relayout.format.source_record import SourceRecord
 from relayout.plans.division import Sizes, divide
 from relayout.plans.family import Family, SizeSource, parse_family
 
@@ -31,11 +28,6 @@ FORMAT = (ROOT / "relayout" / "FORMAT.md").read_text()
 PLANS = (ROOT / "relayout" / "plans" / "PLANS.md").read_text()
 SECURITY = (ROOT / ".github" / "SECURITY.md").read_text()
 README = (ROOT / "README.md").read_text()
-
-final_format = pytest.mark.skipif(
-    not (hasattr(index, "FILE_VERSION") and hasattr(Slice, "along") and "plan" in SourceRecord.__dataclass_fields__),
-    reason="relayout does not write this format yet: content, slices along several axes, plans in the record",
-)
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -76,7 +68,6 @@ def test_the_reader_in_the_format_document_reads_the_example(example_folder: Pat
         np.testing.assert_array_equal(array, format_example.slice_array(name, rank), err_msg=name)
 
 
-@final_format
 def test_the_reader_in_the_format_document_reads_a_rank(llama: Path, tmp_path: Path) -> None:
     relayout.convert(llama, tmp_path / "out", tp=4)
     expected = relayout.load(tmp_path / "out", 3)
@@ -227,7 +218,6 @@ def test_the_digests_in_the_format_document_are_right() -> None:
     assert vectors.groups() == (format_example.digest(b""), format_example.digest(b"relayout"))
 
 
-@final_format
 def test_relayout_writes_the_example_of_the_format_document(tmp_path: Path) -> None:
     """All but what depends on the zstd library, and on the version of relayout."""
     source, plan = format_example.write_source(tmp_path)
@@ -255,12 +245,31 @@ def test_relayout_writes_the_example_of_the_format_document(tmp_path: Path) -> N
     assert written == printed
 
 
-@final_format
 def test_relayout_reads_the_example_of_the_format_document(example_folder: Path) -> None:
     assert relayout.verify(example_folder).differences == []
     for rank in range(format_example.NUM_RANKS):
         for name, tensor in relayout.load(example_folder, rank, verify=True).items():
             np.testing.assert_array_equal(as_integers(tensor).view(np.uint16), format_example.slice_array(name, rank))
+
+
+def test_the_digests_of_the_golden_folder_in_the_format_document_are_right() -> None:
+    named = dict(re.findall(r"^\| `(\w+/\S+)` \| `(\w+)` \|$", section(FORMAT, 14), re.MULTILINE))
+    found = {
+        f"{layout}/{path.name}": format_example.digest(path.read_bytes())
+        for layout in golden.LAYOUTS
+        for path in (golden.FOLDER / layout).iterdir()
+        if path.name != "config.json"
+    }
+    assert named == found
+
+
+@pytest.mark.parametrize("layout", golden.LAYOUTS)
+def test_the_reader_in_the_format_document_reads_the_golden_folder(layout: str) -> None:
+    for rank, expected in enumerate(golden.read_list()["ranks"]):
+        tensors = read_as_the_document_does(golden.FOLDER / layout, rank)
+        assert {
+            name: golden.row(expected[name]["dtype"], list(one.shape), one.tobytes()) for name, one in tensors.items()
+        } == expected
 
 
 def test_the_plan_in_the_document_of_plans_is_one() -> None:
@@ -325,7 +334,6 @@ def test_the_document_of_plans_has_all_keys_and_units() -> None:
     assert units == {family.EVEN, family.VOCABULARY, family.RAGGED, family.KV_HEADS}
 
 
-@final_format
 def test_the_manifest_has_the_fields_that_the_format_document_names_and_no_others(llama: Path, tmp_path: Path) -> None:
     relayout.convert(llama, tmp_path / "out", tp=2)
     manifest = json.loads((tmp_path / "out" / "relayout.json").read_text())

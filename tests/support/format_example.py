@@ -148,6 +148,7 @@ def record() -> dict[str, Any]:
         "alignment": ALIGNMENT,
         "max_part_nbytes": 48 * 10**9,
         "dcp": False,
+        "layout": "ranks",
         "files": {
             "name": ["model.safetensors"],
             "nbytes": [len(before) + len(data)],
@@ -227,6 +228,7 @@ def manifest() -> dict[str, Any]:
         "chunk_nbytes": CHUNK_NBYTES,
         "files": files,
         "ranks": ranks,
+        "whole": None,
     }
 
 

@@ -12,9 +12,10 @@ An edit names a `file` of the checkpoint, there or not (a plan begins as base/pl
     header = CONTENT, data = CONTENT      a safetensors file; `length`, if that in front of the header lies
 
 POINTER is a JSON pointer (RFC 6901). CONTENT is text, or a list of texts and of these: `{ hex = "..." }`,
-`{ repeat = [CONTENT, times] }`, `{ file = NAME }`, a file of the bases as it is stored, `{ text = NAME }`, what is
-compressed in one, `{ field = POINTER, of = NAME }`, a field of one, and `{ encoding = "utf-16-le", of = CONTENT }`. A
-file *.zst is edited as the text in it and compressed anew, but for edits with `stored = true`.
+`{ repeat = [CONTENT, times] }`, `{ file = NAME }`, a file of the bases as it is stored (of the plain one or the
+converted one, or BASE/NAME), `{ text = NAME }`, what is compressed in one, `{ field = POINTER, of = NAME }`, a field of
+one, `{ digest = CONTENT }`, a digest in JSON, and `{ encoding = "utf-16-le", of = CONTENT }`. A file *.zst is edited as
+the text in it and compressed anew, but for edits with `stored = true`.
 
 Digests in front of what is wrong are made truthful, so that the check is reached that the vector is meant for: those of
 record, tables and manifest. `stale` names those that are not: "record", "tables". A manifest that is edited as text
@@ -43,6 +44,9 @@ FOLDER = Path(__file__).parents[1] / "format" / "vectors"
 BASES = FOLDER / "base"
 INDEX, CONFIG, MANIFEST = "model.safetensors.index.json", "config.json", "relayout.json"
 TABLES, RECORD = ["relayout.rank-0.json.zst", "relayout.rank-1.json.zst"], "relayout.source.json.zst"
+WHOLE_TABLE = "relayout.whole.json.zst"
+NAMES = ("plain", "converted", "whole")
+"""Of the bases: a source, and what is made of it for two ranks, in both layouts."""
 
 Vector = Mapping[str, Any]
 
@@ -59,7 +63,7 @@ def vectors() -> list[dict[str, Any]]:
 
 @cache
 def base(name: str) -> Mapping[str, bytes]:
-    """The files of a base, `plain` or `converted`."""
+    """The files of a base."""
     return {path.name: path.read_bytes() for path in sorted((BASES / name).iterdir())}
 
 
@@ -83,7 +87,7 @@ def changed_files(vector: Vector) -> dict[str, bytes]:
         files[name] = _edited(files[name] if name in files else _of_a_base(name), edit)
     changed = {name for name, blob in files.items() if blob != before.get(name)}
     is_rewritten = any(edit["file"] == MANIFEST and not edit.keys() & {"set", "remove"} for edit in edits)
-    if changed & {RECORD, *TABLES, MANIFEST} and not is_rewritten:
+    if any(name.startswith("relayout.") and name.endswith((".json", ".zst")) for name in changed) and not is_rewritten:
         _sign(files, changed, vector.get("stale", []))
     return {name: blob for name, blob in files.items() if blob != before.get(name)}
 
@@ -162,6 +166,8 @@ def content(what: Any) -> bytes:
             return _decompress(_of_a_base(name)) if name.endswith(".zst") else _of_a_base(name)
         case {"field": pointer, "of": name}:
             return json.dumps(_field(json.loads(content({"text": name})), _parts(pointer))).encode()
+        case {"digest": what}:
+            return json.dumps(_digest([content(what)])).encode()
         case {"encoding": encoding, "of": text}:
             return content(text).decode().encode(encoding)
     raise AssertionError(what)
@@ -218,9 +224,10 @@ def _sign(files: dict[str, bytes], changed: Container[str], stale: Container[str
     manifest = json.loads(files[MANIFEST])
     if RECORD in changed and "record" not in stale:
         manifest["source"]["record_digest"] = _digest([files[RECORD]])
-    for rank, name in enumerate(TABLES):
-        if files[name] != base("converted")[name] and "tables" not in stale:
-            manifest["ranks"][rank]["table_digest"] = _digest([files[name]])
+    for rank, name in enumerate((*TABLES, WHOLE_TABLE)):
+        if name in changed and "tables" not in stale:
+            entry = manifest["whole"] if name == WHOLE_TABLE else manifest["ranks"][rank]
+            entry["table_digest"] = _digest([files[name]])
     manifest.pop("self_digest", None)
     before = _manifest_text(manifest).removesuffix(b"\n}\n") + b",\n  "
     files[MANIFEST] = before + f'"self_digest": "{_digest([before])}"\n}}\n'.encode()

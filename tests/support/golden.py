@@ -1,0 +1,119 @@
+"""The golden folder, for tests of other implementations: tests/format/golden, made by `tools/run vectors golden`.
+
+It has a source and its plan, what relayout makes of them for two ranks in both layouts, and golden.json: dtype, shape
+and SHA-256 of each tensor of each rank, which numpy cuts here by rules of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import save_file
+
+import relayout
+
+FOLDER = Path(__file__).parents[1] / "format" / "golden"
+SOURCE, PLAN, LIST = FOLDER / "source", FOLDER / "plan.toml", FOLDER / "golden.json"
+LAYOUTS = ("ranks", "whole")
+NUM_RANKS, ALIGNMENT = 2, 512
+CONFIG = '{"model_type":"golden","num_attention_heads":4,"num_key_value_heads":2,"vocab_size":20}\n'
+PLAN_TEXT = """\
+[sizes]
+heads = "num_attention_heads"
+kv_heads = "num_key_value_heads"
+
+[cut]
+"embed.weight" = { dim = 0, by = "vocabulary" }
+"layers.*.qkv_proj.weight" = { dim = 0, by = ["heads", "kv_heads", "kv_heads"] }
+"layers.*.o_proj.weight" = { dim = 1, by = "heads" }
+"layers.*.{gate.bias,scale}" = "whole"
+"norm.weight" = "whole"
+"""
+ROWS = {
+    # Padded to 64 tokens, of which rank 0 has the first 32.
+    "embed.weight": ([range(20)], []),
+    # Its share of q, of k and of v.
+    "layers.0.qkv_proj.weight": (
+        [range(8), range(16, 20), range(24, 28)],
+        [range(8, 16), range(20, 24), range(28, 32)],
+    ),
+}
+COLUMNS = {"layers.0.o_proj.weight": ([range(8)], [range(8, 16)])}
+DTYPES = {"float16": "F16", "float32": "F32", "int8": "I8", "uint8": "U8"}
+
+Array = npt.NDArray[Any]
+
+
+def source_arrays() -> dict[str, Array]:
+    """The source's tensors: bytes depend on the position, and differ from tensor to tensor."""
+    made: dict[str, tuple[Any, tuple[int, ...]]] = {
+        "embed.weight": (np.float16, (20, 8)),
+        "layers.0.gate.bias": (np.int8, (3,)),
+        "layers.0.o_proj.weight": (np.float32, (8, 16)),
+        "layers.0.qkv_proj.weight": (np.float16, (32, 8)),
+        "layers.0.scale": (np.float32, ()),
+        "layers.1.gate.bias": (np.int8, (3,)),
+        "norm.weight": (np.uint8, (5,)),
+    }
+    return {
+        name: (np.arange(np.prod(shape, dtype=int)) % 61 + seed).astype(dtype).reshape(shape)
+        for seed, (name, (dtype, shape)) in enumerate(made.items(), 1)
+    }
+
+
+def slice_array(name: str, array: Array, rank: int) -> Array:
+    """What a rank holds."""
+    for axis, cuts in enumerate((ROWS, COLUMNS)):
+        if name in cuts:
+            indices = [index for part in cuts[name][rank] for index in part]
+            array = np.take(array, np.array(indices, int), axis)
+    return array
+
+
+def write_source(folder: Path) -> None:
+    """The source checkpoint."""
+    folder.mkdir(exist_ok=True)
+    save_file(source_arrays(), folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(CONFIG)
+    (folder / "config.json").chmod(0o644)
+
+
+def convert(source: Path, out: Path, layout: str) -> None:
+    """The conversion that a layout's folder is of."""
+    relayout.convert(source, out, tp=NUM_RANKS, align=ALIGNMENT, plan=PLAN, layout=layout)
+
+
+def listed() -> dict[str, Any]:
+    """What golden.json has."""
+    return {
+        "num_ranks": NUM_RANKS,
+        "layouts": list(LAYOUTS),
+        "ranks": [
+            {
+                name: row(DTYPES[array.dtype.name], list(part.shape), part.tobytes())
+                for name, array in source_arrays().items()
+                for part in [slice_array(name, array, rank)]
+            }
+            for rank in range(NUM_RANKS)
+        ],
+        "source": {
+            name: row(DTYPES[array.dtype.name], list(array.shape), array.tobytes())
+            for name, array in source_arrays().items()
+        },
+    }
+
+
+def row(dtype: str, shape: list[int], blob: bytes) -> dict[str, Any]:
+    """What golden.json says of a tensor."""
+    return {"dtype": dtype, "shape": shape, "sha256": hashlib.sha256(blob).hexdigest()}
+
+
+def read_list() -> dict[str, Any]:
+    """golden.json."""
+    found: dict[str, Any] = json.loads(LIST.read_text())
+    return found

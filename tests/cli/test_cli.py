@@ -457,7 +457,9 @@ def test_work_is_carried_out_and_its_exit_code_is_its_own_whoever_reads_of_it(
 def test_an_output_that_cannot_be_written_is_an_io_failure(converted: Path, tmp_path: Path, args: str) -> None:
     place = shutil.copytree(converted, tmp_path / "converted")
     with Path("/dev/full").open("w") as full:
-        done = prestarted.run(*args.split(), cwd=place, env=ENVIRONMENT, stdout=full.fileno())
+        # A process of its own: what matters is also how Python ends.
+        command = [sys.executable, "-m", "relayout", *args.split()]
+        done = subprocess.run(command, cwd=place, env=ENVIRONMENT, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 3
     assert re.fullmatch(r"relayout: error: (standard output: )?No space left on device\n", done.stderr)
     assert (place / "again" / "relayout.json").exists() == ("again" in args), "what it tells of is done"

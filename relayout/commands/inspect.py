@@ -144,7 +144,7 @@ def _inspect_converted(folder: Store, manifest: Manifest, rank: int | None) -> I
         ),
         amplification=(),
         left_out=(),
-        dcp=manifest.dcp,
+        dcp=manifest.dcp or manifest.num_ranks == 1 or manifest.whole is not None,
     )
 
 

@@ -230,8 +230,11 @@ def _dcp(source: SourceCheckpoint, plan: Plan, wanted: bool | None, layout: str)
 
 
 def rank_file_name(rank: int, part: int, *, beside_whole: bool = False) -> str:
-    """The name pattern that vLLM and SGLang use for sharded state; beside whole tensors, one that no loader takes."""
-    return f"{'relayout' if beside_whole else 'model'}-rank-{rank}-part-{part}.safetensors"
+    """The name pattern that vLLM and SGLang use for sharded state; beside whole tensors, one that no loader takes.
+
+    PyTorch's HuggingFaceStorageReader (torch 2.13, `hf_storage.py`) takes every *.safetensors of a folder.
+    """
+    return f"relayout-rank-{rank}-part-{part}.slices" if beside_whole else f"model-rank-{rank}-part-{part}.safetensors"
 
 
 def _units(

@@ -156,7 +156,13 @@ def _wanted(model: Any, model_config: Any, *, is_draft: bool) -> Callable[[str],
     """Which tensors this process can need: not those of other pipeline stages, nor of layers for speculation only."""
     from vllm.model_executor.models.utils import get_pp_missing_layer_names
 
-    missing = tuple(name for name in get_pp_missing_layer_names(model) if name.rstrip(".").rpartition(".")[2].isdigit())
+    # Tied, the embedding may be wanted where only its module is missing.
+    is_tied = getattr(model_config.hf_text_config, "tie_word_embeddings", True)
+    missing = tuple(
+        name
+        for name in get_pp_missing_layer_names(model)
+        if not is_tied or name.rstrip(".").rpartition(".")[2].isdigit()
+    )
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     is_speculative = speculative(model_config.hf_text_config)
 

@@ -48,7 +48,7 @@ KNOWN_REQUIREMENTS: frozenset[str] = frozenset()
 _SELF_DIGEST = b'"self_digest"'
 _DIGEST = re.compile(r"[0-9a-f]{32}\Z")
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,242}\.safetensors\Z")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,242}\.(safetensors|slices)\Z")
 
 
 WHOLE_TABLE_NAME = "relayout.whole.json.zst"
@@ -305,7 +305,9 @@ def _parse_files(fields: Fields, where: str) -> tuple[IndexedFile, ...]:
         file = Fields(row, where)
         if not _FILE_NAME.match(file.text("name")):
             raise FormatError(
-                f"{shown(file.text('name'))} is not the name of a .safetensors file", path=where, code="unsafe"
+                f"{shown(file.text('name'))} is not the name of a .safetensors or .slices file",
+                path=where,
+                code="unsafe",
             )
         files.append(
             IndexedFile(

@@ -40,7 +40,8 @@ def weights(folder: Path, plan: Path, tp: int = 2, layout: str = "ranks") -> dic
     out = folder.parent / "out"
     relayout.convert(folder, out, tp=tp, plan=plan, max_part_nbytes=20_000, layout=layout, force=True)
     assert relayout.verify(out, source=folder).ok
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(out.glob("*.safetensors"))}
+    paths = (path for path in sorted(out.iterdir()) if path.suffix in (".safetensors", ".slices"))
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
 def add_readme(folder: Path) -> None:

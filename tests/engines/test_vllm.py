@@ -131,16 +131,16 @@ def test_experts_that_the_engine_places_otherwise_are_refused(
         engine.load(folders / "moe-ep2", Model(stock_tensors(folders / "moe"), 0, 2))
 
 
-def test_a_pipeline_stage_reads_only_its_layers(folders: Path, engine: Engine) -> None:
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_pipeline_stage_reads_only_what_it_has(folders: Path, engine: Engine, tied: bool) -> None:
     whole = stock_tensors(folders / "llama")
-    model = Model(whole, 0, 2, stage=lambda name: not name.startswith("model.layers.1."))
-    model.missing_layers = ["model.layers.1.", "lm_head."]
-    model.expected -= {"lm_head.weight"}
-    loader = engine.load(folders / "llama-tp2", model)
-    report = loader._weights.report()
-    assert report.num_tensors == sum(not name.startswith("model.layers.1.") for name in whole)
-    check_stage = {name for name in model.kept if name.startswith("model.layers.1.")}
-    assert check_stage == set()
+    elsewhere = ("model.layers.1.", "lm_head.")
+    model = Model(whole, 0, 2, stage=lambda name: not name.startswith(elsewhere))
+    model.missing_layers = list(elsewhere)
+    loader = engine.load(folders / "llama-tp2", model, tied=tied)
+    model.assert_holds_what_it_cuts_of(whole)
+    not_read = elsewhere[:1] if tied else elsewhere
+    assert loader._weights.report().num_tensors == sum(not name.startswith(not_read) for name in whole)
 
 
 def test_layers_for_speculation_are_left_to_the_draft_model(folders: Path, engine: Engine) -> None:

@@ -126,17 +126,17 @@ class Engine:
     rank: int = 0
     tp: int = 1
 
-    def load(self, folder: Path, model: Model, *, draft: bool = False, **options: Any) -> Any:
+    def load(self, folder: Path, model: Model, *, draft: bool = False, tied: bool = False, **options: Any) -> Any:
         """Load as vLLM does; returns the loader."""
         self.rank, self.tp = model.rank, model.tp
         loader = self.formats["relayout"](LoadConfig(model_loader_extra_config=options))
-        loader.load_weights(model, model_config(folder, draft=draft))
+        loader.load_weights(model, model_config(folder, draft=draft, tied=tied))
         return loader
 
 
-def model_config(folder: Path, *, draft: bool = False) -> SimpleNamespace:
+def model_config(folder: Path, *, draft: bool = False, tied: bool = False) -> SimpleNamespace:
     """vllm.config.ModelConfig."""
-    text = SimpleNamespace(num_hidden_layers=2)
+    text = SimpleNamespace(num_hidden_layers=2, tie_word_embeddings=tied)
     return SimpleNamespace(
         model=str(folder), model_weights="", runner_type="draft" if draft else "generate", hf_text_config=text
     )

@@ -121,7 +121,8 @@ def run_batch(
 def generate_both_ways(environment: Environment, run: Run, work: Path) -> Result:
     """Greedy tokens and their log-probabilities, from the source by vLLM itself, and through relayout."""
     # Else it depends on the moment in which requests come to the engine's process how they are put together.
-    environment = replace(environment, variables=environment.variables | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+    if run.stages == 1:  # Stages need that process.
+        environment = replace(environment, variables=environment.variables | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
     source = source_of(run.family, work, wide=True)
     found: Result = start(environment, source, run.settings, work / f"{run.name}, own.log").result
     if "error" not in found:

@@ -61,7 +61,7 @@ def write_sidecar(
     side_files = [copy_side_file(source.folder, staging, name) for name in source.side_files]
     digests = digests_of_all(conversion, passed)
     record = _source_record(conversion, [one.source for one in digests], side_files)
-    conversion_id = conversion_digest(record)
+    conversion_id, plan_name = conversion_digest(record), "none" if record.plan is None else record.plan.full_name
     stored_record = compress(dump_record(record))
     staging.put(SOURCE_RECORD_NAME, [stored_record])
     del record, side_files
@@ -82,7 +82,7 @@ def write_sidecar(
         generator=f"relayout {__version__}",
         conversion=conversion_id,
         model_type=source.model_type,
-        plan=conversion.options.plan,
+        plan=plan_name,
         expert_parallel=conversion.options.expert_parallel,
         alignment=conversion.options.alignment,
         dcp=conversion.options.dcp,

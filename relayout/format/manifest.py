@@ -305,7 +305,7 @@ def _parse_files(fields: Fields, where: str) -> tuple[IndexedFile, ...]:
         file = Fields(row, where)
         if not _FILE_NAME.match(file.text("name")):
             raise FormatError(
-                f"{shown(file.text('name'))} is not the name of a .safetensors or .slices file",
+                f"{shown(file.text('name'))} is not the name of a .safetensors file, nor of a .slices file",
                 path=where,
                 code="unsafe",
             )

@@ -286,7 +286,7 @@ def test_the_record_has_the_options_and_is_refused_without_one(llama: Path, tmp_
     relayout.convert(llama, tmp_path / "out", tp=2, align=512, max_part_nbytes=400_000, dcp=False)
     manifest = read_manifest(tmp_path / "out")
     options = read_record(tmp_path / "out", manifest).options
-    assert options == ConversionOptions(2, "builtin:llama", False, 512, 400_000, False)
+    assert options == ConversionOptions(2, "builtin:llama", False, 512, 400_000, False, "ranks")
     top = json.loads(decompress((tmp_path / "out" / SOURCE_RECORD_NAME).read_bytes(), "x"))
     assert parse_record(json.dumps(top).encode(), 2, "x").plan == RecordedPlan("llama", "builtin", top["plan"]["rules"])
     del top["plan"]["rules"]["cut"]  # What the rules mean is not the record's business.

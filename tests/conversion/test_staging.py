@@ -329,7 +329,7 @@ def test_nobody_else_can_look_into_what_is_not_done_yet(tmp_path: Path, monkeypa
 def interrupted_before_the_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A conversion that is stopped when all tensors are written, and the sidecar is not."""
 
-    def stop(*args: Any) -> None:
+    def stop(*args: Any, **options: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

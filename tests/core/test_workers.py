@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support import loader_fixtures
 from support.loader_fixtures import child
-from support.patience import in_time
+from support.patience import PATIENCE, in_time
 
 from relayout.core.workers import Stop, Stopped, Workers
 
@@ -72,7 +72,7 @@ import atexit, json, sys, threading
 
 found = []
 def show():
-    loading.join(PATIENCE)
+    loading.join({PATIENCE})
     print(json.dumps([loading.is_alive(), found]))
 
 atexit.register(show)

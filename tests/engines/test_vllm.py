@@ -78,7 +78,8 @@ def test_a_load_that_needs_a_plan_reads_what_is_stored_and_plans_once(
     folders: Path, monkeypatch: pytest.MonkeyPatch, folder: str, reads: str
 ) -> None:
     calls: list[str] = []
-    for one in (reads, f"{reads.partition('.')[0]}.plan_for"):
+    plans = "plain.plan_for" if folder == "llama" else "resharded.plan_by"
+    for one in (reads, plans):
         module, _, name = f"relayout.loader.sources.{one}".rpartition(".")
         original = getattr(import_module(module), name)
         monkeypatch.setattr(
@@ -89,7 +90,7 @@ def test_a_load_that_needs_a_plan_reads_what_is_stored_and_plans_once(
         assert dict(RankWeights(str(folders / folder), 0, 2, EngineOptions()))
     # At another degree, the conversion's own is planned too, to see that the rules are the same.
     assert sorted(calls) == (
-        ["plan_for", "read_source"] if folder == "llama" else ["plan_for", "plan_for", "read_record"]
+        ["plan_for", "read_source"] if folder == "llama" else ["plan_by", "plan_by", "read_record"]
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.loader_fixtures import LITTLE, MIB, assert_equal, nothing_left_behind, whole_tensors
-from support.page_cache import fill
+from support.page_cache import without_residency
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import relayout
@@ -47,9 +47,8 @@ def test_integers_of_any_make_are_integers(converted: Path, model: Path, make: C
     with relayout.open(converted, make(1)) as opened:
         assert opened.rank == 1
         assert type(opened.rank) is int
-    fill(converted)
     told = relayout.explain(converted, make(1), threads=make(3), tp=make(2))
-    assert told == relayout.explain(converted, 1, threads=3, tp=2)
+    assert without_residency(told) == without_residency(relayout.explain(converted, 1, threads=3, tp=2))
     assert {type(told.rank), type(told.threads), type(told.memory)} == {int}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support import prestarted
-from support.page_cache import fill
+from support.page_cache import without_residency
 
 import relayout
 from relayout.errors import PlanError
@@ -19,23 +19,21 @@ def doctor(*arguments: object) -> subprocess.CompletedProcess[str]:
     return prestarted.run("doctor", *arguments, imports=prestarted.LOADER)
 
 
-@pytest.fixture(autouse=True)
-def _resident(model: Path, converted: Path) -> None:
-    fill(model)
-    fill(converted)
-
-
 def test_without_a_degree_it_is_that_of_the_conversion_or_one(model: Path, converted: Path) -> None:
     assert [one.rank for one in diagnose(converted, device="cpu").ranks] == [0, 1]
-    assert diagnose(converted, device="cpu").ranks[1] == relayout.explain(converted, 1)
-    assert diagnose(model, device="cpu").ranks == (relayout.explain(model, 0, tp=1),)
+    for found, expected in (
+        (diagnose(converted, device="cpu").ranks[1:], relayout.explain(converted, 1)),
+        (diagnose(model, device="cpu").ranks, relayout.explain(model, 0, tp=1)),
+    ):
+        assert list(map(without_residency, found)) == [without_residency(expected)]
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_another_degree_is_explained_for_both_kinds_of_folders(model: Path, converted: Path, tp: int) -> None:
     for folder in (model, converted):
         expected = tuple(relayout.explain(folder, rank, tp=tp) for rank in range(tp))
-        assert diagnose(folder, device="cpu", tp=tp).ranks == expected
+        found = diagnose(folder, device="cpu", tp=tp).ranks
+        assert list(map(without_residency, found)) == list(map(without_residency, expected))
     told = json.loads(doctor(converted, "--tp", tp, "--device", "cpu", "--json").stdout)
     assert [one["nbytes"] for one in told["ranks"]] == [one.nbytes for one in expected]
 

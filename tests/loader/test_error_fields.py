@@ -62,7 +62,7 @@ def test_a_damaged_tensor_is_named(place: Path, tmp_path: Path) -> None:
         ({"into": {"nothing": None}}, "option"),
         ({"memory": 1}, "option"),
         ({"backend": "pinned"}, "unsupported"),
-        ({"tp": 1, "verify": True}, "unsupported"),
+        ({"tp": 1, "verify": True, "backend": "direct"}, "unsupported"),
     ],
 )
 def test_a_bad_request_has_a_code(place: Path, options: dict[str, Any], code: str) -> None:

@@ -308,7 +308,7 @@ def test_a_file_of_another_conversion_of_the_same_shapes_is_refused(llama: Path,
     shard.write_bytes(blob)
     relayout.convert(changed, tmp_path / "b", tp=2)
     shutil.copy(tmp_path / "b" / "model-rank-1-part-0.safetensors", tmp_path / "a")
-    with pytest.raises(FormatError, match=r"not of file \d of this conversion"):
+    with pytest.raises(FormatError, match="its header names another content than"):
         relayout.load(tmp_path / "a", 1)
 
 

@@ -185,7 +185,7 @@ def test_a_ranks_table_is_read_tensor_by_tensor() -> None:
         arena_offsets=[0, 4096, 4112],
         digests=["1", "2", "3"],
     )
-    contents = contents_of(FILES[:2], table)
+    contents = contents_of(FILES[:2], table, [False, False])
     assert contents.reads == [(Read(0, Transfer(4096, 0, 30)),), (Read(1, Transfer(8192, 0, 3)),), ()]
     assert contents.names == ["x", "y", "z"]
     assert list(contents.dtypes) == ["BF16", "F4", "F32"]

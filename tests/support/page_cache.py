@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+
+import relayout
 
 Bytes = npt.NDArray[np.uint8]
 _fsync = os.fsync  # Tests have another one: pages that are not written yet cannot be dropped.
@@ -54,10 +57,10 @@ def warm(path: Path, offset: int, nbytes: int) -> None:
         assert os.pread(fd, nbytes, offset)
 
 
-def fill(folder: Path) -> None:
-    """Have all of a folder's files in the page cache: what is told of them twice is then the same."""
-    for path in folder.iterdir():
-        path.read_bytes()
+def without_residency(told: relayout.Explanation) -> relayout.Explanation:
+    """What is told of a load, but for what is in the page cache, which systems may empty at any time."""
+    files = tuple(replace(file, resident_nbytes=None) for file in told.files)
+    return replace(told, backend="", reason="", resident_nbytes=0, files=files)
 
 
 def write_cold(path: Path, nbytes: int) -> Bytes:

@@ -113,7 +113,7 @@ class ToyStore:
             raise OSError(95, "no direct I/O", self.where(name))
         found = FILES[self.shelf].get(self._full(name))
         if found is None:
-            raise FormatError(f"{self.where(name)}: is missing")
+            raise FormatError("is missing", path=self.where(name), code="missing")
         FileStat(len(found[0]), found[1]).check(self.where(name), nbytes, version)
         return ToyFile(*found)
 

@@ -9,9 +9,10 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from relayout import transformers
+    from relayout.commands.differences import Difference, Report
     from relayout.commands.inspect import Inspection, inspect
     from relayout.commands.restore import Restored, restore
-    from relayout.commands.verify import Difference, Report, verify
+    from relayout.commands.verify import verify
     from relayout.commands.warm import warm
     from relayout.conversion.preview import Preview
     from relayout.conversion.run import ConversionPlan, PlanOptions, Summary, convert, plan_conversion
@@ -53,7 +54,8 @@ __all__ = [
 _HOMES = {
     "commands.inspect": ("Inspection", "inspect"),
     "commands.restore": ("Restored", "restore"),
-    "commands.verify": ("Difference", "Report", "verify"),
+    "commands.differences": ("Difference", "Report"),
+    "commands.verify": ("verify",),
     "commands.warm": ("warm",),
     "conversion.preview": ("Preview",),
     "conversion.run": ("ConversionPlan", "PlanOptions", "Summary", "convert", "plan_conversion"),

@@ -16,9 +16,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from relayout.cli.streams import abandon
+from relayout.commands.differences import Report
 from relayout.commands.inspect import Inspection, RankSummary
 from relayout.commands.restore import Restored
-from relayout.commands.verify import Report
 from relayout.commands.warm import Warmed
 from relayout.conversion.preview import Preview
 from relayout.conversion.run import Summary
@@ -224,18 +224,20 @@ def _print_ranks(console: Console, ranks: Sequence[RankSummary]) -> None:
 
 
 def _print_amplification(console: Console, found: Inspection) -> None:
-    table = _table("#tp", "#a rank needs", "#reads of dim-0 slices", "#reads of whole shards")
+    table = _table("#tp", "#a rank needs", "#reads of dim-0 slices", "#reads of whole shards", "#stored", "#or whole")
     for row in found.amplification:
         if row.needed_nbytes is None:
-            table.add_row(str(row.tp), "-", "-", decimal(row.whole_nbytes))
+            table.add_row(str(row.tp), "-", "-", decimal(row.whole_nbytes), "-", "-")
         else:
             table.add_row(
                 str(row.tp),
                 decimal(row.needed_nbytes),
                 _factor(row.row_reader_nbytes or 0, row.needed_nbytes),
                 _factor(row.whole_nbytes, row.needed_nbytes),
+                f"{(row.ranks_layout_nbytes or 0) / max(1, found.nbytes):.2f}x",
+                f"{(row.whole_layout_nbytes or 0) / max(1, found.nbytes):.2f}x",
             )
-    console.print("bytes that one rank would read from this checkpoint:")
+    console.print("bytes that one rank would read from this checkpoint; its size converted, or with --layout whole:")
     console.print(table)
     for reason in dict.fromkeys(row.reason for row in found.amplification if row.reason):
         console.print(f"[yellow]note[/] {_text(reason)}")

@@ -62,6 +62,10 @@ class Amplification:
     """Bytes read by a loader that can slice dim 0 of a tensor, but no other dim."""
     whole_nbytes: int
     """Bytes read by a loader that reads whole shards."""
+    ranks_layout_nbytes: int | None
+    """Bytes of all tensors that a conversion to this degree stores."""
+    whole_layout_nbytes: int | None
+    """The same with `layout="whole"`."""
     reason: str | None
     """Why it cannot be cut; None if it can."""
 
@@ -173,8 +177,8 @@ def _amplification(source: SourceCheckpoint, tp: int) -> Amplification:
     try:
         plan = plan_for(source, tp)
     except RelayoutError as error:
-        return Amplification(tp, None, None, whole, str(error))
-    needed, by_rows = [0] * tp, [0] * tp
+        return Amplification(tp, None, None, whole, None, None, str(error))
+    needed, by_rows, apart = [0] * tp, [0] * tp, 0
     alike = Counter(
         (plan.cuts[cut].tensor(tensor.dtype, tensor.shape), tensor.extent.nbytes)
         for tensor, cut in zip(source.tensors, plan.cut_of, strict=True)
@@ -185,7 +189,8 @@ def _amplification(source: SourceCheckpoint, tp: int) -> Amplification:
             needed[rank] += nbytes * count
             strided = any(transfer.count > 1 for transfer in one.rank_transfers(rank))
             by_rows[rank] += (source_nbytes if strided else nbytes) * count
-    return Amplification(tp, max(needed), max(by_rows), whole, None)
+            apart += nbytes * count if strided else 0
+    return Amplification(tp, max(needed), max(by_rows), whole, sum(needed), source.nbytes + apart, None)
 
 
 def _aligned(extents: Iterable[Extent]) -> dict[int, int]:

@@ -656,7 +656,7 @@ def test_inspect_speaks_json(here: Run, converted: Path, args: str, expected: di
     ("args", "says"),
     [
         ("model", r"model: plain checkpoint, model type llama, 12 tensors, .* in 1 file\n"),
-        ("model", r"\n +2 +\S+ kB +\S+ kB \(\d\.\dx\) +\S+ kB \(\d\.\dx\)"),
+        ("model", r"\n +2 +\S+ kB +\S+ kB \(\d\.\dx\) +\S+ kB \(\d\.\dx\) +1\.\d\dx +1\.\d\dx"),
         ("model/model.safetensors", r"model/model\.safetensors: plain checkpoint, model type llama, 12 tensors"),
         ("out", r"out: converted checkpoint, model type llama, plan builtin:llama, 12 tensors, .* in 2 files\n"),
         ("out", r"model\.layers\.\*\.mlp\.down_proj\.weight +1 +F16 +64 x 50 +dim 1 of \[64, 100\]"),
@@ -678,6 +678,13 @@ def test_inspect_tells_what_a_rank_would_read_in_vain(here: Run, converted: Path
     assert two["needed_nbytes"] == (sum(nbytes.values()) + norms) // 2
     assert two["row_reader_nbytes"] == two["needed_nbytes"] + columns // 2
     assert two["whole_nbytes"] == sum(nbytes.values())
+    assert two["ranks_layout_nbytes"] == 2 * two["needed_nbytes"]
+    assert two["whole_layout_nbytes"] == sum(nbytes.values()) + columns
+    for layout in ("ranks", "whole"):
+        out = converted / layout
+        relayout.convert(converted / "model", out, tp=2, layout=layout)
+        files = json.loads((out / "relayout.json").read_text())["files"]
+        assert sum(file["nbytes"] - file["data_start"] for file in files) == two[f"{layout}_layout_nbytes"]
     [eight] = [row for row in rows if row["tp"] == 8]
     assert eight["needed_nbytes"] is None
     assert "not a multiple of 8" in eight["reason"]

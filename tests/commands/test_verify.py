@@ -22,7 +22,7 @@ from support.rebuilding import rebuild
 
 import relayout
 from relayout.checkpoint.source import SourceTensor
-from relayout.commands import verify as verification
+from relayout.commands import consistency
 from relayout.conversion import run as conversion
 from relayout.conversion.copy import FileSink
 from relayout.conversion.steps import Target
@@ -72,13 +72,13 @@ def test_the_stock_reader_refuses_without_the_data_what_it_refuses(case: str) ->
     with pytest.raises(safetensors.SafetensorError):
         safetensors.deserialize(blob)
     with pytest.raises(FormatError, match=r"^x: the reference reader of safetensors: Error while deserializing"):
-        verification._check_by_reference_reader(blob[: len(blob) - len(data)], len(data), "x")
+        consistency.check_by_reference_reader(blob[: len(blob) - len(data)], len(data), "x")
 
 
 @pytest.mark.parametrize("num_elements", [0, 1, 5])
 def test_the_stock_reader_accepts_without_the_data_what_it_accepts(num_elements: int) -> None:
     blob = save({"a": np.ones(num_elements, np.uint8), "empty": np.ones((0, 3), np.float32)})
-    verification._check_by_reference_reader(blob[: len(blob) - num_elements], num_elements, "x")
+    consistency.check_by_reference_reader(blob[: len(blob) - num_elements], num_elements, "x")
 
 
 def test_what_only_the_stock_reader_refuses_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,9 +159,13 @@ def test_from_each_place_on_who_has_most_of_what_follows_is_asked(case: Case) ->
     if not case.expected.size or not case.shape:
         return
     size = case.shape[max(one.axis for one in (case.wanted, *(holder.part for holder in case.holders)))]
-    held = [one for holder in case.holders for one in holder.part.ranges or ((0, size),)]
+
+    def ranges_of(part: Slice) -> Ranges:
+        return ((0, size),) if part.ranges is None else part.ranges
+
+    held = [one for holder in case.holders for one in ranges_of(holder.part)]
     fewest = 0
-    for start, length in case.wanted.ranges or ((0, size),):
+    for start, length in ranges_of(case.wanted):
         place = start
         while place < start + length:
             place = max(first + count for first, count in held if first <= place < first + count)

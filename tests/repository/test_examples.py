@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import runpy
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_checkpoint(folder / "source", LlamaConfig(**sizes))
     for tp in (1, 2, 8):
         relayout.convert(folder / "source", folder / f"tp{tp}", tp=tp)
+    relayout.convert(folder / "source", folder / "whole", tp=2, layout="whole")
     return folder
+
+
+def test_stock_transformers_takes_whole_tensors_for_an_ordinary_checkpoint(folder: Path) -> None:
+    models = (AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32) for name in ("source", "whole"))
+    with torch.no_grad():
+        expected, found = (model(torch.tensor([PROMPT])).logits for model in models)
+    assert torch.equal(found, expected)
 
 
 @pytest.fixture(scope="module")
@@ -67,18 +76,23 @@ def tokens_of(printed: str) -> list[int]:
     return [int(token) for token in printed.splitlines()[-1].split()]
 
 
-@pytest.mark.parametrize("tp", [1, 8])
-@pytest.mark.parametrize("example", ["transformers_single.py", "torch_dcp.py", "plain_numpy.py"])
+@pytest.mark.parametrize(
+    ("example", "name"),
+    [
+        *product(["transformers_single.py", "torch_dcp.py", "plain_numpy.py"], ["tp1", "tp8"]),
+        *product(["transformers_single.py", "torch_dcp.py"], ["whole"]),
+    ],
+)
 def test_the_tokens_are_those_of_the_original(
     example: str,
-    tp: int,
+    name: str,
     folder: Path,
     expected: list[int],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """In this process, which has imported all that they need."""
-    monkeypatch.setattr(sys, "argv", [example, str(folder / f"tp{tp}"), *OPTIONS])
+    monkeypatch.setattr(sys, "argv", [example, str(folder / name), *OPTIONS])
     runpy.run_path(str(EXAMPLES / example), run_name="__main__")
     assert tokens_of(capsys.readouterr().out) == expected
 

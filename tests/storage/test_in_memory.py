@@ -15,7 +15,7 @@ import torch
 from safetensors.numpy import save
 
 import relayout
-from relayout.commands.verify import Report
+from relayout.commands.differences import Report
 from relayout.errors import FormatError
 from relayout.storage.in_memory import Bucket, Fault, bucket
 from relayout.storage.protocols import Kind

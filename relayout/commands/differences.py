@@ -1,0 +1,52 @@
+"""What `verify` finds."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+
+from relayout.core.extents import Extent
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One error that `verify` found."""
+
+    file: str
+    tensor: str | None
+    start: int | None
+    """Absolute file offset of the first affected byte; None if unknown."""
+    end: int | None
+    """Absolute file offset after the last affected byte."""
+    what: str
+
+    def __str__(self) -> str:
+        place = "" if self.start is None else f", bytes {self.start} to {self.end}"
+        tensor = "" if self.tensor is None else f": tensor {self.tensor!r}"
+        return f"{self.file}{tensor}{place}: {self.what}"
+
+
+@dataclass(slots=True)
+class Report:
+    """What `verify` found."""
+
+    num_ranks: int
+    num_tensors: int = 0
+    """Number of slices over all ranks."""
+    nbytes: int = 0
+    """Bytes of rank files that were read and hashed."""
+    compared_with_source: bool = False
+    differences: list[Difference] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether there are no differences."""
+        return not self.differences
+
+    def as_json(self) -> dict[str, object]:
+        """For `--json`."""
+        return asdict(self) | {"ok": self.ok}
+
+    def add(self, file: str, what: str, tensor: str | None = None, extent: Extent | None = None) -> None:
+        """Add a difference."""
+        start, end = (None, None) if extent is None else (extent.offset, extent.end)
+        self.differences.append(Difference(file, tensor, start, end, what))

@@ -33,7 +33,7 @@ import pytest, torch
 import relayout
 from support.faulty import CALLS, LARGE, PART, device, stored
 from support.fake_cuda import Lanes
-from support.loader_fixtures import DEVICE, WAYS, holdings, num_threads
+from support.loader_fixtures import DEVICE, WAYS, holdings, other_threads
 
 folder, warm_up, repeats, memory = Path(sys.argv[1]), *map(int, sys.argv[2:])
 file = folder / PART
@@ -95,8 +95,7 @@ torch.set_num_threads(1)
 threading.stack_size(2**19)
 gc.collect()
 gc.freeze()
-time.sleep(0.1)
-others = num_threads() - threading.active_count()
+others = other_threads()
 found = {}
 for way in sys.stdin.read().split():
     for what in (succeed, fail, abandon):

@@ -239,6 +239,15 @@ def num_threads() -> int:
     return len(os.listdir("/proc/self/task"))  # noqa: PTH208
 
 
+def other_threads() -> int:
+    """How many threads are not Python's: the fewest in a second, as the kernel lists one for a while that has ended."""
+    end, fewest = time.monotonic() + 1, num_threads()
+    while time.monotonic() < end:
+        fewest = min(fewest, num_threads() - threading.active_count())
+        time.sleep(0.01)
+    return fewest
+
+
 def holdings(large: int, others: int) -> Holdings:
     """Count them, when the kernel does not list threads any more that Python has joined; `others` are not Python's."""
     end = time.monotonic() + PATIENCE

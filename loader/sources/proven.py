@@ -9,7 +9,7 @@ from relayout.core.coalesce import split
 from relayout.core.digests import DIGEST_NBYTES, digest_hex
 from relayout.core.extents import Extent
 from relayout.errors import FormatError
-from relayout.format.chunks import chunks_of
+from relayout.format.chunks import chunks_over
 from relayout.loader.sources.contents import FileProof, StoredFile
 from relayout.storage.protocols import Access, Closable, ReadableFile
 
@@ -72,7 +72,6 @@ class _Proven(Closable):
         self._proof = proof
         self._where = where
         self._digests = proof.chunk_digests()
-        self._chunks = chunks_of(proof.data_start, file.nbytes, proof.chunk_nbytes)
 
     @property
     def nbytes(self) -> int:
@@ -98,17 +97,14 @@ class _Proven(Closable):
         if offset < start:  # The header, which the manifest's other digests are of.
             self._file.read(offset, view[: min(start, end) - offset])
         first = max(offset, start)
-        for number in range((first - start) // self._proof.chunk_nbytes, len(self._chunks)):
-            chunk = self._chunks[number]
-            if chunk.offset >= end:
-                return
-            low, high = max(offset, chunk.offset), min(end, chunk.end)
-            target = view[low - offset : high - offset]
+        asked = Extent(first, max(0, end - first))
+        for number, chunk, part in chunks_over(asked, start, self.nbytes, self._proof.chunk_nbytes):
+            target = view[part.offset - offset : part.end - offset]
             whole = target if target.nbytes == chunk.nbytes else memoryview(bytearray(chunk.nbytes))
             self._file.read(chunk.offset, whole)
             self._check(number, chunk, whole)
             if whole is not target:
-                target[:] = whole[low - chunk.offset : high - chunk.offset]
+                target[:] = whole[part.offset - chunk.offset : part.end - chunk.offset]
 
     def _check(self, number: int, chunk: Extent, view: memoryview) -> None:
         expected = self._digests[DIGEST_NBYTES * number : DIGEST_NBYTES * (number + 1)].hex()

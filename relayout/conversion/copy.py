@@ -15,12 +15,12 @@ from relayout.conversion.journal import TensorDigests
 from relayout.conversion.layout import Conversion, Layout, RankFile
 from relayout.conversion.steps import CHUNK_NBYTES, CopyPlan, SourceRange, Span, Step, Target
 from relayout.core.digests import DIGEST_NBYTES, EMPTY_DIGEST, OrderedDigests
-from relayout.core.extents import BLOCK, align_down, align_up
+from relayout.core.extents import BLOCK, Extent, align_down, align_up
 from relayout.core.slices import CutTensor
 from relayout.core.strided import copy_runs
 from relayout.core.workers import Stop, Workers
 from relayout.errors import PlanError
-from relayout.format.chunks import DIGESTED_NBYTES, chunks_of
+from relayout.format.chunks import DIGESTED_NBYTES, chunks_of, chunks_over, num_chunks
 from relayout.storage.buffers import Buffer
 from relayout.storage.file_pool import OpenFiles
 from relayout.storage.hashing import HashedFile, hash_files
@@ -96,21 +96,18 @@ class _FileChunks:
     """Hashes the chunks of a file that is written."""
 
     def __init__(self, file: RankFile, stop: Stop) -> None:
-        self._extents = chunks_of(file.data_start, file.nbytes, DIGESTED_NBYTES)
+        self._file = file
         self._ordered = OrderedDigests(stop)
-        self._start = file.data_start
-        self.digests = bytearray(DIGEST_NBYTES * len(self._extents))
-        self.num_left = len(self._extents)
+        self.num_left = num_chunks(file.data_start, file.nbytes, DIGESTED_NBYTES)
+        self.digests = bytearray(DIGEST_NBYTES * self.num_left)
         self._lock = threading.Lock()
 
     def update(self, offset: int, view: memoryview) -> None:
         """Hash bytes that lie at `offset` in the file; see `OrderedDigests` for threads."""
-        end = offset + view.nbytes
-        for number in range((offset - self._start) // DIGESTED_NBYTES, -(-(end - self._start) // DIGESTED_NBYTES)):
-            chunk = self._extents[number]
-            low, high = max(offset, chunk.offset), min(end, chunk.end)
-            piece = view[low - offset : high - offset]
-            digest = self._ordered.update(number, low - chunk.offset, piece, chunk.nbytes)
+        written, file = Extent(offset, view.nbytes), self._file
+        for number, chunk, part in chunks_over(written, file.data_start, file.nbytes, DIGESTED_NBYTES):
+            piece = view[part.offset - offset : part.end - offset]
+            digest = self._ordered.update(number, part.offset - chunk.offset, piece, chunk.nbytes)
             if digest is not None:
                 with self._lock:
                     self.digests[DIGEST_NBYTES * number : DIGEST_NBYTES * (number + 1)] = bytes.fromhex(digest)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from relayout.core.coalesce import split
@@ -25,7 +25,23 @@ def chunks_of(data_start: int, nbytes: int, chunk_nbytes: int) -> list[Extent]:
     return list(split(Extent(data_start, nbytes - data_start), chunk_nbytes))
 
 
+def chunks_over(piece: Extent, data_start: int, nbytes: int, chunk_nbytes: int) -> Iterator[tuple[int, Extent, Extent]]:
+    """The chunks that a piece of the data section touches: number, the chunk, and what of it is in the piece."""
+    if not piece.nbytes:
+        return
+    for number in range((piece.offset - data_start) // chunk_nbytes, -(-(piece.end - data_start) // chunk_nbytes)):
+        start = data_start + number * chunk_nbytes
+        chunk = Extent(start, min(chunk_nbytes, nbytes - start))
+        low = max(piece.offset, start)
+        yield number, chunk, Extent(low, min(piece.end, chunk.end) - low)
+
+
+def num_chunks(data_start: int, nbytes: int, chunk_nbytes: int) -> int:
+    """How many chunks a file of `nbytes` has."""
+    return -(-(nbytes - data_start) // chunk_nbytes)
+
+
 def places_of_digests(files: Sequence[IndexedFile], chunk_nbytes: int) -> list[Extent]:
     """Where the chunk digests of each file lie in relayout.chunks."""
-    sizes = [DIGEST_NBYTES * -(-(file.nbytes - file.data_start) // chunk_nbytes) for file in files]
+    sizes = [DIGEST_NBYTES * num_chunks(file.data_start, file.nbytes, chunk_nbytes) for file in files]
     return [Extent(end - nbytes, nbytes) for nbytes, end in zip(sizes, accumulate(sizes), strict=True)]

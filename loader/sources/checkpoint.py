@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from relayout.checkpoint.converted import check_rank, is_converted, read_manifest, read_table
 from relayout.core.arguments import integer
-from relayout.core.slices import WHOLE, slice_transfers
+from relayout.core.slices import WHOLE
 from relayout.errors import PlanError
 from relayout.format.index import MANIFEST_NAME, Manifest, RankTable
 from relayout.loader.placement import ArenaPlan, PlacedTensors, pack
@@ -104,7 +104,8 @@ class ConvertedRank:
     @property
     def _shared(self) -> list[bool]:
         """Of each file: whether it has whole tensors, of which the rank has parts."""
-        return [not self.is_as_stored and n in self.manifest.shared for n in self.manifest.holders[self.holder].files]
+        shared = frozenset() if self.is_as_stored else self.manifest.shared
+        return [number in shared for number in self.manifest.holders[self.holder].files]
 
     def verified(self) -> RankSource:
         """See `RankSource.verified`: the table has the digest of each slice."""
@@ -140,7 +141,7 @@ class ConvertedRank:
         from relayout.loader.sources.reshard import Holder
 
         table, shared = self.table(), self._shared
-        parts = [slice_transfers(one.dtype, one.source_shape, one.part) if any(shared) else () for one in table.kinds]
+        parts = [one.in_whole if any(shared) else () for one in table.kinds]
         holders = [
             Holder(WHOLE, file, offset - parts[kind][0].source)
             if shared[file] and parts[kind]

@@ -11,7 +11,6 @@ from relayout.checkpoint.converted import read_chunk_digests
 from relayout.core.dtypes import num_bytes
 from relayout.core.extents import Transfer
 from relayout.core.patterns import compile_glob, invalid_because
-from relayout.core.slices import slice_transfers
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import Manifest, RankTable, Read
 from relayout.storage.protocols import LOCAL_COST, Access, ReadableFile, RequestCost, Store
@@ -126,7 +125,7 @@ def files_of(folder: Store, manifest: Manifest, numbers: Iterable[int]) -> tuple
 
 def contents_of(files: tuple[StoredFile, ...], table: RankTable, shared: Sequence[bool]) -> Contents:
     """All tensors of a rank of a converted checkpoint, stored in `files`; `shared` are those of whole tensors."""
-    parts = [slice_transfers(one.dtype, one.source_shape, one.part) if any(shared) else () for one in table.kinds]
+    parts = [one.in_whole if any(shared) else () for one in table.kinds]
     reads: list[tuple[Read, ...]] = []
     for kind, dtype, shape, file, offset in zip(
         table.kind_of, table.dtypes, table.shapes, table.files, table.offsets, strict=True

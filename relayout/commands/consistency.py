@@ -22,8 +22,8 @@ from relayout.conversion.layout import rows_of_files
 from relayout.conversion.side_files import read_side_file
 from relayout.core.digests import digest_hex
 from relayout.core.dtypes import num_bytes
-from relayout.core.extents import BLOCK, Extent, Transfer
-from relayout.core.slices import WHOLE, slice_transfers
+from relayout.core.extents import BLOCK, Extent
+from relayout.core.slices import WHOLE
 from relayout.errors import FormatError, PlanError
 from relayout.format.fields import Fields, parse_object
 from relayout.format.index import (
@@ -280,13 +280,11 @@ def _check_places(manifest: Manifest, rank: int, table: RankTable, whole: RankTa
         name: (manifest.whole.files[file], offset)
         for name, file, offset in zip(whole.names, whole.files, whole.offsets, strict=True)
     }
-    starts = [
-        next(iter(slice_transfers(one.dtype, one.source_shape, one.part)), Transfer(0, 0, 0)).source
-        for one in table.kinds
-    ]
+    starts = [one.in_whole[0].source if one.in_whole else 0 for one in table.kinds]
+    shared = manifest.shared
     for name, kind, file, offset in zip(table.names, table.kind_of, table.files, table.offsets, strict=True):
         number = entry.files[file]
-        if number in manifest.shared and places.get(name) != (number, offset - starts[kind]):
+        if number in shared and places.get(name) != (number, offset - starts[kind]):
             report.add(entry.table, f"is at {offset} of {manifest.files[number].name}, not in its whole tensor", name)
 
 

@@ -372,9 +372,10 @@ def stored_conversion(
     stored: list[dict[int, int]] = [{} for _ in manifest.files]
     """Of each file: tensors, and their offsets."""
     owner = [0] * len(manifest.files)
+    shared = manifest.shared
     for holder, (entry, table) in enumerate(zip(manifest.holders, tables, strict=True)):
         held = {t for t, one in enumerate(cut) if one.cut.slices[holder].is_held}
-        own = [holder == options.num_ranks or number not in manifest.shared for number in entry.files]
+        own = [holder == options.num_ranks or number not in shared for number in entry.files]
         for row, (name, file, offset) in enumerate(zip(table.names, table.files, table.offsets, strict=True)):
             t = position.get(name)
             if t is None or t not in held or table.slices[row] != cut[t].cut.slices[holder]:

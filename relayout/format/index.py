@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeVar, overload
 
 from relayout.core.extents import Transfer
-from relayout.core.slices import Slice
+from relayout.core.slices import Slice, slice_transfers
 
 MANIFEST_NAME = "relayout.json"
 """Its presence makes a folder a converted checkpoint."""
@@ -144,6 +144,11 @@ class Kind:
     """Of the whole tensor."""
     part: Slice
     """Which part of the whole tensor the slice is."""
+
+    @property
+    def in_whole(self) -> tuple[Transfer, ...]:
+        """From the whole tensor to the slice; for errors see `slice_transfers`."""
+        return slice_transfers(self.dtype, self.source_shape, self.part)
 
 
 Value = TypeVar("Value")

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from relayout.core.digests import digest_hex
 from relayout.core.dtypes import BITS, num_bytes
 from relayout.core.extents import Transfer
-from relayout.core.slices import Slice, slice_transfers
+from relayout.core.slices import Slice
 from relayout.errors import FormatError, PlanError, shown
 from relayout.format.fields import Fields, parse_object
 from relayout.format.index import (
@@ -99,7 +99,8 @@ def parse_table(blob: bytes, manifest: Manifest, rank: int, where: str) -> RankT
     if len(set(table.names)) != count:
         raise FormatError("a tensor name occurs twice", path=where, code="field")
     sizes = _sizes(table, entry, where)
-    shared = [number in manifest.shared for number in entry.files]
+    of_whole = manifest.shared
+    shared = [number in of_whole for number in entry.files]
     _check_places(table, entry, manifest.holder_files(rank), shared, sizes, where)
     if (total := sum(sizes.tolist())) != entry.nbytes:
         raise FormatError(f"tensors of {total} bytes, {MANIFEST_NAME} says {entry.nbytes}", path=where, code="field")
@@ -239,7 +240,7 @@ def _pieces(
 def _ranges_in_whole(kind: Kind, name: str, where: str) -> tuple[Transfer, ...]:
     """The contiguous pieces of a slice in its whole tensor."""
     try:
-        transfers = slice_transfers(kind.dtype, kind.source_shape, kind.part)
+        transfers = kind.in_whole
     except PlanError as error:
         raise FormatError(error.what, path=where, tensor=name, code="field") from None
     if any(one.count > 1 for one in transfers):

@@ -51,11 +51,22 @@ class RequestCost:
     max_gap_nbytes: int = 256 * 2**10
     """The largest gap between two extents that is cheaper to read than to split the request."""
     concurrency: int | None = None
-    """Requests in flight that saturate the store; None: it depends on the number of processors."""
+    """Requests of one node in flight that saturate the store; None: it depends on the number of processors."""
+    is_remote: bool = False
+    """Whether each request is a round trip over a network, so that nothing is asked that another answer will tell."""
 
 
 LOCAL_COST = RequestCost()
 """Cost of local drives and of memory."""
+
+
+class RequestError(OSError):
+    """A request to a store over a network failed. The text says what to do about it."""
+
+    def __init__(self, number: int, what: str, where: str, status: int | None = None) -> None:
+        super().__init__(number, what, where)
+        self.status = status
+        """The server's HTTP status; None if it gave none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,16 @@ def _memory(url: str) -> Store | Refusal:
     return in_memory.offer(url)
 
 
-REGISTRY: dict[str, Factory] = {"memory": _memory}
+def _cloud(url: str) -> Store | Refusal:
+    from relayout.storage.cloud import store
+
+    return store.offer(url)
+
+
+REGISTRY: dict[str, Factory] = {
+    "memory": _memory,
+    **dict.fromkeys(("s3", "s3a", "gs", "az", "abfs", "abfss"), _cloud),
+}
 """Store factories by URL scheme."""
 
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+)://")

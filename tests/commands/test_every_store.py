@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save
-from support.store_contract import KINDS, Ground, content, ground
+from support.store_contract import KINDS, WRITABLE, Ground, content, ground
 
 import relayout
 from relayout.errors import PlanError
@@ -69,7 +69,7 @@ def write(place: Ground, name: str, files: Files) -> str:
     return place.url(name)
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=WRITABLE)
 def here(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
     with ground(request.param, tmp_path, monkeypatch) as found:
         yield found
@@ -229,7 +229,7 @@ def test_what_is_not_there_is_told(here: Ground) -> None:
         relayout.verify(nothing)
 
 
-@pytest.mark.parametrize("target", KINDS)
+@pytest.mark.parametrize("target", WRITABLE)
 def test_from_every_store_to_every_other(
     here: Ground, target: str, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

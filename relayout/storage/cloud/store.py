@@ -6,14 +6,25 @@ import errno
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from relayout.errors import FormatError, PlanError
 from relayout.storage.cloud.client import BucketClient, Client
 from relayout.storage.cloud.files import CloudFile
-from relayout.storage.protocols import Access, Entry, FileStat, Kind, Modes, Refusal, RequestCost, Staging, Store
+from relayout.storage.protocols import (
+    Access,
+    Entry,
+    FileStat,
+    Kind,
+    Modes,
+    Refusal,
+    RequestCost,
+    Staging,
+    Store,
+    read_whole,
+)
 
 _SCHEMES = {"s3a": "s3", "gcs": "gs", "azure": "az", "abfs": "az", "abfss": "az"}
 """Other schemes of the same stores."""
@@ -27,6 +38,8 @@ class CloudStore:
     client: Client
     prefix: str
     """Without leading or trailing slash; "" for the whole bucket."""
+    opened: dict[str, CloudFile] | None = field(default=None, compare=False, repr=False)
+    """The files that a snapshot has opened, by full name; None: each `open` is a new one."""
 
     @property
     def cost(self) -> RequestCost:
@@ -57,7 +70,11 @@ class CloudStore:
     def parent(self) -> tuple[Store, str]:
         """See `Store.parent`."""
         above, _, name = self.prefix.rpartition("/")
-        return CloudStore(self.client, above), name
+        return CloudStore(self.client, above, self.opened), name
+
+    def snapshot(self) -> CloudStore:
+        """See `Store.snapshot`."""
+        return replace(self, opened={})
 
     def folder_mode(self) -> int:
         """See `Store.folder_mode`."""
@@ -72,10 +89,20 @@ class CloudStore:
 
     def stat(self, name: str) -> FileStat | None:
         """See `Store.stat`."""
-        return self.client.stat(self.full_name(name))
+        if self.opened is None:
+            return self.client.stat(self.full_name(name))
+        try:
+            file = self.open(name)
+        except FormatError as error:
+            if error.code == "missing":
+                return None
+            raise
+        return FileStat(file.nbytes, file.version)
 
     def read(self, name: str, limit: int) -> bytes:
         """See `Store.read`: one request."""
+        if self.opened is not None and (file := self.opened.get(self.full_name(name))) is not None:
+            return read_whole(file, self.where(name), limit)
         body = self.client.get(self.full_name(name), 0, None, None)
         if body.nbytes > limit:
             raise FormatError(f"{body.nbytes} bytes, limit {limit}", path=self.where(name), code="limit")
@@ -87,8 +114,13 @@ class CloudStore:
         """See `Store.open`: one request."""
         if access is Access.DIRECT:
             raise OSError(errno.EOPNOTSUPP, "a store has no direct I/O; use backend 'buffered'", self.where(name))
-        file = CloudFile(self.client, self.full_name(name), self.where(name), version=version)
-        FileStat(file.nbytes, file.version).check(self.where(name), nbytes)
+        full = self.full_name(name)
+        file = None if self.opened is None else self.opened.get(full)
+        if file is None:
+            file = CloudFile(self.client, full, self.where(name), version=version)
+            if self.opened is not None:
+                file = self.opened.setdefault(full, file)  # Another thread may have opened it meanwhile.
+        FileStat(file.nbytes, file.version).check(self.where(name), nbytes, version)
         return file
 
     def check_output(self, source: Store, marker: str, *, force: bool) -> None:

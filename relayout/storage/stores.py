@@ -53,7 +53,8 @@ def find_store(path: str | os.PathLike[str]) -> Store:
         )
     store = REGISTRY[found](os.fspath(path))
     if isinstance(store, Refusal):
-        raise PlanError(store.reason, path=os.fspath(path), code="option")
+        # Without what may be secret: a password, or a signature.
+        raise PlanError(store.reason, path=re.sub(r"//[^/]*@", "//", os.fspath(path)).partition("?")[0], code="option")
     return store
 
 

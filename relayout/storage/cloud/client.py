@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from relayout.errors import FormatError
 from relayout.storage.cloud.connect import make_store
-from relayout.storage.cloud.failures import replaced, translated
+from relayout.storage.cloud.failures import replaced, request
 from relayout.storage.protocols import FileStat, RequestCost, RequestError
 
 if TYPE_CHECKING:
@@ -80,29 +80,25 @@ class Body:
             RequestError: the connection failed, or brought fewer or more bytes than announced.
         """
         assert view.nbytes == self.nbytes
+        end = self.start + self.nbytes
+        if request(lambda: self._copy(view), self.where, (self.start, end)) != self.nbytes:
+            what = f"bytes {self.start} to {end}: the server sent another number of bytes than it announced; load again"
+            raise RequestError(errno.EPROTO, what, self.where)
+
+    def _copy(self, view: memoryview) -> int:
+        """Copy what arrives, while it is in the processor's cache; return how many bytes there were."""
         done = 0
-        with translated(self.where, (self.start, self.start + self.nbytes)):
-            for piece in self.result.stream(min_chunk_size=_STREAM_NBYTES):
-                if done + len(piece) > view.nbytes:
-                    break
+        for piece in self.result.stream(min_chunk_size=_STREAM_NBYTES):
+            if done + len(piece) <= view.nbytes:
                 view[done : done + len(piece)] = piece
-                done += len(piece)
-            else:
-                if done == view.nbytes:
-                    return
-        raise RequestError(
-            errno.EPROTO, f"{self._range} brought other than {self.nbytes} bytes; load again", self.where
-        )
+            done += len(piece)
+        return done
 
     def content(self) -> bytes:
         """All bytes; for errors see `fill`."""
         view = memoryview(bytearray(self.nbytes))
         self.fill(view)
         return bytes(view)
-
-    @property
-    def _range(self) -> str:
-        return f"bytes {self.start} to {self.start + self.nbytes}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +139,10 @@ class BucketClient:
 
     def names(self, prefix: str) -> Iterator[str]:
         """See `Client.names`."""
-        with translated(f"{self.root}/{prefix}"):
-            for page in self.store.list(prefix or None):
-                for found in page:
-                    yield found["path"]
+        pages = iter(self.store.list(prefix or None))
+        while page := request(lambda: next(pages, None), f"{self.root}/{prefix}"):
+            for found in page:
+                yield found["path"]
 
 
 def get(store: ObjectStore, name: str, where: str, start: int, end: int | None, version: str | None) -> Body:
@@ -158,9 +154,8 @@ def get(store: ObjectStore, name: str, where: str, start: int, end: int | None, 
     options: dict[str, Any] = {} if end is None else {"range": (start, end)}
     if version is not None and is_comparable(version):
         options["if_match"] = version
-    with translated(where, None if end is None else (start, end)):
-        result = store.get(name, options=options)  # type: ignore[arg-type]
-        found, part = stat_of(result.meta), result.range
+    result = request(lambda: store.get(name, options=options), where, None if end is None else (start, end))  # type: ignore[arg-type]
+    found, part = stat_of(result.meta), result.range
     if version is not None and found.version != version:  # Some servers take no notice of If-Match.
         raise replaced(where)
     if part != (start, found.nbytes if end is None else min(end, found.nbytes)):
@@ -172,8 +167,7 @@ def get(store: ObjectStore, name: str, where: str, start: int, end: int | None, 
 def stat(store: ObjectStore, name: str, where: str) -> FileStat | None:
     """An object's metadata; see `Client.stat`."""
     try:
-        with translated(where):
-            return stat_of(store.head(name))
+        return stat_of(request(lambda: store.head(name), where))
     except FormatError as error:
         if error.code == "missing":
             return None

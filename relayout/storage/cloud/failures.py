@@ -9,11 +9,13 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import TypeVar
 
 from relayout.errors import FormatError
 from relayout.storage.protocols import RequestError
+
+Answer = TypeVar("Answer")
 
 _STATUS = re.compile(r"status code: ([0-9]{3})")
 _CODE = re.compile(r"<Code>([A-Za-z.]{1,60})</Code>")
@@ -23,9 +25,8 @@ _used_by: int | None = None
 """The process in which obstore's threads are. A forked child has none of them: a request there would wait forever."""
 
 
-@contextmanager
-def translated(where: str, part: tuple[int, int] | None = None) -> Iterator[None]:
-    """Translate obstore's errors; all calls of obstore that make requests are in such a block.
+def request(call: Callable[[], Answer], where: str, part: tuple[int, int] | None = None) -> Answer:
+    """What `call` returns, which calls obstore; its errors are translated. All requests are made so.
 
     Args:
         where: the object's name in messages.
@@ -39,16 +40,18 @@ def translated(where: str, part: tuple[int, int] | None = None) -> Iterator[None
     _check_process(where)
     from obstore import exceptions
 
+    failure: Exception
     try:
-        yield
+        return call()
     except FileNotFoundError:
-        raise FormatError("is missing", path=where, code="missing") from None
+        failure = FormatError("is missing", path=where, code="missing")
     except exceptions.PreconditionError:
-        raise replaced(where) from None
+        failure = replaced(where)
     except exceptions.AlreadyExistsError:
-        raise FileExistsError(errno.EEXIST, "an object of this name exists", where) from None
+        failure = FileExistsError(errno.EEXIST, "an object of this name exists", where)
     except exceptions.BaseError as error:
-        raise _request_error(str(error), where, part) from None
+        failure = _request_error(str(error), where, part)
+    raise failure  # Here, so that it does not refer to obstore's error, which a traceback would show.
 
 
 def replaced(where: str) -> FormatError:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Protocol
 
-from relayout.checkpoint.converted import check_rank, is_converted, read_manifest, read_table
+from relayout.checkpoint.converted import check_rank, find_manifest, read_table
 from relayout.core.arguments import integer
 from relayout.core.slices import WHOLE
 from relayout.errors import PlanError
@@ -83,13 +83,16 @@ class ConvertedRank:
     """Position in the manifest's holders."""
     table: Callable[[], RankTable]
     """Reads the holder's table, once. FormatError: it is damaged, or of another rank or conversion."""
+    files: Callable[[], tuple[StoredFile, ...]]
+    """The rank's files, found once; for errors see `rank_files`."""
 
     slow_because = None
 
     @staticmethod
     def of(store: Store, manifest: Manifest, rank: int, holder: int) -> ConvertedRank:
         """Read no table yet."""
-        return ConvertedRank(store, manifest, rank, holder, cache(partial(read_table, store, manifest, holder)))
+        table = cache(partial(read_table, store, manifest, holder))
+        return ConvertedRank(store, manifest, rank, holder, table, cache(partial(rank_files, store, manifest, holder)))
 
     @property
     def num_ranks(self) -> int:
@@ -111,18 +114,13 @@ class ConvertedRank:
         """See `RankSource.verified`: the table has the digest of each slice."""
         return self
 
-    @property
-    def files(self) -> tuple[StoredFile, ...]:
-        """The rank's files; for errors see `rank_files`."""
-        return rank_files(self.store, self.manifest, self.holder)
-
     def contents(self, patterns: Sequence[str] | None) -> Contents:
         """See `RankSource.contents`."""
-        return _selected(contents_of(self.files, self.table(), self._shared), patterns)
+        return _selected(contents_of(self.files(), self.table(), self._shared), patterns)
 
     def arena(self, patterns: Sequence[str] | None) -> ArenaPlan:
         """See `RankSource.arena`: the manifest has the reads of a whole rank, so that the table is not needed yet."""
-        entry, files = self.manifest.holders[self.holder], self.files
+        entry, files = self.manifest.holders[self.holder], self.files()
         table = None if patterns is None else self.table()
         if table is not None and patterns is not None:
             rows = select(table.names, patterns)
@@ -149,7 +147,7 @@ class ConvertedRank:
             for kind, part, file, offset in zip(table.kind_of, table.slices, table.files, table.offsets, strict=True)
         ]
         rows = range(len(table.names)) if patterns is None else select(table.names, patterns)
-        return StoredPieces(self.columns().rows(rows), self.files, [holders[row] for row in rows], self._metadata)
+        return StoredPieces(self.columns().rows(rows), self.files(), [holders[row] for row in rows], self._metadata)
 
     def columns(self) -> Columns:
         """See `RankSource.columns`."""
@@ -161,7 +159,7 @@ class ConvertedRank:
     def _metadata(self) -> Mapping[str, str] | None:
         from relayout.checkpoint.source import read_shard
 
-        return read_shard(self.store, self.files[0].name)[1].metadata
+        return read_shard(self.store, self.files()[0].name)[1].metadata
 
 
 class _Slices(Protocol):
@@ -251,9 +249,9 @@ def find_rank(path: str | os.PathLike[str], rank: int, tp: int | None) -> RankSo
         tp = integer(tp, "tp")
         if tp < 1:
             raise PlanError(f"tp={tp}, expected 1 or more", code="option")
-    store = find_store(path)
-    if is_converted(store):
-        manifest = read_manifest(store)
+    store = find_store(path).snapshot()
+    manifest = find_manifest(store)
+    if manifest is not None:
         check_rank(store, rank, manifest.num_ranks if tp is None else tp)
         if tp is None or tp == manifest.num_ranks:
             return ConvertedRank.of(store, manifest, rank, rank)
@@ -278,9 +276,10 @@ def find_whole(path: str | os.PathLike[str]) -> Pieces:
         FormatError: the manifest or the source record is damaged.
         PlanError: `path` does not exist, or was not converted.
     """
-    store = find_store(path)
-    check_exists(store)
-    if not is_converted(store):
+    store = find_store(path).snapshot()
+    manifest = find_manifest(store)
+    if manifest is None:
+        check_exists(store)
         raise PlanError(
             f"not converted ({MANIFEST_NAME} is missing): safetensors.safe_open reads its files",
             path=str(store),
@@ -288,7 +287,7 @@ def find_whole(path: str | os.PathLike[str]) -> Pieces:
         )
     from relayout.loader.sources.resharded import whole_pieces
 
-    return whole_pieces(store, read_manifest(store))
+    return whole_pieces(store, manifest)
 
 
 def _selected(contents: Contents, patterns: Sequence[str] | None) -> Contents:

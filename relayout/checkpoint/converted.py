@@ -32,6 +32,23 @@ def is_converted(folder: Store) -> bool:
     return folder.kind() is Kind.FOLDER and folder.stat(MANIFEST_NAME) is not None
 
 
+def find_manifest(folder: Store) -> Manifest | None:
+    """The manifest; None if a folder is no converted checkpoint.
+
+    Raises:
+        FormatError: the manifest is damaged.
+    """
+    if not folder.cost.is_remote:
+        return read_manifest(folder) if is_converted(folder) else None
+    try:  # One request says all.
+        blob = folder.read(MANIFEST_NAME, MAX_MANIFEST_NBYTES)
+    except FormatError as error:
+        if error.code == "missing":
+            return None
+        raise
+    return parse_manifest(blob, folder.where(MANIFEST_NAME))
+
+
 def read_manifest(folder: Store) -> Manifest:
     """Read and check relayout.json.
 

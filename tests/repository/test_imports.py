@@ -57,6 +57,7 @@ NOT_FOR_LOADS = {
     "relayout.loader.stream",
     "relayout.loader.view",
     "relayout.storage.hashing",
+    "relayout.storage.cloud.store",
     "relayout.storage.in_memory",
     "relayout.storage.local.mounts",
     "relayout.storage.local.staging",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support import toy_store
+from support import s3_server, toy_store
 
 from relayout.storage import in_memory, stores
 from relayout.storage.protocols import Modes, Staging, Store
@@ -25,6 +25,8 @@ class Kind:
     """A path or URL, for a test's own folder, below which there is nothing yet."""
     write: Callable[[Store, str, bytes], object]
     """Makes a file, or replaces one as a whole, as somebody else would."""
+    is_writable: bool = True
+    """Whether relayout writes there."""
 
 
 def _write_local(store: Store, name: str, content: bytes) -> None:
@@ -46,11 +48,18 @@ def _write_toy(store: Store, name: str, content: bytes) -> None:
     store.write(name, content)
 
 
+def _write_to_s3(store: Store, name: str, content: bytes) -> None:
+    bucket, _, prefix = str(store).removeprefix("s3://").partition("/")
+    s3_server.shared().put(bucket, f"{prefix}/{name}".lstrip("/"), content)
+
+
 KINDS = {
     "local": Kind(lambda folder: str(folder), _write_local),
     "memory": Kind(lambda folder: f"memory://{folder.name}", _write_in_memory),
     "toy": Kind(lambda folder: f"toy://{folder.name}", _write_toy),
+    "s3": Kind(lambda folder: f"s3://{folder.name}", _write_to_s3, is_writable=False),
 }
+WRITABLE = [name for name, kind in KINDS.items() if kind.is_writable]
 
 
 @dataclass(frozen=True)
@@ -75,6 +84,10 @@ class Ground:
 @contextmanager
 def ground(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
     monkeypatch.setitem(stores.REGISTRY, "toy", toy_store.offer)
+    if name == "s3":
+        pytest.importorskip("obstore", reason="the client of object stores")
+        for variable, value in s3_server.environment(s3_server.shared()).items():
+            monkeypatch.setenv(variable, value)
     yield Ground(KINDS[name], KINDS[name].place(folder))
     in_memory.bucket(folder.name).clear()
     toy_store.FILES.clear()

@@ -57,7 +57,7 @@ KINDS = {
     "local": Kind(lambda folder: str(folder), _write_local),
     "memory": Kind(lambda folder: f"memory://{folder.name}", _write_in_memory),
     "toy": Kind(lambda folder: f"toy://{folder.name}", _write_toy),
-    "s3": Kind(lambda folder: f"s3://{folder.name}", _write_to_s3, is_writable=False),
+    "s3": Kind(lambda folder: f"s3://{folder.name}", _write_to_s3),
 }
 WRITABLE = [name for name, kind in KINDS.items() if kind.is_writable]
 
@@ -89,6 +89,8 @@ def ground(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
         for variable, value in s3_server.environment(s3_server.shared()).items():
             monkeypatch.setenv(variable, value)
     yield Ground(KINDS[name], KINDS[name].place(folder))
+    if name == "s3":
+        s3_server.shared().clear(folder.name)
     in_memory.bucket(folder.name).clear()
     toy_store.FILES.clear()
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import re
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,12 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from support import s3_server
+from support import prestarted, s3_server
 from support.loader_fixtures import assert_equal, child, fake_device, loader_threads, whole_tensors
 from support.s3_server import Answer, Request, Server
 
 import relayout
 from relayout.errors import FormatError, PlanError
+from relayout.loader.diagnose.doctor import diagnose
 from relayout.storage.cloud import connect
 from relayout.storage.protocols import RequestError
 from relayout.storage.stores import find_store
@@ -154,6 +157,19 @@ def test_what_a_load_would_do_is_told(server: Server, converted: Path) -> None:
         " 16 at a time"
     )
     assert server.sent_nbytes < found.nbytes
+
+
+def test_the_doctor_measures_the_network(server: Server, converted: Path) -> None:
+    server.interfere = lambda request: time.sleep(0.02)  # type: ignore[func-returns-value]
+    done = prestarted.run("doctor", URL, "--json", imports=prestarted.LOADER)
+    assert done.returncode == 0, done.stderr
+    network = json.loads(done.stdout)["network"]
+    assert 0.02 <= network["latency_seconds"] < 2
+    assert network["sample_nbytes"] == sum(files_of_rank(converted, 0).values())
+    text = prestarted.run("doctor", URL, imports=prestarted.LOADER).stdout
+    assert re.search(r"network [0-9.]+ ms .* byte, [0-9.]+ GB/s by 16 connections .*: rank 0 would take", told)
+    assert f"on {URL}, by ranges of at most 8 MiB" in text
+    assert diagnose(converted, device="cpu").network is None
 
 
 @pytest.mark.parametrize("is_ignored", [False, True], ids=["If-Match", "If-Match ignored"])

@@ -15,6 +15,8 @@ from relayout.progress import Progress
 if TYPE_CHECKING:
     import torch
 
+    from relayout.loader.sources.cached import CacheOption
+
 
 def load(
     path: str | os.PathLike[str],
@@ -29,6 +31,7 @@ def load(
     progress: Progress = None,
     into: Mapping[str, torch.Tensor] | None = None,
     tp: int | None = None,
+    cache: CacheOption = None,
 ) -> dict[str, torch.Tensor]:
     """Load the tensors of one tensor-parallel rank.
 
@@ -58,6 +61,9 @@ def load(
             have the same digest in a converted checkpoint.
         tp: the tensor-parallel degree, by default that of the conversion. Slices for another degree are assembled from
             the stored slices by the same rules. A plain checkpoint is sliced at this degree, which is slower.
+        cache: a folder on a local drive, or a `relayout.Cache` with a limit, that keeps the files of ranks that are
+            loaded from a remote store: the next load is local. Processes of a machine share it, and fetch nothing
+            twice. Every byte is proven when it is fetched. Default: RELAYOUT_CACHE, if that is set.
 
     Returns:
         This rank's slice of each tensor, by its name in the source checkpoint; with `into`, the given tensors.
@@ -71,7 +77,7 @@ def load(
     """
     with error_hints():
         options = options_of(device, backend, verify, threads, memory, progress)
-        source = find_source(path, rank, tp, verify)
+        source = find_source(path, rank, tp, verify, cache, progress)
         patterns = patterns_of(names)
         if into is None:
             plan = source.arena(patterns)
@@ -96,6 +102,7 @@ def iter_load(
     memory: int | str | None = None,
     progress: Progress = None,
     tp: int | None = None,
+    cache: CacheOption = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) of one rank in file order, as they arrive.
 
@@ -108,8 +115,8 @@ def iter_load(
     After a fork, the child may close the iterator and use the tensors that were yielded, but cannot continue.
 
     Args:
-        path, rank, device, backend, names, verify, threads, progress, tp: as for `load`. "mapped" yields tensors that
-            are read when they are used.
+        path, rank, device, backend, names, verify, threads, progress, tp, cache: as for `load`. "mapped" yields tensors
+            that are read when they are used.
         memory: bytes, or text such as "2GiB", of tensors that are being read or wait to be yielded, with all buffers.
             Default: 512 MiB, 2 GiB for all ranks of a node together, and always enough for the largest tensor.
 
@@ -122,7 +129,7 @@ def iter_load(
 
     with error_hints():
         options = options_of(device, backend, verify, threads, memory, progress)
-        source = find_source(path, rank, tp, verify)
+        source = find_source(path, rank, tp, verify, cache, progress)
         contents = source.contents(patterns_of(names))
         warn_if_slow(source)
         return stream(contents, options)
@@ -133,14 +140,21 @@ def patterns_of(names: Sequence[str] | str | None) -> Sequence[str] | None:
     return [names] if isinstance(names, str) else names
 
 
-def find_source(path: str | os.PathLike[str], rank: int, tp: int | None, verify: bool) -> RankSource:
+def find_source(
+    path: str | os.PathLike[str],
+    rank: int,
+    tp: int | None,
+    verify: bool,
+    cache: CacheOption = None,
+    progress: Progress = None,
+) -> RankSource:
     """The rank's source.
 
     Raises:
-        FormatError: the manifest is damaged.
+        FormatError, OSError: as `find_rank`.
         PlanError: as `find_rank`; or `verify` is set and the source has no digests.
     """
-    source = find_rank(path, rank, tp)
+    source = find_rank(path, rank, tp, cache, progress)
     return source.verified() if verify else source
 
 

@@ -38,15 +38,20 @@ def find_manifest(folder: Store) -> Manifest | None:
     Raises:
         FormatError: the manifest is damaged.
     """
+    blob = find_manifest_blob(folder)
+    return None if blob is None else parse_manifest(blob, folder.where(MANIFEST_NAME))
+
+
+def find_manifest_blob(folder: Store) -> bytes | None:
+    """The manifest as stored; None if a folder is no converted checkpoint. For a remote store, one request."""
     if not folder.cost.is_remote:
-        return read_manifest(folder) if is_converted(folder) else None
-    try:  # One request says all.
-        blob = folder.read(MANIFEST_NAME, MAX_MANIFEST_NBYTES)
+        return folder.read(MANIFEST_NAME, MAX_MANIFEST_NBYTES) if is_converted(folder) else None
+    try:
+        return folder.read(MANIFEST_NAME, MAX_MANIFEST_NBYTES)
     except FormatError as error:
         if error.code == "missing":
             return None
         raise
-    return parse_manifest(blob, folder.where(MANIFEST_NAME))
 
 
 def read_manifest(folder: Store) -> Manifest:

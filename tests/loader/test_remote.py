@@ -2,57 +2,31 @@
 
 from __future__ import annotations
 
-import os
+import json
 import pickle
 import re
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import s3_server
+from support import prestarted, s3_server
 from support.loader_fixtures import assert_equal, child, fake_device, loader_threads, whole_tensors
+from support.remote import HEAD, URL, expect, files_of_rank
 from support.s3_server import Answer, Request, Server
 
 import relayout
 from relayout.errors import FormatError, PlanError
+from relayout.loader.diagnose.doctor import diagnose
 from relayout.storage.cloud import connect
 from relayout.storage.protocols import RequestError
 from relayout.storage.stores import find_store
 
 pytest.importorskip("obstore", reason="the client of object stores")
-
-URL = "s3://models/out"
-HEAD = 64 * 2**10
-"""The first request of a file."""
-
-
-@pytest.fixture
-def server(converted: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """A server with a conversion for two ranks of several files each, and its source."""
-    monkeypatch.setattr(connect, "_MAX_RETRIES", 1)
-    with s3_server.running() as server:
-        for name, value in s3_server.environment(server).items():
-            monkeypatch.setenv(name, value)
-        for folder, prefix in ((converted, "out"), (model, "model")):
-            for file in folder.iterdir():
-                server.put("models", f"{prefix}/{file.name}", file.read_bytes())
-        server.checks_keys = True
-        yield server
-
-
-def files_of_rank(folder: Path, rank: int) -> dict[str, int]:
-    """Length of each file, by its name."""
-    found = {file.name: file.stat().st_size for file in folder.glob(f"model-rank-{rank}-*")}
-    assert len(found) > 2
-    return found
-
-
-def expect(found: dict[str, torch.Tensor], folder: Path, rank: int = 1) -> None:
-    assert_equal(found, whole_tensors(folder, f"model-rank-{rank}-*"))
 
 
 def test_a_load_asks_for_the_manifest_a_table_and_each_file_and_then_only_for_bytes(
@@ -154,6 +128,19 @@ def test_what_a_load_would_do_is_told(server: Server, converted: Path) -> None:
         " 16 at a time"
     )
     assert server.sent_nbytes < found.nbytes
+
+
+def test_the_doctor_measures_the_network(server: Server, converted: Path) -> None:
+    server.interfere = lambda request: time.sleep(0.02)  # type: ignore[func-returns-value]
+    done = prestarted.run("doctor", URL, "--json", imports=prestarted.LOADER)
+    assert done.returncode == 0, done.stderr
+    network = json.loads(done.stdout)["network"]
+    assert 0.02 <= network["latency_seconds"] < 2
+    assert network["sample_nbytes"] == sum(files_of_rank(converted, 0).values())
+    text = prestarted.run("doctor", URL, imports=prestarted.LOADER).stdout
+    assert re.search(r"network [0-9.]+ ms .* byte, [0-9.]+ GB/s by 16 connections .*: rank 0 would take", text)
+    assert f"on {URL}, by ranges of at most 8 MiB" in text
+    assert diagnose(converted, device="cpu").network is None
 
 
 @pytest.mark.parametrize("is_ignored", [False, True], ids=["If-Match", "If-Match ignored"])
@@ -302,7 +289,7 @@ print(json.dumps(os.read(read, 10000).decode()))
 
 
 def test_a_forked_child_says_why_it_cannot_load(server: Server) -> None:
-    said = child(FORKS, URL, env={name: os.environ[name] for name in s3_server.environment(server)})
+    said = child(FORKS, URL)
     assert "this process was forked after its parent had used a store" in said
     assert "spawn" in said
 

@@ -51,6 +51,7 @@ NOT_FOR_LOADS = {
     "relayout.loader.backends.mapped",
     "relayout.loader.diagnose.explain",
     "relayout.loader.into",
+    "relayout.loader.sources.cached",
     "relayout.loader.sources.pieces",
     "relayout.loader.sources.reshard",
     "relayout.loader.sources.resharded",

@@ -224,10 +224,10 @@ def _texts(body: bytes, tag: str) -> list[str]:
 
 class _S3Multipart(_XmlMultipart):
     def __init__(self, client: BucketClient) -> None:
+        keys = keys_of(client.store.credential_provider, client.root)  # type: ignore[union-attr]
         # A URL that obstore signs shows where objects of the bucket are, and in which region.
         url = urlsplit(_sign(client, "x", timedelta(minutes=1)))
         region = parse_qs(url.query)["X-Amz-Credential"][0].split("/")[2]
-        keys = keys_of(client.store.credential_provider, client.root)  # type: ignore[union-attr]
 
         def authorize(method: str, url: str) -> dict[str, str]:
             return signed_headers(method, url, region, keys())

@@ -180,6 +180,22 @@ def test_nothing_is_visible_before_every_file_is_complete(server: Server) -> Non
     assert set(map(tuple, seen)) == {()}
 
 
+def test_google_takes_the_same_requests_with_other_headers(
+    server: Server, expected: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "a-token")
+    monkeypatch.setenv("GOOGLE_BASE_URL", server.url)
+    monkeypatch.setenv("GOOGLE_ALLOW_HTTP", "true")
+    server.checks_keys = False
+    relayout.convert("gs://models/llama", "gs://models/out", **OPTIONS)
+    assert there(server) == expected
+    assert {one.headers["authorization"] for one in server.requests} == {"Bearer a-token"}
+    made = [one for one in server.requests if is_completion(one) or (one.method == "PUT" and not one.query)]
+    made = [one for one in made if one.key.startswith("out/")]
+    assert {one.headers["x-goog-if-generation-match"] for one in made} == {"0"}
+    assert nothing_is_left(server)
+
+
 def harmless(server: Server) -> dict[str, Interference]:
     return {
         "503 for a while": refused(is_part, 503, "SlowDown", times=4),

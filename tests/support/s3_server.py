@@ -171,7 +171,8 @@ def _write(server: Server, request: Request) -> Answer:
 def _refused(server: Server, request: Request) -> Answer | None:
     """Why the conditions of a write do not hold."""
     found = server.objects.get((request.bucket, request.key))
-    if request.headers.get("if-none-match") == "*" and found is not None:
+    absent = request.headers.get("if-none-match") == "*" or request.headers.get("x-goog-if-generation-match") == "0"
+    if absent and found is not None:
         return error(412, "PreconditionFailed")
     if "if-match" in request.headers and (found is None or request.headers["if-match"] != found.etag):
         return error(412, "PreconditionFailed")

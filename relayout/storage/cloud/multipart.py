@@ -285,7 +285,14 @@ class _AzureMultipart:
         )
 
     def begin(self, name: str) -> str:
-        """See `Multipart.begin`: a prefix of the blocks' names, so that blocks of two uploads are never mixed."""
+        """See `Multipart.begin`: a prefix of the blocks' names, so that blocks of two uploads are never mixed.
+
+        Raises:
+            PlanError: the name has characters that a URL encodes, with which obstore's signatures are wrong (0.12).
+        """
+        if quote(name, "/-_.~") != name:
+            what = "uploads to Azure need names of letters, digits and -_.~; choose another prefix, or rename the file"
+            raise PlanError(what, path=f"{self._client.root}/{name}", code="unsupported")
         return secrets.token_hex(8)
 
     def send(self, name: str, upload: str, number: int, pieces: Pieces) -> str:

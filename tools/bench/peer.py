@@ -20,6 +20,7 @@ import xxhash
 
 from bench.job import Job
 from bench.peers import BASELINE, PEERS
+from bench.peers_remote import REMOTE_PEERS
 
 
 def _status(field: str) -> int:
@@ -58,7 +59,7 @@ def main() -> None:
     speaking = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     job = Job(**json.loads(sys.argv[1]))
-    peer = PEERS.get(job.peer, BASELINE)
+    peer = (PEERS | REMOTE_PEERS).get(job.peer, BASELINE)
     for module in peer.modules:
         importlib.import_module(module)
     if job.device.startswith("cuda"):

@@ -13,7 +13,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -72,23 +74,8 @@ def run_peer(
         Died: a process died, had no answer after `limit` seconds, or a byte was wrong; or the page cache would not be
             as it should.
     """
-    kills = _oom_kills()
-    with contextlib.ExitStack() as stack:
-        running: list[Running] = []
-        for number, rank in enumerate(ranks):
-            job = _job(name, peer, folders, tp, rank, number, len(ranks), verify)
-            errors = stack.enter_context(tempfile.TemporaryFile())
-            process = _start(job, _environment(peer, number, len(ranks)), errors)
-            stack.callback(_end, process)
-            running.append((process, errors))
-        _lines(running, limit, kills)
-        _prepare(folders, peer, cold)
-        _tell(running, b"go\n")
-        measured = [json.loads(line) for line in _lines(running, limit, kills)]
-        # Nobody verifies while another still loads.
-        _tell(running, b"verify\n")
-        if not all(json.loads(line) for line in _lines(running, limit, kills)):
-            raise Died("loaded wrong bytes")
+    jobs = [_job(name, peer, folders, tp, rank, number, len(ranks), verify) for number, rank in enumerate(ranks)]
+    measured = run_jobs(jobs, peer, limit, partial(_prepare, folders, peer, cold))
     nbytes = sum(one["nbytes"] for one in measured)
     return {
         "seconds": max(one["ended"] for one in measured) - min(one["started"] for one in measured),
@@ -100,6 +87,42 @@ def run_peer(
         "drive_over_needed": sum(one["drive_nbytes"] for one in measured) / nbytes,
         "nbytes": nbytes,
     }
+
+
+def run_jobs(
+    jobs: list[Job],
+    peer: Peer,
+    limit: float,
+    prepare: Callable[[], object],
+    loaded: Callable[[], object] = lambda: None,
+) -> list[dict[str, float]]:
+    """Load at once, each job in a process of its own; what each of them measured.
+
+    Args:
+        prepare: called when all are ready.
+        loaded: called when all have loaded, before their bytes are verified.
+
+    Raises:
+        Died: a process died, had no answer after `limit` seconds, or a byte was wrong.
+    """
+    kills = _oom_kills()
+    with contextlib.ExitStack() as stack:
+        running: list[Running] = []
+        for number, job in enumerate(jobs):
+            errors = stack.enter_context(tempfile.TemporaryFile())
+            process = _start(job, _environment(peer, number, len(jobs)), errors)
+            stack.callback(_end, process)
+            running.append((process, errors))
+        _lines(running, limit, kills)
+        prepare()
+        _tell(running, b"go\n")
+        measured = [json.loads(line) for line in _lines(running, limit, kills)]
+        loaded()
+        # Nobody verifies while another still loads.
+        _tell(running, b"verify\n")
+        if not all(json.loads(line) for line in _lines(running, limit, kills)):
+            raise Died("loaded wrong bytes")
+    return measured
 
 
 def _prepare(folders: Folders, peer: Peer, cold: bool) -> None:

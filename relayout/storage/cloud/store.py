@@ -19,6 +19,7 @@ from relayout.storage.protocols import (
     FileStat,
     Kind,
     Modes,
+    ReadableFile,
     Refusal,
     RequestCost,
     Staging,
@@ -110,7 +111,7 @@ class CloudStore:
 
     def open(
         self, name: str, nbytes: int | None = None, *, access: Access = Access.BUFFERED, version: str | None = None
-    ) -> CloudFile:
+    ) -> ReadableFile:
         """See `Store.open`: one request."""
         if access is Access.DIRECT:
             raise OSError(errno.EOPNOTSUPP, "a store has no direct I/O; use backend 'buffered'", self.where(name))
@@ -132,7 +133,9 @@ class CloudStore:
         raise self._read_only()
 
     def _read_only(self) -> PlanError:
-        return PlanError("relayout does not write there", path=str(self), code="unsupported")
+        return PlanError(
+            "relayout does not write there: name another output with -o", path=str(self), code="unsupported"
+        )
 
     def full_name(self, name: str) -> str:
         """A file's object name in the bucket."""

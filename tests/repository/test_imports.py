@@ -31,9 +31,10 @@ LAYERS: dict[str, set[str]] = {
     "conversion": {"errors", "core", "progress", "format", "storage", "checkpoint", "plans"},
     "commands": {"errors", "core", "progress", "format", "storage", "checkpoint", "plans", "conversion"},
     "loader": {"errors", "core", "format", "storage", "checkpoint", "progress"},
+    "benchmark": {"errors", "core", "format", "storage", "checkpoint", "plans", "conversion", "loader"},
     "engines": {"errors", "core", "storage", "checkpoint", "loader"},
     "transformers": {"errors", "engines"},
-    "cli": {"errors", "core", "storage", "progress", "plans", "conversion", "commands", "loader"},
+    "cli": {"errors", "core", "storage", "progress", "plans", "conversion", "commands", "benchmark", "loader"},
 }
 """What each package may import, beside itself. Files are read by `plans` only where a person names a plan file."""
 

@@ -16,7 +16,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench.drive import check_cold, fio_mixed, fio_read, forget, total_nbytes, touch_memory
+from bench.drive import check_cold, fio_mixed, fio_read, forget, total_nbytes
+from relayout.benchmark.machine import touch_memory
 
 _WITHOUT_DIGESTS = """
 import xxhash

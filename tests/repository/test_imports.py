@@ -41,8 +41,8 @@ LAYERS: dict[str, set[str]] = {
 SLICING = {f"relayout.loader.{name}" for name in ("sources.plain", "sources.resharded")}
 """What slices plain checkpoints, or joins the slices of several ranks: these need the plans for it."""
 
-WITH_TORCH = {"relayout.engines.global_tensor"}
-"""What defines a kind of tensor, and so needs torch at import time."""
+WITH_TORCH = {f"relayout.engines.{name}" for name in ("global_tensor", "placement", "probes")}
+"""What defines a kind of tensor, or uses it throughout, and so needs torch at import time."""
 
 NOT_FOR_LOADS = {
     "relayout.checkpoint.source",

@@ -7,9 +7,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from checkpoints import write_llama
-
 import relayout
+from relayout.benchmark.made import write_llama
 
 
 def source_of(work: Path, num_layers: int) -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench.drive import direct_gb_per_s, forget, machine
+from bench.drive import direct_read, forget, limit_by, machine
 
 from gpu.checkpoints_of import converted_of
 from gpu.results import Given
@@ -42,7 +42,7 @@ def _doctor(folder: Path, device: str) -> dict[str, Any]:
 
 def _drive(folder: Path) -> dict[str, Any]:
     forget([folder])
-    return {"gb_per_s": direct_gb_per_s(sorted(folder.glob("*.safetensors")))}
+    return {"gb_per_s": direct_read(sorted(folder.glob("*.safetensors"))), "by": limit_by()}
 
 
 def _smi() -> dict[str, Any]:

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench.drive import forget, remember
+from bench.drive import files_of, forget
+
+from relayout.benchmark.machine import remember
 
 
 def prepare(folders: list[Path], *, cold: bool) -> None:
     """Make the page cache cold or warm."""
-    (forget if cold else remember)(folders)
+    forget(folders) if cold else remember(files_of(folders))
 
 
 def measure(load: Callable[[], Any], device: str, nbytes: int) -> dict[str, Any]:

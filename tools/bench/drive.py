@@ -26,7 +26,7 @@ PACKAGES = (
     "flashpack",
     "numpy",
     "xxhash",
-    "relayout",
+    "safetensors-relayout",
 )
 
 

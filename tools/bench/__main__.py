@@ -18,6 +18,7 @@ import bench
 import relayout
 from bench import chart as charts
 from bench import convert as conversions
+from bench import idea as ideas
 from bench import load as loads
 from bench import table as tables
 from bench.drive import machine, need_fio, total_nbytes
@@ -121,6 +122,12 @@ def load(
 def chart(results: Path, png: Path) -> None:
     """Draw what `load --out` wrote."""
     charts.draw(json.loads(results.read_text()), png)
+
+
+@app.command()
+def idea(picture: Path) -> None:
+    """Draw what a rank reads of one layer, before and after the conversion."""
+    ideas.draw(picture)
 
 
 @app.command()

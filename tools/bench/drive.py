@@ -28,7 +28,7 @@ PACKAGES = (
     "flashpack",
     "numpy",
     "xxhash",
-    "relayout",
+    "safetensors-relayout",
 )
 
 

@@ -26,6 +26,7 @@ from relayout.core.patterns import collapse_numbers
 from relayout.errors import escape_controls
 from relayout.plans.family import Family
 from relayout.progress import Progress
+from relayout.storage.stores import scheme_of
 
 if TYPE_CHECKING:
     from relayout.loader.diagnose.doctor import Diagnosis
@@ -252,6 +253,13 @@ def print_diagnosis(found: Diagnosis) -> None:
     for place, count in places.items():
         console.print(f"[bold]files[/] {_count(count, 'file')} on {_text(place)}")
     console.print(f"[bold]machine[/] {_text(_machine(found))}")
+    if (network := found.network) is not None:
+        console.print(
+            f"[bold]network[/] {1000 * network.latency_seconds:.1f} ms to the first byte,"
+            f" {network.bytes_per_second / 1e9:.2f} GB/s by {_count(network.threads, 'connection')}"
+            f" ({decimal(network.sample_nbytes)} read): rank {found.ranks[0].rank} would take"
+            f" {network.seconds(found.ranks[0].read_nbytes):.1f} s"
+        )
     gds = next((one.gds for one in found.ranks if one.gds is not None), None)
     if found.gpus:
         console.print(f"[bold]GPUDirect Storage[/] {_text(gds or 'not available')}")
@@ -290,6 +298,8 @@ def _place(file: FileFacts) -> str:
     """The file system of a file and its direct I/O, in words."""
     system = file.filesystem
     drive = "" if system.drive_block_nbytes is None else f", drive blocks of {system.drive_block_nbytes}"
+    if system.kind == (scheme_of(system.mount_point) or ""):
+        return f"{system.mount_point}, by ranges of at most {system.block_nbytes // 2**20} MiB"
     refused = file.refuses_direct
     direct = (
         "direct I/O works" if refused is None else f"direct I/O does not work ({refused}), reads use the page cache"

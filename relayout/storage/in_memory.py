@@ -292,6 +292,10 @@ class MemoryStore:
         above, _, name = self.prefix.rpartition("/")
         return MemoryStore(self.bucket, above), name
 
+    def snapshot(self) -> MemoryStore:
+        """See `Store.snapshot`."""
+        return self
+
     def folder_mode(self) -> int:
         """See `Store.folder_mode`."""
         return Modes().folder
@@ -380,6 +384,8 @@ class MemoryStore:
 
 class MemoryStaging:
     """Files that become objects when they are published; see `protocols.Staging`."""
+
+    can_read = True
 
     def __init__(self, store: MemoryStore, attempt: _Attempt) -> None:
         self._store = store

@@ -91,6 +91,9 @@ class ToyStore:
         above, _, name = self.prefix.rpartition("/")
         return ToyStore(self.shelf, above), name
 
+    def snapshot(self) -> ToyStore:
+        return self
+
     def folder_mode(self) -> int:
         return 0o777
 
@@ -155,6 +158,8 @@ class ToyStore:
 
 class ToyStaging:
     """See `relayout.storage.protocols.Staging`."""
+
+    can_read = True
 
     def __init__(self, where: str) -> None:
         self.where = where

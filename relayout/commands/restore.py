@@ -126,7 +126,7 @@ def _refuse_conversion(staging: Staging, *, force: bool) -> None:
         PlanError: the staging folder has the journal of a conversion, and `force` is not set.
     """
     found = read_journal(staging)
-    if found is not None and found[1] and not force:
+    if found is not None and found[1].tensors and not force:
         staging.is_kept = True
         raise PlanError("holds an interrupted conversion; --force discards it", path=staging.where, code="exists")
 

@@ -381,6 +381,8 @@ class MemoryStore:
 class MemoryStaging:
     """Files that become objects when they are published; see `protocols.Staging`."""
 
+    can_read = True
+
     def __init__(self, store: MemoryStore, attempt: _Attempt) -> None:
         self._store = store
         self._attempt = attempt

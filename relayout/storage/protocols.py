@@ -206,6 +206,9 @@ class Staging(Protocol):
     them whole.
     """
 
+    can_read: bool
+    """Whether `open` can read what was written. If not, a file counts for the next attempt if `write_head` completed
+    it: `names` then has no others of an earlier attempt."""
     is_kept: bool
     """Whether the files stay for the next attempt if this one fails."""
     advice: str | None

@@ -156,6 +156,8 @@ class ToyStore:
 class ToyStaging:
     """See `relayout.storage.protocols.Staging`."""
 
+    can_read = True
+
     def __init__(self, where: str) -> None:
         self.where = where
         self.files: dict[str, bytearray] = {}

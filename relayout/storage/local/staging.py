@@ -115,6 +115,8 @@ def check_space(output: Path, nbytes: int) -> None:
 class LocalStaging:
     """A folder beside an output, in which it is assembled; see `protocols.Staging`."""
 
+    can_read = True
+
     def __init__(self, output: Path, place: OpenFolder, modes: Modes) -> None:
         """Use `place`, a private folder of this user, which may hold files of an earlier attempt."""
         self._output = output

@@ -78,6 +78,7 @@ def ground(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     yield Ground(KINDS[name], KINDS[name].place(folder))
     in_memory.bucket(folder.name).clear()
     toy_store.FILES.clear()
+    toy_store.PARTS.clear()
 
 
 @contextmanager

@@ -31,17 +31,18 @@ LAYERS: dict[str, set[str]] = {
     "conversion": {"errors", "core", "progress", "format", "storage", "checkpoint", "plans"},
     "commands": {"errors", "core", "progress", "format", "storage", "checkpoint", "plans", "conversion"},
     "loader": {"errors", "core", "format", "storage", "checkpoint", "progress"},
+    "benchmark": {"errors", "core", "format", "storage", "checkpoint", "plans", "conversion", "loader"},
     "engines": {"errors", "core", "storage", "checkpoint", "loader"},
     "transformers": {"errors", "engines"},
-    "cli": {"errors", "core", "storage", "progress", "plans", "conversion", "commands", "loader"},
+    "cli": {"errors", "core", "storage", "progress", "plans", "conversion", "commands", "benchmark", "loader"},
 }
 """What each package may import, beside itself. Files are read by `plans` only where a person names a plan file."""
 
 SLICING = {f"relayout.loader.{name}" for name in ("sources.plain", "sources.resharded")}
 """What slices plain checkpoints, or joins the slices of several ranks: these need the plans for it."""
 
-WITH_TORCH = {"relayout.engines.global_tensor"}
-"""What defines a kind of tensor, and so needs torch at import time."""
+WITH_TORCH = {f"relayout.engines.{name}" for name in ("global_tensor", "placement", "probes")}
+"""What defines a kind of tensor, or uses it throughout, and so needs torch at import time."""
 
 NOT_FOR_LOADS = {
     "relayout.checkpoint.source",

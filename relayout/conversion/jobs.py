@@ -9,6 +9,7 @@ reads the records, and publishes the output when every unit has one. Nothing her
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -34,7 +35,7 @@ from relayout.conversion.sidecar import HeaderWriter, write_sidecar
 from relayout.conversion.steps import CopyPlan
 from relayout.core.arguments import integer, size
 from relayout.core.extents import BLOCK, align_up
-from relayout.errors import FormatError, PlanError
+from relayout.errors import FormatError, PlanError, shown
 from relayout.format.index import MANIFEST_NAME
 from relayout.plans.family import TRANSFORMERS
 from relayout.progress import Progress, reporting
@@ -197,6 +198,41 @@ def convert_unit(
             if undertaking_of(planned) != undertaking:
                 raise FormatError("has changed while it was read", path=str(source.root), code="mismatch")
     return UnitRecord(unit, nbytes, 0 if is_done else nbytes, time.monotonic() - started, peak_nbytes())
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertedUnits:
+    """What a process that has converted a share of the units tells."""
+
+    output: str
+    num_units: int
+    """Of the whole conversion."""
+    units: tuple[UnitRecord, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        return asdict(self)
+
+
+def convert_share(planned: ConversionPlan, share: str, **options: Any) -> ConvertedUnits:
+    """Convert a share of the units, such as a task of an array of processes does.
+
+    Args:
+        share: "K/N", K from 0: the units K, K + N, K + 2 N ... With N units, that is unit K; with fewer, there may be
+            nothing to do.
+        options: as for `convert_unit`.
+
+    Raises:
+        FormatError, PlanError, OSError: as `convert_unit`; or `share` is invalid.
+    """
+    found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", share)
+    if found is None or int(found[1]) >= int(found[2]):
+        raise PlanError(f"unit {shown(share)}, expected K/N with K from 0 to N - 1, such as 7/31", code="option")
+    num_units = len(planned.layout.units)
+    units = range(int(found[1]), num_units, int(found[2]))
+    return ConvertedUnits(
+        str(planned.output), num_units, tuple(convert_unit(planned, unit, **options) for unit in units)
+    )
 
 
 def commit_jobs(jobs: list[UnitJob], **options: Any) -> Summary:

@@ -198,7 +198,7 @@ def _run(
     conversion: Conversion, force: bool, sha256: bool, threads: int, chunk_nbytes: int, progress: Progress
 ) -> Summary:
     started = time.monotonic()
-    source, layout = conversion.source, conversion.layout
+    source = conversion.source
     conversion.output.check_output(conversion.source.root, MANIFEST_NAME, force=force)
     undertaking = undertaking_of(conversion)
     modes = modes_of(source.folder, [file.name for file in source.files], with_folder=not source.is_file)
@@ -209,7 +209,7 @@ def _run(
         claims = claims_of(staging, undertaking, force=force)
         staging.advice = f"what is done is kept in {staging.where}; the same command goes on from there"
         staging.check_space(_needed_nbytes(conversion) - staging.allocated_nbytes())
-        num_readers = _num_readers(threads, chunk_nbytes)
+        num_readers = num_readers_of(threads, chunk_nbytes)
         done = still_true(staging, claims, conversion, num_readers)
         resumed_nbytes = sum(source.tensors[t].extent.nbytes for t in done.tensors)
         headers = HeaderWriter(staging, conversion)
@@ -222,6 +222,12 @@ def _run(
         if undertaking_of(conversion) != undertaking:
             staging.is_kept = False
             raise FormatError("has changed while it was read", path=str(conversion.source.root), code="mismatch")
+    return summary_of(conversion, resumed_nbytes, time.monotonic() - started)
+
+
+def summary_of(conversion: Conversion, resumed_nbytes: int, seconds: float) -> Summary:
+    """The summary of a conversion that is done."""
+    source, layout = conversion.source, conversion.layout
     rank_nbytes = conversion.rank_nbytes
     return Summary(
         output=str(conversion.output),
@@ -233,7 +239,7 @@ def _run(
         rank_nbytes=rank_nbytes,
         replicated_nbytes=layout.data_nbytes - source.nbytes,
         resumed_nbytes=resumed_nbytes,
-        seconds=time.monotonic() - started,
+        seconds=seconds,
         peak_nbytes=peak_nbytes(),
         left_out=source.left_out,
         unmatched=conversion.plan.unmatched,
@@ -258,7 +264,7 @@ def _run_units(
     layout, tensors = conversion.layout, conversion.source.tensors
     digests = dict(done.tensors)
     chunks = dict(done.chunks)
-    num_readers = _num_readers(threads, chunk_nbytes)
+    num_readers = num_readers_of(threads, chunk_nbytes)
     passed = 0
 
     def note(written: Mapping[int, TensorDigests]) -> None:
@@ -286,7 +292,7 @@ def _run_units(
     return digests, chunks
 
 
-def _num_readers(threads: int, chunk_nbytes: int) -> int:
+def num_readers_of(threads: int, chunk_nbytes: int) -> int:
     """How many of the threads may read files again: they need memory of another size."""
     return max(1, min(threads, 2 * threads * chunk_nbytes // REHASH_NBYTES))
 

@@ -121,6 +121,7 @@ def ground(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
         left.client.store.delete(list(left.client.names(left.prefix)))
     in_memory.bucket(folder.name).clear()
     toy_store.FILES.clear()
+    toy_store.PARTS.clear()
 
 
 @contextmanager

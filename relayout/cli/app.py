@@ -118,8 +118,9 @@ def convert(
     unmatched: Annotated[
         Literal["error", "replicate"] | None,
         typer.Option(
+            metavar="error|replicate",
             help="How to treat tensors that no rule of the plan matches. Default: error; replicate with"
-            " --plan transformers, which lists only tensors that are cut."
+            " --plan transformers, which lists only tensors that are cut.",
         ),
     ] = None,
     max_part_size: Annotated[
@@ -136,8 +137,9 @@ def convert(
     layout: Annotated[
         Literal["ranks", "whole"],
         typer.Option(
+            metavar="ranks|whole",
             help="ranks: each rank's slices in files of its own. whole: whole tensors, which stock loaders read, and"
-            " beside them the slices that are not contiguous in them; a third larger for a Llama."
+            " beside them the slices that are not contiguous in them; a third larger for a Llama.",
         ),
     ] = "ranks",
     sha256: Annotated[

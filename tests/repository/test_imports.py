@@ -53,8 +53,8 @@ LAYERS: dict[str, set[str]] = {
 SLICING = {f"relayout.loader.{name}" for name in ("sources.plain", "sources.resharded")}
 """What slices plain checkpoints, or joins the slices of several ranks: these need the plans for it."""
 
-WITH_TORCH = {"relayout.engines.global_tensor"}
-"""What defines a kind of tensor, and so needs torch at import time."""
+WITH_TORCH = {f"relayout.engines.{name}" for name in ("global_tensor", "placement", "probes")}
+"""What defines a kind of tensor, or uses it throughout, and so needs torch at import time."""
 
 NOT_FOR_LOADS = {
     "relayout.checkpoint.source",
@@ -63,6 +63,9 @@ NOT_FOR_LOADS = {
     "relayout.loader.backends.cufile",
     "relayout.loader.backends.mapped",
     "relayout.loader.diagnose.explain",
+    "relayout.loader.group.deal",
+    "relayout.loader.group.members",
+    "relayout.loader.group.sharing",
     "relayout.loader.into",
     "relayout.loader.sources.pieces",
     "relayout.loader.sources.reshard",

@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench.drive import fio_read
+from bench.drive import direct_read, limit_by
 from bench.peers import PEERS
 from bench.run import Folders, run_peer
 from relayout.benchmark.job import Loader
@@ -68,7 +68,7 @@ def measure(
     given_up = set(failures)
     limits = []
     for run in range(runs):
-        limits += [fio_read(files)] if cold else []
+        limits += [direct_read(files)] if cold else []
         turn = run * len(taking_part) // runs
         for name in taking_part[turn:] + taking_part[:turn]:
             if name in given_up:
@@ -96,6 +96,7 @@ def measure(
         "nbytes": sum(path.stat().st_size for path in files) * len(scenario.ranks) // scenario.tp,
         "drive_gb_per_s": statistics.median(limits) if limits else None,
         "all_drive_gb_per_s": limits,
+        "drive_by": limit_by(),
         "peers": rows,
         "failures": failures,
     }
@@ -104,9 +105,9 @@ def measure(
 def print_table(console: Console, result: dict[str, Any]) -> None:
     """One scenario: the fastest first."""
     rows, limit = result["peers"], result["drive_gb_per_s"]
-    drive = f", drive {limit:.2f} GB/s by fio" if limit else ""
+    drive = f", drive {limit:.2f} GB/s by {result['drive_by']}" if limit else ""
     table = Table(box=box.SIMPLE_HEAD, title=f"{result['title']}, {result['state']}{drive}", title_justify="left")
-    headings = ("", "s", "GB/s", "of fio", "relayout is", "CPU s", "peak / needed", "beyond, MiB", "read / needed")
+    headings = ("", "s", "GB/s", "of drive", "relayout is", "CPU s", "peak / needed", "beyond, MiB", "read / needed")
     for heading in headings:
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     mine = _best(rows, ours=True)

@@ -380,6 +380,26 @@ def bench(
             raise typer.Exit(EXIT_DIFFERENCE)
 
 
+@app.command()
+def report(
+    path: PathArgument,
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="FILE", help="The page to write; it is replaced.")
+    ] = "report.html",
+    tp: Annotated[
+        int | None, typer.Option("--tp", metavar="N", help="Ranks to forecast a conversion for, of a plain checkpoint.")
+    ] = None,
+    plan: PlanOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write one HTML page that shows every file, tensor and rank: bars to scale, tables, search. It works offline."""
+    with _errors():
+        from relayout.cli import render as terminal
+        from relayout.html_report import page
+
+        _show(page.report(path, output, tp=tp, plan=plan), as_json, terminal.print_page)
+
+
 class _Result(Protocol):
     def as_json(self) -> dict[str, object]: ...
 

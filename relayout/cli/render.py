@@ -30,6 +30,7 @@ from relayout.progress import Progress
 from relayout.storage.stores import scheme_of
 
 if TYPE_CHECKING:
+    from relayout.html_report.page import PageWritten
     from relayout.loader.diagnose.doctor import Diagnosis
     from relayout.loader.diagnose.explain import FileFacts
 
@@ -130,6 +131,15 @@ def print_warmed(warmed: Warmed) -> None:
     console.print(f"read {decimal(warmed.read_nbytes)} in {warmed.seconds:.1f} s ({rate:.2f} GB/s)")
     if warmed.left_nbytes:
         console.print(f"[yellow]left {decimal(warmed.left_nbytes)}[/] for want of memory: --memory says how much")
+
+
+def print_page(written: PageWritten) -> None:
+    """After a page was written."""
+    shown = "forecast of a conversion" if written.is_forecast else "converted checkpoint"
+    _console().print(
+        f"[bold green]wrote[/] {_text(written.output)} ({decimal(written.nbytes)}): {shown}, "
+        f"{_count(written.num_tensors, 'tensor')}, {_count(written.num_ranks, 'rank')}; open it in a browser"
+    )
 
 
 def print_preview(preview: Preview) -> None:

@@ -32,9 +32,21 @@ LAYERS: dict[str, set[str]] = {
     "commands": {"errors", "core", "progress", "format", "storage", "checkpoint", "plans", "conversion"},
     "loader": {"errors", "core", "format", "storage", "checkpoint", "progress"},
     "benchmark": {"errors", "core", "format", "storage", "checkpoint", "plans", "conversion", "loader"},
+    "html_report": {"errors", "core", "format", "storage", "checkpoint", "conversion", "commands"},
     "engines": {"errors", "core", "storage", "checkpoint", "loader"},
     "transformers": {"errors", "engines"},
-    "cli": {"errors", "core", "storage", "progress", "plans", "conversion", "commands", "benchmark", "loader"},
+    "cli": {
+        "errors",
+        "core",
+        "storage",
+        "progress",
+        "plans",
+        "conversion",
+        "commands",
+        "benchmark",
+        "html_report",
+        "loader",
+    },
 }
 """What each package may import, beside itself. Files are read by `plans` only where a person names a plan file."""
 

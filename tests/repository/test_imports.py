@@ -31,7 +31,7 @@ LAYERS: dict[str, set[str]] = {
     "conversion": {"errors", "core", "progress", "format", "storage", "checkpoint", "plans"},
     "commands": {"errors", "core", "progress", "format", "storage", "checkpoint", "plans", "conversion"},
     "loader": {"errors", "core", "format", "storage", "checkpoint", "progress"},
-    "engines": {"errors", "core", "storage", "checkpoint", "loader"},
+    "engines": {"errors", "core", "progress", "storage", "checkpoint", "loader"},
     "transformers": {"errors", "engines"},
     "cli": {"errors", "core", "storage", "progress", "plans", "conversion", "commands", "loader"},
 }

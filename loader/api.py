@@ -7,13 +7,16 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from relayout.errors import PlanError
 from relayout.loader.diagnose.hints import error_hints
-from relayout.loader.loading import load_arena, options_of
+from relayout.loader.loading import Options, load_arena, options_of
+from relayout.loader.placement import ArenaPlan
 from relayout.loader.sources.checkpoint import RankSource, find_rank
 from relayout.progress import Progress
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
 
 
 def load(
@@ -29,6 +32,7 @@ def load(
     progress: Progress = None,
     into: Mapping[str, torch.Tensor] | None = None,
     tp: int | None = None,
+    group: ProcessGroup | None = None,
 ) -> dict[str, torch.Tensor]:
     """Load the tensors of one tensor-parallel rank.
 
@@ -58,6 +62,10 @@ def load(
             have the same digest in a converted checkpoint.
         tp: the tensor-parallel degree, by default that of the conversion. Slices for another degree are assembled from
             the stored slices by the same rules. A plain checkpoint is sliced at this degree, which is slower.
+        group: a torch.distributed group whose members all load this rank of a converted checkpoint now: each reads a
+            part of its bytes and gets the rest from the others. Its backend must serve `device`. With `verify`, each
+            compares the digests of the chunks that it reads. An error of one member is raised by all; a member that
+            is killed fails the others at once over gloo, over NCCL after the group's timeout.
 
     Returns:
         This rank's slice of each tensor, by its name in the source checkpoint; with `into`, the given tensors.
@@ -69,7 +77,19 @@ def load(
         MemoryError: there is not enough memory for the tensors.
         RuntimeError: the interpreter is shutting down, or the `progress` function forked this process.
     """
+
+    def prepare() -> tuple[RankSource, ArenaPlan, Options]:
+        if into is not None:
+            raise PlanError("group: a group loads into new memory, not into given tensors", code="option")
+        options = options_of(device, backend, verify, threads, memory, progress)
+        source = find_source(path, rank, tp, verify)
+        return source, source.arena(patterns_of(names)), options
+
     with error_hints():
+        if group is not None:
+            from relayout.loader.group.sharing import load_together
+
+            return load_together(prepare, group)
         options = options_of(device, backend, verify, threads, memory, progress)
         source = find_source(path, rank, tp, verify)
         patterns = patterns_of(names)

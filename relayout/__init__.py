@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from relayout import transformers
+    from relayout.benchmark.measure import Bench, BenchPlan, plan_bench
     from relayout.commands.differences import Difference, Report
     from relayout.commands.inspect import Inspection, inspect
     from relayout.commands.restore import Restored, restore
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from relayout.loader.view import CheckpointView, Place, TensorSlice, open, safe_open
 
 __all__ = [
+    "Bench",
+    "BenchPlan",
     "CheckpointView",
     "ConversionPlan",
     "Difference",
@@ -43,6 +46,7 @@ __all__ = [
     "iter_load",
     "load",
     "open",
+    "plan_bench",
     "plan_conversion",
     "restore",
     "safe_open",
@@ -52,6 +56,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "benchmark.measure": ("Bench", "BenchPlan", "plan_bench"),
     "commands.inspect": ("Inspection", "inspect"),
     "commands.restore": ("Restored", "restore"),
     "commands.differences": ("Difference", "Report"),

@@ -118,8 +118,9 @@ def convert(
     unmatched: Annotated[
         Literal["error", "replicate"] | None,
         typer.Option(
+            metavar="error|replicate",
             help="How to treat tensors that no rule of the plan matches. Default: error; replicate with"
-            " --plan transformers, which lists only tensors that are cut."
+            " --plan transformers, which lists only tensors that are cut.",
         ),
     ] = None,
     max_part_size: Annotated[
@@ -136,8 +137,9 @@ def convert(
     layout: Annotated[
         Literal["ranks", "whole"],
         typer.Option(
+            metavar="ranks|whole",
             help="ranks: each rank's slices in files of its own. whole: whole tensors, which stock loaders read, and"
-            " beside them the slices that are not contiguous in them; a third larger for a Llama."
+            " beside them the slices that are not contiguous in them; a third larger for a Llama.",
         ),
     ] = "ranks",
     sha256: Annotated[
@@ -308,6 +310,51 @@ def warm(
         progress = terminal.progress("warming", as_json=as_json)
         done = warming.warm(path, rank=rank, memory=memory, threads=threads, progress=progress)
         _show(done, as_json, terminal.print_warmed)
+
+
+@app.command()
+def bench(
+    path: Annotated[
+        str,
+        typer.Argument(metavar="PATH", help="A checkpoint, plain or converted; with --size, a folder on the drive."),
+    ],
+    tp: Annotated[
+        int | None, typer.Option("--tp", metavar="N", help="Tensor-parallel ranks. Default: as converted.")
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="The same checkpoint, converted or plain. Default: found beside PATH."),
+    ] = None,
+    size: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Measure a checkpoint made below PATH, such as 4GB, and delete it after."),
+    ] = None,
+    runs: Annotated[int, typer.Option(metavar="N", help="Loads by each loader; medians count.")] = 3,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Drop these files from the page cache without asking.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure what relayout gains here: loads by relayout and by safetensors, cold and warm.
+
+    One rank and all ranks at once, each load in a fresh process, bytes compared, beside the drive's limit. Reads only.
+    """
+    with _errors():
+        from relayout.benchmark import measure
+        from relayout.cli import bench_text
+
+        _begin_work()
+        if size is not None:
+            with measure.made_checkpoint(path, size, tp, bench_text.tell) as made:
+                found = measure.plan_bench(made, tp=tp, runs=runs).run(drop_caches=True, tell=bench_text.tell)
+                found = measure.without_paths(found)
+        else:
+            plan = measure.plan_bench(path, tp=tp, against=against, runs=runs)
+            may_drop = bench_text.may_drop_caches(plan, yes=yes)
+            found = plan.run(drop_caches=may_drop, tell=bench_text.tell)
+        _tell(found, as_json, bench_text.print_bench)
+        if found.wrong:
+            raise typer.Exit(EXIT_DIFFERENCE)
 
 
 class _Result(Protocol):

@@ -31,9 +31,10 @@ LAYERS: dict[str, set[str]] = {
     "conversion": {"errors", "core", "progress", "format", "storage", "checkpoint", "plans"},
     "commands": {"errors", "core", "progress", "format", "storage", "checkpoint", "plans", "conversion"},
     "loader": {"errors", "core", "format", "storage", "checkpoint", "progress"},
+    "benchmark": {"errors", "core", "format", "storage", "checkpoint", "plans", "conversion", "loader"},
     "engines": {"errors", "core", "progress", "storage", "checkpoint", "loader"},
     "transformers": {"errors", "engines"},
-    "cli": {"errors", "core", "storage", "progress", "plans", "conversion", "commands", "loader"},
+    "cli": {"errors", "core", "storage", "progress", "plans", "conversion", "commands", "benchmark", "loader"},
 }
 """What each package may import, beside itself. Files are read by `plans` only where a person names a plan file."""
 
@@ -50,6 +51,9 @@ NOT_FOR_LOADS = {
     "relayout.loader.backends.cufile",
     "relayout.loader.backends.mapped",
     "relayout.loader.diagnose.explain",
+    "relayout.loader.group.deal",
+    "relayout.loader.group.members",
+    "relayout.loader.group.sharing",
     "relayout.loader.into",
     "relayout.loader.sources.pieces",
     "relayout.loader.sources.reshard",

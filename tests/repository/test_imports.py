@@ -33,7 +33,7 @@ LAYERS: dict[str, set[str]] = {
     "loader": {"errors", "core", "format", "storage", "checkpoint", "progress"},
     "benchmark": {"errors", "core", "format", "storage", "checkpoint", "plans", "conversion", "loader"},
     "html_report": {"errors", "core", "format", "storage", "checkpoint", "conversion", "commands"},
-    "engines": {"errors", "core", "storage", "checkpoint", "loader"},
+    "engines": {"errors", "core", "progress", "storage", "checkpoint", "loader"},
     "transformers": {"errors", "engines"},
     "cli": {
         "errors",

@@ -30,13 +30,13 @@ def _cloud(url: str) -> Store | Refusal:
 
 
 def _web(url: str) -> Store | Refusal:
-    from relayout.storage.cloud import web
+    from relayout.storage.web import site
 
-    return web.offer(url)
+    return site.offer(url)
 
 
 def _hub(url: str) -> Store | Refusal:
-    from relayout.storage.cloud import hub
+    from relayout.storage.web import hub
 
     return hub.offer(url)
 
@@ -90,7 +90,7 @@ def find_input(path: str | os.PathLike[str]) -> Store:
     """
     store = find_store(path)
     if isinstance(path, str) and isinstance(store, LocalStore) and store.kind() is Kind.NOTHING:
-        from relayout.storage.cloud import hub
+        from relayout.storage.web import hub
 
         return hub.offer_model(path) or store
     return store

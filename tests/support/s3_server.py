@@ -100,6 +100,12 @@ class Server(ThreadingHTTPServer):
         self.objects[bucket, key] = made
         return made
 
+    def clear(self, bucket: str) -> None:
+        """Delete a bucket's objects and unfinished uploads."""
+        with self.lock:
+            self.objects = {place: one for place, one in self.objects.items() if place[0] != bucket}
+            self.uploads = {name: one for name, one in self.uploads.items() if one[0] != bucket}
+
     def names(self, bucket: str, prefix: str = "") -> list[str]:
         return sorted(key for where, key in list(self.objects) if where == bucket and key.startswith(prefix))
 

@@ -50,7 +50,7 @@ def request(call: Callable[[], Answer], where: str, part: tuple[int, int] | None
     except exceptions.AlreadyExistsError:
         failure = FileExistsError(errno.EEXIST, "an object of this name exists", where)
     except exceptions.BaseError as error:
-        failure = _request_error(str(error), where, part)
+        failure = request_error(str(error), where, part)
     raise failure  # Here, so that it does not refer to obstore's error, which a traceback would show.
 
 
@@ -77,7 +77,8 @@ def _check_process(where: str) -> None:
         raise RequestError(errno.ENOTSUP, what, where)
 
 
-def _request_error(text: str, where: str, part: tuple[int, int] | None) -> RequestError:
+def request_error(text: str, where: str, part: tuple[int, int] | None = None) -> RequestError:
+    """The error that a text of obstore's means, or one like those."""
     status = int(found[1]) if (found := _STATUS.search(text)) else None
     code = found[1] if (found := _CODE.search(text)) else None
     number, what = _meaning(text, status)
@@ -91,7 +92,7 @@ def _meaning(text: str, status: int | None) -> tuple[int, str]:
     match status:
         case 401 | 403:
             return errno.EACCES, (
-                "access is denied: check that the credentials are right, not expired, and may read it"
+                "access is denied: check that the credentials are right, not expired, and may read or write it"
                 " (a store that may not be listed also says so of what does not exist)"
             )
         case 416:

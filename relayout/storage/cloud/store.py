@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from relayout.errors import FormatError, PlanError
@@ -26,6 +27,11 @@ from relayout.storage.protocols import (
     Store,
     read_whole,
 )
+
+if TYPE_CHECKING:
+    from relayout.storage.cloud.staging import Place
+
+# `staging` is imported where it is used: a load writes nothing.
 
 _SCHEMES = {"s3a": "s3", "gcs": "gs", "azure": "az", "abfs": "az", "abfss": "az"}
 """Other schemes of the same stores."""
@@ -126,16 +132,25 @@ class CloudStore:
 
     def check_output(self, source: Store, marker: str, *, force: bool) -> None:
         """See `Store.check_output`."""
-        raise self._read_only()
+        from relayout.storage.cloud import staging
+
+        staging.check_output(self._place(), source, marker, force=force)
 
     def stage(self, marker: str, *, replace: bool, modes: Modes) -> AbstractContextManager[Staging]:
         """See `Store.stage`."""
-        raise self._read_only()
+        from relayout.storage.cloud import staging
 
-    def _read_only(self) -> PlanError:
-        return PlanError(
-            "relayout does not write there: name another output with -o", path=str(self), code="unsupported"
-        )
+        return staging.staged(self._place(), marker, replace=replace)
+
+    def _place(self) -> Place:
+        """Where an output is made, if relayout writes there."""
+        from relayout.storage.cloud.staging import Place
+
+        if not isinstance(self.client, BucketClient):
+            raise PlanError(
+                "relayout does not write there: name another output with -o", path=str(self), code="unsupported"
+            )
+        return Place(self.client, self.prefix)
 
     def full_name(self, name: str) -> str:
         """A file's object name in the bucket."""

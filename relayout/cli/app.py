@@ -55,7 +55,8 @@ PlanOption = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",
-        help="A plan file (TOML), or [bold]transformers[/] for the plan of that package. "
+        help="A plan file (TOML), [bold]transformers[/] for the plan of that package, or [bold]vllm[/] to cut as the"
+        " classes of the vLLM that is installed do. "
         "Default: the built-in plan for model_type in config.json.",
     ),
 ]
@@ -123,6 +124,9 @@ def convert(
             " --plan transformers, which lists only tensors that are cut.",
         ),
     ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="With --plan vllm: run Python files of SRC.")
+    ] = False,
     max_part_size: Annotated[
         str, typer.Option(metavar="SIZE", help="Split a rank into files of about this size at most, such as 48GB.")
     ] = "48GB",
@@ -184,6 +188,7 @@ def convert(
             plan=plan,
             expert_parallel=expert_parallel,
             unmatched=unmatched,
+            trust_remote_code=trust_remote_code,
             max_part_nbytes=max_part_size,
             dcp=dcp,
             layout=layout,

@@ -83,7 +83,7 @@ def print_summary(summary: Summary) -> None:
             f"{decimal(summary.resumed_nbytes)} of it were kept from an interrupted conversion, after a check"
         )
     console.print(_ranks_in_words(summary.rank_nbytes, summary.replicated_nbytes, summary.source_nbytes))
-    _print_unmatched(console, summary.unmatched)
+    _print_unmatched(console, summary.unmatched, summary.untaken)
     _print_left_out(console, summary.left_out)
 
 
@@ -174,7 +174,7 @@ def print_preview(preview: Preview) -> None:
         console.print(ranks)
     words = _ranks_in_words(preview.rank_nbytes, preview.replicated_nbytes, preview.source_nbytes)
     console.print(f"{words}; balance {preview.balance:.4f} (average over largest)")
-    _print_unmatched(console, preview.unmatched)
+    _print_unmatched(console, preview.unmatched, preview.untaken)
     _print_left_out(console, preview.left_out)
     console.print("nothing was written (--dry-run)")
 
@@ -355,11 +355,12 @@ def _ranks_in_words(rank_nbytes: tuple[int, ...], replicated: int, source: int) 
     return f"each rank {each}; replicated {decimal(replicated)} ({100 * replicated / max(1, source):.2f} %)"
 
 
-def _print_unmatched(console: Console, names: tuple[str, ...]) -> None:
-    patterns = Counter(map(collapse_numbers, names))
-    for pattern, count in list(patterns.items())[:_MAX_GROUPS]:
-        console.print(f"[yellow]no rule[/] {_text(pattern)}: {_count(count, 'tensor')}, whole on every rank")
-    _print_more(console, len(patterns) - _MAX_GROUPS, "patterns without a rule")
+def _print_unmatched(console: Console, unmatched: tuple[str, ...], untaken: tuple[str, ...]) -> None:
+    for names, why, held in ((unmatched, "no rule", ", whole on every rank"), (untaken, "not taken by vLLM", "")):
+        patterns = Counter(map(collapse_numbers, names))
+        for pattern, count in list(patterns.items())[:_MAX_GROUPS]:
+            console.print(f"[yellow]{why}[/] {_text(pattern)}: {_count(count, 'tensor')}{held}")
+        _print_more(console, len(patterns) - _MAX_GROUPS, "patterns")
 
 
 def _print_left_out(console: Console, left_out: tuple[str, ...]) -> None:

@@ -20,6 +20,7 @@ from relayout.commands.differences import Report
 from relayout.commands.inspect import Inspection, RankSummary
 from relayout.commands.restore import Restored
 from relayout.commands.warm import Warmed
+from relayout.conversion.jobs import ConvertedUnits
 from relayout.conversion.preview import Preview
 from relayout.conversion.run import Summary
 from relayout.core.patterns import collapse_numbers
@@ -29,6 +30,7 @@ from relayout.progress import Progress
 from relayout.storage.stores import scheme_of
 
 if TYPE_CHECKING:
+    from relayout.html_report.page import PageWritten
     from relayout.loader.diagnose.doctor import Diagnosis
     from relayout.loader.diagnose.explain import FileFacts
 
@@ -81,8 +83,27 @@ def print_summary(summary: Summary) -> None:
             f"{decimal(summary.resumed_nbytes)} of it were kept from an interrupted conversion, after a check"
         )
     console.print(_ranks_in_words(summary.rank_nbytes, summary.replicated_nbytes, summary.source_nbytes))
-    _print_unmatched(console, summary.unmatched)
+    _print_unmatched(console, summary.unmatched, summary.untaken)
     _print_left_out(console, summary.left_out)
+
+
+def print_units(done: ConvertedUnits) -> None:
+    """Print the result of `convert --unit`."""
+    console = _console()
+    for one in done.units:
+        how = f"{decimal(one.source_nbytes)} in {one.seconds:.1f} s" if one.read_nbytes else "was done before"
+        console.print(f"[bold green]done[/] unit {one.unit} of {done.num_units} of {_text(done.output)}: {how}")
+    if not done.units:
+        console.print(f"nothing to do: {_text(done.output)} has {_count(done.num_units, 'unit')}")
+
+
+def print_committed(summary: Summary) -> None:
+    """Print the result of `convert --commit`."""
+    _console().print(
+        f"[bold green]published[/] {_text(summary.output)}: {_count(summary.num_tensors, 'tensor')} for "
+        f"{_count(summary.num_ranks, 'rank')} in {_count(summary.num_files, 'file')}, "
+        f"{decimal(summary.written_nbytes)}, in {summary.seconds:.1f} s"
+    )
 
 
 def print_restored(restored: Restored) -> None:
@@ -112,6 +133,15 @@ def print_warmed(warmed: Warmed) -> None:
         console.print(f"[yellow]left {decimal(warmed.left_nbytes)}[/] for want of memory: --memory says how much")
 
 
+def print_page(written: PageWritten) -> None:
+    """After a page was written."""
+    shown = "forecast of a conversion" if written.is_forecast else "converted checkpoint"
+    _console().print(
+        f"[bold green]wrote[/] {_text(written.output)} ({decimal(written.nbytes)}): {shown}, "
+        f"{_count(written.num_tensors, 'tensor')}, {_count(written.num_ranks, 'rank')}; open it in a browser"
+    )
+
+
 def print_preview(preview: Preview) -> None:
     """Print the plan for `convert --dry-run`."""
     console = _console()
@@ -133,7 +163,8 @@ def print_preview(preview: Preview) -> None:
     owned = ", experts owned whole" if preview.expert_parallel else ""
     console.print(
         f"plan {_text(preview.plan)}{owned}: {_text(preview.source)} ({decimal(preview.source_nbytes)}) -> "
-        f"{_text(preview.output)} ({decimal(preview.written_nbytes)}, {_count(preview.num_files, 'file')}), "
+        f"{_text(preview.output)} ({decimal(preview.written_nbytes)}, {_count(preview.num_files, 'file')} of "
+        f"{_count(preview.num_units, 'unit')}), "
         f"aligned to {preview.alignment} bytes except {share:.2f} % of the bytes"
     )
     if preview.balance < 1:
@@ -143,7 +174,7 @@ def print_preview(preview: Preview) -> None:
         console.print(ranks)
     words = _ranks_in_words(preview.rank_nbytes, preview.replicated_nbytes, preview.source_nbytes)
     console.print(f"{words}; balance {preview.balance:.4f} (average over largest)")
-    _print_unmatched(console, preview.unmatched)
+    _print_unmatched(console, preview.unmatched, preview.untaken)
     _print_left_out(console, preview.left_out)
     console.print("nothing was written (--dry-run)")
 
@@ -324,11 +355,12 @@ def _ranks_in_words(rank_nbytes: tuple[int, ...], replicated: int, source: int) 
     return f"each rank {each}; replicated {decimal(replicated)} ({100 * replicated / max(1, source):.2f} %)"
 
 
-def _print_unmatched(console: Console, names: tuple[str, ...]) -> None:
-    patterns = Counter(map(collapse_numbers, names))
-    for pattern, count in list(patterns.items())[:_MAX_GROUPS]:
-        console.print(f"[yellow]no rule[/] {_text(pattern)}: {_count(count, 'tensor')}, whole on every rank")
-    _print_more(console, len(patterns) - _MAX_GROUPS, "patterns without a rule")
+def _print_unmatched(console: Console, unmatched: tuple[str, ...], untaken: tuple[str, ...]) -> None:
+    for names, why, held in ((unmatched, "no rule", ", whole on every rank"), (untaken, "not taken by vLLM", "")):
+        patterns = Counter(map(collapse_numbers, names))
+        for pattern, count in list(patterns.items())[:_MAX_GROUPS]:
+            console.print(f"[yellow]{why}[/] {_text(pattern)}: {_count(count, 'tensor')}{held}")
+        _print_more(console, len(patterns) - _MAX_GROUPS, "patterns")
 
 
 def _print_left_out(console: Console, left_out: tuple[str, ...]) -> None:

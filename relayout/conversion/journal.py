@@ -63,9 +63,9 @@ class Claims:
 class Journal(Closable):
     """Appends to a journal. Lines may be added by several threads."""
 
-    def __init__(self, staging: Staging, undertaking: Undertaking, *, append: bool) -> None:
+    def __init__(self, staging: Staging, undertaking: Undertaking, *, append: bool, name: str = JOURNAL_NAME) -> None:
         """Go on with the journal of an output, or begin a new one in place of what may be there."""
-        self._notes = staging.open_notes(JOURNAL_NAME, is_new=not append)
+        self._notes = staging.open_notes(name, is_new=not append)
         # Behind a torn line, too, a new one starts.
         self._notes.append(b"\n" if append else _line([undertaking.source, undertaking.options]))
 
@@ -82,13 +82,13 @@ class Journal(Closable):
         self._notes.close()
 
 
-def read_journal(staging: Staging) -> tuple[Undertaking, Claims] | None:
+def read_journal(staging: Staging, name: str = JOURNAL_NAME) -> tuple[Undertaking, Claims] | None:
     """What a journal is of, and what it claims to be done; None where there is none of this user's.
 
     Raises:
         OSError: there is one, and it cannot be read now.
     """
-    text = staging.read_notes(JOURNAL_NAME)
+    text = staging.read_notes(name)
     return None if text is None else parse_journal(text)
 
 

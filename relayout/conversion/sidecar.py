@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from relayout import __version__
 from relayout.conversion.journal import TensorDigests
-from relayout.conversion.layout import Conversion, HeaderBuilder, is_stored
+from relayout.conversion.layout import Conversion, HeaderBuilder, RankFile, is_stored
 from relayout.conversion.side_files import copy_side_file
 from relayout.core.digests import EMPTY_DIGEST, digest_hex
 from relayout.core.extents import Transfer
@@ -56,6 +56,13 @@ class HeaderWriter:
             passed: digests of the unit's tensors with bytes, at least.
             chunks: of each file of the unit, by number, the digests of its chunks.
         """
+        for file, header in self.headers(unit, passed, chunks):
+            self._staging.write_head(file.name, header, file.nbytes)
+
+    def headers(
+        self, unit: int, passed: Mapping[int, TensorDigests], chunks: Mapping[int, bytes]
+    ) -> Iterator[tuple[RankFile, bytes]]:
+        """Yield each file of a unit and its header, and count it as complete. Arguments as for `write`."""
         layout = self._conversion.layout
         digests = {t: _digests_of(self._conversion, t, passed) for t in layout.units[unit]}
         for number in layout.files_of_unit[unit]:
@@ -63,7 +70,7 @@ class HeaderWriter:
             content = self._headers.content(file, digests)
             header = self._headers.build(file, content)
             assert len(header) == file.data_start
-            self._staging.write_head(file.name, header, file.nbytes)
+            yield file, header
             digest, chunks_digest = digest_hex(header), digest_hex(chunks[number])
             indexed = IndexedFile(file.name, file.nbytes, file.data_start, content, digest, chunks_digest)
             self._files[number] = indexed

@@ -401,7 +401,7 @@ class GlobalTensor(torch.Tensor):
 
     @property
     def _geometry(self) -> Geometry:
-        return tuple(self.shape), self.stride(), int(self.storage_offset())
+        return geometry_of(self)
 
     def _plain(self, operation: str) -> torch.Tensor:
         """The same view of the whole tensor."""
@@ -441,11 +441,10 @@ class GlobalTensor(torch.Tensor):
         first = args[0] if args else None
         if isinstance(first, GlobalTensor):
             first._note_use()
-            if _is_view(func):
+            if is_view(func):
                 return first._view(func, args[1:], kwargs)
-            if func in _SHAPED:
-                given = {} if func is aten.is_pinned.default else {"device": first.device}
-                return func(_meta(first.dtype).as_strided(*first._geometry), *args[1:], **given, **kwargs)
+            if func in SHAPED:
+                return made_like(first, func, args[1:], kwargs)
             if func is aten.view.dtype and first._is_base and isinstance(first._memory, _Slice):
                 viewed = first._memory.viewed(*args[1:])
                 if viewed is not None:
@@ -453,16 +452,16 @@ class GlobalTensor(torch.Tensor):
         found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GlobalTensor)]
         for one in found:
             one._note_use()
-        if _writes(func):
+        if written_by(func):
             return _write(func, args, kwargs, found)
         done: torch.Tensor | None = None
         if len(found) == 1 and found[0] is first:
             done = _elementwise(func, first, args[1:], kwargs)
-        if done is None and func in _MOVES:
+        if done is None and func in MOVES:
             done = _move(func, args, kwargs, found[0]._memory.usage)
         if done is not None:
             return done
-        operation = _name(func)
+        operation = name_of(func)
         return _call(func, args, kwargs, lambda one: one._plain(operation))
 
     def _note_use(self) -> None:
@@ -470,12 +469,12 @@ class GlobalTensor(torch.Tensor):
             self._memory.usage.used.add(self._memory.name)
 
     def _view(self, func: Any, rest: Any, kwargs: Any) -> Any:
-        made = func(_meta(self.dtype).as_strided(*self._geometry), *rest, **kwargs)
+        made = func(without_memory(self), *rest, **kwargs)
         return self._seen(made) if isinstance(made, torch.Tensor) else [self._seen(one) for one in made]
 
     def _seen(self, view: torch.Tensor) -> torch.Tensor:
         """What a meta tensor is a view of, as a view of the memory: a plain one, if all of it is at hand."""
-        geometry = tuple(view.shape), view.stride(), int(view.storage_offset())
+        geometry = geometry_of(view)
         held = self._memory.held(*geometry)
         if held is not None:
             return held
@@ -493,13 +492,13 @@ def _write(func: Any, args: Any, kwargs: Any, found: Sequence[GlobalTensor]) -> 
     Raises:
         PlanError: it would change where a global tensor lies.
     """
-    operation = _name(func)
+    operation = name_of(func)
     if torch.Tag.inplace_view in func.tags:
         raise PlanError(f"{found[0]!r}: {operation} of a global tensor would move it to other memory")
     plain = {id(one): one._plain(operation) for one in found}
     result = _call(func, args, kwargs, lambda one: plain[id(one)])
     values = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
-    targets = tree_leaves([values.get(name) for name in _writes(func)])
+    targets = tree_leaves([values.get(name) for name in written_by(func)])
     for one in found:
         if any(one is target for target in targets):
             one._memory.written()
@@ -533,7 +532,7 @@ def _move(func: Any, args: Any, kwargs: Any, usage: Usage) -> torch.Tensor | Non
     def mask(tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, GlobalTensor):
             return parts[id(tensor)][1]
-        return tensor.cpu() if func in _BY_INDEX else torch.ones_like(tensor, dtype=torch.bool, device="cpu")
+        return tensor.cpu() if func in BY_INDEX else torch.ones_like(tensor, dtype=torch.bool, device="cpu")
 
     found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GlobalTensor)]
     parts = {id(one): one._parts() for one in found}
@@ -550,25 +549,41 @@ def _move(func: Any, args: Any, kwargs: Any, usage: Usage) -> torch.Tensor | Non
 
 
 @cache
-def _is_view(func: Any) -> bool:
+def is_view(func: Any) -> bool:
     """Whether an operation returns views of its first argument, of the same dtype."""
     alias = func._schema.returns[0].alias_info if func._schema.returns else None
     return alias is not None and not alias.is_write and func is not aten.view.dtype
 
 
 @cache
-def _writes(func: Any) -> tuple[str, ...]:
+def written_by(func: Any) -> tuple[str, ...]:
     """The names of the arguments that an operation writes to."""
     return tuple(one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write)
 
 
 @cache
 def _meta(dtype: torch.dtype) -> torch.Tensor:
-    """What views of tensors without memory are made of."""
     return torch.empty(0, dtype=dtype, device="meta")
 
 
-def _name(func: Any) -> str:
+def geometry_of(tensor: torch.Tensor) -> Geometry:
+    """Of a view, in elements of its memory."""
+    return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+
+
+def without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same dtype, size, strides and offset on the meta device: views of it are as views of that."""
+    return _meta(tensor.dtype).as_strided(*geometry_of(tensor))
+
+
+def made_like(tensor: torch.Tensor, func: Any, rest: Any, kwargs: Any) -> Any:
+    """The result of one of the operations `SHAPED`, on the tensor's device."""
+    given = {} if func is aten.is_pinned.default else {"device": tensor.device}
+    return func(without_memory(tensor), *rest, **given | kwargs)
+
+
+def name_of(func: Any) -> str:
+    """The operation, for messages."""
     return str(func._schema.name).removeprefix("aten::")
 
 
@@ -584,10 +599,10 @@ def _joined(ranges: Sequence[Range]) -> list[Range]:
     return joined
 
 
-_BY_INDEX = {aten.index.Tensor, aten.index_select.default}
+BY_INDEX = {aten.index.Tensor, aten.index_select.default}
 """Operations whose other arguments say which elements, as an engine's list of its experts does."""
 
-_MOVES = _BY_INDEX | {
+MOVES = BY_INDEX | {
     aten.cat.default,
     aten.clone.default,
     aten.flip.default,
@@ -599,7 +614,7 @@ _MOVES = _BY_INDEX | {
 }
 """Operations whose result has elements of their arguments, and no others."""
 
-_SHAPED = {
+SHAPED = {
     aten.empty_like.default,
     aten.full_like.default,
     aten.is_pinned.default,

@@ -395,8 +395,13 @@ class Store(Protocol):
             PlanError: this is the source, contains it or is inside it; is not empty; or cannot be written.
         """
 
-    def stage(self, marker: str, *, replace: bool, modes: Modes) -> AbstractContextManager[Staging]:
+    def stage(
+        self, marker: str, *, replace: bool, modes: Modes, shared: str | None = None
+    ) -> AbstractContextManager[Staging]:
         """Begin an output, which is published when the block ends.
+
+        With `shared`, all files and notes of parts that were added under this name are there; without, parts of an
+        output here are refused, or deleted with `replace`.
 
         A local folder is renamed as a whole; on failure nothing changes. A store without rename writes `marker`
         last and fails if it exists by then; with `replace`, it first deletes the marker of the older output.
@@ -404,6 +409,23 @@ class Store(Protocol):
         Raises:
             PlanError: another process is writing the same output, or the existing output cannot be replaced.
             OSError: writing failed, or something else has been created here meanwhile.
+        """
+
+    def stage_part(
+        self, marker: str, shared: str, part: str, *, replace: bool, modes: Modes
+    ) -> AbstractContextManager[Staging]:
+        """Begin a part of an output that several processes assemble, also at the same time, to be published by `stage`.
+
+        If the block writes notes named `part`, the part is complete at its end: its files are added to the output, and
+        then these notes. Else nothing of it is left. Two that do the same part at once write the same files, and do
+        not meet before the end. `read_notes(part)` has the notes of a part that is complete already.
+
+        Args:
+            shared: what all parts have in common; those of another name are never mixed with them.
+
+        Raises:
+            PlanError: the output exists already, and `replace` is not set.
+            OSError: writing failed.
         """
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bench.job import Job, Peer
+from relayout.benchmark.job import Job, Loader
 
 if TYPE_CHECKING:
-    from bench.job import Tensors
+    from relayout.benchmark.job import Tensors
 
 
 def relayout(job: Job) -> Tensors:
@@ -47,7 +47,7 @@ def _file_system():  # type: ignore[no-untyped-def]
 
 
 REMOTE_PEERS = {
-    "relayout": Peer(relayout, "relayout", "relayout", ("relayout.loader", "obstore", "torch")),
-    "runai": Peer(runai, "Run:ai Model Streamer", "Run:ai", ("runai_model_streamer", "s3fs", "torch")),
-    "s3fs": Peer(s3fs, "s3fs + safetensors", "s3fs", ("s3fs", "safetensors.torch", "torch")),
+    "relayout": Loader(relayout, "relayout", "relayout", ("relayout.loader", "obstore"), reads_converted=True),
+    "runai": Loader(runai, "Run:ai Model Streamer", "Run:ai", ("runai_model_streamer", "s3fs")),
+    "s3fs": Loader(s3fs, "s3fs + safetensors", "s3fs", ("s3fs", "safetensors.torch")),
 }

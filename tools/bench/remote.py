@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,17 @@ from support import seaweedfs
 
 import relayout
 from bench.chart import INK, OURS, PALE, THEIRS
-from bench.drive import meminfo, total_nbytes
-from bench.job import Job
+from bench.drive import total_nbytes
 from bench.peers_remote import REMOTE_PEERS
-from bench.run import Died, run_jobs
+from relayout.benchmark.child import digest_of
+from relayout.benchmark.job import Job
+from relayout.benchmark.machine import meminfo
+from relayout.benchmark.run import Died, load_together
+from relayout.checkpoint.converted import read_manifest, read_table
+from relayout.storage.stores import find_store
 
 BUCKET, TP = "models", 8
+CONVERTED = f"s3://{BUCKET}/tp{TP}"
 SCENARIOS: dict[str, list[int]] = {"one rank of 8": [3], "all 8 ranks": list(range(TP))}
 AT_ONCE = {"relayout": TP, "runai": 2, "s3fs": 1}
 """Processes at the same time where all ranks load: the memory of one machine does not hold more of some peers."""
@@ -49,53 +55,60 @@ def _publish(source: Path, tell: Callable[[str], None]) -> None:
     bucket = from_url(f"s3://{BUCKET}", client_options={"allow_http": True})
     for file in sorted(source.iterdir()):
         bucket.put(f"plain/{file.name}", file, chunk_size=8 * 2**20, max_concurrency=4)
-    tell(f"converting to s3://{BUCKET}/tp{TP}")
-    relayout.convert(source, f"s3://{BUCKET}/tp{TP}", tp=TP, memory="256MiB")
+    tell(f"converting to {CONVERTED}")
+    relayout.convert(source, CONVERTED, tp=TP, memory="256MiB")
 
 
 def _run(name: str, ranks: list[int], server: seaweedfs.SeaweedFS, limit: float) -> dict[str, Any]:
     """Load the ranks, some at a time: seconds, the server's bytes and processor time, and what clients took."""
     peer, before = REMOTE_PEERS[name], [0, 0.0]
     sums = {"seconds": 0.0, "cpu_seconds": 0.0, "server_cpu_seconds": 0.0, "sent_nbytes": 0, "nbytes": 0}
-    peak = 0.0
+    peak = 0
 
     def start() -> None:
         before[:] = server.sent_nbytes(BUCKET), server.cpu_seconds()
 
-    def end() -> None:
-        sums["sent_nbytes"] += server.sent_nbytes(BUCKET) - before[0]
-        sums["server_cpu_seconds"] += server.cpu_seconds() - before[1]
-
     for first in range(0, len(ranks), AT_ONCE[name]):
-        jobs = [_job(name, rank) for rank in ranks[first : first + AT_ONCE[name]]]
+        some = ranks[first : first + AT_ONCE[name]]
+        jobs = [_job(name, rank, len(some)) for rank in some]
         try:
-            measured = run_jobs(jobs, peer, limit, start, end)
+            measured = load_together(jobs, peer, start, limit=limit, module="bench.peer")
         except Died as died:
             return {"failed": str(died)}
-        sums["seconds"] += max(one["ended"] for one in measured) - min(one["started"] for one in measured)
-        sums["cpu_seconds"] += sum(one["cpu_seconds"] for one in measured)
-        sums["nbytes"] += int(sum(one["nbytes"] for one in measured))
-        peak = max(peak, *(one["peak_nbytes"] - one["nbytes"] for one in measured))
+        sums["sent_nbytes"] += server.sent_nbytes(BUCKET) - int(before[0])
+        sums["server_cpu_seconds"] += server.cpu_seconds() - before[1]
+        if measured.digests != tuple(_expected(rank) for rank in some):
+            return {"failed": "loaded wrong bytes"}
+        sums["seconds"] += measured.seconds
+        sums["cpu_seconds"] += measured.cpu_seconds
+        sums["nbytes"] += measured.nbytes
+        peak = max(peak, measured.peak_minus_needed_nbytes)
     found = {key: round(value, 2) for key, value in sums.items()}
     over = round(sums["sent_nbytes"] / sums["nbytes"], 4)
     return found | {
         "sent_over_needed": over,
-        "peak_minus_needed_nbytes": int(peak),
+        "peak_minus_needed_nbytes": peak,
         "at_once": min(AT_ONCE[name], len(ranks)),
     }
 
 
-def _job(name: str, rank: int) -> Job:
+def _job(name: str, rank: int, num: int) -> Job:
     return Job(
-        peer=name,
+        loader=name,
         source=f"s3://{BUCKET}/plain",
-        converted=f"s3://{BUCKET}/tp{TP}",
-        packed="",
+        converted=CONVERTED,
         tp=TP,
         rank=rank,
-        num_processes=1,
-        memory_nbytes=meminfo("MemAvailable") // 2,
+        num_processes=num,
+        memory_nbytes=meminfo("MemAvailable") // 2 // num,
     )
+
+
+@cache
+def _expected(rank: int) -> str:
+    store = find_store(CONVERTED)
+    table = read_table(store, read_manifest(store), rank)
+    return digest_of(zip(table.names, table.shapes, table.digests, strict=True))
 
 
 def print_table(console: Console, results: dict[str, Any]) -> None:

@@ -246,6 +246,23 @@ def make_plan(
     return Plan(family.full_name, num_ranks, *numbered, expert_parallel, tuple(unmatched_names), family)
 
 
+def without_rule(checkpoint: PlannedCheckpoint, family: Family) -> list[tuple[PlannedTensor, str]]:
+    """The tensors that no rule matches, each with the name that a rule must match: that of a weight, for its scales.
+
+    Raises:
+        PlanError: the checkpoint is quantized by a method whose tensors cannot be cut.
+    """
+    scheme = _scheme(checkpoint)
+    finder = _KindFinder(checkpoint, family, scheme)
+    missing = []
+    for tensor in checkpoint.tensors:
+        if finder.find(tensor) is None:
+            module, _, suffix = tensor.name.rpartition(".")
+            is_stored = scheme is not None and suffix in scheme.tensors
+            missing.append((tensor, f"{module}.weight" if is_stored else tensor.name))
+    return missing
+
+
 @dataclass(frozen=True, slots=True)
 class _Kind:
     """Everything that determines how a tensor is cut. Tensors of equal kind have the same cut."""

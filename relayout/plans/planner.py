@@ -231,8 +231,9 @@ def make_plan(
     if unmatched_names and unmatched == "error":
         others = f" (nor {len(unmatched_names) - 1} others)" if len(unmatched_names) > 1 else ""
         raise PlanError(
-            f"no rule of plan {family.full_name!r} matches it{others}: add a rule (--plan FILE), or hold such"
-            " tensors whole on every rank (--unmatched replicate)",
+            f"no rule of plan {family.full_name!r} matches it{others}: add a rule (--plan FILE; "
+            "`relayout plans --check SRC` drafts one), or hold such tensors whole on every rank"
+            " (--unmatched replicate)",
             tensor=unmatched_names[0],
             code="no_rule",
         )

@@ -22,10 +22,12 @@ if TYPE_CHECKING:
     from relayout.loader.api import iter_load, load
     from relayout.loader.diagnose.explain import Explanation, explain
     from relayout.loader.view import CheckpointView, Place, TensorSlice, open, safe_open
+    from relayout.storage.cache_folder import Cache
 
 __all__ = [
     "Bench",
     "BenchPlan",
+    "Cache",
     "CheckpointView",
     "ConversionPlan",
     "Difference",
@@ -71,6 +73,7 @@ _HOMES = {
     "html_report.page": ("PageWritten", "report"),
     "loader.api": ("iter_load", "load"),
     "loader.diagnose.explain": ("Explanation", "explain"),
+    "storage.cache_folder": ("Cache",),
     "loader.view": ("CheckpointView", "Place", "TensorSlice", "open", "safe_open"),
 }
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from relayout.checkpoint.source import SourceCheckpoint, read_source
 from relayout.errors import PlanError
 from relayout.plans.draft import KindWithoutRule, draft_plan
-from relayout.plans.family import Family
+from relayout.plans.family import TRANSFORMERS, VLLM, Family
 from relayout.plans.planner import plan_by, plan_for
 from relayout.storage.stores import find_store
 
@@ -58,8 +58,10 @@ def check_plan(path: str | os.PathLike[str], *, plan: str | os.PathLike[str] | N
         FormatError: the checkpoint or the plan file is damaged.
         PlanError: `path` is not a checkpoint, or the plan is for other model types.
     """
+    if plan == VLLM:
+        raise PlanError("the slices that vLLM cuts are observed: there are no rules to check", code="option")
     checkpoint = read_source(find_store(path))
-    chosen = None if plan is None else Path(plan) if os.fspath(plan) != "transformers" else "transformers"
+    chosen = plan if plan is None or plan == TRANSFORMERS else Path(plan)
     family = plan_for(checkpoint, 1, chosen).family
     draft, error = None, None
     try:

@@ -234,6 +234,11 @@ def test_the_command_prints_one_json_object(tmp_path: Path, llama: Path) -> None
     assert (done.exit_code, done.stdout.splitlines()[1]) == (0, "every tensor has a rule")
 
 
+def test_what_vllm_cuts_has_no_rules_to_check(llama: Path) -> None:
+    with pytest.raises(PlanError, match="there are no rules to check"):
+        check_plan(llama, plan="vllm")
+
+
 def test_a_damaged_plan_file_is_refused(tmp_path: Path, llama: Path) -> None:
     with pytest.raises(FormatError, match="not valid TOML"):
         check_plan(llama, plan=saved(tmp_path, "["))

@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -56,6 +57,10 @@ class Answer:
     status: int
     body: bytes = field(repr=False, default=b"")
     headers: dict[str, str] = field(default_factory=dict)
+    cut: int | None = None
+    """So many bytes of the body are sent, and then the connection ends; None: all are."""
+    pause_seconds: float = 0
+    """Before the end of a connection whose body is cut."""
 
 
 @dataclass(frozen=True)
@@ -282,8 +287,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(found.body)
+            self.wfile.write(found.body[: found.cut])
         self.wfile.flush()
+        if found.cut is not None:
+            time.sleep(found.pause_seconds)
+            self.close_connection = True
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = handle_any
 

@@ -34,7 +34,19 @@ LAYERS: dict[str, set[str]] = {
     "benchmark": {"errors", "core", "format", "storage", "checkpoint", "plans", "conversion", "loader"},
     "engines": {"errors", "core", "storage", "checkpoint", "loader"},
     "transformers": {"errors", "engines"},
-    "cli": {"errors", "core", "storage", "progress", "plans", "conversion", "commands", "benchmark", "loader"},
+    "clusters": {"errors", "progress", "conversion", "commands"},
+    "cli": {
+        "errors",
+        "core",
+        "storage",
+        "progress",
+        "plans",
+        "conversion",
+        "commands",
+        "clusters",
+        "benchmark",
+        "loader",
+    },
 }
 """What each package may import, beside itself. Files are read by `plans` only where a person names a plan file."""
 

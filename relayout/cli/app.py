@@ -55,7 +55,8 @@ PlanOption = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",
-        help="A plan file (TOML), or [bold]transformers[/] for the plan of that package. "
+        help="A plan file (TOML), [bold]transformers[/] for the plan of that package, or [bold]vllm[/] to cut as the"
+        " classes of the vLLM that is installed do. "
         "Default: the built-in plan for model_type in config.json.",
     ),
 ]
@@ -130,6 +131,9 @@ def convert(
             " --plan transformers, which lists only tensors that are cut.",
         ),
     ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="With --plan vllm: run Python files of SRC.")
+    ] = False,
     max_part_size: Annotated[
         str, typer.Option(metavar="SIZE", help="Split a rank into files of about this size at most, such as 48GB.")
     ] = "48GB",
@@ -192,6 +196,7 @@ def convert(
             "plan": plan,
             "expert_parallel": expert_parallel,
             "unmatched": unmatched,
+            "trust_remote_code": trust_remote_code,
             "max_part_nbytes": max_part_size,
             "dcp": dcp,
             "layout": layout,
@@ -417,6 +422,26 @@ def bench(
         _tell(found, as_json, bench_text.print_bench)
         if found.wrong:
             raise typer.Exit(EXIT_DIFFERENCE)
+
+
+@app.command()
+def report(
+    path: PathArgument,
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="FILE", help="The page to write; it is replaced.")
+    ] = "report.html",
+    tp: Annotated[
+        int | None, typer.Option("--tp", metavar="N", help="Ranks to forecast a conversion for, of a plain checkpoint.")
+    ] = None,
+    plan: PlanOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write one HTML page that shows every file, tensor and rank: bars to scale, tables, search. It works offline."""
+    with _errors():
+        from relayout.cli import render as terminal
+        from relayout.html_report import page
+
+        _show(page.report(path, output, tp=tp, plan=plan), as_json, terminal.print_page)
 
 
 def _check_engine(engine: str | None, address: str | None) -> None:

@@ -37,7 +37,7 @@ from relayout.core.arguments import integer, size
 from relayout.core.extents import BLOCK, align_up
 from relayout.errors import FormatError, PlanError, shown
 from relayout.format.index import MANIFEST_NAME
-from relayout.plans.family import TRANSFORMERS
+from relayout.plans.family import TRANSFORMERS, VLLM
 from relayout.progress import Progress, reporting
 from relayout.storage.buffers import Buffer
 from relayout.storage.memory import peak_nbytes
@@ -134,7 +134,7 @@ def unit_jobs(
     planned = plan_conversion(source, output, **options)
     planned.output.check_output(planned.source.root, MANIFEST_NAME, force=force)
     plan, text = options.get("plan"), None
-    if plan is not None and plan != TRANSFORMERS:
+    if plan not in (None, TRANSFORMERS, VLLM):
         text = Path(plan).read_text("utf-8")
         options["plan"] = str(plan)
     undertaking, num_units = undertaking_of(planned), len(planned.layout.units)

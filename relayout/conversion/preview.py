@@ -54,6 +54,8 @@ class Preview:
     groups: tuple[PlannedGroup, ...]
     unmatched: tuple[str, ...]
     """Tensors that no rule of the plan names, and that every rank therefore holds whole."""
+    untaken: tuple[str, ...]
+    """Tensors that the engine does not take, from which the plan was observed."""
     left_out: tuple[str, ...]
 
     def as_json(self) -> dict[str, object]:
@@ -96,6 +98,7 @@ def preview(conversion: Conversion) -> Preview:
         num_units=len(layout.units),
         groups=tuple(_group(*key, members, plan.num_ranks) for key, members in groups.items()),
         unmatched=plan.unmatched,
+        untaken=plan.untaken,
         left_out=source.left_out,
     )
 

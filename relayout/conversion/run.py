@@ -21,7 +21,7 @@ from relayout.conversion.steps import CopyPlan
 from relayout.core.arguments import integer, size
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import MANIFEST_NAME, RANKS, WHOLE_TENSORS
-from relayout.plans.family import TRANSFORMERS
+from relayout.plans.family import TRANSFORMERS, VLLM
 from relayout.plans.planner import Unmatched, plan_for
 from relayout.progress import Progress, reporting
 from relayout.storage.hashing import CHUNK_NBYTES as REHASH_NBYTES
@@ -58,6 +58,8 @@ class Summary:
     """What of the source did not go along, and why."""
     unmatched: tuple[str, ...]
     """Tensors that no rule of the plan names, and that every rank therefore holds whole."""
+    untaken: tuple[str, ...]
+    """Tensors that the engine does not take, from which the plan was observed."""
 
     def as_json(self) -> dict[str, object]:
         """For `--json`."""
@@ -73,8 +75,10 @@ class PlanOptions(TypedDict, total=False):
     """Power of two, 512 bytes to 16 MiB; tensors whose slices are all multiples of it start at multiples of it.
     Default 4096."""
     plan: str | os.PathLike[str] | None
-    """A plan file, or "transformers" for that package's plan; default is the built-in plan for config.json's
-    `model_type`. Not needed for `tp=1`."""
+    """A plan file, "transformers" for that package's plan, or "vllm": cut as the classes of the installed vLLM cut;
+    default is the built-in plan for config.json's `model_type`. Not needed for `tp=1`."""
+    trust_remote_code: bool
+    """With "vllm": let it run Python files of the source; default False."""
     expert_parallel: bool
     """Experts are owned whole, in contiguous blocks over the ranks; all else is cut as without."""
     unmatched: Unmatched | None
@@ -141,13 +145,21 @@ def plan_conversion(
             "a hidden file, which would not be restored: give it another name", path=str(source), code="option"
         )
     plan = options.get("plan")
-    rules = plan_for(
-        checkpoint,
-        tp,
-        plan if plan is None or plan == TRANSFORMERS else Path(plan),
-        expert_parallel=options.get("expert_parallel", False),
-        unmatched=options.get("unmatched"),
-    )
+    expert_parallel = options.get("expert_parallel", False)
+    if plan == VLLM and tp > 1:
+        # Starts vLLM.
+        from relayout.observe.observation import observed_plan
+
+        trust = options.get("trust_remote_code", False)
+        rules = observed_plan(checkpoint, tp, expert_parallel=expert_parallel, trust_remote_code=trust)
+    else:
+        rules = plan_for(
+            checkpoint,
+            tp,
+            None if plan is None or plan == VLLM else plan if plan == TRANSFORMERS else Path(plan),
+            expert_parallel=expert_parallel,
+            unmatched=options.get("unmatched"),
+        )
     layout = options.get("layout", RANKS)
     if layout not in (RANKS, WHOLE_TENSORS):
         raise PlanError(f"layout={layout!r}, expected {RANKS!r} or {WHOLE_TENSORS!r}", code="option")
@@ -243,6 +255,7 @@ def summary_of(conversion: Conversion, resumed_nbytes: int, seconds: float) -> S
         peak_nbytes=peak_nbytes(),
         left_out=source.left_out,
         unmatched=conversion.plan.unmatched,
+        untaken=conversion.plan.untaken,
     )
 
 

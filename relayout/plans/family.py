@@ -30,8 +30,8 @@ HEAD_DIM = "head_dim"
 EXPERTS = "experts"
 """The number of experts."""
 
-BUILTIN, FILE, TRANSFORMERS = "builtin", "file", "transformers"
-"""Origins of plans: part of relayout, a plan file, the transformers package."""
+BUILTIN, FILE, TRANSFORMERS, VLLM = "builtin", "file", "transformers", "vllm"
+"""Origins of plans: part of relayout, a plan file, the transformers package, observed from vLLM."""
 
 _MAX_PLAN_NBYTES = 2**18
 _MAX_NUMBER = 2**53 - 1

@@ -77,6 +77,8 @@ class Plan:
     """Whether experts are owned whole."""
     unmatched: tuple[str, ...] = ()
     """Tensors that no rule matches; every rank holds them whole."""
+    untaken: tuple[str, ...] = ()
+    """Tensors that the observed engine does not take; large ones are held in equal blocks of rows, others whole."""
     family: Family | None = None
     """The rules by which other degrees are cut as well."""
 
@@ -243,7 +245,7 @@ def make_plan(
         )
     cuts = _apply(kinds, sizes, num_ranks, scheme)
     numbered = number_cuts(cuts[one] if isinstance(one, _Kind) else one for one in column)
-    return Plan(family.full_name, num_ranks, *numbered, expert_parallel, tuple(unmatched_names), family)
+    return Plan(family.full_name, num_ranks, *numbered, expert_parallel, tuple(unmatched_names), family=family)
 
 
 @dataclass(frozen=True, slots=True)

@@ -313,6 +313,10 @@ class MemoryStore:
         above, _, name = self.prefix.rpartition("/")
         return MemoryStore(self.bucket, above), name
 
+    def snapshot(self) -> MemoryStore:
+        """See `Store.snapshot`."""
+        return self
+
     def folder_mode(self) -> int:
         """See `Store.folder_mode`."""
         return Modes().folder

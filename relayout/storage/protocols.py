@@ -39,6 +39,9 @@ class Kind(Enum):
     NOTHING = "nothing"
 
 
+_NUM_REMOTE_OPENS = 16
+
+
 @dataclass(frozen=True, slots=True)
 class RequestCost:
     """What a store's requests cost. The defaults fit a local drive."""
@@ -51,11 +54,27 @@ class RequestCost:
     max_gap_nbytes: int = 256 * 2**10
     """The largest gap between two extents that is cheaper to read than to split the request."""
     concurrency: int | None = None
-    """Requests in flight that saturate the store; None: it depends on the number of processors."""
+    """Requests of one node in flight that saturate the store; None: it depends on the number of processors."""
+    is_remote: bool = False
+    """Whether each request is a round trip over a network, so that nothing is asked that another answer will tell."""
+
+    @property
+    def num_opens(self) -> int:
+        """Files to open at the same time."""
+        return _NUM_REMOTE_OPENS if self.is_remote else 1
 
 
 LOCAL_COST = RequestCost()
 """Cost of local drives and of memory."""
+
+
+class RequestError(OSError):
+    """A request to a store over a network failed. The text says what to do about it."""
+
+    def __init__(self, number: int, what: str, where: str, status: int | None = None) -> None:
+        super().__init__(number, what, where)
+        self.status = status
+        """The server's HTTP status; None if it gave none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +337,13 @@ class Store(Protocol):
 
     def parent(self) -> tuple[Store, str]:
         """The store one level up, and this store's name in it."""
+
+    def snapshot(self) -> Store:
+        """This store for one reader, such as a load.
+
+        A remote store opens each file once, at the first `stat` or `open`, and stays at the version that it found. A
+        store whose files cost nothing to open returns itself.
+        """
 
     def folder_mode(self) -> int:
         """The permission bits of the folder; 0o777 for a store without permissions."""

@@ -96,6 +96,9 @@ class ToyStore:
         above, _, name = self.prefix.rpartition("/")
         return ToyStore(self.shelf, above), name
 
+    def snapshot(self) -> ToyStore:
+        return self
+
     def folder_mode(self) -> int:
         return 0o777
 

@@ -60,6 +60,10 @@ class LocalStore:
         """See `Store.parent`."""
         return LocalStore(self.folder.parent, self.folder.name), self.folder.name
 
+    def snapshot(self) -> LocalStore:
+        """See `Store.snapshot`."""
+        return self
+
     def folder_mode(self) -> int:
         """See `Store.folder_mode`."""
         return self.folder.stat().st_mode & 0o777

@@ -25,21 +25,23 @@ from relayout.storage.cloud.client import BucketClient
 from relayout.storage.cloud.failures import request
 from relayout.storage.cloud.multipart import Outcome, multipart_of
 from relayout.storage.cloud.upload import Upload, digest_of
-from relayout.storage.protocols import Closable, ReadableFile, RequestError, Store, check_vacant
+from relayout.storage.protocols import Closable, Notes, ReadableFile, RequestError, Store, check_vacant
 
 _SMALL_NBYTES = 2**20
 """Files up to this size are kept in memory and written whole."""
 _NUM_REQUESTS = 16
 """Small requests at the same time."""
-_COMPLETE, _NOTES, _PUBLISHING = "complete/", "notes/", "publishing"
+COMPLETE, NOTES, _PUBLISHING = "complete/", "notes/", "publishing"
 """Names of what is recorded, below the hidden prefix."""
+_SHARED = "shared-"
+"""What parts record is below this, and the name that they share."""
 
 _busy: set[str] = set()
 _busy_lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
-class _Complete:
+class Complete:
     """An upload of which every part was sent."""
 
     name: str
@@ -52,10 +54,10 @@ class _Complete:
     proof_nbytes: int
 
     @staticmethod
-    def of(name: str, upload: Upload) -> _Complete:
+    def of(name: str, upload: Upload) -> Complete:
         tags = tuple(upload.tags())
         assert upload.nbytes is not None
-        return _Complete(name, upload.nbytes, upload.id, tags, upload.proof, upload.proof_nbytes)
+        return Complete(name, upload.nbytes, upload.id, tags, upload.proof, upload.proof_nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,8 @@ class Place:
 
     client: BucketClient
     prefix: str
+    shared: str | None = None
+    """What the parts have in common of which it is made, see `Store.stage_part`."""
 
     def __str__(self) -> str:
         return f"{self.client.root}/{self.prefix}" if self.prefix else self.client.root
@@ -77,6 +81,26 @@ class Place:
         """The hidden prefix, with a slash at the end."""
         above, slash, name = self.prefix.rpartition("/")
         return f"{above}{slash}.{name}.relayout-partial/" if name else ".relayout-partial/"
+
+    @property
+    def kept(self) -> str:
+        """The prefix of what is recorded, with a slash at the end."""
+        return self.hidden if self.shared is None else f"{self.hidden}{_SHARED}{self.shared}/"
+
+    def check_parts(self, *, replace: bool) -> None:
+        """Check that there are parts if these are asked for, and else none.
+
+        Raises:
+            PlanError: there are none, or some.
+        """
+        if self.shared is not None:
+            if not any(True for _ in self.client.names(self.kept + NOTES)):
+                raise PlanError("no unit of this conversion is done", path=str(self), code="missing")
+        elif not replace:
+            hidden = self.client.names(self.hidden.rstrip("/"))
+            if any(name.startswith(self.hidden + _SHARED) for name in hidden):
+                what = "holds units that other processes convert: --commit publishes, --force discards them"
+                raise PlanError(what, path=str(self), code="exists")
 
     def names(self) -> list[str]:
         """The output's files."""
@@ -146,6 +170,7 @@ def staged(place: Place, marker: str, *, replace: bool) -> Iterator[CloudStaging
             raise PlanError("is being written by another conversion", path=str(place), code="busy")
         _busy.add(str(place))
     try:
+        place.check_parts(replace=replace)
         staging = CloudStaging(place, marker)
         try:
             yield staging
@@ -173,7 +198,7 @@ class CloudStaging:
         self._small: dict[str, bytes] = {}
         self._uploads: dict[str, Upload] = {}
         """Files of which bytes are missing."""
-        self._complete: dict[str, _Complete] = {}
+        self._complete: dict[str, Complete] = {}
         self._created: list[str] = []
         """Objects that this attempt has created."""
         self._notes: dict[str, _Notes] = {}
@@ -182,22 +207,28 @@ class CloudStaging:
 
     def _take_over(self) -> None:
         place = self._place
-        hidden = list(place.client.names(place.hidden.rstrip("/")))
-        records = [name for name in hidden if name.startswith(place.hidden + _COMPLETE)]
+        kept = list(place.client.names(place.kept.rstrip("/")))
+        records = [name for name in kept if name.startswith(place.kept + COMPLETE)]
         for content in self._in_parallel(place.read, records):
             found = json.loads(content or b"{}")
             with suppress(TypeError):  # Of another version of relayout.
-                one = _Complete(**{**found, "tags": tuple(found.get("tags", ()))})
+                one = Complete(**{**found, "tags": tuple(found.get("tags", ()))})
                 self._complete[one.name] = one
+        if place.shared is None:  # Else other processes may be at work.
+            self._abort_others()
+        self._published = place.published(self._marker)
+        done = [one.name for one in self._objects()] if self._published else []
+        place.delete([place.full(name) for name in self._published if name not in done])
+        if not self._complete and place.shared is None:  # Notes alone say nothing.
+            place.delete(kept)
+
+    def _abort_others(self) -> None:
+        """Abort the uploads that do not count."""
+        place = self._place
         known = {(place.full(one.name), one.upload) for one in self._complete.values()}
         for name, upload in self._multipart.unfinished(f"{place.prefix}/" if place.prefix else ""):
             if (name, upload) not in known:
                 self._multipart.abort(name, upload)
-        self._published = place.published(self._marker)
-        done = [one.name for one in self._objects()] if self._published else []
-        place.delete([place.full(name) for name in self._published if name not in done])
-        if not self._complete:  # Notes alone say nothing.
-            place.delete(hidden)
 
     @property
     def where(self) -> str:
@@ -250,7 +281,7 @@ class CloudStaging:
             return
         upload = self.write_file(name, nbytes, is_new=name not in self._uploads)
         upload.write(0, memoryview(head))
-        done = _Complete.of(name, upload)
+        done = Complete.of(name, upload)
         for notes in self._notes.values():  # They tell what is in the file.
             notes.flush()
         self._place.put(self._record(name), json.dumps(asdict(done)).encode(), create=False)
@@ -266,19 +297,19 @@ class CloudStaging:
             if len(begun) > _SMALL_NBYTES and name != self._marker:
                 upload = self._uploads[name] = self._upload(name)
                 upload.append(_chained(bytes(begun), rest))
-                self._complete[name] = _Complete.of(name, upload)
+                self._complete[name] = Complete.of(name, upload)
                 del self._uploads[name]
                 return
         self._small[name] = bytes(begun)
 
     def read_notes(self, name: str) -> bytes | None:
         """See `Staging.read_notes`."""
-        found = sorted(self._place.client.names(self._place.hidden + _NOTES + name))
+        found = sorted(self._place.client.names(self._place.kept + NOTES + name))
         return b"".join(self._place.read(one) or b"" for one in found) if found else None
 
-    def open_notes(self, name: str, *, is_new: bool) -> _Notes:
+    def open_notes(self, name: str, *, is_new: bool) -> Notes:
         """See `Staging.open_notes`."""
-        prefix = self._place.hidden + _NOTES + name
+        prefix = self._place.kept + NOTES + name
         found = sorted(self._place.client.names(prefix))
         if is_new:
             self._place.delete(found)
@@ -293,7 +324,7 @@ class CloudStaging:
             raise FileExistsError(errno.EEXIST, "exists", f"{self._place}/{name}")
 
     def _record(self, name: str) -> str:
-        return f"{self._place.hidden}{_COMPLETE}{digest_hex(name.encode())}"
+        return f"{self._place.kept}{COMPLETE}{digest_hex(name.encode())}"
 
     def publish(self, *, replace: bool) -> None:
         """Let all files become objects, the marker last. With `replace`, delete those of the older output before.
@@ -326,13 +357,15 @@ class CloudStaging:
             raise
         self._created.clear()
         with suppress(OSError):  # The output is complete.
+            if place.shared is not None:
+                self._abort_others()
             place.delete(list(place.client.names(place.hidden.rstrip("/"))))
 
     def _create(self, name: str) -> None:
         self._place.put(self._place.full(name), self._small[name], create=True)
         self._created.append(name)
 
-    def _finish(self, one: _Complete) -> None:
+    def _finish(self, one: Complete) -> None:
         """Let an upload become an object."""
         full = self._place.full(one.name)
         outcome = self._multipart.complete(full, one.upload, one.tags)
@@ -347,13 +380,13 @@ class CloudStaging:
             self._multipart.abort(full, one.upload)
         self._created.append(one.name)
 
-    def _objects(self) -> list[_Complete]:
+    def _objects(self) -> list[Complete]:
         """The uploads that have become objects already."""
         complete = list(self._complete.values())
         are_objects = self._in_parallel(self._is_object, complete)
         return [one for one, is_object in zip(complete, are_objects, strict=True) if is_object]
 
-    def _is_object(self, one: _Complete) -> bool:
+    def _is_object(self, one: Complete) -> bool:
         """Whether an upload has become an object already."""
         client, full = self._place.client, self._place.full(one.name)
         status = client.stat(full)
@@ -367,7 +400,9 @@ class CloudStaging:
         try:
             for name in list(self._uploads):
                 self.remove(name)
-            if self.is_kept and any(True for _ in self._place.client.names(self._place.hidden + _COMPLETE)):
+            if (self.is_kept or self._place.shared is not None) and any(
+                True for _ in self._place.client.names(self._place.kept + COMPLETE)
+            ):
                 if self.advice is not None:
                     error.add_note(self.advice)
                 return

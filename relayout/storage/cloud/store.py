@@ -135,19 +135,29 @@ class CloudStore:
 
         staging.check_output(self._place(), source, marker, force=force)
 
-    def stage(self, marker: str, *, replace: bool, modes: Modes) -> AbstractContextManager[Staging]:
+    def stage(
+        self, marker: str, *, replace: bool, modes: Modes, shared: str | None = None
+    ) -> AbstractContextManager[Staging]:
         """See `Store.stage`."""
         from relayout.storage.cloud import staging
 
-        return staging.staged(self._place(), marker, replace=replace)
+        return staging.staged(self._place(shared), marker, replace=replace)
 
-    def _place(self) -> Place:
+    def stage_part(
+        self, marker: str, shared: str, part: str, *, replace: bool, modes: Modes
+    ) -> AbstractContextManager[Staging]:
+        """See `Store.stage_part`."""
+        from relayout.storage.cloud import parts
+
+        return parts.staged_part(self._place(shared), marker, part, replace=replace)
+
+    def _place(self, shared: str | None = None) -> Place:
         """Where an output is made, if relayout writes there."""
         from relayout.storage.cloud.staging import Place
 
         if not isinstance(self.client, BucketClient):
             raise PlanError("relayout does not write there", path=str(self), code="unsupported")
-        return Place(self.client, self.prefix)
+        return Place(self.client, self.prefix, shared)
 
     def full_name(self, name: str) -> str:
         """A file's object name in the bucket."""

@@ -25,6 +25,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from safetensors.numpy import save_file
+from support import s3_server
 
 import relayout
 from relayout.clusters import on_ray
@@ -36,9 +37,10 @@ DRIVER = """
 import json, sys, ray
 from relayout.clusters import on_ray
 ray.init(address=sys.argv[1], _node_ip_address="127.0.0.2", log_to_driver=False)
-done = lambda done, total: print(json.dumps([done, total]), flush=True)
+done = lambda done, total: print(f"done: {done} of {total}", flush=True)
 on_ray.convert(sys.argv[2], sys.argv[3], threads=2, memory="128MiB", progress=done, **json.loads(sys.argv[4]))
 """
+_TOLD = "done: "
 MIB = 2**20
 
 
@@ -125,8 +127,32 @@ def main(
     folder: Annotated[Path | None, typer.Option(help="Where there is space. Default: the temporary folder.")] = None,
 ) -> None:
     """Run all proofs, and print what they took."""
-    with tempfile.TemporaryDirectory(dir=folder) as made, connected() as nodes:
-        prove(Path(made), int(gb * 1e9), nodes)
+    with tempfile.TemporaryDirectory(dir=folder) as made, s3_server.running() as server:
+        os.environ.update(s3_server.environment(server))  # Workers inherit it.
+        with connected() as nodes:
+            prove(Path(made), int(gb * 1e9), nodes)
+            prove_on_objects(Path(made), int(gb * 1e9), server)
+
+
+def prove_on_objects(place: Path, nbytes: int, server: s3_server.Server) -> None:
+    """From an object store to an object store, which is in memory here; uses what `prove` has made."""
+    for file in (place / "source").iterdir():
+        server.put("models", f"source/{file.name}", file.read_bytes())
+    server.requests.clear()
+    options: dict[str, Any] = {"tp": 8, "max_part_nbytes": max(MIB, nbytes // 8 // 12)}
+    done = on_ray.convert("s3://models/source", "s3://models/out", threads=2, memory="128MiB", **options)
+    fetched = server.sent_nbytes / done.source_nbytes
+    print(
+        f"objects to objects: {done.seconds:.1f} s, {fetched:.3f} of the source fetched,"
+        f" peak memory of a worker {done.peak_nbytes / MIB:.0f} MiB",
+        flush=True,
+    )
+    assert fetched <= 1.05
+    assert not server.uploads
+    expected = place / "local"
+    assert set(server.names("models", "out/")) == {f"out/{file.name}" for file in expected.iterdir()}
+    for file in expected.glob("model-rank-*"):
+        assert server.objects["models", f"out/{file.name}"].content == file.read_bytes(), file.name
 
 
 def prove(place: Path, nbytes: int, nodes: Nodes) -> None:
@@ -163,8 +189,8 @@ def prove(place: Path, nbytes: int, nodes: Nodes) -> None:
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdout is not None
         for line in driver.stdout:
-            nbytes, total = json.loads(line)
-            if nbytes > total / 3:
+            told, _, total = line.removeprefix(_TOLD).partition(" of ")
+            if line.startswith(_TOLD) and int(told) > int(total) / 3:
                 driver.send_signal(signal.SIGKILL)
                 break
     assert not (place / "out").exists()

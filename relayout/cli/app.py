@@ -246,6 +246,13 @@ def convert(
 @app.command()
 def plans(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Print this plan.")] = None,
+    check: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SRC", help="Tell which tensors of a checkpoint have no rule, and print a draft of a plan for them."
+        ),
+    ] = None,
+    plan: PlanOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """List the built-in plans for cutting tensors, or print one of them."""
@@ -253,6 +260,15 @@ def plans(
         from relayout.cli import render as terminal
         from relayout.plans import family as families
 
+        if check is not None:
+            from relayout.cli import plan_text
+            from relayout.commands import plan_check
+
+            checked = plan_check.check_plan(check, plan=plan)
+            _show(checked, as_json, plan_text.print_check)
+            if not checked.ok:
+                raise typer.Exit(EXIT_DIFFERENCE)
+            return
         if name is not None:
             text = families.builtin_text(name)
             print(

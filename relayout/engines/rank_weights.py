@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from relayout.checkpoint.converted import find_manifest, is_converted
 from relayout.errors import FormatError, PlanError, about, shown
 from relayout.storage.protocols import Kind
-from relayout.storage.stores import find_store
+from relayout.storage.stores import find_input
 
 if TYPE_CHECKING:
     import torch
@@ -97,7 +97,7 @@ def find_folder(path: str, engine: str) -> Folder | None:
         FormatError: relayout.json is damaged, or missing from what was a converted folder.
         PlanError: there is no such folder.
     """
-    store = find_store(path)
+    store = find_input(path)
     manifest = find_manifest(store)
     if manifest is not None:
         return Folder(manifest.num_ranks, manifest.expert_parallel)
@@ -328,7 +328,7 @@ class _AllRanks:
 
         with self._lock:
             if self._view is None:
-                whole = is_converted(find_store(self._path))
+                whole = is_converted(find_input(self._path))
                 self._view = safe_open(self._path) if whole else open(self._path, 0, tp=1)
             return self._view
 

@@ -10,12 +10,13 @@ import hashlib
 import itertools
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import MappingProxyType
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
@@ -138,18 +139,23 @@ def _read(server: Server, request: Request) -> Answer:
     found = server.objects.get((request.bucket, request.key))
     if found is None:
         return _error(404, "NoSuchKey")
-    if request.headers.get("if-match", found.etag) != found.etag:
+    return part_of(found.content, found.etag, request)
+
+
+def part_of(content: bytes, etag: str, request: Request, headers: Mapping[str, str] = MappingProxyType({})) -> Answer:
+    """What is asked for of an object, if its condition holds."""
+    if request.headers.get("if-match", etag) != etag:
         return _error(412, "PreconditionFailed")
-    headers = {"ETag": found.etag, "Last-Modified": _MODIFIED, "Accept-Ranges": "bytes"}
+    headers = {"ETag": etag, "Last-Modified": _MODIFIED, "Accept-Ranges": "bytes", **headers}
     wanted = re.fullmatch(r"bytes=([0-9]*)-([0-9]*)", request.headers.get("range", ""))
     if wanted is None:
-        return Answer(200, found.content, headers)
-    size = len(found.content)
+        return Answer(200, content, headers)
+    size = len(content)
     start = int(wanted[1]) if wanted[1] else max(0, size - int(wanted[2]))
     end = min(size, int(wanted[2]) + 1) if wanted[1] and wanted[2] else size
     if start >= size:
         return _error(416, "InvalidRange")
-    return Answer(206, found.content[start:end], headers | {"Content-Range": f"bytes {start}-{end - 1}/{size}"})
+    return Answer(206, content[start:end], headers | {"Content-Range": f"bytes {start}-{end - 1}/{size}"})
 
 
 def _write(server: Server, request: Request) -> Answer:

@@ -20,6 +20,7 @@ from relayout.storage.protocols import (
     FileStat,
     Kind,
     Modes,
+    ReadableFile,
     Refusal,
     RequestCost,
     Staging,
@@ -116,7 +117,7 @@ class CloudStore:
 
     def open(
         self, name: str, nbytes: int | None = None, *, access: Access = Access.BUFFERED, version: str | None = None
-    ) -> CloudFile:
+    ) -> ReadableFile:
         """See `Store.open`: one request."""
         if access is Access.DIRECT:
             raise OSError(errno.EOPNOTSUPP, "a store has no direct I/O; use backend 'buffered'", self.where(name))
@@ -141,23 +142,25 @@ class CloudStore:
         """See `Store.stage`."""
         from relayout.storage.cloud import staging
 
-        return staging.staged(self._place(shared), marker, replace=replace)
+        return staging.staged(self._place(), marker, replace=replace, shared=shared)
 
     def stage_part(
         self, marker: str, shared: str, part: str, *, replace: bool, modes: Modes
     ) -> AbstractContextManager[Staging]:
         """See `Store.stage_part`."""
-        from relayout.storage.cloud import parts
+        from relayout.storage.cloud import staging
 
-        return parts.staged_part(self._place(shared), marker, part, replace=replace)
+        return staging.part_staged(self._place(), marker, shared, part, replace=replace)
 
-    def _place(self, shared: str | None = None) -> Place:
+    def _place(self) -> Place:
         """Where an output is made, if relayout writes there."""
         from relayout.storage.cloud.staging import Place
 
         if not isinstance(self.client, BucketClient):
-            raise PlanError("relayout does not write there", path=str(self), code="unsupported")
-        return Place(self.client, self.prefix, shared)
+            raise PlanError(
+                "relayout does not write there: name another output with -o", path=str(self), code="unsupported"
+            )
+        return Place(self.client, self.prefix)
 
     def full_name(self, name: str) -> str:
         """A file's object name in the bucket."""

@@ -282,7 +282,7 @@ def find_rank(
             return kept
         return _rank_of(store, manifest, rank, tp)
     check_exists(store)
-    if cache is not None and store.cost.is_remote:
+    if cache and store.cost.is_remote:
         raise PlanError("a plain checkpoint, which cache= does not keep", path=str(store), code="unsupported")
     if tp is None:
         raise PlanError(

@@ -181,7 +181,7 @@ def convert_unit(
         OSError: reading or writing failed.
     """
     started = time.monotonic()
-    threads, chunk_nbytes = share_memory(integer(threads, "threads"), size(memory, "memory"))
+    threads, chunk_nbytes = share_memory(integer(threads, "threads"), size(memory, "memory"), planned.output)
     layout, source, undertaking = planned.layout, planned.source, undertaking_of(planned)
     if not 0 <= unit < len(layout.units):
         raise PlanError(f"unit {unit}, expected 0 to {len(layout.units) - 1}", code="option")
@@ -269,7 +269,7 @@ def commit_units(
         OSError: reading or writing failed.
     """
     started = time.monotonic()
-    shared = share_memory(integer(threads, "threads"), size(memory, "memory"))
+    shared = share_memory(integer(threads, "threads"), size(memory, "memory"), planned.output)
     source, layout, undertaking = planned.source, planned.layout, undertaking_of(planned)
     planned.output.check_output(source.root, MANIFEST_NAME, force=force)
     with planned.output.stage(

@@ -15,6 +15,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 
 from relayout.storage.cloud.signing import Keys, signed_headers
@@ -32,6 +33,7 @@ class SeaweedFS:
     url: str
     metrics: str
     process: subprocess.Popen[bytes]
+    log: Path
 
     @property
     def environment(self) -> dict[str, str]:
@@ -46,13 +48,16 @@ class SeaweedFS:
 
     def make_bucket(self, name: str) -> None:
         """Make a bucket, and wait until objects can be written to it: volumes come up later than the protocol."""
-        self._request("PUT", name)
-        end = time.monotonic() + 60
+        end, is_made = time.monotonic() + 60, False
         while True:
             try:
+                if not is_made:
+                    self._request("PUT", name)
+                    is_made = True
                 self._request("PUT", f"{name}/probe", b"probe")
                 self._request("DELETE", f"{name}/probe")
-            except urllib.error.URLError:
+            except (OSError, HTTPException):
+                assert self.process.poll() is None, self.log.read_text()[-2000:]
                 assert time.monotonic() < end, "SeaweedFS takes no objects"
                 time.sleep(0.2)
             else:
@@ -103,7 +108,7 @@ def running(folder: Path, *, program: str = "weed") -> Iterator[SeaweedFS]:
         stack.callback(_remove_sockets, given)
         stack.callback(process.wait)
         stack.callback(os.killpg, process.pid, signal.SIGKILL)
-        server = SeaweedFS(f"http://127.0.0.1:{s3}", f"http://127.0.0.1:{metrics}/metrics", process)
+        server = SeaweedFS(f"http://127.0.0.1:{s3}", f"http://127.0.0.1:{metrics}/metrics", process, folder / "log")
         wait_for(server.url, process, folder / "log")
         yield server
 

@@ -15,7 +15,7 @@ import typer
 from relayout import __version__
 from relayout.cli import signals
 from relayout.cli.streams import abandon
-from relayout.errors import RelayoutError, escape_controls
+from relayout.errors import PlanError, RelayoutError, escape_controls
 from relayout.storage.file_pool import advice_on_limit
 
 EXIT_DIFFERENCE = 1
@@ -55,7 +55,8 @@ PlanOption = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",
-        help="A plan file (TOML), or [bold]transformers[/] for the plan of that package. "
+        help="A plan file (TOML), [bold]transformers[/] for the plan of that package, or [bold]vllm[/] to cut as the"
+        " classes of the vLLM that is installed do. "
         "Default: the built-in plan for model_type in config.json.",
     ),
 ]
@@ -123,6 +124,9 @@ def convert(
             " --plan transformers, which lists only tensors that are cut.",
         ),
     ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="With --plan vllm: run Python files of SRC.")
+    ] = False,
     max_part_size: Annotated[
         str, typer.Option(metavar="SIZE", help="Split a rank into files of about this size at most, such as 48GB.")
     ] = "48GB",
@@ -154,6 +158,17 @@ def convert(
             "--force", help="Replace OUT if relayout wrote it; discard an interrupted conversion with other options."
         ),
     ] = False,
+    unit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="K/N",
+            help="Convert only every N-th unit from unit K on (from 0), as one of N processes, on any machines that"
+            " share SRC and OUT. --max-part-size decides how many units there are, --dry-run tells.",
+        ),
+    ] = None,
+    commit: Annotated[
+        bool, typer.Option("--commit", help="Publish OUT when processes with --unit have converted all units.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Rewrite a checkpoint for N tensor-parallel ranks.
@@ -173,6 +188,7 @@ def convert(
             plan=plan,
             expert_parallel=expert_parallel,
             unmatched=unmatched,
+            trust_remote_code=trust_remote_code,
             max_part_nbytes=max_part_size,
             dcp=dcp,
             layout=layout,
@@ -182,6 +198,18 @@ def convert(
             return
         _begin_work()
         progress = terminal.progress("converting", as_json=as_json)
+        if unit is not None or commit:
+            from relayout.conversion import jobs
+
+            if unit is not None and (commit or sha256):
+                raise PlanError("--unit with --commit or --sha256: give these to the one that commits", code="option")
+            if unit is not None:
+                done = jobs.convert_share(planned, unit, force=force, threads=threads, memory=memory, progress=progress)
+                _tell(done, as_json, terminal.print_units)
+            else:
+                summary = jobs.commit_units(planned, force=force, sha256=sha256, threads=threads, memory=memory)
+                _tell(summary, as_json, terminal.print_committed)
+            return
         summary = planned.run(force=force, sha256=sha256, threads=threads, memory=memory, progress=progress)
         _tell(summary, as_json, terminal.print_summary)
 
@@ -189,6 +217,13 @@ def convert(
 @app.command()
 def plans(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Print this plan.")] = None,
+    check: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SRC", help="Tell which tensors of a checkpoint have no rule, and print a draft of a plan for them."
+        ),
+    ] = None,
+    plan: PlanOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """List the built-in plans for cutting tensors, or print one of them."""
@@ -196,6 +231,15 @@ def plans(
         from relayout.cli import render as terminal
         from relayout.plans import family as families
 
+        if check is not None:
+            from relayout.cli import plan_text
+            from relayout.commands import plan_check
+
+            checked = plan_check.check_plan(check, plan=plan)
+            _show(checked, as_json, plan_text.print_check)
+            if not checked.ok:
+                raise typer.Exit(EXIT_DIFFERENCE)
+            return
         if name is not None:
             text = families.builtin_text(name)
             print(
@@ -355,6 +399,26 @@ def bench(
         _tell(found, as_json, bench_text.print_bench)
         if found.wrong:
             raise typer.Exit(EXIT_DIFFERENCE)
+
+
+@app.command()
+def report(
+    path: PathArgument,
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="FILE", help="The page to write; it is replaced.")
+    ] = "report.html",
+    tp: Annotated[
+        int | None, typer.Option("--tp", metavar="N", help="Ranks to forecast a conversion for, of a plain checkpoint.")
+    ] = None,
+    plan: PlanOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write one HTML page that shows every file, tensor and rank: bars to scale, tables, search. It works offline."""
+    with _errors():
+        from relayout.cli import render as terminal
+        from relayout.html_report import page
+
+        _show(page.report(path, output, tp=tp, plan=plan), as_json, terminal.print_page)
 
 
 class _Result(Protocol):

@@ -24,7 +24,7 @@ from relayout.format.chunks import DIGESTED_NBYTES, chunks_of, chunks_over, num_
 from relayout.storage.buffers import Buffer
 from relayout.storage.file_pool import OpenFiles
 from relayout.storage.hashing import HashedFile, hash_files
-from relayout.storage.protocols import Access, ReadableFile, Staging, WritableFile
+from relayout.storage.protocols import Access, ReadableFile, Staging, Store, WritableFile
 
 DEFAULT_THREADS = 8
 """Threads that read, copy, hash and write."""
@@ -211,18 +211,21 @@ def _streams(tensor: CutTensor) -> tuple[list[int | None], int]:
     return streams, len({SOURCE, *streams} - {None})
 
 
-def share_memory(threads: int, memory: int) -> tuple[int, int]:
+def share_memory(threads: int, memory: int, output: Store | None = None) -> tuple[int, int]:
     """How many threads, `threads` at most, share so many bytes, and how many source bytes each of them copies at once.
+
+    What goes to a remote store is in memory a third time: in parts of uploads that are not full yet.
 
     Raises:
         PlanError: there are no threads, or not enough bytes for one.
     """
     if threads < 1:
         raise PlanError(f"{threads} threads, expected at least one", code="option")
-    if memory < 2 * _MIN_CHUNK_NBYTES:
-        raise PlanError(f"a memory of {memory} bytes, expected at least {2 * _MIN_CHUNK_NBYTES}", code="option")
-    threads = min(threads, memory // (2 * _MIN_CHUNK_NBYTES))
-    return threads, align_down(memory // (2 * threads), BLOCK)
+    num_times = 3 if output is not None and output.cost.is_remote else 2
+    if memory < num_times * _MIN_CHUNK_NBYTES:
+        raise PlanError(f"a memory of {memory} bytes, expected at least {num_times * _MIN_CHUNK_NBYTES}", code="option")
+    threads = min(threads, memory // (num_times * _MIN_CHUNK_NBYTES))
+    return threads, align_down(memory // (num_times * threads), BLOCK)
 
 
 def run_unit(
@@ -267,20 +270,18 @@ def run_unit(
 
 
 def hash_chunks(staging: Staging, layout: Layout, numbers: Sequence[int], threads: int) -> dict[int, bytes]:
-    """The digests of the chunks of files that are written, from what is stored.
+    """The digests of the chunks of files that are written, from what is stored. Those without data need not be there.
 
     Raises:
         FormatError, OSError: a read failed.
     """
-    files = [layout.files[number] for number in numbers]
-    stored = [
-        HashedFile(
-            partial(staging.open, file.name, file.nbytes), chunks_of(file.data_start, file.nbytes, DIGESTED_NBYTES)
-        )
-        for file in files
-    ]
-    hashed = hash_files(stored, threads)
-    return {number: b"".join(map(bytes.fromhex, digests)) for number, digests in zip(numbers, hashed, strict=True)}
+    with_data = [number for number in numbers if layout.files[number].nbytes > layout.files[number].data_start]
+    stored = []
+    for file in (layout.files[number] for number in with_data):
+        chunks = chunks_of(file.data_start, file.nbytes, DIGESTED_NBYTES)
+        stored.append(HashedFile(partial(staging.open, file.name, file.nbytes), chunks))
+    hashed = zip(with_data, hash_files(stored, threads), strict=True)
+    return dict.fromkeys(numbers, b"") | {number: b"".join(map(bytes.fromhex, digests)) for number, digests in hashed}
 
 
 def run_steps(

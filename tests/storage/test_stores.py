@@ -416,11 +416,7 @@ def test_a_name_that_only_begins_alike_is_beside_the_source(there: Ground) -> No
     there.store("a-tp2").check_output(there.store("a"), MARKER, force=False)
 
 
-# The registry.
-
-
-@contextmanager
-# The registry.
+# Parts.
 
 
 @contextmanager
@@ -501,6 +497,9 @@ def test_parts_of_another_name_are_not_mixed_in(there: Ground) -> None:
     with staged(store, replace=True) as staging:
         assert staging.names() == []
         staging.put(MARKER, [b"again"])
+
+
+# The registry.
 
 
 def test_a_path_without_a_scheme_is_local(tmp_path: Path) -> None:

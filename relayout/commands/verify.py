@@ -128,7 +128,7 @@ def verify_holder(
         FormatError: the manifest or the rank's table is damaged.
         OSError: reading failed.
     """
-    folder = find_snapshot(path)
+    folder = find_input(path)
     manifest = read_manifest(folder)
     report = Report(manifest.num_ranks)
     table, own = read_table(folder, manifest, holder), own_files(manifest, holder)

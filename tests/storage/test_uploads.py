@@ -33,6 +33,7 @@ from support.lying_server import (
 from support.s3_server import Request, Server
 
 import relayout
+from relayout.conversion.jobs import UnitJob, commit_jobs, run_job, unit_jobs
 from relayout.errors import FormatError, PlanError
 from relayout.storage.cloud import connect, multipart, upload
 from relayout.storage.cloud.multipart import Outcome, Pieces
@@ -193,6 +194,28 @@ def test_google_takes_the_same_requests_with_other_headers(
     made = [one for one in server.requests if is_completion(one) or (one.method == "PUT" and not one.query)]
     made = [one for one in made if one.key.startswith("out/")]
     assert {one.headers["x-goog-if-generation-match"] for one in made} == {"0"}
+    assert nothing_is_left(server)
+
+
+def test_units_that_are_converted_by_several_processes_are_published_together(server: Server, expected: Files) -> None:
+    work = [UnitJob.from_json(json.loads(json.dumps(job.as_json()))) for job in unit_jobs(SOURCE, OUT, **OPTIONS)]
+    assert len(work) == 3
+    server.interfere = dropped(is_part, times=10**9)
+    with pytest.raises(OSError, match="the server cannot be reached"):
+        run_job(work[0])
+    server.interfere = lambda request: None
+    for job in (work[2], work[0], work[2]):
+        run_job(job)
+    with pytest.raises(PlanError, match="1 of 3 units are not done: 1"):
+        commit_jobs(work)
+    with pytest.raises(PlanError, match="holds units that other processes convert"):
+        convert()
+    assert there(server) == {}
+    run_job(work[1])
+    before = sent(server)
+    commit_jobs(work)
+    assert sent(server) - before < SHARDS_NBYTES // 10, "the source's headers"
+    assert there(server) == expected
     assert nothing_is_left(server)
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import time
@@ -32,6 +31,7 @@ class SeaweedFS:
 
     url: str
     metrics: str
+    """URL of its counters."""
     process: subprocess.Popen[bytes]
     log: Path
 
@@ -100,14 +100,20 @@ def running(folder: Path, *, program: str = "weed") -> Iterator[SeaweedFS]:
     s3 = int(next(one for one in given if one.startswith("-s3.port=")).partition("=")[2])
     command = [program, "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={folder}/data", "-filer", "-s3", *given]
     command += [f"-s3.config={folder}/s3.json", "-volume.max=100", "-master.volumeSizeLimitMB=1024"]
-    command += ["-master.telemetry=false", f"-metricsPort={metrics}", "-metricsIp=127.0.0.1"]
+    command += [
+        "-master.telemetry=false",
+        "-s3.port.iceberg=0",
+        "-s3.port.lance=0",
+        f"-metricsPort={metrics}",
+        "-metricsIp=127.0.0.1",
+    ]
     with ExitStack() as stack:
         log = stack.enter_context(open(folder / "log", "wb"))
         environment = os.environ | {"GOMEMLIMIT": _MEMORY}
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
         stack.callback(_remove_sockets, given)
         stack.callback(process.wait)
-        stack.callback(os.killpg, process.pid, signal.SIGKILL)
+        stack.callback(process.kill)
         server = SeaweedFS(f"http://127.0.0.1:{s3}", f"http://127.0.0.1:{metrics}/metrics", process, folder / "log")
         wait_for(server.url, process, folder / "log")
         yield server

@@ -154,7 +154,9 @@ def remote(
         raise SystemExit(why)
     with tempfile.TemporaryDirectory(prefix="relayout-bench-", dir=folder) as scratch:
         source = _make_source(Path(scratch), size)
-        results = remotes.measure(Path(scratch), source, limit, tell=progress.print)
+        results = remotes.measure(
+            Path(scratch), source, limit, progress.print, keep=lambda results: _write(out, results, Path(scratch))
+        )
         remotes.print_table(console, results)
         described = _write(out, results, Path(scratch))
     if chart_path is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from relayout.benchmark.job import Job, Loader
@@ -21,6 +22,7 @@ def runai(job: Job) -> Tensors:
     """Run:ai Model Streamer on the plain checkpoint, of which each tensor is cut and its part copied."""
     from runai_model_streamer import SafetensorsStreamer
 
+    os.environ["RUNAI_STREAMER_S3_ENDPOINT"] = os.environ["AWS_ENDPOINT_URL"]
     with SafetensorsStreamer() as streamer:
         streamer.stream_files(_objects(job), owned=False)
         return {name: job.owned(name, tensor) for name, tensor in streamer.get_tensors()}
@@ -46,8 +48,10 @@ def _file_system():  # type: ignore[no-untyped-def]
     return s3fs.S3FileSystem()
 
 
+_RUNAI = {"RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0"}
+
 REMOTE_PEERS = {
     "relayout": Loader(relayout, "relayout", "relayout", ("relayout.loader", "obstore"), reads_converted=True),
-    "runai": Loader(runai, "Run:ai Model Streamer", "Run:ai", ("runai_model_streamer", "s3fs")),
+    "runai": Loader(runai, "Run:ai Model Streamer", "Run:ai", ("runai_model_streamer", "s3fs"), _RUNAI),
     "s3fs": Loader(s3fs, "s3fs + safetensors", "s3fs", ("s3fs", "safetensors.torch")),
 }

@@ -27,14 +27,21 @@ from relayout.storage.stores import find_store
 BUCKET, TP = "models", 8
 CONVERTED = f"s3://{BUCKET}/tp{TP}"
 SCENARIOS: dict[str, list[int]] = {"one rank of 8": [3], "all 8 ranks": list(range(TP))}
-AT_ONCE = {"relayout": TP, "runai": 2, "s3fs": 1}
+AT_ONCE = {"relayout": TP, "runai": 2, "s3fs": 2}
 """Processes at the same time where all ranks load: the memory of one machine does not hold more of some peers."""
-_PEERS_ENVIRONMENT = {"RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0", "AWS_EC2_METADATA_DISABLED": "true"}
+_PEERS_ENVIRONMENT = {"AWS_EC2_METADATA_DISABLED": "true"}
 
 
-def measure(scratch: Path, source: Path, limit: float, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Publish a checkpoint plainly and converted, and load it by every peer."""
-    results: dict[str, Any] = {"size_gb": round(total_nbytes(source) / 1e9, 2), "scenarios": {}}
+def measure(
+    scratch: Path,
+    source: Path,
+    limit: float,
+    tell: Callable[[str], None],
+    keep: Callable[[dict[str, Any]], object] = lambda results: None,
+) -> dict[str, Any]:
+    """Publish a checkpoint plainly and converted, and load it by every peer; `keep` gets what is known so far."""
+    peers = {name: peer.describe() for name, peer in REMOTE_PEERS.items()}
+    results: dict[str, Any] = {"size_gb": round(total_nbytes(source) / 1e9, 2), "peers": peers, "scenarios": {}}
     with ExitStack() as stack:
         server = stack.enter_context(seaweedfs.running(scratch / "server"))
         server.make_bucket(BUCKET)
@@ -45,7 +52,7 @@ def measure(scratch: Path, source: Path, limit: float, tell: Callable[[str], Non
             for name in REMOTE_PEERS:
                 found[name] = _run(name, ranks, server, limit)
                 tell(f"{title}, {name}: {found[name]}")
-    results["peers"] = {name: peer.describe() for name, peer in REMOTE_PEERS.items()}
+                keep(results)
     return results
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from relayout.checkpoint.converted import is_converted, read_manifest
 from relayout.core.arguments import integer
 from relayout.loader.budgets import local_world_size, num_cpus
 from relayout.loader.diagnose.explain import Explanation, explain
+from relayout.results import Result
 from relayout.storage.stores import find_store
 
 
 @dataclass(frozen=True, slots=True)
-class Diagnosis:
+class Diagnosis(Result):
     """What loading a checkpoint would do on this machine."""
 
     path: str
@@ -26,10 +27,6 @@ class Diagnosis:
     gpus: tuple[str, ...]
     """Name and memory of each CUDA device."""
     ranks: tuple[Explanation, ...]
-
-    def as_json(self) -> dict[str, object]:
-        """For `--json`."""
-        return asdict(self)
 
 
 def diagnose(

@@ -15,7 +15,7 @@ from relayout.errors import PlanError
 from relayout.format.index import MANIFEST_NAME, Manifest, RankTable
 from relayout.loader.placement import ArenaPlan, PlacedTensors, pack
 from relayout.loader.sources.contents import Contents, StoredFile, contents_of, rank_files, select
-from relayout.storage.protocols import Store
+from relayout.storage.protocols import Kind, Store
 from relayout.storage.stores import check_exists, find_store
 
 if TYPE_CHECKING:
@@ -261,6 +261,8 @@ def find_rank(path: str | os.PathLike[str], rank: int, tp: int | None) -> RankSo
             return ConvertedRank.of(store, manifest, rank, manifest.num_ranks)
         return ReshardedRank(store, rank, tp, cache(partial(_resharded, store, manifest, rank, tp)), manifest)
     check_exists(store)
+    if tp is None and store.kind() is Kind.FILE and is_converted(parent := store.parent()[0]):
+        raise PlanError(f"is a file of a converted folder: give the folder, {parent}", path=str(store), code="option")
     if tp is None:
         raise PlanError(
             f"not converted ({MANIFEST_NAME} is missing); say tp=N to slice it while loading",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
 
 from relayout.checkpoint.converted import read_manifest, read_record, read_table
@@ -30,6 +30,7 @@ from relayout.format.index import MANIFEST_NAME
 from relayout.format.safetensors import parse_header
 from relayout.format.source_record import SourceRecord
 from relayout.progress import Progress, reporting
+from relayout.results import Result
 from relayout.storage.buffers import Buffer
 from relayout.storage.file_pool import OpenFiles
 from relayout.storage.memory import peak_nbytes
@@ -38,7 +39,7 @@ from relayout.storage.stores import find_store
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
+class Restored(Result):
     """Result of a restoration."""
 
     output: str
@@ -50,10 +51,6 @@ class Restored:
     seconds: float
     peak_nbytes: int
     """Peak resident memory of the process."""
-
-    def as_json(self) -> dict[str, object]:
-        """For `--json`."""
-        return asdict(self)
 
 
 def restore(
@@ -84,6 +81,11 @@ def restore(
         FormatError: the folder is damaged, or lacks bytes of the source.
         PlanError: `output` cannot be written or replaced.
         OSError: reading or writing failed; the output is deleted.
+
+    Example:
+        >>> import relayout
+        >>> relayout.restore("llama-3.1-8b-tp8", "restored").output
+        'restored'
     """
     started = time.monotonic()
     threads, chunk_nbytes = share_memory(integer(threads, "threads"), size(memory, "memory"))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from relayout.conversion.layout import Conversion
 from relayout.core.patterns import collapse_numbers
 from relayout.core.slices import Cut, CutTensor
+from relayout.results import Result
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class PlannedGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Preview:
+class Preview(Result):
     """A planned conversion."""
 
     source: str
@@ -53,10 +54,6 @@ class Preview:
     unmatched: tuple[str, ...]
     """Tensors that no rule of the plan names, and that every rank therefore holds whole."""
     left_out: tuple[str, ...]
-
-    def as_json(self) -> dict[str, object]:
-        """For `--json`."""
-        return asdict(self)
 
 
 def preview(conversion: Conversion) -> Preview:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from relayout.errors import FormatError
+from relayout.errors import FormatError, did_you_mean
 from relayout.storage.local.files import InputFile, check_regular, read_small, stat_of
 from relayout.storage.local.paths import is_inside, resolve_inside
 from relayout.storage.protocols import LOCAL_COST, Access, Entry, FileStat, Kind, Modes, RequestCost, Store
@@ -54,7 +54,8 @@ class LocalStore:
         """See `Store.absence`."""
         from relayout.storage.local.staging import recovery_advice
 
-        return f"no such file or folder{recovery_advice(self.folder)}"
+        advice = recovery_advice(self.folder) or _similar(self.folder)
+        return f"no such file or folder{advice}"
 
     def parent(self) -> tuple[Store, str]:
         """See `Store.parent`."""
@@ -131,3 +132,14 @@ def _is_utf8(name: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _similar(path: Path) -> str:
+    """Advice about a path that does not exist: a name like it, or how to get a model of the Hub."""
+    try:
+        beside = [entry.name for entry in os.scandir(path.parent) if not entry.name.startswith(".")]
+    except OSError:
+        is_hub_name = not path.is_absolute() and len(path.parts) == 2 and ".." not in path.parts
+        advice = f"; if this is a model of the Hugging Face Hub: hf download {path} --local-dir {path.name}"
+        return advice if is_hub_name else ""
+    return did_you_mean(path.name, beside)

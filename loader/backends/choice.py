@@ -69,6 +69,4 @@ def resolve_device(device: str | torch.device) -> str | torch.device:
         found: torch.device = torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
         raise PlanError(f"device {str(device)!r}: {str(error).splitlines()[0]}", code="option") from None
-    if found.type == "meta":
-        raise PlanError("device 'meta': its tensors have no memory to load into", code="option")
     return "cpu" if found.type == "cpu" else found

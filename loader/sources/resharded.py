@@ -22,7 +22,7 @@ from relayout.loader.sources.contents import Contents, files_of, rank_files, sel
 from relayout.loader.sources.pieces import Columns, agreed
 from relayout.loader.sources.proven import proven
 from relayout.loader.sources.reshard import Holder, gather
-from relayout.plans.family import Family, parse_rules
+from relayout.plans.family import VLLM, Family, parse_rules
 from relayout.plans.planner import Plan, Unmatched, plan_by
 from relayout.storage.protocols import Store
 
@@ -267,6 +267,13 @@ def _family(folder: Store, record: SourceRecord) -> Family:
         raise PlanError(
             "there was no plan for the source, so that it can be loaded whole or as converted, at no other degree:"
             " convert it again, with --plan FILE",
+            path=str(folder),
+            code="no_plan",
+        )
+    if record.plan.origin == VLLM:
+        raise PlanError(
+            f"its slices were observed from vLLM {record.plan.name} at {record.options.num_ranks} ranks, so that it can"
+            " be loaded whole or as converted, at no other degree: convert it again",
             path=str(folder),
             code="no_plan",
         )

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -17,6 +18,7 @@ from relayout.checkpoint.config import Config, find_config
 from relayout.checkpoint.converted import is_converted
 from relayout.checkpoint.shards import SINGLE_NAME, check_name, choose_shards, other_shards
 from relayout.core.extents import Extent
+from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError, shown
 from relayout.format.fields import Fields, parse_object
 from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME
@@ -212,7 +214,7 @@ def _read_folder(root: Store) -> SourceCheckpoint:
     side_files, not_copied = _side_files(root, entries)
     return _assemble(
         root,
-        [_read_shard(root, name, index_name) for name in used],
+        each(partial(_read_shard, root, index_name=index_name), used, root.cost.num_opens),
         named=named,
         config=find_config(root),
         index=index,

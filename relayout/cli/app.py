@@ -18,7 +18,7 @@ import typer
 from relayout import __version__
 from relayout.cli import signals
 from relayout.cli.streams import abandon
-from relayout.errors import RelayoutError, escape_controls
+from relayout.errors import PlanError, RelayoutError, escape_controls
 from relayout.storage.file_pool import advice_on_limit
 
 EXIT_DIFFERENCE = 1
@@ -74,7 +74,8 @@ PlanOption = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",
-        help="A plan file (TOML), or 'transformers' for the plan of that package. "
+        help="A plan file (TOML); 'transformers' for the plan of that package; or 'vllm' to cut as the classes of the"
+        " vLLM that is installed do. "
         "Default: the built-in plan for model_type in config.json.",
     ),
 ]
@@ -150,6 +151,9 @@ def convert(
             " --plan transformers, which lists only tensors that are cut.",
         ),
     ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="With --plan vllm: run Python files of SRC.")
+    ] = False,
     max_part_size: Annotated[
         str, typer.Option(metavar="SIZE", help="Split a rank into files of about this size at most, such as 48GB.")
     ] = "48GB",
@@ -181,6 +185,17 @@ def convert(
             "--force", help="Replace OUT if relayout wrote it; discard an interrupted conversion with other options."
         ),
     ] = False,
+    unit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="K/N",
+            help="Convert only every N-th unit from unit K on (from 0), as one of N processes, on any machines that"
+            " share SRC and OUT. --max-part-size decides how many units there are, --dry-run tells.",
+        ),
+    ] = None,
+    commit: Annotated[
+        bool, typer.Option("--commit", help="Publish OUT when processes with --unit have converted all units.")
+    ] = False,
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
@@ -202,6 +217,7 @@ def convert(
             plan=plan,
             expert_parallel=expert_parallel,
             unmatched=unmatched,
+            trust_remote_code=trust_remote_code,
             max_part_nbytes=max_part_size,
             dcp=dcp,
             layout=layout,
@@ -211,13 +227,32 @@ def convert(
             return
         _begin_work()
         progress = terminal.progress("converting", as_json=as_json, quiet=quiet, verbose=verbose)
+        if unit is not None or commit:
+            from relayout.conversion import jobs
+
+            if unit is not None and (commit or sha256):
+                raise PlanError("--unit with --commit or --sha256: give these to the one that commits", code="option")
+            if unit is not None:
+                done = jobs.convert_share(planned, unit, force=force, threads=threads, memory=memory, progress=progress)
+                _tell(done, as_json, terminal.print_units, quiet=quiet)
+            else:
+                summary = jobs.commit_units(planned, force=force, sha256=sha256, threads=threads, memory=memory)
+                _tell(summary, as_json, terminal.print_committed, quiet=quiet)
+            return
         summary = planned.run(force=force, sha256=sha256, threads=threads, memory=memory, progress=progress)
         _tell(summary, as_json, terminal.print_summary, quiet=quiet)
 
 
-@app.command(epilog=_examples("plans", "plans llama > my-plan.toml"))
+@app.command(epilog=_examples("plans", "plans llama > my-plan.toml", "plans --check my-model"))
 def plans(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Print this plan.")] = None,
+    check: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SRC", help="Tell which tensors of a checkpoint have no rule, and print a draft of a plan for them."
+        ),
+    ] = None,
+    plan: PlanOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """List the built-in plans, or print one."""
@@ -225,6 +260,15 @@ def plans(
         from relayout.cli import render as terminal
         from relayout.plans import family as families
 
+        if check is not None:
+            from relayout.cli import plan_text
+            from relayout.commands import plan_check
+
+            checked = plan_check.check_plan(check, plan=plan)
+            _show(checked, as_json, plan_text.print_check)
+            if not checked.ok:
+                raise typer.Exit(EXIT_DIFFERENCE)
+            return
         if name is not None:
             text = families.builtin_text(name)
             print(
@@ -406,6 +450,29 @@ def bench(
         _tell(found, as_json, bench_text.print_bench)
         if found.wrong:
             raise typer.Exit(EXIT_DIFFERENCE)
+
+
+@app.command(epilog=_examples("report llama-3.1-8b-tp8 -o llama.html", "report llama-3.1-8b --tp 8"))
+def report(
+    path: PathArgument,
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="FILE", help="The page to write; it is replaced.")
+    ] = "report.html",
+    tp: Annotated[
+        int | None, typer.Option("--tp", metavar="N", help="Ranks to forecast a conversion for, of a plain checkpoint.")
+    ] = None,
+    plan: PlanOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write an HTML page that shows every file and tensor.
+
+    Bars to scale, tables, search, for each rank. It works offline.
+    """
+    with _errors(as_json):
+        from relayout.cli import render as terminal
+        from relayout.html_report import page
+
+        _show(page.report(path, output, tp=tp, plan=plan), as_json, terminal.print_page)
 
 
 class _Result(Protocol):

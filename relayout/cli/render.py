@@ -22,14 +22,17 @@ from relayout.commands.differences import Report
 from relayout.commands.inspect import Amplification, Inspection, RankSummary
 from relayout.commands.restore import Restored
 from relayout.commands.warm import Warmed
+from relayout.conversion.jobs import ConvertedUnits
 from relayout.conversion.preview import Preview
 from relayout.conversion.run import Summary
 from relayout.core.patterns import collapse_numbers
 from relayout.errors import escape_controls
 from relayout.plans.family import Family
 from relayout.progress import Progress
+from relayout.storage.stores import scheme_of
 
 if TYPE_CHECKING:
+    from relayout.html_report.page import PageWritten
     from relayout.loader.diagnose.doctor import Diagnosis
     from relayout.loader.diagnose.explain import FileFacts
 
@@ -102,10 +105,30 @@ def print_summary(summary: Summary) -> None:
         console.print(
             f"{decimal(summary.resumed_nbytes)} of it were kept from an interrupted conversion, after a check"
         )
+    console.print(_ranks_in_words(summary.rank_nbytes, summary.replicated_nbytes, summary.source_nbytes))
     if summary.num_ranks == 1:
         console.print("1 rank: nothing is cut, stock loaders read the folder too; --tp N cuts it for N ranks")
-    _print_unmatched(console, summary.unmatched)
+    _print_unmatched(console, summary.unmatched, summary.untaken)
     _print_left_out(console, summary.left_out)
+
+
+def print_units(done: ConvertedUnits) -> None:
+    """Print the result of `convert --unit`."""
+    console = _console()
+    for one in done.units:
+        how = f"{decimal(one.source_nbytes)} in {one.seconds:.1f} s" if one.read_nbytes else "was done before"
+        console.print(f"[bold green]done[/] unit {one.unit} of {done.num_units} of {_text(done.output)}: {how}")
+    if not done.units:
+        console.print(f"nothing to do: {_text(done.output)} has {_count(done.num_units, 'unit')}")
+
+
+def print_committed(summary: Summary) -> None:
+    """Print the result of `convert --commit`."""
+    _console().print(
+        f"[bold green]published[/] {_text(summary.output)}: {_count(summary.num_tensors, 'tensor')} for "
+        f"{_count(summary.num_ranks, 'rank')} in {_count(summary.num_files, 'file')}, "
+        f"{decimal(summary.written_nbytes)}, in {summary.seconds:.1f} s"
+    )
 
 
 def print_restored(restored: Restored) -> None:
@@ -144,13 +167,23 @@ def print_warmed(warmed: Warmed, *, verbose: bool = False) -> None:
     _print_table(console, [name("file"), number("size"), number("in cache before"), number("now")], rows, "files")
 
 
+def print_page(written: PageWritten) -> None:
+    """After a page was written."""
+    shown = "forecast of a conversion" if written.is_forecast else "converted checkpoint"
+    _console().print(
+        f"[bold green]wrote[/] {_text(written.output)} ({decimal(written.nbytes)}): {shown}, "
+        f"{_count(written.num_tensors, 'tensor')}, {_count(written.num_ranks, 'rank')}; open it in a browser"
+    )
+
+
 def print_preview(preview: Preview, *, verbose: bool = False) -> None:
     """Print the plan for `convert --dry-run`."""
     console = _console(verbose=verbose)
     owned = ", experts owned whole" if preview.expert_parallel else ""
     console.print(
         f"{_text(preview.source)} ({decimal(preview.source_nbytes)}) -> {_text(preview.output)} "
-        f"({decimal(preview.written_nbytes)} in {_count(preview.num_files, 'file')}); nothing was written (--dry-run)"
+        f"({decimal(preview.written_nbytes)} in {_count(preview.num_files, 'file')} of "
+        f"{_count(preview.num_units, 'unit')}); nothing was written (--dry-run)"
     )
     words_of_ranks = _ranks_in_words(preview.rank_nbytes, preview.replicated_nbytes, preview.source_nbytes)
     console.print(f"{words_of_ranks}; balance {preview.balance:.4f} (average over largest)")
@@ -184,7 +217,7 @@ def print_preview(preview: Preview, *, verbose: bool = False) -> None:
         for group in preview.groups
     ]
     _print_table(console, columns, rows_of_groups, "groups")
-    _print_unmatched(console, preview.unmatched)
+    _print_unmatched(console, preview.unmatched, preview.untaken)
     _print_left_out(console, preview.left_out)
 
 
@@ -317,6 +350,13 @@ def print_diagnosis(found: Diagnosis, *, verbose: bool = False) -> None:
     for place, count in places.items():
         console.print(f"[bold]files[/] {_count(count, 'file')} on {_text(place)}")
     console.print(f"[bold]machine[/] {_text(_machine(found))}")
+    if (network := found.network) is not None:
+        console.print(
+            f"[bold]network[/] {1000 * network.latency_seconds:.1f} ms to the first byte,"
+            f" {network.bytes_per_second / 1e9:.2f} GB/s by {_count(network.threads, 'connection')}"
+            f" ({decimal(network.sample_nbytes)} read): rank {found.ranks[0].rank} would take"
+            f" {network.seconds(found.ranks[0].read_nbytes):.1f} s"
+        )
     gds = next((one.gds for one in found.ranks if one.gds is not None), None)
     if found.gpus:
         console.print(f"[bold]GPUDirect Storage[/] {_text(gds or 'not available')}")
@@ -345,6 +385,8 @@ def _place(file: FileFacts) -> str:
     """The file system of a file and its direct I/O, in words."""
     system = file.filesystem
     drive = "" if system.drive_block_nbytes is None else f", drive blocks of {system.drive_block_nbytes}"
+    if system.kind == (scheme_of(system.mount_point) or ""):
+        return f"{system.mount_point}, by ranges of at most {system.block_nbytes // 2**20} MiB"
     refused = file.refuses_direct
     direct = (
         "direct I/O works" if refused is None else f"direct I/O does not work ({refused}), reads use the page cache"
@@ -377,13 +419,14 @@ def _ranks_in_words(rank_nbytes: tuple[int, ...], replicated: int, source: int) 
     return f"each rank {_range(rank_nbytes)}; replicated {decimal(replicated)} ({share})"
 
 
-def _print_unmatched(console: _Console, names: tuple[str, ...]) -> None:
-    patterns = Counter(map(collapse_numbers, names))
-    if patterns:
+def _print_unmatched(console: _Console, unmatched: tuple[str, ...], untaken: tuple[str, ...]) -> None:
+    if unmatched or untaken:
         console.print()
-    for pattern, count in list(patterns.items())[: console.max_rows]:
-        console.print(f"[yellow]no rule[/] {_text(pattern)}: {_count(count, 'tensor')}, whole on every rank")
-    _print_more(console, len(patterns) - console.max_rows, "patterns without a rule")
+    for names, why, held in ((unmatched, "no rule", ", whole on every rank"), (untaken, "not taken by vLLM", "")):
+        patterns = Counter(map(collapse_numbers, names))
+        for pattern, count in list(patterns.items())[: console.max_rows]:
+            console.print(f"[yellow]{why}[/] {_text(pattern)}: {_count(count, 'tensor')}{held}")
+        _print_more(console, len(patterns) - console.max_rows, "patterns")
 
 
 def _print_left_out(console: _Console, left_out: tuple[str, ...]) -> None:

@@ -19,7 +19,7 @@ from relayout.format.index import Manifest, RankTable
 from relayout.plans.planner import plan_for
 from relayout.results import Result
 from relayout.storage.protocols import Store
-from relayout.storage.stores import find_store
+from relayout.storage.stores import find_input
 
 ALIGNMENTS = (512, 4096, 65536, 2 * 2**20)
 DEGREES = (2, 4, 8, 16)
@@ -120,7 +120,7 @@ def inspect(path: str | os.PathLike[str], *, rank: int | None = None) -> Inspect
         >>> len(relayout.inspect("llama-3.1-8b-tp8").ranks)
         8
     """
-    store = find_store(path)
+    store = find_input(path)
     rank = None if rank is None else integer(rank, "rank")
     if is_converted(store):
         return _inspect_converted(store, read_manifest(store), rank)

@@ -45,7 +45,7 @@ from relayout.progress import Progress, reporting
 from relayout.storage.hashing import CHUNK_NBYTES as REHASH_NBYTES
 from relayout.storage.hashing import HashedFile, hash_files, sha256_hex
 from relayout.storage.protocols import Access, Store
-from relayout.storage.stores import find_store
+from relayout.storage.stores import find_input
 
 
 def verify(
@@ -80,7 +80,7 @@ def verify(
     """
     threads, memory = integer(threads, "threads"), size(memory, "memory")
     shared = share_memory(threads, memory)
-    folder = find_store(path)
+    folder = find_input(path)
     manifest = read_manifest(folder)
     report = Report(manifest.num_ranks)
     tables = [check_holder(folder, manifest, holder, report) for holder in range(len(manifest.holders))]
@@ -88,7 +88,7 @@ def verify(
     if record is not None:
         check_facts(folder, manifest, record, report)
     check_other_files(folder, manifest, tables, report)
-    original = None if source is None else read_source(find_store(source))
+    original = None if source is None else read_source(find_input(source))
     usable = {rank: table for rank, table in enumerate(tables) if table is not None}
     hash_nbytes = sum(manifest.files[number].nbytes for holder in usable for number in own_files(manifest, holder))
     is_cut_again = original is not None or manifest.whole is not None

@@ -5,8 +5,9 @@ each slice that would fill one piece of contiguous memory is read right there. W
 operation on memory that they go to has to wait until they are made, so that the loader finds what it has copied. What
 of a probe is more than a view or a copy gets the slice's own bytes, which are read at once.
 
-One tensor of each kind, such as `model.layers.#.mlp.up_proj.weight`, shows first whether this pays: kinds that the
-loader rearranges, converts, skips or collects are streamed, as without placement. Needs torch at import time.
+The first tensor of each kind, such as `model.layers.#.mlp.up_proj.weight`, shows whether this pays: the others of kinds
+that the loader rearranges, converts, skips or collects are streamed, as without placement. All come in the order in
+which they would come without it, so that of two that go to one place the same stays. Needs torch at import time.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from relayout.loader.placement import pack
 from relayout.loader.sources.contents import Contents
 from relayout.loader.stream import stream
 from relayout.loader.tensors import torch_dtype, torch_shape
+from relayout.progress import Progress, reporting
 
 _NUMBER = re.compile(r"\d+")
 
@@ -77,8 +79,8 @@ class Placement(Watcher):
         """By address. They are kept alive, so that no other memory has one of these."""
         self._storages.pop(0, None)
         self._slices: dict[str, _Slice] = {}
-        self._placed: set[str] = set()
-        """Kinds of tensors of which the engine has made nothing but copies to contiguous memory."""
+        self._others: set[str] = set()
+        """Kinds of tensors of which the engine has made more, or less, than copies to contiguous memory."""
         self._pieces: list[_Piece] = []
         """Outstanding, sorted; no two overlap."""
         self._is_paused = False
@@ -88,31 +90,36 @@ class Placement(Watcher):
         """That were read straight into parameters."""
 
     def tensors(self, contents: Contents, options: Options) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, slice) of all slices, as probes or as tensors; in the order of `contents`, kind after kind.
+        """(name, slice) of all slices, as probes or as tensors, in the order of `contents`.
 
         Raises:
             FormatError, PlanError, OSError, MemoryError: as `relayout.iter_load`.
         """
-        self._contents, self._options = contents, options
-        kinds = [_NUMBER.sub("#", name) for name in contents.names]
-        first: dict[str, int] = {}
-        for row, kind in enumerate(kinds):
-            first.setdefault(kind, row)
-        self._placed = set(kinds)
-        for row in first.values():
-            yield self._probe(row)
-        for kind, row in first.items():
-            if _place(self._slices[contents.names[row]]) is None:
-                self._placed.discard(kind)
-        streamed = []
-        for row, kind in enumerate(kinds):
-            if kind not in self._placed:
-                streamed.append(row)
-            elif row != first[kind]:
-                yield self._probe(row)
-        with self._lock:
-            self._settle(list(self._slices.values()), options)
-        yield from self._streamed([row for row in streamed if row != first[kinds[row]]])
+        self._contents, self._options = contents, replace(options, progress=None)
+        kinds = [_kind(name) for name in contents.names]
+        first: dict[str, str] = {}
+        streams: dict[str, Iterator[tuple[str, torch.Tensor]]] = {}
+        done = 0
+        with reporting(options.progress, "loading", sum(contents.sizes())) as report:
+            for row, (name, kind) in enumerate(zip(contents.names, kinds, strict=True)):
+                if first.setdefault(kind, name) != name and _place(self._slices[first[kind]]) is None:
+                    self._others.add(kind)
+                if kind not in self._others:
+                    yield name, self._probe(row)
+                    continue
+                if kind not in streams:  # Begin anew, with this kind.
+                    rows = [later for later in range(row, len(kinds)) if kinds[later] in self._others]
+                    streams = dict.fromkeys(self._others, stream(contents.rows(rows), self._options))
+                with self._pause():
+                    found, tensor = next(streams[kind])
+                assert found == name
+                done += tensor.nbytes
+                if report is not None:
+                    report(done)
+                yield name, tensor
+                del tensor
+            progress = None if report is None else lambda more, total: report(done + more)
+            self._settle(list(self._slices.values()), progress)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -123,8 +130,7 @@ class Placement(Watcher):
 
     def settle(self) -> None:
         """Make all outstanding copies."""
-        with self._lock:
-            self._settle(list(self._slices.values()), self._quiet)
+        self._settle(list(self._slices.values()))
 
     def copied(self, target: torch.Tensor, source: Probe) -> bool:
         """See `Watcher.copied`: the copy is outstanding from now on, if it can be."""
@@ -164,10 +170,10 @@ class Placement(Watcher):
         memory = probe.memory
         with self._lock:
             if memory.backing is None:
-                self._placed.discard(_NUMBER.sub("#", memory.name))
+                self._others.add(_kind(memory.name))
                 rows = self._contents.rows([self._slices[memory.name].row])
                 with self._pause():
-                    memory.backing = load_arena(pack(rows), self._quiet)[memory.name]
+                    memory.backing = load_arena(pack(rows), self._options)[memory.name]
         return _as(memory.backing, probe)
 
     def touch(self, tensor: torch.Tensor) -> None:
@@ -182,27 +188,12 @@ class Placement(Watcher):
         """Whether nothing has to be seen: no copy is outstanding, or this itself is at work."""
         return self._is_paused or not self._pieces
 
-    @property
-    def _quiet(self) -> Options:
-        return replace(self._options, progress=None)
-
-    def _probe(self, row: int) -> tuple[str, torch.Tensor]:
+    def _probe(self, row: int) -> Probe:
         contents = self._contents
         name, dtype = contents.names[row], contents.dtypes[row]
         mine = _Slice(row, torch_shape(name, dtype, contents.shapes[row]), torch_dtype(name, dtype))
         self._slices[name] = mine
-        return name, Probe.of(Memory(name, mine.shape, mine.dtype, self._device, self))
-
-    def _streamed(self, rows: Sequence[int]) -> Iterator[tuple[str, torch.Tensor]]:
-        if not rows:
-            return
-        tensors = stream(self._contents.rows(rows), self._options)
-        while True:
-            with self._pause():
-                one = next(tensors, None)
-            if one is None:
-                return
-            yield one
+        return Probe.of(Memory(name, mine.shape, mine.dtype, self._device, self))
 
     def _overlapping(self, piece: _Piece) -> list[_Piece]:
         found = []
@@ -214,33 +205,34 @@ class Placement(Watcher):
 
     def _settle_early(self, name: str) -> None:
         """Make the copies of a slice, because their target is used; its kind is better streamed."""
-        self._placed.discard(_NUMBER.sub("#", name))
-        self._settle([self._slices[name]], self._quiet)
+        self._others.add(_kind(name))
+        self._settle([self._slices[name]])
 
-    def _settle(self, slices: Sequence[_Slice], options: Options) -> None:
+    def _settle(self, slices: Sequence[_Slice], progress: Progress = None) -> None:
         """Make the outstanding copies of these slices."""
-        names = self._contents.names if slices else ()
-        outstanding = {names[one.row]: one for one in slices if one.copies}
-        if not outstanding:
-            return
-        self._pieces = [one for one in self._pieces if one.name not in outstanding]
-        places = {name: _place(one) for name, one in outstanding.items()}
-        into = {name: place for name, place in places.items() if place is not None}
-        straight = self._contents.rows(sorted(outstanding[name].row for name in into))
-        others = self._contents.rows(sorted(one.row for name, one in outstanding.items() if name not in into))
-        with self._pause():
+        with self._lock, self._pause():
+            outstanding = {self._contents.names[one.row]: one for one in slices if one.copies}
+            if not outstanding:
+                return
+            places = {name: _place(one) for name, one in outstanding.items()}
+            into = {name: place for name, place in places.items() if place is not None}
             if into:
-                load_into(straight, into, None, options)
+                straight = self._contents.rows(sorted(outstanding[name].row for name in into))
+                load_into(straight, into, None, replace(self._options, progress=progress))
                 self.nbytes += sum(place.nbytes for place in into.values())
-            for name, tensor in stream(others, self._quiet) if others.names else ():
+            rows = sorted(one.row for name, one in outstanding.items() if name not in into)
+            for name, tensor in stream(self._contents.rows(rows), self._options) if rows else ():
                 for copy in outstanding[name].copies:
                     copy.target.copy_(_as(tensor, copy.source))
-        for one in outstanding.values():
-            one.copies.clear()
+            self._pieces = [one for one in self._pieces if one.name not in outstanding]
+            for one in outstanding.values():
+                one.copies.clear()
 
     @contextmanager
     def _pause(self) -> Iterator[None]:
-        before, self._is_paused = self._is_paused, True
+        """What this thread does meanwhile is not the engine's."""
+        before = self._is_paused
+        self._is_paused = before or threading.get_ident() == self._thread
         try:
             yield
         finally:
@@ -265,9 +257,15 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
+def _kind(name: str) -> str:
+    return _NUMBER.sub("#", name)
+
+
 def _as(tensor: torch.Tensor, probe: Probe) -> torch.Tensor:
     """The view of a slice that a probe of it is."""
-    return tensor.view(-1).view(probe.dtype).as_strided(*geometry_of(probe))
+    size, strides, offset = geometry_of(probe)
+    elements = tensor.view(-1).view(probe.dtype)
+    return elements.as_strided(size, strides, elements.storage_offset() + offset)
 
 
 def _address(memory: torch.Tensor | torch.UntypedStorage) -> int:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from relayout.checkpoint.converted import is_converted, read_manifest
+from relayout.checkpoint.converted import find_manifest, is_converted
 from relayout.errors import FormatError, PlanError, about, shown
 from relayout.storage.protocols import Kind
-from relayout.storage.stores import find_store
+from relayout.storage.stores import find_input
 
 if TYPE_CHECKING:
     import torch
@@ -97,7 +97,10 @@ def find_folder(path: str, engine: str) -> Folder | None:
         FormatError: relayout.json is damaged, or missing from what was a converted folder.
         PlanError: there is no such folder.
     """
-    store = find_store(path)
+    store = find_input(path)
+    manifest = find_manifest(store)
+    if manifest is not None:
+        return Folder(manifest.num_ranks, manifest.expert_parallel)
     if store.kind() is not Kind.FOLDER:
         raise PlanError(
             "is no folder: relayout loads from folders. Download the model, run `relayout convert FOLDER --tp N` and"
@@ -105,13 +108,10 @@ def find_folder(path: str, engine: str) -> Folder | None:
             path=path,
             code="missing",
         )
-    if not is_converted(store):
-        if store.stat(_OF_ANOTHER_RANK) is not None:  # Engines would take its slices for whole tensors.
-            what = "is missing beside files of ranks: the folder was copied in part"
-            raise FormatError(what, path=store.where("relayout.json"), code="missing")
-        return None
-    manifest = read_manifest(store)
-    return Folder(manifest.num_ranks, manifest.expert_parallel)
+    if store.stat(_OF_ANOTHER_RANK) is not None:  # Engines would take its slices for whole tensors.
+        what = "is missing beside files of ranks: the folder was copied in part"
+        raise FormatError(what, path=store.where("relayout.json"), code="missing")
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +328,7 @@ class _AllRanks:
 
         with self._lock:
             if self._view is None:
-                whole = is_converted(find_store(self._path))
+                whole = is_converted(find_input(self._path))
                 self._view = safe_open(self._path) if whole else open(self._path, 0, tp=1)
             return self._view
 

@@ -20,7 +20,7 @@ from relayout.format.slices import dump_slice, parse_slice
 _MAX_PATH_NBYTES, _MAX_PART_NBYTES = 4095, 255
 """Linux has no longer paths, and file systems no longer names."""
 
-_ORIGINS = ("builtin", "file", "transformers")
+_ORIGINS = ("builtin", "file", "transformers", "vllm")
 _MAX_RULES_NBYTES, _MAX_RULES_DEPTH = 2**20, 8
 """Of a plan as compact JSON: a plan file of 2^18 bytes, and the plan that it extends, take less than half of it."""
 
@@ -53,11 +53,12 @@ class RecordedPlan:
     """The plan by which the source was cut, and by which other degrees are cut."""
 
     name: str
-    """Of the built-in plan or the plan file, or the model type."""
+    """Of the built-in plan or the plan file, or the model type, or the engine's version and class."""
     origin: str
-    """"builtin", "file" or "transformers"."""
+    """"builtin", "file", "transformers" or "vllm"."""
     rules: Mapping[str, Any]
-    """A JSON object with the keys of a plan file, which `plans.family.parse_rules` understands."""
+    """A JSON object with the keys of a plan file, which `plans.family.parse_rules` understands. Empty for "vllm": the
+    cuts are what was observed, at this degree only."""
 
     @property
     def full_name(self) -> str:

@@ -30,8 +30,8 @@ HEAD_DIM = "head_dim"
 EXPERTS = "experts"
 """The number of experts."""
 
-BUILTIN, FILE, TRANSFORMERS = "builtin", "file", "transformers"
-"""Origins of plans: part of relayout, a plan file, the transformers package."""
+BUILTIN, FILE, TRANSFORMERS, VLLM = "builtin", "file", "transformers", "vllm"
+"""Origins of plans: part of relayout, a plan file, the transformers package, observed from vLLM."""
 
 _MAX_PLAN_NBYTES = 2**18
 _MAX_NUMBER = 2**53 - 1
@@ -197,8 +197,8 @@ def find_family(model_type: str | None, quantization: str | None = None) -> Fami
         else f"no built-in plan for model type {shown(model_type)}"
     )
     raise PlanError(
-        f"{what} (`relayout plans` lists them): supply one with --plan FILE, try --plan transformers,"
-        " or use --tp 1, which needs no plan",
+        f"{what} (`relayout plans` lists them): supply one with --plan FILE (`relayout plans --check SRC` drafts one),"
+        " try --plan transformers, or use --tp 1, which needs no plan",
         code="no_plan",
     )
 

@@ -29,20 +29,36 @@ LAYERS: dict[str, set[str]] = {
     "storage": {"errors", "core"},
     "checkpoint": {"errors", "core", "format", "storage"},
     "plans": {"errors", "core", "storage"},
-    "conversion": {"errors", "core", "results", "progress", "format", "storage", "checkpoint", "plans"},
+    "observe": {"errors", "core", "format", "checkpoint", "plans", "loader", "engines"},
+    "conversion": {"errors", "core", "results", "progress", "format", "storage", "checkpoint", "plans", "observe"},
     "commands": {"errors", "core", "results", "progress", "format", "storage", "checkpoint", "plans", "conversion"},
     "loader": {"errors", "core", "results", "format", "storage", "checkpoint", "progress"},
     "benchmark": {"errors", "core", "format", "storage", "checkpoint", "plans", "conversion", "loader"},
-    "engines": {"errors", "core", "storage", "checkpoint", "loader"},
+    "html_report": {"errors", "core", "format", "storage", "checkpoint", "conversion", "commands"},
+    "engines": {"errors", "core", "progress", "storage", "checkpoint", "loader"},
     "transformers": {"errors", "engines"},
-    "cli": {"errors", "core", "storage", "progress", "plans", "conversion", "commands", "benchmark", "loader"},
+    "cli": {
+        "errors",
+        "core",
+        "format",
+        "storage",
+        "progress",
+        "plans",
+        "conversion",
+        "commands",
+        "benchmark",
+        "html_report",
+        "loader",
+    },
 }
 """What each package may import, beside itself. Files are read by `plans` only where a person names a plan file."""
 
 SLICING = {f"relayout.loader.{name}" for name in ("sources.plain", "sources.resharded")}
 """What slices plain checkpoints, or joins the slices of several ranks: these need the plans for it."""
 
-WITH_TORCH = {f"relayout.engines.{name}" for name in ("global_tensor", "placement", "probes")}
+WITH_TORCH = {f"relayout.engines.{name}" for name in ("global_tensor", "placement", "probes")} | {
+    f"relayout.observe.{name}" for name in ("stand_ins", "tracing")
+}
 """What defines a kind of tensor, or uses it throughout, and so needs torch at import time."""
 
 NOT_FOR_LOADS = {
@@ -56,12 +72,14 @@ NOT_FOR_LOADS = {
     "relayout.loader.group.members",
     "relayout.loader.group.sharing",
     "relayout.loader.into",
+    "relayout.loader.sources.cached",
     "relayout.loader.sources.pieces",
     "relayout.loader.sources.reshard",
     "relayout.loader.sources.resharded",
     "relayout.loader.stream",
     "relayout.loader.view",
     "relayout.storage.hashing",
+    "relayout.storage.cloud.store",
     "relayout.storage.in_memory",
     "relayout.storage.local.mounts",
     "relayout.storage.local.staging",

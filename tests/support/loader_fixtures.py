@@ -83,9 +83,9 @@ def fake_device(
         choice = Choice(DeviceBackend("cpu", lanes.make, cufile), "a fake")
 
         def choose(name: str, device: object, files: Sequence[StoredFile]) -> Choice:
-            for file in files:
+            for path in filter(None, (file.path for file in files)):
                 with suppress(FileNotFoundError):
-                    cache_in_part(file.path)
+                    cache_in_part(path)
             return choice
 
         monkeypatch.setattr(cuda, "MAX_BUFFERS", 8 * MIB)

@@ -61,6 +61,10 @@ class LocalStore:
         """See `Store.parent`."""
         return LocalStore(self.folder.parent, self.folder.name), self.folder.name
 
+    def snapshot(self) -> LocalStore:
+        """See `Store.snapshot`."""
+        return self
+
     def folder_mode(self) -> int:
         """See `Store.folder_mode`."""
         return self.folder.stat().st_mode & 0o777
@@ -119,11 +123,21 @@ class LocalStore:
         remove_leftovers(self.folder)
         check_output(source.path(""), self.folder, marker, force=force)
 
-    def stage(self, marker: str, *, replace: bool, modes: Modes) -> AbstractContextManager[LocalStaging]:
+    def stage(
+        self, marker: str, *, replace: bool, modes: Modes, shared: str | None = None
+    ) -> AbstractContextManager[LocalStaging]:
         """See `Store.stage`."""
         from relayout.storage.local.staging import staging_folder
 
-        return staging_folder(self.folder, marker, replace=replace, modes=modes)
+        return staging_folder(self.folder, marker, replace=replace, modes=modes, shared=shared)
+
+    def stage_part(
+        self, marker: str, shared: str, part: str, *, replace: bool, modes: Modes
+    ) -> AbstractContextManager[LocalStaging]:
+        """See `Store.stage_part`."""
+        from relayout.storage.local.parts import staging_part
+
+        return staging_part(self.folder, marker, shared, part, replace=replace, modes=modes)
 
 
 def _is_utf8(name: str) -> bool:
@@ -135,11 +149,8 @@ def _is_utf8(name: str) -> bool:
 
 
 def _similar(path: Path) -> str:
-    """Advice about a path that does not exist: a name like it, or how to get a model of the Hub."""
+    """The end of a message about a path that does not exist: a name beside it that is like it."""
     try:
-        beside = [entry.name for entry in os.scandir(path.parent) if not entry.name.startswith(".")]
+        return did_you_mean(path.name, [entry.name for entry in path.parent.iterdir() if entry.name[0] != "."])
     except OSError:
-        is_hub_name = not path.is_absolute() and len(path.parts) == 2 and ".." not in path.parts
-        advice = f"; if this is a model of the Hugging Face Hub: hf download {path} --local-dir {path.name}"
-        return advice if is_hub_name else ""
-    return did_you_mean(path.name, beside)
+        return ""

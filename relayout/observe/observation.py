@@ -1,0 +1,165 @@
+"""What an engine takes of a checkpoint's tensors, observed in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from relayout.checkpoint.source import SourceCheckpoint
+from relayout.core.dtypes import num_bytes
+from relayout.core.slices import WHOLE, Cut, Slice, number_cuts
+from relayout.errors import PlanError
+from relayout.format.slices import parse_slice
+from relayout.observe.taken import joined
+from relayout.plans.division import ragged_ranges
+from relayout.plans.family import VLLM, Family
+from relayout.plans.planner import Plan
+
+_MAX_SIDE_NBYTES = 2**24
+"""Of a file beside the weights that an engine may look at: configurations, and code."""
+_SIDE_SUFFIXES = (".json", ".py", ".txt")
+_SMALL_NBYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What the ranks of an engine take."""
+
+    engine: str
+    """Its version, and the class that loaded."""
+    slices: tuple[tuple[Slice, ...], ...]
+    """For each tensor, in the checkpoint's order, what each rank takes."""
+
+
+def observe(
+    checkpoint: SourceCheckpoint, tp: int, *, expert_parallel: bool = False, trust_remote_code: bool = False
+) -> Observation:
+    """Let the installed vLLM load a checkpoint's headers. Reads no tensor data; takes no memory for weights.
+
+    Args:
+        checkpoint: the tensors and config.json.
+        tp: the tensor-parallel degree.
+        expert_parallel: experts are owned whole.
+        trust_remote_code: run Python files of the checkpoint.
+
+    Raises:
+        PlanError: vLLM is not installed, has no class for it, or its class does what cannot be observed.
+    """
+    with TemporaryDirectory(prefix="relayout-observe-") as scratch:
+        folder = Path(scratch, "model")
+        folder.mkdir()
+        write_stand_in(checkpoint, folder)
+        job = {
+            "folder": str(folder),
+            "tensors": [(tensor.name, tensor.dtype, tensor.shape) for tensor in checkpoint.tensors],
+            "tp": tp,
+            "expert_parallel": expert_parallel,
+            "trust_remote_code": trust_remote_code,
+        }
+        file = Path(scratch, "job.json")
+        file.write_text(json.dumps(job))
+        result, log = Path(f"{file}.result"), Path(scratch, "log")
+        with log.open("wb") as output:
+            done = subprocess.run(
+                [sys.executable, "-m", "relayout.observe.vllm", str(file)],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                check=False,
+            )
+        if not result.exists():
+            last = log.read_text(errors="replace").strip().rpartition("\n")[2][:500]
+            raise PlanError(
+                f"--plan vllm: the process that observes vLLM ended with {done.returncode}: {last}", code="no_plan"
+            )
+        found = json.loads(result.read_text())
+    if "error" in found:
+        raise PlanError(f"--plan vllm: {found['error']}", code="no_plan")
+    return parse(found)
+
+
+def observed_plan(
+    checkpoint: SourceCheckpoint, tp: int, *, expert_parallel: bool = False, trust_remote_code: bool = False
+) -> Plan:
+    """The plan by which a checkpoint is cut as the installed vLLM cuts it, at this degree; errors as for `observe`.
+
+    Tensors that vLLM does not take, such as the head of a model that uses its embedding instead, are held whole by
+    every rank if they are small, else in equal blocks of rows; they are listed as unmatched.
+    """
+    observation = observe(checkpoint, tp, expert_parallel=expert_parallel, trust_remote_code=trust_remote_code)
+    untaken = []
+    cuts = []
+    for tensor, slices in zip(checkpoint.tensors, observation.slices, strict=True):
+        if not any(part.is_held for part in slices):
+            untaken.append(tensor.name)
+            slices = _of_untaken(tensor.dtype, tensor.shape, tp)
+        cuts.append(Cut(_completed(slices, tensor.shape)))
+    family = Family(observation.engine, VLLM, (), None, (), {}, (), (), ())
+    return Plan(family.full_name, tp, *number_cuts(cuts), expert_parallel, untaken=tuple(untaken), family=family)
+
+
+def _of_untaken(dtype: str, shape: tuple[int, ...], tp: int) -> tuple[Slice, ...]:
+    nbytes = num_bytes(dtype, shape) or 0
+    if nbytes <= _SMALL_NBYTES or (nbytes // shape[0]) * shape[0] != nbytes:
+        return (WHOLE,) * tp
+    return tuple(Slice.along(0, (part,)) for part in ragged_ranges(shape[0], 1, tp))
+
+
+def _completed(slices: tuple[Slice, ...], shape: tuple[int, ...]) -> tuple[Slice, ...]:
+    """The same, and what no rank takes of a tensor, such as rows beyond the vocabulary: the last rank holds it too."""
+    if any(part.is_whole for part in slices) or not all(shape):
+        return slices
+    axes = {axis for part in slices for axis in part.axes}
+    if len(axes) > 1:
+        # Along several axes, if each rank has a cell of a grid, there are as many elements as the tensor has.
+        held = {part for part in slices if part.is_held}
+        return slices if sum(prod(part.shape(shape)) for part in held) == prod(shape) else (*slices[:-1], WHOLE)
+    [axis] = axes
+    left, end = [], 0
+    for start, length in joined(one for part in slices for one in part.ranges_along(axis) or ()):
+        left.append((end, start - end))
+        end = start + length
+    left.append((end, shape[axis] - end))
+    if not any(length for _, length in left):
+        return slices
+    return (*slices[:-1], Slice.along(axis, joined((*(slices[-1].ranges_along(axis) or ()), *left))))
+
+
+def parse(found: Mapping[str, Any]) -> Observation:
+    ranks = [[parse_slice(one, "observed") for one in rank] for rank in found["ranks"]]
+    slices = tuple(_aligned(one) for one in zip(*ranks, strict=True))
+    return Observation(f"{found['version']} {found['model_class']}", slices)
+
+
+def _aligned(slices: tuple[Slice, ...]) -> tuple[Slice, ...]:
+    """The same elements; ranks without any are cut along the axis that the others are cut along."""
+    axes = {part.axes for part in slices if part.axes and all(ranges for _, ranges in part.by_axis or ())}
+    if len(axes) != 1 or len(axis := axes.pop()) != 1:
+        return slices
+    empty = Slice.along(axis[0], ())
+    return tuple(empty if any(not ranges for _, ranges in part.by_axis or ()) else part for part in slices)
+
+
+def write_stand_in(checkpoint: SourceCheckpoint, folder: Path) -> None:
+    """A folder that looks like the checkpoint, with holes where the weights are."""
+    for name in checkpoint.side_files:
+        status = checkpoint.folder.stat(name)
+        if name.endswith(_SIDE_SUFFIXES) and status is not None and status.nbytes <= _MAX_SIDE_NBYTES:
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(checkpoint.folder.read(name, _MAX_SIDE_NBYTES))
+    header: dict[str, Any] = {}
+    end = 0
+    for tensor in checkpoint.tensors:
+        start, end = end, end + tensor.extent.nbytes
+        header[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)

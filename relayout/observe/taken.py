@@ -1,0 +1,102 @@
+"""Which elements of a tensor a rank takes, as ranges along its axes, from the views of it that are copied. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import prod
+
+from relayout.core.slices import NOT_HELD, Range, Slice
+
+View = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Size, strides and offset, in elements of a dense row-major tensor."""
+
+Box = tuple[tuple[Range, ...], ...]
+"""For each axis the ranges of a product, ascending and not adjacent."""
+
+_MAX_RANGES = 2**16
+
+
+def slice_of(shape: Sequence[int], boxes: Iterable[Box]) -> Slice:
+    """The smallest product of ranges that contains all boxes, ascending along each axis.
+
+    Boxes that differ along several axes may leave elements between them; these belong to it too.
+    """
+    boxes = list(boxes)
+    if not boxes:
+        return NOT_HELD
+    axes = {}
+    for axis, size in enumerate(shape):
+        ranges = joined(one for box in boxes for one in box[axis])
+        if ranges != ((0, size),) and size:
+            axes[axis] = ranges
+    empty = [axis for axis, ranges in axes.items() if not ranges]
+    return Slice.along(empty[0], ()) if empty else Slice.of(axes)
+
+
+def box_of(shape: Sequence[int], view: View) -> Box | None:
+    """The elements that a view of a tensor has; None if they are no product of ranges, or it takes long to tell."""
+    size, strides, offset = view
+    steps = _row_major(shape)
+    if 0 in size:
+        return _empty(shape, steps, view)
+    starts = [offset // step % length for step, length in zip(steps, shape, strict=True)]
+    along: list[list[tuple[int, int]]] = [[] for _ in shape]
+    pending = [(stride, length) for length, stride in zip(size, strides, strict=True) if length > 1 and stride]
+    while pending:
+        stride, length = pending.pop()
+        axis = next((a for a, step in enumerate(steps) if step <= stride and shape[a] > 1), None)
+        if axis is None or stride % steps[axis]:
+            return None
+        step = stride // steps[axis]
+        if starts[axis] + (length - 1) * step >= shape[axis]:
+            # It goes on along the axis before.
+            count, rest = divmod(shape[axis], step)
+            if rest or length % count or starts[axis] >= step:
+                return None
+            pending.append((stride * count, length // count))
+            length = count
+        along[axis].append((step, length))
+    box = []
+    for start, dims, bound in zip(starts, along, shape, strict=True):
+        ranges = _sums(start, dims)
+        if ranges is None or sum(ranges[-1]) > bound:
+            return None
+        box.append(ranges)
+    return tuple(box)
+
+
+def joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """Ranges in ascending order; those that touch or overlap made one."""
+    found: list[Range] = []
+    for start, length in sorted(ranges):
+        if found and start <= sum(found[-1]):
+            before, count = found[-1]
+            found[-1] = (before, max(count, start + length - before))
+        elif length:
+            found.append((start, length))
+    return tuple(found)
+
+
+def _sums(start: int, dims: list[tuple[int, int]]) -> tuple[Range, ...] | None:
+    """The numbers `start + sum(i * step)`, for `i < length` of each (step, length)."""
+    ranges: tuple[Range, ...] = ((start, 1),)
+    for step, length in sorted(dims):
+        if len(ranges) == 1 and step <= ranges[0][1]:
+            ranges = ((ranges[0][0], ranges[0][1] + (length - 1) * step),)
+        elif len(ranges) * length > _MAX_RANGES:
+            return None
+        else:
+            ranges = joined((first + i * step, count) for first, count in ranges for i in range(length))
+    return ranges
+
+
+def _empty(shape: Sequence[int], steps: Sequence[int], view: View) -> Box:
+    """No elements: along the axis whose step the empty dimension has, or else along the first."""
+    size, strides, _ = view
+    wanted = strides[size.index(0)]
+    axis = next((a for a, step in enumerate(steps) if step == wanted), 0)
+    return tuple(() if a == axis else ((0, length),) for a, length in enumerate(shape))
+
+
+def _row_major(shape: Sequence[int]) -> list[int]:
+    return [prod(shape[axis + 1 :]) for axis in range(len(shape))]

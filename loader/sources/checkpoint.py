@@ -284,7 +284,7 @@ def find_rank(
     check_exists(store)
     if tp is None and store.kind() is Kind.FILE and find_manifest_blob(parent := store.parent()[0]) is not None:
         raise PlanError(f"is a file of a converted folder: give the folder, {parent}", path=str(store), code="option")
-    if cache is not None and store.cost.is_remote:
+    if cache and store.cost.is_remote:
         raise PlanError("a plain checkpoint, which cache= does not keep", path=str(store), code="unsupported")
     if tp is None:
         raise PlanError(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
+from typing import TypeAlias
 
-from relayout.checkpoint.converted import read_chunk_digests, read_manifest
+from relayout.checkpoint.converted import read_chunk_digests, read_manifest, read_table
 from relayout.checkpoint.source import (
     SourceCheckpoint,
     SourceFile,
@@ -47,6 +48,9 @@ from relayout.storage.hashing import HashedFile, hash_files, sha256_hex
 from relayout.storage.protocols import Access, Store
 from relayout.storage.stores import find_input
 
+Check: TypeAlias = Callable[[Sequence[int], Callable[[int], None] | None], Iterable[Report]]
+"""Checks the digests of the holders that it is given; reports the bytes that were read to the function, if any."""
+
 
 def verify(
     path: str | os.PathLike[str],
@@ -55,6 +59,7 @@ def verify(
     threads: int = DEFAULT_THREADS,
     memory: int | str = DEFAULT_MEMORY,
     progress: Progress = None,
+    check: Check | None = None,
 ) -> Report:
     """Check a converted checkpoint: its structure, its sidecar files, and the digest of every slice.
 
@@ -64,6 +69,7 @@ def verify(
         threads: threads that read and hash.
         memory: bytes that these threads may use, or text such as "512MiB".
         progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
+        check: reads the files of holders, if that is done elsewhere.
 
     Returns:
         The differences found; `ok` if there are none.
@@ -102,12 +108,16 @@ def verify(
             if report_nbytes is not None:
                 report_nbytes.begin(phase)
 
-        num_readers = max(1, min(threads, memory // REHASH_NBYTES))
-        for holder, table in usable.items():
-            _check_digests(folder, manifest, holder, table, report, num_readers, after(report.nbytes))
-        if any(file.sha256 for file in manifest.files):
-            begin("checking SHA-256")
-        _check_sha256(folder, manifest, report, num_readers)
+        if check is None:
+            num_readers = _num_readers(threads, memory)
+            for holder, table in usable.items():
+                _check_digests(folder, manifest, holder, table, report, num_readers, after(report.nbytes))
+            if any(file.sha256 for file in manifest.files):
+                begin("checking SHA-256")
+            _check_sha256(folder, manifest, range(len(manifest.files)), report, num_readers)
+        else:
+            for part in check(list(usable), report_nbytes):
+                report.merge(part)
         # Skip the comparison if errors were found: the layout cannot be trusted.
         if is_cut_again and record is not None and report.ok:
             begin("comparing with the source" if original is not None else "comparing the copies")
@@ -116,8 +126,37 @@ def verify(
     return report
 
 
-def _check_sha256(folder: Store, manifest: Manifest, report: Report, threads: int) -> None:
-    """Read the files that have a SHA-256 once more, and compare it."""
+def verify_holder(
+    path: str | os.PathLike[str],
+    holder: int,
+    *,
+    threads: int = DEFAULT_THREADS,
+    memory: int | str = DEFAULT_MEMORY,
+    progress: Progress = None,
+) -> Report:
+    """Check only the digests of a rank's own files; rank `num_ranks` are whole tensors. Arguments as for `verify`.
+
+    Raises:
+        FormatError: the manifest or the rank's table is damaged.
+        OSError: reading failed.
+    """
+    folder = find_input(path)
+    manifest = read_manifest(folder)
+    report = Report(manifest.num_ranks)
+    table, own = read_table(folder, manifest, holder), own_files(manifest, holder)
+    num_readers = _num_readers(integer(threads, "threads"), size(memory, "memory"))
+    with reporting(progress, "verifying", sum(manifest.files[number].nbytes for number in own)) as report_nbytes:
+        _check_digests(folder, manifest, holder, table, report, num_readers, report_nbytes)
+    _check_sha256(folder, manifest, own, report, num_readers)
+    return report
+
+
+def _num_readers(threads: int, memory: int) -> int:
+    return max(1, min(threads, memory // REHASH_NBYTES))
+
+
+def _check_sha256(folder: Store, manifest: Manifest, numbers: Iterable[int], report: Report, threads: int) -> None:
+    """Read those of the files that have a SHA-256 once more, and compare it."""
 
     def found(file: IndexedFile) -> str:
         try:
@@ -125,7 +164,7 @@ def _check_sha256(folder: Store, manifest: Manifest, report: Report, threads: in
         except (FormatError, OSError) as error:
             return str(error)
 
-    files = [file for file in manifest.files if file.sha256 is not None]
+    files = [manifest.files[number] for number in numbers if manifest.files[number].sha256 is not None]
     with ThreadPoolExecutor(threads) as pool:
         for file, digest in zip(files, pool.map(found, files), strict=True):
             if digest != file.sha256:

@@ -117,7 +117,7 @@ class ConversionPlan(Conversion):
         progress: Progress = None,
     ) -> Summary:
         """Do what was planned; arguments, result and errors as for `convert`."""
-        shared = share_memory(integer(threads, "threads"), size(memory, "memory"))
+        shared = share_memory(integer(threads, "threads"), size(memory, "memory"), self.output)
         return _run(self, force, sha256, *shared, progress)
 
 

@@ -233,11 +233,11 @@ def test_nothing_is_an_output_before_the_end(there: Ground) -> None:
             file.write(100, memoryview(BYTES)[100:])
         assert store.stat(MARKER) is None
         staging.write_head("weights", BYTES[:100], NBYTES)
-        staging.write_head("only a head", b"head", 4)
+        staging.write_head("only-a-head", b"head", 4)
         assert store.stat(MARKER) is None
-    assert names(store.walk()) == sorted([MARKER, "only a head", "weights"])
+    assert names(store.walk()) == sorted([MARKER, "only-a-head", "weights"])
     assert content(store, "weights") == BYTES
-    assert content(store, "only a head") == b"head"
+    assert content(store, "only-a-head") == b"head"
 
 
 def test_of_an_output_that_fails_nothing_is_left(there: Ground) -> None:
@@ -416,11 +416,7 @@ def test_a_name_that_only_begins_alike_is_beside_the_source(there: Ground) -> No
     there.store("a-tp2").check_output(there.store("a"), MARKER, force=False)
 
 
-# The registry.
-
-
-@contextmanager
-# The registry.
+# Parts by several processes.
 
 
 @contextmanager
@@ -501,6 +497,9 @@ def test_parts_of_another_name_are_not_mixed_in(there: Ground) -> None:
     with staged(store, replace=True) as staging:
         assert staging.names() == []
         staging.put(MARKER, [b"again"])
+
+
+# The registry.
 
 
 def test_a_path_without_a_scheme_is_local(tmp_path: Path) -> None:

@@ -136,11 +136,21 @@ class CloudStore:
 
         staging.check_output(self._place(), source, marker, force=force)
 
-    def stage(self, marker: str, *, replace: bool, modes: Modes) -> AbstractContextManager[Staging]:
+    def stage(
+        self, marker: str, *, replace: bool, modes: Modes, shared: str | None = None
+    ) -> AbstractContextManager[Staging]:
         """See `Store.stage`."""
         from relayout.storage.cloud import staging
 
-        return staging.staged(self._place(), marker, replace=replace)
+        return staging.staged(self._place(), marker, replace=replace, shared=shared)
+
+    def stage_part(
+        self, marker: str, shared: str, part: str, *, replace: bool, modes: Modes
+    ) -> AbstractContextManager[Staging]:
+        """See `Store.stage_part`."""
+        from relayout.storage.cloud import staging
+
+        return staging.part_staged(self._place(), marker, shared, part, replace=replace)
 
     def _place(self) -> Place:
         """Where an output is made, if relayout writes there."""

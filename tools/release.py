@@ -122,7 +122,8 @@ def check_versions(wheel: Path, tree: Path) -> None:
     if named != list(PYTHONS) or project["requires-python"] != f">={PYTHONS[0]}":
         raise SystemExit(f"pyproject.toml names Python {', '.join(named)}, expected {', '.join(PYTHONS)}")
     sources = [tree / "relayout", tree / "loader"]
-    run(sys.executable, "-m", "vermin", "--quiet", "--no-tips", f"--target={PYTHONS[0]}-", "--violations", *sources)
+    vermin = ("-c", "import sys, vermin; sys.exit(vermin.main())")  # It has no __main__.
+    run(sys.executable, *vermin, "--quiet", "--no-tips", f"--target={PYTHONS[0]}-", "--violations", *sources)
     run(sys.executable, "-W", "error", "-m", "compileall", "-q", "-f", *sources)
     for python in PYTHONS:
         with tempfile.TemporaryDirectory() as target:

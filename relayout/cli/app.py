@@ -64,7 +64,11 @@ VerboseOption = Annotated[
 
 # Paths are `str`: each may be the URL of a store.
 SourceArgument = Annotated[
-    str, typer.Argument(metavar="SRC", help="A checkpoint folder, Hugging Face snapshot, or .safetensors file.")
+    str,
+    typer.Argument(
+        metavar="SRC",
+        help="A checkpoint folder, snapshot, or .safetensors file; a store's URL; or ORG/MODEL of the hub.",
+    ),
 ]
 OutputOption = Annotated[
     str | None,
@@ -81,11 +85,13 @@ PlanOption = Annotated[
 ]
 PathArgument = Annotated[
     str,
-    typer.Argument(metavar="PATH", help="A .safetensors file, or a folder, converted or not."),
+    typer.Argument(metavar="PATH", help="A .safetensors file, or a folder, converted or not; or its URL."),
 ]
 ThreadsOption = Annotated[int, typer.Option(metavar="N", help="Threads that read, copy, hash and write.")]
 MemoryOption = Annotated[str, typer.Option(metavar="SIZE", help="Memory that these threads may use.")]
-ConvertedArgument = Annotated[str, typer.Argument(metavar="OUT", help="A folder that `relayout convert` wrote.")]
+ConvertedArgument = Annotated[
+    str, typer.Argument(metavar="OUT", help="A folder that `relayout convert` wrote, or its URL.")
+]
 EngineOption = Annotated[
     Literal["ray"] | None, typer.Option(help="Do the work on the nodes of a Ray cluster. Default: in this process.")
 ]

@@ -63,25 +63,32 @@ def observe(
             "expert_parallel": expert_parallel,
             "trust_remote_code": trust_remote_code,
         }
+        found = run(job)
+    if "error" in found:
+        raise PlanError(f"--plan vllm: {found['error']}", code="no_plan")
+    return parse(found)
+
+
+def run(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Carry out a `Job` of `observe/vllm.py` in a process of its own: vLLM is large, and its state must not stay here.
+
+    Raises:
+        PlanError: the process ended without a result.
+    """
+    with TemporaryDirectory(prefix="relayout-observe-") as scratch:
         file = Path(scratch, "job.json")
         file.write_text(json.dumps(job))
         result, log = Path(f"{file}.result"), Path(scratch, "log")
+        command = [sys.executable, "-m", "relayout.observe.vllm", str(file)]
         with log.open("wb") as output:
-            done = subprocess.run(
-                [sys.executable, "-m", "relayout.observe.vllm", str(file)],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                check=False,
-            )
+            done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False)
         if not result.exists():
             last = log.read_text(errors="replace").strip().rpartition("\n")[2][:500]
             raise PlanError(
                 f"--plan vllm: the process that observes vLLM ended with {done.returncode}: {last}", code="no_plan"
             )
-        found = json.loads(result.read_text())
-    if "error" in found:
-        raise PlanError(f"--plan vllm: {found['error']}", code="no_plan")
-    return parse(found)
+        found: dict[str, Any] = json.loads(result.read_text())
+    return found
 
 
 def observed_plan(

@@ -13,8 +13,10 @@ import multiprocessing
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -55,17 +57,16 @@ def carry_out(job: Job) -> dict[str, Any]:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
+        import torch
         import vllm
     except ImportError as error:
         return {"error": f"vLLM cannot be imported ({error})", "code": "missing"}
+    torch.set_num_threads(1)  # A fork of a process that has threads of its own may wait for them forever.
     try:
         config = _configuration(job)
     except Exception as error:
         return _failure(error, "vLLM refuses its config.json")
-    with multiprocessing.get_context("fork").Pool(
-        min(_FEW_PROCESSES, os.cpu_count() or 1, job.tp), maxtasksperchild=1
-    ) as pool:
-        ranks = list(pool.imap(_Rank(job, config), range(job.tp), chunksize=1))
+    ranks = _in_forks(_Rank(job, config), job.tp)
     failed = next((one for one in ranks if "error" in one), None)
     if failed is not None:
         return failed
@@ -74,6 +75,36 @@ def carry_out(job: Job) -> dict[str, Any]:
         "model_class": ranks[0]["model_class"],
         "ranks": [one["taken"] for one in ranks],
     }
+
+
+def _in_forks(observed: Callable[[int], dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """What the function returns for each number, each in a process of its own, some at once."""
+    context = multiprocessing.get_context("fork")
+    results: dict[int, dict[str, Any]] = {}
+    running: dict[Connection, tuple[int, BaseProcess]] = {}
+
+    def child(number: int, told: Connection) -> None:
+        told.send_bytes(json.dumps(observed(number)).encode())
+        told.close()
+        os._exit(0)
+
+    for number in range(count + 1):
+        while running and (number == count or len(running) >= min(_FEW_PROCESSES, os.cpu_count() or 1)):
+            for ready in wait(list(running)):
+                assert isinstance(ready, Connection)
+                done, process = running.pop(ready)
+                try:
+                    results[done] = json.loads(ready.recv_bytes())
+                except EOFError:
+                    results[done] = {"error": f"rank {done}: the process ended"}
+                process.join()
+        if number < count:
+            ours, theirs = context.Pipe(duplex=False)
+            started = context.Process(target=child, args=(number, theirs))
+            started.start()
+            theirs.close()
+            running[ours] = number, started
+    return [results[number] for number in range(count)]
 
 
 def _configuration(job: Job) -> Any:

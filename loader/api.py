@@ -7,13 +7,18 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from relayout.errors import PlanError
 from relayout.loader.diagnose.hints import error_hints
-from relayout.loader.loading import load_arena, options_of
+from relayout.loader.loading import Options, load_arena, options_of
+from relayout.loader.placement import ArenaPlan
 from relayout.loader.sources.checkpoint import RankSource, find_rank
 from relayout.progress import Progress
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
+
+    from relayout.loader.sources.cached import CacheOption
 
 
 def load(
@@ -29,6 +34,8 @@ def load(
     progress: Progress = None,
     into: Mapping[str, torch.Tensor] | None = None,
     tp: int | None = None,
+    group: ProcessGroup | None = None,
+    cache: CacheOption = None,
 ) -> dict[str, torch.Tensor]:
     """Load the tensors of one tensor-parallel rank.
 
@@ -58,6 +65,13 @@ def load(
             have the same digest in a converted checkpoint.
         tp: the tensor-parallel degree, by default that of the conversion. Slices for another degree are assembled from
             the stored slices by the same rules. A plain checkpoint is sliced at this degree, which is slower.
+        group: a torch.distributed group whose members all load this rank of a converted checkpoint now: each reads a
+            part of its bytes and gets the rest from the others. Its backend must serve `device`. With `verify`, each
+            compares the digests of the chunks that it reads. An error of one member is raised by all; a member that
+            is killed fails the others at once over gloo, over NCCL after the group's timeout. No cache is used.
+        cache: a folder on a local drive, or a `relayout.Cache` with a limit, that keeps the files of ranks that are
+            loaded from a remote store: the next load is local. Processes of a machine share it, and fetch nothing
+            twice. Every byte is proven when it is fetched. Default: RELAYOUT_CACHE, if that is set; "" is no cache.
 
     Returns:
         This rank's slice of each tensor, by its name in the source checkpoint; with `into`, the given tensors.
@@ -69,9 +83,23 @@ def load(
         MemoryError: there is not enough memory for the tensors.
         RuntimeError: the interpreter is shutting down, or the `progress` function forked this process.
     """
-    with error_hints():
+
+    def prepare() -> tuple[RankSource, ArenaPlan, Options]:
+        if into is not None:
+            raise PlanError("group: a group loads into new memory, not into given tensors", code="option")
+        if cache:
+            raise PlanError("group: the members share the reads of a rank, a cache fetches all of it", code="option")
         options = options_of(device, backend, verify, threads, memory, progress)
-        source = find_source(path, rank, tp, verify)
+        source = find_source(path, rank, tp, verify, cache="")
+        return source, source.arena(patterns_of(names)), options
+
+    with error_hints():
+        if group is not None:
+            from relayout.loader.group.sharing import load_together
+
+            return load_together(prepare, group)
+        options = options_of(device, backend, verify, threads, memory, progress)
+        source = find_source(path, rank, tp, verify, cache, progress)
         patterns = patterns_of(names)
         if into is None:
             plan = source.arena(patterns)
@@ -96,6 +124,7 @@ def iter_load(
     memory: int | str | None = None,
     progress: Progress = None,
     tp: int | None = None,
+    cache: CacheOption = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) of one rank in file order, as they arrive.
 
@@ -108,8 +137,8 @@ def iter_load(
     After a fork, the child may close the iterator and use the tensors that were yielded, but cannot continue.
 
     Args:
-        path, rank, device, backend, names, verify, threads, progress, tp: as for `load`. "mapped" yields tensors that
-            are read when they are used.
+        path, rank, device, backend, names, verify, threads, progress, tp, cache: as for `load`. "mapped" yields tensors
+            that are read when they are used.
         memory: bytes, or text such as "2GiB", of tensors that are being read or wait to be yielded, with all buffers.
             Default: 512 MiB, 2 GiB for all ranks of a node together, and always enough for the largest tensor.
 
@@ -122,7 +151,7 @@ def iter_load(
 
     with error_hints():
         options = options_of(device, backend, verify, threads, memory, progress)
-        source = find_source(path, rank, tp, verify)
+        source = find_source(path, rank, tp, verify, cache, progress)
         contents = source.contents(patterns_of(names))
         warn_if_slow(source)
         return stream(contents, options)
@@ -133,14 +162,21 @@ def patterns_of(names: Sequence[str] | str | None) -> Sequence[str] | None:
     return [names] if isinstance(names, str) else names
 
 
-def find_source(path: str | os.PathLike[str], rank: int, tp: int | None, verify: bool) -> RankSource:
+def find_source(
+    path: str | os.PathLike[str],
+    rank: int,
+    tp: int | None,
+    verify: bool,
+    cache: CacheOption = None,
+    progress: Progress = None,
+) -> RankSource:
     """The rank's source.
 
     Raises:
-        FormatError: the manifest is damaged.
+        FormatError, OSError: as `find_rank`.
         PlanError: as `find_rank`; or `verify` is set and the source has no digests.
     """
-    source = find_rank(path, rank, tp)
+    source = find_rank(path, rank, tp, cache, progress)
     return source.verified() if verify else source
 
 

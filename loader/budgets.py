@@ -12,6 +12,9 @@ from relayout.storage.protocols import LOCAL_COST, RequestCost
 MAX_THREADS = 8
 """Of one rank: so many requests of 8 MiB keep any one drive busy."""
 
+MAX_CONNECTIONS = 16
+"""Of one rank to a remote store; each takes some 2 MiB."""
+
 NODE_BUFFERS = 2**30
 """Default bytes of bounce buffers, pinned or not, of all ranks of a node together."""
 
@@ -62,7 +65,10 @@ def plan_budget(threads: int | None, memory: int | None, most: int, cost: Reques
     """
     ranks = local_world_size()
     if threads is None:
-        wanted = min(MAX_THREADS, 2 * num_cpus() // ranks) if cost.concurrency is None else cost.concurrency // ranks
+        if cost.concurrency is None:
+            wanted = min(MAX_THREADS, 2 * num_cpus() // ranks)
+        else:
+            wanted = min(MAX_CONNECTIONS, cost.concurrency // ranks)
         threads = max(1, wanted)
     if memory is None:
         memory = max(MIN_BUFFER, min(most, NODE_BUFFERS // ranks))

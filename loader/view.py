@@ -21,6 +21,8 @@ from relayout.storage.protocols import Closable
 if TYPE_CHECKING:
     import torch
 
+    from relayout.loader.sources.cached import CacheOption
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -267,6 +269,7 @@ def open(
     names: Sequence[str] | str | None = None,
     verify: bool = False,
     tp: int | None = None,
+    cache: CacheOption = None,
 ) -> CheckpointView:
     """Open one rank of a checkpoint, as `safetensors.safe_open` opens a file.
 
@@ -275,7 +278,7 @@ def open(
     each tensor or slice is read when it is requested.
 
     Args:
-        path, rank, device, names, tp: as for `load`.
+        path, rank, device, names, tp, cache: as for `load`.
         verify: read all tensors now and compare them with their digests.
 
     Returns:
@@ -288,7 +291,7 @@ def open(
     """
     with error_hints():
         options = options_of(device, verify=verify)
-        source = find_source(path, rank, tp, verify)
+        source = find_source(path, rank, tp, verify, cache)
         patterns = patterns_of(names)
         pieces = source.pieces(patterns)
         warn_if_slow(source)

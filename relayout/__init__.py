@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from relayout import transformers
+    from relayout.benchmark.measure import Bench, BenchPlan, plan_bench
     from relayout.commands.differences import Difference, Report
     from relayout.commands.inspect import Inspection, inspect
     from relayout.commands.restore import Restored, restore
@@ -17,17 +18,23 @@ if TYPE_CHECKING:
     from relayout.conversion.preview import Preview
     from relayout.conversion.run import ConversionPlan, PlanOptions, Summary, convert, plan_conversion
     from relayout.errors import FormatError, PlanError, RelayoutError
+    from relayout.html_report.page import PageWritten, report
     from relayout.loader.api import iter_load, load
     from relayout.loader.diagnose.explain import Explanation, explain
     from relayout.loader.view import CheckpointView, Place, TensorSlice, open, safe_open
+    from relayout.storage.cache_folder import Cache
 
 __all__ = [
+    "Bench",
+    "BenchPlan",
+    "Cache",
     "CheckpointView",
     "ConversionPlan",
     "Difference",
     "Explanation",
     "FormatError",
     "Inspection",
+    "PageWritten",
     "Place",
     "PlanError",
     "PlanOptions",
@@ -43,7 +50,9 @@ __all__ = [
     "iter_load",
     "load",
     "open",
+    "plan_bench",
     "plan_conversion",
+    "report",
     "restore",
     "safe_open",
     "transformers",
@@ -52,6 +61,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "benchmark.measure": ("Bench", "BenchPlan", "plan_bench"),
     "commands.inspect": ("Inspection", "inspect"),
     "commands.restore": ("Restored", "restore"),
     "commands.differences": ("Difference", "Report"),
@@ -60,8 +70,10 @@ _HOMES = {
     "conversion.preview": ("Preview",),
     "conversion.run": ("ConversionPlan", "PlanOptions", "Summary", "convert", "plan_conversion"),
     "errors": ("FormatError", "PlanError", "RelayoutError"),
+    "html_report.page": ("PageWritten", "report"),
     "loader.api": ("iter_load", "load"),
     "loader.diagnose.explain": ("Explanation", "explain"),
+    "storage.cache_folder": ("Cache",),
     "loader.view": ("CheckpointView", "Place", "TensorSlice", "open", "safe_open"),
 }
 

@@ -206,6 +206,9 @@ def factory(access: Access) -> Factory:
         then = "" if request.kind == "cpu" else f"{{}} copied to {request.device} in one piece"
         if access is Access.DIRECT and (refused := request.refusal_without_descriptors("direct")):
             return refused
+        if access is Access.AUTO and any(file.folder.cost.is_remote for file in request.files):
+            how = "threads request ranges of the files, which go straight into memory"
+            return Choice(HostBackend(access), request.reason(how + then.format("; then")))
         if access is Access.AUTO:
             how = (
                 "threads read from the page cache what it holds, and all else directly where the file system allows it"

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, dataclass
 
-from relayout.checkpoint.converted import is_converted, read_manifest
+from relayout.checkpoint.converted import find_manifest
 from relayout.core.arguments import integer
-from relayout.loader.budgets import local_world_size, num_cpus
+from relayout.loader.budgets import local_world_size, num_cpus, plan_budget
 from relayout.loader.diagnose.explain import Explanation, explain
+from relayout.loader.diagnose.network import Network, measure
+from relayout.loader.sources.checkpoint import find_rank
+from relayout.loader.sources.contents import cost_of
 from relayout.storage.stores import find_store
 
 
@@ -26,6 +29,8 @@ class Diagnosis:
     gpus: tuple[str, ...]
     """Name and memory of each CUDA device."""
     ranks: tuple[Explanation, ...]
+    network: Network | None = None
+    """How fast the store answers; None for files of this machine."""
 
     def as_json(self) -> dict[str, object]:
         """For `--json`."""
@@ -50,20 +55,28 @@ def diagnose(
     if device is None:
         device = "cuda" if gpus else "cpu"
     store = find_store(path)
-    converted = is_converted(store)
+    manifest = find_manifest(store)
     if tp is None:
-        tp = read_manifest(store).num_ranks if converted else 1
+        tp = manifest.num_ranks if manifest is not None else 1
     # `explain` refuses a degree below 1.
     ranks = range(max(1, integer(tp, "tp"))) if rank is None else [rank]
+    explained = tuple(explain(path, number, device, tp=tp) for number in ranks)
     return Diagnosis(
         path=str(path),
-        is_converted=converted,
+        is_converted=manifest is not None,
         num_cpus=num_cpus(),
         local_world_size=local_world_size(),
         torch=version,
         gpus=gpus,
-        ranks=tuple(explain(path, number, device, tp=tp) for number in ranks),
+        ranks=explained,
+        network=_network(path, explained[0], tp) if store.cost.is_remote else None,
     )
+
+
+def _network(path: str | os.PathLike[str], explained: Explanation, tp: int) -> Network | None:
+    """Measure with the files of a load."""
+    files = find_rank(path, explained.rank, tp).arena(None).files
+    return measure(files, plan_budget(explained.threads, explained.memory, explained.memory, cost_of(files)))
 
 
 def _machine() -> tuple[str | None, tuple[str, ...]]:

@@ -102,7 +102,7 @@ def explain(
         rank=integer(rank, "rank"),
         device=str(options.device),
         backend=choice.backend.name_for(_ways(found)),
-        reason=f"{choice.reason}; {_basis(found, is_lazy, plan.nbytes if is_lazy else found.requested_nbytes)}",
+        reason=f"{choice.reason}; {_basis(found, is_lazy, plan, budget)}",
         gds=choice.gds,
         nbytes=plan.nbytes,
         read_nbytes=found.requested_nbytes,
@@ -193,8 +193,13 @@ def _ways(found: _Found) -> list[Access]:
     return [Access.DIRECT, Access.BUFFERED] if resident else [Access.DIRECT]
 
 
-def _basis(found: _Found, is_lazy: bool, total: int) -> str:
+def _basis(found: _Found, is_lazy: bool, plan: ArenaPlan, budget: Budget) -> str:
     """The facts that the choice is based on."""
+    if any(file.folder.cost.is_remote for file in plan.files):
+        kinds = " and ".join(sorted({file.filesystem.kind for file in found.files}))
+        chunk = budget.cost.chunk_nbytes // 2**20
+        return f"here {kinds} brings them by at most {chunk} MiB each, {budget.threads} at a time"
+    total = plan.nbytes if is_lazy else found.requested_nbytes
     percent = f"{100 * found.resident_nbytes / max(1, total):.0f} %"
     if is_lazy:
         kinds = " and ".join(sorted({file.filesystem.kind for file in found.files}))

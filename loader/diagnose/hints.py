@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from relayout.storage.file_pool import advice_on_limit
+from relayout.storage.protocols import RequestError
 
 _NO_ANSWER = {errno.ENOTCONN, errno.ETIMEDOUT, getattr(errno, "EREMOTEIO", errno.ETIMEDOUT)}
 """macOS has no EREMOTEIO."""
@@ -29,7 +30,7 @@ def error_hints() -> Iterator[None]:
 def _with_hint(error: Exception) -> Exception | None:
     if isinstance(error, MemoryError) and not str(error):
         return MemoryError(f"no memory is left for a load's own objects, beside tensors and buffers{_limit()}")
-    if not isinstance(error, OSError):
+    if not isinstance(error, OSError) or isinstance(error, RequestError):  # Which says itself what to do.
         return None
     hint = _hint(error.errno)
     if hint is None or str(error.strerror).endswith(hint):

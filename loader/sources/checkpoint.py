@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache as once
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from relayout.checkpoint.converted import check_rank, is_converted, read_manifest, read_table
+from relayout.checkpoint.converted import check_rank, find_manifest, find_manifest_blob, read_table
 from relayout.core.arguments import integer
 from relayout.core.slices import WHOLE
 from relayout.errors import PlanError
 from relayout.format.index import MANIFEST_NAME, Manifest, RankTable
+from relayout.format.manifest import parse_manifest
 from relayout.loader.placement import ArenaPlan, PlacedTensors, pack
 from relayout.loader.sources.contents import Contents, StoredFile, contents_of, rank_files, select
+from relayout.progress import Progress
 from relayout.storage.protocols import Store
 from relayout.storage.stores import check_exists, find_store
 
 if TYPE_CHECKING:
+    from relayout.loader.sources.cached import CacheOption
     from relayout.loader.sources.pieces import Columns, Pieces
 
 # What a load of a rank as stored does not need is imported where it is used.
@@ -83,13 +88,16 @@ class ConvertedRank:
     """Position in the manifest's holders."""
     table: Callable[[], RankTable]
     """Reads the holder's table, once. FormatError: it is damaged, or of another rank or conversion."""
+    files: Callable[[], tuple[StoredFile, ...]]
+    """The rank's files, found once; for errors see `rank_files`."""
 
     slow_because = None
 
     @staticmethod
     def of(store: Store, manifest: Manifest, rank: int, holder: int) -> ConvertedRank:
         """Read no table yet."""
-        return ConvertedRank(store, manifest, rank, holder, cache(partial(read_table, store, manifest, holder)))
+        table = once(partial(read_table, store, manifest, holder))
+        return ConvertedRank(store, manifest, rank, holder, table, once(partial(rank_files, store, manifest, holder)))
 
     @property
     def num_ranks(self) -> int:
@@ -111,18 +119,17 @@ class ConvertedRank:
         """See `RankSource.verified`: the table has the digest of each slice."""
         return self
 
-    @property
-    def files(self) -> tuple[StoredFile, ...]:
-        """The rank's files; for errors see `rank_files`."""
-        return rank_files(self.store, self.manifest, self.holder)
+    def stored_files(self) -> tuple[StoredFile, ...]:
+        """The files that have the rank's bytes; for errors see `rank_files`."""
+        return self.files()
 
     def contents(self, patterns: Sequence[str] | None) -> Contents:
         """See `RankSource.contents`."""
-        return _selected(contents_of(self.files, self.table(), self._shared), patterns)
+        return _selected(contents_of(self.files(), self.table(), self._shared), patterns)
 
     def arena(self, patterns: Sequence[str] | None) -> ArenaPlan:
         """See `RankSource.arena`: the manifest has the reads of a whole rank, so that the table is not needed yet."""
-        entry, files = self.manifest.holders[self.holder], self.files
+        entry, files = self.manifest.holders[self.holder], self.files()
         table = None if patterns is None else self.table()
         if table is not None and patterns is not None:
             rows = select(table.names, patterns)
@@ -149,7 +156,7 @@ class ConvertedRank:
             for kind, part, file, offset in zip(table.kind_of, table.slices, table.files, table.offsets, strict=True)
         ]
         rows = range(len(table.names)) if patterns is None else select(table.names, patterns)
-        return StoredPieces(self.columns().rows(rows), self.files, [holders[row] for row in rows], self._metadata)
+        return StoredPieces(self.columns().rows(rows), self.files(), [holders[row] for row in rows], self._metadata)
 
     def columns(self) -> Columns:
         """See `RankSource.columns`."""
@@ -161,7 +168,7 @@ class ConvertedRank:
     def _metadata(self) -> Mapping[str, str] | None:
         from relayout.checkpoint.source import read_shard
 
-        return read_shard(self.store, self.files[0].name)[1].metadata
+        return read_shard(self.store, self.files()[0].name)[1].metadata
 
 
 class _Slices(Protocol):
@@ -185,6 +192,10 @@ class _PlannedRank:
     """Reads what is stored, and plans, once; for errors see `RankSource.contents`."""
 
     is_as_stored = False
+
+    def stored_files(self) -> tuple[StoredFile, ...]:
+        """The files that have the rank's bytes; for errors see `RankSource.contents`."""
+        return self.contents(None).files
 
     def contents(self, patterns: Sequence[str] | None) -> Contents:
         """See `RankSource.contents`."""
@@ -214,7 +225,7 @@ class ReshardedRank(_PlannedRank):
     def verified(self) -> RankSource:
         """See `RankSource.verified`: digests of slices are of another degree's, so it goes by chunks."""
         read = partial(_resharded, self.store, self.manifest, self.rank, self.num_ranks, is_proven=True)
-        return replace(self, slices=cache(read))
+        return replace(self, slices=once(read))
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,29 +249,41 @@ class PlainRank(_PlannedRank):
         )
 
 
-def find_rank(path: str | os.PathLike[str], rank: int, tp: int | None) -> RankSource:
+def find_rank(
+    path: str | os.PathLike[str],
+    rank: int,
+    tp: int | None,
+    cache: CacheOption = None,
+    progress: Progress = None,
+) -> RankSource:
     """The rank of the checkpoint at a path or URL.
 
+    Args:
+        cache: keeps what is in a remote store; what it lacks is fetched now.
+        progress: of that.
+
     Raises:
-        FormatError: relayout.json is damaged.
-        PlanError: the path or the rank does not exist; `tp` is needed for a plain checkpoint; or `rank` or `tp` is not
-            an integer.
+        FormatError: relayout.json is damaged; or as `CachedStore.fetch`.
+        PlanError: the path or the rank does not exist; `tp` is needed for a plain checkpoint, which a cache does not
+            keep; or `rank` or `tp` is not an integer.
+        OSError: as `CachedStore.fetch`.
     """
     rank = integer(rank, "rank")
     if tp is not None:
         tp = integer(tp, "tp")
         if tp < 1:
             raise PlanError(f"tp={tp}, expected 1 or more", code="option")
-    store = find_store(path)
-    if is_converted(store):
-        manifest = read_manifest(store)
+    store = find_store(path).snapshot()
+    blob = find_manifest_blob(store)
+    if blob is not None:
+        manifest = parse_manifest(blob, store.where(MANIFEST_NAME))
         check_rank(store, rank, manifest.num_ranks if tp is None else tp)
-        if tp is None or tp == manifest.num_ranks:
-            return ConvertedRank.of(store, manifest, rank, rank)
-        if tp == 1 and manifest.whole is not None:
-            return ConvertedRank.of(store, manifest, rank, manifest.num_ranks)
-        return ReshardedRank(store, rank, tp, cache(partial(_resharded, store, manifest, rank, tp)), manifest)
+        if store.cost.is_remote and (kept := _kept(store, manifest, blob, rank, tp, cache, progress)) is not None:
+            return kept
+        return _rank_of(store, manifest, rank, tp)
     check_exists(store)
+    if cache is not None and store.cost.is_remote:
+        raise PlanError("a plain checkpoint, which cache= does not keep", path=str(store), code="unsupported")
     if tp is None:
         raise PlanError(
             f"not converted ({MANIFEST_NAME} is missing); say tp=N to slice it while loading",
@@ -268,7 +291,41 @@ def find_rank(path: str | os.PathLike[str], rank: int, tp: int | None) -> RankSo
             code="option",
         )
     check_rank(store, rank, tp)
-    return PlainRank(store, rank, tp, cache(partial(_plain, store, rank, tp)))
+    return PlainRank(store, rank, tp, once(partial(_plain, store, rank, tp)))
+
+
+def _rank_of(store: Store, manifest: Manifest, rank: int, tp: int | None) -> ConvertedRank | ReshardedRank:
+    """A rank that exists, of a converted checkpoint."""
+    if tp is None or tp == manifest.num_ranks:
+        return ConvertedRank.of(store, manifest, rank, rank)
+    if tp == 1 and manifest.whole is not None:
+        return ConvertedRank.of(store, manifest, rank, manifest.num_ranks)
+    return ReshardedRank(store, rank, tp, once(partial(_resharded, store, manifest, rank, tp)), manifest)
+
+
+def _kept(
+    store: Store,
+    manifest: Manifest,
+    blob: bytes,
+    rank: int,
+    tp: int | None,
+    option: CacheOption,
+    progress: Progress,
+) -> RankSource | None:
+    """The same rank as `_rank_of`, in a cache; None if there is no cache, or no room in it."""
+    from relayout.loader.sources.cached import cache_of, cached, has_room
+
+    cache = cache_of(option)
+    if cache is None:
+        return None
+    kept = cached(store, manifest, blob, cache)
+    found = _rank_of(kept, manifest, rank, tp)
+    names = [file.name for file in found.stored_files()]
+    if not has_room(kept, cache, names):
+        warnings.warn(f"{store}: the cache {cache.root} has no room for it: reading from the store", stacklevel=5)
+        return None
+    kept.fetch(names, progress)
+    return found
 
 
 def find_whole(path: str | os.PathLike[str]) -> Pieces:
@@ -278,9 +335,10 @@ def find_whole(path: str | os.PathLike[str]) -> Pieces:
         FormatError: the manifest or the source record is damaged.
         PlanError: `path` does not exist, or was not converted.
     """
-    store = find_store(path)
-    check_exists(store)
-    if not is_converted(store):
+    store = find_store(path).snapshot()
+    manifest = find_manifest(store)
+    if manifest is None:
+        check_exists(store)
         raise PlanError(
             f"not converted ({MANIFEST_NAME} is missing): safetensors.safe_open reads its files",
             path=str(store),
@@ -288,7 +346,7 @@ def find_whole(path: str | os.PathLike[str]) -> Pieces:
         )
     from relayout.loader.sources.resharded import whole_pieces
 
-    return whole_pieces(store, read_manifest(store))
+    return whole_pieces(store, manifest)
 
 
 def _selected(contents: Contents, patterns: Sequence[str] | None) -> Contents:

@@ -11,6 +11,7 @@ from relayout.checkpoint.converted import read_chunk_digests
 from relayout.core.dtypes import num_bytes
 from relayout.core.extents import Transfer
 from relayout.core.patterns import compile_glob, invalid_because
+from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import Manifest, RankTable, Read
 from relayout.storage.protocols import LOCAL_COST, Access, ReadableFile, RequestCost, Store
@@ -103,11 +104,14 @@ def rank_files(folder: Store, manifest: Manifest, rank: int) -> tuple[StoredFile
         OSError: `stat` failed.
     """
     files = files_of(folder, manifest, manifest.holders[rank].files)
-    for file in files:
+
+    def check(file: StoredFile) -> None:
         status = folder.stat(file.name)
         if status is None:
             raise FormatError("is missing", path=file.where, code="missing")
         status.check(file.where, file.nbytes)  # Before memory is reserved: an arena is not larger than its files.
+
+    each(check, files, folder.cost.num_opens)
     return files
 
 

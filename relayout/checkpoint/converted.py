@@ -32,6 +32,28 @@ def is_converted(folder: Store) -> bool:
     return folder.kind() is Kind.FOLDER and folder.stat(MANIFEST_NAME) is not None
 
 
+def find_manifest(folder: Store) -> Manifest | None:
+    """The manifest; None if a folder is no converted checkpoint.
+
+    Raises:
+        FormatError: the manifest is damaged.
+    """
+    blob = find_manifest_blob(folder)
+    return None if blob is None else parse_manifest(blob, folder.where(MANIFEST_NAME))
+
+
+def find_manifest_blob(folder: Store) -> bytes | None:
+    """The manifest as stored; None if a folder is no converted checkpoint. For a remote store, one request."""
+    if not folder.cost.is_remote:
+        return folder.read(MANIFEST_NAME, MAX_MANIFEST_NBYTES) if is_converted(folder) else None
+    try:
+        return folder.read(MANIFEST_NAME, MAX_MANIFEST_NBYTES)
+    except FormatError as error:
+        if error.code == "missing":
+            return None
+        raise
+
+
 def read_manifest(folder: Store) -> Manifest:
     """Read and check relayout.json.
 

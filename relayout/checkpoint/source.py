@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -17,6 +18,7 @@ from relayout.checkpoint.config import Config, find_config
 from relayout.checkpoint.converted import is_converted
 from relayout.checkpoint.shards import SINGLE_NAME, check_name, choose_shards
 from relayout.core.extents import Extent
+from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError, shown
 from relayout.format.fields import Fields, parse_object
 from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME
@@ -200,7 +202,7 @@ def _read_folder(root: Store) -> SourceCheckpoint:
     side_files, not_copied = _side_files(root, entries)
     return _assemble(
         root,
-        [read_shard(root, name) for name in used],
+        each(partial(read_shard, root), used, root.cost.num_opens),
         named=named,
         config=find_config(root),
         index=index,

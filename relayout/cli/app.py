@@ -15,7 +15,7 @@ import typer
 from relayout import __version__
 from relayout.cli import signals
 from relayout.cli.streams import abandon
-from relayout.errors import RelayoutError, escape_controls
+from relayout.errors import PlanError, RelayoutError, escape_controls
 from relayout.storage.file_pool import advice_on_limit
 
 EXIT_DIFFERENCE = 1
@@ -119,8 +119,9 @@ def convert(
     unmatched: Annotated[
         Literal["error", "replicate"] | None,
         typer.Option(
+            metavar="error|replicate",
             help="How to treat tensors that no rule of the plan matches. Default: error; replicate with"
-            " --plan transformers, which lists only tensors that are cut."
+            " --plan transformers, which lists only tensors that are cut.",
         ),
     ] = None,
     trust_remote_code: Annotated[
@@ -140,8 +141,9 @@ def convert(
     layout: Annotated[
         Literal["ranks", "whole"],
         typer.Option(
+            metavar="ranks|whole",
             help="ranks: each rank's slices in files of its own. whole: whole tensors, which stock loaders read, and"
-            " beside them the slices that are not contiguous in them; a third larger for a Llama."
+            " beside them the slices that are not contiguous in them; a third larger for a Llama.",
         ),
     ] = "ranks",
     sha256: Annotated[
@@ -155,6 +157,17 @@ def convert(
         typer.Option(
             "--force", help="Replace OUT if relayout wrote it; discard an interrupted conversion with other options."
         ),
+    ] = False,
+    unit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="K/N",
+            help="Convert only every N-th unit from unit K on (from 0), as one of N processes, on any machines that"
+            " share SRC and OUT. --max-part-size decides how many units there are, --dry-run tells.",
+        ),
+    ] = None,
+    commit: Annotated[
+        bool, typer.Option("--commit", help="Publish OUT when processes with --unit have converted all units.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -185,6 +198,18 @@ def convert(
             return
         _begin_work()
         progress = terminal.progress("converting", as_json=as_json)
+        if unit is not None or commit:
+            from relayout.conversion import jobs
+
+            if unit is not None and (commit or sha256):
+                raise PlanError("--unit with --commit or --sha256: give these to the one that commits", code="option")
+            if unit is not None:
+                done = jobs.convert_share(planned, unit, force=force, threads=threads, memory=memory, progress=progress)
+                _tell(done, as_json, terminal.print_units)
+            else:
+                summary = jobs.commit_units(planned, force=force, sha256=sha256, threads=threads, memory=memory)
+                _tell(summary, as_json, terminal.print_committed)
+            return
         summary = planned.run(force=force, sha256=sha256, threads=threads, memory=memory, progress=progress)
         _tell(summary, as_json, terminal.print_summary)
 
@@ -313,6 +338,71 @@ def warm(
         progress = terminal.progress("warming", as_json=as_json)
         done = warming.warm(path, rank=rank, memory=memory, threads=threads, progress=progress)
         _show(done, as_json, terminal.print_warmed)
+
+
+@app.command()
+def bench(
+    path: Annotated[
+        str,
+        typer.Argument(metavar="PATH", help="A checkpoint, plain or converted; with --size, a folder on the drive."),
+    ],
+    tp: Annotated[
+        int | None, typer.Option("--tp", metavar="N", help="Tensor-parallel ranks. Default: as converted.")
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="The same checkpoint, converted or plain. Default: found beside PATH."),
+    ] = None,
+    size: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Measure a checkpoint made below PATH, such as 4GB, and delete it after."),
+    ] = None,
+    runs: Annotated[int, typer.Option(metavar="N", help="Loads by each loader; medians count.")] = 3,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Drop these files from the page cache without asking.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure what relayout gains here: loads by relayout and by safetensors, cold and warm.
+
+    One rank and all ranks at once, each load in a fresh process, bytes compared, beside the drive's limit. Reads only.
+    """
+    with _errors():
+        from relayout.benchmark import measure
+        from relayout.cli import bench_text
+
+        _begin_work()
+        if size is not None:
+            with measure.made_checkpoint(path, size, tp, bench_text.tell) as made:
+                found = measure.plan_bench(made, tp=tp, runs=runs).run(drop_caches=True, tell=bench_text.tell)
+                found = measure.without_paths(found)
+        else:
+            plan = measure.plan_bench(path, tp=tp, against=against, runs=runs)
+            may_drop = bench_text.may_drop_caches(plan, yes=yes)
+            found = plan.run(drop_caches=may_drop, tell=bench_text.tell)
+        _tell(found, as_json, bench_text.print_bench)
+        if found.wrong:
+            raise typer.Exit(EXIT_DIFFERENCE)
+
+
+@app.command()
+def report(
+    path: PathArgument,
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="FILE", help="The page to write; it is replaced.")
+    ] = "report.html",
+    tp: Annotated[
+        int | None, typer.Option("--tp", metavar="N", help="Ranks to forecast a conversion for, of a plain checkpoint.")
+    ] = None,
+    plan: PlanOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write one HTML page that shows every file, tensor and rank: bars to scale, tables, search. It works offline."""
+    with _errors():
+        from relayout.cli import render as terminal
+        from relayout.html_report import page
+
+        _show(page.report(path, output, tp=tp, plan=plan), as_json, terminal.print_page)
 
 
 class _Result(Protocol):

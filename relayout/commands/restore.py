@@ -7,6 +7,7 @@ order in the source, hashed, and written to the shards.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -103,8 +104,6 @@ def restore(
         conversion = stored_conversion(folder, stored, tables, of_stored, source)
         with reporting(progress, "restoring", source.nbytes) as on_progress:
             _TensorWriter(folder, record, conversion, staging).run(threads, chunk_nbytes, on_progress)
-        for file in source.files:
-            staging.write_head(file.name, file.header, file.nbytes)
         if record.index is not None:
             staging.put(record.index[0], [record.index[1]])
         for side in record.side_files:
@@ -126,7 +125,7 @@ def _refuse_conversion(staging: Staging, *, force: bool) -> None:
         PlanError: the staging folder has the journal of a conversion, and `force` is not set.
     """
     found = read_journal(staging)
-    if found is not None and found[1] and not force:
+    if found is not None and found[1].tensors and not force:
         staging.is_kept = True
         raise PlanError("holds an interrupted conversion; --force discards it", path=staging.where, code="exists")
 
@@ -159,7 +158,7 @@ def recorded_source(folder: Store, record: SourceRecord) -> SourceCheckpoint:
 
 
 class _TensorWriter:
-    """Reads the rank files and writes the bytes of all tensors to the shards."""
+    """Reads the rank files and writes the shards, of which only some are incomplete at a time."""
 
     def __init__(self, folder: Store, record: SourceRecord, conversion: Conversion, staging: Staging) -> None:
         self._folder = folder
@@ -173,6 +172,9 @@ class _TensorWriter:
         """Tensors with the right digest."""
         self._created: set[int] = set()
         """Shards that exist."""
+        self._num_left = [file.nbytes - len(file.header) for file in conversion.source.files]
+        """Of each shard: bytes behind the header that are not written yet."""
+        self._lock = threading.Lock()
         self._inputs = OpenFiles(self._open_input)
         self._outputs = OpenFiles(self._open_output, num_descriptors=2)
 
@@ -183,6 +185,9 @@ class _TensorWriter:
             FormatError: a tensor's bytes do not have the digest in the record.
             OSError: a read or write failed.
         """
+        for number, num_left in enumerate(self._num_left):
+            if not num_left:
+                self._complete(number)
         plan = CopyPlan(self._conversion, chunk_nbytes=chunk_nbytes, by_source=True)
         steps = chain.from_iterable(map(plan.steps, range(len(self._conversion.layout.units))))
         with self._inputs, self._outputs:
@@ -209,10 +214,19 @@ class _TensorWriter:
             view = loaded.memory[position : position + one.extent.nbytes]
             with self._outputs.use(one.file) as output:
                 output.write(one.extent.offset, view, position)
+            with self._lock:
+                self._num_left[one.file] -= one.extent.nbytes
+                is_complete = not self._num_left[one.file]
+            if is_complete:
+                self._complete(one.file)
         for t, extent in step.tensors:
             position = loaded.position(self._tensors[t].file, extent.offset)
             self._check(t, extent, loaded.memory[position : position + extent.nbytes])
         return step.nbytes
+
+    def _complete(self, number: int) -> None:
+        file = self._conversion.source.files[number]
+        self._staging.write_head(file.name, file.header, file.nbytes)
 
     def _read_span(self, span: Span, loaded: Loaded, buffer: Buffer) -> None:
         """Read a span from its first target, and copy its pieces to their order in the source."""

@@ -267,20 +267,18 @@ def run_unit(
 
 
 def hash_chunks(staging: Staging, layout: Layout, numbers: Sequence[int], threads: int) -> dict[int, bytes]:
-    """The digests of the chunks of files that are written, from what is stored.
+    """The digests of the chunks of files that are written, from what is stored. Those without data need not be there.
 
     Raises:
         FormatError, OSError: a read failed.
     """
-    files = [layout.files[number] for number in numbers]
-    stored = [
-        HashedFile(
-            partial(staging.open, file.name, file.nbytes), chunks_of(file.data_start, file.nbytes, DIGESTED_NBYTES)
-        )
-        for file in files
-    ]
-    hashed = hash_files(stored, threads)
-    return {number: b"".join(map(bytes.fromhex, digests)) for number, digests in zip(numbers, hashed, strict=True)}
+    with_data = [number for number in numbers if layout.files[number].nbytes > layout.files[number].data_start]
+    stored = []
+    for file in (layout.files[number] for number in with_data):
+        chunks = chunks_of(file.data_start, file.nbytes, DIGESTED_NBYTES)
+        stored.append(HashedFile(partial(staging.open, file.name, file.nbytes), chunks))
+    hashed = zip(with_data, hash_files(stored, threads), strict=True)
+    return dict.fromkeys(numbers, b"") | {number: b"".join(map(bytes.fromhex, digests)) for number, digests in hashed}
 
 
 def run_steps(

@@ -15,7 +15,7 @@ order, all aligned; the rest is one packed tail, in which each slice is still al
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import gcd
@@ -323,8 +323,8 @@ class HeaderBuilder:
             metadata |= {"DCP_SHARDING_INFO": self._sharding_info(file), "DCP_VERSION": "1.0"}
         return join_header(self._entries_of(file), metadata | self._source_metadata, self.options.alignment)
 
-    def content(self, file: RankFile, digests: Sequence[TensorDigests]) -> str:
-        """The digest of a file's content, from the digests of all tensors."""
+    def content(self, file: RankFile, digests: Mapping[int, TensorDigests]) -> str:
+        """The digest of a file's content, from the digests of its tensors, at least."""
         holder, cut = file.holder, self._tensors
         different = {cut[t] for t in file.tensors}
         heads = {one: content_head(one.dtype, one.shape, one.cut.slices[holder]) for one in different}

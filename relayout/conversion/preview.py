@@ -49,6 +49,8 @@ class Preview:
     tail_nbytes: int
     """Bytes, over all ranks, of tensors of which a slice's size is not a multiple of the alignment."""
     num_files: int
+    num_units: int
+    """How many parts can be converted apart, see `--unit`."""
     groups: tuple[PlannedGroup, ...]
     unmatched: tuple[str, ...]
     """Tensors that no rule of the plan names, and that every rank therefore holds whole."""
@@ -93,6 +95,7 @@ def preview(conversion: Conversion) -> Preview:
         replicated_nbytes=layout.data_nbytes - source.nbytes,
         tail_nbytes=sum(count * _tail_nbytes(one, options.alignment) for one, count in counts.items()),
         num_files=len(layout.files),
+        num_units=len(layout.units),
         groups=tuple(_group(*key, members, plan.num_ranks) for key, members in groups.items()),
         unmatched=plan.unmatched,
         untaken=plan.untaken,

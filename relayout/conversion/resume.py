@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import astuple
 
-from relayout.conversion.journal import TensorDigests, Undertaking, read_journal
+from relayout.conversion.journal import Claims, TensorDigests, Undertaking, read_journal
 from relayout.conversion.layout import Conversion, RankFile
-from relayout.core.digests import digest_hex
+from relayout.core.digests import DIGEST_NBYTES, digest_hex
 from relayout.core.extents import Extent
 from relayout.errors import FormatError, PlanError
+from relayout.format.chunks import DIGESTED_NBYTES, num_chunks
 from relayout.format.index import FORMAT_VERSION
 from relayout.format.manifest import compact_json
 from relayout.format.slices import dump_slice
@@ -46,7 +47,7 @@ def undertaking_of(conversion: Conversion) -> Undertaking:
     return Undertaking(digest_hex(compact_json(source)), digest_hex(compact_json(options)))
 
 
-def claims_of(staging: Staging, undertaking: Undertaking, *, force: bool) -> Mapping[int, TensorDigests]:
+def claims_of(staging: Staging, undertaking: Undertaking, *, force: bool) -> Claims:
     """What an earlier attempt at the same says it has done. Of anything else nothing is left, or it is refused.
 
     Raises:
@@ -54,9 +55,9 @@ def claims_of(staging: Staging, undertaking: Undertaking, *, force: bool) -> Map
     """
     staging.is_kept = True
     found = read_journal(staging)
-    if found is not None and found[0] == undertaking and found[1]:
+    if found is not None and found[0] == undertaking and found[1].tensors:
         return found[1]
-    if found is not None and found[1] and not force:
+    if found is not None and found[1].tensors and not force:
         what = "the source has changed since" if found[0].options == undertaking.options else "with other options"
         raise PlanError(
             f"holds an interrupted conversion, {what}; --force discards it and starts afresh",
@@ -65,31 +66,53 @@ def claims_of(staging: Staging, undertaking: Undertaking, *, force: bool) -> Map
         )
     staging.is_kept = False
     staging.clear()
-    return {}
+    return Claims()
 
 
-def still_true(
-    staging: Staging, claims: Mapping[int, TensorDigests], conversion: Conversion, threads: int
-) -> dict[int, TensorDigests]:
-    """Those of the claimed tensors whose stored bytes have the claimed digests. What is no rank file is deleted.
+def still_true(staging: Staging, claims: Claims, conversion: Conversion, threads: int) -> Claims:
+    """The claimed tensors whose stored bytes have the claimed digests, and the files that hold only such ones.
+
+    What cannot be gone on with is deleted: what is no rank file, and in a store that cannot read what is not published,
+    each file that is not complete.
 
     Raises:
         OSError: a read failed.
     """
-    layout = conversion.layout
-    files = {file.name for file in layout.files}
-    for name in staging.names() if claims else ():
-        if name not in files:
-            staging.remove(name)
-    fitting = {t: digests for t, digests in claims.items() if _fits(t, digests, conversion)}
+    if not claims.tensors:
+        return Claims()
+    files = {file.name: number for number, file in enumerate(conversion.layout.files)}
+    there = staging.names()
+    for name in set(there) - files.keys():
+        staging.remove(name)
+    fitting = {t: digests for t, digests in claims.tensors.items() if _fits(t, digests, conversion)}
     wrong: set[int] = set()
-    for file in layout.files if claims else ():
-        wrong |= _wrong(staging, file, fitting, conversion, threads)
-    return {t: digests for t, digests in fitting.items() if t not in wrong}
+    complete = {files[name] for name in there if name in files} & claims.chunks.keys()
+    for number, file in enumerate(conversion.layout.files):
+        if staging.can_read:
+            wrong |= _wrong(staging, file, fitting, conversion, threads)
+        elif number not in complete:
+            wrong.update(file.tensors)
+    true = {t: digests for t, digests in fitting.items() if t not in wrong}
+    chunks = {n: chunks for n, chunks in claims.chunks.items() if _fit(n, chunks, true, conversion)}
+    if not staging.can_read:
+        for name in there:
+            if name in files and files[name] not in chunks:
+                staging.remove(name)
+    return Claims(true, chunks)
 
 
 def _fits(t: int, digests: TensorDigests, conversion: Conversion) -> bool:
     return 0 <= t < len(conversion.cut) and len(digests.slices) == len(conversion.cut[t].cut.distinct)
+
+
+def _fit(number: int, chunks: bytes, true: Container[int], conversion: Conversion) -> bool:
+    """Whether digests of chunks are of a file of which all is true."""
+    if not 0 <= number < len(conversion.layout.files):
+        return False
+    file = conversion.layout.files[number]
+    if len(chunks) != DIGEST_NBYTES * num_chunks(file.data_start, file.nbytes, DIGESTED_NBYTES):
+        return False
+    return all(t in true or not conversion.cut[t].rank_nbytes(file.holder) for t in file.tensors)
 
 
 def _wrong(

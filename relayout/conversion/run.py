@@ -12,11 +12,11 @@ from typing import TypedDict, Unpack
 from relayout.checkpoint.source import read_source
 from relayout.conversion import preview
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, hash_chunks, run_unit, share_memory
-from relayout.conversion.journal import Journal, TensorDigests
+from relayout.conversion.journal import Claims, Journal, TensorDigests
 from relayout.conversion.layout import DEFAULT_ALIGNMENT, DEFAULT_MAX_PART_NBYTES, Conversion, check_alignment, lay_out
 from relayout.conversion.resume import claims_of, still_true, undertaking_of
 from relayout.conversion.side_files import modes_of
-from relayout.conversion.sidecar import write_sidecar
+from relayout.conversion.sidecar import HeaderWriter, write_sidecar
 from relayout.conversion.steps import CopyPlan
 from relayout.core.arguments import integer, size
 from relayout.errors import FormatError, PlanError
@@ -210,28 +210,36 @@ def _run(
     conversion: Conversion, force: bool, sha256: bool, threads: int, chunk_nbytes: int, progress: Progress
 ) -> Summary:
     started = time.monotonic()
-    source, layout = conversion.source, conversion.layout
+    source = conversion.source
     conversion.output.check_output(conversion.source.root, MANIFEST_NAME, force=force)
     undertaking = undertaking_of(conversion)
     modes = modes_of(source.folder, [file.name for file in source.files], with_folder=not source.is_file)
     with conversion.output.stage(MANIFEST_NAME, replace=force, modes=modes) as staging:
+        if sha256 and not staging.can_read:
+            what = "cannot read files before they are published: convert to a local folder, or without sha256"
+            raise PlanError(what, path=str(conversion.output), code="option")
         claims = claims_of(staging, undertaking, force=force)
         staging.advice = f"what is done is kept in {staging.where}; the same command goes on from there"
         staging.check_space(_needed_nbytes(conversion) - staging.allocated_nbytes())
-        num_readers = max(1, min(threads, 2 * threads * chunk_nbytes // REHASH_NBYTES))
+        num_readers = num_readers_of(threads, chunk_nbytes)
         done = still_true(staging, claims, conversion, num_readers)
-        resumed_nbytes = sum(source.tensors[t].extent.nbytes for t in done)
+        resumed_nbytes = sum(source.tensors[t].extent.nbytes for t in done.tensors)
+        headers = HeaderWriter(staging, conversion)
         with (
-            Journal(staging, undertaking, append=bool(claims)) as journal,
+            Journal(staging, undertaking, append=bool(claims.tensors)) as journal,
             reporting(progress, "converting", source.nbytes) as report,
         ):
-            digests, chunks = _run_units(conversion, staging, journal, done, threads, chunk_nbytes, report)
-        resumed = [number for number in range(len(layout.files)) if number not in chunks]
-        chunks |= hash_chunks(staging, layout, resumed, num_readers)
-        write_sidecar(staging, conversion, digests, chunks, threads=num_readers, sha256=sha256)
+            digests, chunks = _run_units(conversion, staging, journal, headers, done, threads, chunk_nbytes, report)
+        write_sidecar(staging, conversion, digests, chunks, headers.files, threads=num_readers, sha256=sha256)
         if undertaking_of(conversion) != undertaking:
             staging.is_kept = False
             raise FormatError("has changed while it was read", path=str(conversion.source.root), code="mismatch")
+    return summary_of(conversion, resumed_nbytes, time.monotonic() - started)
+
+
+def summary_of(conversion: Conversion, resumed_nbytes: int, seconds: float) -> Summary:
+    """The summary of a conversion that is done."""
+    source, layout = conversion.source, conversion.layout
     rank_nbytes = conversion.rank_nbytes
     return Summary(
         output=str(conversion.output),
@@ -243,7 +251,7 @@ def _run(
         rank_nbytes=rank_nbytes,
         replicated_nbytes=layout.data_nbytes - source.nbytes,
         resumed_nbytes=resumed_nbytes,
-        seconds=time.monotonic() - started,
+        seconds=seconds,
         peak_nbytes=peak_nbytes(),
         left_out=source.left_out,
         unmatched=conversion.plan.unmatched,
@@ -255,7 +263,8 @@ def _run_units(
     conversion: Conversion,
     staging: Staging,
     journal: Journal,
-    done: Mapping[int, TensorDigests],
+    headers: HeaderWriter,
+    done: Claims,
     threads: int,
     chunk_nbytes: int,
     report: Callable[[int], None] | None,
@@ -263,11 +272,12 @@ def _run_units(
     """Convert one unit after the other, but for tensors that are done.
 
     Returns:
-        The digests of all tensors, and of the chunks of files of which nothing was done before.
+        The digests of all tensors, and of the chunks of all files.
     """
-    tensors = conversion.source.tensors
-    digests = dict(done)
-    chunks: dict[int, bytes] = {}
+    layout, tensors = conversion.layout, conversion.source.tensors
+    digests = dict(done.tensors)
+    chunks = dict(done.chunks)
+    num_readers = num_readers_of(threads, chunk_nbytes)
     passed = 0
 
     def note(written: Mapping[int, TensorDigests]) -> None:
@@ -280,13 +290,24 @@ def _run_units(
             report(passed + resumed + nbytes)
 
     plan = CopyPlan(conversion, chunk_nbytes=chunk_nbytes)
-    for number, unit in enumerate(conversion.layout.units):
-        resumed = sum(tensors[t].extent.nbytes for t in unit if t in done)
-        written = run_unit(plan, number, staging, done=done.keys(), threads=threads, on_tensors=note, on_progress=tell)
+    for number, unit in enumerate(layout.units):
+        resumed = sum(tensors[t].extent.nbytes for t in unit if t in done.tensors)
+        written = run_unit(
+            plan, number, staging, done=done.tensors.keys(), threads=threads, on_tensors=note, on_progress=tell
+        )
         digests |= written.tensors
-        chunks |= written.chunks
+        unknown = [file for file in layout.files_of_unit[number] if file not in {**chunks, **written.chunks}]
+        added = {**written.chunks, **hash_chunks(staging, layout, unknown, num_readers)}
+        journal.add_files(added)
+        chunks |= added
+        headers.write(number, digests, chunks)
         passed += sum(tensors[t].extent.nbytes for t in unit)
     return digests, chunks
+
+
+def num_readers_of(threads: int, chunk_nbytes: int) -> int:
+    """How many of the threads may read files again: they need memory of another size."""
+    return max(1, min(threads, 2 * threads * chunk_nbytes // REHASH_NBYTES))
 
 
 def default_output(source: str | os.PathLike[str], tp: int) -> str | Path:

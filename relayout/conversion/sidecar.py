@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from relayout import __version__
 from relayout.conversion.journal import TensorDigests
-from relayout.conversion.layout import Conversion, HeaderBuilder, is_stored
+from relayout.conversion.layout import Conversion, HeaderBuilder, RankFile, is_stored
 from relayout.conversion.side_files import copy_side_file
 from relayout.core.digests import EMPTY_DIGEST, digest_hex
 from relayout.core.extents import Transfer
@@ -40,20 +40,63 @@ from relayout.storage.hashing import sha256_hex
 from relayout.storage.protocols import Staging
 
 
+class HeaderWriter:
+    """Completes files by their headers, unit by unit."""
+
+    def __init__(self, staging: Staging, conversion: Conversion) -> None:
+        self._staging = staging
+        self._conversion = conversion
+        self._headers = HeaderBuilder(conversion.source, conversion.cut, conversion.options)
+        self._files: dict[int, IndexedFile] = {}
+
+    def write(self, unit: int, passed: Mapping[int, TensorDigests], chunks: Mapping[int, bytes]) -> None:
+        """Complete the files of a unit.
+
+        Args:
+            passed: digests of the unit's tensors with bytes, at least.
+            chunks: of each file of the unit, by number, the digests of its chunks.
+        """
+        for file, header in self.headers(unit, passed, chunks):
+            self._staging.write_head(file.name, header, file.nbytes)
+
+    def headers(
+        self, unit: int, passed: Mapping[int, TensorDigests], chunks: Mapping[int, bytes]
+    ) -> Iterator[tuple[RankFile, bytes]]:
+        """Yield each file of a unit and its header, and count it as complete. Arguments as for `write`."""
+        layout = self._conversion.layout
+        digests = {t: _digests_of(self._conversion, t, passed) for t in layout.units[unit]}
+        for number in layout.files_of_unit[unit]:
+            file = layout.files[number]
+            content = self._headers.content(file, digests)
+            header = self._headers.build(file, content)
+            assert len(header) == file.data_start
+            yield file, header
+            digest, chunks_digest = digest_hex(header), digest_hex(chunks[number])
+            indexed = IndexedFile(file.name, file.nbytes, file.data_start, content, digest, chunks_digest)
+            self._files[number] = indexed
+
+    @property
+    def files(self) -> tuple[IndexedFile, ...]:
+        """All files, when those of every unit are complete."""
+        return tuple(self._files[number] for number in range(len(self._conversion.layout.files)))
+
+
 def write_sidecar(
     staging: Staging,
     conversion: Conversion,
     passed: Mapping[int, TensorDigests],
     chunks: Mapping[int, bytes],
+    files: Sequence[IndexedFile],
     *,
     threads: int = 1,
     sha256: bool = False,
 ) -> None:
-    """Write everything but the tensors' bytes, the manifest last.
+    """Write everything but the files with the tensors, the manifest last.
 
     Args:
         passed: digests of all tensors with bytes.
         chunks: of each file, by number, the digests of its chunks.
+        files: all of them, which are complete.
         threads: threads that read files again for `sha256`.
         sha256: store SHA-256 of whole files, too.
     """
@@ -65,7 +108,6 @@ def write_sidecar(
     stored_record = compress(dump_record(record))
     staging.put(SOURCE_RECORD_NAME, [stored_record])
     del record, side_files
-    files = _write_headers(staging, conversion, digests, chunks)
     if sha256:
         files = with_sha256(staging, files, threads)
     staging.put(CHUNKS_NAME, [chunks[number] for number in range(len(files))])
@@ -90,7 +132,7 @@ def write_sidecar(
         source_nbytes=source.nbytes,
         hub_index_digest=None if hub_index is None else digest_hex(hub_index),
         chunk_nbytes=DIGESTED_NBYTES,
-        files=files,
+        files=tuple(files),
         ranks=tuple(holders[:num_ranks]),
         whole=holders[num_ranks] if conversion.has_whole else None,
     )
@@ -99,27 +141,15 @@ def write_sidecar(
 
 def digests_of_all(conversion: Conversion, passed: Mapping[int, TensorDigests]) -> list[TensorDigests]:
     """The digests of each tensor: of those that have passed, and of those without bytes, which no step deals with."""
-    digests = []
-    for t, tensor in enumerate(conversion.source.tensors):
-        assert t in passed or not tensor.extent.nbytes, f"tensor {tensor.name!r}: was not hashed to its end"
-        num_slices = len(conversion.cut[t].cut.distinct)
-        digests.append(passed[t] if t in passed else TensorDigests(EMPTY_DIGEST, (EMPTY_DIGEST,) * num_slices))
-    return digests
+    return [_digests_of(conversion, t, passed) for t in range(len(conversion.source.tensors))]
 
 
-def _write_headers(
-    staging: Staging, conversion: Conversion, digests: Sequence[TensorDigests], chunks: Mapping[int, bytes]
-) -> tuple[IndexedFile, ...]:
-    headers = HeaderBuilder(conversion.source, conversion.cut, conversion.options)
-    files = []
-    for number, file in enumerate(conversion.layout.files):
-        content = headers.content(file, digests)
-        header = headers.build(file, content)
-        assert len(header) == file.data_start
-        staging.write_head(file.name, header, file.nbytes)
-        digest, chunks_digest = digest_hex(header), digest_hex(chunks[number])
-        files.append(IndexedFile(file.name, file.nbytes, file.data_start, content, digest, chunks_digest))
-    return tuple(files)
+def _digests_of(conversion: Conversion, t: int, passed: Mapping[int, TensorDigests]) -> TensorDigests:
+    if t in passed:
+        return passed[t]
+    tensor = conversion.source.tensors[t]
+    assert not tensor.extent.nbytes, f"tensor {tensor.name!r}: was not hashed to its end"
+    return TensorDigests(EMPTY_DIGEST, (EMPTY_DIGEST,) * len(conversion.cut[t].cut.distinct))
 
 
 def with_sha256(staging: Staging, files: Sequence[IndexedFile], threads: int) -> tuple[IndexedFile, ...]:

@@ -115,7 +115,8 @@ class CopyPlan:
         small_nbytes: int = SMALL_NBYTES,
         by_source: bool = False,
     ) -> None:
-        """With `by_source`, each step has all slices of its source bytes, though their offsets may not rise."""
+        """With `by_source`, steps go through source files from front to back, and each has all slices of its bytes:
+        it is offsets in the unit's files that may not rise."""
         self.conversion = conversion
         self._tensors = conversion.source.tensors
         self._cut = conversion.cut
@@ -130,7 +131,10 @@ class CopyPlan:
         """The steps of a unit, but for tensors that are done."""
         batch: list[int] = []
         cost = 0
-        for t in self.conversion.layout.units[unit]:
+        order = self.conversion.layout.units[unit]
+        if self._by_source:
+            order = tuple(sorted(order, key=lambda t: (self._tensors[t].file, self._tensors[t].extent)))
+        for t in order:
             nbytes = self._tensors[t].extent.nbytes
             if t in done or not nbytes:
                 continue

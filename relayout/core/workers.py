@@ -7,13 +7,14 @@ import errno
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, TypeVar, cast
 
 from relayout.core.forks import remake_in_child
 
 Item = TypeVar("Item")
 State = TypeVar("State")
+Result = TypeVar("Result")
 
 _POLL_SECONDS = 0.1
 
@@ -67,6 +68,24 @@ class Stop:
         """See `forks.Forked`."""
         self.condition = threading.Condition()
         self.requested = self.is_lost = True
+
+
+def each(work: Callable[[Item], Result], items: Sequence[Item], num_threads: int) -> list[Result]:
+    """`work` of each item, in order; by several threads at a time if there are several items and threads.
+
+    Raises:
+        the first error of `work`, or KeyboardInterrupt.
+    """
+    if min(num_threads, len(items)) < 2:
+        return [work(item) for item in items]
+    done: list[Result | None] = [None] * len(items)
+
+    def put(_: None, number: int) -> int:
+        done[number] = work(items[number])
+        return 0
+
+    Workers(min(num_threads, len(items)), range(len(items)), lambda: None, put).run()
+    return cast("list[Result]", done)
 
 
 def _no_work(state: Any, item: Any) -> int:

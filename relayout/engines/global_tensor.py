@@ -579,7 +579,7 @@ def without_memory(tensor: torch.Tensor) -> torch.Tensor:
 def made_like(tensor: torch.Tensor, func: Any, rest: Any, kwargs: Any) -> Any:
     """The result of one of the operations `SHAPED`, on the tensor's device."""
     given = {} if func is aten.is_pinned.default else {"device": tensor.device}
-    return func(without_memory(tensor), *rest, **given, **kwargs)
+    return func(without_memory(tensor), *rest, **given | kwargs)
 
 
 def name_of(func: Any) -> str:

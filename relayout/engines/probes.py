@@ -134,7 +134,7 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(prod(shape[axis + 1 :]) or 1 for axis in range(len(shape)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Copy:
     """Elements of tensors, in the order in which they were copied into a tensor."""
 

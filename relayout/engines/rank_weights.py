@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from relayout.checkpoint.converted import is_converted, read_manifest
+from relayout.checkpoint.converted import find_manifest, is_converted
 from relayout.errors import FormatError, PlanError, about, shown
 from relayout.storage.protocols import Kind
 from relayout.storage.stores import find_store
@@ -20,12 +20,15 @@ if TYPE_CHECKING:
 
     from relayout.core.slices import Range, Slice
     from relayout.engines.global_tensor import Usage
+    from relayout.engines.placement import Placement
     from relayout.loader import CheckpointView, Explanation
     from relayout.loader.sources.pieces import Columns
 
 _MAX_SHOWN_NAMES = 4
 _OF_ANOTHER_RANK = "model-rank-1-part-0.safetensors"
 """A file that only folders converted for several ranks have."""
+PLACEMENTS = ("auto", "copy", "direct")
+"""See `EngineOptions.placement`."""
 _LAYER = re.compile(r"\.layers\.([0-9]+)\.")
 
 
@@ -41,6 +44,9 @@ class EngineOptions:
     """Compare every slice with its digest."""
     strict: bool = False
     """Refuse what has to read the slices of other ranks."""
+    placement: str = "auto"
+    """How slices get into the engine's parameters: read "direct" into them where they fit, "copy" by the engine, or
+    "auto", whichever is faster."""
 
     @staticmethod
     def parse(given: Mapping[str, object], where: str) -> EngineOptions:
@@ -55,6 +61,7 @@ class EngineOptions:
             "memory": (int, str),
             "verify": (bool,),
             "strict": (bool,),
+            "placement": (str,),
         }
         for name, value in given.items():
             if name not in types:
@@ -63,6 +70,9 @@ class EngineOptions:
             if type(value) not in types[name]:
                 expected = " or ".join(one.__name__ for one in types[name])
                 raise PlanError(f"{where}: {name} is {shown(value)}, expected {expected}", code="option")
+        if given.get("placement", "auto") not in PLACEMENTS:
+            what = f"placement is {shown(given['placement'])}, expected one of {', '.join(PLACEMENTS)}"
+            raise PlanError(f"{where}: {what}", code="option")
         return EngineOptions(**{one.name: given[one.name] for one in fields(EngineOptions) if one.name in given})  # type: ignore[arg-type]
 
 
@@ -88,6 +98,9 @@ def find_folder(path: str, engine: str) -> Folder | None:
         PlanError: there is no such folder.
     """
     store = find_store(path)
+    manifest = find_manifest(store)
+    if manifest is not None:
+        return Folder(manifest.num_ranks, manifest.expert_parallel)
     if store.kind() is not Kind.FOLDER:
         raise PlanError(
             "is no folder: relayout loads from folders. Download the model, run `relayout convert FOLDER --tp N` and"
@@ -95,13 +108,10 @@ def find_folder(path: str, engine: str) -> Folder | None:
             path=path,
             code="missing",
         )
-    if not is_converted(store):
-        if store.stat(_OF_ANOTHER_RANK) is not None:  # Engines would take its slices for whole tensors.
-            what = "is missing beside files of ranks: the folder was copied in part"
-            raise FormatError(what, path=store.where("relayout.json"), code="missing")
-        return None
-    manifest = read_manifest(store)
-    return Folder(manifest.num_ranks, manifest.expert_parallel)
+    if store.stat(_OF_ANOTHER_RANK) is not None:  # Engines would take its slices for whole tensors.
+        what = "is missing beside files of ranks: the folder was copied in part"
+        raise FormatError(what, path=store.where("relayout.json"), code="missing")
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +130,8 @@ class Report:
     num_whole: int
     """Whole tensors that had to be read from the files of all ranks."""
     whole_nbytes: int
+    placed_nbytes: int
+    """That were read straight into the engine's parameters."""
     unused: tuple[str, ...]
     """Tensors of which the rank's slice was read, and nothing has been asked for yet."""
 
@@ -128,7 +140,8 @@ class Report:
         return (
             f"relayout: rank {self.rank} of {self.num_ranks}: {self.nbytes / 1e9:.3f} GB in {self.seconds:.2f} s"
             f" ({rate / 1e9:.2f} GB/s), {self.num_tensors} tensors, backend {self.backend},"
-            f" {self.num_whole} whole tensors read ({self.whole_nbytes / 1e9:.3f} GB)"
+            f" {self.num_whole} whole tensors read ({self.whole_nbytes / 1e9:.3f} GB),"
+            f" {self.placed_nbytes / 1e9:.3f} GB straight into parameters"
         )
 
 
@@ -151,6 +164,7 @@ class RankWeights:
         only_held: bool = True,
         lazy: bool = False,
         progress: bool = False,
+        placement: Placement | None = None,
     ) -> None:
         """Look at nothing yet.
 
@@ -163,6 +177,7 @@ class RankWeights:
             only_held: give no tensors of which the rank holds nothing, such as other ranks' experts.
             lazy: read slices when they are used, through the page cache.
             progress: show a bar on stderr.
+            placement: reads slices straight into the engine's parameters.
         """
         from relayout.engines.global_tensor import Usage
 
@@ -175,6 +190,7 @@ class RankWeights:
         self._only_held = only_held
         self._lazy = lazy
         self._progress = progress
+        self._placement = placement
         self._backend = options.backend
         self._nbytes = self._num_tensors = 0
         self._seconds: float | None = None
@@ -209,7 +225,8 @@ class RankWeights:
             contents = contents.rows([row for row, name in enumerate(contents.names) if self._wanted(name)])
         options = options_of(self._device, backend, given.verify, given.threads, given.memory, self._progress)
         try:
-            yield from self._slices(source.columns(), stream(contents, options))
+            place = stream if self._placement is None else self._placement.tensors
+            yield from self._slices(source.columns(), place(contents, options))
         except FormatError as error:
             error.path = error.path or self._path  # An engine has more than one folder: a draft model's, adapters.
             raise
@@ -236,6 +253,7 @@ class RankWeights:
             self._backend,
             self.usage.count,
             self.usage.nbytes,
+            0 if self._placement is None else self._placement.nbytes,
             unused,
         )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from logging import getLogger
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ from relayout.errors import PlanError
 
 if TYPE_CHECKING:
     import torch
+
+    from relayout.engines.placement import Placement
 
 FORMAT = "relayout"
 _LOGGER = getLogger("vllm.relayout")
@@ -55,6 +58,7 @@ class _Loading:
     def __init__(self, load_config: Any) -> None:
         self._options = EngineOptions.parse(load_config.model_loader_extra_config or {}, "--model-loader-extra-config")
         self._weights: RankWeights | None = None
+        self._placement: Placement | None = None
         # vLLM's own loader refuses options that it does not know, and may still have to load a draft model.
         super().__init__(replace(load_config, load_format="auto", model_loader_extra_config={}))  # type: ignore[call-arg]
 
@@ -72,7 +76,12 @@ class _Loading:
         Raises:
             FormatError, PlanError, OSError, MemoryError: as `relayout.iter_load`, or the folder does not fit.
         """
-        super().load_weights(model, model_config)  # type: ignore[misc]
+        self._placement = _placement(model, model_config, self._options)
+        try:
+            with nullcontext() if self._placement is None else self._placement.watching():
+                super().load_weights(model, model_config)  # type: ignore[misc]
+        finally:
+            self._placement = None
         if self._weights is not None:
             report = self._weights.report()
             _LOGGER.info("%s", report)
@@ -110,6 +119,7 @@ class _Loading:
             # A draft model takes a few of the target's layers, and vLLM does not say which.
             lazy=is_draft,
             progress=rank == 0 and bool(self.load_config.use_tqdm_on_load),
+            placement=self._placement,
         )
         yield from self._weights
 
@@ -178,3 +188,16 @@ def _wanted(model: Any, model_config: Any, *, is_draft: bool) -> Callable[[str],
 def _device(model: Any) -> Any:
     """Where the parameters are: slices are best read to there."""
     return next((one.device for one in model.parameters() if one.device.type == "cuda"), "cpu")
+
+
+def _placement(model: Any, model_config: Any, options: EngineOptions) -> Placement | None:
+    """What reads slices straight into the model's parameters, if that is wanted and can be done."""
+    from relayout.engines.placement import Placement
+
+    tensors = [*model.parameters(), *model.buffers()]
+    if options.placement != "direct" or model_config.runner_type == "draft":
+        return None
+    if any(one.is_meta for one in tensors):  # Online quantization: layers are put together while they are loaded.
+        _LOGGER.info("relayout: this model's layers get their memory while they are loaded: nothing is read into it")
+        return None
+    return Placement(tensors, _device(model))

@@ -12,7 +12,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -103,6 +103,8 @@ class Bucket:
         self._objects: dict[str, _Object] = {}
         self._attempts: dict[str, _Attempt] = {}
         """Unfinished outputs that were kept, by prefix."""
+        self._shared: dict[str, dict[str, _Attempt]] = {}
+        """Outputs that several processes assemble, by prefix and the name that their parts share."""
         self._writing: set[str] = set()
         """Prefixes of outputs that are being written."""
         self._versions = count(1)
@@ -118,6 +120,7 @@ class Bucket:
         with self._lock:
             self._objects.clear()
             self._attempts.clear()
+            self._shared.clear()
             self.faults.clear()
             self.requests.clear()
             self.read_nbytes = 0
@@ -200,6 +203,24 @@ class Bucket:
         finally:
             with self._lock:
                 self._writing.discard(prefix)
+
+    def parts(self, prefix: str) -> dict[str, _Attempt]:
+        """What parts of an output have added, by the name that they share."""
+        return self._shared.setdefault(prefix, {})
+
+    def add_part(self, prefix: str, shared: str, part: str, added: _Attempt, marker: str | None) -> None:
+        """Add files, and the notes of a part.
+
+        Raises:
+            PlanError: the object `marker` exists.
+        """
+        with self._lock:
+            if marker in self._objects:
+                where = f"memory://{self.name}/{prefix}"
+                raise PlanError("is complete already; --force replaces it", path=where, code="exists")
+            whole = self._shared.setdefault(prefix, {}).setdefault(shared, _Attempt())
+            whole.files |= added.files
+            whole.notes[part] = added.notes[part]
 
     def keep(self, prefix: str, attempt: _Attempt) -> None:
         """Keep the files of an attempt for the next one."""
@@ -292,6 +313,10 @@ class MemoryStore:
         above, _, name = self.prefix.rpartition("/")
         return MemoryStore(self.bucket, above), name
 
+    def snapshot(self) -> MemoryStore:
+        """See `Store.snapshot`."""
+        return self
+
     def folder_mode(self) -> int:
         """See `Store.folder_mode`."""
         return Modes().folder
@@ -342,19 +367,48 @@ class MemoryStore:
         check_vacant(str(self), marker, is_empty=kind is Kind.NOTHING, has_marker=has_marker, force=force)
 
     @contextmanager
-    def stage(self, marker: str, *, replace: bool, modes: Modes) -> Iterator[MemoryStaging]:
+    def stage(self, marker: str, *, replace: bool, modes: Modes, shared: str | None = None) -> Iterator[MemoryStaging]:
         """See `Store.stage`."""
         with self.bucket.attempt(self.prefix) as attempt:
+            attempt = self._assembled(attempt, shared, replace)
             staging = MemoryStaging(self, attempt)
             try:
                 yield staging
                 self._publish(attempt, marker, replace=replace)
+                self.bucket.parts(self.prefix).clear()
             except BaseException as error:
-                if staging.is_kept:
+                if staging.is_kept and shared is None:
                     self.bucket.keep(self.prefix, attempt)
                     if staging.advice is not None:
                         error.add_note(staging.advice)
                 raise
+
+    def _assembled(self, attempt: _Attempt, shared: str | None, replace: bool) -> _Attempt:
+        """The attempt; or what was added by the parts that share a name.
+
+        Raises:
+            PlanError: there are no such parts; or there are some, which are not asked for.
+        """
+        parts = self.bucket.parts(self.prefix)
+        if shared is not None:
+            if shared not in parts:
+                raise PlanError("no unit of this conversion is done", path=str(self), code="missing")
+            return parts[shared]
+        if parts and not replace:
+            what = "holds units that other processes convert: --commit publishes, --force discards them"
+            raise PlanError(what, path=str(self), code="exists")
+        return attempt
+
+    @contextmanager
+    def stage_part(
+        self, marker: str, shared: str, part: str, *, replace: bool, modes: Modes
+    ) -> Iterator[MemoryStaging]:
+        """See `Store.stage_part`."""
+        attempt = _Attempt()
+        done = self.bucket.parts(self.prefix).get(shared)
+        yield MemoryStaging(self, attempt, {} if done is None else done.notes)
+        if part in attempt.notes:
+            self.bucket.add_part(self.prefix, shared, part, attempt, None if replace else self.full_name(marker))
 
     def _publish(self, attempt: _Attempt, marker: str, *, replace: bool) -> None:
         """Write the files as objects, the marker last. A replaced output loses its marker first."""
@@ -381,9 +435,13 @@ class MemoryStore:
 class MemoryStaging:
     """Files that become objects when they are published; see `protocols.Staging`."""
 
-    def __init__(self, store: MemoryStore, attempt: _Attempt) -> None:
+    can_read = True
+
+    def __init__(self, store: MemoryStore, attempt: _Attempt, notes: Mapping[str, bytearray] | None = None) -> None:
+        """`notes` are those to read, if they are not the attempt's."""
         self._store = store
         self._attempt = attempt
+        self._notes = attempt.notes if notes is None else notes
         self.is_kept = False
         self.advice: str | None = None
 
@@ -396,6 +454,7 @@ class MemoryStaging:
         """See `Staging.clear`."""
         self._attempt.files.clear()
         self._attempt.notes.clear()
+        self._store.bucket.parts(self._store.prefix).clear()
 
     def allocated_nbytes(self) -> int:
         """See `Staging.allocated_nbytes`."""
@@ -444,7 +503,7 @@ class MemoryStaging:
 
     def read_notes(self, name: str) -> bytes | None:
         """See `Staging.read_notes`."""
-        found = self._attempt.notes.get(name)
+        found = self._notes.get(name)
         return None if found is None else bytes(found)
 
     def open_notes(self, name: str, *, is_new: bool) -> _Notes:

@@ -39,6 +39,9 @@ class Kind(Enum):
     NOTHING = "nothing"
 
 
+_NUM_REMOTE_OPENS = 16
+
+
 @dataclass(frozen=True, slots=True)
 class RequestCost:
     """What a store's requests cost. The defaults fit a local drive."""
@@ -51,11 +54,27 @@ class RequestCost:
     max_gap_nbytes: int = 256 * 2**10
     """The largest gap between two extents that is cheaper to read than to split the request."""
     concurrency: int | None = None
-    """Requests in flight that saturate the store; None: it depends on the number of processors."""
+    """Requests of one node in flight that saturate the store; None: it depends on the number of processors."""
+    is_remote: bool = False
+    """Whether each request is a round trip over a network, so that nothing is asked that another answer will tell."""
+
+    @property
+    def num_opens(self) -> int:
+        """Files to open at the same time."""
+        return _NUM_REMOTE_OPENS if self.is_remote else 1
 
 
 LOCAL_COST = RequestCost()
 """Cost of local drives and of memory."""
+
+
+class RequestError(OSError):
+    """A request to a store over a network failed. The text says what to do about it."""
+
+    def __init__(self, number: int, what: str, where: str, status: int | None = None) -> None:
+        super().__init__(number, what, where)
+        self.status = status
+        """The server's HTTP status; None if it gave none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +225,9 @@ class Staging(Protocol):
     them whole.
     """
 
+    can_read: bool
+    """Whether `open` can read what was written. If not, a file counts for the next attempt if `write_head` completed
+    it: `names` then has no others of an earlier attempt."""
     is_kept: bool
     """Whether the files stay for the next attempt if this one fails."""
     advice: str | None
@@ -316,6 +338,13 @@ class Store(Protocol):
     def parent(self) -> tuple[Store, str]:
         """The store one level up, and this store's name in it."""
 
+    def snapshot(self) -> Store:
+        """This store for one reader, such as a load.
+
+        A remote store opens each file once, at the first `stat` or `open`, and stays at the version that it found. A
+        store whose files cost nothing to open returns itself.
+        """
+
     def folder_mode(self) -> int:
         """The permission bits of the folder; 0o777 for a store without permissions."""
 
@@ -366,8 +395,13 @@ class Store(Protocol):
             PlanError: this is the source, contains it or is inside it; is not empty; or cannot be written.
         """
 
-    def stage(self, marker: str, *, replace: bool, modes: Modes) -> AbstractContextManager[Staging]:
+    def stage(
+        self, marker: str, *, replace: bool, modes: Modes, shared: str | None = None
+    ) -> AbstractContextManager[Staging]:
         """Begin an output, which is published when the block ends.
+
+        With `shared`, all files and notes of parts that were added under this name are there; without, parts of an
+        output here are refused, or deleted with `replace`.
 
         A local folder is renamed as a whole; on failure nothing changes. A store without rename writes `marker`
         last and fails if it exists by then; with `replace`, it first deletes the marker of the older output.
@@ -375,6 +409,23 @@ class Store(Protocol):
         Raises:
             PlanError: another process is writing the same output, or the existing output cannot be replaced.
             OSError: writing failed, or something else has been created here meanwhile.
+        """
+
+    def stage_part(
+        self, marker: str, shared: str, part: str, *, replace: bool, modes: Modes
+    ) -> AbstractContextManager[Staging]:
+        """Begin a part of an output that several processes assemble, also at the same time, to be published by `stage`.
+
+        If the block writes notes named `part`, the part is complete at its end: its files are added to the output, and
+        then these notes. Else nothing of it is left. Two that do the same part at once write the same files, and do
+        not meet before the end. `read_notes(part)` has the notes of a part that is complete already.
+
+        Args:
+            shared: what all parts have in common; those of another name are never mixed with them.
+
+        Raises:
+            PlanError: the output exists already, and `replace` is not set.
+            OSError: writing failed.
         """
 
 

@@ -22,7 +22,16 @@ def _memory(url: str) -> Store | Refusal:
     return in_memory.offer(url)
 
 
-REGISTRY: dict[str, Factory] = {"memory": _memory}
+def _cloud(url: str) -> Store | Refusal:
+    from relayout.storage.cloud import store
+
+    return store.offer(url)
+
+
+REGISTRY: dict[str, Factory] = {
+    "memory": _memory,
+    **dict.fromkeys(("s3", "s3a", "gs", "az", "abfs", "abfss"), _cloud),
+}
 """Store factories by URL scheme."""
 
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+)://")
@@ -44,7 +53,8 @@ def find_store(path: str | os.PathLike[str]) -> Store:
         )
     store = REGISTRY[found](os.fspath(path))
     if isinstance(store, Refusal):
-        raise PlanError(store.reason, path=os.fspath(path), code="option")
+        # Without what may be secret: a password, or a signature.
+        raise PlanError(store.reason, path=re.sub(r"//[^/]*@", "//", os.fspath(path)).partition("?")[0], code="option")
     return store
 
 

@@ -20,10 +20,9 @@ from support.planning import conversion_of, plan_of
 
 import relayout
 from relayout.checkpoint.source import SourceCheckpoint
-from relayout.conversion import run as conversion
 from relayout.conversion.copy import SOURCE, FileSink, NoSink, TensorHashes, run_steps
 from relayout.conversion.journal import TensorDigests
-from relayout.conversion.sidecar import digests_of_all
+from relayout.conversion.sidecar import HeaderWriter, digests_of_all
 from relayout.conversion.steps import CopyPlan
 from relayout.core.slices import Slice
 from relayout.core.workers import Stop
@@ -115,7 +114,7 @@ def test_rank_files_are_closed_before_their_headers_are_written(
     large: tuple[Path, dict[str, Array]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[list[str]] = []
-    true_sidecar, true_put = conversion.write_sidecar, FileSink.put
+    true_write, true_put = HeaderWriter.write, FileSink.put
 
     def rank_files() -> list[str]:
         return [path for path in open_files().values() if "model-rank-0" in path]
@@ -124,12 +123,12 @@ def test_rank_files_are_closed_before_their_headers_are_written(
         true_put(self, *args)
         seen.append(rank_files())
 
-    def write_sidecar(*args: Any, **options: Any) -> None:
+    def write(*args: Any) -> None:
         seen.append(rank_files())
-        true_sidecar(*args, **options)
+        true_write(*args)
 
     monkeypatch.setattr(FileSink, "put", put)
-    monkeypatch.setattr(conversion, "write_sidecar", write_sidecar)
+    monkeypatch.setattr(HeaderWriter, "write", write)
     relayout.convert(large[0], tmp_path / "out")
     assert all(seen[:-1])
     assert seen[-1] == []

@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.journals import NotesIn, read_journal
 
-from relayout.conversion.journal import JOURNAL_NAME, Journal, TensorDigests, Undertaking
+from relayout.conversion import journal as journals
+from relayout.conversion.journal import JOURNAL_NAME, Journal, TensorDigests, Undertaking, parse_journal
 from relayout.storage.local.open_folder import OpenFolder
 
 OURS = Undertaking("a" * 32, "b" * 32)
@@ -76,6 +77,16 @@ def test_what_is_added_can_be_read_at_once(tmp_path: Path) -> None:
         assert read_journal(tmp_path) == (OURS, {})
         journal.add({3: digests_of(3)})
         assert read_journal(tmp_path) == (OURS, {3: digests_of(3)})
+
+
+def test_the_chunks_of_complete_files_are_read_back(tmp_path: Path) -> None:
+    with OpenFolder(tmp_path) as opened, Journal(NotesIn(opened), OURS, append=False) as journal:
+        journal.add({3: digests_of(3)})
+        journal.add_files({0: b"", 7: bytes(range(32))})
+    blob = (tmp_path / JOURNAL_NAME).read_bytes()
+    bad = [b'["chunks",1,"0"]', b'["chunks",true,""]', b'["chunks","1",""]', b'["chunks",1]', b'["chunks",1,"","",2]']
+    found = parse_journal(blob + b"".join(map(line, bad)))
+    assert found == (OURS, journals.Claims({3: digests_of(3)}, {0: b"", 7: bytes(range(32))}))
 
 
 def test_the_last_word_on_a_tensor_counts(tmp_path: Path) -> None:

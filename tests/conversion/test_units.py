@@ -18,7 +18,7 @@ import relayout
 from relayout.conversion.copy import Sink, run_steps, run_unit
 from relayout.conversion.journal import TensorDigests
 from relayout.conversion.layout import Conversion
-from relayout.conversion.sidecar import write_sidecar
+from relayout.conversion.sidecar import HeaderWriter, write_sidecar
 from relayout.conversion.steps import CopyPlan, Target
 from relayout.core.slices import NOT_HELD, WHOLE, Slice
 from relayout.storage.local.files import InputFile
@@ -99,16 +99,17 @@ def test_units_that_are_converted_alone_in_any_order_make_the_same_folder(
         digests: dict[int, TensorDigests] = {}
         chunks: dict[int, bytes] = {}
         with staging_folder(tmp_path / name) as staging:
+            headers = HeaderWriter(staging, conversion)
             for unit in numbers:
                 before = set(staging.names())
                 done = run_unit(copy_plan, unit, staging, threads=threads)
                 digests |= done.tensors
                 chunks |= done.chunks
-                written = {file.name for file in conversion.layout.files if file.nbytes > file.data_start}
-                assert set(staging.names()) - before == written & {
+                headers.write(unit, done.tensors, done.chunks)
+                assert set(staging.names()) - before == {
                     f"model-rank-{rank}-part-{unit}.safetensors" for rank in range(NUM_RANKS)
                 }
-            write_sidecar(staging, conversion, digests, chunks)
+            write_sidecar(staging, conversion, digests, chunks, headers.files)
         folders[name] = {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
     assert folders["whole"] == folders["alone"]
     assert len(folders["whole"]) == len(conversion.layout.files) + NUM_RANKS + 3

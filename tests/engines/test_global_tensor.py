@@ -232,6 +232,7 @@ def test_new_tensors_of_its_shape_need_no_elements() -> None:
         assert type(made) is torch.Tensor
         assert made.device == case.local.device
         assert torch.equal(made, torch.zeros(4, 6))
+    assert torch.ones_like(case.tensor, dtype=torch.bool, device="meta").is_meta
     assert not case.tensor.is_pinned()
 
 

@@ -44,6 +44,18 @@ def test_every_rank_gets_what_it_would_cut_out_of_the_source(folders: Path, engi
         assert report.nbytes == relayout.inspect(folders / f"{name}-tp{tp}").ranks[rank].nbytes
 
 
+@pytest.mark.parametrize(("name", "tp"), [("llama", 2), ("llama", 4), ("moe", 2)])
+def test_slices_are_read_straight_into_parameters(folders: Path, engine: Engine, name: str, tp: int) -> None:
+    whole = stock_tensors(folders / name)
+    for rank in range(tp):
+        model = Model(whole, rank, tp)
+        loader = engine.load(folders / f"{name}-tp{tp}", model, strict=True, placement="direct")
+        model.assert_holds_what_it_cuts_of(whole)
+        report = loader._weights.report()
+        assert report.placed_nbytes == report.nbytes == relayout.inspect(folders / f"{name}-tp{tp}").ranks[rank].nbytes
+        assert report.unused == ()
+
+
 def test_a_load_is_logged_with_bytes_seconds_backend_and_whole_reads(
     folders: Path, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:

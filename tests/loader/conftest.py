@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 from support.loader_fixtures import MIB, backend, converted, mlp_model, model, way, wide
+from support.remote import server
 
 import relayout
 
-__all__ = ["backend", "converted", "model", "way", "wide"]
+__all__ = ["backend", "converted", "model", "server", "way", "wide"]
 
 
 @pytest.fixture(scope="module")

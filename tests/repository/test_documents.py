@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
+import subprocess
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import documents
 import numpy as np
 import pytest
 import zstandard
+from models import MODELS
 from support import format_example, golden
 from support.models import as_integers
 from typer.testing import CliRunner
@@ -20,14 +25,25 @@ from relayout.cli.app import app
 from relayout.core.dtypes import BITS
 from relayout.errors import FormatError
 from relayout.plans.division import Sizes, divide
-from relayout.plans.family import Family, SizeSource, parse_family
+from relayout.plans.family import Family, SizeSource, builtin_families, parse_family
 
-COMMANDS = ("convert", "inspect", "verify", "restore", "plans")
 ROOT = Path(__file__).parents[2]
-FORMAT = (ROOT / "relayout" / "FORMAT.md").read_text()
-PLANS = (ROOT / "relayout" / "plans" / "PLANS.md").read_text()
-SECURITY = (ROOT / ".github" / "SECURITY.md").read_text()
-README = (ROOT / "README.md").read_text()
+FORMAT_PATH = ROOT / "relayout" / "FORMAT.md"
+PLANS_PATH = ROOT / "relayout" / "plans" / "PLANS.md"
+SECURITY_PATH = ROOT / ".github" / "SECURITY.md"
+README_PATH = ROOT / "README.md"
+CONVERTING_PATH = ROOT / "relayout" / "conversion" / "CONVERTING.md"
+LOADING_PATH = ROOT / "loader" / "LOADING.md"
+MODELS_PATH = ROOT / "relayout" / "plans" / "MODELS.md"
+FORMAT, PLANS, README = FORMAT_PATH.read_text(), PLANS_PATH.read_text(), README_PATH.read_text()
+DOCUMENTS = [
+    path
+    for folder in (".", ".github", "loader", "relayout", "relayout/*", "tools")
+    for path in sorted(ROOT.glob(f"{folder}/*.md"))
+    if "relayout/loader" not in str(path)  # A link to loader/.
+]
+MAX_CELL = 120
+"""Characters of a table's cell, for people who read on a telephone or a terminal."""
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -350,12 +366,50 @@ def test_the_format_document_lists_all_dtypes() -> None:
     assert {name: int(bits) for bits, names in rows for name in names.split(", ")} == BITS
 
 
-@pytest.mark.parametrize("text", [FORMAT, PLANS, SECURITY], ids=["FORMAT", "PLANS", "SECURITY"])
-def test_documents_have_short_lines_and_links_that_lead_somewhere(text: str) -> None:
-    assert max(map(len, text.splitlines())) <= 120
-    folder = {FORMAT: "relayout", PLANS: "relayout/plans", SECURITY: ".github"}[text]
-    for target in re.findall(r"\]\(([^)#]+)\)", text):
-        assert (ROOT / folder / target).is_file(), target
+@pytest.mark.parametrize("path", [FORMAT_PATH, PLANS_PATH, SECURITY_PATH], ids=lambda path: path.stem)
+def test_documents_of_rules_have_short_lines(path: Path) -> None:
+    assert max(map(len, path.read_text().splitlines())) <= 120
+
+
+def headings(text: str) -> set[str]:
+    """The anchors of a document's headings, as GitHub makes them."""
+    found = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in found}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.stem)
+def test_links_of_documents_lead_somewhere(path: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", path.read_text()):
+        linked = path.parent / target if target else path
+        assert linked.exists(), target
+        assert not anchor or anchor in headings(linked.read_text()), anchor
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.stem)
+def test_no_cell_of_a_table_is_long(path: Path) -> None:
+    rows = [line for line in path.read_text().splitlines() if line.lstrip().startswith("|")]
+    assert max((len(cell.strip()) for row in rows for cell in row.split("|")), default=0) <= MAX_CELL
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.stem)
+def test_no_document_says_how_to_install_the_package_of_somebody_else(path: Path) -> None:
+    assert not re.search(r"pip install[^\n]*\brelayout\b(?!\[)(?<!safetensors-relayout)", path.read_text())
+
+
+def test_every_document_is_checked_here_and_published_with_its_package() -> None:
+    tracked = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    if not tracked:
+        pytest.skip("not a checkout")
+    assert {ROOT / name for name in tracked if not name.startswith("tests/")} == set(DOCUMENTS)
+    published = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    private = (ROOT, ROOT / ".github", ROOT / "tools")
+    found = {str(path.relative_to(ROOT)) for path in DOCUMENTS if path.parent not in private}
+    assert found == {
+        f"{package.replace('relayout.loader', 'loader').replace('.', '/')}/{name}"
+        for package, names in published.items()
+        for name in names
+        if name.endswith(".md")
+    }
 
 
 @pytest.mark.parametrize("text", [FORMAT, PLANS], ids=["FORMAT", "PLANS"])
@@ -371,31 +425,80 @@ def test_rules_in_the_index_of_limits_exist() -> None:
         assert re.search(rf"^{rule}\. ", section(FORMAT, int(number)), re.MULTILINE), f"{number}.{rule}"
 
 
-def test_everyday_use_in_the_readme_runs(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def with_llama(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with the checkpoint that the documents name."""
     (tmp_path / "llama-3.1-8b").symlink_to(llama)
     monkeypatch.chdir(tmp_path)
-    section = README.split("## Everyday use")[1]
-    commands = [
-        line.split("#")[0].split() for line in blocks(section, "")[0].splitlines() if line.startswith("relayout")
+    return tmp_path
+
+
+def test_the_five_commands_of_the_readme_run(with_llama: Path) -> None:
+    section = README.split("## From nothing to a served model")[1]
+    lines = [line.split("#")[0].split() for line in blocks(section, "")[0].splitlines()]
+    assert [line[:2] for line in lines] == [
+        ["pip", "install"],
+        ["relayout", "inspect"],
+        ["relayout", "convert"],
+        ["relayout", "verify"],
+        ["vllm", "serve"],
     ]
-    assert [command[1] for command in commands] == ["inspect", "convert", "verify"]
-    for command in commands:
-        result = CliRunner().invoke(app, command[1:])
+    for line in lines[1:4]:
+        result = CliRunner().invoke(app, line[1:])
         assert result.exit_code == 0, result.output
+    assert (with_llama / lines[4][2] / "relayout.json").is_file()
     names: dict[str, Any] = {}
     exec(blocks(section, "python")[0], names)
     assert names["tensors"]["model.norm.weight"].shape == (128,)
 
 
-def test_every_option_that_the_readme_names_exists() -> None:
-    helps = "".join(CliRunner().invoke(app, [name, "--help"]).output for name in (*COMMANDS, "doctor", "warm"))
-    named = set(re.findall(r"`(--[a-z-]+)", README.split("## Everyday use")[1].split("### In Python")[0]))
-    assert len(named) >= 8
-    assert {option for option in named if option not in helps} == set()
+def test_the_python_of_the_document_of_conversions_runs(with_llama: Path) -> None:
+    [library, dcp] = blocks(CONVERTING_PATH.read_text(), "python")
+    (with_llama / "fast").mkdir()
+    names: dict[str, Any] = {}
+    exec(library.replace('"/fast/', '"fast/').replace('"/other/', '"' + "fast/back-"), names)
+    assert names["plan"].preview().num_ranks == 4
+    assert "torch.empty(4096" in dcp
+    exec(dcp.replace("torch.empty(4096", "torch.empty(128").replace('"llama-3.1-8b-tp8"', '"fast/llama-tp8"'), names)
+    expected = relayout.load("fast/llama-tp8", 0)["model.norm.weight"]
+    np.testing.assert_array_equal(as_integers(names["weights"]["model.norm.weight"]), as_integers(expected))
 
 
-def test_the_readme_lists_every_built_in_plan() -> None:
-    from relayout.plans.family import builtin_families
+def test_the_ways_to_load_in_the_document_run(with_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    [first, ways] = blocks(LOADING_PATH.read_text(), "python")
+    relayout.convert("llama-3.1-8b", "llama-3.1-8b-tp8", tp=8)
+    names: dict[str, Any] = {}
+    exec(first, names)
+    path, rank = "llama-3.1-8b-tp8", 3
+    parameters = {name: tensor.clone() for name, tensor in names["tensors"].items()}
+    names |= {"path": path, "rank": rank, "parameters": parameters, "named_tensors": dict(parameters)}
+    exec(ways.replace('"cuda:0"', '"cpu"'), names)
+    assert names["tensors"].keys() == {name for name in parameters if ".layers.0." in name}
+    assert "lm_head" not in str(names["other"].keys())
+    assert "backend" in capsys.readouterr().out
 
-    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", README, re.MULTILINE))
+
+def test_every_argument_of_load_is_in_the_document() -> None:
+    table = re.findall(r"^\| `(\w+)` \|", LOADING_PATH.read_text(), re.MULTILINE)
+    assert table == [name for name in inspect.signature(relayout.load).parameters if name not in ("path", "rank")]
+
+
+@pytest.mark.parametrize("name", documents.PARTS)
+def test_what_documents_take_from_the_program_is_up_to_date(name: str) -> None:
+    path, make = documents.PARTS[name]
+    assert len(make()) > 1000
+    assert documents.written(name) == path.read_text(), "tools/run documents"
+
+
+def test_the_document_of_models_has_all_plans_and_full_size_models() -> None:
+    text = MODELS_PATH.read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", text, re.MULTILINE))
     assert rows == {family.name: ", ".join(family.model_types) for family in builtin_families()}
+    for model in MODELS.values():
+        what = f"| {model.name} ({model.config['model_type']}) | {model.num_tensors:,} | {model.nbytes / 1e9:.4g} |"
+        assert f"{what} {model.tp} |" in text, what
+
+
+def test_the_readme_counts_the_plans() -> None:
+    [count] = re.findall(r"(\d+) built-in plans", README)
+    assert int(count) == len(builtin_families())

@@ -129,8 +129,27 @@ def test_the_tokens_of_tensor_parallel_processes_are_those_of_the_original(folde
     assert tokens_of(done.stdout) == expected
 
 
+def test_processes_of_an_engine_of_ones_own_hold_their_ranks(folder: Path) -> None:
+    script = AS_TORCHRUN.replace('sys.modules["relayout"] = None', "")
+    done = prestarted.run(
+        *(2, EXAMPLES / "own_engine.py", folder / "tp8"),
+        script=script,
+        imports=prestarted.TRANSFORMERS,
+        env=prestarted.ONE_THREAD,
+    )
+    assert done.returncode == 0, done.stderr
+    expected = []
+    for rank in range(2):
+        tensors = relayout.load(folder / "tp2", rank).values()
+        total = sum(tensor.double().sum().item() for tensor in tensors)
+        said = f"{len(tensors)} tensors, {sum(tensor.nbytes for tensor in tensors)} bytes"
+        expected.append((f"rank {rank} of 2: {said}", f"sum {total:.6f}"))
+    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
+    assert [(line.partition(" in ")[0], line.rpartition(", ")[2]) for line in lines] == expected
+
+
 def test_every_example_is_run_here() -> None:
-    named = {"transformers_single.py", "torch_dcp.py", "plain_numpy.py", "transformers_tp.py"}
+    named = {"transformers_single.py", "torch_dcp.py", "plain_numpy.py", "transformers_tp.py", "own_engine.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == named
 
 

@@ -32,16 +32,29 @@ LAYERS: dict[str, set[str]] = {
     "conversion": {"errors", "core", "progress", "format", "storage", "checkpoint", "plans", "observe"},
     "commands": {"errors", "core", "progress", "format", "storage", "checkpoint", "plans", "conversion"},
     "loader": {"errors", "core", "format", "storage", "checkpoint", "progress"},
-    "engines": {"errors", "core", "storage", "checkpoint", "loader"},
+    "benchmark": {"errors", "core", "format", "storage", "checkpoint", "plans", "conversion", "loader"},
+    "html_report": {"errors", "core", "format", "storage", "checkpoint", "conversion", "commands"},
+    "engines": {"errors", "core", "progress", "storage", "checkpoint", "loader"},
     "transformers": {"errors", "engines"},
-    "cli": {"errors", "core", "storage", "progress", "plans", "conversion", "commands", "loader"},
+    "cli": {
+        "errors",
+        "core",
+        "storage",
+        "progress",
+        "plans",
+        "conversion",
+        "commands",
+        "benchmark",
+        "html_report",
+        "loader",
+    },
 }
 """What each package may import, beside itself. Files are read by `plans` only where a person names a plan file."""
 
 SLICING = {f"relayout.loader.{name}" for name in ("sources.plain", "sources.resharded")}
 """What slices plain checkpoints, or joins the slices of several ranks: these need the plans for it."""
 
-WITH_TORCH = {f"relayout.engines.{name}" for name in ("global_tensor", "probes")} | {
+WITH_TORCH = {f"relayout.engines.{name}" for name in ("global_tensor", "placement", "probes")} | {
     f"relayout.observe.{name}" for name in ("stand_ins", "tracing")
 }
 """What defines a kind of tensor, or uses it throughout, and so needs torch at import time."""
@@ -53,13 +66,18 @@ NOT_FOR_LOADS = {
     "relayout.loader.backends.cufile",
     "relayout.loader.backends.mapped",
     "relayout.loader.diagnose.explain",
+    "relayout.loader.group.deal",
+    "relayout.loader.group.members",
+    "relayout.loader.group.sharing",
     "relayout.loader.into",
+    "relayout.loader.sources.cached",
     "relayout.loader.sources.pieces",
     "relayout.loader.sources.reshard",
     "relayout.loader.sources.resharded",
     "relayout.loader.stream",
     "relayout.loader.view",
     "relayout.storage.hashing",
+    "relayout.storage.cloud.store",
     "relayout.storage.in_memory",
     "relayout.storage.local.mounts",
     "relayout.storage.local.staging",

@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.store_contract import KINDS, MARKER, Ground, content, ground, staged
+from support.store_contract import KINDS, MARKER, WRITABLE, Ground, content, ground, staged
 
 from relayout.errors import FormatError, PlanError
 from relayout.storage.buffers import Buffer
-from relayout.storage.protocols import Access, Entry, Kind
+from relayout.storage.protocols import Access, Entry, Kind, Modes, Staging, Store
 from relayout.storage.stores import REGISTRY, find_store
 
 NBYTES = 5 * 4096 + 123
@@ -25,6 +25,12 @@ BYTES = np.random.default_rng(7).integers(0, 256, NBYTES, np.uint8).tobytes()
 
 @pytest.fixture(params=KINDS)
 def here(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
+    with ground(request.param, tmp_path, monkeypatch) as found:
+        yield found
+
+
+@pytest.fixture(params=WRITABLE)
+def there(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
     with ground(request.param, tmp_path, monkeypatch) as found:
         yield found
 
@@ -180,8 +186,8 @@ def test_all_files_below_are_listed_but_hidden_ones(here: Ground) -> None:
 
 
 @pytest.mark.parametrize("name", ["with space", "grüße-模型.safetensors", "a+b%20c#d?e", "x" * 200])
-def test_names_may_be_anything(here: Ground, name: str) -> None:
-    store = here.store("model")
+def test_names_may_be_anything(there: Ground, name: str) -> None:
+    store = there.store("model")
     with staged(store) as staging:
         staging.put(name, [b"12", b"34"])
         staging.put(MARKER, [b"{}"])
@@ -212,8 +218,8 @@ def test_a_store_says_what_requests_should_look_like(here: Ground) -> None:
 # Writing.
 
 
-def test_nothing_is_an_output_before_the_end(here: Ground) -> None:
-    store = here.store("out")
+def test_nothing_is_an_output_before_the_end(there: Ground) -> None:
+    store = there.store("out")
     with staged(store) as staging:
         staging.put(MARKER, [b"{}"])
         with staging.write_file("weights", NBYTES, is_new=True) as file:
@@ -227,8 +233,8 @@ def test_nothing_is_an_output_before_the_end(here: Ground) -> None:
     assert content(store, "only a head") == b"head"
 
 
-def test_of_an_output_that_fails_nothing_is_left(here: Ground) -> None:
-    store = here.store("out")
+def test_of_an_output_that_fails_nothing_is_left(there: Ground) -> None:
+    store = there.store("out")
 
     def fail() -> None:
         with staged(store) as staging:
@@ -245,8 +251,8 @@ def test_of_an_output_that_fails_nothing_is_left(here: Ground) -> None:
     assert names(store.walk()) == [MARKER]
 
 
-def test_what_was_kept_of_an_output_is_there_for_the_next_attempt_all_or_nothing(here: Ground) -> None:
-    store = here.store("out")
+def test_what_was_kept_of_an_output_is_there_for_the_next_attempt_all_or_nothing(there: Ground) -> None:
+    store = there.store("out")
 
     def fail() -> None:
         with staged(store) as staging:
@@ -283,9 +289,9 @@ def test_what_was_kept_of_an_output_is_there_for_the_next_attempt_all_or_nothing
     assert names(store.walk()) == [MARKER]
 
 
-def test_a_file_is_written_by_many_threads_in_any_order_and_read_again(here: Ground) -> None:
-    store = here.store("out")
-    offsets = list(range(0, NBYTES, 1000))
+def test_a_file_is_written_by_many_threads_in_any_order_and_read_again(there: Ground) -> None:
+    store = there.store("out")
+    offsets = list(range(1000, NBYTES, 1000))
     np.random.default_rng(3).shuffle(offsets)
     with staged(store) as staging:
         with staging.write_file("weights", NBYTES, is_new=True) as file:
@@ -299,18 +305,22 @@ def test_a_file_is_written_by_many_threads_in_any_order_and_read_again(here: Gro
                 thread.start()
             for thread in threads:
                 thread.join()
-        with staging.open("weights", NBYTES) as again:
-            assert read(again, 0, 6 * 4096)[:NBYTES] == BYTES
+        if staging.can_read:
+            with staging.open("weights", NBYTES) as again:
+                assert read(again, 0, 6 * 4096)[1000:NBYTES] == BYTES[1000:]
+        else:
+            with pytest.raises(OSError, match="cannot be read before it is published"):
+                staging.open("weights", NBYTES)
         with staging.write_file("weights", NBYTES, is_new=False) as file:
-            file.write(7, memoryview(b"changed"))
-        staging.write_head("weights", BYTES[:3], NBYTES)
+            file.write(7, memoryview(BYTES)[7:1000])
+        staging.write_head("weights", BYTES[:7], NBYTES)
         staging.put(MARKER, [])
-    assert content(store, "weights") == BYTES[:7] + b"changed" + BYTES[14:]
+    assert content(store, "weights") == BYTES
     assert content(store, MARKER) == b""
 
 
-def test_a_file_that_is_there_is_not_written_as_a_new_one(here: Ground) -> None:
-    with staged(here.store("out")) as staging:
+def test_a_file_that_is_there_is_not_written_as_a_new_one(there: Ground) -> None:
+    with staged(there.store("out")) as staging:
         staging.put("small", [b"1"])
         staging.write_file("large", 10, is_new=True).close()
         for name in ("small", "large"):
@@ -319,41 +329,42 @@ def test_a_file_that_is_there_is_not_written_as_a_new_one(here: Ground) -> None:
             with pytest.raises(OSError, match="exists"):
                 staging.write_file(name, 10, is_new=True)
         staging.remove("small")
+        staging.remove("large")
         staging.remove("was never there")
         staging.put("small", [b"3"])
         staging.put(MARKER, [b"{}"])
-    assert content(here.store("out"), "small") == b"3"
+    assert content(there.store("out"), "small") == b"3"
 
 
-def test_a_written_file_of_another_length_is_not_opened(here: Ground) -> None:
-    with staged(here.store("out")) as staging:
+def test_a_written_file_of_another_length_is_not_opened(there: Ground) -> None:
+    with staged(there.store("out")) as staging:
         staging.put("small", [b"12345"])
         for name, nbytes in (("small", 4), ("missing", 5)):
             with pytest.raises((FormatError, OSError)):
                 staging.open(name, nbytes)
 
 
-def test_one_writes_an_output_at_a_time(here: Ground) -> None:
-    store = here.store("out")
+def test_one_writes_an_output_at_a_time(there: Ground) -> None:
+    store = there.store("out")
     with staged(store) as staging:
-        with pytest.raises(PlanError, match="out: is being written"), staged(here.store("out")):
+        with pytest.raises(PlanError, match="out: is being written"), staged(there.store("out")):
             pass
-        with staged(here.store("other")) as other:
+        with staged(there.store("other")) as other:
             other.put(MARKER, [b"{}"])
         staging.put(MARKER, [b"{}"])
     assert store.stat(MARKER) is not None
-    with staged(here.store("third")):
+    with staged(there.store("third")):
         pass
 
 
-def test_an_output_that_has_come_up_meanwhile_is_not_overwritten(here: Ground) -> None:
-    store = here.store("out")
+def test_an_output_that_has_come_up_meanwhile_is_not_overwritten(there: Ground) -> None:
+    store = there.store("out")
 
     def write() -> None:
         with staged(store) as staging:
             staging.put(MARKER, [b"ours"])
             staging.put("weights", [b"ours"])
-            here.write(store, **{MARKER: b"theirs"})
+            there.write(store, **{MARKER: b"theirs"})
 
     with pytest.raises(OSError, match="out"):
         write()
@@ -361,9 +372,9 @@ def test_an_output_that_has_come_up_meanwhile_is_not_overwritten(here: Ground) -
     assert names(store.walk()) == [MARKER]
 
 
-def test_an_older_output_is_replaced_as_a_whole(here: Ground) -> None:
-    store = here.store("out")
-    here.write(store, **{MARKER: b"old"}, weights=b"old", more__old=b"old")
+def test_an_older_output_is_replaced_as_a_whole(there: Ground) -> None:
+    store = there.store("out")
+    there.write(store, **{MARKER: b"old"}, weights=b"old", more__old=b"old")
     with staged(store, replace=True) as staging:
         staging.put("weights", [b"new"])
         staging.put(MARKER, [b"new"])
@@ -371,15 +382,15 @@ def test_an_older_output_is_replaced_as_a_whole(here: Ground) -> None:
     assert content(store, "weights") == content(store, MARKER) == b"new"
 
 
-def test_a_place_that_holds_something_is_no_output(here: Ground) -> None:
-    source, out = here.store("source"), here.store("out")
-    here.write(source, weights=BYTES)
+def test_a_place_that_holds_something_is_no_output(there: Ground) -> None:
+    source, out = there.store("source"), there.store("out")
+    there.write(source, weights=BYTES)
     out.check_output(source, MARKER, force=False)
-    here.write(out, mine=b"1")
+    there.write(out, mine=b"1")
     for force in (False, True):
         with pytest.raises(PlanError, match="out: is not empty"):
             out.check_output(source, MARKER, force=force)
-    here.write(out, **{MARKER: b"{}"})
+    there.write(out, **{MARKER: b"{}"})
     with pytest.raises(PlanError, match="out: is not empty"):
         out.check_output(source, MARKER, force=False)
     out.check_output(source, MARKER, force=True)
@@ -387,18 +398,98 @@ def test_a_place_that_holds_something_is_no_output(here: Ground) -> None:
 
 
 @pytest.mark.parametrize(("source", "output"), [("a", "a"), ("a", "a/b"), ("a/b", "a")])
-def test_an_output_in_the_source_or_around_it_is_refused(here: Ground, source: str, output: str) -> None:
-    here.write(here.store("a/b"), weights=BYTES)
+def test_an_output_in_the_source_or_around_it_is_refused(there: Ground, source: str, output: str) -> None:
+    there.write(there.store("a/b"), weights=BYTES)
     with pytest.raises(PlanError, match="the source"):
-        here.store(output).check_output(here.store(source), MARKER, force=True)
+        there.store(output).check_output(there.store(source), MARKER, force=True)
 
 
-def test_a_name_that_only_begins_alike_is_beside_the_source(here: Ground) -> None:
-    here.write(here.store("a"), weights=BYTES)
-    here.store("a-tp2").check_output(here.store("a"), MARKER, force=False)
+def test_a_name_that_only_begins_alike_is_beside_the_source(there: Ground) -> None:
+    there.write(there.store("a"), weights=BYTES)
+    there.store("a-tp2").check_output(there.store("a"), MARKER, force=False)
 
 
 # The registry.
+
+
+@contextmanager
+def part(store: Store, shared: str, name: str, *, replace: bool = False) -> Iterator[Staging]:
+    with store.stage_part(MARKER, shared, name, replace=replace, modes=Modes()) as staging:
+        yield staging
+
+
+def add(store: Store, shared: str, name: str, **files: bytes) -> None:
+    """A part of these files."""
+    with part(store, shared, name) as staging:
+        for file, text in files.items():
+            staging.put(file, [text])
+        with staging.open_notes(name, is_new=True) as notes:
+            notes.append(f"of {name}".encode())
+
+
+def test_parts_are_published_together(here: Ground) -> None:
+    store = here.store("out")
+    add(store, "one", "a", first=b"1", second=b"22")
+    add(store, "one", "b", third=b"333")
+    assert store.kind() is not Kind.FOLDER
+    with store.stage(MARKER, replace=False, modes=Modes(), shared="one") as staging:
+        assert sorted(staging.names()) == ["first", "second", "third"]
+        assert [staging.read_notes(name) for name in "abc"] == [b"of a", b"of b", None]
+        staging.put(MARKER, [b"done"])
+    assert {name: content(store, name) for name in ("first", "second", "third")} == {
+        "first": b"1",
+        "second": b"22",
+        "third": b"333",
+    }
+    with pytest.raises(PlanError), store.stage(MARKER, replace=False, modes=Modes(), shared="one"):
+        pass
+
+
+def test_a_part_is_there_when_its_notes_are_and_else_not_at_all(here: Ground) -> None:
+    store = here.store("out")
+    with part(store, "one", "a") as staging:
+        staging.put("first", [b"1"])
+    with suppress(ZeroDivisionError), part(store, "one", "b") as staging:
+        staging.put("second", [b"2"])
+        staging.open_notes("b", is_new=True).close()
+        raise ZeroDivisionError
+    with pytest.raises(PlanError), store.stage(MARKER, replace=False, modes=Modes(), shared="one"):
+        pass
+    with staged(store) as staging:
+        assert staging.names() == []
+        staging.put(MARKER, [b"done"])
+
+
+def test_a_part_done_twice_is_there_once(here: Ground) -> None:
+    store = here.store("out")
+    with part(store, "one", "a") as outer:
+        assert outer.read_notes("a") is None
+        outer.put("first", [b"1"])
+        with outer.open_notes("a", is_new=True) as notes:
+            notes.append(b"of a")
+        add(store, "one", "a", first=b"1")
+    with part(store, "one", "a") as staging:
+        assert staging.read_notes("a") == b"of a"
+    with store.stage(MARKER, replace=False, modes=Modes(), shared="one") as staging:
+        assert staging.names() == ["first"]
+        staging.put(MARKER, [b"done"])
+
+
+def test_parts_of_another_name_are_not_mixed_in(here: Ground) -> None:
+    store = here.store("out")
+    add(store, "one", "a", first=b"1")
+    add(store, "two", "a", first=b"other")
+    with pytest.raises(PlanError), staged(store):
+        pass
+    with store.stage(MARKER, replace=False, modes=Modes(), shared="one") as staging:
+        assert staging.names() == ["first"]
+        staging.put(MARKER, [b"done"])
+    assert content(store, "first") == b"1"
+    with pytest.raises(PlanError):
+        add(store, "two", "b", second=b"late")
+    with staged(store, replace=True) as staging:
+        assert staging.names() == []
+        staging.put(MARKER, [b"again"])
 
 
 def test_a_path_without_a_scheme_is_local(tmp_path: Path) -> None:
@@ -408,8 +499,8 @@ def test_a_path_without_a_scheme_is_local(tmp_path: Path) -> None:
 
 
 def test_an_unknown_scheme_is_refused_with_those_that_are_known() -> None:
-    with pytest.raises(PlanError, match=r"^s3://bucket/x: no store for s3://, expected a path, or one of memory://"):
-        find_store("s3://bucket/x")
+    with pytest.raises(PlanError, match=r"^ftp://bucket/x: no store for ftp://, expected a path, or one of memory://"):
+        find_store("ftp://bucket/x")
     assert "memory" in REGISTRY
 
 

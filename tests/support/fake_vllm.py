@@ -64,9 +64,13 @@ class Model:
         self.num_experts = 1 + max((expert_of(name) for name in whole), default=-1)
         self.expected = {name for name in whole if self.stage(name) and self.owns(name)}
         self.missing_layers: list[str] = []
+        self.memory = {name: torch.full_like(self.cut(name, whole[name]), -7) for name in sorted(self.expected)}
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        yield torch.zeros(1)
+        yield from self.memory.values()
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        return iter(())
 
     def owns(self, name: str) -> bool:
         per_rank = self.num_experts // self.tp
@@ -75,8 +79,7 @@ class Model:
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         for name, tensor in weights:
             if self.stage(name) and self.owns(name):
-                kept = self.cut(name, tensor)
-                self.kept[name] = torch.empty(kept.shape, dtype=kept.dtype).copy_(kept)
+                self.kept[name] = self.memory[name].copy_(self.cut(name, tensor))
         return set(self.kept)
 
     def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:

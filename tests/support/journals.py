@@ -13,12 +13,13 @@ from relayout.storage.local.staging import LocalNotes, read_notes
 
 
 def read_journal(folder: Path) -> tuple[Undertaking, Mapping[int, TensorDigests]] | None:
-    """What the journal in a folder is of, and what it claims to be done; None where there is none."""
+    """What the journal in a folder is of, and the tensors that it claims to be done; None where there is none."""
     if not folder.is_dir():
         return None
     with OpenFolder(folder) as opened:
         text = read_notes(opened, journal.JOURNAL_NAME)
-    return None if text is None else journal.parse_journal(text)
+    found = None if text is None else journal.parse_journal(text)
+    return None if found is None else (found[0], found[1].tensors)
 
 
 @dataclass(frozen=True)

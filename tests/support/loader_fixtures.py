@@ -83,9 +83,9 @@ def fake_device(
         choice = Choice(DeviceBackend("cpu", lanes.make, cufile), "a fake")
 
         def choose(name: str, device: object, files: Sequence[StoredFile]) -> Choice:
-            for file in files:
+            for path in filter(None, (file.path for file in files)):
                 with suppress(FileNotFoundError):
-                    cache_in_part(file.path)
+                    cache_in_part(path)
             return choice
 
         monkeypatch.setattr(cuda, "MAX_BUFFERS", 8 * MIB)
@@ -114,7 +114,7 @@ def _random(dtype: torch.dtype, shape: tuple[int, ...], generator: torch.Generat
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator).view(dtype).reshape(shape)
 
 
-def mlp_model(folder: Path, num_layers: int = 4, width: int = 1024) -> Path:
+def mlp_model(folder: Path, num_layers: int = 4, width: int = 1024, seed: int = 0) -> Path:
     """Layers of an MLP whose slices fill whole blocks, norms of odd sizes, an empty tensor, and equal ones."""
     sizes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for layer in range(num_layers):
@@ -127,7 +127,7 @@ def mlp_model(folder: Path, num_layers: int = 4, width: int = 1024) -> Path:
             f"{start}.post_attention_layernorm.weight": (torch.uint8, (3 + layer,)),
         }
     sizes["model.norm.weight"] = (torch.float32, (0,))
-    folder = write_model(folder, sizes)
+    folder = write_model(folder, sizes, seed)
     whole = {**whole_tensors(folder)}
     # Tied: the same bytes under two names.
     whole["model.embed_tokens.weight"] = whole["lm_head.weight"] = torch.arange(200 * 33).reshape(200, 33)

@@ -29,7 +29,7 @@ from typing import Any
 from support.patience import PATIENCE
 from support.tools import PYTHONPATH
 
-_OF_ONE_CHILD = ("FAULTS", "FAULTS_LOG", "PYTEST_CURRENT_TEST")
+_OF_ONE_CHILD = ("AWS_ENDPOINT_URL", "FAULTS", "FAULTS_LOG", "PYTEST_CURRENT_TEST")
 COMMANDS = (
     "relayout.cli.app,relayout.cli.render,relayout.conversion.run,relayout.commands.verify,relayout.commands.restore,"
     "relayout.storage.local.staging"

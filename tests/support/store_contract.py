@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support import toy_store
+from support import s3_server, toy_store
 
 from relayout.storage import in_memory, stores
+from relayout.storage.cloud.client import BucketClient
+from relayout.storage.cloud.store import CloudStore
 from relayout.storage.protocols import Modes, Staging, Store
 from relayout.storage.stores import find_store
 
@@ -25,6 +28,8 @@ class Kind:
     """A path or URL, for a test's own folder, below which there is nothing yet."""
     write: Callable[[Store, str, bytes], object]
     """Makes a file, or replaces one as a whole, as somebody else would."""
+    is_writable: bool = True
+    """Whether relayout writes there."""
 
 
 def _write_local(store: Store, name: str, content: bytes) -> None:
@@ -46,11 +51,38 @@ def _write_toy(store: Store, name: str, content: bytes) -> None:
     store.write(name, content)
 
 
+def _write_to_s3(store: Store, name: str, content: bytes) -> None:
+    bucket, _, prefix = str(store).removeprefix("s3://").partition("/")
+    s3_server.shared().put(bucket, f"{prefix}/{name}".lstrip("/"), content)
+
+
 KINDS = {
     "local": Kind(lambda folder: str(folder), _write_local),
     "memory": Kind(lambda folder: f"memory://{folder.name}", _write_in_memory),
     "toy": Kind(lambda folder: f"toy://{folder.name}", _write_toy),
+    "s3": Kind(lambda folder: f"s3://{folder.name}", _write_to_s3),
 }
+REAL_STORES = "RELAYOUT_TEST_STORES"
+"""This variable names the real servers that take part, "seaweedfs" and "azurite", in place of what imitates some."""
+BUCKET = "relayout-tests"
+"""The bucket, or container, on real servers."""
+_REAL = {"seaweedfs": f"s3://{BUCKET}", "azurite": f"az://{BUCKET}"}
+
+
+def _write_by_obstore(store: Store, name: str, content: bytes) -> None:
+    assert isinstance(store, CloudStore)
+    assert isinstance(store.client, BucketClient)
+    store.client.store.put(store.full_name(name), content)
+
+
+def _real(root: str) -> Kind:
+    return Kind(lambda folder: f"{root}/{folder.parent.name}-{folder.name}", _write_by_obstore)
+
+
+if REAL_STORES in os.environ:
+    del KINDS["toy"], KINDS["s3"]
+    KINDS |= {name: _real(_REAL[name]) for name in os.environ[REAL_STORES].split(",")}
+WRITABLE = [name for name, kind in KINDS.items() if kind.is_writable]
 
 
 @dataclass(frozen=True)
@@ -75,9 +107,21 @@ class Ground:
 @contextmanager
 def ground(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
     monkeypatch.setitem(stores.REGISTRY, "toy", toy_store.offer)
+    if name == "s3":
+        pytest.importorskip("obstore", reason="the client of object stores")
+        for variable, value in s3_server.environment(s3_server.shared()).items():
+            monkeypatch.setenv(variable, value)
     yield Ground(KINDS[name], KINDS[name].place(folder))
+    if name == "s3":
+        s3_server.shared().clear(folder.name)
+    elif name in _REAL:
+        left = find_store(KINDS[name].place(folder))
+        assert isinstance(left, CloudStore)
+        assert isinstance(left.client, BucketClient)
+        left.client.store.delete(list(left.client.names(left.prefix)))
     in_memory.bucket(folder.name).clear()
     toy_store.FILES.clear()
+    toy_store.PARTS.clear()
 
 
 @contextmanager

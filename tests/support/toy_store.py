@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,8 @@ from relayout.storage.protocols import LOCAL_COST, Access, Entry, FileStat, Kind
 
 FILES: defaultdict[str, dict[str, tuple[bytes, str]]] = defaultdict(dict)
 """Content and version, by the first word behind toy:// and the rest."""
+PARTS: dict[str, dict[str, ToyStaging]] = {}
+"""What parts of outputs have added, by the name that they share."""
 BUSY: set[str] = set()
 VERSIONS = itertools.count()
 
@@ -61,6 +63,9 @@ class ToyNotes(io.BytesIO):
     def append(self, text: bytes) -> None:
         self.write(text)
 
+    def close(self) -> None:
+        """It can be read again."""
+
 
 @dataclass(frozen=True)
 class ToyStore:
@@ -90,6 +95,9 @@ class ToyStore:
     def parent(self) -> tuple[Store, str]:
         above, _, name = self.prefix.rpartition("/")
         return ToyStore(self.shelf, above), name
+
+    def snapshot(self) -> ToyStore:
+        return self
 
     def folder_mode(self) -> int:
         return 0o777
@@ -125,12 +133,27 @@ class ToyStore:
             raise PlanError(f"{self}: is not empty")
 
     @contextmanager
-    def stage(self, marker: str, *, replace: bool, modes: Modes) -> Iterator[ToyStaging]:
+    def stage_part(self, marker: str, shared: str, part: str, *, replace: bool, modes: Modes) -> Iterator[ToyStaging]:
+        whole = PARTS.get(str(self), {}).get(shared)
+        staging = ToyStaging(str(self), whole.notes if whole else {})
+        yield staging
+        if part in staging.notes:
+            if not replace and self.stat(marker):
+                raise PlanError(f"{self}: is complete already")
+            whole = PARTS.setdefault(str(self), {}).setdefault(shared, ToyStaging(str(self)))
+            whole.files |= staging.files
+            whole.notes |= staging.notes
+
+    @contextmanager
+    def stage(self, marker: str, *, replace: bool, modes: Modes, shared: str | None = None) -> Iterator[ToyStaging]:
+        parts = PARTS.get(str(self), {})
+        if (shared is None and parts and not replace) or (shared is not None and shared not in parts):
+            raise PlanError(f"{self}: holds other units")
         if str(self) in BUSY:
             raise PlanError(f"{self}: is being written")
         BUSY.add(str(self))
         try:
-            staging = ToyStaging(str(self))
+            staging = ToyStaging(str(self)) if shared is None else parts[shared]
             yield staging
             for name in self._names() if replace else ():
                 del FILES[self.shelf][self._full(name)]
@@ -138,6 +161,7 @@ class ToyStore:
                 raise FileExistsError(17, "there is something now", str(self))
             for name in sorted(staging.files, key=lambda name: name == marker):
                 self.write(name, bytes(staging.files[name]))
+            PARTS.pop(str(self), None)
         finally:
             BUSY.discard(str(self))
 
@@ -156,9 +180,13 @@ class ToyStore:
 class ToyStaging:
     """See `relayout.storage.protocols.Staging`."""
 
-    def __init__(self, where: str) -> None:
+    can_read = True
+
+    def __init__(self, where: str, done: Mapping[str, ToyNotes] | None = None) -> None:
         self.where = where
         self.files: dict[str, bytearray] = {}
+        self.notes: dict[str, ToyNotes] = {}
+        self.done = self.notes if done is None else done
         self.is_kept = False
         self.advice: str | None = None
 
@@ -196,7 +224,7 @@ class ToyStaging:
         self.files[name] = bytearray(b"".join(pieces))
 
     def read_notes(self, name: str) -> bytes | None:
-        return None
+        return self.done[name].getvalue() if name in self.done else None
 
     def open_notes(self, name: str, *, is_new: bool) -> ToyNotes:
-        return ToyNotes()
+        return self.notes.setdefault(name, ToyNotes())

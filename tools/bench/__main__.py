@@ -12,18 +12,19 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from checkpoints import write_llama
 from rich.console import Console
 
 import bench
 import relayout
 from bench import chart as charts
 from bench import convert as conversions
+from bench import idea as ideas
 from bench import load as loads
 from bench import table as tables
 from bench.drive import machine, need_fio, total_nbytes
 from bench.peers import PEERS
 from bench.run import Folders
+from relayout.benchmark.made import write_llama
 
 LAYER_NBYTES = 436_224_000
 EMBEDDING_NBYTES = 2_101_355_000
@@ -67,7 +68,6 @@ def load(
     limit: Annotated[float, typer.Option(help="Seconds that a peer may take.")] = 600,
 ) -> None:
     """Time loading one rank of 8, all 8 at once, and the whole model (TP 1): relayout and its peers."""
-    need_fio()
     chosen = loads.select_peers(peers.split(",") if peers else None, device)
     unknown = set(scenario.split(",")) - set(loads.SCENARIOS)
     if unknown:
@@ -76,7 +76,7 @@ def load(
         source = _make_source(Path(scratch), size)
         packed = Path(scratch) / "packed"
         packed.mkdir()
-        if "cuda_flashpack" in chosen and loads.absence(chosen["cuda_flashpack"]) is None:
+        if "cuda_flashpack" in chosen and chosen["cuda_flashpack"].absence() is None:
             _pack(source, packed)
         everything: dict[str, Any] = {
             "settings": {
@@ -122,6 +122,12 @@ def load(
 def chart(results: Path, png: Path) -> None:
     """Draw what `load --out` wrote."""
     charts.draw(json.loads(results.read_text()), png)
+
+
+@app.command()
+def idea(picture: Path) -> None:
+    """Draw what a rank reads of one layer, before and after the conversion."""
+    ideas.draw(picture)
 
 
 @app.command()

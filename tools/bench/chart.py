@@ -42,7 +42,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
             _panel(axes, title, states, rows[title], halo)
         figure.text(0.02, 1 - 0.3 / height, _title(results), fontsize=14, fontweight="bold", va="center")
         figure.text(0.02, 1 - 0.6 / height, _subtitle(results), fontsize=9.5, color=PALE, va="center")
-        drive = Line2D([], [], color=LIMIT, linewidth=1, linestyle=(0, (4, 3)), label="bytes needed / drive (fio)")
+        drive = Line2D([], [], color=LIMIT, linewidth=1, linestyle=(0, (4, 3)), label="bytes needed / drive")
         figure.legend(
             handles=[Patch(color=THEIRS, label="cold cache"), Patch(color=THEIRS_LIGHT, label="warm cache"), drive],
             loc="upper right",

@@ -16,7 +16,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench.drive import check_cold, fio_mixed, fio_read, forget, total_nbytes, touch_memory
+from bench.drive import check_cold, direct_read, fio_mixed, forget, total_nbytes
+from relayout.benchmark.machine import touch_memory
 
 _WITHOUT_DIGESTS = """
 import xxhash
@@ -48,7 +49,7 @@ def measure(scratch: Path, source: Path, runs: int) -> dict[str, Any]:
     limits: list[dict[str, float]] = []
     peaks = []
     for _ in range(runs):
-        limits.append({"mixed": fio_mixed(scratch), "read": fio_read(list(source.glob("*.safetensors")))})
+        limits.append({"mixed": fio_mixed(scratch), "read": direct_read(list(source.glob("*.safetensors")))})
         for way, commands in ways.items():
             for leftover in [other, target] if way.startswith("relayout convert") else [other]:
                 shutil.rmtree(leftover, ignore_errors=True)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
-import mmap
 import os
 import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from relayout.benchmark.drive import direct_gb_per_s
+from relayout.benchmark.machine import drive_of, meminfo, resident_share
+from relayout.benchmark.machine import forget as forget_files
+from relayout.benchmark.machine import total_nbytes as files_nbytes
+from relayout.storage.local.mounts import filesystem_of
 
 PACKAGES = (
     "torch",
@@ -26,85 +28,31 @@ PACKAGES = (
     "flashpack",
     "numpy",
     "xxhash",
-    "relayout",
+    "safetensors-relayout",
 )
+
+
+def files_of(folders: Iterable[Path]) -> list[Path]:
+    """The files in the folders."""
+    return [path for folder in folders for path in sorted(folder.iterdir())]
 
 
 def total_nbytes(folder: Path) -> int:
     """Bytes of the files in a folder."""
-    return sum(path.stat().st_size for path in folder.iterdir())
-
-
-def meminfo(field: str) -> int:
-    """A field of /proc/meminfo, in bytes."""
-    found = re.search(rf"^{field}:\s*(\d+)", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    assert found
-    return int(found[1]) * 1024
-
-
-def touch_memory(nbytes: int) -> None:
-    """Write to memory and free it, so that it is the machine's when the measured process asks for it.
-
-    A virtual machine that gives free memory back to its host pays for getting it again, in host page faults, as much
-    as for reading a drive. Whoever runs after a process that has just freed memory would win. What the page cache holds
-    is the machine's already, and is left there.
-    """
-    nbytes = min(nbytes, meminfo("MemFree") * 8 // 10)
-    with mmap.mmap(-1, max(nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-        memory.madvise(mmap.MADV_HUGEPAGE)
-        pages = np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE]
-        pages[:] = 1
-        del pages
+    return files_nbytes(files_of([folder]))
 
 
 def forget(folders: Iterable[Path]) -> None:
     """Drop the folders' pages from the cache."""
     os.sync()
-    for path in _files(folders):
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def remember(folders: Iterable[Path]) -> None:
-    """Read the folders' files into the cache."""
-    for path in _files(folders):
-        with path.open("rb", buffering=0) as file:
-            buffer = bytearray(16 * 2**20)
-            while file.readinto(buffer):
-                pass
-
-
-def cached_share(folders: Iterable[Path]) -> float:
-    """How much of the folders' bytes is in the page cache."""
-    paths = _files(folders)
-    return sum(_cached_nbytes(path) for path in paths) / sum(path.stat().st_size for path in paths)
+    forget_files(files_of(folders))
 
 
 def check_cold(folders: Iterable[Path]) -> None:
     """Make sure that nothing of the folders is in the page cache."""
-    share = cached_share(folders)
-    if share > 0.001:
-        raise SystemExit(f"{100 * share:.1f} % of the files still in the page cache")
-
-
-def _cached_nbytes(path: Path) -> int:
-    """Of a file's pages in the page cache, as mincore(2) sees them."""
-    nbytes = path.stat().st_size
-    if nbytes == 0:
-        return 0
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
-        pages = np.zeros(-(-nbytes // mmap.PAGESIZE), np.uint8)
-        start = np.frombuffer(mapped, np.uint8)
-        libc = ctypes.CDLL(None, use_errno=True)
-        result = libc.mincore(ctypes.c_void_p(start.ctypes.data), ctypes.c_size_t(nbytes), pages.ctypes)
-        del start
-        if result:
-            raise OSError(ctypes.get_errno(), "mincore")
-        return int((pages & 1).sum()) * mmap.PAGESIZE
-
-
-def _files(folders: Iterable[Path]) -> list[Path]:
-    return [path for folder in folders for path in sorted(folder.iterdir())]
+    share = resident_share(files_of(folders))
+    if share is None or share > 0.001:
+        raise SystemExit(f"{100 * (share or 0):.1f} % of the files still in the page cache")
 
 
 def need_fio() -> None:
@@ -124,8 +72,17 @@ def _fio(*options: str) -> dict[str, Any]:
     return job
 
 
-def fio_read(files: Iterable[Path]) -> float:
-    """GB/s of direct reads of these files."""
+def limit_by() -> str:
+    """By what `direct_read` finds the drive's limit."""
+    return "fio" if shutil.which("fio") else "threads of direct reads"
+
+
+def direct_read(files: Sequence[Path]) -> float:
+    """GB/s of direct reads of these files; without fio, by reads of our own."""
+    if shutil.which("fio") is None:
+        found = direct_gb_per_s(files)
+        assert found is not None, "the file system refuses direct reads"
+        return found
     result = _fio(
         f"--filename={':'.join(map(str, files))}", "--file_service_type=sequential", "--rw=read", "--readonly"
     )["read"]
@@ -152,7 +109,7 @@ def machine(folder: Path | None = None) -> dict[str, object]:
         "versions": {package: version(package) for package in PACKAGES},
     }
     if folder is not None:
-        described |= {"file_system": _file_system(folder), "drive": _drive(folder)}
+        described |= {"file_system": filesystem_of(folder).kind, "drive": drive_of(folder)}
     if shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
         described["gpus"] = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
@@ -167,22 +124,8 @@ def version(package: str) -> str | None:
         return None
 
 
-def _file_system(folder: Path) -> str:
-    kinds = {}
-    for line in Path("/proc/self/mounts").read_text().splitlines():
-        _, point, kind, *_ = line.split()
-        kinds[Path(point)] = kind
-    return next(kinds[parent] for parent in [folder.resolve(), *folder.resolve().parents] if parent in kinds)
-
-
-def _drive(folder: Path) -> str | None:
-    """Model of the drive that the folder lies on, else its kind ("vda"); None: it is on no block device."""
-    number = folder.stat().st_dev
-    device = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
-    if not device.exists():
-        return None
-    whole = device.resolve()
-    if (whole / "partition").exists():
-        whole = whole.parent
-    model = whole / "device/model"
-    return model.read_text().strip() if model.exists() else whole.name
+def num_gpus() -> int:
+    """CUDA devices that processes started here see."""
+    listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=True)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return len(visible.split(",")) if visible else len(listed.stdout.splitlines())

@@ -5,19 +5,22 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import util
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench.drive import fio_read
-from bench.job import Peer
+from bench.drive import direct_read, limit_by
 from bench.peers import PEERS
-from bench.run import Died, Folders, run_peer
+from bench.run import Folders, run_peer
+from relayout.benchmark.job import Loader
+from relayout.benchmark.run import Died, Measured
 
 TP = 8
+
+_KEYS = ("seconds", "cpu_seconds", "peak_over_needed", "peak_minus_needed_nbytes", "nbytes")
+"""What is reported of a load."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ SCENARIOS = {
 }
 
 
-def select_peers(names: list[str] | None, device: str) -> dict[str, Peer]:
+def select_peers(names: list[str] | None, device: str) -> dict[str, Loader]:
     """The peers of these names, or all of a device.
 
     Raises:
@@ -48,20 +51,11 @@ def select_peers(names: list[str] | None, device: str) -> dict[str, Peer]:
     return {name: peer for name, peer in PEERS.items() if (name in names if names else peer.device == device)}
 
 
-def absence(peer: Peer) -> str | None:
-    """Why a peer cannot take part; None: it can."""
-    if peer.modules and util.find_spec(peer.modules[0].partition(".")[0]) is None:
-        return "not installed"
-    if not peer.needs():
-        return "not in the installed version"
-    return None
-
-
 def measure(
     scenario: Scenario,
     cold: bool,
     folders: Folders,
-    peers: dict[str, Peer],
+    peers: dict[str, Loader],
     runs: int,
     limit: float,
     tell: Callable[[str], None],
@@ -69,12 +63,12 @@ def measure(
     """Run each peer so many times, in turns, each time beginning with another one."""
     files = sorted(folders.converted.glob("model-rank-*.safetensors"))
     taking_part = [name for name, peer in peers.items() if len(scenario.ranks) > 1 or not peer.group]
-    values: dict[str, list[dict[str, float]]] = {name: [] for name in taking_part}
-    failures = {name: [why] for name in taking_part if (why := absence(peers[name])) is not None}
+    values: dict[str, list[Measured]] = {name: [] for name in taking_part}
+    failures = {name: [why] for name in taking_part if (why := peers[name].absence()) is not None}
     given_up = set(failures)
     limits = []
     for run in range(runs):
-        limits += [fio_read(files)] if cold else []
+        limits += [direct_read(files)] if cold else []
         turn = run * len(taking_part) // runs
         for name in taking_part[turn:] + taking_part[:turn]:
             if name in given_up:
@@ -88,10 +82,11 @@ def measure(
                     given_up.add(name)
             else:
                 values[name].append(one)
-                tell(f"{name}: {one['seconds']:.2f} s")
+                tell(f"{name}: {one.seconds:.2f} s")
     rows = {
-        name: {key: statistics.median(one[key] for one in measured) for key in measured[0]}
-        | {"all_seconds": [one["seconds"] for one in measured]}
+        name: {key: statistics.median(getattr(one, key) for one in measured) for key in _KEYS}
+        | {"drive_over_needed": statistics.median(one.drive_nbytes / one.nbytes for one in measured)}
+        | {"all_seconds": [one.seconds for one in measured]}
         for name, measured in values.items()
         if measured
     }
@@ -101,6 +96,7 @@ def measure(
         "nbytes": sum(path.stat().st_size for path in files) * len(scenario.ranks) // scenario.tp,
         "drive_gb_per_s": statistics.median(limits) if limits else None,
         "all_drive_gb_per_s": limits,
+        "drive_by": limit_by(),
         "peers": rows,
         "failures": failures,
     }
@@ -109,9 +105,9 @@ def measure(
 def print_table(console: Console, result: dict[str, Any]) -> None:
     """One scenario: the fastest first."""
     rows, limit = result["peers"], result["drive_gb_per_s"]
-    drive = f", drive {limit:.2f} GB/s by fio" if limit else ""
+    drive = f", drive {limit:.2f} GB/s by {result['drive_by']}" if limit else ""
     table = Table(box=box.SIMPLE_HEAD, title=f"{result['title']}, {result['state']}{drive}", title_justify="left")
-    headings = ("", "s", "GB/s", "of fio", "relayout is", "CPU s", "peak / needed", "beyond, MiB", "read / needed")
+    headings = ("", "s", "GB/s", "of drive", "relayout is", "CPU s", "peak / needed", "beyond, MiB", "read / needed")
     for heading in headings:
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     mine = _best(rows, ours=True)

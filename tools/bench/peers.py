@@ -1,4 +1,4 @@
-"""The peers on the CPU, each at the best settings that its documentation names, and the table of all peers.
+"""The peers on the CPU beside those of `relayout bench`, at the best settings that their documentation names.
 
 Every peer delivers what an engine needs: the rank's slices (or the whole model), contiguous, each byte in memory that
 stays the rank's own. Where a peer hands out mapped files or memory that it will use again, that takes a clone, which is
@@ -15,28 +15,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.job import Job, Peer, get_slices
-from bench.peers_gpu import GPU_PEERS, fastsafetensors
+from bench.peers_gpu import GPU_PEERS
+from relayout.benchmark.job import Job, Loader, get_slices
+from relayout.benchmark.loaders import LOADERS, fastsafetensors, get_slice, relayout, runai
 
 if TYPE_CHECKING:
-    from bench.job import Tensors
+    from relayout.benchmark.job import Tensors
 
 NUM_THREADS = 8
 """vLLM's default number of threads for loading, and for prefetching."""
-
-
-def relayout(job: Job, backend: str = "auto") -> Tensors:
-    """relayout.load of the converted folder. Tensors are views of one allocation, the caller's to keep: no clone."""
-    from relayout.loader import load
-
-    return load(job.converted, job.rank, device=job.device, backend=backend)
-
-
-def load_file(job: Job) -> Tensors:
-    """safetensors.torch.load_file, shard by shard. On the CPU it maps the file, so every tensor is cloned."""
-    from safetensors.torch import load_file
-
-    return {name: job.copy(name, tensor) for shard in job.shards for name, tensor in load_file(shard).items()}
 
 
 def load_file_pread(job: Job) -> Tensors:
@@ -52,17 +39,6 @@ def load_file_pread(job: Job) -> Tensors:
 
 def _can_pread() -> bool:
     return tuple(map(int, metadata.version("safetensors").split(".")[:2])) >= (0, 8)
-
-
-def get_slice(job: Job) -> Tensors:
-    """safe_open and get_slice, shard by shard. Slices are views of the mapped file, so each is cloned."""
-    import torch
-
-    return {
-        name: tensor.clone(memory_format=torch.contiguous_format)
-        for shard in job.shards
-        for name, tensor in get_slices(job, shard)
-    }
 
 
 def threads(job: Job) -> Tensors:
@@ -102,33 +78,14 @@ def fastsafetensors_group(job: Job) -> Tensors:
     buffers = loader.copy_files_to_device()
     tensors = {}
     for name in sorted(loader.get_keys()):
-        cut = job.cut(name, tuple(loader.get_shape(name)))
-        if cut is None:
+        part = job.slice(name)
+        if part.is_whole:
             tensors[name] = buffers.get_tensor(name).clone()
         else:
-            tensors[name] = buffers.get_sharded(name, dim=cut[0]).contiguous()
+            tensors[name] = buffers.get_sharded(name, dim=part.axis).contiguous()
     buffers.close()
     loader.close()
     return tensors
-
-
-def runai(job: Job) -> Tensors:
-    """Run:ai Model Streamer: since 0.17 direct reads by io_uring, 512 in flight.
-
-    A whole model with owned=True, the default: tensors are the caller's to keep, nothing is cloned. A rank's slices
-    with owned=False, for which its buffers are used again, each slice cloned. Where ranks share the machine, the
-    buffers are limited to half of its memory, or the least where that is not enough (RUNAI_STREAMER_MEMORY_LIMIT), and
-    reads in flight are shared as its distributed mode does (RUNAI_STREAMER_PROCESS_GROUP_SIZE).
-    """
-    from runai_model_streamer import SafetensorsStreamer
-
-    if job.num_processes > 1:
-        largest = max(Path(shard).stat().st_size for shard in job.shards)
-        os.environ["RUNAI_STREAMER_MEMORY_LIMIT"] = str(job.memory_nbytes if job.memory_nbytes > largest else 0)
-        os.environ["RUNAI_STREAMER_PROCESS_GROUP_SIZE"] = str(job.num_processes)
-    with SafetensorsStreamer() as streamer:
-        streamer.stream_files(job.shards, owned=job.whole)
-        return {name: job.owned(name, tensor) for name, tensor in streamer.get_tensors()}
 
 
 def preadv(job: Job) -> Tensors:
@@ -155,34 +112,39 @@ _BUFFERED_FAST = {"FASTSAFETENSORS_ODIRECT": "0"}
 _RUNAI, _FAST = ("runai_model_streamer",), ("fastsafetensors",)
 _ON_CUDA = ("relayout.loader.api", "relayout.loader.backends.cuda")
 
-PEERS: dict[str, Peer] = {
-    "relayout": Peer(relayout, "relayout", "relayout", ("relayout.loader.api",)),
-    "load_file": Peer(load_file, "safetensors load_file", "safetensors load_file", ("safetensors.torch",)),
-    "load_file_pread": Peer(
+PEERS: dict[str, Loader] = {
+    "relayout": LOADERS["relayout"],
+    "load_file": LOADERS["load_file"],
+    "load_file_pread": Loader(
         load_file_pread,
         "safetensors load_file, pread",
         "safetensors load_file",
         ("safetensors.torch",),
         needs=_can_pread,
     ),
-    "get_slice": Peer(get_slice, "safetensors get_slice", "safetensors get_slice", ("safetensors.torch",)),
-    "threads": Peer(threads, "safetensors, 8 threads", "safetensors, 8 threads", ("safetensors.torch",)),
-    "map_populate": Peer(map_populate, "MAP_POPULATE prefetch", "MAP_POPULATE prefetch", ("safetensors.torch",)),
-    "fastsafetensors": Peer(fastsafetensors, "fastsafetensors, O_DIRECT", "fastsafetensors", _FAST),
-    "fastsafetensors_buffered": Peer(
+    "get_slice": LOADERS["get_slice"],
+    "threads": Loader(threads, "safetensors, 8 threads", "safetensors, 8 threads", ("safetensors.torch",)),
+    "map_populate": Loader(map_populate, "MAP_POPULATE prefetch", "MAP_POPULATE prefetch", ("safetensors.torch",)),
+    "fastsafetensors": Loader(fastsafetensors, "fastsafetensors, O_DIRECT", "fastsafetensors", _FAST),
+    "fastsafetensors_buffered": Loader(
         fastsafetensors, "fastsafetensors, buffered", "fastsafetensors", _FAST, _BUFFERED_FAST
     ),
-    "fastsafetensors_group": Peer(
+    "fastsafetensors_group": Loader(
         fastsafetensors_group, "fastsafetensors, get_sharded", "fastsafetensors", _FAST, _BUFFERED_FAST, group=True
     ),
-    "runai": Peer(runai, "Run:ai streamer, O_DIRECT", "Run:ai streamer", _RUNAI),
-    "runai_buffered": Peer(runai, "Run:ai streamer, buffered", "Run:ai streamer", _RUNAI, _BUFFERED_RUNAI),
+    "runai": Loader(runai, "Run:ai streamer, O_DIRECT", "Run:ai streamer", _RUNAI),
+    "runai_buffered": Loader(runai, "Run:ai streamer, buffered", "Run:ai streamer", _RUNAI, _BUFFERED_RUNAI),
 }
 for _backend in ("auto", "pinned", "gds"):
-    PEERS[f"relayout_{_backend}"] = Peer(
-        partial(relayout, backend=_backend), f"relayout, {_backend}", "relayout", _ON_CUDA, device="cuda"
+    PEERS[f"relayout_{_backend}"] = Loader(
+        partial(relayout, backend=_backend),
+        f"relayout, {_backend}",
+        "relayout",
+        _ON_CUDA,
+        device="cuda",
+        reads_converted=True,
     )
 PEERS |= GPU_PEERS
 
-BASELINE = Peer(preadv, "plain preadv", "plain preadv")
+BASELINE = Loader(preadv, "plain preadv", "plain preadv", reads_converted=True)
 """No peer: what `tools/run bench table` compares with."""

@@ -6,10 +6,12 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
-from bench.job import Job, Peer, get_slices
+from bench.run import PackedJob
+from relayout.benchmark.job import Job, Loader, get_slices
+from relayout.benchmark.loaders import fastsafetensors
 
 if TYPE_CHECKING:
-    from bench.job import Tensors
+    from relayout.benchmark.job import Tensors
 
 
 def load_file(job: Job) -> Tensors:
@@ -42,8 +44,9 @@ def prefetch(job: Job) -> Tensors:
             opened = stack.enter_context(safe_open(shard, framework="pt", device=job.device))
             plan: dict[str, slice | None] = {}
             for name in opened.keys():  # noqa: SIM118
-                cut = job.cut(name, tuple(opened.get_slice(name).get_shape()))
-                plan[name] = cut[1] if cut is not None and cut[0] == 0 else None
+                part = job.slice(name)
+                [(start, length)] = part.ranges if part.axis == 0 and part.is_box and part.ranges else [(0, 0)]
+                plan[name] = slice(start, start + length) if length else None
             loaders.append((plan, stack.enter_context(opened.prefetch(plan, device=job.device))))
         for plan, loader in loaders:
             for name, tensor in loader:
@@ -56,35 +59,6 @@ def has_prefetch() -> bool:
     from safetensors import safe_open
 
     return hasattr(safe_open, "prefetch")
-
-
-def fastsafetensors(job: Job, nogds: bool = True) -> Tensors:
-    """fastsafetensors: fastsafe_open for a whole model, ParallelLoader for a rank's slices.
-
-    A whole model all shards at once: tensors own their memory, nothing is cloned. Slices with borrowed tensors, which
-    it documents for copying: shards one after the other, the next one being read meanwhile; serially where ranks share
-    the memory of the host, to take less of it. Each slice is cloned once. nogds=False is GPUDirect Storage where cuFile
-    is there; without, it quietly reads as with nogds=True.
-    """
-    from fastsafetensors import ParallelLoader, fastsafe_open
-
-    if job.whole:
-        with fastsafe_open(job.shards, nogds=nogds, device=job.device) as opened:
-            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    loader = ParallelLoader(
-        None,
-        job.shards,
-        queue_size=-1 if job.device == "cpu" and job.num_processes > 1 else 0,
-        use_tqdm_on_load=False,
-        device=job.device,
-        nogds=nogds,
-        borrowed_tensors=True,
-        accumulate_resident=False,
-    )
-    try:
-        return {name: job.copy(name, tensor) for name, tensor in loader.iterate_weights()}
-    finally:
-        loader.close()
 
 
 def runai(job: Job) -> Tensors:
@@ -107,7 +81,7 @@ def instanttensor(job: Job) -> Tensors:
         return {name: job.owned(name, tensor) for name, tensor in opened.tensors()}
 
 
-def flashpack(job: Job) -> Tensors:
+def flashpack(job: PackedJob) -> Tensors:
     """FlashPack's parallel reader, of a copy of the model in its own format: always reads all of it."""
     from flashpack.deserialization import iterate_from_flash_tensor, read_flashpack_file
 
@@ -143,16 +117,16 @@ def pinned_gb_per_s(nbytes: int = 2**30, rounds: int = 8) -> float:
 _STOCK, _FAST, _RUNAI = ("safetensors.torch",), ("fastsafetensors",), ("runai_model_streamer",)
 _INSTANT, _FLASH = ("instanttensor",), ("flashpack", "flashpack.deserialization")
 
-GPU_PEERS: dict[str, Peer] = {
-    "cuda_load_file": Peer(load_file, "safetensors load_file", "safetensors load_file", _STOCK, device="cuda"),
-    "cuda_get_slice": Peer(get_slice, "safetensors get_slice", "safetensors get_slice", _STOCK, device="cuda"),
-    "cuda_prefetch": Peer(
+GPU_PEERS: dict[str, Loader] = {
+    "cuda_load_file": Loader(load_file, "safetensors load_file", "safetensors load_file", _STOCK, device="cuda"),
+    "cuda_get_slice": Loader(get_slice, "safetensors get_slice", "safetensors get_slice", _STOCK, device="cuda"),
+    "cuda_prefetch": Loader(
         prefetch, "safetensors prefetch", "safetensors prefetch", _STOCK, device="cuda", needs=has_prefetch
     ),
-    "cuda_fastsafetensors": Peer(
+    "cuda_fastsafetensors": Loader(
         partial(fastsafetensors, nogds=True), "fastsafetensors, O_DIRECT", "fastsafetensors", _FAST, device="cuda"
     ),
-    "cuda_fastsafetensors_buffered": Peer(
+    "cuda_fastsafetensors_buffered": Loader(
         partial(fastsafetensors, nogds=True),
         "fastsafetensors, buffered",
         "fastsafetensors",
@@ -160,11 +134,11 @@ GPU_PEERS: dict[str, Peer] = {
         {"FASTSAFETENSORS_ODIRECT": "0"},
         device="cuda",
     ),
-    "cuda_fastsafetensors_gds": Peer(
+    "cuda_fastsafetensors_gds": Loader(
         partial(fastsafetensors, nogds=False), "fastsafetensors, nogds=False", "fastsafetensors", _FAST, device="cuda"
     ),
-    "cuda_runai": Peer(runai, "Run:ai streamer, O_DIRECT", "Run:ai streamer", _RUNAI, device="cuda"),
-    "cuda_runai_buffered": Peer(
+    "cuda_runai": Loader(runai, "Run:ai streamer, O_DIRECT", "Run:ai streamer", _RUNAI, device="cuda"),
+    "cuda_runai_buffered": Loader(
         runai,
         "Run:ai streamer, buffered",
         "Run:ai streamer",
@@ -172,8 +146,8 @@ GPU_PEERS: dict[str, Peer] = {
         {"RUNAI_STREAMER_FS_STRATEGY": "sync_buffered"},
         device="cuda",
     ),
-    "cuda_instanttensor": Peer(instanttensor, "InstantTensor, O_DIRECT", "InstantTensor", _INSTANT, device="cuda"),
-    "cuda_instanttensor_buffered": Peer(
+    "cuda_instanttensor": Loader(instanttensor, "InstantTensor, O_DIRECT", "InstantTensor", _INSTANT, device="cuda"),
+    "cuda_instanttensor_buffered": Loader(
         instanttensor,
         "InstantTensor, buffered",
         "InstantTensor",
@@ -181,5 +155,5 @@ GPU_PEERS: dict[str, Peer] = {
         {"INSTANTTENSOR_BACKEND": "BUFFERED"},
         device="cuda",
     ),
-    "cuda_flashpack": Peer(flashpack, "FlashPack", "FlashPack", _FLASH, device="cuda"),
+    "cuda_flashpack": Loader(flashpack, "FlashPack", "FlashPack", _FLASH, device="cuda"),
 }

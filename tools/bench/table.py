@@ -43,15 +43,15 @@ def measure(scratch: Path, runs: int) -> dict[str, Any]:
         plain.append(run_peer("plain preadv", BASELINE, folders, 8, [0], cold=False, limit=_SECONDS, verify=False))
     return {
         "num_tensors": sum(1 for _ in model.tensors()),
-        "rank_nbytes": loads[0]["nbytes"],
-        "seconds": statistics.median(one["seconds"] for one in loads),
-        "plain_seconds": statistics.median(one["seconds"] for one in plain),
+        "rank_nbytes": loads[0].nbytes,
+        "seconds": statistics.median(one.seconds for one in loads),
+        "plain_seconds": statistics.median(one.seconds for one in plain),
         "overhead_seconds": statistics.median(
-            one["seconds"] - other["seconds"] for one, other in zip(loads, plain, strict=True)
+            one.seconds - other.seconds for one, other in zip(loads, plain, strict=True)
         ),
-        "peak_minus_needed_nbytes": statistics.median(one["peak_minus_needed_nbytes"] for one in loads),
-        "all_seconds": [one["seconds"] for one in loads],
-        "all_plain_seconds": [one["seconds"] for one in plain],
+        "peak_minus_needed_nbytes": statistics.median(one.peak_minus_needed_nbytes for one in loads),
+        "all_seconds": [one.seconds for one in loads],
+        "all_plain_seconds": [one.seconds for one in plain],
         "runs": runs,
     }
 

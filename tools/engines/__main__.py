@@ -28,7 +28,10 @@ HOME = Path(tempfile.gettempdir(), "engine-envs")
 BATCH = 40
 """Jobs for one process: what an engine keeps of a model goes away with it."""
 TIMEOUT_S = 1800
-KEPT = ("same", "distinct", "parameters", "elements", "different", "never_loaded", "whole_reads", "refused", "error")
+KEPT = (
+    "same", "distinct", "parameters", "elements", "different", "never_loaded", "whole_reads", "straight", "refused",
+    "error",
+)  # fmt: skip
 
 Result = dict[str, Any]
 
@@ -152,6 +155,7 @@ def describe(found: Result, work: Path) -> str:
     if what is None:
         counts = found["parameters"], len(found["different"]), found["whole_reads"]
         what = "{} parameters, {} different, {} tensors read whole".format(*counts)
+        what += f", {100 * found['straight']:.1f} % straight into parameters" if "straight" in found else ""
     return f"{found['name']}, tp {found['tp']}: {what}"
 
 

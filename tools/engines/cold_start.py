@@ -10,11 +10,11 @@ from statistics import median
 from typing import Any
 
 from bench.drive import check_cold, forget, machine, total_nbytes
-from checkpoints import write_llama
 
 from engines.cases import Run, converted_of
 from engines.environments import Environment
 from engines.starts import Start, start
+from relayout.benchmark.made import write_llama
 
 NUM_LAYERS = 2
 """Of Llama-3.1-8B's shapes: 3 GB."""

@@ -43,9 +43,7 @@ def run_jobs(compare: Callable[[Job, dict[str, Any]], None]) -> None:
         compare: adds to what was found of a job.
     """
     for job in [Job(**one) for one in json.loads(Path(sys.argv[1]).read_text())]:
-        found: dict[str, Any] = {
-            "parameters": 0, "elements": 0, "different": [], "never_loaded": 0, "whole_reads": 0
-        }  # fmt: skip
+        found = nothing_found()
         try:
             compare(job, found)
         except Exception as error:
@@ -54,6 +52,11 @@ def run_jobs(compare: Callable[[Job, dict[str, Any]], None]) -> None:
                 "trace": traceback.format_exc()[-3000:],
             }
         print("RESULT", json.dumps({**asdict(job), **found}), flush=True)
+
+
+def nothing_found() -> dict[str, Any]:
+    """What is counted."""
+    return {"parameters": 0, "elements": 0, "different": [], "never_loaded": 0, "whole_reads": 0}
 
 
 def poison(model: torch.nn.Module) -> Tensors:

@@ -10,15 +10,14 @@ import sys
 from typing import Any
 
 import torch
-from comparing import Job, Tensors, note_differences, poison, run_jobs
+from comparing import Job, Tensors, note_differences, nothing_found, poison, run_jobs
 
 from relayout.observe.stand_ins import play, stand_in_kernels
 
 
-def configuration(job: Job, path: str, load_format: str) -> Any:
+def configuration(job: Job, path: str, load_format: str, **extra: Any) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
-    extra = {"strict": job.strict} if load_format == "relayout" else {}
     return EngineArgs(
         model=path,
         load_format=load_format,
@@ -52,17 +51,29 @@ def load(config: Any, model_config: Any) -> tuple[Tensors, Any]:
 
 
 def compare(job: Job, found: dict[str, Any]) -> None:
-    """Load every rank both ways; the engine's own first."""
-    configs = [configuration(job, path, form) for path, form in ((job.source, "auto"), (job.converted, "relayout"))]
-    models = [config.model_config for config in configs]
-    if job.draft:
-        models = [draft_of(config) for config in configs]
-    own = [load_rank(job, rank, configs[0], models[0])[0] for rank in range(job.tp)]
+    """Load every rank in all ways; the engine's own first."""
+    chosen = setup(job, job.source, "auto")
+    own = [load_rank(job, rank, *chosen)[0] for rank in range(job.tp)]
     found["own_load"] = True
-    for rank in range(job.tp):
-        ours, weights = load_rank(job, rank, configs[1], models[1])
-        found["whole_reads"] += weights.report().num_whole
-        note_differences(found, rank, own[rank], ours)
+    for placement in ("copy", "direct"):
+        chosen = setup(job, job.converted, "relayout", strict=job.strict, placement=placement)
+        seen = nothing_found()
+        straight = nbytes = 0
+        for rank in range(job.tp):
+            ours, weights = load_rank(job, rank, *chosen)
+            report = weights.report()
+            seen["whole_reads"] += report.num_whole
+            straight, nbytes = straight + report.placed_nbytes, nbytes + report.nbytes
+            note_differences(seen, rank, own[rank], ours)
+        seen["different"] = found["different"] + [f"{placement}, {one}" for one in seen["different"]]
+        found |= seen
+    found["straight"] = round(straight / nbytes, 4)
+
+
+def setup(job: Job, path: str, load_format: str, **extra: Any) -> tuple[Any, Any]:
+    """Configurations of an engine, and of the model that is loaded."""
+    config = configuration(job, path, load_format, **extra)
+    return config, draft_of(config) if job.draft else config.model_config
 
 
 def load_rank(job: Job, rank: int, config: Any, model_config: Any) -> tuple[Tensors, Any]:

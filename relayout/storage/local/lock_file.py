@@ -74,7 +74,7 @@ def _open_lock(parent: OpenFolder, name: str) -> tuple[int, int]:
             fd = parent.open(name, os.O_RDWR | os.O_CREAT, 0o600)
             return fd, os.fstat(fd).st_uid
         except FileExistsError:
-            user = _user_of_new_files(parent, name)
+            user = user_of_new_files(parent, name)
         try:
             status = parent.status(name)
             if status is not None:
@@ -88,7 +88,8 @@ def _open_lock(parent: OpenFolder, name: str) -> tuple[int, int]:
             continue  # Its holder has just removed it.
 
 
-def _user_of_new_files(parent: OpenFolder, name: str) -> int:
+def user_of_new_files(parent: OpenFolder, name: str) -> int:
+    """The id of the owner of files that this process makes in a folder; `name` begins that of a file made to see."""
     probe = f"{name}-{os.urandom(8).hex()}"
     fd = parent.open(probe, os.O_RDWR | os.O_CREAT, 0o600)
     try:

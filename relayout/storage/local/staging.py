@@ -22,7 +22,9 @@ from relayout.storage.local.open_folder import OpenFolder, exchange, rename, res
 from relayout.storage.protocols import Access, Closable, Modes, check_vacant
 
 _TO_CREATE = os.O_RDWR | os.O_CREAT
-_FOLDER = "output"
+FOLDER = "output"
+"""In which the output is assembled, in the folder beside it."""
+_SHARED = "shared-"
 _DONE = "done"
 """The complete folder just before it becomes the output; after an exchange, the replaced folder, to be deleted."""
 _CANNOT_REPLACE = {
@@ -84,14 +86,14 @@ def _holds_working_folder(folder: Path) -> bool:
 def remove_leftovers(output: Path) -> None:
     """Delete what a process of this user left beside an output if it was killed after its last rename."""
     output = output.resolve()
-    if not output.name or not any(os.path.lexists(name_of(output)) for name_of in (_place, _lock, older_folder)):
+    if not output.name or not any(os.path.lexists(name_of(output)) for name_of in (place_of, lock_of, older_folder)):
         return
     with (
         suppress(PlanError, OSError),
         _locked_parent(output) as (parent, user),
-        _open_left(parent, output, user) or _make_new(parent, output, user) as place,
+        open_left(parent, output, user) or _make_new(parent, output, user) as place,
     ):
-        if place.status(_FOLDER) is None:
+        if place.status(FOLDER) is None and not _shared(place):
             _collect_replaced(place, parent, output, user)
             _remove(parent, place)
 
@@ -115,6 +117,8 @@ def check_space(output: Path, nbytes: int) -> None:
 class LocalStaging:
     """A folder beside an output, in which it is assembled; see `protocols.Staging`."""
 
+    can_read = True
+
     def __init__(self, output: Path, place: OpenFolder, modes: Modes) -> None:
         """Use `place`, a private folder of this user, which may hold files of an earlier attempt."""
         self._output = output
@@ -133,10 +137,10 @@ class LocalStaging:
         return str(self.place.path)
 
     def _open_folder(self) -> OpenFolder:
-        status = self.place.status(_FOLDER)
+        status = self.place.status(FOLDER)
         if status is None or not stat.S_ISDIR(status.st_mode) or status.st_uid != self.place.owner:
             return self._make_empty()
-        folder = self.place.subfolder(_FOLDER)
+        folder = self.place.subfolder(FOLDER)
         restrict(folder.fd, self.modes.folder)
         return folder
 
@@ -148,8 +152,8 @@ class LocalStaging:
     def _make_empty(self) -> OpenFolder:
         for name in self.place.names():
             self.place.remove(name)
-        self.place.make(_FOLDER, self.modes.folder)
-        return self.place.subfolder(_FOLDER)
+        self.place.make(FOLDER, self.modes.folder)
+        return self.place.subfolder(FOLDER)
 
     def allocated_nbytes(self) -> int:
         """See `Staging.allocated_nbytes`."""
@@ -253,12 +257,13 @@ def _apply_umask(place: OpenFolder, modes: Modes) -> Modes:
 
 @contextmanager
 def staging_folder(
-    output: Path, marker: str, *, replace: bool = False, modes: Modes | None = None
+    output: Path, marker: str, *, replace: bool = False, modes: Modes | None = None, shared: str | None = None
 ) -> Iterator[LocalStaging]:
     """Yield a staging folder beside `output`, which becomes `output` when the block ends.
 
-    It may hold files of an earlier attempt. If the block fails, they are deleted unless `is_kept` is set. An existing
-    `output` must be empty or, with `replace`, a folder that relayout wrote.
+    It may hold files of an earlier attempt; with `shared` it holds those that parts have added, see `Store.stage`. If
+    the block fails, they are deleted unless `is_kept` is set. An existing `output` must be empty or, with `replace`, a
+    folder that relayout wrote.
 
     Raises:
         PlanError: another process is writing the same output, the files beside it belong to another user, or `output`
@@ -268,13 +273,13 @@ def staging_folder(
     output = output.resolve()
     with _locked_parent(output) as (parent, user):
         _undo_rename(parent, output, user, replace)
-        left = _open_left(parent, output, user)
-        with left or _make_new(parent, output, user) as place:
-            staging = LocalStaging(output, place, modes or Modes())
+        left = open_left(parent, output, user)
+        with left or _make_new(parent, output, user) as place, _folder_of(place, shared, replace) as inner:
+            staging = LocalStaging(output, inner, modes or Modes())
             try:
                 staging.is_kept = left is not None  # Keep an earlier attempt if the output cannot be replaced.
                 _check_replaceable(place, parent, output)
-                staging.is_kept = False
+                staging.is_kept = shared is not None  # Others may be at work there.
                 yield staging
                 _publish(staging, parent, output, replace=replace and (output / marker).is_file())
                 _collect_replaced(place, parent, output, user)
@@ -289,6 +294,40 @@ def staging_folder(
                 staging.folder.close()
 
 
+def _folder_of(place: OpenFolder, shared: str | None, replace: bool) -> OpenFolder:
+    """Where an output is assembled: in the folder beside it, or in the one in there that parts share.
+
+    Raises:
+        PlanError: there are no such parts; or there are some, which are not asked for.
+    """
+    if shared is not None:
+        if place.status(f"{shared_folder(shared)}/{FOLDER}") is None:
+            with suppress(OSError):
+                place.path.rmdir()  # Only if it is empty.
+            raise PlanError("no unit of this conversion is done", path=place.path, code="missing")
+        return place.subfolder(shared_folder(shared))
+    if _shared(place) and not replace:
+        what = "holds units that other processes convert: --commit publishes, --force discards them"
+        raise PlanError(what, path=place.path, code="exists")
+    return place.subfolder(".")
+
+
+def shared_folder(shared: str) -> str:
+    """The folder, in that beside an output, in which parts of this name are assembled."""
+    return f"{_SHARED}{shared}"
+
+
+def _shared(place: OpenFolder) -> bool:
+    return any(name.startswith(_SHARED) for name in place.names())
+
+
+def subfolder(place: OpenFolder, name: str, mode: int = stat.S_IRWXU) -> OpenFolder:
+    """A subfolder, which is made if it is missing; several processes may do so at the same time."""
+    with suppress(FileExistsError):
+        place.make(name, mode)
+    return place.subfolder(name)
+
+
 @contextmanager
 def _locked_parent(output: Path) -> Iterator[tuple[OpenFolder, int]]:
     """Hold the output's lock. Yield its parent folder and this user's id there.
@@ -296,26 +335,27 @@ def _locked_parent(output: Path) -> Iterator[tuple[OpenFolder, int]]:
     Raises:
         PlanError: another process is writing the same output, or the lock belongs to another user.
     """
-    with OpenFolder(output.parent) as parent, locked(parent, _lock(output).name, output) as user:
+    with OpenFolder(output.parent) as parent, locked(parent, lock_of(output).name, output) as user:
         yield parent, user
 
 
-def _lock(output: Path) -> Path:
+def lock_of(output: Path) -> Path:
+    """Path of the lock of an output."""
     return output.with_name(f".{output.name}.relayout-lock")
 
 
-def _place(output: Path) -> Path:
+def place_of(output: Path) -> Path:
     """Path of the folder in which an output is assembled."""
     return output.with_name(f".{output.name}.relayout-partial")
 
 
-def _open_left(parent: OpenFolder, output: Path, user: int) -> OpenFolder | None:
+def open_left(parent: OpenFolder, output: Path, user: int) -> OpenFolder | None:
     """Open the staging folder of an earlier attempt and make it private; None if there is none.
 
     Raises:
         PlanError: it belongs to another user.
     """
-    path = _place(output)
+    path = place_of(output)
     status = parent.status(path.name)
     if status is None:
         return None
@@ -334,10 +374,10 @@ def _open_left(parent: OpenFolder, output: Path, user: int) -> OpenFolder | None
 
 
 def _make_new(parent: OpenFolder, output: Path, user: int) -> OpenFolder:
-    parent.make(_place(output).name, stat.S_IRWXU)
-    place = _open_left(parent, output, user)
+    parent.make(place_of(output).name, stat.S_IRWXU)
+    place = open_left(parent, output, user)
     if place is None or place.names():
-        raise PlanError("was changed by another process", path=_place(output), code="exists")
+        raise PlanError("was changed by another process", path=place_of(output), code="exists")
     return place
 
 
@@ -408,7 +448,7 @@ def _publish(staging: LocalStaging, parent: OpenFolder, output: Path, *, replace
         _replace(staging.place, parent, output)
     else:
         # Fails if a folder with files in it was created there meanwhile.
-        rename(staging.place, _FOLDER, parent, output.name)
+        rename(staging.place, FOLDER, parent, output.name)
     # The output is complete now, even if deleting the older one fails.
     staging.is_kept = False
     with suppress(OSError):
@@ -418,7 +458,7 @@ def _publish(staging: LocalStaging, parent: OpenFolder, output: Path, *, replace
 def _replace(place: OpenFolder, parent: OpenFolder, output: Path) -> None:
     """Exchange the complete folder with the older output, which is moved to the staging folder."""
     # Rename it first, so that a later attempt does not mistake the older folder for one to resume.
-    rename(place, _FOLDER, place, _DONE)
+    rename(place, FOLDER, place, _DONE)
     try:
         with suppress(PermissionError), parent.subfolder(output.name) as older:
             # A folder without write permission cannot be moved to another parent.
@@ -427,7 +467,7 @@ def _replace(place: OpenFolder, parent: OpenFolder, output: Path) -> None:
             _collect_replaced(place, parent, output, place.owner)
             _replace_in_two_steps(place, parent, output)
     except BaseException:
-        rename(place, _DONE, place, _FOLDER)
+        rename(place, _DONE, place, FOLDER)
         raise
 
 

@@ -60,6 +60,10 @@ class LocalStore:
         """See `Store.parent`."""
         return LocalStore(self.folder.parent, self.folder.name), self.folder.name
 
+    def snapshot(self) -> LocalStore:
+        """See `Store.snapshot`."""
+        return self
+
     def folder_mode(self) -> int:
         """See `Store.folder_mode`."""
         return self.folder.stat().st_mode & 0o777
@@ -118,11 +122,21 @@ class LocalStore:
         remove_leftovers(self.folder)
         check_output(source.path(""), self.folder, marker, force=force)
 
-    def stage(self, marker: str, *, replace: bool, modes: Modes) -> AbstractContextManager[LocalStaging]:
+    def stage(
+        self, marker: str, *, replace: bool, modes: Modes, shared: str | None = None
+    ) -> AbstractContextManager[LocalStaging]:
         """See `Store.stage`."""
         from relayout.storage.local.staging import staging_folder
 
-        return staging_folder(self.folder, marker, replace=replace, modes=modes)
+        return staging_folder(self.folder, marker, replace=replace, modes=modes, shared=shared)
+
+    def stage_part(
+        self, marker: str, shared: str, part: str, *, replace: bool, modes: Modes
+    ) -> AbstractContextManager[LocalStaging]:
+        """See `Store.stage_part`."""
+        from relayout.storage.local.parts import staging_part
+
+        return staging_part(self.folder, marker, shared, part, replace=replace, modes=modes)
 
 
 def _is_utf8(name: str) -> bool:

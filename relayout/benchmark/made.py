@@ -1,4 +1,4 @@
-"""Makes checkpoints of true names and shapes at any size, for benchmarks: bytes from a pool, position-dependent."""
+"""Makes checkpoints of Llama-3.1-8B's names and shapes, for benchmarks: bytes from a pool, position-dependent."""
 
 from __future__ import annotations
 

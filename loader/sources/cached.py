@@ -1,0 +1,194 @@
+"""A store whose files are fetched to a folder of this machine when they are first used, and read there.
+
+What is kept is a converted checkpoint of the ranks that were loaded. Every byte of a weight file is compared with the
+digest of its chunk before the file gets its name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias
+
+from relayout.checkpoint.converted import check_head, read_chunk_digests
+from relayout.core.coalesce import split
+from relayout.core.digests import DIGEST_NBYTES, digest_hex
+from relayout.core.extents import Extent
+from relayout.core.workers import Workers
+from relayout.errors import FormatError
+from relayout.format.chunks import chunks_over
+from relayout.format.index import MANIFEST_NAME, Manifest
+from relayout.format.manifest import MAX_TABLE_NBYTES
+from relayout.loader.budgets import HOST_BUFFERS, plan_budget
+from relayout.loader.sources.contents import FileProof, StoredFile, files_of
+from relayout.progress import Progress, reporting
+from relayout.storage.buffers import Buffer
+from relayout.storage.cache_folder import Cache, Lease
+from relayout.storage.local.files import InputFile, OutputFile
+from relayout.storage.local.open_folder import OpenFolder
+from relayout.storage.local.store import LocalStore
+from relayout.storage.protocols import Access, FileStat, Store
+
+_REQUEST_NBYTES = 4 * 2**20
+"""What a thread fetches at once, or one chunk: it is held in memory until its digest is known."""
+
+CacheOption: TypeAlias = str | os.PathLike[str] | Cache | None
+"""The folder of a cache, or a folder with a limit; None: what the environment says."""
+
+
+def cache_of(option: CacheOption) -> Cache | None:
+    """The cache that was asked for, or else that of RELAYOUT_CACHE and RELAYOUT_CACHE_LIMIT; None: no cache."""
+    if isinstance(option, Cache):
+        return option
+    folder = os.environ.get("RELAYOUT_CACHE") if option is None else option
+    return Cache(folder, os.environ.get("RELAYOUT_CACHE_LIMIT") or None) if folder else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedStore(LocalStore):
+    """An entry of a cache; what it lacks is fetched when it is asked for. Thread-safe."""
+
+    remote: Store
+    files: dict[str, StoredFile]
+    """The weight files of the checkpoint, in the remote store."""
+    lease: Lease
+
+    def __str__(self) -> str:
+        return str(self.remote)
+
+    def stat(self, name: str) -> FileStat | None:
+        """See `Store.stat`. A weight file is not fetched for it."""
+        if name in self.files and not (self.folder / name).exists():
+            return self.remote.stat(name)
+        self._fetch(name)
+        return LocalStore.stat(self, name)
+
+    def read(self, name: str, limit: int) -> bytes:
+        """See `Store.read`."""
+        self._fetch(name)
+        return LocalStore.read(self, name, limit)
+
+    def open(
+        self, name: str, nbytes: int | None = None, *, access: Access = Access.BUFFERED, version: str | None = None
+    ) -> InputFile:
+        """See `Store.open`."""
+        self._fetch(name)
+        return LocalStore.open(self, name, nbytes, access=access, version=version)
+
+    def _fetch(self, name: str) -> None:
+        """Keep a file, unless it is there or the remote store has none of its name."""
+        if name in self.files:
+            self.fetch([name])
+        elif "/" not in name and not (self.folder / name).exists():
+            try:
+                blob = self.remote.read(name, MAX_TABLE_NBYTES)
+            except FormatError as error:
+                if error.code != "missing":
+                    raise
+            else:
+                self.lease.keep(name, partial(_write, self.folder, [blob]))
+
+    def fetch(self, names: Sequence[str], progress: Progress = None) -> None:
+        """Keep weight files.
+
+        Raises:
+            FormatError: a file is missing in the remote store, or damaged.
+            OSError: a request failed, or the cache cannot be written.
+        """
+        missing = [self.files[name] for name in names if not (self.folder / name).exists()]
+        if not missing:
+            return
+        with reporting(progress, "fetching", sum(file.nbytes for file in missing)) as report:
+            done = 0
+            for file in missing:
+                tell = None if report is None else partial(_tell, report, done)
+                self.lease.keep(file.name, partial(_fetch_file, self.folder, file, tell))
+                done += file.nbytes
+            if report is not None:
+                report(done)
+
+
+def cached(remote: Store, manifest: Manifest, blob: bytes, cache: Cache) -> CachedStore:
+    """The entry of a checkpoint; `blob` is its manifest as stored, which names the entry.
+
+    Raises:
+        OSError: the cache cannot be written.
+    """
+    lease = cache.lease(digest_hex(blob))
+    lease.keep(MANIFEST_NAME, partial(_write, lease.folder, [blob]))
+    small = CachedStore(folder=lease.folder, remote=remote, files={}, lease=lease)
+    files = {}
+    for number, file in enumerate(files_of(remote, manifest, range(len(manifest.files)))):
+        assert file.proof is not None
+        # Digests are kept, too: the entry can be verified as any other folder.
+        proof = replace(file.proof, chunk_digests=partial(read_chunk_digests, small, manifest, number))
+        files[file.name] = replace(file, proof=proof)
+    return replace(small, files=files)
+
+
+def has_room(store: CachedStore, cache: Cache, names: Sequence[str]) -> bool:
+    """Whether there is room for weight files that are not kept yet; other entries are removed for it.
+
+    Raises:
+        PlanError: the cache's limit is no size.
+        OSError: the cache cannot be written.
+    """
+    missing = [store.files[name].nbytes for name in names if not (store.folder / name).exists()]
+    return not missing or cache.make_room(sum(missing))
+
+
+def _tell(report: Callable[[int], None], before: int, done: int) -> None:
+    report(before + done)
+
+
+def _write(folder: Path, pieces: Sequence[bytes], name: str) -> None:
+    """Write a small file to the drive."""
+    with OpenFolder(folder) as opened, OutputFile(opened, name, sum(map(len, pieces)), direct=False) as file:
+        offset = 0
+        for piece in pieces:
+            file.write(offset, memoryview(piece))
+            offset += len(piece)
+
+
+def _fetch_file(folder: Path, file: StoredFile, tell: Callable[[int], None] | None, name: str) -> None:
+    """Fetch a weight file to the drive, by several requests at a time, and prove its bytes."""
+    assert file.proof is not None
+    proof, digests = file.proof, file.proof.chunk_digests()
+    cost = file.folder.cost
+    threads = plan_budget(None, None, HOST_BUFFERS, cost).threads
+    piece_nbytes = max(_REQUEST_NBYTES // proof.chunk_nbytes, 1) * proof.chunk_nbytes
+    body = Extent(proof.data_start, file.nbytes - proof.data_start)
+    with (
+        file.open(Access.BUFFERED) as source,
+        OpenFolder(folder) as opened,
+        OutputFile(opened, name, file.nbytes) as output,
+    ):
+        head = memoryview(bytearray(proof.data_start))
+        source.read(0, head)
+        check_head(head, proof.content, proof.data_start, file.where)
+        output.write(0, head)
+
+        def fetch(buffer: Buffer, piece: Extent) -> int:
+            view = buffer.reserve(piece.nbytes)
+            source.read(piece.offset, view)
+            _check(file, proof, digests, piece, view)
+            output.write(piece.offset, view)
+            return piece.nbytes
+
+        Workers(threads, list(split(body, piece_nbytes)), Buffer, fetch).run(tell)
+
+
+def _check(file: StoredFile, proof: FileProof, digests: bytes, piece: Extent, view: memoryview) -> None:
+    """Compare the digests of the chunks of a piece."""
+    for number, chunk, part in chunks_over(piece, proof.data_start, file.nbytes, proof.chunk_nbytes):
+        expected = digests[DIGEST_NBYTES * number : DIGEST_NBYTES * (number + 1)].hex()
+        if digest_hex(view[part.offset - piece.offset : part.end - piece.offset]) != expected:
+            raise FormatError(
+                f"bytes {chunk.offset} to {chunk.end} have another digest than {expected}: damaged",
+                path=file.where,
+                offset=chunk.offset,
+                code="digest",
+            )

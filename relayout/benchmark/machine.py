@@ -1,0 +1,166 @@
+"""The page cache, memory, load and hardware of this machine: what a measurement must control, and must report."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from relayout.storage.local.page_cache import resident_nbytes
+
+_COLD_SHARE, _WARM_SHARE = 0.001, 0.99
+"""A file set is cold with at most this share of its bytes in the page cache, and warm with at least this share."""
+_CHUNK_NBYTES = 16 * 2**20
+
+
+class NotPrepared(Exception):
+    """The page cache is not in the state that a measurement needs."""
+
+
+def total_nbytes(files: Iterable[Path]) -> int:
+    """Bytes of files."""
+    return sum(path.stat().st_size for path in files)
+
+
+def resident_share(files: Sequence[Path]) -> float | None:
+    """The share of the files' bytes that is in the page cache; None if the system does not report it."""
+    resident = 0
+    for path in files:
+        with path.open("rb") as file:
+            nbytes = resident_nbytes(file.fileno(), 0, path.stat().st_size)
+        if nbytes is None:
+            return None
+        resident += nbytes
+    return resident / max(1, total_nbytes(files))
+
+
+def forget(files: Iterable[Path]) -> None:
+    """Drop the files' pages from the page cache. Pages that are dirty, or mapped by a process, may stay."""
+    for path in files:
+        with path.open("rb") as file:
+            with suppress(OSError):  # Another user's file on some systems.
+                os.fdatasync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def remember(files: Iterable[Path]) -> None:
+    """Read the files into the page cache."""
+    buffer = bytearray(_CHUNK_NBYTES)
+    for path in files:
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def prepare(to_read: Sequence[Path], to_forget: Sequence[Path], *, cold: bool, needed_nbytes: int) -> None:
+    """Make the page cache cold or warm, and check that it is. Another process may need memory at any moment.
+
+    Args:
+        to_read: the files that the loader reads. Warm: all of their bytes are in the page cache.
+        to_forget: all files of the measurement. Cold: no byte of them is in the page cache.
+        needed_nbytes: memory that the loader will need, see `touch_memory`.
+
+    Raises:
+        NotPrepared: the page cache could not be made cold or warm, or the system does not report its content.
+    """
+    share: float | None = None
+    for _ in range(3):
+        if cold:
+            forget(to_forget)
+        else:
+            remember(to_read)
+        touch_memory(needed_nbytes)
+        share = resident_share(to_forget if cold else to_read)
+        if share is None:
+            raise NotPrepared("the system does not report what is in the page cache (cachestat, mincore)")
+        if share <= _COLD_SHARE if cold else share >= _WARM_SHARE:
+            return
+    raise NotPrepared(f"{100 * (share or 0):.1f} % of the files are in the page cache after three attempts")
+
+
+def touch_memory(nbytes: int) -> None:
+    """Write to free memory and free it again, so that the measured process gets it at the same price as all others.
+
+    A virtual machine that returned free memory to its host pays in host page faults to get it back. Without this, a
+    process that runs after another has freed memory is faster. Memory of the page cache is not touched.
+    """
+    nbytes = min(nbytes, meminfo("MemFree") * 8 // 10)
+    with mmap.mmap(-1, max(nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        pages = np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE]
+        pages[:] = 1
+        del pages
+
+
+def meminfo(field: str) -> int:
+    """A field of /proc/meminfo, in bytes."""
+    found = re.search(rf"^{field}:\s*(\d+)", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    assert found
+    return int(found[1]) * 1024
+
+
+def num_cpus() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def cpu_seconds() -> tuple[float, int]:
+    """Seconds that all processors of the machine were busy since it started, and how many there are.
+
+    Time that the host of a virtual machine took ("steal") counts as busy.
+    """
+    lines = Path("/proc/stat").read_text().splitlines()
+    user, nice, system, _, _, irq, softirq, steal = map(int, lines[0].split()[1:9])
+    ticks = user + nice + system + irq + softirq + steal
+    return ticks / os.sysconf("SC_CLK_TCK"), sum(bool(re.match(r"cpu\d", line)) for line in lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What was measured on; no names of hosts, no paths."""
+
+    cpu: str
+    num_cpus: int
+    memory_nbytes: int
+    kernel: str
+    python: str
+    file_system: str
+    drive: str | None
+    """The drive's model, else its kind, such as "vda"; None: not on one block device."""
+    load_average: float
+    """Of the last minute, before the first measurement."""
+
+
+def describe(folder: Path, file_system: str) -> Machine:
+    """The machine now, and the drive that a folder is on."""
+    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    return Machine(
+        cpu=cpu[1] if cpu else platform.processor() or platform.machine(),
+        num_cpus=num_cpus(),
+        memory_nbytes=meminfo("MemTotal"),
+        kernel=platform.release(),
+        python=platform.python_version(),
+        file_system=file_system,
+        drive=drive_of(folder),
+        load_average=os.getloadavg()[0],
+    )
+
+
+def drive_of(folder: Path) -> str | None:
+    """The model of the drive that a folder is on, else its kind, such as "vda"; None: not on one block device."""
+    number = folder.stat().st_dev
+    device = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
+    if not device.exists():
+        return None
+    whole = device.resolve()
+    if (whole / "partition").exists():
+        whole = whole.parent
+    model = whole / "device/model"
+    return model.read_text().strip() if model.exists() else whole.name

@@ -1,0 +1,388 @@
+"""`bench`: plans the measurements of a checkpoint, carries them out, and sums them up."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from importlib import util
+from pathlib import Path
+
+from relayout.benchmark.child import digest_of
+from relayout.benchmark.drive import direct_gb_per_s
+from relayout.benchmark.job import Job, Loader, plain_files
+from relayout.benchmark.loaders import LOADERS
+from relayout.benchmark.machine import Machine, describe, meminfo, prepare, total_nbytes
+from relayout.benchmark.made import write_llama
+from relayout.benchmark.run import Died, Measured, load_together
+from relayout.benchmark.verdict import RankLoads, Timing, verdict, warnings_of
+from relayout.checkpoint.converted import is_converted, read_manifest, read_table
+from relayout.checkpoint.source import read_source
+from relayout.conversion.run import convert, default_output
+from relayout.core.arguments import integer, size
+from relayout.errors import PlanError
+from relayout.format.index import MANIFEST_NAME
+from relayout.plans.planner import plan_for
+from relayout.storage.local.mounts import filesystem_of
+from relayout.storage.stores import find_store
+
+_CHILD = "relayout.benchmark.child"
+_SECONDS = 900.0
+"""Limit of one load."""
+_PROCESS_NBYTES = 400 * 10**6
+"""Memory of a process without tensors: Python and torch."""
+_MADE_TP = 4
+_LAYER_NBYTES, _EMBEDDING_NBYTES = 436_224_000, 2_101_355_000
+"""Of the checkpoints that `made` writes."""
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Folders:
+    """The checkpoint to be measured: as its owner has it, and converted. At least one of them."""
+
+    source: Path | None
+    converted: Path | None
+    tp: int
+
+    @property
+    def source_files(self) -> list[Path]:
+        """Weight files of the plain folder."""
+        return [] if self.source is None else plain_files(self.source)
+
+    def rank_files(self, ranks: Sequence[int]) -> list[Path]:
+        """Files of these ranks in the converted folder; all of them, where it is of another degree."""
+        if self.converted is None:
+            return []
+        manifest = read_manifest(find_store(self.converted))
+        holders = [manifest.ranks[rank] for rank in ranks] if manifest.num_ranks == self.tp else manifest.holders
+        numbers = dict.fromkeys(number for holder in holders for number in holder.files)
+        return [self.converted / manifest.files[number].name for number in numbers]
+
+    @property
+    def every_file(self) -> list[Path]:
+        """All weight files."""
+        return [*self.source_files, *self.rank_files(range(self.tp))]
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What `bench` has measured."""
+
+    source: str | None
+    converted: str | None
+    tp: int
+    runs: int
+    machine: Machine
+    drive_gb_per_s: float | None
+    """GB/s (10^9 bytes) of direct reads, the median; None if the file system refuses them."""
+    loads: tuple[RankLoads, ...]
+    """One rank and all ranks at once, cold and warm; as far as it was possible."""
+    left_out: tuple[str, ...]
+    """What was not measured, and why."""
+    warnings: tuple[str, ...]
+    """Why the figures should not be trusted."""
+    wrong: tuple[str, ...]
+    """Loaders whose bytes differ from the others', and where."""
+    verdict: str
+
+    def as_json(self) -> dict[str, object]:
+        """For `--json`."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchPlan:
+    """A benchmark that was planned. Nothing has been measured yet."""
+
+    folders: Folders
+    runs: int
+    loaders: dict[str, Loader]
+    left_out: tuple[str, ...]
+
+    @property
+    def droppable_nbytes(self) -> int:
+        """Bytes of the files that `run(drop_caches=True)` drops from the page cache, again and again."""
+        return total_nbytes(self.folders.every_file)
+
+    def run(self, *, drop_caches: bool, tell: Tell = lambda line: None) -> Bench:
+        """Measure. Reads only.
+
+        Args:
+            drop_caches: drop these files, and no others, from the page cache before each cold load. Other processes
+                that use them will wait for the drive. False: cold loads are not measured.
+            tell: called with a line for a person after each load.
+
+        Raises:
+            FormatError, PlanError, OSError: the checkpoint cannot be read.
+        """
+        folders, left_out = self.folders, list(self.left_out)
+        about = describe(_folder_of(folders), filesystem_of(folders.every_file[0]).kind)
+        tp, limits, loads = folders.tp, [], []
+        expected = _expected_digests(folders)
+        if not drop_caches:
+            left_out.append("cold loads: dropping the files from the page cache was not allowed")
+        for state in ("cold", "warm") if drop_caches else ("warm",):
+            for ranks in [[0], list(range(tp))][: 2 if tp > 1 else 1]:
+                group = _Group(folders, self.loaders, ranks, state, expected)
+                why = group.too_large()
+                if why is not None:
+                    left_out.append(why)
+                    continue
+                if state == "cold":
+                    limits += self._drive(ranks)
+                loads.append(group.measure(self.runs, tell))
+        drive = statistics.median(limits) if limits else None
+        return Bench(
+            source=None if folders.source is None else str(folders.source),
+            converted=None if folders.converted is None else str(folders.converted),
+            tp=tp,
+            runs=self.runs,
+            machine=about,
+            drive_gb_per_s=drive,
+            loads=tuple(loads),
+            left_out=tuple(left_out),
+            warnings=warnings_of(about, loads),
+            wrong=tuple(line for one in loads for line in one.wrong()),
+            verdict=verdict(loads, tp, drive, is_converted=folders.converted is not None),
+        )
+
+    def _drive(self, ranks: Sequence[int]) -> list[float]:
+        files = self.folders.rank_files(ranks) or self.folders.source_files
+        found = [direct_gb_per_s(files) for _ in range(self.runs)]
+        return [one for one in found if one is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """The same ranks, loaded by several loaders from one state of the page cache."""
+
+    folders: Folders
+    loaders: dict[str, Loader]
+    ranks: Sequence[int]
+    state: str
+    expected: Sequence[str] | None
+    """Digest of each rank's tensors, by the converted folder's tables; None: there are none."""
+
+    @property
+    def title(self) -> str:
+        tp = self.folders.tp
+        return "whole model" if tp == 1 else f"all {tp} ranks at once" if len(self.ranks) > 1 else f"one rank of {tp}"
+
+    def _files(self, loader: Loader) -> list[Path]:
+        return self.folders.rank_files(self.ranks) if loader.reads_converted else self.folders.source_files
+
+    def too_large(self) -> str | None:
+        """Why this is not measured: memory does not suffice; None: it does."""
+        available, needed = meminfo("MemAvailable"), self._tensors_nbytes * 11 // 10 + _PROCESS_NBYTES * len(self.ranks)
+        if self.state == "warm":
+            needed += max(total_nbytes(self._files(loader)) for loader in self.loaders.values())
+        if needed <= available:
+            return None
+        cached = " with the files in the page cache" if self.state == "warm" else ""
+        return (
+            f"{self.title}, {self.state}: needs {needed / 1e9:.1f} GB of memory{cached},"
+            f" {available / 1e9:.1f} GB are available"
+        )
+
+    @property
+    def _tensors_nbytes(self) -> int:
+        """About the bytes of the tensors of all these ranks."""
+        folders = self.folders
+        if folders.source is None:
+            return total_nbytes(folders.rank_files(self.ranks))
+        return -(-total_nbytes(folders.source_files) * len(self.ranks) // folders.tp)
+
+    def measure(self, runs: int, tell: Tell) -> RankLoads:
+        """Run each loader so many times, in turns, beginning with another one each time."""
+        names = list(self.loaders)
+        found: dict[str, list[Measured]] = {name: [] for name in names}
+        failures: dict[str, str] = {}
+        for run in range(runs):
+            turn = run % len(names)
+            for name in names[turn:] + names[:turn]:
+                if name in failures:
+                    continue
+                title = f"{self.title}, {self.state}: {self.loaders[name].title}"
+                try:
+                    one = self._load(name)
+                except Died as died:
+                    failures[name] = str(died)
+                    tell(f"{title}: {died}")
+                else:
+                    found[name].append(one)
+                    tell(f"{title}: {one.seconds:.2f} s")
+        return RankLoads(
+            title=self.title,
+            num_ranks=len(self.ranks),
+            state=self.state,
+            timings=tuple(Timing.of(name, self.loaders[name], found[name], failures.get(name)) for name in names),
+            expected=None if self.expected is None else tuple(self.expected[rank] for rank in self.ranks),
+        )
+
+    def _load(self, name: str) -> Measured:
+        loader, folders = self.loaders[name], self.folders
+        memory = meminfo("MemAvailable") // 2 // len(self.ranks)
+        source, converted = (str(one or "") for one in (folders.source, folders.converted))
+        jobs = [Job(name, source, converted, folders.tp, rank, len(self.ranks), memory) for rank in self.ranks]
+
+        def ready() -> None:
+            is_cold = self.state == "cold"
+            prepare(self._files(loader), folders.every_file, cold=is_cold, needed_nbytes=2 * self._tensors_nbytes)
+
+        return load_together(jobs, loader, ready, limit=_SECONDS, module=_CHILD)
+
+
+def plan_bench(
+    path: str | os.PathLike[str],
+    *,
+    tp: int | None = None,
+    against: str | os.PathLike[str] | None = None,
+    runs: int = 3,
+) -> BenchPlan:
+    """Find out what can be measured. Reads headers only.
+
+    Args:
+        path: a converted folder, or a plain checkpoint, on a local file system.
+        tp: the tensor-parallel degree. Default: that of the converted folder.
+        against: the same checkpoint, plain if `path` is converted, else converted. Default: the folder beside it that
+            `convert` would write, or would have read.
+        runs: loads by each loader; medians count.
+
+    Raises:
+        FormatError: a file is damaged.
+        PlanError: the folders are of different checkpoints, or not local; there is no plan for the checkpoint; or torch
+            is not installed.
+    """
+    runs, tp = integer(runs, "runs"), None if tp is None else integer(tp, "tp")
+    if runs < 1:
+        raise PlanError(f"runs={runs}, expected 1 or more", code="option")
+    if util.find_spec("torch") is None:
+        raise PlanError("loads need torch, which is not installed: install the extra 'torch'", code="unsupported")
+    folders = _find_folders(path, tp, against)
+    if folders.tp > 1 and folders.source is not None:
+        plan_for(read_source(find_store(folders.source)), folders.tp)
+    loaders, left_out = {}, []
+    for name, loader in LOADERS.items():
+        # A part is taken by get_slice, a whole model by load_file: each is the faster there.
+        if name == ("get_slice" if folders.tp == 1 else "load_file"):
+            continue
+        if loader.reads_converted:
+            why = None if folders.converted is not None else "there is no converted folder"
+        else:
+            why = loader.absence() if folders.source is not None else "there is no plain folder"
+        if why is None:
+            loaders[name] = loader
+        else:
+            left_out.append(f"{loader.title}: {why}")
+    return BenchPlan(folders, runs, loaders, tuple(left_out))
+
+
+@contextmanager
+def made_checkpoint(
+    folder: str | os.PathLike[str], nbytes: int | str, tp: int | None = None, tell: Tell = lambda line: None
+) -> Iterator[Path]:
+    """A checkpoint of Llama-3.1-8B shapes of about `nbytes`, and its conversion, in a temporary folder below `folder`.
+
+    Yields:
+        The plain folder, with the converted one beside it. Both are deleted when the block ends.
+
+    Raises:
+        PlanError: `folder` is none, or has not enough space.
+        OSError: writing failed.
+    """
+    parent, wanted = Path(folder), size(nbytes, "size")
+    tp = _MADE_TP if tp is None else integer(tp, "tp")
+    if not parent.is_dir() or is_converted(find_store(parent)) or any(parent.glob("*.safetensors")):
+        what = "with a size, expected a folder on the drive that is to be measured, and no checkpoint"
+        raise PlanError(what, path=folder, code="option")
+    layers = max(1, round((wanted - _EMBEDDING_NBYTES) / _LAYER_NBYTES))
+    total = _EMBEDDING_NBYTES + layers * _LAYER_NBYTES
+    if shutil.disk_usage(parent).free < 2.2 * total:
+        raise PlanError(
+            f"needs {2.2 * total / 1e9:.0f} GB for a checkpoint and its conversion", path=folder, code="space"
+        )
+    with tempfile.TemporaryDirectory(prefix="relayout-bench-", dir=parent) as scratch:
+        source = Path(scratch) / "made"
+        tell(f"making a checkpoint of {total / 1e9:.1f} GB and converting it to {tp} ranks, below {parent}")
+        write_llama(source, layers, shard_nbytes=10**9)
+        convert(source, tp=tp)
+        yield source
+
+
+def _find_folders(path: str | os.PathLike[str], tp: int | None, against: str | os.PathLike[str] | None) -> Folders:
+    store = find_store(path)
+    local = store.path("")
+    if local is None:
+        raise PlanError("is not on a local file system, whose page cache can be made cold", path=path, code="option")
+    given, other = Path(path), None if against is None else Path(against)
+    if is_converted(store):
+        source = _source_beside(given) if other is None else other
+        folders = Folders(source, given, tp or read_manifest(store).num_ranks)
+    else:
+        converted = _converted_beside(given, tp) if other is None else other
+        if converted is None and tp is None:
+            raise PlanError(
+                f"no converted folder is beside it: say --tp N (relayout convert {given} --tp N makes one)",
+                path=path,
+                code="option",
+            )
+        folders = Folders(given, converted, tp or read_manifest(find_store(str(converted))).num_ranks)
+    _check_same(folders)
+    return folders
+
+
+def _source_beside(converted: Path) -> Path | None:
+    stem, _, degree = converted.resolve().name.rpartition("-tp")
+    source = converted.resolve().with_name(stem) if stem and degree.isdecimal() else None
+    return source if source is not None and source.is_dir() else None
+
+
+def _converted_beside(source: Path, tp: int | None) -> Path | None:
+    """The folder that `convert` writes by default; with no degree, the one of the highest degree."""
+    if tp is not None:
+        found = Path(default_output(source, tp))
+        return found if (found / MANIFEST_NAME).exists() else None
+    stem = Path(default_output(source, 1))
+    beside = stem.parent.glob(f"{stem.name.removesuffix('1')}[0-9]*") if stem.parent.is_dir() else ()
+    degrees = {int(one.name.rpartition("-tp")[2]): one for one in beside if one.name.rpartition("-tp")[2].isdecimal()}
+    return next((degrees[n] for n in sorted(degrees, reverse=True) if (degrees[n] / MANIFEST_NAME).exists()), None)
+
+
+def _check_same(folders: Folders) -> None:
+    """Refuse folders of different checkpoints, as far as headers tell; the loads then compare all bytes."""
+    if folders.source is None or folders.converted is None:
+        return
+    manifest, source = read_manifest(find_store(folders.converted)), read_source(find_store(folders.source))
+    if manifest.source_nbytes != source.nbytes:
+        raise PlanError(
+            f"was converted from {manifest.source_nbytes} bytes of tensors, {folders.source} has {source.nbytes}",
+            path=folders.converted,
+            code="option",
+        )
+
+
+def _expected_digests(folders: Folders) -> list[str] | None:
+    """Digest of each rank's tensors by the tables of the converted folder; None if it is of another degree."""
+    if folders.converted is None:
+        return None
+    store = find_store(folders.converted)
+    manifest = read_manifest(store)
+    if manifest.num_ranks != folders.tp:
+        return None
+    tables = [read_table(store, manifest, rank) for rank in range(folders.tp)]
+    return [digest_of(zip(table.names, table.shapes, table.digests, strict=True)) for table in tables]
+
+
+def _folder_of(folders: Folders) -> Path:
+    return folders.every_file[0].parent
+
+
+def without_paths(found: Bench) -> Bench:
+    """The same without the names of folders, as of a checkpoint that was made for the benchmark."""
+    return replace(found, source=None, converted=None)

@@ -1,0 +1,188 @@
+"""Runs a loader once: a process for each rank, started together, watched, and told apart by how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from relayout.benchmark.job import Job, Loader
+from relayout.benchmark.machine import NotPrepared, cpu_seconds
+
+# The owner's settings of the machine must not change how a loader does.
+_SETTINGS = re.compile("RUNAI_|FASTSAFETENSORS_|INSTANTTENSOR_|FLASHPACK_|SAFETENSORS_|RELAYOUT_|OMP_|MKL_|GLOO_|NCCL_")
+_TORCHRUN = re.compile("(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$")
+
+Running = tuple[subprocess.Popen[bytes], IO[bytes]]
+"""A process, and the file that its messages go to."""
+
+
+class Died(Exception):
+    """A loader did not finish."""
+
+    def __init__(self, how: str, of_memory: bool = False) -> None:
+        super().__init__(how)
+        self.of_memory = of_memory
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One load of some ranks at once. Peaks are of resident memory of the host, mapped pages of files included."""
+
+    seconds: float
+    """From the first start to the last end."""
+    cpu_seconds: float
+    """Of all ranks."""
+    nbytes: int
+    """Bytes of all ranks' tensors."""
+    drive_nbytes: int
+    """Bytes that drives have read for these processes."""
+    peak_over_needed: float
+    """Peak memory of a rank over the bytes of its tensors; the largest of all ranks."""
+    peak_minus_needed_nbytes: int
+    """The same as a difference. On a GPU all memory of the host is beyond what is needed."""
+    other_load: float
+    """Share of the machine's processors that other processes used meanwhile."""
+    digests: tuple[str, ...]
+    """Of each rank's tensors, see `child.digest_of`."""
+
+
+def load_together(
+    jobs: Sequence[Job], loader: Loader, prepare: Callable[[], None], *, limit: float, module: str
+) -> Measured:
+    """Load the jobs' ranks at once, each in a fresh process.
+
+    Args:
+        jobs: one for each rank.
+        prepare: called when all processes are ready, just before they load.
+        limit: seconds that a step may take.
+        module: what the processes run, see `child`.
+
+    Raises:
+        Died: a process died, had no answer after `limit` seconds, or `prepare` raised NotPrepared.
+    """
+    kills = _oom_kills()
+    with contextlib.ExitStack() as stack:
+        running: list[Running] = []
+        port = _free_port()
+        for number, job in enumerate(jobs):
+            errors = stack.enter_context(tempfile.TemporaryFile())
+            process = _start(job, _environment(loader, number, len(jobs), port), errors, module)
+            stack.callback(_end, process)
+            running.append((process, errors))
+        _lines(running, limit, kills)
+        try:
+            prepare()
+        except NotPrepared as error:
+            raise Died(f"not run: {error}") from None
+        busy, cpus = cpu_seconds()
+        began = time.monotonic()
+        _tell(running)
+        measured = [json.loads(line) for line in _lines(running, limit, kills)]
+        elapsed, busy = time.monotonic() - began, cpu_seconds()[0] - busy
+        _tell(running)
+        digests = tuple(json.loads(line) for line in _lines(running, limit, kills))
+    own = sum(one["cpu_seconds"] for one in measured)
+    on_host = 0 if loader.device == "cpu" else 1
+    return Measured(
+        seconds=max(one["ended"] for one in measured) - min(one["started"] for one in measured),
+        cpu_seconds=own,
+        nbytes=sum(one["nbytes"] for one in measured),
+        drive_nbytes=sum(one["drive_nbytes"] for one in measured),
+        peak_over_needed=max(one["peak_nbytes"] / max(1, one["nbytes"]) for one in measured),
+        peak_minus_needed_nbytes=max(one["peak_nbytes"] - (0 if on_host else one["nbytes"]) for one in measured),
+        other_load=min(1.0, max(0.0, busy - own) / max(1e-9, elapsed * cpus)),
+        digests=digests,
+    )
+
+
+def _environment(loader: Loader, number: int, count: int, port: int) -> Mapping[str, str]:
+    kept = {key: value for key, value in os.environ.items() if not _SETTINGS.match(key) and not _TORCHRUN.match(key)}
+    if count > 1:  # As torchrun does, except for the threads, of which it allows one on any number of processors.
+        kept |= {"RANK": str(number), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        kept |= {"LOCAL_RANK": str(number), "LOCAL_WORLD_SIZE": str(count)}
+        kept |= {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // count))}
+    if loader.group:
+        kept["GLOO_SOCKET_IFNAME"] = "lo"
+    return {**kept, **loader.environment}
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+def _start(job: Job, environment: Mapping[str, str], errors: IO[bytes], module: str) -> subprocess.Popen[bytes]:
+    """A process that gets ready to load; its messages go to a file."""
+    command = [sys.executable, "-m", module, json.dumps(dataclasses.asdict(job))]
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, bufsize=0, env=environment
+    )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        assert stream
+        stream.close()
+
+
+def _tell(running: Sequence[Running]) -> None:
+    """Let each process take its next step."""
+    for process, _ in running:
+        assert process.stdin
+        with contextlib.suppress(BrokenPipeError):  # That it is gone shows when its answer is waited for.
+            process.stdin.write(b"go\n")
+
+
+def _lines(running: Sequence[Running], limit: float, kills: int) -> list[bytes]:
+    """The next line of each process, as they come.
+
+    Raises:
+        Died: one ended instead, or did not answer in time.
+    """
+    deadline = time.monotonic() + limit
+    lines: dict[int, bytes] = {}
+    waiting: dict[IO[bytes] | None, int] = {process.stdout: number for number, (process, _) in enumerate(running)}
+    while waiting:
+        ready, _, _ = select.select([one for one in waiting if one], [], [], max(0, deadline - time.monotonic()))
+        if not ready:
+            raise Died(f"no answer after {limit:.0f} s")
+        for stream in ready:
+            number = waiting.pop(stream)
+            lines[number] = stream.readline()
+            if not lines[number]:
+                raise _death(*running[number], kills)
+    return [lines[number] for number in range(len(running))]
+
+
+def _death(process: subprocess.Popen[bytes], errors: IO[bytes], kills: int) -> Died:
+    status = process.wait()
+    errors.seek(0)
+    said = errors.read().decode(errors="replace").strip().splitlines()
+    last = said[-1][:200] if said else ""
+    if status < 0:
+        of_memory = _oom_kills() > kills
+        return Died(f"killed by signal {-status}" + (" (out of memory)" if of_memory else ""), of_memory)
+    return Died(f"exit status {status}: {last}", re.search("memory|bad_alloc", last, re.IGNORECASE) is not None)
+
+
+def _oom_kills() -> int:
+    """How many processes the kernel has killed for memory since it started."""
+    found = re.search(r"^oom_kill (\d+)", Path("/proc/vmstat").read_text(), re.MULTILINE)
+    return int(found[1]) if found else 0

@@ -1,0 +1,206 @@
+"""What was measured of some ranks, and what follows from it. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from relayout.benchmark.job import Loader
+from relayout.benchmark.machine import Machine
+from relayout.benchmark.run import Measured
+
+_CLEAR = 1.1
+"""A ratio below this is no gain."""
+_SPREAD = 1.5
+"""Runs of which the slowest takes this much longer than the fastest are not to be trusted."""
+_BUSY = 0.15
+"""Of the processors: more than this in use by other processes disturbs a measurement."""
+_AT_LIMIT = 0.85
+"""Of the drive's limit: a loader that reaches this has little left to gain."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One loader, all runs."""
+
+    loader: str
+    title: str
+    family: str
+    seconds: tuple[float, ...]
+    """Of each run."""
+    cpu_seconds: float | None
+    """All processes; the median, as the others. None where no run succeeded."""
+    nbytes: int | None
+    """Bytes of the tensors."""
+    drive_nbytes: int | None
+    """Bytes that drives have read for it."""
+    peak_over_needed: float | None
+    """Peak memory of a process over the bytes of its tensors."""
+    other_load: float | None
+    """Share of the machine's processors that other processes used meanwhile."""
+    digests: tuple[tuple[str, ...], ...]
+    """Of each run: the digest of each rank's tensors."""
+    failure: str | None
+    """Why a run failed."""
+
+    @staticmethod
+    def of(name: str, loader: Loader, runs: Sequence[Measured], failure: str | None) -> Timing:
+        """Sum up the runs of a loader."""
+
+        def median(values: Sequence[float]) -> float | None:
+            return statistics.median(values) if values else None
+
+        return Timing(
+            loader=name,
+            title=loader.title,
+            family=loader.family,
+            seconds=tuple(one.seconds for one in runs),
+            cpu_seconds=median([one.cpu_seconds for one in runs]),
+            nbytes=runs[0].nbytes if runs else None,
+            drive_nbytes=int(statistics.median(one.drive_nbytes for one in runs)) if runs else None,
+            peak_over_needed=median([one.peak_over_needed for one in runs]),
+            other_load=median([one.other_load for one in runs]),
+            digests=tuple(one.digests for one in runs),
+            failure=failure,
+        )
+
+    @property
+    def median_seconds(self) -> float:
+        """Seconds of the median run; there is one."""
+        return statistics.median(self.seconds)
+
+    @property
+    def gb_per_s(self) -> float:
+        """10^9 bytes of tensors per second."""
+        return (self.nbytes or 0) / self.median_seconds / 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class RankLoads:
+    """Some ranks, loaded at once by each loader, from one state of the page cache."""
+
+    title: str
+    """Such as "one rank of 8"."""
+    num_ranks: int
+    """That were loaded at once."""
+    state: str
+    """"cold" or "warm"."""
+    timings: tuple[Timing, ...]
+    expected: tuple[str, ...] | None
+    """Digest of each rank's tensors, by the converted folder's tables."""
+
+    @property
+    def done(self) -> list[Timing]:
+        """The loaders that were measured, the fastest first."""
+        return sorted((one for one in self.timings if one.seconds), key=lambda one: one.median_seconds)
+
+    def ours(self) -> Timing | None:
+        """relayout: of the converted folder, or of the plain one if that was measured only."""
+        return next((one for one in self.timings if one.family == "relayout" and one.seconds), None)
+
+    def best_other(self) -> Timing | None:
+        """The fastest loader that is not relayout."""
+        return next((one for one in self.done if one.family != "relayout"), None)
+
+    def ratio(self) -> float | None:
+        """Seconds of the fastest other loader over relayout's."""
+        ours, other = self.ours(), self.best_other()
+        return None if ours is None or other is None else other.median_seconds / ours.median_seconds
+
+    def is_clear(self) -> bool:
+        """Whether every run of one of the two was faster than every run of the other."""
+        ours, other = self.ours(), self.best_other()
+        if ours is None or other is None:
+            return False
+        return max(ours.seconds) < min(other.seconds) or max(other.seconds) < min(ours.seconds)
+
+    def wrong(self) -> list[str]:
+        """Loaders whose bytes are not those that they should be, a line each."""
+        done = [one for one in self.timings if one.digests]
+        reference = self.expected or (done[0].digests[0] if done else ())
+        by = "the tables of the converted folder" if self.expected else done[0].title if done else ""
+        return [
+            f"{self.title}, {self.state}: {one.title} loaded other bytes than {by}"
+            for one in done
+            if any(digests != reference for digests in one.digests)
+        ]
+
+
+def warnings_of(machine: Machine, loads: Sequence[RankLoads]) -> tuple[str, ...]:
+    """Why the figures should not be trusted."""
+    warnings = []
+    if machine.load_average > machine.num_cpus / 2:
+        warnings.append(
+            f"load average {machine.load_average:.1f} on {machine.num_cpus} processors before the first load:"
+            " other work was running, do not trust these figures"
+        )
+    busy = [one.other_load for group in loads for one in group.timings if one.other_load is not None]
+    if busy and max(busy) > _BUSY:
+        warnings.append(
+            f"other processes used up to {100 * max(busy):.0f} % of the processors during loads:"
+            " do not trust these figures"
+        )
+    spread = {
+        max(one.seconds) / min(one.seconds): f"{group.title}, {group.state}, {one.title}"
+        for group in loads
+        for one in group.timings
+        if len(one.seconds) > 1
+    }
+    if spread and max(spread) > _SPREAD:
+        warnings.append(
+            f"runs of one load differ by up to {max(spread):.1f}x ({spread[max(spread)]}):"
+            " repeat on a quiet machine, with more runs"
+        )
+    return tuple(warnings)
+
+
+def faster(ratio: float) -> str:
+    """A ratio of times in words."""
+    return f"{ratio:.1f}x faster" if ratio >= 1 else f"{1 / ratio:.1f}x slower"
+
+
+def verdict(loads: Sequence[RankLoads], tp: int, drive: float | None, *, is_converted: bool) -> str:
+    """One sentence: what is gained here, or that nothing is."""
+    compared = [one for one in loads if one.ratio() is not None]
+    if not compared:
+        return _alone(loads, drive)
+    what = "relayout" if is_converted else "relayout, slicing the plain folder,"
+    states = [
+        f"from a {state} page cache {what} is {' and '.join(map(_told, group))}"
+        for state in ("cold", "warm")
+        if (group := [one for one in compared if one.state == state])
+    ]
+    told = f"compared with the fastest other loader, {'; '.join(states)}"
+    if not is_converted and tp > 1:
+        told += f"; after relayout convert --tp {tp} measure again"
+    if any((one.ratio() or 0) >= _CLEAR and one.is_clear() for one in compared):
+        return f"{told[0].upper()}{told[1:]}."
+    return f"No clear gain here{_reason(compared, drive)}: {told}."
+
+
+def _reason(compared: Sequence[RankLoads], drive: float | None) -> str:
+    cold = [one for one in compared if one.state == "cold"]
+    if not cold:
+        return ", where nothing was read from the drive"
+    if drive and all(other.gb_per_s > _AT_LIMIT * drive for one in cold if (other := one.best_other())):
+        return ", as the other loader reaches the drive's limit too"
+    return ""
+
+
+def _told(one: RankLoads) -> str:
+    ratio = one.ratio()
+    assert ratio is not None
+    return f"{faster(ratio)} for {one.title}{'' if one.is_clear() else ' (within the spread of the runs)'}"
+
+
+def _alone(loads: Sequence[RankLoads], drive: float | None) -> str:
+    ours = next(((one, mine) for one in loads if (mine := one.ours()) is not None), None)
+    if ours is None:
+        return "Nothing could be measured."
+    one, mine = ours
+    share = f", {100 * mine.gb_per_s / drive:.0f} % of the drive's limit" if drive and one.state == "cold" else ""
+    return (
+        f"relayout loads {one.title} from a {one.state} page cache at {mine.gb_per_s:.2f} GB/s{share}; no other loader"
+        " was measured: name the plain folder to compare with."
+    )

@@ -1,0 +1,152 @@
+"""Collects what the page shows, as one JSON object: of a converted folder, or of a conversion that was planned."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from relayout.checkpoint.converted import read_manifest, read_record, read_table
+from relayout.commands.restore import recorded_source
+from relayout.conversion.layout import Conversion, stored_conversion
+from relayout.core.dtypes import num_bytes
+from relayout.core.patterns import collapse_numbers
+from relayout.core.slices import CutTensor, Slice
+from relayout.format.index import RankTable
+from relayout.html_report.kinds import KINDS, kind_of
+from relayout.storage.protocols import Store
+
+_MAX_PIECES = 8
+"""Contiguous pieces of a slice in its whole tensor that the page draws one by one; more count as scattered."""
+
+
+def of_converted(folder: Store) -> tuple[dict[str, Any], bytes]:
+    """The object of a converted folder, and the digests of all slices, in the order of its files.
+
+    Raises:
+        FormatError: the folder is damaged.
+    """
+    manifest = read_manifest(folder)
+    record = read_record(folder, manifest)
+    tables = [read_table(folder, manifest, holder) for holder in range(len(manifest.holders))]
+    conversion = stored_conversion(folder, manifest, tables, record, recorded_source(folder, record))
+    facts = {
+        "converted": True,
+        "generator": manifest.generator,
+        "model_type": manifest.model_type,
+        "reads": [len(entry.reads) for entry in manifest.holders],
+    }
+    return of_conversion(conversion) | facts, _digests(conversion, tables)
+
+
+def of_conversion(conversion: Conversion) -> dict[str, Any]:
+    """The object of a conversion that was planned."""
+    source, layout, options = conversion.source, conversion.layout, conversion.options
+    num_ranks = options.num_ranks
+    groups: dict[tuple[str, CutTensor], int] = {}
+    group_of = [
+        groups.setdefault((collapse_numbers(tensor.name), cut), len(groups))
+        for tensor, cut in zip(source.tensors, conversion.cut, strict=True)
+    ]
+    orders: dict[tuple[int, ...], int] = {}
+    files = [
+        {
+            "name": file.name,
+            "holder": file.holder,
+            "order": orders.setdefault(file.tensors, len(orders)),
+            "start": file.data_start,
+            "nbytes": file.nbytes,
+        }
+        for file in layout.files
+    ]
+    counts = Counter(group_of)
+    described = [_group(pattern, cut, counts[number]) for (pattern, cut), number in groups.items()]
+    return {
+        "path": str(conversion.output),
+        "source": str(source.root),
+        "converted": False,
+        "generator": None,
+        "model_type": source.model_type,
+        "reads": None,
+        "num_ranks": num_ranks,
+        "plan": options.plan,
+        "layout": options.layout,
+        "alignment": options.alignment,
+        "kinds": KINDS,
+        "groups": described,
+        "names": [tensor.name for tensor in source.tensors],
+        "group": group_of,
+        "shard": [tensor.file for tensor in source.tensors],
+        "offset": [tensor.extent.offset for tensor in source.tensors],
+        "shards": [{"name": file.name, "nbytes": file.nbytes, "start": file.data_start} for file in source.files],
+        "orders": [list(order) for order in orders],
+        "files": files,
+        "ranks": [_rank(described, rank) for rank in range(num_ranks)],
+        "whole_nbytes": sum(file.nbytes - file.data_start for file in source.files),
+    }
+
+
+def _group(pattern: str, cut: CutTensor, count: int) -> dict[str, Any]:
+    """Tensors that differ only in the numbers of their names."""
+    held = [_slice(cut, number) for number in range(len(cut.cut.distinct))]
+    return {
+        "pattern": pattern,
+        "kind": kind_of(pattern, len(cut.shape)),
+        "count": count,
+        "dtype": cut.dtype,
+        "shape": cut.shape,
+        "nbytes": num_bytes(cut.dtype, cut.shape) or 0,
+        "slices": held,
+        "which": cut.cut.which,
+    }
+
+
+def _slice(cut: CutTensor, number: int) -> dict[str, Any]:
+    part, transfers = cut.cut.distinct[number], cut.transfers[number]
+    is_near = all(one.count == 1 for one in transfers) and len(transfers) <= _MAX_PIECES
+    return {
+        "shape": cut.shapes[number],
+        "nbytes": cut.sizes[number],
+        "words": _words(part, cut.shape),
+        "is_whole": part.is_whole,
+        "is_held": part.is_held,
+        "pieces": [[one.source, one.nbytes] for one in transfers] if is_near else None,
+        "runs": sum(one.count for one in transfers),
+        "holders": len(cut.cut.holders[number]),
+    }
+
+
+def _words(part: Slice, shape: tuple[int, ...]) -> str:
+    if not part.is_held:
+        return "not held"
+    if part.is_whole:
+        return "whole"
+    axes = []
+    for axis, ranges in part.by_axis or ():
+        shown = ", ".join(f"{start} to {start + length}" for start, length in ranges[:4]) or "nothing"
+        more = f" and {len(ranges) - 4} more ranges" if len(ranges) > 4 else ""
+        axes.append(f"dim {axis}: {shown}{more} of {shape[axis]}")
+    return "; ".join(axes)
+
+
+def _rank(groups: Sequence[dict[str, Any]], rank: int) -> dict[str, Any]:
+    """Sums of one rank."""
+    needed = by_rows = shared = num_tensors = 0
+    for group in groups:
+        one, count = group["slices"][group["which"][rank]], group["count"]
+        if not one["is_held"]:
+            continue
+        num_tensors += count
+        needed += one["nbytes"] * count
+        shared += one["nbytes"] * count if one["holders"] > 1 else 0
+        by_rows += (one["nbytes"] if one["pieces"] is not None else group["nbytes"]) * count
+    return {"num_tensors": num_tensors, "nbytes": needed, "by_rows_nbytes": by_rows, "shared_nbytes": shared}
+
+
+def _digests(conversion: Conversion, tables: Sequence[RankTable]) -> bytes:
+    """Digests of the slices: file after file, in the order of each."""
+    names = [tensor.name for tensor in conversion.source.tensors]
+    of_holder = [dict(zip(table.names, table.digests, strict=True)) for table in tables]
+    return b"".join(
+        bytes.fromhex(of_holder[file.holder][names[t]]) for file in conversion.layout.files for t in file.tensors
+    )

@@ -1,0 +1,116 @@
+"""Writes the page: the template, its style and script, D3, and the compressed content, in one file."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import html
+import json
+import os
+from dataclasses import asdict, dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from relayout.checkpoint.converted import is_converted
+from relayout.conversion.run import plan_conversion
+from relayout.core.arguments import integer
+from relayout.core.digests import DIGEST_NBYTES
+from relayout.errors import PlanError
+from relayout.html_report.collect import of_conversion, of_converted
+from relayout.storage.local.files import with_path
+from relayout.storage.stores import find_store
+
+_MAX_DIGESTS_NBYTES = 9_500_000
+"""Digests do not compress. If they have more bytes than this, the page has only the first bytes of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageWritten:
+    """What `report` has written."""
+
+    output: str
+    nbytes: int
+    num_tensors: int
+    num_ranks: int
+    is_forecast: bool
+    """Whether the page shows a conversion that has not been made."""
+
+    def as_json(self) -> dict[str, object]:
+        """For `--json`."""
+        return asdict(self)
+
+
+def report(
+    path: str | os.PathLike[str],
+    output: str | os.PathLike[str] = "report.html",
+    *,
+    tp: int | None = None,
+    plan: str | os.PathLike[str] | None = None,
+) -> PageWritten:
+    """Write a page that shows every file, tensor and rank of a checkpoint. It needs no network. Reads no weights.
+
+    Args:
+        path: a converted folder; or a plain checkpoint, of which the page forecasts the conversion.
+        output: the file to write; an existing file is replaced.
+        tp: the tensor-parallel degree, for a plain checkpoint.
+        plan: a plan file, or "transformers", for a plain checkpoint; None: the built-in plan.
+
+    Raises:
+        FormatError: the checkpoint is damaged.
+        PlanError: a degree is missing, or not possible.
+        OSError: the page cannot be written.
+    """
+    store, target = find_store(path), Path(output)
+    if is_converted(store):
+        if tp is not None or plan is not None:
+            raise PlanError("is converted already: a degree or plan is for plain ones", path=path, code="option")
+        content, digests = of_converted(store)
+    else:
+        if tp is None:
+            raise PlanError("not converted: say for how many ranks (tp=N, --tp N)", path=path, code="option")
+        content, digests = of_conversion(plan_conversion(path, tp=integer(tp, "tp"), plan=plan)), b""
+    text = render(content, digests)
+    with with_path(target):
+        # Replaced at once, so that a browser never sees half of a page.
+        beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        try:
+            beside.write_bytes(text)
+            beside.replace(target)
+        finally:
+            beside.unlink(missing_ok=True)
+    return PageWritten(
+        output=str(target),
+        nbytes=len(text),
+        num_tensors=len(content["names"]),
+        num_ranks=content["num_ranks"],
+        is_forecast=not content["converted"],
+    )
+
+
+def render(content: dict[str, Any], digests: bytes) -> bytes:
+    """The page, as bytes of UTF-8."""
+    starts = range(0, len(digests), DIGEST_NBYTES)
+    kept = next((n for n in (DIGEST_NBYTES, 8, 4) if 0 < len(starts) * n <= _MAX_DIGESTS_NBYTES), 0)
+    short = b"".join(digests[at : at + kept] for at in starts)
+    described = content | {"digest_nbytes": kept}
+    packed = gzip.compress(json.dumps(described, separators=(",", ":")).encode(), 9, mtime=0)
+    parts = {
+        "TITLE": html.escape(Path(content["path"] if content["converted"] else content["source"]).name or "checkpoint"),
+        "STYLE": _file("page.css"),
+        "D3": _file("d3.min.js"),
+        "D3_LICENSE": _file("D3_LICENSE"),
+        "SCRIPT": _file("page.js"),
+        "CONTENT": base64.b64encode(packed).decode(),
+        "DIGESTS": base64.b64encode(short).decode(),
+    }
+    head, *rest = _file("page.html").split("{{")
+    pieces = [head]
+    for piece in rest:
+        name, _, after = piece.partition("}}")
+        pieces += [parts[name], after]
+    return "".join(pieces).encode()
+
+
+def _file(name: str) -> str:
+    return (resources.files(__package__) / name).read_text("utf-8")

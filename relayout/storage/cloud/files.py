@@ -1,0 +1,67 @@
+"""Files of a remote store: one version of an object, read by ranges straight into the memory that is given."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from relayout.errors import FormatError
+from relayout.storage.cloud.client import Client
+from relayout.storage.protocols import Closable, FileStat, RequestError
+
+HEAD_NBYTES = 64 * 2**10
+"""What opening a file brings of it: its first request tells length and version, and has the header of most files."""
+
+
+class CloudFile(Closable):
+    """One version of an object; see `protocols.ReadableFile`. It holds no connection, and nothing to close."""
+
+    alignment: ClassVar[int] = 1
+
+    def __init__(self, client: Client, name: str, where: str, *, version: str | None = None) -> None:
+        """Open the object by one request.
+
+        Raises:
+            FormatError: there is none, or it has another version.
+            RequestError: the request failed.
+        """
+        self._client = client
+        self._name = name
+        self._where = where
+        try:
+            found = self._first(version)
+        except FormatError as error:
+            if error.code == "mismatch":
+                raise FormatError("has changed since it was last checked", path=where, code="mismatch") from None
+            raise
+        self.nbytes = found.nbytes
+        self.version = found.version
+
+    def _first(self, version: str | None) -> FileStat:
+        """Length and version of the object; keeps its first bytes."""
+        try:
+            body = self._client.get(self._name, 0, HEAD_NBYTES, version)
+        except RequestError as error:
+            found = self._client.stat(self._name) if error.status == 416 else None
+            if found is None or found.nbytes:
+                raise
+            self._head = b""  # No range of an object without bytes can be asked for.
+            return found
+        self._head = body.content()
+        return body.stat
+
+    def fileno(self) -> None:
+        """See `ReadableFile.fileno`."""
+        return
+
+    def read(self, offset: int, view: memoryview) -> None:
+        """See `ReadableFile.read`."""
+        view = view[: max(0, self.nbytes - offset)]
+        known = memoryview(self._head)[offset : offset + view.nbytes]
+        view[: known.nbytes] = known
+        rest = view[known.nbytes :]
+        if rest.nbytes:
+            start = offset + known.nbytes
+            self._client.get(self._name, start, start + rest.nbytes, self.version).fill(rest)
+
+    def close(self) -> None:
+        """Do nothing."""

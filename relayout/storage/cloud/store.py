@@ -1,0 +1,176 @@
+"""The store of objects below a prefix: of a bucket, a site, or a repository of the hub."""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from relayout.errors import FormatError, PlanError
+from relayout.storage.cloud.client import BucketClient, Client
+from relayout.storage.cloud.files import CloudFile
+from relayout.storage.protocols import (
+    Access,
+    Entry,
+    FileStat,
+    Kind,
+    Modes,
+    Refusal,
+    RequestCost,
+    Staging,
+    Store,
+    read_whole,
+)
+
+if TYPE_CHECKING:
+    from relayout.storage.cloud.staging import Place
+
+# `staging` is imported where it is used: a load writes nothing.
+
+_SCHEMES = {"s3a": "s3", "gcs": "gs", "azure": "az", "abfs": "az", "abfss": "az"}
+"""Other schemes of the same stores."""
+_URL = re.compile(r"[a-z0-9]+://[^/@?#]+(/[^/?#]+)*/?")
+
+
+@dataclass(frozen=True, slots=True)
+class CloudStore:
+    """See `protocols.Store`."""
+
+    client: Client
+    prefix: str
+    """Without leading or trailing slash; "" for the whole bucket."""
+    opened: dict[str, CloudFile] | None = field(default=None, compare=False, repr=False)
+    """The files that a snapshot has opened, by full name; None: each `open` is a new one."""
+
+    @property
+    def cost(self) -> RequestCost:
+        """See `Store.cost`."""
+        return self.client.cost
+
+    def __str__(self) -> str:
+        return f"{self.client.root}/{self.prefix}" if self.prefix else self.client.root
+
+    def where(self, name: str) -> str:
+        """See `Store.where`."""
+        return f"{self}/{name}"
+
+    def path(self, name: str) -> Path | None:
+        """See `Store.path`."""
+        return None
+
+    def kind(self) -> Kind:
+        """See `Store.kind`."""
+        if any(True for _ in self.client.names(self.prefix)):
+            return Kind.FOLDER
+        return Kind.FILE if self.prefix and self.client.stat(self.prefix) is not None else Kind.NOTHING
+
+    def absence(self) -> str:
+        """See `Store.absence`."""
+        return "no objects with this prefix"
+
+    def parent(self) -> tuple[Store, str]:
+        """See `Store.parent`."""
+        above, _, name = self.prefix.rpartition("/")
+        return CloudStore(self.client, above, self.opened), name
+
+    def snapshot(self) -> CloudStore:
+        """See `Store.snapshot`."""
+        return replace(self, opened={})
+
+    def folder_mode(self) -> int:
+        """See `Store.folder_mode`."""
+        return Modes().folder
+
+    def walk(self) -> Iterator[Entry]:
+        """See `Store.walk`."""
+        for full in self.client.names(self.prefix):
+            name = full.removeprefix(self.prefix).lstrip("/")
+            if not any(part.startswith(".") for part in name.split("/")):
+                yield Entry(name)
+
+    def stat(self, name: str) -> FileStat | None:
+        """See `Store.stat`."""
+        if self.opened is None:
+            return self.client.stat(self.full_name(name))
+        try:
+            file = self.open(name)
+        except FormatError as error:
+            if error.code == "missing":
+                return None
+            raise
+        return FileStat(file.nbytes, file.version)
+
+    def read(self, name: str, limit: int) -> bytes:
+        """See `Store.read`: one request."""
+        if self.opened is not None and (file := self.opened.get(self.full_name(name))) is not None:
+            return read_whole(file, self.where(name), limit)
+        body = self.client.get(self.full_name(name), 0, None, None)
+        if body.nbytes > limit:
+            raise FormatError(f"{body.nbytes} bytes, limit {limit}", path=self.where(name), code="limit")
+        return body.content()
+
+    def open(
+        self, name: str, nbytes: int | None = None, *, access: Access = Access.BUFFERED, version: str | None = None
+    ) -> CloudFile:
+        """See `Store.open`: one request."""
+        if access is Access.DIRECT:
+            raise OSError(errno.EOPNOTSUPP, "a store has no direct I/O; use backend 'buffered'", self.where(name))
+        full = self.full_name(name)
+        file = None if self.opened is None else self.opened.get(full)
+        if file is None:
+            file = CloudFile(self.client, full, self.where(name), version=version)
+            if self.opened is not None:
+                file = self.opened.setdefault(full, file)  # Another thread may have opened it meanwhile.
+        FileStat(file.nbytes, file.version).check(self.where(name), nbytes, version)
+        return file
+
+    def check_output(self, source: Store, marker: str, *, force: bool) -> None:
+        """See `Store.check_output`."""
+        from relayout.storage.cloud import staging
+
+        staging.check_output(self._place(), source, marker, force=force)
+
+    def stage(self, marker: str, *, replace: bool, modes: Modes) -> AbstractContextManager[Staging]:
+        """See `Store.stage`."""
+        from relayout.storage.cloud import staging
+
+        return staging.staged(self._place(), marker, replace=replace)
+
+    def _place(self) -> Place:
+        """Where an output is made, if relayout writes there."""
+        from relayout.storage.cloud.staging import Place
+
+        if not isinstance(self.client, BucketClient):
+            raise PlanError("relayout does not write there", path=str(self), code="unsupported")
+        return Place(self.client, self.prefix)
+
+    def full_name(self, name: str) -> str:
+        """A file's object name in the bucket."""
+        return f"{self.prefix}/{name}" if self.prefix else name
+
+
+def offer(url: str) -> Store | Refusal:
+    """See `stores.REGISTRY`: a bucket of S3, GCS or Azure."""
+    refused = refusal_of(url)
+    if refused is not None:
+        return refused
+    parts = urlsplit(url)
+    scheme = _SCHEMES.get(parts.scheme.lower(), parts.scheme.lower())
+    _, _, rest = url.partition("://")
+    bucket, _, prefix = rest.rstrip("/").partition("/")
+    return CloudStore(BucketClient.of(f"{scheme}://{bucket}"), prefix)
+
+
+def refusal_of(url: str) -> Refusal | None:
+    """Why a URL names no place in a store; None if it does."""
+    scheme, _, rest = url.partition("://")
+    if _URL.fullmatch(f"{scheme.lower()}://{rest}") and not {".", ".."} & set(rest.split("/")):
+        return None
+    return Refusal(
+        f"expected {scheme}://BUCKET/PREFIX, without user, password, ? and #, and without empty, . and .. parts"
+    )

@@ -1,0 +1,139 @@
+"""A file that is uploaded while it is written: parts are sent when they are full, in any order."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Iterable, Iterator
+
+import xxhash
+
+from relayout.core.extents import align_up
+from relayout.storage.buffers import Buffer
+from relayout.storage.cloud.multipart import Multipart, Pieces
+from relayout.storage.protocols import Closable
+
+PART_NBYTES = 8 * 2**20
+"""The size of parts, of files of up to `_MAX_PARTS` of them; providers want 5 MiB at least."""
+_MAX_PARTS = 9000
+"""Providers take 10,000 and more."""
+
+
+class Upload(Closable):
+    """A file that is sent by parts; see `protocols.WritableFile`.
+
+    What does not fill a part is kept in memory until the part is full. A write that fills parts returns when they are
+    sent. The part with the first bytes stays in memory until these are written, as the last.
+    """
+
+    def __init__(self, multipart: Multipart, name: str, where: str, nbytes: int | None = None) -> None:
+        """Begin an upload.
+
+        Args:
+            name: the object's full name.
+            where: its name in messages.
+            nbytes: the file's length; None if it is written from front to back, and ended by `end`.
+        """
+        self.name = name
+        self.nbytes = nbytes
+        self.part_nbytes = align_up(max(PART_NBYTES, -(-(nbytes or 0) // _MAX_PARTS)), 2**20)
+        self.id = multipart.begin(name)
+        self.proof = ""
+        """Digest of the first part, by which the object can be recognized."""
+        self._multipart = multipart
+        self._where = where
+        self._lock = threading.Lock()
+        self._parts: dict[int, _Part] = {}
+        """Parts that are neither empty nor sent."""
+        self._tags: dict[int, str] = {}
+
+    @property
+    def proof_nbytes(self) -> int:
+        """Length of the first part."""
+        return min(self.part_nbytes, self.nbytes or 0)
+
+    def write(self, offset: int, view: memoryview, address: int = 0) -> None:
+        """See `WritableFile.write`."""
+        for number, start, piece in self._pieces(offset, view):
+            part_nbytes = self._size(number)
+            if piece.nbytes == part_nbytes:
+                self._send(number, [piece])
+                continue
+            with self._lock:
+                part = self._parts.get(number) or self._parts.setdefault(number, _Part(part_nbytes))
+                part.fill(start, piece)
+                if part.num_left:
+                    continue
+                del self._parts[number]
+            self._send(number, [part.memory])
+
+    def append(self, pieces: Iterable[bytes]) -> None:
+        """Write a file of unknown length from front to back, and end it."""
+        assert self.nbytes is None
+        end = 0
+        for piece in pieces:
+            self.write(end, memoryview(piece))
+            end += len(piece)
+        self.nbytes = end
+        for number in list(self._parts):
+            self._send(number, [self._parts.pop(number).memory[: self._size(number)]])
+
+    def tags(self) -> list[str]:
+        """What completes the upload, after all bytes were written.
+
+        Raises:
+            OSError: some were not.
+        """
+        assert self.nbytes is not None
+        num_parts = -(-self.nbytes // self.part_nbytes)
+        missing = [number for number in range(num_parts) if number not in self._tags]
+        if missing:
+            what = f"not all bytes from {missing[0] * self.part_nbytes} on were written"
+            raise OSError(errno.EIO, what, self._where)
+        return [self._tags[number] for number in range(num_parts)]
+
+    def close(self) -> None:
+        """Do nothing: what is not sent stays in memory, for further writes."""
+
+    def _size(self, number: int) -> int:
+        if self.nbytes is None:
+            return self.part_nbytes
+        return min(self.part_nbytes, self.nbytes - number * self.part_nbytes)
+
+    def _pieces(self, offset: int, view: memoryview) -> Iterator[tuple[int, int, memoryview]]:
+        """The part, the offset in it, and the bytes of each part that a write touches."""
+        end = offset + view.nbytes
+        while offset < end:
+            number, start = divmod(offset, self.part_nbytes)
+            piece = view[: self.part_nbytes - start]
+            yield number, start, piece
+            view, offset = view[piece.nbytes :], offset + piece.nbytes
+
+    def _send(self, number: int, pieces: Pieces) -> None:
+        if number == 0:
+            self.proof = digest_of(pieces)
+        tag = self._multipart.send(self.name, self.id, number, pieces)
+        with self._lock:
+            self._tags[number] = tag
+
+
+class _Part:
+    """Memory of a part, with pages only where it was written."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.memory = Buffer().reserve(nbytes)
+        self.num_left = nbytes
+
+    def fill(self, start: int, piece: memoryview) -> None:
+        """Take bytes, each once."""
+        assert piece.nbytes <= self.num_left
+        self.memory[start : start + piece.nbytes] = piece
+        self.num_left -= piece.nbytes
+
+
+def digest_of(pieces: Pieces) -> str:
+    """A digest of bytes, in hex."""
+    digest = xxhash.xxh3_128()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()

@@ -1,0 +1,120 @@
+"""Parts of an output that several processes, also of several machines, assemble on a shared file system.
+
+In the folder beside OUT there is one for each name that parts share. Each attempt at a part has a folder of its own in
+there, which nobody else writes to. When all its files are on the drive, they are renamed to where the output is
+assembled, and its notes last. So what a lost process leaves is never taken for a part, and of two that do the same
+part the second replaces each file by an equal one.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from relayout.errors import PlanError
+from relayout.storage.local.lock_file import user_of_new_files
+from relayout.storage.local.open_folder import OpenFolder, rename
+from relayout.storage.local.staging import (
+    FOLDER,
+    LocalStaging,
+    lock_of,
+    open_left,
+    place_of,
+    read_notes,
+    shared_folder,
+    subfolder,
+)
+from relayout.storage.protocols import Modes
+
+_TRIES = 100
+
+
+class PartStaging(LocalStaging):
+    """The staging folder of one attempt at a part."""
+
+    def __init__(self, output: Path, place: OpenFolder, modes: Modes, whole: OpenFolder) -> None:
+        """`whole` is where parts are assembled."""
+        super().__init__(output, place, modes)
+        self._whole = whole
+
+    def read_notes(self, name: str) -> bytes | None:
+        """See `Store.stage_part`."""
+        return read_notes(self._whole, name)
+
+    def add(self, part: str) -> None:
+        """Add the files, and then the notes of the part.
+
+        Raises:
+            OSError: a file cannot be renamed, for example as the output was published meanwhile.
+        """
+        with subfolder(self._whole, FOLDER, self.modes.folder) as target:
+            for name in self.names():
+                rename(self.folder, name, target, name)
+            os.fsync(target.fd)
+        fd = self.place.open_own(part, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        rename(self.place, part, self._whole, part)
+        os.fsync(self._whole.fd)
+
+
+@contextmanager
+def staging_part(
+    output: Path, marker: str, shared: str, part: str, *, replace: bool, modes: Modes
+) -> Iterator[PartStaging]:
+    """See `Store.stage_part`."""
+    output = output.resolve()
+    attempt = f"attempt-{os.urandom(8).hex()}"
+    with OpenFolder(output.parent) as parent:
+        _check_not_published(output, marker, replace)
+        with _assembly(parent, output, shared, attempt) as whole:
+            try:
+                with whole.subfolder(attempt) as folder:
+                    staging = PartStaging(output, folder, modes, whole)
+                    try:
+                        yield staging
+                        if folder.status(part) is not None:
+                            staging.add(part)
+                    except FileNotFoundError:
+                        _check_not_published(output, marker, replace)
+                        raise
+                    finally:
+                        staging.folder.close()
+            finally:
+                with suppress(OSError):
+                    whole.remove(attempt)
+                # Nothing is left where nothing was added, or all was published. These fail where there is anything.
+                place = place_of(output).name
+                with suppress(OSError):
+                    os.rmdir(f"{place}/{shared_folder(shared)}", dir_fd=parent.fd)
+                    os.rmdir(place, dir_fd=parent.fd)
+
+
+def _check_not_published(output: Path, marker: str, replace: bool) -> None:
+    if not replace and (output / marker).is_file():
+        raise PlanError("is complete already; --force replaces it", path=output, code="exists")
+
+
+def _assembly(parent: OpenFolder, output: Path, shared: str, attempt: str) -> OpenFolder:
+    """Where parts are assembled, with a new folder for an attempt; several processes may make it at the same time.
+
+    Raises:
+        PlanError: it belongs to another user.
+    """
+    user = user_of_new_files(parent, lock_of(output).name)
+    for _ in range(_TRIES):
+        with suppress(FileExistsError):
+            parent.make(place_of(output).name, stat.S_IRWXU)
+        try:
+            with open_left(parent, output, user) or parent.subfolder(place_of(output).name) as place:
+                whole = subfolder(place, shared_folder(shared))
+            whole.make(attempt, stat.S_IRWXU)
+            return whole
+        except FileNotFoundError:
+            continue  # Another process has just found it empty, and removed it.
+    raise PlanError("is removed again and again by another process", path=place_of(output), code="busy")

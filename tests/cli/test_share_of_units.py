@@ -1,0 +1,41 @@
+"""`relayout convert --unit K/N` and `--commit`, as processes of an array use them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.loader_fixtures import mlp_model
+from support.prestarted import run as cli
+
+import relayout
+
+
+def test_units_are_converted_apart_and_published_by_commit(tmp_path: Path) -> None:
+    source = mlp_model(tmp_path / "source")
+    words = ["convert", str(source), "--tp", "2", "--max-part-size", "1MiB", "-o", str(tmp_path / "out")]
+    preview = json.loads(cli(*words, "--dry-run", "--json").stdout)
+    assert preview["num_units"] == 3
+    done = json.loads(cli(*words, "--unit", "0/2", "--json").stdout)
+    assert ([one["unit"] for one in done["units"]], done["num_units"]) == ([0, 2], 3)
+    refused = cli(*words, "--commit")
+    assert (refused.returncode, "1 of 3 units are not done: 1" in refused.stderr) == (2, True)
+    assert "done unit 1 of 3" in cli(*words, "--unit", "1/2").stdout
+    assert "nothing to do" in cli(*words, "--unit", "3/4").stdout
+    assert cli(*words, "--commit").stdout.startswith("published ")
+    assert relayout.verify(tmp_path / "out", source=source).ok
+
+
+@pytest.mark.parametrize("share", ["7", "7/7", "8/7", "-1/7", "a/b", "1/2/3", "", "1/0"])
+def test_a_share_of_units_is_k_of_n(tmp_path: Path, share: str) -> None:
+    source = mlp_model(tmp_path / "source")
+    refused = cli("convert", str(source), "--tp", "2", "--unit", share)
+    assert (refused.returncode, "expected K/N with K from 0 to N - 1" in refused.stderr) == (2, True)
+
+
+def test_one_unit_is_not_published(tmp_path: Path) -> None:
+    source = mlp_model(tmp_path / "source")
+    for other in ("--commit", "--sha256"):
+        refused = cli("convert", str(source), "--tp", "2", "--unit", "0/1", other)
+        assert (refused.returncode, "give these to the one that commits" in refused.stderr) == (2, True)

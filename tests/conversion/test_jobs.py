@@ -1,0 +1,346 @@
+"""relayout.conversion.jobs: units that processes convert apart, twice or in part make the folder that one run makes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from support import prestarted
+from support.loader_fixtures import MIB, mlp_model
+from support.patience import in_time
+
+import relayout
+from relayout.conversion import copy, jobs
+from relayout.conversion.jobs import UnitJob, commit_jobs, run_job, unit_jobs
+from relayout.errors import FormatError, PlanError
+from relayout.plans.family import builtin_text
+from relayout.storage.in_memory import bucket
+from relayout.storage.stores import find_store
+
+OPTIONS: dict[str, Any] = {"tp": 4, "max_part_nbytes": MIB // 4}
+CONVERT_ONE = """
+import json, os, signal, sys
+from relayout.conversion import copy, jobs
+left, put = [int(sys.argv[2])], copy.FileSink.put
+def dying(self, *args):
+    put(self, *args)
+    left[0] -= 1
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+copy.FileSink.put = dying
+jobs.run_job(jobs.UnitJob.from_json(json.loads(sys.argv[1])), threads=1)
+"""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return mlp_model(tmp_path_factory.mktemp("jobs") / "source")
+
+
+@pytest.fixture(scope="module")
+def expected(source: Path) -> dict[str, bytes]:
+    """What one run writes, file by file."""
+    relayout.convert(source, source.parent / "expected", **OPTIONS)
+    return content(str(source.parent / "expected"))
+
+
+@pytest.fixture(params=["local", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Below which outputs are made."""
+    if request.param == "local":
+        return str(tmp_path)
+    bucket(tmp_path.name).clear()
+    return f"memory://{tmp_path.name}"
+
+
+def content(path: str) -> dict[str, bytes]:
+    """All files of an output, by name."""
+    store = find_store(path)
+    return {entry.name: store.read(entry.name, 2**30) for entry in store.walk() if not entry.is_folder}
+
+
+def beside(place: str) -> list[str]:
+    """What an output has left beside it."""
+    if place.startswith("memory://"):
+        return [*bucket(place.removeprefix("memory://"))._shared.get("out", {})]
+    return [entry.name for entry in Path(place).iterdir() if entry.name != "out"]
+
+
+def assert_published(place: str, expected: dict[str, bytes]) -> None:
+    assert content(f"{place}/out") == expected
+    assert beside(place) == []
+
+
+def test_units_in_any_order_make_what_one_run_makes(source: Path, expected: dict[str, bytes], place: str) -> None:
+    made = unit_jobs(source, f"{place}/out", **OPTIONS)
+    assert len(made) > 3
+    assert [(job.unit, job.num_units) for job in made] == [(unit, len(made)) for unit in range(len(made))]
+    records = [run_job(job, threads=2) for job in reversed(made)]
+    whole = sum(tensor.nbytes for tensor in load_file(source / "model.safetensors").values())
+    assert sum(record.read_nbytes for record in records) == whole
+    summary = commit_jobs(made)
+    assert (summary.num_ranks, summary.written_nbytes > 0) == (4, True)
+    assert_published(place, expected)
+    if not place.startswith("memory://"):
+        assert relayout.verify(f"{place}/out", source=source).ok
+
+
+def test_a_job_survives_as_json(source: Path, expected: dict[str, bytes], place: str) -> None:
+    made = unit_jobs(source, f"{place}/out", **OPTIONS)
+    sent = [UnitJob.from_json(json.loads(json.dumps(job.as_json()))) for job in made]
+    assert sent == made
+    for job in sent:
+        run_job(job)
+    commit_jobs(sent)
+    assert_published(place, expected)
+
+
+def test_a_plan_file_travels_with_the_job(source: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "mine.toml"
+    plan.write_text(builtin_text("llama"))
+    relayout.convert(source, tmp_path / "expected", tp=2, plan=plan)
+    made = unit_jobs(source, tmp_path / "out", tp=2, plan=plan)
+    plan.unlink()
+    for job in made:
+        run_job(job)
+    commit_jobs(made)
+    assert content(str(tmp_path / "out")) == content(str(tmp_path / "expected"))
+
+
+def test_a_unit_is_converted_once_and_then_found_done(source: Path, expected: dict[str, bytes], place: str) -> None:
+    made = unit_jobs(source, f"{place}/out", **OPTIONS)
+    for job in [*made, *made]:
+        record = run_job(job)
+    assert (record.read_nbytes, record.source_nbytes > 0) == (0, True)
+    commit_jobs(made)
+    assert_published(place, expected)
+
+
+def test_two_that_convert_a_unit_at_once_do_not_meet(
+    source: Path, expected: dict[str, bytes], place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have written half of it before one of them ends."""
+    made = unit_jobs(source, f"{place}/out", **OPTIONS)
+    together, finish = threading.Barrier(2), jobs.HeaderWriter.write
+
+    def write(self: Any, unit: int, *others: Any) -> None:
+        if unit == 1:
+            together.wait(60)
+        finish(self, unit, *others)
+
+    monkeypatch.setattr(jobs.HeaderWriter, "write", write)
+    for job in made:
+        if job.unit != 1:
+            run_job(job)
+    records = at_once(lambda: run_job(made[1]), lambda: run_job(made[1]))
+    assert [record.read_nbytes > 0 for record in records] == [True, True]
+    commit_jobs(made)
+    assert_published(place, expected)
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    results: list[Any] = []
+    threads = [threading.Thread(target=lambda call=call: results.append(call())) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        in_time(thread.join)
+    return results
+
+
+def test_units_of_all_threads_at_once(source: Path, expected: dict[str, bytes], place: str) -> None:
+    made = unit_jobs(source, f"{place}/out", **OPTIONS)
+    at_once(*(lambda job=job: run_job(job, threads=1) for job in [*made, *made[:2]]))  # type: ignore[misc]
+    commit_jobs(made)
+    assert_published(place, expected)
+
+
+@pytest.mark.parametrize("writes", [1, 2, 3])
+def test_what_a_killed_process_leaves_is_never_taken_for_done(
+    source: Path, expected: dict[str, bytes], tmp_path: Path, writes: int
+) -> None:
+    made = unit_jobs(source, tmp_path / "out", **OPTIONS)
+    killed = prestarted.run(json.dumps(made[1].as_json()), writes, script=CONVERT_ONE)
+    assert killed.returncode == -signal.SIGKILL
+    assert beside(str(tmp_path)) == [".out.relayout-partial"]
+    with pytest.raises(PlanError, match="no unit of this conversion is done"):
+        commit_jobs(made)
+    for job in made:
+        if job.unit != 1:
+            run_job(job)
+    with pytest.raises(PlanError, match=f"1 of {len(made)} units are not done: 1"):
+        commit_jobs(made)
+    assert run_job(made[1]).read_nbytes > 0
+    commit_jobs(made)
+    assert_published(str(tmp_path), expected)
+
+
+def test_a_unit_that_fails_leaves_nothing(source: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = unit_jobs(source, f"{place}/out", **OPTIONS)
+
+    def fail(*_: Any) -> None:
+        raise OSError(28, "full")
+
+    monkeypatch.setattr(copy.FileSink, "put", fail)
+    with pytest.raises(OSError, match="full"):
+        run_job(made[0])
+    assert beside(place) == []
+    with pytest.raises(PlanError, match="no unit of this conversion is done"):
+        commit_jobs(made)
+    assert beside(place) == []
+
+
+def test_a_late_double_changes_nothing(
+    source: Path, expected: dict[str, bytes], place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It began before the output was published, and ends after."""
+    made = unit_jobs(source, f"{place}/out", **OPTIONS)
+    is_late, may_end, finish = threading.Event(), threading.Event(), jobs.HeaderWriter.write
+
+    def write(self: Any, unit: int, *others: Any) -> None:
+        if threading.current_thread().name == "late":
+            is_late.set()
+            may_end.wait(60)
+        finish(self, unit, *others)
+
+    monkeypatch.setattr(jobs.HeaderWriter, "write", write)
+    errors: list[BaseException] = []
+
+    def late() -> None:
+        try:
+            run_job(made[0])
+        except (PlanError, OSError) as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=late, name="late")
+    thread.start()
+    in_time(is_late.wait)
+    for job in made:
+        run_job(job)
+    commit_jobs(made)
+    may_end.set()
+    in_time(thread.join)
+    assert_published(place, expected)
+    assert [str(error).endswith("is complete already; --force replaces it") for error in errors] == [True]
+
+
+def test_once_published_units_are_refused(source: Path, expected: dict[str, bytes], place: str) -> None:
+    made = unit_jobs(source, f"{place}/out", **OPTIONS)
+    for job in made:
+        run_job(job)
+    commit_jobs(made)
+    with pytest.raises(PlanError, match="is not empty"):
+        run_job(made[0])
+    with pytest.raises(PlanError, match="is not empty"):
+        commit_jobs(made)
+    assert_published(place, expected)
+    forced = unit_jobs(source, f"{place}/out", force=True, **OPTIONS)
+    for job in forced:
+        assert run_job(job).read_nbytes
+    commit_jobs(forced)
+    assert_published(place, expected)
+
+
+def test_other_options_do_not_mix(source: Path, expected: dict[str, bytes], place: str) -> None:
+    made = unit_jobs(source, f"{place}/out", **OPTIONS)
+    others = unit_jobs(source, f"{place}/out", **{**OPTIONS, "align": 8192})
+    for job in others[:-1] + made[:-1]:
+        run_job(job)
+    with pytest.raises(PlanError, match=f"1 of {len(made)} units are not done: {len(made) - 1}"):
+        commit_jobs(made)
+    run_job(made[-1])
+    commit_jobs(made)
+    assert_published(place, expected)
+
+
+def test_a_conversion_in_one_run_does_not_take_the_place_of_units(
+    source: Path, expected: dict[str, bytes], place: str
+) -> None:
+    made = unit_jobs(source, f"{place}/out", **OPTIONS)
+    run_job(made[0])
+    with pytest.raises(PlanError, match="holds units that other processes convert"):
+        relayout.convert(source, f"{place}/out", **OPTIONS)
+    for job in made[1:]:
+        assert run_job(job).read_nbytes
+    assert not run_job(made[0]).read_nbytes
+    relayout.convert(source, f"{place}/out", force=True, **OPTIONS)
+    assert_published(place, expected)
+
+
+def test_a_source_that_changes_is_refused(source: Path, tmp_path: Path) -> None:
+    mine = mlp_model(tmp_path / "source")
+    made = unit_jobs(mine, tmp_path / "out", **OPTIONS)
+    for job in made:
+        run_job(job)
+    os.utime(mine / "model.safetensors", (1, 1))
+    with pytest.raises(FormatError, match="has changed since the job was made"):
+        run_job(made[0])
+    with pytest.raises(FormatError, match="has changed since the job was made"):
+        commit_jobs(made)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_that_is_not_what_its_record_says_is_not_published(source: Path, tmp_path: Path) -> None:
+    made = unit_jobs(source, tmp_path / "out", **OPTIONS)
+    for job in made:
+        run_job(job)
+    [file] = (tmp_path / ".out.relayout-partial").glob("shared-*/output/model-rank-2-part-1.safetensors")
+    blob = bytearray(file.read_bytes())
+    blob[200] ^= 1
+    file.write_bytes(blob)
+    with pytest.raises(FormatError, match="is not the file that its unit's record describes"):
+        commit_jobs(made)
+    file.write_bytes(blob[:-1])
+    with pytest.raises(FormatError, match="bytes long"):
+        commit_jobs(made)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_commit_that_was_interrupted_is_done_again(
+    source: Path, expected: dict[str, bytes], place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = unit_jobs(source, f"{place}/out", **OPTIONS)
+    for job in made:
+        run_job(job)
+    with monkeypatch.context() as patch:
+        patch.setattr("relayout.conversion.sidecar.dump_manifest", lambda manifest: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            commit_jobs(made)
+    commit_jobs(made)
+    assert_published(place, expected)
+
+
+def test_each_source_byte_is_read_once(source: Path, expected: dict[str, bytes], tmp_path: Path) -> None:
+    """From an object store to an object store, beside the headers, which each job reads."""
+    shelf = bucket(tmp_path.name)
+    shelf.clear()
+    for file in source.iterdir():
+        shelf.put(f"source/{file.name}", file.read_bytes())
+    where = f"memory://{tmp_path.name}"
+    made = unit_jobs(f"{where}/source", f"{where}/out", **OPTIONS)
+    before = shelf.read_nbytes
+    unit_jobs(f"{where}/source", f"{where}/other", **OPTIONS)
+    to_plan = shelf.read_nbytes - before
+    before = shelf.read_nbytes
+    for job in made:
+        run_job(job)
+    weights = sum(record.source_nbytes for record in map(run_job, made))
+    read = shelf.read_nbytes - before - 2 * len(made) * to_plan
+    assert weights <= read <= 1.05 * weights
+    commit_jobs(made)
+    found = content(f"{where}/out")
+    assert found.keys() == expected.keys()
+    assert {name for name in found if found[name] != expected[name]} <= {"relayout.source.json.zst", "relayout.json"}
+
+
+def test_a_unit_that_is_not_there_is_refused(source: Path, tmp_path: Path) -> None:
+    made = unit_jobs(source, tmp_path / "out", **OPTIONS)
+    with made[0].planned() as planned, pytest.raises(PlanError, match="unit 99, expected 0 to"):
+        jobs.convert_unit(planned, 99)

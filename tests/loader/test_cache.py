@@ -1,0 +1,240 @@
+"""A cache on the drive: what a load keeps, what it fetches of it, and what is there when a process is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from support import s3_server
+from support.loader_fixtures import MIB, assert_equal, child, loader_threads, whole_tensors
+from support.patience import PATIENCE
+from support.remote import HEAD, URL, expect, files_of_rank
+from support.s3_server import Answer, Request, Server
+
+import relayout
+from relayout.errors import FormatError, PlanError
+
+pytest.importorskip("obstore", reason="the client of object stores")
+
+LOAD = """
+import sys, relayout
+relayout.load(sys.argv[1], int(sys.argv[2]), cache=sys.argv[3])
+"""
+
+TOGETHER = """
+import json, os, sys, traceback
+import relayout
+
+processes = []
+for rank in (0, 1, 1):
+    processes.append(os.fork())
+    if not processes[-1]:
+        try:
+            relayout.load(sys.argv[1], rank, cache=sys.argv[2])
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+print(json.dumps([os.waitpid(process, 0)[1] for process in processes]))
+"""
+
+
+def weights_asked(server: Server) -> Counter[tuple[str, tuple[int, int] | None]]:
+    """How often each range of each weight file was asked for."""
+    return Counter((one.key, one.range) for one in server.requests if one.key.endswith(".safetensors"))
+
+
+def entry_of(cache: Path) -> Path:
+    [entry] = [one for one in cache.iterdir() if one.is_dir()]
+    return entry
+
+
+def kept(cache: Path) -> set[str]:
+    """Names of the files that others see."""
+    return {one.name for one in entry_of(cache).iterdir() if not one.name.startswith(".")}
+
+
+def start(server: Server, rank: int, cache: Path) -> subprocess.Popen[bytes]:
+    """A load in a process of its own."""
+    environment = {**os.environ, **s3_server.environment(server)}
+    return subprocess.Popen([sys.executable, "-c", LOAD, URL, str(rank), str(cache)], env=environment)
+
+
+def test_what_was_fetched_is_kept_and_loaded_from_the_drive(server: Server, converted: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    expect(relayout.load(URL, 1, cache=cache), converted)
+    names = {"relayout.json", "relayout.rank-1.json.zst", "relayout.chunks", *files_of_rank(converted, 1)}
+    assert kept(cache) == names
+    for name in names:
+        assert (entry_of(cache) / name).read_bytes() == (converted / name).read_bytes()
+    assert server.sent_nbytes <= sum((converted / name).stat().st_size for name in names) * 1.01 + 2**16
+    server.requests.clear()
+    expect(relayout.load(URL, 1, cache=cache, verify=True, backend="mapped"), converted)
+    expect(dict(relayout.iter_load(URL, 1, cache=cache)), converted)
+    with relayout.open(URL, 1, cache=cache) as opened:
+        assert opened.path == URL
+        expect({name: opened.get_tensor(name) for name in opened.offset_keys()}, converted)
+    assert {one.key for one in server.requests} == {"out/relayout.json"}, "which tells whether it is still the same"
+    expect(relayout.load(entry_of(cache), 1), converted)
+
+
+def test_ranks_and_degrees_share_an_entry(server: Server, converted: Path, tmp_path: Path) -> None:
+    for rank in (0, 1):
+        expect(relayout.load(URL, rank, cache=tmp_path), converted, rank)
+    assert max(weights_asked(server).values()) == 1, "nothing is fetched twice"
+    server.requests.clear()
+    assert_equal(relayout.load(URL, 2, tp=4, cache=tmp_path, verify=True), relayout.load(converted, 2, tp=4))
+    assert not any(one.key.endswith(".safetensors") for one in server.requests)
+    server.requests.clear()
+    assert_equal(relayout.load(URL, 3, tp=4, cache=tmp_path), relayout.load(converted, 3, tp=4))
+    assert [one.key for one in server.requests if one.status == 200] == ["out/relayout.json"]
+
+
+def test_another_degree_fetches_the_files_that_it_needs(server: Server, converted: Path, tmp_path: Path) -> None:
+    assert_equal(relayout.load(URL, 0, tp=4, cache=tmp_path), relayout.load(converted, 0, tp=4))
+    assert {name for name in kept(tmp_path) if name.startswith("model-rank")} <= set(files_of_rank(converted, 0))
+
+
+def test_the_environment_says_where_and_how_much(
+    server: Server, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RELAYOUT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("RELAYOUT_CACHE_LIMIT", "1KB")
+    with pytest.warns(UserWarning, match=f"{URL}: the cache {tmp_path}/cache has no room for it: reading from the"):
+        expect(relayout.load(URL, 1), converted)
+    monkeypatch.setenv("RELAYOUT_CACHE_LIMIT", "")
+    expect(relayout.load(URL, 1), converted)
+    assert set(files_of_rank(converted, 1)) <= kept(tmp_path / "cache")
+    expect(relayout.load(converted, 1), converted)
+    with pytest.warns(UserWarning, match="a plain checkpoint"):
+        relayout.load("s3://models/model", 1, tp=2)
+    with pytest.raises(PlanError, match="s3://models/model: a plain checkpoint, which cache= does not keep"):
+        relayout.load("s3://models/model", 1, tp=2, cache=tmp_path / "cache")
+    with pytest.raises(PlanError, match="'much' is not a size"):
+        relayout.load(URL, 0, cache=relayout.Cache(tmp_path / "cache", "much"))
+
+
+def test_what_was_not_used_for_longest_makes_room(server: Server, converted: Path, model: Path, tmp_path: Path) -> None:
+    urls = [f"s3://models/out{number}" for number in range(3)]
+    for number in range(3):
+        out = tmp_path / f"out{number}"
+        relayout.convert(model, out, tp=2, max_part_nbytes=MIB + 4096 * number)
+        for file in out.iterdir():
+            server.put("models", f"out{number}/{file.name}", file.read_bytes())
+    tmp_path = tmp_path / "cache"
+    entries = []
+    for url in urls[:2]:
+        relayout.load(url, 1, cache=tmp_path)
+        entries += [one for one in tmp_path.iterdir() if one.is_dir() and one not in entries]
+    room = sum(file.stat().st_size for one in entries for file in one.iterdir())
+    cache = relayout.Cache(tmp_path, room + 1000)
+    time.sleep(0.02)
+    relayout.load(urls[0], 1, cache=cache)
+    (tmp_path / ".gone-left").mkdir()
+    expect(relayout.load(urls[2], 1, cache=cache), converted)
+    assert entries[0].exists()
+    assert not entries[1].exists(), "it was used first and not since"
+    assert not (tmp_path / ".gone-left").exists()
+    with relayout.open(urls[0], 1, cache=cache), relayout.open(urls[2], 1, cache=cache):
+        with pytest.warns(UserWarning, match="has no room for it"):
+            expect(relayout.load(urls[1], 1, cache=cache), converted)
+        assert entries[0].exists(), "what is in use is not removed"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        expect(relayout.load(urls[1], 1, cache=cache), converted)
+    assert len([one for one in tmp_path.iterdir() if one.is_dir()]) == 2
+
+
+def test_processes_that_start_together_fetch_nothing_twice(server: Server, converted: Path, tmp_path: Path) -> None:
+    server.interfere = lambda request: time.sleep(0.01)  # type: ignore[func-returns-value]
+    assert child(TOGETHER, URL, tmp_path) == [0, 0, 0]
+    assert max(weights_asked(server).values()) <= 3, "a file is opened by each"
+    bodies = {key: number for key, number in weights_asked(server).items() if key[1] and key[1][0] > 0}
+    assert bodies
+    assert set(bodies.values()) == {1}
+    for rank in (0, 1):
+        expect(relayout.load(entry_of(tmp_path), rank, verify=True), converted, rank)
+
+
+@pytest.mark.parametrize("number", [1, 4, 7, 9])
+def test_a_process_is_killed_while_it_fetches(server: Server, converted: Path, tmp_path: Path, number: int) -> None:
+    reached = threading.Event()
+    count = 0
+
+    def hold(request: Request) -> None:
+        nonlocal count
+        count += 1
+        if count >= number:
+            reached.set()
+            time.sleep(0.2)
+
+    server.interfere = hold
+    process = start(server, 1, tmp_path)
+    assert reached.wait(PATIENCE)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    server.interfere = lambda request: None
+    if tmp_path.exists() and any(one.is_dir() for one in tmp_path.iterdir()):
+        for name in kept(tmp_path):
+            assert (entry_of(tmp_path) / name).read_bytes() == (converted / name).read_bytes()
+    expect(relayout.load(URL, 1, cache=tmp_path), converted)
+    assert not [one for one in entry_of(tmp_path).iterdir() if one.name.endswith(".partial")]
+
+
+def test_damage_on_the_way_is_never_kept(server: Server, converted: Path, tmp_path: Path) -> None:
+    name = max(files_of_rank(converted, 1))
+    right = server.objects["models", f"out/{name}"].content
+    wrong = bytearray(right)
+    wrong[-3] ^= 1
+    server.put("models", f"out/{name}", bytes(wrong))
+    with pytest.raises(FormatError, match=f"{URL}/{name}: bytes [0-9]+ to [0-9]+ have another digest") as caught:
+        relayout.load(URL, 1, cache=tmp_path)
+    assert caught.value.code == "digest"
+    assert name not in kept(tmp_path)
+    assert loader_threads() == []
+    server.put("models", f"out/{name}", right)
+    expect(relayout.load(URL, 1, cache=tmp_path), converted)
+
+
+def test_a_fetch_that_fails_leaves_complete_files_only(server: Server, converted: Path, tmp_path: Path) -> None:
+    first, *_, last = sorted(files_of_rank(converted, 1))
+
+    def refuse(request: Request) -> Answer | None:
+        return Answer(403) if request.key == f"out/{last}" and request.range != (0, HEAD) else None
+
+    server.interfere = refuse
+    with pytest.raises(OSError, match="access is denied"):
+        relayout.load(URL, 1, cache=tmp_path)
+    names = kept(tmp_path)
+    assert first in names
+    assert last not in names
+    assert not [one for one in entry_of(tmp_path).iterdir() if one.name.endswith(".partial")]
+
+
+def test_another_conversion_at_the_same_url_has_its_own_entry(
+    server: Server, converted: Path, model: Path, tmp_path: Path
+) -> None:
+    relayout.load(URL, 0, cache=tmp_path / "cache")
+    relayout.convert(model, tmp_path / "again", tp=4)
+    for file in (tmp_path / "again").iterdir():
+        server.put("models", f"out/{file.name}", file.read_bytes())
+    found = relayout.load(URL, 3, cache=tmp_path / "cache")
+    assert_equal(found, whole_tensors(tmp_path / "again", "model-rank-3-*"))
+    assert len([one for one in (tmp_path / "cache").iterdir() if one.is_dir()]) == 2
+
+
+def test_fetching_is_reported(server: Server, converted: Path, tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    tensors = relayout.load(URL, 1, cache=tmp_path, progress=lambda done, total: told.append((done, total)))
+    fetched = sum(files_of_rank(converted, 1).values())
+    assert (fetched, fetched) in told
+    total = sum(tensor.nbytes for tensor in {tensor.data_ptr(): tensor for tensor in tensors.values()}.values())
+    assert told[-1][0] == told[-1][1] <= total

@@ -1,0 +1,228 @@
+"""relayout.load with a group: together the members read each byte once, each has all of them, and one fails all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import prestarted
+from support.conversions import stock_tensors, stored_in
+from support.group_worker import NUM_MEMBERS, PIECE_NBYTES, digests
+from support.loader_fixtures import MIB, mlp_model
+
+import relayout
+from relayout.core.extents import BLOCK, Transfer
+from relayout.errors import PlanError
+from relayout.format.index import Read
+from relayout.loader.group.deal import Grid, deal
+
+pytestmark = pytest.mark.xdist_group("group")
+
+SCRIPT = "from support.group_worker import main; main()"
+IMPORTS = f"{prestarted.LOADER},torch.distributed,relayout.loader.group.sharing,support.group_worker"
+MEMBERS = range(NUM_MEMBERS)
+
+
+@st.composite
+def arenas(draw: st.DrawFn) -> tuple[list[Read], int]:
+    """Reads of two files that fill an arena: long runs, strided ones in between each other, and holes."""
+    reads, end, sources = [], 0, [0, 0]
+    for _ in range(draw(st.integers(1, 6))):
+        end += draw(st.sampled_from([0, 16, 100]))
+        file = draw(st.integers(0, 1))
+        if draw(st.booleans()):
+            nbytes = draw(st.integers(1, 60_000))
+            reads.append(Read(file, Transfer(sources[file], end, nbytes)))
+            sources[file] += nbytes + draw(st.integers(0, 9000))
+            end += nbytes
+        else:  # Two files have the halves of each row.
+            row, count = draw(st.integers(1, 900)), draw(st.integers(2, 60))
+            for number in range(2):
+                gap = draw(st.integers(0, 50))
+                stride = row + gap
+                reads.append(Read(number, Transfer(sources[number], end + number * row, row, count, stride, 2 * row)))
+                sources[number] += stride * count
+            end += 2 * row * count
+    return draw(st.permutations(reads)), end
+
+
+def carried_out(reads: tuple[Read, ...] | list[Read], files: list[Any], nbytes: int) -> tuple[Any, Any]:
+    """What the reads bring, and how often they write each byte, by numpy."""
+    arena, written = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+    for read in reads:
+        for run in read.transfer.runs():
+            target = slice(run.target, run.target + run.nbytes)
+            arena[target] = files[read.file][run.source : run.source + run.nbytes]
+            written[target] += 1
+    return arena, written
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    arenas(),
+    st.integers(1, 5),
+    st.sampled_from([BLOCK, 5 * BLOCK, MIB]),
+    st.sampled_from([Grid(), Grid(100, 65536), Grid(0, 1)]),
+)
+def test_the_pieces_bring_each_byte_of_the_reads_once(
+    arena: tuple[list[Read], int], num_members: int, most: int, grid: Grid
+) -> None:
+    reads, nbytes = arena
+    files = [np.random.default_rng(seed).integers(0, 256, 10**6, dtype=np.uint8) for seed in range(2)]
+    pieces = deal(reads, num_members, [grid, grid], most_nbytes=most)
+    assert [piece.member for piece in pieces] == [number % num_members for number in range(len(pieces))]
+    ends = [0, *(piece.end for piece in pieces)]
+    assert all(end <= piece.start for end, piece in zip(ends, pieces, strict=False))
+    for piece in pieces:
+        assert all(piece.start <= one.transfer.target and one.transfer.target_end <= piece.end for one in piece.reads)
+    expected, _ = carried_out(reads, files, nbytes)
+    found, written = carried_out([one for piece in pieces for one in piece.reads], files, nbytes)
+    assert (found == expected).all()
+    assert (written == carried_out(reads, files, nbytes)[1]).all()
+    assert sum(piece.nbytes for piece in pieces) == sum(one.transfer.total_nbytes for one in reads)
+
+
+def test_each_member_reads_as_much_and_no_block_is_read_by_two() -> None:
+    reads = [Read(0, Transfer(4096, 0, 100 * MIB)), Read(1, Transfer(8192, 100 * MIB + 4096, 60 * MIB + 5))]
+    pieces = deal(reads, 4, [Grid(), Grid()], most_nbytes=16 * MIB)
+    of_member = [sum(one.nbytes for one in pieces if one.member == member) for member in range(4)]
+    assert max(of_member) - min(of_member) < MIB / 2
+    assert all(piece.end - piece.start <= 16 * MIB + BLOCK for piece in pieces)
+    # Where the second file is not congruent with the wanted place, its own grid counts.
+    assert all(one.transfer.source % BLOCK == 0 for piece in pieces for one in piece.reads)
+
+
+def test_pieces_end_where_the_chunks_of_the_files_end() -> None:
+    grid = Grid(12345, MIB)
+    read = Read(0, Transfer(12345, 0, 50 * MIB))
+    pieces = deal([read], 3, [grid], most_nbytes=8 * MIB)
+    assert len(pieces) > 6
+    assert all((one.transfer.source - 12345) % MIB == 0 for piece in pieces for one in piece.reads)
+
+
+def test_nothing_is_dealt_out_where_there_is_nothing() -> None:
+    assert deal([], 3, []) == ()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`source`, converted as `out`: 16 MB a rank, in two files; `foreign` is a conversion of other bytes."""
+    place = tmp_path_factory.mktemp("group")
+    for seed, name in enumerate(("out", "foreign")):
+        source = mlp_model(place / f"source{seed or ''}", num_layers=4, width=6144, seed=seed)
+        relayout.convert(source, place / name, tp=2, max_part_nbytes=9 * MIB)
+    return place
+
+
+@pytest.fixture(scope="module")
+def group(place: Path) -> list[dict[str, Any]]:
+    """What each member of a group saw in each case."""
+    done = prestarted.run(place, script=SCRIPT, imports=IMPORTS, env=prestarted.ONE_THREAD)
+    assert done.returncode == 0, done.stderr
+    return [json.loads((place / f"member-{number}.json").read_text()) for number in MEMBERS]
+
+
+def rank_nbytes(place: Path, reads: int = 1) -> int:
+    manifest = json.loads((place / "out" / "relayout.json").read_text())
+    return int(manifest["ranks"][reads]["nbytes"])
+
+
+@pytest.mark.parametrize("case", ["auto", "direct", "buffered", "store", "verified", "afterwards"])
+def test_every_member_has_the_tensors_of_the_rank(place: Path, group: list[dict[str, Any]], case: str) -> None:
+    expected = digests(stored_in(place / "out", 1))
+    assert len(expected) > 20
+    assert [member[case]["tensors"] for member in group] == [expected] * NUM_MEMBERS
+
+
+def test_at_another_degree_too(place: Path, group: list[dict[str, Any]]) -> None:
+    whole = digests(stock_tensors(place / "source"))
+    for case in ("one rank", "one rank, verified"):
+        assert [member[case]["tensors"] for member in group] == [whole] * NUM_MEMBERS
+    quarter = digests(relayout.load(place / "out", 2, tp=4))
+    assert [member["four ranks"]["tensors"] for member in group] == [quarter] * NUM_MEMBERS
+
+
+def test_some_tensors_only(place: Path, group: list[dict[str, Any]]) -> None:
+    some = {name: one for name, one in digests(stored_in(place / "out", 1)).items() if ".0.mlp." in name}
+    assert some
+    assert [member["some"]["tensors"] for member in group] == [some] * NUM_MEMBERS
+
+
+def assert_read_once(place: Path, read: list[int], rank_nbytes: int, again: int = 0) -> None:
+    """Beside what each reads of manifest, table and headers."""
+    small = [place / "out" / f"relayout.{name}" for name in ("json", "chunks", "rank-1.json.zst")]
+    num_files = len(list((place / "out").glob("model-rank-1-part-*")))
+    each = sum(file.stat().st_size for file in small) + num_files * BLOCK
+    assert rank_nbytes <= sum(read) <= rank_nbytes + NUM_MEMBERS * each + num_files * again
+    assert max(read) <= rank_nbytes / NUM_MEMBERS + each + 2 * PIECE_NBYTES
+
+
+def test_together_they_read_the_rank_once(place: Path, group: list[dict[str, Any]]) -> None:
+    assert_read_once(place, [member["store"]["nbytes"] for member in group], rank_nbytes(place))
+
+
+def test_to_verify_they_read_whole_chunks_and_each_once(place: Path, group: list[dict[str, Any]]) -> None:
+    tensors = {name: one for name, one in stored_in(place / "out", 1).items() if ".mlp." in name}
+    assert [member["some, verified"]["tensors"] for member in group] == [digests(tensors)] * NUM_MEMBERS
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    assert_read_once(place, [member["some, verified"]["nbytes"] for member in group], nbytes, again=2 * MIB)
+
+
+def test_progress_is_told_of_the_whole(place: Path, group: list[dict[str, Any]]) -> None:
+    total = rank_nbytes(place)
+    for member in group:
+        told = member["progress"]
+        assert told[-1] == [total, total]
+        assert len(told) > 3
+
+
+def test_members_that_load_something_else_are_named(group: list[dict[str, Any]]) -> None:
+    for number, member in enumerate(group):
+        assert member["another rank"]["kind"] == "PlanError"
+        assert f"member {number} loads rank {number // 3} of 2" in member["another rank"]["error"]
+        assert "all members of a group load the same" in member["another rank"]["error"]
+        assert member["another conversion"]["kind"] == "PlanError"
+        assert "foreign" in member["another conversion"]["error"]
+
+
+def test_what_one_member_may_not_do_no_member_does(group: list[dict[str, Any]]) -> None:
+    for number, member in enumerate(group):
+        assert (member["plain"]["kind"], member["plain"]["code"]) == ("PlanError", "unsupported")
+        assert member["mapped"]["kind"] == "PlanError"
+        for case, culprit in (("no such rank", 1), ("bad option", 3)):
+            assert member[case]["kind"] == "PlanError"
+            by_another = f"member {culprit} of the group failed: "
+            assert (by_another in member[case]["error"]) == (number != culprit)
+
+
+def test_a_read_that_fails_fails_all_with_its_reason(group: list[dict[str, Any]]) -> None:
+    for number, member in enumerate(group):
+        assert member["a read fails"]["kind"] == "OSError"
+        assert "the drive is on fire" in member["a read fails"]["error"]
+        assert ("member 2 of the group failed" in member["a read fails"]["error"]) == (number != 2)
+
+
+def test_a_damaged_chunk_fails_all_with_its_reason(group: list[dict[str, Any]]) -> None:
+    failed = [member["damaged"] for member in group]
+    assert {one["kind"] for one in failed} == {"FormatError"}
+    assert {one["code"] for one in failed} == {"digest"}
+    assert all("memory://group/out/model-rank-1-part-0" in one["error"] for one in failed)
+    assert sum("of the group failed" in one["error"] for one in failed) == NUM_MEMBERS - 1
+
+
+def test_a_member_that_is_killed_fails_the_others_in_time(group: list[dict[str, Any]]) -> None:
+    assert "killed" not in group[3]
+    for member in group[:3]:
+        assert member["killed"]["kind"] in ("OSError", "ConnectionAbortedError")
+        assert "a member may be gone" in member["killed"]["error"]
+        assert member["killed"]["seconds"] < 60
+
+
+def test_a_process_that_is_no_member_is_refused(converted: Path) -> None:
+    with pytest.raises(PlanError, match="not a member"):
+        relayout.load(converted, 0, group=object())  # type: ignore[arg-type]

@@ -1,0 +1,306 @@
+"""Loads from an object store: which requests they make, and what becomes of a load when the store fails."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import prestarted, s3_server
+from support.loader_fixtures import assert_equal, child, fake_device, loader_threads, whole_tensors
+from support.remote import HEAD, URL, expect, files_of_rank
+from support.s3_server import Answer, Request, Server
+
+import relayout
+from relayout.errors import FormatError, PlanError
+from relayout.loader.diagnose.doctor import diagnose
+from relayout.storage.cloud import connect
+from relayout.storage.protocols import RequestError
+from relayout.storage.stores import find_store
+
+pytest.importorskip("obstore", reason="the client of object stores")
+
+
+def test_a_load_asks_for_the_manifest_a_table_and_each_file_and_then_only_for_bytes(
+    server: Server, converted: Path
+) -> None:
+    expect(relayout.load(URL, 1), converted)
+    assert {one.method for one in server.requests} == {"GET"}
+    assert not any(one.query for one in server.requests), "nothing is listed"
+    files = files_of_rank(converted, 1)
+    names = Counter(one.key.removeprefix("out/") for one in server.requests)
+    assert {name for name in names if name not in files} == {"relayout.json", "relayout.rank-1.json.zst"}
+    assert names["relayout.json"] == names["relayout.rank-1.json.zst"] == 1
+    assert server.requests[0].key == "out/relayout.json"
+    for name, nbytes in files.items():
+        first, *others = [one for one in server.requests if one.key == f"out/{name}"]
+        assert (first.range, "if-match" in first.headers) == ((0, HEAD), False)
+        etag = server.objects["models", f"out/{name}"].etag
+        assert all(one.headers["if-match"] == etag for one in others)
+        asked = sorted(one.range or (0, 0) for one in others)
+        assert sum(end - start for start, end in asked) == max(0, nbytes - HEAD), "each byte once"
+        assert all(start >= HEAD for start, _ in asked)
+    needed = sum(files.values())
+    small = sum((converted / name).stat().st_size for name in names if name not in files)
+    assert needed + small <= server.sent_nbytes <= needed + small, "what opening brings is not read again"
+
+
+def test_files_are_opened_at_the_same_time(server: Server, converted: Path) -> None:
+    together = threading.Barrier(len(files_of_rank(converted, 1)))
+
+    def wait(request: Request) -> None:
+        if request.range == (0, HEAD):
+            together.wait(20)
+
+    server.interfere = wait
+    expect(relayout.load(URL, 1), converted)
+
+
+@pytest.mark.parametrize("backend", ["auto", "buffered", "pinned"])
+def test_every_way_that_reads_brings_the_same_tensors(
+    server: Server, converted: Path, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = fake_device(monkeypatch, backend) if backend == "pinned" else iter([backend])
+    way = next(fake)
+    expect(relayout.load(URL, 0, backend=way), converted, 0)
+    expect(relayout.load(URL, 1, backend=way, verify=True), converted)
+    expect(dict(relayout.iter_load(URL, 1, backend=way, verify=True)), converted)
+    given = {name: torch.zeros_like(tensor) for name, tensor in whole_tensors(converted, "model-rank-1-*").items()}
+    expect(relayout.load(URL, 1, backend=way, into=given), converted)
+    for _ in fake:
+        pass
+    assert loader_threads() == []
+
+
+def test_what_is_selected_is_all_that_is_fetched(server: Server, converted: Path) -> None:
+    name = "model.layers.2.mlp.down_proj.weight"
+    [tensor] = relayout.load(URL, 1, names=name).values()
+    opened = len(files_of_rank(converted, 1)) * HEAD
+    assert server.sent_nbytes <= tensor.nbytes + opened + 2**16
+    assert_equal({name: tensor}, {name: whole_tensors(converted, "model-rank-1-*")[name]})
+
+
+def test_tensors_are_read_when_they_are_asked_for(server: Server, converted: Path, model: Path) -> None:
+    whole, mine = whole_tensors(model), whole_tensors(converted, "model-rank-1-*")
+    name = "model.layers.1.mlp.gate_proj.weight"
+    with relayout.open(URL, 1) as opened:
+        before = len(server.requests)
+        assert opened.keys() == list(mine)
+        assert len(server.requests) == before
+        assert_equal({name: opened.get_tensor(name)}, {name: mine[name]})
+        assert len(server.requests) == before + 1, "one request for one tensor"
+        assert_equal({name: opened.get_slice(name)[5:7]}, {name: mine[name][5:7]})
+    with relayout.safe_open(URL) as opened:
+        assert_equal({name: opened.get_tensor(name) for name in opened.offset_keys()}, whole)
+    assert {one.method for one in server.requests} == {"GET"}
+    assert not any(one.query for one in server.requests)
+
+
+@pytest.mark.parametrize(("tp", "ranks"), [(1, 1), (4, 4)])
+def test_other_degrees_and_plain_checkpoints_are_cut_while_they_are_loaded(
+    server: Server, converted: Path, model: Path, tp: int, ranks: int
+) -> None:
+    for rank in range(ranks):
+        expected = relayout.load(converted, rank, tp=tp)
+        assert_equal(relayout.load(URL, rank, tp=tp, verify=True), expected)
+        if tp == 1:
+            assert_equal(relayout.load("s3://models/model", rank, tp=tp), expected)
+            continue
+        with pytest.warns(UserWarning, match="a plain checkpoint"):
+            assert_equal(relayout.load("s3://models/model", rank, tp=tp), expected)
+
+
+def test_what_a_load_would_do_is_told(server: Server, converted: Path) -> None:
+    found = relayout.explain(URL, 1)
+    assert (found.backend, found.threads) == ("buffered", 16)
+    assert found.nbytes == relayout.explain(converted, 1).nbytes
+    assert {file.filesystem.kind for file in found.files} == {"s3"}
+    assert found.reason == (
+        "threads request ranges of the files, which go straight into memory; here s3 brings them by at most 8 MiB each,"
+        " 16 at a time"
+    )
+    assert server.sent_nbytes < found.nbytes
+
+
+def test_the_doctor_measures_the_network(server: Server, converted: Path) -> None:
+    server.interfere = lambda request: time.sleep(0.02)  # type: ignore[func-returns-value]
+    done = prestarted.run("doctor", URL, "--json", imports=prestarted.LOADER)
+    assert done.returncode == 0, done.stderr
+    network = json.loads(done.stdout)["network"]
+    assert 0.02 <= network["latency_seconds"] < 2
+    assert network["sample_nbytes"] == sum(files_of_rank(converted, 0).values())
+    text = prestarted.run("doctor", URL, imports=prestarted.LOADER).stdout
+    assert re.search(r"network [0-9.]+ ms .* byte, [0-9.]+ GB/s by 16 connections .*: rank 0 would take", text)
+    assert f"on {URL}, by ranges of at most 8 MiB" in text
+    assert diagnose(converted, device="cpu").network is None
+
+
+@pytest.mark.parametrize("is_ignored", [False, True], ids=["If-Match", "If-Match ignored"])
+def test_two_versions_of_an_object_are_never_mixed(server: Server, converted: Path, is_ignored: bool) -> None:
+    name = max(files_of_rank(converted, 1))
+
+    def replace(request: Request) -> None:
+        if is_ignored:
+            request.headers.pop("if-match", None)
+        if request.key == f"out/{name}" and request.range != (0, HEAD):
+            server.put("models", f"out/{name}", bytes((converted / name).stat().st_size))
+
+    server.interfere = replace
+    with pytest.raises(FormatError, match=f"{URL}/{name}: was replaced while it was read") as caught:
+        relayout.load(URL, 1)
+    assert caught.value.code == "mismatch"
+    assert loader_threads() == []
+
+
+SAYS: dict[int, tuple[str, type[Exception]]] = {
+    400: (r"the store refuses the request: check region, endpoint and credentials \(HTTP 400, Oops\)", RequestError),
+    401: (r"access is denied: check that the credentials .* \(HTTP 401, Oops\)", RequestError),
+    403: (r"access is denied: check that the credentials .* \(HTTP 403, Oops\)", RequestError),
+    404: (r"is missing", FormatError),
+    412: (r"was replaced while it was read", FormatError),
+    416: (r"there are no such bytes: the object is shorter than it should be \(HTTP 416, Oops\)", RequestError),
+    429: (r"too many requests, again and again: load later, or with fewer threads \(HTTP 429, Oops\)", RequestError),
+    500: (r"the store failed, again and again: load later \(HTTP 500, Oops\)", RequestError),
+    503: (r"too many requests, again and again: load later, or with fewer threads \(HTTP 503, Oops\)", RequestError),
+}
+
+
+@pytest.mark.parametrize("status", SAYS)
+def test_what_a_store_refuses_is_said_with_object_range_and_what_to_do(
+    server: Server, converted: Path, status: int
+) -> None:
+    name = max(files_of_rank(converted, 1))
+    body = f"<Error><Code>Oops</Code><Message>{s3_server.SECRET_KEY}</Message></Error>".encode()
+
+    def refuse(request: Request) -> Answer | None:
+        is_meant = request.key == f"out/{name}" and request.range != (0, HEAD)
+        return Answer(status, body) if is_meant else None
+
+    server.interfere = refuse
+    says, kind = SAYS[status]
+    with pytest.raises(kind, match=says) as caught:
+        relayout.load(URL, 1)
+    text = f"{caught.value} {caught.value!r} {caught.value.__context__!r}"
+    assert f"{URL}/{name}" in text
+    if kind is RequestError:
+        assert re.search(r"bytes [0-9]+ to [0-9]+: ", text)
+    for secret in (s3_server.SECRET_KEY, s3_server.ACCESS_KEY, server.url):
+        assert secret not in text
+    assert loader_threads() == []
+
+
+def test_a_connection_that_breaks_is_made_again(server: Server, converted: Path) -> None:
+    broken: list[str] = []
+
+    def stop(request: Request) -> None:
+        if request.range != (0, HEAD) and request.key not in broken and "part" in request.key:
+            broken.append(request.key)
+            raise ConnectionResetError
+
+    server.interfere = stop
+    expect(relayout.load(URL, 1), converted)
+    assert broken
+
+
+def test_a_store_that_does_not_answer_is_given_up_in_time(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connect, "STALL_SECONDS", 0.2)
+    monkeypatch.setattr(connect, "_MAX_RETRIES", 0)
+    over = threading.Event()
+    server.interfere = lambda request: over.wait(20) and None  # type: ignore[func-returns-value]
+    try:
+        with pytest.raises(RequestError, match=r"out/relayout.json: no bytes arrived in time|no bytes arrived in time"):
+            relayout.load(URL, 1)
+    finally:
+        over.set()
+
+
+def test_a_store_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with s3_server.running() as server:
+        environment = s3_server.environment(server)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(connect, "_MAX_RETRIES", 0)
+    with pytest.raises(RequestError, match="the server cannot be reached") as caught:
+        relayout.load(URL, 1)
+    assert caught.value.filename == f"{URL}/relayout.json"
+
+
+def test_a_rank_that_is_not_there_and_a_folder_that_is_not_there(server: Server, converted: Path) -> None:
+    with pytest.raises(PlanError, match=r"rank 2, expected 0 to 1"):
+        relayout.load(URL, 2)
+    with pytest.raises(PlanError, match=r"s3://models/none: no objects with this prefix"):
+        relayout.load("s3://models/none", 0)
+    name = max(files_of_rank(converted, 1))
+    del server.objects["models", f"out/{name}"]
+    with pytest.raises(FormatError, match=f"{URL}/{name}: is missing"):
+        relayout.load(URL, 1)
+    server.put("models", f"out/{name}", b"short")
+    with pytest.raises(FormatError, match=f"{URL}/{name}: 5 bytes long, expected"):
+        relayout.load(URL, 1)
+
+
+def test_a_store_is_pickled_without_what_it_knows(server: Server, converted: Path) -> None:
+    store = find_store(URL)
+    blob = pickle.dumps(store)
+    for secret in (s3_server.SECRET_KEY, s3_server.ACCESS_KEY):
+        assert secret not in repr(store)
+        assert secret.encode() not in blob
+    again = pickle.loads(blob)
+    assert str(again) == URL
+    assert again.read("relayout.json", 2**20) == (converted / "relayout.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://", "s3:///x", "s3://a//b", "s3://a/../b", "s3://user:password@a/b", "s3://a/b?X-Amz-Signature=x"]
+)
+def test_a_url_that_names_nothing_or_too_much_is_refused(url: str) -> None:
+    with pytest.raises(PlanError, match="expected s3://BUCKET/PREFIX, without user, password") as caught:
+        find_store(url)
+    for secret in ("user:", "password@", "Signature"):
+        assert secret not in str(caught.value)
+
+
+FORKS = """
+import json, os, sys
+import relayout
+url = sys.argv[1]
+relayout.load(url, 1)
+read, write = os.pipe()
+if not os.fork():
+    try:
+        relayout.load(url, 1)
+        said = "it works"
+    except OSError as error:
+        said = str(error)
+    os.write(write, said.encode())
+    os._exit(0)
+os.close(write)
+os.wait()
+print(json.dumps(os.read(read, 10000).decode()))
+"""
+
+
+def test_a_forked_child_says_why_it_cannot_load(server: Server) -> None:
+    said = child(FORKS, URL)
+    assert "this process was forked after its parent had used a store" in said
+    assert "spawn" in said
+
+
+def _without(module: str) -> Callable[[str], Any]:
+    from importlib.util import find_spec
+
+    return lambda name: None if name == module else find_spec(name)
+
+
+def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connect, "find_spec", _without("obstore"))
+    with pytest.raises(PlanError, match=r"needs the package obstore, which is not installed: .* the extra 'cloud'"):
+        relayout.load(URL, 0)

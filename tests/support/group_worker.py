@@ -1,0 +1,129 @@
+"""Four processes that load as one torch.distributed group, one case after the other, and what each of them saw.
+
+`main` with `FOLDER` in sys.argv: FOLDER/out is a conversion for two ranks. Each process writes FOLDER/member-N.json.
+They are forked from one that has imported everything, and that has put the files into a `memory://` bucket: each then
+has its own, which counts the bytes that it reads, and whose requests can be made to fail in one process alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from relayout.storage.in_memory import Fault, bucket
+
+NUM_MEMBERS = 4
+URL = "memory://group/out"
+FILES = "out/*.safetensors"
+PIECE_NBYTES = 2**20
+
+
+def digests(tensors: dict[str, Any]) -> dict[str, str]:
+    """What identifies each tensor."""
+    import torch
+
+    return {
+        name: f"{tensor.dtype} {list(tensor.shape)} "
+        + hashlib.sha1(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, tensor in tensors.items()
+    }
+
+
+def failure() -> Exception:
+    return OSError(errno.EIO, "the drive is on fire", "model")
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    for file in (folder / "out").iterdir():
+        bucket("group").put(f"out/{file.name}", file.read_bytes(), create=True)
+    pids = []
+    for number in range(NUM_MEMBERS):
+        pid = os.fork()
+        if not pid:
+            code = 1
+            try:
+                _member(folder, number)
+                code = 0
+            finally:
+                os._exit(code)
+        pids.append(pid)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    assert codes == [0, 0, 0, -signal.SIGKILL], codes
+
+
+def _member(folder: Path, number: int) -> None:
+    import datetime
+
+    import torch
+    import torch.distributed as dist
+
+    from relayout.loader.api import load
+    from relayout.loader.group import sharing
+    from relayout.loader.group.deal import deal
+
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=number,
+        world_size=NUM_MEMBERS,
+        timeout=datetime.timedelta(seconds=120),
+    )
+    sharing.deal = partial(deal, most_nbytes=PIECE_NBYTES)  # type: ignore[assignment]
+    mine, out = bucket("group"), str(folder / "out")
+    seen: dict[str, Any] = {}
+
+    def case(name: str, path: str = URL, rank: int = 1, **options: Any) -> None:
+        before, started = mine.read_nbytes, time.monotonic()
+        result: dict[str, Any] = {}
+        try:
+            result["tensors"] = digests(load(path, rank, group=dist.group.WORLD, **options))
+        except Exception as error:
+            result |= {"kind": type(error).__name__, "error": str(error), "code": getattr(error, "code", None)}
+        result |= {"nbytes": mine.read_nbytes - before, "seconds": time.monotonic() - started}
+        mine.faults.clear()
+        seen[name] = result
+        (folder / f"member-{number}.json").write_text(json.dumps(seen))
+
+    def fault_of(member: int, **how: Any) -> None:
+        if number == member:
+            mine.faults.append(Fault("read", FILES, **how))
+
+    done: list[tuple[int, int]] = []
+    for backend in ("auto", "direct", "buffered"):
+        case(backend, out, backend=backend)
+    case("store", progress=lambda *told: done.append(told))
+    seen["progress"] = done
+    case("verified", verify=True)
+    case("some, verified", names="**.mlp.**", verify=True)
+    case("one rank", rank=0, tp=1)
+    case("one rank, verified", rank=0, tp=1, verify=True)
+    case("four ranks", rank=2, tp=4)
+    case("some", names="**.0.mlp.**")
+    case("another rank", rank=number // 3)
+    case("another conversion", str(folder / "foreign") if number == 2 else out)
+    case("plain", str(folder / "source"), tp=2)
+    case("no such rank", rank=7 if number == 1 else 1)
+    case("mapped", out, backend="mapped")
+    case("bad option", threads=0 if number == 3 else None)
+    fault_of(2, after=4, times=None, error=failure)
+    case("a read fails")
+    name = next(name for name in mine.names("out") if "rank-1-part" in name)
+    good = bytes(mine.find(name).content)  # type: ignore[union-attr]
+    half = len(good) // 2  # In a chunk that one member reads.
+    mine.put(name, good[:half] + bytes([good[half] ^ 1]) + good[half + 1 :])
+    case("damaged", verify=True)
+    mine.put(name, good)
+    case("afterwards", verify=True)
+    fault_of(3, after=4, act=lambda: os.kill(os.getpid(), signal.SIGKILL))
+    case("killed")

@@ -1,0 +1,311 @@
+"""An object store of the S3 protocol on loopback, in one file: objects in memory, every request noted.
+
+It knows what relayout asks of S3: ranges with If-Match, listings, conditional writes, multipart uploads. Tests look at
+`requests`, and change answers by `interfere`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from email.utils import formatdate
+from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, unquote, urlsplit
+from xml.etree import ElementTree
+from xml.sax.saxutils import escape
+
+ACCESS_KEY = "AKIDEXAMPLE"
+SECRET_KEY = "secret-that-nobody-may-see"
+_MODIFIED = formatdate(1.7e9, usegmt=True)
+
+
+@dataclass
+class Request:
+    """What a client has asked for."""
+
+    method: str
+    bucket: str
+    key: str
+    query: dict[str, str]
+    headers: dict[str, str]
+    """By lower-case name."""
+    body: bytes = field(repr=False, default=b"")
+    status: int = 0
+    """Of the answer."""
+    sent_nbytes: int = 0
+    """Of the answer's body."""
+
+    @property
+    def range(self) -> tuple[int, int] | None:
+        """First byte and end of the range; None: the whole object."""
+        found = re.fullmatch(r"bytes=([0-9]+)-([0-9]+)", self.headers.get("range", ""))
+        return (int(found[1]), int(found[2]) + 1) if found else None
+
+
+@dataclass
+class Answer:
+    """What the server says."""
+
+    status: int
+    body: bytes = field(repr=False, default=b"")
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Object:
+    content: bytes = field(repr=False)
+    etag: str
+
+
+class Server(ThreadingHTTPServer):
+    """The server; `url` is its endpoint."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.lock = threading.Lock()
+        self.objects: dict[tuple[str, str], Object] = {}
+        """By bucket and key."""
+        self.uploads: dict[str, tuple[str, str, dict[int, Object]]] = {}
+        """Unfinished ones, by id: bucket, key, parts."""
+        self.requests: list[Request] = []
+        """In the order of their answers."""
+        self.interfere: Callable[[Request], Answer | None] = lambda request: None
+        """Called before an answer is made; may give another one, or end the connection by an exception."""
+        self.checks_keys = False
+        """Whether requests without `ACCESS_KEY` are refused."""
+        self._ids = itertools.count(1)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes of all answers to GET."""
+        return sum(one.sent_nbytes for one in list(self.requests) if one.method == "GET")
+
+    def put(self, bucket: str, key: str, content: bytes) -> Object:
+        """Make or replace an object, as somebody else would."""
+        made = Object(content, f'"{hashlib.md5(content).hexdigest()}-{next(self._ids)}"')
+        self.objects[bucket, key] = made
+        return made
+
+    def clear(self, bucket: str) -> None:
+        """Delete a bucket's objects and unfinished uploads."""
+        with self.lock:
+            self.objects = {place: one for place, one in self.objects.items() if place[0] != bucket}
+            self.uploads = {name: one for name, one in self.uploads.items() if one[0] != bucket}
+
+    def names(self, bucket: str, prefix: str = "") -> list[str]:
+        return sorted(key for where, key in list(self.objects) if where == bucket and key.startswith(prefix))
+
+    def new_id(self) -> str:
+        return f"upload-{next(self._ids)}"
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing: clients that are killed, and faults, end connections."""
+
+
+def answer(server: Server, request: Request) -> Answer:
+    """The right answer to a request."""
+    if server.checks_keys and f"Credential={ACCESS_KEY}/" not in request.headers.get("authorization", ""):
+        return _error(403, "InvalidAccessKeyId")
+    with server.lock:
+        if request.method in ("GET", "HEAD"):
+            return _read(server, request)
+        if request.method == "PUT":
+            return _write(server, request)
+        if request.method == "DELETE":
+            if "uploadId" in request.query:
+                return Answer(204 if server.uploads.pop(request.query["uploadId"], None) else 404)
+            server.objects.pop((request.bucket, request.key), None)
+            return Answer(204)
+        return _post(server, request)
+
+
+def _read(server: Server, request: Request) -> Answer:
+    if not request.key:
+        return _uploads(server, request) if "uploads" in request.query else _list(server, request)
+    found = server.objects.get((request.bucket, request.key))
+    if found is None:
+        return _error(404, "NoSuchKey")
+    if request.headers.get("if-match", found.etag) != found.etag:
+        return _error(412, "PreconditionFailed")
+    headers = {"ETag": found.etag, "Last-Modified": _MODIFIED, "Accept-Ranges": "bytes"}
+    wanted = re.fullmatch(r"bytes=([0-9]*)-([0-9]*)", request.headers.get("range", ""))
+    if wanted is None:
+        return Answer(200, found.content, headers)
+    size = len(found.content)
+    start = int(wanted[1]) if wanted[1] else max(0, size - int(wanted[2]))
+    end = min(size, int(wanted[2]) + 1) if wanted[1] and wanted[2] else size
+    if start >= size:
+        return _error(416, "InvalidRange")
+    return Answer(206, found.content[start:end], headers | {"Content-Range": f"bytes {start}-{end - 1}/{size}"})
+
+
+def _write(server: Server, request: Request) -> Answer:
+    if "uploadId" in request.query:
+        upload = server.uploads.get(request.query["uploadId"])
+        if upload is None:
+            return _error(404, "NoSuchUpload")
+        part = Object(request.body, f'"{hashlib.md5(request.body).hexdigest()}"')
+        upload[2][int(request.query["partNumber"])] = part
+        return Answer(200, headers={"ETag": part.etag})
+    refused = _refused(server, request)
+    return refused or Answer(200, headers={"ETag": server.put(request.bucket, request.key, request.body).etag})
+
+
+def _refused(server: Server, request: Request) -> Answer | None:
+    """Why the conditions of a write do not hold."""
+    found = server.objects.get((request.bucket, request.key))
+    if request.headers.get("if-none-match") == "*" and found is not None:
+        return _error(412, "PreconditionFailed")
+    if "if-match" in request.headers and (found is None or request.headers["if-match"] != found.etag):
+        return _error(412, "PreconditionFailed")
+    return None
+
+
+def _post(server: Server, request: Request) -> Answer:
+    if "uploads" in request.query:
+        name = server.new_id()
+        server.uploads[name] = request.bucket, request.key, {}
+        return _xml("InitiateMultipartUploadResult", f"<UploadId>{name}</UploadId>")
+    if "uploadId" in request.query:
+        upload = server.uploads.get(request.query["uploadId"])
+        if upload is None:
+            return _error(404, "NoSuchUpload")
+        if (refused := _refused(server, request)) is not None:
+            return refused
+        numbers = [int(number) for number in _texts(request.body, "PartNumber")]
+        parts = [upload[2].get(number) for number in numbers]
+        if [part and part.etag for part in parts] != _texts(request.body, "ETag") or numbers != sorted(numbers):
+            return _error(400, "InvalidPart")
+        del server.uploads[request.query["uploadId"]]
+        made = server.put(request.bucket, request.key, b"".join(part.content for part in parts if part))
+        return _xml("CompleteMultipartUploadResult", f"<ETag>{escape(made.etag)}</ETag>")
+    if "delete" in request.query:
+        keys = _texts(request.body, "Key")
+        for key in keys:
+            server.objects.pop((request.bucket, key), None)
+        return _xml("DeleteResult", "".join(f"<Deleted><Key>{escape(key)}</Key></Deleted>" for key in keys))
+    return _error(400, "InvalidRequest")
+
+
+def _texts(body: bytes, tag: str) -> list[str]:
+    return [one.text or "" for one in ElementTree.fromstring(body).iter() if one.tag.rpartition("}")[2] == tag]
+
+
+def _list(server: Server, request: Request) -> Answer:
+    prefix, most = request.query.get("prefix", ""), int(request.query.get("max-keys", 1000))
+    after = request.query.get("continuation-token") or request.query.get("start-after", "")
+    items: list[tuple[str, str]] = []
+    for key in server.names(request.bucket, prefix):
+        if key <= after or (after.endswith("/") and key.startswith(after)):
+            continue
+        head, slash, _ = key[len(prefix) :].partition("/")
+        if slash and request.query.get("delimiter") == "/":
+            shown = f"{prefix}{head}/"
+            if not items or items[-1][0] != shown:
+                items.append((shown, f"<CommonPrefixes><Prefix>{escape(shown)}</Prefix></CommonPrefixes>"))
+        else:
+            found = server.objects[request.bucket, key]
+            items.append(
+                (
+                    key,
+                    f"<Contents><Key>{escape(key)}</Key><Size>{len(found.content)}</Size><ETag>{escape(found.etag)}"
+                    "</ETag><LastModified>2023-11-14T22:13:20.000Z</LastModified></Contents>",
+                )
+            )
+    more = len(items) > most
+    token = f"<NextContinuationToken>{escape(items[most - 1][0])}</NextContinuationToken>" if more else ""
+    body = "".join(text for _, text in items[:most])
+    return _xml("ListBucketResult", f"<IsTruncated>{str(more).lower()}</IsTruncated>{token}{body}")
+
+
+def _uploads(server: Server, request: Request) -> Answer:
+    prefix = request.query.get("prefix", "")
+    body = "".join(
+        f"<Upload><Key>{escape(key)}</Key><UploadId>{name}</UploadId></Upload>"
+        for name, (bucket, key, _) in server.uploads.items()
+        if bucket == request.bucket and key.startswith(prefix)
+    )
+    return _xml("ListMultipartUploadsResult", body)
+
+
+def _xml(tag: str, body: str, status: int = 200) -> Answer:
+    text = f'<?xml version="1.0" encoding="UTF-8"?><{tag}>{body}</{tag}>'
+    return Answer(status, text.encode(), {"Content-Type": "application/xml"})
+
+
+def _error(status: int, code: str) -> Answer:
+    return _xml("Error", f"<Code>{code}</Code><Message>{code}</Message>", status)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    wbufsize = -1
+    server: Server
+
+    def handle_any(self) -> None:
+        url = urlsplit(self.path)
+        bucket, _, key = unquote(url.path).lstrip("/").partition("/")
+        query = {name: values[0] for name, values in parse_qs(url.query, keep_blank_values=True).items()}
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        body = self.rfile.read(int(headers.get("content-length", 0)))
+        request = Request(self.command, bucket, key, query, headers, body)
+        found = self.server.interfere(request) or answer(self.server, request)
+        request.status, request.sent_nbytes = found.status, 0 if self.command == "HEAD" else len(found.body)
+        self.server.requests.append(request)
+        self.send_response(found.status)
+        for name, value in ({"Content-Length": str(len(found.body))} | found.headers).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(found.body)
+        self.wfile.flush()
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = handle_any
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+@contextmanager
+def running() -> Iterator[Server]:
+    """A server that runs until the end of the block."""
+    with Server() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@cache
+def shared() -> Server:
+    """A server that runs until the process ends; each test has a bucket of its own."""
+    server = Server()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server
+
+
+def environment(server: Server) -> dict[str, str]:
+    """The variables by which any client of S3 finds the server."""
+    return {
+        "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+        "AWS_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": server.url,
+    }

@@ -1,0 +1,98 @@
+"""Writes the parts of the documents that are made from the program itself: the families and the commands.
+
+`tools/run documents` rewrites them; the tests compare. A part lies between two comments, `<!-- NAME: ... -->` and
+`<!-- end -->`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from typer.main import get_command
+
+from relayout.cli.app import app
+from relayout.plans.family import builtin_families, builtin_text
+
+_ROOT = Path(__file__).parents[1]
+_WIDTH = 120
+
+
+def families() -> str:
+    """The table of built-in plans. The first line of each plan file says what it is for."""
+    rows = ["| plan | model types | experts | |", "|---|---|---|---|"]
+    for family in builtin_families():
+        what = builtin_text(family.name).splitlines()[0].removeprefix("# ").removesuffix(".")
+        experts = "cut or owned" if family.experts_each or family.experts_stacked else ""
+        rows.append(f"| `{family.name}` | {', '.join(family.model_types)} | {experts} | {what} |")
+    return "\n".join(rows)
+
+
+def commands() -> str:
+    """Usage, purpose, options and examples of each command, as its `--help` has them."""
+    root: Any = get_command(app)
+    return "\n\n".join(_command(name, command) for name, command in root.commands.items())
+
+
+def _command(name: str, command: Any) -> str:
+    arguments = [one for one in command.params if one.param_type_name == "argument"]
+    options = [one for one in command.params if one.param_type_name == "option" and one.name != "help"]
+    usage = " ".join(["relayout", name, *(one.metavar for one in arguments), "[OPTIONS]"])
+    lines = [f"## {name}", "", f"`{usage}`", "", _plain(command.help), ""]
+    lines += [_item(one.metavar, one.help) for one in arguments]
+    for one in options:
+        flags = ", ".join(f"{flag} {one.metavar or ''}".strip() for flag in [*one.opts, *one.secondary_opts])
+        default = "" if one.is_flag or one.default is None else f" Default: {one.default}."
+        lines.append(_item(flags, one.help + (default if "Default:" not in one.help else "")))
+    return "\n".join(lines)
+
+
+def _item(what: str, text: str) -> str:
+    return fill(f"- `{what}`: {_plain(text)}", _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def _plain(text: str) -> str:
+    """Help without the markup of its terminal form."""
+    text = re.sub(r"\[/?(bold|dim|/)?\]", "", text).replace("\b\n", "")
+    return "\n\n".join(
+        f"```\n{part}\n```" if part.startswith("relayout ") else fill(part, _WIDTH, break_on_hyphens=False)
+        for part in text.strip().split("\n\n")
+    )
+
+
+PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
+    "families": (_ROOT / "relayout" / "plans" / "MODELS.md", families),
+    "commands": (_ROOT / "relayout" / "cli" / "COMMANDS.md", commands),
+}
+
+
+def written(name: str) -> str:
+    """The text of the document that has this part, with the part made anew.
+
+    Raises:
+        SystemExit: the document has no such part.
+    """
+    path, make = PARTS[name]
+    text, count = re.subn(
+        rf"(<!-- {name}: .*? -->\n).*?(<!-- end -->)",
+        lambda found: f"{found[1]}\n{make()}\n\n{found[2]}",
+        path.read_text(),
+        flags=re.DOTALL,
+    )
+    if count != 1:
+        raise SystemExit(f"{path}: has {count} parts called {name}, expected 1")
+    return text
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    for name, (path, _) in PARTS.items():
+        path.write_text(written(name))
+
+
+if __name__ == "__main__":
+    main()

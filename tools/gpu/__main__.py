@@ -1,0 +1,92 @@
+"""The command."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gpu.steps import Run, Step
+
+ROOT = Path(__file__).resolve().parents[2]
+PEERS = ("fastsafetensors>=0.5", "runai-model-streamer>=0.17", "instanttensor", "flashpack")
+NEEDED = ("xxhash", "zstandard", "hypothesis", "pytest", "typer", "rich", "humanize", "matplotlib")
+LAYER_GB, EMBEDDING_GB = 0.436, 2.1
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Folder of results and logs; what is there is not done again.")],
+    work: Annotated[Path | None, typer.Option(help="Folder of checkpoints. Default: a temporary one, kept.")] = None,
+    seconds: Annotated[float, typer.Option(help="Stop in time for this limit; run again to go on.")] = 580,
+    layers: Annotated[int, typer.Option(help="Of Llama-3.1-8B's shapes: 32 are 16 GB, 68 are 32 GB.")] = 32,
+    wheels: Annotated[Path | None, typer.Option(help="Folder of wheels, where there is no network.")] = None,
+    only: Annotated[str, typer.Option(help="Pattern of names of steps.")] = "*",
+    device: Annotated[str, typer.Option(help="cuda; cpu rehearses without a GPU.")] = "cuda",
+) -> None:
+    """Tests, limits, benchmarks and sweeps on a device, in steps; exit code 75: run it again to go on."""
+    deadline = time.monotonic() + seconds
+    work = work or Path(tempfile.gettempdir(), "relayout-gpu")
+    work.mkdir(parents=True, exist_ok=True)
+    run = Run(out.absolute())
+    packages = work / "packages"
+    environment = {
+        "PYTHONPATH": ":".join(map(str, (ROOT, ROOT / "tools", ROOT / "tests", packages))),
+        "PYTHONUNBUFFERED": "1",
+    }
+    install(packages, wheels, environment)
+    steps = [step for step in all_steps(out.absolute(), work, layers, device) if fnmatch(step.name, only)]
+    done = run.carry_out(
+        steps,
+        deadline,
+        free_gb=lambda: shutil.disk_usage(work).free / 1e9,
+        environment=environment,
+        tell=lambda line: print(line, flush=True),
+    )
+    if not done:
+        raise typer.Exit(75)
+
+
+def all_steps(out: Path, work: Path, layers: int, device: str) -> list[Step]:
+    """In the order of what is wanted most, should the time not be enough for all."""
+    python = sys.executable
+    size = EMBEDDING_GB + layers * LAYER_GB
+    small = max(2, layers // 4)
+    tests = ("-rA", "-q", "-p", "no:cacheprovider", f"--basetemp={work / 'tests'}")
+    steps = [Step("tests", (python, "-m", "pytest", str(ROOT / "tests/loader/test_cuda.py"), *tests), 300, disk_gb=3)]
+    for name in ("limits", "engine_ways", "sweep"):
+        arguments = (str(out / f"{name}.jsonl"), str(work), str(small), device)
+        steps.append(Step(name, (python, "-m", f"gpu.{name}", *arguments), 240, disk_gb=4 * size / 3))
+    for scenario in ("one", "whole"):
+        for heat in ("cold", "warm"):
+            words = (
+                f"bench load --device {device} --scenario {scenario} --{heat} --size {size:.1f} --runs 3 --limit 120"
+            )
+            file = out / f"load-{scenario}-{heat}.json"
+            command = (python, "-m", *words.split(), "--limit", "120", "--dir", str(work), "--out", str(file))
+            steps.append(Step(f"bench {scenario} {heat}", command, 540, disk_gb=3 * size))
+    return steps
+
+
+def install(packages: Path, wheels: Path | None, environment: dict[str, str]) -> None:
+    """Install what this Python has not, alone: torch stays as it is. What cannot be had is said."""
+    code = "import sys; from importlib.metadata import version; version(sys.argv[1])"
+    where = ("--no-index", "--find-links", str(wheels)) if wheels is not None else ()
+    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(packages), *where)
+    for one in (*NEEDED, *PEERS):
+        name = one.partition(">")[0]
+        known = subprocess.run([sys.executable, "-c", code, name], capture_output=True, env=os.environ | environment)
+        if known.returncode:
+            done = subprocess.run([*pip, one], capture_output=True, text=True, timeout=120)
+            print(f"install {name}: {'done' if not done.returncode else done.stderr.strip()[-200:]}", flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -217,13 +217,30 @@ def convert(
 @app.command()
 def plans(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Print this plan.")] = None,
+    observe: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SRC",
+            help="Write a plan for this checkpoint: rules that cut it as the vLLM that is installed does.",
+        ),
+    ] = None,
+    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="With --observe.")] = "plan.toml",
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="With --observe: run Python files of SRC.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """List the built-in plans for cutting tensors, or print one of them."""
+    """List the built-in plans for cutting tensors, or print one of them, or observe one."""
     with _errors():
         from relayout.cli import render as terminal
         from relayout.plans import family as families
 
+        if observe is not None:
+            from relayout.observe.plan_file import observe_plan
+
+            made = observe_plan(observe, output, trust_remote_code=trust_remote_code)
+            _show(made, as_json, terminal.print_observed)
+            return
         if name is not None:
             text = families.builtin_text(name)
             print(

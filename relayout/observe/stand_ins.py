@@ -67,6 +67,8 @@ class WithoutMemory(TorchFunctionMode):
 
 def stand_in_kernels() -> None:
     """Where vLLM has no kernel of a quantized layer for this processor, take a stand-in: nothing is run here."""
+    if not torch.cuda.is_available():
+        torch.cuda.Event = torch.cuda.Stream = MagicMock  # type: ignore[assignment,misc]
     base = "vllm.model_executor.layers"
     for module in (
         "fp8",

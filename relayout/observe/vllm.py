@@ -1,6 +1,7 @@
 """Builds vLLM's class for each rank and lets it load probes; a program that `observation.py` starts.
 
-`python -m relayout.observe.vllm JOB.json`: JOB.json has the fields of `Job`; the result is written to JOB.json.result.
+`python -m relayout.observe.vllm JOBS.json`: JOBS.json is a list of objects with the fields of `Job`; the results are
+written to JOBS.json.result.
 One process is the ranks, one after the other; each is a fork, so that no rank sees what another has left behind.
 Needs vLLM and torch.
 """
@@ -46,13 +47,14 @@ Taken = list[dict[str, Any] | None]
 
 
 def main() -> None:
-    """Carry out the job that the command line names."""
+    """Carry out the jobs that the command line names."""
     file = Path(sys.argv[1])
-    job = Job(**json.loads(file.read_text()))
-    Path(f"{file}.result").write_text(json.dumps(carry_out(job)))
+    results = [carry_out(Job(**job)) for job in json.loads(file.read_text())]
+    Path(f"{file}.result").write_text(json.dumps(results))
 
 
 def carry_out(job: Job) -> dict[str, Any]:
+    """What each rank takes, in JSON, or `error`."""
     os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

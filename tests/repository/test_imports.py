@@ -28,7 +28,7 @@ LAYERS: dict[str, set[str]] = {
     "storage": {"errors", "core"},
     "checkpoint": {"errors", "core", "format", "storage"},
     "plans": {"errors", "core", "storage"},
-    "observe": {"errors", "core", "format", "checkpoint", "plans", "loader", "engines"},
+    "observe": {"errors", "core", "format", "storage", "checkpoint", "plans", "loader", "engines"},
     "conversion": {"errors", "core", "progress", "format", "storage", "checkpoint", "plans", "observe"},
     "commands": {"errors", "core", "progress", "format", "storage", "checkpoint", "plans", "conversion"},
     "loader": {"errors", "core", "format", "storage", "checkpoint", "progress"},
@@ -47,6 +47,7 @@ LAYERS: dict[str, set[str]] = {
         "benchmark",
         "html_report",
         "loader",
+        "observe",
     },
 }
 """What each package may import, beside itself. Files are read by `plans` only where a person names a plan file."""

@@ -37,17 +37,18 @@ TIMEOUT_S = 240
 SECTIONS = {
     "text": registry._TEXT_GENERATION_MODELS,
     "multimodal": registry._MULTIMODAL_MODELS,
-    "draft": registry._SPECULATIVE_DECODING_MODELS,
 }
 
 
 def main() -> None:
     folder, results, *wanted = sys.argv[1:]
     known = {name: section for section, names in SECTIONS.items() for name in names}
-    os.makedirs(folder, exist_ok=True)
+    Path(folder).mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
-    observation.run = lambda job: json.loads(json.dumps(carry_out(Observed(**json.loads(json.dumps(job))))))
+    observation.run = lambda jobs: [
+        json.loads(json.dumps(carry_out(Observed(**json.loads(json.dumps(job)))))) for job in jobs
+    ]
     registry._run_in_subprocess = lambda function: function()
     with Path(results).open("a") as output:
         for name in wanted or known:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from relayout.core.patterns import collapse_numbers
@@ -68,10 +68,12 @@ def fit(checkpoint: PlannedCheckpoint, observed: Observed, held_out: Iterable[in
     for pattern, members in _groups(checkpoint.tensors).items():
         for narrowed, some in _alike(pattern, members, checkpoint.tensors, observed):
             rule, why = fitter.rule(narrowed, some)
-            if rule is None:
-                unfitted[narrowed] = why
-            else:
+            if rule is not None:
                 rules.append(rule)
+                continue
+            unfitted[narrowed] = why
+            rules += _explicit(narrowed, some, checkpoint.tensors, observed)
+    rules.sort(key=lambda rule: rule.pattern.count("*"))  # The first that matches counts.
     used = {size for rule in rules for size in (*rule.units, *rule.widths, rule.interleaved)} | {HEAD_DIM, EXPERTS}
     names = [tensor.name for tensor in checkpoint.tensors]
     each = sorted({_EXPERT.sub(".experts.#.", collapse_but_experts(name)) for name in names if _EXPERT.search(name)})
@@ -102,7 +104,7 @@ def as_toml(fitted: Fitted, title: str) -> str:
     rules = dump_rules(fitted.family)
     lines = [f"# {title}"]
     if fitted.unfitted:
-        lines.append("# No rule was found for:")
+        lines.append("# No rule was found for these, whose slices are listed:")
         lines += [f"#   {pattern}: {why}" for pattern, why in fitted.unfitted.items()]
     if "model_types" in rules:
         lines.append(f"model_types = {_toml(rules['model_types'])}")
@@ -152,10 +154,9 @@ class _Fitter:
 
     def rule(self, pattern: str, members: Sequence[int]) -> tuple[Rule | None, str]:
         """The rule that gives what was observed of all these tensors; else None, and why not."""
-        axes = {
-            axis for t in members for by_rank in self._observed.values() for part in by_rank[t] for axis in part.axes
-        }
-        if any(not part.is_held for t in members for by_rank in self._observed.values() for part in by_rank[t]):
+        parts = [part for by_rank in self._observed.values() for t in members for part in by_rank[t]]
+        axes = {axis for part in parts for axis in part.axes}
+        if len({part.is_held for part in parts}) > 1:
             return None, "some ranks do not take it"
         if not axes:
             return Rule(pattern, None), ""
@@ -241,6 +242,18 @@ def _alike(
         yield pattern.replace("*", f"{{{words}}}" if len(numbers) > 1 else words, 1), lot
 
 
+def _explicit(
+    pattern: str, members: Sequence[int], tensors: Sequence[PlannedTensor], observed: Observed
+) -> Iterator[Rule]:
+    """What was observed, as it is: one rule for all tensors, or for each lot with the same slices one of its names."""
+    lots: dict[tuple[tuple[int, tuple[Slice, ...]], ...], list[str]] = {}
+    for t in members:
+        lots.setdefault(tuple((degree, by_rank[t]) for degree, by_rank in observed.items()), []).append(tensors[t].name)
+    for slices, names in lots.items():
+        for one in [pattern] if len(lots) == 1 else names:
+            yield Rule(one, None, slices=slices)
+
+
 def _first_number(name: str) -> int | None:
     return next((int(part) for part in name.split(".") if part.isdigit()), None)
 
@@ -251,7 +264,7 @@ def _merged(rules: Sequence[Rule]) -> Iterator[Rule]:
     for rule in rules:
         stem, _, suffix = rule.pattern.rpartition(".")
         module, _, word = stem.rpartition(".")
-        key = Rule("", rule.dim, rule.units, rule.widths, rule.interleaved, rule.block)
+        key = replace(rule, pattern="")
         lots.setdefault((module, suffix if word else "", key), []).append(word if word else rule.pattern)
     for (module, suffix, key), words in lots.items():
         word = (
@@ -259,4 +272,4 @@ def _merged(rules: Sequence[Rule]) -> Iterator[Rule]:
         )
         for one in [word] if len(words) == 1 or word.startswith("{") else words:
             pattern = f"{module}.{one}.{suffix}" if module else f"{one}.{suffix}" if suffix else one
-            yield Rule(pattern, key.dim, key.units, key.widths, key.interleaved, key.block)
+            yield replace(key, pattern=pattern)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from relayout.checkpoint.source import read_source
+from relayout.checkpoint.source import SourceCheckpoint, read_source
 from relayout.errors import PlanError
 from relayout.observe.fitting import as_toml, fit
-from relayout.observe.observation import observe
-from relayout.plans.family import parse_family
+from relayout.observe.observation import Observation, observe
+from relayout.observe.taken import same_elements
+from relayout.plans.family import Family, parse_family
+from relayout.plans.planner import plan_by
 from relayout.storage.stores import find_store
 
 DEGREES = range(2, 17)
@@ -66,7 +69,26 @@ def observe_plan(
     fitted = fit(checkpoint, {degree: one.slices for degree, one in seen.items()}, held_out)
     engine = next(iter(seen.values())).engine
     text = as_toml(fitted, f"Observed from vLLM {engine} at {', '.join(map(str, degrees))} ranks.")
-    parse_family(text, str(file), file.name)
+    _check(checkpoint, parse_family(text, str(file), file.name), seen)
     file.write_text(text)
     unfitted = tuple(f"{pattern}: {why}" for pattern, why in fitted.unfitted.items())
     return ObservedPlan(str(file), engine, degrees, held_out, len(fitted.family.rules), unfitted)
+
+
+def _check(checkpoint: SourceCheckpoint, family: Family, seen: Mapping[int, Observation]) -> None:
+    """Apply the plan as a conversion does.
+
+    Raises:
+        PlanError: it does not give what was observed.
+    """
+    for degree, observation in seen.items():
+        plan = plan_by(checkpoint, degree, family)
+        for t, tensor in enumerate(checkpoint.tensors):
+            if any(part.is_held for part in observation.slices[t]) and not same_elements(
+                plan.cut(t).slices, observation.slices[t], tensor.shape
+            ):
+                raise PlanError(
+                    f"the rules that were found cut it otherwise than was observed at {degree} ranks",
+                    tensor=tensor.name,
+                    code="unsupported",
+                )

@@ -40,6 +40,23 @@ class Group:
     all_gather = all_reduce
 
 
+def stand_in_devices() -> None:
+    """Let classes make what only a GPU has, where there is none: streams, events, sparse attention."""
+    if torch.cuda.is_available():
+        return
+    torch.cuda.Event = torch.cuda.Stream = MagicMock  # type: ignore[misc]
+    platform = importlib.import_module("vllm.platforms").current_platform
+    choose = platform.get_attn_backend_cls
+
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return choose(*args, **kwargs)
+        except NotImplementedError:
+            return "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseBackend"
+
+    type(platform).get_attn_backend_cls = staticmethod(chosen)
+
+
 def play(rank: int, tp: int, expert: bool) -> None:
     """Let vLLM's functions say that this process is the rank."""
     from vllm.distributed import parallel_state
@@ -67,8 +84,6 @@ class WithoutMemory(TorchFunctionMode):
 
 def stand_in_kernels() -> None:
     """Where vLLM has no kernel of a quantized layer for this processor, take a stand-in: nothing is run here."""
-    if not torch.cuda.is_available():
-        torch.cuda.Event = torch.cuda.Stream = MagicMock  # type: ignore[assignment,misc]
     base = "vllm.model_executor.layers"
     for module in (
         "fp8",

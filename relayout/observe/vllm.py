@@ -113,7 +113,7 @@ def _configuration(job: Job) -> Any:
     import vllm.model_executor.models.registry as registry
     from vllm.engine.arg_utils import EngineArgs
 
-    from relayout.observe.stand_ins import stand_in_kernels
+    from relayout.observe.stand_ins import stand_in_devices, stand_in_kernels
 
     # vLLM looks at a class in a process of its own, lest it starts CUDA; this is one.
     registry._run_in_subprocess = lambda function: function()
@@ -128,7 +128,9 @@ def _configuration(job: Job) -> Any:
         skip_tokenizer_init=True,
         limit_mm_per_prompt={},
     ).create_engine_config()
-    stand_in_kernels()
+    stand_in_devices()
+    if config.model_config.quantization is not None:
+        stand_in_kernels()
     return config
 
 

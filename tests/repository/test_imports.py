@@ -27,7 +27,7 @@ LAYERS: dict[str, set[str]] = {
     "format": {"errors", "core"},
     "storage": {"errors", "core"},
     "checkpoint": {"errors", "core", "format", "storage"},
-    "plans": {"errors", "core", "storage"},
+    "plans": {"errors", "core", "format", "storage"},
     "observe": {"errors", "core", "format", "storage", "checkpoint", "plans", "loader", "engines"},
     "conversion": {"errors", "core", "progress", "format", "storage", "checkpoint", "plans", "observe"},
     "commands": {"errors", "core", "progress", "format", "storage", "checkpoint", "plans", "conversion"},

@@ -89,7 +89,13 @@ _OLDER = (
 """What transformers writes, and what is on the hub."""
 
 _SAID: dict[str, dict[str, Any]] = {
-    "AfmoeForCausalLM": {"score_func": "sigmoid", "n_group": 1, "topk_group": 1},
+    "AfmoeForCausalLM": {
+        "score_func": "sigmoid",
+        "route_norm": True,
+        "route_scale": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+    },
     "DeepseekV3ForCausalLM": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
 }
 """What config.json says on the hub, and transformers does not."""
@@ -170,11 +176,11 @@ def _small(cls: Any, values: dict[str, Any], chosen_values: Mapping[str, Any] = 
     return cls(**{**same, **kept, **chosen_values})
 
 
-_OF_ALL = frozenset(
-    "model_type transformers_version architectures _name_or_path torch_dtype dtype output_attentions"
-    " output_hidden_states return_dict chunk_size_feed_forward is_encoder_decoder id2label label2id problem_type"
-    " per_layer_config".split()
-)
+_OF_ALL = {
+    *("model_type", "transformers_version", "architectures", "_name_or_path", "torch_dtype", "dtype", "id2label"),
+    *("output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward", "label2id"),
+    *("is_encoder_decoder", "problem_type", "per_layer_config"),
+}
 """What every configuration has."""
 
 

@@ -44,6 +44,7 @@ def stand_in_devices() -> None:
     """Let classes make what only a GPU has, where there is none: streams, events, sparse attention."""
     if torch.cuda.is_available():
         return
+    torch.accelerator.empty_cache = lambda: None
     torch.cuda.Event = torch.cuda.Stream = MagicMock  # type: ignore[misc]
     platform = importlib.import_module("vllm.platforms").current_platform
     choose = platform.get_attn_backend_cls
@@ -54,6 +55,8 @@ def stand_in_devices() -> None:
         except NotImplementedError:
             return "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseBackend"
 
+    with contextlib.suppress(ImportError):
+        importlib.import_module("vllm.v1.worker.workspace").init_workspace_manager(torch.device("cpu"))
     type(platform).get_attn_backend_cls = staticmethod(chosen)
 
 

@@ -140,6 +140,19 @@ def write(architecture: str, folder: Path) -> None:
         _rename(folder / "model.safetensors", _OLDER)
 
 
+def supply(folder: Path, key: str) -> bool:
+    """Let config.json have a key that vLLM looks for and the hub's have, if a number is known for it."""
+    file = folder / "config.json"
+    said, number = json.loads(file.read_text()), _number(key)
+    if number is None or key in said:
+        return False
+    for part in (said, said.get("text_config"), said.get("vision_config")):
+        if isinstance(part, dict):
+            part.setdefault(key, number)
+    file.write_text(json.dumps(said))
+    return True
+
+
 def _rename(file: Path, pattern: tuple[str, str]) -> None:
     weights = {re.sub(*pattern, name): tensor for name, tensor in load_file(file).items()}
     save_file(weights, file, metadata={"format": "pt"})
@@ -156,7 +169,8 @@ def _small(cls: Any, values: dict[str, Any], chosen_values: Mapping[str, Any] = 
                 from transformers import CONFIG_MAPPING
 
                 sub = CONFIG_MAPPING[value["model_type"]]
-            kept[key] = _small(sub, sub(**value).to_dict()).to_dict()
+            own = {one: what for one, what in value.items() if one not in _OF_ALL}
+            kept[key] = _small(sub, sub(**own).to_dict()).to_dict()
         elif type(value) is int:
             number = _number(key)
             if number is not None:

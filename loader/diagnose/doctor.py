@@ -12,7 +12,7 @@ from relayout.loader.diagnose.explain import Explanation, explain
 from relayout.loader.diagnose.network import Network, measure
 from relayout.loader.sources.checkpoint import find_rank
 from relayout.loader.sources.contents import cost_of
-from relayout.storage.stores import find_store
+from relayout.storage.stores import find_input
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def diagnose(
     version, gpus = _machine()
     if device is None:
         device = "cuda" if gpus else "cpu"
-    store = find_store(path)
+    store = find_input(path)
     manifest = find_manifest(store)
     if tp is None:
         tp = manifest.num_ranks if manifest is not None else 1

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from relayout.checkpoint.converted import check_head, read_chunk_digests
 from relayout.core.coalesce import split
-from relayout.core.digests import DIGEST_NBYTES, digest_hex
+from relayout.core.digests import digest_hex
 from relayout.core.extents import Extent
 from relayout.core.workers import Workers
 from relayout.errors import FormatError
@@ -23,7 +23,8 @@ from relayout.format.chunks import chunks_over
 from relayout.format.index import MANIFEST_NAME, Manifest
 from relayout.format.manifest import MAX_TABLE_NBYTES
 from relayout.loader.budgets import HOST_BUFFERS, plan_budget
-from relayout.loader.sources.contents import FileProof, StoredFile, files_of
+from relayout.loader.sources.contents import StoredFile, files_of
+from relayout.loader.sources.proven import check_chunk
 from relayout.progress import Progress, reporting
 from relayout.storage.buffers import Buffer
 from relayout.storage.cache_folder import Cache, Lease
@@ -174,21 +175,10 @@ def _fetch_file(folder: Path, file: StoredFile, tell: Callable[[int], None] | No
         def fetch(buffer: Buffer, piece: Extent) -> int:
             view = buffer.reserve(piece.nbytes)
             source.read(piece.offset, view)
-            _check(file, proof, digests, piece, view)
+            for number, chunk, part in chunks_over(piece, proof.data_start, file.nbytes, proof.chunk_nbytes):
+                found = view[part.offset - piece.offset : part.end - piece.offset]
+                check_chunk(found, digests, number, chunk, file.where)
             output.write(piece.offset, view)
             return piece.nbytes
 
         Workers(threads, list(split(body, piece_nbytes)), Buffer, fetch).run(tell)
-
-
-def _check(file: StoredFile, proof: FileProof, digests: bytes, piece: Extent, view: memoryview) -> None:
-    """Compare the digests of the chunks of a piece."""
-    for number, chunk, part in chunks_over(piece, proof.data_start, file.nbytes, proof.chunk_nbytes):
-        expected = digests[DIGEST_NBYTES * number : DIGEST_NBYTES * (number + 1)].hex()
-        if digest_hex(view[part.offset - piece.offset : part.end - piece.offset]) != expected:
-            raise FormatError(
-                f"bytes {chunk.offset} to {chunk.end} have another digest than {expected}: damaged",
-                path=file.where,
-                offset=chunk.offset,
-                code="digest",
-            )

@@ -20,7 +20,7 @@ from relayout.loader.placement import ArenaPlan, PlacedTensors, pack
 from relayout.loader.sources.contents import Contents, StoredFile, contents_of, rank_files, select
 from relayout.progress import Progress
 from relayout.storage.protocols import Store
-from relayout.storage.stores import check_exists, find_store
+from relayout.storage.stores import check_exists, find_input
 
 if TYPE_CHECKING:
     from relayout.loader.sources.cached import CacheOption
@@ -273,7 +273,7 @@ def find_rank(
         tp = integer(tp, "tp")
         if tp < 1:
             raise PlanError(f"tp={tp}, expected 1 or more", code="option")
-    store = find_store(path).snapshot()
+    store = find_input(path).snapshot()
     blob = find_manifest_blob(store)
     if blob is not None:
         manifest = parse_manifest(blob, store.where(MANIFEST_NAME))
@@ -282,7 +282,7 @@ def find_rank(
             return kept
         return _rank_of(store, manifest, rank, tp)
     check_exists(store)
-    if cache is not None and store.cost.is_remote:
+    if cache and store.cost.is_remote:
         raise PlanError("a plain checkpoint, which cache= does not keep", path=str(store), code="unsupported")
     if tp is None:
         raise PlanError(
@@ -335,7 +335,7 @@ def find_whole(path: str | os.PathLike[str]) -> Pieces:
         FormatError: the manifest or the source record is damaged.
         PlanError: `path` does not exist, or was not converted.
     """
-    store = find_store(path).snapshot()
+    store = find_input(path).snapshot()
     manifest = find_manifest(store)
     if manifest is None:
         check_exists(store)

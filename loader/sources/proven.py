@@ -61,6 +61,27 @@ def check_hole(file: StoredFile, hole: Extent) -> None:
                 raise
 
 
+def check_chunk(view: memoryview, digests: bytes, number: int, chunk: Extent, where: str) -> None:
+    """Compare the digest of a chunk.
+
+    Args:
+        digests: of all chunks of the file, one after the other.
+        number: of the chunk.
+        where: the file's name in messages.
+
+    Raises:
+        FormatError: it differs.
+    """
+    expected = digests[DIGEST_NBYTES * number : DIGEST_NBYTES * (number + 1)].hex()
+    if digest_hex(view) != expected:
+        raise FormatError(
+            f"bytes {chunk.offset} to {chunk.end} have another digest than {expected}: damaged",
+            path=where,
+            offset=chunk.offset,
+            code="digest",
+        )
+
+
 class _Proven(Closable):
     """Reads whole chunks, and compares their digests. Thread-safe."""
 
@@ -98,23 +119,18 @@ class _Proven(Closable):
             self._file.read(offset, view[: min(start, end) - offset])
         first = max(offset, start)
         asked = Extent(first, max(0, end - first))
-        for number, chunk, part in chunks_over(asked, start, self.nbytes, self._proof.chunk_nbytes):
-            target = view[part.offset - offset : part.end - offset]
-            whole = target if target.nbytes == chunk.nbytes else memoryview(bytearray(chunk.nbytes))
-            self._file.read(chunk.offset, whole)
-            self._check(number, chunk, whole)
-            if whole is not target:
+        touched = list(chunks_over(asked, start, self.nbytes, self._proof.chunk_nbytes))
+        complete = [chunk for _, chunk, part in touched if part == chunk]
+        if complete:  # All in one request: a store may be remote.
+            self._file.read(complete[0].offset, view[complete[0].offset - offset : complete[-1].end - offset])
+        for number, chunk, part in touched:
+            whole = target = view[part.offset - offset : part.end - offset]
+            if part != chunk:
+                whole = memoryview(bytearray(chunk.nbytes))
+                self._file.read(chunk.offset, whole)
+            check_chunk(whole, self._digests, number, chunk, self._where)
+            if part != chunk:
                 target[:] = whole[part.offset - chunk.offset : part.end - chunk.offset]
-
-    def _check(self, number: int, chunk: Extent, view: memoryview) -> None:
-        expected = self._digests[DIGEST_NBYTES * number : DIGEST_NBYTES * (number + 1)].hex()
-        if digest_hex(view) != expected:
-            raise FormatError(
-                f"bytes {chunk.offset} to {chunk.end} have another digest than {expected}: damaged",
-                path=self._where,
-                offset=chunk.offset,
-                code="digest",
-            )
 
     def close(self) -> None:
         """Close the file."""

@@ -126,7 +126,7 @@ class BenchPlan:
         tp, limits, loads = folders.tp, [], []
         expected = _expected_digests(folders)
         if not drop_caches:
-            left_out.append("cold loads: dropping the files from the page cache was not allowed")
+            left_out.append("cold loads: dropping the files from the page cache was not allowed (--yes allows it)")
         for state in ("cold", "warm") if drop_caches else ("warm",):
             for ranks in [[0], list(range(tp))][: 2 if tp > 1 else 1]:
                 group = _Group(folders, self.loaders, ranks, state, expected)

@@ -67,6 +67,13 @@ PathArgument = Annotated[
 ThreadsOption = Annotated[int, typer.Option(metavar="N", help="Threads that read, copy, hash and write.")]
 MemoryOption = Annotated[str, typer.Option(metavar="SIZE", help="Memory that these threads may use.")]
 ConvertedArgument = Annotated[str, typer.Argument(metavar="OUT", help="A folder that `relayout convert` wrote.")]
+EngineOption = Annotated[
+    Literal["ray"] | None, typer.Option(help="Do the work on the nodes of a Ray cluster. Default: in this process.")
+]
+AddressOption = Annotated[
+    str | None,
+    typer.Option(metavar="ADDRESS", help="The Ray cluster, such as auto. Default: RAY_ADDRESS, or this machine alone."),
+]
 CompareOption = Annotated[
     str | None,
     typer.Option(metavar="SRC", help="Also compare every slice with this source, by 128-bit digests."),
@@ -169,6 +176,8 @@ def convert(
     commit: Annotated[
         bool, typer.Option("--commit", help="Publish OUT when processes with --unit have converted all units.")
     ] = False,
+    engine: EngineOption = None,
+    address: AddressOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Rewrite a checkpoint for N tensor-parallel ranks.
@@ -178,21 +187,41 @@ def convert(
     """
     with _errors():
         from relayout.cli import render as terminal
-        from relayout.conversion.run import plan_conversion
+        from relayout.conversion.run import PlanOptions, plan_conversion
 
-        planned = plan_conversion(
-            source,
-            output,
-            tp=tp,
-            align=align,
-            plan=plan,
-            expert_parallel=expert_parallel,
-            unmatched=unmatched,
-            trust_remote_code=trust_remote_code,
-            max_part_nbytes=max_part_size,
-            dcp=dcp,
-            layout=layout,
-        )
+        _check_engine(engine, address)
+        options: PlanOptions = {
+            "tp": tp,
+            "align": align,
+            "plan": plan,
+            "expert_parallel": expert_parallel,
+            "unmatched": unmatched,
+            "trust_remote_code": trust_remote_code,
+            "max_part_nbytes": max_part_size,
+            "dcp": dcp,
+            "layout": layout,
+        }
+        if engine is not None and not dry_run:
+            if unit is not None or commit:
+                raise PlanError("--engine ray with --unit or --commit: it does both", code="option")
+            from relayout.clusters import on_ray
+
+            _begin_work()
+            progress = terminal.progress("converting", as_json=as_json)
+            summary = on_ray.convert(
+                source,
+                output,
+                address=address,
+                force=force,
+                sha256=sha256,
+                threads=threads,
+                memory=memory,
+                progress=progress,
+                **options,
+            )
+            _tell(summary, as_json, terminal.print_summary)
+            return
+        planned = plan_conversion(source, output, **options)
         if dry_run:
             _show(planned.preview(), as_json, terminal.print_preview)
             return
@@ -228,6 +257,13 @@ def plans(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="With --observe: run Python files of SRC.")
     ] = False,
+    check: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SRC", help="Tell which tensors of a checkpoint have no rule, and print a draft of a plan for them."
+        ),
+    ] = None,
+    plan: PlanOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """List the built-in plans for cutting tensors, or print one of them, or observe one."""
@@ -240,6 +276,15 @@ def plans(
 
             made = observe_plan(observe, output, trust_remote_code=trust_remote_code)
             _show(made, as_json, terminal.print_observed)
+            return
+        if check is not None:
+            from relayout.cli import plan_text
+            from relayout.commands import plan_check
+
+            checked = plan_check.check_plan(check, plan=plan)
+            _show(checked, as_json, plan_text.print_check)
+            if not checked.ok:
+                raise typer.Exit(EXIT_DIFFERENCE)
             return
         if name is not None:
             text = families.builtin_text(name)
@@ -277,6 +322,8 @@ def verify(
     source: CompareOption = None,
     threads: ThreadsOption = 8,
     memory: MemoryOption = "512MiB",
+    engine: EngineOption = None,
+    address: AddressOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check a converted checkpoint: structure, manifest, and the digest of every slice."""
@@ -284,9 +331,17 @@ def verify(
         from relayout.cli import render as terminal
         from relayout.commands import verify as verification
 
+        _check_engine(engine, address)
         _begin_work()
         progress = terminal.progress("verifying", as_json=as_json)
-        report = verification.verify(path, source=source, threads=threads, memory=memory, progress=progress)
+        if engine is None:
+            report = verification.verify(path, source=source, threads=threads, memory=memory, progress=progress)
+        else:
+            from relayout.clusters import on_ray
+
+            report = on_ray.verify(
+                path, source=source, address=address, threads=threads, memory=memory, progress=progress
+            )
         _tell(report, as_json, terminal.print_report)
         if not report.ok:
             raise typer.Exit(EXIT_DIFFERENCE)
@@ -420,6 +475,11 @@ def report(
         from relayout.html_report import page
 
         _show(page.report(path, output, tp=tp, plan=plan), as_json, terminal.print_page)
+
+
+def _check_engine(engine: str | None, address: str | None) -> None:
+    if address is not None and engine is None:
+        raise PlanError("--address without --engine ray", code="option")
 
 
 class _Result(Protocol):

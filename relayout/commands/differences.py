@@ -46,6 +46,11 @@ class Report:
         """For `--json`."""
         return asdict(self) | {"ok": self.ok}
 
+    def merge(self, other: Report) -> None:
+        """Add what was found elsewhere in the same folder."""
+        self.nbytes += other.nbytes
+        self.differences += other.differences
+
     def add(self, file: str, what: str, tensor: str | None = None, extent: Extent | None = None) -> None:
         """Add a difference."""
         start, end = (None, None) if extent is None else (extent.offset, extent.end)

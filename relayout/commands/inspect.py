@@ -18,7 +18,7 @@ from relayout.errors import PlanError, RelayoutError
 from relayout.format.index import Manifest, RankTable
 from relayout.plans.planner import plan_for
 from relayout.storage.protocols import Store
-from relayout.storage.stores import find_store
+from relayout.storage.stores import find_input
 
 ALIGNMENTS = (512, 4096, 65536, 2 * 2**20)
 DEGREES = (2, 4, 8, 16)
@@ -116,7 +116,7 @@ def inspect(path: str | os.PathLike[str], *, rank: int | None = None) -> Inspect
         FormatError: a file is damaged.
         PlanError: `path` is not a checkpoint, or has no such rank.
     """
-    store = find_store(path)
+    store = find_input(path)
     rank = None if rank is None else integer(rank, "rank")
     if is_converted(store):
         return _inspect_converted(store, read_manifest(store), rank)

@@ -87,8 +87,8 @@ def restore(
         OSError: reading or writing failed; the output is deleted.
     """
     started = time.monotonic()
-    threads, chunk_nbytes = share_memory(integer(threads, "threads"), size(memory, "memory"))
     folder, target = find_store(path), find_store(output)
+    threads, chunk_nbytes = share_memory(integer(threads, "threads"), size(memory, "memory"), target)
     manifest = read_manifest(folder)
     record = read_record(folder, manifest)
     target.check_output(folder, MANIFEST_NAME, force=force)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
+from typing import TypeAlias
 
-from relayout.checkpoint.converted import read_chunk_digests, read_manifest
+from relayout.checkpoint.converted import read_chunk_digests, read_manifest, read_table
 from relayout.checkpoint.source import (
     SourceCheckpoint,
     SourceFile,
@@ -45,7 +46,10 @@ from relayout.progress import Progress, reporting
 from relayout.storage.hashing import CHUNK_NBYTES as REHASH_NBYTES
 from relayout.storage.hashing import HashedFile, hash_files, sha256_hex
 from relayout.storage.protocols import Access, Store
-from relayout.storage.stores import find_store
+from relayout.storage.stores import find_input
+
+Check: TypeAlias = Callable[[Sequence[int], Callable[[int], None] | None], Iterable[Report]]
+"""Checks the digests of the holders that it is given; reports the bytes that were read to the function, if any."""
 
 
 def verify(
@@ -55,6 +59,7 @@ def verify(
     threads: int = DEFAULT_THREADS,
     memory: int | str = DEFAULT_MEMORY,
     progress: Progress = None,
+    check: Check | None = None,
 ) -> Report:
     """Check a converted checkpoint: its structure, its sidecar files, and the digest of every slice.
 
@@ -64,6 +69,7 @@ def verify(
         threads: threads that read and hash.
         memory: bytes that these threads may use, or text such as "512MiB".
         progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
+        check: reads the files of holders, if that is done elsewhere.
 
     Returns:
         The differences found; `ok` if there are none.
@@ -75,7 +81,7 @@ def verify(
     """
     threads, memory = integer(threads, "threads"), size(memory, "memory")
     shared = share_memory(threads, memory)
-    folder = find_store(path)
+    folder = find_input(path)
     manifest = read_manifest(folder)
     report = Report(manifest.num_ranks)
     tables = [check_holder(folder, manifest, holder, report) for holder in range(len(manifest.holders))]
@@ -83,7 +89,7 @@ def verify(
     if record is not None:
         check_facts(folder, manifest, record, report)
     check_other_files(folder, manifest, tables, report)
-    original = None if source is None else read_source(find_store(source))
+    original = None if source is None else read_source(find_input(source))
     usable = {rank: table for rank, table in enumerate(tables) if table is not None}
     hash_nbytes = sum(manifest.files[number].nbytes for holder in usable for number in own_files(manifest, holder))
     is_cut_again = original is not None or manifest.whole is not None
@@ -93,10 +99,14 @@ def verify(
         def after(nbytes_before: int) -> Callable[[int], None] | None:
             return None if report_nbytes is None else lambda done: report_nbytes(nbytes_before + done)
 
-        num_readers = max(1, min(threads, memory // REHASH_NBYTES))
-        for holder, table in usable.items():
-            _check_digests(folder, manifest, holder, table, report, num_readers, after(report.nbytes))
-        _check_sha256(folder, manifest, report, num_readers)
+        if check is None:
+            num_readers = _num_readers(threads, memory)
+            for holder, table in usable.items():
+                _check_digests(folder, manifest, holder, table, report, num_readers, after(report.nbytes))
+            _check_sha256(folder, manifest, range(len(manifest.files)), report, num_readers)
+        else:
+            for part in check(list(usable), report_nbytes):
+                report.merge(part)
         # Skip the comparison if errors were found: the layout cannot be trusted.
         if is_cut_again and record is not None and report.ok:
             found = list(usable.values())
@@ -104,8 +114,37 @@ def verify(
     return report
 
 
-def _check_sha256(folder: Store, manifest: Manifest, report: Report, threads: int) -> None:
-    """Read the files that have a SHA-256 once more, and compare it."""
+def verify_holder(
+    path: str | os.PathLike[str],
+    holder: int,
+    *,
+    threads: int = DEFAULT_THREADS,
+    memory: int | str = DEFAULT_MEMORY,
+    progress: Progress = None,
+) -> Report:
+    """Check only the digests of a rank's own files; rank `num_ranks` are whole tensors. Arguments as for `verify`.
+
+    Raises:
+        FormatError: the manifest or the rank's table is damaged.
+        OSError: reading failed.
+    """
+    folder = find_input(path)
+    manifest = read_manifest(folder)
+    report = Report(manifest.num_ranks)
+    table, own = read_table(folder, manifest, holder), own_files(manifest, holder)
+    num_readers = _num_readers(integer(threads, "threads"), size(memory, "memory"))
+    with reporting(progress, "verifying", sum(manifest.files[number].nbytes for number in own)) as report_nbytes:
+        _check_digests(folder, manifest, holder, table, report, num_readers, report_nbytes)
+    _check_sha256(folder, manifest, own, report, num_readers)
+    return report
+
+
+def _num_readers(threads: int, memory: int) -> int:
+    return max(1, min(threads, memory // REHASH_NBYTES))
+
+
+def _check_sha256(folder: Store, manifest: Manifest, numbers: Iterable[int], report: Report, threads: int) -> None:
+    """Read those of the files that have a SHA-256 once more, and compare it."""
 
     def found(file: IndexedFile) -> str:
         try:
@@ -113,7 +152,7 @@ def _check_sha256(folder: Store, manifest: Manifest, report: Report, threads: in
         except (FormatError, OSError) as error:
             return str(error)
 
-    files = [file for file in manifest.files if file.sha256 is not None]
+    files = [manifest.files[number] for number in numbers if manifest.files[number].sha256 is not None]
     with ThreadPoolExecutor(threads) as pool:
         for file, digest in zip(files, pool.map(found, files), strict=True):
             if digest != file.sha256:

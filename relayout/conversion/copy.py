@@ -24,7 +24,7 @@ from relayout.format.chunks import DIGESTED_NBYTES, chunks_of, chunks_over, num_
 from relayout.storage.buffers import Buffer
 from relayout.storage.file_pool import OpenFiles
 from relayout.storage.hashing import HashedFile, hash_files
-from relayout.storage.protocols import Access, ReadableFile, Staging, WritableFile
+from relayout.storage.protocols import Access, ReadableFile, Staging, Store, WritableFile
 
 DEFAULT_THREADS = 8
 """Threads that read, copy, hash and write."""
@@ -211,18 +211,21 @@ def _streams(tensor: CutTensor) -> tuple[list[int | None], int]:
     return streams, len({SOURCE, *streams} - {None})
 
 
-def share_memory(threads: int, memory: int) -> tuple[int, int]:
+def share_memory(threads: int, memory: int, output: Store | None = None) -> tuple[int, int]:
     """How many threads, `threads` at most, share so many bytes, and how many source bytes each of them copies at once.
+
+    What goes to a remote store is in memory a third time: in parts of uploads that are not full yet.
 
     Raises:
         PlanError: there are no threads, or not enough bytes for one.
     """
     if threads < 1:
         raise PlanError(f"{threads} threads, expected at least one", code="option")
-    if memory < 2 * _MIN_CHUNK_NBYTES:
-        raise PlanError(f"a memory of {memory} bytes, expected at least {2 * _MIN_CHUNK_NBYTES}", code="option")
-    threads = min(threads, memory // (2 * _MIN_CHUNK_NBYTES))
-    return threads, align_down(memory // (2 * threads), BLOCK)
+    num_times = 3 if output is not None and output.cost.is_remote else 2
+    if memory < num_times * _MIN_CHUNK_NBYTES:
+        raise PlanError(f"a memory of {memory} bytes, expected at least {num_times * _MIN_CHUNK_NBYTES}", code="option")
+    threads = min(threads, memory // (num_times * _MIN_CHUNK_NBYTES))
+    return threads, align_down(memory // (num_times * threads), BLOCK)
 
 
 def run_unit(

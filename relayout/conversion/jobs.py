@@ -37,7 +37,7 @@ from relayout.core.arguments import integer, size
 from relayout.core.extents import BLOCK, align_up
 from relayout.errors import FormatError, PlanError, shown
 from relayout.format.index import MANIFEST_NAME
-from relayout.plans.family import TRANSFORMERS
+from relayout.plans.family import TRANSFORMERS, VLLM
 from relayout.progress import Progress, reporting
 from relayout.storage.buffers import Buffer
 from relayout.storage.memory import peak_nbytes
@@ -59,6 +59,8 @@ class UnitJob:
     """What the conversion was of when the job was made."""
     unit: int
     num_units: int
+    source_nbytes: int
+    """Bytes of the unit's source tensors."""
     force: bool = False
     """Whether an existing output will be replaced."""
 
@@ -132,12 +134,15 @@ def unit_jobs(
     planned = plan_conversion(source, output, **options)
     planned.output.check_output(planned.source.root, MANIFEST_NAME, force=force)
     plan, text = options.get("plan"), None
-    if plan is not None and plan != TRANSFORMERS:
+    if plan not in (None, TRANSFORMERS, VLLM):
         text = Path(plan).read_text("utf-8")
         options["plan"] = str(plan)
     undertaking, num_units = undertaking_of(planned), len(planned.layout.units)
     places = _absolute(source), _absolute(str(planned.output))
-    return [UnitJob(*places, options, text, undertaking, unit, num_units, force) for unit in range(num_units)]
+    return [
+        UnitJob(*places, options, text, undertaking, unit, num_units, _source_nbytes(planned, unit), force)
+        for unit in range(num_units)
+    ]
 
 
 def run_job(
@@ -176,11 +181,11 @@ def convert_unit(
         OSError: reading or writing failed.
     """
     started = time.monotonic()
-    threads, chunk_nbytes = share_memory(integer(threads, "threads"), size(memory, "memory"))
+    threads, chunk_nbytes = share_memory(integer(threads, "threads"), size(memory, "memory"), planned.output)
     layout, source, undertaking = planned.layout, planned.source, undertaking_of(planned)
     if not 0 <= unit < len(layout.units):
         raise PlanError(f"unit {unit}, expected 0 to {len(layout.units) - 1}", code="option")
-    nbytes = sum(source.tensors[t].extent.nbytes for t in layout.units[unit])
+    nbytes = _source_nbytes(planned, unit)
     planned.output.check_output(source.root, MANIFEST_NAME, force=force)
     with _part(planned, undertaking, unit, force) as staging:
         is_done = _record(staging, planned, undertaking, unit) is not None
@@ -264,7 +269,7 @@ def commit_units(
         OSError: reading or writing failed.
     """
     started = time.monotonic()
-    shared = share_memory(integer(threads, "threads"), size(memory, "memory"))
+    shared = share_memory(integer(threads, "threads"), size(memory, "memory"), planned.output)
     source, layout, undertaking = planned.source, planned.layout, undertaking_of(planned)
     planned.output.check_output(source.root, MANIFEST_NAME, force=force)
     with planned.output.stage(
@@ -305,6 +310,10 @@ def _part(conversion: Conversion, undertaking: Undertaking, unit: int, force: bo
 def _modes(conversion: Conversion) -> Any:
     source = conversion.source
     return modes_of(source.folder, [file.name for file in source.files], with_folder=not source.is_file)
+
+
+def _source_nbytes(conversion: Conversion, unit: int) -> int:
+    return sum(conversion.source.tensors[t].extent.nbytes for t in conversion.layout.units[unit])
 
 
 def _absolute(path: str | os.PathLike[str]) -> str:

@@ -27,7 +27,7 @@ from relayout.progress import Progress, reporting
 from relayout.storage.hashing import CHUNK_NBYTES as REHASH_NBYTES
 from relayout.storage.memory import peak_nbytes
 from relayout.storage.protocols import Kind, Staging
-from relayout.storage.stores import find_store, scheme_of
+from relayout.storage.stores import find_input, find_store, scheme_of
 
 _SIDECAR_NBYTES_PER_TENSOR = 300
 
@@ -112,7 +112,7 @@ class ConversionPlan(Conversion):
         progress: Progress = None,
     ) -> Summary:
         """Do what was planned; arguments, result and errors as for `convert`."""
-        shared = share_memory(integer(threads, "threads"), size(memory, "memory"))
+        shared = share_memory(integer(threads, "threads"), size(memory, "memory"), self.output)
         return _run(self, force, sha256, *shared, progress)
 
 
@@ -137,7 +137,7 @@ def plan_conversion(
     alignment = size(options.get("align", DEFAULT_ALIGNMENT), "align")
     max_part_nbytes = size(options.get("max_part_nbytes", DEFAULT_MAX_PART_NBYTES), "max_part_nbytes")
     check_alignment(alignment)
-    store = find_store(source)
+    store = find_input(source)
     made = find_store(default_output(source, tp) if output is None else output)
     checkpoint = read_source(store)
     if store.kind() is Kind.FILE and store.parent()[1].startswith("."):

@@ -98,12 +98,18 @@ class Placement(Watcher):
         self._contents, self._options = contents, replace(options, progress=None)
         kinds = [_kind(name) for name in contents.names]
         first: dict[str, str] = {}
+        seen: set[str] = set()
+        """Kinds of which the engine has got the first tensor, and has asked for the second."""
         streams: dict[str, Iterator[tuple[str, torch.Tensor]]] = {}
         done = 0
         with reporting(options.progress, "loading", sum(contents.sizes())) as report:
             for row, (name, kind) in enumerate(zip(contents.names, kinds, strict=True)):
-                if first.setdefault(kind, name) != name and _place(self._slices[first[kind]]) is None:
-                    self._others.add(kind)
+                if kind not in first:
+                    first[kind] = name
+                elif kind not in seen:
+                    seen.add(kind)
+                    if _place(self._slices[first[kind]]) is None:
+                        self._others.add(kind)
                 if kind not in self._others:
                     yield name, self._probe(row)
                     continue
@@ -154,9 +160,7 @@ class Placement(Watcher):
 
     def compute(self, func: Any, args: Any, kwargs: Any, found: Sequence[Probe]) -> Any:
         """See `Watcher.compute`: of the slices' own bytes."""
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, GlobalTensor | Probe):
-                self.touch(leaf)
+        self.touch(tree_leaves((args, kwargs)))
         operation = name_of(func)
         args, kwargs = tree_map_only(Probe, lambda one: self.values(one, operation), (args, kwargs))
         return func(*args, **kwargs)
@@ -176,12 +180,15 @@ class Placement(Watcher):
                     memory.backing = load_arena(pack(rows), self._options)[memory.name]
         return _as(memory.backing, probe)
 
-    def touch(self, tensor: torch.Tensor) -> None:
-        """Make the outstanding copies that go to a tensor's memory, before it is used."""
-        if self._pieces and tensor.numel() and tensor.device == self._device and _address(tensor):
-            with self._lock:
-                for one in self._overlapping(_piece(tensor, "", None)):
-                    self._settle_early(one.name)
+    def touch(self, arguments: Iterable[Any]) -> None:
+        """Make the outstanding copies that go to the memory of tensors, before these are used."""
+        for one in arguments:
+            if not isinstance(one, torch.Tensor) or isinstance(one, GlobalTensor | Probe):
+                continue
+            if self._pieces and one.numel() and one.device == self._device and _address(one):
+                with self._lock:
+                    for piece in self._overlapping(_piece(one, "", None)):
+                        self._settle_early(piece.name)
 
     @property
     def is_idle(self) -> bool:
@@ -247,14 +254,17 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._placement = placement
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not (self._placement.is_idle or is_view(func) or func in SHAPED):
-            # The target of a copy of a probe is looked at where the copy is noted.
-            is_noted = func is aten.copy_.default and isinstance(args[1], Probe)
-            for leaf in () if is_noted else tree_leaves((args, kwargs)):
-                if isinstance(leaf, torch.Tensor) and not isinstance(leaf, GlobalTensor | Probe):
-                    self._placement.touch(leaf)
-        return func(*args, **kwargs)
+        uses_memory = func not in SHAPED and not is_view(func)
+        # The target of a copy of a probe is looked at where the copy is noted.
+        is_noted = func is aten.copy_.default and isinstance(args[1], Probe)
+        if uses_memory and not is_noted and not self._placement.is_idle:
+            self._placement.touch(tree_leaves((args, kwargs)))
+        return func(*args, **kwargs or {})
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not: nothing is compiled here, and to skip that for each operation would take longer than all else."""
+        return False
 
 
 def _kind(name: str) -> str:

@@ -6,14 +6,15 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from relayout.checkpoint.converted import find_manifest, is_converted
 from relayout.errors import FormatError, PlanError, about, shown
 from relayout.storage.protocols import Kind
-from relayout.storage.stores import find_store
+from relayout.storage.stores import find_input
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from relayout.engines.global_tensor import Usage
     from relayout.engines.placement import Placement
     from relayout.loader import CheckpointView, Explanation
+    from relayout.loader.sources.checkpoint import RankSource
+    from relayout.loader.sources.contents import Contents
     from relayout.loader.sources.pieces import Columns
 
 _MAX_SHOWN_NAMES = 4
@@ -29,6 +32,8 @@ _OF_ANOTHER_RANK = "model-rank-1-part-0.safetensors"
 """A file that only folders converted for several ranks have."""
 PLACEMENTS = ("auto", "copy", "direct")
 """See `EngineOptions.placement`."""
+MIN_PLACED_NBYTES = 2**18
+"""Bytes of a rank's slices, on the average, from which on it pays to place them: each costs some 0.1 ms in Python."""
 _LAYER = re.compile(r"\.layers\.([0-9]+)\.")
 
 
@@ -97,7 +102,7 @@ def find_folder(path: str, engine: str) -> Folder | None:
         FormatError: relayout.json is damaged, or missing from what was a converted folder.
         PlanError: there is no such folder.
     """
-    store = find_store(path)
+    store = find_input(path)
     manifest = find_manifest(store)
     if manifest is not None:
         return Folder(manifest.num_ranks, manifest.expert_parallel)
@@ -164,7 +169,6 @@ class RankWeights:
         only_held: bool = True,
         lazy: bool = False,
         progress: bool = False,
-        placement: Placement | None = None,
     ) -> None:
         """Look at nothing yet.
 
@@ -177,7 +181,6 @@ class RankWeights:
             only_held: give no tensors of which the rank holds nothing, such as other ranks' experts.
             lazy: read slices when they are used, through the page cache.
             progress: show a bar on stderr.
-            placement: reads slices straight into the engine's parameters.
         """
         from relayout.engines.global_tensor import Usage
 
@@ -190,9 +193,9 @@ class RankWeights:
         self._only_held = only_held
         self._lazy = lazy
         self._progress = progress
-        self._placement = placement
+        self._placement: Placement | None = None
         self._backend = options.backend
-        self._nbytes = self._num_tensors = 0
+        self._nbytes = self._placed_nbytes = self._num_tensors = 0
         self._seconds: float | None = None
         self._cut: list[str] = []
         self._all_ranks = _AllRanks(path)
@@ -207,22 +210,19 @@ class RankWeights:
         """
         from relayout.engines import warming
         from relayout.loader import explain
-        from relayout.loader.api import find_source, warn_if_slow
+        from relayout.loader.api import warn_if_slow
         from relayout.loader.loading import options_of
         from relayout.loader.stream import stream
 
         warming.end()
         started, given = time.perf_counter(), self._options
-        source = find_source(self._path, self._rank, self._num_ranks, given.verify)
+        source, contents, held = self._found
+        del self._found  # It is not needed for long.
         backend = given.backend
         if source.is_as_stored:  # Else slices are put together, which cannot be done by mapping them.
             backend = "mapped" if self._lazy else backend
             self._backend = described(explain(self._path, self._rank, self._device, backend=backend))
         warn_if_slow(source)
-        contents = source.contents(None)
-        held = set(contents.names)
-        if self._wanted is not None:
-            contents = contents.rows([row for row, name in enumerate(contents.names) if self._wanted(name)])
         options = options_of(self._device, backend, given.verify, given.threads, given.memory, self._progress)
         try:
             place = stream if self._placement is None else self._placement.tensors
@@ -233,6 +233,52 @@ class RankWeights:
         if not self._only_held:
             yield from self._others(held)
         self._seconds = time.perf_counter() - started
+
+    @contextmanager
+    def placing(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """While the engine loads: read straight into its parameters and buffers, if the options or the sizes say so.
+
+        Around the engine's whole weight loader, since what that does with its memory has to be seen.
+
+        Args:
+            tensors: parameters and buffers.
+
+        Raises:
+            FormatError, PlanError, OSError, MemoryError: as `relayout.load`.
+        """
+        if not self._pays():
+            yield
+            return
+        from relayout.engines.placement import Placement
+
+        self._placement = placement = Placement(tensors, self._device)
+        try:
+            with placement.watching():
+                yield
+        finally:
+            self._placement = None  # It holds the engine's memory.
+        self._placed_nbytes = placement.nbytes
+
+    def _pays(self) -> bool:
+        """Whether slices are read straight into parameters."""
+        if self._options.placement != "auto" or self._lazy:
+            return self._options.placement == "direct" and not self._lazy
+        import torch
+
+        sizes = self._found[1].sizes()
+        return torch.device(self._device).type == "cpu" and sum(sizes) >= MIN_PLACED_NBYTES * len(sizes)
+
+    @cached_property
+    def _found(self) -> tuple[RankSource, Contents, set[str]]:
+        """The source, what of it is wanted, and the names of all that the rank holds."""
+        from relayout.loader.api import find_source
+
+        source = find_source(self._path, self._rank, self._num_ranks, self._options.verify)
+        contents = source.contents(None)
+        held = set(contents.names)
+        if self._wanted is not None:
+            contents = contents.rows([row for row, name in enumerate(contents.names) if self._wanted(name)])
+        return source, contents, held
 
     def report(self) -> Report:
         """What the load has done.
@@ -253,7 +299,7 @@ class RankWeights:
             self._backend,
             self.usage.count,
             self.usage.nbytes,
-            0 if self._placement is None else self._placement.nbytes,
+            self._placed_nbytes,
             unused,
         )
 
@@ -328,7 +374,7 @@ class _AllRanks:
 
         with self._lock:
             if self._view is None:
-                whole = is_converted(find_store(self._path))
+                whole = is_converted(find_input(self._path))
                 self._view = safe_open(self._path) if whole else open(self._path, 0, tp=1)
             return self._view
 

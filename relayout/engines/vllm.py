@@ -18,8 +18,6 @@ from relayout.errors import PlanError
 if TYPE_CHECKING:
     import torch
 
-    from relayout.engines.placement import Placement
-
 FORMAT = "relayout"
 _LOGGER = getLogger("vllm.relayout")
 """Below vLLM's own, which is set up to be seen."""
@@ -58,7 +56,8 @@ class _Loading:
     def __init__(self, load_config: Any) -> None:
         self._options = EngineOptions.parse(load_config.model_loader_extra_config or {}, "--model-loader-extra-config")
         self._weights: RankWeights | None = None
-        self._placement: Placement | None = None
+        self._opened: RankWeights | None = None
+        """That the next load takes."""
         # vLLM's own loader refuses options that it does not know, and may still have to load a draft model.
         super().__init__(replace(load_config, load_format="auto", model_loader_extra_config={}))  # type: ignore[call-arg]
 
@@ -76,12 +75,13 @@ class _Loading:
         Raises:
             FormatError, PlanError, OSError, MemoryError: as `relayout.iter_load`, or the folder does not fit.
         """
-        self._placement = _placement(model, model_config, self._options)
-        try:
-            with nullcontext() if self._placement is None else self._placement.watching():
-                super().load_weights(model, model_config)  # type: ignore[misc]
-        finally:
-            self._placement = None
+        self._opened = weights = self._open(model, model_config)
+        tensors = [*model.parameters(), *model.buffers()]
+        is_online = any(one.is_meta for one in tensors)
+        if is_online:
+            _LOGGER.info("relayout: layers that are quantized while they are loaded get copies of their slices")
+        with nullcontext() if weights is None or is_online else weights.placing(tensors):
+            super().load_weights(model, model_config)  # type: ignore[misc]
         if self._weights is not None:
             report = self._weights.report()
             _LOGGER.info("%s", report)
@@ -94,21 +94,27 @@ class _Loading:
         Raises:
             FormatError, PlanError, OSError, MemoryError: as `load_weights`.
         """
+        self._weights, self._opened = self._opened or self._open(model, model_config), None
+        if self._weights is None:
+            yield from super().get_all_weights(model_config, model)  # type: ignore[misc]
+            return
+        self.counter_before_loading_weights = time.perf_counter()  # From here vLLM counts the seconds that it logs.
+        yield from self._weights
+
+    def _open(self, model: Any, model_config: Any) -> RankWeights | None:
+        """The tensors of the folder; None if vLLM is to load them itself."""
         from vllm.config import get_current_vllm_config
         from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
         path, is_draft = _path(model_config), model_config.runner_type == "draft"
         folder = find_folder(path, "--load-format auto")
-        self._weights = None
         if is_draft and folder is None:
             _LOGGER.info("relayout: the draft model %s was not converted: vLLM loads it itself", path)
-            yield from super().get_all_weights(model_config, model)  # type: ignore[misc]
-            return
-        self.counter_before_loading_weights = time.perf_counter()  # From here vLLM counts the seconds that it logs.
+            return None
         rank, num_ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         parallel = get_current_vllm_config().parallel_config
         owned = _check(path, folder, num_ranks, parallel)
-        self._weights = RankWeights(
+        return RankWeights(
             path,
             rank,
             num_ranks,
@@ -119,9 +125,7 @@ class _Loading:
             # A draft model takes a few of the target's layers, and vLLM does not say which.
             lazy=is_draft,
             progress=rank == 0 and bool(self.load_config.use_tqdm_on_load),
-            placement=self._placement,
         )
-        yield from self._weights
 
 
 def _path(model_config: Any) -> str:
@@ -188,16 +192,3 @@ def _wanted(model: Any, model_config: Any, *, is_draft: bool) -> Callable[[str],
 def _device(model: Any) -> Any:
     """Where the parameters are: slices are best read to there."""
     return next((one.device for one in model.parameters() if one.device.type == "cuda"), "cpu")
-
-
-def _placement(model: Any, model_config: Any, options: EngineOptions) -> Placement | None:
-    """What reads slices straight into the model's parameters, if that is wanted and can be done."""
-    from relayout.engines.placement import Placement
-
-    tensors = [*model.parameters(), *model.buffers()]
-    if options.placement != "direct" or model_config.runner_type == "draft":
-        return None
-    if any(one.is_meta for one in tensors):  # Online quantization: layers are put together while they are loaded.
-        _LOGGER.info("relayout: this model's layers get their memory while they are loaded: nothing is read into it")
-        return None
-    return Placement(tensors, _device(model))

@@ -54,7 +54,7 @@ def report(
         path: a converted folder; or a plain checkpoint, of which the page forecasts the conversion.
         output: the file to write; an existing file is replaced.
         tp: the tensor-parallel degree, for a plain checkpoint.
-        plan: a plan file, or "transformers", for a plain checkpoint; None: the built-in plan.
+        plan: for a plain checkpoint: a plan file, "transformers" or "vllm", as for `convert`; None: the built-in plan.
 
     Raises:
         FormatError: the checkpoint is damaged.

@@ -198,8 +198,8 @@ def find_family(model_type: str | None, quantization: str | None = None) -> Fami
         else f"no built-in plan for model type {shown(model_type)}"
     )
     raise PlanError(
-        f"{what} (`relayout plans` lists them): supply one with --plan FILE, try --plan transformers,"
-        " or use --tp 1, which needs no plan",
+        f"{what} (`relayout plans` lists them): supply one with --plan FILE (`relayout plans --check SRC` drafts one),"
+        " try --plan transformers, or use --tp 1, which needs no plan",
         code="no_plan",
     )
 

@@ -233,8 +233,9 @@ def make_plan(
     if unmatched_names and unmatched == "error":
         others = f" (nor {len(unmatched_names) - 1} others)" if len(unmatched_names) > 1 else ""
         raise PlanError(
-            f"no rule of plan {family.full_name!r} matches it{others}: add a rule (--plan FILE), or hold such"
-            " tensors whole on every rank (--unmatched replicate)",
+            f"no rule of plan {family.full_name!r} matches it{others}: add a rule (--plan FILE; "
+            "`relayout plans --check SRC` drafts one), or hold such tensors whole on every rank"
+            " (--unmatched replicate)",
             tensor=unmatched_names[0],
             code="no_rule",
         )
@@ -246,6 +247,23 @@ def make_plan(
     cuts = _apply(kinds, sizes, num_ranks, scheme)
     numbered = number_cuts(cuts[one] if isinstance(one, _Kind) else one for one in column)
     return Plan(family.full_name, num_ranks, *numbered, expert_parallel, tuple(unmatched_names), family=family)
+
+
+def without_rule(checkpoint: PlannedCheckpoint, family: Family) -> list[tuple[PlannedTensor, str]]:
+    """The tensors that no rule matches, each with the name that a rule must match: that of a weight, for its scales.
+
+    Raises:
+        PlanError: the checkpoint is quantized by a method whose tensors cannot be cut.
+    """
+    scheme = _scheme(checkpoint)
+    finder = _KindFinder(checkpoint, family, scheme)
+    missing = []
+    for tensor in checkpoint.tensors:
+        if finder.find(tensor) is None:
+            module, _, suffix = tensor.name.rpartition(".")
+            is_stored = scheme is not None and suffix in scheme.tensors
+            missing.append((tensor, f"{module}.weight" if is_stored else tensor.name))
+    return missing
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
+from urllib.parse import unquote, urlsplit
 
 from relayout.errors import PlanError
 from relayout.storage.local.store import LocalStore
@@ -28,8 +29,31 @@ def _cloud(url: str) -> Store | Refusal:
     return store.offer(url)
 
 
+def _web(url: str) -> Store | Refusal:
+    from relayout.storage.web import site
+
+    return site.offer(url)
+
+
+def _hub(url: str) -> Store | Refusal:
+    from relayout.storage.web import hub
+
+    return hub.offer(url)
+
+
+def _file(url: str) -> Store | Refusal:
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost") or parts.path in ("", "/"):
+        return Refusal("expected file:///PATH")
+    return LocalStore(Path(unquote(parts.path)))
+
+
 REGISTRY: dict[str, Factory] = {
     "memory": _memory,
+    "file": _file,
+    "https": _web,
+    "http": _web,
+    "hf": _hub,
     **dict.fromkeys(("s3", "s3a", "gs", "az", "abfs", "abfss"), _cloud),
 }
 """Store factories by URL scheme."""
@@ -55,6 +79,20 @@ def find_store(path: str | os.PathLike[str]) -> Store:
     if isinstance(store, Refusal):
         # Without what may be secret: a password, or a signature.
         raise PlanError(store.reason, path=re.sub(r"//[^/]*@", "//", os.fspath(path)).partition("?")[0], code="option")
+    return store
+
+
+def find_input(path: str | os.PathLike[str]) -> Store:
+    """The store of something to read: as `find_store`; "ORG/MODEL" is a repository of the hub if there is no such path.
+
+    Raises:
+        PlanError: as `find_store`.
+    """
+    store = find_store(path)
+    if isinstance(path, str) and isinstance(store, LocalStore) and store.kind() is Kind.NOTHING:
+        from relayout.storage.web import hub
+
+        return hub.offer_model(path) or store
     return store
 
 

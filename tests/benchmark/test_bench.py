@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from relayout.benchmark.loaders import LOADERS
 from relayout.benchmark.measure import Folders, plan_bench
 from relayout.benchmark.verdict import RankLoads, Timing, verdict, warnings_of
 from relayout.checkpoint.converted import read_manifest, read_table
+from relayout.cli import bench_text
 from relayout.cli.app import app
 from relayout.errors import PlanError
 from relayout.storage.stores import find_store
@@ -285,6 +287,26 @@ def test_the_command_drops_no_cache_unasked_and_fits_80_columns(folders: Folders
     assert "one rank of 4, cold" in allowed.stdout
     assert "drive: 2.00 GB/s" in allowed.stdout
     assert all(len(line) <= 80 for line in (done.stdout + allowed.stdout).splitlines())
+
+
+def test_a_person_is_asked_before_caches_are_dropped(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def confirm(question: str, *, err: bool) -> bool:
+        asked.append(question)
+        assert err, "the question must not come into what is piped"
+        return len(asked) > 1
+
+    plan = plan_bench(folders.source or "")
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    assert not bench_text.may_drop_caches(plan, yes=False)
+    assert bench_text.may_drop_caches(plan, yes=True)
+    assert asked == []
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("typer.confirm", confirm)
+    assert not bench_text.may_drop_caches(plan, yes=False)
+    assert bench_text.may_drop_caches(plan, yes=False)
+    assert f"Cold loads drop {len(plan.folders.every_file)} files" in asked[0]
 
 
 def test_the_command_prints_one_json_object(folders: Folders, not_measured: list[bool]) -> None:

@@ -140,6 +140,8 @@ def test_a_conversion_is_proved_and_damage_is_found(here: Ground, converted: str
 
 
 def test_a_file_too_many_is_found(here: Ground, converted: str) -> None:
+    if not here.kind.is_listed:
+        pytest.skip("this store tells only files whose names are known")
     here.kind.write(find_store(converted), "model.safetensors", MODEL["model-00001-of-00002.safetensors"])
     assert [one.file for one in relayout.verify(converted).differences] == ["model.safetensors"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from support import prestarted
+from support import prestarted, s3_server
 from support.loader_fixtures import MIB, mlp_model
 from support.patience import in_time
 
@@ -51,11 +51,17 @@ def expected(source: Path) -> dict[str, bytes]:
     return content(str(source.parent / "expected"))
 
 
-@pytest.fixture(params=["local", "memory"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+@pytest.fixture(params=["local", "memory", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Below which outputs are made."""
     if request.param == "local":
         return str(tmp_path)
+    if request.param == "s3":
+        pytest.importorskip("obstore", reason="the client of object stores")
+        for variable, value in s3_server.environment(s3_server.shared()).items():
+            monkeypatch.setenv(variable, value)
+        s3_server.shared().clear(tmp_path.name)
+        return f"s3://{tmp_path.name}"
     bucket(tmp_path.name).clear()
     return f"memory://{tmp_path.name}"
 
@@ -70,6 +76,10 @@ def beside(place: str) -> list[str]:
     """What an output has left beside it."""
     if place.startswith("memory://"):
         return [*bucket(place.removeprefix("memory://"))._shared.get("out", {})]
+    if place.startswith("s3://"):
+        server, name = s3_server.shared(), place.removeprefix("s3://")
+        uploads = [upload for upload in server.uploads.values() if upload[0] == name]
+        return [key for key in server.names(name) if not key.startswith("out/")] + list(map(str, uploads))
     return [entry.name for entry in Path(place).iterdir() if entry.name != "out"]
 
 
@@ -88,7 +98,7 @@ def test_units_in_any_order_make_what_one_run_makes(source: Path, expected: dict
     summary = commit_jobs(made)
     assert (summary.num_ranks, summary.written_nbytes > 0) == (4, True)
     assert_published(place, expected)
-    if not place.startswith("memory://"):
+    if ":" not in place:
         assert relayout.verify(f"{place}/out", source=source).ok
 
 

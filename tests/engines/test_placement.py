@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.conversions import stock_tensors
 from support.fake_vllm import Model
 
-from relayout.engines.placement import Placement
+from relayout.engines import rank_weights
 from relayout.engines.rank_weights import EngineOptions, RankWeights
 from relayout.errors import FormatError
 
@@ -121,11 +121,9 @@ class Engine(Model):
 
 
 def load(folder: Path, engine: Engine, **options: bool) -> RankWeights:
-    placement = Placement(engine.parameters(), "cpu")
-    weights = RankWeights(
-        str(folder), engine.rank, engine.tp, EngineOptions(strict=True, **options), placement=placement
-    )
-    with placement.watching():
+    given = EngineOptions(strict=True, placement="direct", **options)
+    weights = RankWeights(str(folder), engine.rank, engine.tp, given)
+    with weights.placing(list(engine.parameters())):
         engine.load_weights(weights)
     return weights
 
@@ -198,10 +196,8 @@ def test_of_two_tensors_for_parts_of_the_same_memory_the_last_stays(folders: Pat
             gate, up = (f"model.layers.{layer}.mlp.{part}_proj.weight" for part in ("gate", "up"))
             shared = torch.zeros(sizes[gate] + 8, whole[gate].shape[1], dtype=whole[gate].dtype)
             one.memory |= {gate: shared[8:], up: shared[:-8]}
-    placement = Placement(engine.parameters(), "cpu")
     given = dict(RankWeights(str(folders / "llama-tp1"), 0, 1, EngineOptions()))
-    with placement.watching():
-        engine.load_weights(RankWeights(str(folders / "llama-tp1"), 0, 1, EngineOptions(), placement=placement))
+    load(folders / "llama-tp1", engine)
     assert engine.order == list(given), "the order is that of the files"
     plain.load_weights(given.items())
     for name, memory in engine.memory.items():
@@ -211,9 +207,8 @@ def test_of_two_tensors_for_parts_of_the_same_memory_the_last_stays(folders: Pat
 def test_memory_that_is_no_parameter_gets_a_copy(folders: Path) -> None:
     whole = stock_tensors(folders / "llama")
     engine = Engine(whole, 0, 2, dict.fromkeys(whole, STEPS["copied"]))
-    placement = Placement([], "cpu")
-    weights = RankWeights(str(folders / "llama-tp2"), 0, 2, EngineOptions(), placement=placement)
-    with placement.watching():
+    weights = RankWeights(str(folders / "llama-tp2"), 0, 2, EngineOptions(placement="direct"))
+    with weights.placing([]):
         engine.load_weights(weights)
     assert weights.report().placed_nbytes == 0
     assert_holds_what_it_would_from(whole, engine)
@@ -246,3 +241,17 @@ def test_a_load_that_fails_leaves_nothing_watched(folders: Path) -> None:
     with pytest.raises(ValueError, match="refused"):
         load(folders / "llama-tp2", Failing(whole, 0, 2, dict.fromkeys(whole, STEPS["copied"])))
     assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+
+
+def test_slices_are_placed_where_they_are_large_enough_to_pay(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = stock_tensors(folders / "llama")
+    mean = sum(one.nbytes for one in whole.values()) // len(whole)
+    for least, placement, is_placed in [
+        (mean, "auto", True), (mean + 1, "auto", False), (mean, "copy", False), (mean + 1, "direct", True)
+    ]:  # fmt: skip
+        monkeypatch.setattr(rank_weights, "MIN_PLACED_NBYTES", least)
+        engine = Engine(whole, 0, 1, dict.fromkeys(whole, STEPS["copied"]))
+        weights = RankWeights(str(folders / "llama-tp1"), 0, 1, EngineOptions(placement=placement))
+        with weights.placing(list(engine.parameters())):
+            engine.load_weights(weights)
+        assert weights.report().placed_nbytes == (weights.report().nbytes if is_placed else 0)

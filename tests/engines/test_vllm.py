@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from support.conversions import stock_tensors
 from support.fake_vllm import Engine, LoadConfig, Model, expert_of, install, model_config
 from support.patience import PATIENCE
@@ -54,6 +55,33 @@ def test_slices_are_read_straight_into_parameters(folders: Path, engine: Engine,
         report = loader._weights.report()
         assert report.placed_nbytes == report.nbytes == relayout.inspect(folders / f"{name}-tp{tp}").ranks[rank].nbytes
         assert report.unused == ()
+
+
+def test_nothing_is_placed_where_parameters_get_their_memory_later(
+    folders: Path, engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = stock_tensors(folders / "llama")
+    model = Model(whole, 0, 2)
+    monkeypatch.setattr(model, "buffers", lambda: iter([torch.empty(1, device="meta")]))
+    loader = engine.load(folders / "llama-tp2", model, placement="direct")
+    model.assert_holds_what_it_cuts_of(whole)
+    assert loader._weights.report().placed_nbytes == 0
+    assert "quantized while they are loaded get copies" in caplog.text
+
+
+def test_a_draft_model_and_a_reload_are_copied(folders: Path, engine: Engine) -> None:
+    whole = stock_tensors(folders / "llama")
+    model = Model(whole, 1, 2, stage=lambda name: ".layers.2." in name)
+    loader = engine.load(folders / "llama-tp2", model, draft=True, strict=True, placement="direct")
+    model.assert_holds_what_it_cuts_of(whole)
+    assert loader._weights.report().placed_nbytes == 0
+    model = Model(whole, 1, 2)
+    loader = engine.load(folders / "llama-tp2", model, placement="direct")
+    for one in model.memory.values():
+        one.zero_()
+    model.load_weights(loader.get_all_weights(model_config(folders / "llama-tp2"), model))
+    model.assert_holds_what_it_cuts_of(whole)
+    assert loader._weights.report().placed_nbytes == 0
 
 
 def test_a_load_is_logged_with_bytes_seconds_backend_and_whole_reads(
@@ -203,6 +231,7 @@ def test_reloading_gives_the_same_tensors_again(folders: Path, engine: Engine) -
         ({"verify": 1}, "--model-loader-extra-config: verify is 1, expected bool"),
         ({"memory": "lots"}, "'lots' is not a size"),
         ({"backend": "gpu"}, "backend 'gpu', expected one of auto, direct"),
+        ({"placement": "fast"}, "placement is 'fast', expected one of auto, copy, direct"),
     ],
 )
 def test_options_are_checked(folders: Path, engine: Engine, options: dict[str, object], message: str) -> None:

@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from families import FAMILIES
 from models import MODELS
 from safetensors.numpy import save_file
+from support.checkpoints import write_family
 from support.chromium import Browser, browser
 from typer.testing import CliRunner
 
@@ -87,6 +89,21 @@ def test_every_tensor_is_where_the_header_of_its_file_says(layout: str, llama: P
         seen.add(file["name"])
     assert seen == {path.name for path in (tmp_path / "out").iterdir() if path.suffix in (".safetensors", ".slices")}
     assert len(seen) > 5
+
+
+def test_an_expert_that_a_rank_does_not_hold_is_in_none_of_its_files(tmp_path: Path) -> None:
+    source = write_family(FAMILIES["mixtral"], tmp_path / "mixtral")
+    relayout.convert(source, tmp_path / "out", tp=2, expert_parallel=True)
+    relayout.report(tmp_path / "out", tmp_path / "page.html")
+    content = content_of(tmp_path / "page.html")
+    for file, rows in files_of(content):
+        header = read_header(tmp_path / "out" / file["name"])
+        assert {name: (start, end, shape) for name, start, end, shape in rows} == {
+            name: (*entry["data_offsets"], entry["shape"]) for name, entry in header.items()
+        }
+        assert content["ranks"][file["holder"]]["num_tensors"] == len(header)
+    held = [rank["num_tensors"] for rank in content["ranks"]]
+    assert max(held) < len(content["names"])
 
 
 def test_digests_are_those_of_the_tables(folder: Path, tmp_path: Path) -> None:

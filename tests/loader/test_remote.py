@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 from support import prestarted, s3_server
 from support.loader_fixtures import assert_equal, child, fake_device, loader_threads, whole_tensors
+from support.patience import PATIENCE
 from support.remote import HEAD, URL, expect, files_of_rank
 from support.s3_server import Answer, Request, Server
 
@@ -147,13 +149,13 @@ def test_the_doctor_measures_the_network(server: Server, converted: Path) -> Non
 def test_two_versions_of_an_object_are_never_mixed(server: Server, converted: Path, is_ignored: bool) -> None:
     name = max(files_of_rank(converted, 1))
 
-    def replace(request: Request) -> None:
+    def put_another(request: Request) -> None:
         if is_ignored:
             request.headers.pop("if-match", None)
         if request.key == f"out/{name}" and request.range != (0, HEAD):
             server.put("models", f"out/{name}", bytes((converted / name).stat().st_size))
 
-    server.interfere = replace
+    server.interfere = put_another
     with pytest.raises(FormatError, match=f"{URL}/{name}: was replaced while it was read") as caught:
         relayout.load(URL, 1)
     assert caught.value.code == "mismatch"
@@ -197,11 +199,99 @@ def test_what_a_store_refuses_is_said_with_object_range_and_what_to_do(
     assert loader_threads() == []
 
 
+Spoil = Callable[[Request, Answer], Answer]
+"""Makes of the right answer to a request another one."""
+
+
+def is_body(request: Request) -> bool:
+    """Whether it asks for bytes of a weight file, behind the first ones."""
+    return "part" in request.key and request.range is not None and request.range[0] >= HEAD
+
+
+def spoiled(server: Server, spoil: Spoil, times: int) -> Callable[[Request], Answer | None]:
+    """Spoils the first answers that have bytes of weight files."""
+    left = iter(range(times))
+
+    def interfere(request: Request) -> Answer | None:
+        if not is_body(request) or next(left, None) is None:
+            return None
+        return spoil(request, s3_server.answer(server, request))
+
+    return interfere
+
+
+def dropped(request: Request, right: Answer) -> Answer:
+    return replace(right, cut=len(right.body) // 2)
+
+
+def stalled(request: Request, right: Answer) -> Answer:
+    return replace(right, cut=len(right.body) // 3, pause_seconds=1)
+
+
+@pytest.mark.parametrize("spoil", [dropped, stalled])
+def test_a_body_that_ends_early_goes_on_from_where_it_was(
+    server: Server, converted: Path, spoil: Spoil, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connect, "STALL_SECONDS", 0.3)
+    server.interfere = spoiled(server, spoil, 3)
+    expect(relayout.load(URL, 1, verify=True), converted)
+    starts = [(one.key, one.range[0]) for one in server.requests if is_body(one) and one.range]
+    assert len(starts) == len(set(starts)), "no byte that has arrived is asked for again"
+
+
+@pytest.mark.parametrize("spoil", [dropped, stalled])
+def test_bodies_that_always_end_early_are_an_error(
+    server: Server, converted: Path, spoil: Spoil, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connect, "STALL_SECONDS", 0.3)
+    server.interfere = spoiled(server, lambda request, right: replace(spoil(request, right), cut=0), 1000)
+    start = time.monotonic()
+    with pytest.raises(RequestError, match=rf"bytes [0-9]+ to [0-9]+: .*: '{URL}/model-rank-1-part-") as caught:
+        relayout.load(URL, 1)
+    assert re.search(r"no bytes arrived in time|the request failed, again and again", str(caught.value))
+    assert time.monotonic() - start < PATIENCE
+    assert loader_threads() == []
+
+
+def test_an_object_that_is_replaced_while_its_body_arrives_is_never_mixed(server: Server, converted: Path) -> None:
+    def replace_too(request: Request, right: Answer) -> Answer:
+        server.put(request.bucket, request.key, bytes(len(server.objects[request.bucket, request.key].content)))
+        return dropped(request, right)
+
+    server.interfere = spoiled(server, replace_too, 1)
+    with pytest.raises((FormatError, RequestError), match="was replaced while it was read"):
+        relayout.load(URL, 1)
+
+
+def another_range(request: Request, right: Answer) -> Answer:
+    assert request.range is not None
+    start, end = request.range
+    size = right.headers["Content-Range"].rpartition("/")[2]
+    return replace(right, headers=right.headers | {"Content-Range": f"bytes {start - 1}-{end - 2}/{size}"})
+
+
+def fewer(request: Request, right: Answer) -> Answer:
+    assert request.range is not None
+    start, end = request.range
+    size = right.headers["Content-Range"].rpartition("/")[2]
+    return replace(
+        right, body=right.body[:-5], headers=right.headers | {"Content-Range": f"bytes {start}-{end - 6}/{size}"}
+    )
+
+
+@pytest.mark.parametrize("spoil", [another_range, fewer])
+def test_other_bytes_than_were_asked_for_are_an_error(server: Server, converted: Path, spoil: Spoil) -> None:
+    server.interfere = spoiled(server, spoil, 1)
+    with pytest.raises(RequestError, match="range"):
+        relayout.load(URL, 1)
+    assert loader_threads() == []
+
+
 def test_a_connection_that_breaks_is_made_again(server: Server, converted: Path) -> None:
     broken: list[str] = []
 
     def stop(request: Request) -> None:
-        if request.range != (0, HEAD) and request.key not in broken and "part" in request.key:
+        if is_body(request) and request.key not in broken:
             broken.append(request.key)
             raise ConnectionResetError
 

@@ -194,8 +194,8 @@ def test_a_tensor_that_no_rule_names_is_refused_or_held_whole_on_request(name: s
     with pytest.raises(PlanError) as caught:
         plan_for(source, 2)
     assert str(caught.value) == (
-        f"checkpoint: tensor '{name}': no rule of plan 'builtin:llama' matches it: add a rule (--plan FILE),"
-        " or hold such tensors whole on every rank (--unmatched replicate)"
+        f"checkpoint: tensor '{name}': no rule of plan 'builtin:llama' matches it: add a rule (--plan FILE;"
+        " `relayout plans --check SRC` drafts one), or hold such tensors whole on every rank (--unmatched replicate)"
     )
     plan = plan_for(source, 2, unmatched="replicate")
     halves = (Slice.along(0, ((0, 9472),)), Slice.along(0, ((9472, 9472),)))

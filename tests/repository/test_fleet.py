@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("simpy", reason="simulates on simpy, which is in the extras `bench` and `test`")
 
 import simpy
-from fleet import loopback
+from fleet import loopback, tables
 from fleet.network import Link, Network
 from fleet.published import PUBLISHED, WITHIN
 from fleet.simulation import (
@@ -136,6 +136,10 @@ def test_a_store_that_refuses_requests_is_a_slower_store() -> None:
 def test_published_times_are_reproduced_within_the_stated_factor(one: object) -> None:
     assert isinstance(one, type(PUBLISHED[0]))
     assert 1 / WITHIN <= one.simulated / one.seconds <= WITHIN
+
+
+def test_the_tables_of_the_document_are_those_of_today() -> None:
+    assert tables.document() == tables.DOCUMENT.read_text(), "tools/run fleet document"
 
 
 def test_dragonfly_takes_the_model_from_its_origin_once() -> None:

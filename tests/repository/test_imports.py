@@ -36,6 +36,7 @@ LAYERS: dict[str, set[str]] = {
     "html_report": {"errors", "core", "format", "storage", "checkpoint", "conversion", "commands"},
     "engines": {"errors", "core", "progress", "storage", "checkpoint", "loader"},
     "transformers": {"errors", "engines"},
+    "clusters": {"errors", "progress", "conversion", "commands"},
     "cli": {
         "errors",
         "core",
@@ -44,6 +45,7 @@ LAYERS: dict[str, set[str]] = {
         "plans",
         "conversion",
         "commands",
+        "clusters",
         "benchmark",
         "html_report",
         "loader",

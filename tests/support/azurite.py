@@ -5,9 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
-import os
 import shutil
-import signal
 import subprocess
 import urllib.request
 from collections.abc import Iterator
@@ -68,7 +66,7 @@ def running(folder: Path) -> Iterator[Azurite]:
         log = stack.enter_context(open(folder / "log", "wb"))
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         stack.callback(process.wait)
-        stack.callback(os.killpg, process.pid, signal.SIGKILL)
+        stack.callback(process.kill)
         server = Azurite(f"http://127.0.0.1:{port}")
         wait_for(server.url, process, folder / "log")
         yield server

@@ -10,12 +10,14 @@ import hashlib
 import itertools
 import re
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import MappingProxyType
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
@@ -55,6 +57,10 @@ class Answer:
     status: int
     body: bytes = field(repr=False, default=b"")
     headers: dict[str, str] = field(default_factory=dict)
+    cut: int | None = None
+    """So many bytes of the body are sent, and then the connection ends; None: all are."""
+    pause_seconds: float = 0
+    """Before the end of a connection whose body is cut."""
 
 
 @dataclass(frozen=True)
@@ -99,11 +105,11 @@ class Server(ThreadingHTTPServer):
         self.objects[bucket, key] = made
         return made
 
-    def clear(self, bucket: str) -> None:
-        """Delete a bucket's objects and unfinished uploads."""
+    def clear(self, bucket: str, *prefixes: str) -> None:
+        """Delete objects and unfinished uploads whose names begin with one of the prefixes; without prefixes, all."""
         with self.lock:
-            self.objects = {place: one for place, one in self.objects.items() if place[0] != bucket}
-            self.uploads = {name: one for name, one in self.uploads.items() if one[0] != bucket}
+            self.objects = {place: one for place, one in self.objects.items() if not _begins(*place, bucket, prefixes)}
+            self.uploads = {name: one for name, one in self.uploads.items() if not _begins(*one[:2], bucket, prefixes)}
 
     def names(self, bucket: str, prefix: str = "") -> list[str]:
         return sorted(key for where, key in list(self.objects) if where == bucket and key.startswith(prefix))
@@ -115,10 +121,14 @@ class Server(ThreadingHTTPServer):
         """Say nothing: clients that are killed, and faults, end connections."""
 
 
+def _begins(where: str, key: str, bucket: str, prefixes: tuple[str, ...]) -> bool:
+    return where == bucket and key.startswith(prefixes or "")
+
+
 def answer(server: Server, request: Request) -> Answer:
     """The right answer to a request."""
     if server.checks_keys and f"Credential={ACCESS_KEY}/" not in request.headers.get("authorization", ""):
-        return _error(403, "InvalidAccessKeyId")
+        return error(403, "InvalidAccessKeyId")
     with server.lock:
         if request.method in ("GET", "HEAD"):
             return _read(server, request)
@@ -137,26 +147,31 @@ def _read(server: Server, request: Request) -> Answer:
         return _uploads(server, request) if "uploads" in request.query else _list(server, request)
     found = server.objects.get((request.bucket, request.key))
     if found is None:
-        return _error(404, "NoSuchKey")
-    if request.headers.get("if-match", found.etag) != found.etag:
-        return _error(412, "PreconditionFailed")
-    headers = {"ETag": found.etag, "Last-Modified": _MODIFIED, "Accept-Ranges": "bytes"}
+        return error(404, "NoSuchKey")
+    return part_of(found.content, found.etag, request)
+
+
+def part_of(content: bytes, etag: str, request: Request, headers: Mapping[str, str] = MappingProxyType({})) -> Answer:
+    """What is asked for of an object, if its condition holds."""
+    if request.headers.get("if-match", etag) != etag:
+        return error(412, "PreconditionFailed")
+    headers = {"ETag": etag, "Last-Modified": _MODIFIED, "Accept-Ranges": "bytes", **headers}
     wanted = re.fullmatch(r"bytes=([0-9]*)-([0-9]*)", request.headers.get("range", ""))
     if wanted is None:
-        return Answer(200, found.content, headers)
-    size = len(found.content)
+        return Answer(200, content, headers)
+    size = len(content)
     start = int(wanted[1]) if wanted[1] else max(0, size - int(wanted[2]))
     end = min(size, int(wanted[2]) + 1) if wanted[1] and wanted[2] else size
     if start >= size:
-        return _error(416, "InvalidRange")
-    return Answer(206, found.content[start:end], headers | {"Content-Range": f"bytes {start}-{end - 1}/{size}"})
+        return error(416, "InvalidRange")
+    return Answer(206, content[start:end], headers | {"Content-Range": f"bytes {start}-{end - 1}/{size}"})
 
 
 def _write(server: Server, request: Request) -> Answer:
     if "uploadId" in request.query:
         upload = server.uploads.get(request.query["uploadId"])
         if upload is None:
-            return _error(404, "NoSuchUpload")
+            return error(404, "NoSuchUpload")
         part = Object(request.body, f'"{hashlib.md5(request.body).hexdigest()}"')
         upload[2][int(request.query["partNumber"])] = part
         return Answer(200, headers={"ETag": part.etag})
@@ -167,10 +182,11 @@ def _write(server: Server, request: Request) -> Answer:
 def _refused(server: Server, request: Request) -> Answer | None:
     """Why the conditions of a write do not hold."""
     found = server.objects.get((request.bucket, request.key))
-    if request.headers.get("if-none-match") == "*" and found is not None:
-        return _error(412, "PreconditionFailed")
+    absent = request.headers.get("if-none-match") == "*" or request.headers.get("x-goog-if-generation-match") == "0"
+    if absent and found is not None:
+        return error(412, "PreconditionFailed")
     if "if-match" in request.headers and (found is None or request.headers["if-match"] != found.etag):
-        return _error(412, "PreconditionFailed")
+        return error(412, "PreconditionFailed")
     return None
 
 
@@ -182,13 +198,13 @@ def _post(server: Server, request: Request) -> Answer:
     if "uploadId" in request.query:
         upload = server.uploads.get(request.query["uploadId"])
         if upload is None:
-            return _error(404, "NoSuchUpload")
+            return error(404, "NoSuchUpload")
         if (refused := _refused(server, request)) is not None:
             return refused
         numbers = [int(number) for number in _texts(request.body, "PartNumber")]
         parts = [upload[2].get(number) for number in numbers]
         if [part and part.etag for part in parts] != _texts(request.body, "ETag") or numbers != sorted(numbers):
-            return _error(400, "InvalidPart")
+            return error(400, "InvalidPart")
         del server.uploads[request.query["uploadId"]]
         made = server.put(request.bucket, request.key, b"".join(part.content for part in parts if part))
         return _xml("CompleteMultipartUploadResult", f"<ETag>{escape(made.etag)}</ETag>")
@@ -197,7 +213,7 @@ def _post(server: Server, request: Request) -> Answer:
         for key in keys:
             server.objects.pop((request.bucket, key), None)
         return _xml("DeleteResult", "".join(f"<Deleted><Key>{escape(key)}</Key></Deleted>" for key in keys))
-    return _error(400, "InvalidRequest")
+    return error(400, "InvalidRequest")
 
 
 def _texts(body: bytes, tag: str) -> list[str]:
@@ -246,7 +262,7 @@ def _xml(tag: str, body: str, status: int = 200) -> Answer:
     return Answer(status, text.encode(), {"Content-Type": "application/xml"})
 
 
-def _error(status: int, code: str) -> Answer:
+def error(status: int, code: str) -> Answer:
     return _xml("Error", f"<Code>{code}</Code><Message>{code}</Message>", status)
 
 
@@ -271,8 +287,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(found.body)
+            self.wfile.write(found.body[: found.cut])
         self.wfile.flush()
+        if found.cut is not None:
+            time.sleep(found.pause_seconds)
+            self.close_connection = True
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = handle_any
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import time
@@ -15,6 +14,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 
 from relayout.storage.cloud.signing import Keys, signed_headers
@@ -31,7 +31,9 @@ class SeaweedFS:
 
     url: str
     metrics: str
+    """URL of its counters."""
     process: subprocess.Popen[bytes]
+    log: Path
 
     @property
     def environment(self) -> dict[str, str]:
@@ -46,13 +48,16 @@ class SeaweedFS:
 
     def make_bucket(self, name: str) -> None:
         """Make a bucket, and wait until objects can be written to it: volumes come up later than the protocol."""
-        self._request("PUT", name)
-        end = time.monotonic() + 60
+        end, is_made = time.monotonic() + 60, False
         while True:
             try:
+                if not is_made:
+                    self._request("PUT", name)
+                    is_made = True
                 self._request("PUT", f"{name}/probe", b"probe")
                 self._request("DELETE", f"{name}/probe")
-            except urllib.error.URLError:
+            except (OSError, HTTPException):
+                assert self.process.poll() is None, self.log.read_text()[-2000:]
                 assert time.monotonic() < end, "SeaweedFS takes no objects"
                 time.sleep(0.2)
             else:
@@ -95,15 +100,21 @@ def running(folder: Path, *, program: str = "weed") -> Iterator[SeaweedFS]:
     s3 = int(next(one for one in given if one.startswith("-s3.port=")).partition("=")[2])
     command = [program, "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={folder}/data", "-filer", "-s3", *given]
     command += [f"-s3.config={folder}/s3.json", "-volume.max=100", "-master.volumeSizeLimitMB=1024"]
-    command += ["-master.telemetry=false", f"-metricsPort={metrics}", "-metricsIp=127.0.0.1"]
+    command += [
+        "-master.telemetry=false",
+        "-s3.port.iceberg=0",
+        "-s3.port.lance=0",
+        f"-metricsPort={metrics}",
+        "-metricsIp=127.0.0.1",
+    ]
     with ExitStack() as stack:
         log = stack.enter_context(open(folder / "log", "wb"))
         environment = os.environ | {"GOMEMLIMIT": _MEMORY}
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
         stack.callback(_remove_sockets, given)
         stack.callback(process.wait)
-        stack.callback(os.killpg, process.pid, signal.SIGKILL)
-        server = SeaweedFS(f"http://127.0.0.1:{s3}", f"http://127.0.0.1:{metrics}/metrics", process)
+        stack.callback(process.kill)
+        server = SeaweedFS(f"http://127.0.0.1:{s3}", f"http://127.0.0.1:{metrics}/metrics", process, folder / "log")
         wait_for(server.url, process, folder / "log")
         yield server
 

@@ -30,6 +30,8 @@ class Kind:
     """Makes a file, or replaces one as a whole, as somebody else would."""
     is_writable: bool = True
     """Whether relayout writes there."""
+    is_listed: bool = True
+    """Whether it tells all of its files, and not only those whose names are known."""
 
 
 def _write_local(store: Store, name: str, content: bytes) -> None:
@@ -56,11 +58,21 @@ def _write_to_s3(store: Store, name: str, content: bytes) -> None:
     s3_server.shared().put(bucket, f"{prefix}/{name}".lstrip("/"), content)
 
 
+def _write_to_web(store: Store, name: str, content: bytes) -> None:
+    bucket, _, prefix = str(store).removeprefix(f"{s3_server.shared().url}/").partition("/")
+    s3_server.shared().put(bucket, f"{prefix}/{name}".lstrip("/"), content)
+
+
+def _web_place(folder: Path) -> str:
+    return f"{s3_server.shared().url}/{folder.name}"
+
+
 KINDS = {
     "local": Kind(lambda folder: str(folder), _write_local),
     "memory": Kind(lambda folder: f"memory://{folder.name}", _write_in_memory),
     "toy": Kind(lambda folder: f"toy://{folder.name}", _write_toy),
     "s3": Kind(lambda folder: f"s3://{folder.name}", _write_to_s3),
+    "web": Kind(_web_place, _write_to_web, is_writable=False, is_listed=False),
 }
 REAL_STORES = "RELAYOUT_TEST_STORES"
 """This variable names the real servers that take part, "seaweedfs" and "azurite", in place of what imitates some."""
@@ -107,12 +119,12 @@ class Ground:
 @contextmanager
 def ground(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
     monkeypatch.setitem(stores.REGISTRY, "toy", toy_store.offer)
-    if name == "s3":
+    if name in ("s3", "web"):
         pytest.importorskip("obstore", reason="the client of object stores")
         for variable, value in s3_server.environment(s3_server.shared()).items():
             monkeypatch.setenv(variable, value)
     yield Ground(KINDS[name], KINDS[name].place(folder))
-    if name == "s3":
+    if name in ("s3", "web"):
         s3_server.shared().clear(folder.name)
     elif name in _REAL:
         left = find_store(KINDS[name].place(folder))

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from support import seaweedfs
 
 import bench
 import relayout
@@ -20,6 +21,7 @@ from bench import chart as charts
 from bench import convert as conversions
 from bench import idea as ideas
 from bench import load as loads
+from bench import remote as remotes
 from bench import table as tables
 from bench.drive import machine, need_fio, total_nbytes
 from bench.peers import PEERS
@@ -137,6 +139,28 @@ def table(folder: DirOption = None, runs: RunsOption = 5, out: OutOption = None)
         results = tables.measure(Path(scratch), runs)
         tables.print_result(console, results)
         _write(out, results, Path(scratch))
+
+
+@app.command()
+def remote(
+    folder: DirOption = None,
+    size: SizeOption = 3.0,
+    out: OutOption = None,
+    chart_path: Annotated[Path | None, typer.Option("--chart", help="Draw the results here, as PNG.")] = None,
+    limit: Annotated[float, typer.Option(help="Seconds that a peer may take.")] = 600,
+) -> None:
+    """Load one rank of 8, and all 8, from S3: a SeaweedFS on this machine; bytes by its own count."""
+    if (why := seaweedfs.absence()) is not None:
+        raise SystemExit(why)
+    with tempfile.TemporaryDirectory(prefix="relayout-bench-", dir=folder) as scratch:
+        source = _make_source(Path(scratch), size)
+        results = remotes.measure(
+            Path(scratch), source, limit, progress.print, keep=lambda results: _write(out, results, Path(scratch))
+        )
+        remotes.print_table(console, results)
+        described = _write(out, results, Path(scratch))
+    if chart_path is not None:
+        remotes.draw(described, chart_path)
 
 
 def _make_source(folder: Path, size: float) -> Path:

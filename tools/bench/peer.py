@@ -6,9 +6,10 @@ import json
 import sys
 
 from bench.peers import BASELINE, PEERS
+from bench.peers_remote import REMOTE_PEERS
 from bench.run import PackedJob
 from relayout.benchmark.child import serve
 
 if __name__ == "__main__":
     job = PackedJob(**json.loads(sys.argv[1]))
-    serve(job, PEERS.get(job.loader, BASELINE))
+    serve(job, (PEERS | REMOTE_PEERS).get(job.loader, BASELINE))

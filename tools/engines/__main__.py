@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 import relayout
 from engines import observed
 from engines.cases import DEGREES, RUNS, WHOLE_IN_SGLANG, Case, Run, all_cases, converted_of, source_of
-from engines.cold_start import measure, reads
+from engines.cold_start import measure, placements, reads
 from engines.environments import ENGINES, ROOT, Environment, environment_of, versions_in
 from engines.failures import fail
 from engines.starts import start
@@ -78,6 +78,7 @@ def main(
             say(f"{what}: {said}")
         if starts:
             record(name, "cold_start", measure(environment, work, starts))
+            record(name, "placement", placements(environment, work, starts))
             record(name, "reads", dict(reads(environment, work)))
 
 

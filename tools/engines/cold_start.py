@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,9 @@ from relayout.benchmark.made import write_llama
 
 NUM_LAYERS = 2
 """Of Llama-3.1-8B's shapes: 3 GB."""
+RANK_OF = (1, 8)
+"""Degrees at which one rank is loaded."""
+LOAD = Path(__file__).with_name("vllm_load.py")
 LOADED = r"Loading weights took ([\d.]+) seconds"
 
 
@@ -45,6 +50,41 @@ def measure(environment: Environment, work: Path, turns: int) -> dict[str, Any]:
         "nbytes": total_nbytes(folder),
         "ways": {name: dict(_summary(found)) for name, found in starts.items()},
     }
+
+
+def placements(environment: Environment, work: Path, turns: int) -> dict[str, Any]:
+    """One rank's load by vLLM's own classes, in fresh processes, of every way, in turns."""
+    folder = _source(work)
+    found: dict[str, Any] = {"machine": machine(work), "turns": turns}
+    for tp in RANK_OF:
+        converted = converted_of(folder, tp)
+        ways: dict[str, tuple[Path, str, dict[str, Any]]] = {
+            "vLLM, source": (folder, "auto", {}),
+            "relayout, copy": (converted, "relayout", {"placement": "copy"}),
+            "relayout, direct": (converted, "relayout", {"placement": "direct"}),
+        }
+        loads: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
+        for _ in range(turns):
+            for name, (path, load_format, options) in ways.items():
+                forget([folder, converted])
+                check_cold([folder, converted])
+                command = [environment.python, LOAD, path, str(tp), "0", load_format, json.dumps(options)]
+                done = subprocess.run(
+                    command, check=True, capture_output=True, text=True, env=environment.variables, cwd=work
+                )
+                loads[name].append(json.loads(done.stdout.partition("RESULT ")[2]))
+        assert len({one["digest"] for runs in loads.values() for one in runs}) == 1, "parameters differ"
+        found[f"rank 0 of {tp}"] = {
+            "parameters_nbytes": loads["vLLM, source"][0]["parameters_nbytes"],
+            **{name: dict(_medians(runs)) for name, runs in loads.items()},
+        }
+    return found
+
+
+def _medians(runs: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
+    for field in ("seconds", "cpu_s"):
+        yield field, round(median(one[field] for one in runs), 3)
+    yield "beyond_parameters_nbytes", int(median(one["beyond_parameters_nbytes"] for one in runs))
 
 
 def reads(environment: Environment, work: Path) -> Iterator[tuple[str, dict[str, Any]]]:

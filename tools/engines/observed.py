@@ -12,12 +12,12 @@ Found = Mapping[str, Any]
 
 _HEAD = """# Plans observed from vLLM
 
-Made by `tools/run engines --observe`; vLLM {vllm}, transformers {transformers}. For each architecture of vLLM's registry
-that transformers has a class for: a small checkpoint with the hub's names is made, converted with `--plan vllm` at TP 2
-and 4, and loaded through vLLM's own class and loader from the source and from the converted folder. *Same*: every
-parameter and buffer of every rank has the same bits, and no tensor was read whole. *Replicated*: what ranks hold more than
-once at TP 4, of the source's bytes. Small checkpoints are made of a configuration's defaults, with small numbers; where
-that fails, nothing is known of the architecture itself.
+Made by `tools/run engines --observe`; vLLM {vllm}, transformers {transformers}. For each architecture in the registry
+of vLLM that transformers has a class for: a small checkpoint with the names of the hub is made, converted with `--plan
+vllm` at TP 2 and 4, and loaded through the class and loader of vLLM from the source and from the converted folder.
+*Same*: every parameter and buffer of every rank has the same bits, and no tensor was read whole. *Replicated*: what
+ranks hold more than once at TP 4, of the bytes of the source. Small checkpoints are made of a configuration's defaults,
+with small numbers; where that fails, nothing is known of the architecture itself.
 
 """
 

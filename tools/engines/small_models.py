@@ -96,7 +96,11 @@ _SAID: dict[str, dict[str, Any]] = {
         "n_group": 1,
         "topk_group": 1,
     },
-    "DeepseekV3ForCausalLM": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    **dict.fromkeys(
+        ("DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"),
+        {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    ),
+    "HYV3ForCausalLM": {"first_k_dense_replace": 1},
 }
 """What config.json says on the hub, and transformers does not."""
 

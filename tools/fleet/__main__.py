@@ -1,4 +1,4 @@
-"""`tools/run fleet table | chart PNG | loopback`."""
+"""`tools/run fleet document | chart PNG | loopback`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 @app.command()
-def table() -> None:
-    """Print the tables of CLUSTERS.md."""
-    for line in tables.lines():
-        print(line)
+def document() -> None:
+    """Write the tables into CLUSTERS.md."""
+    tables.DOCUMENT.write_text(tables.document())
 
 
 @app.command()

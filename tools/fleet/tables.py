@@ -48,6 +48,16 @@ COLORS = {
 MARKERS = {EVERY_RANK: "o", ONE_READER: "s", SWARM: "^", GLOBAL: "D", RANGES: "o", GROUP: "o"}
 
 
+DOCUMENT = Path(__file__).parents[2] / "relayout" / "conversion" / "CLUSTERS.md"
+_BEGIN, _END = "<!-- fleet: made by `tools/run fleet document` -->\n", "<!-- end -->\n"
+
+
+def document() -> str:
+    """The document with the tables of today."""
+    before, _, after = DOCUMENT.read_text().partition(_BEGIN)
+    return before + _BEGIN + "\n".join(lines()).strip() + "\n" + _END + after.partition(_END)[2]
+
+
 def lines() -> Iterator[str]:
     """The tables, in Markdown."""
     for title, fleet in STORAGE.items():

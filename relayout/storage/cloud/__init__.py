@@ -1,1 +1,1 @@
-"""Stores over the network: object stores, web servers, the Hugging Face hub."""
+"""Object stores: S3, GCS, Azure."""

@@ -67,16 +67,18 @@ def make_store(root: str, headers: Mapping[str, str] | None = None) -> ObjectSto
     """
     require("obstore", root)
     from obstore.exceptions import BaseError
-    from obstore.store import from_url
+    from obstore.store import HTTPStore, from_url
 
     scheme = urlsplit(root).scheme
     settings = _s3_settings() if scheme == "s3" else {}
-    options = _client_options(scheme, settings.get("endpoint"))
+    options: Any = _client_options(scheme, settings.get("endpoint"))
     if headers:
         options["default_headers"] = dict(headers)
     retries: Any = {"max_retries": _MAX_RETRIES, "retry_timeout": timedelta(seconds=RETRY_SECONDS)}
     try:
-        return from_url(root, client_options=options, retry_config=retries, **settings)  # type: ignore[call-overload, no-any-return]
+        if scheme in ("http", "https"):  # from_url takes some such URLs for buckets.
+            return HTTPStore.from_url(root, client_options=options, retry_config=retries)
+        return from_url(root, client_options=options, retry_config=retries, **settings)
     except BaseError as error:
         raise PlanError(f"cannot be used: {first_line(error)}", path=root, code="option") from None
 

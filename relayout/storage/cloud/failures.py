@@ -122,6 +122,6 @@ def _meaning(text: str, status: int | None) -> tuple[int, str]:
         return errno.EHOSTUNREACH, "the server's name is unknown: check the URL, the endpoint and the network"
     if "ConnectionRefused" in text or "Connect" in text:
         return errno.ECONNREFUSED, "the server cannot be reached: check the URL, the endpoint and the network"
-    if re.search(r"Requested \d+\.\.\d+, got \d+\.\.\d+|non-partial|ContentRange|content-range", text):
+    if re.search(r"Requested \d+\.\.\d+, got \d+\.\.\d+|RangeNotSupported|ContentRange|content-range", text):
         return errno.EPROTO, "the server sent other bytes than were asked for: it does not serve ranges as it should"
     return errno.EREMOTEIO, "the request failed, again and again: check the network and the endpoint, or load later"

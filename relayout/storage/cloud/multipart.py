@@ -224,10 +224,10 @@ def _texts(body: bytes, tag: str) -> list[str]:
 
 class _S3Multipart(_XmlMultipart):
     def __init__(self, client: BucketClient) -> None:
+        keys = keys_of(client.store.credential_provider, client.root)  # type: ignore[union-attr]
         # A URL that obstore signs shows where objects of the bucket are, and in which region.
         url = urlsplit(_sign(client, "x", timedelta(minutes=1)))
         region = parse_qs(url.query)["X-Amz-Credential"][0].split("/")[2]
-        keys = keys_of(client.store.credential_provider, client.root)  # type: ignore[union-attr]
 
         def authorize(method: str, url: str) -> dict[str, str]:
             return signed_headers(method, url, region, keys())
@@ -285,7 +285,14 @@ class _AzureMultipart:
         )
 
     def begin(self, name: str) -> str:
-        """See `Multipart.begin`: a prefix of the blocks' names, so that blocks of two uploads are never mixed."""
+        """See `Multipart.begin`: a prefix of the blocks' names, so that blocks of two uploads are never mixed.
+
+        Raises:
+            PlanError: the name has characters that a URL encodes, with which obstore's signatures are wrong (0.12).
+        """
+        if quote(name, "/-_.~") != name:
+            what = "uploads to Azure need names of letters, digits and -_.~; choose another prefix, or rename the file"
+            raise PlanError(what, path=f"{self._client.root}/{name}", code="unsupported")
         return secrets.token_hex(8)
 
     def send(self, name: str, upload: str, number: int, pieces: Pieces) -> str:

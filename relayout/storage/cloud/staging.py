@@ -5,6 +5,8 @@ hidden prefix beside it, `.OUT.relayout-partial/`: uploads whose parts are all t
 on from there, and aborts all other uploads to the output.
 
 No object is ever overwritten: each is created on condition that there is none. The marker is the last.
+
+Parts of an output that several processes make have a record each, with the uploads of all their files.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import errno
 import json
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -31,7 +33,7 @@ _SMALL_NBYTES = 2**20
 """Files up to this size are kept in memory and written whole."""
 _NUM_REQUESTS = 16
 """Small requests at the same time."""
-_COMPLETE, _NOTES, _PUBLISHING = "complete/", "notes/", "publishing"
+_COMPLETE, _NOTES, _PARTS, _PUBLISHING = "complete/", "notes/", "parts/", "publishing"
 """Names of what is recorded, below the hidden prefix."""
 
 _busy: set[str] = set()
@@ -57,6 +59,35 @@ class _Complete:
         assert upload.nbytes is not None
         return _Complete(name, upload.nbytes, upload.id, tags, upload.proof, upload.proof_nbytes)
 
+    @staticmethod
+    def from_json(found: dict[str, Any]) -> _Complete | None:
+        """None: it is of another version of relayout."""
+        try:
+            return _Complete(**{**found, "tags": tuple(found.get("tags", ()))})
+        except TypeError:
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one process has added to an output that several make."""
+
+    files: Sequence[_Complete]
+    small: Mapping[str, bytes]
+    notes: bytes
+
+    def as_json(self) -> bytes:
+        small = {name: content.decode("latin-1") for name, content in self.small.items()}
+        files = [asdict(one) for one in self.files]
+        return json.dumps({"files": files, "small": small, "notes": self.notes.decode("latin-1")}).encode()
+
+    @staticmethod
+    def from_json(content: bytes) -> _Part:
+        found = json.loads(content)
+        files = [one for one in map(_Complete.from_json, found["files"]) if one is not None]
+        small = {name: text.encode("latin-1") for name, text in found["small"].items()}
+        return _Part(files, small, found["notes"].encode("latin-1"))
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -77,6 +108,10 @@ class Place:
         """The hidden prefix, with a slash at the end."""
         above, slash, name = self.prefix.rpartition("/")
         return f"{above}{slash}.{name}.relayout-partial/" if name else ".relayout-partial/"
+
+    def hidden_names(self, below: str = "") -> list[str]:
+        """Full names of what is hidden."""
+        return sorted(self.client.names((self.hidden + below).rstrip("/")))
 
     def names(self) -> list[str]:
         """The output's files."""
@@ -139,7 +174,7 @@ def check_output(place: Place, source: Store, marker: str, *, force: bool) -> No
 
 
 @contextmanager
-def staged(place: Place, marker: str, *, replace: bool) -> Iterator[CloudStaging]:
+def staged(place: Place, marker: str, *, replace: bool, shared: str | None) -> Iterator[CloudStaging]:
     """See `Store.stage`. Another process that writes the same output is noticed when it publishes: the first wins."""
     with _busy_lock:
         if str(place) in _busy:
@@ -147,6 +182,10 @@ def staged(place: Place, marker: str, *, replace: bool) -> Iterator[CloudStaging
         _busy.add(str(place))
     try:
         staging = CloudStaging(place, marker)
+        if shared is None:
+            staging.take_over(replace=replace)
+        else:
+            staging.gather(shared)
         try:
             yield staging
             staging.publish(replace=replace)
@@ -158,14 +197,31 @@ def staged(place: Place, marker: str, *, replace: bool) -> Iterator[CloudStaging
             _busy.discard(str(place))
 
 
+@contextmanager
+def part_staged(place: Place, marker: str, shared: str, part: str, *, replace: bool) -> Iterator[CloudStaging]:
+    """See `Store.stage_part`."""
+    staging = CloudStaging(place, marker, part=part)
+    record = f"{place.hidden}{_PARTS}{shared}/{part}"
+    found = place.read(record)
+    if found is not None:
+        staging.add_part(part, _Part.from_json(found), with_files=False)
+    try:
+        yield staging
+        staging.complete_part(record, replace=replace)
+    except BaseException as error:
+        staging.give_up(error)
+        raise
+
+
 class CloudStaging:
     """Uploads that become objects when they are published; see `protocols.Staging`."""
 
     can_read = False
 
-    def __init__(self, place: Place, marker: str) -> None:
-        """Take over what an earlier attempt has completed, and abort what it has not."""
+    def __init__(self, place: Place, marker: str, *, part: str | None = None) -> None:
+        """Begin with nothing. Of a `part` nothing is recorded before it is complete."""
         self._place = place
+        self._part = part
         self._marker = marker
         self._multipart = multipart_of(place.client)
         self.is_kept = False
@@ -174,30 +230,99 @@ class CloudStaging:
         self._uploads: dict[str, Upload] = {}
         """Files of which bytes are missing."""
         self._complete: dict[str, _Complete] = {}
+        self._recorded: set[str] = set()
+        """Complete files that count for the next attempt, too."""
         self._created: list[str] = []
         """Objects that this attempt has created."""
+        self._published: list[str] = []
+        """Files that an attempt was publishing when it ended."""
         self._notes: dict[str, _Notes] = {}
-        self._lock = threading.Lock()
-        self._take_over()
+        self._part_notes: dict[str, bytes] = {}
 
-    def _take_over(self) -> None:
-        place = self._place
-        hidden = list(place.client.names(place.hidden.rstrip("/")))
+    def take_over(self, *, replace: bool) -> None:
+        """Go on from what an earlier attempt has completed, and abort what it has not.
+
+        Raises:
+            PlanError: there are parts, and `replace` is not set.
+        """
+        place, hidden = self._place, self._place.hidden_names()
+        if any(name.startswith(place.hidden + _PARTS) for name in hidden) and not replace:
+            what = "holds units that other processes convert: --commit publishes, --force discards them"
+            raise PlanError(what, path=str(place), code="exists")
         records = [name for name in hidden if name.startswith(place.hidden + _COMPLETE)]
         for content in self._in_parallel(place.read, records):
-            found = json.loads(content or b"{}")
-            with suppress(TypeError):  # Of another version of relayout.
-                one = _Complete(**{**found, "tags": tuple(found.get("tags", ()))})
+            one = _Complete.from_json(json.loads(content or b"{}"))
+            if one is not None:
                 self._complete[one.name] = one
+        self._recorded = set(self._complete)
+        self._abort_others()
+        self._unpublish()
+        if not self._complete:  # Notes alone say nothing.
+            place.delete(hidden)
+
+    def gather(self, shared: str) -> None:
+        """Take all parts of this name.
+
+        Raises:
+            PlanError: there are none.
+        """
+        prefix = f"{_PARTS}{shared}/"
+        names = self._place.hidden_names(prefix)
+        if not names:
+            raise PlanError("no unit of this conversion is done", path=str(self._place), code="missing")
+        for name, content in zip(names, self._in_parallel(self._place.read, names), strict=True):
+            part = name.removeprefix(self._place.hidden + prefix)
+            self.add_part(part, _Part.from_json(content), with_files=True)
+        self._recorded = set(self._complete)
+        self._unpublish()
+        self.is_kept = True
+
+    def add_part(self, part: str, added: _Part, *, with_files: bool) -> None:
+        """Let the notes of a part be read, and its files belong to the output."""
+        self._part_notes[part] = added.notes
+        if with_files:
+            self._complete |= {one.name: one for one in added.files}
+            self._small |= added.small
+
+    def complete_part(self, record: str, *, replace: bool) -> None:
+        """Record the part, if it has notes. If somebody else has done so, that one counts.
+
+        Raises:
+            PlanError: the output is complete, and `replace` is not set.
+        """
+        assert self._part is not None
+        if self._part not in self._notes:
+            return self._discard()
+        if not replace and self._place.client.stat(self._place.full(self._marker)) is not None:
+            raise PlanError("is complete already; --force replaces it", path=str(self._place), code="exists")
+        for upload in self._uploads.values():
+            upload.tags()  # Says what is missing.
+        part = _Part(list(self._complete.values()), self._small, self._notes[self._part].text)
+        try:
+            self._place.put(record, part.as_json(), create=True)
+        except FileExistsError:
+            self._discard()
+
+    def _abort_others(self) -> None:
+        """Abort all uploads to the output but those that are complete."""
+        place = self._place
         known = {(place.full(one.name), one.upload) for one in self._complete.values()}
         for name, upload in self._multipart.unfinished(f"{place.prefix}/" if place.prefix else ""):
             if (name, upload) not in known:
                 self._multipart.abort(name, upload)
+
+    def _unpublish(self) -> None:
+        """Delete what an attempt that ended while it published has left, but for uploads that became objects."""
+        place = self._place
         self._published = place.published(self._marker)
         done = [one.name for one in self._objects()] if self._published else []
         place.delete([place.full(name) for name in self._published if name not in done])
-        if not self._complete:  # Notes alone say nothing.
-            place.delete(hidden)
+
+    def _discard(self) -> None:
+        """Give up all files of this process."""
+        for name in self.names():
+            if name not in self._recorded:
+                self.remove(name)
 
     @property
     def where(self) -> str:
@@ -208,8 +333,7 @@ class CloudStaging:
         """See `Staging.clear`."""
         for name in self.names():
             self.remove(name)
-        self._small.clear()
-        self._place.delete(list(self._place.client.names(self._place.hidden.rstrip("/"))))
+        self._place.delete(self._place.hidden_names())
 
     def allocated_nbytes(self) -> int:
         """See `Staging.allocated_nbytes`."""
@@ -231,7 +355,9 @@ class CloudStaging:
             elif one is not None:
                 self._multipart.abort(self._place.full(name), one.upload)
                 objects = [self._place.full(name)] if name in self._published else []
-                self._place.delete([self._record(name), *objects])
+                records = [self._record(name)] if name in self._recorded and not self._part_notes else []
+                self._recorded.discard(name)
+                self._place.delete([*records, *objects])
 
     def open(self, name: str, nbytes: int) -> ReadableFile:
         """See `Staging.open`: always fails."""
@@ -251,9 +377,11 @@ class CloudStaging:
         upload = self.write_file(name, nbytes, is_new=name not in self._uploads)
         upload.write(0, memoryview(head))
         done = _Complete.of(name, upload)
-        for notes in self._notes.values():  # They tell what is in the file.
-            notes.flush()
-        self._place.put(self._record(name), json.dumps(asdict(done)).encode(), create=False)
+        if self._part is None:
+            for notes in self._notes.values():  # They tell what is in the file.
+                notes.close()
+            self._place.put(self._record(name), json.dumps(asdict(done)).encode(), create=False)
+            self._recorded.add(name)
         self._complete[name] = done
         del self._uploads[name]
 
@@ -273,16 +401,18 @@ class CloudStaging:
 
     def read_notes(self, name: str) -> bytes | None:
         """See `Staging.read_notes`."""
-        found = sorted(self._place.client.names(self._place.hidden + _NOTES + name))
+        if self._part_notes or self._part is not None:
+            return self._part_notes.get(name)
+        found = self._place.hidden_names(_NOTES + name)
         return b"".join(self._place.read(one) or b"" for one in found) if found else None
 
     def open_notes(self, name: str, *, is_new: bool) -> _Notes:
         """See `Staging.open_notes`."""
-        prefix = self._place.hidden + _NOTES + name
-        found = sorted(self._place.client.names(prefix))
+        found = [] if self._part is not None else self._place.hidden_names(_NOTES + name)
         if is_new:
             self._place.delete(found)
-        self._notes[name] = _Notes(self._place, prefix, 0 if is_new else len(found))
+        first = f"{self._place.hidden}{_NOTES}{name}/"
+        self._notes[name] = _Notes(None if self._part is not None else self._place, first, 0 if is_new else len(found))
         return self._notes[name]
 
     def _upload(self, name: str, nbytes: int | None = None) -> Upload:
@@ -324,9 +454,10 @@ class CloudStaging:
         except FileExistsError:
             self.is_kept = False  # Nobody can go on with this.
             raise
-        self._created.clear()
         with suppress(OSError):  # The output is complete.
-            place.delete(list(place.client.names(place.hidden.rstrip("/"))))
+            self._complete.clear()
+            self._abort_others()
+            place.delete(place.hidden_names())
 
     def _create(self, name: str) -> None:
         self._place.put(self._place.full(name), self._small[name], create=True)
@@ -365,9 +496,10 @@ class CloudStaging:
     def give_up(self, error: BaseException) -> None:
         """Delete what the next attempt cannot use; of what it can, nothing if it shall not be kept."""
         try:
-            for name in list(self._uploads):
-                self.remove(name)
-            if self.is_kept and any(True for _ in self._place.client.names(self._place.hidden + _COMPLETE)):
+            self._discard()
+            if self._part is not None:
+                return
+            if self.is_kept and self._recorded:
                 if self.advice is not None:
                     error.add_note(self.advice)
                 return
@@ -382,31 +514,33 @@ class CloudStaging:
 
 
 class _Notes(Closable):
-    """See `protocols.Notes`. They are stored when a file is complete, and at the end."""
+    """See `protocols.Notes`. They are stored when a file is complete, and at the end; those of a part, with it."""
 
-    def __init__(self, place: Place, prefix: str, number: int) -> None:
+    def __init__(self, place: Place | None, prefix: str, number: int) -> None:
+        """`number` counts objects below the prefix, each with some of the notes. Without a place, none is made."""
         self._place = place
         self._prefix = prefix
         self._number = number
         self._text = bytearray()
         self._lock = threading.Lock()
 
+    @property
+    def text(self) -> bytes:
+        """What is not stored yet."""
+        return bytes(self._text)
+
     def append(self, text: bytes) -> None:
         """See `Notes.append`."""
         with self._lock:
             self._text += text
 
-    def flush(self) -> None:
-        """Store what was appended."""
+    def close(self) -> None:
+        """Store what was appended; it may go on."""
         with self._lock:
-            if self._text:
-                self._place.put(f"{self._prefix}/{self._number:08}", bytes(self._text), create=False)
+            if self._text and self._place is not None:
+                self._place.put(f"{self._prefix}{self._number:08}", bytes(self._text), create=False)
                 self._number += 1
                 self._text.clear()
-
-    def close(self) -> None:
-        """Store what was appended."""
-        self.flush()
 
 
 def _chained(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:

@@ -20,6 +20,7 @@ from relayout.storage.protocols import (
     FileStat,
     Kind,
     Modes,
+    ReadableFile,
     Refusal,
     RequestCost,
     Staging,
@@ -116,7 +117,7 @@ class CloudStore:
 
     def open(
         self, name: str, nbytes: int | None = None, *, access: Access = Access.BUFFERED, version: str | None = None
-    ) -> CloudFile:
+    ) -> ReadableFile:
         """See `Store.open`: one request."""
         if access is Access.DIRECT:
             raise OSError(errno.EOPNOTSUPP, "a store has no direct I/O; use backend 'buffered'", self.where(name))
@@ -135,18 +136,30 @@ class CloudStore:
 
         staging.check_output(self._place(), source, marker, force=force)
 
-    def stage(self, marker: str, *, replace: bool, modes: Modes) -> AbstractContextManager[Staging]:
+    def stage(
+        self, marker: str, *, replace: bool, modes: Modes, shared: str | None = None
+    ) -> AbstractContextManager[Staging]:
         """See `Store.stage`."""
         from relayout.storage.cloud import staging
 
-        return staging.staged(self._place(), marker, replace=replace)
+        return staging.staged(self._place(), marker, replace=replace, shared=shared)
+
+    def stage_part(
+        self, marker: str, shared: str, part: str, *, replace: bool, modes: Modes
+    ) -> AbstractContextManager[Staging]:
+        """See `Store.stage_part`."""
+        from relayout.storage.cloud import staging
+
+        return staging.part_staged(self._place(), marker, shared, part, replace=replace)
 
     def _place(self) -> Place:
         """Where an output is made, if relayout writes there."""
         from relayout.storage.cloud.staging import Place
 
         if not isinstance(self.client, BucketClient):
-            raise PlanError("relayout does not write there", path=str(self), code="unsupported")
+            raise PlanError(
+                "relayout does not write there: name another output with -o", path=str(self), code="unsupported"
+            )
         return Place(self.client, self.prefix)
 
     def full_name(self, name: str) -> str:

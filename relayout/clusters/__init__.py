@@ -1,0 +1,1 @@
+"""Engines that carry out a conversion's jobs on many machines."""

@@ -1,0 +1,254 @@
+"""Conversions and verifications as tasks of a Ray cluster.
+
+Only jobs, records and numbers pass through Ray: no tensors, no secrets. Every node must reach source and output, by the
+same path or URL. A task that fails by an OSError, or whose node is lost, is run again, elsewhere; what it left is not
+taken for done. Nodes may say by a resource `relayout_io` how many units they convert at the same time.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar, Unpack
+
+import relayout
+from relayout.commands.differences import Report
+from relayout.commands.verify import verify as verify_here
+from relayout.commands.verify import verify_holder
+from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS
+from relayout.conversion.jobs import UnitJob, UnitRecord, commit_jobs, run_job, unit_jobs
+from relayout.conversion.run import PlanOptions, Summary
+from relayout.errors import PlanError
+from relayout.progress import Progress, reporting
+
+IO_RESOURCE = "relayout_io"
+"""Of a node: how many tasks may read and write there at the same time."""
+
+_MAX_RETRIES = 5
+_CANCEL_SECONDS = 10.0
+"""How long tasks may take to clean up when the driver is interrupted."""
+
+_TELL_SECONDS = 1.0
+"""Between two reports of a task's progress."""
+
+Result = TypeVar("Result")
+Work = Callable[[Callable[[int, int], None]], Result]
+"""What a task does; it is given a function to call with (bytes done, total bytes)."""
+
+
+def convert(
+    source: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
+    *,
+    address: str | None = None,
+    force: bool = False,
+    sha256: bool = False,
+    threads: int = DEFAULT_THREADS,
+    memory: int | str = DEFAULT_MEMORY,
+    progress: Progress = None,
+    **options: Unpack[PlanOptions],
+) -> Summary:
+    """Convert on a Ray cluster. After an interruption the same call goes on, on any number of nodes.
+
+    Args:
+        source, output, force, sha256, progress, options: as for `relayout.convert`.
+        address: of the cluster; None: what RAY_ADDRESS says, or else a cluster of this machine alone.
+        threads, memory: of each task.
+
+    Raises:
+        FormatError, PlanError, OSError: as `relayout.convert`, wherever it happened; or ray is not installed.
+    """
+    started = time.monotonic()
+    jobs = unit_jobs(source, output, force=force, **options)
+    works: list[Work[UnitRecord]] = [partial(_convert, job, threads, memory) for job in jobs]
+    with _cluster(address, threads) as cluster:
+        what = f"converting {len(jobs)} units on {cluster.num_nodes} nodes"
+        with reporting(progress, what, sum(job.source_nbytes for job in jobs)) as report:
+            records = cluster.run(works, report)
+    summary = commit_jobs(jobs, sha256=sha256, threads=threads, memory=memory)
+    return replace(
+        summary,
+        resumed_nbytes=sum(record.source_nbytes - record.read_nbytes for record in records),
+        seconds=time.monotonic() - started,
+        peak_nbytes=max(record.peak_nbytes for record in records),
+    )
+
+
+def _convert(job: UnitJob, threads: int, memory: int | str, progress: Callable[[int, int], None]) -> UnitRecord:
+    return run_job(job, threads=threads, memory=memory, progress=progress)
+
+
+def verify(
+    path: str,
+    *,
+    source: str | None = None,
+    address: str | None = None,
+    threads: int = DEFAULT_THREADS,
+    memory: int | str = DEFAULT_MEMORY,
+    progress: Progress = None,
+) -> Report:
+    """Verify on a Ray cluster: each task reads the files of one rank. What `source` needs is read here.
+
+    Args:
+        path, source, progress: as for `relayout.verify`.
+        address: as for `convert`.
+        threads, memory: of each task.
+
+    Raises:
+        FormatError, PlanError, OSError: as `relayout.verify`; or ray is not installed.
+    """
+    with _cluster(address, threads) as cluster:
+
+        def check(holders: Sequence[int], report: Callable[[int], None] | None) -> Sequence[Report]:
+            works: list[Work[Report]] = [partial(_verify, path, holder, threads, memory) for holder in holders]
+            return cluster.run(works, report)
+
+        return verify_here(path, source=source, threads=threads, memory=memory, progress=progress, check=check)
+
+
+def _verify(path: str, holder: int, threads: int, memory: int | str, progress: Callable[[int, int], None]) -> Report:
+    return verify_holder(path, holder, threads=threads, memory=memory, progress=progress)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cluster:
+    """A Ray cluster."""
+
+    ray: Any
+    """The module."""
+    needs: Mapping[str, Any]
+    """What a task needs of its node."""
+    num_nodes: int
+
+    def run(self, works: Sequence[Work[Result]], report: Callable[[int], None] | None) -> list[Result]:
+        """Carry out all works, each in a task; `report` is called with the bytes that are done in all.
+
+        Raises:
+            the error of the first task that failed for good.
+        """
+        ray = self.ray
+        task = ray.remote(max_retries=_MAX_RETRIES, retry_exceptions=[OSError], **self.needs)(_task)
+        # On the node of the driver, which lives as long.
+        counts = ray.remote(num_cpus=0, max_restarts=0)(_Counts).remote()
+        left = {task.remote(work, number, counts): number for number, work in enumerate(works)}
+        results: dict[int, Result] = {}
+        try:
+            while left:
+                ended, _ = ray.wait(list(left), timeout=_TELL_SECONDS)
+                for one in ended:
+                    results[left[one]] = self._result(one)
+                    del left[one]
+                if report is not None:
+                    with suppress(ray.exceptions.RayError):  # It is about progress only.
+                        report(ray.get(counts.total.remote(), timeout=_TELL_SECONDS))
+        except BaseException:
+            self._cancel(list(left))
+            raise
+        return [results[number] for number in range(len(works))]
+
+    def _result(self, one: Any) -> Any:
+        try:
+            return self.ray.get(one)
+        except self.ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+        except self.ray.exceptions.RayError as error:
+            reason = str(error).partition("\n")[0]
+            raise OSError(errno.EIO, f"a task of the Ray cluster was lost {_MAX_RETRIES + 1} times: {reason}") from None
+
+    def _cancel(self, tasks: Sequence[Any]) -> None:
+        """End tasks; those that run clean up."""
+        for is_forced in (False, True):
+            for one in tasks:
+                with suppress(self.ray.exceptions.RayError, ValueError):
+                    self.ray.cancel(one, force=is_forced)
+            if tasks:
+                _, tasks = self.ray.wait(list(tasks), num_returns=len(tasks), timeout=_CANCEL_SECONDS)
+
+
+def _task(work: Work[Result], number: int, counts: Any) -> Result:
+    """What a task runs, on any node."""
+    told = 0.0
+
+    def tell(done: int, total: int) -> None:
+        nonlocal told
+        if done == total or time.monotonic() - told >= _TELL_SECONDS:
+            told = time.monotonic()
+            counts.tell.remote(number, done)
+
+    return work(tell)
+
+
+class _Counts:
+    """An actor that knows how many bytes of each work are done."""
+
+    def __init__(self) -> None:
+        self._done: dict[int, int] = {}
+
+    def tell(self, number: int, done: int) -> None:
+        """A work's bytes; one that was begun anew starts again from 0."""
+        self._done[number] = done
+
+    def total(self) -> int:
+        """Bytes of all works."""
+        return sum(self._done.values())
+
+
+@contextmanager
+def _cluster(address: str | None, threads: int) -> Iterator[_Cluster]:
+    """The cluster that this process is connected to; or connect to one.
+
+    Raises:
+        PlanError: ray is not installed.
+        OSError: there is no cluster at this address.
+    """
+    try:
+        import ray
+    except ImportError:
+        raise PlanError("ray is not installed: install the extra 'ray'", code="unsupported") from None
+    is_ours = not ray.is_initialized()
+    if is_ours:
+        with _own_signals():
+            try:
+                # The package as it is here: tasks run the same code.
+                ship = {"py_modules": [str(Path(relayout.__file__).parent)]}
+                ray.init(address=address, runtime_env=ship, log_to_driver=False, logging_level=logging.ERROR)
+            except (ConnectionError, ray.exceptions.RayError) as error:
+                raise OSError(errno.ECONNREFUSED, f"no Ray cluster: {str(error).partition(chr(10))[0]}") from None
+    try:
+        yield _found(ray, threads)
+    finally:
+        if is_ours:
+            ray.shutdown()
+
+
+def _found(ray: Any, threads: int) -> _Cluster:
+    """The nodes that are there now, and what a task needs of one."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
+    if any(IO_RESOURCE in node for node in nodes):
+        needs: dict[str, Any] = {"num_cpus": 1, "resources": {IO_RESOURCE: 1}}
+    else:
+        needs = {"num_cpus": max(1, min([threads, *(int(node["CPU"]) for node in nodes)]))}
+    return _Cluster(ray, needs, len(nodes))
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Keep this process's signal handlers, which ray replaces."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,92 @@
+"""`plans --check`: which tensors of a checkpoint have no rule, and a draft of a plan that has one for each."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from importlib import util
+from pathlib import Path
+
+from relayout.checkpoint.source import SourceCheckpoint, read_source
+from relayout.errors import PlanError
+from relayout.plans.draft import KindWithoutRule, draft_plan
+from relayout.plans.family import TRANSFORMERS, VLLM, Family
+from relayout.plans.planner import plan_by, plan_for
+from relayout.storage.stores import find_store
+
+_DEGREES = (2, 4, 8, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanCheck:
+    """What `check_plan` found."""
+
+    path: str
+    model_type: str | None
+    plan: str | None
+    """Full name of the plan that was checked; None: the checkpoint has none."""
+    num_tensors: int
+    kinds: tuple[KindWithoutRule, ...]
+    """Tensors without a rule, by kind."""
+    draft: str | None
+    """A plan file with a rule for every tensor; None: not needed, or not possible."""
+    draft_error: str | None
+    """Why there is no draft although some tensors have no rule."""
+    degrees: dict[int, str | None]
+    """Degrees at which the plan, or else the draft, was tried: None if it can be applied, or why not."""
+    has_vllm: bool
+    """Whether vLLM is installed here, which can tell the slices itself."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether every tensor has a rule."""
+        return not self.kinds and self.draft_error is None
+
+    def as_json(self) -> dict[str, object]:
+        """For `--json`."""
+        return asdict(self)
+
+
+def check_plan(path: str | os.PathLike[str], *, plan: str | os.PathLike[str] | None = None) -> PlanCheck:
+    """Find out which tensors of a plain checkpoint have no rule, and draft a plan if there are any. Reads headers only.
+
+    Args:
+        path: a checkpoint folder, Hugging Face snapshot, or .safetensors file.
+        plan: a plan file, or "transformers"; None: the built-in plan for the model type, if there is one.
+
+    Raises:
+        FormatError: the checkpoint or the plan file is damaged.
+        PlanError: `path` is not a checkpoint, or the plan is for other model types.
+    """
+    if plan == VLLM:
+        raise PlanError("the slices that vLLM cuts are observed: there are no rules to check", code="option")
+    checkpoint = read_source(find_store(path))
+    chosen = plan if plan is None or plan == TRANSFORMERS else Path(plan)
+    family = plan_for(checkpoint, 1, chosen).family
+    draft, error = None, None
+    try:
+        draft = draft_plan(checkpoint, family)
+    except PlanError as failed:
+        error = str(failed)
+    rules = family if draft is None else draft.family
+    return PlanCheck(
+        path=str(checkpoint.root),
+        model_type=checkpoint.model_type,
+        plan=None if family is None else family.full_name,
+        num_tensors=len(checkpoint.tensors),
+        kinds=() if draft is None else draft.kinds,
+        draft=None if draft is None else draft.text,
+        draft_error=error,
+        degrees={degree: _refusal(checkpoint, degree, rules) for degree in _DEGREES} if rules is not None else {},
+        has_vllm=util.find_spec("vllm") is not None,
+    )
+
+
+def _refusal(checkpoint: SourceCheckpoint, degree: int, family: Family) -> str | None:
+    """Why the rules cannot be applied at a degree; None: they can."""
+    try:
+        plan_by(checkpoint, degree, family, unmatched="error")
+    except PlanError as error:
+        tensor = "" if error.tensor is None else f"tensor {error.tensor!r}: "
+        return f"{tensor}{error.what.partition(' (this checkpoint')[0]}"
+    return None

@@ -1,0 +1,303 @@
+"""Drafts a plan for a model without one, from the plan of transformers and from the names in the built-in plans. Pure.
+
+A draft is a start for a person. Each rule says where it is from. What no source knows is held whole by every rank.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+
+from relayout.core.patterns import collapse_numbers
+from relayout.errors import PlanError
+from relayout.plans.division import Sizes
+from relayout.plans.family import (
+    EVEN,
+    FILE,
+    HEAD_DIM,
+    RAGGED,
+    VOCABULARY,
+    Family,
+    Rule,
+    SizeSource,
+    builtin_families,
+    dump_rules,
+    parse_family,
+)
+from relayout.plans.planner import PlannedCheckpoint, plan_by, without_rule
+from relayout.plans.transformers import transformers_family
+
+_DEGREE = 2
+"""Rules that cannot be applied at this degree are replaced by "whole"."""
+_MAX_WORDS = 64
+"""The most names without braces that a pattern is expanded to."""
+_UNITS = {EVEN, VOCABULARY, RAGGED}
+_NO_RULES = Family("none", FILE, (), None, (), {}, (), (), ())
+
+
+@dataclass(frozen=True, slots=True)
+class KindWithoutRule:
+    """Tensors whose names differ only in numbers, and that no rule matches."""
+
+    pattern: str
+    """What a rule must match: the name with `*` for numbers; of a quantized weight's scales, that of the weight."""
+    count: int
+    shape: tuple[int, ...]
+    """Of the first of them."""
+    example: str
+    """Name of the first of them."""
+    rule: str
+    """What the draft does with them, in the language of plans."""
+    origin: str
+    """Where that is from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A plan that cuts a checkpoint at some degree, and the kinds that it adds rules for."""
+
+    text: str
+    """The plan file."""
+    family: Family
+    """The same, parsed."""
+    kinds: tuple[KindWithoutRule, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A rule for a kind."""
+
+    rule: Rule
+    origin: str
+    family: Family | None
+    """Whose sizes the rule counts; None: it counts no sizes."""
+
+
+def draft_plan(checkpoint: PlannedCheckpoint, family: Family | None) -> Draft | None:
+    """A plan in which every tensor has a rule; None if every tensor has one in `family`.
+
+    Args:
+        family: the plan that the checkpoint has; None: none.
+
+    Raises:
+        PlanError: the checkpoint is quantized by a method whose tensors cannot be cut, or no draft can be made.
+    """
+    missing = _kinds(checkpoint, family or _NO_RULES)
+    if not missing:
+        return None
+    base = family if family is not None else _most_similar(checkpoint)
+    needed = missing if family is not None or base is None else _kinds(checkpoint, base)
+    theirs = _transformers(checkpoint)
+    found = {pattern: _rule_for(pattern, example, shape, checkpoint, theirs) for pattern, _, shape, example in needed}
+    text, parsed = _applicable(checkpoint, base, found, is_own=family is not None)
+    rules = {rule.pattern: rule for rule in parsed.rules}
+    kinds = []
+    for pattern, count, shape, example in missing:
+        rule = rules.get(pattern) or parsed.rule(example)
+        assert rule is not None
+        origin = found[pattern].origin if pattern in found else f"as in {base.name}" if base else ""
+        kinds.append(KindWithoutRule(pattern, count, shape, example, _value(rule), origin))
+    return Draft(text, parsed, tuple(kinds))
+
+
+def _kinds(checkpoint: PlannedCheckpoint, family: Family) -> list[tuple[str, int, tuple[int, ...], str]]:
+    """The kinds that no rule matches: pattern, number of tensors, shape and wanted name of the first."""
+    kinds: dict[str, list[tuple[tuple[int, ...], str]]] = {}
+    for tensor, wanted in without_rule(checkpoint, family):
+        kinds.setdefault(_pattern_of(wanted), []).append((tensor.shape, wanted))
+    return [(pattern, len(tensors), *tensors[0]) for pattern, tensors in kinds.items()]
+
+
+def _most_similar(checkpoint: PlannedCheckpoint) -> Family | None:
+    """The built-in plan that matches most kinds of tensors, if it matches more than half of them."""
+    names = {collapse_numbers(tensor.name): tensor.name for tensor in checkpoint.tensors}.values()
+    matched = {one.name: sum(one.rule(name) is not None for name in names) for one in builtin_families()}
+    best = max(builtin_families(), key=lambda one: (matched[one.name], -len(one.rules)))
+    return best if 2 * matched[best.name] > len(names) else None
+
+
+def _transformers(checkpoint: PlannedCheckpoint) -> Family | None:
+    try:
+        return transformers_family(checkpoint.model_type, checkpoint.config)
+    except PlanError:  # Not installed, or it has none.
+        return None
+
+
+def _rule_for(
+    pattern: str, name: str, shape: tuple[int, ...], checkpoint: PlannedCheckpoint, theirs: Family | None
+) -> _Found:
+    """The rule for a kind of tensors, by the first source that knows one."""
+    if theirs is not None and (rule := theirs.rule(name)) is not None:
+        return _Found(_renamed(rule, pattern), "transformers", theirs)
+    for length in (3, 2):
+        tail = tuple(collapse_numbers(name).split(".")[-length:])
+        if len(tail) < length:
+            continue
+        families = [one for one in _rules_by_tail().get(tail, ()) if _fits(one, shape, checkpoint)]
+        votes = Counter(_value(rule) for _, rule in families)
+        if votes:
+            value = max(votes, key=lambda one: votes[one])
+            chosen = [(family, rule) for family, rule in families if _value(rule) == value]
+            names = sorted({family.name for family, _ in chosen})
+            more = f" and {len(names) - 2} others" if len(names) > 2 else ""
+            family, rule = chosen[0]
+            return _Found(_renamed(rule, pattern), f"{'.'.join(tail)} as in {', '.join(names[:2])}{more}", family)
+    if len(shape) < 2:
+        return _Found(Rule(pattern, None), "one dimension", None)
+    return _Found(Rule(pattern, None), "UNKNOWN name: whole on every rank until you know better", None)
+
+
+def _renamed(rule: Rule, pattern: str) -> Rule:
+    return Rule(pattern, rule.dim, rule.units, rule.widths, rule.interleaved, rule.block)
+
+
+def _fits(found: tuple[Family, Rule], shape: tuple[int, ...], checkpoint: PlannedCheckpoint) -> bool:
+    """Whether config.json has the sizes that a rule counts, and the tensor has the dimension."""
+    family, rule = found
+    sizes = Sizes(family.sizes, checkpoint.config)
+    return (rule.dim is None or rule.dim < max(2, len(shape))) and all(
+        sizes.find(size) is not None for size in _counted(rule)
+    )
+
+
+def _counted(rule: Rule) -> list[str]:
+    """The sizes that a rule needs."""
+    return [one for one in (*rule.units, *rule.widths, rule.interleaved) if one is not None and one not in _UNITS]
+
+
+@cache
+def _rules_by_tail() -> dict[tuple[str, ...], list[tuple[Family, Rule]]]:
+    """The rules of the built-in plans, by the last two or three parts of the names that they match."""
+    found: dict[tuple[str, ...], list[tuple[Family, Rule]]] = {}
+    for family in builtin_families():
+        if family.is_transposed or family.quantization is not None:
+            continue  # Their dimensions mean something else.
+        for rule in family.rules:
+            for name in _expanded(rule.pattern):
+                parts = name.replace("**", "*").split(".")
+                for length in (3, 2):
+                    if len(parts) >= length:
+                        found.setdefault(tuple(parts[-length:]), []).append((family, rule))
+    return found
+
+
+def _expanded(pattern: str) -> Iterator[str]:
+    """The pattern with each choice of the words in braces."""
+    pieces = re.split(r"\{([^{}]*)\}", pattern)
+    choices = [piece.split(",") if n % 2 else [piece] for n, piece in enumerate(pieces)]
+    for number, words in enumerate(product(*choices)):
+        if number == _MAX_WORDS:
+            return
+        yield "".join(words)
+
+
+def _applicable(
+    checkpoint: PlannedCheckpoint, base: Family | None, found: dict[str, _Found], *, is_own: bool
+) -> tuple[str, Family]:
+    """The text of the draft and its rules. Rules that cannot be applied are replaced by "whole".
+
+    Args:
+        is_own: `base` is the plan of this model type. Its rules stay, whatever the degree.
+
+    Raises:
+        PlanError: that was not enough.
+    """
+    while True:  # Each round makes one more kind whole.
+        text = _text(checkpoint, base, found)
+        parsed = parse_family(text, "the draft", "draft")
+        try:
+            plan_by(checkpoint, _DEGREE, parsed)
+            return text, parsed
+        except PlanError as error:
+            pattern = _failing(error, parsed)
+            if is_own and pattern not in found and error.code in ("indivisible", "config"):
+                return text, parsed
+            if pattern is None or (pattern in found and found[pattern].rule.dim is None):
+                error.what = f"no draft can be made: {error.what}"
+                raise
+            reason = error.what.partition(" (this checkpoint")[0]
+            why = f"whole, as it cannot be cut at {_DEGREE} ranks: {reason}"
+            found[pattern] = _Found(Rule(pattern, None), why, None)
+
+
+def _failing(error: PlanError, rules: Family) -> str | None:
+    """The pattern of the kind for which a plan could not be made; None: the error is about no tensor."""
+    if error.tensor is None:
+        return None
+    # The rule of a weight's scales is that of the weight.
+    names = error.tensor, f"{error.tensor.rpartition('.')[0]}.weight"
+    name = next((one for one in names if rules.rule(one) is not None), error.tensor)
+    return _pattern_of(name)
+
+
+def _pattern_of(name: str) -> str:
+    # Characters that mean something in patterns cannot be written otherwise.
+    return re.sub(r"[{}#]", "*", collapse_numbers(name))
+
+
+def _text(checkpoint: PlannedCheckpoint, base: Family | None, found: dict[str, _Found]) -> str:
+    """A plan file: the base's name, the sizes that the rules count, and the rules, each with its origin."""
+    lines = ["# A draft: compare it with the code of your engine before you trust it."]
+    if checkpoint.model_type is not None:
+        lines.append(f"model_types = {_quoted(checkpoint.model_type)}")
+    sizes: dict[str, dict[SizeSource, None]] = {}
+    if base is not None and base.origin == "builtin":
+        lines.append(f"extends = {_quoted(base.name)}")
+    elif base is not None:
+        raise PlanError("a draft adds rules to a built-in plan only; add them to your own by hand", code="unsupported")
+    for one in found.values():
+        if one.family is None:
+            continue
+        counted = _counted(one.rule)
+        wanted = [*counted, HEAD_DIM] if {"heads", "kv_heads"} & set(counted) else counted
+        for size in wanted:
+            if size in one.family.sizes and (base is None or size not in base.sizes):
+                sizes.setdefault(size, {}).update(dict.fromkeys(one.family.sizes[size]))
+    if sizes:
+        lines += ["", "[sizes]", *(f"{size} = {_sources(list(sources))}" for size, sources in sizes.items())]
+    lines += ["", "[cut]"]
+    # The first that matches counts: those with fewer wildcards first.
+    for pattern, one in sorted(found.items(), key=lambda item: item[0].count("*")):
+        lines.append(f"{_quoted(pattern)} = {_value(one.rule)}  # {_comment(one.origin)}")
+    return "\n".join(lines) + "\n"
+
+
+def _value(rule: Rule) -> str:
+    """A rule as TOML."""
+    family = Family("", FILE, (), None, (), {}, (rule,), (), ())
+    [dumped] = dump_rules(family)["cut"].values()
+    if isinstance(dumped, str):
+        return _quoted(dumped)
+    by = dumped["by"]
+    dumped["by"] = by[0] if len(by) == 1 else by
+    return f"{{ {', '.join(f'{key} = {_toml(value)}' for key, value in dumped.items())} }}"
+
+
+def _sources(sources: Sequence[SizeSource]) -> str:
+    texts = [
+        _toml(one.use)
+        if one.when is None
+        else f"{{ when = {_quoted(one.when)}, is = {_toml(one.equals)}, use = {_toml(one.use)} }}"
+        for one in sources
+    ]
+    return texts[0] if len(texts) == 1 else f"[{', '.join(texts)}]"
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    return _quoted(value) if isinstance(value, str) else json.dumps(value)
+
+
+def _quoted(text: str) -> str:
+    """A basic string of TOML, which is one of JSON but for one character."""
+    return json.dumps(text).replace("\x7f", "\\u007f")
+
+
+def _comment(text: str) -> str:
+    return text.encode("ascii", "backslashreplace").decode().replace("\n", " ")

@@ -1,0 +1,1 @@
+"""Stores that are only read: web servers, and the Hugging Face hub."""

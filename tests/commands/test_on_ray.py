@@ -1,0 +1,190 @@
+"""`--engine ray`: what the driver does, with ray's interface in threads; and on a real cluster, if ray is installed."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fake_ray import FakeRay
+from support.loader_fixtures import MIB, mlp_model
+from typer.testing import CliRunner
+
+import relayout
+from relayout.cli.app import app
+from relayout.clusters import on_ray
+from relayout.conversion import jobs
+from relayout.errors import FormatError, PlanError
+
+OPTIONS: dict[str, Any] = {"tp": 4, "max_part_nbytes": MIB // 4}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source = mlp_model(tmp_path_factory.mktemp("ray") / "source")
+    relayout.convert(source, source.parent / "expected", **OPTIONS)
+    return source
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeRay], FakeRay]:
+    def use(fake: FakeRay) -> FakeRay:
+        monkeypatch.setitem(sys.modules, "ray", fake)  # type: ignore[arg-type]
+        return fake
+
+    return use
+
+
+def assert_same(output: Path, source: Path) -> None:
+    expected = source.parent / "expected"
+    assert {file.name: file.read_bytes() for file in output.iterdir()} == {
+        file.name: file.read_bytes() for file in expected.iterdir()
+    }
+    assert not list(output.parent.glob(".*"))
+
+
+def test_tasks_convert_all_units_and_the_driver_publishes(
+    source: Path, tmp_path: Path, use: Callable[[FakeRay], FakeRay]
+) -> None:
+    ray = use(FakeRay([{}, {"CPU": 2.0}, {"CPU": 4.0}]))
+    told: list[tuple[int, int]] = []
+    progress = lambda *done: told.append(done)  # noqa: E731
+    done = on_ray.convert(source, tmp_path / "out", progress=progress, address="auto", **OPTIONS)
+    assert_same(tmp_path / "out", source)
+    assert told[-1] == (done.source_nbytes, done.source_nbytes)
+    assert (done.resumed_nbytes, done.peak_nbytes > 0) == (0, True)
+    [init] = ray.inits
+    assert (init["address"], init["runtime_env"]) == ("auto", {"py_modules": [str(Path(relayout.__file__).parent)]})
+    assert ray.asked[0]["num_cpus"] == 2  # So many of the threads of a task as every node has processors.
+    assert not ray.is_up
+
+
+def test_a_node_says_how_many_units_it_converts_at_once(
+    source: Path, tmp_path: Path, use: Callable[[FakeRay], FakeRay]
+) -> None:
+    ray = use(FakeRay([{"CPU": 64.0, "relayout_io": 2.0}]))
+    ray.is_up = True  # The caller has connected to a cluster.
+    on_ray.convert(source, tmp_path / "out", **OPTIONS)
+    asked = ray.asked[0]
+    assert (asked["num_cpus"], asked["resources"], asked["max_retries"]) == (1, {"relayout_io": 1}, 5)
+    assert ray.is_up
+    assert not ray.inits
+
+
+def test_lost_tasks_are_run_again_and_if_it_goes_on_the_driver_gives_up(
+    source: Path, tmp_path: Path, use: Callable[[FakeRay], FakeRay]
+) -> None:
+    ray = use(FakeRay([{"CPU": 1.0}]))
+    ray.lost = 4
+    on_ray.convert(source, tmp_path / "out", **OPTIONS)
+    assert_same(tmp_path / "out", source)
+    ray.lost = 6
+    with pytest.raises(OSError, match=r"was lost 6 times: Task failed because the node it was running on is dead$"):
+        on_ray.convert(source, tmp_path / "again", **OPTIONS)
+    assert not (tmp_path / "again").exists()
+
+
+def test_a_read_that_fails_is_tried_again_and_what_is_damaged_is_not(
+    source: Path, tmp_path: Path, use: Callable[[FakeRay], FakeRay], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = use(FakeRay([{"CPU": 1.0}]))
+    tried: list[int] = []
+    run_job = jobs.run_job
+
+    def failing(job: jobs.UnitJob, **options: Any) -> Any:
+        tried.append(job.unit)
+        if job.unit == 1 and tried.count(1) < 3:
+            raise OSError(5, "the drive is on fire", "a file")
+        return run_job(job, **options)
+
+    monkeypatch.setattr(on_ray, "run_job", failing)
+    on_ray.convert(source, tmp_path / "out", **OPTIONS)
+    assert tried.count(1) == 3
+    assert_same(tmp_path / "out", source)
+
+    def damaged(job: jobs.UnitJob, **options: Any) -> Any:
+        raise FormatError("is damaged", path="model.safetensors", tensor="x", code="digest")
+
+    monkeypatch.setattr(on_ray, "run_job", damaged)
+    with pytest.raises(FormatError, match=r"^model.safetensors: tensor 'x': is damaged$") as caught:
+        on_ray.convert(source, tmp_path / "again", **OPTIONS)
+    assert caught.value.code == "digest"
+    assert ray.cancelled
+
+
+def test_an_interruption_cancels_what_runs_and_the_same_call_goes_on(
+    source: Path, tmp_path: Path, use: Callable[[FakeRay], FakeRay], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = use(FakeRay([{"CPU": 1.0}]))
+    num_done = threading.Semaphore(0)
+
+    def interrupt(done: int, total: int) -> None:
+        if 0 < done < total:
+            num_done.release()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(on_ray, "_TELL_SECONDS", 0.01)
+    with pytest.raises(KeyboardInterrupt):
+        on_ray.convert(source, tmp_path / "out", progress=interrupt, **OPTIONS)
+    assert num_done.acquire(blocking=False)
+    assert ray.cancelled
+    assert not (tmp_path / "out").exists()
+    again = on_ray.convert(source, tmp_path / "out", **OPTIONS)
+    assert again.resumed_nbytes > 0
+    assert_same(tmp_path / "out", source)
+
+
+def test_verification_reads_each_rank_in_a_task(
+    source: Path, tmp_path: Path, use: Callable[[FakeRay], FakeRay]
+) -> None:
+    use(FakeRay([{"CPU": 2.0}]))
+    out = tmp_path / "out"
+    relayout.convert(source, out, sha256=True, **OPTIONS)
+    here = relayout.verify(out, source=source)
+    assert on_ray.verify(str(out), source=str(source)).as_json() == here.as_json()
+    file = out / "model-rank-2-part-1.safetensors"
+    blob = bytearray(file.read_bytes())
+    blob[-100] ^= 1
+    file.chmod(0o644)
+    file.write_bytes(blob)
+    found, expected = on_ray.verify(str(out)), relayout.verify(out)
+    assert not found.ok
+    assert sorted(map(str, found.differences)) == sorted(map(str, expected.differences))
+
+
+def test_without_ray_the_extra_is_named(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(PlanError, match="install the extra 'ray'"):
+        on_ray.convert(source, tmp_path / "out", **OPTIONS)
+    assert not list(tmp_path.iterdir())
+
+
+def cli(*words: str) -> Any:
+    return CliRunner().invoke(app, list(words))
+
+
+def test_the_commands_have_the_engine(source: Path, tmp_path: Path, use: Callable[[FakeRay], FakeRay]) -> None:
+    use(FakeRay([{"CPU": 2.0}]))
+    words = ["convert", str(source), "-o", str(tmp_path / "out"), "--tp", "4", "--max-part-size", str(MIB // 4)]
+    done = cli(*words, "--engine", "ray", "--address", "auto", "--json")
+    assert done.exit_code == 0, done.output
+    assert_same(tmp_path / "out", source)
+    verified = cli("verify", str(tmp_path / "out"), "--engine", "ray", "--json")
+    assert json.loads(verified.stdout)["ok"]
+    for other in (["--unit", "0/1"], ["--commit"]):
+        assert "it does both" in cli(*words, "--engine", "ray", *other).stderr
+    assert "without --engine ray" in cli(*words, "--address", "auto").stderr
+
+
+@pytest.mark.slow
+def test_on_a_real_cluster_nodes_and_drivers_may_be_killed(tmp_path: Path) -> None:
+    """Three nodes of this machine; a minute, and 1 GB of memory."""
+    pytest.importorskip("ray", reason="needs the extra `ray`")
+    from ray_proof import connected, prove
+
+    with connected() as nodes:
+        prove(tmp_path, 200 * 10**6, nodes)

@@ -1,0 +1,231 @@
+"""Loads from the Hugging Face hub, of which an imitation runs on loopback; and from plain web servers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support import hub_server
+from support.hub_server import TOKEN, Hub
+from support.loader_fixtures import MIB, assert_equal, whole_tensors
+from support.remote import URL, expect, files_of_rank
+from support.s3_server import Answer, Request, Server
+
+import relayout
+from relayout.errors import FormatError, PlanError
+from relayout.storage.cloud import connect
+from relayout.storage.protocols import RequestError
+from relayout.storage.stores import find_input, find_store
+
+pytest.importorskip("obstore", reason="the client of object stores")
+pytest.importorskip("huggingface_hub", reason="the hub's own library")
+
+
+@pytest.fixture
+def hub(converted: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub with a converted repository, org/out, and its source, org/model; nothing of them is on this machine."""
+    monkeypatch.setattr(connect, "_MAX_RETRIES", 0)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "token"))
+    with hub_server.running() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.hub.url)
+        for folder, repo in ((converted, "org/out"), (model, "org/model")):
+            hub.repos[repo] = {file.name: file.read_bytes() for file in folder.iterdir()}
+        yield hub
+
+
+def download(hub: Hub, repo: str, folder: Path, *names: str) -> Path:
+    """Some files of a repository as its own library keeps them."""
+    commit = hub.commit(repo)
+    place = folder / "hub" / f"models--{repo.replace('/', '--')}"
+    (place / "refs").mkdir(parents=True, exist_ok=True)
+    (place / "blobs").mkdir(exist_ok=True)
+    (place / "refs" / "main").write_text(commit)
+    snapshot = place / "snapshots" / commit
+    snapshot.mkdir(parents=True, exist_ok=True)
+    for number, name in enumerate(names):
+        (place / "blobs" / str(number)).write_bytes(hub.repos[repo][name])
+        (snapshot / name).symlink_to(f"../../blobs/{number}")
+    return snapshot
+
+
+@pytest.mark.parametrize("path", ["hf://org/out", "hf://org/out@main", "org/out"])
+def test_each_file_is_resolved_once(hub: Hub, converted: Path, path: str) -> None:
+    expect(relayout.load(path, 1), converted)
+    asked = Counter(one.key.rpartition("/")[2] for one in hub.hub.requests if "/resolve/" in one.key)
+    large = {name for name, nbytes in files_of_rank(converted, 1).items() if nbytes >= hub_server.LARGE}
+    assert {name: asked[name] for name in large} == dict.fromkeys(large, 1)
+    assert sum(one.key.startswith("models/") for one in hub.hub.requests) == 1
+    needed = sum(files_of_rank(converted, 1).values())
+    assert hub.bytes.sent_nbytes <= needed * 1.01 + 2**16
+    assert all("if-match" not in one.headers or one.status == 206 for one in hub.bytes.requests)
+
+
+def test_other_ways_to_load_work_alike(hub: Hub, converted: Path, model: Path, tmp_path: Path) -> None:
+    expect(dict(relayout.iter_load("hf://org/out", 0, verify=True)), converted, 0)
+    expect(relayout.load("org/out", 1, cache=tmp_path / "cache"), converted)
+    with relayout.open("org/out", 1) as opened:
+        expect({name: opened.get_tensor(name) for name in opened.offset_keys()}, converted)
+    with relayout.safe_open("org/out") as opened:
+        assert_equal({name: opened.get_tensor(name) for name in opened.offset_keys()}, whole_tensors(model))
+    with pytest.warns(UserWarning, match="hf://org/model: a plain checkpoint"):
+        expect(relayout.load("org/model", 1, tp=2), converted)
+    assert relayout.explain("org/out", 1).files[0].filesystem.kind == "hf"
+
+
+def test_a_repository_is_converted_and_verified(hub: Hub, converted: Path, tmp_path: Path) -> None:
+    relayout.convert("org/model", tmp_path / "out", tp=2, max_part_nbytes=MIB)
+    for file in converted.iterdir():
+        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes(), file.name
+    assert relayout.verify("hf://org/out", source="org/model").ok
+    with pytest.raises(PlanError, match="hf://org/model-tp2: relayout does not write there: name another output"):
+        relayout.convert("hf://org/model", tp=2)
+
+
+def test_a_signature_that_has_expired_is_asked_for_again(hub: Hub, converted: Path) -> None:
+    hub.valid_seconds = 0.05
+    with relayout.open("org/out", 1) as opened:
+        found = {}
+        for name in opened.offset_keys():
+            hub.valid_seconds = -1 if len(found) == 3 and hub.valid_seconds > 0 else 0.5
+            found[name] = opened.get_tensor(name) if hub.valid_seconds > 0 else None
+            if found[name] is None:
+                with pytest.raises(RequestError, match="access is denied") as caught:
+                    relayout.load("org/out", 1)
+                assert "Signature" not in str(caught.value)
+                hub.valid_seconds = 0.05
+                found[name] = opened.get_tensor(name)
+        expect(found, converted)  # type: ignore[arg-type]
+    assert 403 in {one.status for one in hub.bytes.requests}
+
+
+def test_a_private_repository_needs_the_token_which_only_the_hub_sees(
+    hub: Hub, converted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.private.add("org/out")
+    with pytest.raises(PlanError, match=r"hf://org/out: no such repository on the hub; for a private one, log in"):
+        relayout.load("hf://org/out", 1)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    expect(relayout.load("hf://org/out", 1), converted)
+    assert all("authorization" not in one.headers for one in hub.bytes.requests)
+    assert TOKEN not in repr(find_store("hf://org/out"))
+
+
+def test_what_was_downloaded_is_read_on_the_drive_and_the_rest_from_the_hub(
+    hub: Hub, converted: Path, tmp_path: Path
+) -> None:
+    small = ["relayout.json", "relayout.rank-1.json.zst"]
+    some, *others = files_of_rank(converted, 1)
+    snapshot = download(hub, "org/out", tmp_path, *small, some)
+    expect(relayout.load("org/out", 1), converted)
+    asked = {one.key.rpartition("/")[2] for one in hub.hub.requests if "/resolve/" in one.key}
+    assert asked == set(others)
+    shutil.rmtree(snapshot)
+    download(hub, "org/out", tmp_path, *small, some, *others)
+    hub.hub.requests.clear()
+    expect(relayout.load("org/out", 1, backend="mapped"), converted)
+    assert not any("/resolve/" in one.key for one in hub.hub.requests)
+    hub.hub.interfere = lambda request: Answer(503)
+    expect(relayout.load("org/out", 1), converted)
+    expect(relayout.load(f"hf://org/out@{hub.commit('org/out')}", 1), converted)
+
+
+@pytest.mark.parametrize(("status", "says"), [(429, "too many requests from here"), (500, "the hub failed")])
+def test_the_hub_fails(hub: Hub, status: int, says: str) -> None:
+    hub.hub.interfere = lambda request: Answer(status)
+    with pytest.raises(RequestError, match=rf"{says}.* \(HTTP {status}\)"):
+        relayout.load("hf://org/out", 1)
+
+
+def test_what_is_not_there_is_told(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = "no such file or folder; as a repository of the hub: "
+    with pytest.raises(PlanError, match=r"^hf://org/none: no such repository on the hub"):
+        relayout.load("hf://org/none", 0)
+    with pytest.raises(PlanError, match=f"^org/none: {nothing}no such repository"):
+        relayout.load("org/none", 0)
+    with pytest.raises(PlanError, match=r"^hf://org/out@v9: no such revision"):
+        relayout.load("hf://org/out@v9", 0)
+    del hub.repos["org/out"]["model-rank-1-part-0.safetensors"]
+    with pytest.raises(FormatError, match=r"hf://org/out/model-rank-1-part-0.safetensors: is missing"):
+        relayout.load("hf://org/out", 1)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(PlanError, match=f"^org/out: {nothing}the hub cannot"):
+        relayout.load("org/out", 0)
+    with pytest.raises(RequestError, match="the hub cannot be reached"):
+        relayout.load("hf://org/out", 0)
+
+
+@pytest.mark.parametrize("url", ["hf://", "hf://org", "hf://org/model/../x", "hf://org/model@a/b?c", "hf://u:p@org/m"])
+def test_a_url_that_names_no_repository_is_refused(url: str) -> None:
+    with pytest.raises(PlanError, match="expected hf://ORG/MODEL, hf://ORG/MODEL@REVISION or a folder below it"):
+        find_store(url)
+
+
+def test_only_what_is_no_path_and_has_two_parts_is_a_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    assert find_input("org/model").path("x") == Path("org/model/x")
+    assert find_input(Path("org/none")).path("x") == Path("org/none/x")
+    for path in ("org", "a/b/c", "./org/none", "/org/none", "../org"):
+        assert find_input(path).path("x") == Path(path) / "x"
+    assert str(find_input("org/none")) == "hf://org/none"
+
+
+# Web servers, and files.
+
+
+@pytest.fixture
+def web(server: Server) -> str:
+    """The same bytes by plain HTTP: the server that is also one of S3 takes requests without a signature."""
+    server.checks_keys = False
+    return f"{server.url}/models"
+
+
+def test_a_folder_of_a_web_server_is_loaded(server: Server, web: str, converted: Path, tmp_path: Path) -> None:
+    expect(relayout.load(f"{web}/out", 1), converted)
+    assert {one.method for one in server.requests} == {"GET"}
+    expect(relayout.load(f"{web}/out", 1, cache=tmp_path), converted)
+    with pytest.warns(UserWarning, match="a plain checkpoint"):
+        expect(relayout.load(f"{web}/model", 1, tp=2), converted)
+    assert_equal(relayout.load(f"{web}/model/model.safetensors", 0, tp=1), relayout.load(f"{web}/model", 0, tp=1))
+    with pytest.raises(PlanError, match="no objects with this prefix"):
+        relayout.load(f"{web}/none", 1)
+
+
+def test_shards_of_a_web_server_are_those_of_its_index(server: Server, web: str, model: Path, converted: Path) -> None:
+    names = list(whole_tensors(model))
+    server.put("models", "sharded/one.safetensors", (model / "model.safetensors").read_bytes())
+    index = {"weight_map": dict.fromkeys(names, "one.safetensors")}
+    server.put("models", "sharded/model.safetensors.index.json", json.dumps(index).encode())
+    server.put("models", "sharded/config.json", (model / "config.json").read_bytes())
+    with pytest.warns(UserWarning, match="a plain checkpoint"):
+        expect(relayout.load(f"{web}/sharded", 1, tp=2), converted)
+
+
+def test_a_server_that_does_not_serve_ranges_is_refused(server: Server, web: str, converted: Path) -> None:
+    def whole(request: Request) -> None:
+        request.headers.pop("range", None)
+
+    server.interfere = whole
+    with pytest.raises(RequestError, match="range"):
+        relayout.load(f"{web}/out", 1)
+
+
+def test_a_file_url_is_a_path(converted: Path) -> None:
+    expect(relayout.load(f"file://{converted}", 1, backend="mapped"), converted)
+    for url in ("file://", "file:///", "file://host/x"):
+        with pytest.raises(PlanError, match="expected file:///PATH"):
+            find_store(url)
+
+
+def test_s3_urls_of_other_spellings_are_the_same(server: Server, converted: Path) -> None:
+    expect(relayout.load(URL.replace("s3:", "s3a:"), 1), converted)
+    expect(relayout.load(f"{URL}/", 1), converted)

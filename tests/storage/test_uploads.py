@@ -1,0 +1,511 @@
+"""Outputs in an object store: each byte is sent once, nothing shows before the end, and faults leave no half output."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from safetensors.numpy import save
+from support import s3_server
+from support.lying_server import (
+    Interference,
+    Matches,
+    at,
+    dropped,
+    failing_late,
+    gone_at,
+    is_completion,
+    is_part,
+    lost,
+    puts,
+    refused,
+    stalled,
+)
+from support.s3_server import Request, Server
+
+import relayout
+from relayout.conversion.jobs import UnitJob, commit_jobs, run_job, unit_jobs
+from relayout.errors import FormatError, PlanError
+from relayout.storage.cloud import connect, multipart, upload
+from relayout.storage.cloud.multipart import Outcome, Pieces
+from relayout.storage.cloud.signing import Keys, signed_headers
+from relayout.storage.cloud.upload import Upload
+
+pytest.importorskip("obstore", reason="the client of object stores")
+pytest.importorskip("urllib3", reason="sends parts of uploads")
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, LAYERS, VOCABULARY = 256, 8, 4, 32, 1024, 5, 2048
+OPTIONS = {"tp": 2, "max_part_nbytes": 2_500_000}
+SOURCE, OUT = "s3://models/llama", "s3://models/out"
+MIB = 2**20
+Files = dict[str, bytes]
+
+
+def model() -> Files:
+    """A Llama of 12 MB in two shards: two ranks of three files each, of some parts of 1 MiB."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
+    for layer in range(LAYERS):
+        part = f"model.layers.{layer}."
+        shapes |= {
+            part + "self_attn.q_proj.weight": (HEADS * HEAD_DIM, HIDDEN),
+            part + "self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+            part + "self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+            part + "self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
+            part + "mlp.gate_proj.weight": (MLP, HIDDEN),
+            part + "mlp.up_proj.weight": (MLP, HIDDEN),
+            part + "mlp.down_proj.weight": (HIDDEN, MLP),
+            part + "input_layernorm.weight": (HIDDEN,),
+        }
+    random = np.random.default_rng(3)
+    tensors = {name: random.integers(0, 2**16, shape, np.uint16) for name, shape in shapes.items()}
+    shards = [dict(list(tensors.items())[:20]), dict(list(tensors.items())[20:])]
+    names = [f"model-{number:05}-of-00002.safetensors" for number in (1, 2)]
+    weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+    config = {"model_type": "llama", "hidden_size": HIDDEN, "num_attention_heads": HEADS, "head_dim": HEAD_DIM}
+    return {
+        **{file: save(shard) for file, shard in zip(names, shards, strict=True)},
+        "model.safetensors.index.json": json.dumps({"metadata": {}, "weight_map": weight_map}).encode(),
+        "config.json": json.dumps(config | {"num_key_value_heads": KV_HEADS}).encode(),
+        "tokenizer.json": random.integers(0, 256, 5 * MIB // 2, np.uint8).tobytes(),
+        "empty.txt": b"",
+    }
+
+
+MODEL = model()
+SHARDS_NBYTES = sum(len(blob) for name, blob in MODEL.items() if name.endswith(".safetensors"))
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """What a conversion on the drive makes."""
+    folder = tmp_path_factory.mktemp("uploads")
+    (folder / "llama").mkdir()
+    for name, blob in MODEL.items():
+        (folder / "llama" / name).write_bytes(blob)
+        (folder / "llama" / name).chmod(0o644)
+    relayout.convert(folder / "llama", folder / "out", **OPTIONS)
+    return {path.name: path.read_bytes() for path in (folder / "out").iterdir()}
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """A server with the model; retries, stalls and parts are short."""
+    monkeypatch.setattr(connect, "RETRY_SECONDS", 1.0)
+    monkeypatch.setattr(connect, "_MAX_RETRIES", 3)
+    monkeypatch.setattr(multipart, "RETRY_SECONDS", 3.0)
+    monkeypatch.setattr(multipart, "STALL_SECONDS", 0.5)
+    monkeypatch.setattr(upload, "PART_NBYTES", MIB)
+    with s3_server.running() as server:
+        for name, value in s3_server.environment(server).items():
+            monkeypatch.setenv(name, value)
+        for name, blob in MODEL.items():
+            server.put("models", f"llama/{name}", blob)
+        server.checks_keys = True
+        yield server
+
+
+def convert(**options: object) -> relayout.Summary:
+    return relayout.convert(SOURCE, OUT, **(OPTIONS | options))
+
+
+def there(server: Server) -> Files:
+    """The output's objects."""
+    prefix = "out/"
+    return {
+        name.removeprefix(prefix): server.objects["models", name].content for name in server.names("models", prefix)
+    }
+
+
+def nothing_is_left(server: Server) -> bool:
+    """Neither unfinished uploads nor hidden objects."""
+    return not server.uploads and server.names("models", ".out.relayout-partial") == []
+
+
+def sent(server: Server) -> int:
+    """Source bytes that the server has sent."""
+    return sum(one.sent_nbytes for one in server.requests if one.method == "GET" and ".safetensors" in one.key)
+
+
+def test_a_conversion_reads_and_sends_each_byte_once_and_makes_the_bytes_of_a_local_one(
+    server: Server, expected: Files
+) -> None:
+    done = convert()
+    assert there(server) == expected
+    assert nothing_is_left(server)
+    assert done.num_files == 6
+    opened = [one for one in server.requests if ".safetensors" in one.key and (one.range or (1, 0))[0] == 0]
+    assert SHARDS_NBYTES <= sent(server) <= SHARDS_NBYTES + 2**16 * len(opened), (
+        "beside the first bytes of each opening"
+    )
+    assert len(opened) <= 8
+    parts = [one for one in server.requests if is_part(one)]
+    large = [len(blob) for name, blob in expected.items() if len(blob) > MIB or "model-rank" in name]
+    assert sum(len(one.body) for one in parts) == sum(large)
+    assert max(len(one.body) for one in parts) == MIB
+
+
+def test_the_first_part_of_a_file_is_its_last_and_the_manifest_is_the_last_object(server: Server) -> None:
+    convert()
+    keys = {one.key for one in server.requests if is_part(one) and "model-rank" in one.key}
+    assert len(keys) == 6
+    for key in keys:
+        numbers = [int(one.query["partNumber"]) for one in server.requests if is_part(one) and one.key == key]
+        assert sorted(numbers) == list(range(1, len(numbers) + 1))
+        assert numbers[-1] == 1
+    made = [one for one in server.requests if is_completion(one) or (one.method == "PUT" and not one.query)]
+    made = [one for one in made if one.key.startswith("out/")]
+    assert made[-1].key == "out/relayout.json"
+    assert all(one.headers["if-none-match"] == "*" for one in made)
+    assert len(made) == len({one.key for one in made}) == len(there(server))
+
+
+def test_nothing_is_visible_before_every_file_is_complete(server: Server) -> None:
+    seen: list[list[str]] = []
+
+    def look(request: Request) -> None:
+        if is_part(request):
+            seen.append(server.names("models", "out/"))
+
+    server.interfere = look
+    convert()
+    assert len(seen) > 12
+    assert set(map(tuple, seen)) == {()}
+
+
+def test_google_takes_the_same_requests_with_other_headers(
+    server: Server, expected: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "a-token")
+    monkeypatch.setenv("GOOGLE_BASE_URL", server.url)
+    monkeypatch.setenv("GOOGLE_ALLOW_HTTP", "true")
+    server.checks_keys = False
+    relayout.convert("gs://models/llama", "gs://models/out", **OPTIONS)
+    assert there(server) == expected
+    assert {one.headers["authorization"] for one in server.requests} == {"Bearer a-token"}
+    made = [one for one in server.requests if is_completion(one) or (one.method == "PUT" and not one.query)]
+    made = [one for one in made if one.key.startswith("out/")]
+    assert {one.headers["x-goog-if-generation-match"] for one in made} == {"0"}
+    assert nothing_is_left(server)
+
+
+def test_units_that_are_converted_by_several_processes_are_published_together(server: Server, expected: Files) -> None:
+    work = [UnitJob.from_json(json.loads(json.dumps(job.as_json()))) for job in unit_jobs(SOURCE, OUT, **OPTIONS)]
+    assert len(work) == 3
+    server.interfere = dropped(is_part, times=10**9)
+    with pytest.raises(OSError, match="the server cannot be reached"):
+        run_job(work[0])
+    server.interfere = lambda request: None
+    for job in (work[2], work[0], work[2]):
+        run_job(job)
+    with pytest.raises(PlanError, match="1 of 3 units are not done: 1"):
+        commit_jobs(work)
+    with pytest.raises(PlanError, match="holds units that other processes convert"):
+        convert()
+    assert there(server) == {}
+    run_job(work[1])
+    before = sent(server)
+    commit_jobs(work)
+    assert sent(server) - before < SHARDS_NBYTES // 10, "the source's headers"
+    assert there(server) == expected
+    assert nothing_is_left(server)
+
+
+def harmless(server: Server) -> dict[str, Interference]:
+    return {
+        "503 for a while": refused(is_part, 503, "SlowDown", times=4),
+        "500 for a completion": refused(is_completion, 500, "InternalError", times=2),
+        "an error behind a good status": failing_late(is_completion, times=2),
+        "a part that gets lost": dropped(is_part, times=3),
+        "a completion that gets lost": dropped(is_completion, times=2),
+        "the answer to a part gets lost": lost(server, is_part, times=2),
+        "the answer to a completion gets lost": lost(server, is_completion, times=2),
+        "the answer to the manifest gets lost": lost(server, puts("relayout.json")),
+        "a stall": stalled(is_part, 0.8),
+        "source bytes get lost": dropped(lambda one: one.method == "GET" and ".safetensors" in one.key, after=4),
+    }
+
+
+@pytest.mark.parametrize("fault", harmless(None))  # type: ignore[arg-type]
+def test_what_passes_changes_nothing(server: Server, expected: Files, fault: str) -> None:
+    server.interfere = harmless(server)[fault]
+    convert()
+    assert there(server) == expected
+    assert nothing_is_left(server)
+
+
+def test_expired_credentials_are_one_clear_error_and_leave_nothing_to_see(server: Server, expected: Files) -> None:
+    server.interfere = refused(is_part, 403, "ExpiredToken", times=1000, after=2)
+    with pytest.raises(OSError, match=r"access is denied: .*ExpiredToken.*s3://models/out/model-rank-") as caught:
+        convert()
+    assert s3_server.SECRET_KEY not in f"{caught.value!r} {caught.value.__cause__!r} {caught.value.__context__!r}"
+    assert there(server) == {}
+    assert nothing_is_left(server)
+    server.interfere = lambda request: None
+    convert()
+    assert there(server) == expected
+
+
+def test_a_stall_that_does_not_end_is_an_error_in_time(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multipart, "RETRY_SECONDS", 0.6)
+    server.interfere = stalled(is_part, 2, times=1000)
+    with pytest.raises(OSError, match="no bytes arrived in time"):
+        convert(threads=1)
+    server.interfere = lambda request: None
+    assert there(server) == {}
+
+
+def test_an_upload_that_somebody_aborts_is_an_error(server: Server) -> None:
+    server.interfere = at(is_completion, server.uploads.clear)
+    with pytest.raises(OSError, match="its upload is gone: another process, or a rule of the bucket"):
+        convert()
+    assert there(server) == {}
+    assert nothing_is_left(server)
+
+
+@pytest.mark.parametrize("name", ["relayout.json", "model-rank-1-part-0.safetensors", "tokenizer.json"])
+def test_what_somebody_creates_meanwhile_is_never_replaced(server: Server, name: str) -> None:
+    server.interfere = at(is_completion, lambda: server.put("models", f"out/{name}", b"theirs"))
+    with pytest.raises(FileExistsError, match="out"):
+        convert()
+    assert there(server) == {name: b"theirs"}
+    assert nothing_is_left(server)
+
+
+def test_a_source_that_is_replaced_meanwhile_is_never_mixed(server: Server) -> None:
+    name = "llama/model-00002-of-00002.safetensors"
+    blob = MODEL["model-00002-of-00002.safetensors"]
+    server.interfere = at(is_part, lambda: server.put("models", name, blob[:-9] + bytes(9)), after=2)
+    with pytest.raises(FormatError, match=r"model-00002-of-00002.safetensors: (was replaced|has changed)"):
+        convert()
+    assert there(server) == {}
+
+
+def test_two_conversions_to_one_place_are_not_mixed(server: Server, expected: Files) -> None:
+    # They know of each other only through the store, as two machines do.
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            subprocess.run(COMMAND, check=True, capture_output=True, text=True)
+        except subprocess.CalledProcessError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(errors) < 2 or there(server) == {}
+    if len(errors) == 2:
+        convert()
+    assert there(server) == expected
+
+
+COMMAND = [sys.executable, "-m", "relayout", "convert", SOURCE, "-o", OUT, "--tp", "2", "--max-part-size", "2500000"]
+
+
+def requests_of_a_conversion(server: Server, convert: Callable[[], object]) -> list[Request]:
+    before = len(server.requests)
+    convert()
+    return server.requests[before:]
+
+
+def moments(first: int, last: int, number: int) -> list[int]:
+    return [first + (last - first) * n // (number - 1) for n in range(number)]
+
+
+def test_after_the_network_ends_at_any_moment_the_same_command_goes_on(
+    server: Server, expected: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = requests_of_a_conversion(server, lambda: convert(threads=1))
+    monkeypatch.setattr(connect, "_MAX_RETRIES", 0)
+    monkeypatch.setattr(multipart, "RETRY_SECONDS", 0.0)
+    first = next(n for n, one in enumerate(requests) if is_part(one))
+    last = next(n for n, one in enumerate(requests) if one.key == "out/relayout.json" and one.method == "PUT")
+    went_on = 0
+    for moment in moments(first, last, 8):
+        server.clear("models", "out", ".out")
+        server.interfere = gone_at(moment)
+        with pytest.raises(OSError, match="s3://models"):
+            convert(threads=1)
+        server.interfere = lambda request: None
+        assert "relayout.json" not in there(server)
+        done = convert(threads=1)
+        went_on += done.resumed_nbytes > 0
+        assert there(server) == expected, moment
+        assert nothing_is_left(server), moment
+    assert went_on >= 3
+
+
+def test_after_the_network_ends_while_an_older_output_is_replaced_the_same_command_goes_on(
+    server: Server, expected: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def older() -> None:
+        server.interfere = lambda request: None
+        server.clear("models", "out", ".out")
+        relayout.convert(SOURCE, OUT, tp=1)
+
+    older()
+    old = there(server)
+    requests = requests_of_a_conversion(server, lambda: convert(threads=1, force=True))
+    monkeypatch.setattr(connect, "_MAX_RETRIES", 0)
+    monkeypatch.setattr(multipart, "RETRY_SECONDS", 0.0)
+    first = next(
+        n for n, one in enumerate(requests) if one.key == ".out.relayout-partial/publishing" and one.method == "PUT"
+    )
+    last = next(n for n, one in enumerate(requests) if one.key == "out/relayout.json" and one.method == "PUT")
+    for moment in range(first, last + 1, 3):
+        older()
+        server.interfere = gone_at(moment)
+        with pytest.raises(OSError, match="s3://models"):
+            convert(threads=1, force=True)
+        server.interfere = lambda request: None
+        found = there(server)
+        assert found in (old, expected) or "relayout.json" not in found
+        convert(threads=1, force=True)
+        assert there(server) == expected, moment
+        assert nothing_is_left(server), moment
+
+
+@pytest.mark.parametrize(("matches", "number", "goes_on"), [(is_part, 1, False), (is_completion, 3, True)])
+def test_after_a_kill_the_same_command_goes_on(
+    server: Server, expected: Files, matches: Matches, number: int, goes_on: bool
+) -> None:
+    with subprocess.Popen([*COMMAND, "--threads", "2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        server.interfere = at(matches, lambda: os.kill(child.pid, signal.SIGKILL), after=number)
+        child.wait()
+    assert child.returncode == -signal.SIGKILL
+    server.interfere = lambda request: None
+    assert "relayout.json" not in there(server)
+    done = convert()
+    assert there(server) == expected
+    assert nothing_is_left(server)
+    assert (done.resumed_nbytes > 0) == goes_on
+
+
+def test_what_is_complete_is_neither_read_nor_sent_again(server: Server, expected: Files) -> None:
+    server.interfere = refused(is_completion, 403, "AccessDenied")
+    with pytest.raises(OSError, match="access is denied") as caught:
+        convert()
+    assert caught.value.__notes__ == [
+        "what is done is kept in s3://models/.out.relayout-partial; the same command goes on from there"
+    ]
+    server.interfere = lambda request: None
+    assert "relayout.json" not in there(server)
+    before = len(server.requests)
+    done = convert()
+    assert done.resumed_nbytes == done.source_nbytes
+    again = server.requests[before:]
+    assert [one.key for one in again if is_part(one)] == ["out/tokenizer.json"] * 3
+    assert sum(one.sent_nbytes for one in again if "llama/model-0" in one.key) < SHARDS_NBYTES // 50
+    assert there(server) == expected
+
+
+def test_other_options_do_not_discard_what_is_kept_unless_forced(server: Server) -> None:
+    server.interfere = refused(is_completion, 403, "AccessDenied")
+    with pytest.raises(OSError, match="access is denied"):
+        convert()
+    server.interfere = lambda request: None
+    with pytest.raises(PlanError, match="relayout-partial: holds an interrupted conversion, with other options"):
+        convert(tp=4)
+    convert(tp=4, force=True)
+    assert relayout.verify(OUT, source=SOURCE).ok
+    assert nothing_is_left(server)
+
+
+def test_sha256_needs_files_that_can_be_read_again(server: Server) -> None:
+    with pytest.raises(PlanError, match="s3://models/out: cannot read files before they are published"):
+        convert(sha256=True)
+    assert nothing_is_left(server)
+
+
+def test_without_credentials_to_write_with_the_message_says_which(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    server.checks_keys = False
+    with pytest.raises((PlanError, OSError), match=r"AWS_ACCESS_KEY_ID|no credentials"):
+        convert()
+
+
+# Parts.
+
+
+class Kept:
+    """Takes parts, and keeps them."""
+
+    def __init__(self) -> None:
+        self.parts: dict[int, bytes] = {}
+        self.order: list[int] = []
+
+    def begin(self, name: str) -> str:
+        return "id"
+
+    def send(self, name: str, upload: str, number: int, pieces: Pieces) -> str:
+        assert number not in self.parts
+        self.parts[number] = b"".join(pieces)
+        self.order.append(number)
+        return f"tag {number}"
+
+    def complete(self, name: str, upload: str, tags: Sequence[str]) -> Outcome:
+        return Outcome.DONE
+
+    def abort(self, name: str, upload: str) -> None:
+        pass
+
+    def unfinished(self, prefix: str) -> Iterator[tuple[str, str]]:
+        return iter(())
+
+
+@pytest.mark.parametrize("nbytes", [1, MIB - 1, MIB, MIB + 1, 5 * MIB + 77])
+def test_writes_in_any_order_make_whole_parts(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    monkeypatch.setattr(upload, "PART_NBYTES", MIB)
+    random = np.random.default_rng(nbytes)
+    blob = random.integers(0, 256, nbytes, np.uint8).tobytes()
+    borders = sorted({0, nbytes, *random.integers(0, nbytes, 12).tolist()})
+    extents = list(pairwise(borders))
+    random.shuffle(extents)
+    kept = Kept()
+    file = Upload(kept, "x", "s3://b/x", nbytes)
+    for number, (start, end) in enumerate(extents):
+        memory = bytearray(blob[start:end])
+        if number:
+            with pytest.raises(OSError, match="s3://b/x"):
+                file.tags()
+        file.write(start, memoryview(memory))
+        memory[:] = bytes(len(memory))  # The caller uses it again.
+    assert b"".join(kept.parts[number] for number in sorted(kept.parts)) == blob
+    assert {len(part) for part in list(kept.parts.values())[:-1]} <= {MIB, nbytes % MIB}
+    assert file.tags() == [f"tag {number}" for number in sorted(kept.parts)]
+
+
+def test_parts_grow_with_the_file_as_providers_take_ten_thousand() -> None:
+    for nbytes in (10**9, 48 * 10**9, 10**12, 5 * 10**12):
+        file = Upload(Kept(), "x", "x", nbytes)
+        assert file.part_nbytes >= 8 * MIB
+        assert -(-nbytes // file.part_nbytes) <= 10_000
+
+
+# Signatures.
+
+
+def test_a_signature_is_that_of_the_providers_own_library() -> None:
+    # By botocore 1.43 (S3SigV4Auth), with an unsigned payload.
+    keys = Keys("AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY", "a token")
+    url = "https://bucket.s3.amazonaws.com/a%20b/c%2Bd?partNumber=3&uploadId=a~b%2F%3D"
+    found = signed_headers("PUT", url, "us-east-1", keys, datetime(2013, 5, 24, tzinfo=UTC))
+    assert found["x-amz-date"] == "20130524T000000Z"
+    assert found["authorization"].endswith("=ade56a589f77c48b4e99f245783223feddaccc76d9d83bddbf13f692e7a50f48")
+    assert "wJalr" not in repr(keys)
+    assert "a token" not in repr(keys)

@@ -1,0 +1,115 @@
+"""An imitation of the Hugging Face hub on loopback: repositories, and signed URLs of another origin that expire."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from urllib.parse import unquote
+
+from support import s3_server
+from support.s3_server import Answer, Request
+
+TOKEN = "hf_token-that-nobody-else-may-see"
+LARGE = 4096
+"""Files from so many bytes on are elsewhere, behind signed URLs."""
+
+
+@dataclass
+class Hub:
+    """Two servers: the hub, and where the bytes of large files are."""
+
+    hub: s3_server.Server
+    bytes: s3_server.Server
+    repos: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    """Files by name, of each repository."""
+    private: set[str] = field(default_factory=set)
+    valid_seconds: float = 3600.0
+    """How long a signature is valid."""
+    _signed: dict[str, tuple[bytes, float]] = field(default_factory=dict)
+    """Content and end, by signature."""
+
+    def commit(self, repo: str) -> str:
+        digest = hashlib.sha1(usedforsecurity=False)
+        for name, content in sorted(self.repos[repo].items()):
+            digest.update(name.encode() + content)
+        return digest.hexdigest()
+
+    def answer(self, request: Request) -> Answer:
+        """Of the hub; its paths are of the form FIRST/REST."""
+        path = unquote(f"{request.bucket}/{request.key}")
+        found = re.fullmatch(r"api/models/([^/]+/[^/]+)(?:/revision/([^/]+))?", path)
+        if found is not None:
+            return self._info(request, found[1], found[2] or "main")
+        found = re.fullmatch(r"([^/]+/[^/]+)/resolve/([0-9a-f]{40})/(.+)", path)
+        return Answer(404) if found is None else self._resolve(request, found[1], found[2], found[3])
+
+    def _refused(self, request: Request, repo: str) -> Answer | None:
+        if repo not in self.repos or (repo in self.private and not self._has_token(request)):
+            return Answer(401, headers={"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"})
+        return None
+
+    def _has_token(self, request: Request) -> bool:
+        return request.headers.get("authorization") == f"Bearer {TOKEN}"
+
+    def _info(self, request: Request, repo: str, revision: str) -> Answer:
+        if (refused := self._refused(request, repo)) is not None:
+            return refused
+        if revision not in ("main", self.commit(repo)):
+            return Answer(404, headers={"X-Error-Code": "RevisionNotFound", "X-Error-Message": "no revision"})
+        siblings = []
+        for name, content in self.repos[repo].items():
+            lfs = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}
+            more = {"lfs": lfs} if len(content) >= LARGE else {}
+            siblings.append({"rfilename": name, "size": len(content), "blobId": _blob_id(content), **more})
+        body = {"id": repo, "modelId": repo, "sha": self.commit(repo), "private": repo in self.private, "tags": []}
+        return Answer(200, json.dumps(body | {"siblings": siblings, "downloads": 0, "likes": 0}).encode())
+
+    def _resolve(self, request: Request, repo: str, commit: str, name: str) -> Answer:
+        if (refused := self._refused(request, repo)) is not None:
+            return refused
+        if commit != self.commit(repo) or name not in self.repos[repo]:
+            return Answer(404, headers={"X-Error-Code": "EntryNotFound", "X-Error-Message": "no entry"})
+        content = self.repos[repo][name]
+        headers = {"X-Repo-Commit": commit}
+        if len(content) < LARGE:
+            return s3_server.part_of(content, f'"{_blob_id(content)}"', request, headers)
+        signature = hashlib.sha1(f"{name}{time.monotonic_ns()}".encode(), usedforsecurity=False).hexdigest()
+        self._signed[signature] = content, time.monotonic() + self.valid_seconds
+        etag = hashlib.sha256(content).hexdigest()
+        headers |= {"X-Linked-ETag": f'"{etag}"', "X-Linked-Size": str(len(content))}
+        headers["Location"] = f"{self.bytes.url}/files/{etag}?Signature={signature}"
+        return Answer(302, b"elsewhere", headers)
+
+    def answer_bytes(self, request: Request) -> Answer:
+        """Of the other server."""
+        if "authorization" in request.headers:
+            return Answer(400, b"a token was sent to another origin")
+        content, end = self._signed.get(request.query.get("Signature", ""), (b"", 0.0))
+        if time.monotonic() > end:
+            return Answer(403, b"<Error><Code>AccessDenied</Code><Message>Request has expired</Message></Error>")
+        return s3_server.part_of(content, f'"{hashlib.md5(content).hexdigest()}"', request, {})
+
+
+def _blob_id(content: bytes) -> str:
+    return hashlib.sha1(content, usedforsecurity=False).hexdigest()
+
+
+@contextmanager
+def running() -> Iterator[Hub]:
+    """A hub that runs until the end of the block."""
+    with s3_server.running() as first, s3_server.running() as second:
+        hub = Hub(first, second)
+        lock = threading.Lock()
+
+        def answer(request: Request) -> Answer:
+            with lock:
+                return hub.answer(request)
+
+        first.interfere, second.interfere = answer, hub.answer_bytes
+        yield hub

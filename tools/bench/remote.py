@@ -1,0 +1,187 @@
+"""`tools/run bench remote`: loading from an object store, SeaweedFS on loopback, and what the server had to send."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from support import seaweedfs
+
+import relayout
+from bench.chart import INK, OURS, PALE, THEIRS
+from bench.drive import total_nbytes
+from bench.peers_remote import REMOTE_PEERS
+from relayout.benchmark.child import digest_of
+from relayout.benchmark.job import Job
+from relayout.benchmark.machine import meminfo
+from relayout.benchmark.run import Died, load_together
+from relayout.checkpoint.converted import read_manifest, read_table
+from relayout.storage.stores import find_store
+
+BUCKET, TP = "models", 8
+CONVERTED = f"s3://{BUCKET}/tp{TP}"
+SCENARIOS: dict[str, list[int]] = {"one rank of 8": [3], "all 8 ranks": list(range(TP))}
+AT_ONCE = {"relayout": TP, "runai": 2, "s3fs": 2}
+"""Processes at the same time where all ranks load: the memory of one machine does not hold more of some peers."""
+_PEERS_ENVIRONMENT = {"AWS_EC2_METADATA_DISABLED": "true"}
+
+
+def measure(
+    scratch: Path,
+    source: Path,
+    limit: float,
+    tell: Callable[[str], None],
+    keep: Callable[[dict[str, Any]], object] = lambda results: None,
+) -> dict[str, Any]:
+    """Publish a checkpoint plainly and converted, and load it by every peer; `keep` gets what is known so far."""
+    peers = {name: peer.describe() for name, peer in REMOTE_PEERS.items()}
+    results: dict[str, Any] = {"size_gb": round(total_nbytes(source) / 1e9, 2), "peers": peers, "scenarios": {}}
+    with ExitStack() as stack:
+        server = stack.enter_context(seaweedfs.running(scratch / "server"))
+        server.make_bucket(BUCKET)
+        os.environ.update(server.environment | _PEERS_ENVIRONMENT)
+        _publish(source, tell)
+        for title, ranks in SCENARIOS.items():
+            found = results["scenarios"][title] = {}
+            for name in REMOTE_PEERS:
+                found[name] = _run(name, ranks, server, limit)
+                tell(f"{title}, {name}: {found[name]}")
+                keep(results)
+    return results
+
+
+def _publish(source: Path, tell: Callable[[str], None]) -> None:
+    from obstore.store import from_url
+
+    bucket = from_url(f"s3://{BUCKET}", client_options={"allow_http": True})
+    for file in sorted(source.iterdir()):
+        bucket.put(f"plain/{file.name}", file, chunk_size=8 * 2**20, max_concurrency=4)
+    tell(f"converting to {CONVERTED}")
+    relayout.convert(source, CONVERTED, tp=TP, memory="256MiB")
+
+
+def _run(name: str, ranks: list[int], server: seaweedfs.SeaweedFS, limit: float) -> dict[str, Any]:
+    """Load the ranks, some at a time: seconds, the server's bytes and processor time, and what clients took."""
+    peer, before = REMOTE_PEERS[name], [0, 0.0]
+    sums = {"seconds": 0.0, "cpu_seconds": 0.0, "server_cpu_seconds": 0.0, "sent_nbytes": 0, "nbytes": 0}
+    peak = 0
+
+    def start() -> None:
+        before[:] = server.sent_nbytes(BUCKET), server.cpu_seconds()
+
+    for first in range(0, len(ranks), AT_ONCE[name]):
+        some = ranks[first : first + AT_ONCE[name]]
+        jobs = [_job(name, rank, len(some)) for rank in some]
+        try:
+            measured = load_together(jobs, peer, start, limit=limit, module="bench.peer")
+        except Died as died:
+            return {"failed": str(died)}
+        sums["sent_nbytes"] += server.sent_nbytes(BUCKET) - int(before[0])
+        sums["server_cpu_seconds"] += server.cpu_seconds() - before[1]
+        if measured.digests != tuple(_expected(rank) for rank in some):
+            return {"failed": "loaded wrong bytes"}
+        sums["seconds"] += measured.seconds
+        sums["cpu_seconds"] += measured.cpu_seconds
+        sums["nbytes"] += measured.nbytes
+        peak = max(peak, measured.peak_minus_needed_nbytes)
+    found = {key: round(value, 2) for key, value in sums.items()}
+    over = round(sums["sent_nbytes"] / sums["nbytes"], 4)
+    return found | {
+        "sent_over_needed": over,
+        "peak_minus_needed_nbytes": peak,
+        "at_once": min(AT_ONCE[name], len(ranks)),
+    }
+
+
+def _job(name: str, rank: int, num: int) -> Job:
+    return Job(
+        loader=name,
+        source=f"s3://{BUCKET}/plain",
+        converted=CONVERTED,
+        tp=TP,
+        rank=rank,
+        num_processes=num,
+        memory_nbytes=meminfo("MemAvailable") // 2 // num,
+    )
+
+
+@cache
+def _expected(rank: int) -> str:
+    store = find_store(CONVERTED)
+    table = read_table(store, read_manifest(store), rank)
+    return digest_of(zip(table.names, table.shapes, table.digests, strict=True))
+
+
+def print_table(console: Console, results: dict[str, Any]) -> None:
+    """The results, a table for each scenario."""
+    for title, found in results["scenarios"].items():
+        table = Table(title=f"{title}, {results['size_gb']:g} GB in S3 (SeaweedFS on loopback)", title_justify="left")
+        for heading in ("", "GB sent", "sent / needed", "client CPU s", "memory beyond tensors, MiB", "s", "at once"):
+            table.add_column(heading, justify="right" if heading else "left")
+        for name, one in found.items():
+            if "failed" in one:
+                table.add_row(results["peers"][name]["title"], one["failed"])
+                continue
+            cells = (
+                f"{one['sent_nbytes'] / 1e9:.3f}",
+                f"{one['sent_over_needed']:.3f}",
+                f"{one['cpu_seconds']:.1f}",
+                f"{one['peak_minus_needed_nbytes'] / 2**20:.0f}",
+                f"{one['seconds']:.1f}",
+                str(one["at_once"]),
+            )
+            table.add_row(results["peers"][name]["title"], *cells)
+        console.print(table)
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """What one rank and all ranks cost, as PNG: bytes out of the server, processor time, memory."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    panels = [
+        ("GB that the server sent", lambda one: one["sent_nbytes"] / 1e9, "{:.2f} GB"),
+        ("processor seconds of the clients", lambda one: one["cpu_seconds"], "{:.1f} s"),
+        ("memory beyond the tensors, a process", lambda one: one["peak_minus_needed_nbytes"] / 2**20, "{:.0f} MiB"),
+    ]
+    scenarios = results["scenarios"]
+    with pyplot.rc_context({"font.family": "DejaVu Sans", "font.size": 9, "text.color": INK}):
+        figure, axes = pyplot.subplots(len(scenarios), len(panels), figsize=(12, 1.3 + 1.65 * len(scenarios)))
+        for row, (scenario, found) in zip(axes, scenarios.items(), strict=True):
+            for panel, (title, value, shown) in zip(row, panels, strict=True):
+                names = [name for name in found if "failed" not in found[name]]
+                values = [value(found[name]) for name in names]
+                colors = [OURS if name == "relayout" else THEIRS for name in names]
+                panel.barh(range(len(names)), values, color=colors, height=0.6)
+                for place, (name, one) in enumerate(zip(names, values, strict=True)):
+                    label = f"{results['peers'][name]['title']}  {shown.format(one)}"
+                    panel.text(0, place - 0.34, label, va="bottom", fontsize=8.5)
+                panel.set_ylim(len(names) - 0.55, -0.85)
+                panel.set_xlim(0, 1.05 * max(values))
+                panel.axis("off")
+                panel.set_title(f"{scenario}: {title}", loc="left", fontsize=9.5, fontweight="bold")
+        size = f"{results['size_gb']:g} GB"
+        figure.text(
+            0.02,
+            0.965,
+            f"Loading from an object store: a Llama of {size}, TP 8, host memory",
+            fontsize=13,
+            weight="bold",
+        )
+        note = (
+            "SeaweedFS on loopback; client and server share the machine. relayout reads a converted checkpoint, the"
+            " others the plain one. Run:ai's distributed mode\n(RUNAI_STREAMER_DIST) reads each byte once, too, then"
+            " sends all of the model to every rank by collectives."
+        )
+        figure.text(0.02, 0.015, note, fontsize=8.5, color=PALE)
+        figure.subplots_adjust(left=0.02, right=0.985, top=0.86, bottom=0.14, wspace=0.06, hspace=0.35)
+        figure.savefig(path, dpi=150, facecolor="white")
+        pyplot.close(figure)

@@ -67,7 +67,7 @@ _SMALL: tuple[tuple[str, int], ...] = (
     ),
     (
         r"hidden_size|hidden_dim|d_model|n_embd|(word_)?embed(ding)?_(proj_)?(dim|size)|lru_width|dim|output_dims?"
-        r"|(out|output|text|vision|projector|lm|encoder|mm|backbone|proj|projection|model|audio|qformer)_(hidden_)?"
+        r"|(out|output|text|vision|projector|lm|encoder|mm|backbone|proj|projection|model|audio|qformer|block)_(hidden_)?"
         r"(size|dim)",
         H,
     ),
@@ -88,6 +88,8 @@ _OLDER = (
 )
 """What transformers writes, and what is on the hub."""
 
+_NOAUX = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+
 _SAID: dict[str, dict[str, Any]] = {
     "AfmoeForCausalLM": {
         "score_func": "sigmoid",
@@ -96,10 +98,9 @@ _SAID: dict[str, dict[str, Any]] = {
         "n_group": 1,
         "topk_group": 1,
     },
-    **dict.fromkeys(
-        ("DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"),
-        {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-    ),
+    "DeepseekV3ForCausalLM": _NOAUX,
+    "DeepseekV32ForCausalLM": _NOAUX,
+    "GlmMoeDsaForCausalLM": _NOAUX,
     "HYV3ForCausalLM": {"first_k_dense_replace": 1},
 }
 """What config.json says on the hub, and transformers does not."""

@@ -281,6 +281,17 @@ def convert(
 @app.command(epilog=_examples("plans", "plans llama > my-plan.toml", "plans --check my-model"))
 def plans(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Print this plan.")] = None,
+    observe: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SRC",
+            help="Write a plan for this checkpoint: rules that cut it as the vLLM that is installed does.",
+        ),
+    ] = None,
+    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="With --observe.")] = "plan.toml",
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="With --observe: run Python files of SRC.")
+    ] = False,
     check: Annotated[
         str | None,
         typer.Option(
@@ -290,11 +301,17 @@ def plans(
     plan: PlanOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the built-in plans, or print one."""
+    """List the built-in plans, print one, or make one for a checkpoint."""
     with _errors(as_json):
         from relayout.cli import render as terminal
         from relayout.plans import family as families
 
+        if observe is not None:
+            from relayout.observe.plan_file import observe_plan
+
+            made = observe_plan(observe, output, trust_remote_code=trust_remote_code)
+            _show(made, as_json, terminal.print_observed)
+            return
         if check is not None:
             from relayout.cli import plan_text
             from relayout.commands import plan_check

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from relayout.html_report.page import PageWritten
     from relayout.loader.diagnose.doctor import Diagnosis
     from relayout.loader.diagnose.explain import FileFacts
+    from relayout.observe.plan_file import ObservedPlan
 
 _MAX_ROWS = 60
 _SECONDS_BETWEEN_EVENTS = 1.0
@@ -219,6 +220,17 @@ def print_preview(preview: Preview, *, verbose: bool = False) -> None:
     _print_table(console, columns, rows_of_groups, "groups")
     _print_unmatched(console, preview.unmatched, preview.untaken)
     _print_left_out(console, preview.left_out)
+
+
+def print_observed(made: ObservedPlan) -> None:
+    """Print what `plans --observe` wrote."""
+    console = _console()
+    degrees = ", ".join(map(str, made.degrees))
+    console.print(
+        f"{_text(made.output)}: {_count(made.num_rules, 'rule')}, observed from vLLM {made.engine} at {degrees} ranks"
+    )
+    for line in made.unfitted:
+        console.print(f"[yellow]no rule[/] {_text(line)}")
 
 
 def print_plans(families: Sequence[Family]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -39,60 +39,74 @@ class Observation:
 
 
 def observe(
-    checkpoint: SourceCheckpoint, tp: int, *, expert_parallel: bool = False, trust_remote_code: bool = False
-) -> Observation:
+    checkpoint: SourceCheckpoint,
+    degrees: Sequence[int],
+    *,
+    expert_parallel: bool = False,
+    trust_remote_code: bool = False,
+) -> list[Observation | PlanError]:
     """Let the installed vLLM load a checkpoint's headers. Reads no tensor data; takes no memory for weights.
 
     Args:
         checkpoint: the tensors and config.json.
-        tp: the tensor-parallel degree.
+        degrees: tensor-parallel degrees.
         expert_parallel: experts are owned whole.
         trust_remote_code: run Python files of the checkpoint.
 
-    Raises:
-        PlanError: vLLM is not installed, has no class for it, or its class does what cannot be observed.
+    Returns:
+        For each degree what was observed, or why nothing was: vLLM is not installed, has no class for the checkpoint,
+        refuses it at this degree, or its class does what cannot be observed.
     """
     with TemporaryDirectory(prefix="relayout-observe-") as scratch:
-        folder = Path(scratch, "model")
-        folder.mkdir()
-        write_stand_in(checkpoint, folder)
+        write_stand_in(checkpoint, Path(scratch))
         job = {
-            "folder": str(folder),
+            "folder": scratch,
             "tensors": [(tensor.name, tensor.dtype, tensor.shape) for tensor in checkpoint.tensors],
-            "tp": tp,
             "expert_parallel": expert_parallel,
             "trust_remote_code": trust_remote_code,
         }
-        file = Path(scratch, "job.json")
-        file.write_text(json.dumps(job))
+        found = run([{**job, "tp": tp} for tp in degrees])
+    return [
+        PlanError(f"--plan vllm: {one['error']}", code="no_plan") if "error" in one else parse(one) for one in found
+    ]
+
+
+def run(jobs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Carry out each `Job` of `observe/vllm.py` in a process of their own: vLLM is large, and its state must not stay.
+
+    Raises:
+        PlanError: the process ended without a result.
+    """
+    with TemporaryDirectory(prefix="relayout-observe-") as scratch:
+        file = Path(scratch, "jobs.json")
+        file.write_text(json.dumps(jobs))
         result, log = Path(f"{file}.result"), Path(scratch, "log")
+        command = [sys.executable, "-m", "relayout.observe.vllm", str(file)]
         with log.open("wb") as output:
-            done = subprocess.run(
-                [sys.executable, "-m", "relayout.observe.vllm", str(file)],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                check=False,
-            )
+            done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False)
         if not result.exists():
             last = log.read_text(errors="replace").strip().rpartition("\n")[2][:500]
             raise PlanError(
                 f"--plan vllm: the process that observes vLLM ended with {done.returncode}: {last}", code="no_plan"
             )
-        found = json.loads(result.read_text())
-    if "error" in found:
-        raise PlanError(f"--plan vllm: {found['error']}", code="no_plan")
-    return parse(found)
+        found: list[dict[str, Any]] = json.loads(result.read_text())
+    return found
 
 
 def observed_plan(
     checkpoint: SourceCheckpoint, tp: int, *, expert_parallel: bool = False, trust_remote_code: bool = False
 ) -> Plan:
-    """The plan by which a checkpoint is cut as the installed vLLM cuts it, at this degree; errors as for `observe`.
+    """The plan by which a checkpoint is cut as the installed vLLM cuts it, at this degree.
 
     Tensors that vLLM does not take, such as the head of a model that uses its embedding instead, are held whole by
-    every rank if they are small, else in equal blocks of rows; they are listed as unmatched.
+    every rank if they are small, else in equal blocks of rows; they are listed.
+
+    Raises:
+        PlanError: there was nothing to observe, see `observe`.
     """
-    observation = observe(checkpoint, tp, expert_parallel=expert_parallel, trust_remote_code=trust_remote_code)
+    [observation] = observe(checkpoint, [tp], expert_parallel=expert_parallel, trust_remote_code=trust_remote_code)
+    if isinstance(observation, PlanError):
+        raise observation
     untaken = []
     cuts = []
     for tensor, slices in zip(checkpoint.tensors, observation.slices, strict=True):

@@ -40,6 +40,26 @@ class Group:
     all_gather = all_reduce
 
 
+def stand_in_devices() -> None:
+    """Let classes make what only a GPU has, where there is none: streams, events, sparse attention."""
+    if torch.cuda.is_available():
+        return
+    torch.accelerator.empty_cache = lambda: None
+    torch.cuda.Event = torch.cuda.Stream = MagicMock  # type: ignore[misc]
+    platform = importlib.import_module("vllm.platforms").current_platform
+    choose = platform.get_attn_backend_cls
+
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return choose(*args, **kwargs)
+        except NotImplementedError:
+            return "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseBackend"
+
+    with contextlib.suppress(ImportError):
+        importlib.import_module("vllm.v1.worker.workspace").init_workspace_manager(torch.device("cpu"))
+    type(platform).get_attn_backend_cls = staticmethod(chosen)
+
+
 def play(rank: int, tp: int, expert: bool) -> None:
     """Let vLLM's functions say that this process is the rank."""
     from vllm.distributed import parallel_state

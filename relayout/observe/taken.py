@@ -77,6 +77,20 @@ def joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
     return tuple(found)
 
 
+def same_elements(ones: Sequence[Slice], others: Sequence[Slice], shape: Sequence[int]) -> bool:
+    """Whether the slices have the same elements of a tensor, in whatever order."""
+    return all(
+        one.is_held == other.is_held
+        and all(_along(one, axis, size) == _along(other, axis, size) for axis, size in enumerate(shape))
+        for one, other in zip(ones, others, strict=True)
+    )
+
+
+def _along(part: Slice, axis: int, size: int) -> tuple[Range, ...]:
+    ranges = part.ranges_along(axis)
+    return joined(((0, size),) if ranges is None else ranges)
+
+
 def _sums(start: int, dims: list[tuple[int, int]]) -> tuple[Range, ...] | None:
     """The numbers `start + sum(i * step)`, for `i < length` of each (step, length)."""
     ranges: tuple[Range, ...] = ((start, 1),)

@@ -1,6 +1,7 @@
 """Builds vLLM's class for each rank and lets it load probes; a program that `observation.py` starts.
 
-`python -m relayout.observe.vllm JOB.json`: JOB.json has the fields of `Job`; the result is written to JOB.json.result.
+`python -m relayout.observe.vllm JOBS.json`: JOBS.json is a list of objects with the fields of `Job`; the results are
+written to JOBS.json.result.
 One process is the ranks, one after the other; each is a fork, so that no rank sees what another has left behind.
 Needs vLLM and torch.
 """
@@ -13,8 +14,10 @@ import multiprocessing
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -44,28 +47,28 @@ Taken = list[dict[str, Any] | None]
 
 
 def main() -> None:
-    """Carry out the job that the command line names."""
+    """Carry out the jobs that the command line names."""
     file = Path(sys.argv[1])
-    job = Job(**json.loads(file.read_text()))
-    Path(f"{file}.result").write_text(json.dumps(carry_out(job)))
+    results = [carry_out(Job(**job)) for job in json.loads(file.read_text())]
+    Path(f"{file}.result").write_text(json.dumps(results))
 
 
 def carry_out(job: Job) -> dict[str, Any]:
+    """What each rank takes, in JSON, or `error`."""
     os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
+        import torch
         import vllm
     except ImportError as error:
         return {"error": f"vLLM cannot be imported ({error})", "code": "missing"}
+    torch.set_num_threads(1)  # A fork of a process that has threads of its own may wait for them forever.
     try:
         config = _configuration(job)
     except Exception as error:
         return _failure(error, "vLLM refuses its config.json")
-    with multiprocessing.get_context("fork").Pool(
-        min(_FEW_PROCESSES, os.cpu_count() or 1, job.tp), maxtasksperchild=1
-    ) as pool:
-        ranks = list(pool.imap(_Rank(job, config), range(job.tp), chunksize=1))
+    ranks = _in_forks(_Rank(job, config), job.tp)
     failed = next((one for one in ranks if "error" in one), None)
     if failed is not None:
         return failed
@@ -76,11 +79,41 @@ def carry_out(job: Job) -> dict[str, Any]:
     }
 
 
+def _in_forks(observed: Callable[[int], dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """What the function returns for each number, each in a process of its own, some at once."""
+    context = multiprocessing.get_context("fork")
+    results: dict[int, dict[str, Any]] = {}
+    running: dict[Connection, tuple[int, BaseProcess]] = {}
+
+    def child(number: int, told: Connection) -> None:
+        told.send_bytes(json.dumps(observed(number)).encode())
+        told.close()
+        os._exit(0)
+
+    for number in range(count + 1):
+        while running and (number == count or len(running) >= min(_FEW_PROCESSES, os.cpu_count() or 1)):
+            for ready in wait(list(running)):
+                assert isinstance(ready, Connection)
+                done, process = running.pop(ready)
+                try:
+                    results[done] = json.loads(ready.recv_bytes())
+                except EOFError:
+                    results[done] = {"error": f"rank {done}: the process ended"}
+                process.join()
+        if number < count:
+            ours, theirs = context.Pipe(duplex=False)
+            started = context.Process(target=child, args=(number, theirs))
+            started.start()
+            theirs.close()
+            running[ours] = number, started
+    return [results[number] for number in range(count)]
+
+
 def _configuration(job: Job) -> Any:
     import vllm.model_executor.models.registry as registry
     from vllm.engine.arg_utils import EngineArgs
 
-    from relayout.observe.stand_ins import stand_in_kernels
+    from relayout.observe.stand_ins import stand_in_devices, stand_in_kernels
 
     # vLLM looks at a class in a process of its own, lest it starts CUDA; this is one.
     registry._run_in_subprocess = lambda function: function()
@@ -95,7 +128,9 @@ def _configuration(job: Job) -> Any:
         skip_tokenizer_init=True,
         limit_mm_per_prompt={},
     ).create_engine_config()
-    stand_in_kernels()
+    stand_in_devices()
+    if config.model_config.quantization is not None:
+        stand_in_kernels()
     return config
 
 

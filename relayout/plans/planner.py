@@ -284,6 +284,8 @@ class _Kind:
     def apply(self, sizes: Sizes, num_ranks: int, scheme: Scheme | None) -> Cut:
         """The cut of the tensors of this kind."""
         dim = self.rule.dim
+        if self.rule.slices:
+            return self._explicit(num_ranks)
         if dim is None:
             return Cut((WHOLE,) * num_ranks)
         if scheme is not None and self.weights:
@@ -297,6 +299,15 @@ class _Kind:
         with about(part=f"dim {dim} of {list(self.shape)}"):
             ranges = self._divide(dim, self.shape, sizes, num_ranks)
         return _checked(self.dtype, self.shape, tuple(Slice.along(dim, parts) for parts in ranges))
+
+    def _explicit(self, num_ranks: int) -> Cut:
+        slices = dict(self.rule.slices).get(num_ranks)
+        if slices is None:
+            degrees = ", ".join(str(degree) for degree, _ in self.rule.slices)
+            raise PlanError(f"the plan has its slices for {degrees} ranks only", code="indivisible")
+        if not all(part.is_inside(self.shape) for part in slices):
+            raise PlanError(f"{list(self.shape)} does not have the slices of the plan", code="config")
+        return _checked(self.dtype, self.shape, slices)
 
     def _carry(self, scheme: Scheme, weight: Weight, dim: int, sizes: Sizes, num_ranks: int) -> Cut:
         """The cut of this tensor, from the cut of the quantized weight that it belongs to."""
@@ -356,7 +367,7 @@ class _KindFinder:
             if module not in self._weights:
                 self._weights[module] = self._scheme.weights(stored)
             weights = self._weights[module]
-            if rule is not None and weights:
+            if rule is not None and weights and not rule.slices:
                 if self._family.is_transposed and rule.dim in (0, 1):
                     rule = replace(rule, dim=1 - rule.dim)
                 return _Kind(rule, tensor.dtype, tensor.shape, weights, suffix, self._is_expert(tensor.name))

@@ -28,8 +28,8 @@ LAYERS: dict[str, set[str]] = {
     "format": {"errors", "core"},
     "storage": {"errors", "core"},
     "checkpoint": {"errors", "core", "format", "storage"},
-    "plans": {"errors", "core", "storage"},
-    "observe": {"errors", "core", "format", "checkpoint", "plans", "loader", "engines"},
+    "plans": {"errors", "core", "format", "storage"},
+    "observe": {"errors", "core", "format", "storage", "checkpoint", "plans", "loader", "engines"},
     "conversion": {"errors", "core", "results", "progress", "format", "storage", "checkpoint", "plans", "observe"},
     "commands": {"errors", "core", "results", "progress", "format", "storage", "checkpoint", "plans", "conversion"},
     "loader": {"errors", "core", "results", "format", "storage", "checkpoint", "progress"},
@@ -51,6 +51,7 @@ LAYERS: dict[str, set[str]] = {
         "benchmark",
         "html_report",
         "loader",
+        "observe",
     },
 }
 """What each package may import, beside itself. Files are read by `plans` only where a person names a plan file."""

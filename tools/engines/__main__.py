@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ import typer
 from transformers.utils import logging as transformers_logging
 
 import relayout
+from engines import observed
 from engines.cases import DEGREES, RUNS, WHOLE_IN_SGLANG, Case, Run, all_cases, converted_of, source_of
 from engines.cold_start import measure, placements, reads
 from engines.environments import ENGINES, ROOT, Environment, environment_of, versions_in
@@ -23,6 +25,9 @@ from engines.failures import fail
 from engines.starts import start
 
 RESULTS = ROOT / "tools" / "results" / "engines.json"
+OBSERVED = "vllm-0.33"
+OBSERVED_RESULTS = RESULTS.with_name("observed.jsonl")
+TABLE = ROOT / "relayout" / "plans" / "OBSERVED.md"
 SCRIPTS = ROOT / "tools" / "engines"
 HOME = Path(tempfile.gettempdir(), "engine-envs")
 BATCH = 40
@@ -43,10 +48,16 @@ def main(
     generate: Annotated[bool, typer.Option(help="Generate tokens (vLLM).")] = True,
     failures: Annotated[bool, typer.Option(help="See what is said of damaged folders (vLLM).")] = True,
     starts: Annotated[int, typer.Option(help="How often cold starts are measured (vLLM).")] = 5,
+    observe: Annotated[
+        bool, typer.Option("--observe", help="Only: every architecture of vLLM's registry, by observation.")
+    ] = False,
     home: Annotated[Path, typer.Option("--environments", help="Folder of environments and checkpoints.")] = HOME,
 ) -> None:
     """Load small checkpoints of all families and forms by the engines' own loaders and through relayout."""
     transformers_logging.disable_progress_bar()
+    if observe:
+        observe_registry(home)
+        return
     for name in engines or list(ENGINES):
         work = home / f"{name}-work"
         work.mkdir(parents=True, exist_ok=True)
@@ -69,6 +80,26 @@ def main(
             record(name, "cold_start", measure(environment, work, starts))
             record(name, "placement", placements(environment, work, starts))
             record(name, "reads", dict(reads(environment, work)))
+
+
+def observe_registry(home: Path) -> None:
+    """Convert and load each architecture of vLLM's registry that a checkpoint can be made for; write the table."""
+    environment = environment_of(OBSERVED, home)
+    variables = environment.variables | {"OMP_NUM_THREADS": "1"}
+    variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), variables.get("PYTHONPATH", ""), str(SCRIPTS)])
+    scratch = home / "vllm-work" / "registry"
+    OBSERVED_RESULTS.unlink(missing_ok=True)
+    subprocess.run(
+        [environment.python, SCRIPTS / "registry.py", scratch, OBSERVED_RESULTS], check=True, env=variables, cwd=home
+    )
+    write_table(versions_in(environment))
+
+
+def write_table(versions: dict[str, str]) -> None:
+    """From the results."""
+    results = sorted(observed.read(OBSERVED_RESULTS), key=lambda one: str(one["architecture"]))
+    OBSERVED_RESULTS.write_text("".join(f"{json.dumps(one)}\n" for one in results))
+    TABLE.write_text(observed.render(results, versions))
 
 
 def record(engine: str, part: str, new: dict[str, Any]) -> None:

@@ -6,45 +6,13 @@ place of vLLM's groups of processes. Prints a line of JSON for each job.
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import sys
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import torch
 from comparing import Job, Tensors, note_differences, nothing_found, poison, run_jobs
 
-
-class Group:
-    """What vLLM asks of a group of processes while it builds and loads a model: who is this one, of how many."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank = self.rank_in_group = self.local_rank = rank
-        self.world_size = world_size
-        self.ranks = list(range(world_size))
-        self.first_rank, self.last_rank = 0, world_size - 1
-        self.is_first_rank, self.is_last_rank = rank == 0, rank == world_size - 1
-        self.device = torch.device("cpu")
-        self.device_group = self.cpu_group = SimpleNamespace(size=lambda: world_size, rank=lambda: rank)
-        self.device_communicator = self.mq_broadcaster = None
-        self.unique_name = f"stand-in:{rank}"
-
-    def all_reduce(self, tensor: Any) -> Any:
-        return tensor
-
-    all_gather = all_reduce
-
-
-def play(rank: int, tp: int, expert: bool) -> None:
-    """Be this rank."""
-    from vllm.distributed import parallel_state
-
-    for name in ("_TP", "_WORLD", "_PP", "_DP", "_EP", "_EPLB", "_PCP", "_DCP", "_INNER_DP_WORLD"):
-        if hasattr(parallel_state, name):
-            many = name in ("_TP", "_WORLD") or (name == "_EP" and expert)
-            setattr(parallel_state, name, Group(rank if many else 0, tp if many else 1))
+from relayout.observe.stand_ins import play, stand_in_kernels
 
 
 def configuration(job: Job, path: str, load_format: str, **extra: Any) -> Any:
@@ -132,47 +100,6 @@ def main() -> None:
     if "--stand-in-kernels" in sys.argv:
         stand_in_kernels()
     run_jobs(compare)
-
-
-def stand_in_kernels() -> None:
-    """Where vLLM has no kernel of a quantized layer for this processor, take a stand-in: nothing is run here."""
-    base = "vllm.model_executor.layers"
-    for module in (
-        "fp8",
-        "auto_awq",
-        "auto_gptq",
-        "mxfp4",
-        "modelopt",
-        "moe_wna16",
-        "compressed_tensors.compressed_tensors",
-    ):
-        with contextlib.suppress(ImportError):
-            importlib.import_module(f"{base}.quantization.{module}")
-    linear = importlib.import_module("vllm.model_executor.kernels.linear")
-    for kind in ("fp8", "int8", "nvfp4", "mxfp4", "mxfp8"):
-        replace(linear, f"init_{kind}_linear_kernel", lambda: MagicMock(__name__="stand_in"))
-    replace(linear, "choose_mp_linear_kernel", lambda: MagicMock(__name__="stand_in"))
-    experts = {"fp8": "fp8", "int_wna16": "wna16", "mxfp4": "mxfp4", "int8": "int8", "nvfp4": "nvfp4"}
-    for module, name in experts.items():
-        oracle = importlib.import_module(f"{base}.fused_moe.oracle.{module}")
-        kinds = next(value for key, value in vars(oracle).items() if key.lower() == f"{name}moebackend")
-        chosen = next((getattr(kinds, one) for one in ("TRITON", "MARLIN") if hasattr(kinds, one)), next(iter(kinds)))
-        replace(oracle, f"select_{name}_moe_backend", lambda chosen=chosen: (chosen, MagicMock(__name__="stand_in")))
-
-
-def replace(module: Any, name: str, stand_in: Any) -> None:
-    """Let a function, wherever it has been imported to, return the stand-in where it fails."""
-    original = getattr(module, name)
-
-    def tried(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(*args, **kwargs)
-        except (ValueError, NotImplementedError):
-            return stand_in()
-
-    for other in list(sys.modules.values()):
-        if getattr(other, "__name__", "").startswith("vllm") and getattr(other, name, None) is original:
-            setattr(other, name, tried)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,275 @@
+"""Finds rules of the plan language for slices that were observed at several degrees. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from relayout.core.patterns import collapse_numbers
+from relayout.core.slices import Slice
+from relayout.errors import PlanError
+from relayout.observe.taken import joined
+from relayout.plans.division import Sizes, divide
+from relayout.plans.family import (
+    EVEN,
+    EXPERTS,
+    HEAD_DIM,
+    KV_HEADS,
+    RAGGED,
+    VOCABULARY,
+    Family,
+    Rule,
+    SizeSource,
+    dump_rules,
+)
+from relayout.plans.planner import PlannedCheckpoint, PlannedTensor
+
+Observed = Mapping[int, Sequence[tuple[Slice, ...]]]
+"""By degree: for each tensor, in the checkpoint's order, the slice of each rank."""
+
+_SIZES: dict[str, tuple[str, ...]] = {
+    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    KV_HEADS: ("num_key_value_heads", "num_attention_heads", "n_head", "n_heads"),
+    HEAD_DIM: ("head_dim",),
+    EXPERTS: ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"),
+    "key_heads": ("linear_num_key_heads",),
+    "value_heads": ("linear_num_value_heads",),
+    "key_dim": ("linear_key_head_dim",),
+    "value_dim": ("linear_value_head_dim",),
+}
+"""Names of sizes, and the keys of config.json that have them."""
+
+_ATTENTION = re.compile(r"attn|attention|mixer|mamba|ssm")
+_EMBEDDING = re.compile(r"embed|lm_head|wte|\bhead\b|output")
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+_STACKED = re.compile(r"\.experts\.[a-z]")
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A plan that fits, and what does not."""
+
+    family: Family
+    unfitted: Mapping[str, str]
+    """Patterns of tensors that no rule fits, and what is known of them."""
+
+
+def fit(checkpoint: PlannedCheckpoint, observed: Observed, held_out: Iterable[int] = ()) -> Fitted:
+    """Rules that give what was observed at all degrees; each must also give what was at the held out ones.
+
+    Rules are looked for without these, and one that they refute is not replaced by another: it did not say what the
+    engine does.
+    """
+    fitter = _Fitter(checkpoint, observed, frozenset(held_out))
+    rules: list[Rule] = []
+    unfitted: dict[str, str] = {}
+    for pattern, members in _groups(checkpoint.tensors).items():
+        for narrowed, some in _alike(pattern, members, checkpoint.tensors, observed):
+            rule, why = fitter.rule(narrowed, some)
+            if rule is not None:
+                rules.append(rule)
+                continue
+            unfitted[narrowed] = why
+            rules += _explicit(narrowed, some, checkpoint.tensors, observed)
+    rules.sort(key=lambda rule: rule.pattern.count("*"))  # The first that matches counts.
+    used = {size for rule in rules for size in (*rule.units, *rule.widths, rule.interleaved)} | {HEAD_DIM, EXPERTS}
+    names = [tensor.name for tensor in checkpoint.tensors]
+    each = sorted({_EXPERT.sub(".experts.#.", collapse_but_experts(name)) for name in names if _EXPERT.search(name)})
+    stacked = sorted({collapse_numbers(name) for name in names if _STACKED.search(name)})
+    family = Family(
+        str(checkpoint.model_type),
+        "file",
+        () if checkpoint.model_type is None else (checkpoint.model_type,),
+        None,
+        (),
+        {size: sources for size, sources in fitter.sources.items() if size in used},
+        tuple(_merged(rules)),
+        tuple(dict.fromkeys(f"{one.rpartition('#.')[0]}#.**" for one in each)),
+        tuple(stacked),
+    )
+    return Fitted(family, unfitted)
+
+
+def collapse_but_experts(name: str) -> str:
+    """The name with numbers replaced, but for the expert's."""
+    return ".experts.".join(
+        collapse_numbers(part) if i == 0 else part for i, part in enumerate(name.split(".experts.", 1))
+    )
+
+
+def as_toml(fitted: Fitted, title: str) -> str:
+    """The text of a plan file."""
+    rules = dump_rules(fitted.family)
+    lines = [f"# {title}"]
+    if fitted.unfitted:
+        lines.append("# No rule was found for these, whose slices are listed:")
+        lines += [f"#   {pattern}: {why}" for pattern, why in fitted.unfitted.items()]
+    if "model_types" in rules:
+        lines.append(f"model_types = {_toml(rules['model_types'])}")
+    for table in ("sizes", "cut", "experts"):
+        entries = rules.get(table, {})
+        if entries:
+            lines += ["", f"[{table}]"]
+            lines += [
+                f"{key if table != 'cut' else _toml(key)} = {_toml(_short(value))}" for key, value in entries.items()
+            ]
+    return "\n".join(lines) + "\n"
+
+
+def _short(value: Any) -> Any:
+    """Lists of one as that one."""
+    if isinstance(value, list) and len(value) == 1:
+        return _short(value[0])
+    return {key: _short(one) for key, one in value.items()} if isinstance(value, dict) else value
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_toml(one)}" for key, one in value.items()) + " }"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+class _Fitter:
+    """Tries the rules of the language, the most telling ones first."""
+
+    def __init__(self, checkpoint: PlannedCheckpoint, observed: Observed, held_out: frozenset[int]) -> None:
+        self._tensors = checkpoint.tensors
+        self._observed = observed
+        self._held_out = held_out
+        self.sources = {size: tuple(map(SizeSource, keys)) for size, keys in _SIZES.items()}
+        nested = checkpoint.config.get("text_config")
+        numbers = {**checkpoint.config, **(nested if isinstance(nested, Mapping) else {})}
+        known = {key for keys in _SIZES.values() for key in keys}
+        for key, value in sorted(numbers.items()):
+            if type(value) is int and value > 1 and key not in known and re.search(r"head|group|expert|num_|n_", key):
+                self.sources[key] = (SizeSource(key),)
+        self._sizes = Sizes(self.sources, checkpoint.config)
+        self._vocabulary = numbers.get("vocab_size")
+
+    def rule(self, pattern: str, members: Sequence[int]) -> tuple[Rule | None, str]:
+        """The rule that gives what was observed of all these tensors; else None, and why not."""
+        parts = [part for by_rank in self._observed.values() for t in members for part in by_rank[t]]
+        axes = {axis for part in parts for axis in part.axes}
+        if len({part.is_held for part in parts}) > 1:
+            return None, "some ranks do not take it"
+        if not axes:
+            return Rule(pattern, None), ""
+        if len(axes) > 1:
+            return None, f"it is cut along dims {sorted(axes)}"
+        [axis] = axes
+        fitting = [degree for degree in self._observed if degree not in self._held_out]
+        for candidate in self._candidates(pattern, axis, self._tensors[members[0]]):
+            if all(self._gives(candidate, t, degree) for degree in fitting for t in members):
+                wrong = [d for d in self._held_out if not all(self._gives(candidate, t, d) for t in members)]
+                if wrong:
+                    return None, f"{_said(candidate)} is not so at {wrong[0]} ranks"
+                return candidate, ""
+        return None, f"it is cut along dim {axis} as no rule says"
+
+    def _gives(self, rule: Rule, t: int, degree: int) -> bool:
+        assert rule.dim is not None
+        size = self._tensors[t].shape[rule.dim]
+        try:
+            ranges = divide(rule, size, self._sizes, degree)
+        except PlanError:
+            return False
+        taken = (part.ranges_along(rule.dim) for part in self._observed[degree][t])
+        return all(
+            joined(one) == (((0, size),) if other is None else joined(other))
+            for one, other in zip(ranges, taken, strict=True)
+        )
+
+    def _candidates(self, pattern: str, axis: int, tensor: PlannedTensor) -> Iterator[Rule]:
+        size = tensor.shape[axis]
+        is_attention, is_kv = _ATTENTION.search(pattern), re.search(r"\b[kv]_|[._][kv](_proj)?\.|key|value", pattern)
+        units = [KV_HEADS, "heads"] if is_kv else ["heads", KV_HEADS]
+        units = [EVEN, *units] if not is_attention else [*units, EVEN]
+        if size == self._vocabulary or _EMBEDDING.search(pattern):
+            units.insert(0, VOCABULARY)
+        for unit in dict.fromkeys([*units, VOCABULARY]):
+            yield Rule(pattern, axis, (unit,))
+        for count in (2, 3, 4):
+            yield Rule(pattern, axis, (EVEN,) * count)
+        for parts in (("heads", KV_HEADS, KV_HEADS), (KV_HEADS, KV_HEADS), ("heads", "heads", KV_HEADS, KV_HEADS)):
+            yield Rule(pattern, axis, parts)
+            yield Rule(pattern, axis, parts, (), KV_HEADS)
+        for parts, widths in (
+            (("key_heads", "key_heads", "value_heads"), ("key_dim", "key_dim", "value_dim")),
+            (
+                ("key_heads", "key_heads", "value_heads", "value_heads"),
+                ("key_dim", "key_dim", "value_dim", "value_dim"),
+            ),
+        ):
+            yield Rule(pattern, axis, parts, widths)
+        for unit in self.sources:
+            if unit not in (HEAD_DIM, "heads", KV_HEADS):
+                yield Rule(pattern, axis, (unit,))
+        for block in (1, 16, 32, 64, 128, 256):
+            yield Rule(pattern, axis, (RAGGED,), block=block)
+
+
+def _said(rule: Rule) -> str:
+    return f"dim {rule.dim} by {' + '.join(rule.units)}"
+
+
+def _groups(tensors: Sequence[PlannedTensor]) -> dict[str, list[int]]:
+    groups: dict[str, list[int]] = {}
+    for t, tensor in enumerate(tensors):
+        groups.setdefault(collapse_numbers(tensor.name), []).append(t)
+    return groups
+
+
+def _alike(
+    pattern: str, members: list[int], tensors: Sequence[PlannedTensor], observed: Observed
+) -> Iterator[tuple[str, list[int]]]:
+    """Tensors of a pattern by the axes that they are cut along; each lot with a pattern of its own."""
+    lots: dict[tuple[int, ...], list[int]] = {}
+    for t in members:
+        axes = {axis for by_rank in observed.values() for part in by_rank[t] for axis in part.axes}
+        lots.setdefault(tuple(sorted(axes)), []).append(t)
+    if len(lots) == 1:
+        yield pattern, members
+        return
+    for lot in lots.values():
+        numbers = sorted({int(n) for t in lot if (n := _first_number(tensors[t].name)) is not None})
+        words = ",".join(map(str, numbers))
+        yield pattern.replace("*", f"{{{words}}}" if len(numbers) > 1 else words, 1), lot
+
+
+def _explicit(
+    pattern: str, members: Sequence[int], tensors: Sequence[PlannedTensor], observed: Observed
+) -> Iterator[Rule]:
+    """What was observed, as it is: one rule for all tensors, or for each lot with the same slices one of its names."""
+    lots: dict[tuple[tuple[int, tuple[Slice, ...]], ...], list[str]] = {}
+    for t in members:
+        lots.setdefault(tuple((degree, by_rank[t]) for degree, by_rank in observed.items()), []).append(tensors[t].name)
+    for slices, names in lots.items():
+        for one in [pattern] if len(lots) == 1 else names:
+            yield Rule(one, None, slices=slices)
+
+
+def _first_number(name: str) -> int | None:
+    return next((int(part) for part in name.split(".") if part.isdigit()), None)
+
+
+def _merged(rules: Sequence[Rule]) -> Iterator[Rule]:
+    """Rules that differ in the last word before `.weight` or `.bias` only, as one."""
+    lots: dict[tuple[str, str, Rule], list[str]] = {}
+    for rule in rules:
+        stem, _, suffix = rule.pattern.rpartition(".")
+        module, _, word = stem.rpartition(".")
+        key = replace(rule, pattern="")
+        lots.setdefault((module, suffix if word else "", key), []).append(word if word else rule.pattern)
+    for (module, suffix, key), words in lots.items():
+        word = (
+            words[0] if len(words) == 1 or any("{" in one or "*" in one for one in words) else f"{{{','.join(words)}}}"
+        )
+        for one in [word] if len(words) == 1 or word.startswith("{") else words:
+            pattern = f"{module}.{one}.{suffix}" if module else f"{one}.{suffix}" if suffix else one
+            yield replace(key, pattern=pattern)

@@ -1,0 +1,94 @@
+"""Writes what was observed of an engine as a plan file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from relayout.checkpoint.source import SourceCheckpoint, read_source
+from relayout.errors import PlanError
+from relayout.observe.fitting import as_toml, fit
+from relayout.observe.observation import Observation, observe
+from relayout.observe.taken import same_elements
+from relayout.plans.family import Family, parse_family
+from relayout.plans.planner import plan_by
+from relayout.storage.stores import find_store
+
+DEGREES = range(2, 17)
+"""That are tried; vLLM refuses those that do not divide the heads."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedPlan:
+    """A plan file that was written."""
+
+    output: str
+    engine: str
+    """The version of vLLM, and its class."""
+    degrees: tuple[int, ...]
+    """At which its ranks were observed."""
+    held_out: tuple[int, ...]
+    """Of these, those that no rule was looked for with; all rules agree with them."""
+    num_rules: int
+    unfitted: tuple[str, ...]
+    """Patterns of tensors that no rule fits, each with the reason."""
+
+    def as_json(self) -> dict[str, object]:
+        """For `--json`."""
+        return asdict(self)
+
+
+def observe_plan(
+    source: str | os.PathLike[str], output: str | os.PathLike[str], *, trust_remote_code: bool = False
+) -> ObservedPlan:
+    """Observe the installed vLLM at each degree up to 16, and write rules that say the same as a plan file.
+
+    Args:
+        source: a checkpoint; its headers and config.json are read.
+        output: the file to make.
+        trust_remote_code: run Python files of the source.
+
+    Raises:
+        FormatError: the source is damaged.
+        PlanError: `output` exists, or vLLM cannot be observed at any degree.
+    """
+    file = Path(output)
+    if file.exists():
+        raise PlanError("exists", path=file, code="exists")
+    checkpoint = read_source(find_store(source))
+    found = dict(zip(DEGREES, observe(checkpoint, DEGREES, trust_remote_code=trust_remote_code), strict=True))
+    seen = {degree: one for degree, one in found.items() if not isinstance(one, PlanError)}
+    if not seen:
+        first = found[DEGREES[0]]
+        assert isinstance(first, PlanError)
+        raise first
+    degrees = tuple(seen)
+    held_out = degrees[-2:-1] if len(degrees) > 2 else degrees[1:]
+    fitted = fit(checkpoint, {degree: one.slices for degree, one in seen.items()}, held_out)
+    engine = next(iter(seen.values())).engine
+    text = as_toml(fitted, f"Observed from vLLM {engine} at {', '.join(map(str, degrees))} ranks.")
+    _check(checkpoint, parse_family(text, str(file), file.name), seen)
+    file.write_text(text)
+    unfitted = tuple(f"{pattern}: {why}" for pattern, why in fitted.unfitted.items())
+    return ObservedPlan(str(file), engine, degrees, held_out, len(fitted.family.rules), unfitted)
+
+
+def _check(checkpoint: SourceCheckpoint, family: Family, seen: Mapping[int, Observation]) -> None:
+    """Apply the plan as a conversion does.
+
+    Raises:
+        PlanError: it does not give what was observed.
+    """
+    for degree, observation in seen.items():
+        plan = plan_by(checkpoint, degree, family)
+        for t, tensor in enumerate(checkpoint.tensors):
+            if any(part.is_held for part in observation.slices[t]) and not same_elements(
+                plan.cut(t).slices, observation.slices[t], tensor.shape
+            ):
+                raise PlanError(
+                    f"the rules that were found cut it otherwise than was observed at {degree} ranks",
+                    tensor=tensor.name,
+                    code="unsupported",
+                )

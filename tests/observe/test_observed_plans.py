@@ -1,0 +1,109 @@
+"""A checkpoint is converted as a class of vLLM takes it: vLLM is a package of the tests, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from support import fake_vllm_package
+
+import relayout
+from relayout.errors import PlanError
+from relayout.observe.plan_file import observe_plan
+
+HIDDEN = 16
+
+
+def write_source(folder: Path, **config: Any) -> Mapping[str, np.ndarray[Any, Any]]:
+    """A model of 4 heads of 4 elements; `unused` is what its class does not take."""
+    shapes = {
+        "embed.weight": (64, HIDDEN),
+        "qkv.weight": (3 * HIDDEN, HIDDEN),
+        "out.weight": (HIDDEN, HIDDEN),
+        "unused": (5,),
+    }
+    tensors = {
+        name: np.arange(1, 1 + np.prod(shape), dtype=np.float32).reshape(shape) for name, shape in shapes.items()
+    }
+    if config.pop("scaled", False):
+        tensors["scale"] = np.ones(1, np.float32)
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "odd", "hidden_size": HIDDEN, "num_attention_heads": 4, **config})
+    )
+    return tensors
+
+
+@pytest.fixture
+def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_vllm_package.write(tmp_path / "packages")
+    root = Path(relayout.__file__).parents[1]
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'packages'}:{root}")
+
+
+@pytest.mark.usefixtures("vllm")
+def test_each_rank_has_what_the_class_copies_and_the_record_says_from_where(tmp_path: Path) -> None:
+    tensors = write_source(tmp_path / "model", is_trusted=True)
+    done = relayout.convert(tmp_path / "model", tmp_path / "out", tp=4, plan="vllm", trust_remote_code=True)
+    assert done.untaken == ("unused",)
+    for rank in range(4):
+        held = relayout.load(tmp_path / "out", rank)
+        rows = slice(12 * rank, 12 * (rank + 1))  # q, k and v of its head are neighbors, as stored.
+        np.testing.assert_array_equal(held["qkv.weight"].numpy(), tensors["qkv.weight"][rows])
+        np.testing.assert_array_equal(held["out.weight"].numpy(), tensors["out.weight"][:, 4 * rank : 4 * (rank + 1)])
+        np.testing.assert_array_equal(held["embed.weight"].numpy(), tensors["embed.weight"])
+        np.testing.assert_array_equal(held["unused"].numpy(), tensors["unused"])
+    assert relayout.verify(tmp_path / "out", source=tmp_path / "model").ok
+    assert "vllm:0.0.fake OddForCausalLM" in (tmp_path / "out" / "relayout.json").read_text()
+    with pytest.raises(PlanError, match=r"observed from vLLM 0\.0\.fake OddForCausalLM at 4 ranks.* no other degree"):
+        relayout.load(tmp_path / "out", 0, tp=2)
+    assert relayout.load(tmp_path / "out", 0, tp=1)["out.weight"].shape == (HIDDEN, HIDDEN)
+
+
+@pytest.mark.usefixtures("vllm")
+def test_rules_are_written_that_convert_without_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = write_source(tmp_path / "model")
+    made = observe_plan(tmp_path / "model", tmp_path / "plan.toml")
+    assert (made.degrees, made.held_out, made.unfitted) == ((2, 4), (4,), ())
+    plan = tomllib.loads((tmp_path / "plan.toml").read_text())
+    assert plan["cut"]["out.weight"] == {"dim": 1, "by": "even"}
+    assert plan["cut"]["embed.weight"] == "whole"
+    with pytest.raises(PlanError, match="exists"):
+        observe_plan(tmp_path / "model", tmp_path / "plan.toml")
+    monkeypatch.delenv("PYTHONPATH")
+    relayout.convert(tmp_path / "model", tmp_path / "out", tp=2, plan=tmp_path / "plan.toml")
+    held = relayout.load(tmp_path / "out", 1)
+    np.testing.assert_array_equal(held["qkv.weight"].numpy(), tensors["qkv.weight"][24:])
+    np.testing.assert_array_equal(held["out.weight"].numpy(), tensors["out.weight"][:, 8:])
+
+
+@pytest.mark.usefixtures("vllm")
+def test_what_cannot_be_observed_is_an_error_that_names_class_and_line(tmp_path: Path) -> None:
+    write_source(tmp_path / "reads", scaled=True)
+    with pytest.raises(
+        PlanError,
+        match=r"tensor 'scale'.* needs its values \(vllm\..*odd, OddForCausalLM\.load_weights, line \d+: self",
+    ):
+        relayout.convert(tmp_path / "reads", tmp_path / "out", tp=2, plan="vllm")
+    write_source(tmp_path / "model")
+    with pytest.raises(PlanError, match=r"refuses its config\.json: ValueError: heads must be divisible .*\(3\)"):
+        relayout.convert(tmp_path / "model", tmp_path / "out", tp=3, plan="vllm")
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_vllm_the_error_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "vllm.py").write_text("raise ImportError('none here')")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'packages'}:{Path(relayout.__file__).parents[1]}")
+    write_source(tmp_path / "model")
+    with pytest.raises(PlanError, match=r"--plan vllm: vLLM cannot be imported \(none here\)"):
+        relayout.convert(tmp_path / "model", tmp_path / "out", tp=2, plan="vllm")
+    # One rank needs no plan.
+    assert relayout.convert(tmp_path / "model", tmp_path / "one", tp=1, plan="vllm").num_ranks == 1

@@ -1,0 +1,106 @@
+"""A package called vllm, for a process of its own: as much of it as observing asks for, and a class with its layers."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+_MODULES = {
+    "__init__": '__version__ = "0.0.fake"',
+    "config": """
+        from contextlib import nullcontext
+        def set_current_vllm_config(config):
+            return nullcontext()
+        class SpeculativeConfig:
+            def __init__(self, **settings):
+                raise ValueError("no draft model")
+    """,
+    "distributed/__init__": "from vllm.distributed import parallel_state",
+    "distributed/parallel_state": "_TP = _WORLD = _EP = None",
+    "engine/__init__": "",
+    "engine/arg_utils": """
+        import json
+        from pathlib import Path
+        from types import SimpleNamespace
+        import torch
+        class EngineArgs:
+            def __init__(self, model, tensor_parallel_size, enable_expert_parallel, trust_remote_code, **settings):
+                self.config = json.loads(Path(model, "config.json").read_text())
+                self.tp = tensor_parallel_size
+                assert trust_remote_code == self.config.get("is_trusted", False)
+                assert list(Path(model).glob("*.safetensors"))
+            def create_engine_config(self):
+                if self.config["num_attention_heads"] % self.tp:
+                    raise ValueError(f"heads must be divisible by tensor parallel size ({self.tp})")
+                return SimpleNamespace(
+                    model_config=SimpleNamespace(
+                        hf_config=self.config, dtype=torch.bfloat16, quantization=None, model="model"
+                    ),
+                    parallel_config=SimpleNamespace(),
+                    compilation_config=SimpleNamespace(static_forward_context={}),
+                    load_config=None,
+                )
+    """,
+    "platforms": """
+        class Platform:
+            def get_attn_backend_cls(self):
+                raise NotImplementedError
+        current_platform = Platform()
+    """,
+    "utils/__init__": "",
+    "utils/torch_utils": """
+        from contextlib import nullcontext
+        def set_default_torch_dtype(dtype):
+            return nullcontext()
+    """,
+    "model_executor/__init__": "",
+    "model_executor/model_loader/__init__": "",
+    "model_executor/model_loader/default_loader": """
+        class DefaultModelLoader:
+            def __init__(self, load_config):
+                pass
+            def load_weights(self, model, model_config):
+                model.load_weights(self.get_all_weights(model_config, model))
+    """,
+    "model_executor/model_loader/utils": """
+        from vllm.model_executor.models.odd import OddForCausalLM
+        def initialize_model(vllm_config, model_config):
+            return OddForCausalLM(model_config.hf_config)
+    """,
+    "model_executor/models/__init__": "",
+    "model_executor/models/registry": "",
+    "model_executor/models/odd": """
+        import torch
+        from vllm.distributed import parallel_state
+        class OddForCausalLM(torch.nn.Module):
+            def __init__(self, config):
+                super().__init__()
+                self.rank, self.tp = parallel_state._TP.rank, parallel_state._TP.world_size
+                self.config, hidden = config, config["hidden_size"]
+                self.table = torch.nn.Parameter(torch.empty(64, hidden), requires_grad=False)
+                self.qkv = torch.nn.Parameter(torch.empty(3 * hidden // self.tp, hidden), requires_grad=False)
+                self.out = torch.nn.Parameter(torch.empty(hidden, hidden // self.tp), requires_grad=False)
+            def load_weights(self, weights):
+                for name, tensor in weights:
+                    if name == "embed.weight":
+                        self.table.copy_(tensor)
+                    elif name == "qkv.weight":  # Heads of q, k, v one after the other; turned into all q, all k, all v.
+                        heads, width = self.config["num_attention_heads"], tensor.shape[1]
+                        by_part = tensor.view(heads, 3, -1, width).transpose(0, 1).reshape(3, -1, width)
+                        share = by_part.shape[1] // self.tp
+                        self.qkv.copy_(by_part.narrow(1, self.rank * share, share).reshape(self.qkv.shape))
+                    elif name == "out.weight":
+                        share = self.out.shape[1]
+                        self.out.copy_(tensor.narrow(1, self.rank * share, share))
+                    elif name == "scale":
+                        self.table.mul_(tensor.item())
+    """,
+}
+
+
+def write(folder: Path) -> None:
+    """Make the package in a folder that is then named by PYTHONPATH."""
+    for name, text in _MODULES.items():
+        file = folder / "vllm" / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(textwrap.dedent(text))

@@ -1,0 +1,211 @@
+"""Runs where transformers is: small checkpoints of any architecture that it has a class for, with the hub's names.
+
+A configuration's defaults are mostly those of a published model of billions of parameters. Its numbers are made small
+by their names, so that they still fit each other, and so that 4 ranks can divide them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+H, HEADS, KV_HEADS, HEAD_DIM, INNER, LAYERS, VOCABULARY, EXPERTS = 256, 8, 4, 32, 512, 4, 1024, 8
+
+_SMALL: tuple[tuple[str, int], ...] = (
+    (
+        r"(swa_)?num_(key_value|kv|query|global_key_value)_(heads|groups)|multi_query_group_num|n_head_kv|kv_n_heads",
+        KV_HEADS,
+    ),
+    (
+        r"num_(hidden_|encoder_|decoder_|text_|vision_)?layers|n_layers?|(encoder|decoder)_layers|depth|num_blocks"
+        r"|layer_num",
+        LAYERS,
+    ),
+    (r"num_nextn_predict_layers|mtp_num_hidden_layers|num_mtp_layers|num_mtp_modules|num_kv_shared_layers", 0),
+    (r"first_k_dense_replace|moe_layer_start_index|num_dense_layers|n_dense_layers", 1),
+    (r"vocab_size_per_layer_input|(text_|audio_)?vocab_size|vocab_sizes", VOCABULARY),
+    (r"hidden_size_per_layer_input", 64),
+    (r".*(intermediate_(size|dim)|ffn_dim|ffn_hidden_size|inner_dim|n_inner)(_mlp)?|d_ff|ff_dim|block_ff_dim", INNER),
+    (
+        r"num_experts_per_tok(en)?|num_selected_experts|moe_top_?k|top_?k(_experts)?|moe_k|n_activated_experts"
+        r"|num_experts_per_token",
+        2,
+    ),
+    (r"n_group|topk_group|num_expert_group|moe_router_topk_group|n_expert_groups|n_limited_groups", 1),
+    (r"n_shared_experts|num_shared_experts|num_shared_expert|moe_num_shared_experts", 1),
+    (r"(num|n)_(local_|routed_|total_)?experts|moe_num_experts|num_moe_experts", EXPERTS),
+    (r".*_lora_(rank|dim)|.*low_rank.*dim|lora_rank", 64),
+    (r"qk_rope_head_dim|rotary_dim|rope_head_dim", 16),
+    (r"linear_(key|value)_head_dim", HEAD_DIM),
+    (r"mamba_(d_head|head_dim)", 64),
+    (
+        r"qk_nope_head_dim|v_head_dim|qk_head_dim|head_dim|attention_head_dim|kv_channels|swa_head_dim|head_size|d_kv"
+        r"|global_head_dim|index_head_dim",
+        HEAD_DIM,
+    ),
+    (r"linear_num_(key|value)_heads|mamba_(n|num)_heads|n_mamba_heads", HEADS),
+    (
+        r"(swa_)?(num_(attention_|encoder_attention_|decoder_attention_|q_|query_|linear_|index_)?heads|n_heads?"
+        r"|(encoder|decoder)_attention_heads|attention_heads|index_n_heads)",
+        HEADS,
+    ),
+    (r"mamba_d_ssm|mamba_d_inner", INNER),
+    (r"mamba_n_groups|n_groups|mamba_num_groups", 4),
+    (r"mamba_d_state|ssm_state_size|state_size|mamba_state_dim|time_step_rank|mamba_dt_rank", 16),
+    (
+        r"max_(position_embeddings|source_positions|target_positions|seq_len(gth)?|sequence_length)|n_positions|n_ctx"
+        r"|seq_length",
+        512,
+    ),
+    (
+        r"hidden_size|hidden_dim|d_model|n_embd|(word_)?embed(ding)?_(proj_)?(dim|size)|lru_width|dim|output_dims?"
+        r"|(out|output|text|vision|projector|lm|encoder|mm|backbone|proj|projection|model|audio|qformer|block)_(hidden_)?"
+        r"(size|dim)",
+        H,
+    ),
+    (r"image_size|video_size|force_image_size|crop_size", 56),
+    (r"num_position_embeddings", 64),
+    (r"(sliding|attention)_window(_size)?|attention_chunk_size|window_size", 64),
+)
+"""Patterns of keys, and what the number is; the first that matches counts."""
+
+_VALUES: dict[str, dict[str, Any]] = {
+    "FalconForCausalLM": {"ffn_hidden_size": 4 * H},
+}
+"""Where the sizes of an architecture depend on each other in other ways."""
+
+_OLDER = (
+    r"(^|\.)(vision_tower|vision_model)\.(embeddings|encoder|pre_layrnorm|post_layernorm|head)\.",
+    r"\1\2.vision_model.\3.",
+)
+"""What transformers writes, and what is on the hub."""
+
+_NOAUX = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+
+_SAID: dict[str, dict[str, Any]] = {
+    "AfmoeForCausalLM": {
+        "score_func": "sigmoid",
+        "route_norm": True,
+        "route_scale": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "DeepseekV3ForCausalLM": _NOAUX,
+    "DeepseekV32ForCausalLM": _NOAUX,
+    "GlmMoeDsaForCausalLM": _NOAUX,
+    "HYV3ForCausalLM": {"first_k_dense_replace": 1},
+}
+"""What config.json says on the hub, and transformers does not."""
+
+
+def config_of(architecture: str) -> Any:
+    """A small configuration of an architecture that transformers has a class for.
+
+    Raises:
+        LookupError: it has none.
+    """
+    cls = class_of(architecture)
+    return _small(cls.config_class, {**cls.config_class().to_dict()}, _VALUES.get(architecture, {}))
+
+
+def class_of(architecture: str) -> Any:
+    import transformers
+
+    cls = getattr(transformers, architecture, None)
+    if cls is None or getattr(cls, "config_class", None) is None:
+        raise LookupError(f"transformers has no class {architecture}")
+    return cls
+
+
+def write(architecture: str, folder: Path) -> None:
+    """A checkpoint with position-dependent values."""
+    config = config_of(architecture)
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = class_of(architecture)(config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data.normal_()
+    model.save_pretrained(folder)
+    file = folder / "config.json"
+    said = {**json.loads(file.read_text()), "architectures": [architecture], **_SAID.get(architecture, {})}
+    file.write_text(json.dumps(said))
+    if said.get("vision_config", {}).get("model_type") in ("siglip_vision_model", "clip_vision_model"):
+        _rename(folder / "model.safetensors", _OLDER)
+
+
+def supply(folder: Path, key: str) -> bool:
+    """Let config.json have a key that vLLM looks for and the hub's have, if a number is known for it."""
+    file = folder / "config.json"
+    said, number = json.loads(file.read_text()), _number(key)
+    if number is None or key in said:
+        return False
+    for part in (said, said.get("text_config"), said.get("vision_config")):
+        if isinstance(part, dict):
+            part.setdefault(key, number)
+    file.write_text(json.dumps(said))
+    return True
+
+
+def _rename(file: Path, pattern: tuple[str, str]) -> None:
+    weights = {re.sub(*pattern, name): tensor for name, tensor in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def _small(cls: Any, values: dict[str, Any], chosen_values: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    kept: dict[str, Any] = {}
+    nested = getattr(cls, "sub_configs", None) or {}
+    layers = {value for key, value in values.items() if "layer" in key and _number(key) == LAYERS}
+    for key, value in values.items():
+        if key in nested and isinstance(value, dict) and inspect.isclass(nested[key]):
+            sub = nested[key]
+            if sub.__name__ == "AutoConfig":
+                from transformers import CONFIG_MAPPING
+
+                sub = CONFIG_MAPPING[value["model_type"]]
+            own = {one: what for one, what in value.items() if one not in _OF_ALL}
+            kept[key] = _small(sub, sub(**own).to_dict()).to_dict()
+        elif type(value) is int:
+            number = _number(key)
+            if number is not None:
+                kept[key] = min(number, value) if number in (0, 1, 2) else number
+            elif key.endswith(("_token_id", "_token_index")) and value >= VOCABULARY:
+                kept[key] = sum(map(ord, key)) % VOCABULARY
+        elif isinstance(value, list) and len(value) in layers:
+            distinct = list(dict.fromkeys(map(_hashable, value)))
+            chosen = [value[list(map(_hashable, value)).index(one)] for one in distinct]
+            kept[key] = (chosen + value)[:LAYERS]
+        elif isinstance(value, list) and value and all(type(one) is int for one in value):
+            if re.search(r"(layer|index).*(ids|idx|indexes|indices|s)$", key):
+                kept[key] = sorted({min(one, LAYERS - 1) for one in value})[: len(value)]
+            elif key.endswith("token_ids") or "eos" in key:
+                kept[key] = [one % VOCABULARY for one in value]
+    same = {key: value for key, value in values.items() if key not in kept and key not in _OF_ALL}
+    return cls(**{**same, **kept, **chosen_values})
+
+
+_OF_ALL = {
+    *("model_type", "transformers_version", "architectures", "_name_or_path", "torch_dtype", "dtype", "id2label"),
+    *("output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward", "label2id"),
+    *("is_encoder_decoder", "problem_type", "per_layer_config"),
+}
+"""What every configuration has."""
+
+
+def _number(key: str) -> int | None:
+    return next((number for pattern, number in _SMALL if re.fullmatch(pattern, key)), None)
+
+
+def _hashable(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)

@@ -210,6 +210,8 @@ def part_staged(place: Place, marker: str, shared: str, part: str, *, replace: b
         staging.complete_part(record, replace=replace)
     except BaseException as error:
         staging.give_up(error)
+        if isinstance(error, RequestError) and not replace:
+            staging.check_incomplete()  # Who publishes aborts the uploads of others.
         raise
 
 
@@ -293,8 +295,8 @@ class CloudStaging:
         assert self._part is not None
         if self._part not in self._notes:
             return self._discard()
-        if not replace and self._place.client.stat(self._place.full(self._marker)) is not None:
-            raise PlanError("is complete already; --force replaces it", path=str(self._place), code="exists")
+        if not replace:
+            self.check_incomplete()
         for upload in self._uploads.values():
             upload.tags()  # Says what is missing.
         part = _Part(list(self._complete.values()), self._small, self._notes[self._part].text)
@@ -302,6 +304,15 @@ class CloudStaging:
             self._place.put(record, part.as_json(), create=True)
         except FileExistsError:
             self._discard()
+
+    def check_incomplete(self) -> None:
+        """Check that the output is not published yet.
+
+        Raises:
+            PlanError: it is.
+        """
+        if self._place.client.stat(self._place.full(self._marker)) is not None:
+            raise PlanError("is complete already; --force replaces it", path=str(self._place), code="exists")
 
     def _abort_others(self) -> None:
         """Abort all uploads to the output but those that are complete."""

@@ -78,10 +78,17 @@ def load(
 
     Raises:
         FormatError: a file is damaged, missing, or of another conversion; with `verify`, also if a digest differs.
-        PlanError: the rank does not exist, or an argument does not fit the checkpoint; torch's FakeTensorMode is on.
+        PlanError: the path or the rank does not exist, or an argument does not fit the checkpoint; torch's
+            FakeTensorMode is on.
         OSError: a read failed, or the backend does not work on this file system.
         MemoryError: there is not enough memory for the tensors.
         RuntimeError: the interpreter is shutting down, or the `progress` function forked this process.
+
+    Example:
+        >>> import relayout
+        >>> tensors = relayout.load("llama-3.1-8b-tp8", rank=3, names="**.norm.weight")
+        >>> list(tensors)
+        ['model.norm.weight']
     """
 
     def prepare() -> tuple[RankSource, ArenaPlan, Options]:
@@ -128,9 +135,10 @@ def iter_load(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) of one rank in file order, as they arrive.
 
-    For engines that copy each tensor to its parameter, such as `load_weights(iterator)` of vLLM and SGLang. The caller
-    may keep tensors; neighbors share memory, which is freed or used again when the last of them is deleted. Reading
-    starts with the first `next`; an unfinished iterator frees its resources when it is closed or collected.
+    For code that copies each tensor to its parameter. (Not for `load_weights` of a stock vLLM or SGLang, which cuts
+    whole tensors itself: they have plugins.) The caller may keep tensors; neighbors share memory, which is freed or
+    used again when the last of them is deleted. Reading starts with the first `next`; an unfinished iterator frees its
+    resources when it is closed or collected.
 
     Threads may take turns with one iterator, and each tensor is yielded once; calling `next` or `close` while another
     thread is inside one raises ValueError. On a CUDA device, the stream that is current at a `next` sees its tensor.
@@ -146,6 +154,11 @@ def iter_load(
         FormatError, OSError, MemoryError: as `load`, while iterating too.
         RuntimeError: while iterating: this process was forked since the first `next`, or is shutting down.
         PlanError: as `load`, or `memory` is less than the largest tensor takes.
+
+    Example:
+        >>> import relayout
+        >>> sum(tensor.nbytes for name, tensor in relayout.iter_load("llama-3.1-8b-tp8", rank=3)) > 200_000
+        True
     """
     from relayout.loader.stream import stream
 

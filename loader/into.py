@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from relayout.core.workers import Stop
-from relayout.errors import PlanError
+from relayout.errors import PlanError, did_you_mean
 from relayout.loader.backends.base import Backend, ReadJob, checks_of
 from relayout.loader.backends.files import Sources
 from relayout.loader.budgets import Budget
@@ -36,7 +36,7 @@ def load_into(
     row_of = {name: row for row, name in enumerate(contents.names)}
     for name, tensor in into.items():
         if name not in row_of:
-            raise PlanError(f"into: the rank has no tensor {name!r}", code="option")
+            raise PlanError(f"into: the rank has no tensor {name!r}{_hint(name, row_of)}", code="option")
         _check(name, tensor, contents.dtypes[row_of[name]], contents.shapes[row_of[name]], options)
     _check_memory(into, contents, row_of)
     wanted = set(select(contents.names, patterns)) if patterns is not None else set()
@@ -62,6 +62,16 @@ def load_into(
         if new:
             found |= load_arena(pack(parts[2]), stages[2])
     return {name: found[name] for name in contents.names if name in found}
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    """Why a name may be unknown: transformers 5 has one parameter for all experts, or it is misspelled."""
+    if ".experts.gate_up_proj" in name or ".experts.down_proj" in name:
+        return (
+            "; transformers fuses experts in memory, the checkpoint has one tensor for each:"
+            " relayout.transformers.from_pretrained joins them"
+        )
+    return did_you_mean(name, known)
 
 
 def _stage(options: Options, report: Callable[[int], None] | None, before: int) -> Options:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from relayout.core.arguments import integer, size
 from relayout.core.workers import Stop
+from relayout.errors import PlanError
 from relayout.loader.backends.base import Choice, ReadJob, checks_of
 from relayout.loader.backends.choice import choose, resolve_device
 from relayout.loader.budgets import Budget, plan_budget
@@ -36,9 +37,11 @@ class Options:
         """The backend for these files, and its budget.
 
         Raises:
-            PlanError: as `choice.choose` and `budgets.plan_budget`.
+            PlanError: the device is "meta"; or as `choice.choose` and `budgets.plan_budget`.
         """
         choice = choose(self.backend, self.device, files)
+        if str(self.device) == "meta":
+            raise PlanError("device 'meta': its tensors have no memory to load into", code="option")
         return choice, plan_budget(self.threads, self.memory, choice.backend.max_buffer_nbytes, cost_of(files))
 
 

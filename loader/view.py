@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from relayout.core.slices import Range, Slice
@@ -16,6 +17,7 @@ from relayout.loader.placement import pack
 from relayout.loader.sources.checkpoint import RankSource, find_whole
 from relayout.loader.sources.pieces import Pieces
 from relayout.loader.tensors import check_mode, to_device
+from relayout.results import html_table
 from relayout.storage.protocols import Closable
 
 if TYPE_CHECKING:
@@ -26,7 +28,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which part of a whole tensor a rank holds."""
+    """Which part of a whole tensor a rank holds.
+
+    Example:
+        >>> import relayout
+        >>> with relayout.open("llama-3.1-8b-tp8", rank=3) as checkpoint:
+        ...     checkpoint.place("model.layers.0.self_attn.q_proj.weight").part.by_axis
+        ((0, ((48, 16),)),)
+    """
 
     shape: tuple[int, ...]
     """Of the whole tensor, in elements."""
@@ -48,6 +57,12 @@ class TensorSlice:
     """A tensor of which parts can be read; returned by `get_slice`.
 
     Thread-safe, and usable after the checkpoint has been closed.
+
+    Example:
+        >>> import relayout
+        >>> with relayout.safe_open("llama-3.1-8b-tp8") as whole:
+        ...     whole.get_slice("lm_head.weight")[:2, 8:].shape
+        torch.Size([2, 120])
     """
 
     def __init__(self, reader: _Reader, pieces: Pieces, row: int) -> None:
@@ -56,6 +71,9 @@ class TensorSlice:
         self._name = pieces.columns.names[row]
         self._dtype = pieces.columns.dtypes[row]
         self._shape = pieces.columns.shape(row)
+
+    def __repr__(self) -> str:
+        return f"<TensorSlice {self._name!r}: {self._dtype} {list(self._shape)}>"
 
     def get_shape(self) -> list[int]:
         """The shape in elements: of the rank's slice, or of the whole tensor."""
@@ -92,6 +110,13 @@ class CheckpointView(Closable):
 
     Thread-safe, and usable in a forked child. A thread that reads while another one closes it gets the tensor or a
     PlanError.
+
+    Example:
+        >>> import relayout
+        >>> checkpoint = relayout.open("llama-3.1-8b-tp8", rank=3, names="**.norm.weight")
+        >>> checkpoint
+        <CheckpointView 'llama-3.1-8b-tp8': rank 3 of 8, 1 tensors>
+        >>> checkpoint.close()
     """
 
     def __init__(
@@ -108,6 +133,18 @@ class CheckpointView(Closable):
         self._open: tuple[_Reader, Mapping[str, int]] | None
         """The reader, and the row of each name; None after `close`."""
         self._open = reader, {name: row for row, name in enumerate(pieces.columns.names)}
+
+    def __repr__(self) -> str:
+        what = "whole tensors" if self._is_whole else f"rank {self.rank} of {self.num_ranks}"
+        state = ", closed" if self._open is None else ""
+        return f"<CheckpointView {self.path!r}: {what}, {len(self._pieces.columns.names):,} tensors{state}>"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the first tensors."""
+        columns = self._pieces.columns
+        shapes = (" x ".join(map(str, columns.shape(row))) or "scalar" for row in range(len(columns.names)))
+        rows = [list(row) for row in zip(columns.names, columns.dtypes, shapes, strict=True)]
+        return f"<p>{escape(repr(self))}</p>{html_table(rows, ['tensor', 'dtype', 'shape'])}"
 
     def keys(self) -> list[str]:
         """The names of the tensors, in file order."""
@@ -288,6 +325,12 @@ def open(
         FormatError: the manifest, the rank table or a file is damaged.
         PlanError: the rank does not exist, a pattern matches nothing, or the device cannot be used; or as `load`.
         OSError: the file system does not map files into memory.
+
+    Example:
+        >>> import relayout
+        >>> with relayout.open("llama-3.1-8b-tp8", rank=3) as checkpoint:
+        ...     checkpoint.get_tensor("model.norm.weight").shape
+        torch.Size([128])
     """
     with error_hints():
         options = options_of(device, verify=verify)
@@ -328,6 +371,12 @@ def safe_open(
     Raises:
         FormatError: the manifest or the source record is damaged.
         PlanError: `path` does not exist or was not converted, or `framework` is not torch ("pt").
+
+    Example:
+        >>> import relayout
+        >>> with relayout.safe_open("llama-3.1-8b-tp8") as whole:
+        ...     whole.get_slice("lm_head.weight").get_shape()
+        [1000, 128]
     """
     if framework not in ("pt", "torch", "pytorch"):
         raise PlanError(f"framework {framework!r}, expected 'pt'", code="option")

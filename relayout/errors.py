@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from os import PathLike
 from reprlib import Repr
@@ -12,6 +12,14 @@ class RelayoutError(Exception):
     """Base of both families. The text is one line: file, tensor, what was found, what was expected.
 
     Programs match on `code` and the other fields, not on the text.
+
+    Example:
+        >>> import relayout
+        >>> try:
+        ...     relayout.load("llama-3.1-8b-tp8", rank=8)
+        ... except relayout.RelayoutError as error:
+        ...     print(error.code)
+        option
     """
 
     def __init__(
@@ -75,6 +83,14 @@ def about(
         error.tensor = tensor if error.tensor is None else error.tensor
         error.what = error.what if part is None else f"{part}: {error.what}"
         raise
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown word: the known one that is most like it, if one is."""
+    from difflib import get_close_matches  # Only for errors.
+
+    found = get_close_matches(word, list(known), 1)
+    return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def shown(value: object) -> str:

@@ -1,38 +1,84 @@
-"""Progress of long work in bytes: a bar on stderr, or calls of a function."""
+"""Progress of long work in bytes: a bar or lines on stderr, or calls of a function."""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TextIO, TypeAlias, cast
+from typing import Any, Protocol, TextIO, TypeAlias, cast, runtime_checkable
+
+from relayout.errors import PlanError, shown
 
 Progress: TypeAlias = bool | Callable[[int, int], None] | None
-"""True: a bar on stderr. A function: called with (bytes done, total bytes). False or None: no progress."""
+"""True: a bar on stderr, or lines where that is no terminal. A function: called with (bytes done, total bytes). False
+or None: no progress."""
+
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+@runtime_checkable
+class Display(Protocol):
+    """A function for `Progress` that also wants to know the phase of the work."""
+
+    def begin(self, phase: str) -> None:
+        """The work has come to this phase, such as "converting"."""
+
+    def __call__(self, done: int, total: int) -> None:
+        """So many bytes of the phase are done."""
+
+
+class Reporter:
+    """What reports how far one piece of work is."""
+
+    def __init__(self, show: Callable[[int, int], None], phase: str, total: int) -> None:
+        self._show = show
+        self._total = total
+        self.begin(phase)
+
+    def begin(self, phase: str) -> None:
+        """From now on the work is in this phase. The bytes done go on counting."""
+        if isinstance(self._show, Display):
+            self._show.begin(phase)
+
+    def __call__(self, done: int) -> None:
+        """So many bytes of all are done."""
+        self._show(done, self._total)
 
 
 @contextmanager
-def reporting(progress: Progress, what: str, total: int) -> Iterator[Callable[[int], None] | None]:
-    """Yield a function to call with the bytes done so far, or None if progress is off."""
+def reporting(progress: Progress, phase: str, total: int) -> Iterator[Reporter | None]:
+    """Yield what to call with the bytes done so far, or None if progress is off."""
     if progress is True:
-        with progress_bar(what) as show:
-            yield lambda done: show(done, total)
+        with progress_bar(total) if _is_terminal() else progress_lines() as display:
+            yield Reporter(display, phase, total)
     elif callable(progress):
-        report = progress
-        yield lambda done: report(done, total)
-    else:
+        yield Reporter(progress, phase, total)
+    elif progress in (None, False):
         yield None
+    else:
+        raise PlanError(f"progress={shown(progress)}, expected True, False, None or a function", code="option")
 
 
 @contextmanager
-def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on stderr; yield a function to call with (bytes done, total bytes)."""
+def progress_lines() -> Iterator[Display]:
+    """Print a line on stderr now and then, and at the end: for logs and notebooks."""
+    lines = _Lines()
+    try:
+        yield lines
+    finally:
+        lines.end()
+
+
+@contextmanager
+def progress_bar(total: int) -> Iterator[Display]:
+    """Show a bar on stderr, which fits 80 columns."""
     from rich import progress  # Slow to import.
     from rich.console import Console
 
     columns = (
         progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
+        progress.BarColumn(bar_width=16),
         progress.DownloadColumn(),
         progress.TransferSpeedColumn(),
         progress.TimeRemainingColumn(),
@@ -41,8 +87,56 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
     console = Console(stderr=True, file=stream)
     # No refresh thread: a forked child would wait for locks that the thread held.
     with progress.Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total, refresh=True)
+        yield _Bar(bar, bar.add_task("", total=total))
+
+
+class _Bar:
+    """A bar of rich."""
+
+    def __init__(self, bar: Any, task: Any) -> None:
+        self._bar = bar
+        self._task = task
+
+    def begin(self, phase: str) -> None:
+        """See `Display.begin`."""
+        self._bar.update(self._task, description=phase, refresh=True)
+
+    def __call__(self, done: int, total: int) -> None:
+        """See `Display.__call__`."""
+        self._bar.update(self._task, completed=done, total=total, refresh=True)
+
+
+class _Lines:
+    """Lines of text."""
+
+    def __init__(self) -> None:
+        self._phase = ""
+        self._started = self._printed = time.monotonic()
+        self._state = 0, 0
+        self._stream = None if sys.stderr is None else _Lenient(sys.stderr)
+
+    def begin(self, phase: str) -> None:
+        """See `Display.begin`."""
+        self._phase = phase
+
+    def __call__(self, done: int, total: int) -> None:
+        """See `Display.__call__`."""
+        self._state = done, total
+        if time.monotonic() - self._printed >= _SECONDS_BETWEEN_LINES:
+            self.end()
+
+    def end(self) -> None:
+        """Print the state now."""
+        done, total = self._state
+        self._printed = time.monotonic()
+        if self._stream is not None:
+            amount = f"{done / 1e9:.1f} of {total / 1e9:.1f} GB in " if total else ""
+            self._stream.write(f"{self._phase}: {amount}{self._printed - self._started:.0f} s\n")
+            self._stream.flush()
+
+
+def _is_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()  # rich would count FORCE_COLOR as a terminal.
 
 
 class _Lenient:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from relayout.checkpoint.converted import find_manifest
 from relayout.core.arguments import integer
@@ -12,11 +12,12 @@ from relayout.loader.diagnose.explain import Explanation, explain
 from relayout.loader.diagnose.network import Network, measure
 from relayout.loader.sources.checkpoint import find_rank
 from relayout.loader.sources.contents import cost_of
+from relayout.results import Result
 from relayout.storage.stores import find_input
 
 
 @dataclass(frozen=True, slots=True)
-class Diagnosis:
+class Diagnosis(Result):
     """What loading a checkpoint would do on this machine."""
 
     path: str
@@ -31,10 +32,6 @@ class Diagnosis:
     ranks: tuple[Explanation, ...]
     network: Network | None = None
     """How fast the store answers; None for files of this machine."""
-
-    def as_json(self) -> dict[str, object]:
-        """For `--json`."""
-        return asdict(self)
 
 
 def diagnose(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from relayout.core.arguments import integer
@@ -19,6 +19,7 @@ from relayout.loader.placement import ArenaPlan
 from relayout.loader.read_plan import Chunk
 from relayout.loader.sources.checkpoint import find_rank
 from relayout.loader.sources.contents import StoredFile
+from relayout.results import Result
 from relayout.storage.local.mounts import Filesystem, filesystem_of, refuses_direct
 from relayout.storage.protocols import Access
 from relayout.storage.stores import scheme_of
@@ -42,7 +43,7 @@ class FileFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Explanation:
+class Explanation(Result):
     """What a load would do."""
 
     path: str
@@ -68,10 +69,6 @@ class Explanation:
     """Bytes of buffers, at most."""
     files: tuple[FileFacts, ...]
 
-    def as_json(self) -> dict[str, object]:
-        """For `--json`."""
-        return asdict(self)
-
 
 def explain(
     path: str | os.PathLike[str],
@@ -90,6 +87,11 @@ def explain(
 
     Raises:
         FormatError, PlanError, OSError: as `load`, for errors that occur before the first byte is read.
+
+    Example:
+        >>> import relayout
+        >>> relayout.explain("llama-3.1-8b-tp8", rank=3).device
+        'cpu'
     """
     with error_hints():
         options = options_of(device, backend, threads=threads, memory=memory)

@@ -28,6 +28,8 @@ def error_hints() -> Iterator[None]:
 
 
 def _with_hint(error: Exception) -> Exception | None:
+    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+        return ModuleNotFoundError("torch is not installed, but loading needs it: pip install torch", name="torch")
     if isinstance(error, MemoryError) and not str(error):
         return MemoryError(f"no memory is left for a load's own objects, beside tensors and buffers{_limit()}")
     if not isinstance(error, OSError) or isinstance(error, RequestError):  # Which says itself what to do.

@@ -19,7 +19,7 @@ from relayout.format.manifest import parse_manifest
 from relayout.loader.placement import ArenaPlan, PlacedTensors, pack
 from relayout.loader.sources.contents import Contents, StoredFile, contents_of, rank_files, select
 from relayout.progress import Progress
-from relayout.storage.protocols import Store
+from relayout.storage.protocols import Kind, Store
 from relayout.storage.stores import check_exists, find_input
 
 if TYPE_CHECKING:
@@ -282,6 +282,8 @@ def find_rank(
             return kept
         return _rank_of(store, manifest, rank, tp)
     check_exists(store)
+    if tp is None and store.kind() is Kind.FILE and find_manifest_blob(parent := store.parent()[0]) is not None:
+        raise PlanError(f"is a file of a converted folder: give the folder, {parent}", path=str(store), code="option")
     if cache and store.cost.is_remote:
         raise PlanError("a plain checkpoint, which cache= does not keep", path=str(store), code="unsupported")
     if tp is None:

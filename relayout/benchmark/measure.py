@@ -269,7 +269,7 @@ def plan_bench(
         plan_for(read_source(find_store(folders.source)), folders.tp)
     loaders, left_out = {}, []
     for name, loader in LOADERS.items():
-        # A part is taken by get_slice, a whole model by load_file: each is the faster there.
+        # A part is taken by get_slice, a whole model by load_file.
         if name == ("get_slice" if folders.tp == 1 else "load_file"):
             continue
         if loader.reads_converted:

@@ -65,6 +65,9 @@ def read_manifest(folder: Store) -> Manifest:
     except FormatError as error:
         if error.code == "missing" and folder.kind() is Kind.NOTHING:
             raise FormatError(folder.absence(), path=str(folder), code="missing") from None
+        if error.code == "missing":
+            what = f"not a converted folder ({MANIFEST_NAME} is missing); relayout convert makes one"
+            raise FormatError(what, path=str(folder), code="missing") from None
         raise
     return parse_manifest(blob, folder.where(MANIFEST_NAME))
 

@@ -37,6 +37,14 @@ def choose_shards(root: Store, names: Sequence[str]) -> tuple[list[str], list[st
     return used, [f"{name}: {reason}" for name in names if name not in set(used)]
 
 
+def other_shards(name: str) -> list[str]:
+    """What a single file leaves out: the rest of the numbered set that it belongs to."""
+    match = _NUMBERED.fullmatch(name)
+    if match is None or int(match["count"]) == 1:
+        return []
+    return [f"the other {int(match['count']) - 1} files of its set: name the folder to have all of them"]
+
+
 def _check_complete(root: Store, names: Sequence[str]) -> None:
     """Check that each numbered set is complete: without an index, nothing else lists the model's tensors."""
     sets: defaultdict[tuple[str, str], list[re.Match[str]]] = defaultdict(list)

@@ -16,7 +16,7 @@ from typing import Any
 
 from relayout.checkpoint.config import Config, find_config
 from relayout.checkpoint.converted import is_converted
-from relayout.checkpoint.shards import SINGLE_NAME, check_name, choose_shards
+from relayout.checkpoint.shards import SINGLE_NAME, check_name, choose_shards, other_shards
 from relayout.core.extents import Extent
 from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError, shown
@@ -27,6 +27,7 @@ from relayout.storage.protocols import Entry, Kind, ReadableFile, Store
 from relayout.storage.stores import check_exists
 
 MAX_INDEX_NBYTES = 64 * 2**20
+_PICKLED_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt"})
 _WEIGHT_SUFFIXES = frozenset(
     {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".ggml", ".onnx", ".npz", ".npy"}
     | {".tflite", ".mlmodel", ".ot"}
@@ -140,6 +141,7 @@ def _read_file(store: Store, folder: Store, name: str) -> SourceCheckpoint:
         config=config,
         # Planning used these files. Loading the output at another degree needs them again.
         side_files=tuple(sorted(config.names)),
+        left_out=other_shards(name),
         is_file=True,
     )
 
@@ -157,6 +159,16 @@ def read_shard(folder: Store, name: str) -> tuple[SourceFile, Header]:
         blob = prefix + _read(file, LENGTH_NBYTES, header_nbytes(prefix, file.nbytes, where))
         header = parse_header(blob, file.nbytes, where)
         return SourceFile(name, file.nbytes, header.data_start, blob, file.version), header
+
+
+def _read_shard(folder: Store, name: str, index_name: str | None) -> tuple[SourceFile, Header]:
+    """As `read_shard`, of a file that an index names."""
+    try:
+        return read_shard(folder, name)
+    except FormatError as error:
+        if error.code == "missing" and index_name is not None:
+            error.what = f"is missing, but {index_name} names it: is the download complete?"
+        raise
 
 
 def _read(file: ReadableFile, offset: int, nbytes: int) -> bytes:
@@ -202,7 +214,7 @@ def _read_folder(root: Store) -> SourceCheckpoint:
     side_files, not_copied = _side_files(root, entries)
     return _assemble(
         root,
-        each(partial(read_shard, root), used, root.cost.num_opens),
+        each(partial(_read_shard, root, index_name=index_name), used, root.cost.num_opens),
         named=named,
         config=find_config(root),
         index=index,
@@ -212,7 +224,7 @@ def _read_folder(root: Store) -> SourceCheckpoint:
 
 
 def _elsewhere(entries: Sequence[Entry]) -> str:
-    """Advice if subfolders contain weights, as in a diffusers pipeline."""
+    """Advice if subfolders contain weights, as in a diffusers pipeline, or weights are stored otherwise."""
     converted = _converted_folders(entries)
     found = sorted(
         {
@@ -223,7 +235,9 @@ def _elsewhere(entries: Sequence[Entry]) -> str:
         - converted
     )
     if not found:
-        return ""
+        others = [entry.name for entry in entries if PurePosixPath(entry.name).suffix in _PICKLED_SUFFIXES]
+        advice = "; found {}: load the model and save it with save_pretrained, which writes safetensors"
+        return advice.format(others[0]) if others else ""
     more = " ..." if len(found) > _MAX_FOLDERS else ""
     return f"; convert its subfolders one by one: {', '.join(found[:_MAX_FOLDERS])}{more}"
 

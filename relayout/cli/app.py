@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Literal, NoReturn, Protocol, TypeVar
+from functools import partial
+from typing import Annotated, Any, Literal, NoReturn, Protocol, TypeVar
 
 import typer
 
@@ -29,23 +32,43 @@ app = typer.Typer(
     name="relayout",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,  # Plain help: wide columns, right on any terminal, and quick.
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Rewrite safetensors checkpoints so that each tensor-parallel rank reads only its own bytes, "
     "contiguous and aligned.",
-    epilog="First steps: [bold]relayout inspect MODEL[/] shows what a rank would read today; "
-    "[bold]relayout convert MODEL --tp 8[/] writes MODEL-tp8 beside it; then, in Python, "
-    "[bold]relayout.load('MODEL-tp8', rank)[/]. Exit codes: 0 done, 1 verification found a difference, "
-    "2 bad input or usage, 3 I/O failure, 130 interrupted, 143 terminated.",
+    epilog="""\b
+First steps:
+  relayout inspect MODEL             what a rank would read today
+  relayout convert MODEL --tp 8      writes MODEL-tp8 beside it
+  vllm serve MODEL-tp8 -tp 8 --load-format relayout
+  relayout.load('MODEL-tp8', rank)   in Python
+
+\b
+Exit codes: 0 done, 1 verification found a difference, 2 bad input or usage,
+3 I/O failure, 130 interrupted, 143 terminated.""",
 )
 
+
+def _examples(*lines: str) -> str:
+    """Commands at the end of a command's help."""
+    return "\b\nExamples:\n" + "\n".join(f"  relayout {line}" for line in lines)
+
+
 JsonOption = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object to stdout, and progress events to stderr, one per line.")
+    bool, typer.Option("--json", help="Print one JSON object; progress and errors are JSON lines on stderr.")
+]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
+VerboseOption = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Print all rows; tell the progress where stderr is no terminal, too.")
 ]
 
 # Paths are `str`: each may be the URL of a store.
 SourceArgument = Annotated[
-    str, typer.Argument(metavar="SRC", help="A checkpoint folder, Hugging Face snapshot, or .safetensors file.")
+    str,
+    typer.Argument(
+        metavar="SRC",
+        help="A checkpoint folder, snapshot, or .safetensors file; a store's URL; or ORG/MODEL of the hub.",
+    ),
 ]
 OutputOption = Annotated[
     str | None,
@@ -55,18 +78,20 @@ PlanOption = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",
-        help="A plan file (TOML), [bold]transformers[/] for the plan of that package, or [bold]vllm[/] to cut as the"
-        " classes of the vLLM that is installed do. "
+        help="A plan file (TOML); 'transformers' for the plan of that package; or 'vllm' to cut as the classes of the"
+        " vLLM that is installed do. "
         "Default: the built-in plan for model_type in config.json.",
     ),
 ]
 PathArgument = Annotated[
     str,
-    typer.Argument(metavar="PATH", help="A .safetensors file, or a folder, converted or not."),
+    typer.Argument(metavar="PATH", help="A .safetensors file, or a folder, converted or not; or its URL."),
 ]
 ThreadsOption = Annotated[int, typer.Option(metavar="N", help="Threads that read, copy, hash and write.")]
 MemoryOption = Annotated[str, typer.Option(metavar="SIZE", help="Memory that these threads may use.")]
-ConvertedArgument = Annotated[str, typer.Argument(metavar="OUT", help="A folder that `relayout convert` wrote.")]
+ConvertedArgument = Annotated[
+    str, typer.Argument(metavar="OUT", help="A folder that `relayout convert` wrote, or its URL.")
+]
 EngineOption = Annotated[
     Literal["ray"] | None, typer.Option(help="Do the work on the nodes of a Ray cluster. Default: in this process.")
 ]
@@ -95,7 +120,9 @@ def main() -> None:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        print(f"relayout {__version__}", flush=True)
+        from relayout.format.index import FORMAT_VERSION
+
+        print(f"relayout {__version__}, format {FORMAT_VERSION}", flush=True)
         raise typer.Exit
 
 
@@ -108,7 +135,13 @@ def _root(
     pass
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        "convert llama-3.1-8b --tp 8",
+        "convert llama-3.1-8b --tp 8 --dry-run",
+        "convert llama-3.1-8b --tp 4 -o /fast/llama-tp4 --layout whole",
+    )
+)
 def convert(
     source: SourceArgument,
     tp: Annotated[int, typer.Option("--tp", metavar="N", help="Number of tensor-parallel ranks.")] = 1,
@@ -178,6 +211,8 @@ def convert(
     ] = False,
     engine: EngineOption = None,
     address: AddressOption = None,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Rewrite a checkpoint for N tensor-parallel ranks.
@@ -185,7 +220,7 @@ def convert(
     OUT appears complete or not at all; SRC is only read. After an interruption the same command continues. With --tp 1
     any model can be converted, into a folder for stock loaders.
     """
-    with _errors():
+    with _errors(as_json):
         from relayout.cli import render as terminal
         from relayout.conversion.run import PlanOptions, plan_conversion
 
@@ -207,7 +242,7 @@ def convert(
             from relayout.clusters import on_ray
 
             _begin_work()
-            progress = terminal.progress("converting", as_json=as_json)
+            progress = terminal.progress("converting", as_json=as_json, quiet=quiet, verbose=verbose)
             summary = on_ray.convert(
                 source,
                 output,
@@ -219,14 +254,14 @@ def convert(
                 progress=progress,
                 **options,
             )
-            _tell(summary, as_json, terminal.print_summary)
+            _tell(summary, as_json, terminal.print_summary, quiet=quiet)
             return
         planned = plan_conversion(source, output, **options)
         if dry_run:
-            _show(planned.preview(), as_json, terminal.print_preview)
+            _show(planned.preview(), as_json, partial(terminal.print_preview, verbose=verbose), quiet=quiet)
             return
         _begin_work()
-        progress = terminal.progress("converting", as_json=as_json)
+        progress = terminal.progress("converting", as_json=as_json, quiet=quiet, verbose=verbose)
         if unit is not None or commit:
             from relayout.conversion import jobs
 
@@ -234,16 +269,16 @@ def convert(
                 raise PlanError("--unit with --commit or --sha256: give these to the one that commits", code="option")
             if unit is not None:
                 done = jobs.convert_share(planned, unit, force=force, threads=threads, memory=memory, progress=progress)
-                _tell(done, as_json, terminal.print_units)
+                _tell(done, as_json, terminal.print_units, quiet=quiet)
             else:
                 summary = jobs.commit_units(planned, force=force, sha256=sha256, threads=threads, memory=memory)
-                _tell(summary, as_json, terminal.print_committed)
+                _tell(summary, as_json, terminal.print_committed, quiet=quiet)
             return
         summary = planned.run(force=force, sha256=sha256, threads=threads, memory=memory, progress=progress)
-        _tell(summary, as_json, terminal.print_summary)
+        _tell(summary, as_json, terminal.print_summary, quiet=quiet)
 
 
-@app.command()
+@app.command(epilog=_examples("plans", "plans llama > my-plan.toml", "plans --check my-model"))
 def plans(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Print this plan.")] = None,
     observe: Annotated[
@@ -266,8 +301,8 @@ def plans(
     plan: PlanOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the built-in plans for cutting tensors, or print one of them, or observe one."""
-    with _errors():
+    """List the built-in plans, print one, or make one for a checkpoint."""
+    with _errors(as_json):
         from relayout.cli import render as terminal
         from relayout.plans import family as families
 
@@ -299,24 +334,28 @@ def plans(
             terminal.print_plans(found)
 
 
-@app.command()
+@app.command(epilog=_examples("inspect llama-3.1-8b", "inspect llama-3.1-8b-tp8 --rank 3"))
 def inspect(
     path: PathArgument,
     rank: Annotated[
         int | None, typer.Option(metavar="R", help="Show the tensors of this rank of a converted checkpoint.")
     ] = None,
+    verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show tensors, ranks and alignment; for a plain checkpoint also how much a rank would read in excess."""
-    with _errors():
+    """Show what a rank reads, today and once converted.
+
+    And tensors, ranks and alignment. Reads headers only.
+    """
+    with _errors(as_json):
         from relayout.cli import render as terminal
         from relayout.commands import inspect as inspection
 
         found = inspection.inspect(path, rank=rank)
-        _show(found, as_json, terminal.print_inspection)
+        _show(found, as_json, partial(terminal.print_inspection, verbose=verbose))
 
 
-@app.command()
+@app.command(epilog=_examples("verify llama-3.1-8b-tp8", "verify llama-3.1-8b-tp8 --source llama-3.1-8b"))
 def verify(
     path: ConvertedArgument,
     source: CompareOption = None,
@@ -324,16 +363,21 @@ def verify(
     memory: MemoryOption = "512MiB",
     engine: EngineOption = None,
     address: AddressOption = None,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Check a converted checkpoint: structure, manifest, and the digest of every slice."""
-    with _errors():
+    """Check a converted folder, every byte of it.
+
+    Structure, manifest, and the digest of every slice; with --source also each slice against the source.
+    """
+    with _errors(as_json):
         from relayout.cli import render as terminal
         from relayout.commands import verify as verification
 
         _check_engine(engine, address)
         _begin_work()
-        progress = terminal.progress("verifying", as_json=as_json)
+        progress = terminal.progress("verifying", as_json=as_json, quiet=quiet, verbose=verbose)
         if engine is None:
             report = verification.verify(path, source=source, threads=threads, memory=memory, progress=progress)
         else:
@@ -342,32 +386,37 @@ def verify(
             report = on_ray.verify(
                 path, source=source, address=address, threads=threads, memory=memory, progress=progress
             )
-        _tell(report, as_json, terminal.print_report)
+        _tell(report, as_json, partial(terminal.print_report, verbose=verbose), quiet=quiet)
         if not report.ok:
             raise typer.Exit(EXIT_DIFFERENCE)
 
 
-@app.command()
+@app.command(epilog=_examples("restore llama-3.1-8b-tp8 -o llama-3.1-8b"))
 def restore(
     path: ConvertedArgument,
     output: Annotated[str, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.")],
     threads: ThreadsOption = 8,
     memory: MemoryOption = "512MiB",
     force: Annotated[bool, typer.Option("--force", help="Replace DIR if relayout converted it.")] = False,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Restore the source's shards, index and side files, byte for byte, from a converted folder."""
-    with _errors():
+    """Write the source again, from a converted folder.
+
+    Shards, index and side files, byte for byte; every digest is checked.
+    """
+    with _errors(as_json):
         from relayout.cli import render as terminal
         from relayout.commands import restore as restoration
 
         _begin_work()
-        progress = terminal.progress("restoring", as_json=as_json)
+        progress = terminal.progress("restoring", as_json=as_json, quiet=quiet, verbose=verbose)
         done = restoration.restore(path, output, force=force, threads=threads, memory=memory, progress=progress)
-        _tell(done, as_json, terminal.print_restored)
+        _tell(done, as_json, terminal.print_restored, quiet=quiet)
 
 
-@app.command()
+@app.command(epilog=_examples("doctor llama-3.1-8b-tp8", "doctor llama-3.1-8b-tp8 --rank 0 --device cuda:0"))
 def doctor(
     path: PathArgument,
     rank: Annotated[int | None, typer.Option(metavar="R", help="Only this rank. Default: all.")] = None,
@@ -377,18 +426,22 @@ def doctor(
     tp: Annotated[
         int | None, typer.Option("--tp", metavar="N", help="Tensor-parallel ranks. Default: as converted, or 1.")
     ] = None,
+    verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show which backend a load would use here, and why: file system, direct I/O, page cache, GPU."""
-    with _errors():
+    """Show which backend a load would use, and why.
+
+    File system, direct I/O, page cache, GPU. Reads nothing but headers.
+    """
+    with _errors(as_json):
         from relayout.cli import render as terminal
         from relayout.loader.diagnose import doctor as diagnosis
 
         found = diagnosis.diagnose(path, rank=rank, device=device, tp=tp)
-        _show(found, as_json, terminal.print_diagnosis)
+        _show(found, as_json, partial(terminal.print_diagnosis, verbose=verbose))
 
 
-@app.command()
+@app.command(epilog=_examples("warm llama-3.1-8b-tp8", "warm llama-3.1-8b-tp8 --rank 0 --memory 16GB"))
 def warm(
     path: PathArgument,
     rank: Annotated[int | None, typer.Option(metavar="R", help="Only this rank's files. Default: all.")] = None,
@@ -397,22 +450,24 @@ def warm(
         typer.Option(metavar="SIZE", help="Bytes of these files to have there. Default: half of the free memory."),
     ] = None,
     threads: Annotated[int, typer.Option(metavar="N", help="Requests in flight.")] = 4,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Bring files into the page cache, so that loads that follow find them there.
+    """Bring files into the page cache before a load.
 
     An engine that is given RELAYOUT_WARM=PATH in its environment starts this while it imports and prepares.
     """
-    with _errors():
+    with _errors(as_json):
         from relayout.cli import render as terminal
         from relayout.commands import warm as warming
 
-        progress = terminal.progress("warming", as_json=as_json)
+        progress = terminal.progress("warming", as_json=as_json, quiet=quiet, verbose=verbose)
         done = warming.warm(path, rank=rank, memory=memory, threads=threads, progress=progress)
-        _show(done, as_json, terminal.print_warmed)
+        _show(done, as_json, partial(terminal.print_warmed, verbose=verbose), quiet=quiet)
 
 
-@app.command()
+@app.command(epilog=_examples("bench llama-3.1-8b-tp8", "bench /fast --size 4GB --tp 8"))
 def bench(
     path: Annotated[
         str,
@@ -435,11 +490,13 @@ def bench(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure what relayout gains here: loads by relayout and by safetensors, cold and warm.
+    """Measure what relayout gains on this machine.
+
+    Loads by relayout and by safetensors, cold and warm.
 
     One rank and all ranks at once, each load in a fresh process, bytes compared, beside the drive's limit. Reads only.
     """
-    with _errors():
+    with _errors(as_json):
         from relayout.benchmark import measure
         from relayout.cli import bench_text
 
@@ -457,7 +514,7 @@ def bench(
             raise typer.Exit(EXIT_DIFFERENCE)
 
 
-@app.command()
+@app.command(epilog=_examples("report llama-3.1-8b-tp8 -o llama.html", "report llama-3.1-8b --tp 8"))
 def report(
     path: PathArgument,
     output: Annotated[
@@ -469,8 +526,11 @@ def report(
     plan: PlanOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write one HTML page that shows every file, tensor and rank: bars to scale, tables, search. It works offline."""
-    with _errors():
+    """Write an HTML page that shows every file and tensor.
+
+    Bars to scale, tables, search, for each rank. It works offline.
+    """
+    with _errors(as_json):
         from relayout.cli import render as terminal
         from relayout.html_report import page
 
@@ -489,10 +549,10 @@ class _Result(Protocol):
 R = TypeVar("R", bound=_Result)
 
 
-def _show(result: R, as_json: bool, print_text: Callable[[R], None]) -> None:
+def _show(result: R, as_json: bool, print_text: Callable[[R], None], *, quiet: bool = False) -> None:
     if as_json:
         print(json.dumps(result.as_json()), flush=True)
-    else:
+    elif not quiet:
         print_text(result)
 
 
@@ -502,10 +562,10 @@ def _begin_work() -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
 
 
-def _tell(result: R, as_json: bool, print_text: Callable[[R], None]) -> None:
+def _tell(result: R, as_json: bool, print_text: Callable[[R], None], *, quiet: bool = False) -> None:
     """Print the result. A closed stdout does not change the exit code, which reports the work."""
     try:
-        _show(result, as_json, print_text)
+        _show(result, as_json, print_text, quiet=quiet)
     except BrokenPipeError:
         abandon(sys.stdout)
     except OSError as error:
@@ -514,30 +574,53 @@ def _tell(result: R, as_json: bool, print_text: Callable[[R], None]) -> None:
 
 
 @contextmanager
-def _errors() -> Iterator[None]:
-    """Print an error as one line and exit with the code of its family."""
+def _errors(as_json: bool = False) -> Iterator[None]:
+    """Print an error as one line, or one JSON object, and exit with the code of its family."""
+    fail = partial(_fail, as_json=as_json)
     try:
         yield
     except RelayoutError as error:
-        _fail(str(error), EXIT_BAD_INPUT, error)
+        fail(str(error), EXIT_BAD_INPUT, error)
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
-        _fail(f"{place}{_reason(error)}", EXIT_IO, error)
+        fail(f"{place}{_reason(error)}", EXIT_IO, error)
     except MemoryError as error:
-        _fail(f"out of memory: {error}", EXIT_IO, error)
+        fail(f"out of memory: {error}", EXIT_IO, error)
+    except ModuleNotFoundError as error:  # A package that an extra brings, such as torch.
+        fail(str(error), EXIT_BAD_INPUT, error)
     except signals.Stopped as error:
         signals.ignore()
-        _fail(str(error), error.exit_code, error)
+        fail(str(error), error.exit_code, error)
 
 
-def _fail(message: str, code: int, error: BaseException) -> NoReturn:
+def _fail(message: str, code: int, error: BaseException, *, as_json: bool) -> NoReturn:
+    notes = getattr(error, "__notes__", [])
     try:
-        typer.echo(f"relayout: error: {_one_line(message)}", err=True)
-        for note in getattr(error, "__notes__", ()):
-            typer.echo(f"relayout: note: {_one_line(note)}", err=True)
+        if as_json:
+            typer.echo(json.dumps(_error_event(message, code, error) | ({"notes": notes} if notes else {})), err=True)
+        else:
+            _print_error(f"relayout: error: {_one_line(message)}")
+            for note in notes:
+                _print_error(f"relayout: note: {_one_line(note)}")
     except OSError:
         abandon(sys.stderr)
     raise typer.Exit(code) from None
+
+
+def _error_event(message: str, code: int, error: BaseException) -> dict[str, Any]:
+    event: dict[str, Any] = {"event": "error", "message": message, "exit_code": code}
+    if isinstance(error, RelayoutError):
+        path = None if error.path is None else str(error.path)
+        event |= {"code": error.code, "path": path, "tensor": error.tensor, "offset": error.offset}
+    return event
+
+
+def _print_error(line: str) -> None:
+    """One line; in a terminal it ends between words."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns
+        line = textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    typer.echo(line, err=True)
 
 
 def _reason(error: OSError) -> str:

@@ -9,7 +9,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -47,30 +47,44 @@ _ALIGNMENTS = {4096: "4 KiB", 2 * 2**20: "2 MiB"}
 """Blocks of drives, huge pages."""
 
 
-def progress(what: str, *, as_json: bool = False) -> Progress:
-    """What shows how far work is: events on stderr, or a bar where that is a terminal, or nothing."""
+def progress(what: str, *, as_json: bool = False, quiet: bool = False, verbose: bool = False) -> Progress:
+    """What shows how far work is: events on stderr; or a bar where that is a terminal, else lines with `verbose`."""
     if as_json:
-        return _events(what)
-    return sys.stderr is not None and sys.stderr.isatty()  # rich would count FORCE_COLOR as a terminal.
+        return _Events(what)
+    return not quiet and sys.stderr is not None and (verbose or sys.stderr.isatty())
 
 
-def _events(what: str) -> Callable[[int, int], None]:
-    """A function that reports progress as JSON on stderr, at most one line per second."""
-    started = reported = time.monotonic()
+class _Events:
+    """Reports progress as JSON on stderr, at most one line per second in each phase."""
 
-    def report(done: int, total: int) -> None:
-        nonlocal reported
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._phase: str | None = None
+        self._started = self._reported = time.monotonic()
+
+    def begin(self, phase: str) -> None:
+        """See `relayout.progress.Display`."""
+        if self._phase is not None:  # Tell of a new phase at once.
+            self._reported = -_SECONDS_BETWEEN_EVENTS
+        self._phase = phase
+
+    def __call__(self, done: int, total: int) -> None:
+        """See `relayout.progress.Display`."""
         now = time.monotonic()
-        if now - reported < _SECONDS_BETWEEN_EVENTS:
+        if now - self._reported < _SECONDS_BETWEEN_EVENTS:
             return
-        reported = now
-        event = {"event": what, "done_nbytes": done, "total_nbytes": total, "seconds": round(now - started, 3)}
+        self._reported = now
+        event = {
+            "event": self._what,
+            "phase": self._phase,
+            "done_nbytes": done,
+            "total_nbytes": total,
+            "seconds": round(now - self._started, 3),
+        }
         try:
             print(json.dumps(event), file=sys.stderr, flush=True)
         except OSError:  # A closed stderr must not stop the work.
             abandon(sys.stderr)
-
-    return report
 
 
 def print_summary(summary: Summary) -> None:
@@ -132,9 +146,9 @@ def print_restored(restored: Restored) -> None:
     )
 
 
-def print_warmed(warmed: Warmed) -> None:
+def print_warmed(warmed: Warmed, *, verbose: bool = False) -> None:
     """After files were brought into the page cache."""
-    console = _console()
+    console = _console(verbose=verbose)
     rate = warmed.read_nbytes / max(warmed.seconds, 1e-9) / 1e9
     total = sum(file.nbytes for file in warmed.files)
     resident = [file.after_nbytes for file in warmed.files]
@@ -163,9 +177,9 @@ def print_page(written: PageWritten) -> None:
     )
 
 
-def print_preview(preview: Preview) -> None:
+def print_preview(preview: Preview, *, verbose: bool = False) -> None:
     """Print the plan for `convert --dry-run`."""
-    console = _console()
+    console = _console(verbose=verbose)
     owned = ", experts owned whole" if preview.expert_parallel else ""
     console.print(
         f"{_text(preview.source)} ({decimal(preview.source_nbytes)}) -> {_text(preview.output)} "
@@ -221,7 +235,7 @@ def print_observed(made: ObservedPlan) -> None:
 
 def print_plans(families: Sequence[Family]) -> None:
     """Print the list of `plans`."""
-    console = _console()
+    console = _console(verbose=True)
     rows = []
     for family in families:
         types = ", ".join(family.model_types)
@@ -232,12 +246,12 @@ def print_plans(families: Sequence[Family]) -> None:
     console.print(
         f"{_count(len(families), 'built-in plan')}; `relayout plans NAME` prints one, as a start for your own"
     )
-    _print_table(console, [Column("plan"), words("model types"), words("experts")], rows, "plans", limit=len(rows))
+    _print_table(console, [Column("plan"), words("model types"), words("experts")], rows, "plans")
 
 
-def print_report(report: Report) -> None:
+def print_report(report: Report, *, verbose: bool = False) -> None:
     """Print the result of `verify`."""
-    console = _console()
+    console = _console(verbose=verbose)
     checked = (
         f"{_count(report.num_tensors, 'slice')} of {_count(report.num_ranks, 'rank')}, {decimal(report.nbytes)} hashed"
     )
@@ -247,14 +261,14 @@ def print_report(report: Report) -> None:
         "[bold green]verified[/]" if report.ok else f"[bold red]{_count(len(report.differences), 'difference')}[/]:"
     )
     console.print(f"{verdict} {checked}")
-    for difference in report.differences[:_MAX_DIFFERENCES]:
+    for difference in report.differences[: console.max_lines]:
         console.print(f"[red]differs[/] {_text(str(difference))}")
-    _print_more(console, len(report.differences) - _MAX_DIFFERENCES, "differences")
+    _print_more(console, len(report.differences) - console.max_lines, "differences")
 
 
-def print_inspection(found: Inspection) -> None:
+def print_inspection(found: Inspection, *, verbose: bool = False) -> None:
     """Print the result of `inspect`."""
-    console = _console()
+    console = _console(verbose=verbose)
     kind = "converted" if found.converted else "plain"
     plan = "" if found.plan is None else f"plan {_text(found.plan)}, "
     console.print(
@@ -294,7 +308,7 @@ def print_inspection(found: Inspection) -> None:
     _print_left_out(console, found.left_out)
 
 
-def _print_ranks(console: Console, ranks: Sequence[RankSummary]) -> None:
+def _print_ranks(console: _Console, ranks: Sequence[RankSummary]) -> None:
     rows = [
         (str(rank.rank), f"{rank.num_tensors:,}", decimal(rank.nbytes), str(rank.num_files), str(rank.num_reads))
         for rank in ranks
@@ -303,7 +317,7 @@ def _print_ranks(console: Console, ranks: Sequence[RankSummary]) -> None:
     _print_table(console, columns, rows, "ranks")
 
 
-def _print_gain(console: Console, degrees: Sequence[Amplification]) -> None:
+def _print_gain(console: _Console, degrees: Sequence[Amplification]) -> None:
     """What the conversion would change, at a usual degree; why others are impossible."""
     possible = [row for row in degrees if row.needed_nbytes is not None and row.tp <= _USUAL_DEGREE]
     if possible:
@@ -317,7 +331,7 @@ def _print_gain(console: Console, degrees: Sequence[Amplification]) -> None:
         console.print(f"[yellow]note[/] {_text(reason)}")
 
 
-def _print_amplification(console: Console, degrees: Sequence[Amplification], nbytes: int) -> None:
+def _print_amplification(console: _Console, degrees: Sequence[Amplification], nbytes: int) -> None:
     rows = []
     for row in degrees:
         if row.needed_nbytes is None:
@@ -337,9 +351,9 @@ def _print_amplification(console: Console, degrees: Sequence[Amplification], nby
     _print_table(console, [number(heading) for heading in headings], rows, "degrees")
 
 
-def print_diagnosis(found: Diagnosis) -> None:
+def print_diagnosis(found: Diagnosis, *, verbose: bool = False) -> None:
     """Print the result of `doctor`."""
-    console = _console()
+    console = _console(verbose=verbose)
     kind = "converted" if found.is_converted else "plain, sliced at every load"
     console.print(f"{_text(found.path)}: {kind}, {_count(len(found.ranks), 'rank')}")
     for reason in {re.sub(r"\d+ %", "", one.reason): one.reason for one in reversed(found.ranks)}.values():
@@ -417,41 +431,38 @@ def _ranks_in_words(rank_nbytes: tuple[int, ...], replicated: int, source: int) 
     return f"each rank {_range(rank_nbytes)}; replicated {decimal(replicated)} ({share})"
 
 
-def _print_unmatched(console: Console, unmatched: tuple[str, ...], untaken: tuple[str, ...]) -> None:
+def _print_unmatched(console: _Console, unmatched: tuple[str, ...], untaken: tuple[str, ...]) -> None:
     if unmatched or untaken:
         console.print()
     for names, why, held in ((unmatched, "no rule", ", whole on every rank"), (untaken, "not taken by vLLM", "")):
         patterns = Counter(map(collapse_numbers, names))
-        for pattern, count in list(patterns.items())[:_MAX_ROWS]:
+        for pattern, count in list(patterns.items())[: console.max_rows]:
             console.print(f"[yellow]{why}[/] {_text(pattern)}: {_count(count, 'tensor')}{held}")
-        _print_more(console, len(patterns) - _MAX_ROWS, "patterns")
+        _print_more(console, len(patterns) - console.max_rows, "patterns")
 
 
-def _print_left_out(console: Console, left_out: tuple[str, ...]) -> None:
+def _print_left_out(console: _Console, left_out: tuple[str, ...]) -> None:
     if left_out:
         console.print()
-    for line in left_out[:_MAX_DIFFERENCES]:
+    for line in left_out[: console.max_lines]:
         console.print(f"[yellow]left out[/] {_text(line)}")
-    _print_more(console, len(left_out) - _MAX_DIFFERENCES, "left out")
+    _print_more(console, len(left_out) - console.max_lines, "left out")
 
 
-def _print_more(console: Console, count: int, what: str) -> None:
+def _print_more(console: _Console, count: int, what: str) -> None:
     if count > 0:
-        console.print(f"... and {count} more {what}")
+        console.print(f"... and {count} more {what}; --verbose prints all")
 
 
-def _print_table(
-    console: Console, columns: Sequence[Column], rows: Sequence[Sequence[str]], what: str, *, limit: int = _MAX_ROWS
-) -> None:
+def _print_table(console: _Console, columns: Sequence[Column], rows: Sequence[Sequence[str]], what: str) -> None:
     """Print a table after an empty line. Cells are untrusted text."""
-    safe = [
-        [UNBROKEN_SPACE.join(map(escape_controls, cell.split(UNBROKEN_SPACE))) for cell in row] for row in rows[:limit]
-    ]
+    shown = rows[: console.max_rows]
+    safe = [[UNBROKEN_SPACE.join(map(escape_controls, cell.split(UNBROKEN_SPACE))) for cell in row] for row in shown]
     headings, rule, *lines = table(columns, safe, console.width)
-    console.print(f"\n[bold]{headings}[/]")
+    console.print(f"\n[bold]{headings}[/]", soft_wrap=True)
     for line in (rule, *lines):
         console.print(line, markup=False, soft_wrap=True)
-    _print_more(console, len(rows) - limit, what)
+    _print_more(console, len(rows) - console.max_rows, what)
 
 
 def _count(number: int, what: str) -> str:
@@ -474,14 +485,23 @@ def _text(text: str) -> str:
 
 
 class _Console(Console):
+    """Standard output, and how much is printed there."""
+
+    max_rows = _MAX_ROWS
+    """Of a table."""
+    max_lines = _MAX_DIFFERENCES
+    """Of one kind of finding."""
+
     def on_broken_pipe(self) -> None:
         # rich would exit with code 1, which means that verification found a difference.
         raise BrokenPipeError
 
 
-def _console() -> Console:
-    """Standard output. In a terminal lines end between words; a pipe has no width, unless COLUMNS says one."""
+def _console(*, verbose: bool = False) -> _Console:
+    """In a terminal lines end between words. A pipe has no width, unless COLUMNS says one."""
     console = _Console(highlight=False)
+    if verbose:
+        console.max_rows = console.max_lines = sys.maxsize
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _PIPE_WIDTH
     if isinstance(sys.stdout, io.TextIOWrapper):  # A name of a tensor may have what the terminal's encoding lacks.

@@ -16,6 +16,8 @@ _MIN_NAME = 32
 """Characters to which names are shortened before a column is dropped."""
 _GOOD_NAME = 36
 """Characters to which names are shortened before other cells are put on several lines."""
+_MIN_WORDS = 12
+"""Characters to which cells that wrap are narrowed before a column is dropped."""
 _ELLIPSIS = "..."
 UNBROKEN_SPACE = "\u00a0"
 """Stands for a space inside a word, until it is printed."""
@@ -71,7 +73,7 @@ def _fit(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -
         cells = [[columns[i].heading, *(row[i] for row in rows)] for i in kept]
         widths = [max(map(cell_len, column)) for column in cells]
         floors = [
-            max(cell_len(word) for cell in column for word in cell.split(" "))
+            max(_MIN_WORDS, *(cell_len(word) for cell in column for word in cell.split(" ")))
             if columns[i].wraps
             else len(columns[i].heading)
             for i, column in zip(kept, cells, strict=True)

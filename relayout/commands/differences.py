@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from relayout.core.extents import Extent
+from relayout.results import Result
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class Difference:
 
 
 @dataclass(slots=True)
-class Report:
+class Report(Result):
     """What `verify` found."""
 
     num_ranks: int
@@ -44,7 +45,7 @@ class Report:
 
     def as_json(self) -> dict[str, object]:
         """For `--json`."""
-        return asdict(self) | {"ok": self.ok}
+        return Result.as_json(self) | {"ok": self.ok}
 
     def merge(self, other: Report) -> None:
         """Add what was found elsewhere in the same folder."""

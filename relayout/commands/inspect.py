@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from relayout.checkpoint.converted import check_rank, is_converted, read_manifest, read_table
 from relayout.checkpoint.source import SourceCheckpoint, read_source
@@ -17,6 +17,7 @@ from relayout.core.slices import Slice
 from relayout.errors import PlanError, RelayoutError
 from relayout.format.index import Manifest, RankTable
 from relayout.plans.planner import plan_for
+from relayout.results import Result
 from relayout.storage.protocols import Store
 from relayout.storage.stores import find_input
 
@@ -71,7 +72,7 @@ class Amplification:
 
 
 @dataclass(frozen=True, slots=True)
-class Inspection:
+class Inspection(Result):
     """What `inspect` found."""
 
     path: str
@@ -97,10 +98,6 @@ class Inspection:
     dcp: bool | None
     """Whether PyTorch DCP reads the rank files as one model; None for a plain checkpoint."""
 
-    def as_json(self) -> dict[str, object]:
-        """For `--json`."""
-        return asdict(self)
-
 
 def inspect(path: str | os.PathLike[str], *, rank: int | None = None) -> Inspection:
     """Summarize a .safetensors file, a plain checkpoint or a converted one. Reads headers and tables only.
@@ -115,6 +112,13 @@ def inspect(path: str | os.PathLike[str], *, rank: int | None = None) -> Inspect
     Raises:
         FormatError: a file is damaged.
         PlanError: `path` is not a checkpoint, or has no such rank.
+
+    Example:
+        >>> import relayout
+        >>> relayout.inspect("llama-3.1-8b").converted
+        False
+        >>> len(relayout.inspect("llama-3.1-8b-tp8").ranks)
+        8
     """
     store = find_input(path)
     rank = None if rank is None else integer(rank, "rank")

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
 
 from relayout.checkpoint.converted import read_manifest, read_record, read_table
@@ -31,6 +31,7 @@ from relayout.format.index import MANIFEST_NAME
 from relayout.format.safetensors import parse_header
 from relayout.format.source_record import SourceRecord
 from relayout.progress import Progress, reporting
+from relayout.results import Result
 from relayout.storage.buffers import Buffer
 from relayout.storage.file_pool import OpenFiles
 from relayout.storage.memory import peak_nbytes
@@ -39,7 +40,7 @@ from relayout.storage.stores import find_store
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
+class Restored(Result):
     """Result of a restoration."""
 
     output: str
@@ -51,10 +52,6 @@ class Restored:
     seconds: float
     peak_nbytes: int
     """Peak resident memory of the process."""
-
-    def as_json(self) -> dict[str, object]:
-        """For `--json`."""
-        return asdict(self)
 
 
 def restore(
@@ -85,6 +82,11 @@ def restore(
         FormatError: the folder is damaged, or lacks bytes of the source.
         PlanError: `output` cannot be written or replaced.
         OSError: reading or writing failed; the output is deleted.
+
+    Example:
+        >>> import relayout
+        >>> relayout.restore("llama-3.1-8b-tp8", "restored").output
+        'restored'
     """
     started = time.monotonic()
     folder, target = find_store(path), find_store(output)

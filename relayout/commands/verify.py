@@ -78,6 +78,11 @@ def verify(
         FormatError: `path` has no valid manifest, or the source is damaged.
         PlanError: `source` is not a checkpoint.
         OSError: reading failed.
+
+    Example:
+        >>> import relayout
+        >>> relayout.verify("llama-3.1-8b-tp8", source="llama-3.1-8b").ok
+        True
     """
     threads, memory = integer(threads, "threads"), size(memory, "memory")
     shared = share_memory(threads, memory)
@@ -99,16 +104,23 @@ def verify(
         def after(nbytes_before: int) -> Callable[[int], None] | None:
             return None if report_nbytes is None else lambda done: report_nbytes(nbytes_before + done)
 
+        def begin(phase: str) -> None:
+            if report_nbytes is not None:
+                report_nbytes.begin(phase)
+
         if check is None:
             num_readers = _num_readers(threads, memory)
             for holder, table in usable.items():
                 _check_digests(folder, manifest, holder, table, report, num_readers, after(report.nbytes))
+            if any(file.sha256 for file in manifest.files):
+                begin("checking SHA-256")
             _check_sha256(folder, manifest, range(len(manifest.files)), report, num_readers)
         else:
             for part in check(list(usable), report_nbytes):
                 report.merge(part)
         # Skip the comparison if errors were found: the layout cannot be trusted.
         if is_cut_again and record is not None and report.ok:
+            begin("comparing with the source" if original is not None else "comparing the copies")
             found = list(usable.values())
             _compare(folder, manifest, found, record, original, report, *shared, after(hash_nbytes))
     return report

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from relayout.core.extents import Extent
 from relayout.core.workers import Stop, Workers
 from relayout.errors import PlanError
 from relayout.progress import Progress, reporting
+from relayout.results import Result
 from relayout.storage.buffers import Buffer
 from relayout.storage.file_pool import OpenFiles
 from relayout.storage.local.page_cache import resident_nbytes
@@ -40,7 +41,7 @@ class WarmFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Warmed:
+class Warmed(Result):
     """What `warm` has done."""
 
     path: str
@@ -50,10 +51,6 @@ class Warmed:
     left_nbytes: int
     """Bytes that were left where they are, for want of memory."""
     seconds: float
-
-    def as_json(self) -> dict[str, object]:
-        """For `--json`."""
-        return asdict(self)
 
 
 def warm(
@@ -80,6 +77,11 @@ def warm(
         FormatError: the manifest is damaged, a file is missing, or has another length than it says.
         PlanError: the rank does not exist, or files of this store are in no page cache.
         OSError: reading failed.
+
+    Example:
+        >>> import relayout
+        >>> [file.name for file in relayout.warm("llama-3.1-8b-tp8", rank=3).files]
+        ['model-rank-3-part-0.safetensors']
     """
     started = time.perf_counter()
     store = find_store(path)

@@ -202,6 +202,8 @@ def convert_unit(
             HeaderWriter(staging, planned).write(unit, written.tensors, written.chunks)
             if undertaking_of(planned) != undertaking:
                 raise FormatError("has changed while it was read", path=str(source.root), code="mismatch")
+        elif callable(progress):
+            progress(nbytes, nbytes)
     return UnitRecord(unit, nbytes, 0 if is_done else nbytes, time.monotonic() - started, peak_nbytes())
 
 

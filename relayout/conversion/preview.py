@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from relayout.conversion.layout import Conversion
 from relayout.core.patterns import collapse_numbers
 from relayout.core.slices import Cut, CutTensor
+from relayout.results import Result
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class PlannedGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Preview:
+class Preview(Result):
     """A planned conversion."""
 
     source: str
@@ -57,10 +58,6 @@ class Preview:
     untaken: tuple[str, ...]
     """Tensors that the engine does not take, from which the plan was observed."""
     left_out: tuple[str, ...]
-
-    def as_json(self) -> dict[str, object]:
-        """For `--json`."""
-        return asdict(self)
 
 
 def preview(conversion: Conversion) -> Preview:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TypedDict, Unpack
 
@@ -24,6 +24,7 @@ from relayout.format.index import MANIFEST_NAME, RANKS, WHOLE_TENSORS
 from relayout.plans.family import TRANSFORMERS, VLLM
 from relayout.plans.planner import Unmatched, plan_for
 from relayout.progress import Progress, reporting
+from relayout.results import Result
 from relayout.storage.hashing import CHUNK_NBYTES as REHASH_NBYTES
 from relayout.storage.memory import peak_nbytes
 from relayout.storage.protocols import Kind, Staging
@@ -33,7 +34,7 @@ _SIDECAR_NBYTES_PER_TENSOR = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class Summary(Result):
     """What a conversion did."""
 
     output: str
@@ -60,10 +61,6 @@ class Summary:
     """Tensors that no rule of the plan names, and that every rank therefore holds whole."""
     untaken: tuple[str, ...]
     """Tensors that the engine does not take, from which the plan was observed."""
-
-    def as_json(self) -> dict[str, object]:
-        """For `--json`."""
-        return asdict(self)
 
 
 class PlanOptions(TypedDict, total=False):
@@ -97,6 +94,14 @@ class PlanOptions(TypedDict, total=False):
 @dataclass(frozen=True, slots=True)
 class ConversionPlan(Conversion):
     """A conversion that was planned, to be looked at and to be carried out. May be used by any number of threads."""
+
+    def __repr__(self) -> str:
+        ranks = f"{self.plan.num_ranks} ranks"
+        return f"<ConversionPlan {str(self.source.root)!r} to {str(self.output)!r}: {ranks}; see preview()>"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the preview."""
+        return self.preview()._repr_html_()
 
     def preview(self) -> preview.Preview:
         """What it will do, in sums that a person can check."""
@@ -132,6 +137,12 @@ def plan_conversion(
     Raises:
         FormatError: the source is damaged.
         PlanError: it cannot be converted like this.
+
+    Example:
+        >>> import relayout
+        >>> plan = relayout.plan_conversion("llama-3.1-8b", tp=4)
+        >>> len(plan.preview().rank_nbytes)
+        4
     """
     tp = integer(options.get("tp", 1), "tp")
     alignment = size(options.get("align", DEFAULT_ALIGNMENT), "align")
@@ -200,6 +211,12 @@ def convert(
 
     If it fails, or is interrupted, after some tensors were written, they stay in a hidden folder beside the output, and
     the same call goes on from there: it reads what is written again, and believes only what has the right digest.
+
+    Example:
+        >>> import relayout
+        >>> summary = relayout.convert("llama-3.1-8b", "out", tp=8)
+        >>> summary.num_ranks, summary.num_files
+        (8, 8)
     """
     threads, memory = integer(threads, "threads"), size(memory, "memory")
     planned = plan_conversion(source, output, **options)
@@ -222,7 +239,8 @@ def _run(
         staging.advice = f"what is done is kept in {staging.where}; the same command goes on from there"
         staging.check_space(_needed_nbytes(conversion) - staging.allocated_nbytes())
         num_readers = num_readers_of(threads, chunk_nbytes)
-        done = still_true(staging, claims, conversion, num_readers)
+        with reporting(progress if claims.tensors else None, "checking what is done", source.nbytes):
+            done = still_true(staging, claims, conversion, num_readers)
         resumed_nbytes = sum(source.tensors[t].extent.nbytes for t in done.tensors)
         headers = HeaderWriter(staging, conversion)
         with (

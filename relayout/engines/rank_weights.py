@@ -102,14 +102,18 @@ def find_folder(path: str, engine: str) -> Folder | None:
         FormatError: relayout.json is damaged, or missing from what was a converted folder.
         PlanError: there is no such folder.
     """
-    store = find_input(path)
-    manifest = find_manifest(store)
-    if manifest is not None:
-        return Folder(manifest.num_ranks, manifest.expert_parallel)
-    if store.kind() is not Kind.FOLDER:
+    try:
+        store = find_input(path)
+        manifest = find_manifest(store)
+        if manifest is not None:
+            return Folder(manifest.num_ranks, manifest.expert_parallel)
+        reason = None if store.kind() is Kind.FOLDER else store.absence()
+    except PlanError as error:  # Of a store or the hub.
+        reason = error.what
+    if reason is not None:
         raise PlanError(
-            "is no folder: relayout loads from folders. Download the model, run `relayout convert FOLDER --tp N` and"
-            f" serve what it makes; or load with {engine}",
+            f"is no folder: {reason}. Download the model, run `relayout convert FOLDER --tp N` and serve what it makes;"
+            f" or load with {engine}",
             path=path,
             code="missing",
         )

@@ -60,6 +60,11 @@ def report(
         FormatError: the checkpoint is damaged.
         PlanError: a degree is missing, or not possible.
         OSError: the page cannot be written.
+
+    Example:
+        >>> import relayout
+        >>> relayout.report("llama-3.1-8b-tp8", "page.html").num_ranks
+        8
     """
     store, target = find_store(path), Path(output)
     if is_converted(store):

@@ -16,7 +16,7 @@ from typing import Any
 
 from relayout.core.patterns import MAX_PATTERNS, compile_glob, depends_on_numbers, invalid_because, slow_because
 from relayout.core.slices import Slice
-from relayout.errors import FormatError, PlanError, escape_controls, shown
+from relayout.errors import FormatError, PlanError, did_you_mean, escape_controls, shown
 from relayout.format.slices import dump_slice, parse_slice
 from relayout.storage.local.files import read_small
 
@@ -163,7 +163,8 @@ def builtin_text(name: str) -> str:
     """
     texts = _builtin_texts()
     if name not in texts:
-        raise PlanError(f"no built-in plan {name!r}, expected one of {', '.join(sorted(texts))}", code="no_plan")
+        known = f"; `relayout plans` lists {len(texts)}"
+        raise PlanError(f"no built-in plan {name!r}{did_you_mean(name, texts) or known}", code="no_plan")
     return texts[name]
 
 
@@ -172,7 +173,11 @@ def read_family(path: Path) -> Family:
 
     Raises:
         FormatError: the file cannot be read or is not a valid plan.
+        PlanError: it is the name of a built-in plan.
     """
+    if str(path) in _builtin_texts() and not path.exists():
+        what = "no such file; it is a built-in plan, which config.json's model_type chooses: leave out the option"
+        raise PlanError(what, path=path, code="no_plan")
     blob = read_small(path, _MAX_PLAN_NBYTES)
     try:
         text = blob.decode()
@@ -193,7 +198,7 @@ def find_family(model_type: str | None, quantization: str | None = None) -> Fami
             if model_type in family.model_types and family.quantization == wanted:
                 return family
     what = (
-        "config.json names no model_type"
+        "there is no model_type in config.json, or no config.json"
         if model_type is None
         else f"no built-in plan for model type {shown(model_type)}"
     )

@@ -429,6 +429,9 @@ class Store(Protocol):
         """
 
 
+_NOT_REPLACED = "it is no converted folder ({} is missing), so delete it, or choose another"
+
+
 def check_vacant(where: str | Path, marker: str, *, is_empty: bool, has_marker: bool, force: bool) -> None:
     """Check that an output may be written at `where`; see `Store.check_output`.
 
@@ -438,7 +441,7 @@ def check_vacant(where: str | Path, marker: str, *, is_empty: bool, has_marker: 
     if is_empty:
         return
     if not force:
-        raise PlanError("is not empty; --force replaces a folder that relayout wrote", path=where, code="exists")
+        advice = "--force replaces it" if has_marker else _NOT_REPLACED.format(marker)
+        raise PlanError(f"is not empty; {advice}", path=where, code="exists")
     if not has_marker:
-        what = f"is not empty and was not written by relayout ({marker} is missing)"
-        raise PlanError(what, path=where, code="exists")
+        raise PlanError(f"is not empty; {_NOT_REPLACED.format(marker)}", path=where, code="exists")

@@ -89,10 +89,14 @@ def find_input(path: str | os.PathLike[str]) -> Store:
         PlanError: as `find_store`.
     """
     store = find_store(path)
-    if isinstance(path, str) and isinstance(store, LocalStore) and store.kind() is Kind.NOTHING:
+    try:
+        is_absent = isinstance(path, str) and isinstance(store, LocalStore) and store.kind() is Kind.NOTHING
+    except PermissionError:  # Something is there: what reads it says that it may not.
+        return store
+    if is_absent:
         from relayout.storage.web import hub
 
-        return hub.offer_model(path) or store
+        return hub.offer_model(str(path)) or store
     return store
 
 

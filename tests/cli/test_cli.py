@@ -29,6 +29,7 @@ from support.tools import built_command
 
 import relayout
 from relayout.cli.app import app, main
+from relayout.format.index import FORMAT_VERSION
 
 Array = npt.NDArray[Any]
 RELAYOUT = [sys.executable, "-m", "relayout"]
@@ -290,6 +291,16 @@ def folder_without_weights(work: Path) -> list[str]:
     return ["inspect", "empty"]
 
 
+def only_pickles(work: Path) -> list[str]:
+    (work / "pickled").mkdir()
+    (work / "pickled" / "pytorch_model.bin").write_bytes(b"pickle")
+    return ["inspect", "pickled"]
+
+
+def misspelled(work: Path) -> list[str]:
+    return ["inspect", "modle"]
+
+
 def control_characters_in_a_path(work: Path) -> list[str]:
     return ["convert", "no\nsuch\x1b[31m\x07thing"]
 
@@ -297,17 +308,22 @@ def control_characters_in_a_path(work: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("trouble", "says"),
     [
-        (missing_shard, r"sharded/model-2\.safetensors: cannot be read: No such file"),
+        (
+            missing_shard,
+            r"sharded/model-2\.safetensors: is missing, but model\.safetensors\.index\.json names it: is the download ",
+        ),
         (truncated_shard, r"model/model\.safetensors: .*truncated"),
         (tensor_past_the_end, r"tensor 'far away': ends at byte 100 .* has 99 "),
         (shard_is_a_folder, r"model/model\.safetensors: not a regular file"),
         (unknown_model_type, r"'no_such_model'.*--plan FILE"),
-        (no_config, r"config\.json names no model_type.*--plan FILE"),
-        (no_config_and_no_ranks, r"\b0 ranks"),
+        (no_config, r"no model_type in config\.json, or no config\.json.*--plan FILE"),
+        (no_config_and_no_ranks, r"tp=0 ranks"),
         (quantized, r"quantized by bitsandbytes, which cannot be cut offline: .* --tp 1"),
-        (output_not_empty, r"out: is not empty; --force"),
-        (forced_on_a_foreign_folder, r"out: is not empty and was not written by relayout"),
-        (default_output_taken, r"model-tp1: is not empty; --force"),
+        (output_not_empty, r"out: is not empty; it is no converted folder \(relayout\.json is missing\), so delete it"),
+        (forced_on_a_foreign_folder, r"out: is not empty; it is no converted folder"),
+        (default_output_taken, r"model-tp1: is not empty; --force replaces it"),
+        (only_pickles, r"pickled: contains no safetensors file; found pytorch_model\.bin: .*save_pretrained"),
+        (misspelled, r"modle: no such file or folder; did you mean 'model'\?"),
         (output_through_a_link, r"link: is the source itself"),
         (source_through_a_link, r"model: is the source itself"),
         (plan_is_no_toml, r"mine\.toml: not valid TOML"),
@@ -331,13 +347,16 @@ def test_bad_input_is_one_line_and_leaves_nothing_behind(here: Run, work: Path, 
         ("convert nothing", r"nothing: no such file or folder"),
         ("inspect nothing", r"nothing: no such file or folder"),
         ("verify nothing", r"nothing: no such file or folder"),
-        ("verify model", r"model.*relayout\.json"),
+        ("verify model", r"model: not a converted folder \(relayout\.json is missing\); relayout convert makes one"),
+        ("restore model -o back", r"model: not a converted folder"),
+        ("plans lama", r"no built-in plan 'lama'; did you mean 'llama'\?"),
+        ("convert model --tp 2 --plan qwen3", r"qwen3: no such file; it is a built-in plan"),
         ("inspect model --rank 0", r"model: not converted"),
         ("convert / --tp 2", r" /: nothing can be beside the root folder; choose another folder with -o"),
-        ("convert model --tp 0", r"\b0 ranks, expected 1 to"),
+        ("convert model --tp 0", r"tp=0 ranks, expected 1 to"),
         ("doctor model --tp 0", r"tp=0, expected 1 or more"),
         ("doctor model --tp -1", r"tp=-1, expected 1 or more"),
-        ("convert model --tp -1", r"-1 ranks, expected 1 to"),
+        ("convert model --tp -1", r"tp=-1 ranks, expected 1 to"),
         ("convert model --align 3000", r"alignment 3000 is not a power of two"),
         ("convert model --align 256", r"alignment 256 .* between 512 and"),
         ("convert model --align 32MiB", r"alignment 33554432 .* between 512 and"),
@@ -461,7 +480,8 @@ def test_an_output_that_cannot_be_written_is_an_io_failure(converted: Path, tmp_
         command = [sys.executable, "-m", "relayout", *args.split()]
         done = subprocess.run(command, cwd=place, env=ENVIRONMENT, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 3
-    assert re.fullmatch(r"relayout: error: (standard output: )?No space left on device\n", done.stderr)
+    said = json.loads(done.stderr)["message"] if "--json" in args else done.stderr.removeprefix("relayout: error: ")
+    assert said.strip().removeprefix("standard output: ") == "No space left on device"
     assert (place / "again" / "relayout.json").exists() == ("again" in args), "what it tells of is done"
 
 
@@ -628,8 +648,21 @@ def test_a_dry_run_foretells_the_conversion(here: Run, work: Path) -> None:
     assert {key: planned[key] for key in shared} == {key: done[key] for key in shared}
 
 
-def test_an_error_leaves_stdout_to_json_alone(here: Run, work: Path) -> None:
-    assert_refused(here, work, ["convert", "nothing", "--json"], "nothing: no such file or folder")
+def test_with_json_an_error_is_one_object_on_stderr(here: Run, work: Path) -> None:
+    before = tree(work)
+    done = here("convert", "nothing", "--json", cwd=work)
+    assert (done.returncode, done.stdout, tree(work)) == (2, "", before)
+    event = json.loads(done.stderr)
+    assert event["message"].startswith("nothing: no such file or folder")
+    del event["message"]
+    assert event == {
+        "event": "error",
+        "exit_code": 2,
+        "code": "missing",
+        "path": "nothing",
+        "tensor": None,
+        "offset": None,
+    }
 
 
 @pytest.mark.parametrize(
@@ -779,9 +812,13 @@ def test_with_json_a_terminal_sees_nothing(work: Path) -> None:
     assert (json.loads(stdout)["num_tensors"], seen) == (12, b"")
 
 
-def test_the_version_is_the_packages(tmp_path: Path) -> None:
+def test_the_versions_are_those_of_package_and_format(tmp_path: Path) -> None:
     done = run("--version", cwd=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"relayout {relayout.__version__}\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        0,
+        f"relayout {relayout.__version__}, format {FORMAT_VERSION}\n",
+        "",
+    )
 
 
 def command_names() -> list[str]:

@@ -133,8 +133,10 @@ def test_an_interruption_cancels_what_runs_and_the_same_call_goes_on(
     assert num_done.acquire(blocking=False)
     assert ray.cancelled
     assert not (tmp_path / "out").exists()
-    again = on_ray.convert(source, tmp_path / "out", **OPTIONS)
+    told: list[tuple[int, int]] = []
+    again = on_ray.convert(source, tmp_path / "out", progress=lambda *done: told.append(done), **OPTIONS)
     assert again.resumed_nbytes > 0
+    assert told[-1] == (again.source_nbytes, again.source_nbytes)
     assert_same(tmp_path / "out", source)
 
 

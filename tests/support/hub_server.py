@@ -29,10 +29,14 @@ class Hub:
     repos: dict[str, dict[str, bytes]] = field(default_factory=dict)
     """Files by name, of each repository."""
     private: set[str] = field(default_factory=set)
-    valid_seconds: float = 3600.0
-    """How long a signature is valid."""
-    _signed: dict[str, tuple[bytes, float]] = field(default_factory=dict)
-    """Content and end, by signature."""
+    are_refused: bool = False
+    """Whether no signature is valid."""
+    _signed: dict[str, bytes] = field(default_factory=dict)
+    """Content, by signature."""
+
+    def expire(self) -> None:
+        """End all signatures."""
+        self._signed.clear()
 
     def commit(self, repo: str) -> str:
         digest = hashlib.sha1(usedforsecurity=False)
@@ -80,7 +84,7 @@ class Hub:
         if len(content) < LARGE:
             return s3_server.part_of(content, f'"{_blob_id(content)}"', request, headers)
         signature = hashlib.sha1(f"{name}{time.monotonic_ns()}".encode(), usedforsecurity=False).hexdigest()
-        self._signed[signature] = content, time.monotonic() + self.valid_seconds
+        self._signed[signature] = content
         etag = hashlib.sha256(content).hexdigest()
         headers |= {"X-Linked-ETag": f'"{etag}"', "X-Linked-Size": str(len(content))}
         headers["Location"] = f"{self.bytes.url}/files/{etag}?Signature={signature}"
@@ -90,8 +94,8 @@ class Hub:
         """Of the other server."""
         if "authorization" in request.headers:
             return Answer(400, b"a token was sent to another origin")
-        content, end = self._signed.get(request.query.get("Signature", ""), (b"", 0.0))
-        if time.monotonic() > end:
+        content = self._signed.get(request.query.get("Signature", ""))
+        if content is None or self.are_refused:
             return Answer(403, b"<Error><Code>AccessDenied</Code><Message>Request has expired</Message></Error>")
         return s3_server.part_of(content, f'"{hashlib.md5(content).hexdigest()}"', request, {})
 

@@ -48,7 +48,12 @@ def _file_system():  # type: ignore[no-untyped-def]
     return s3fs.S3FileSystem()
 
 
-_RUNAI = {"RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0"}
+_RUNAI = {
+    "RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0",
+    # A server that shares two cores with its clients answers late; without these, loads fail.
+    "RUNAI_STREAMER_S3_TIMEOUT": "60000",
+    "AWS_MAX_ATTEMPTS": "10",
+}
 
 REMOTE_PEERS = {
     "relayout": Loader(relayout, "relayout", "relayout", ("relayout.loader", "obstore"), reads_converted=True),

@@ -26,8 +26,12 @@ from relayout.storage.stores import find_store
 
 BUCKET, TP = "models", 8
 CONVERTED = f"s3://{BUCKET}/tp{TP}"
-SCENARIOS: dict[str, list[int]] = {"one rank of 8": [3], "all 8 ranks": list(range(TP))}
-AT_ONCE = {"relayout": TP, "runai": 2, "s3fs": 2}
+SCENARIOS: dict[str, tuple[list[int], tuple[str, ...]]] = {
+    "one rank of 8": ([3], ("relayout", "runai", "s3fs")),
+    "all 8 ranks": (list(range(TP)), ("relayout", "runai")),
+}
+"""Ranks and peers; what a rank costs by s3fs, each of them costs."""
+AT_ONCE = {"relayout": TP, "runai": 2, "s3fs": 1}
 """Processes at the same time where all ranks load: the memory of one machine does not hold more of some peers."""
 _PEERS_ENVIRONMENT = {"AWS_EC2_METADATA_DISABLED": "true"}
 
@@ -47,9 +51,9 @@ def measure(
         server.make_bucket(BUCKET)
         os.environ.update(server.environment | _PEERS_ENVIRONMENT)
         _publish(source, tell)
-        for title, ranks in SCENARIOS.items():
+        for title, (ranks, names) in SCENARIOS.items():
             found = results["scenarios"][title] = {}
-            for name in REMOTE_PEERS:
+            for name in names:
                 found[name] = _run(name, ranks, server, limit)
                 tell(f"{title}, {name}: {found[name]}")
                 keep(results)

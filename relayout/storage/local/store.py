@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from relayout.errors import FormatError
+from relayout.errors import FormatError, did_you_mean
 from relayout.storage.local.files import InputFile, check_regular, read_small, stat_of
 from relayout.storage.local.paths import is_inside, resolve_inside
 from relayout.storage.protocols import LOCAL_COST, Access, Entry, FileStat, Kind, Modes, RequestCost, Store
@@ -54,7 +54,8 @@ class LocalStore:
         """See `Store.absence`."""
         from relayout.storage.local.staging import recovery_advice
 
-        return f"no such file or folder{recovery_advice(self.folder)}"
+        advice = recovery_advice(self.folder) or _similar(self.folder)
+        return f"no such file or folder{advice}"
 
     def parent(self) -> tuple[Store, str]:
         """See `Store.parent`."""
@@ -145,3 +146,11 @@ def _is_utf8(name: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _similar(path: Path) -> str:
+    """The end of a message about a path that does not exist: a name beside it that is like it."""
+    try:
+        return did_you_mean(path.name, [entry.name for entry in path.parent.iterdir() if entry.name[0] != "."])
+    except OSError:
+        return ""

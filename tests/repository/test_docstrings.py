@@ -1,0 +1,114 @@
+"""Everything public says what it does, has an example that runs, and is shown by `help` and in notebooks."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import pydoc
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import relayout
+
+FUNCTIONS = [name for name in relayout.__all__ if inspect.isroutine(getattr(relayout, name))]
+NOT_RUN = {"plan_bench"}
+"""It would measure for a minute; its own tests run it."""
+
+
+@pytest.fixture
+def with_llama(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with the checkpoints that the examples name."""
+    (tmp_path / "llama-3.1-8b").symlink_to(llama)
+    monkeypatch.chdir(tmp_path)
+    relayout.convert("llama-3.1-8b", tp=8)
+    return tmp_path
+
+
+def examples(name: str) -> list[doctest.DocTest]:
+    """The examples in the docstring of a public object, not of its methods."""
+    found = doctest.DocTestFinder(recurse=False).find(getattr(relayout, name), name)
+    return [one for one in found if one.examples]
+
+
+def test_the_examples_of_docstrings_are_right(with_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runner = doctest.DocTestRunner()
+    count = 0
+    for name in relayout.__all__:
+        for one in examples(name):
+            before = capsys.readouterr()
+            result = runner.run(one, clear_globs=True)
+            assert result.failed == 0, f"{name}: {capsys.readouterr().out}{before.err}"
+            count += result.attempted
+    assert count > 30
+
+
+@pytest.mark.parametrize("name", sorted({*FUNCTIONS, "CheckpointView", "TensorSlice", "Place"} - NOT_RUN))
+def test_a_public_function_has_an_example(name: str) -> None:
+    assert examples(name), name
+
+
+@pytest.mark.parametrize("name", relayout.__all__)
+def test_everything_public_has_a_docstring_with_its_arguments(name: str) -> None:
+    found = getattr(relayout, name)
+    text = inspect.getdoc(found)
+    assert text
+    if name in FUNCTIONS:
+        told = set(re.findall(r"^ *([\w, ]+):", text, re.MULTILINE))
+        told = {word.strip() for words in told for word in words.split(",")}
+        assert set(inspect.signature(found).parameters) <= told | {"framework", "path", "device"}, name
+        assert name in pydoc.plain(pydoc.render_doc(found)).splitlines()[0]
+
+
+def test_dir_shows_what_is_public_and_nothing_else() -> None:
+    assert sorted(dir(relayout)) == sorted([*relayout.__all__, "__version__", "__doc__"])
+
+
+class Balanced(HTMLParser):
+    """Checks that tags are closed, and collects the text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag not in ("script", "link", "img")
+        self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_results_are_tables_in_notebooks(with_llama: Path) -> None:
+    results: list[tuple[Any, str]] = [
+        (relayout.inspect("llama-3.1-8b"), "model.layers.*.mlp.down_proj.weight"),
+        (relayout.inspect("llama-3.1-8b-tp8"), "builtin:llama"),
+        (relayout.plan_conversion("llama-3.1-8b", tp=4), "dim 0"),
+        (relayout.convert("llama-3.1-8b", "out<b>", tp=2), "out<b>"),
+        (relayout.restore("llama-3.1-8b-tp8", "back"), "MB"),
+        (relayout.warm("out<b>"), "model-rank-1-part-0.safetensors"),
+        (relayout.explain("out<b>", 1), "threads"),
+        (relayout.open("out<b>", 1), "rank 1 of 2"),
+    ]
+    for result, expected in results:
+        parser = Balanced()
+        parser.feed(result._repr_html_())
+        assert parser.open == []
+        assert expected in parser.text
+        assert len(result._repr_html_()) < 20_000
+    assert "True" not in relayout.verify("out<b>")._repr_html_()
+
+
+def test_objects_say_what_they_are(with_llama: Path) -> None:
+    assert repr(relayout.plan_conversion("llama-3.1-8b", tp=4)).startswith("<ConversionPlan 'llama-3.1-8b' to ")
+    with relayout.safe_open("llama-3.1-8b-tp8") as whole:
+        assert repr(whole) == "<CheckpointView 'llama-3.1-8b-tp8': whole tensors, 51 tensors>"
+        assert repr(whole.get_slice("lm_head.weight")) == "<TensorSlice 'lm_head.weight': BF16 [1000, 128]>"
+    assert repr(whole).endswith("51 tensors, closed>")

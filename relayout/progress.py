@@ -130,7 +130,7 @@ class _Lines:
         done, total = self._state
         self._printed = time.monotonic()
         if self._stream is not None:
-            amount = f"{done / 1e9:.1f} of {total / 1e9:.1f} GB in " if total else ""
+            amount = f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB in " if total else ""
             self._stream.write(f"{self._phase}: {amount}{self._printed - self._started:.0f} s\n")
             self._stream.flush()
 

@@ -159,7 +159,7 @@ def plan_by(
         PlanError: the rules cannot be applied at this degree.
     """
     if not 1 <= num_ranks <= MAX_RANKS:
-        raise PlanError(f"tp={num_ranks} ranks, expected 1 to {MAX_RANKS}", code="option")
+        raise PlanError(f"tp={num_ranks}, expected 1 to {MAX_RANKS}", code="option")
     if num_ranks == 1:
         name, cuts = "none" if family is None else family.full_name, [Cut((WHOLE,))] * len(checkpoint.tensors)
         return Plan(name, 1, *number_cuts(cuts), family=family)

@@ -172,7 +172,9 @@ def test_an_index_of_another_name_does_not_outrank_model_safetensors(tmp_path: P
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     write(tmp_path / "x.safetensors", {"a": A})
     write_index(tmp_path / INDEX, {"a": "x.safetensors", "c": "gone.safetensors"})
-    with pytest.raises(FormatError, match=r"gone\.safetensors: cannot be read: No such file"):
+    with pytest.raises(
+        FormatError, match=r"gone\.safetensors: is missing, but model\.safetensors\.index\.json names it"
+    ):
         read_source(tmp_path)
 
 
@@ -526,7 +528,8 @@ def test_a_dangling_link_in_the_place_of_a_shard_is_refused(tmp_path: Path, inde
     (snapshot / "y.safetensors").symlink_to("../../blobs/gone")
     if indexed:
         write_index(snapshot / INDEX, {"a": "x.safetensors", "b": "y.safetensors"})
-    with pytest.raises(FormatError, match=r"y\.safetensors: cannot be read: No such file"):
+    why = r"is missing, but model\.safetensors\.index\.json names it" if indexed else "cannot be read: No such file"
+    with pytest.raises(FormatError, match=rf"y\.safetensors: {why}"):
         read_source(snapshot)
 
 

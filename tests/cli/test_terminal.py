@@ -175,7 +175,7 @@ def test_quiet_work_prints_nothing_and_verbose_work_tells_its_phases(folder: Pat
         done = prestarted.run(*command.split(), "--quiet", cwd=folder, env=ENVIRONMENT)
         assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), command
     done = prestarted.run(*["verify", "again", "--source", "llama", "--verbose"], cwd=folder, env=ENVIRONMENT)
-    assert re.fullmatch(r"comparing with the source: \S+ of \S+ GB in \d+ s\n", done.stderr)
+    assert re.fullmatch(r"comparing with the source: \S+ of \S+ MB in \d+ s\n", done.stderr)
     for made in ("again", "back"):
         shutil.rmtree(folder / made)
 

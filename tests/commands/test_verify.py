@@ -366,7 +366,7 @@ def test_a_side_file_that_has_changed_in_the_source_is_found(pristine: Path, lla
 
 
 def test_a_folder_without_a_manifest_is_no_converted_checkpoint(llama: Path) -> None:
-    with pytest.raises(FormatError, match=r"relayout.json: cannot be read"):
+    with pytest.raises(FormatError, match=r"not a converted folder \(relayout.json is missing\)"):
         relayout.verify(llama)
 
 

@@ -231,7 +231,8 @@ def test_the_command_prints_one_json_object(tmp_path: Path, llama: Path) -> None
     found = json.loads(CliRunner().invoke(app, ["plans", "--check", str(folder), "--json"]).stdout)
     assert sum(kind["count"] for kind in found["kinds"]) == 21
     done = CliRunner().invoke(app, ["plans", "--check", str(llama)])
-    assert (done.exit_code, done.stdout.splitlines()[1]) == (0, "every tensor has a rule")
+    assert done.exit_code == 0
+    assert "every tensor has a rule" in done.stdout.splitlines()
 
 
 def test_what_vllm_cuts_has_no_rules_to_check(llama: Path) -> None:

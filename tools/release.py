@@ -138,7 +138,6 @@ def use(wheel: Path, fresh: Path, interpreter: str, *, with_torch: bool) -> None
     fresh.mkdir()
     run(interpreter, "-m", "venv", fresh / "venv")
     python, command = fresh / "venv" / "bin" / "python", fresh / "venv" / "bin" / "relayout"
-    run(python, "-m", "pip", "install", "--quiet", wheel)
     clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
 
     def here(*words: object) -> str:
@@ -147,6 +146,7 @@ def use(wheel: Path, fresh: Path, interpreter: str, *, with_torch: bool) -> None
             raise SystemExit(f"{' '.join(map(str, words))[:200]}: {done.stdout}{done.stderr}")
         return done.stdout
 
+    here(python, "-m", "pip", "install", "--quiet", wheel)
     here(python, "-c", EVERYDAY)
     for words in ("inspect model", "convert model --tp 2", "verify model-tp2 --source model"):
         print("$ relayout", words, "\n" + here(command, *words.split()).split("\n\n")[0].rstrip())
@@ -164,7 +164,7 @@ def use(wheel: Path, fresh: Path, interpreter: str, *, with_torch: bool) -> None
         if found > MAX_SECONDS:
             raise SystemExit(f"{what} takes more than {MAX_SECONDS} s")
     if with_torch:
-        run(python, "-m", "pip", "install", "--quiet", f"{wheel}[torch]")
+        here(python, "-m", "pip", "install", "--quiet", f"{wheel}[torch]")
         print(here(python, "-c", LOAD).strip())
 
 

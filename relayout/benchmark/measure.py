@@ -8,7 +8,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib import util
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from relayout.core.arguments import integer, size
 from relayout.errors import PlanError
 from relayout.format.index import MANIFEST_NAME
 from relayout.plans.planner import plan_for
+from relayout.results import Result
 from relayout.storage.local.mounts import filesystem_of
 from relayout.storage.stores import find_store
 
@@ -71,7 +72,7 @@ class Folders:
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
+class Bench(Result):
     """What `bench` has measured."""
 
     source: str | None
@@ -90,10 +91,6 @@ class Bench:
     wrong: tuple[str, ...]
     """Loaders whose bytes differ from the others', and where."""
     verdict: str
-
-    def as_json(self) -> dict[str, object]:
-        """For `--json`."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
 
@@ -12,13 +12,14 @@ from relayout.errors import PlanError
 from relayout.plans.draft import KindWithoutRule, draft_plan
 from relayout.plans.family import TRANSFORMERS, VLLM, Family
 from relayout.plans.planner import plan_by, plan_for
+from relayout.results import Result
 from relayout.storage.stores import find_store
 
 _DEGREES = (2, 4, 8, 16)
 
 
 @dataclass(frozen=True, slots=True)
-class PlanCheck:
+class PlanCheck(Result):
     """What `check_plan` found."""
 
     path: str
@@ -41,10 +42,6 @@ class PlanCheck:
     def ok(self) -> bool:
         """Whether every tensor has a rule."""
         return not self.kinds and self.draft_error is None
-
-    def as_json(self) -> dict[str, object]:
-        """For `--json`."""
-        return asdict(self)
 
 
 def check_plan(path: str | os.PathLike[str], *, plan: str | os.PathLike[str] | None = None) -> PlanCheck:

@@ -39,6 +39,7 @@ from relayout.errors import FormatError, PlanError, shown
 from relayout.format.index import MANIFEST_NAME
 from relayout.plans.family import TRANSFORMERS, VLLM
 from relayout.progress import Progress, reporting
+from relayout.results import Result
 from relayout.storage.buffers import Buffer
 from relayout.storage.memory import peak_nbytes
 from relayout.storage.protocols import Staging
@@ -97,7 +98,7 @@ class UnitJob:
 
 
 @dataclass(frozen=True, slots=True)
-class UnitRecord:
+class UnitRecord(Result):
     """What a process that has converted a unit tells. What counts is the record that it has left beside the files."""
 
     unit: int
@@ -108,10 +109,6 @@ class UnitRecord:
     seconds: float
     peak_nbytes: int
     """The most memory that the process ever held (resident)."""
-
-    def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
-        return asdict(self)
 
 
 def unit_jobs(
@@ -208,17 +205,13 @@ def convert_unit(
 
 
 @dataclass(frozen=True, slots=True)
-class ConvertedUnits:
+class ConvertedUnits(Result):
     """What a process that has converted a share of the units tells."""
 
     output: str
     num_units: int
     """Of the whole conversion."""
     units: tuple[UnitRecord, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
-        return asdict(self)
 
 
 def convert_share(planned: ConversionPlan, share: str, **options: Any) -> ConvertedUnits:

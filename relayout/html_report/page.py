@@ -7,7 +7,7 @@ import gzip
 import html
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from relayout.core.arguments import integer
 from relayout.core.digests import DIGEST_NBYTES
 from relayout.errors import PlanError
 from relayout.html_report.collect import of_conversion, of_converted
+from relayout.results import Result
 from relayout.storage.local.files import with_path
 from relayout.storage.stores import find_store
 
@@ -26,7 +27,7 @@ _MAX_DIGESTS_NBYTES = 9_500_000
 
 
 @dataclass(frozen=True, slots=True)
-class PageWritten:
+class PageWritten(Result):
     """What `report` has written."""
 
     output: str
@@ -35,10 +36,6 @@ class PageWritten:
     num_ranks: int
     is_forecast: bool
     """Whether the page shows a conversion that has not been made."""
-
-    def as_json(self) -> dict[str, object]:
-        """For `--json`."""
-        return asdict(self)
 
 
 def report(

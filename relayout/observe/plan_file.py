@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from relayout.checkpoint.source import SourceCheckpoint, read_source
@@ -14,6 +14,7 @@ from relayout.observe.observation import Observation, observe
 from relayout.observe.taken import same_elements
 from relayout.plans.family import Family, parse_family
 from relayout.plans.planner import plan_by
+from relayout.results import Result
 from relayout.storage.stores import find_store
 
 DEGREES = range(2, 17)
@@ -21,7 +22,7 @@ DEGREES = range(2, 17)
 
 
 @dataclass(frozen=True, slots=True)
-class ObservedPlan:
+class ObservedPlan(Result):
     """A plan file that was written."""
 
     output: str
@@ -34,10 +35,6 @@ class ObservedPlan:
     num_rules: int
     unfitted: tuple[str, ...]
     """Patterns of tensors that no rule fits, each with the reason."""
-
-    def as_json(self) -> dict[str, object]:
-        """For `--json`."""
-        return asdict(self)
 
 
 def observe_plan(

@@ -10,6 +10,9 @@ from typing import Any
 
 Found = Mapping[str, Any]
 
+_MAX_CELL = 110
+"""Characters of a reason."""
+
 _HEAD = """# Plans observed from vLLM
 
 Made by `tools/run engines --observe`; vLLM {vllm}, transformers {transformers}. For each architecture in the registry
@@ -69,4 +72,4 @@ def _is_same(found: Found) -> bool:
 
 def _brief(error: str) -> str:
     text = re.sub(r"\s+", " ", error).removeprefix("PlanError: ").removeprefix("--plan vllm: ")
-    return text.replace("|", "\\|")[:220]
+    return text.replace("|", "/")[:_MAX_CELL]

@@ -33,7 +33,10 @@ _SMALL: tuple[tuple[str, int], ...] = (
     (r"first_k_dense_replace|moe_layer_start_index|num_dense_layers|n_dense_layers", 1),
     (r"vocab_size_per_layer_input|(text_|audio_)?vocab_size|vocab_sizes", VOCABULARY),
     (r"hidden_size_per_layer_input", 64),
-    (r".*(intermediate_(size|dim)|ffn_dim|ffn_hidden_size|inner_dim|n_inner)(_mlp)?|d_ff|ff_dim|block_ff_dim", INNER),
+    (
+        r".*(intermediate_(size|dim)|ffn_dim|ffn_hidden_size|inner_dim|n_inner|expert_hidden_dim)(_mlp)?|d_ff|ff_dim|block_ff_dim",
+        INNER,
+    ),
     (
         r"num_experts_per_tok(en)?|num_selected_experts|moe_top_?k|top_?k(_experts)?|moe_k|n_activated_experts"
         r"|num_experts_per_token",
@@ -185,7 +188,7 @@ def _small(cls: Any, values: dict[str, Any], chosen_values: Mapping[str, Any] = 
         elif isinstance(value, list) and len(value) in layers:
             distinct = list(dict.fromkeys(map(_hashable, value)))
             chosen = [value[list(map(_hashable, value)).index(one)] for one in distinct]
-            kept[key] = (chosen + value)[:LAYERS]
+            kept[key] = (chosen + chosen[-1:] * LAYERS)[:LAYERS]
         elif isinstance(value, list) and value and all(type(one) is int for one in value):
             if re.search(r"(layer|index).*(ids|idx|indexes|indices|s)$", key):
                 kept[key] = sorted({min(one, LAYERS - 1) for one in value})[: len(value)]

@@ -153,8 +153,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
     panels = [
         ("GB that the server sent", lambda one: one["sent_nbytes"] / 1e9, "{:.2f} GB"),
-        ("processor seconds of the clients", lambda one: one["cpu_seconds"], "{:.1f} s"),
-        ("memory beyond the tensors, a process", lambda one: one["peak_minus_needed_nbytes"] / 2**20, "{:.0f} MiB"),
+        ("CPU seconds of the clients", lambda one: one["cpu_seconds"], "{:.1f} s"),
+        ("MiB beyond the tensors", lambda one: one["peak_minus_needed_nbytes"] / 2**20, "{:.0f} MiB"),
     ]
     scenarios = results["scenarios"]
     with pyplot.rc_context({"font.family": "DejaVu Sans", "font.size": 9, "text.color": INK}):

@@ -171,7 +171,9 @@ def verdict(loads: Sequence[RankLoads], tp: int, drive: float | None, *, is_conv
         for state in ("cold", "warm")
         if (group := [one for one in compared if one.state == state])
     ]
-    told = f"compared with the fastest other loader, {'; '.join(states)}"
+    others = {timing.family for one in compared for timing in one.done if timing.family != "relayout"}
+    other = "the fastest other loader" if len(others) > 1 else f"{others.pop()}, the only other loader measured"
+    told = f"compared with {other}, {'; '.join(states)}"
     if not is_converted and tp > 1:
         told += f"; after relayout convert --tp {tp} measure again"
     if any((one.ratio() or 0) >= _CLEAR and one.is_clear() for one in compared):

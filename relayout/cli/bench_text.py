@@ -48,9 +48,13 @@ def may_drop_caches(plan: BenchPlan, *, yes: bool) -> bool:
         return False
     question = (
         f"Cold loads drop {len(plan.folders.every_file)} files ({plan.droppable_nbytes / 1e9:.1f} GB) from the page"
-        " cache, again and again. Other processes that use them will wait for the drive. Go on with cold loads?"
+        " cache, again and again. Other processes that use them will wait for the drive. Without, warm loads only are"
+        " measured. Drop them?"
     )
-    return typer.confirm(question, err=True)
+    try:
+        return typer.confirm("\n".join(_wrapped(question)), err=True)
+    except typer.Abort:  # The end of input; Ctrl-C is heard elsewhere.
+        return False
 
 
 def tell(line: str) -> None:

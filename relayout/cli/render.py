@@ -106,7 +106,6 @@ def print_summary(summary: Summary) -> None:
         console.print(
             f"{decimal(summary.resumed_nbytes)} of it were kept from an interrupted conversion, after a check"
         )
-    console.print(_ranks_in_words(summary.rank_nbytes, summary.replicated_nbytes, summary.source_nbytes))
     if summary.num_ranks == 1:
         console.print("1 rank: nothing is cut, stock loaders read the folder too; --tp N cuts it for N ranks")
     _print_unmatched(console, summary.unmatched, summary.untaken)

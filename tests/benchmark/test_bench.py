@@ -162,8 +162,8 @@ def loads(ours: list[float], other: list[float], state: str = "cold", **more: An
         (
             [loads([1.0, 1.1], [3.0, 3.3])],
             2.0,
-            "Compared with safetensors get_slice, the only other loader measured, from a cold page cache relayout is 3.0x"
-            " faster for one rank of 4.",
+            "Compared with safetensors get_slice, the only other loader measured, from a cold page cache relayout is"
+            " 3.0x faster for one rank of 4.",
         ),
         (
             [loads([1.0, 3.1], [3.0, 3.3])],

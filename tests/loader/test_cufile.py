@@ -24,6 +24,7 @@ import numpy.typing as npt
 import pytest
 import torch
 import torch.cuda.gds
+from support.loader_fixtures import open_files
 
 from relayout.loader.backends import cufile
 from relayout.loader.backends.cufile import BindingsCuFile, CuFile, FoundCuFile, TorchCuFile, find_cufile
@@ -228,9 +229,9 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name in ("CUFILE_LOGFILE_PATH", "CUFILE_ENV_PATH_JSON"):
         monkeypatch.setenv(name, "")  # What the code sets is undone, too.
         monkeypatch.delenv(name)
-    num_files = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    num_files = len(open_files())
     yield place
-    assert len(os.listdir("/proc/self/fd")) == num_files  # noqa: PTH208
+    assert len(open_files()) == num_files
 
 
 def load_nvidia_fs(machine: Path) -> None:

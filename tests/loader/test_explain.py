@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from support.loader_fixtures import open_files
 from support.mounts import mounted_tmpfs
 from support.page_cache import drive_nbytes, drop, unmarked, warm, write_cold  # noqa: F401
 
@@ -185,9 +186,7 @@ def test_what_was_asked_for_is_repeated(converted: Path) -> None:
     assert relayout.explain(converted, 1, backend="direct").reason.startswith("asked for: read past the page cache")
 
 
-@pytest.mark.usefixtures("unmarked")
-def test_what_is_in_the_page_cache_is_seen(cold: Path) -> None:
-    first, second = sorted(cold.glob("model-rank-1-*"))
+def check_what_is_seen(cold: Path, first: Path, second: Path) -> None:
     warm(first, 4096, MIB)
     warm(second, 0, second.stat().st_size)
     told = relayout.explain(cold, 1)
@@ -201,6 +200,18 @@ def test_what_is_in_the_page_cache_is_seen(cold: Path) -> None:
     assert direct.resident_nbytes == 0
     assert [file.resident_nbytes for file in direct.files] == [MIB, second.stat().st_size]
     assert relayout.explain(cold, 1, backend="buffered").resident_nbytes == MIB + second.stat().st_size - 4096
+
+
+@pytest.mark.usefixtures("unmarked")
+def test_what_is_in_the_page_cache_is_seen(cold: Path) -> None:
+    first, second = sorted(cold.glob("model-rank-1-*"))
+    for attempts_left in reversed(range(5)):  # The kernel may take pages away at any moment.
+        try:
+            check_what_is_seen(cold, first, second)
+            break
+        except AssertionError:
+            if not attempts_left:
+                raise
     for file in (first, second):
         drop(file)
     told = relayout.explain(cold, 1)
@@ -228,10 +239,10 @@ def test_nothing_is_loaded_but_the_sidecar_and_a_block_of_each_file(cold: Path) 
     files = sorted(cold.iterdir())
     for file in files:
         drop(file)
-    before, num_files = drive_nbytes(), len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    before, num_files = drive_nbytes(), len(open_files())
     relayout.explain(cold, 1)
     assert drive_nbytes() - before <= (cold / "relayout.json").stat().st_size + 2 * 4096 + SLACK
-    assert len(os.listdir("/proc/self/fd")) == num_files  # noqa: PTH208
+    assert len(open_files()) == num_files
     assert [file.resident_nbytes for file in relayout.explain(cold, 0).files] == [0, 0]
     assert [file.resident_nbytes for file in relayout.explain(cold, 1).files] == [0, 0]
 
@@ -418,10 +429,10 @@ def test_what_a_load_would_refuse_is_refused(
 ) -> None:
     if damage is not None:
         damage(converted)
-    num_files = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    num_files = len(open_files())
     with pytest.raises(kind, match=message):
         relayout.explain(converted, **{"rank": 0, **options})
-    assert len(os.listdir("/proc/self/fd")) == num_files  # noqa: PTH208
+    assert len(open_files()) == num_files
     with pytest.raises(kind, match=message):
         relayout.load(converted, **{"rank": 0, **options})
 

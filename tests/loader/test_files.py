@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from support.loader_fixtures import open_files
 from support.local_stores import stored_file
 from support.page_cache import drive_nbytes, drop, opened, unmarked, warm, write_cold  # noqa: F401
 
@@ -67,7 +68,7 @@ def read(sources: Sources, file: int, offset: int, nbytes: int) -> bytes:
 
 
 def num_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    return len(open_files())
 
 
 def assert_drive_bytes(path: Path, access: Access, expected: int, written: Bytes) -> None:

@@ -250,7 +250,9 @@ def grown(before: Holdings, after: Holdings) -> list[int]:
         after.descriptors - before.descriptors,
         after.threads - before.threads,
         after.mapped_files - before.mapped_files,
-        max(0, after.large - before.large),
+        more
+        if (more := after.large - before.large) >= LARGE
+        else 0,  # Less is a small mapping that was merged with one.
     ]
 
 

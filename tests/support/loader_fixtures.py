@@ -207,12 +207,12 @@ def cache_in_part(file: Path, stretch: int = 3 * MIB // 2) -> None:
 
 
 def open_files() -> dict[str, str]:
-    """This process's descriptors and what they are of."""
+    """This process's descriptors and what they are of; sockets aside, which clients of stores close when they like."""
     found = {}
     for fd in os.listdir("/proc/self/fd"):  # noqa: PTH208
         with suppress(FileNotFoundError):  # That of the list itself.
             found[fd] = str(Path("/proc/self/fd", fd).readlink())
-    return found
+    return {fd: what for fd, what in found.items() if not what.startswith("socket:")}
 
 
 def loader_threads() -> list[str]:

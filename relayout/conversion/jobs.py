@@ -30,7 +30,7 @@ from relayout.conversion.run import (
     plan_conversion,
     summary_of,
 )
-from relayout.conversion.side_files import modes_of
+from relayout.conversion.side_files import output_modes
 from relayout.conversion.sidecar import HeaderWriter, write_sidecar
 from relayout.conversion.steps import CopyPlan
 from relayout.core.arguments import integer, size
@@ -268,7 +268,7 @@ def commit_units(
     source, layout, undertaking = planned.source, planned.layout, undertaking_of(planned)
     planned.output.check_output(source.root, MANIFEST_NAME, force=force)
     with planned.output.stage(
-        MANIFEST_NAME, replace=force, modes=_modes(planned), shared=_shared_name(undertaking)
+        MANIFEST_NAME, replace=force, modes=output_modes(planned.source), shared=_shared_name(undertaking)
     ) as staging:
         headers = HeaderWriter(staging, planned)
         tensors: dict[int, TensorDigests] = {}
@@ -296,15 +296,10 @@ def commit_units(
 
 @contextmanager
 def _part(conversion: Conversion, undertaking: Undertaking, unit: int, force: bool) -> Iterator[Staging]:
-    shared, modes = _shared_name(undertaking), _modes(conversion)
+    shared, modes = _shared_name(undertaking), output_modes(conversion.source)
     output = conversion.output
     with output.stage_part(MANIFEST_NAME, shared, _part_name(unit), replace=force, modes=modes) as staging:
         yield staging
-
-
-def _modes(conversion: Conversion) -> Any:
-    source = conversion.source
-    return modes_of(source.folder, [file.name for file in source.files], with_folder=not source.is_file)
 
 
 def _source_nbytes(conversion: Conversion, unit: int) -> int:

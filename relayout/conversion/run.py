@@ -15,7 +15,7 @@ from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, hash_chunk
 from relayout.conversion.journal import Claims, Journal, TensorDigests
 from relayout.conversion.layout import DEFAULT_ALIGNMENT, DEFAULT_MAX_PART_NBYTES, Conversion, check_alignment, lay_out
 from relayout.conversion.resume import claims_of, still_true, undertaking_of
-from relayout.conversion.side_files import modes_of
+from relayout.conversion.side_files import output_modes
 from relayout.conversion.sidecar import HeaderWriter, write_sidecar
 from relayout.conversion.steps import CopyPlan
 from relayout.core.arguments import integer, size
@@ -230,8 +230,7 @@ def _run(
     source = conversion.source
     conversion.output.check_output(conversion.source.root, MANIFEST_NAME, force=force)
     undertaking = undertaking_of(conversion)
-    modes = modes_of(source.folder, [file.name for file in source.files], with_folder=not source.is_file)
-    with conversion.output.stage(MANIFEST_NAME, replace=force, modes=modes) as staging:
+    with conversion.output.stage(MANIFEST_NAME, replace=force, modes=output_modes(source)) as staging:
         if sha256 and not staging.can_read:
             what = "cannot read files before they are published: convert to a local folder, or without sha256"
             raise PlanError(what, path=str(conversion.output), code="option")

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 
 import xxhash
 
+from relayout.checkpoint.source import SourceCheckpoint
 from relayout.errors import FormatError
 from relayout.format.source_record import SideFile
 from relayout.storage.protocols import Access, Modes, Staging, Store
@@ -29,6 +30,11 @@ def modes_of(folder: Store, files: Iterable[str], *, with_folder: bool = True) -
         if status is not None:
             file_mode &= status.mode
     return Modes(folder_mode | stat.S_IRWXU, file_mode | stat.S_IRUSR | stat.S_IWUSR)
+
+
+def output_modes(source: SourceCheckpoint) -> Modes:
+    """What an output grants: at most what its source does."""
+    return modes_of(source.folder, [file.name for file in source.files], with_folder=not source.is_file)
 
 
 def copy_side_file(source: Store, staging: Staging, name: str, expected: SideFile | None = None) -> SideFile:

@@ -38,8 +38,8 @@ class Engine:
     variables: tuple[tuple[str, str], ...] = (("HF_HUB_OFFLINE", "1"),)
     home: str = ""
     """Of the environment, if another engine has the same. Default: the engine's name."""
-    overlay: str = ""
-    """A version whose Python code is laid over the environment's; compiled modules stay those of the environment."""
+    overlays: tuple[str, ...] = ()
+    """Versions whose Python code is laid over the environment's; compiled modules stay those of the environment."""
 
 
 _VLLM = Engine(
@@ -49,6 +49,8 @@ _VLLM = Engine(
         # PyPI's are CUDA builds, on which transformers fails.
         ("uninstall", "-y", "torchvision", "torchaudio", "torchcodec"),
         _TORCHVISION,
+        # Some vision towers of transformers are theirs.
+        ("install", "--no-deps", "timm", "scipy"),
     ),
     "vllm_classes.py",
     (("HF_HUB_OFFLINE", "1"), ("VLLM_CPU_KVCACHE_SPACE", "1"), ("VLLM_LOGGING_LEVEL", "WARNING")),
@@ -58,7 +60,10 @@ ENGINES = {
     "vllm": _VLLM,
     # There is no CPU build of it.
     "vllm-0.33": replace(
-        _VLLM, variables=(*_VLLM.variables, ("VLLM_TARGET_DEVICE", "cpu")), home="vllm", overlay="vllm==0.33.0"
+        _VLLM,
+        variables=(*_VLLM.variables, ("VLLM_TARGET_DEVICE", "cpu")),
+        home="vllm",
+        overlays=("vllm==0.33.0", "transformers==5.23.0"),
     ),
     "sglang": Engine(
         (
@@ -97,8 +102,9 @@ def environment_of(name: str, folder: Path) -> Environment:
         _leave_out_registrations(python)
         stamp.write_text(wanted)
     variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | dict(engine.variables)
-    if engine.overlay:
-        variables["PYTHONPATH"] = str(_overlay(engine.overlay, python, home / engine.overlay))
+    if engine.overlays:
+        folders = [_overlay(overlay, python, home / overlay) for overlay in engine.overlays]
+        variables["PYTHONPATH"] = os.pathsep.join(map(str, folders))
     return Environment(python, variables)
 
 

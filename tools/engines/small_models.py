@@ -15,9 +15,8 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from architectures import ARCHITECTURES, EXPERTS, HEAD_DIM, HEADS, INNER, KV_HEADS, LAYERS, VOCABULARY, H, Made
 from safetensors.torch import load_file, save_file
-
-H, HEADS, KV_HEADS, HEAD_DIM, INNER, LAYERS, VOCABULARY, EXPERTS = 256, 8, 4, 32, 512, 4, 1024, 8
 
 _SMALL: tuple[tuple[str, int], ...] = (
     (
@@ -80,33 +79,11 @@ _SMALL: tuple[tuple[str, int], ...] = (
 )
 """Patterns of keys, and what the number is; the first that matches counts."""
 
-_VALUES: dict[str, dict[str, Any]] = {
-    "FalconForCausalLM": {"ffn_hidden_size": 4 * H},
-}
-"""Where the sizes of an architecture depend on each other in other ways."""
-
 _OLDER = (
     r"(^|\.)(vision_tower|vision_model)\.(embeddings|encoder|pre_layrnorm|post_layernorm|head)\.",
     r"\1\2.vision_model.\3.",
 )
 """What transformers writes, and what is on the hub."""
-
-_NOAUX = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-
-_SAID: dict[str, dict[str, Any]] = {
-    "AfmoeForCausalLM": {
-        "score_func": "sigmoid",
-        "route_norm": True,
-        "route_scale": 1.0,
-        "n_group": 1,
-        "topk_group": 1,
-    },
-    "DeepseekV3ForCausalLM": _NOAUX,
-    "DeepseekV32ForCausalLM": _NOAUX,
-    "GlmMoeDsaForCausalLM": _NOAUX,
-    "HYV3ForCausalLM": {"first_k_dense_replace": 1},
-}
-"""What config.json says on the hub, and transformers does not."""
 
 
 def config_of(architecture: str) -> Any:
@@ -116,7 +93,7 @@ def config_of(architecture: str) -> Any:
         LookupError: it has none.
     """
     cls = class_of(architecture)
-    return _small(cls.config_class, {**cls.config_class().to_dict()}, _VALUES.get(architecture, {}))
+    return _small(cls.config_class, {**cls.config_class().to_dict()}, _made(architecture).values)
 
 
 def class_of(architecture: str) -> Any:
@@ -142,10 +119,13 @@ def write(architecture: str, folder: Path) -> None:
             parameter.data.normal_()
     model.save_pretrained(folder)
     file = folder / "config.json"
-    said = {**json.loads(file.read_text()), "architectures": [architecture], **_SAID.get(architecture, {})}
+    said = {**json.loads(file.read_text()), "architectures": [architecture], **_made(architecture).said}
     file.write_text(json.dumps(said))
+    names = _made(architecture).names
     if said.get("vision_config", {}).get("model_type") in ("siglip_vision_model", "clip_vision_model"):
-        _rename(folder / "model.safetensors", _OLDER)
+        names = (*names, _OLDER)
+    for pattern in names:
+        _rename(folder / "model.safetensors", pattern)
 
 
 def supply(folder: Path, key: str) -> bool:
@@ -159,6 +139,10 @@ def supply(folder: Path, key: str) -> bool:
             part.setdefault(key, number)
     file.write_text(json.dumps(said))
     return True
+
+
+def _made(architecture: str) -> Made:
+    return ARCHITECTURES.get(architecture, Made())
 
 
 def _rename(file: Path, pattern: tuple[str, str]) -> None:

@@ -23,6 +23,12 @@ class Made:
     """What config.json says on the hub, and transformers does not write."""
     names: tuple[tuple[str, str], ...] = ()
     """Patterns of the names that transformers writes, and the names on the hub, for `re.sub`; all are applied."""
+    code: bool = False
+    """Whether the hub's checkpoint has Python that reads its config.json, which vLLM's class is made for."""
+    flat: bool = False
+    """Whether config.json has on the hub what it says of the text part beside its parts, not in one."""
+    transposed: str = ""
+    """Pattern of the tensors, by their names on the hub, whose last two axes are the other way round there."""
 
 
 _NOAUX = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}

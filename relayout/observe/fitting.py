@@ -29,6 +29,18 @@ from relayout.plans.planner import PlannedCheckpoint, PlannedTensor
 Observed = Mapping[int, Sequence[tuple[Slice, ...]]]
 """By degree: for each tensor, in the checkpoint's order, the slice of each rank."""
 
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A checkpoint, and what was observed of it."""
+
+    checkpoint: PlannedCheckpoint
+    observed: Observed
+
+
+_Member = tuple[int, int]
+"""Numbers of an example and of a tensor in it."""
+
 _SIZES: dict[str, tuple[str, ...]] = {
     "heads": ("num_attention_heads", "n_head", "n_heads"),
     KV_HEADS: ("num_key_value_heads", "num_attention_heads", "n_head", "n_heads"),
@@ -56,32 +68,38 @@ class Fitted:
     """Patterns of tensors that no rule fits, and what is known of them."""
 
 
-def fit(checkpoint: PlannedCheckpoint, observed: Observed, held_out: Iterable[int] = ()) -> Fitted:
+def fit(examples: Sequence[Example], held_out: Iterable[int] = ()) -> Fitted:
     """Rules that give what was observed at all degrees; each must also give what was at the held out ones.
 
     Rules are looked for without these, and one that they refute is not replaced by another: it did not say what the
-    engine does.
+    engine does. Where no rule fits, what was observed of one example is listed; of several nothing is.
+
+    Args:
+        examples: of one model type, with other numbers in config.json: they refute what fits one by chance.
+        held_out: degrees.
     """
-    fitter = _Fitter(checkpoint, observed, frozenset(held_out))
+    fitter = _Fitter(examples, frozenset(held_out))
     rules: list[Rule] = []
     unfitted: dict[str, str] = {}
-    for pattern, members in _groups(checkpoint.tensors).items():
-        for narrowed, some in _alike(pattern, members, checkpoint.tensors, observed):
+    for pattern, members in fitter.groups().items():
+        for narrowed, some in fitter.alike(pattern, members):
             rule, why = fitter.rule(narrowed, some)
             if rule is not None:
                 rules.append(rule)
                 continue
             unfitted[narrowed] = why
-            rules += _explicit(narrowed, some, checkpoint.tensors, observed)
+            if len(examples) == 1:
+                rules += _explicit(narrowed, [t for _, t in some], examples[0])
     rules.sort(key=lambda rule: rule.pattern.count("*"))  # The first that matches counts.
     used = {size for rule in rules for size in (*rule.units, *rule.widths, rule.interleaved)} | {HEAD_DIM, EXPERTS}
-    names = [tensor.name for tensor in checkpoint.tensors]
+    names = [tensor.name for example in examples for tensor in example.checkpoint.tensors]
     each = sorted({_EXPERT.sub(".experts.#.", collapse_but_experts(name)) for name in names if _EXPERT.search(name)})
     stacked = sorted({collapse_numbers(name) for name in names if _STACKED.search(name)})
+    model_types = {example.checkpoint.model_type for example in examples}
     family = Family(
-        str(checkpoint.model_type),
+        str(examples[0].checkpoint.model_type),
         "file",
-        () if checkpoint.model_type is None else (checkpoint.model_type,),
+        tuple(sorted(one for one in model_types if one is not None)),
         None,
         (),
         {size: sources for size, sources in fitter.sources.items() if size in used},
@@ -138,23 +156,43 @@ def _toml(value: Any) -> str:
 class _Fitter:
     """Tries the rules of the language, the most telling ones first."""
 
-    def __init__(self, checkpoint: PlannedCheckpoint, observed: Observed, held_out: frozenset[int]) -> None:
-        self._tensors = checkpoint.tensors
-        self._observed = observed
+    def __init__(self, examples: Sequence[Example], held_out: frozenset[int]) -> None:
+        self._examples = examples
         self._held_out = held_out
         self.sources = {size: tuple(map(SizeSource, keys)) for size, keys in _SIZES.items()}
-        nested = checkpoint.config.get("text_config")
-        numbers = {**checkpoint.config, **(nested if isinstance(nested, Mapping) else {})}
+        numbers = [_numbers(example.checkpoint.config) for example in examples]
         known = {key for keys in _SIZES.values() for key in keys}
-        for key, value in sorted(numbers.items()):
+        for key, value in sorted(numbers[0].items()):
             if type(value) is int and value > 1 and key not in known and re.search(r"head|group|expert|num_|n_", key):
                 self.sources[key] = (SizeSource(key),)
-        self._sizes = Sizes(self.sources, checkpoint.config)
-        self._vocabulary = numbers.get("vocab_size")
+        self._sizes = [Sizes(self.sources, example.checkpoint.config) for example in examples]
+        self._vocabularies = [one.get("vocab_size") for one in numbers]
 
-    def rule(self, pattern: str, members: Sequence[int]) -> tuple[Rule | None, str]:
+    def groups(self) -> dict[str, list[_Member]]:
+        """The tensors whose names differ in numbers only."""
+        groups: dict[str, list[_Member]] = {}
+        for e, example in enumerate(self._examples):
+            for t, tensor in enumerate(example.checkpoint.tensors):
+                groups.setdefault(collapse_numbers(tensor.name), []).append((e, t))
+        return groups
+
+    def alike(self, pattern: str, members: Sequence[_Member]) -> Iterator[tuple[str, list[_Member]]]:
+        """Tensors of a pattern by the axes that they are cut along; each lot with a pattern of its own."""
+        lots: dict[tuple[int, ...], list[_Member]] = {}
+        for member in members:
+            axes = {axis for _, slices in self._seen(member) for part in slices for axis in part.axes}
+            lots.setdefault(tuple(sorted(axes)), []).append(member)
+        if len(lots) == 1:
+            yield pattern, list(members)
+            return
+        for lot in lots.values():
+            numbers = sorted({int(n) for one in lot if (n := _first_number(self._tensor(one).name)) is not None})
+            words = ",".join(map(str, numbers))
+            yield pattern.replace("*", f"{{{words}}}" if len(numbers) > 1 else words, 1), lot
+
+    def rule(self, pattern: str, members: Sequence[_Member]) -> tuple[Rule | None, str]:
         """The rule that gives what was observed of all these tensors; else None, and why not."""
-        parts = [part for by_rank in self._observed.values() for t in members for part in by_rank[t]]
+        parts = [part for member in members for _, slices in self._seen(member) for part in slices]
         axes = {axis for part in parts for axis in part.axes}
         if len({part.is_held for part in parts}) > 1:
             return None, "some ranks do not take it"
@@ -163,34 +201,51 @@ class _Fitter:
         if len(axes) > 1:
             return None, f"it is cut along dims {sorted(axes)}"
         [axis] = axes
-        fitting = [degree for degree in self._observed if degree not in self._held_out]
-        for candidate in self._candidates(pattern, axis, self._tensors[members[0]]):
-            if all(self._gives(candidate, t, degree) for degree in fitting for t in members):
-                wrong = [d for d in self._held_out if not all(self._gives(candidate, t, d) for t in members)]
-                if wrong:
-                    return None, f"{_said(candidate)} is not so at {wrong[0]} ranks"
+        for candidate in self._candidates(pattern, axis, members[0]):
+            wrong = self._wrong(candidate, members)
+            if wrong and min(wrong) in self._held_out and wrong <= self._held_out:
+                return None, f"{_said(candidate)} is not so at {min(wrong)} ranks"
+            if not wrong:
                 return candidate, ""
         return None, f"it is cut along dim {axis} as no rule says"
 
-    def _gives(self, rule: Rule, t: int, degree: int) -> bool:
+    def _wrong(self, rule: Rule, members: Sequence[_Member]) -> set[int]:
+        """The degrees at which it does not give what was observed: the held out ones, or one that was not."""
+        wrong = set()
+        for member in members:
+            for degree, slices in self._seen(member):
+                if not self._gives(rule, member, degree, slices):
+                    wrong.add(degree)
+                    if degree not in self._held_out:
+                        return wrong
+        return wrong
+
+    def _seen(self, member: _Member) -> Iterator[tuple[int, tuple[Slice, ...]]]:
+        e, t = member
+        return ((degree, by_rank[t]) for degree, by_rank in self._examples[e].observed.items())
+
+    def _tensor(self, member: _Member) -> PlannedTensor:
+        return self._examples[member[0]].checkpoint.tensors[member[1]]
+
+    def _gives(self, rule: Rule, member: _Member, degree: int, slices: tuple[Slice, ...]) -> bool:
         assert rule.dim is not None
-        size = self._tensors[t].shape[rule.dim]
+        size = self._tensor(member).shape[rule.dim]
         try:
-            ranges = divide(rule, size, self._sizes, degree)
+            ranges = divide(rule, size, self._sizes[member[0]], degree)
         except PlanError:
             return False
-        taken = (part.ranges_along(rule.dim) for part in self._observed[degree][t])
+        taken = (part.ranges_along(rule.dim) for part in slices)
         return all(
             joined(one) == (((0, size),) if other is None else joined(other))
             for one, other in zip(ranges, taken, strict=True)
         )
 
-    def _candidates(self, pattern: str, axis: int, tensor: PlannedTensor) -> Iterator[Rule]:
-        size = tensor.shape[axis]
+    def _candidates(self, pattern: str, axis: int, member: _Member) -> Iterator[Rule]:
+        size = self._tensor(member).shape[axis]
         is_attention, is_kv = _ATTENTION.search(pattern), re.search(r"\b[kv]_|[._][kv](_proj)?\.|key|value", pattern)
         units = [KV_HEADS, "heads"] if is_kv else ["heads", KV_HEADS]
         units = [EVEN, *units] if not is_attention else [*units, EVEN]
-        if size == self._vocabulary or _EMBEDDING.search(pattern):
+        if size == self._vocabularies[member[0]] or _EMBEDDING.search(pattern):
             units.insert(0, VOCABULARY)
         for unit in dict.fromkeys([*units, VOCABULARY]):
             yield Rule(pattern, axis, (unit,))
@@ -218,37 +273,17 @@ def _said(rule: Rule) -> str:
     return f"dim {rule.dim} by {' + '.join(rule.units)}"
 
 
-def _groups(tensors: Sequence[PlannedTensor]) -> dict[str, list[int]]:
-    groups: dict[str, list[int]] = {}
-    for t, tensor in enumerate(tensors):
-        groups.setdefault(collapse_numbers(tensor.name), []).append(t)
-    return groups
+def _numbers(config: Mapping[str, Any]) -> dict[str, Any]:
+    nested = config.get("text_config")
+    return {**config, **(nested if isinstance(nested, Mapping) else {})}
 
 
-def _alike(
-    pattern: str, members: list[int], tensors: Sequence[PlannedTensor], observed: Observed
-) -> Iterator[tuple[str, list[int]]]:
-    """Tensors of a pattern by the axes that they are cut along; each lot with a pattern of its own."""
-    lots: dict[tuple[int, ...], list[int]] = {}
-    for t in members:
-        axes = {axis for by_rank in observed.values() for part in by_rank[t] for axis in part.axes}
-        lots.setdefault(tuple(sorted(axes)), []).append(t)
-    if len(lots) == 1:
-        yield pattern, members
-        return
-    for lot in lots.values():
-        numbers = sorted({int(n) for t in lot if (n := _first_number(tensors[t].name)) is not None})
-        words = ",".join(map(str, numbers))
-        yield pattern.replace("*", f"{{{words}}}" if len(numbers) > 1 else words, 1), lot
-
-
-def _explicit(
-    pattern: str, members: Sequence[int], tensors: Sequence[PlannedTensor], observed: Observed
-) -> Iterator[Rule]:
+def _explicit(pattern: str, members: Sequence[int], example: Example) -> Iterator[Rule]:
     """What was observed, as it is: one rule for all tensors, or for each lot with the same slices one of its names."""
     lots: dict[tuple[tuple[int, tuple[Slice, ...]], ...], list[str]] = {}
     for t in members:
-        lots.setdefault(tuple((degree, by_rank[t]) for degree, by_rank in observed.items()), []).append(tensors[t].name)
+        seen = tuple((degree, by_rank[t]) for degree, by_rank in example.observed.items())
+        lots.setdefault(seen, []).append(example.checkpoint.tensors[t].name)
     for slices, names in lots.items():
         for one in [pattern] if len(lots) == 1 else names:
             yield Rule(one, None, slices=slices)

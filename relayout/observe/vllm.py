@@ -112,6 +112,7 @@ def _in_forks(observed: Callable[[int], dict[str, Any]], count: int) -> list[dic
 def _configuration(job: Job) -> Any:
     import vllm.model_executor.models.registry as registry
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import get_model_architecture
 
     from relayout.observe.stand_ins import stand_in_devices, stand_in_kernels
 
@@ -131,6 +132,7 @@ def _configuration(job: Job) -> Any:
     stand_in_devices()
     if config.model_config.quantization is not None:
         stand_in_kernels()
+    get_model_architecture(config.model_config)  # Imports the class once, and not again in each fork.
     return config
 
 

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-
-H, HEADS, KV_HEADS, HEAD_DIM, INNER, LAYERS, VOCABULARY, EXPERTS = 256, 8, 4, 32, 512, 4, 1024, 8
+from small_sizes import EXPERTS, HEAD_DIM, HEADS, INNER, KV_HEADS, LAYERS, VOCABULARY, H
 
 _SMALL: tuple[tuple[str, int], ...] = (
     (
@@ -54,7 +53,8 @@ _SMALL: tuple[tuple[str, int], ...] = (
         r"|global_head_dim|index_head_dim",
         HEAD_DIM,
     ),
-    (r"linear_num_(key|value)_heads|mamba_(n|num)_heads|n_mamba_heads", HEADS),
+    (r"linear_num_value_heads", 2 * HEADS),
+    (r"linear_num_key_heads|mamba_(n|num)_heads|n_mamba_heads", HEADS),
     (
         r"(swa_)?(num_(attention_|encoder_attention_|decoder_attention_|q_|query_|linear_|index_)?heads|n_heads?"
         r"|(encoder|decoder)_attention_heads|attention_heads|index_n_heads)",

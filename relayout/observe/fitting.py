@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from textwrap import wrap
 from typing import Any
 
 from relayout.core.patterns import collapse_numbers
@@ -53,6 +55,9 @@ _SIZES: dict[str, tuple[str, ...]] = {
 }
 """Names of sizes, and the keys of config.json that have them."""
 
+_WIDTH = 116
+"""Of comments."""
+
 _ATTENTION = re.compile(r"attn|attention|mixer|mamba|ssm")
 _EMBEDDING = re.compile(r"embed|lm_head|wte|\bhead\b|output")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -91,10 +96,12 @@ def fit(examples: Sequence[Example], held_out: Iterable[int] = ()) -> Fitted:
             if len(examples) == 1:
                 rules += _explicit(narrowed, [t for _, t in some], examples[0])
     rules.sort(key=lambda rule: rule.pattern.count("*"))  # The first that matches counts.
-    used = {size for rule in rules for size in (*rule.units, *rule.widths, rule.interleaved)} | {HEAD_DIM, EXPERTS}
+    used = {size for rule in rules for size in (*rule.units, *rule.widths, rule.interleaved)}
+    used |= {HEAD_DIM} if used & {"heads", KV_HEADS} else set()
     names = [tensor.name for example in examples for tensor in example.checkpoint.tensors]
     each = sorted({_EXPERT.sub(".experts.#.", collapse_but_experts(name)) for name in names if _EXPERT.search(name)})
     stacked = sorted({collapse_numbers(name) for name in names if _STACKED.search(name)})
+    used |= {EXPERTS} if each or stacked else set()
     model_types = {example.checkpoint.model_type for example in examples}
     family = Family(
         str(examples[0].checkpoint.model_type),
@@ -117,15 +124,22 @@ def collapse_but_experts(name: str) -> str:
     )
 
 
-def as_toml(fitted: Fitted, title: str) -> str:
-    """The text of a plan file."""
+def as_toml(fitted: Fitted, *comments: str, extends: str = "") -> str:
+    """The text of a plan file.
+
+    Args:
+        fitted: the rules.
+        comments: the first lines.
+        extends: the built-in plan whose rules come behind these.
+    """
     rules = dump_rules(fitted.family)
-    lines = [f"# {title}"]
+    lines = [f"# {line}" for comment in comments for line in wrap(comment, _WIDTH)]
     if fitted.unfitted:
         lines.append("# No rule was found for these, whose slices are listed:")
         lines += [f"#   {pattern}: {why}" for pattern, why in fitted.unfitted.items()]
-    if "model_types" in rules:
-        lines.append(f"model_types = {_toml(rules['model_types'])}")
+    top = {"model_types": rules.get("model_types"), "extends": extends}
+    top["language_prefixes"] = rules.get("language_prefixes")
+    lines += [f"{key} = {_toml(value)}" for key, value in top.items() if value]
     for table in ("sizes", "cut", "experts"):
         entries = rules.get(table, {})
         if entries:
@@ -201,7 +215,7 @@ class _Fitter:
         if len(axes) > 1:
             return None, f"it is cut along dims {sorted(axes)}"
         [axis] = axes
-        for candidate in self._candidates(pattern, axis, members[0]):
+        for candidate in self._candidates(pattern, axis, members):
             wrong = self._wrong(candidate, members)
             if wrong and min(wrong) in self._held_out and wrong <= self._held_out:
                 return None, f"{_said(candidate)} is not so at {min(wrong)} ranks"
@@ -240,12 +254,12 @@ class _Fitter:
             for one, other in zip(ranges, taken, strict=True)
         )
 
-    def _candidates(self, pattern: str, axis: int, member: _Member) -> Iterator[Rule]:
-        size = self._tensor(member).shape[axis]
+    def _candidates(self, pattern: str, axis: int, members: Sequence[_Member]) -> Iterator[Rule]:
         is_attention, is_kv = _ATTENTION.search(pattern), re.search(r"\b[kv]_|[._][kv](_proj)?\.|key|value", pattern)
         units = [KV_HEADS, "heads"] if is_kv else ["heads", KV_HEADS]
         units = [EVEN, *units] if not is_attention else [*units, EVEN]
-        if size == self._vocabularies[member[0]] or _EMBEDDING.search(pattern):
+        is_vocabulary = all(self._tensor(one).shape[axis] == self._vocabularies[one[0]] for one in members)
+        if is_vocabulary or _EMBEDDING.search(pattern):
             units.insert(0, VOCABULARY)
         for unit in dict.fromkeys([*units, VOCABULARY]):
             yield Rule(pattern, axis, (unit,))
@@ -293,18 +307,31 @@ def _first_number(name: str) -> int | None:
     return next((int(part) for part in name.split(".") if part.isdigit()), None)
 
 
-def _merged(rules: Sequence[Rule]) -> Iterator[Rule]:
-    """Rules that differ in the last word before `.weight` or `.bias` only, as one."""
-    lots: dict[tuple[str, str, Rule], list[str]] = {}
+def _merged(rules: Sequence[Rule]) -> list[Rule]:
+    """Rules that differ in one of the last two words of their patterns only, as one."""
+    return _together(_together(rules, 2), 1)
+
+
+def _together(rules: Sequence[Rule], place: int) -> list[Rule]:
+    """Rules that differ only in the word at this place from the end of the pattern, as one."""
+    lots: dict[tuple[Any, ...], list[str]] = {}
     for rule in rules:
-        stem, _, suffix = rule.pattern.rpartition(".")
-        module, _, word = stem.rpartition(".")
-        key = replace(rule, pattern="")
-        lots.setdefault((module, suffix if word else "", key), []).append(word if word else rule.pattern)
-    for (module, suffix, key), words in lots.items():
-        word = (
-            words[0] if len(words) == 1 or any("{" in one or "*" in one for one in words) else f"{{{','.join(words)}}}"
-        )
-        for one in [word] if len(words) == 1 or word.startswith("{") else words:
-            pattern = f"{module}.{one}.{suffix}" if module else f"{one}.{suffix}" if suffix else one
-            yield replace(key, pattern=pattern)
+        words = rule.pattern.split(".")
+        there = len(words) - place
+        word = words[there] if there > 0 and not re.search(r"[*{#]", words[there]) else None
+        before, after = (words, []) if word is None else (words[:there], words[there + 1 :])
+        lots.setdefault((tuple(before), tuple(after), replace(rule, pattern="")), []).append(word or "")
+    return [
+        replace(rule, pattern=".".join([*before, *([_one_of(words)] if any(words) else []), *after]))
+        for (before, after, rule), words in lots.items()
+    ]
+
+
+def _one_of(words: Sequence[str]) -> str:
+    """A pattern for them: `{q,k,v}_proj`."""
+    if len(words) == 1:
+        return words[0]
+    tail = os.path.commonprefix([word[::-1] for word in words])[::-1]
+    tail = tail[tail.index("_") :] if "_" in tail else ""
+    heads = [word.removesuffix(tail) if tail else word for word in words]
+    return f"{{{','.join(heads)}}}{tail}" if all(heads) else f"{{{','.join(words)}}}"

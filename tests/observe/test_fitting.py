@@ -71,7 +71,7 @@ def test_rules_are_found_for_a_family_and_hold_at_a_degree_that_they_were_not_fo
 def test_a_plan_is_short_and_has_the_words_that_a_person_would_use() -> None:
     source, observed = observed_of("mixtral")
     text = as_toml(fit([Example(source, observed)]), "observed")
-    assert '"model.layers.*.self_attn.{k_proj,v_proj}.weight" = { dim = 0, by = "kv_heads" }' in text
+    assert '"model.layers.*.self_attn.{k,v}_proj.weight" = { dim = 0, by = "kv_heads" }' in text
     assert '"model.layers.*.self_attn.o_proj.weight" = { dim = 1, by = "heads" }' in text
     assert '"model.embed_tokens.weight" = { dim = 0, by = "vocabulary" }' in text
     assert '"model.layers.*.block_sparse_moe.experts.*.w2.weight" = { dim = 1, by = "even" }' in text

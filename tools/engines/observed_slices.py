@@ -6,16 +6,24 @@ the first.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from relayout.core.patterns import collapse_numbers
 from relayout.core.slices import Slice
 from relayout.format.slices import dump_slice, parse_slice
 
-Tensor = tuple[str, str, tuple[int, ...]]
-"""Name, dtype, shape."""
+
+class Tensor(NamedTuple):
+    """As a header has it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
 
 _WHOLE = "whole"
 _LEFT_OUT = ("transformers_version", "dtype", "torch_dtype", "_name_or_path")
@@ -23,14 +31,27 @@ _LEFT_OUT = ("transformers_version", "dtype", "torch_dtype", "_name_or_path")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint, and what ranks take of it."""
+    """A checkpoint that a plan can be made for, and what ranks take of it."""
 
+    root: str
+    """Its name in errors."""
     engine: str
     """Its version, and the class that loaded."""
     config: Mapping[str, Any]
     tensors: Sequence[Tensor]
-    slices: Mapping[int, Sequence[tuple[Slice, ...]]]
+    observed: Mapping[int, Sequence[tuple[Slice, ...]]]
     """By degree: for each tensor the slice of each rank."""
+    config_error: str | None = None
+
+    @property
+    def model_type(self) -> str | None:
+        return self.config.get("model_type")
+
+
+def read(file: Path) -> list[Checkpoint]:
+    """Those of a file of lines, but for lines that are errors."""
+    lines = map(json.loads, file.read_text().splitlines())
+    return [parse(line) for line in lines if "error" not in line]
 
 
 def dump(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -38,12 +59,12 @@ def dump(checkpoint: Checkpoint) -> dict[str, Any]:
     cuts: dict[str, int] = {}
     tensors: dict[tuple[Any, ...], list[Any]] = {}
     for t, (name, dtype, shape) in enumerate(checkpoint.tensors):
-        by_degree = [cuts.setdefault(_dump_cut(by_rank[t]), len(cuts)) for by_rank in checkpoint.slices.values()]
+        by_degree = [cuts.setdefault(_dump_cut(by_rank[t]), len(cuts)) for by_rank in checkpoint.observed.values()]
         tensors.setdefault((collapse_numbers(name), dtype, shape, *by_degree), [name, dtype, shape, by_degree])
     return {
         "engine": checkpoint.engine,
         "config": _sizes_of(checkpoint.config),
-        "degrees": list(checkpoint.slices),
+        "degrees": list(checkpoint.observed),
         "cuts": list(cuts),
         "tensors": list(tensors.values()),
     }
@@ -53,9 +74,10 @@ def parse(line: Mapping[str, Any]) -> Checkpoint:
     """What `dump` made."""
     cuts = list(map(_parse_cut, line["cuts"]))
     return Checkpoint(
+        f"{line['name']}, {line['size']}",
         line["engine"],
         line["config"],
-        [(name, dtype, tuple(shape)) for name, dtype, shape, _ in line["tensors"]],
+        [Tensor(name, dtype, tuple(shape)) for name, dtype, shape, _ in line["tensors"]],
         {degree: [cuts[by_degree[d]] for *_, by_degree in line["tensors"]] for d, degree in enumerate(line["degrees"])},
     )
 

@@ -25,7 +25,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 import small_sizes
 import torch
 import transformers
-from observed_slices import Checkpoint, dump
+from observed_slices import Checkpoint, Tensor, dump
 from vllm.model_executor.models import registry
 
 from relayout.checkpoint.source import SourceCheckpoint, read_source
@@ -117,10 +117,10 @@ def observe_one(name: str, size: str, folder: Path, told: Any) -> None:
         refused = {degree: str(one) for degree, one in found.items() if isinstance(one, PlanError)}
         if not seen:
             raise next(iter(found.values()))
-        tensors = [(one.name, one.dtype, one.shape) for one in source.tensors]
+        tensors = [Tensor(one.name, one.dtype, one.shape) for one in source.tensors]
         slices = {degree: one.slices for degree, one in seen.items()}
         engine = next(iter(seen.values())).engine
-        told.send({"refused": refused, **dump(Checkpoint(engine, dict(source.config), tensors, slices))})
+        told.send({"refused": refused, **dump(Checkpoint(name, engine, dict(source.config), tensors, slices))})
     except BaseException as error:
         told.send({"error": f"{type(error).__name__}: {error}".replace(str(folder), "")[:600]})
     told.close()

@@ -46,12 +46,23 @@ class Size:
 
 
 SIZES = {
-    "many heads": Size({"H": 512, "HEADS": 16, "KV_HEADS": 4, "INNER": 1024, "EXPERTS": 16}, (2, 4, 8, 16)),
+    "many heads": Size(
+        {"H": 512, "HEADS": 16, "KV_HEADS": 4, "INNER": 1024, "EXPERTS": 16, "GROUPS": 16}, (2, 4, 8, 16)
+    ),
     "few KV heads": Size(
-        {"H": 384, "HEADS": 12, "KV_HEADS": 2, "HEAD_DIM": 64, "INNER": 768, "EXPERTS": 6, "VOCABULARY": 1151},
+        {
+            "H": 384,
+            "HEADS": 12,
+            "KV_HEADS": 2,
+            "HEAD_DIM": 64,
+            "INNER": 768,
+            "EXPERTS": 6,
+            "VOCABULARY": 1151,
+            "GROUPS": 1,
+        },
         (2, 4, 6),
     ),
-    "all KV heads": Size({"KV_HEADS": 8, "EXPERTS": 12, "VOCABULARY": 1056}, (2, 8)),
+    "all KV heads": Size({"KV_HEADS": 8, "EXPERTS": 12, "VOCABULARY": 1056, "GROUPS": 8}, (2, 8)),
 }
 """Together they tell heads, KV heads, experts, vocabulary and what is divided evenly from each other."""
 
@@ -130,7 +141,8 @@ def observe_one(name: str, size: str, folder: Path, told: Any) -> None:
 def make(name: str, numbers: dict[str, int], folder: Path) -> None:
     """A checkpoint with these numbers."""
     small_sizes.choose(**numbers)
-    sys.modules.pop("small_models", None)  # It has taken the numbers that there were before.
+    for module in ("small_models", "architectures", "multimodal_architectures"):
+        sys.modules.pop(module, None)  # They have taken the numbers that there were before.
     kind, _, family = name.partition(":")
     if kind == "family":
         write_wide(family, folder)

@@ -87,9 +87,7 @@ def _left_by(base: Family, checkpoint: Checkpoint) -> Checkpoint:
     )
 
 
-def _experts(
-    family: Family, base: Family | None, checkpoints: Sequence[Checkpoint]
-) -> Mapping[str, tuple[str, ...]]:
+def _experts(family: Family, base: Family | None, checkpoints: Sequence[Checkpoint]) -> Mapping[str, tuple[str, ...]]:
     """The tables of experts, but for those that the base knows."""
     names = [tensor.name for one in checkpoints for tensor in one.tensors if re.search(r"\.experts\.", tensor.name)]
     if base and all(base.expert(name) is not None or base.stacks_experts(name) for name in names):

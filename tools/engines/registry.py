@@ -129,7 +129,7 @@ def convert(source: Path, target: Path, tp: int) -> relayout.Summary:
     """By observation; keys that only the hub's config.json has are supplied."""
     while True:
         try:
-            return relayout.convert(source, target, tp=tp, plan="vllm")
+            return relayout.convert(source, target, tp=tp, plan="vllm", trust_remote_code=True)
         except relayout.PlanError as error:
             missing = re.search(r"Config' object has no attribute '(\w+)'", str(error))
             if missing is None or not small_models.supply(source, missing[1]):

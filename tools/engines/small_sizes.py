@@ -1,6 +1,6 @@
 """The numbers that small checkpoints are made with; `choose` others before `small_models` is imported."""
 
-H, HEADS, KV_HEADS, HEAD_DIM, INNER, LAYERS, VOCABULARY, EXPERTS = 256, 8, 4, 32, 512, 4, 1024, 8
+H, HEADS, KV_HEADS, HEAD_DIM, INNER, LAYERS, VOCABULARY, EXPERTS, GROUPS = 256, 8, 4, 32, 512, 4, 1024, 8, 4
 
 
 def choose(**numbers: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from relayout.plans.family import (
     HEAD_DIM,
     KV_HEADS,
     RAGGED,
+    STATE_GROUPS,
     VOCABULARY,
     Family,
     Rule,
@@ -52,13 +52,29 @@ _SIZES: dict[str, tuple[str, ...]] = {
     "value_heads": ("linear_num_value_heads",),
     "key_dim": ("linear_key_head_dim",),
     "value_dim": ("linear_value_head_dim",),
+    "state_heads": ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads"),
+    "state_dim": ("mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim"),
+    STATE_GROUPS: ("mamba_n_groups", "mamba_ngroups", "n_groups"),
+    "state": ("mamba_d_state", "ssm_state_size", "state_size"),
 }
 """Names of sizes, and the keys of config.json that have them."""
+
+_PRODUCTS = (
+    "key_heads * key_dim, key_heads * key_dim, value_heads * value_dim",
+    "key_heads * key_dim, key_heads * key_dim, value_heads * value_dim, value_heads * value_dim",
+    "state_heads * state_dim, state_groups * state, state_groups * state",
+    "state_heads * state_dim, state_heads * state_dim, state_groups * state, state_groups * state, state_heads * one",
+)
+"""What linear attention and Mamba 2 fuse: the projection of each, and its convolution."""
+
+_LINEAR = re.compile(r"linear_attn|delta_net")
+_OTHER = re.compile(r"(^|[._])(visual|vision|vit|image|audio|speech|sound|video|mamba|ssm|mixer)([._]|$)")
+"""In names of what does not have the heads of attention: other parts of a model, and state spaces."""
 
 _WIDTH = 116
 """Of comments."""
 
-_ATTENTION = re.compile(r"attn|attention|mixer|mamba|ssm")
+_ATTENTION = re.compile(r"attn|attention")
 _EMBEDDING = re.compile(r"embed|lm_head|wte|\bhead\b|output")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _STACKED = re.compile(r"\.experts\.[a-z]")
@@ -174,6 +190,7 @@ class _Fitter:
         self._examples = examples
         self._held_out = held_out
         self.sources = {size: tuple(map(SizeSource, keys)) for size, keys in _SIZES.items()}
+        self.sources["one"] = (SizeSource(1),)
         numbers = [_numbers(example.checkpoint.config) for example in examples]
         known = {key for keys in _SIZES.values() for key in keys}
         for key, value in sorted(numbers[0].items()):
@@ -258,6 +275,10 @@ class _Fitter:
         is_attention, is_kv = _ATTENTION.search(pattern), re.search(r"\b[kv]_|[._][kv](_proj)?\.|key|value", pattern)
         units = [KV_HEADS, "heads"] if is_kv else ["heads", KV_HEADS]
         units = [EVEN, *units] if not is_attention else [*units, EVEN]
+        if _LINEAR.search(pattern):
+            units = ["key_heads", "value_heads", EVEN]
+        if _OTHER.search(pattern):
+            units = [EVEN]
         is_vocabulary = all(self._tensor(one).shape[axis] == self._vocabularies[one[0]] for one in members)
         if is_vocabulary or _EMBEDDING.search(pattern):
             units.insert(0, VOCABULARY)
@@ -268,16 +289,11 @@ class _Fitter:
         for parts in (("heads", KV_HEADS, KV_HEADS), (KV_HEADS, KV_HEADS), ("heads", "heads", KV_HEADS, KV_HEADS)):
             yield Rule(pattern, axis, parts)
             yield Rule(pattern, axis, parts, (), KV_HEADS)
-        for parts, widths in (
-            (("key_heads", "key_heads", "value_heads"), ("key_dim", "key_dim", "value_dim")),
-            (
-                ("key_heads", "key_heads", "value_heads", "value_heads"),
-                ("key_dim", "key_dim", "value_dim", "value_dim"),
-            ),
-        ):
-            yield Rule(pattern, axis, parts, widths)
+        for products in _PRODUCTS:
+            split = [product.split(" * ") for product in products.split(", ")]
+            yield Rule(pattern, axis, tuple(unit for unit, _ in split), tuple(width for _, width in split))
         for unit in self.sources:
-            if unit not in (HEAD_DIM, "heads", KV_HEADS):
+            if unit not in (HEAD_DIM, "one", "heads", KV_HEADS):
                 yield Rule(pattern, axis, (unit,))
         for block in (1, 16, 32, 64, 128, 256):
             yield Rule(pattern, axis, (RAGGED,), block=block)
@@ -331,7 +347,10 @@ def _one_of(words: Sequence[str]) -> str:
     """A pattern for them: `{q,k,v}_proj`."""
     if len(words) == 1:
         return words[0]
-    tail = os.path.commonprefix([word[::-1] for word in words])[::-1]
-    tail = tail[tail.index("_") :] if "_" in tail else ""
-    heads = [word.removesuffix(tail) if tail else word for word in words]
-    return f"{{{','.join(heads)}}}{tail}" if all(heads) else f"{{{','.join(words)}}}"
+    tail = next((tail for tail in _tails(words[0]) if all(word.endswith(tail) for word in words)), "")
+    return f"{{{','.join(word.removesuffix(tail) for word in words)}}}{tail}"
+
+
+def _tails(word: str) -> Iterator[str]:
+    """From each underscore on, the longest first."""
+    return (word[i:] for i, letter in enumerate(word) if letter == "_" and i)

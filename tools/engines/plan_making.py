@@ -1,14 +1,13 @@
-"""Writes built-in plans from what was observed of an engine: `plan_table.py` says which, and the rules are found here."""
+"""Writes built-in plans from what was observed of an engine; `plan_table.py` says which."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from engines.observed_slices import Checkpoint
 from engines.plan_comparing import differences
-
 from relayout.core.patterns import collapse_numbers
 from relayout.observe.fitting import Example, as_toml, fit
 from relayout.plans.family import Family, builtin_families

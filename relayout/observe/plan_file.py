@@ -15,7 +15,7 @@ from relayout.observe.taken import same_elements
 from relayout.plans.family import Family, parse_family
 from relayout.plans.planner import plan_by
 from relayout.results import Result
-from relayout.storage.stores import find_store
+from relayout.storage.stores import find_input
 
 DEGREES = range(2, 17)
 """That are tried; vLLM refuses those that do not divide the heads."""
@@ -54,7 +54,7 @@ def observe_plan(
     file = Path(output)
     if file.exists():
         raise PlanError("exists", path=file, code="exists")
-    checkpoint = read_source(find_store(source))
+    checkpoint = read_source(find_input(source))
     found = dict(zip(DEGREES, observe(checkpoint, DEGREES, trust_remote_code=trust_remote_code), strict=True))
     seen = {degree: one for degree, one in found.items() if not isinstance(one, PlanError)}
     if not seen:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from relayout.checkpoint.source import SourceCheckpoint, read_source
 from relayout.errors import PlanError
-from relayout.observe.fitting import as_toml, fit
+from relayout.observe.fitting import Example, as_toml, fit
 from relayout.observe.observation import Observation, observe
 from relayout.observe.taken import same_elements
 from relayout.plans.family import Family, parse_family
@@ -63,7 +63,7 @@ def observe_plan(
         raise first
     degrees = tuple(seen)
     held_out = degrees[-2:-1] if len(degrees) > 2 else degrees[1:]
-    fitted = fit(checkpoint, {degree: one.slices for degree, one in seen.items()}, held_out)
+    fitted = fit([Example(checkpoint, {degree: one.slices for degree, one in seen.items()})], held_out)
     engine = next(iter(seen.values())).engine
     text = as_toml(fitted, f"Observed from vLLM {engine} at {', '.join(map(str, degrees))} ranks.")
     _check(checkpoint, parse_family(text, str(file), file.name), seen)

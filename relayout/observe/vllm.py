@@ -113,6 +113,7 @@ def _configuration(job: Job) -> Any:
     import vllm.model_executor.models.registry as registry
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import get_model_architecture
 
     from relayout.observe.stand_ins import stand_in_devices, stand_in_kernels
 
@@ -134,6 +135,7 @@ def _configuration(job: Job) -> Any:
     stand_in_devices()
     if config.model_config.quantization is not None:
         stand_in_kernels()
+    get_model_architecture(config.model_config)  # Imports the class once, and not again in each fork.
     return config
 
 

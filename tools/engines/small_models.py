@@ -15,9 +15,10 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from architectures import ARCHITECTURES, EXPERTS, HEAD_DIM, HEADS, INNER, KV_HEADS, LAYERS, VOCABULARY, H, Made
+from architectures import ARCHITECTURES, Made
 from multimodal_architectures import MULTIMODAL
 from safetensors.torch import load_file, save_file
+from small_sizes import EXPERTS, GROUPS, HEAD_DIM, HEADS, INNER, KV_HEADS, LAYERS, VOCABULARY, H
 
 _SMALL: tuple[tuple[str, int], ...] = (
     (
@@ -54,14 +55,15 @@ _SMALL: tuple[tuple[str, int], ...] = (
         r"|global_head_dim|index_head_dim",
         HEAD_DIM,
     ),
-    (r"linear_num_(key|value)_heads|mamba_(n|num)_heads|n_mamba_heads", HEADS),
+    (r"linear_num_value_heads", 2 * HEADS),
+    (r"linear_num_key_heads|mamba_(n|num)_heads|n_mamba_heads", HEADS),
     (
         r"(swa_)?(num_(attention_|encoder_attention_|decoder_attention_|q_|query_|linear_|index_)?heads|n_heads?"
         r"|(encoder|decoder)_attention_heads|attention_heads|index_n_heads)",
         HEADS,
     ),
     (r"mamba_d_ssm|mamba_d_inner", INNER),
-    (r"mamba_n_groups|n_groups|mamba_num_groups", 4),
+    (r"mamba_n_groups|n_groups|mamba_num_groups", GROUPS),
     (r"mamba_d_state|ssm_state_size|state_size|mamba_state_dim|time_step_rank|mamba_dt_rank", 16),
     (
         r"max_(position_embeddings|source_positions|target_positions|seq_len(gth)?|sequence_length)|n_positions|n_ctx"

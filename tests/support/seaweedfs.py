@@ -63,6 +63,10 @@ class SeaweedFS:
             else:
                 return
 
+    def remove_bucket(self, name: str) -> None:
+        """Remove a bucket with all that is in it, and free the space that it takes."""
+        self._request("DELETE", name)
+
     def sent_nbytes(self, bucket: str) -> int:
         """Bytes of objects that the server has sent from a bucket, by its own count."""
         text = _get(self.metrics)

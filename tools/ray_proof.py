@@ -97,7 +97,6 @@ class Nodes:
     def __init__(self, num_nodes: int = 2) -> None:
         from ray.cluster_utils import Cluster
 
-        os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_memory_monitor_refresh_ms="0")
         self._alike = {"node_ip_address": ADDRESS, "object_store_memory": 100 * MIB, "include_dashboard": False}
         self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **self._alike})
         self.workers = [self.add() for _ in range(num_nodes)]
@@ -115,6 +114,7 @@ class Nodes:
 @contextmanager
 def connected(num_nodes: int = 2) -> Iterator[Nodes]:
     """A cluster, to which this process is connected; its sockets are in a folder with a short path."""
+    os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_memory_monitor_refresh_ms="0")
     import ray
 
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:

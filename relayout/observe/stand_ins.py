@@ -62,9 +62,6 @@ def stand_in_devices() -> None:
     type(platform).get_attn_backend_cls = staticmethod(chosen)
     if importlib.util.find_spec("flashinfer") is None:
         sys.modules["vllm.v1.attention.backends.flashinfer"] = _AnyClass("flashinfer")
-    for name, module in list(sys.modules.items()):
-        if name.startswith("vllm.models.") and hasattr(module, "is_flash_attn_varlen_func_available"):
-            vars(module)["is_flash_attn_varlen_func_available"] = lambda: True
     if (triton := getattr(_module("vllm.triton_utils"), "triton", None)) and not hasattr(triton, "set_allocator"):
         triton.set_allocator = lambda allocate: None
     _replace("vllm.utils.torch_utils", "get_accelerator_view_from_cpu_tensor", lambda tensor: tensor)
@@ -108,7 +105,13 @@ class WithoutMemory(TorchFunctionMode):
 
 
 def stand_in_kernels() -> None:
-    """Where vLLM has no kernel of a layer for this processor, take a stand-in: nothing is run here."""
+    """Where vLLM has no kernel of a layer for this processor, take a stand-in: nothing is run here.
+
+    To be called when the class of the model has been imported.
+    """
+    for imported, its in list(sys.modules.items()):
+        if imported.startswith("vllm.models.") and hasattr(its, "is_flash_attn_varlen_func_available"):
+            vars(its)["is_flash_attn_varlen_func_available"] = lambda: True
     for module in (
         "fp8",
         "auto_awq",

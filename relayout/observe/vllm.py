@@ -8,7 +8,6 @@ Needs vLLM and torch.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import linecache
 import multiprocessing
@@ -114,6 +113,7 @@ def _in_forks(observed: Callable[[int], dict[str, Any]], count: int) -> list[dic
 
 def _configuration(job: Job) -> Any:
     import vllm.model_executor.models.registry as registry
+    from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import get_model_architecture
 
@@ -121,6 +121,8 @@ def _configuration(job: Job) -> Any:
 
     # vLLM looks at a class in a process of its own, lest it starts CUDA; this is one.
     registry._run_in_subprocess = lambda function: function()
+    # Which of its runners would run the model is decided by this machine, and does not matter.
+    VllmConfig._validate_v1_model_runner = lambda self: None
     config = EngineArgs(
         model=job.folder,
         tensor_parallel_size=job.tp,
@@ -133,9 +135,8 @@ def _configuration(job: Job) -> Any:
         skip_tokenizer_init=True,
         limit_mm_per_prompt={},
     ).create_engine_config()
-    with contextlib.suppress(Exception):  # Said when a rank is built.
-        get_model_architecture(config.model_config)
     stand_in_devices()
+    get_model_architecture(config.model_config)  # Imports the class once, and not again in each fork.
     stand_in_kernels()
     return config
 

@@ -12,6 +12,8 @@ _MODULES = {
         def set_current_vllm_config(config):
             return nullcontext()
         from types import SimpleNamespace
+        class VllmConfig:
+            pass
         class SpeculativeConfig:
             def __init__(self, target_model_config, **settings):
                 if not target_model_config.hf_config.get("has_draft"):

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-H, HEADS, KV_HEADS, HEAD_DIM, INNER, LAYERS, VOCABULARY, EXPERTS = 256, 8, 4, 32, 512, 4, 1024, 8
-"""The small numbers."""
+from small_sizes import EXPERTS, HEAD_DIM, HEADS, INNER, KV_HEADS, H
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +25,12 @@ class Made:
     hub has not gets an empty name."""
     tensors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Shapes of those that the hub has and transformers does not use."""
+    code: bool = False
+    """Whether the hub's checkpoint has Python that reads its config.json, which vLLM's class is made for."""
+    flat: bool = False
+    """Whether config.json has on the hub what it says of the text part beside its parts, not in one."""
+    transposed: str = ""
+    """Pattern of the tensors, by their names on the hub, whose last two axes are the other way round there."""
 
 
 _NOAUX = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}

@@ -23,6 +23,8 @@ class Made:
     names: tuple[tuple[str, str], ...] = ()
     """Patterns of the names that transformers writes, and the names on the hub, for `re.sub`; all are applied. What the
     hub has not gets an empty name."""
+    like: str = ""
+    """The class of transformers that has its names, where transformers has none for it."""
     tensors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Shapes of those that the hub has and transformers does not use."""
     code: bool = False
@@ -33,6 +35,11 @@ class Made:
     """Pattern of the tensors, by their names on the hub, whose last two axes are the other way round there."""
 
 
+_INKLING: dict[str, Any] = {
+    **{"use_gate_bias": True, "use_global_scale": True, "use_embed_norm": True, "use_sconv": True},
+    **{"sconv_kernel_size": 4, "dense_mlp_idx": 1, "local_layer_ids": [0]},
+}
+_INKLING_VALUES = {"text_config": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "n_shared_experts": 2}}
 _NOAUX = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
 ARCHITECTURES: dict[str, Made] = {
@@ -78,6 +85,26 @@ ARCHITECTURES: dict[str, Made] = {
             (r"\.hc_pre\.hc_head\.", ".hc_head."),
             (r"\.(mlp|shared_experts)\.linear_gate\.", r".\1.gate_proj."),
         )
+    ),
+    "InklingForCausalLM": Made(
+        like="InklingForConditionalGeneration",
+        values=_INKLING_VALUES,
+        flat=True,
+        said={**_INKLING, "model_type": "inkling_model", "vision_config": None, "audio_config": None},
+        names=((r"model\.(audio|visual)\..*", ""),),
+    ),
+    "InklingForConditionalGeneration": Made(
+        values=_INKLING_VALUES,
+        said={
+            "text_config": {**_INKLING, "model_type": "inkling_model"},
+            "audio_config": {
+                **{"decoder_dmodel": H, "dmel_min_value": -7.0, "dmel_max_value": 2.0, "use_audio_norm": True},
+                "audio_mode": "dmel",
+            },
+            "vision_config": {
+                **{"vision_encoder_type": "hmlp", "decoder_dmodel": H, "n_channels": 3, "use_vision_norm": True}
+            },
+        },
     ),
     "KimiLinearForCausalLM": Made(
         values={

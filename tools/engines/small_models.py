@@ -120,7 +120,7 @@ def config_of(architecture: str) -> Any:
 def class_of(architecture: str) -> Any:
     import transformers
 
-    cls = getattr(transformers, architecture, None)
+    cls = getattr(transformers, _made(architecture).like or architecture, None)
     if cls is None or getattr(cls, "config_class", None) is None:
         raise LookupError(f"transformers has no class {architecture}")
     return cls

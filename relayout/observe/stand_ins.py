@@ -22,6 +22,10 @@ _LARGE = 2**14
 """Elements beyond which a tensor that is made has no memory: smaller ones are often computed with."""
 
 
+taken: set[str] = set()
+"""What stands in for what a GPU has, of all that has been asked for in this process."""
+
+
 class Group:
     """What vLLM asks of a group of processes while it builds and loads a model: who is this one, of how many."""
 
@@ -55,6 +59,7 @@ def stand_in_devices() -> None:
         try:
             return choose(*args, **kwargs)
         except NotImplementedError:
+            taken.add("FlashMLASparseBackend")
             return "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseBackend"
 
     if workspace := _module("vllm.v1.worker.workspace"):
@@ -76,6 +81,7 @@ class _AnyClass(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        taken.add(self.__name__)
         return object
 
 
@@ -162,6 +168,7 @@ def _tried(original: Callable[..., Any], stand_in: Callable[..., Any], *errors: 
         try:
             return original(*args, **kwargs)
         except errors:
+            taken.add(original.__qualname__)
             return stand_in(*args, **kwargs)
 
     return tried

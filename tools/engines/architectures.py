@@ -40,6 +40,11 @@ _INKLING: dict[str, Any] = {
     **{"sconv_kernel_size": 4, "dense_mlp_idx": 1, "local_layer_ids": [0]},
 }
 _INKLING_VALUES = {"text_config": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "n_shared_experts": 2}}
+_MIMO_V2: dict[str, Any] = {
+    **{"hybrid_layer_pattern": [0, 1, 1, 1], "moe_layer_freq": [0, 1, 1, 1], "layernorm_epsilon": 1e-5},
+    **{"swa_num_attention_heads": HEADS, "swa_num_key_value_heads": 2 * KV_HEADS, "swa_head_dim": HEAD_DIM},
+    **{"swa_v_head_dim": HEAD_DIM, "sliding_window_size": 64, "add_swa_attention_sink_bias": True},
+}
 _NOAUX = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
 ARCHITECTURES: dict[str, Made] = {
@@ -74,6 +79,7 @@ ARCHITECTURES: dict[str, Made] = {
         ),
         said={"topk_method": "noaux_tc"},
     ),
+    "ExaoneMoEForCausalLM": Made(like="ExaoneMoeForCausalLM"),
     "FalconForCausalLM": Made(values={"ffn_hidden_size": 4 * H}),
     "GlmMoeDsaForCausalLM": Made(said=_NOAUX),
     "HYV3ForCausalLM": Made(
@@ -86,6 +92,7 @@ ARCHITECTURES: dict[str, Made] = {
             (r"\.(mlp|shared_experts)\.linear_gate\.", r".\1.gate_proj."),
         )
     ),
+    "IQuestCoderForCausalLM": Made(like="LlamaForCausalLM"),
     "InklingForCausalLM": Made(
         like="InklingForConditionalGeneration",
         values=_INKLING_VALUES,
@@ -106,6 +113,7 @@ ARCHITECTURES: dict[str, Made] = {
             },
         },
     ),
+    "InternLM3ForCausalLM": Made(like="LlamaForCausalLM", said={"bias": False, "qkv_bias": False}),
     "KimiLinearForCausalLM": Made(
         values={
             **{"linear_head_dim": HEAD_DIM, "linear_num_heads": HEADS, "qk_head_dim": HEAD_DIM + 16},
@@ -120,18 +128,18 @@ ARCHITECTURES: dict[str, Made] = {
         },
         names=((r"\.layers\.0\.block_sparse_moe\.", ".layers.0.mlp."),),
     ),
+    "LLaMAForCausalLM": Made(like="LlamaForCausalLM"),
     "Lfm2MoeForCausalLM": Made(values={"layer_types": ["conv", "conv", "full_attention", "conv"]}),
     "LongcatFlashForCausalLM": Made(
         values={"qk_head_dim": HEAD_DIM + 16, "zero_expert_num": 4},
         said={"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"},
         names=((r".*\.experts\.(8|9|10|11)\..*", ""),),
     ),
-    "MiMoV2FlashForCausalLM": Made(
-        said={
-            **{"hybrid_layer_pattern": [0, 1, 1, 1], "moe_layer_freq": [0, 1, 1, 1], "layernorm_epsilon": 1e-5},
-            **{"swa_num_attention_heads": HEADS, "swa_num_key_value_heads": 2 * KV_HEADS, "swa_head_dim": HEAD_DIM},
-            **{"swa_v_head_dim": HEAD_DIM, "sliding_window_size": 64, "add_swa_attention_sink_bias": True},
-        },
+    "MiMoForCausalLM": Made(like="Qwen2ForCausalLM"),
+    "MiMoV2FlashForCausalLM": Made(said=_MIMO_V2),
+    "MiMoV2ForCausalLM": Made(like="MiMoV2FlashForCausalLM", said=_MIMO_V2),
+    "MiniCPMForCausalLM": Made(
+        like="LlamaForCausalLM", said={"scale_depth": 1.4, "scale_emb": 12, "dim_model_base": 64, "num_experts": 0}
     ),
     "MiniMaxM2ForCausalLM": Made(said={"scoring_func": "sigmoid", "use_routing_bias": True, "rotary_dim": 16}),
     "Mamba2ForCausalLM": Made(values={"num_heads": 8, "head_dim": 64, "n_groups": 4}),
@@ -142,12 +150,21 @@ ARCHITECTURES: dict[str, Made] = {
             (r"\.feedforward_layer_norm\.", ".post_attention_layernorm."),
         )
     ),
+    "PhiMoEForCausalLM": Made(like="PhimoeForCausalLM"),
     "Qwen4ExpForCausalLM": Made(
         values={
             **{"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": HEAD_DIM, "indexer_budget": 64},
             **{"indexer_compress_ratio": 16, "hc_lowrank": 64, "ngram_vocab_size_base": 1000, "split_ngram_parts": 4},
             **{"ple_layer_ids": [1], "eos_token_id": 2, "output_gate_type": "silu"},
         }
+    ),
+    "SolarForCausalLM": Made(
+        like="LlamaForCausalLM",
+        said={f"bskcn_{one}": [layer] for layer, one in enumerate(("1", "2", "3", "4"))} | {"bskcn_tv": [0.9, 0.8]},
+    ),
+    "TeleChat3ForCausalLM": Made(like="LlamaForCausalLM"),
+    "TeleFLMForCausalLM": Made(
+        like="LlamaForCausalLM", said={"use_mup": True, "mup_scale_factor": 1.0, "output_mult": 1.0, "input_mult": 1.0}
     ),
     "Zamba2ForCausalLM": Made(
         values={

@@ -153,6 +153,11 @@ def write(architecture: str, folder: Path) -> None:
     _restore(folder / "model.safetensors", names, _made(architecture))
 
 
+def like(architecture: str) -> str:
+    """The class that a checkpoint was made from, where transformers has none for the architecture."""
+    return _made(architecture).like
+
+
 def supply(folder: Path, key: str) -> bool:
     """Let config.json have a key that vLLM looks for and the hub's have, if a number is known for it."""
     file = folder / "config.json"

@@ -149,7 +149,7 @@ def _check(path: str, folder: Folder | None, num_ranks: int, parallel: Any) -> b
     experts = bool(parallel.enable_expert_parallel)
     num_owners = num_ranks * parallel.data_parallel_size * getattr(parallel, "prefill_context_parallel_size", 1)
     in_blocks = getattr(parallel, "expert_placement_strategy", "linear") == "linear" and not parallel.enable_eplb
-    if folder.expert_parallel and not (experts and in_blocks and num_owners == folder.num_ranks):
+    if folder.expert_parallel and not (experts and in_blocks and num_owners == num_ranks == folder.num_ranks):
         raise PlanError(
             f"was converted with --expert-parallel for {folder.num_ranks} ranks: run vLLM with --enable-expert-parallel"
             f" -tp {folder.num_ranks}, and without data parallelism, EPLB or another expert placement; or convert"

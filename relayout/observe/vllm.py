@@ -111,12 +111,16 @@ def _in_forks(observed: Callable[[int], dict[str, Any]], count: int) -> list[dic
 
 def _configuration(job: Job) -> Any:
     import vllm.model_executor.models.registry as registry
+    from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import get_model_architecture
 
     from relayout.observe.stand_ins import stand_in_devices, stand_in_kernels
 
     # vLLM looks at a class in a process of its own, lest it starts CUDA; this is one.
     registry._run_in_subprocess = lambda function: function()
+    # Which of its runners would run the model is decided by this machine, and does not matter.
+    VllmConfig._validate_v1_model_runner = lambda self: None
     config = EngineArgs(
         model=job.folder,
         tensor_parallel_size=job.tp,
@@ -131,6 +135,7 @@ def _configuration(job: Job) -> Any:
     stand_in_devices()
     if config.model_config.quantization is not None:
         stand_in_kernels()
+    get_model_architecture(config.model_config)  # Imports the class once, and not again in each fork.
     return config
 
 

@@ -15,9 +15,10 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from architectures import ARCHITECTURES, Made
+from multimodal_architectures import MULTIMODAL
 from safetensors.torch import load_file, save_file
-
-H, HEADS, KV_HEADS, HEAD_DIM, INNER, LAYERS, VOCABULARY, EXPERTS = 256, 8, 4, 32, 512, 4, 1024, 8
+from small_sizes import EXPERTS, GROUPS, HEAD_DIM, HEADS, INNER, KV_HEADS, LAYERS, VOCABULARY, H
 
 _SMALL: tuple[tuple[str, int], ...] = (
     (
@@ -54,14 +55,15 @@ _SMALL: tuple[tuple[str, int], ...] = (
         r"|global_head_dim|index_head_dim",
         HEAD_DIM,
     ),
-    (r"linear_num_(key|value)_heads|mamba_(n|num)_heads|n_mamba_heads", HEADS),
+    (r"linear_num_value_heads", 2 * HEADS),
+    (r"linear_num_key_heads|mamba_(n|num)_heads|n_mamba_heads", HEADS),
     (
         r"(swa_)?(num_(attention_|encoder_attention_|decoder_attention_|q_|query_|linear_|index_)?heads|n_heads?"
         r"|(encoder|decoder)_attention_heads|attention_heads|index_n_heads)",
         HEADS,
     ),
     (r"mamba_d_ssm|mamba_d_inner", INNER),
-    (r"mamba_n_groups|n_groups|mamba_num_groups", 4),
+    (r"mamba_n_groups|n_groups|mamba_num_groups", GROUPS),
     (r"mamba_d_state|ssm_state_size|state_size|mamba_state_dim|time_step_rank|mamba_dt_rank", 16),
     (
         r"max_(position_embeddings|source_positions|target_positions|seq_len(gth)?|sequence_length)|n_positions|n_ctx"
@@ -80,33 +82,29 @@ _SMALL: tuple[tuple[str, int], ...] = (
 )
 """Patterns of keys, and what the number is; the first that matches counts."""
 
-_VALUES: dict[str, dict[str, Any]] = {
-    "FalconForCausalLM": {"ffn_hidden_size": 4 * H},
-}
-"""Where the sizes of an architecture depend on each other in other ways."""
-
 _OLDER = (
     r"(^|\.)(vision_tower|vision_model)\.(embeddings|encoder|pre_layrnorm|post_layernorm|head)\.",
     r"\1\2.vision_model.\3.",
 )
-"""What transformers writes, and what is on the hub."""
+"""What transformers writes, and what is on the hub, where the vision part has one of these types."""
+_WITH_OLDER = ("siglip_vision_model", "siglip2_vision_model", "clip_vision_model")
 
-_NOAUX = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
-_SAID: dict[str, dict[str, Any]] = {
-    "AfmoeForCausalLM": {
-        "score_func": "sigmoid",
-        "route_norm": True,
-        "route_scale": 1.0,
-        "n_group": 1,
-        "topk_group": 1,
-    },
-    "DeepseekV3ForCausalLM": _NOAUX,
-    "DeepseekV32ForCausalLM": _NOAUX,
-    "GlmMoeDsaForCausalLM": _NOAUX,
-    "HYV3ForCausalLM": {"first_k_dense_replace": 1},
-}
-"""What config.json says on the hub, and transformers does not."""
+_CODE = """
+from transformers import CONFIG_MAPPING, PretrainedConfig
+
+
+class HubConfig(PretrainedConfig):
+    model_type = "{}"
+
+    def __init__(self, **said):
+        for key, value in said.items():
+            if key.endswith("_config") and isinstance(value, dict):
+                known = value.get("model_type") in CONFIG_MAPPING
+                said[key] = (CONFIG_MAPPING[value["model_type"]] if known else PretrainedConfig)(**value)
+        super().__init__(**said)
+"""
+"""Stands for the Python of a checkpoint: what config.json says, as it is."""
 
 
 def config_of(architecture: str) -> Any:
@@ -116,7 +114,7 @@ def config_of(architecture: str) -> Any:
         LookupError: it has none.
     """
     cls = class_of(architecture)
-    return _small(cls.config_class, {**cls.config_class().to_dict()}, _VALUES.get(architecture, {}))
+    return _small(cls.config_class, {**cls.config_class().to_dict()}, _made(architecture).values)
 
 
 def class_of(architecture: str) -> Any:
@@ -142,10 +140,20 @@ def write(architecture: str, folder: Path) -> None:
             parameter.data.normal_()
     model.save_pretrained(folder)
     file = folder / "config.json"
-    said = {**json.loads(file.read_text()), "architectures": [architecture], **_SAID.get(architecture, {})}
-    file.write_text(json.dumps(said))
-    if said.get("vision_config", {}).get("model_type") in ("siglip_vision_model", "clip_vision_model"):
-        _rename(folder / "model.safetensors", _OLDER)
+    said = {**json.loads(file.read_text()), "architectures": [architecture]}
+    if _made(architecture).flat:
+        said = {**said.pop("text_config"), **said}
+    if _made(architecture).code:
+        (folder / "configuration_hub.py").write_text(_CODE.format(said["model_type"]))
+        said["auto_map"] = {"AutoConfig": "configuration_hub.HubConfig"}
+    file.write_text(json.dumps(_merged(said, _made(architecture).said)))
+    names = _made(architecture).names
+    if (said.get("vision_config") or {}).get("model_type") in _WITH_OLDER:
+        names = (*names, _OLDER)
+    for pattern in names:
+        _rename(folder / "model.safetensors", pattern)
+    if transposed := _made(architecture).transposed:
+        _transpose(folder / "model.safetensors", transposed)
 
 
 def supply(folder: Path, key: str) -> bool:
@@ -161,9 +169,28 @@ def supply(folder: Path, key: str) -> bool:
     return True
 
 
+def _made(architecture: str) -> Made:
+    return ARCHITECTURES.get(architecture) or MULTIMODAL.get(architecture, Made())
+
+
+def _merged(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """The values, with the others over them; objects in both are merged too."""
+    found = dict(values)
+    for key, value in others.items():
+        both = isinstance(value, dict) and isinstance(found.get(key), dict)
+        found[key] = _merged(found[key], value) if both else value
+    return found
+
+
 def _rename(file: Path, pattern: tuple[str, str]) -> None:
     weights = {re.sub(*pattern, name): tensor for name, tensor in load_file(file).items()}
     save_file(weights, file, metadata={"format": "pt"})
+
+
+def _transpose(file: Path, pattern: str) -> None:
+    weights = load_file(file)
+    named = {name: tensor.mT.contiguous() for name, tensor in weights.items() if re.fullmatch(pattern, name)}
+    save_file({**weights, **named}, file, metadata={"format": "pt"})
 
 
 def _small(cls: Any, values: dict[str, Any], chosen_values: Mapping[str, Any] = MappingProxyType({})) -> Any:
@@ -171,14 +198,15 @@ def _small(cls: Any, values: dict[str, Any], chosen_values: Mapping[str, Any] = 
     nested = getattr(cls, "sub_configs", None) or {}
     layers = {value for key, value in values.items() if "layer" in key and _number(key) == LAYERS}
     for key, value in values.items():
-        if key in nested and isinstance(value, dict) and inspect.isclass(nested[key]):
-            sub = nested[key]
+        if key in nested and isinstance(value or chosen_values.get(key), dict) and inspect.isclass(nested[key]):
+            sub, value = nested[key], value or {}
+            chosen = {**chosen_values.get(key, {})}
             if sub.__name__ == "AutoConfig":
                 from transformers import CONFIG_MAPPING
 
-                sub = CONFIG_MAPPING[value["model_type"]]
+                sub = CONFIG_MAPPING[chosen.pop("model_type", value.get("model_type"))]
             own = {one: what for one, what in value.items() if one not in _OF_ALL}
-            kept[key] = _small(sub, sub(**own).to_dict()).to_dict()
+            kept[key] = _small(sub, sub(**own).to_dict(), chosen).to_dict()
         elif type(value) is int:
             number = _number(key)
             if number is not None:
@@ -187,15 +215,15 @@ def _small(cls: Any, values: dict[str, Any], chosen_values: Mapping[str, Any] = 
                 kept[key] = sum(map(ord, key)) % VOCABULARY
         elif isinstance(value, list) and len(value) in layers:
             distinct = list(dict.fromkeys(map(_hashable, value)))
-            chosen = [value[list(map(_hashable, value)).index(one)] for one in distinct]
-            kept[key] = (chosen + chosen[-1:] * LAYERS)[:LAYERS]
+            first = [value[list(map(_hashable, value)).index(one)] for one in distinct]
+            kept[key] = (first + first[-1:] * LAYERS)[:LAYERS]
         elif isinstance(value, list) and value and all(type(one) is int for one in value):
             if re.search(r"(layer|index).*(ids|idx|indexes|indices|s)$", key):
                 kept[key] = sorted({min(one, LAYERS - 1) for one in value})[: len(value)]
             elif key.endswith("token_ids") or "eos" in key:
                 kept[key] = [one % VOCABULARY for one in value]
     same = {key: value for key, value in values.items() if key not in kept and key not in _OF_ALL}
-    return cls(**{**same, **kept, **chosen_values})
+    return cls(**{**same, **kept, **{key: value for key, value in chosen_values.items() if key not in nested}})
 
 
 _OF_ALL = {

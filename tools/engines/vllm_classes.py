@@ -30,6 +30,7 @@ def configuration(job: Job, path: str, load_format: str, **extra: Any) -> Any:
         max_model_len=64,
         enforce_eager=True,
         skip_tokenizer_init=True,
+        trust_remote_code=True,
         limit_mm_per_prompt={},
     ).create_engine_config()
 

@@ -1,0 +1,45 @@
+"""What small checkpoints of some architectures need beside a configuration's defaults with small numbers.
+
+Sources are vLLM's loaders and configuration classes, and what config.json has on the hub.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from small_sizes import H
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """How the checkpoint of an architecture is made."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Of the configuration, where sizes depend on each other in other ways, or defaults are of no model."""
+    said: Mapping[str, Any] = field(default_factory=dict)
+    """What config.json says on the hub, and transformers does not write."""
+    names: tuple[tuple[str, str], ...] = ()
+    """Patterns of the names that transformers writes, and the names on the hub, for `re.sub`; all are applied."""
+    code: bool = False
+    """Whether the hub's checkpoint has Python that reads its config.json, which vLLM's class is made for."""
+    flat: bool = False
+    """Whether config.json has on the hub what it says of the text part beside its parts, not in one."""
+    transposed: str = ""
+    """Pattern of the tensors, by their names on the hub, whose last two axes are the other way round there."""
+
+
+_NOAUX = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+
+ARCHITECTURES: dict[str, Made] = {
+    "AfmoeForCausalLM": Made(
+        said={"score_func": "sigmoid", "route_norm": True, "route_scale": 1.0, "n_group": 1, "topk_group": 1}
+    ),
+    "DeepseekV32ForCausalLM": Made(said=_NOAUX),
+    "DeepseekV3ForCausalLM": Made(said=_NOAUX),
+    "FalconForCausalLM": Made(values={"ffn_hidden_size": 4 * H}),
+    "GlmMoeDsaForCausalLM": Made(said=_NOAUX),
+    "HYV3ForCausalLM": Made(said={"first_k_dense_replace": 1}),
+}
+"""In the order of their names."""

@@ -181,9 +181,13 @@ def load_replicas(environment: Environment, tp: int, work: Path) -> Result:
     """Two data-parallel replicas of TP processes each, in vLLM's own groups: what their loads have in common."""
     source = source_of(REPLICATED, work, wide=True)
     command = [environment.python, SCRIPTS / "vllm_replicas.py", source, converted_of(source, tp), str(tp)]
+    variables = environment.variables | {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), environment.variables.get("PYTHONPATH", "")]),
+    }
     with (work / "replicas.log").open("a") as log:
         done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment.variables, cwd=work, check=True
+            command, stdout=subprocess.PIPE, stderr=log, text=True, env=variables, cwd=work, check=True
         )
     processes = json.loads(done.stdout.rpartition("RESULT ")[2])
     found = {

@@ -11,6 +11,8 @@ _MODULES = {
         from contextlib import nullcontext
         def set_current_vllm_config(config):
             return nullcontext()
+        class VllmConfig:
+            pass
         class SpeculativeConfig:
             def __init__(self, **settings):
                 raise ValueError("no draft model")
@@ -64,6 +66,8 @@ _MODULES = {
     """,
     "model_executor/model_loader/utils": """
         from vllm.model_executor.models.odd import OddForCausalLM
+        def get_model_architecture(model_config):
+            return OddForCausalLM, "OddForCausalLM"
         def initialize_model(vllm_config, model_config):
             return OddForCausalLM(model_config.hf_config)
     """,

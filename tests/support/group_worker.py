@@ -92,10 +92,11 @@ def main() -> None:
 def from_store() -> None:
     """One load by four processes: `FOLDER CASE`, the latter `{"path": ..., "rank": ..., "by": "load", ...}` as JSON.
 
-    With "kill", member 3 kills itself when its first bytes have come.
+    With "kill", member 3 kills itself when its first bytes have come; "environment" are more variables.
     """
     folder, case = Path(sys.argv[1]), json.loads(sys.argv[2])
     killed = case.pop("kill", False)
+    os.environ.update(case.pop("environment", {}))
     codes = forked(partial(_load_from_store, folder, case, killed))
     assert codes == [0, 0, 0, -signal.SIGKILL if killed else 0], codes
 

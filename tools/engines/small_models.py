@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -150,8 +150,8 @@ def write(architecture: str, folder: Path) -> None:
     names = _made(architecture).names
     if (said.get("vision_config") or {}).get("model_type") in _WITH_OLDER:
         names = (*names, _OLDER)
-    for pattern in names:
-        _rename(folder / "model.safetensors", pattern)
+    if names or _made(architecture).tensors:
+        _restore(folder / "model.safetensors", names, _made(architecture).tensors)
     if transposed := _made(architecture).transposed:
         _transpose(folder / "model.safetensors", transposed)
 
@@ -182,9 +182,13 @@ def _merged(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, A
     return found
 
 
-def _rename(file: Path, pattern: tuple[str, str]) -> None:
-    weights = {re.sub(*pattern, name): tensor for name, tensor in load_file(file).items()}
-    save_file(weights, file, metadata={"format": "pt"})
+def _restore(file: Path, names: Sequence[tuple[str, str]], tensors: Mapping[str, tuple[int, ...]]) -> None:
+    """Let a file have the hub's names, and what the hub has beside what transformers writes."""
+    weights = load_file(file)
+    for pattern, name in names:
+        weights = {said: tensor for one, tensor in weights.items() if (said := re.sub(pattern, name, one))}
+    more = {name: torch.randn(shape, dtype=torch.bfloat16) for name, shape in tensors.items()}
+    save_file({**weights, **more}, file, metadata={"format": "pt"})
 
 
 def _transpose(file: Path, pattern: str) -> None:

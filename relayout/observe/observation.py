@@ -14,7 +14,7 @@ from typing import Any
 
 from relayout.checkpoint.source import SourceCheckpoint
 from relayout.core.dtypes import num_bytes
-from relayout.core.slices import WHOLE, Cut, Slice, number_cuts
+from relayout.core.slices import NOT_HELD, WHOLE, Cut, Slice, number_cuts
 from relayout.errors import PlanError
 from relayout.format.slices import parse_slice
 from relayout.observe.taken import joined
@@ -152,7 +152,10 @@ def parse(found: Mapping[str, Any]) -> Observation:
 
 
 def _aligned(slices: tuple[Slice, ...]) -> tuple[Slice, ...]:
-    """The same elements; ranks without any are cut along the axis that the others are cut along."""
+    """The same elements; ranks without any are cut along the axis that the others are cut along. If none has any, no
+    rank holds the tensor."""
+    if all(not part.is_held or any(not ranges for _, ranges in part.by_axis or ()) for part in slices):
+        return (NOT_HELD,) * len(slices)
     axes = {part.axes for part in slices if part.axes and all(ranges for _, ranges in part.by_axis or ())}
     if len(axes) != 1 or len(axis := axes.pop()) != 1:
         return slices

@@ -14,7 +14,10 @@ from safetensors.numpy import save_file
 from support import fake_vllm_package
 
 import relayout
+from relayout.core.slices import NOT_HELD, Slice
 from relayout.errors import PlanError
+from relayout.format.slices import dump_slice
+from relayout.observe.observation import parse
 from relayout.observe.plan_file import observe_plan
 
 HIDDEN = 16
@@ -65,6 +68,12 @@ def test_each_rank_has_what_the_class_copies_and_the_record_says_from_where(tmp_
     with pytest.raises(PlanError, match=r"observed from vLLM 0\.0\.fake OddForCausalLM at 4 ranks.* no other degree"):
         relayout.load(tmp_path / "out", 0, tp=2)
     assert relayout.load(tmp_path / "out", 0, tp=1)["out.weight"].shape == (HIDDEN, HIDDEN)
+
+
+def test_a_tensor_of_which_no_rank_has_elements_is_taken_by_none() -> None:
+    empty = [dump_slice(Slice.along(0, ()))]
+    found = {"version": "0", "model_class": "Odd", "ranks": [empty, empty]}
+    assert parse(found).slices == ((NOT_HELD, NOT_HELD),)
 
 
 @pytest.mark.usefixtures("vllm")

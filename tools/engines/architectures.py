@@ -27,6 +27,8 @@ class Made:
     """Whether the hub's checkpoint has Python that reads its config.json, which vLLM's class is made for."""
     flat: bool = False
     """Whether config.json has on the hub what it says of the text part beside its parts, not in one."""
+    folder: str = ""
+    """Where vLLM looks for the weights, if not beside config.json."""
     transposed: str = ""
     """Pattern of the tensors, by their names on the hub, whose last two axes are the other way round there."""
 

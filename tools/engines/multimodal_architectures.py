@@ -41,6 +41,7 @@ MULTIMODAL: dict[str, Made] = {
     ),
     "Cosmos3EdgeForConditionalGeneration": Made(
         values={"text_config": {"rope_parameters": _MROPE}},
+        folder="transformer",
         names=(
             (r"\.visual\.(.*)\.mlp\.up_proj\.", r".visual.\1.mlp.fc1."),
             (r"\.visual\.(.*)\.mlp\.down_proj\.", r".visual.\1.mlp.fc2."),
@@ -164,6 +165,15 @@ MULTIMODAL: dict[str, Made] = {
                 "vision_config": {"image_size": 128, "apply_vit_abs_pos_embed": True},
             }
         },
+    ),
+    "Qwen4ExpForConditionalGeneration": Made(
+        values={
+            "text_config": {
+                **{"indexer_n_heads": KV_HEADS, "indexer_kv_heads": 1, "indexer_head_dim": HEAD_DIM},
+                **{"indexer_budget": 64, "indexer_compress_ratio": 16, "hc_lowrank": 64, "output_gate_type": "silu"},
+                **{"ngram_vocab_size_base": 1000, "split_ngram_parts": 4, "ple_layer_ids": [1], "eos_token_id": 2},
+            }
+        }
     ),
     "Qwen3VLMoeForConditionalGeneration": Made(
         said={"text_config": {"norm_topk_prob": True}}, transposed=r".*\.experts\.(gate_up|down)_proj"

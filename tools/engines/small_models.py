@@ -152,6 +152,9 @@ def write(architecture: str, folder: Path) -> None:
         _rename(folder / "model.safetensors", pattern)
     if transposed := _made(architecture).transposed:
         _transpose(folder / "model.safetensors", transposed)
+    if part := _made(architecture).folder:
+        (folder / part).mkdir()
+        (folder / part / "model.safetensors").symlink_to(folder / "model.safetensors")
 
 
 def supply(folder: Path, key: str) -> bool:

@@ -71,7 +71,7 @@ def test_each_rank_has_what_the_class_copies_and_the_record_says_from_where(tmp_
 
 
 def test_a_tensor_of_which_no_rank_has_elements_is_taken_by_none() -> None:
-    empty = [dump_slice(Slice.along(0, ()))]
+    empty = json.loads(json.dumps([dump_slice(Slice.along(0, ()))]))
     found = {"version": "0", "model_class": "Odd", "ranks": [empty, empty]}
     assert parse(found).slices == ((NOT_HELD, NOT_HELD),)
 

@@ -14,6 +14,9 @@ _MODULES = {
         class SpeculativeConfig:
             def __init__(self, **settings):
                 raise ValueError("no draft model")
+        class VllmConfig:
+            def _validate_v1_model_runner(self):
+                raise ValueError("this machine has no runner for it")
     """,
     "distributed/__init__": "from vllm.distributed import parallel_state",
     "distributed/parallel_state": "_TP = _WORLD = _EP = None",
@@ -23,6 +26,7 @@ _MODULES = {
         from pathlib import Path
         from types import SimpleNamespace
         import torch
+        from vllm.config import VllmConfig
         class EngineArgs:
             def __init__(self, model, tensor_parallel_size, enable_expert_parallel, trust_remote_code, **settings):
                 self.config = json.loads(Path(model, "config.json").read_text())
@@ -32,6 +36,7 @@ _MODULES = {
             def create_engine_config(self):
                 if self.config["num_attention_heads"] % self.tp:
                     raise ValueError(f"heads must be divisible by tensor parallel size ({self.tp})")
+                VllmConfig()._validate_v1_model_runner()
                 return SimpleNamespace(
                     model_config=SimpleNamespace(
                         hf_config=self.config, dtype=torch.bfloat16, quantization=None, model="model"

@@ -11,10 +11,13 @@ _PATCHES = {"spatial_merge_size": 2, "temporal_patch_size": 2}
 
 MULTIMODAL: dict[str, Made] = {
     "CohereAsrForConditionalGeneration": Made(
-        values={"num_key_value_heads": HEADS, "encoder_config": {"num_key_value_heads": HEADS}},
+        values={
+            "num_key_value_heads": HEADS,
+            "encoder_config": {"hidden_size": 2 * H, "intermediate_size": 2 * INNER, "num_key_value_heads": HEADS},
+        },
         said={
             "encoder": {
-                **{"feat_in": 128, "feat_out": -1, "n_layers": LAYERS, "d_model": H, "n_heads": HEADS},
+                **{"feat_in": 128, "feat_out": -1, "n_layers": LAYERS, "d_model": 2 * H, "n_heads": HEADS},
                 **{"ff_expansion_factor": INNER // H, "subsampling": "dw_striding", "subsampling_factor": 8},
                 **{"subsampling_conv_channels": H, "causal_downsampling": False, "self_attention_model": "rel_pos"},
                 **{"att_context_size": [-1, -1], "xscaling": False, "untie_biases": True, "pos_emb_max_len": 512},
@@ -72,7 +75,13 @@ MULTIMODAL: dict[str, Made] = {
     "Gemma4UnifiedForConditionalGeneration": Made(values={"vision_config": {}, "audio_config": {}}),
     "Glm4vMoeForConditionalGeneration": Made(said={"text_config": {"use_qk_norm": False}}),
     "Glm5NextForConditionalGeneration": Made(
-        values={"text_config": {"num_key_value_heads": HEADS, "qk_rope_head_dim": 0}}
+        values={"text_config": {"num_key_value_heads": HEADS, "qk_rope_head_dim": 0}},
+        said={
+            "text_config": {
+                **{"mhc": True, "mla_use_nope": True, "indexer_rope_interleave": True},
+                **{"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+            }
+        },
     ),
     "Granite4VisionForConditionalGeneration": Made(
         values={
@@ -173,7 +182,8 @@ MULTIMODAL: dict[str, Made] = {
                 **{"indexer_budget": 64, "indexer_compress_ratio": 16, "hc_lowrank": 64, "output_gate_type": "silu"},
                 **{"ngram_vocab_size_base": 1000, "split_ngram_parts": 4, "ple_layer_ids": [1], "eos_token_id": 2},
             }
-        }
+        },
+        said={"vision_config": {"deepstack_visual_indexes": []}},
     ),
     "Qwen3VLMoeForConditionalGeneration": Made(
         said={"text_config": {"norm_topk_prob": True}}, transposed=r".*\.experts\.(gate_up|down)_proj"

@@ -164,7 +164,8 @@ def _aligned(slices: tuple[Slice, ...]) -> tuple[Slice, ...]:
 
 
 def write_stand_in(checkpoint: SourceCheckpoint, folder: Path) -> None:
-    """A folder that looks like the checkpoint, with holes where the weights are."""
+    """A folder that looks like the checkpoint, with holes where the weights are. By the name of its file vLLM knows the
+    format of Mistral, whose configuration is params.json."""
     for name in checkpoint.side_files:
         status = checkpoint.folder.stat(name)
         if name.endswith(_SIDE_SUFFIXES) and status is not None and status.nbytes <= _MAX_SIDE_NBYTES:
@@ -177,6 +178,7 @@ def write_stand_in(checkpoint: SourceCheckpoint, folder: Path) -> None:
         start, end = end, end + tensor.extent.nbytes
         header[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
-    with (folder / "model.safetensors").open("wb") as file:
+    is_mistral = all(one.name.startswith("consolidated") for one in checkpoint.files)
+    with (folder / ("consolidated.safetensors" if is_mistral else "model.safetensors")).open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)

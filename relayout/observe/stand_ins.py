@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from math import prod
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,6 +19,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 _LAYERS = "vllm.model_executor.layers"
+_OF_GPUS = (
+    "vllm.third_party.deep_gemm",
+    "vllm.vllm_flash_attn",
+    "vllm.vllm_flash_attn.flash_attn_interface",
+    "vllm.v1.attention.backends.mla.prefill.flash_attn",
+)
+"""Modules of vLLM that some classes import, and that can only be imported where their kernels are."""
+
 _LARGE = 2**14
 """Elements beyond which a tensor that is made has no memory: smaller ones are often computed with."""
 
@@ -40,6 +49,35 @@ class Group:
         return tensor
 
     all_gather = all_reduce
+
+
+class _Anything:
+    """In the place of any class or function."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class _AnyModule(ModuleType):
+    """A module that has whatever is imported from it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__spec__ = ModuleSpec(name, None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Anything
+
+
+def stand_in_modules() -> None:
+    """Let classes be imported whose kernels are not here. To be called before vLLM looks for its classes."""
+    for name in _OF_GPUS:
+        try:
+            importlib.import_module(name)
+        except (AssertionError, ImportError):
+            sys.modules[name] = _AnyModule(name)
 
 
 def stand_in_devices() -> None:

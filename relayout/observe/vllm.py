@@ -118,8 +118,9 @@ def _configuration(job: Job) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import get_model_architecture
 
-    from relayout.observe.stand_ins import stand_in_devices, stand_in_kernels
+    from relayout.observe.stand_ins import stand_in_devices, stand_in_kernels, stand_in_modules
 
+    stand_in_modules()
     # vLLM looks at a class in a process of its own, lest it starts CUDA; this is one.
     registry._run_in_subprocess = lambda function: function()
     # Which of its runners would run the model is decided by this machine, and does not matter.

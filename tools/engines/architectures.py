@@ -19,14 +19,22 @@ class Made:
     values: Mapping[str, Any] = field(default_factory=dict)
     """Of the configuration, where sizes depend on each other in other ways, or defaults are of no model."""
     said: Mapping[str, Any] = field(default_factory=dict)
-    """What config.json says on the hub, and transformers does not write."""
+    """What config.json says on the hub, and transformers does not write. None: what it writes, and the hub does not."""
     names: tuple[tuple[str, str], ...] = ()
-    """Patterns of the names that transformers writes, and the names on the hub, for `re.sub`; all are applied. What the
-    hub has not gets an empty name."""
+    """Patterns of the names that transformers writes, and the names on the hub, for `re.sub`; all are applied. What
+    the hub does not have gets an empty name."""
+    by: str = ""
+    """The class of transformers that makes it, if that has another name."""
     code: bool = False
     """Whether the hub's checkpoint has Python that reads its config.json, which vLLM's class is made for."""
     flat: bool = False
     """Whether config.json has on the hub what it says of the text part beside its parts, not in one."""
+    files: Mapping[str, Any] = field(default_factory=dict)
+    """JSON files beside config.json that vLLM's class reads."""
+    file: str = "model.safetensors"
+    """Name of the file of weights on the hub."""
+    folder: str = ""
+    """Where vLLM looks for the weights, if not beside config.json."""
     transposed: str = ""
     """Pattern of the tensors, by their names on the hub, whose last two axes are the other way round there."""
     tensors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

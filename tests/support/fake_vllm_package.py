@@ -64,6 +64,8 @@ _MODULES = {
     """,
     "model_executor/model_loader/utils": """
         from vllm.model_executor.models.odd import OddForCausalLM
+        def get_model_architecture(model_config):
+            return OddForCausalLM, "OddForCausalLM"
         def initialize_model(vllm_config, model_config):
             return OddForCausalLM(model_config.hf_config)
     """,

@@ -33,6 +33,7 @@ import relayout
 from relayout.observe import observation
 from relayout.observe.vllm import Job as Observed
 from relayout.observe.vllm import carry_out
+from relayout.plans.family import find_family
 
 DEGREES = (2, 4)
 TIMEOUT_S = 240

@@ -70,7 +70,7 @@ _PRODUCTS = (
 _LINEAR = re.compile(r"linear_attn|delta_net")
 _STATE_SPACE = re.compile(r"(^|[._])(mamba|ssm|mixer)([._]|$)")
 _BESIDE = re.compile(
-    r"(^|[._])(visual|vision|vit|image|audio|speech|sound|video|qformer|connector|projector)([._]|$)"
+    r"(^|[._])(visual|vision|vit|image|audio|speech|sound|video|qformer|connector|projectors?)([._]|$)"
     r"|^(model\.)?encoder\."
 )
 """In names of the parts beside the language model, whose heads are not those of its attention."""

@@ -7,8 +7,8 @@ the first.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +46,12 @@ class Checkpoint:
     @property
     def model_type(self) -> str | None:
         return self.config.get("model_type")
+
+    def only(self, patterns: Collection[str]) -> Checkpoint:
+        """With the tensors of these names, their numbers replaced, alone."""
+        kept = [t for t, tensor in enumerate(self.tensors) if collapse_numbers(tensor.name) in patterns]
+        observed = {degree: [slices[t] for t in kept] for degree, slices in self.observed.items()}
+        return replace(self, tensors=[self.tensors[t] for t in kept], observed=observed)
 
 
 def read(file: Path) -> list[Checkpoint]:

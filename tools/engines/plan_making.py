@@ -22,7 +22,8 @@ HELD_OUT = (6, 16)
 
 _BESIDE = re.compile(
     r"(model\.)?(visual|vision_tower|vision_model|audio_tower|multi_modal_projector|connector|encoder|projector|qformer"
-    r"|merger|talker|token2wav|mlp_AR|image_newline|language_projection)\b"
+    r"|merger|talker|token2wav|mlp_AR|mlp1|image_newline|language_projection|(embed|layerwise|spatial)_(vision|audio|projectors)"
+    r"|vision_(embedder|adapter))\b"
 )
 """The first words of names of what is beside the language model."""
 
@@ -69,7 +70,7 @@ def text_of(wanted: Wanted, checkpoints: Sequence[Checkpoint]) -> str:
     base = next((one for one in builtin_families() if one.name == wanted.extends), None)
     prefixes = wanted.language_prefixes or (base.prefixes if base else ())
     checkpoints = [_without_prefixes(one, prefixes) for one in checkpoints]
-    left = [checkpoint if base is None else _left_by(base, checkpoint) for checkpoint in checkpoints]
+    left = [one.only({wrong.pattern for wrong in differences(base, one)}) if base else one for one in checkpoints]
     fitted = fit([Example(one, one.observed) for one in left], HELD_OUT)
     missing = {pattern: why for pattern, why in fitted.unfitted.items() if not _BESIDE.match(pattern)}
     if missing:
@@ -88,7 +89,7 @@ def text_of(wanted: Wanted, checkpoints: Sequence[Checkpoint]) -> str:
         model_types=tuple(dict.fromkeys(str(one.model_type) for one in checkpoints)),
         prefixes=wanted.language_prefixes,
         sizes=dict(_sizes(fitted.family, used, known, checkpoints)),
-        rules=tuple(_shortened([*fitted.family.rules, *beside])),
+        rules=tuple(_shortened([*fitted.family.rules, *beside], base.patterns if base else ())),
         **_experts(fitted.family, base, checkpoints),
     )
     engines = sorted({one.engine.partition(" ")[2] for one in checkpoints})
@@ -98,17 +99,20 @@ def text_of(wanted: Wanted, checkpoints: Sequence[Checkpoint]) -> str:
     return as_toml(replace(fitted, family=family, unfitted={}), f"{wanted.title}.", said, extends=wanted.extends)
 
 
-def _shortened(rules: Sequence[Rule]) -> Iterator[Rule]:
+def _shortened(rules: Sequence[Rule], known: Sequence[str]) -> Iterator[Rule]:
     """What is held whole beside the language model has one rule for each part, behind all others."""
     parts = {}
     for rule in rules:
+        found = _BESIDE.match(rule.pattern)
         is_whole = rule.dim is None or depends_on_numbers(rule.pattern)  # To tell numbers apart takes long.
-        if is_whole and (found := _BESIDE.match(rule.pattern)):
-            parts[f"{found[0]}.**" if found[0] != rule.pattern else rule.pattern] = None
+        part = _optional_model(f"{found[0]}.**") if found and found[0] != rule.pattern else ""
+        if is_whole and part and part not in known:
+            parts[part] = Rule(part, None)
+        elif is_whole:
+            yield Rule(_optional_model(collapse_numbers(rule.pattern)), None)
         else:
             yield replace(rule, pattern=_optional_model(rule.pattern))
-    for part in parts:
-        yield Rule(_optional_model(part), None)
+    yield from parts.values()
 
 
 def _optional_model(pattern: str) -> str:
@@ -124,17 +128,6 @@ def _without_prefixes(checkpoint: Checkpoint, prefixes: Sequence[str]) -> Checkp
         return f"model.{rest}" if prefixes and re.match(r"(layers|embed_tokens|norm|visual)\.", rest) else rest
 
     return replace(checkpoint, tensors=[one._replace(name=name_of(one.name)) for one in checkpoint.tensors])
-
-
-def _left_by(base: Family, checkpoint: Checkpoint) -> Checkpoint:
-    """The tensors that a plan cuts otherwise than was observed, or not at all."""
-    patterns = {one.pattern for one in differences(base, checkpoint)}
-    kept = [t for t, tensor in enumerate(checkpoint.tensors) if collapse_numbers(tensor.name) in patterns]
-    return replace(
-        checkpoint,
-        tensors=[checkpoint.tensors[t] for t in kept],
-        observed={degree: [slices[t] for t in kept] for degree, slices in checkpoint.observed.items()},
-    )
 
 
 def _sizes(

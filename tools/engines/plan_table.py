@@ -77,5 +77,25 @@ TABLE: dict[str, Wanted] = {
         "Qwen2.5-Omni: Qwen2 with vision and audio parts; the thinker", ("Qwen2_5Omni/",), "qwen2_vl", ("thinker.",)
     ),
     "qwen3_asr": Wanted("Qwen3-ASR: Qwen3 with an audio part", ("Qwen3ASR/",), "qwen3", _NESTED),
-    "qwen3_vl": Wanted("Qwen3-VL: Qwen3 with a vision part", ("Qwen3VL/", "Qwen3VLMoe/"), "qwen3_moe", _NESTED),
+    "qwen3_vl": Wanted(
+        "Qwen3-VL, Cohere Compass: Qwen3 with a vision part",
+        ("Qwen3VL/", "Qwen3VLMoe/", "CohereCompass/"),
+        "qwen3_moe",
+        _NESTED,
+    ),
+    "qwen2_audio": Wanted(
+        "Qwen2-Audio, Audio Flamingo 3: Qwen2 with an audio part (Whisper)",
+        ("Qwen2Audio/", "AudioFlamingo3/"),
+        "llama",
+        _NESTED,
+    ),
+    "glmasr": Wanted("GLM-ASR: Llama with an audio part", ("GlmAsr/",), "llama", _NESTED),
+    "gemma3n": Wanted("Gemma 3n with its vision and audio parts", ("Gemma3n/",), "gemma3n_text", _NESTED),
+    "gemma4": Wanted("Gemma 4 with its vision and audio parts", ("Gemma4/", "Gemma4Unified/"), "gemma4_text", _NESTED),
+    "granite4_vision": Wanted(
+        "Granite 4 Vision: Granite with a vision part (SigLIP)", ("Granite4Vision/",), "llama", _NESTED
+    ),
+    "lfm2_vl": Wanted("LFM2-VL: LFM2 with a vision part (SigLIP)", ("Lfm2Vl/",), "lfm2", _NESTED),
+    "muse_glimmer": Wanted("Muse Glimmer, with its vision part", ("MuseGlimmer/",), "qwen3_moe", _NESTED),
+    "qianfan_ocr": Wanted("Qianfan-OCR: Qwen3 with a vision part (InternViT)", ("QianfanOCR/",), "qwen3", _NESTED),
 }

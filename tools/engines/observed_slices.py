@@ -7,6 +7,7 @@ the first.
 from __future__ import annotations
 
 import json
+import lzma
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,6 +45,11 @@ class Checkpoint:
     config_error: str | None = None
 
     @property
+    def name(self) -> str:
+        """Of the architecture."""
+        return self.root.partition(",")[0]
+
+    @property
     def model_type(self) -> str | None:
         return self.config.get("model_type")
 
@@ -55,8 +61,8 @@ class Checkpoint:
 
 
 def read(file: Path) -> list[Checkpoint]:
-    """Those of a file of lines, but for lines that are errors."""
-    lines = map(json.loads, file.read_text().splitlines())
+    """Those of a file of lines, compressed with xz; but for lines that are errors."""
+    lines = map(json.loads, lzma.decompress(file.read_bytes()).splitlines())
     return [parse(line) for line in lines if "error" not in line]
 
 

@@ -20,7 +20,7 @@ BUILTIN = Path(families.__file__).parent / "builtin"
 HELD_OUT = (6, 16)
 """Degrees that no rule is looked for with, and that all rules must be right at."""
 
-_BESIDE = re.compile(
+BESIDE = re.compile(
     r"(model\.)?(visual|vision_tower|vision_model|audio_tower|multi_modal_projector|connector|encoder|projector|qformer"
     r"|merger|talker|token2wav|mlp_AR|mlp1|image_newline|language_projection|(embed|layerwise|spatial)_(vision|audio|projectors)"
     r"|vision_(embedder|adapter))\b"
@@ -53,10 +53,14 @@ def write(table: Mapping[str, Wanted], checkpoints: Sequence[Checkpoint]) -> Non
         SystemExit: a plan cannot be made.
     """
     for name, wanted in table.items():
-        mine = [one for one in checkpoints if one.root.partition(",")[0] in map(full_name, wanted.names)]
-        (BUILTIN / f"{name}.toml").write_text(text_of(wanted, mine))
+        (BUILTIN / f"{name}.toml").write_text(text_of(wanted, checkpoints_of(wanted, checkpoints)))
         for cached in (families.builtin_families, families._builtin, families._builtin_texts):
             cached.cache_clear()
+
+
+def checkpoints_of(wanted: Wanted, checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
+    """Those of its architectures, in their order."""
+    return [one for name in wanted.names for one in checkpoints if one.name == full_name(name)]
 
 
 def text_of(wanted: Wanted, checkpoints: Sequence[Checkpoint]) -> str:
@@ -72,7 +76,7 @@ def text_of(wanted: Wanted, checkpoints: Sequence[Checkpoint]) -> str:
     checkpoints = [_without_prefixes(one, prefixes) for one in checkpoints]
     left = [one.only({wrong.pattern for wrong in differences(base, one)}) if base else one for one in checkpoints]
     fitted = fit([Example(one, one.observed) for one in left], HELD_OUT)
-    missing = {pattern: why for pattern, why in fitted.unfitted.items() if not _BESIDE.match(pattern)}
+    missing = {pattern: why for pattern, why in fitted.unfitted.items() if not BESIDE.match(pattern)}
     if missing:
         raise SystemExit(f"{wanted.title}: {missing}")
     beside = [Rule(pattern, None) for pattern in fitted.unfitted]
@@ -103,7 +107,7 @@ def _shortened(rules: Sequence[Rule], known: Sequence[str]) -> Iterator[Rule]:
     """What is held whole beside the language model has one rule for each part, behind all others."""
     parts = {}
     for rule in rules:
-        found = _BESIDE.match(rule.pattern)
+        found = BESIDE.match(rule.pattern)
         is_whole = rule.dim is None or depends_on_numbers(rule.pattern)  # To tell numbers apart takes long.
         part = _optional_model(f"{found[0]}.**") if found and found[0] != rule.pattern else ""
         if is_whole and part and part not in known:

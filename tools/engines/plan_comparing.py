@@ -10,7 +10,7 @@ from relayout.core.patterns import collapse_numbers
 from relayout.core.slices import Slice
 from relayout.errors import PlanError
 from relayout.observe.taken import joined, same_elements
-from relayout.plans.family import Family
+from relayout.plans.family import Family, find_family
 from relayout.plans.planner import plan_by, without_rule
 
 
@@ -55,6 +55,16 @@ def _at(degree: int, family: Family, checkpoint: Checkpoint, left: dict[str, int
             dims = tuple(sorted({axis for part in slices for axis in part.axes}))
             is_more = all(map(_contains, plan.cut(t).slices, slices))
             yield Difference(pattern, "more" if is_more else "other", degree, dims)
+
+
+def differences_of_chosen(checkpoint: Checkpoint) -> list[Difference]:
+    """Of the built-in plan that a conversion would choose.
+
+    Raises:
+        PlanError: there is none.
+    """
+    method = checkpoint.config.get("quantization_config", {}).get("quant_method")
+    return list(differences(find_family(checkpoint.model_type, method), checkpoint))
 
 
 def is_same(ours: Sequence[Slice], taken: Sequence[Slice], shape: Sequence[int]) -> bool:

@@ -11,6 +11,8 @@ _MODULES = {
         from contextlib import nullcontext
         def set_current_vllm_config(config):
             return nullcontext()
+        class VllmConfig:
+            pass
         class SpeculativeConfig:
             def __init__(self, **settings):
                 raise ValueError("no draft model")

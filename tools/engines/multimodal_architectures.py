@@ -65,7 +65,9 @@ MULTIMODAL: dict[str, Made] = {
             **{"moe_layer_start_index": [1, 1], "moe_layer_end_index": [3, 3], "moe_layer_interval": 1},
             "im_patch_id": 431,
         },
+        names=((r"^model\.vision_model\.", "vision_model."),),
     ),
+    "Gemma3nForConditionalGeneration": Made(values={"vision_config": {"model_args": {"channel_multiplier": 0.25}}}),
     "Gemma4ForConditionalGeneration": Made(values={"vision_config": {}, "audio_config": {}}),
     "Gemma4UnifiedForConditionalGeneration": Made(values={"vision_config": {}, "audio_config": {}}),
     "Glm4vMoeForConditionalGeneration": Made(said={"text_config": {"use_qk_norm": False}}),
@@ -111,14 +113,20 @@ MULTIMODAL: dict[str, Made] = {
         },
         code=True,
         said={
-            "adapter_config": {"vit_layers": [3, 1], "pooling_attention_mask": True},
+            "adapter_config": {"model_type": "", "vit_layers": [3, 1], "pooling_attention_mask": True},
             "vit_config": {
                 **{"hidden_size": H, "intermediate_size": INNER, "num_hidden_layers": LAYERS, "head_dim": HEAD_DIM},
                 **{"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "hidden_act": "gelu_pytorch_tanh"},
                 **{"layer_norm_eps": 1e-6, "image_default_input_size": [56, 56], "image_patch_size": 14},
                 "image_num_pos": 64,
             },
-            "text_config": {"qkv_bias": False, "use_qk_norm": True, "layer_norm_eps": 1e-6, "norm_after": False},
+            "text_config": {
+                "qkv_bias": False,
+                "use_qk_norm": True,
+                "layer_norm_eps": 1e-6,
+                "rope_theta": 1e4,
+                "model_type": "",
+            },
         },
     ),
     "MossTranscribeDiarizeForConditionalGeneration": Made(
@@ -151,7 +159,12 @@ MULTIMODAL: dict[str, Made] = {
     ),
     "Qwen3OmniMoeForConditionalGeneration": Made(
         values={"talker_config": {"spatial_merge_size": 2, "text_config": {"shared_expert_intermediate_size": INNER}}},
-        said={"thinker_config": {"vision_config": {"image_size": 56, "apply_vit_abs_pos_embed": True}}},
+        said={
+            "thinker_config": {
+                "text_config": {"tie_word_embeddings": False},
+                "vision_config": {"image_size": 128, "apply_vit_abs_pos_embed": True},
+            }
+        },
     ),
     "Qwen3VLMoeForConditionalGeneration": Made(
         said={"text_config": {"norm_topk_prob": True}}, transposed=r".*\.experts\.(gate_up|down)_proj"
@@ -162,17 +175,28 @@ MULTIMODAL: dict[str, Made] = {
             "text_config": {
                 "layer_types": ["full_attention", "sliding_attention"] * 2,
                 "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+                "num_sliding_attention_heads": 2 * HEADS,
                 "share_expert_dim": INNER,
                 "sliding_window": 64,
             },
         },
         code=True,
         said={
+            "text_config": {
+                **{"model_type": "step3p7_text", "architectures": ["Step3p5ForCausalLM"]},
+                **{"num_attention_groups": KV_HEADS, "use_head_wise_attn_gate": True, "rope_theta": 10000.0},
+                **{"moe_num_experts": EXPERTS, "moe_top_k": 2, "moe_layers_enum": "1,2,3", "need_fp32_gate": True},
+                **{"use_moe_router_bias": True, "norm_expert_weight": True, "per_layer_config": None},
+                "attention_other_setting": {
+                    **{"attention_type": "sliding_attention", "num_attention_heads": 2 * HEADS},
+                    **{"num_attention_groups": KV_HEADS, "head_dim": HEAD_DIM},
+                },
+            },
             "vision_config": {
                 **{"model_type": "perception_encoder", "width": H, "layers": LAYERS, "heads": HEADS},
                 **{"output_dim": None, "ls_init_value": 0.1, "use_abs_posemb": True, "use_cls_token": False},
                 **{"use_rope2d": True, "use_ln_pre": True, "use_ln_post": False},
-            }
+            },
         },
     ),
 }

@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from math import prod
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,6 +19,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 _LAYERS = "vllm.model_executor.layers"
+_OF_GPUS = (
+    "vllm.third_party.deep_gemm",
+    "vllm.vllm_flash_attn",
+    "vllm.vllm_flash_attn.flash_attn_interface",
+    "vllm.v1.attention.backends.mla.prefill.flash_attn",
+)
+"""Modules of vLLM that some classes import, and that can only be imported where their kernels are."""
+
 _LARGE = 2**14
 """Elements beyond which a tensor that is made has no memory: smaller ones are often computed with."""
 
@@ -46,6 +55,35 @@ class Group:
     all_gather = all_reduce
 
 
+class _Anything:
+    """In the place of any class or function."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class _AnyModule(ModuleType):
+    """A module that has whatever is imported from it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__spec__ = ModuleSpec(name, None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Anything
+
+
+def stand_in_modules() -> None:
+    """Let classes be imported whose kernels are not here. To be called before vLLM looks for its classes."""
+    for name in _OF_GPUS:
+        try:
+            importlib.import_module(name)
+        except (AssertionError, ImportError):
+            sys.modules[name] = _AnyModule(name)
+
+
 def stand_in_devices() -> None:
     """Let classes make what only a GPU has, where there is none: streams, events, sparse attention, kernels."""
     if torch.cuda.is_available():
@@ -67,6 +105,9 @@ def stand_in_devices() -> None:
     type(platform).get_attn_backend_cls = staticmethod(chosen)
     if importlib.util.find_spec("flashinfer") is None:
         sys.modules["vllm.v1.attention.backends.flashinfer"] = _AnyClass("flashinfer")
+    for name, module in list(sys.modules.items()):
+        if name.startswith("vllm.models.") and hasattr(module, "is_flash_attn_varlen_func_available"):
+            vars(module)["is_flash_attn_varlen_func_available"] = lambda: True
     if (triton := getattr(_module("vllm.triton_utils"), "triton", None)) and not hasattr(triton, "set_allocator"):
         triton.set_allocator = lambda allocate: None
     _replace("vllm.utils.torch_utils", "get_accelerator_view_from_cpu_tensor", lambda tensor: tensor)
@@ -95,6 +136,13 @@ def play(rank: int, tp: int, expert: bool) -> None:
             setattr(parallel_state, name, Group(rank if many else 0, tp if many else 1))
 
 
+class WithoutPinning(TorchFunctionMode):
+    """Memory is not pinned: that needs a GPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **{key: value for key, value in (kwargs or {}).items() if key != "pin_memory"})
+
+
 class WithoutMemory(TorchFunctionMode):
     """Large tensors that are made have no memory: they are on torch's meta device."""
 
@@ -111,13 +159,7 @@ class WithoutMemory(TorchFunctionMode):
 
 
 def stand_in_kernels() -> None:
-    """Where vLLM has no kernel of a layer for this processor, take a stand-in: nothing is run here.
-
-    To be called when the class of the model has been imported.
-    """
-    for imported, its in list(sys.modules.items()):
-        if imported.startswith("vllm.models.") and hasattr(its, "is_flash_attn_varlen_func_available"):
-            vars(its)["is_flash_attn_varlen_func_available"] = lambda: True
+    """Where vLLM has no kernel of a layer for this processor, take a stand-in: nothing is run here."""
     for module in (
         "fp8",
         "auto_awq",

@@ -13,7 +13,8 @@ _MODULES = {
             return nullcontext()
         from types import SimpleNamespace
         class VllmConfig:
-            pass
+            def _validate_v1_model_runner(self):
+                raise ValueError("this machine has no runner for it")
         class SpeculativeConfig:
             def __init__(self, target_model_config, **settings):
                 if not target_model_config.hf_config.get("has_draft"):
@@ -29,6 +30,7 @@ _MODULES = {
         from pathlib import Path
         from types import SimpleNamespace
         import torch
+        from vllm.config import VllmConfig
         class EngineArgs:
             def __init__(self, model, tensor_parallel_size, enable_expert_parallel, trust_remote_code, **settings):
                 self.config = json.loads(Path(model, "config.json").read_text())
@@ -38,6 +40,7 @@ _MODULES = {
             def create_engine_config(self):
                 if self.config["num_attention_heads"] % self.tp:
                     raise ValueError(f"heads must be divisible by tensor parallel size ({self.tp})")
+                VllmConfig()._validate_v1_model_runner()
                 return SimpleNamespace(
                     model_config=SimpleNamespace(
                         hf_config=self.config, dtype=torch.bfloat16, quantization=None, model="model"

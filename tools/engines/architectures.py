@@ -19,20 +19,26 @@ class Made:
     values: Mapping[str, Any] = field(default_factory=dict)
     """Of the configuration, where sizes depend on each other in other ways, or defaults are of no model."""
     said: Mapping[str, Any] = field(default_factory=dict)
-    """What config.json says on the hub, and transformers does not write."""
+    """What config.json says on the hub, and transformers does not write. None: what it writes, and the hub does not."""
     names: tuple[tuple[str, str], ...] = ()
-    """Patterns of the names that transformers writes, and the names on the hub, for `re.sub`; all are applied. What the
-    hub has not gets an empty name."""
-    like: str = ""
-    """The class of transformers that has its names, where transformers has none for it."""
-    tensors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Shapes of those that the hub has and transformers does not use."""
+    """Patterns of the names that transformers writes, and the names on the hub, for `re.sub`; all are applied. What
+    the hub does not have gets an empty name."""
+    by: str = ""
+    """The class of transformers that makes it, if that has another name."""
     code: bool = False
     """Whether the hub's checkpoint has Python that reads its config.json, which vLLM's class is made for."""
     flat: bool = False
     """Whether config.json has on the hub what it says of the text part beside its parts, not in one."""
+    files: Mapping[str, Any] = field(default_factory=dict)
+    """JSON files beside config.json that vLLM's class reads."""
+    file: str = "model.safetensors"
+    """Name of the file of weights on the hub."""
+    folder: str = ""
+    """Where vLLM looks for the weights, if not beside config.json."""
     transposed: str = ""
     """Pattern of the tensors, by their names on the hub, whose last two axes are the other way round there."""
+    tensors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shapes of those that the hub has and transformers does not use."""
 
 
 _INKLING: dict[str, Any] = {
@@ -79,7 +85,7 @@ ARCHITECTURES: dict[str, Made] = {
         ),
         said={"topk_method": "noaux_tc"},
     ),
-    "ExaoneMoEForCausalLM": Made(like="ExaoneMoeForCausalLM"),
+    "ExaoneMoEForCausalLM": Made(by="ExaoneMoeForCausalLM"),
     "FalconForCausalLM": Made(values={"ffn_hidden_size": 4 * H}),
     "GlmMoeDsaForCausalLM": Made(said=_NOAUX),
     "HYV3ForCausalLM": Made(
@@ -92,9 +98,9 @@ ARCHITECTURES: dict[str, Made] = {
             (r"\.(mlp|shared_experts)\.linear_gate\.", r".\1.gate_proj."),
         )
     ),
-    "IQuestCoderForCausalLM": Made(like="LlamaForCausalLM"),
+    "IQuestCoderForCausalLM": Made(by="LlamaForCausalLM"),
     "InklingForCausalLM": Made(
-        like="InklingForConditionalGeneration",
+        by="InklingForConditionalGeneration",
         values=_INKLING_VALUES,
         flat=True,
         said={**_INKLING, "model_type": "inkling_model", "vision_config": None, "audio_config": None},
@@ -113,7 +119,7 @@ ARCHITECTURES: dict[str, Made] = {
             },
         },
     ),
-    "InternLM3ForCausalLM": Made(like="LlamaForCausalLM", said={"bias": False, "qkv_bias": False}),
+    "InternLM3ForCausalLM": Made(by="LlamaForCausalLM", said={"bias": False, "qkv_bias": False}),
     "KimiLinearForCausalLM": Made(
         values={
             **{"linear_head_dim": HEAD_DIM, "linear_num_heads": HEADS, "qk_head_dim": HEAD_DIM + 16},
@@ -128,18 +134,18 @@ ARCHITECTURES: dict[str, Made] = {
         },
         names=((r"\.layers\.0\.block_sparse_moe\.", ".layers.0.mlp."),),
     ),
-    "LLaMAForCausalLM": Made(like="LlamaForCausalLM"),
+    "LLaMAForCausalLM": Made(by="LlamaForCausalLM"),
     "Lfm2MoeForCausalLM": Made(values={"layer_types": ["conv", "conv", "full_attention", "conv"]}),
     "LongcatFlashForCausalLM": Made(
         values={"qk_head_dim": HEAD_DIM + 16, "zero_expert_num": 4},
         said={"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"},
         names=((r".*\.experts\.(8|9|10|11)\..*", ""),),
     ),
-    "MiMoForCausalLM": Made(like="Qwen2ForCausalLM"),
+    "MiMoForCausalLM": Made(by="Qwen2ForCausalLM"),
     "MiMoV2FlashForCausalLM": Made(said=_MIMO_V2),
-    "MiMoV2ForCausalLM": Made(like="MiMoV2FlashForCausalLM", said=_MIMO_V2),
+    "MiMoV2ForCausalLM": Made(by="MiMoV2FlashForCausalLM", said=_MIMO_V2),
     "MiniCPMForCausalLM": Made(
-        like="LlamaForCausalLM", said={"scale_depth": 1.4, "scale_emb": 12, "dim_model_base": 64, "num_experts": 0}
+        by="LlamaForCausalLM", said={"scale_depth": 1.4, "scale_emb": 12, "dim_model_base": 64, "num_experts": 0}
     ),
     "MiniMaxM2ForCausalLM": Made(said={"scoring_func": "sigmoid", "use_routing_bias": True, "rotary_dim": 16}),
     "Mamba2ForCausalLM": Made(values={"num_heads": 8, "head_dim": 64, "n_groups": 4}),
@@ -150,7 +156,7 @@ ARCHITECTURES: dict[str, Made] = {
             (r"\.feedforward_layer_norm\.", ".post_attention_layernorm."),
         )
     ),
-    "PhiMoEForCausalLM": Made(like="PhimoeForCausalLM"),
+    "PhiMoEForCausalLM": Made(by="PhimoeForCausalLM"),
     "Qwen4ExpForCausalLM": Made(
         values={
             **{"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": HEAD_DIM, "indexer_budget": 64},
@@ -159,12 +165,12 @@ ARCHITECTURES: dict[str, Made] = {
         }
     ),
     "SolarForCausalLM": Made(
-        like="LlamaForCausalLM",
+        by="LlamaForCausalLM",
         said={f"bskcn_{one}": [layer] for layer, one in enumerate(("1", "2", "3", "4"))} | {"bskcn_tv": [0.9, 0.8]},
     ),
-    "TeleChat3ForCausalLM": Made(like="LlamaForCausalLM"),
+    "TeleChat3ForCausalLM": Made(by="LlamaForCausalLM"),
     "TeleFLMForCausalLM": Made(
-        like="LlamaForCausalLM", said={"use_mup": True, "mup_scale_factor": 1.0, "output_mult": 1.0, "input_mult": 1.0}
+        by="LlamaForCausalLM", said={"use_mup": True, "mup_scale_factor": 1.0, "output_mult": 1.0, "input_mult": 1.0}
     ),
     "Zamba2ForCausalLM": Made(
         values={

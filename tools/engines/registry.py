@@ -120,7 +120,7 @@ def attempt(name: str, folder: Path, told: Any) -> None:
                 "untaken": len(done.untaken),
                 "replicated": round(done.replicated_nbytes / done.source_nbytes, 4),
             }
-        found |= {"stand_ins": sorted(stand_ins.taken), "like": small_models.like(name)}
+        found |= {"stand_ins": sorted(stand_ins.taken), "by": small_models.class_of(name).__name__}
         found["step"] = "built-in plan"
         told.send(found)
         found["builtin"] = by_builtin_plan(name, folder)
@@ -129,7 +129,7 @@ def attempt(name: str, folder: Path, told: Any) -> None:
         found["error"] = f"{type(error).__name__}: {error}".replace(str(folder), "")[:600]
         found["trace"] = traceback.format_exc()[-1500:]
         if found["step"].startswith("observe") and (why := own_failure(name, folder / "source")):
-            found["error"] = f"vLLM cannot load it either: {why}"[:600]
+            found["error"] = f"vLLM's own load fails, too: {why}"[:600]
     told.send({**found, "done": True})
     told.close()
     os._exit(0)

@@ -120,7 +120,7 @@ def config_of(architecture: str) -> Any:
 def class_of(architecture: str) -> Any:
     import transformers
 
-    cls = getattr(transformers, _made(architecture).like or architecture, None)
+    cls = getattr(transformers, _made(architecture).by or architecture, None)
     if cls is None or getattr(cls, "config_class", None) is None:
         raise LookupError(f"transformers has no class {architecture}")
     return cls
@@ -147,15 +147,16 @@ def write(architecture: str, folder: Path) -> None:
         (folder / "configuration_hub.py").write_text(_CODE.format(said["model_type"]))
         said["auto_map"] = {"AutoConfig": "configuration_hub.HubConfig"}
     file.write_text(json.dumps(_merged(said, _made(architecture).said)))
+    for name, content in _made(architecture).files.items():
+        (folder / name).write_text(json.dumps(content))
     names = _made(architecture).names
     if (said.get("vision_config") or {}).get("model_type") in _WITH_OLDER:
         names = (*names, _OLDER)
     _restore(folder / "model.safetensors", names, _made(architecture))
-
-
-def like(architecture: str) -> str:
-    """The class that a checkpoint was made from, where transformers has none for the architecture."""
-    return _made(architecture).like
+    (folder / "model.safetensors").rename(folder / _made(architecture).file)
+    if part := _made(architecture).folder:
+        (folder / part).mkdir()
+        (folder / part / "model.safetensors").symlink_to(folder / "model.safetensors")
 
 
 def supply(folder: Path, key: str) -> bool:
@@ -176,9 +177,11 @@ def _made(architecture: str) -> Made:
 
 
 def _merged(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """The values, with the others over them; objects in both are merged too."""
+    """The values, with the others over them; objects in both are merged too, and None takes a value away."""
     found = dict(values)
     for key, value in others.items():
+        if value is None and found.pop(key, None) is not None:
+            continue
         both = isinstance(value, dict) and isinstance(found.get(key), dict)
         found[key] = _merged(found[key], value) if both else value
     return found

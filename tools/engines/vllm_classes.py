@@ -7,12 +7,13 @@ place of vLLM's groups of processes. Prints a line of JSON for each job.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 from comparing import Job, Tensors, note_differences, nothing_found, poison, run_jobs
 
-from relayout.observe.stand_ins import play, stand_in_kernels
+from relayout.observe.stand_ins import WithoutPinning, play, stand_in_kernels
 
 
 def configuration(job: Job, path: str, load_format: str, **extra: Any) -> Any:
@@ -21,6 +22,7 @@ def configuration(job: Job, path: str, load_format: str, **extra: Any) -> Any:
     return EngineArgs(
         model=path,
         load_format=load_format,
+        config_format="mistral" if Path(path, "params.json").exists() else "auto",
         model_loader_extra_config=extra,
         tensor_parallel_size=job.tp,
         enable_expert_parallel=job.expert,
@@ -44,7 +46,8 @@ def load(config: Any, model_config: Any) -> tuple[Tensors, Any]:
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     config.compilation_config.static_forward_context.clear()
-    with set_current_vllm_config(config), set_default_torch_dtype(model_config.dtype), torch.device("cpu"):
+    dtype = set_default_torch_dtype(model_config.dtype)
+    with set_current_vllm_config(config), dtype, torch.device("cpu"), WithoutPinning():
         model = initialize_model(vllm_config=config, model_config=model_config)
         held = poison(model)
         loader = get_model_loader(config.load_config)

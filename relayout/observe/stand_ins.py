@@ -107,13 +107,18 @@ def stand_in_devices() -> None:
         sys.modules["vllm.v1.attention.backends.flashinfer"] = _AnyClass("flashinfer")
     for name, module in list(sys.modules.items()):
         if name.startswith("vllm.models.") and hasattr(module, "is_flash_attn_varlen_func_available"):
-            vars(module)["is_flash_attn_varlen_func_available"] = lambda: True
+            vars(module)["is_flash_attn_varlen_func_available"] = _flash_attention
     if (triton := getattr(_module("vllm.triton_utils"), "triton", None)) and not hasattr(triton, "set_allocator"):
         triton.set_allocator = lambda allocate: None
     _replace("vllm.utils.torch_utils", "get_accelerator_view_from_cpu_tensor", lambda tensor: tensor)
     if experts := getattr(_module(f"{_LAYERS}.fused_moe.config"), "FusedMoEConfig", None):
         # The last of its checks is of the processor.
         experts.__post_init__ = _tried(experts.__post_init__, lambda config: None, NotImplementedError)
+
+
+def _flash_attention() -> bool:
+    taken.add("FlashAttention")
+    return True
 
 
 class _AnyClass(ModuleType):

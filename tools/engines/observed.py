@@ -29,7 +29,7 @@ vllm` at TP 2 and 4, and loaded through the class and loader of vLLM from the so
 ranks hold more than once at TP 4, of the bytes of the source. *Plan*: the built-in one, where the folder that it makes
 is the same, too; no vLLM is needed for it. *only observed*: there is none, `--plan vllm` is the way. Small checkpoints
 are made of a configuration's defaults, with small numbers; where that fails, nothing is known of the architecture
-itself. *As X*: transformers has no class of that name, and X has its names. *Stand-ins*: what vLLM builds or looks for
+itself. *As X*: made by X of transformers, which has its names. *Stand-ins*: what vLLM builds or looks for
 on a GPU only, and has been replaced to build the class here; it does not touch parameters.
 
 """

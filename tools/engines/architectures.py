@@ -69,7 +69,7 @@ ARCHITECTURES: dict[str, Made] = {
     "DeepseekV4ForCausalLM": Made(
         values={
             **{"head_dim": 512, "index_head_dim": 128, "num_key_value_heads": 1, "o_groups": 4},
-            **{"mlp_layer_types": ["hash_moe", "moe", "moe", "moe"]},
+            "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
             "layer_types": [
                 "sliding_attention",
                 "heavily_compressed_attention",
@@ -115,7 +115,8 @@ ARCHITECTURES: dict[str, Made] = {
                 "audio_mode": "dmel",
             },
             "vision_config": {
-                **{"vision_encoder_type": "hmlp", "decoder_dmodel": H, "n_channels": 3, "use_vision_norm": True}
+                **{"vision_encoder_type": "hmlp", "decoder_dmodel": H, "n_channels": 3},
+                "use_vision_norm": True,
             },
         },
     ),
@@ -141,6 +142,7 @@ ARCHITECTURES: dict[str, Made] = {
         said={"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"},
         names=((r".*\.experts\.(8|9|10|11)\..*", ""),),
     ),
+    "Mamba2ForCausalLM": Made(values={"num_heads": 8, "head_dim": 64, "n_groups": 4}),
     "MiMoForCausalLM": Made(by="Qwen2ForCausalLM"),
     "MiMoV2FlashForCausalLM": Made(said=_MIMO_V2),
     "MiMoV2ForCausalLM": Made(by="MiMoV2FlashForCausalLM", said=_MIMO_V2),
@@ -148,7 +150,6 @@ ARCHITECTURES: dict[str, Made] = {
         by="LlamaForCausalLM", said={"scale_depth": 1.4, "scale_emb": 12, "dim_model_base": 64, "num_experts": 0}
     ),
     "MiniMaxM2ForCausalLM": Made(said={"scoring_func": "sigmoid", "use_routing_bias": True, "rotary_dim": 16}),
-    "Mamba2ForCausalLM": Made(values={"num_heads": 8, "head_dim": 64, "n_groups": 4}),
     "NemotronForCausalLM": Made(values={"num_key_value_heads": KV_HEADS}),
     "OlmoHybridForCausalLM": Made(
         names=(
@@ -178,10 +179,8 @@ ARCHITECTURES: dict[str, Made] = {
     ),
     "Zamba2ForCausalLM": Made(
         values={
-            **{
-                "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
-                "n_mamba_heads": HEADS,
-            },
+            "layers_block_type": ["linear_attention", "hybrid"] * 2,
+            "n_mamba_heads": HEADS,
             **{"attention_hidden_size": 2 * H, "attention_head_dim": 2 * HEAD_DIM, "kv_channels": HEAD_DIM},
             **{"num_mem_blocks": 2, "adapter_rank": 16, "use_shared_attention_adapter": True, "mamba_headdim": 64},
             **{"num_query_groups": HEADS, "num_key_value_heads": HEADS, "hybrid_layer_ids": [1, 3]},

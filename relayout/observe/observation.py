@@ -14,7 +14,7 @@ from typing import Any
 
 from relayout.checkpoint.source import SourceCheckpoint
 from relayout.core.dtypes import num_bytes
-from relayout.core.slices import WHOLE, Cut, Slice, number_cuts
+from relayout.core.slices import NOT_HELD, WHOLE, Cut, Slice, number_cuts
 from relayout.errors import PlanError
 from relayout.format.slices import parse_slice
 from relayout.observe.taken import joined
@@ -152,7 +152,10 @@ def parse(found: Mapping[str, Any]) -> Observation:
 
 
 def _aligned(slices: tuple[Slice, ...]) -> tuple[Slice, ...]:
-    """The same elements; ranks without any are cut along the axis that the others are cut along."""
+    """The same elements; ranks without any are cut along the axis that the others are cut along. If none has any, no
+    rank holds the tensor."""
+    if all(not part.is_held or any(not ranges for _, ranges in part.by_axis or ()) for part in slices):
+        return (NOT_HELD,) * len(slices)
     axes = {part.axes for part in slices if part.axes and all(ranges for _, ranges in part.by_axis or ())}
     if len(axes) != 1 or len(axis := axes.pop()) != 1:
         return slices
@@ -161,7 +164,8 @@ def _aligned(slices: tuple[Slice, ...]) -> tuple[Slice, ...]:
 
 
 def write_stand_in(checkpoint: SourceCheckpoint, folder: Path) -> None:
-    """A folder that looks like the checkpoint, with holes where the weights are."""
+    """A folder that looks like the checkpoint, with holes where the weights are. By the name of its file vLLM knows the
+    format of Mistral, whose configuration is params.json."""
     for name in checkpoint.side_files:
         status = checkpoint.folder.stat(name)
         if name.endswith(_SIDE_SUFFIXES) and status is not None and status.nbytes <= _MAX_SIDE_NBYTES:
@@ -174,6 +178,7 @@ def write_stand_in(checkpoint: SourceCheckpoint, folder: Path) -> None:
         start, end = end, end + tensor.extent.nbytes
         header[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
-    with (folder / "model.safetensors").open("wb") as file:
+    is_mistral = all(one.name.startswith("consolidated") for one in checkpoint.files)
+    with (folder / ("consolidated.safetensors" if is_mistral else "model.safetensors")).open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)

@@ -5,16 +5,27 @@ Needs torch at import time.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
+import importlib.util
 import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from math import prod
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+_LAYERS = "vllm.model_executor.layers"
+_OF_GPUS = (
+    "vllm.third_party.deep_gemm",
+    "vllm.vllm_flash_attn",
+    "vllm.vllm_flash_attn.flash_attn_interface",
+    "vllm.v1.attention.backends.mla.prefill.flash_attn",
+)
+"""Modules of vLLM that some classes import, and that can only be imported where their kernels are."""
 
 _LARGE = 2**14
 """Elements beyond which a tensor that is made has no memory: smaller ones are often computed with."""
@@ -40,8 +51,37 @@ class Group:
     all_gather = all_reduce
 
 
+class _Anything:
+    """In the place of any class or function."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class _AnyModule(ModuleType):
+    """A module that has whatever is imported from it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__spec__ = ModuleSpec(name, None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Anything
+
+
+def stand_in_modules() -> None:
+    """Let classes be imported whose kernels are not here. To be called before vLLM looks for its classes."""
+    for name in _OF_GPUS:
+        try:
+            importlib.import_module(name)
+        except (AssertionError, ImportError):
+            sys.modules[name] = _AnyModule(name)
+
+
 def stand_in_devices() -> None:
-    """Let classes make what only a GPU has, where there is none: streams, events, sparse attention."""
+    """Let classes make what only a GPU has, where there is none: streams, events, sparse attention, kernels."""
     if torch.cuda.is_available():
         return
     torch.accelerator.empty_cache = lambda: None
@@ -55,18 +95,38 @@ def stand_in_devices() -> None:
         except NotImplementedError:
             return "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseBackend"
 
-    with contextlib.suppress(ImportError):
-        importlib.import_module("vllm.v1.worker.workspace").init_workspace_manager(torch.device("cpu"))
+    if workspace := _module("vllm.v1.worker.workspace"):
+        workspace.init_workspace_manager(torch.device("cpu"))
     type(platform).get_attn_backend_cls = staticmethod(chosen)
+    if importlib.util.find_spec("flashinfer") is None:
+        sys.modules["vllm.v1.attention.backends.flashinfer"] = _AnyClass("flashinfer")
+    for name, module in list(sys.modules.items()):
+        if name.startswith("vllm.models.") and hasattr(module, "is_flash_attn_varlen_func_available"):
+            vars(module)["is_flash_attn_varlen_func_available"] = lambda: True
+    if (triton := getattr(_module("vllm.triton_utils"), "triton", None)) and not hasattr(triton, "set_allocator"):
+        triton.set_allocator = lambda allocate: None
+    _replace("vllm.utils.torch_utils", "get_accelerator_view_from_cpu_tensor", lambda tensor: tensor)
+    if experts := getattr(_module(f"{_LAYERS}.fused_moe.config"), "FusedMoEConfig", None):
+        # The last of its checks is of the processor.
+        experts.__post_init__ = _tried(experts.__post_init__, lambda config: None, NotImplementedError)
+
+
+class _AnyClass(ModuleType):
+    """A module of classes that every object is an instance of."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return object
 
 
 def play(rank: int, tp: int, expert: bool) -> None:
     """Let vLLM's functions say that this process is the rank."""
     from vllm.distributed import parallel_state
 
-    for name in ("_TP", "_WORLD", "_PP", "_DP", "_EP", "_EPLB", "_PCP", "_DCP", "_INNER_DP_WORLD"):
+    for name in ("_TP", "_WORLD", "_PP", "_DP", "_EP", "_EPLB", "_PCP", "_DCP", "_ETP", "_INNER_DP_WORLD"):
         if hasattr(parallel_state, name):
-            many = name in ("_TP", "_WORLD") or (name == "_EP" and expert)
+            many = name in ("_TP", "_ETP", "_WORLD") or (name == "_EP" and expert)
             setattr(parallel_state, name, Group(rank if many else 0, tp if many else 1))
 
 
@@ -86,8 +146,7 @@ class WithoutMemory(TorchFunctionMode):
 
 
 def stand_in_kernels() -> None:
-    """Where vLLM has no kernel of a quantized layer for this processor, take a stand-in: nothing is run here."""
-    base = "vllm.model_executor.layers"
+    """Where vLLM has no kernel of a layer for this processor, take a stand-in: nothing is run here."""
     for module in (
         "fp8",
         "auto_awq",
@@ -97,30 +156,47 @@ def stand_in_kernels() -> None:
         "moe_wna16",
         "compressed_tensors.compressed_tensors",
     ):
-        with contextlib.suppress(ImportError):
-            importlib.import_module(f"{base}.quantization.{module}")
-    linear = importlib.import_module("vllm.model_executor.kernels.linear")
+        _module(f"{_LAYERS}.quantization.{module}")
+    linear = "vllm.model_executor.kernels.linear"
     for kind in ("fp8", "int8", "nvfp4", "mxfp4", "mxfp8"):
-        _replace(linear, f"init_{kind}_linear_kernel", lambda: MagicMock(__name__="stand_in"))
-    _replace(linear, "choose_mp_linear_kernel", lambda: MagicMock(__name__="stand_in"))
+        _replace(linear, f"init_{kind}_linear_kernel", _kernel)
+    _replace(linear, "choose_mp_linear_kernel", _kernel)
     experts = {"fp8": "fp8", "int_wna16": "wna16", "mxfp4": "mxfp4", "int8": "int8", "nvfp4": "nvfp4"}
-    for module, name in experts.items():
-        oracle = importlib.import_module(f"{base}.fused_moe.oracle.{module}")
-        kinds = next(value for key, value in vars(oracle).items() if key.lower() == f"{name}moebackend")
-        chosen = next((getattr(kinds, one) for one in ("TRITON", "MARLIN") if hasattr(kinds, one)), next(iter(kinds)))
-        _replace(oracle, f"select_{name}_moe_backend", lambda chosen=chosen: (chosen, MagicMock(__name__="stand_in")))
+    for module, name in {**experts, "unquantized": "unquantized"}.items():
+        if oracle := _module(f"{_LAYERS}.fused_moe.oracle.{module}"):
+            kinds = next(value for key, value in vars(oracle).items() if key.lower() == f"{name}moebackend")
+            kind = next((getattr(kinds, one) for one in ("TRITON", "MARLIN") if hasattr(kinds, one)), next(iter(kinds)))
+            _replace(oracle.__name__, f"select_{name}_moe_backend", lambda *_, kind=kind, **__: (kind, _kernel()))
 
 
-def _replace(module: Any, name: str, stand_in: Any) -> None:
-    """Let a function, wherever it has been imported to, return the stand-in where it fails."""
-    original = getattr(module, name)
+def _kernel(*_: Any, **__: Any) -> Any:
+    return MagicMock(__name__="stand_in")
 
-    def tried(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(*args, **kwargs)
-        except (ValueError, NotImplementedError):
-            return stand_in()
 
+def _module(name: str) -> Any:
+    """A module of vLLM, or None: not every version has all."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+def _replace(module: str, name: str, stand_in: Callable[..., Any]) -> None:
+    """Let a function, wherever it has been imported to, return what the stand-in does where it fails."""
+    original = getattr(_module(module), name, None)
+    if original is None:
+        return
+    tried = _tried(original, stand_in, ValueError, NotImplementedError)
     for other in list(sys.modules.values()):
         if getattr(other, "__name__", "").startswith("vllm") and getattr(other, name, None) is original:
             setattr(other, name, tried)
+
+
+def _tried(original: Callable[..., Any], stand_in: Callable[..., Any], *errors: type[Exception]) -> Callable[..., Any]:
+    def tried(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except errors:
+            return stand_in(*args, **kwargs)
+
+    return tried

@@ -28,6 +28,8 @@ class Observer(Tracer):
         self._memory = _storages(model)
         self._boxes: defaultdict[str, set[Box]] = defaultdict(set)
         self._touched: set[str] = set()
+        self._joined: set[str] = set()
+        """Those that have been joined with others."""
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._known: dict[tuple[tuple[int, ...], View], Box | None] = {}
         self._slices: dict[tuple[tuple[int, ...], frozenset[Box]], Slice] = {}
@@ -50,11 +52,19 @@ class Observer(Tracer):
         self._take(source)
         return True
 
+    def compute(self, func: Any, args: Any, kwargs: Any, found: Sequence[Probe]) -> Any:
+        """See `Tracer.compute`."""
+        if len(found) > 1:
+            self._joined.update(one.memory.name for one in found)
+        return super().compute(func, args, kwargs, found)
+
     def taken(self, name: str) -> Slice:
         """What has been copied of a tensor. All, if only constants that have taken the place of its elements have been:
-        the loader works on the tensor. `NOT_HELD`: nothing has been asked of it."""
+        the loader works on the tensor. No elements, if none has been copied of what it has been joined to: the loader
+        wants to see the tensor. `NOT_HELD`: nothing has been asked of it."""
         if name not in self._boxes:
-            return WHOLE if name in self._touched else NOT_HELD
+            empty = Slice.along(0, ()) if name in self._joined and self._shapes[name] else NOT_HELD
+            return WHOLE if name in self._touched else empty
         key = self._shapes[name], frozenset(self._boxes[name])
         if key not in self._slices:
             self._slices[key] = slice_of(*key)

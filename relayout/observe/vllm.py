@@ -8,6 +8,7 @@ Needs vLLM and torch.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import linecache
 import multiprocessing
@@ -58,6 +59,8 @@ def carry_out(job: Job) -> dict[str, Any]:
     os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    for kernel in ("VLLM_KIMI_K3_GEMM_AR", "VLLM_ENABLE_GEMM_RS"):
+        os.environ.setdefault(kernel, "0")
     try:
         import torch
         import vllm
@@ -116,8 +119,9 @@ def _configuration(job: Job) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import get_model_architecture
 
-    from relayout.observe.stand_ins import stand_in_devices, stand_in_kernels
+    from relayout.observe.stand_ins import stand_in_devices, stand_in_kernels, stand_in_modules
 
+    stand_in_modules()
     # vLLM looks at a class in a process of its own, lest it starts CUDA; this is one.
     registry._run_in_subprocess = lambda function: function()
     # Which of its runners would run the model is decided by this machine, and does not matter.
@@ -130,13 +134,14 @@ def _configuration(job: Job) -> Any:
         allow_deprecated_quantization=True,
         distributed_executor_backend="mp",
         enforce_eager=True,
+        enable_prefix_caching=False,
         skip_tokenizer_init=True,
         limit_mm_per_prompt={},
     ).create_engine_config()
+    with contextlib.suppress(Exception):  # Said when a rank is built.
+        get_model_architecture(config.model_config)
     stand_in_devices()
-    if config.model_config.quantization is not None:
-        stand_in_kernels()
-    get_model_architecture(config.model_config)  # Imports the class once, and not again in each fork.
+    stand_in_kernels()
     return config
 
 
@@ -157,7 +162,7 @@ class _Rank:
             left = [one for one in self.job.tensors if not found[one[0]].is_held]
             if left and (draft := _draft(self.config)) is not None:
                 # A draft model, which predicts several tokens, reads what the model itself leaves.
-                more, _ = observe_rank(self.config, draft, self.job.tensors)
+                more, _ = observe_rank(self.config, draft, self.job.tensors, partial=True)
                 found.update((one[0], more[one[0]]) for one in left)
         except Exception as error:
             return _failure(error, f"rank {rank} of {self.job.tp}")
@@ -165,9 +170,13 @@ class _Rank:
 
 
 def observe_rank(
-    config: Any, model_config: Any, tensors: Sequence[tuple[str, str, Sequence[int]]]
+    config: Any, model_config: Any, tensors: Sequence[tuple[str, str, Sequence[int]]], *, partial: bool = False
 ) -> tuple[dict[str, Slice], str]:
-    """What vLLM's class takes of each tensor, and its name."""
+    """What vLLM's class takes of each tensor, and its name.
+
+    Args:
+        partial: the checkpoint need not have all that the class has.
+    """
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -193,6 +202,8 @@ def observe_rank(
 
         loader = DefaultModelLoader(config.load_config)
         loader.get_all_weights = lambda *_: probes()
+        if partial:
+            loader.track_weights_loading = lambda *_, **__: None
         with torch.device("cpu"):
             loader.load_weights(model, model_config)
     observer.finish()

@@ -16,9 +16,14 @@ from safetensors.numpy import save_file
 from support import fake_vllm_package
 
 import relayout
+from relayout.checkpoint.source import read_source
+from relayout.core.slices import NOT_HELD, Slice
 from relayout.errors import PlanError
+from relayout.format.slices import dump_slice
+from relayout.observe.observation import parse, write_stand_in
 from relayout.observe.plan_file import observe_plan
 from relayout.plans.family import builtin_text
+from relayout.storage.stores import find_store
 
 HIDDEN = 16
 
@@ -68,6 +73,27 @@ def test_each_rank_has_what_the_class_copies_and_the_record_says_from_where(tmp_
     with pytest.raises(PlanError, match=r"observed from vLLM 0\.0\.fake OddForCausalLM at 4 ranks.* no other degree"):
         relayout.load(tmp_path / "out", 0, tp=2)
     assert relayout.load(tmp_path / "out", 0, tp=1)["out.weight"].shape == (HIDDEN, HIDDEN)
+
+
+def test_a_tensor_of_which_no_rank_has_elements_is_taken_by_none() -> None:
+    empty = json.loads(json.dumps([dump_slice(Slice.along(0, ()))]))
+    found = {"version": "0", "model_class": "Odd", "ranks": [empty, empty]}
+    assert parse(found).slices == ((NOT_HELD, NOT_HELD),)
+
+
+def test_the_stand_in_of_weights_in_the_format_of_mistral_has_the_name_by_which_vllm_knows_it(tmp_path: Path) -> None:
+    write_source(tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model" / "consolidated.safetensors")
+    (tmp_path / "stand_in").mkdir()
+    write_stand_in(read_source(find_store(tmp_path / "model")), tmp_path / "stand_in")
+    assert [one.name for one in (tmp_path / "stand_in").glob("*.safetensors")] == ["consolidated.safetensors"]
+
+
+@pytest.mark.usefixtures("vllm")
+def test_a_draft_model_takes_what_is_left_also_if_the_checkpoint_has_not_all_of_it(tmp_path: Path) -> None:
+    write_source(tmp_path / "model", has_draft=True)
+    done = relayout.convert(tmp_path / "model", tmp_path / "out", tp=2, plan="vllm")
+    assert done.untaken == ()
 
 
 @pytest.mark.usefixtures("vllm")

@@ -63,6 +63,15 @@ def test_tensors_that_are_joined_are_told_apart() -> None:
     assert (observer.taken("a"), observer.taken("b")) == (Slice.along(0, ((1, 3),)), Slice.along(0, ((3, 5),)))
 
 
+def test_of_what_is_joined_to_others_a_rank_may_take_nothing_and_yet_want_to_see_it() -> None:
+    model = Model()
+    observer = Observer(model)
+    one, other = observer.probe("a", (8, 6), torch.float32), observer.probe("b", (9, 6), torch.float32)
+    with torch.no_grad():
+        model.weight.copy_(torch.cat([one, other])[:8])
+    assert (observer.taken("a"), observer.taken("b")) == (WHOLE, Slice.along(0, ()))
+
+
 @pytest.mark.parametrize(
     "load",
     [

@@ -63,7 +63,8 @@ ENGINES = {
         _VLLM,
         variables=(*_VLLM.variables, ("VLLM_TARGET_DEVICE", "cpu")),
         home="vllm",
-        overlays=("vllm==0.33.0", "transformers==5.23.0"),
+        # Without its compiled modules, which want CUDA, torchaudio has what audio classes import.
+        overlays=("vllm==0.33.0", "transformers==5.23.0", "torchaudio==2.11.0"),
     ),
     "sglang": Engine(
         (

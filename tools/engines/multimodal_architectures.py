@@ -9,13 +9,21 @@ from small_sizes import EXPERTS, HEAD_DIM, HEADS, INNER, KV_HEADS, LAYERS, VOCAB
 
 _MROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]}
 _PATCHES = {"spatial_merge_size": 2, "temporal_patch_size": 2}
+_SLIDING_MLA = {
+    **{"swa_num_attention_heads": 2 * HEADS, "swa_num_key_value_heads": 2 * HEADS, "swa_q_lora_rank": 32},
+    **{"swa_kv_lora_rank": 128, "swa_head_dim": 2 * HEAD_DIM + 16, "swa_qk_nope_head_dim": 2 * HEAD_DIM},
+    **{"swa_qk_rope_head_dim": 16, "swa_v_head_dim": HEAD_DIM},
+}
 
 MULTIMODAL: dict[str, Made] = {
     "CohereAsrForConditionalGeneration": Made(
-        values={"num_key_value_heads": HEADS, "encoder_config": {"num_key_value_heads": HEADS}},
+        values={
+            "num_key_value_heads": HEADS,
+            "encoder_config": {"hidden_size": 2 * H, "intermediate_size": 2 * INNER, "num_key_value_heads": HEADS},
+        },
         said={
             "encoder": {
-                **{"feat_in": 128, "feat_out": -1, "n_layers": LAYERS, "d_model": H, "n_heads": HEADS},
+                **{"feat_in": 128, "feat_out": -1, "n_layers": LAYERS, "d_model": 2 * H, "n_heads": HEADS},
                 **{"ff_expansion_factor": INNER // H, "subsampling": "dw_striding", "subsampling_factor": 8},
                 **{"subsampling_conv_channels": H, "causal_downsampling": False, "self_attention_model": "rel_pos"},
                 **{"att_context_size": [-1, -1], "xscaling": False, "untie_biases": True, "pos_emb_max_len": 512},
@@ -42,6 +50,7 @@ MULTIMODAL: dict[str, Made] = {
     ),
     "Cosmos3EdgeForConditionalGeneration": Made(
         values={"text_config": {"rope_parameters": _MROPE}},
+        folder="transformer",
         names=(
             (r"\.visual\.(.*)\.mlp\.up_proj\.", r".visual.\1.mlp.fc1."),
             (r"\.visual\.(.*)\.mlp\.down_proj\.", r".visual.\1.mlp.fc2."),
@@ -53,6 +62,45 @@ MULTIMODAL: dict[str, Made] = {
             "text_config": {"num_experts": EXPERTS, "top_k_experts": 2, "moe_intermediate_size": INNER},
             "vision_config": {"model_type": "gemma4_vision"},
         }
+    ),
+    "Dots3NoteForCausalLM": Made(
+        by="Dots3NoteForConditionalGeneration",
+        values={
+            "text_config": {
+                **_SLIDING_MLA,
+                **{"num_key_value_heads": HEADS, "head_dim": HEAD_DIM + 16, "sliding_window": 64},
+                "layer_types": ["indexed_attention"] + ["sliding_attention"] * 3,
+            },
+            "vision_config": {"adapter_in_dim": H, "adapter_out_dim": H, "pyramid_num_routed": [-1, -1, 4, 8]},
+            "audio_config": {
+                "adapter_input_size": H,
+                "adapter_out_dim": H,
+                "downsample_hidden_size": 32,
+                "conv_output_size": 512,
+            },
+        },
+        flat=True,
+        files={"added_tokens.json": {"<|imgpad|>": 431}},
+        said={
+            **_SLIDING_MLA,
+            **{"per_layer_config": None, "rope_parameters": None, "rope_theta": 8e7, "swa_rope_theta": 5e4},
+            **{"attention_gate_type": "headwise", "swa_attention_gate_type": "headwise"},
+            **{"apply_mla_qkv_lora_rescale": True, "first_k_dense_replace": 1, "moe_layer_freq": 1},
+            **{"sliding_window_size": 64, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+            "num_nextn_predict_layers": 0,
+            "vision_config": {
+                **{"embed_dim": H, "pyramid_num_routed": [-1, -1, 4, 8], "adapter_type": "patch_merger"},
+                **{"per_layer_config": None, "rope_parameters": None},
+            },
+            "audio_config": {
+                "whisper_config": {
+                    **{"d_model": H, "encoder_layers": LAYERS, "encoder_attention_heads": HEADS},
+                    **{"encoder_ffn_dim": INNER, "num_mel_bins": 128, "max_source_positions": 512},
+                    "activation_function": "swiglu",
+                },
+                **{"whisper_adapter_in_dim": H, "whisper_adapter_out_dim": H},
+            },
+        },
     ),
     "Ernie4_5_VLMoeForConditionalGeneration": Made(
         values={"text_config": {"rope_parameters": {**_MROPE, "mrope_section": [6, 6, 4]}}},
@@ -72,7 +120,13 @@ MULTIMODAL: dict[str, Made] = {
     "Gemma4UnifiedForConditionalGeneration": Made(values={"vision_config": {}, "audio_config": {}}),
     "Glm4vMoeForConditionalGeneration": Made(said={"text_config": {"use_qk_norm": False}}),
     "Glm5NextForConditionalGeneration": Made(
-        values={"text_config": {"num_key_value_heads": HEADS, "qk_rope_head_dim": 0}}
+        values={"text_config": {"num_key_value_heads": HEADS, "qk_rope_head_dim": 0}},
+        said={
+            "text_config": {
+                **{"mhc": True, "mla_use_nope": True, "indexer_rope_interleave": True},
+                **{"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+            }
+        },
     ),
     "Granite4VisionForConditionalGeneration": Made(
         values={
@@ -166,6 +220,16 @@ MULTIMODAL: dict[str, Made] = {
             }
         },
     ),
+    "Qwen4ExpForConditionalGeneration": Made(
+        values={
+            "text_config": {
+                **{"indexer_n_heads": KV_HEADS, "indexer_kv_heads": 1, "indexer_head_dim": HEAD_DIM},
+                **{"indexer_budget": 64, "indexer_compress_ratio": 16, "hc_lowrank": 64, "output_gate_type": "silu"},
+                **{"ngram_vocab_size_base": 1000, "split_ngram_parts": 4, "ple_layer_ids": [1], "eos_token_id": 2},
+            }
+        },
+        said={"vision_config": {"deepstack_visual_indexes": []}},
+    ),
     "Qwen3VLMoeForConditionalGeneration": Made(
         said={"text_config": {"norm_topk_prob": True}}, transposed=r".*\.experts\.(gate_up|down)_proj"
     ),
@@ -198,6 +262,48 @@ MULTIMODAL: dict[str, Made] = {
                 **{"use_rope2d": True, "use_ln_pre": True, "use_ln_post": False},
             },
         },
+    ),
+    "VoxtralForConditionalGeneration": Made(
+        # vLLM has only a loader for the format of Mistral.
+        file="consolidated.safetensors",
+        files={
+            "params.json": {
+                **{"dim": H, "n_layers": LAYERS, "head_dim": HEAD_DIM, "hidden_dim": INNER, "n_heads": HEADS},
+                **{"n_kv_heads": KV_HEADS, "norm_eps": 1e-5, "rope_theta": 1e8, "vocab_size": VOCABULARY},
+                **{"max_position_embeddings": 512, "tied_embeddings": False},
+                "multimodal": {
+                    "whisper_model_args": {
+                        "encoder_args": {
+                            **{"dim": H, "n_layers": LAYERS, "head_dim": HEAD_DIM, "hidden_dim": INNER},
+                            **{"n_heads": HEADS, "vocab_size": VOCABULARY, "max_source_positions": 512},
+                            "audio_encoding_args": {
+                                **{"sampling_rate": 16000, "frame_rate": 12.5, "num_mel_bins": 128},
+                                **{"hop_length": 160, "window_size": 400},
+                            },
+                        },
+                        "downsample_args": {"downsample_factor": INNER // H},
+                    }
+                },
+            }
+        },
+        names=(
+            (r"^audio_tower\.embed_positions\..*", ""),
+            (r"^audio_tower\.conv1\.", "mm_whisper_embeddings.whisper_encoder.conv_layers.0."),
+            (r"^audio_tower\.conv2\.", "mm_whisper_embeddings.whisper_encoder.conv_layers.1."),
+            (r"^audio_tower\.layer_norm\.", "mm_whisper_embeddings.whisper_encoder.transformer.norm."),
+            (r"^audio_tower\.", "mm_whisper_embeddings.whisper_encoder.transformer."),
+            (r"^multi_modal_projector\.linear_1\.", "mm_whisper_embeddings.audio_language_projection.0."),
+            (r"^multi_modal_projector\.linear_2\.", "mm_whisper_embeddings.audio_language_projection.2."),
+            (r"^language_model\.lm_head\.", "output."),
+            (r"^language_model\.model\.embed_tokens\.", "mm_whisper_embeddings.tok_embeddings."),
+            (r"^language_model\.model\.", ""),
+            (r"\.(mlp\.gate_proj|fc1)\.", ".feed_forward.w1."),
+            (r"\.(mlp\.down_proj|fc2)\.", ".feed_forward.w2."),
+            (r"\.mlp\.up_proj\.", ".feed_forward.w3."),
+            (r"\.(post_attention_layernorm|final_layer_norm)\.", ".ffn_norm."),
+            (r"\.(input_layernorm|self_attn_layer_norm)\.", ".attention_norm."),
+            (r"\.self_attn\.([qkvo])(ut)?_proj\.", r".attention.w\1."),
+        ),
     ),
 }
 """In the order of their names."""

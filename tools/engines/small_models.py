@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -120,7 +120,7 @@ def config_of(architecture: str) -> Any:
 def class_of(architecture: str) -> Any:
     import transformers
 
-    cls = getattr(transformers, architecture, None)
+    cls = getattr(transformers, _made(architecture).by or architecture, None)
     if cls is None or getattr(cls, "config_class", None) is None:
         raise LookupError(f"transformers has no class {architecture}")
     return cls
@@ -147,13 +147,19 @@ def write(architecture: str, folder: Path) -> None:
         (folder / "configuration_hub.py").write_text(_CODE.format(said["model_type"]))
         said["auto_map"] = {"AutoConfig": "configuration_hub.HubConfig"}
     file.write_text(json.dumps(_merged(said, _made(architecture).said)))
+    for name, content in _made(architecture).files.items():
+        (folder / name).write_text(json.dumps(content))
     names = _made(architecture).names
     if (said.get("vision_config") or {}).get("model_type") in _WITH_OLDER:
         names = (*names, _OLDER)
-    for pattern in names:
-        _rename(folder / "model.safetensors", pattern)
+    if names or _made(architecture).tensors:
+        _restore(folder / "model.safetensors", names, _made(architecture).tensors)
     if transposed := _made(architecture).transposed:
         _transpose(folder / "model.safetensors", transposed)
+    (folder / "model.safetensors").rename(folder / _made(architecture).file)
+    if part := _made(architecture).folder:
+        (folder / part).mkdir()
+        (folder / part / "model.safetensors").symlink_to(folder / "model.safetensors")
 
 
 def supply(folder: Path, key: str) -> bool:
@@ -174,17 +180,23 @@ def _made(architecture: str) -> Made:
 
 
 def _merged(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """The values, with the others over them; objects in both are merged too."""
+    """The values, with the others over them; objects in both are merged too, and None takes a value away."""
     found = dict(values)
     for key, value in others.items():
+        if value is None and found.pop(key, None) is not None:
+            continue
         both = isinstance(value, dict) and isinstance(found.get(key), dict)
         found[key] = _merged(found[key], value) if both else value
     return found
 
 
-def _rename(file: Path, pattern: tuple[str, str]) -> None:
-    weights = {re.sub(*pattern, name): tensor for name, tensor in load_file(file).items()}
-    save_file(weights, file, metadata={"format": "pt"})
+def _restore(file: Path, names: Sequence[tuple[str, str]], tensors: Mapping[str, tuple[int, ...]]) -> None:
+    """Let a file have the hub's names, and what the hub has beside what transformers writes."""
+    weights = load_file(file)
+    for pattern, name in names:
+        weights = {said: tensor for one, tensor in weights.items() if (said := re.sub(pattern, name, one))}
+    more = {name: torch.randn(shape, dtype=torch.bfloat16) for name, shape in tensors.items()}
+    save_file({**weights, **more}, file, metadata={"format": "pt"})
 
 
 def _transpose(file: Path, pattern: str) -> None:

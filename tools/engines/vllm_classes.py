@@ -7,6 +7,7 @@ place of vLLM's groups of processes. Prints a line of JSON for each job.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ def configuration(job: Job, path: str, load_format: str, **extra: Any) -> Any:
     return EngineArgs(
         model=path,
         load_format=load_format,
+        config_format="mistral" if Path(path, "params.json").exists() else "auto",
         model_loader_extra_config=extra,
         tensor_parallel_size=job.tp,
         enable_expert_parallel=job.expert,
@@ -29,6 +31,7 @@ def configuration(job: Job, path: str, load_format: str, **extra: Any) -> Any:
         dtype="bfloat16",
         max_model_len=64,
         enforce_eager=True,
+        enable_prefix_caching=False,
         skip_tokenizer_init=True,
         trust_remote_code=True,
         limit_mm_per_prompt={},

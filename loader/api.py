@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from relayout.loader.sources.cached import CacheOption
+    from relayout.loader.sources.contents import Contents
 
 
 def load(
@@ -94,10 +95,8 @@ def load(
     def prepare() -> tuple[RankSource, ArenaPlan, Options]:
         if into is not None:
             raise PlanError("group: a group loads into new memory, not into given tensors", code="option")
-        if cache:
-            raise PlanError("group: the members share the reads of a rank, a cache fetches all of it", code="option")
         options = options_of(device, backend, verify, threads, memory, progress)
-        source = find_source(path, rank, tp, verify, cache="")
+        source = _shared_source(path, rank, tp, verify, cache)
         return source, source.arena(patterns_of(names)), options
 
     with error_hints():
@@ -131,6 +130,7 @@ def iter_load(
     memory: int | str | None = None,
     progress: Progress = None,
     tp: int | None = None,
+    group: ProcessGroup | None = None,
     cache: CacheOption = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) of one rank in file order, as they arrive.
@@ -149,20 +149,33 @@ def iter_load(
             that are read when they are used.
         memory: bytes, or text such as "2GiB", of tensors that are being read or wait to be yielded, with all buffers.
             Default: 512 MiB, 2 GiB for all ranks of a node together, and always enough for the largest tensor.
+        group: as for `load`. All members iterate to the end, each in one thread and on one CUDA stream, and wait for
+            each other; the least `memory` counts for all. A member that stops early fails the others.
 
     Raises:
         FormatError, OSError, MemoryError: as `load`, while iterating too.
         RuntimeError: while iterating: this process was forked since the first `next`, or is shutting down.
-        PlanError: as `load`, or `memory` is less than the largest tensor takes.
+        PlanError: as `load`, or `memory` is less than the largest tensor takes. With a group, while iterating.
 
     Example:
         >>> import relayout
         >>> sum(tensor.nbytes for name, tensor in relayout.iter_load("llama-3.1-8b-tp8", rank=3)) > 200_000
         True
     """
-    from relayout.loader.stream import stream
+
+    def prepare() -> tuple[RankSource, Contents, Options]:
+        options = options_of(device, backend, verify, threads, memory, progress)
+        source = _shared_source(path, rank, tp, verify, cache)
+        return source, source.contents(patterns_of(names)), options
 
     with error_hints():
+        if group is not None:
+            from relayout.loader.group.members import Members
+            from relayout.loader.group.sharing import stream_together
+
+            return stream_together(prepare, Members(group))
+        from relayout.loader.stream import stream
+
         options = options_of(device, backend, verify, threads, memory, progress)
         source = find_source(path, rank, tp, verify, cache, progress)
         contents = source.contents(patterns_of(names))
@@ -191,6 +204,19 @@ def find_source(
     """
     source = find_rank(path, rank, tp, cache, progress)
     return source.verified() if verify else source
+
+
+def _shared_source(
+    path: str | os.PathLike[str], rank: int, tp: int | None, verify: bool, cache: CacheOption
+) -> RankSource:
+    """The source of a load that a group shares.
+
+    Raises:
+        FormatError, OSError, PlanError: as `find_source`; or a cache is asked for.
+    """
+    if cache:
+        raise PlanError("group: the members share the reads of a rank, a cache fetches all of it", code="option")
+    return find_source(path, rank, tp, verify, cache="")
 
 
 def warn_if_slow(source: RankSource) -> None:

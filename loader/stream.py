@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic
 
@@ -11,6 +11,7 @@ from relayout.core.extents import BLOCK
 from relayout.core.workers import Stop, Stopped
 from relayout.errors import PlanError
 from relayout.format.arena import Placement, place
+from relayout.loader.backends.arrivals import Arrivals
 from relayout.loader.backends.base import Arena, Backend, Pool, ReadJob, RunningJob, Span, checks_of
 from relayout.loader.backends.choice import choose
 from relayout.loader.budgets import MAX_IN_FLIGHT, MIN_BUFFER, NODE_IN_FLIGHT, Budget, local_world_size, plan_budget
@@ -24,6 +25,8 @@ from relayout.progress import reporting
 if TYPE_CHECKING:
     import torch
 
+    from relayout.loader.group.sharing import Sharing
+
 _NUM_BATCHES = 4
 """The bytes in flight are divided into so many batches: one is used while the others are read."""
 
@@ -31,20 +34,30 @@ _SLACK = 2 * BLOCK
 """Bytes that aligning a tensor may waste."""
 
 
-def stream(contents: Contents, options: Options) -> Iterator[tuple[str, torch.Tensor]]:
+def stream(contents: Contents, options: Options, sharing: Sharing | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors in order; bytes that wait to be yielded and buffers take `options.memory` at most.
 
+    Args:
+        sharing: with the members of a group, who all stream the same; each reads a part.
+
     Raises:
-        PlanError: the largest tensor needs more.
+        PlanError: the largest tensor needs more; or the backend reads when tensors are used, which no group can share.
     """
     backend = choose(options.backend, options.device, contents.files).backend
     if backend.reads_when_used:
+        if sharing is not None:
+            raise not_shared(backend)
         return _with_hints(_all_at_once(contents, options))
-    budget, bound = _share(contents, backend, options)
-    return _with_hints(_stream(contents, backend, budget, bound, options))
+    budget, bound = _bounds(contents, backend, options)
+    return _with_hints(_stream(contents, backend, budget, bound, options, sharing))
 
 
-def _share(contents: Contents, backend: Backend[Any], options: Options) -> tuple[Budget, int]:
+def not_shared(backend: Backend[Any]) -> PlanError:
+    """The error for a group's load by a backend that makes no requests."""
+    return PlanError(f"backend {backend.name!r} reads when tensors are used, which a group cannot share", code="option")
+
+
+def _bounds(contents: Contents, backend: Backend[Any], options: Options) -> tuple[Budget, int]:
     """The budget for reading, and how many bytes of tensors may be read ahead."""
     sizes = contents.sizes()
     largest = max(range(len(sizes)), key=sizes.__getitem__, default=None)
@@ -105,13 +118,13 @@ def _plan_batches(contents: Contents, limit: int) -> Iterator[_Batch]:
 class _Window(Generic[Span]):
     """One address space for all batches. Some have memory; a thread that reads into another batch waits."""
 
-    def __init__(self, pool: Pool[Span], parts: Sequence[_Batch], arena_nbytes: int, bound: int, stop: Stop) -> None:
+    def __init__(
+        self, pool: Pool[Span], parts: Sequence[_Batch], arrivals: Arrivals, arena_nbytes: int, bound: int, stop: Stop
+    ) -> None:
         """Open batches have at most `bound` bytes in all, but one is always open. Most take `arena_nbytes`."""
         self._pool = pool
         self._parts = parts
-        self._starts = [part.start for part in parts]
-        self._left = [part.nbytes for part in parts]
-        """Bytes of each batch that have not arrived."""
+        self._arrivals = arrivals
         self._costs = [max(part.placement.nbytes, arena_nbytes) for part in parts]
         self._bound = bound
         self._stop = stop
@@ -133,10 +146,7 @@ class _Window(Generic[Span]):
                 self._arenas[self._num_opened] = arena
                 self._num_opened += 1
                 self._stop.condition.notify_all()
-        with self._stop.condition:
-            while self._left[number] and not self._stop.requested:
-                self._stop.condition.wait()
-            return not self._left[number]
+        return self._arrivals.wait(number)
 
     def take(self, number: int) -> torch.Tensor:
         """Remove a batch that has arrived from the window, and return its memory."""
@@ -154,28 +164,20 @@ class _Window(Generic[Span]):
             arena.discard()
         self._arenas.clear()
 
-    def arrived(self, offset: int, nbytes: int) -> None:
-        """See `ReadJob.arrived`."""
-        number = bisect_right(self._starts, offset) - 1
-        with self._stop.condition:
-            self._left[number] -= nbytes
-            if not self._left[number]:
-                self._stop.condition.notify_all()
-
     def span(self, offset: int, nbytes: int) -> Span:
         """See `Memory.span`.
 
         Raises:
             Stopped: the job was cancelled or has failed.
         """
-        number = bisect_right(self._starts, offset) - 1
+        number = self._arrivals.part_at(offset)
         with self._stop.condition:
             while number not in self._arenas:
                 if self._stop.requested:
                     raise Stopped
                 self._stop.condition.wait()
             arena = self._arenas[number]
-        return arena.span(offset - self._starts[number], nbytes)
+        return arena.span(offset - self._parts[number].start, nbytes)
 
     @property
     def whole(self) -> None:
@@ -184,38 +186,69 @@ class _Window(Generic[Span]):
 
 
 def _stream(
-    contents: Contents, backend: Backend[Any], budget: Budget, bound: int, options: Options
+    contents: Contents,
+    backend: Backend[Any],
+    budget: Budget,
+    bound: int,
+    options: Options,
+    sharing: Sharing | None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
+    members = None if sharing is None else sharing.members
+    together = nullcontext if members is None else members.together
+    if members is not None:
+        bound = min(members.exchange(bound))  # All need the same batches, on machines that are not alike, too.
     arena_nbytes = bound // _NUM_BATCHES
     parts = list(_plan_batches(contents, arena_nbytes * 3 // 4))  # Alignment wastes some.
-    reads = tuple(read for part in parts for read in part.placement.reads)
+    rounds = None if sharing is None else [sharing.round(part.placement.reads, part.start) for part in parts]
+    reads = [part.placement.reads for part in parts] if rounds is None else [one.reads for one in rounds]
     offsets = [offset for part in parts for offset in part.placement.offsets]
     stop = Stop()
     checks = checks_of(placed(contents, offsets), stop) if options.verify else None
+    sizes = [sum(one.transfer.total_nbytes for one in part) for part in reads]
+    arrivals = Arrivals([part.start for part in parts], sizes, stop)
     pool = backend.pool(arena_nbytes)
-    window = _Window(pool, parts, arena_nbytes, bound, stop)
-    job = ReadJob(contents.files, reads, budget, checks, window.arrived, stop)
+    window = _Window(pool, parts, arrivals, arena_nbytes, bound, stop)
+    all_reads = tuple(one for part in reads for one in part)
+    job = ReadJob(contents.files, all_reads, budget, checks, arrivals.arrived, stop)
     done = 0
+    running: RunningJob | None = None
     views: dict[str, torch.Tensor] = {}
     with reporting(options.progress, "loading", sum(part.nbytes for part in parts)) as report:
-        running = backend.start(window, job)
         try:
+            with together():
+                running = backend.start(window, job)
             for number, part in enumerate(parts):
-                if not window.wait(number):
-                    running.join()  # Raises the job's error.
-                running.settle()
-                views = make_views(to_device(window.take(number), options.device), part.tensors)
+                with together():
+                    if not window.wait(number):
+                        running.join()  # Raises the job's error.
+                    running.settle()
+                memory = window.take(number)
+                if members is not None and rounds is not None:
+                    members.spread(rounds[number].within(memory, part.start))
+                views = make_views(to_device(memory, options.device), part.tensors)
+                del memory
                 done += part.nbytes
                 if report is not None:
                     report(done)
                 yield from _each(views, running, stop)
                 window.give(number)
-            running.join()
+            with together():
+                running.join()
+            if members is not None:
+                members.is_over = True
+        except BaseException as error:
+            if running is not None:
+                running.cancel()
+            if members is not None:
+                members.fail(error)
+            raise
         finally:
-            running.cancel()
+            if running is not None:
+                running.cancel()
             views.clear()
             pool.close()
-            window.discard()
+            if members is None or not members.is_broken:
+                window.discard()
 
 
 def _each(views: dict[str, torch.Tensor], running: RunningJob, stop: Stop) -> Iterator[tuple[str, torch.Tensor]]:

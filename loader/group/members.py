@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -43,6 +43,8 @@ class _Reason:
             return _Reason("os", error.strerror or str(error), path, number=error.errno or errno.EIO)
         if isinstance(error, MemoryError):
             return _Reason("memory", str(error))
+        if isinstance(error, GeneratorExit):
+            return _Reason("other", "it stopped before the last tensor")
         return _Reason("other", f"{type(error).__name__}: {error}")
 
     def error(self, member: int) -> Exception:
@@ -75,6 +77,8 @@ class Members:
         self.num_members: int = dist.get_world_size(group)
         self.is_broken = False
         """Whether a collective call failed: the group can no longer be used, and it may still write to memory."""
+        self.is_over = False
+        """Whether no member waits for this one any more: the load is done, or all know that it has failed."""
 
     def exchange(self, value: Value) -> list[Value]:
         """Everybody's value, by member. The values are small.
@@ -108,6 +112,7 @@ class Members:
                 reasons = self.exchange(None if failed is None else _Reason.of(failed))
             except OSError as gone:
                 raise failed or gone from None
+            self.is_over = any(reasons)
             if failed is not None:
                 raise failed
             for member, reason in enumerate(reasons):
@@ -115,6 +120,13 @@ class Members:
                     raise reason.error(member)
         finally:
             del failed  # Breaks the cycle of error, traceback and this frame.
+
+    def fail(self, error: BaseException) -> None:
+        """End a load, by an error outside of `together`, that is not over: all others raise it in their next block."""
+        if not self.is_over and not self.is_broken:
+            self.is_over = True
+            with suppress(OSError):  # The others are gone.
+                self.exchange(_Reason.of(error))
 
     def spread(self, pieces: list[tuple[int, torch.Tensor]]) -> None:
         """Bring pieces of memory, given as (member, memory), from the member that has each to all others.

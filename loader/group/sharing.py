@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from relayout.core.digests import digest_hex
 from relayout.core.workers import Stop
 from relayout.errors import PlanError
+from relayout.format.index import Read
+from relayout.loader.backends.arrivals import Arrivals
 from relayout.loader.backends.base import Arena, Backend, ReadJob, RunningJob
 from relayout.loader.budgets import Budget
-from relayout.loader.group.deal import Grid, Piece, deal
+from relayout.loader.diagnose.hints import error_hints
+from relayout.loader.group.deal import Grid, Round, deal
 from relayout.loader.group.members import Members
 from relayout.loader.loading import Options
 from relayout.loader.placement import ArenaPlan
 from relayout.loader.sources.checkpoint import RankSource
-from relayout.loader.sources.contents import FileProof
+from relayout.loader.sources.contents import Contents, StoredFile
 from relayout.loader.sources.proven import proven
+from relayout.loader.stream import not_shared, stream
 from relayout.loader.tensors import make_views, to_device
 from relayout.progress import reporting
 
@@ -28,11 +31,50 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class Sharing:
+    """Deals out what is streamed."""
+
+    members: Members
+    grids: Sequence[Grid]
+    """Of each file."""
+
+    def round(self, reads: Sequence[Read], start: int) -> Round:
+        """Who reads what of the reads that fill the arena from an offset on."""
+        pieces = deal(reads, self.members.num_members, self.grids, start=start)
+        return Round(self.members.number, pieces)
+
+
+def stream_together(
+    prepare: Callable[[], tuple[RankSource, Contents, Options]], members: Members
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield one rank's tensors, while all other members of a group, who call this, too, do the same.
+
+    The last `next`, which ends the iteration, belongs to it.
+
+    Args:
+        prepare: says what this member loads.
+
+    Raises:
+        FormatError, PlanError, OSError, MemoryError: as `api.iter_load`, on any member.
+    """
+    with error_hints(), members.together():
+        source, contents, options = prepare()
+        files, grids = _provable(source, contents.files, options)
+        digests = None if options.verify else contents.digests  # By chunks: each member has only parts of tensors.
+        contents = replace(contents, files=files, digests=digests)
+        tensors = stream(contents, options, Sharing(members, grids))
+    columns = [list(column) for column in (contents.names, contents.shapes, contents.reads)]
+    mine = _identity(files, columns, _kind_of(options))
+    _check_same(members, members.exchange((_what(source, options), mine)))
+    yield from tensors
+
+
+@dataclass(frozen=True, slots=True)
 class _Share:
     """What a member takes part in."""
 
     plan: ArenaPlan
-    pieces: tuple[Piece, ...]
+    rounds: tuple[Round, ...]
     options: Options
     backend: Backend[Any]
     budget: Budget
@@ -55,71 +97,94 @@ def load_together(
     """
     members = Members(group)
     with members.together():
-        share = _share(*prepare(), members.num_members)
+        share = _share(*prepare(), members)
     _check_same(members, members.exchange((share.what, share.digest)))
     arena: Arena[Any] | None = None
     running: RunningJob | None = None
     stop = Stop()
+    rounds = share.rounds
     with reporting(share.options.progress, "loading", share.plan.nbytes) as report:
         try:
-            own = [piece for piece in share.pieces if piece.member == members.number]
-            arrivals = _Arrivals(own, stop)
+            arrivals = Arrivals([one.pieces[0].start for one in rounds], [one.nbytes for one in rounds], stop)
             with members.together():
                 arena = share.backend.allocate(share.plan.arena_nbytes)
-                reads = tuple(read for piece in own for read in piece.reads)
+                reads = tuple(read for one in rounds for read in one.reads)
                 job = ReadJob(share.plan.files, reads, share.budget, None, arrivals.arrived, stop)
                 running = share.backend.start(arena, job)
                 base = arena.tensor()
             done = 0
-            for first in range(0, len(share.pieces), members.num_members):
-                pieces = share.pieces[first : first + members.num_members]
+            for number, one in enumerate(rounds):
                 with members.together():
-                    arrivals.wait(first // members.num_members, running)
-                members.spread([(piece.member, base[piece.start : piece.end]) for piece in pieces])
-                done += sum(piece.nbytes for piece in pieces)
+                    if not arrivals.wait(number):
+                        running.join()  # Raises the job's error.
+                    running.settle()
+                members.spread(one.within(base))
+                done += sum(piece.nbytes for piece in one.pieces)
                 if report is not None:
                     report(done)
             with members.together():
                 running.join()
                 return make_views(to_device(base, share.options.device), share.plan.tensors())
-        except BaseException:
+        except BaseException as error:
             if running is not None:
                 running.cancel()
+            members.fail(error)
             if arena is not None and not members.is_broken:
                 arena.discard()
             raise
 
 
-def _share(source: RankSource, plan: ArenaPlan, options: Options, num_members: int) -> _Share:
+def _share(source: RankSource, plan: ArenaPlan, options: Options, members: Members) -> _Share:
     """Deal out a load.
 
     Raises:
         PlanError: it cannot be shared.
     """
-    proofs = [file.proof for file in plan.files if file.proof is not None]
-    if len(proofs) < len(plan.files):
+    files, grids = _provable(source, plan.files, options)
+    plan = replace(plan, files=files)
+    choice, budget = options.choose(files)
+    if choice.backend.reads_when_used:
+        raise not_shared(choice.backend)
+    pieces, size = deal(plan.reads, members.num_members, grids), members.num_members
+    rounds = tuple(Round(members.number, pieces[first : first + size]) for first in range(0, len(pieces), size))
+    digest = _identity(files, plan.arena_nbytes, pieces, _kind_of(options))
+    return _Share(plan, rounds, options, choice.backend, budget, _what(source, options), digest)
+
+
+def _provable(
+    source: RankSource, files: tuple[StoredFile, ...], options: Options
+) -> tuple[tuple[StoredFile, ...], Sequence[Grid]]:
+    """The files, whose chunks are proven when they are read if that is asked for, and where each is best cut.
+
+    Raises:
+        PlanError: they are a plain checkpoint's.
+    """
+    proofs = [file.proof for file in files if file.proof is not None]
+    if len(proofs) < len(files):
         raise PlanError(
             "group: nothing in a plain checkpoint shows that all members have the same one; convert it",
             path=str(source.store),
             code="unsupported",
         )
-    if options.verify:  # By chunks: each member has only parts of tensors.
-        plan = replace(plan, files=tuple(map(proven, plan.files)))
-    choice, budget = options.choose(plan.files)
-    if choice.backend.reads_when_used:
-        raise PlanError(
-            f"backend {choice.backend.name!r} reads when tensors are used, which a group cannot share", code="option"
-        )
-    pieces = deal(plan.reads, num_members, [_grid(proof, options.verify) for proof in proofs])
-    kind = str(options.device).partition(":")[0]
-    what = f"rank {source.rank} of {source.num_ranks} of {source.store} to {kind}{', verified' * options.verify}"
-    files = [(file.name, file.nbytes, proof.content) for file, proof in zip(plan.files, proofs, strict=True)]
-    digest = digest_hex(repr((files, plan.arena_nbytes, pieces, kind)).encode())
-    return _Share(plan, pieces, options, choice.backend, budget, what, digest)
+    if not options.verify:
+        return files, [Grid()] * len(files)
+    return tuple(map(proven, files)), [Grid(proof.data_start, proof.chunk_nbytes) for proof in proofs]
 
 
-def _grid(proof: FileProof, verify: bool) -> Grid:
-    return Grid(proof.data_start, proof.chunk_nbytes) if verify else Grid()
+def _kind_of(options: Options) -> str:
+    """Of the device."""
+    return str(options.device).partition(":")[0]
+
+
+def _what(source: RankSource, options: Options) -> str:
+    what = f"rank {source.rank} of {source.num_ranks} of {source.store} to {_kind_of(options)}"
+    return f"{what}, verified" if options.verify else what
+
+
+def _identity(files: Sequence[StoredFile], *others: object) -> str:
+    """A digest of files and of all else that members must have in common."""
+    named = [(file.name, file.nbytes, file.proof and file.proof.content) for file in files]
+    return digest_hex(repr((named, others)).encode())
 
 
 def _check_same(members: Members, shares: Sequence[tuple[str, str]]) -> None:
@@ -131,42 +196,10 @@ def _check_same(members: Members, shares: Sequence[tuple[str, str]]) -> None:
     mine = shares[members.number]
     for member, (what, digest) in enumerate(shares):
         if digest != mine[1]:
+            members.is_over = True
             other = what if what != mine[0] else "other tensors, or another conversion, of that"
             raise PlanError(
                 f"group: member {members.number} loads {mine[0]}, member {member} {other};"
                 " all members of a group load the same",
                 code="option",
             )
-
-
-class _Arrivals:
-    """How much of each piece is still to be read."""
-
-    def __init__(self, pieces: Sequence[Piece], stop: Stop) -> None:
-        self._starts = [piece.start for piece in pieces]
-        self._left = [piece.nbytes for piece in pieces]
-        self._stop = stop
-
-    def arrived(self, offset: int, nbytes: int) -> None:
-        """See `ReadJob.arrived`."""
-        number = bisect_right(self._starts, offset) - 1
-        with self._stop.condition:
-            self._left[number] -= nbytes
-            if not self._left[number]:
-                self._stop.condition.notify_all()
-
-    def wait(self, number: int, running: RunningJob) -> None:
-        """Wait for a piece, if there is one of this number; on a device, the current stream sees its bytes.
-
-        Raises:
-            the job's error.
-        """
-        if number >= len(self._left):
-            return
-        with self._stop.condition:
-            while self._left[number] and not self._stop.requested:
-                self._stop.condition.wait()
-            is_here = not self._left[number]
-        if not is_here:
-            running.join()
-        running.settle()

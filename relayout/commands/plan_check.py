@@ -13,7 +13,7 @@ from relayout.plans.draft import KindWithoutRule, draft_plan
 from relayout.plans.family import TRANSFORMERS, VLLM, Family
 from relayout.plans.planner import plan_by, plan_for
 from relayout.results import Result
-from relayout.storage.stores import find_store
+from relayout.storage.stores import find_input
 
 _DEGREES = (2, 4, 8, 16)
 
@@ -57,7 +57,7 @@ def check_plan(path: str | os.PathLike[str], *, plan: str | os.PathLike[str] | N
     """
     if plan == VLLM:
         raise PlanError("the slices that vLLM cuts are observed: there are no rules to check", code="option")
-    checkpoint = read_source(find_store(path))
+    checkpoint = read_source(find_input(path))
     chosen = plan if plan is None or plan == TRANSFORMERS else Path(plan)
     family = plan_for(checkpoint, 1, chosen).family
     draft, error = None, None

@@ -36,7 +36,7 @@ from relayout.storage.buffers import Buffer
 from relayout.storage.file_pool import OpenFiles
 from relayout.storage.memory import peak_nbytes
 from relayout.storage.protocols import Access, ReadableFile, Staging, Store, WritableFile
-from relayout.storage.stores import find_store
+from relayout.storage.stores import find_input, find_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def restore(
         'restored'
     """
     started = time.monotonic()
-    folder, target = find_store(path), find_store(output)
+    folder, target = find_input(path), find_store(output)
     threads, chunk_nbytes = share_memory(integer(threads, "threads"), size(memory, "memory"), target)
     manifest = read_manifest(folder)
     record = read_record(folder, manifest)

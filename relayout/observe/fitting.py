@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from textwrap import wrap
 from typing import Any
 
 from relayout.core.patterns import collapse_numbers
@@ -18,6 +19,7 @@ from relayout.plans.family import (
     HEAD_DIM,
     KV_HEADS,
     RAGGED,
+    STATE_GROUPS,
     VOCABULARY,
     Family,
     Rule,
@@ -29,6 +31,18 @@ from relayout.plans.planner import PlannedCheckpoint, PlannedTensor
 Observed = Mapping[int, Sequence[tuple[Slice, ...]]]
 """By degree: for each tensor, in the checkpoint's order, the slice of each rank."""
 
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A checkpoint, and what was observed of it."""
+
+    checkpoint: PlannedCheckpoint
+    observed: Observed
+
+
+_Member = tuple[int, int]
+"""Numbers of an example and of a tensor in it."""
+
 _SIZES: dict[str, tuple[str, ...]] = {
     "heads": ("num_attention_heads", "n_head", "n_heads"),
     KV_HEADS: ("num_key_value_heads", "num_attention_heads", "n_head", "n_heads"),
@@ -38,10 +52,29 @@ _SIZES: dict[str, tuple[str, ...]] = {
     "value_heads": ("linear_num_value_heads",),
     "key_dim": ("linear_key_head_dim",),
     "value_dim": ("linear_value_head_dim",),
+    "state_heads": ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads"),
+    "state_dim": ("mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim"),
+    STATE_GROUPS: ("mamba_n_groups", "mamba_ngroups", "n_groups"),
+    "state": ("mamba_d_state", "ssm_state_size", "state_size"),
 }
 """Names of sizes, and the keys of config.json that have them."""
 
-_ATTENTION = re.compile(r"attn|attention|mixer|mamba|ssm")
+_PRODUCTS = (
+    "key_heads * key_dim, key_heads * key_dim, value_heads * value_dim",
+    "key_heads * key_dim, key_heads * key_dim, value_heads * value_dim, value_heads * value_dim",
+    "state_heads * state_dim, state_groups * state, state_groups * state",
+    "state_heads * state_dim, state_heads * state_dim, state_groups * state, state_groups * state, state_heads * one",
+)
+"""What linear attention and Mamba 2 fuse: the projection of each, and its convolution."""
+
+_LINEAR = re.compile(r"linear_attn|delta_net")
+_OTHER = re.compile(r"(^|[._])(visual|vision|vit|image|audio|speech|sound|video|mamba|ssm|mixer)([._]|$)")
+"""In names of what does not have the heads of attention: other parts of a model, and state spaces."""
+
+_WIDTH = 116
+"""Of comments."""
+
+_ATTENTION = re.compile(r"attn|attention")
 _EMBEDDING = re.compile(r"embed|lm_head|wte|\bhead\b|output")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _STACKED = re.compile(r"\.experts\.[a-z]")
@@ -56,32 +89,40 @@ class Fitted:
     """Patterns of tensors that no rule fits, and what is known of them."""
 
 
-def fit(checkpoint: PlannedCheckpoint, observed: Observed, held_out: Iterable[int] = ()) -> Fitted:
+def fit(examples: Sequence[Example], held_out: Iterable[int] = ()) -> Fitted:
     """Rules that give what was observed at all degrees; each must also give what was at the held out ones.
 
     Rules are looked for without these, and one that they refute is not replaced by another: it did not say what the
-    engine does.
+    engine does. Where no rule fits, what was observed of one example is listed; of several nothing is.
+
+    Args:
+        examples: of one model type, with other numbers in config.json: they refute what fits one by chance.
+        held_out: degrees.
     """
-    fitter = _Fitter(checkpoint, observed, frozenset(held_out))
+    fitter = _Fitter(examples, frozenset(held_out))
     rules: list[Rule] = []
     unfitted: dict[str, str] = {}
-    for pattern, members in _groups(checkpoint.tensors).items():
-        for narrowed, some in _alike(pattern, members, checkpoint.tensors, observed):
+    for pattern, members in fitter.groups().items():
+        for narrowed, some in fitter.alike(pattern, members):
             rule, why = fitter.rule(narrowed, some)
             if rule is not None:
                 rules.append(rule)
                 continue
             unfitted[narrowed] = why
-            rules += _explicit(narrowed, some, checkpoint.tensors, observed)
+            if len(examples) == 1:
+                rules += _explicit(narrowed, [t for _, t in some], examples[0])
     rules.sort(key=lambda rule: rule.pattern.count("*"))  # The first that matches counts.
-    used = {size for rule in rules for size in (*rule.units, *rule.widths, rule.interleaved)} | {HEAD_DIM, EXPERTS}
-    names = [tensor.name for tensor in checkpoint.tensors]
+    used = {size for rule in rules for size in (*rule.units, *rule.widths, rule.interleaved)}
+    used |= {HEAD_DIM} if used & {"heads", KV_HEADS} else set()
+    names = [tensor.name for example in examples for tensor in example.checkpoint.tensors]
     each = sorted({_EXPERT.sub(".experts.#.", collapse_but_experts(name)) for name in names if _EXPERT.search(name)})
     stacked = sorted({collapse_numbers(name) for name in names if _STACKED.search(name)})
+    used |= {EXPERTS} if each or stacked else set()
+    model_types = {example.checkpoint.model_type for example in examples}
     family = Family(
-        str(checkpoint.model_type),
+        str(examples[0].checkpoint.model_type),
         "file",
-        () if checkpoint.model_type is None else (checkpoint.model_type,),
+        tuple(sorted(one for one in model_types if one is not None)),
         None,
         (),
         {size: sources for size, sources in fitter.sources.items() if size in used},
@@ -99,15 +140,22 @@ def collapse_but_experts(name: str) -> str:
     )
 
 
-def as_toml(fitted: Fitted, title: str) -> str:
-    """The text of a plan file."""
+def as_toml(fitted: Fitted, *comments: str, extends: str = "") -> str:
+    """The text of a plan file.
+
+    Args:
+        fitted: the rules.
+        comments: the first lines.
+        extends: the built-in plan whose rules come behind these.
+    """
     rules = dump_rules(fitted.family)
-    lines = [f"# {title}"]
+    lines = [f"# {line}" for comment in comments for line in wrap(comment, _WIDTH)]
     if fitted.unfitted:
         lines.append("# No rule was found for these, whose slices are listed:")
         lines += [f"#   {pattern}: {why}" for pattern, why in fitted.unfitted.items()]
-    if "model_types" in rules:
-        lines.append(f"model_types = {_toml(rules['model_types'])}")
+    top = {"model_types": rules.get("model_types"), "extends": extends}
+    top["language_prefixes"] = rules.get("language_prefixes")
+    lines += [f"{key} = {_toml(value)}" for key, value in top.items() if value]
     for table in ("sizes", "cut", "experts"):
         entries = rules.get(table, {})
         if entries:
@@ -138,23 +186,44 @@ def _toml(value: Any) -> str:
 class _Fitter:
     """Tries the rules of the language, the most telling ones first."""
 
-    def __init__(self, checkpoint: PlannedCheckpoint, observed: Observed, held_out: frozenset[int]) -> None:
-        self._tensors = checkpoint.tensors
-        self._observed = observed
+    def __init__(self, examples: Sequence[Example], held_out: frozenset[int]) -> None:
+        self._examples = examples
         self._held_out = held_out
         self.sources = {size: tuple(map(SizeSource, keys)) for size, keys in _SIZES.items()}
-        nested = checkpoint.config.get("text_config")
-        numbers = {**checkpoint.config, **(nested if isinstance(nested, Mapping) else {})}
+        self.sources["one"] = (SizeSource(1),)
+        numbers = [_numbers(example.checkpoint.config) for example in examples]
         known = {key for keys in _SIZES.values() for key in keys}
-        for key, value in sorted(numbers.items()):
+        for key, value in sorted(numbers[0].items()):
             if type(value) is int and value > 1 and key not in known and re.search(r"head|group|expert|num_|n_", key):
                 self.sources[key] = (SizeSource(key),)
-        self._sizes = Sizes(self.sources, checkpoint.config)
-        self._vocabulary = numbers.get("vocab_size")
+        self._sizes = [Sizes(self.sources, example.checkpoint.config) for example in examples]
+        self._vocabularies = [one.get("vocab_size") for one in numbers]
 
-    def rule(self, pattern: str, members: Sequence[int]) -> tuple[Rule | None, str]:
+    def groups(self) -> dict[str, list[_Member]]:
+        """The tensors whose names differ in numbers only."""
+        groups: dict[str, list[_Member]] = {}
+        for e, example in enumerate(self._examples):
+            for t, tensor in enumerate(example.checkpoint.tensors):
+                groups.setdefault(collapse_numbers(tensor.name), []).append((e, t))
+        return groups
+
+    def alike(self, pattern: str, members: Sequence[_Member]) -> Iterator[tuple[str, list[_Member]]]:
+        """Tensors of a pattern by the axes that they are cut along; each lot with a pattern of its own."""
+        lots: dict[tuple[int, ...], list[_Member]] = {}
+        for member in members:
+            axes = {axis for _, slices in self._seen(member) for part in slices for axis in part.axes}
+            lots.setdefault(tuple(sorted(axes)), []).append(member)
+        if len(lots) == 1:
+            yield pattern, list(members)
+            return
+        for lot in lots.values():
+            numbers = sorted({int(n) for one in lot if (n := _first_number(self._tensor(one).name)) is not None})
+            words = ",".join(map(str, numbers))
+            yield pattern.replace("*", f"{{{words}}}" if len(numbers) > 1 else words, 1), lot
+
+    def rule(self, pattern: str, members: Sequence[_Member]) -> tuple[Rule | None, str]:
         """The rule that gives what was observed of all these tensors; else None, and why not."""
-        parts = [part for by_rank in self._observed.values() for t in members for part in by_rank[t]]
+        parts = [part for member in members for _, slices in self._seen(member) for part in slices]
         axes = {axis for part in parts for axis in part.axes}
         if len({part.is_held for part in parts}) > 1:
             return None, "some ranks do not take it"
@@ -163,34 +232,55 @@ class _Fitter:
         if len(axes) > 1:
             return None, f"it is cut along dims {sorted(axes)}"
         [axis] = axes
-        fitting = [degree for degree in self._observed if degree not in self._held_out]
-        for candidate in self._candidates(pattern, axis, self._tensors[members[0]]):
-            if all(self._gives(candidate, t, degree) for degree in fitting for t in members):
-                wrong = [d for d in self._held_out if not all(self._gives(candidate, t, d) for t in members)]
-                if wrong:
-                    return None, f"{_said(candidate)} is not so at {wrong[0]} ranks"
+        for candidate in self._candidates(pattern, axis, members):
+            wrong = self._wrong(candidate, members)
+            if wrong and min(wrong) in self._held_out and wrong <= self._held_out:
+                return None, f"{_said(candidate)} is not so at {min(wrong)} ranks"
+            if not wrong:
                 return candidate, ""
         return None, f"it is cut along dim {axis} as no rule says"
 
-    def _gives(self, rule: Rule, t: int, degree: int) -> bool:
+    def _wrong(self, rule: Rule, members: Sequence[_Member]) -> set[int]:
+        """The degrees at which it does not give what was observed: the held out ones, or one that was not."""
+        wrong = set()
+        for member in members:
+            for degree, slices in self._seen(member):
+                if not self._gives(rule, member, degree, slices):
+                    wrong.add(degree)
+                    if degree not in self._held_out:
+                        return wrong
+        return wrong
+
+    def _seen(self, member: _Member) -> Iterator[tuple[int, tuple[Slice, ...]]]:
+        e, t = member
+        return ((degree, by_rank[t]) for degree, by_rank in self._examples[e].observed.items())
+
+    def _tensor(self, member: _Member) -> PlannedTensor:
+        return self._examples[member[0]].checkpoint.tensors[member[1]]
+
+    def _gives(self, rule: Rule, member: _Member, degree: int, slices: tuple[Slice, ...]) -> bool:
         assert rule.dim is not None
-        size = self._tensors[t].shape[rule.dim]
+        size = self._tensor(member).shape[rule.dim]
         try:
-            ranges = divide(rule, size, self._sizes, degree)
+            ranges = divide(rule, size, self._sizes[member[0]], degree)
         except PlanError:
             return False
-        taken = (part.ranges_along(rule.dim) for part in self._observed[degree][t])
+        taken = (part.ranges_along(rule.dim) for part in slices)
         return all(
             joined(one) == (((0, size),) if other is None else joined(other))
             for one, other in zip(ranges, taken, strict=True)
         )
 
-    def _candidates(self, pattern: str, axis: int, tensor: PlannedTensor) -> Iterator[Rule]:
-        size = tensor.shape[axis]
+    def _candidates(self, pattern: str, axis: int, members: Sequence[_Member]) -> Iterator[Rule]:
         is_attention, is_kv = _ATTENTION.search(pattern), re.search(r"\b[kv]_|[._][kv](_proj)?\.|key|value", pattern)
         units = [KV_HEADS, "heads"] if is_kv else ["heads", KV_HEADS]
         units = [EVEN, *units] if not is_attention else [*units, EVEN]
-        if size == self._vocabulary or _EMBEDDING.search(pattern):
+        if _LINEAR.search(pattern):
+            units = ["key_heads", "value_heads", EVEN]
+        if _OTHER.search(pattern):
+            units = [EVEN]
+        is_vocabulary = all(self._tensor(one).shape[axis] == self._vocabularies[one[0]] for one in members)
+        if is_vocabulary or _EMBEDDING.search(pattern):
             units.insert(0, VOCABULARY)
         for unit in dict.fromkeys([*units, VOCABULARY]):
             yield Rule(pattern, axis, (unit,))
@@ -199,16 +289,11 @@ class _Fitter:
         for parts in (("heads", KV_HEADS, KV_HEADS), (KV_HEADS, KV_HEADS), ("heads", "heads", KV_HEADS, KV_HEADS)):
             yield Rule(pattern, axis, parts)
             yield Rule(pattern, axis, parts, (), KV_HEADS)
-        for parts, widths in (
-            (("key_heads", "key_heads", "value_heads"), ("key_dim", "key_dim", "value_dim")),
-            (
-                ("key_heads", "key_heads", "value_heads", "value_heads"),
-                ("key_dim", "key_dim", "value_dim", "value_dim"),
-            ),
-        ):
-            yield Rule(pattern, axis, parts, widths)
+        for products in _PRODUCTS:
+            split = [product.split(" * ") for product in products.split(", ")]
+            yield Rule(pattern, axis, tuple(unit for unit, _ in split), tuple(width for _, width in split))
         for unit in self.sources:
-            if unit not in (HEAD_DIM, "heads", KV_HEADS):
+            if unit not in (HEAD_DIM, "one", "heads", KV_HEADS):
                 yield Rule(pattern, axis, (unit,))
         for block in (1, 16, 32, 64, 128, 256):
             yield Rule(pattern, axis, (RAGGED,), block=block)
@@ -218,37 +303,17 @@ def _said(rule: Rule) -> str:
     return f"dim {rule.dim} by {' + '.join(rule.units)}"
 
 
-def _groups(tensors: Sequence[PlannedTensor]) -> dict[str, list[int]]:
-    groups: dict[str, list[int]] = {}
-    for t, tensor in enumerate(tensors):
-        groups.setdefault(collapse_numbers(tensor.name), []).append(t)
-    return groups
+def _numbers(config: Mapping[str, Any]) -> dict[str, Any]:
+    nested = config.get("text_config")
+    return {**config, **(nested if isinstance(nested, Mapping) else {})}
 
 
-def _alike(
-    pattern: str, members: list[int], tensors: Sequence[PlannedTensor], observed: Observed
-) -> Iterator[tuple[str, list[int]]]:
-    """Tensors of a pattern by the axes that they are cut along; each lot with a pattern of its own."""
-    lots: dict[tuple[int, ...], list[int]] = {}
-    for t in members:
-        axes = {axis for by_rank in observed.values() for part in by_rank[t] for axis in part.axes}
-        lots.setdefault(tuple(sorted(axes)), []).append(t)
-    if len(lots) == 1:
-        yield pattern, members
-        return
-    for lot in lots.values():
-        numbers = sorted({int(n) for t in lot if (n := _first_number(tensors[t].name)) is not None})
-        words = ",".join(map(str, numbers))
-        yield pattern.replace("*", f"{{{words}}}" if len(numbers) > 1 else words, 1), lot
-
-
-def _explicit(
-    pattern: str, members: Sequence[int], tensors: Sequence[PlannedTensor], observed: Observed
-) -> Iterator[Rule]:
+def _explicit(pattern: str, members: Sequence[int], example: Example) -> Iterator[Rule]:
     """What was observed, as it is: one rule for all tensors, or for each lot with the same slices one of its names."""
     lots: dict[tuple[tuple[int, tuple[Slice, ...]], ...], list[str]] = {}
     for t in members:
-        lots.setdefault(tuple((degree, by_rank[t]) for degree, by_rank in observed.items()), []).append(tensors[t].name)
+        seen = tuple((degree, by_rank[t]) for degree, by_rank in example.observed.items())
+        lots.setdefault(seen, []).append(example.checkpoint.tensors[t].name)
     for slices, names in lots.items():
         for one in [pattern] if len(lots) == 1 else names:
             yield Rule(one, None, slices=slices)
@@ -258,18 +323,34 @@ def _first_number(name: str) -> int | None:
     return next((int(part) for part in name.split(".") if part.isdigit()), None)
 
 
-def _merged(rules: Sequence[Rule]) -> Iterator[Rule]:
-    """Rules that differ in the last word before `.weight` or `.bias` only, as one."""
-    lots: dict[tuple[str, str, Rule], list[str]] = {}
+def _merged(rules: Sequence[Rule]) -> list[Rule]:
+    """Rules that differ in one of the last two words of their patterns only, as one."""
+    return _together(_together(rules, 2), 1)
+
+
+def _together(rules: Sequence[Rule], place: int) -> list[Rule]:
+    """Rules that differ only in the word at this place from the end of the pattern, as one."""
+    lots: dict[tuple[Any, ...], list[str]] = {}
     for rule in rules:
-        stem, _, suffix = rule.pattern.rpartition(".")
-        module, _, word = stem.rpartition(".")
-        key = replace(rule, pattern="")
-        lots.setdefault((module, suffix if word else "", key), []).append(word if word else rule.pattern)
-    for (module, suffix, key), words in lots.items():
-        word = (
-            words[0] if len(words) == 1 or any("{" in one or "*" in one for one in words) else f"{{{','.join(words)}}}"
-        )
-        for one in [word] if len(words) == 1 or word.startswith("{") else words:
-            pattern = f"{module}.{one}.{suffix}" if module else f"{one}.{suffix}" if suffix else one
-            yield replace(key, pattern=pattern)
+        words = rule.pattern.split(".")
+        there = len(words) - place
+        word = words[there] if there > 0 and not re.search(r"[*{#]", words[there]) else None
+        before, after = (words, []) if word is None else (words[:there], words[there + 1 :])
+        lots.setdefault((tuple(before), tuple(after), replace(rule, pattern="")), []).append(word or "")
+    return [
+        replace(rule, pattern=".".join([*before, *([_one_of(words)] if any(words) else []), *after]))
+        for (before, after, rule), words in lots.items()
+    ]
+
+
+def _one_of(words: Sequence[str]) -> str:
+    """A pattern for them: `{q,k,v}_proj`."""
+    if len(words) == 1:
+        return words[0]
+    tail = next((tail for tail in _tails(words[0]) if all(word.endswith(tail) for word in words)), "")
+    return f"{{{','.join(word.removesuffix(tail) for word in words)}}}{tail}"
+
+
+def _tails(word: str) -> Iterator[str]:
+    """From each underscore on, the longest first."""
+    return (word[i:] for i, letter in enumerate(word) if letter == "_" and i)

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from relayout.checkpoint.source import SourceCheckpoint, read_source
 from relayout.errors import PlanError
-from relayout.observe.fitting import as_toml, fit
+from relayout.observe.fitting import Example, as_toml, fit
 from relayout.observe.observation import Observation, observe
 from relayout.observe.taken import same_elements
 from relayout.plans.family import Family, parse_family
 from relayout.plans.planner import plan_by
 from relayout.results import Result
-from relayout.storage.stores import find_store
+from relayout.storage.stores import find_input
 
 DEGREES = range(2, 17)
 """That are tried; vLLM refuses those that do not divide the heads."""
@@ -54,7 +54,7 @@ def observe_plan(
     file = Path(output)
     if file.exists():
         raise PlanError("exists", path=file, code="exists")
-    checkpoint = read_source(find_store(source))
+    checkpoint = read_source(find_input(source))
     found = dict(zip(DEGREES, observe(checkpoint, DEGREES, trust_remote_code=trust_remote_code), strict=True))
     seen = {degree: one for degree, one in found.items() if not isinstance(one, PlanError)}
     if not seen:
@@ -63,7 +63,7 @@ def observe_plan(
         raise first
     degrees = tuple(seen)
     held_out = degrees[-2:-1] if len(degrees) > 2 else degrees[1:]
-    fitted = fit(checkpoint, {degree: one.slices for degree, one in seen.items()}, held_out)
+    fitted = fit([Example(checkpoint, {degree: one.slices for degree, one in seen.items()})], held_out)
     engine = next(iter(seen.values())).engine
     text = as_toml(fitted, f"Observed from vLLM {engine} at {', '.join(map(str, degrees))} ranks.")
     _check(checkpoint, parse_family(text, str(file), file.name), seen)

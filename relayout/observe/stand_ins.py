@@ -5,9 +5,10 @@ Needs torch at import time.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
+import importlib.util
 import sys
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from math import prod
 from types import ModuleType, SimpleNamespace
@@ -25,6 +26,7 @@ _OF_GPUS = (
 )
 """Modules of vLLM that some classes import, and that can only be imported where their kernels are."""
 
+_LAYERS = "vllm.model_executor.layers"
 _LARGE = 2**14
 """Elements beyond which a tensor that is made has no memory: smaller ones are often computed with."""
 
@@ -57,16 +59,17 @@ class _Anything:
 
 
 class _AnyModule(ModuleType):
-    """A module that has whatever is imported from it."""
+    """A module in which every name is the same class; every object is an instance of `object`."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, named: type = _Anything) -> None:
         super().__init__(name)
         self.__spec__ = ModuleSpec(name, None)
+        self._named = named
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Anything
+        return self._named
 
 
 def stand_in_modules() -> None:
@@ -79,7 +82,7 @@ def stand_in_modules() -> None:
 
 
 def stand_in_devices() -> None:
-    """Let classes make what only a GPU has, where there is none: streams, events, sparse attention."""
+    """Let classes make what only a GPU has, where there is none: streams, events, sparse attention, kernels."""
     if torch.cuda.is_available():
         return
     torch.accelerator.empty_cache = lambda: None
@@ -93,18 +96,26 @@ def stand_in_devices() -> None:
         except NotImplementedError:
             return "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseBackend"
 
-    with contextlib.suppress(ImportError):
-        importlib.import_module("vllm.v1.worker.workspace").init_workspace_manager(torch.device("cpu"))
+    if workspace := _module("vllm.v1.worker.workspace"):
+        workspace.init_workspace_manager(torch.device("cpu"))
     type(platform).get_attn_backend_cls = staticmethod(chosen)
+    if importlib.util.find_spec("flashinfer") is None:
+        sys.modules["vllm.v1.attention.backends.flashinfer"] = _AnyModule("flashinfer", object)
+    if (triton := getattr(_module("vllm.triton_utils"), "triton", None)) and not hasattr(triton, "set_allocator"):
+        triton.set_allocator = lambda allocate: None
+    _replace("vllm.utils.torch_utils", "get_accelerator_view_from_cpu_tensor", lambda tensor: tensor)
+    if experts := getattr(_module(f"{_LAYERS}.fused_moe.config"), "FusedMoEConfig", None):
+        # The last of its checks is of the processor.
+        experts.__post_init__ = _tried(experts.__post_init__, lambda config: None, NotImplementedError)
 
 
 def play(rank: int, tp: int, expert: bool) -> None:
     """Let vLLM's functions say that this process is the rank."""
     from vllm.distributed import parallel_state
 
-    for name in ("_TP", "_WORLD", "_PP", "_DP", "_EP", "_EPLB", "_PCP", "_DCP", "_INNER_DP_WORLD"):
+    for name in ("_TP", "_WORLD", "_PP", "_DP", "_EP", "_EPLB", "_PCP", "_DCP", "_ETP", "_INNER_DP_WORLD"):
         if hasattr(parallel_state, name):
-            many = name in ("_TP", "_WORLD") or (name == "_EP" and expert)
+            many = name in ("_TP", "_ETP", "_WORLD") or (name == "_EP" and expert)
             setattr(parallel_state, name, Group(rank if many else 0, tp if many else 1))
 
 
@@ -124,8 +135,13 @@ class WithoutMemory(TorchFunctionMode):
 
 
 def stand_in_kernels() -> None:
-    """Where vLLM has no kernel of a quantized layer for this processor, take a stand-in: nothing is run here."""
-    base = "vllm.model_executor.layers"
+    """Where vLLM has no kernel of a layer for this processor, take a stand-in: nothing is run here.
+
+    To be called when the class of the model has been imported.
+    """
+    for imported, its in list(sys.modules.items()):
+        if imported.startswith("vllm.models.") and hasattr(its, "is_flash_attn_varlen_func_available"):
+            vars(its)["is_flash_attn_varlen_func_available"] = lambda: True
     for module in (
         "fp8",
         "auto_awq",
@@ -135,30 +151,47 @@ def stand_in_kernels() -> None:
         "moe_wna16",
         "compressed_tensors.compressed_tensors",
     ):
-        with contextlib.suppress(ImportError):
-            importlib.import_module(f"{base}.quantization.{module}")
-    linear = importlib.import_module("vllm.model_executor.kernels.linear")
+        _module(f"{_LAYERS}.quantization.{module}")
+    linear = "vllm.model_executor.kernels.linear"
     for kind in ("fp8", "int8", "nvfp4", "mxfp4", "mxfp8"):
-        _replace(linear, f"init_{kind}_linear_kernel", lambda: MagicMock(__name__="stand_in"))
-    _replace(linear, "choose_mp_linear_kernel", lambda: MagicMock(__name__="stand_in"))
+        _replace(linear, f"init_{kind}_linear_kernel", _kernel)
+    _replace(linear, "choose_mp_linear_kernel", _kernel)
     experts = {"fp8": "fp8", "int_wna16": "wna16", "mxfp4": "mxfp4", "int8": "int8", "nvfp4": "nvfp4"}
-    for module, name in experts.items():
-        oracle = importlib.import_module(f"{base}.fused_moe.oracle.{module}")
-        kinds = next(value for key, value in vars(oracle).items() if key.lower() == f"{name}moebackend")
-        chosen = next((getattr(kinds, one) for one in ("TRITON", "MARLIN") if hasattr(kinds, one)), next(iter(kinds)))
-        _replace(oracle, f"select_{name}_moe_backend", lambda chosen=chosen: (chosen, MagicMock(__name__="stand_in")))
+    for module, name in {**experts, "unquantized": "unquantized"}.items():
+        if oracle := _module(f"{_LAYERS}.fused_moe.oracle.{module}"):
+            kinds = next(value for key, value in vars(oracle).items() if key.lower() == f"{name}moebackend")
+            kind = next((getattr(kinds, one) for one in ("TRITON", "MARLIN") if hasattr(kinds, one)), next(iter(kinds)))
+            _replace(oracle.__name__, f"select_{name}_moe_backend", lambda *_, kind=kind, **__: (kind, _kernel()))
 
 
-def _replace(module: Any, name: str, stand_in: Any) -> None:
-    """Let a function, wherever it has been imported to, return the stand-in where it fails."""
-    original = getattr(module, name)
+def _kernel(*_: Any, **__: Any) -> Any:
+    return MagicMock(__name__="stand_in")
 
-    def tried(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(*args, **kwargs)
-        except (ValueError, NotImplementedError):
-            return stand_in()
 
+def _module(name: str) -> Any:
+    """A module of vLLM, or None: not every version has all."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+def _replace(module: str, name: str, stand_in: Callable[..., Any]) -> None:
+    """Let a function, wherever it has been imported to, return what the stand-in does where it fails."""
+    original = getattr(_module(module), name, None)
+    if original is None:
+        return
+    tried = _tried(original, stand_in, ValueError, NotImplementedError)
     for other in list(sys.modules.values()):
         if getattr(other, "__name__", "").startswith("vllm") and getattr(other, name, None) is original:
             setattr(other, name, tried)
+
+
+def _tried(original: Callable[..., Any], stand_in: Callable[..., Any], *errors: type[Exception]) -> Callable[..., Any]:
+    def tried(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except errors:
+            return stand_in(*args, **kwargs)
+
+    return tried

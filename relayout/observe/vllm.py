@@ -58,6 +58,8 @@ def carry_out(job: Job) -> dict[str, Any]:
     os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    for kernel in ("VLLM_KIMI_K3_GEMM_AR", "VLLM_ENABLE_GEMM_RS"):
+        os.environ.setdefault(kernel, "0")
     try:
         import torch
         import vllm
@@ -113,6 +115,7 @@ def _configuration(job: Job) -> Any:
     import vllm.model_executor.models.registry as registry
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import get_model_architecture
 
     from relayout.observe.stand_ins import stand_in_devices, stand_in_kernels, stand_in_modules
 
@@ -129,12 +132,13 @@ def _configuration(job: Job) -> Any:
         allow_deprecated_quantization=True,
         distributed_executor_backend="mp",
         enforce_eager=True,
+        enable_prefix_caching=False,
         skip_tokenizer_init=True,
         limit_mm_per_prompt={},
     ).create_engine_config()
     stand_in_devices()
-    if config.model_config.quantization is not None:
-        stand_in_kernels()
+    get_model_architecture(config.model_config)  # Imports the class once, and not again in each fork.
+    stand_in_kernels()
     return config
 
 
@@ -155,7 +159,7 @@ class _Rank:
             left = [one for one in self.job.tensors if not found[one[0]].is_held]
             if left and (draft := _draft(self.config)) is not None:
                 # A draft model, which predicts several tokens, reads what the model itself leaves.
-                more, _ = observe_rank(self.config, draft, self.job.tensors)
+                more, _ = observe_rank(self.config, draft, self.job.tensors, partial=True)
                 found.update((one[0], more[one[0]]) for one in left)
         except Exception as error:
             return _failure(error, f"rank {rank} of {self.job.tp}")
@@ -163,9 +167,13 @@ class _Rank:
 
 
 def observe_rank(
-    config: Any, model_config: Any, tensors: Sequence[tuple[str, str, Sequence[int]]]
+    config: Any, model_config: Any, tensors: Sequence[tuple[str, str, Sequence[int]]], *, partial: bool = False
 ) -> tuple[dict[str, Slice], str]:
-    """What vLLM's class takes of each tensor, and its name."""
+    """What vLLM's class takes of each tensor, and its name.
+
+    Args:
+        partial: the checkpoint need not have all that the class has.
+    """
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -191,6 +199,8 @@ def observe_rank(
 
         loader = DefaultModelLoader(config.load_config)
         loader.get_all_weights = lambda *_: probes()
+        if partial:
+            loader.track_weights_loading = lambda *_, **__: None
         with torch.device("cpu"):
             loader.load_weights(model, model_config)
     observer.finish()

@@ -12,7 +12,7 @@ from typing import Any
 from relayout.core.extents import align_up
 from relayout.core.slices import Range
 from relayout.errors import PlanError
-from relayout.plans.family import EVEN, HEAD_DIM, KV_HEADS, RAGGED, VOCABULARY, Rule, SizeSource
+from relayout.plans.family import EVEN, HEAD_DIM, KV_HEADS, RAGGED, SHARED, VOCABULARY, Rule, SizeSource
 
 VOCABULARY_MULTIPLE = 64
 """Engines pad the vocabulary to a multiple of this before they divide it (vLLM DEFAULT_VOCAB_PADDING_SIZE)."""
@@ -93,7 +93,7 @@ def divide(rule: Rule, size: int, sizes: Sizes, num_ranks: int) -> list[tuple[Ra
             _check_heads(size, count, sizes)
         elif size % count:
             raise PlanError(f"{size} elements, but config.json declares {count} {unit}", code="config")
-        ranges = even_ranges(size, count, num_ranks, share=unit == KV_HEADS)
+        ranges = even_ranges(size, count, num_ranks, share=unit in SHARED)
     return [(part,) for part in ranges]
 
 
@@ -179,7 +179,7 @@ def _fused(rule: Rule, size: int, sizes: Sizes, num_ranks: int) -> list[tuple[Ra
     before = 0
     for unit, (count, width) in zip(rule.units, parts, strict=True):
         together = count // groups * width  # Elements of the part in one group.
-        ranges = even_ranges(count * width, count, num_ranks, share=unit == KV_HEADS)
+        ranges = even_ranges(count * width, count, num_ranks, share=unit in SHARED)
         for rank, (start, length) in enumerate(ranges):
             while length:
                 group, inside = divmod(start, together)

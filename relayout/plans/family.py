@@ -23,8 +23,9 @@ from relayout.storage.local.files import read_small
 EVEN, VOCABULARY, RAGGED = "even", "vocabulary", "ragged"
 """Units without a size. Any other unit is the name of a size: the number of groups, such as heads."""
 
-KV_HEADS = "kv_heads"
-"""The unit that neighboring ranks share if there are more ranks than units."""
+KV_HEADS, STATE_GROUPS = "kv_heads", "state_groups"
+SHARED = frozenset({KV_HEADS, STATE_GROUPS})
+"""The units that neighboring ranks share if there are more ranks than units."""
 
 HEAD_DIM = "head_dim"
 """The size of one head, checked against dimensions that are cut by heads."""

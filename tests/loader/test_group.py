@@ -132,7 +132,10 @@ def rank_nbytes(place: Path, reads: int = 1) -> int:
     return int(manifest["ranks"][reads]["nbytes"])
 
 
-@pytest.mark.parametrize("case", ["auto", "direct", "buffered", "store", "verified", "afterwards"])
+STREAMED = ["streamed", "streamed, verified", "streamed, directly"]
+
+
+@pytest.mark.parametrize("case", ["auto", "direct", "buffered", "store", "verified", *STREAMED, "afterwards"])
 def test_every_member_has_the_tensors_of_the_rank(place: Path, group: list[dict[str, Any]], case: str) -> None:
     expected = digests(stored_in(place / "out", 1))
     assert len(expected) > 20
@@ -144,13 +147,15 @@ def test_at_another_degree_too(place: Path, group: list[dict[str, Any]]) -> None
     for case in ("one rank", "one rank, verified"):
         assert [member[case]["tensors"] for member in group] == [whole] * NUM_MEMBERS
     quarter = digests(relayout.load(place / "out", 2, tp=4))
-    assert [member["four ranks"]["tensors"] for member in group] == [quarter] * NUM_MEMBERS
+    for case in ("four ranks", "streamed, four ranks"):
+        assert [member[case]["tensors"] for member in group] == [quarter] * NUM_MEMBERS
 
 
 def test_some_tensors_only(place: Path, group: list[dict[str, Any]]) -> None:
     some = {name: one for name, one in digests(stored_in(place / "out", 1)).items() if ".0.mlp." in name}
     assert some
-    assert [member["some"]["tensors"] for member in group] == [some] * NUM_MEMBERS
+    for case in ("some", "streamed, some"):
+        assert [member[case]["tensors"] for member in group] == [some] * NUM_MEMBERS
 
 
 def assert_read_once(place: Path, read: list[int], rank_nbytes: int, again: int = 0) -> None:
@@ -162,8 +167,9 @@ def assert_read_once(place: Path, read: list[int], rank_nbytes: int, again: int 
     assert max(read) <= rank_nbytes / NUM_MEMBERS + each + 2 * PIECE_NBYTES
 
 
-def test_together_they_read_the_rank_once(place: Path, group: list[dict[str, Any]]) -> None:
-    assert_read_once(place, [member["store"]["nbytes"] for member in group], rank_nbytes(place))
+@pytest.mark.parametrize("case", ["store", "streamed"])
+def test_together_they_read_the_rank_once(place: Path, group: list[dict[str, Any]], case: str) -> None:
+    assert_read_once(place, [member[case]["nbytes"] for member in group], rank_nbytes(place))
 
 
 def test_to_verify_they_read_whole_chunks_and_each_once(place: Path, group: list[dict[str, Any]]) -> None:
@@ -175,17 +181,17 @@ def test_to_verify_they_read_whole_chunks_and_each_once(place: Path, group: list
 
 def test_progress_is_told_of_the_whole(place: Path, group: list[dict[str, Any]]) -> None:
     total = rank_nbytes(place)
-    for member in group:
-        told = member["progress"]
+    for told in [member["progress"] for member in group] + [member["streamed"]["progress"] for member in group]:
         assert told[-1] == [total, total]
         assert len(told) > 3
 
 
 def test_members_that_load_something_else_are_named(group: list[dict[str, Any]]) -> None:
     for number, member in enumerate(group):
-        assert member["another rank"]["kind"] == "PlanError"
-        assert f"member {number} loads rank {number // 3} of 2" in member["another rank"]["error"]
-        assert "all members of a group load the same" in member["another rank"]["error"]
+        for case in ("another rank", "streamed, another rank"):
+            assert member[case]["kind"] == "PlanError"
+            assert f"member {number} loads rank {number // 3} of 2" in member[case]["error"]
+            assert "all members of a group load the same" in member[case]["error"]
         assert member["another conversion"]["kind"] == "PlanError"
         assert "foreign" in member["another conversion"]["error"]
 
@@ -193,22 +199,34 @@ def test_members_that_load_something_else_are_named(group: list[dict[str, Any]])
 def test_what_one_member_may_not_do_no_member_does(group: list[dict[str, Any]]) -> None:
     for number, member in enumerate(group):
         assert (member["plain"]["kind"], member["plain"]["code"]) == ("PlanError", "unsupported")
-        assert member["mapped"]["kind"] == "PlanError"
-        for case, culprit in (("no such rank", 1), ("bad option", 3)):
+        for case in ("mapped", "streamed, mapped"):
+            assert member[case]["kind"] == "PlanError"
+        for case, culprit in (("no such rank", 1), ("bad option", 3), ("streamed, bad option", 1)):
             assert member[case]["kind"] == "PlanError"
             by_another = f"member {culprit} of the group failed: "
             assert (by_another in member[case]["error"]) == (number != culprit)
 
 
-def test_a_read_that_fails_fails_all_with_its_reason(group: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("case", ["a read fails", "a streamed read fails"])
+def test_a_read_that_fails_fails_all_with_its_reason(group: list[dict[str, Any]], case: str) -> None:
     for number, member in enumerate(group):
-        assert member["a read fails"]["kind"] == "OSError"
-        assert "the drive is on fire" in member["a read fails"]["error"]
-        assert ("member 2 of the group failed" in member["a read fails"]["error"]) == (number != 2)
+        assert member[case]["kind"] == "OSError"
+        assert "the drive is on fire" in member[case]["error"]
+        assert ("member 2 of the group failed" in member[case]["error"]) == (number != 2)
 
 
-def test_a_damaged_chunk_fails_all_with_its_reason(group: list[dict[str, Any]]) -> None:
-    failed = [member["damaged"] for member in group]
+def test_a_member_that_stops_early_fails_the_others(group: list[dict[str, Any]]) -> None:
+    for number, member in enumerate(group):
+        if number == 1:
+            assert len(member["stopped early"]["tensors"]) == 3
+        else:
+            expected = "member 1 of the group failed: it stopped before the last tensor"
+            assert member["stopped early"]["error"] == expected
+
+
+@pytest.mark.parametrize("case", ["damaged", "streamed, damaged"])
+def test_a_damaged_chunk_fails_all_with_its_reason(group: list[dict[str, Any]], case: str) -> None:
+    failed = [member[case] for member in group]
     assert {one["kind"] for one in failed} == {"FormatError"}
     assert {one["code"] for one in failed} == {"digest"}
     assert all("memory://group/out/model-rank-1-part-0" in one["error"] for one in failed)

@@ -16,6 +16,7 @@ from support.remote import URL, expect, files_of_rank
 from support.s3_server import Answer, Request, Server
 
 import relayout
+from relayout.commands.plan_check import check_plan
 from relayout.errors import FormatError, PlanError
 from relayout.storage.cloud import connect
 from relayout.storage.protocols import RequestError
@@ -79,11 +80,16 @@ def test_other_ways_to_load_work_alike(hub: Hub, converted: Path, model: Path, t
     assert relayout.explain("org/out", 1).files[0].filesystem.kind == "hf"
 
 
-def test_a_repository_is_converted_and_verified(hub: Hub, converted: Path, tmp_path: Path) -> None:
+def test_a_repository_is_converted_verified_and_restored(
+    hub: Hub, converted: Path, model: Path, tmp_path: Path
+) -> None:
     relayout.convert("org/model", tmp_path / "out", tp=2, max_part_nbytes=MIB)
     for file in converted.iterdir():
         assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes(), file.name
     assert relayout.verify("hf://org/out", source="org/model").ok
+    relayout.restore("org/out", tmp_path / "restored")
+    assert_equal(whole_tensors(tmp_path / "restored"), whole_tensors(model))
+    assert check_plan("org/model").ok
     with pytest.raises(PlanError, match="hf://org/model-tp2: relayout does not write there: name another output"):
         relayout.convert("hf://org/model", tp=2)
 

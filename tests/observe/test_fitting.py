@@ -10,7 +10,7 @@ from support.planning import make_source
 
 from relayout.checkpoint.source import SourceCheckpoint
 from relayout.core.slices import WHOLE, Slice
-from relayout.observe.fitting import Fitted, as_toml, fit
+from relayout.observe.fitting import Example, Fitted, as_toml, fit
 from relayout.observe.taken import joined, same_elements
 from relayout.plans.family import parse_family
 from relayout.plans.planner import plan_by
@@ -62,7 +62,7 @@ def agrees(fitted: Fitted, source: SourceCheckpoint, observed: dict[int, Slices]
 def test_rules_are_found_for_a_family_and_hold_at_a_degree_that_they_were_not_found_with(name: str) -> None:
     source, observed = observed_of(name)
     assert len(observed) > 1
-    fitted = fit(source, observed, [max(observed)])
+    fitted = fit([Example(source, observed)], [max(observed)])
     assert not fitted.unfitted
     assert any(rule.dim is not None for rule in fitted.family.rules)
     assert agrees(fitted, source, observed)
@@ -70,8 +70,8 @@ def test_rules_are_found_for_a_family_and_hold_at_a_degree_that_they_were_not_fo
 
 def test_a_plan_is_short_and_has_the_words_that_a_person_would_use() -> None:
     source, observed = observed_of("mixtral")
-    text = as_toml(fit(source, observed), "observed")
-    assert '"model.layers.*.self_attn.{k_proj,v_proj}.weight" = { dim = 0, by = "kv_heads" }' in text
+    text = as_toml(fit([Example(source, observed)]), "observed")
+    assert '"model.layers.*.self_attn.{k,v}_proj.weight" = { dim = 0, by = "kv_heads" }' in text
     assert '"model.layers.*.self_attn.o_proj.weight" = { dim = 1, by = "heads" }' in text
     assert '"model.embed_tokens.weight" = { dim = 0, by = "vocabulary" }' in text
     assert '"model.layers.*.block_sparse_moe.experts.*.w2.weight" = { dim = 1, by = "even" }' in text
@@ -84,7 +84,7 @@ def test_what_is_otherwise_at_the_degree_that_was_held_out_is_no_rule_but_listed
     [t] = [t for t, tensor in enumerate(source.tensors) if tensor.name.endswith("layers.0.mlp.up_proj.weight")]
     wrong = {degree: list(slices) for degree, slices in observed.items()}
     wrong[8][t] = (*wrong[8][t][1:], wrong[8][t][0])
-    fitted = fit(source, wrong, [8])
+    fitted = fit([Example(source, wrong)], [8])
     assert fitted.unfitted == {"model.layers.*.mlp.up_proj.weight": "dim 0 by even is not so at 8 ranks"}
     assert agrees(fitted, source, wrong)
     assert not agrees(fitted, source, observed)
@@ -92,7 +92,7 @@ def test_what_is_otherwise_at_the_degree_that_was_held_out_is_no_rule_but_listed
 
 def test_a_flipped_axis_a_shifted_range_and_a_missing_expert_are_seen() -> None:
     source, observed = observed_of("mixtral")
-    fitted = fit(source, observed)
+    fitted = fit([Example(source, observed)])
     names = [tensor.name for tensor in source.tensors]
     changes = {
         "model.layers.1.self_attn.o_proj.weight": lambda part: Slice.along(0, part.ranges_along(1)),
@@ -113,7 +113,7 @@ def test_slices_that_no_rule_gives_are_kept_as_they_are() -> None:
     source = make_source({"w": (8, 4), "v": (8, 4)}, model_type="odd")
     odd = {0: ((0, 3),)}, {0: ((5, 3),), 1: ((1, 2),)}
     observed = {2: [tuple(map(Slice.of, odd)), (WHOLE, WHOLE)]}
-    fitted = fit(source, observed)
+    fitted = fit([Example(source, observed)])
     assert list(fitted.unfitted) == ["w"]
     assert "w: it is cut along dims [0, 1]" in as_toml(fitted, "observed")
     assert agrees(fitted, source, observed)

@@ -87,6 +87,13 @@ def test_the_stand_in_of_weights_in_the_format_of_mistral_has_the_name_by_which_
 
 
 @pytest.mark.usefixtures("vllm")
+def test_a_draft_model_takes_what_is_left_also_if_the_checkpoint_has_not_all_of_it(tmp_path: Path) -> None:
+    write_source(tmp_path / "model", has_draft=True)
+    done = relayout.convert(tmp_path / "model", tmp_path / "out", tp=2, plan="vllm")
+    assert done.untaken == ()
+
+
+@pytest.mark.usefixtures("vllm")
 def test_rules_are_written_that_convert_without_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = write_source(tmp_path / "model")
     made = observe_plan(tmp_path / "model", tmp_path / "plan.toml")

@@ -11,12 +11,16 @@ _MODULES = {
         from contextlib import nullcontext
         def set_current_vllm_config(config):
             return nullcontext()
-        class SpeculativeConfig:
-            def __init__(self, **settings):
-                raise ValueError("no draft model")
+        from types import SimpleNamespace
         class VllmConfig:
             def _validate_v1_model_runner(self):
                 raise ValueError("this machine has no runner for it")
+        class SpeculativeConfig:
+            def __init__(self, target_model_config, **settings):
+                if not target_model_config.hf_config.get("has_draft"):
+                    raise ValueError("no draft model")
+                hf_config = {**target_model_config.hf_config, "is_draft": True}
+                self.draft_model_config = SimpleNamespace(**{**vars(target_model_config), "hf_config": hf_config})
     """,
     "distributed/__init__": "from vllm.distributed import parallel_state",
     "distributed/parallel_state": "_TP = _WORLD = _EP = None",
@@ -65,12 +69,19 @@ _MODULES = {
             def __init__(self, load_config):
                 pass
             def load_weights(self, model, model_config):
-                model.load_weights(self.get_all_weights(model_config, model))
+                loaded = model.load_weights(self.get_all_weights(model_config, model))
+                if loaded is not None:
+                    self.track_weights_loading(model, loaded, quantized=False)
+            def track_weights_loading(self, model, loaded, quantized):
+                if missing := {name for name, _ in model.named_parameters()} - loaded:
+                    raise ValueError(f"not in the checkpoint: {missing}")
     """,
     "model_executor/model_loader/utils": """
-        from vllm.model_executor.models.odd import OddForCausalLM
+        from vllm.model_executor.models.odd import OddDraft, OddForCausalLM
+        def get_model_architecture(model_config):
+            return OddForCausalLM, "OddForCausalLM"
         def initialize_model(vllm_config, model_config):
-            return OddForCausalLM(model_config.hf_config)
+            return (OddDraft if model_config.hf_config.get("is_draft") else OddForCausalLM)(model_config.hf_config)
     """,
     "model_executor/models/__init__": "",
     "model_executor/models/registry": "",
@@ -99,6 +110,16 @@ _MODULES = {
                         self.out.copy_(tensor.narrow(1, self.rank * share, share))
                     elif name == "scale":
                         self.table.mul_(tensor.item())
+        class OddDraft(torch.nn.Module):
+            def __init__(self, config):
+                super().__init__()
+                self.norm, self.gate = (torch.nn.Parameter(torch.empty(5), requires_grad=False) for _ in range(2))
+            def load_weights(self, weights):
+                names = {"unused": "norm", "gate": "gate"}
+                found = [(names[name], tensor) for name, tensor in weights if name in names]
+                for name, tensor in found:
+                    getattr(self, name).copy_(tensor)
+                return {name for name, _ in found}
     """,
 }
 

@@ -14,7 +14,10 @@ import os
 import signal
 import sys
 import time
+import traceback
+from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -41,34 +44,31 @@ def failure() -> Exception:
     return OSError(errno.EIO, "the drive is on fire", "model")
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    for file in (folder / "out").iterdir():
-        bucket("group").put(f"out/{file.name}", file.read_bytes(), create=True)
+def forked(work: Callable[[int], None], num_members: int = NUM_MEMBERS) -> list[int]:
+    """Exit codes of processes that are forked to do some work, given their numbers."""
     pids = []
-    for number in range(NUM_MEMBERS):
+    for number in range(num_members):
         pid = os.fork()
         if not pid:
             code = 1
             try:
-                _member(folder, number)
+                work(number)
                 code = 0
+            except BaseException:
+                traceback.print_exc()
+                sys.stderr.flush()
             finally:
                 os._exit(code)
         pids.append(pid)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    assert codes == [0, 0, 0, -signal.SIGKILL], codes
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
 
 
-def _member(folder: Path, number: int) -> None:
+def join(folder: Path, number: int, num_members: int = NUM_MEMBERS) -> None:
+    """Become a member of the group; `folder` is for it alone."""
     import datetime
 
     import torch
     import torch.distributed as dist
-
-    from relayout.loader.api import load
-    from relayout.loader.group import sharing
-    from relayout.loader.group.deal import deal
 
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -76,18 +76,73 @@ def _member(folder: Path, number: int) -> None:
         "gloo",
         init_method=f"file://{folder}/rendezvous",
         rank=number,
-        world_size=NUM_MEMBERS,
+        world_size=num_members,
         timeout=datetime.timedelta(seconds=120),
     )
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    for file in (folder / "out").iterdir():
+        bucket("group").put(f"out/{file.name}", file.read_bytes(), create=True)
+    codes = forked(partial(_member, folder))
+    assert codes == [0, 0, 0, -signal.SIGKILL], codes
+
+
+def from_store() -> None:
+    """One load by four processes: `FOLDER CASE`, the latter `{"path": ..., "rank": ..., "by": "load", ...}` as JSON.
+
+    With "kill", member 3 kills itself when its first bytes have come.
+    """
+    folder, case = Path(sys.argv[1]), json.loads(sys.argv[2])
+    killed = case.pop("kill", False)
+    codes = forked(partial(_load_from_store, folder, case, killed))
+    assert codes == [0, 0, 0, -signal.SIGKILL if killed else 0], codes
+
+
+def _load_from_store(folder: Path, case: dict[str, Any], is_killed: bool, number: int) -> None:
+    import torch.distributed as dist
+
+    from relayout.loader import api
+
+    join(folder, number)
+    if is_killed and number == NUM_MEMBERS - 1:
+        case["progress"] = lambda done, total: os.kill(os.getpid(), signal.SIGKILL)
+    load = getattr(api, case.pop("by", "load"))
+    seen: dict[str, Any] = {}
+    try:
+        seen["tensors"] = digests(dict(load(group=dist.group.WORLD, **case)))
+    except OSError as error:
+        seen["error"] = str(error)
+    (folder / f"member-{number}.json").write_text(json.dumps(seen))
+
+
+def _member(folder: Path, number: int) -> None:
+    import torch.distributed as dist
+
+    from relayout.loader.api import iter_load, load
+    from relayout.loader.group import sharing
+    from relayout.loader.group.deal import deal
+
+    join(folder, number)
     sharing.deal = partial(deal, most_nbytes=PIECE_NBYTES)  # type: ignore[assignment]
     mine, out = bucket("group"), str(folder / "out")
     seen: dict[str, Any] = {}
 
-    def case(name: str, path: str = URL, rank: int = 1, **options: Any) -> None:
+    def stream(path: str, rank: int, most: int | None = None, **options: Any) -> dict[str, Any]:
+        """Tensors one by one; `most` of them at most."""
+        tensors = iter_load(path, rank, **options)
+        found = {name: tensor.clone() for name, tensor in islice(tensors, most)}
+        tensors.close()  # type: ignore[attr-defined]
+        return found
+
+    def case(
+        name: str, path: str = URL, rank: int = 1, by: Callable[..., dict[str, Any]] = load, **options: Any
+    ) -> None:
         before, started = mine.read_nbytes, time.monotonic()
         result: dict[str, Any] = {}
         try:
-            result["tensors"] = digests(load(path, rank, group=dist.group.WORLD, **options))
+            result["tensors"] = digests(by(path, rank, group=dist.group.WORLD, **options))
         except Exception as error:
             result |= {"kind": type(error).__name__, "error": str(error), "code": getattr(error, "code", None)}
         result |= {"nbytes": mine.read_nbytes - before, "seconds": time.monotonic() - started}
@@ -118,11 +173,26 @@ def _member(folder: Path, number: int) -> None:
     case("bad option", threads=0 if number == 3 else None)
     fault_of(2, after=4, times=None, error=failure)
     case("a read fails")
+    done = []
+    memory = f"{6 + number}MiB"
+    case("streamed", by=stream, memory=memory, progress=lambda *told: done.append(told))
+    seen["streamed"]["progress"] = done
+    case("streamed, verified", by=stream, verify=True, memory=memory)
+    case("streamed, directly", out, by=stream, backend="direct")
+    case("streamed, four ranks", rank=2, by=stream, tp=4)
+    case("streamed, some", by=stream, names="**.0.mlp.**")
+    case("streamed, another rank", rank=number // 3, by=stream)
+    case("streamed, mapped", out, by=stream, backend="mapped")
+    case("streamed, bad option", by=stream, memory="1" if number == 1 else None)
+    case("stopped early", by=stream, memory=memory, most=3 if number == 1 else None)
+    fault_of(2, after=4, times=None, error=failure)
+    case("a streamed read fails", by=stream, memory=memory)
     name = next(name for name in mine.names("out") if "rank-1-part" in name)
     good = bytes(mine.find(name).content)  # type: ignore[union-attr]
     half = len(good) // 2  # In a chunk that one member reads.
     mine.put(name, good[:half] + bytes([good[half] ^ 1]) + good[half + 1 :])
     case("damaged", verify=True)
+    case("streamed, damaged", by=stream, memory=memory, verify=True)
     mine.put(name, good)
     case("afterwards", verify=True)
     fault_of(3, after=4, act=lambda: os.kill(os.getpid(), signal.SIGKILL))

@@ -21,6 +21,8 @@ from relayout.storage.cloud.signing import Keys, signed_headers
 
 KEYS = Keys("relayout-tests", "a-secret-of-tests-only")
 REGION = "us-east-1"
+METRICS = "RELAYOUT_TEST_METRICS"
+"""The variable that has the URL of the counters of a server that a test has not started."""
 _MEMORY = "1200MiB"
 """Without a limit, many connections let it grow to 4 GB."""
 
@@ -63,11 +65,13 @@ class SeaweedFS:
             else:
                 return
 
+    def remove_bucket(self, name: str) -> None:
+        """Remove a bucket with all that is in it, and free the space that it takes."""
+        self._request("DELETE", name)
+
     def sent_nbytes(self, bucket: str) -> int:
         """Bytes of objects that the server has sent from a bucket, by its own count."""
-        text = _get(self.metrics)
-        lines = re.findall(r"^SeaweedFS_s3_bucket_traffic_sent_bytes_total\{(.*)\} (\S+)$", text, re.MULTILINE)
-        return sum(int(float(value)) for labels, value in lines if f'bucket="{bucket}"' in labels)
+        return sent_nbytes(bucket, self.metrics)
 
     def cpu_seconds(self) -> float:
         """Processor time that the server has used."""
@@ -80,6 +84,13 @@ class SeaweedFS:
         request = urllib.request.Request(url, data=body or None, method=method, headers=headers)
         with _open(request):
             pass
+
+
+def sent_nbytes(bucket: str, metrics: str | None = None) -> int:
+    """Bytes of objects that a server has sent from a bucket, by its own count: that of these counters, or METRICS."""
+    text = _get(metrics or os.environ[METRICS])
+    lines = re.findall(r"^SeaweedFS_s3_bucket_traffic_sent_bytes_total\{(.*)\} (\S+)$", text, re.MULTILINE)
+    return sum(int(float(value)) for labels, value in lines if f'bucket="{bucket}"' in labels)
 
 
 def absence() -> str | None:

@@ -145,6 +145,7 @@ def table(folder: DirOption = None, runs: RunsOption = 5, out: OutOption = None)
 def remote(
     folder: DirOption = None,
     size: SizeOption = 3.0,
+    runs: RunsOption = 3,
     out: OutOption = None,
     chart_path: Annotated[Path | None, typer.Option("--chart", help="Draw the results here, as PNG.")] = None,
     limit: Annotated[float, typer.Option(help="Seconds that a peer may take.")] = 600,
@@ -155,7 +156,7 @@ def remote(
     with tempfile.TemporaryDirectory(prefix="relayout-bench-", dir=folder) as scratch:
         source = _make_source(Path(scratch), size)
         results = remotes.measure(
-            Path(scratch), source, limit, progress.print, keep=lambda results: _write(out, results, Path(scratch))
+            Path(scratch), source, runs, limit, progress.print, keep=lambda known: _write(out, known, Path(scratch))
         )
         remotes.print_table(console, results)
         described = _write(out, results, Path(scratch))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 from rich.console import Console
@@ -19,7 +20,7 @@ from bench.drive import total_nbytes
 from bench.peers_remote import REMOTE_PEERS
 from relayout.benchmark.child import digest_of
 from relayout.benchmark.job import Job
-from relayout.benchmark.machine import meminfo
+from relayout.benchmark.machine import meminfo, touch_memory
 from relayout.benchmark.run import Died, load_together
 from relayout.checkpoint.converted import read_manifest, read_table
 from relayout.storage.stores import find_store
@@ -39,11 +40,12 @@ _PEERS_ENVIRONMENT = {"AWS_EC2_METADATA_DISABLED": "true"}
 def measure(
     scratch: Path,
     source: Path,
+    runs: int,
     limit: float,
     tell: Callable[[str], None],
     keep: Callable[[dict[str, Any]], object] = lambda results: None,
 ) -> dict[str, Any]:
-    """Publish a checkpoint plainly and converted, and load it by every peer; `keep` gets what is known so far."""
+    """Publish a checkpoint plainly and converted, and load it by every peer in turns; `keep` gets what is known."""
     peers = {name: peer.describe() for name, peer in REMOTE_PEERS.items()}
     results: dict[str, Any] = {"size_gb": round(total_nbytes(source) / 1e9, 2), "peers": peers, "scenarios": {}}
     with ExitStack() as stack:
@@ -53,10 +55,13 @@ def measure(
         _publish(source, tell)
         for title, (ranks, names) in SCENARIOS.items():
             found = results["scenarios"][title] = {}
-            for name in names:
-                found[name] = _run(name, ranks, server, limit)
-                tell(f"{title}, {name}: {found[name]}")
-                keep(results)
+            turns: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+            for _ in range(runs):
+                for name in names:
+                    turns[name].append(_run(name, ranks, server, 3 * total_nbytes(source), limit))
+                    tell(f"{title}, {name}: {turns[name][-1]}")
+                    found[name] = _medians(turns[name])
+                    keep(results)
     return results
 
 
@@ -68,15 +73,17 @@ def _publish(source: Path, tell: Callable[[str], None]) -> None:
         bucket.put(f"plain/{file.name}", file, chunk_size=8 * 2**20, max_concurrency=4)
     tell(f"converting to {CONVERTED}")
     relayout.convert(source, CONVERTED, tp=TP, memory="256MiB")
+    os.sync()  # Else the server's writing takes part in what is measured.
 
 
-def _run(name: str, ranks: list[int], server: seaweedfs.SeaweedFS, limit: float) -> dict[str, Any]:
+def _run(name: str, ranks: list[int], server: seaweedfs.SeaweedFS, touched_nbytes: int, limit: float) -> dict[str, Any]:
     """Load the ranks, some at a time: seconds, the server's bytes and processor time, and what clients took."""
     peer, before = REMOTE_PEERS[name], [0, 0.0]
     sums = {"seconds": 0.0, "cpu_seconds": 0.0, "server_cpu_seconds": 0.0, "sent_nbytes": 0, "nbytes": 0}
     peak = 0
 
     def start() -> None:
+        touch_memory(touched_nbytes)
         before[:] = server.sent_nbytes(BUCKET), server.cpu_seconds()
 
     for first in range(0, len(ranks), AT_ONCE[name]):
@@ -101,6 +108,14 @@ def _run(name: str, ranks: list[int], server: seaweedfs.SeaweedFS, limit: float)
         "peak_minus_needed_nbytes": peak,
         "at_once": min(AT_ONCE[name], len(ranks)),
     }
+
+
+def _medians(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The lower median of each figure; of runs of which one failed, that one."""
+    failed = next((one for one in runs if "failed" in one), None)
+    if failed is not None:
+        return failed
+    return {key: median_low([one[key] for one in runs]) for key in runs[0]} | {"runs": len(runs)}
 
 
 def _job(name: str, rank: int, num: int) -> Job:

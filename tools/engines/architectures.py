@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-H, HEADS, KV_HEADS, HEAD_DIM, INNER, LAYERS, VOCABULARY, EXPERTS = 256, 8, 4, 32, 512, 4, 1024, 8
-"""The small numbers."""
+from small_sizes import EXPERTS, HEAD_DIM, HEADS, INNER, KV_HEADS, H
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +23,8 @@ class Made:
     names: tuple[tuple[str, str], ...] = ()
     """Patterns of the names that transformers writes, and the names on the hub, for `re.sub`; all are applied. What
     the hub does not have gets an empty name."""
+    tensors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shapes of those that the hub has and transformers does not use."""
     by: str = ""
     """The class of transformers that makes it, if that has another name."""
     code: bool = False
@@ -43,13 +44,102 @@ class Made:
 _NOAUX = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
 ARCHITECTURES: dict[str, Made] = {
+    "AXK1ForCausalLM": Made(tensors={"model.layers.0.post_mlp_layernorm.weight": (H,)}),
     "AfmoeForCausalLM": Made(
         said={"score_func": "sigmoid", "route_norm": True, "route_scale": 1.0, "n_group": 1, "topk_group": 1}
     ),
+    "DbrxForCausalLM": Made(
+        values={
+            "attn_config": {"kv_n_heads": KV_HEADS, "clip_qkv": 8, "rope_theta": 500000},
+            "ffn_config": {"ffn_hidden_size": INNER, "moe_num_experts": EXPERTS, "moe_top_k": 2},
+        }
+    ),
     "DeepseekV32ForCausalLM": Made(said=_NOAUX),
     "DeepseekV3ForCausalLM": Made(said=_NOAUX),
+    "DeepseekV4ForCausalLM": Made(
+        values={
+            **{"head_dim": 512, "index_head_dim": 128, "num_key_value_heads": 1, "o_groups": 4},
+            **{"mlp_layer_types": ["hash_moe", "moe", "moe", "moe"]},
+            "layer_types": [
+                "sliding_attention",
+                "heavily_compressed_attention",
+                "compressed_sparse_attention",
+                "compressed_sparse_attention",
+            ],
+        },
+        names=(
+            (r"^model\.hc_head\.hc_", "hc_head_"),
+            (r"^model\.embed_tokens\.", "embed."),
+            (r"^model\.", ""),
+            (r"\.attn\.norm\.", ".attn.kv_norm."),
+        ),
+        said={"topk_method": "noaux_tc"},
+    ),
     "FalconForCausalLM": Made(values={"ffn_hidden_size": 4 * H}),
     "GlmMoeDsaForCausalLM": Made(said=_NOAUX),
-    "HYV3ForCausalLM": Made(said={"first_k_dense_replace": 1}),
+    "HYV3ForCausalLM": Made(
+        said={"expert_hidden_dim": INNER, "first_k_dense_replace": 1, "qk_norm": True, "route_norm": True}
+    ),
+    "HYV4ForCausalLM": Made(
+        names=(
+            (r"\.hc_pre\.(hc_\w+_layer)\.", r".\1.hc_pre."),
+            (r"\.hc_pre\.hc_head\.", ".hc_head."),
+            (r"\.(mlp|shared_experts)\.linear_gate\.", r".\1.gate_proj."),
+        )
+    ),
+    "KimiLinearForCausalLM": Made(
+        values={
+            **{"linear_head_dim": HEAD_DIM, "linear_num_heads": HEADS, "qk_head_dim": HEAD_DIM + 16},
+            "layer_types": [*["linear_attention"] * 3, "full_attention"],
+        },
+        said={
+            "linear_attn_config": {
+                **{"kda_layers": [1, 2, 3], "full_attn_layers": [4], "head_dim": HEAD_DIM, "num_heads": HEADS},
+                "short_conv_kernel_size": 4,
+            },
+            **{"mla_use_nope": True, "first_k_dense_replace": 1, "moe_router_activation_func": "sigmoid"},
+        },
+        names=((r"\.layers\.0\.block_sparse_moe\.", ".layers.0.mlp."),),
+    ),
+    "Lfm2MoeForCausalLM": Made(values={"layer_types": ["conv", "conv", "full_attention", "conv"]}),
+    "LongcatFlashForCausalLM": Made(
+        values={"qk_head_dim": HEAD_DIM + 16, "zero_expert_num": 4},
+        said={"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"},
+        names=((r".*\.experts\.(8|9|10|11)\..*", ""),),
+    ),
+    "MiMoV2FlashForCausalLM": Made(
+        said={
+            **{"hybrid_layer_pattern": [0, 1, 1, 1], "moe_layer_freq": [0, 1, 1, 1], "layernorm_epsilon": 1e-5},
+            **{"swa_num_attention_heads": HEADS, "swa_num_key_value_heads": 2 * KV_HEADS, "swa_head_dim": HEAD_DIM},
+            **{"swa_v_head_dim": HEAD_DIM, "sliding_window_size": 64, "add_swa_attention_sink_bias": True},
+        },
+    ),
+    "MiniMaxM2ForCausalLM": Made(said={"scoring_func": "sigmoid", "use_routing_bias": True, "rotary_dim": 16}),
+    "Mamba2ForCausalLM": Made(values={"num_heads": 8, "head_dim": 64, "n_groups": 4}),
+    "NemotronForCausalLM": Made(values={"num_key_value_heads": KV_HEADS}),
+    "OlmoHybridForCausalLM": Made(
+        names=(
+            (r"\.attention_layer_norm\.", ".input_layernorm."),
+            (r"\.feedforward_layer_norm\.", ".post_attention_layernorm."),
+        )
+    ),
+    "Qwen4ExpForCausalLM": Made(
+        values={
+            **{"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": HEAD_DIM, "indexer_budget": 64},
+            **{"indexer_compress_ratio": 16, "hc_lowrank": 64, "ngram_vocab_size_base": 1000, "split_ngram_parts": 4},
+            **{"ple_layer_ids": [1], "eos_token_id": 2, "output_gate_type": "silu"},
+        }
+    ),
+    "Zamba2ForCausalLM": Made(
+        values={
+            **{
+                "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+                "n_mamba_heads": HEADS,
+            },
+            **{"attention_hidden_size": 2 * H, "attention_head_dim": 2 * HEAD_DIM, "kv_channels": HEAD_DIM},
+            **{"num_mem_blocks": 2, "adapter_rank": 16, "use_shared_attention_adapter": True, "mamba_headdim": 64},
+            **{"num_query_groups": HEADS, "num_key_value_heads": HEADS, "hybrid_layer_ids": [1, 3]},
+        }
+    ),
 }
 """In the order of their names."""

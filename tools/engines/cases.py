@@ -126,13 +126,18 @@ def source_of(family: str, work: Path, *, wide: bool = False) -> Path:
             write_family(replace(made, sizes={**made.sizes, **sizes}), folder)
         else:
             write_quantized(FORMS[family], folder)
-        config = json.loads((folder / "config.json").read_text())
-        config = {"architectures": [_architecture(config)], **config}
-        for part in (config, config.get("text_config", {})):
-            part.update(_CONFIG.get(part.get("model_type", ""), {}))
-        (folder / "config.json").write_text(json.dumps(config))
+        complete_config(folder / "config.json")
         (folder / "complete").touch()
     return folder
+
+
+def complete_config(file: Path) -> None:
+    """Let config.json say what engines want to know."""
+    config = json.loads(file.read_text())
+    config = {"architectures": [_architecture(config)], **config}
+    for part in (config, config.get("text_config", {})):
+        part.update(_CONFIG.get(part.get("model_type", ""), {}))
+    file.write_text(json.dumps(config))
 
 
 def converted_of(source: Path, tp: int, *, expert: bool = False) -> Path:

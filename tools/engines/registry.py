@@ -1,8 +1,9 @@
 """Runs in an environment that has vLLM: every architecture of its registry, converted by observation and loaded.
 
 `registry.py FOLDER RESULTS [ARCHITECTURE ...]`: for each architecture that transformers has a class for, a small
-checkpoint is made, converted at TP 2 and 4 as vLLM's class takes it, and every parameter of every rank compared with
-vLLM's own load. Each architecture is a fork of this process. A line of JSON in RESULTS for each.
+checkpoint is made, converted at TP 2 and 4 as vLLM's class takes it, and by the plan that is built in, if there is one.
+Every parameter of every rank is compared with vLLM's own load. Each architecture is a fork of this process. A line of
+JSON in RESULTS for each.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import relayout
 from relayout.observe import observation
 from relayout.observe.vllm import Job as Observed
 from relayout.observe.vllm import carry_out
+from relayout.plans.family import find_family
 
 DEGREES = (2, 4)
 TIMEOUT_S = 240
@@ -47,15 +49,20 @@ def main() -> None:
     Path(folder).mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
-    observation.run = lambda jobs: [
-        json.loads(json.dumps(carry_out(Observed(**json.loads(json.dumps(job)))))) for job in jobs
-    ]
-    registry._run_in_subprocess = lambda function: function()
+    observe_in_this_process()
     with Path(results).open("a") as output:
         for name in wanted or known:
             found = one(name, known.get(name, ""), Path(folder))
             print(json.dumps(found), file=output, flush=True)
             print(found["architecture"], found.get("step"), found.get("error", "same"), flush=True)
+
+
+def observe_in_this_process() -> None:
+    """Where vLLM has been imported already."""
+    observation.run = lambda jobs: [
+        json.loads(json.dumps(carry_out(Observed(**json.loads(json.dumps(job)))))) for job in jobs
+    ]
+    registry._run_in_subprocess = lambda function: function()
 
 
 def one(name: str, section: str, folder: Path) -> dict[str, Any]:
@@ -104,10 +111,7 @@ def attempt(name: str, folder: Path, told: Any) -> None:
             done = convert(folder / "source", target, tp)
             found["step"] = f"load, tp {tp}"
             told.send({**found, "error": "took too long"})
-            compared: dict[str, Any] = {
-                "parameters": 0, "elements": 0, "different": [], "never_loaded": 0, "whole_reads": 0
-            }  # fmt: skip
-            vllm_classes.compare(Job(name, str(folder / "source"), str(target), tp, strict=False), compared)
+            compared = compare(name, folder / "source", target, tp)
             if compared["different"] or compared["whole_reads"]:
                 found["error"] = f"different: {compared['different'][:3]}, whole reads: {compared['whole_reads']}"
             found["degrees"][tp] = {
@@ -116,6 +120,9 @@ def attempt(name: str, folder: Path, told: Any) -> None:
                 "untaken": len(done.untaken),
                 "replicated": round(done.replicated_nbytes / done.source_nbytes, 4),
             }
+        found["step"] = "built-in plan"
+        told.send(found)
+        found["builtin"] = by_builtin_plan(name, folder)
         found["step"] = "done"
     except BaseException as error:
         found["error"] = f"{type(error).__name__}: {error}".replace(str(folder), "")[:600]
@@ -123,6 +130,33 @@ def attempt(name: str, folder: Path, told: Any) -> None:
     told.send({**found, "done": True})
     told.close()
     os._exit(0)
+
+
+def compare(name: str, source: Path, converted: Path, tp: int) -> dict[str, Any]:
+    """All parameters of all ranks."""
+    compared: dict[str, Any] = {"parameters": 0, "elements": 0, "different": [], "never_loaded": 0, "whole_reads": 0}
+    vllm_classes.compare(Job(name, str(source), str(converted), tp, strict=False), compared)
+    return compared
+
+
+def by_builtin_plan(name: str, folder: Path) -> dict[str, Any]:
+    """What is otherwise, or why it cannot be converted; empty: there is no plan."""
+    found: dict[str, Any] = {}
+    try:
+        for tp in DEGREES:
+            target = folder / f"builtin{tp}"
+            found["plan"] = find_family(relayout.inspect(folder / "source").model_type).name
+            relayout.convert(folder / "source", target, tp=tp)
+            compared = compare(name, folder / "source", target, tp)
+            found[str(tp)] = {
+                "parameters": compared["parameters"],
+                "different": compared["different"][:3],
+                "whole_reads": compared["whole_reads"],
+            }
+    except Exception as error:
+        if getattr(error, "code", "") != "no_plan":
+            found["error"] = f"{type(error).__name__}: {error}".replace(str(folder), "")[:400]
+    return found
 
 
 def convert(source: Path, target: Path, tp: int) -> relayout.Summary:

@@ -9,15 +9,16 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from architectures import ARCHITECTURES, EXPERTS, HEAD_DIM, HEADS, INNER, KV_HEADS, LAYERS, VOCABULARY, H, Made
+from architectures import ARCHITECTURES, Made
 from multimodal_architectures import MULTIMODAL
 from safetensors.torch import load_file, save_file
+from small_sizes import EXPERTS, GROUPS, HEAD_DIM, HEADS, INNER, KV_HEADS, LAYERS, VOCABULARY, H
 
 _SMALL: tuple[tuple[str, int], ...] = (
     (
@@ -54,14 +55,15 @@ _SMALL: tuple[tuple[str, int], ...] = (
         r"|global_head_dim|index_head_dim",
         HEAD_DIM,
     ),
-    (r"linear_num_(key|value)_heads|mamba_(n|num)_heads|n_mamba_heads", HEADS),
+    (r"linear_num_value_heads", 2 * HEADS),
+    (r"linear_num_key_heads|mamba_(n|num)_heads|n_mamba_heads", HEADS),
     (
         r"(swa_)?(num_(attention_|encoder_attention_|decoder_attention_|q_|query_|linear_|index_)?heads|n_heads?"
         r"|(encoder|decoder)_attention_heads|attention_heads|index_n_heads)",
         HEADS,
     ),
     (r"mamba_d_ssm|mamba_d_inner", INNER),
-    (r"mamba_n_groups|n_groups|mamba_num_groups", 4),
+    (r"mamba_n_groups|n_groups|mamba_num_groups", GROUPS),
     (r"mamba_d_state|ssm_state_size|state_size|mamba_state_dim|time_step_rank|mamba_dt_rank", 16),
     (
         r"max_(position_embeddings|source_positions|target_positions|seq_len(gth)?|sequence_length)|n_positions|n_ctx"
@@ -150,10 +152,7 @@ def write(architecture: str, folder: Path) -> None:
     names = _made(architecture).names
     if (said.get("vision_config") or {}).get("model_type") in _WITH_OLDER:
         names = (*names, _OLDER)
-    for pattern in names:
-        _rename(folder / "model.safetensors", pattern)
-    if transposed := _made(architecture).transposed:
-        _transpose(folder / "model.safetensors", transposed)
+    _restore(folder / "model.safetensors", names, _made(architecture))
     (folder / "model.safetensors").rename(folder / _made(architecture).file)
     if part := _made(architecture).folder:
         (folder / part).mkdir()
@@ -188,15 +187,14 @@ def _merged(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, A
     return found
 
 
-def _rename(file: Path, pattern: tuple[str, str]) -> None:
-    weights = {name: tensor for old, tensor in load_file(file).items() if (name := re.sub(*pattern, old))}
-    save_file(weights, file, metadata={"format": "pt"})
-
-
-def _transpose(file: Path, pattern: str) -> None:
+def _restore(file: Path, names: Sequence[tuple[str, str]], made: Made) -> None:
+    """Let a file have the hub's names and shapes, and what the hub has beside what transformers writes."""
     weights = load_file(file)
-    named = {name: tensor.mT.contiguous() for name, tensor in weights.items() if re.fullmatch(pattern, name)}
-    save_file({**weights, **named}, file, metadata={"format": "pt"})
+    for pattern, name in names:
+        weights = {said: tensor for one, tensor in weights.items() if (said := re.sub(pattern, name, one))}
+    turned = {name: one.mT.contiguous() for name, one in weights.items() if re.fullmatch(made.transposed, name)}
+    more = {name: torch.randn(shape, dtype=torch.bfloat16) for name, shape in made.tensors.items()}
+    save_file({**weights, **turned, **more}, file, metadata={"format": "pt"})
 
 
 def _small(cls: Any, values: dict[str, Any], chosen_values: Mapping[str, Any] = MappingProxyType({})) -> Any:

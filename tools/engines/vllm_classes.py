@@ -31,6 +31,7 @@ def configuration(job: Job, path: str, load_format: str, **extra: Any) -> Any:
         dtype="bfloat16",
         max_model_len=64,
         enforce_eager=True,
+        enable_prefix_caching=False,
         skip_tokenizer_init=True,
         trust_remote_code=True,
         limit_mm_per_prompt={},

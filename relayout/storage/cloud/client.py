@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from relayout.errors import FormatError
 from relayout.storage.cloud.connect import make_store
@@ -101,9 +101,9 @@ class Body:
         return bytes(view)
 
 
-@dataclass(frozen=True, slots=True)
-class BucketClient:
-    """A bucket of S3, GCS or Azure. It is pickled as its URL: the credentials are found again where it arrives."""
+@dataclass(frozen=True, slots=True, repr=False)
+class ObjectClient:
+    """What clients that obstore makes have in common. They are pickled as URLs: credentials are found again there."""
 
     root: str
     store: ObjectStore
@@ -114,20 +114,20 @@ class BucketClient:
         """See `Client.cost`."""
         return CLOUD_COST
 
-    @staticmethod
-    def of(root: str) -> BucketClient:
+    @classmethod
+    def of(cls, root: str) -> Self:
         """Make the client; no request is made yet.
 
         Raises:
             PlanError: obstore is missing, or the environment is not as a provider expects it.
         """
-        return BucketClient(root, make_store(root))
+        return cls(root, make_store(root))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return BucketClient.of, (self.root,)
+        return type(self).of, (self.root,)
 
     def __repr__(self) -> str:
-        return f"BucketClient({self.root!r})"
+        return f"{type(self).__name__}({self.root!r})"
 
     def get(self, name: str, start: int, end: int | None, version: str | None) -> Body:
         """See `Client.get`."""
@@ -136,6 +136,11 @@ class BucketClient:
     def stat(self, name: str) -> FileStat | None:
         """See `Client.stat`."""
         return stat(self.store, name, f"{self.root}/{name}")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class BucketClient(ObjectClient):
+    """A bucket of S3, GCS or Azure."""
 
     def names(self, prefix: str) -> Iterator[str]:
         """See `Client.names`."""

@@ -5,18 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from relayout.core.workers import each
 from relayout.errors import FormatError
-from relayout.storage.cloud.client import CLOUD_COST, Body, get, stat
-from relayout.storage.cloud.connect import make_store
+from relayout.storage.cloud.client import ObjectClient
 from relayout.storage.cloud.store import CloudStore, refusal_of
-from relayout.storage.protocols import FileStat, Refusal, RequestCost, Store
-
-if TYPE_CHECKING:
-    from obstore.store import ObjectStore
+from relayout.storage.protocols import Refusal, Store
 
 _INDEX = "model.safetensors.index.json"
 _KNOWN = (
@@ -44,37 +39,9 @@ _KNOWN = (
 """Files of checkpoints, of which a server is asked what it has."""
 
 
-@dataclass(frozen=True, slots=True)
-class WebClient:
-    """A web server; see `client.Client`."""
-
-    root: str
-    store: ObjectStore
-
-    @property
-    def cost(self) -> RequestCost:
-        """See `Client.cost`."""
-        return CLOUD_COST
-
-    @staticmethod
-    def of(root: str) -> WebClient:
-        """Make the client; no request is made yet.
-
-        Raises:
-            PlanError: obstore is missing.
-        """
-        return WebClient(root, make_store(root))
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return WebClient.of, (self.root,)
-
-    def get(self, name: str, start: int, end: int | None, version: str | None) -> Body:
-        """See `Client.get`."""
-        return get(self.store, name, f"{self.root}/{name}", start, end, version)
-
-    def stat(self, name: str) -> FileStat | None:
-        """See `Client.stat`."""
-        return stat(self.store, name, f"{self.root}/{name}")
+@dataclass(frozen=True, slots=True, repr=False)
+class WebClient(ObjectClient):
+    """A web server."""
 
     def names(self, prefix: str) -> Iterator[str]:
         """See `Client.names`: known names, and what an index names."""

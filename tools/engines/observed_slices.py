@@ -1,0 +1,122 @@
+"""What was observed of a small checkpoint, as a line of JSON.
+
+Each distinct cut is there once, and of the tensors that differ only in numbers, are of the same shape and are cut alike
+the first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from relayout.core.patterns import collapse_numbers
+from relayout.core.slices import Slice
+from relayout.format.slices import dump_slice, parse_slice
+
+
+class Tensor(NamedTuple):
+    """As a header has it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+_WHOLE = "whole"
+_LEFT_OUT = ("transformers_version", "dtype", "torch_dtype", "_name_or_path")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that a plan can be made for, and what ranks take of it."""
+
+    root: str
+    """Its name in errors."""
+    engine: str
+    """Its version, and the class that loaded."""
+    config: Mapping[str, Any]
+    tensors: Sequence[Tensor]
+    observed: Mapping[int, Sequence[tuple[Slice, ...]]]
+    """By degree: for each tensor the slice of each rank."""
+    config_error: str | None = None
+
+    @property
+    def model_type(self) -> str | None:
+        return self.config.get("model_type")
+
+
+def read(file: Path) -> list[Checkpoint]:
+    """Those of a file of lines, but for lines that are errors."""
+    lines = map(json.loads, file.read_text().splitlines())
+    return [parse(line) for line in lines if "error" not in line]
+
+
+def dump(checkpoint: Checkpoint) -> dict[str, Any]:
+    """As JSON."""
+    cuts: dict[str, int] = {}
+    tensors: dict[tuple[Any, ...], list[Any]] = {}
+    for t, (name, dtype, shape) in enumerate(checkpoint.tensors):
+        by_degree = [cuts.setdefault(_dump_cut(by_rank[t]), len(cuts)) for by_rank in checkpoint.observed.values()]
+        tensors.setdefault((collapse_numbers(name), dtype, shape, *by_degree), [name, dtype, shape, by_degree])
+    return {
+        "engine": checkpoint.engine,
+        "config": _sizes_of(checkpoint.config),
+        "degrees": list(checkpoint.observed),
+        "cuts": list(cuts),
+        "tensors": list(tensors.values()),
+    }
+
+
+def parse(line: Mapping[str, Any]) -> Checkpoint:
+    """What `dump` made."""
+    cuts = list(map(_parse_cut, line["cuts"]))
+    return Checkpoint(
+        f"{line['name']}, {line['size']}",
+        line["engine"],
+        line["config"],
+        [Tensor(name, dtype, tuple(shape)) for name, dtype, shape, _ in line["tensors"]],
+        {degree: [cuts[by_degree[d]] for *_, by_degree in line["tensors"]] for d, degree in enumerate(line["degrees"])},
+    )
+
+
+def _sizes_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a configuration what a plan may ask for: its type, numbers and words."""
+    kept = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and key.endswith("config"):
+            kept[key] = _sizes_of(value)
+        elif key not in _LEFT_OUT and not key.endswith(("token_id", "token_index")) and type(value) in (int, str, bool):
+            kept[key] = value
+    return kept
+
+
+def _dump_cut(slices: tuple[Slice, ...]) -> str:
+    """Ranks by spaces; of a rank the axes by `;`, as AXIS:START+LENGTH,START+LENGTH."""
+    return " ".join(map(_dump_one, slices)) if len(set(slices)) > 1 else f"{_dump_one(slices[0])} x{len(slices)}"
+
+
+def _dump_one(part: Slice) -> str:
+    held = dump_slice(part)
+    if held is None:
+        return "none"
+    axes = (f"{axis}:" + ",".join(f"{start}+{length}" for start, length in ranges) for axis, ranges in held.items())
+    return ";".join(axes) or _WHOLE
+
+
+def _parse_cut(text: str) -> tuple[Slice, ...]:
+    ranks = text.split()
+    if ranks[-1].startswith("x"):
+        return (_parse_one(ranks[0]),) * int(ranks[-1][1:])
+    return tuple(map(_parse_one, ranks))
+
+
+def _parse_one(text: str) -> Slice:
+    if text == "none":
+        return parse_slice(None, "observed")
+    axes = {}
+    for axis, _, ranges in (one.partition(":") for one in text.split(";") if text != _WHOLE):
+        axes[axis] = [list(map(int, one.split("+"))) for one in ranges.split(",") if one]
+    return parse_slice(axes, "observed")

@@ -1,0 +1,62 @@
+"""Compares what plans say with what was observed of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from engines.observed_slices import Checkpoint
+from relayout.core.patterns import collapse_numbers
+from relayout.core.slices import Slice
+from relayout.errors import PlanError
+from relayout.observe.taken import joined, same_elements
+from relayout.plans.family import Family
+from relayout.plans.planner import plan_by, without_rule
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of one kind of tensor."""
+
+    pattern: str
+    what: str
+    """`no rule`, `more` than the engine takes, or `other`; or why the plan cannot be applied."""
+    degree: int = 0
+    dims: tuple[int, ...] = ()
+    """Along which the engine cuts."""
+
+
+def differences(family: Family, checkpoint: Checkpoint) -> Iterator[Difference]:
+    """The first of each kind of tensor; those that the engine does not take are not compared."""
+    left = {collapse_numbers(tensor.name): t for t, tensor in reversed(list(enumerate(checkpoint.tensors)))}
+    for tensor, _ in without_rule(checkpoint, family):
+        pattern = collapse_numbers(tensor.name)
+        if left.pop(pattern, None) is not None:
+            yield Difference(pattern, "no rule")
+    for degree, observed in checkpoint.observed.items():
+        try:
+            plan = plan_by(checkpoint, degree, family, unmatched="replicate")
+        except PlanError as error:
+            yield Difference(collapse_numbers(error.tensor or ""), f"refused: {error.what}", degree)
+            return
+        for t, tensor in enumerate(checkpoint.tensors):
+            pattern, slices = collapse_numbers(tensor.name), observed[t]
+            if pattern in left and not is_same(plan.cut(t).slices, slices, tensor.shape):
+                del left[pattern]
+                dims = tuple(sorted({axis for part in slices for axis in part.axes}))
+                is_more = all(map(_contains, plan.cut(t).slices, slices))
+                yield Difference(pattern, "more" if is_more else "other", degree, dims)
+
+
+def is_same(ours: Sequence[Slice], taken: Sequence[Slice], shape: Sequence[int]) -> bool:
+    """Whether ranks hold what an engine takes, which may be nothing at all."""
+    return not any(part.is_held for part in taken) or same_elements(ours, taken, shape)
+
+
+def _contains(one: Slice, other: Slice) -> bool:
+    if not other.is_held:
+        return True
+    return one.is_held and all(
+        (ranges := other.ranges_along(axis)) is not None and joined((*mine, *ranges)) == joined(mine)
+        for axis, mine in one.by_axis or ()
+    )

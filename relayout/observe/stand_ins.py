@@ -119,7 +119,14 @@ def play(rank: int, tp: int, expert: bool) -> None:
             setattr(parallel_state, name, Group(rank if many else 0, tp if many else 1))
 
 
-class WithoutMemory(TorchFunctionMode):
+class Unpinned(TorchFunctionMode):
+    """Memory of tensors that are made is not pinned: there may be no device that could."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **{key: value for key, value in (kwargs or {}).items() if key != "pin_memory"})
+
+
+class WithoutMemory(Unpinned):
     """Large tensors that are made have no memory: they are on torch's meta device."""
 
     _BY_SIZE = (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn)
@@ -130,8 +137,8 @@ class WithoutMemory(TorchFunctionMode):
             size = kwargs.get("size", args if func in self._BY_SIZE else args[0] if args else ())
             size = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
             if all(isinstance(one, int) for one in size) and prod(size) > _LARGE:
-                kwargs = {**kwargs, "device": "meta", "pin_memory": False}
-        return func(*args, **kwargs)
+                kwargs = {**kwargs, "device": "meta"}
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def stand_in_kernels() -> None:
@@ -164,6 +171,16 @@ def stand_in_kernels() -> None:
             _replace(oracle.__name__, f"select_{name}_moe_backend", lambda *_, kind=kind, **__: (kind, _kernel()))
 
 
+def stand_in_tokenizers() -> None:
+    """Let classes ask a tokenizer for the numbers of their marks while they are built: they only keep these.
+
+    To be called when the class of the model has been imported.
+    """
+    name = "cached_tokenizer_from_config"
+    if original := getattr(_module("vllm.tokenizers.registry"), name, None):
+        _put(name, original, lambda *_, **__: MagicMock())
+
+
 def _kernel(*_: Any, **__: Any) -> Any:
     return MagicMock(__name__="stand_in")
 
@@ -181,10 +198,14 @@ def _replace(module: str, name: str, stand_in: Callable[..., Any]) -> None:
     original = getattr(_module(module), name, None)
     if original is None:
         return
-    tried = _tried(original, stand_in, ValueError, NotImplementedError)
-    for other in list(sys.modules.values()):
-        if getattr(other, "__name__", "").startswith("vllm") and getattr(other, name, None) is original:
-            setattr(other, name, tried)
+    _put(name, original, _tried(original, stand_in, ValueError, NotImplementedError))
+
+
+def _put(name: str, original: Any, other: Any) -> None:
+    """Another function in the place of one, wherever that has been imported to."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith("vllm") and getattr(module, name, None) is original:
+            setattr(module, name, other)
 
 
 def _tried(original: Callable[..., Any], stand_in: Callable[..., Any], *errors: type[Exception]) -> Callable[..., Any]:

@@ -117,7 +117,7 @@ def _configuration(job: Job) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import get_model_architecture
 
-    from relayout.observe.stand_ins import stand_in_devices, stand_in_kernels, stand_in_modules
+    from relayout.observe.stand_ins import stand_in_devices, stand_in_kernels, stand_in_modules, stand_in_tokenizers
 
     stand_in_modules()
     # vLLM looks at a class in a process of its own, lest it starts CUDA; this is one.
@@ -139,6 +139,7 @@ def _configuration(job: Job) -> Any:
     stand_in_devices()
     get_model_architecture(config.model_config)  # Imports the class once, and not again in each fork.
     stand_in_kernels()
+    stand_in_tokenizers()
     return config
 
 

@@ -234,14 +234,6 @@ def _stream(
                 window.give(number)
             with together():
                 running.join()
-            if members is not None:
-                members.is_over = True
-        except BaseException as error:
-            if running is not None:
-                running.cancel()
-            if members is not None:
-                members.fail(error)
-            raise
         finally:
             if running is not None:
                 running.cancel()

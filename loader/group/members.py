@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -75,6 +76,8 @@ class Members:
         self.number: int = dist.get_rank(group)
         """Of this member, from 0."""
         self.num_members: int = dist.get_world_size(group)
+        self._process = os.getpid()
+        """A fork is no member."""
         self.is_broken = False
         """Whether a collective call failed: the group can no longer be used, and it may still write to memory."""
         self.is_over = False
@@ -123,7 +126,7 @@ class Members:
 
     def fail(self, error: BaseException) -> None:
         """End a load, by an error outside of `together`, that is not over: all others raise it in their next block."""
-        if not self.is_over and not self.is_broken:
+        if not self.is_over and not self.is_broken and os.getpid() == self._process:
             self.is_over = True
             with suppress(OSError):  # The others are gone.
                 self.exchange(_Reason.of(error))

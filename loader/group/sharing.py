@@ -57,16 +57,21 @@ def stream_together(
     Raises:
         FormatError, PlanError, OSError, MemoryError: as `api.iter_load`, on any member.
     """
-    with error_hints(), members.together():
-        source, contents, options = prepare()
-        files, grids = _provable(source, contents.files, options)
-        digests = None if options.verify else contents.digests  # By chunks: each member has only parts of tensors.
-        contents = replace(contents, files=files, digests=digests)
-        tensors = stream(contents, options, Sharing(members, grids))
-    columns = [list(column) for column in (contents.names, contents.shapes, contents.reads)]
-    mine = _identity(files, columns, _kind_of(options))
-    _check_same(members, members.exchange((_what(source, options), mine)))
-    yield from tensors
+    try:
+        with error_hints(), members.together():
+            source, contents, options = prepare()
+            files, grids = _provable(source, contents.files, options)
+            digests = None if options.verify else contents.digests  # By chunks: each member has only parts of tensors.
+            contents = replace(contents, files=files, digests=digests)
+            tensors = stream(contents, options, Sharing(members, grids))
+        columns = [list(column) for column in (contents.names, contents.shapes, contents.reads)]
+        mine = _identity(files, columns, _kind_of(options))
+        _check_same(members, members.exchange((_what(source, options), mine)))
+        yield from tensors
+        members.is_over = True
+    except BaseException as error:
+        members.fail(error)
+        raise
 
 
 @dataclass(frozen=True, slots=True)

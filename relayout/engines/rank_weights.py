@@ -18,11 +18,14 @@ from relayout.storage.stores import find_input
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
 
     from relayout.core.slices import Range, Slice
     from relayout.engines.global_tensor import Usage
     from relayout.engines.placement import Placement
     from relayout.loader import CheckpointView, Explanation
+    from relayout.loader.group.members import Members
+    from relayout.loader.loading import Options
     from relayout.loader.sources.checkpoint import RankSource
     from relayout.loader.sources.contents import Contents
     from relayout.loader.sources.pieces import Columns
@@ -52,6 +55,13 @@ class EngineOptions:
     placement: str = "auto"
     """How slices get into the engine's parameters: read "direct" into them where they fit, "copy" by the engine, or
     "auto", whichever is faster."""
+    share: bool = True
+    """Data-parallel replicas that load the same rank at the same time read it once, together; see `shares`."""
+
+    @property
+    def shares(self) -> bool:
+        """Whether replicas read together: not where the other options ask for what cannot be shared."""
+        return self.share and self.placement != "direct" and self.backend != "mapped"
 
     @staticmethod
     def parse(given: Mapping[str, object], where: str) -> EngineOptions:
@@ -67,6 +77,7 @@ class EngineOptions:
             "verify": (bool,),
             "strict": (bool,),
             "placement": (str,),
+            "share": (bool,),
         }
         for name, value in given.items():
             if name not in types:
@@ -141,17 +152,44 @@ class Report:
     whole_nbytes: int
     placed_nbytes: int
     """That were read straight into the engine's parameters."""
+    num_readers: int
+    """Replicas that have read the slices together, each a part of them; 1: this process alone."""
     unused: tuple[str, ...]
     """Tensors of which the rank's slice was read, and nothing has been asked for yet."""
 
     def __str__(self) -> str:
         rate = self.nbytes / max(self.seconds, 1e-9)
+        together = f", read once for {self.num_readers} replicas" if self.num_readers > 1 else ""
         return (
             f"relayout: rank {self.rank} of {self.num_ranks}: {self.nbytes / 1e9:.3f} GB in {self.seconds:.2f} s"
             f" ({rate / 1e9:.2f} GB/s), {self.num_tensors} tensors, backend {self.backend},"
             f" {self.num_whole} whole tensors read ({self.whole_nbytes / 1e9:.3f} GB),"
-            f" {self.placed_nbytes / 1e9:.3f} GB straight into parameters"
+            f" {self.placed_nbytes / 1e9:.3f} GB straight into parameters{together}"
         )
+
+
+@contextmanager
+def replicas(group: ProcessGroup | None) -> Iterator[Members | None]:
+    """Around all of an engine's load: the members of a group that load the same rank; an error of one fails all.
+
+    Args:
+        group: None: this process is alone.
+
+    Raises:
+        PlanError: this process is no member.
+    """
+    if group is None:
+        yield None
+        return
+    from relayout.loader.group.members import Members
+
+    members = Members(group)
+    try:
+        yield members
+        members.fail(PlanError("group: what it has loaded cannot be shared"))  # If nothing was.
+    except BaseException as error:
+        members.fail(error)
+        raise
 
 
 class RankWeights:
@@ -173,6 +211,7 @@ class RankWeights:
         only_held: bool = True,
         lazy: bool = False,
         progress: bool = False,
+        members: Members | None = None,
     ) -> None:
         """Look at nothing yet.
 
@@ -185,6 +224,8 @@ class RankWeights:
             only_held: give no tensors of which the rank holds nothing, such as other ranks' experts.
             lazy: read slices when they are used, through the page cache.
             progress: show a bar on stderr.
+            members: of replicas that load this rank of a converted checkpoint, too, and read it together; see
+                `replicas`. The group's backend serves the device.
         """
         from relayout.engines.global_tensor import Usage
 
@@ -198,6 +239,7 @@ class RankWeights:
         self._lazy = lazy
         self._progress = progress
         self._placement: Placement | None = None
+        self._members = members
         self._backend = options.backend
         self._nbytes = self._placed_nbytes = self._num_tensors = 0
         self._seconds: float | None = None
@@ -216,7 +258,6 @@ class RankWeights:
         from relayout.loader import explain
         from relayout.loader.api import warn_if_slow
         from relayout.loader.loading import options_of
-        from relayout.loader.stream import stream
 
         warming.end()
         started, given = time.perf_counter(), self._options
@@ -229,14 +270,24 @@ class RankWeights:
         warn_if_slow(source)
         options = options_of(self._device, backend, given.verify, given.threads, given.memory, self._progress)
         try:
-            place = stream if self._placement is None else self._placement.tensors
-            yield from self._slices(source.columns(), place(contents, options))
+            yield from self._slices(source.columns(), self._tensors(source, contents, options))
         except FormatError as error:
             error.path = error.path or self._path  # An engine has more than one folder: a draft model's, adapters.
             raise
         if not self._only_held:
             yield from self._others(held)
         self._seconds = time.perf_counter() - started
+
+    def _tensors(self, source: RankSource, contents: Contents, options: Options) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._placement is not None:
+            return self._placement.tensors(contents, options)
+        if self._members is not None:
+            from relayout.loader.group.sharing import stream_together
+
+            return stream_together(lambda: (source, contents, options), self._members)
+        from relayout.loader.stream import stream
+
+        return stream(contents, options)
 
     @contextmanager
     def placing(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -264,7 +315,9 @@ class RankWeights:
         self._placed_nbytes = placement.nbytes
 
     def _pays(self) -> bool:
-        """Whether slices are read straight into parameters."""
+        """Whether slices are read straight into parameters. What replicas share comes in an order that all have."""
+        if self._members is not None:
+            return False
         if self._options.placement != "auto" or self._lazy:
             return self._options.placement == "direct" and not self._lazy
         import torch
@@ -304,6 +357,7 @@ class RankWeights:
             self.usage.count,
             self.usage.nbytes,
             self._placed_nbytes,
+            1 if self._members is None else self._members.num_members,
             unused,
         )
 

@@ -12,11 +12,14 @@ from dataclasses import replace
 from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
-from relayout.engines.rank_weights import EngineOptions, Folder, RankWeights, find_folder, listed, speculative
+from relayout.engines.rank_weights import EngineOptions, Folder, RankWeights, find_folder, listed, replicas, speculative
 from relayout.errors import PlanError
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
+
+    from relayout.loader.group.members import Members
 
 FORMAT = "relayout"
 _LOGGER = getLogger("vllm.relayout")
@@ -75,15 +78,17 @@ class _Loading:
         Raises:
             FormatError, PlanError, OSError, MemoryError: as `relayout.iter_load`, or the folder does not fit.
         """
-        self._opened = weights = self._open(model, model_config)
-        tensors = [*model.parameters(), *model.buffers()]
-        is_online = any(one.is_meta for one in tensors)
-        if is_online:
-            _LOGGER.info("relayout: layers that are quantized while they are loaded get copies of their slices")
-        with nullcontext() if weights is None or is_online else weights.placing(tensors):
-            super().load_weights(model, model_config)  # type: ignore[misc]
-        if self._weights is not None:
-            report = self._weights.report()
+        device, is_draft = _device(model), model_config.runner_type == "draft"
+        with replicas(_group(device) if self._options.shares and not is_draft else None) as members:
+            self._opened = weights = self._open(model, model_config, members)
+            tensors = [*model.parameters(), *model.buffers()]
+            is_online = any(one.is_meta for one in tensors)
+            if is_online:
+                _LOGGER.info("relayout: layers that are quantized while they are loaded get copies of their slices")
+            with nullcontext() if weights is None or is_online else weights.placing(tensors):
+                super().load_weights(model, model_config)  # type: ignore[misc]
+            report = None if self._weights is None else self._weights.report()
+        if report is not None:
             _LOGGER.info("%s", report)
             if report.unused:
                 _LOGGER.warning("relayout: rank %d: vLLM did not use %s", report.rank, listed(report.unused))
@@ -101,8 +106,8 @@ class _Loading:
         self.counter_before_loading_weights = time.perf_counter()  # From here vLLM counts the seconds that it logs.
         yield from self._weights
 
-    def _open(self, model: Any, model_config: Any) -> RankWeights | None:
-        """The tensors of the folder; None if vLLM is to load them itself."""
+    def _open(self, model: Any, model_config: Any, members: Members | None = None) -> RankWeights | None:
+        """The tensors of the folder, shared with other replicas if they load, too; None if vLLM is to load them."""
         from vllm.config import get_current_vllm_config
         from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
@@ -125,6 +130,7 @@ class _Loading:
             # A draft model takes a few of the target's layers, and vLLM does not say which.
             lazy=is_draft,
             progress=rank == 0 and bool(self.load_config.use_tqdm_on_load),
+            members=None if folder is None else members,
         )
 
 
@@ -143,7 +149,7 @@ def _check(path: str, folder: Folder | None, num_ranks: int, parallel: Any) -> b
     experts = bool(parallel.enable_expert_parallel)
     num_owners = num_ranks * parallel.data_parallel_size * getattr(parallel, "prefill_context_parallel_size", 1)
     in_blocks = getattr(parallel, "expert_placement_strategy", "linear") == "linear" and not parallel.enable_eplb
-    if folder.expert_parallel and not (experts and in_blocks and num_owners == folder.num_ranks):
+    if folder.expert_parallel and not (experts and in_blocks and num_owners == num_ranks == folder.num_ranks):
         raise PlanError(
             f"was converted with --expert-parallel for {folder.num_ranks} ranks: run vLLM with --enable-expert-parallel"
             f" -tp {folder.num_ranks}, and without data parallelism, EPLB or another expert placement; or convert"
@@ -164,6 +170,24 @@ def _check(path: str, folder: Folder | None, num_ranks: int, parallel: Any) -> b
             path, folder.num_ranks, advice,
         )  # fmt: skip
     return folder.expert_parallel or not experts
+
+
+def _group(device: Any) -> ProcessGroup | None:
+    """The group of the processes that have this rank in data-parallel replicas; None if there is none.
+
+    vLLM has one for mixtures of experts only: replicas of other models know nothing of each other. With expert
+    parallelism the tensors of replicas differ.
+    """
+    from vllm.config import get_current_vllm_config
+
+    parallel = get_current_vllm_config().parallel_config
+    if parallel.data_parallel_size == 1 or parallel.enable_expert_parallel:
+        return None
+    from vllm.distributed.parallel_state import get_dp_group
+
+    found = get_dp_group()
+    group: ProcessGroup = found.cpu_group if device == "cpu" else found.device_group
+    return group
 
 
 def _wanted(model: Any, model_config: Any, *, is_draft: bool) -> Callable[[str], bool]:

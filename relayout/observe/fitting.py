@@ -12,7 +12,7 @@ from relayout.core.patterns import collapse_numbers
 from relayout.core.slices import Slice
 from relayout.errors import PlanError
 from relayout.observe.taken import joined
-from relayout.plans.division import Sizes, divide
+from relayout.plans.division import Sizes, divide, language_config
 from relayout.plans.family import (
     EVEN,
     EXPERTS,
@@ -43,7 +43,7 @@ class Example:
 _Member = tuple[int, int]
 """Numbers of an example and of a tensor in it."""
 
-_SIZES: dict[str, tuple[str, ...]] = {
+SIZES: dict[str, tuple[str, ...]] = {
     "heads": ("num_attention_heads", "n_head", "n_heads"),
     KV_HEADS: ("num_key_value_heads", "num_attention_heads", "n_head", "n_heads"),
     HEAD_DIM: ("head_dim",),
@@ -68,14 +68,23 @@ _PRODUCTS = (
 """What linear attention and Mamba 2 fuse: the projection of each, and its convolution."""
 
 _LINEAR = re.compile(r"linear_attn|delta_net")
-_OTHER = re.compile(r"(^|[._])(visual|vision|vit|image|audio|speech|sound|video|mamba|ssm|mixer)([._]|$)")
-"""In names of what does not have the heads of attention: other parts of a model, and state spaces."""
+_STATE_SPACE = re.compile(r"(^|[._])(mamba|ssm|mixer)([._]|$)")
+_BESIDE = re.compile(
+    r"(^|[._])(visual|vision|vit|image|audio|speech|sound|video|qformer|connector|projectors?)([._]|$)"
+    r"|^(model\.)?encoder\."
+)
+"""In names of the parts beside the language model, whose heads are not those of its attention."""
 
-_WIDTH = 116
-"""Of comments."""
+_FIRST = ("weight", "q_proj", "gate_proj", "q_norm", "input_layernorm")
+"""Words that a person would write before others."""
+
+_WIDTH = 120
+"""Of a line."""
 
 _ATTENTION = re.compile(r"attn|attention")
-_EMBEDDING = re.compile(r"embed|lm_head|wte|\bhead\b|output")
+_EMBEDDING = re.compile(
+    r"embed_tokens|word_embeddings|embed_(in|out)\b|lm_head|\bwte\b|\bhead\b|(^|\.)(embeddings|output)\.weight"
+)
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _STACKED = re.compile(r"\.experts\.[a-z]")
 
@@ -99,9 +108,18 @@ def fit(examples: Sequence[Example], held_out: Iterable[int] = ()) -> Fitted:
         examples: of one model type, with other numbers in config.json: they refute what fits one by chance.
         held_out: degrees.
     """
-    fitter = _Fitter(examples, frozenset(held_out))
+    fitted = _fit(_Fitter(examples, frozenset(held_out)))
+    if not fitted.unfitted:
+        return fitted
+    # In some models heads have several sizes, so that none can be asked for.
+    other = _fit(_Fitter(examples, frozenset(held_out), without=HEAD_DIM))
+    return min(fitted, other, key=lambda one: len(one.unfitted))
+
+
+def _fit(fitter: _Fitter) -> Fitted:
     rules: list[Rule] = []
     unfitted: dict[str, str] = {}
+    examples = fitter.examples
     for pattern, members in fitter.groups().items():
         for narrowed, some in fitter.alike(pattern, members):
             rule, why = fitter.rule(narrowed, some)
@@ -114,21 +132,24 @@ def fit(examples: Sequence[Example], held_out: Iterable[int] = ()) -> Fitted:
     rules.sort(key=lambda rule: rule.pattern.count("*"))  # The first that matches counts.
     used = {size for rule in rules for size in (*rule.units, *rule.widths, rule.interleaved)}
     used |= {HEAD_DIM} if used & {"heads", KV_HEADS} else set()
-    names = [tensor.name for example in examples for tensor in example.checkpoint.tensors]
-    each = sorted({_EXPERT.sub(".experts.#.", collapse_but_experts(name)) for name in names if _EXPERT.search(name)})
-    stacked = sorted({collapse_numbers(name) for name in names if _STACKED.search(name)})
+    tensors = [tensor for example in examples for tensor in example.checkpoint.tensors]
+    each = {collapse_but_experts(tensor.name) for tensor in tensors if _EXPERT.search(tensor.name)}
+    each = {_EXPERT.sub(".experts.#.", name).rpartition("#.")[0] + "#.**" for name in each}
+    stacked = {
+        collapse_numbers(tensor.name) for tensor in tensors if len(tensor.shape) > 1 and _STACKED.search(tensor.name)
+    }
     used |= {EXPERTS} if each or stacked else set()
-    model_types = {example.checkpoint.model_type for example in examples}
+    model_types = dict.fromkeys(example.checkpoint.model_type for example in examples)
     family = Family(
         str(examples[0].checkpoint.model_type),
         "file",
-        tuple(sorted(one for one in model_types if one is not None)),
+        tuple(one for one in model_types if one is not None),
         None,
         (),
         {size: sources for size, sources in fitter.sources.items() if size in used},
         tuple(_merged(rules)),
-        tuple(dict.fromkeys(f"{one.rpartition('#.')[0]}#.**" for one in each)),
-        tuple(stacked),
+        tuple(sorted(each)),
+        tuple(sorted(stacked)),
     )
     return Fitted(family, unfitted)
 
@@ -149,7 +170,7 @@ def as_toml(fitted: Fitted, *comments: str, extends: str = "") -> str:
         extends: the built-in plan whose rules come behind these.
     """
     rules = dump_rules(fitted.family)
-    lines = [f"# {line}" for comment in comments for line in wrap(comment, _WIDTH)]
+    lines = [f"# {line}" for comment in comments for line in wrap(comment, _WIDTH - 2)]
     if fitted.unfitted:
         lines.append("# No rule was found for these, whose slices are listed:")
         lines += [f"#   {pattern}: {why}" for pattern, why in fitted.unfitted.items()]
@@ -161,9 +182,21 @@ def as_toml(fitted: Fitted, *comments: str, extends: str = "") -> str:
         if entries:
             lines += ["", f"[{table}]"]
             lines += [
-                f"{key if table != 'cut' else _toml(key)} = {_toml(_short(value))}" for key, value in entries.items()
+                _short_lines(f"{key if table != 'cut' else _toml(key)} = {_toml(_short(value))}")
+                for key, value in entries.items()
             ]
     return "\n".join(lines) + "\n"
+
+
+def _short_lines(line: str) -> str:
+    """The line, or if it is too long its list on lines of its own."""
+    before, bracket, rest = line.rpartition("[") if len(line) > _WIDTH else (line, "", "")
+    values, _, after = rest.rpartition("]")
+    if not bracket or "=" in values:
+        return line
+    # Words that belong together are kept so: no break in a string.
+    inside = wrap(f"{values},".replace(", ", ",\n").replace(" ", "\0").replace("\n", " "), _WIDTH - 4)
+    return f"{before}[\n" + "".join(f"    {one}\n".replace("\0", " ") for one in inside) + f"]{after}"
 
 
 def _short(value: Any) -> Any:
@@ -186,13 +219,14 @@ def _toml(value: Any) -> str:
 class _Fitter:
     """Tries the rules of the language, the most telling ones first."""
 
-    def __init__(self, examples: Sequence[Example], held_out: frozenset[int]) -> None:
-        self._examples = examples
+    def __init__(self, examples: Sequence[Example], held_out: frozenset[int], without: str = "") -> None:
+        self.examples = examples
         self._held_out = held_out
-        self.sources = {size: tuple(map(SizeSource, keys)) for size, keys in _SIZES.items()}
+        self.sources = {size: tuple(map(SizeSource, keys)) for size, keys in SIZES.items()}
         self.sources["one"] = (SizeSource(1),)
+        self.sources.pop(without, None)
         numbers = [_numbers(example.checkpoint.config) for example in examples]
-        known = {key for keys in _SIZES.values() for key in keys}
+        known = {key for keys in SIZES.values() for key in keys}
         for key, value in sorted(numbers[0].items()):
             if type(value) is int and value > 1 and key not in known and re.search(r"head|group|expert|num_|n_", key):
                 self.sources[key] = (SizeSource(key),)
@@ -202,7 +236,7 @@ class _Fitter:
     def groups(self) -> dict[str, list[_Member]]:
         """The tensors whose names differ in numbers only."""
         groups: dict[str, list[_Member]] = {}
-        for e, example in enumerate(self._examples):
+        for e, example in enumerate(self.examples):
             for t, tensor in enumerate(example.checkpoint.tensors):
                 groups.setdefault(collapse_numbers(tensor.name), []).append((e, t))
         return groups
@@ -210,9 +244,13 @@ class _Fitter:
     def alike(self, pattern: str, members: Sequence[_Member]) -> Iterator[tuple[str, list[_Member]]]:
         """Tensors of a pattern by the axes that they are cut along; each lot with a pattern of its own."""
         lots: dict[tuple[int, ...], list[_Member]] = {}
+        untaken: list[_Member] = []
         for member in members:
-            axes = {axis for _, slices in self._seen(member) for part in slices for axis in part.axes}
-            lots.setdefault(tuple(sorted(axes)), []).append(member)
+            parts = [part for _, slices in self._seen(member) for part in slices]
+            axes = tuple(sorted({axis for part in parts for axis in part.axes}))
+            (lots.setdefault(axes, []) if parts else untaken).append(member)
+        if untaken:  # Any rule will do for them.
+            lots.setdefault(next(iter(lots), ()), []).extend(untaken)
         if len(lots) == 1:
             yield pattern, list(members)
             return
@@ -237,7 +275,7 @@ class _Fitter:
             if wrong and min(wrong) in self._held_out and wrong <= self._held_out:
                 return None, f"{_said(candidate)} is not so at {min(wrong)} ranks"
             if not wrong:
-                return candidate, ""
+                return replace(candidate, or_whole=_BESIDE.search(pattern) is not None), ""
         return None, f"it is cut along dim {axis} as no rule says"
 
     def _wrong(self, rule: Rule, members: Sequence[_Member]) -> set[int]:
@@ -252,11 +290,13 @@ class _Fitter:
         return wrong
 
     def _seen(self, member: _Member) -> Iterator[tuple[int, tuple[Slice, ...]]]:
+        """At each degree at which a rank takes it."""
         e, t = member
-        return ((degree, by_rank[t]) for degree, by_rank in self._examples[e].observed.items())
+        seen = ((degree, by_rank[t]) for degree, by_rank in self.examples[e].observed.items())
+        return ((degree, slices) for degree, slices in seen if any(part.is_held for part in slices))
 
     def _tensor(self, member: _Member) -> PlannedTensor:
-        return self._examples[member[0]].checkpoint.tensors[member[1]]
+        return self.examples[member[0]].checkpoint.tensors[member[1]]
 
     def _gives(self, rule: Rule, member: _Member, degree: int, slices: tuple[Slice, ...]) -> bool:
         assert rule.dim is not None
@@ -277,7 +317,7 @@ class _Fitter:
         units = [EVEN, *units] if not is_attention else [*units, EVEN]
         if _LINEAR.search(pattern):
             units = ["key_heads", "value_heads", EVEN]
-        if _OTHER.search(pattern):
+        if _BESIDE.search(pattern) or _STATE_SPACE.search(pattern):
             units = [EVEN]
         is_vocabulary = all(self._tensor(one).shape[axis] == self._vocabularies[one[0]] for one in members)
         if is_vocabulary or _EMBEDDING.search(pattern):
@@ -286,6 +326,8 @@ class _Fitter:
             yield Rule(pattern, axis, (unit,))
         for count in (2, 3, 4):
             yield Rule(pattern, axis, (EVEN,) * count)
+        if _BESIDE.search(pattern):
+            return
         for parts in (("heads", KV_HEADS, KV_HEADS), (KV_HEADS, KV_HEADS), ("heads", "heads", KV_HEADS, KV_HEADS)):
             yield Rule(pattern, axis, parts)
             yield Rule(pattern, axis, parts, (), KV_HEADS)
@@ -304,8 +346,7 @@ def _said(rule: Rule) -> str:
 
 
 def _numbers(config: Mapping[str, Any]) -> dict[str, Any]:
-    nested = config.get("text_config")
-    return {**config, **(nested if isinstance(nested, Mapping) else {})}
+    return {**config, **language_config(config)}
 
 
 def _explicit(pattern: str, members: Sequence[int], example: Example) -> Iterator[Rule]:
@@ -338,15 +379,28 @@ def _together(rules: Sequence[Rule], place: int) -> list[Rule]:
         before, after = (words, []) if word is None else (words[:there], words[there + 1 :])
         lots.setdefault((tuple(before), tuple(after), replace(rule, pattern="")), []).append(word or "")
     return [
-        replace(rule, pattern=".".join([*before, *([_one_of(words)] if any(words) else []), *after]))
+        replace(rule, pattern=".".join([*before, *([_one_of(some)] if any(some) else []), *after]))
         for (before, after, rule), words in lots.items()
+        for some in _few(words)
     ]
+
+
+def _few(words: Sequence[str]) -> Iterator[list[str]]:
+    """Lots that are short enough for a line."""
+    lot: list[str] = []
+    for word in words:
+        if lot and len(",".join([*lot, word])) > _WIDTH // 2:
+            yield lot
+            lot = []
+        lot.append(word)
+    yield lot
 
 
 def _one_of(words: Sequence[str]) -> str:
     """A pattern for them: `{q,k,v}_proj`."""
     if len(words) == 1:
         return words[0]
+    words = sorted(words, key=lambda word: word not in _FIRST)
     tail = next((tail for tail in _tails(words[0]) if all(word.endswith(tail) for word in words)), "")
     return f"{{{','.join(word.removesuffix(tail) for word in words)}}}{tail}"
 

@@ -26,11 +26,11 @@ _HEADS = frozenset({"heads", KV_HEADS})
 
 
 class Sizes:
-    """Looks up the sizes that a family's rules need in config.json; a nested `text_config` has precedence."""
+    """Looks up the sizes that a family's rules need in config.json; that of the language model has precedence."""
 
     def __init__(self, sources: Mapping[str, Sequence[SizeSource]], config: Mapping[str, Any]) -> None:
-        nested = config.get("text_config")
-        self._configs = (nested, config) if isinstance(nested, Mapping) else (config,)
+        nested = language_config(config)
+        self._configs = (nested, config) if nested else (config,)
         self._sources = sources
 
     def find(self, size: str) -> int | None:
@@ -70,6 +70,13 @@ class Sizes:
             )
             raise PlanError(f"size {size!r} is unknown: {missing}", code="config")
         return value
+
+
+def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The object that config.json has for the language model of a multimodal one; empty if it has none."""
+    thinker = config.get("thinker_config")
+    nested = (thinker if isinstance(thinker, Mapping) else config).get("text_config")
+    return nested if isinstance(nested, Mapping) else {}
 
 
 def divide(rule: Rule, size: int, sizes: Sizes, num_ranks: int) -> list[tuple[Range, ...]]:

@@ -77,6 +77,8 @@ class Rule:
     """Number of elements that are not separated, for the unit `RAGGED`."""
     slices: tuple[tuple[int, tuple[Slice, ...]], ...] = ()
     """(degree, slice of each rank): explicit slices, at these degrees only. `dim` is None then."""
+    or_whole: bool = False
+    """Whether every rank holds the whole tensor at degrees at which the dimension cannot be divided."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +274,8 @@ def _dump_rule(rule: Rule) -> object:
     by = [" * ".join(words) for words in zip(rule.units, *([rule.widths] if rule.widths else []), strict=True)]
     grouped = {} if rule.interleaved is None else {"interleaved": rule.interleaved}
     blocks = {} if rule.block == 1 else {"block": rule.block}
-    return {"dim": rule.dim, "by": by, **grouped, **blocks}
+    otherwise = {"or": "whole"} if rule.or_whole else {}
+    return {"dim": rule.dim, "by": by, **grouped, **blocks, **otherwise}
 
 
 @cache
@@ -418,9 +421,11 @@ def _parse_rule(pattern: str, value: Any, where: str) -> Rule:
     units, widths = tuple(words[0] for words in split), tuple(words[1] for words in split if len(words) == 2)
     if any(len(words) > 2 for words in split) or len(widths) not in (0, len(units)):
         raise FormatError(f"{what}: either all parts or no part may be UNIT * WIDTH", path=where, code="field")
-    interleaved, block = rest.pop("interleaved", None), rest.pop("block", 1)
+    interleaved, block, otherwise = rest.pop("interleaved", None), rest.pop("block", 1), rest.pop("or", None)
     if rest:
         raise FormatError(f"{what}: unknown key {shown(min(rest))}", path=where, code="field")
+    if otherwise not in (None, "whole"):
+        raise FormatError(f'{what}: or must be "whole"', path=where, code="field")
     if not isinstance(interleaved, str | None) or (interleaved is not None and len(units) == 1):
         raise FormatError(
             f"{what}: interleaved must be the name of a size, and by a list of units", path=where, code="field"
@@ -435,7 +440,7 @@ def _parse_rule(pattern: str, value: Any, where: str) -> Rule:
         raise FormatError(
             f"{what}: UNIT * WIDTH needs names of sizes, and excludes interleaved", path=where, code="field"
         )
-    return Rule(pattern, dim, units, widths, interleaved, block)
+    return Rule(pattern, dim, units, widths, interleaved, block, or_whole=otherwise is not None)
 
 
 def _parse_explicit(pattern: str, degrees: Any, where: str) -> Iterator[tuple[int, tuple[Slice, ...]]]:

@@ -283,6 +283,14 @@ class _Kind:
 
     def apply(self, sizes: Sizes, num_ranks: int, scheme: Scheme | None) -> Cut:
         """The cut of the tensors of this kind."""
+        try:
+            return self._cut(sizes, num_ranks, scheme)
+        except PlanError as error:
+            if not self.rule.or_whole or error.code != "indivisible":
+                raise
+            return Cut((WHOLE,) * num_ranks)
+
+    def _cut(self, sizes: Sizes, num_ranks: int, scheme: Scheme | None) -> Cut:
         dim = self.rule.dim
         if self.rule.slices:
             return self._explicit(num_ranks)

@@ -161,15 +161,22 @@ def test_experts_that_are_cut_are_read_whole_where_the_engine_owns_them(
 
 
 @pytest.mark.parametrize(
-    "setting", [{}, {"enable_eplb": True}, {"expert_placement_strategy": "round_robin"}, {"data_parallel_size": 2}]
+    ("setting", "tp"),
+    [
+        ({}, 2),
+        ({"enable_eplb": True}, 2),
+        ({"expert_placement_strategy": "round_robin"}, 2),
+        ({"data_parallel_size": 2}, 2),
+        ({"data_parallel_size": 2}, 1),  # As many owners as the folder has ranks, but all of rank 0.
+    ],
 )
 def test_experts_that_the_engine_places_otherwise_are_refused(
-    folders: Path, engine: Engine, setting: dict[str, object]
+    folders: Path, engine: Engine, setting: dict[str, object], tp: int
 ) -> None:
     engine.parallel.enable_expert_parallel = bool(setting)
     vars(engine.parallel).update(setting)
     with pytest.raises(PlanError, match=r"moe-ep2: was converted with --expert-parallel for 2 ranks: run vLLM with"):
-        engine.load(folders / "moe-ep2", Model(stock_tensors(folders / "moe"), 0, 2))
+        engine.load(folders / "moe-ep2", Model(stock_tensors(folders / "moe"), 0, tp))
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -37,9 +37,8 @@ class Place:
 
     def run(self, folder: Path, **case: Any) -> list[dict[str, Any]]:
         """What each member saw of a load."""
-        case = {"path": self.url, "rank": 1, **case}
-        env = {**prestarted.ONE_THREAD, **self.environment}
-        done = prestarted.run(folder, json.dumps(case), script=SCRIPT, imports=IMPORTS, env=env)
+        case = {"path": self.url, "rank": 1, "environment": self.environment, **case}
+        done = prestarted.run(folder, json.dumps(case), script=SCRIPT, imports=IMPORTS, env=prestarted.ONE_THREAD)
         assert done.returncode == 0, done.stderr
         found = [folder / f"member-{number}.json" for number in range(NUM_MEMBERS)]
         return [json.loads(file.read_text()) for file in found if file.exists()]

@@ -128,8 +128,10 @@ class Engine:
     )  # fmt: skip
     rank: int = 0
     tp: int = 1
+    replicas: Any = None
+    """The torch.distributed group of the processes that have this rank in all replicas."""
 
-    def load(self, folder: Path, model: Model, *, draft: bool = False, tied: bool = False, **options: Any) -> Any:
+    def load(self, folder: Path | str, model: Model, *, draft: bool = False, tied: bool = False, **options: Any) -> Any:
         """Load as vLLM does; returns the loader."""
         self.rank, self.tp = model.rank, model.tp
         loader = self.formats["relayout"](LoadConfig(model_loader_extra_config=options))
@@ -137,7 +139,7 @@ class Engine:
         return loader
 
 
-def model_config(folder: Path, *, draft: bool = False, tied: bool = False) -> SimpleNamespace:
+def model_config(folder: Path | str, *, draft: bool = False, tied: bool = False) -> SimpleNamespace:
     """vllm.config.ModelConfig."""
     text = SimpleNamespace(num_hidden_layers=2, tie_word_embeddings=tied)
     return SimpleNamespace(
@@ -158,6 +160,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Engine:
         "vllm.distributed": {
             "get_tensor_model_parallel_rank": lambda: engine.rank,
             "get_tensor_model_parallel_world_size": lambda: engine.tp,
+        },
+        "vllm.distributed.parallel_state": {
+            "get_dp_group": lambda: SimpleNamespace(cpu_group=engine.replicas, device_group=None),
         },
         "vllm.model_executor": {},
         "vllm.model_executor.model_loader": {

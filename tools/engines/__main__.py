@@ -33,6 +33,8 @@ HOME = Path(tempfile.gettempdir(), "engine-envs")
 BATCH = 40
 """Jobs for one process: what an engine keeps of a model goes away with it."""
 TIMEOUT_S = 1800
+REPLICATED = "qwen3_moe"
+"""What data-parallel replicas load: vLLM lets only those of mixtures of experts know of each other."""
 KEPT = (
     "same", "distinct", "parameters", "elements", "different", "never_loaded", "whole_reads", "straight", "refused",
     "error",
@@ -47,6 +49,7 @@ def main(
     compare: Annotated[bool, typer.Option(help="Compare the parameters of all ranks.")] = True,
     generate: Annotated[bool, typer.Option(help="Generate tokens (vLLM).")] = True,
     failures: Annotated[bool, typer.Option(help="See what is said of damaged folders (vLLM).")] = True,
+    replicas: Annotated[bool, typer.Option(help="Load as data-parallel replicas (vLLM).")] = True,
     starts: Annotated[int, typer.Option(help="How often cold starts are measured (vLLM).")] = 5,
     observe: Annotated[
         bool, typer.Option("--observe", help="Only: every architecture of vLLM's registry, by observation.")
@@ -76,6 +79,8 @@ def main(
         for what, said in fail(environment, work, only) if failures else ():
             record(name, "failures", {what: said})
             say(f"{what}: {said}")
+        if replicas:
+            record(name, "replicas", {f"{REPLICATED}, tp {tp}": load_replicas(environment, tp, work) for tp in (1, 2)})
         if starts:
             record(name, "cold_start", measure(environment, work, starts))
             record(name, "placement", placements(environment, work, starts))
@@ -170,6 +175,30 @@ def generate_both_ways(environment: Environment, run: Run, work: Path) -> Result
             found["error"] = ours["error"]
     say(f"{run.name}: {found}")
     return kept(found, work)
+
+
+def load_replicas(environment: Environment, tp: int, work: Path) -> Result:
+    """Two data-parallel replicas of TP processes each, in vLLM's own groups: what their loads have in common."""
+    source = source_of(REPLICATED, work, wide=True)
+    command = [environment.python, SCRIPTS / "vllm_replicas.py", source, converted_of(source, tp), str(tp)]
+    variables = environment.variables | {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), environment.variables.get("PYTHONPATH", "")]),
+    }
+    with (work / "replicas.log").open("a") as log:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, env=variables, cwd=work, check=True
+        )
+    processes = json.loads(done.stdout.rpartition("RESULT ")[2])
+    found = {
+        "processes": len(processes),
+        "readers": sorted({one["shared"]["num_readers"] for one in processes}),
+        "parameters": sum(one["shared"]["parameters"] for one in processes),
+        "different": [name for one in processes for name in one["shared"]["different"] + one["alone"]["different"]],
+        "whole_reads": sum(one["shared"]["whole_reads"] for one in processes),
+    }
+    say(f"{REPLICATED}, two replicas, tp {tp}: {found}")
+    return found
 
 
 def kept(found: Result, work: Path) -> Result:

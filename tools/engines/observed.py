@@ -1,4 +1,7 @@
-"""The table of vLLM's architectures: which were converted as vLLM's own class takes them, and why others were not."""
+"""The table of vLLM's architectures: which were converted as vLLM's own class takes them, and why others were not.
+
+Also what plans say otherwise than was observed, and which wrong plans were seen to be wrong.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,10 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from engines.observed_slices import Checkpoint
+from engines.plan_comparing import differences_of_chosen
+from relayout.errors import PlanError
 
 Found = Mapping[str, Any]
 
@@ -19,7 +26,8 @@ Made by `tools/run engines --observe`; vLLM {vllm}, transformers {transformers}.
 of vLLM that transformers has a class for: a small checkpoint with the names of the hub is made, converted with `--plan
 vllm` at TP 2 and 4, and loaded through the class and loader of vLLM from the source and from the converted folder.
 *Same*: every parameter and buffer of every rank has the same bits, and no tensor was read whole. *Replicated*: what
-ranks hold more than once at TP 4, of the bytes of the source. Small checkpoints are made of a configuration's defaults,
+ranks hold more than once at TP 4, of the bytes of the source. *Plan*: the built-in one, where the folder that it makes
+is the same, too; no vLLM is needed for it. *only observed*: there is none, `--plan vllm` is the way. Small checkpoints are made of a configuration's defaults,
 with small numbers; where that fails, nothing is known of the architecture itself.
 
 """
@@ -35,8 +43,14 @@ def read(file: Path) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def render(results: Sequence[Found], versions: Mapping[str, str]) -> str:
-    """As Markdown."""
+def render(results: Sequence[Found], builtin: Mapping[str, Found], versions: Mapping[str, str]) -> str:
+    """As Markdown.
+
+    Args:
+        results: of `registry.py`.
+        builtin: by architecture what `registry.py` has found of the built-in plan.
+        versions: of vllm and transformers.
+    """
     text = _HEAD.format(**versions)
     for section in ("text", "multimodal"):
         mine = [one for one in results if one["section"] == section]
@@ -46,13 +60,15 @@ def render(results: Sequence[Found], versions: Mapping[str, str]) -> str:
         text += (
             f"## {section.capitalize()}: {len(same)} of {len(made)} architectures the same ({len(modules)} modules)\n\n"
         )
-        text += "| architecture | module | parameters at TP 2, 4 | replicated |\n|---|---|---|---|\n"
+        proven = sum(_is_proven(builtin.get(one["architecture"], {})) for one in same)
+        text += f"{proven} of them by a built-in plan.\n\n"
+        text += "| architecture | module | parameters at TP 2, 4 | replicated | plan |\n|---|---|---|---|---|\n"
         for one in same:
             degrees = one["degrees"]
             counts = ", ".join(f"{degrees[tp]['parameters']:,}" for tp in ("2", "4"))
-            text += (
-                f"| {one['architecture']} | {one['module']} | {counts} | {100 * degrees['4']['replicated']:.1f} % |\n"
-            )
+            replicated = f"{100 * degrees['4']['replicated']:.1f} %"
+            plan = _plan_of(builtin.get(one["architecture"], {}))
+            text += f"| {one['architecture']} | {one['module']} | {counts} | {replicated} | {plan} |\n"
         text += "\nNot:\n\n| architecture | at | because |\n|---|---|---|\n"
         for one in made:
             if not _is_same(one):
@@ -60,6 +76,70 @@ def render(results: Sequence[Found], versions: Mapping[str, str]) -> str:
         absent = ", ".join(one["architecture"] for one in mine if _has_no_class(one))
         text += f"\nWithout a class in transformers, so that nothing could be made here: {absent or 'none'}.\n\n"
     return text.rstrip() + "\n"
+
+
+def render_comparison(checkpoints: Sequence[Checkpoint]) -> str:
+    """What built-in plans have otherwise than was observed, as Markdown."""
+    wrong: dict[tuple[str, str, str], list[str]] = {}
+    compared = {one.name for one in checkpoints}
+    without = []
+    for checkpoint in checkpoints:
+        try:
+            for one in differences_of_chosen(checkpoint):
+                names = wrong.setdefault((checkpoint.name, one.what, str(list(one.dims))), [])
+                names.extend({one.pattern} - set(names))
+        except PlanError:
+            without.append(checkpoint.name)
+    of_tables = sum(name.startswith("family:") for name in compared)
+    degrees = sorted({degree for one in checkpoints for degree in one.observed})
+    sizes = {one.root.partition(", ")[2] for one in checkpoints}
+    text = f"""## Plans compared with what was observed
+
+Made by `tools/run engines --plans`: small checkpoints of {len(compared) - of_tables} architectures, in up to {len(sizes)} sizes, and of the
+{of_tables} tables of families.py that plans were written from by hand, were observed at up to
+{", ".join(map(str, degrees))} ranks, and the slices of all tensors compared with those of the built-in plan. The tests do so again, without
+vLLM. No plan has another slice; parts beside the language model, whose numbers a plan does not know, are held whole in
+these cases, where vLLM takes a part along the dimension:
+
+| architecture | dimension | tensors |
+|---|---|---|
+"""
+    for (name, what, dims), patterns in sorted(wrong.items()):
+        assert what == "more", (name, what, patterns)
+        text += f"| {name} | {dims.strip('[]')} | {', '.join(f'`{one}`' for one in sorted(patterns))} |\n"
+    return text + f"\nObserved, and without a built-in plan: {', '.join(sorted(set(without)))}.\n"
+
+
+def render_mutations(results: Sequence[Found]) -> str:
+    """How many wrong plans were seen to be wrong, as Markdown."""
+    text = """## Wrong plans
+
+Made by `tools/run engines --mutations`: plans as observed, each with one rule changed; the checkpoint is converted by
+it and loaded at TP 2. *Seen*: parameters are different, or tensors had to be read whole from the files of other ranks,
+or the conversion or the load ended with an error. Without a change nothing is seen.
+
+| architecture | wrong plans | seen | a cut along the other dimension | a border moved by one element | ranks exchanged | experts missing |
+|---|---|---|---|---|---|---|
+"""
+    for name in sorted({one["architecture"] for one in results}):
+        mine = [one for one in results if one["architecture"] == name and one["mutation"] != "none"]
+        kinds = [one["mutation"].partition(":")[0] for one in mine]
+        counts = [kinds.count(kind) for kind in ("flipped", "border moved by one", "ranks exchanged")]
+        counts.append(len(kinds) - sum(counts))
+        seen = sum(bool(one["seen"]) for one in mine)
+        text += f"| {name} | {len(mine)} | {seen} | {' | '.join(map(str, counts))} |\n"
+    return text
+
+
+def _is_proven(found: Found) -> bool:
+    degrees = [one for one in found.values() if isinstance(one, dict)]
+    return bool(degrees) and "error" not in found and not any(one["different"] or one["whole_reads"] for one in degrees)
+
+
+def _plan_of(found: Found) -> str:
+    if not found:
+        return "only observed"
+    return f"`{found['plan']}`" if _is_proven(found) else f"`{found['plan']}` differs"
 
 
 def _has_no_class(found: Found) -> bool:

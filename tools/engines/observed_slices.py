@@ -7,8 +7,9 @@ the first.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import lzma
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,13 +45,24 @@ class Checkpoint:
     config_error: str | None = None
 
     @property
+    def name(self) -> str:
+        """Of the architecture."""
+        return self.root.partition(",")[0]
+
+    @property
     def model_type(self) -> str | None:
         return self.config.get("model_type")
 
+    def only(self, patterns: Collection[str]) -> Checkpoint:
+        """With the tensors of these names, their numbers replaced, alone."""
+        kept = [t for t, tensor in enumerate(self.tensors) if collapse_numbers(tensor.name) in patterns]
+        observed = {degree: [slices[t] for t in kept] for degree, slices in self.observed.items()}
+        return replace(self, tensors=[self.tensors[t] for t in kept], observed=observed)
+
 
 def read(file: Path) -> list[Checkpoint]:
-    """Those of a file of lines, but for lines that are errors."""
-    lines = map(json.loads, file.read_text().splitlines())
+    """Those of a file of lines, compressed with xz; but for lines that are errors."""
+    lines = map(json.loads, lzma.decompress(file.read_bytes()).splitlines())
     return [parse(line) for line in lines if "error" not in line]
 
 

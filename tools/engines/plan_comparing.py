@@ -10,7 +10,7 @@ from relayout.core.patterns import collapse_numbers
 from relayout.core.slices import Slice
 from relayout.errors import PlanError
 from relayout.observe.taken import joined, same_elements
-from relayout.plans.family import Family
+from relayout.plans.family import Family, find_family
 from relayout.plans.planner import plan_by, without_rule
 
 
@@ -33,19 +33,38 @@ def differences(family: Family, checkpoint: Checkpoint) -> Iterator[Difference]:
         pattern = collapse_numbers(tensor.name)
         if left.pop(pattern, None) is not None:
             yield Difference(pattern, "no rule")
-    for degree, observed in checkpoint.observed.items():
-        try:
-            plan = plan_by(checkpoint, degree, family, unmatched="replicate")
-        except PlanError as error:
-            yield Difference(collapse_numbers(error.tensor or ""), f"refused: {error.what}", degree)
-            return
-        for t, tensor in enumerate(checkpoint.tensors):
-            pattern, slices = collapse_numbers(tensor.name), observed[t]
-            if pattern in left and not is_same(plan.cut(t).slices, slices, tensor.shape):
-                del left[pattern]
-                dims = tuple(sorted({axis for part in slices for axis in part.axes}))
-                is_more = all(map(_contains, plan.cut(t).slices, slices))
-                yield Difference(pattern, "more" if is_more else "other", degree, dims)
+    for degree in checkpoint.observed:
+        yield from _at(degree, family, checkpoint, left)
+
+
+def _at(degree: int, family: Family, checkpoint: Checkpoint, left: dict[str, int]) -> Iterator[Difference]:
+    """At a degree; kinds that differ are taken from those that are left."""
+    compared = checkpoint.only(left.keys())
+    try:
+        plan = plan_by(compared, degree, family)
+    except PlanError as error:
+        pattern = collapse_numbers(error.tensor or "")
+        yield Difference(pattern, f"refused: {error.what}", degree)
+        if left.pop(pattern, None) is not None:
+            yield from _at(degree, family, checkpoint, left)
+        return
+    for t, (tensor, slices) in enumerate(zip(compared.tensors, compared.observed[degree], strict=True)):
+        pattern = collapse_numbers(tensor.name)
+        if pattern in left and not is_same(plan.cut(t).slices, slices, tensor.shape):
+            del left[pattern]
+            dims = tuple(sorted({axis for part in slices for axis in part.axes}))
+            is_more = all(map(_contains, plan.cut(t).slices, slices))
+            yield Difference(pattern, "more" if is_more else "other", degree, dims)
+
+
+def differences_of_chosen(checkpoint: Checkpoint) -> list[Difference]:
+    """Of the built-in plan that a conversion would choose.
+
+    Raises:
+        PlanError: there is none.
+    """
+    method = checkpoint.config.get("quantization_config", {}).get("quant_method")
+    return list(differences(find_family(checkpoint.model_type, method), checkpoint))
 
 
 def is_same(ours: Sequence[Slice], taken: Sequence[Slice], shape: Sequence[int]) -> bool:

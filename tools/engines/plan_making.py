@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from engines.observed_slices import Checkpoint
 from engines.plan_comparing import differences
-from relayout.core.patterns import collapse_numbers
-from relayout.observe.fitting import Example, as_toml, fit
-from relayout.plans.family import Family, builtin_families
+from relayout.core.patterns import collapse_numbers, depends_on_numbers
+from relayout.observe.fitting import SIZES, Example, as_toml, fit
+from relayout.plans import family as families
+from relayout.plans.division import Sizes, language_config
+from relayout.plans.family import Family, Rule, SizeSource, builtin_families
+
+BUILTIN = Path(families.__file__).parent / "builtin"
 
 HELD_OUT = (6, 16)
 """Degrees that no rule is looked for with, and that all rules must be right at."""
+
+BESIDE = re.compile(
+    r"(model\.)?(visual|vision_tower|vision_model|audio_tower|multi_modal_projector|connector|encoder|projector|qformer"
+    r"|merger|talker|token2wav|mlp_AR|mlp1|image_newline|language_projection|(embed|layerwise|spatial)_(vision|audio|projectors)"
+    r"|vision_(embedder|adapter))\b"
+)
+"""The first words of names of what is beside the language model."""
 
 
 @dataclass(frozen=True)
@@ -23,72 +35,122 @@ class Wanted:
     title: str
     """What it is for: the first line of the file."""
     names: tuple[str, ...]
-    """Of architectures that were observed."""
+    """Of architectures that were observed, without `ForCausalLM`; `/` stands for `ForConditionalGeneration`."""
     extends: str = ""
     """A built-in plan, whose rules are used where they say what was observed."""
     language_prefixes: tuple[str, ...] = ()
+
+
+def full_name(name: str) -> str:
+    """Of an architecture."""
+    return f"{name[:-1]}ForConditionalGeneration" if name.endswith("/") else f"{name}ForCausalLM"
+
+
+def write(table: Mapping[str, Wanted], checkpoints: Sequence[Checkpoint]) -> None:
+    """All plans of the table, in its order: one may extend another that is before it.
+
+    Raises:
+        SystemExit: a plan cannot be made.
+    """
+    for name, wanted in table.items():
+        (BUILTIN / f"{name}.toml").write_text(text_of(wanted, checkpoints_of(wanted, checkpoints)))
+        for cached in (families.builtin_families, families._builtin, families._builtin_texts):
+            cached.cache_clear()
+
+
+def checkpoints_of(wanted: Wanted, checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
+    """Those of its architectures, in their order."""
+    return [one for name in wanted.names for one in checkpoints if one.name == full_name(name)]
 
 
 def text_of(wanted: Wanted, checkpoints: Sequence[Checkpoint]) -> str:
     """The plan file.
 
     Raises:
-        SystemExit: a tensor has no rule.
+        SystemExit: nothing was observed, or a tensor has no rule.
     """
+    if not checkpoints:
+        raise SystemExit(f"{wanted.title}: nothing was observed of {', '.join(wanted.names)}")
     base = next((one for one in builtin_families() if one.name == wanted.extends), None)
     prefixes = wanted.language_prefixes or (base.prefixes if base else ())
     checkpoints = [_without_prefixes(one, prefixes) for one in checkpoints]
-    left = [checkpoint if base is None else _left_by(base, checkpoint) for checkpoint in checkpoints]
+    left = [one.only({wrong.pattern for wrong in differences(base, one)}) if base else one for one in checkpoints]
     fitted = fit([Example(one, one.observed) for one in left], HELD_OUT)
-    if fitted.unfitted:
-        raise SystemExit(f"{wanted.title}: {dict(fitted.unfitted)}")
-    model_types = tuple(dict.fromkeys(str(one.model_type) for one in checkpoints))
+    missing = {pattern: why for pattern, why in fitted.unfitted.items() if not BESIDE.match(pattern)}
+    if missing:
+        raise SystemExit(f"{wanted.title}: {missing}")
+    beside = [Rule(pattern, None) for pattern in fitted.unfitted]
+    used = {size for rule in fitted.family.rules for size in (*rule.units, *rule.widths, rule.interleaved)}
+    used |= fitted.family.sizes.keys() & {families.HEAD_DIM}
+    used |= (
+        {families.EXPERTS}
+        if any(".experts." in tensor.name for one in checkpoints for tensor in one.tensors)
+        else set()
+    )
+    known = base.sizes if base else {}
     family = replace(
         fitted.family,
-        model_types=model_types,
+        model_types=tuple(dict.fromkeys(str(one.model_type) for one in checkpoints)),
         prefixes=wanted.language_prefixes,
-        rules=tuple(replace(rule, pattern=_optional_model(rule.pattern)) for rule in fitted.family.rules),
+        sizes=dict(_sizes(fitted.family, used, known, checkpoints)),
+        rules=tuple(_shortened([*fitted.family.rules, *beside], base.patterns if base else ())),
         **_experts(fitted.family, base, checkpoints),
     )
-    if base is not None:
-        used = {size for rule in family.rules for size in (*rule.units, *rule.widths, rule.interleaved)}
-        own = {size: sources for size, sources in family.sizes.items() if size in used and size not in base.sizes}
-        family = replace(family, sizes=own)
     engines = sorted({one.engine.partition(" ")[2] for one in checkpoints})
     version = checkpoints[0].engine.partition(" ")[0]
     degrees = sorted({degree for one in checkpoints for degree in one.observed})
     said = f"Observed from vLLM {version} ({', '.join(engines)}) at {', '.join(map(str, degrees))} ranks."
-    return as_toml(replace(fitted, family=family), wanted.title, said, extends=wanted.extends)
+    return as_toml(replace(fitted, family=family, unfitted={}), f"{wanted.title}.", said, extends=wanted.extends)
+
+
+def _shortened(rules: Sequence[Rule], known: Sequence[str]) -> Iterator[Rule]:
+    """What is held whole beside the language model has one rule for each part, behind all others."""
+    parts = {}
+    for rule in rules:
+        found = BESIDE.match(rule.pattern)
+        is_whole = rule.dim is None or depends_on_numbers(rule.pattern)  # To tell numbers apart takes long.
+        part = _optional_model(f"{found[0]}.**") if found and found[0] != rule.pattern else ""
+        if is_whole and part and part not in known:
+            parts[part] = Rule(part, None)
+        elif is_whole:
+            yield Rule(_optional_model(collapse_numbers(rule.pattern)), None)
+        else:
+            yield replace(rule, pattern=_optional_model(rule.pattern))
+    yield from parts.values()
 
 
 def _optional_model(pattern: str) -> str:
     """With or without what a checkpoint of the model alone, without a head, leaves out."""
-    return re.sub(r"^model\.", "{model.,}", pattern)
+    return re.sub(r"^(model\.|(?=(visual|vision_tower|multi_modal_projector)\.))", "{model.,}", pattern)
 
 
 def _without_prefixes(checkpoint: Checkpoint, prefixes: Sequence[str]) -> Checkpoint:
     longest = sorted(prefixes, key=len, reverse=True)
 
     def name_of(name: str) -> str:
-        return name.removeprefix(next((one for one in longest if name.startswith(one)), ""))
+        rest = name.removeprefix(next((one for one in longest if name.startswith(one)), ""))
+        return f"model.{rest}" if prefixes and re.match(r"(layers|embed_tokens|norm|visual)\.", rest) else rest
 
     return replace(checkpoint, tensors=[one._replace(name=name_of(one.name)) for one in checkpoint.tensors])
 
 
-def _left_by(base: Family, checkpoint: Checkpoint) -> Checkpoint:
-    """The tensors that a plan cuts otherwise than was observed, or not at all."""
-    patterns = {one.pattern for one in differences(base, checkpoint)}
-    kept = [t for t, tensor in enumerate(checkpoint.tensors) if collapse_numbers(tensor.name) in patterns]
-    return replace(
-        checkpoint,
-        tensors=[checkpoint.tensors[t] for t in kept],
-        observed={degree: [slices[t] for t in kept] for degree, slices in checkpoint.observed.items()},
-    )
+def _sizes(
+    family: Family, used: set[str | None], known: Mapping[str, Sequence[SizeSource]], checkpoints: Sequence[Checkpoint]
+) -> Iterator[tuple[str, tuple[SizeSource, ...]]]:
+    """Those that rules need and a plan does not know, with the keys only that some config.json has."""
+    all_sources = {size: tuple(map(SizeSource, keys)) for size, keys in SIZES.items()} | dict(family.sizes)
+    configs = [{**one.config, **language_config(one.config)} for one in checkpoints]
+    for size, sources in all_sources.items():
+        there = tuple(one for one in sources if not isinstance(one.use, str) or any(one.use in c for c in configs))
+        found = [(Sizes({size: there}, one).find(size), Sizes(known, one).find(size)) for one in configs]
+        if size in used and any(own is not None and theirs is None for own, theirs in found):
+            yield size, there
 
 
 def _experts(family: Family, base: Family | None, checkpoints: Sequence[Checkpoint]) -> Mapping[str, tuple[str, ...]]:
     """The tables of experts, but for those that the base knows."""
-    names = [tensor.name for one in checkpoints for tensor in one.tensors if re.search(r"\.experts\.", tensor.name)]
+    tensors = [tensor for one in checkpoints for tensor in one.tensors]
+    names = [one.name for one in tensors if ".experts." in one.name and len(one.shape) > 1]
     if base and all(base.expert(name) is not None or base.stacks_experts(name) for name in names):
         return {"experts_each": (), "experts_stacked": ()}
     return {

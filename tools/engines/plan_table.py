@@ -1,19 +1,101 @@
-"""The built-in plans that are made from what was observed, and the model types that others were found to fit."""
+"""The built-in plans that are made from what was observed, and what they are for."""
 
 from __future__ import annotations
 
 from engines.plan_making import Wanted
 
+_NESTED = ("model.language_model.", "language_model.")
+"""Where the language model of a multimodal one is, by newer and older names."""
+
 TABLE: dict[str, Wanted] = {
     "afmoe": Wanted(
-        "Arcee Trinity (AFMoE): gated attention, norms before and after each block, experts",
-        ("AfmoeForCausalLM",),
+        "Arcee Trinity (AFMoE): attention with a gate, norms before and after each block, experts",
+        ("Afmoe",),
         "glm4_moe",
     ),
-    "apertus": Wanted(
-        "Apertus: an MLP without gate and with a learned activation (xIELU)", ("ApertusForCausalLM",), "qwen3"
+    "apertus": Wanted("Apertus: an MLP without gate, with a learned activation (xIELU)", ("Apertus",), "qwen3"),
+    "ernie4_5_moe": Wanted("ERNIE 4.5 with experts: Llama-shaped, first layers dense", ("Ernie4_5_Moe",), "glm4_moe"),
+    "exaone_moe": Wanted(
+        "K-EXAONE: attention as in Qwen3, first layers dense, then experts", ("ExaoneMoe",), "glm4_moe"
     ),
-    "ernie4_5_moe": Wanted("ERNIE 4.5 with experts", ("Ernie4_5_MoeForCausalLM",), "glm4_moe"),
-    "falcon_mamba": Wanted("Falcon Mamba", ("FalconMambaForCausalLM",)),
-    "falcon_h1": Wanted("Falcon H1", ("FalconH1ForCausalLM",), "llama"),
+    "falcon_h1": Wanted(
+        "Falcon H1: attention and a state space (Mamba 2) side by side in each layer", ("FalconH1",), "llama"
+    ),
+    "gemma3n_text": Wanted(
+        "The text model of Gemma 3n: AltUp, per-layer embeddings, low-rank residuals", ("Gemma3n",), "gemma2"
+    ),
+    "gemma4_text": Wanted("The text models of Gemma 4: per-layer embeddings, heads of two sizes", ("Gemma4",)),
+    "gptj": Wanted("GPT-J: q, k, v as tensors of their own, an MLP without gate, biases", ("GPTJ",)),
+    "granitemoe": Wanted(
+        "Granite 3 and 4 with experts, dense with sinks, and hybrids with state spaces (Mamba 2)",
+        ("GraniteMoe", "GraniteMoeShared", "GraniteMoeHybrid", "GraniteSWA", "GraniteMoeSWA"),
+        "llama",
+    ),
+    "hrm_text": Wanted("HRM-Text: two stacks of layers, with gate, q, k, v as one tensor", ("HrmText",)),
+    "hyperclovax": Wanted(
+        "HyperCLOVA X SEED: Llama-shaped, with norms after each block, too", ("HyperCLOVAX",), "llama"
+    ),
+    "jamba": Wanted("Jamba: attention among state spaces (Mamba), experts in every other layer", ("Jamba",), "llama"),
+    "laguna": Wanted(
+        "Laguna: attention with a gate, first layers dense, then experts and a shared one", ("Laguna",), "qwen3_moe"
+    ),
+    "lfm2": Wanted("LFM2: attention among gated short convolutions", ("Lfm2", "Lfm2Moe"), "llama"),
+    "mamba": Wanted("Mamba and Falcon Mamba: state spaces only", ("Mamba", "FalconMamba")),
+    "mamba2": Wanted("Mamba 2: state spaces with heads and groups", ("Mamba2",)),
+    "qwen3_5": Wanted(
+        "Qwen3.5 and 3.6: as Qwen3-Next, with q, k, v of linear attention in parts, and a vision part",
+        ("Qwen3_5", "Qwen3_5Moe", "Qwen3_5/", "Qwen3_5Moe/"),
+        "qwen3_next",
+        _NESTED,
+    ),
+    "stablelm": Wanted("StableLM: Llama-shaped, with biases of norms", ("StableLm",), "llama"),
+    "aria": Wanted("Aria: Llama with experts in one tensor, and a vision part", ("Aria/",), "llama", _NESTED),
+    "blip_2": Wanted("BLIP-2: OPT with a vision part and a Q-Former", ("Blip2/",), "opt", _NESTED),
+    "cohere2_vision": Wanted(
+        "Command A Vision: Cohere 2 with a vision part (SigLIP)", ("Cohere2Vision/",), "cohere", _NESTED
+    ),
+    "exaone4_5": Wanted("EXAONE 4.5: EXAONE 4 with a vision part", ("Exaone4_5_/",), "olmo2", _NESTED),
+    "glm4v": Wanted("GLM 4.1V: GLM 4 with a vision part", ("Glm4v/", "GlmOcr/"), "glm4", _NESTED),
+    "glm4v_moe": Wanted("GLM 4.5V: GLM 4.5 with a vision part", ("Glm4vMoe/",), "glm4_moe", _NESTED),
+    "granite_speech": Wanted(
+        "Granite Speech: Granite with an audio part (Conformer)",
+        ("GraniteSpeech/", "GraniteSpeechPlus/"),
+        "llama",
+        _NESTED,
+    ),
+    "idefics3": Wanted(
+        "Idefics 3, SmolVLM: Llama with a vision part (SigLIP)", ("Idefics3/",), "llama", ("model.text_model.",)
+    ),
+    "internvl": Wanted("InternVL 3: Qwen with a vision part (InternViT)", ("InternVL/",), "qwen3", _NESTED),
+    "llava_next": Wanted(
+        "LLaVA-NeXT, LLaVA-NeXT-Video, LLaVA-OneVision", ("LlavaNext/", "LlavaNextVideo/", "LlavaOnevision/"), "llava"
+    ),
+    "minicpmv4_6": Wanted("MiniCPM-V 4.6 and 4.7", ("MiniCPMV4_6/", "MiniCPMV4_7/"), "qwen3_5", _NESTED),
+    "paddleocr_vl": Wanted("PaddleOCR-VL: ERNIE 4.5 with a vision part", ("PaddleOCRVL/",), "llama", _NESTED),
+    "paligemma": Wanted("PaliGemma: Gemma with a vision part (SigLIP)", ("PaliGemma/",), "gemma2", _NESTED),
+    "qwen2_5_omni": Wanted(
+        "Qwen2.5-Omni: Qwen2 with vision and audio parts; the thinker", ("Qwen2_5Omni/",), "qwen2_vl", ("thinker.",)
+    ),
+    "qwen3_asr": Wanted("Qwen3-ASR: Qwen3 with an audio part", ("Qwen3ASR/",), "qwen3", _NESTED),
+    "qwen3_vl": Wanted(
+        "Qwen3-VL, Cohere Compass: Qwen3 with a vision part",
+        ("Qwen3VL/", "Qwen3VLMoe/", "CohereCompass/"),
+        "qwen3_moe",
+        _NESTED,
+    ),
+    "qwen2_audio": Wanted(
+        "Qwen2-Audio, Audio Flamingo 3: Qwen2 with an audio part (Whisper)",
+        ("Qwen2Audio/", "AudioFlamingo3/"),
+        "llama",
+        _NESTED,
+    ),
+    "glmasr": Wanted("GLM-ASR: Llama with an audio part", ("GlmAsr/",), "llama", _NESTED),
+    "gemma3n": Wanted("Gemma 3n with its vision and audio parts", ("Gemma3n/",), "gemma3n_text", _NESTED),
+    "gemma4": Wanted("Gemma 4 with its vision and audio parts", ("Gemma4/", "Gemma4Unified/"), "gemma4_text", _NESTED),
+    "granite4_vision": Wanted(
+        "Granite 4 Vision: Granite with a vision part (SigLIP)", ("Granite4Vision/",), "llama", _NESTED
+    ),
+    "lfm2_vl": Wanted("LFM2-VL: LFM2 with a vision part (SigLIP)", ("Lfm2Vl/",), "lfm2", _NESTED),
+    "muse_glimmer": Wanted("Muse Glimmer, with its vision part", ("MuseGlimmer/",), "qwen3_moe", _NESTED),
+    "qianfan_ocr": Wanted("Qianfan-OCR: Qwen3 with a vision part (InternViT)", ("QianfanOCR/",), "qwen3", _NESTED),
 }

@@ -1,0 +1,74 @@
+"""Each built-in plan gives ranks what vLLM's own classes take, as `tools/run engines --plans` has observed it.
+
+No vLLM is needed here: what its ranks take of small checkpoints, of several sizes each, is in observed.jsonl.xz.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from engines.observed_slices import Checkpoint, read
+from engines.plan_comparing import differences, differences_of_chosen
+from engines.plan_making import BESIDE, checkpoints_of, text_of
+from engines.plan_table import TABLE
+
+from relayout.core.slices import Slice
+from relayout.errors import PlanError
+from relayout.plans.family import builtin_families, builtin_text, find_family
+
+OBSERVED: defaultdict[str, list[Checkpoint]] = defaultdict(list)
+for one in read(Path(__file__).parent / "observed.jsonl.xz"):
+    OBSERVED[one.name].append(one)
+
+WITHOUT_PLAN = {"Cosmos3EdgeForConditionalGeneration", "DiffusionGemmaForBlockDiffusion"}
+NOT_OBSERVED = {"mllama"}
+"""Plans of families that vLLM 0.33 does not load."""
+
+
+def test_what_was_observed_is_of_many_architectures_and_degrees() -> None:
+    degrees = {degree for checkpoints in OBSERVED.values() for one in checkpoints for degree in one.observed}
+    assert degrees == {2, 4, 6, 8, 16}
+    assert len(OBSERVED) > 140
+    assert all(any(len(set(slices)) > 1 for slices in one.observed[2]) for all in OBSERVED.values() for one in all)
+
+
+@pytest.mark.parametrize("name", sorted(OBSERVED.keys() - WITHOUT_PLAN))
+def test_ranks_hold_what_vllm_takes(name: str) -> None:
+    for checkpoint in OBSERVED[name]:
+        wrong = differences_of_chosen(checkpoint)
+        # Of parts beside the language model ranks may hold more: a plan has no numbers for them.
+        assert [one for one in wrong if one.what != "more" or not BESIDE.search(one.pattern)] == [], checkpoint.root
+
+
+@pytest.mark.parametrize("name", sorted(WITHOUT_PLAN))
+def test_some_have_no_plan(name: str) -> None:
+    with pytest.raises(PlanError, match="no built-in plan for model type"):
+        differences_of_chosen(OBSERVED[name][0])
+
+
+def test_all_plans_were_observed() -> None:
+    types = {one.model_type for checkpoints in OBSERVED.values() for one in checkpoints}
+    assert {family.name for family in builtin_families() if not types & set(family.model_types)} == NOT_OBSERVED
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_plan_is_what_its_observation_makes(name: str) -> None:
+    everything = [one for checkpoints in OBSERVED.values() for one in checkpoints]
+    assert text_of(TABLE[name], checkpoints_of(TABLE[name], everything)) == builtin_text(name)
+
+
+def test_a_wrong_slice_and_a_tensor_without_a_rule_are_seen() -> None:
+    [checkpoint] = [one for one in OBSERVED["Qwen3MoeForCausalLM"] if "few" in one.root]
+    family = find_family("qwen3_moe")
+    assert list(differences(family, checkpoint)) == []
+    for word, what in {"o_proj": "other", "experts.0.up_proj": "other", "q_norm": "more"}.items():
+        t = next(t for t, tensor in enumerate(checkpoint.tensors) if word in tensor.name)
+        changed = {degree: list(slices) for degree, slices in checkpoint.observed.items()}
+        half = Slice.along(0, ((0, 16),))
+        changed[4][t] = changed[4][t][::-1] if what == "other" else (half, *changed[4][t][1:])
+        [found] = differences(family, replace(checkpoint, observed=changed))
+        assert (found.what, found.degree) == (what, 4)
+    assert [one.what for one in differences(find_family("qwen3"), checkpoint)][:1] == ["no rule"]

@@ -8,7 +8,6 @@ Needs vLLM and torch.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import linecache
 import multiprocessing
@@ -119,7 +118,7 @@ def _configuration(job: Job) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import get_model_architecture
 
-    from relayout.observe.stand_ins import stand_in_devices, stand_in_kernels, stand_in_modules
+    from relayout.observe.stand_ins import stand_in_devices, stand_in_kernels, stand_in_modules, stand_in_tokenizers
 
     stand_in_modules()
     # vLLM looks at a class in a process of its own, lest it starts CUDA; this is one.
@@ -138,10 +137,10 @@ def _configuration(job: Job) -> Any:
         skip_tokenizer_init=True,
         limit_mm_per_prompt={},
     ).create_engine_config()
-    with contextlib.suppress(Exception):  # Said when a rank is built.
-        get_model_architecture(config.model_config)
     stand_in_devices()
+    get_model_architecture(config.model_config)  # Imports the class once, and not again in each fork.
     stand_in_kernels()
+    stand_in_tokenizers()
     return config
 
 

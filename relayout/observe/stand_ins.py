@@ -31,6 +31,10 @@ _LARGE = 2**14
 """Elements beyond which a tensor that is made has no memory: smaller ones are often computed with."""
 
 
+taken: set[str] = set()
+"""What stands in for what a GPU has, of all that has been asked for in this process."""
+
+
 class Group:
     """What vLLM asks of a group of processes while it builds and loads a model: who is this one, of how many."""
 
@@ -61,14 +65,18 @@ class _Anything:
 class _AnyModule(ModuleType):
     """A module in which every name is the same class; every object is an instance of `object`."""
 
-    def __init__(self, name: str, named: type = _Anything) -> None:
+    def __init__(self, name: str, named: type = _Anything, said: str = "") -> None:
+        """With `said`, `taken` gets it when a name is asked for."""
         super().__init__(name)
         self.__spec__ = ModuleSpec(name, None)
         self._named = named
+        self._said = said
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if self._said:
+            taken.add(self._said)
         return self._named
 
 
@@ -94,19 +102,28 @@ def stand_in_devices() -> None:
         try:
             return choose(*args, **kwargs)
         except NotImplementedError:
+            taken.add("FlashMLASparseBackend")
             return "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseBackend"
 
     if workspace := _module("vllm.v1.worker.workspace"):
         workspace.init_workspace_manager(torch.device("cpu"))
     type(platform).get_attn_backend_cls = staticmethod(chosen)
     if importlib.util.find_spec("flashinfer") is None:
-        sys.modules["vllm.v1.attention.backends.flashinfer"] = _AnyModule("flashinfer", object)
+        sys.modules["vllm.v1.attention.backends.flashinfer"] = _AnyModule("flashinfer", object, said="flashinfer")
+    for name, module in list(sys.modules.items()):
+        if name.startswith("vllm.models.") and hasattr(module, "is_flash_attn_varlen_func_available"):
+            vars(module)["is_flash_attn_varlen_func_available"] = _flash_attention
     if (triton := getattr(_module("vllm.triton_utils"), "triton", None)) and not hasattr(triton, "set_allocator"):
         triton.set_allocator = lambda allocate: None
     _replace("vllm.utils.torch_utils", "get_accelerator_view_from_cpu_tensor", lambda tensor: tensor)
     if experts := getattr(_module(f"{_LAYERS}.fused_moe.config"), "FusedMoEConfig", None):
         # The last of its checks is of the processor.
         experts.__post_init__ = _tried(experts.__post_init__, lambda config: None, NotImplementedError)
+
+
+def _flash_attention() -> bool:
+    taken.add("FlashAttention")
+    return True
 
 
 def play(rank: int, tp: int, expert: bool) -> None:
@@ -142,13 +159,7 @@ class WithoutMemory(Unpinned):
 
 
 def stand_in_kernels() -> None:
-    """Where vLLM has no kernel of a layer for this processor, take a stand-in: nothing is run here.
-
-    To be called when the class of the model has been imported.
-    """
-    for imported, its in list(sys.modules.items()):
-        if imported.startswith("vllm.models.") and hasattr(its, "is_flash_attn_varlen_func_available"):
-            vars(its)["is_flash_attn_varlen_func_available"] = lambda: True
+    """Where vLLM has no kernel of a layer for this processor, take a stand-in: nothing is run here."""
     for module in (
         "fp8",
         "auto_awq",
@@ -213,6 +224,7 @@ def _tried(original: Callable[..., Any], stand_in: Callable[..., Any], *errors: 
         try:
             return original(*args, **kwargs)
         except errors:
+            taken.add(original.__qualname__)
             return stand_in(*args, **kwargs)
 
     return tried

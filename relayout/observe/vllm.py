@@ -8,6 +8,7 @@ Needs vLLM and torch.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import linecache
 import multiprocessing
@@ -116,7 +117,6 @@ def _configuration(job: Job) -> Any:
     import vllm.model_executor.models.registry as registry
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.model_loader.utils import get_model_architecture
 
     from relayout.observe.stand_ins import stand_in_devices, stand_in_kernels, stand_in_modules, stand_in_tokenizers
 
@@ -137,11 +137,20 @@ def _configuration(job: Job) -> Any:
         skip_tokenizer_init=True,
         limit_mm_per_prompt={},
     ).create_engine_config()
+    _import_class(config)
     stand_in_devices()
-    get_model_architecture(config.model_config)  # Imports the class once, and not again in each fork.
+    _import_class(config)  # Some can be imported only now.
     stand_in_kernels()
     stand_in_tokenizers()
     return config
+
+
+def _import_class(config: Any) -> None:
+    """Import the model's class once, and not again in each fork; what is wrong is said when a rank is built."""
+    from vllm.model_executor.model_loader.utils import get_model_architecture
+
+    with contextlib.suppress(Exception):
+        get_model_architecture(config.model_config)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,10 @@ Needs torch at import time.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
@@ -119,6 +121,20 @@ def stand_in_devices() -> None:
     if experts := getattr(_module(f"{_LAYERS}.fused_moe.config"), "FusedMoEConfig", None):
         # The last of its checks is of the processor.
         experts.__post_init__ = _tried(experts.__post_init__, lambda config: None, NotImplementedError)
+    if attention := getattr(_module("vllm.v1.attention.backends.cpu_attn"), "CPUAttentionBackendImpl", None):
+        attention.__init__ = _with_known(attention.__init__)
+
+
+def _with_known(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which ignores options that it does not have."""
+    known = inspect.signature(original).parameters
+
+    @functools.wraps(original)
+    def called(*args: Any, **options: Any) -> Any:
+        taken.update(f"{original.__qualname__}: {name}" for name in options.keys() - known.keys())
+        return original(*args, **{name: value for name, value in options.items() if name in known})
+
+    return called
 
 
 def _flash_attention() -> bool:

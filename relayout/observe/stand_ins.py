@@ -31,6 +31,10 @@ _LARGE = 2**14
 """Elements beyond which a tensor that is made has no memory: smaller ones are often computed with."""
 
 
+taken: set[str] = set()
+"""What stands in for what a GPU has, of all that has been asked for in this process."""
+
+
 class Group:
     """What vLLM asks of a group of processes while it builds and loads a model: who is this one, of how many."""
 
@@ -69,6 +73,7 @@ class _AnyModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        taken.add(self.__name__)
         return self._named
 
 
@@ -94,6 +99,7 @@ def stand_in_devices() -> None:
         try:
             return choose(*args, **kwargs)
         except NotImplementedError:
+            taken.add("FlashMLASparseBackend")
             return "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseBackend"
 
     if workspace := _module("vllm.v1.worker.workspace"):
@@ -101,6 +107,9 @@ def stand_in_devices() -> None:
     type(platform).get_attn_backend_cls = staticmethod(chosen)
     if importlib.util.find_spec("flashinfer") is None:
         sys.modules["vllm.v1.attention.backends.flashinfer"] = _AnyModule("flashinfer", object)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("vllm.models.") and hasattr(module, "is_flash_attn_varlen_func_available"):
+            vars(module)["is_flash_attn_varlen_func_available"] = lambda: True
     if (triton := getattr(_module("vllm.triton_utils"), "triton", None)) and not hasattr(triton, "set_allocator"):
         triton.set_allocator = lambda allocate: None
     _replace("vllm.utils.torch_utils", "get_accelerator_view_from_cpu_tensor", lambda tensor: tensor)
@@ -119,14 +128,14 @@ def play(rank: int, tp: int, expert: bool) -> None:
             setattr(parallel_state, name, Group(rank if many else 0, tp if many else 1))
 
 
-class Unpinned(TorchFunctionMode):
-    """Memory of tensors that are made is not pinned: there may be no device that could."""
+class WithoutPinning(TorchFunctionMode):
+    """Memory is not pinned: that needs a GPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **{key: value for key, value in (kwargs or {}).items() if key != "pin_memory"})
 
 
-class WithoutMemory(Unpinned):
+class WithoutMemory(WithoutPinning):
     """Large tensors that are made have no memory: they are on torch's meta device."""
 
     _BY_SIZE = (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn)
@@ -142,13 +151,7 @@ class WithoutMemory(Unpinned):
 
 
 def stand_in_kernels() -> None:
-    """Where vLLM has no kernel of a layer for this processor, take a stand-in: nothing is run here.
-
-    To be called when the class of the model has been imported.
-    """
-    for imported, its in list(sys.modules.items()):
-        if imported.startswith("vllm.models.") and hasattr(its, "is_flash_attn_varlen_func_available"):
-            vars(its)["is_flash_attn_varlen_func_available"] = lambda: True
+    """Where vLLM has no kernel of a layer for this processor, take a stand-in: nothing is run here."""
     for module in (
         "fp8",
         "auto_awq",
@@ -178,7 +181,12 @@ def stand_in_tokenizers() -> None:
     """
     name = "cached_tokenizer_from_config"
     if original := getattr(_module("vllm.tokenizers.registry"), name, None):
-        _put(name, original, lambda *_, **__: MagicMock())
+        _put(name, original, _tokenizer)
+
+
+def _tokenizer(*_: Any, **__: Any) -> Any:
+    taken.add("tokenizer")
+    return MagicMock()
 
 
 def _kernel(*_: Any, **__: Any) -> Any:
@@ -213,6 +221,7 @@ def _tried(original: Callable[..., Any], stand_in: Callable[..., Any], *errors: 
         try:
             return original(*args, **kwargs)
         except errors:
+            taken.add(original.__qualname__)
             return stand_in(*args, **kwargs)
 
     return tried

@@ -8,6 +8,7 @@ Needs vLLM and torch.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import linecache
 import multiprocessing
@@ -136,8 +137,9 @@ def _configuration(job: Job) -> Any:
         skip_tokenizer_init=True,
         limit_mm_per_prompt={},
     ).create_engine_config()
+    with contextlib.suppress(Exception):  # Said when a rank is built.
+        get_model_architecture(config.model_config)
     stand_in_devices()
-    get_model_architecture(config.model_config)  # Imports the class once, and not again in each fork.
     stand_in_kernels()
     stand_in_tokenizers()
     return config

@@ -68,7 +68,7 @@ _PRODUCTS = (
 """What linear attention and Mamba 2 fuse: the projection of each, and its convolution."""
 
 _LINEAR = re.compile(r"linear_attn|delta_net")
-_STATE_SPACE = re.compile(r"(^|[._])(mamba|ssm|mixer)([._]|$)")
+_STATE_SPACE = re.compile(r"(^|[._])(mamba|ssm|mixer)\.(?![qkvo]_proj)")
 _BESIDE = re.compile(
     r"(^|[._])(visual|vision|vit|image|audio|speech|sound|video|qformer|connector|projectors?)([._]|$)"
     r"|^(model\.)?encoder\."

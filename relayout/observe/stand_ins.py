@@ -65,15 +65,18 @@ class _Anything:
 class _AnyModule(ModuleType):
     """A module in which every name is the same class; every object is an instance of `object`."""
 
-    def __init__(self, name: str, named: type = _Anything) -> None:
+    def __init__(self, name: str, named: type = _Anything, said: str = "") -> None:
+        """With `said`, `taken` gets it when a name is asked for."""
         super().__init__(name)
         self.__spec__ = ModuleSpec(name, None)
         self._named = named
+        self._said = said
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        taken.add(self.__name__)
+        if self._said:
+            taken.add(self._said)
         return self._named
 
 
@@ -106,16 +109,21 @@ def stand_in_devices() -> None:
         workspace.init_workspace_manager(torch.device("cpu"))
     type(platform).get_attn_backend_cls = staticmethod(chosen)
     if importlib.util.find_spec("flashinfer") is None:
-        sys.modules["vllm.v1.attention.backends.flashinfer"] = _AnyModule("flashinfer", object)
+        sys.modules["vllm.v1.attention.backends.flashinfer"] = _AnyModule("flashinfer", object, said="flashinfer")
     for name, module in list(sys.modules.items()):
         if name.startswith("vllm.models.") and hasattr(module, "is_flash_attn_varlen_func_available"):
-            vars(module)["is_flash_attn_varlen_func_available"] = lambda: True
+            vars(module)["is_flash_attn_varlen_func_available"] = _flash_attention
     if (triton := getattr(_module("vllm.triton_utils"), "triton", None)) and not hasattr(triton, "set_allocator"):
         triton.set_allocator = lambda allocate: None
     _replace("vllm.utils.torch_utils", "get_accelerator_view_from_cpu_tensor", lambda tensor: tensor)
     if experts := getattr(_module(f"{_LAYERS}.fused_moe.config"), "FusedMoEConfig", None):
         # The last of its checks is of the processor.
         experts.__post_init__ = _tried(experts.__post_init__, lambda config: None, NotImplementedError)
+
+
+def _flash_attention() -> bool:
+    taken.add("FlashAttention")
+    return True
 
 
 def play(rank: int, tp: int, expert: bool) -> None:
@@ -128,14 +136,14 @@ def play(rank: int, tp: int, expert: bool) -> None:
             setattr(parallel_state, name, Group(rank if many else 0, tp if many else 1))
 
 
-class WithoutPinning(TorchFunctionMode):
-    """Memory is not pinned: that needs a GPU."""
+class Unpinned(TorchFunctionMode):
+    """Memory of tensors that are made is not pinned: there may be no device that could."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **{key: value for key, value in (kwargs or {}).items() if key != "pin_memory"})
 
 
-class WithoutMemory(WithoutPinning):
+class WithoutMemory(Unpinned):
     """Large tensors that are made have no memory: they are on torch's meta device."""
 
     _BY_SIZE = (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn)

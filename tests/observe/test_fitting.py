@@ -117,3 +117,44 @@ def test_slices_that_no_rule_gives_are_kept_as_they_are() -> None:
     assert list(fitted.unfitted) == ["w"]
     assert "w: it is cut along dims [0, 1]" in as_toml(fitted, "observed")
     assert agrees(fitted, source, observed)
+
+
+def test_what_fits_one_checkpoint_by_chance_is_refuted_by_another() -> None:
+    """With as many groups as heads, a tensor that is cut by the one seems to be cut by the other."""
+
+    def held(groups: int, degree: int, rank: int) -> Slice:
+        """Of 32 elements for each group: its groups, or the one that it shares."""
+        count = max(1, groups // degree)
+        return Slice.along(0, ((32 * (rank * groups // degree), 32 * count),))
+
+    examples = []
+    for heads, groups in ((8, 8), (8, 4)):
+        source = make_source({"layers.0.attn.w": (32 * groups, 4)}, num_attention_heads=heads, n_groups=groups)
+        observed = {degree: [tuple(held(groups, degree, rank) for rank in range(degree))] for degree in (2, 8)}
+        examples.append(Example(source, observed))
+    [first] = fit(examples[:1]).family.rules
+    [both] = fit(examples).family.rules
+    assert (first.units, both.units) == (("heads",), ("state_groups",))
+    assert not fit(examples).unfitted
+
+
+def test_parts_beside_the_language_model_are_cut_evenly_or_held_whole() -> None:
+    name = "visual.blocks.0.attn.qkv.weight"
+    source = make_source({name: (48, 4)}, num_attention_heads=8, num_key_value_heads=4)
+    thirds = [tuple(Slice.along(0, ((8 * r, 8), (16 + 8 * r, 8), (32 + 8 * r, 8))) for r in range(2))]
+    text = as_toml(fit([Example(source, {2: thirds})]), "observed")
+    assert '= { dim = 0, by = ["even", "even", "even"], or = "whole" }' in text
+
+
+def test_a_long_list_has_lines_of_its_own() -> None:
+    names = [f"model.layers.0.{word}.weight" for word in ("a_long_name_of_a_norm", "b_long_name_of_a_norm")]
+    sizes = {"mamba_n_heads": 8, "mamba_d_head": 4, "mamba_n_groups": 2, "mamba_d_state": 16}
+    source = make_source({**dict.fromkeys(names, (4,)), "layers.0.mamba.in_proj.weight": (136, 4)}, **sizes)
+    parts = [(0, 16), (32, 16), (64, 16), (96, 16), (128, 4)]
+    cut = tuple(Slice.along(0, [(start + length * r, length) for start, length in parts]) for r in range(2))
+    fitted = fit([Example(source, {2: [(WHOLE, WHOLE)] * 2 + [cut]})])
+    text = as_toml(fitted, "observed " * 40)
+    assert max(map(len, text.splitlines())) <= 120
+    assert '    "state_heads * one",\n] }' in text
+    assert parse_family(text, "plan.toml", "plan").rules == fitted.family.rules
+    assert '"model.layers.*.{a,b}_long_name_of_a_norm.weight" = "whole"' in text

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +22,7 @@ from relayout.errors import PlanError
 from relayout.format.slices import dump_slice
 from relayout.observe.observation import parse, write_stand_in
 from relayout.observe.plan_file import observe_plan
+from relayout.plans.family import builtin_text
 from relayout.storage.stores import find_store
 
 HIDDEN = 16
@@ -124,12 +127,55 @@ def test_what_cannot_be_observed_is_an_error_that_names_class_and_line(tmp_path:
     assert not (tmp_path / "out").exists()
 
 
-def test_without_vllm_the_error_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "packages").mkdir()
-    (tmp_path / "packages" / "vllm.py").write_text("raise ImportError('none here')")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'packages'}:{Path(relayout.__file__).parents[1]}")
+def test_without_vllm_observing_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_vllm(tmp_path, monkeypatch)
     write_source(tmp_path / "model")
-    with pytest.raises(PlanError, match=r"--plan vllm: vLLM cannot be imported \(none here\)"):
+    message = (
+        r"--plan vllm: vLLM cannot be imported \(none here\): install vllm \(a build for CPUs.*\) beside relayout$"
+    )
+    with pytest.raises(PlanError, match=message):
         relayout.convert(tmp_path / "model", tmp_path / "out", tp=2, plan="vllm")
+    with pytest.raises(PlanError, match=message):
+        observe_plan(tmp_path / "model", tmp_path / "plan.toml")
+    assert not (tmp_path / "plan.toml").exists()
     # One rank needs no plan.
     assert relayout.convert(tmp_path / "model", tmp_path / "one", tp=1, plan="vllm").num_ranks == 1
+
+
+@pytest.mark.parametrize("plan", ["built in", "written"])
+def test_no_vllm_is_needed_to_convert_verify_and_load_by_a_plan_that_was_observed(
+    plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a process where importing it fails."""
+    without_vllm(tmp_path, monkeypatch)
+    shapes = {"model.layers.0.self_attn.gate_proj.weight": (16, 8), "model.layers.0.post_mlp_layernorm.weight": (8,)}
+    tensors = {name: np.arange(np.prod(shape), dtype=np.float32).reshape(shape) for name, shape in shapes.items()}
+    (tmp_path / "model").mkdir()
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    config = {"model_type": "afmoe", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "plan.toml").write_text(builtin_text("afmoe"))
+    script = f"""
+import sys, relayout
+done = relayout.convert("model", "out", tp=4, plan={"None" if plan == "built in" else "'plan.toml'"})
+assert relayout.verify("out", source="model").ok
+held = relayout.load("out", 1)
+rows = [[float(8 * r + c) for c in range(8)] for r in range(4, 8)]
+assert held["model.layers.0.self_attn.gate_proj.weight"].tolist() == rows
+assert held["model.layers.0.post_mlp_layernorm.weight"].shape == (8,)
+assert "vllm" not in sys.modules
+try:
+    import vllm
+except ImportError as error:
+    assert str(error) == "none here"
+else:
+    raise AssertionError
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path)
+
+
+def without_vllm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot be imported in processes that are started."""
+    (folder / "packages").mkdir()
+    (folder / "packages" / "vllm.py").write_text("raise ImportError('none here')")
+    monkeypatch.setenv("PYTHONPATH", f"{folder / 'packages'}:{Path(relayout.__file__).parents[1]}")

@@ -458,3 +458,12 @@ def test_a_size_that_config_json_does_not_have_is_named_with_its_keys() -> None:
     with pytest.raises(PlanError, match=r"^size 'groups' is unknown: the plan does not say where to find it$"):
         sizes.get("groups")
     assert Sizes({"heads": (SizeSource("n_head"),)}, {"n_head": 2}).get("heads") == 2
+
+
+def test_groups_of_a_state_space_are_shared_as_kv_heads_are() -> None:
+    """vLLM 0.33 `mamba_mixer2.py`: with one group, every rank has it."""
+    sizes = sizes_of(state_heads=8, state_dim=4, state_groups=1, state=16)
+    units, widths = ("state_heads", "state_groups", "state_groups"), ("state_dim", "state", "state")
+    ranges = divide(Rule("x", 0, units, widths), 64, sizes, 4)
+    assert [elements(one) for one in ranges] == [[*range(8 * r, 8 * r + 8), *range(32, 64)] for r in range(4)]
+    assert divide(Rule("x", 0, ("state_groups",)), 16, sizes, 4) == [((0, 16),)] * 4

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from engines.plan_table import TABLE
 from families import BESIDE_THE_LANGUAGE_MODEL, EXPERT_FAMILIES, FAMILIES, MULTIMODAL, Entry, Sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -93,9 +94,10 @@ def test_a_checkpoint_is_what_its_table_says_and_each_byte_depends_on_its_positi
             assert len(np.unique(array)) > 1, key
 
 
-def test_every_built_in_plan_has_a_checkpoint_here() -> None:
+def test_every_built_in_plan_has_a_checkpoint_here_or_is_made_from_what_was_observed() -> None:
     ours = {str(family.config(family.all_sizes())["model_type"]) for family in FAMILIES.values()}
-    assert [family.name for family in builtin_families() if not ours & set(family.model_types)] == []
+    names = {family.name for family in builtin_families() if not ours & set(family.model_types)}
+    assert names - TABLE.keys() == {"qwen2_vl"}  # Its text model is that of qwen2_5_vl; it is observed, too.
 
 
 # What each rank holds.

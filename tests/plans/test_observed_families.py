@@ -23,7 +23,15 @@ OBSERVED: defaultdict[str, list[Checkpoint]] = defaultdict(list)
 for one in read(Path(__file__).parent / "observed.jsonl.xz"):
     OBSERVED[one.name].append(one)
 
-WITHOUT_PLAN = {"Cosmos3EdgeForConditionalGeneration", "DiffusionGemmaForBlockDiffusion"}
+WITHOUT_PLAN = {
+    "DeepseekV4ForCausalLM",
+    "DiffusionGemmaForBlockDiffusion",
+    "MiMoV2FlashForCausalLM",
+    "Qwen4ExpForCausalLM",
+    "MiniMaxM3SparseForConditionalGeneration",
+    "Molmo2ForConditionalGeneration",
+    "Zamba2ForCausalLM",
+}
 NOT_OBSERVED = {"mllama"}
 """Plans of families that vLLM 0.33 does not load."""
 

@@ -48,6 +48,10 @@ def parse(text: str) -> Family:
         ('{ dim = 0, by = ["heads", "kv_heads", "kv_heads"] }', Rule("x", 0, ("heads", "kv_heads", "kv_heads"))),
         ('{ dim = 1, by = ["even", "even"] }', Rule("x", 1, ("even", "even"))),
         (
+            '{ dim = 1, by = "even", or = "whole" }',
+            Rule("x", 1, ("even",), or_whole=True),
+        ),
+        (
             '{ dim = 0, by = ["heads", "kv_heads"], interleaved = "kv_heads" }',
             Rule("x", 0, ("heads", "kv_heads"), interleaved="kv_heads"),
         ),
@@ -298,6 +302,7 @@ NO_PARTS = "parts must be either all 'even' or all names of sizes"
         # An axis has no number of `even` groups, nor are they any number of elements wide.
         ("[sizes]\nheads = 'n'\n[cut]\nx = { dim = 0, by = ['heads', 'heads'], interleaved = 'even' }", "cut 'x': "),
         ("[sizes]\nheads = 'n'\n[cut]\nx = { dim = 0, by = 'heads * even' }", "cut 'x': "),
+        ("[cut]\nx = { dim = 0, by = 'even', or = 'none' }", "cut 'x': .*: or must be \"whole\""),
         ("[cut]\nx = { dim = 0, by = 'even', interleaved = 'even' }", f"cut 'x': .*: {NO_INTERLEAVED}"),
         ("[cut]\nx = { dim = 0, by = ['even', 'even'], interleaved = 2 }", f"cut 'x': .*: {NO_INTERLEAVED}"),
         ("[cut]\nx = { dim = 0, by = 'even', block = 2 }", f"cut 'x': .*: {NO_BLOCK}"),
@@ -464,6 +469,18 @@ def test_a_cut_may_list_the_slices_of_each_rank() -> None:
         plan_by(source, 4, family)
     with pytest.raises(PlanError, match=r"'w'.*\[8, 2\] does not have the slices of the plan"):
         plan_by(make_source({"w": (8, 2), "e": (2, 4)}), 2, family)
+
+
+def test_a_cut_may_be_whole_where_ranks_cannot_divide_it() -> None:
+    family = parse('[cut]\nx = { dim = 0, by = ["even", "even"], or = "whole" }\ny = { dim = 0, by = "even" }')
+    source = make_source({"x": (12, 4), "y": (8, 4)})
+    assert plan_by(source, 2, family).cut(0).slices[1] == Slice.along(0, ((3, 3), (9, 3)))
+    assert plan_by(source, 4, family).cut(0).is_whole
+    assert parse_rules(dump_rules(family), "record", "mine", "file") == family
+    with pytest.raises(PlanError, match=r"'y': .*8 elements, not a multiple of 3"):
+        plan_by(source, 3, family)
+    with pytest.raises(PlanError, match=r"'x': .*the dimension does not exist"):
+        plan_by(make_source({"x": (), "y": (8, 4)}), 2, family)
 
 
 def test_slices_of_a_quantized_weight_are_those_of_the_stored_tensor() -> None:

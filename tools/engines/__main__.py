@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 import os
 import subprocess
 import sys
@@ -14,20 +15,30 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from families import FAMILIES
 from transformers.utils import logging as transformers_logging
 
 import relayout
-from engines import observed
+from engines import observed, observed_slices, plan_making
 from engines.cases import DEGREES, RUNS, WHOLE_IN_SGLANG, Case, Run, all_cases, converted_of, source_of
 from engines.cold_start import measure, placements, reads
 from engines.environments import ENGINES, ROOT, Environment, environment_of, versions_in
 from engines.failures import fail
+from engines.plan_table import TABLE
 from engines.starts import start
 
 RESULTS = ROOT / "tools" / "results" / "engines.json"
 OBSERVED = "vllm-0.33"
 OBSERVED_RESULTS = RESULTS.with_name("observed.jsonl")
-TABLE = ROOT / "relayout" / "plans" / "OBSERVED.md"
+BUILTIN_RESULTS = RESULTS.with_name("builtin_plans.jsonl")
+MUTATED_RESULTS = RESULTS.with_name("mutations.jsonl")
+SLICES = ROOT / "tests" / "plans" / "observed.jsonl.xz"
+MUTATED = (
+    *("GPT2LMHeadModel", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM", "Qwen3NextForCausalLM"),
+    "Qwen2VLForConditionalGeneration",
+)
+"""Whose plans are made wrong: fused and transposed weights, experts, latent and linear attention, a vision part."""
+TABLE_FILE = ROOT / "relayout" / "plans" / "OBSERVED.md"
 SCRIPTS = ROOT / "tools" / "engines"
 HOME = Path(tempfile.gettempdir(), "engine-envs")
 BATCH = 40
@@ -54,12 +65,20 @@ def main(
     observe: Annotated[
         bool, typer.Option("--observe", help="Only: every architecture of vLLM's registry, by observation.")
     ] = False,
+    plans: Annotated[
+        bool, typer.Option("--plans", help="Only: observe checkpoints of several sizes; write the built-in plans.")
+    ] = False,
+    mutations: Annotated[bool, typer.Option("--mutations", help="Only: are wrong plans seen to be wrong?")] = False,
     home: Annotated[Path, typer.Option("--environments", help="Folder of environments and checkpoints.")] = HOME,
 ) -> None:
     """Load small checkpoints of all families and forms by the engines' own loaders and through relayout."""
     transformers_logging.disable_progress_bar()
-    if observe:
-        observe_registry(home)
+    if observe or plans or mutations:
+        environment = environment_of(OBSERVED, home)
+        for wanted, do in ((observe, observe_registry), (plans, make_plans), (mutations, mutate)):
+            if wanted:
+                do(environment, home)
+        write_table(versions_in(environment))
         return
     for name in engines or list(ENGINES):
         work = home / f"{name}-work"
@@ -87,24 +106,63 @@ def main(
             record(name, "reads", dict(reads(environment, work)))
 
 
-def observe_registry(home: Path) -> None:
-    """Convert and load each architecture of vLLM's registry that a checkpoint can be made for; write the table."""
-    environment = environment_of(OBSERVED, home)
-    variables = environment.variables | {"OMP_NUM_THREADS": "1"}
-    variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), variables.get("PYTHONPATH", ""), str(SCRIPTS)])
-    scratch = home / "vllm-work" / "registry"
+def observe_registry(environment: Environment, home: Path) -> None:
+    """Convert and load each architecture of vLLM's registry that a checkpoint can be made for."""
     OBSERVED_RESULTS.unlink(missing_ok=True)
+    run_script(environment, home, "registry.py", OBSERVED_RESULTS)
+    keep_results(OBSERVED_RESULTS)
+
+
+def keep_results(file: Path) -> None:
+    """Those of `registry.py`: of built-in plans in a file of their own."""
+    results = sorted(observed.read(file), key=lambda one: str(one["architecture"]))
+    builtin = [{"architecture": one["architecture"], **one.pop("builtin", {})} for one in results]
+    write_lines(OBSERVED_RESULTS, results)
+    write_lines(BUILTIN_RESULTS, [one for one in builtin if len(one) > 1])
+
+
+def make_plans(environment: Environment, home: Path) -> None:
+    """Observe what can be made small, in several sizes; write built-in plans from it."""
+    names = [one["architecture"] for one in observed.read(OBSERVED_RESULTS) if one["step"] != "make"]
+    found = home / "vllm-work" / "slices.jsonl"
+    found.unlink(missing_ok=True)
+    run_script(environment, home, "observing.py", found, *names, *(f"family:{name}" for name in FAMILIES))
+    lines = [line for line in found.read_text().splitlines(keepends=True) if "error" not in json.loads(line)]
+    SLICES.write_bytes(lzma.compress("".join(sorted(lines)).encode(), preset=9))
+    plan_making.write(TABLE, observed_slices.read(SLICES))
+
+
+def mutate(environment: Environment, home: Path) -> None:
+    """Convert and load by wrong plans."""
+    MUTATED_RESULTS.unlink(missing_ok=True)
+    run_script(environment, home, "mutations.py", MUTATED_RESULTS, *MUTATED)
+
+
+def run_script(environment: Environment, home: Path, script: str, results: Path, *names: str) -> None:
+    """One that observes vLLM."""
+    variables = environment.variables | {"OMP_NUM_THREADS": "1"}
+    folders = [ROOT, variables.get("PYTHONPATH", ""), SCRIPTS, ROOT / "tools", ROOT / "tests"]
+    variables["PYTHONPATH"] = os.pathsep.join(map(str, folders))
+    scratch = home / "vllm-work" / script.removesuffix(".py")
     subprocess.run(
-        [environment.python, SCRIPTS / "registry.py", scratch, OBSERVED_RESULTS], check=True, env=variables, cwd=home
+        [environment.python, SCRIPTS / script, scratch, results, *names], check=True, env=variables, cwd=home
     )
-    write_table(versions_in(environment))
+
+
+def write_lines(file: Path, results: Sequence[Result]) -> None:
+    file.write_text("".join(f"{json.dumps(one)}\n" for one in results))
 
 
 def write_table(versions: dict[str, str]) -> None:
     """From the results."""
-    results = sorted(observed.read(OBSERVED_RESULTS), key=lambda one: str(one["architecture"]))
-    OBSERVED_RESULTS.write_text("".join(f"{json.dumps(one)}\n" for one in results))
-    TABLE.write_text(observed.render(results, versions))
+    builtin = {one["architecture"]: one for one in observed.read(BUILTIN_RESULTS)}
+    mutated = [json.loads(line) for line in MUTATED_RESULTS.read_text().splitlines()]
+    parts = (
+        observed.render(observed.read(OBSERVED_RESULTS), builtin, versions),
+        observed.render_comparison(observed_slices.read(SLICES)),
+        observed.render_mutations(mutated),
+    )
+    TABLE_FILE.write_text("\n".join(parts))
 
 
 def record(engine: str, part: str, new: dict[str, Any]) -> None:

@@ -156,6 +156,9 @@ ARCHITECTURES: dict[str, Made] = {
             (r"\.feedforward_layer_norm\.", ".post_attention_layernorm."),
         )
     ),
+    "OrionForCausalLM": Made(
+        by="StableLmForCausalLM", values={"use_parallel_residual": False}, said={"rms_norm_eps": 1e-5}
+    ),
     "PhiMoEForCausalLM": Made(by="PhimoeForCausalLM"),
     "Qwen4ExpForCausalLM": Made(
         values={
@@ -164,6 +167,7 @@ ARCHITECTURES: dict[str, Made] = {
             **{"ple_layer_ids": [1], "eos_token_id": 2, "output_gate_type": "silu"},
         }
     ),
+    "Rnj1ForCausalLM": Made(by="Gemma3ForCausalLM", said={"attention_bias": False}),
     "SolarForCausalLM": Made(
         by="LlamaForCausalLM",
         said={f"bskcn_{one}": [layer] for layer, one in enumerate(("1", "2", "3", "4"))} | {"bskcn_tv": [0.9, 0.8]},

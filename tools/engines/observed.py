@@ -17,6 +17,9 @@ from relayout.errors import PlanError
 
 Found = Mapping[str, Any]
 
+KINDS = ("flipped", "border moved by one", "ranks exchanged")
+"""Of mutations; others are of experts."""
+
 _MAX_CELL = 110
 """Characters of a reason."""
 
@@ -29,18 +32,18 @@ vllm` at TP 2 and 4, and loaded through the class and loader of vLLM from the so
 ranks hold more than once at TP 4, of the bytes of the source. *Plan*: the built-in one, where the folder that it makes
 is the same, too; no vLLM is needed for it. *only observed*: there is none, `--plan vllm` is the way. Small checkpoints
 are made of a configuration's defaults, with small numbers; where that fails, nothing is known of the architecture
-itself. *As X*: transformers has no class of that name, and X has its names. *Stand-ins*: what vLLM builds or looks for
+itself. *As X*: made by X of transformers, which has its names. *Stand-ins*: what vLLM builds or looks for
 on a GPU only, and has been replaced to build the class here; it does not touch parameters.
 
 """
 
 _PARTS = """Vision and audio parts are cut as vLLM cuts them by default (`mm_encoder_tp_mode="weights"`): layers of its
-parallel classes are, and whatever else it has whole on every rank is replicated, because each rank loads it: convolutions of
-patches and spectrograms, tables of positions, norms, most projectors and Q-Formers, and towers that are transformers'
-own modules or are written with plain layers (Gemma 3n and 4, Granite Speech, Audio Flamingo 3, Qwen2 Audio, Dots 3
-Note). In these small models such parts weigh much more than in those of the hub, where a projector is a few per cent
-of the bytes. With `mm_encoder_tp_mode="data"` vLLM wants these parts whole: tensors that were cut are then read whole,
-from the files of all ranks, which is slow, and is reported.
+parallel classes are, and whatever else it has whole on every rank is replicated, because each rank loads it:
+convolutions of patches and spectrograms, tables of positions, norms, most projectors and Q-Formers, and towers that
+are transformers' own modules or are written with plain layers (Gemma 3n and 4, Granite Speech, Audio Flamingo 3,
+Qwen2 Audio, Dots 3 Note). In these small models such parts weigh much more than in those of the hub, where a projector
+is a few per cent of the bytes. With `mm_encoder_tp_mode="data"` vLLM wants these parts whole: tensors that were cut
+are then read whole, from the files of all ranks, which is slow, and is reported.
 
 """
 """Above the table of multimodal architectures."""
@@ -108,13 +111,15 @@ def render_comparison(checkpoints: Sequence[Checkpoint]) -> str:
     of_tables = sum(name.startswith("family:") for name in compared)
     degrees = sorted({degree for one in checkpoints for degree in one.observed})
     sizes = {one.root.partition(", ")[2] for one in checkpoints}
+    counts = f"{len(compared) - of_tables} architectures, in up to {len(sizes)} sizes, and of {of_tables} tables"
+    ranks = ", ".join(map(str, degrees))
     text = f"""## Plans compared with what was observed
 
-Made by `tools/run engines --plans`: small checkpoints of {len(compared) - of_tables} architectures, in up to {len(sizes)} sizes, and of the
-{of_tables} tables of families.py that plans were written from by hand, were observed at up to
-{", ".join(map(str, degrees))} ranks, and the slices of all tensors compared with those of the built-in plan. The tests do so again, without
-vLLM. No plan has another slice; parts beside the language model, whose numbers a plan does not know, are held whole in
-these cases, where vLLM takes a part along the dimension:
+Made by `tools/run engines --plans`: small checkpoints of {counts}
+that plans were written from by hand were observed at {ranks} ranks, where vLLM accepts them. The slices of all
+tensors were compared with those of the built-in plan. The tests do so again, without vLLM. No plan has another slice.
+Of some parts beside the language model, whose numbers a plan does not know, ranks hold the whole, where vLLM takes a
+part of this dimension:
 
 | architecture | dimension | tensors |
 |---|---|---|
@@ -131,15 +136,16 @@ def render_mutations(results: Sequence[Found]) -> str:
 
 Made by `tools/run engines --mutations`: plans as observed, each with one rule changed; the checkpoint is converted by
 it and loaded at TP 2. *Seen*: parameters are different, or tensors had to be read whole from the files of other ranks,
-or the conversion or the load ended with an error. Without a change nothing is seen.
+or the conversion or the load ended with an error. *Flipped*: cut along the other dimension. *Border moved*: by one
+element. Without a change nothing is seen.
 
-| architecture | wrong plans | seen | a cut along the other dimension | a border moved by one element | ranks exchanged | experts missing |
-|---|---|---|---|---|---|---|
 """
+    columns = ("architecture", "wrong plans", "seen", *KINDS, "experts missing")
+    text += f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|\n"
     for name in sorted({one["architecture"] for one in results}):
         mine = [one for one in results if one["architecture"] == name and one["mutation"] != "none"]
         kinds = [one["mutation"].partition(":")[0] for one in mine]
-        counts = [kinds.count(kind) for kind in ("flipped", "border moved by one", "ranks exchanged")]
+        counts = [kinds.count(kind) for kind in KINDS]
         counts.append(len(kinds) - sum(counts))
         seen = sum(bool(one["seen"]) for one in mine)
         text += f"| {name} | {len(mine)} | {seen} | {' | '.join(map(str, counts))} |\n"

@@ -22,8 +22,8 @@ HELD_OUT = (6, 16)
 
 BESIDE = re.compile(
     r"(model\.)?(visual|vision_tower|vision_model|audio_tower|multi_modal_projector|connector|encoder|projector|qformer"
-    r"|merger|talker|token2wav|mlp_AR|mlp1|image_newline|language_projection|(embed|layerwise|spatial)_(vision|audio|projectors)"
-    r"|vision_(embedder|adapter))\b"
+    r"|merger|talker|token2wav|code2wav|mlp_AR|mlp1|image_newline|language_projection|(embed|layerwise|spatial)_(vision|audio|projectors)"
+    r"|vision_(embedder|adapter|projection)|resampler_model|whisper_encoder|vq_adaptor)\b"
 )
 """The first words of names of what is beside the language model."""
 
@@ -81,7 +81,7 @@ def text_of(wanted: Wanted, checkpoints: Sequence[Checkpoint]) -> str:
         raise SystemExit(f"{wanted.title}: {missing}")
     beside = [Rule(pattern, None) for pattern in fitted.unfitted]
     used = {size for rule in fitted.family.rules for size in (*rule.units, *rule.widths, rule.interleaved)}
-    used |= fitted.family.sizes.keys() & {families.HEAD_DIM}
+    used |= set() if base else fitted.family.sizes.keys() & {families.HEAD_DIM}
     used |= (
         {families.EXPERTS}
         if any(".experts." in tensor.name for one in checkpoints for tensor in one.tensors)
@@ -93,7 +93,7 @@ def text_of(wanted: Wanted, checkpoints: Sequence[Checkpoint]) -> str:
         model_types=tuple(dict.fromkeys(str(one.model_type) for one in checkpoints)),
         prefixes=wanted.language_prefixes,
         sizes=dict(_sizes(fitted.family, used, known, checkpoints)),
-        rules=tuple(_shortened([*fitted.family.rules, *beside], base.patterns if base else ())),
+        rules=tuple(_shortened([*fitted.family.rules, *beside], base)),
         **_experts(fitted.family, base, checkpoints),
     )
     engines = sorted({one.engine.partition(" ")[2] for one in checkpoints})
@@ -103,20 +103,26 @@ def text_of(wanted: Wanted, checkpoints: Sequence[Checkpoint]) -> str:
     return as_toml(replace(fitted, family=family, unfitted={}), f"{wanted.title}.", said, extends=wanted.extends)
 
 
-def _shortened(rules: Sequence[Rule], known: Sequence[str]) -> Iterator[Rule]:
+def _shortened(rules: Sequence[Rule], base: Family | None) -> Iterator[Rule]:
     """What is held whole beside the language model has one rule for each part, behind all others."""
     parts = {}
     for rule in rules:
         found = BESIDE.match(rule.pattern)
         is_whole = rule.dim is None or depends_on_numbers(rule.pattern)  # To tell numbers apart takes long.
         part = _optional_model(f"{found[0]}.**") if found and found[0] != rule.pattern else ""
-        if is_whole and part and part not in known:
+        if is_whole and part and (base is None or part not in base.patterns):
             parts[part] = Rule(part, None)
-        elif is_whole:
+        elif is_whole and not _is_whole_by(base, rule.pattern):
             yield Rule(_optional_model(collapse_numbers(rule.pattern)), None)
-        else:
+        elif not is_whole:
             yield replace(rule, pattern=_optional_model(rule.pattern))
     yield from parts.values()
+
+
+def _is_whole_by(base: Family | None, pattern: str) -> bool:
+    name = re.sub(r"\{([^,}]*)[^}]*\}", r"\1", pattern).replace("*", "0")
+    rule = base.rule(name) if base else None
+    return rule is not None and rule.dim is None
 
 
 def _optional_model(pattern: str) -> str:
@@ -143,14 +149,15 @@ def _sizes(
     for size, sources in all_sources.items():
         there = tuple(one for one in sources if not isinstance(one.use, str) or any(one.use in c for c in configs))
         found = [(Sizes({size: there}, one).find(size), Sizes(known, one).find(size)) for one in configs]
-        if size in used and any(own is not None and theirs is None for own, theirs in found):
+        if size in used and any(own not in (None, theirs) for own, theirs in found):
             yield size, there
 
 
 def _experts(family: Family, base: Family | None, checkpoints: Sequence[Checkpoint]) -> Mapping[str, tuple[str, ...]]:
     """The tables of experts, but for those that the base knows."""
     tensors = [tensor for one in checkpoints for tensor in one.tensors]
-    names = [one.name for one in tensors if ".experts." in one.name and len(one.shape) > 1]
+    stacks = [one.name for one in tensors if ".experts." in one.name and len(one.shape) > 1]
+    names = [name for name in stacks if not BESIDE.match(name)]
     if base and all(base.expert(name) is not None or base.stacks_experts(name) for name in names):
         return {"experts_each": (), "experts_stacked": ()}
     return {

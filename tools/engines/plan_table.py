@@ -48,7 +48,7 @@ TABLE: dict[str, Wanted] = {
         "qwen3_next",
         _NESTED,
     ),
-    "stablelm": Wanted("StableLM: Llama-shaped, with biases of norms", ("StableLm",), "llama"),
+    "stablelm": Wanted("StableLM, Nemotron: Llama-shaped, with biases of norms", ("StableLm", "Nemotron"), "llama"),
     "aria": Wanted("Aria: Llama with experts in one tensor, and a vision part", ("Aria/",), "llama", _NESTED),
     "blip_2": Wanted("BLIP-2: OPT with a vision part and a Q-Former", ("Blip2/",), "opt", _NESTED),
     "cohere2_vision": Wanted(
@@ -98,4 +98,33 @@ TABLE: dict[str, Wanted] = {
     "lfm2_vl": Wanted("LFM2-VL: LFM2 with a vision part (SigLIP)", ("Lfm2Vl/",), "lfm2", _NESTED),
     "muse_glimmer": Wanted("Muse Glimmer, with its vision part", ("MuseGlimmer/",), "qwen3_moe", _NESTED),
     "qianfan_ocr": Wanted("Qianfan-OCR: Qwen3 with a vision part (InternViT)", ("QianfanOCR/",), "qwen3", _NESTED),
+    "axk1": Wanted("A.X K1: as DeepSeek V3, with a norm after each MLP", ("AXK1",), "deepseek_v3"),
+    "ernie4_5_vl_moe": Wanted(
+        "ERNIE 4.5 VL with experts for text and for images", ("Ernie4_5_VLMoe/",), "ernie4_5_moe", _NESTED
+    ),
+    "hy_v3": Wanted("Hunyuan 3: first layers dense, then experts and a shared MLP", ("HYV3",), "glm4_moe"),
+    "hy_v4": Wanted("Hunyuan 4: latent attention with sinks and a gate, hyper-connections", ("HYV4",), "deepseek_v3"),
+    "kimi_linear": Wanted("Kimi Linear: latent attention among delta attention", ("KimiLinear",), "deepseek_v2"),
+    "minimax_m2": Wanted("MiniMax M2: as Mixtral, with norms over all heads of q and of k", ("MiniMaxM2",), "mixtral"),
+    "moss_transcribe_diarize": Wanted(
+        "MOSS Transcribe Diarize: Qwen3 with an audio part (Whisper)", ("MossTranscribeDiarize/",), "qwen3", _NESTED
+    ),
+    "muse_spark": Wanted(
+        "Muse Spark: as Muse Glimmer, with projections before and after the experts",
+        ("MuseSpark/",),
+        "muse_glimmer",
+        _NESTED,
+    ),
+    "nemotron_h": Wanted(
+        "Nemotron H: state spaces (Mamba 2), attention, MLPs without gate, experts", ("NemotronH",), "mamba2"
+    ),
+    "step3p7": Wanted(
+        "Step 3.7: attention with a gate, experts in one tensor, and a vision part", ("Step3p7/",), "qwen3_moe", _NESTED
+    ),
+    "qwen3_omni_moe": Wanted(
+        "Qwen3-Omni: Qwen3 with vision and audio parts; the thinker", ("Qwen3OmniMoe/",), "qwen3_vl", ("thinker.",)
+    ),
+    "cosmos3_edge": Wanted(
+        "Cosmos 3 Edge: Qwen3 with attention of other names, and a vision part", ("Cosmos3Edge/",), "qwen3", _NESTED
+    ),
 }

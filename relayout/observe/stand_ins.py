@@ -205,7 +205,12 @@ def stand_in_tokenizers() -> None:
     """
     name = "cached_tokenizer_from_config"
     if original := getattr(_module("vllm.tokenizers.registry"), name, None):
-        _put(name, original, lambda *_, **__: MagicMock())
+        _put(name, original, _tokenizer)
+
+
+def _tokenizer(*_: Any, **__: Any) -> Any:
+    taken.add("tokenizer")
+    return MagicMock()
 
 
 def _kernel(*_: Any, **__: Any) -> Any:

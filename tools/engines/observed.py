@@ -37,6 +37,17 @@ on a GPU only, and has been replaced to build the class here; it does not touch 
 
 """
 
+_PARTS = """Vision and audio parts are cut as vLLM cuts them by default (`mm_encoder_tp_mode="weights"`): layers of its
+parallel classes are, and whatever else it has whole on every rank is replicated, because each rank loads it:
+convolutions of patches and spectrograms, tables of positions, norms, most projectors and Q-Formers, and towers that
+are transformers' own modules or are written with plain layers (Gemma 3n and 4, Granite Speech, Audio Flamingo 3,
+Qwen2 Audio, Dots 3 Note). In these small models such parts weigh much more than in those of the hub, where a projector
+is a few per cent of the bytes. With `mm_encoder_tp_mode="data"` vLLM wants these parts whole: tensors that were cut
+are then read whole, from the files of all ranks, which is slow, and is reported.
+
+"""
+"""Above the table of multimodal architectures."""
+
 
 def read(file: Path) -> list[dict[str, Any]]:
     """Results; of an architecture the last one."""
@@ -65,6 +76,7 @@ def render(results: Sequence[Found], builtin: Mapping[str, Found], versions: Map
         text += (
             f"## {section.capitalize()}: {len(same)} of {len(made)} architectures the same ({len(modules)} modules)\n\n"
         )
+        text += _PARTS if section == "multimodal" else ""
         proven = sum(_is_proven(builtin.get(one["architecture"], {})) for one in same)
         text += f"{proven} of them by a built-in plan.\n\n"
         text += "| architecture | module | parameters at TP 2, 4 | replicated | plan |\n|---|---|---|---|---|\n"

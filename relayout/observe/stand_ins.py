@@ -31,6 +31,10 @@ _LARGE = 2**14
 """Elements beyond which a tensor that is made has no memory: smaller ones are often computed with."""
 
 
+taken: set[str] = set()
+"""What stands in for what a GPU has, of all that has been asked for in this process."""
+
+
 class Group:
     """What vLLM asks of a group of processes while it builds and loads a model: who is this one, of how many."""
 
@@ -93,6 +97,7 @@ def stand_in_devices() -> None:
         try:
             return choose(*args, **kwargs)
         except NotImplementedError:
+            taken.add("FlashMLASparseBackend")
             return "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseBackend"
 
     if workspace := _module("vllm.v1.worker.workspace"):
@@ -102,7 +107,7 @@ def stand_in_devices() -> None:
         sys.modules["vllm.v1.attention.backends.flashinfer"] = _AnyClass("flashinfer")
     for name, module in list(sys.modules.items()):
         if name.startswith("vllm.models.") and hasattr(module, "is_flash_attn_varlen_func_available"):
-            vars(module)["is_flash_attn_varlen_func_available"] = lambda: True
+            vars(module)["is_flash_attn_varlen_func_available"] = _flash_attention
     if (triton := getattr(_module("vllm.triton_utils"), "triton", None)) and not hasattr(triton, "set_allocator"):
         triton.set_allocator = lambda allocate: None
     _replace("vllm.utils.torch_utils", "get_accelerator_view_from_cpu_tensor", lambda tensor: tensor)
@@ -111,12 +116,18 @@ def stand_in_devices() -> None:
         experts.__post_init__ = _tried(experts.__post_init__, lambda config: None, NotImplementedError)
 
 
+def _flash_attention() -> bool:
+    taken.add("FlashAttention")
+    return True
+
+
 class _AnyClass(ModuleType):
     """A module of classes that every object is an instance of."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        taken.add(self.__name__)
         return object
 
 
@@ -128,6 +139,13 @@ def play(rank: int, tp: int, expert: bool) -> None:
         if hasattr(parallel_state, name):
             many = name in ("_TP", "_ETP", "_WORLD") or (name == "_EP" and expert)
             setattr(parallel_state, name, Group(rank if many else 0, tp if many else 1))
+
+
+class WithoutPinning(TorchFunctionMode):
+    """Memory is not pinned: that needs a GPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **{key: value for key, value in (kwargs or {}).items() if key != "pin_memory"})
 
 
 class WithoutMemory(TorchFunctionMode):
@@ -197,6 +215,7 @@ def _tried(original: Callable[..., Any], stand_in: Callable[..., Any], *errors: 
         try:
             return original(*args, **kwargs)
         except errors:
+            taken.add(original.__qualname__)
             return stand_in(*args, **kwargs)
 
     return tried

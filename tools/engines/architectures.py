@@ -41,6 +41,16 @@ class Made:
     """Shapes of those that the hub has and transformers does not use."""
 
 
+_INKLING: dict[str, Any] = {
+    **{"use_gate_bias": True, "use_global_scale": True, "use_embed_norm": True, "use_sconv": True},
+    **{"sconv_kernel_size": 4, "dense_mlp_idx": 1, "local_layer_ids": [0]},
+}
+_INKLING_VALUES = {"text_config": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "n_shared_experts": 2}}
+_MIMO_V2: dict[str, Any] = {
+    **{"hybrid_layer_pattern": [0, 1, 1, 1], "moe_layer_freq": [0, 1, 1, 1], "layernorm_epsilon": 1e-5},
+    **{"swa_num_attention_heads": HEADS, "swa_num_key_value_heads": 2 * KV_HEADS, "swa_head_dim": HEAD_DIM},
+    **{"swa_v_head_dim": HEAD_DIM, "sliding_window_size": 64, "add_swa_attention_sink_bias": True},
+}
 _NOAUX = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
 ARCHITECTURES: dict[str, Made] = {
@@ -75,6 +85,7 @@ ARCHITECTURES: dict[str, Made] = {
         ),
         said={"topk_method": "noaux_tc"},
     ),
+    "ExaoneMoEForCausalLM": Made(by="ExaoneMoeForCausalLM"),
     "FalconForCausalLM": Made(values={"ffn_hidden_size": 4 * H}),
     "GlmMoeDsaForCausalLM": Made(said=_NOAUX),
     "HYV3ForCausalLM": Made(
@@ -87,6 +98,28 @@ ARCHITECTURES: dict[str, Made] = {
             (r"\.(mlp|shared_experts)\.linear_gate\.", r".\1.gate_proj."),
         )
     ),
+    "IQuestCoderForCausalLM": Made(by="LlamaForCausalLM"),
+    "InklingForCausalLM": Made(
+        by="InklingForConditionalGeneration",
+        values=_INKLING_VALUES,
+        flat=True,
+        said={**_INKLING, "model_type": "inkling_model", "vision_config": None, "audio_config": None},
+        names=((r"model\.(audio|visual)\..*", ""),),
+    ),
+    "InklingForConditionalGeneration": Made(
+        values=_INKLING_VALUES,
+        said={
+            "text_config": {**_INKLING, "model_type": "inkling_model"},
+            "audio_config": {
+                **{"decoder_dmodel": H, "dmel_min_value": -7.0, "dmel_max_value": 2.0, "use_audio_norm": True},
+                "audio_mode": "dmel",
+            },
+            "vision_config": {
+                **{"vision_encoder_type": "hmlp", "decoder_dmodel": H, "n_channels": 3, "use_vision_norm": True}
+            },
+        },
+    ),
+    "InternLM3ForCausalLM": Made(by="LlamaForCausalLM", said={"bias": False, "qkv_bias": False}),
     "KimiLinearForCausalLM": Made(
         values={
             **{"linear_head_dim": HEAD_DIM, "linear_num_heads": HEADS, "qk_head_dim": HEAD_DIM + 16},
@@ -101,18 +134,18 @@ ARCHITECTURES: dict[str, Made] = {
         },
         names=((r"\.layers\.0\.block_sparse_moe\.", ".layers.0.mlp."),),
     ),
+    "LLaMAForCausalLM": Made(by="LlamaForCausalLM"),
     "Lfm2MoeForCausalLM": Made(values={"layer_types": ["conv", "conv", "full_attention", "conv"]}),
     "LongcatFlashForCausalLM": Made(
         values={"qk_head_dim": HEAD_DIM + 16, "zero_expert_num": 4},
         said={"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"},
         names=((r".*\.experts\.(8|9|10|11)\..*", ""),),
     ),
-    "MiMoV2FlashForCausalLM": Made(
-        said={
-            **{"hybrid_layer_pattern": [0, 1, 1, 1], "moe_layer_freq": [0, 1, 1, 1], "layernorm_epsilon": 1e-5},
-            **{"swa_num_attention_heads": HEADS, "swa_num_key_value_heads": 2 * KV_HEADS, "swa_head_dim": HEAD_DIM},
-            **{"swa_v_head_dim": HEAD_DIM, "sliding_window_size": 64, "add_swa_attention_sink_bias": True},
-        },
+    "MiMoForCausalLM": Made(by="Qwen2ForCausalLM"),
+    "MiMoV2FlashForCausalLM": Made(said=_MIMO_V2),
+    "MiMoV2ForCausalLM": Made(by="MiMoV2FlashForCausalLM", said=_MIMO_V2),
+    "MiniCPMForCausalLM": Made(
+        by="LlamaForCausalLM", said={"scale_depth": 1.4, "scale_emb": 12, "dim_model_base": 64, "num_experts": 0}
     ),
     "MiniMaxM2ForCausalLM": Made(said={"scoring_func": "sigmoid", "use_routing_bias": True, "rotary_dim": 16}),
     "Mamba2ForCausalLM": Made(values={"num_heads": 8, "head_dim": 64, "n_groups": 4}),
@@ -123,12 +156,25 @@ ARCHITECTURES: dict[str, Made] = {
             (r"\.feedforward_layer_norm\.", ".post_attention_layernorm."),
         )
     ),
+    "OrionForCausalLM": Made(
+        by="StableLmForCausalLM", values={"use_parallel_residual": False}, said={"rms_norm_eps": 1e-5}
+    ),
+    "PhiMoEForCausalLM": Made(by="PhimoeForCausalLM"),
     "Qwen4ExpForCausalLM": Made(
         values={
             **{"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": HEAD_DIM, "indexer_budget": 64},
             **{"indexer_compress_ratio": 16, "hc_lowrank": 64, "ngram_vocab_size_base": 1000, "split_ngram_parts": 4},
             **{"ple_layer_ids": [1], "eos_token_id": 2, "output_gate_type": "silu"},
         }
+    ),
+    "Rnj1ForCausalLM": Made(by="Gemma3ForCausalLM", said={"attention_bias": False}),
+    "SolarForCausalLM": Made(
+        by="LlamaForCausalLM",
+        said={f"bskcn_{one}": [layer] for layer, one in enumerate(("1", "2", "3", "4"))} | {"bskcn_tv": [0.9, 0.8]},
+    ),
+    "TeleChat3ForCausalLM": Made(by="LlamaForCausalLM"),
+    "TeleFLMForCausalLM": Made(
+        by="LlamaForCausalLM", said={"use_mup": True, "mup_scale_factor": 1.0, "output_mult": 1.0, "input_mult": 1.0}
     ),
     "Zamba2ForCausalLM": Made(
         values={

@@ -32,7 +32,8 @@ vllm` at TP 2 and 4, and loaded through the class and loader of vLLM from the so
 ranks hold more than once at TP 4, of the bytes of the source. *Plan*: the built-in one, where the folder that it makes
 is the same, too; no vLLM is needed for it. *only observed*: there is none, `--plan vllm` is the way. Small checkpoints
 are made of a configuration's defaults, with small numbers; where that fails, nothing is known of the architecture
-itself.
+itself. *As X*: made by X of transformers, which has its names. *Stand-ins*: what vLLM builds or looks for
+on a GPU only, and has been replaced to build the class here; it does not touch parameters.
 
 """
 
@@ -72,7 +73,8 @@ def render(results: Sequence[Found], builtin: Mapping[str, Found], versions: Map
             counts = ", ".join(f"{degrees[tp]['parameters']:,}" for tp in ("2", "4"))
             replicated = f"{100 * degrees['4']['replicated']:.1f} %"
             plan = _plan_of(builtin.get(one["architecture"], {}))
-            text += f"| {one['architecture']} | {one['module']} | {counts} | {replicated} | {plan} |\n"
+            name = one["architecture"] + _made_as(one)
+            text += f"| {name} | {one['module']} | {counts} | {replicated} | {plan} |\n"
         text += "\nNot:\n\n| architecture | at | because |\n|---|---|---|\n"
         for one in made:
             if not _is_same(one):
@@ -147,6 +149,14 @@ def _plan_of(found: Found) -> str:
     if not found:
         return "only observed"
     return f"`{found['plan']}`" if _is_proven(found) else f"`{found['plan']}` differs"
+
+
+def _made_as(found: Found) -> str:
+    """What is to be said of how it was made, or nothing."""
+    said = [f"as {found['by']}"] if found.get("by", found["architecture"]) != found["architecture"] else []
+    if found.get("stand_ins"):
+        said.append(f"stand-ins: {', '.join(found['stand_ins'])}")
+    return f" ({'; '.join(said)})" if said else ""
 
 
 def _has_no_class(found: Found) -> bool:

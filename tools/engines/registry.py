@@ -30,7 +30,7 @@ from comparing import Job
 from vllm.model_executor.models import registry
 
 import relayout
-from relayout.observe import observation
+from relayout.observe import observation, stand_ins
 from relayout.observe.vllm import Job as Observed
 from relayout.observe.vllm import carry_out
 from relayout.plans.family import find_family
@@ -120,6 +120,7 @@ def attempt(name: str, folder: Path, told: Any) -> None:
                 "untaken": len(done.untaken),
                 "replicated": round(done.replicated_nbytes / done.source_nbytes, 4),
             }
+        found |= {"stand_ins": sorted(stand_ins.taken), "by": small_models.class_of(name).__name__}
         found["step"] = "built-in plan"
         told.send(found)
         found["builtin"] = by_builtin_plan(name, folder)
@@ -127,6 +128,8 @@ def attempt(name: str, folder: Path, told: Any) -> None:
     except BaseException as error:
         found["error"] = f"{type(error).__name__}: {error}".replace(str(folder), "")[:600]
         found["trace"] = traceback.format_exc()[-1500:]
+        if found["step"].startswith("observe") and (why := own_failure(name, folder / "source")):
+            found["error"] = f"vLLM's own load fails, too: {why}"[:600]
     told.send({**found, "done": True})
     told.close()
     os._exit(0)
@@ -137,6 +140,16 @@ def compare(name: str, source: Path, converted: Path, tp: int) -> dict[str, Any]
     compared: dict[str, Any] = {"parameters": 0, "elements": 0, "different": [], "never_loaded": 0, "whole_reads": 0}
     vllm_classes.compare(Job(name, str(source), str(converted), tp, strict=False), compared)
     return compared
+
+
+def own_failure(name: str, source: Path) -> str:
+    """Why vLLM's own loader fails for the first of two ranks of the source; empty: it does not."""
+    try:
+        job = Job(name, str(source), "", DEGREES[0])
+        vllm_classes.load_rank(job, 0, *vllm_classes.setup(job, job.source, "auto"))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def by_builtin_plan(name: str, folder: Path) -> dict[str, Any]:

@@ -152,10 +152,7 @@ def write(architecture: str, folder: Path) -> None:
     names = _made(architecture).names
     if (said.get("vision_config") or {}).get("model_type") in _WITH_OLDER:
         names = (*names, _OLDER)
-    if names or _made(architecture).tensors:
-        _restore(folder / "model.safetensors", names, _made(architecture).tensors)
-    if transposed := _made(architecture).transposed:
-        _transpose(folder / "model.safetensors", transposed)
+    _restore(folder / "model.safetensors", names, _made(architecture))
     (folder / "model.safetensors").rename(folder / _made(architecture).file)
     if part := _made(architecture).folder:
         (folder / part).mkdir()
@@ -190,19 +187,14 @@ def _merged(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, A
     return found
 
 
-def _restore(file: Path, names: Sequence[tuple[str, str]], tensors: Mapping[str, tuple[int, ...]]) -> None:
-    """Let a file have the hub's names, and what the hub has beside what transformers writes."""
+def _restore(file: Path, names: Sequence[tuple[str, str]], made: Made) -> None:
+    """Let a file have the hub's names and shapes, and what the hub has beside what transformers writes."""
     weights = load_file(file)
     for pattern, name in names:
         weights = {said: tensor for one, tensor in weights.items() if (said := re.sub(pattern, name, one))}
-    more = {name: torch.randn(shape, dtype=torch.bfloat16) for name, shape in tensors.items()}
-    save_file({**weights, **more}, file, metadata={"format": "pt"})
-
-
-def _transpose(file: Path, pattern: str) -> None:
-    weights = load_file(file)
-    named = {name: tensor.mT.contiguous() for name, tensor in weights.items() if re.fullmatch(pattern, name)}
-    save_file({**weights, **named}, file, metadata={"format": "pt"})
+    turned = {name: one.mT.contiguous() for name, one in weights.items() if re.fullmatch(made.transposed, name)}
+    more = {name: torch.randn(shape, dtype=torch.bfloat16) for name, shape in made.tensors.items()}
+    save_file({**weights, **turned, **more}, file, metadata={"format": "pt"})
 
 
 def _small(cls: Any, values: dict[str, Any], chosen_values: Mapping[str, Any] = MappingProxyType({})) -> Any:

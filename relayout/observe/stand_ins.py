@@ -18,7 +18,6 @@ from unittest.mock import MagicMock
 import torch
 from torch.overrides import TorchFunctionMode
 
-_LAYERS = "vllm.model_executor.layers"
 _OF_GPUS = (
     "vllm.third_party.deep_gemm",
     "vllm.vllm_flash_attn",
@@ -27,6 +26,7 @@ _OF_GPUS = (
 )
 """Modules of vLLM that some classes import, and that can only be imported where their kernels are."""
 
+_LAYERS = "vllm.model_executor.layers"
 _LARGE = 2**14
 """Elements beyond which a tensor that is made has no memory: smaller ones are often computed with."""
 
@@ -63,16 +63,21 @@ class _Anything:
 
 
 class _AnyModule(ModuleType):
-    """A module that has whatever is imported from it."""
+    """A module in which every name is the same class; every object is an instance of `object`."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, named: type = _Anything, said: str = "") -> None:
+        """With `said`, `taken` gets it when a name is asked for."""
         super().__init__(name)
         self.__spec__ = ModuleSpec(name, None)
+        self._named = named
+        self._said = said
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Anything
+        if self._said:
+            taken.add(self._said)
+        return self._named
 
 
 def stand_in_modules() -> None:
@@ -104,7 +109,7 @@ def stand_in_devices() -> None:
         workspace.init_workspace_manager(torch.device("cpu"))
     type(platform).get_attn_backend_cls = staticmethod(chosen)
     if importlib.util.find_spec("flashinfer") is None:
-        sys.modules["vllm.v1.attention.backends.flashinfer"] = _AnyClass("flashinfer")
+        sys.modules["vllm.v1.attention.backends.flashinfer"] = _AnyModule("flashinfer", object, said="flashinfer")
     for name, module in list(sys.modules.items()):
         if name.startswith("vllm.models.") and hasattr(module, "is_flash_attn_varlen_func_available"):
             vars(module)["is_flash_attn_varlen_func_available"] = _flash_attention
@@ -121,16 +126,6 @@ def _flash_attention() -> bool:
     return True
 
 
-class _AnyClass(ModuleType):
-    """A module of classes that every object is an instance of."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        taken.add(self.__name__)
-        return object
-
-
 def play(rank: int, tp: int, expert: bool) -> None:
     """Let vLLM's functions say that this process is the rank."""
     from vllm.distributed import parallel_state
@@ -141,14 +136,14 @@ def play(rank: int, tp: int, expert: bool) -> None:
             setattr(parallel_state, name, Group(rank if many else 0, tp if many else 1))
 
 
-class WithoutPinning(TorchFunctionMode):
-    """Memory is not pinned: that needs a GPU."""
+class Unpinned(TorchFunctionMode):
+    """Memory of tensors that are made is not pinned: there may be no device that could."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **{key: value for key, value in (kwargs or {}).items() if key != "pin_memory"})
 
 
-class WithoutMemory(TorchFunctionMode):
+class WithoutMemory(Unpinned):
     """Large tensors that are made have no memory: they are on torch's meta device."""
 
     _BY_SIZE = (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn)
@@ -159,8 +154,8 @@ class WithoutMemory(TorchFunctionMode):
             size = kwargs.get("size", args if func in self._BY_SIZE else args[0] if args else ())
             size = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
             if all(isinstance(one, int) for one in size) and prod(size) > _LARGE:
-                kwargs = {**kwargs, "device": "meta", "pin_memory": False}
-        return func(*args, **kwargs)
+                kwargs = {**kwargs, "device": "meta"}
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def stand_in_kernels() -> None:
@@ -187,6 +182,16 @@ def stand_in_kernels() -> None:
             _replace(oracle.__name__, f"select_{name}_moe_backend", lambda *_, kind=kind, **__: (kind, _kernel()))
 
 
+def stand_in_tokenizers() -> None:
+    """Let classes ask a tokenizer for the numbers of their marks while they are built: they only keep these.
+
+    To be called when the class of the model has been imported.
+    """
+    name = "cached_tokenizer_from_config"
+    if original := getattr(_module("vllm.tokenizers.registry"), name, None):
+        _put(name, original, lambda *_, **__: MagicMock())
+
+
 def _kernel(*_: Any, **__: Any) -> Any:
     return MagicMock(__name__="stand_in")
 
@@ -204,10 +209,14 @@ def _replace(module: str, name: str, stand_in: Callable[..., Any]) -> None:
     original = getattr(_module(module), name, None)
     if original is None:
         return
-    tried = _tried(original, stand_in, ValueError, NotImplementedError)
-    for other in list(sys.modules.values()):
-        if getattr(other, "__name__", "").startswith("vllm") and getattr(other, name, None) is original:
-            setattr(other, name, tried)
+    _put(name, original, _tried(original, stand_in, ValueError, NotImplementedError))
+
+
+def _put(name: str, original: Any, other: Any) -> None:
+    """Another function in the place of one, wherever that has been imported to."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith("vllm") and getattr(module, name, None) is original:
+            setattr(module, name, other)
 
 
 def _tried(original: Callable[..., Any], stand_in: Callable[..., Any], *errors: type[Exception]) -> Callable[..., Any]:

@@ -117,9 +117,8 @@ def _configuration(job: Job) -> Any:
     import vllm.model_executor.models.registry as registry
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.model_loader.utils import get_model_architecture
 
-    from relayout.observe.stand_ins import stand_in_devices, stand_in_kernels, stand_in_modules
+    from relayout.observe.stand_ins import stand_in_devices, stand_in_kernels, stand_in_modules, stand_in_tokenizers
 
     stand_in_modules()
     # vLLM looks at a class in a process of its own, lest it starts CUDA; this is one.
@@ -138,11 +137,20 @@ def _configuration(job: Job) -> Any:
         skip_tokenizer_init=True,
         limit_mm_per_prompt={},
     ).create_engine_config()
-    with contextlib.suppress(Exception):  # Said when a rank is built.
-        get_model_architecture(config.model_config)
+    _import_class(config)
     stand_in_devices()
+    _import_class(config)  # Some can be imported only now.
     stand_in_kernels()
+    stand_in_tokenizers()
     return config
+
+
+def _import_class(config: Any) -> None:
+    """Import the model's class once, and not again in each fork; what is wrong is said when a rank is built."""
+    from vllm.model_executor.model_loader.utils import get_model_architecture
+
+    with contextlib.suppress(Exception):
+        get_model_architecture(config.model_config)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,8 @@ class Made:
     names: tuple[tuple[str, str], ...] = ()
     """Patterns of the names that transformers writes, and the names on the hub, for `re.sub`; all are applied. What
     the hub does not have gets an empty name."""
+    tensors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shapes of those that the hub has and transformers does not use."""
     by: str = ""
     """The class of transformers that makes it, if that has another name."""
     code: bool = False
@@ -37,8 +39,6 @@ class Made:
     """Where vLLM looks for the weights, if not beside config.json."""
     transposed: str = ""
     """Pattern of the tensors, by their names on the hub, whose last two axes are the other way round there."""
-    tensors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Shapes of those that the hub has and transformers does not use."""
 
 
 _INKLING: dict[str, Any] = {

@@ -207,6 +207,30 @@ MULTIMODAL: dict[str, Made] = {
         },
         said={"text_config": {"num_shared_experts": 0}},
     ),
+    "NemotronH_Omni_Reasoning_V3": Made(
+        # vLLM knows the sizes of the vision part by the name of it; this is the smallest that 4 ranks can divide.
+        values={
+            "vision_config": {
+                **{"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072},
+                **{"image_size": 224},
+            },
+            **{"vision_hidden_size": 768, "force_image_size": 224},
+        },
+        code=True,
+        said={
+            **{"patch_size": 16, "template": "nemotronh", "ps_version": "v2", "image_tag_type": "internvl"},
+            **{"norm_mean": [0.5, 0.5, 0.5], "norm_std": [0.5, 0.5, 0.5], "vit_hidden_size": 768},
+            "text_config": {"dtype": "bfloat16"},
+            "vision_config": {
+                "args": {
+                    **{"model": "vit_base_patch16_224", "register_multiple": 10, "cls_token_per_teacher": True},
+                    "teachers": [{"name": name, "use_summary": True} for name in ("clip", "siglip", "dino")],
+                },
+                "preferred_resolution": [224, 224],
+            },
+        },
+        names=((r".*\.layer_scale\d\.lambda1$", ""),),
+    ),
     "QianfanOCRForConditionalGeneration": Made(
         said={"ps_version": "v2", "select_layer": -1, "force_image_size": 56},
         names=((r"^language_model\.model\.encoder\.", "language_model.model."),),

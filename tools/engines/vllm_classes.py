@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from comparing import Job, Tensors, note_differences, nothing_found, poison, run_jobs
 
-from relayout.observe.stand_ins import WithoutPinning, play, stand_in_kernels
+from relayout.observe.stand_ins import Unpinned, play, stand_in_kernels
 
 
 def configuration(job: Job, path: str, load_format: str, **extra: Any) -> Any:
@@ -48,7 +48,7 @@ def load(config: Any, model_config: Any) -> tuple[Tensors, Any]:
     config.compilation_config.static_forward_context.clear()
     torch.use_deterministic_algorithms(True, warn_only=True)  # Buffers that are not written to are the same each time.
     dtype = set_default_torch_dtype(model_config.dtype)
-    with set_current_vllm_config(config), dtype, torch.device("cpu"), WithoutPinning():
+    with set_current_vllm_config(config), dtype, torch.device("cpu"), Unpinned():
         model = initialize_model(vllm_config=config, model_config=model_config)
         held = poison(model)
         loader = get_model_loader(config.load_config)

@@ -251,13 +251,13 @@ class _Fitter:
             (lots.setdefault(axes, []) if parts else untaken).append(member)
         if untaken:  # Any rule will do for them.
             lots.setdefault(next(iter(lots), ()), []).extend(untaken)
-        if len(lots) == 1:
+        numbers = [{_first_number(self._tensor(one).name) for one in lot} for lot in lots.values()]
+        if len(set().union(*numbers)) < sum(map(len, numbers)) or len(lots) == 1:  # No number tells the lots apart.
             yield pattern, list(members)
             return
-        for lot in lots.values():
-            numbers = sorted({int(n) for one in lot if (n := _first_number(self._tensor(one).name)) is not None})
-            words = ",".join(map(str, numbers))
-            yield pattern.replace("*", f"{{{words}}}" if len(numbers) > 1 else words, 1), lot
+        for lot, its in zip(lots.values(), numbers, strict=True):
+            words = ",".join(map(str, sorted(number for number in its if number is not None)))
+            yield pattern.replace("*", f"{{{words}}}" if len(its) > 1 else words, 1), lot
 
     def rule(self, pattern: str, members: Sequence[_Member]) -> tuple[Rule | None, str]:
         """The rule that gives what was observed of all these tensors; else None, and why not."""

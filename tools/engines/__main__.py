@@ -69,11 +69,12 @@ def main(
         bool, typer.Option("--plans", help="Only: observe checkpoints of several sizes; write the built-in plans.")
     ] = False,
     mutations: Annotated[bool, typer.Option("--mutations", help="Only: are wrong plans seen to be wrong?")] = False,
+    table: Annotated[bool, typer.Option("--table", help="Only: write OBSERVED.md anew from all results.")] = False,
     home: Annotated[Path, typer.Option("--environments", help="Folder of environments and checkpoints.")] = HOME,
 ) -> None:
     """Load small checkpoints of all families and forms by the engines' own loaders and through relayout."""
     transformers_logging.disable_progress_bar()
-    if observe or plans or mutations:
+    if observe or plans or mutations or table:
         environment = environment_of(OBSERVED, home)
         for wanted, do in ((observe, observe_registry), (plans, make_plans), (mutations, mutate)):
             if wanted:

@@ -126,7 +126,7 @@ part of this dimension:
 """
     for (name, what, dims), patterns in sorted(wrong.items()):
         assert what == "more", (name, what, patterns)
-        text += f"| {name} | {dims.strip('[]')} | {', '.join(f'`{one}`' for one in sorted(patterns))} |\n"
+        text += "".join(f"| {name} | {dims.strip('[]')} | `{one}` |\n" for one in sorted(patterns))
     return text + f"\nObserved, and without a built-in plan: {', '.join(sorted(set(without)))}.\n"
 
 

@@ -74,7 +74,8 @@ def text_of(wanted: Wanted, checkpoints: Sequence[Checkpoint]) -> str:
     base = next((one for one in builtin_families() if one.name == wanted.extends), None)
     prefixes = wanted.language_prefixes or (base.prefixes if base else ())
     checkpoints = [_without_prefixes(one, prefixes) for one in checkpoints]
-    left = [one.only({wrong.pattern for wrong in differences(base, one)}) if base else one for one in checkpoints]
+    wrong = {found.pattern for one in checkpoints for found in (differences(base, one) if base else ())}
+    left = [one.only(wrong) if base else one for one in checkpoints]
     fitted = fit([Example(one, one.observed) for one in left], HELD_OUT)
     missing = {pattern: why for pattern, why in fitted.unfitted.items() if not BESIDE.match(pattern)}
     if missing:

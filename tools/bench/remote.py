@@ -190,10 +190,11 @@ def draw(results: dict[str, Any], path: Path) -> None:
         size = f"{results['size_gb']:g} GB"
         figure.text(
             0.02,
-            0.965,
+            0.98,
             f"Loading from an object store: a Llama of {size}, TP 8, host memory",
             fontsize=13,
             weight="bold",
+            va="top",
         )
         note = (
             "SeaweedFS on loopback; client and server share the machine. relayout reads a converted checkpoint, the"

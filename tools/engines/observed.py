@@ -87,7 +87,8 @@ def render(results: Sequence[Found], builtin: Mapping[str, Found], versions: Map
             plan = _plan_of(builtin.get(one["architecture"], {}))
             name = one["architecture"] + _made_as(one)
             text += f"| {name} | {one['module']} | {counts} | {replicated} | {plan} |\n"
-        text += "\nNot:\n\n| architecture | at | because |\n|---|---|---|\n"
+        if len(same) < len(made):
+            text += "\nNot:\n\n| architecture | at | because |\n|---|---|---|\n"
         for one in made:
             if not _is_same(one):
                 text += f"| {one['architecture']} | {one['step']} | {_brief(one['error'])} |\n"

@@ -64,9 +64,9 @@ def stream_together(
             digests = None if options.verify else contents.digests  # By chunks: each member has only parts of tensors.
             contents = replace(contents, files=files, digests=digests)
             tensors = stream(contents, options, Sharing(members, grids))
-        columns = [list(column) for column in (contents.names, contents.shapes, contents.reads)]
-        mine = _identity(files, columns, _kind_of(options))
-        _check_same(members, members.exchange((_what(source, options), mine)))
+            columns = [list(column) for column in (contents.names, contents.shapes, contents.reads)]
+            mine = _what(source, options), _identity(files, columns, grids, _kind_of(options))
+        _check_same(members, members.exchange(mine))
         yield from tensors
         members.is_over = True
     except BaseException as error:

@@ -371,7 +371,7 @@ class _KindFinder:
         module, _, suffix = tensor.name.rpartition(".")
         stored = self._modules.get(module, {})
         if self._scheme is not None and suffix in stored and len(stored) > 1:
-            rule = self._rule(f"{module}.weight")
+            rule = _unquantized(self._rule(f"{module}.weight"))
             if module not in self._weights:
                 self._weights[module] = self._scheme.weights(stored)
             weights = self._weights[module]
@@ -380,9 +380,11 @@ class _KindFinder:
                     rule = replace(rule, dim=1 - rule.dim)
                 return _Kind(rule, tensor.dtype, tensor.shape, weights, suffix, self._is_expert(tensor.name))
         rule = self._rule(tensor.name)
+        if len(stored) > 1:
+            rule = _unquantized(rule)
         if rule is None and suffix == "bias" and len(stored) > 1:
             # Some tools add a bias, mostly zeros, to every quantized layer. It is cut like the rows.
-            rule = self._rule(f"{module}.weight")
+            rule = _unquantized(self._rule(f"{module}.weight"))
             is_rows = rule is not None and rule.dim == (1 if self._family.is_transposed else 0)
             rule = replace(rule, dim=0) if rule is not None and is_rows else Rule(tensor.name, None)
         if rule is None and self._scheme is not None and self._scheme.is_cache_scale(suffix, tensor.shape):
@@ -403,6 +405,14 @@ class _KindFinder:
         if key not in self._rules:
             self._rules[key] = self._family.rule(name)
         return self._rules[key]
+
+
+def _unquantized(rule: Rule | None) -> Rule | None:
+    """The rule for a quantized module: one that says "or whole" holds it whole.
+
+    Each of its tensors would decide by itself, so that a weight could be cut inside a block of scales that are whole.
+    """
+    return rule if rule is None or not rule.or_whole else Rule(rule.pattern, None)
 
 
 class _Experts:

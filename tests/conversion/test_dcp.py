@@ -28,6 +28,8 @@ FUSED = {
     "falcon_40b": ["self_attention.query_key_value"],
     "llama4": ["feed_forward.experts.gate_up_proj"],
     "llama4_text": ["feed_forward.experts.gate_up_proj"],
+    "qwen2_5_vl": ["visual.blocks.0.attn.qkv"],
+    "qwen2_5_vl_new": ["visual.blocks.0.attn.qkv"],
     "qwen3_next": ["linear_attn.conv1d"],
     **{name: [QKV, GATE_UP] for name, quantized in QUANTIZED.items() if quantized.family == "phi3"},
 }

@@ -24,7 +24,6 @@ TABLE: dict[str, Wanted] = {
     "gemma3n_text": Wanted(
         "The text model of Gemma 3n: AltUp, per-layer embeddings, low-rank residuals", ("Gemma3n",), "gemma2"
     ),
-    "gemma4_text": Wanted("The text models of Gemma 4: per-layer embeddings, heads of two sizes", ("Gemma4",)),
     "gptj": Wanted("GPT-J: q, k, v as tensors of their own, an MLP without gate, biases", ("GPTJ",)),
     "granitemoe": Wanted(
         "Granite 3 and 4 with experts, dense with sinks, and hybrids with state spaces (Mamba 2)",
@@ -40,7 +39,7 @@ TABLE: dict[str, Wanted] = {
         "Laguna: attention with a gate, first layers dense, then experts and a shared one", ("Laguna",), "qwen3_moe"
     ),
     "lfm2": Wanted("LFM2: attention among gated short convolutions", ("Lfm2", "Lfm2Moe"), "llama"),
-    "mamba": Wanted("Mamba and Falcon Mamba: state spaces only", ("Mamba", "FalconMamba")),
+    "mamba": Wanted("Mamba: state spaces only", ("Mamba",)),
     "mamba2": Wanted("Mamba 2: state spaces with heads and groups", ("Mamba2",)),
     "qwen3_5": Wanted(
         "Qwen3.5 and 3.6: as Qwen3-Next, with q, k, v of linear attention in parts, and a vision part",
@@ -76,7 +75,7 @@ TABLE: dict[str, Wanted] = {
     "qwen2_5_omni": Wanted(
         "Qwen2.5-Omni: Qwen2 with vision and audio parts; the thinker", ("Qwen2_5Omni/",), "qwen2_vl", ("thinker.",)
     ),
-    "qwen3_asr": Wanted("Qwen3-ASR: Qwen3 with an audio part", ("Qwen3ASR/",), "qwen3", _NESTED),
+    "qwen3_asr": Wanted("Qwen3-ASR: Qwen3 with an audio part", ("Qwen3ASR/",), "qwen3", (*_NESTED, "thinker.")),
     "qwen3_vl": Wanted(
         "Qwen3-VL, Cohere Compass: Qwen3 with a vision part",
         ("Qwen3VL/", "Qwen3VLMoe/", "CohereCompass/"),
@@ -91,7 +90,6 @@ TABLE: dict[str, Wanted] = {
     ),
     "glmasr": Wanted("GLM-ASR: Llama with an audio part", ("GlmAsr/",), "llama", _NESTED),
     "gemma3n": Wanted("Gemma 3n with its vision and audio parts", ("Gemma3n/",), "gemma3n_text", _NESTED),
-    "gemma4": Wanted("Gemma 4 with its vision and audio parts", ("Gemma4/", "Gemma4Unified/"), "gemma4_text", _NESTED),
     "granite4_vision": Wanted(
         "Granite 4 Vision: Granite with a vision part (SigLIP)", ("Granite4Vision/",), "llama", _NESTED
     ),
@@ -117,9 +115,6 @@ TABLE: dict[str, Wanted] = {
     ),
     "nemotron_h": Wanted(
         "Nemotron H: state spaces (Mamba 2), attention, MLPs without gate, experts", ("NemotronH",), "mamba2"
-    ),
-    "step3p7": Wanted(
-        "Step 3.7: attention with a gate, experts in one tensor, and a vision part", ("Step3p7/",), "qwen3_moe", _NESTED
     ),
     "qwen3_omni_moe": Wanted(
         "Qwen3-Omni: Qwen3 with vision and audio parts; the thinker", ("Qwen3OmniMoe/",), "qwen3_vl", ("thinker.",)

@@ -196,6 +196,13 @@ def test_members_that_load_something_else_are_named(group: list[dict[str, Any]])
         assert "foreign" in member["another conversion"]["error"]
 
 
+@pytest.mark.parametrize("case", ["verified by one", "streamed, verified by one"])
+def test_all_members_verify_or_none_does(group: list[dict[str, Any]], case: str) -> None:
+    for member in group:  # Chunks are dealt out otherwise than blocks.
+        assert member[case]["kind"] == "PlanError"
+        assert "all members of a group load the same" in member[case]["error"]
+
+
 def test_what_one_member_may_not_do_no_member_does(group: list[dict[str, Any]]) -> None:
     for number, member in enumerate(group):
         assert (member["plain"]["kind"], member["plain"]["code"]) == ("PlanError", "unsupported")

@@ -37,8 +37,8 @@ WITHOUT_PLAN = {
     "Step3p7ForConditionalGeneration",
     "Zamba2ForCausalLM",
 }
-"""Some rules are not known, or what the hub's models have was not observed: heads of two sizes of Gemma 4 with experts or
-shared keys, the untied head of Falcon Mamba, the number of groups of Step 3.7."""
+"""Some rules are not known, or what the hub's models have was not observed: layers of Gemma 4 with other KV heads, the
+untied head of Falcon Mamba, the number of groups of Step 3.7."""
 NOT_OBSERVED = {"mllama"}
 """Plans of families that vLLM 0.33 does not load."""
 

@@ -483,6 +483,17 @@ def test_a_cut_may_be_whole_where_ranks_cannot_divide_it() -> None:
         plan_by(make_source({"x": (), "y": (8, 4)}), 2, family)
 
 
+def test_a_quantized_weight_is_held_whole_where_a_cut_may_be() -> None:
+    family = parse('[cut]\n"{m,n}.weight" = { dim = 0, by = "even", or = "whole" }\n"{m,n}.bias" = "whole"')
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    stored = {"m.weight": (384, 128), "m.weight_scale_inv": (3, 1), "m.bias": (384,)}
+    source = make_source({**stored, "n.weight": (384, 128)}, quantization_config=quantization)
+    for degree in (2, 3):  # Inside a block of scales, and at its border.
+        plan = plan_by(source, degree, family)
+        cuts = {tensor.name: plan.cut(t).is_whole for t, tensor in enumerate(source.tensors)}
+        assert cuts == {**dict.fromkeys(stored, True), "n.weight": False}
+
+
 def test_slices_of_a_quantized_weight_are_those_of_the_stored_tensor() -> None:
     slices = "{ slices = { 2 = [{ 0 = [[0, 128]] }, { 0 = [[128, 256]] }] } }"
     text = f'[cut]\n"m.weight" = {slices}\n"m.weight_scale_inv" = "whole"'

@@ -33,8 +33,8 @@ _LARGE = 2**14
 """Elements beyond which a tensor that is made has no memory: smaller ones are often computed with."""
 
 
-taken: set[str] = set()
-"""What stands in for what a GPU has, of all that has been asked for in this process."""
+replaced: set[str] = set()
+"""What only a GPU has, and was asked for in this process, so that a stand-in took its place: names."""
 
 
 class Group:
@@ -68,7 +68,7 @@ class _AnyModule(ModuleType):
     """A module in which every name is the same class; every object is an instance of `object`."""
 
     def __init__(self, name: str, named: type = _Anything, said: str = "") -> None:
-        """With `said`, `taken` gets it when a name is asked for."""
+        """With `said`, `replaced` gets it when a name is asked for."""
         super().__init__(name)
         self.__spec__ = ModuleSpec(name, None)
         self._named = named
@@ -78,7 +78,7 @@ class _AnyModule(ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         if self._said:
-            taken.add(self._said)
+            replaced.add(self._said)
         return self._named
 
 
@@ -104,7 +104,7 @@ def stand_in_devices() -> None:
         try:
             return choose(*args, **kwargs)
         except NotImplementedError:
-            taken.add("FlashMLASparseBackend")
+            replaced.add("FlashMLASparseBackend")
             return "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseBackend"
 
     if workspace := _module("vllm.v1.worker.workspace"):
@@ -131,14 +131,14 @@ def _with_known(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def called(*args: Any, **options: Any) -> Any:
-        taken.update(f"{original.__qualname__}: {name}" for name in options.keys() - known.keys())
+        replaced.update(f"{original.__qualname__}: {name}" for name in options.keys() - known.keys())
         return original(*args, **{name: value for name, value in options.items() if name in known})
 
     return called
 
 
 def _flash_attention() -> bool:
-    taken.add("FlashAttention")
+    replaced.add("FlashAttention")
     return True
 
 
@@ -209,7 +209,7 @@ def stand_in_tokenizers() -> None:
 
 
 def _tokenizer(*_: Any, **__: Any) -> Any:
-    taken.add("tokenizer")
+    replaced.add("tokenizer")
     return MagicMock()
 
 
@@ -245,7 +245,7 @@ def _tried(original: Callable[..., Any], stand_in: Callable[..., Any], *errors: 
         try:
             return original(*args, **kwargs)
         except errors:
-            taken.add(original.__qualname__)
+            replaced.add(original.__qualname__)
             return stand_in(*args, **kwargs)
 
     return tried

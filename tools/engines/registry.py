@@ -120,7 +120,7 @@ def attempt(name: str, folder: Path, told: Any) -> None:
                 "untaken": len(done.untaken),
                 "replicated": round(done.replicated_nbytes / done.source_nbytes, 4),
             }
-        found |= {"stand_ins": sorted(stand_ins.taken), "by": small_models.class_of(name).__name__}
+        found |= {"stand_ins": sorted(stand_ins.replaced), "by": small_models.class_of(name).__name__}
         found["step"] = "built-in plan"
         told.send(found)
         found["builtin"] = by_builtin_plan(name, folder)

@@ -239,10 +239,10 @@ def test_nothing_is_loaded_but_the_sidecar_and_a_block_of_each_file(cold: Path) 
     files = sorted(cold.iterdir())
     for file in files:
         drop(file)
-    before, num_files = drive_nbytes(), len(open_files())
+    before, files = drive_nbytes(), open_files()
     relayout.explain(cold, 1)
     assert drive_nbytes() - before <= (cold / "relayout.json").stat().st_size + 2 * 4096 + SLACK
-    assert len(open_files()) == num_files
+    assert open_files().items() <= files.items()
     assert [file.resident_nbytes for file in relayout.explain(cold, 0).files] == [0, 0]
     assert [file.resident_nbytes for file in relayout.explain(cold, 1).files] == [0, 0]
 
@@ -429,10 +429,10 @@ def test_what_a_load_would_refuse_is_refused(
 ) -> None:
     if damage is not None:
         damage(converted)
-    num_files = len(open_files())
+    files = open_files()
     with pytest.raises(kind, match=message):
         relayout.explain(converted, **{"rank": 0, **options})
-    assert len(open_files()) == num_files
+    assert open_files().items() <= files.items()
     with pytest.raises(kind, match=message):
         relayout.load(converted, **{"rank": 0, **options})
 

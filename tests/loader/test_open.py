@@ -194,7 +194,7 @@ def test_it_holds_no_file_open(converted: Path) -> None:
     before = open_files()
     with relayout.open(converted, 0) as opened:
         assert opened.get_tensor("lm_head.weight").sum() != 0
-        assert open_files() == before
+        assert open_files().items() <= before.items()
 
 
 def test_a_tensor_that_the_rank_does_not_have_is_named(converted: Path) -> None:

@@ -88,13 +88,22 @@ class Members:
 
         Raises:
             OSError: a member is gone.
+            the error of another member that failed outside of `together`.
         """
+        values = self._gather(value)
+        for member, one in enumerate(values):
+            if isinstance(one, _Reason):
+                self.is_over = True
+                raise one.error(member)
+        return cast("list[Value]", values)
+
+    def _gather(self, value: object) -> list[object]:
         import torch.distributed as dist
 
-        values: list[Value | None] = [None] * self.num_members
+        values: list[object] = [None] * self.num_members
         with self._collective():
             dist.all_gather_object(values, value, group=self._group)
-        return cast("list[Value]", values)
+        return values
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -112,14 +121,14 @@ class Members:
             failed = error
         try:
             try:
-                reasons = self.exchange(None if failed is None else _Reason.of(failed))
+                reasons = self._gather(None if failed is None else _Reason.of(failed))
             except OSError as gone:
                 raise failed or gone from None
             self.is_over = any(reasons)
             if failed is not None:
                 raise failed
             for member, reason in enumerate(reasons):
-                if reason is not None:
+                if isinstance(reason, _Reason):
                     raise reason.error(member)
         finally:
             del failed  # Breaks the cycle of error, traceback and this frame.
@@ -129,7 +138,7 @@ class Members:
         if not self.is_over and not self.is_broken and os.getpid() == self._process:
             self.is_over = True
             with suppress(OSError):  # The others are gone.
-                self.exchange(_Reason.of(error))
+                self._gather(_Reason.of(error))
 
     def spread(self, pieces: list[tuple[int, torch.Tensor]]) -> None:
         """Bring pieces of memory, given as (member, memory), from the member that has each to all others.

@@ -214,7 +214,7 @@ def test_what_one_member_may_not_do_no_member_does(group: list[dict[str, Any]]) 
             assert (by_another in member[case]["error"]) == (number != culprit)
 
 
-@pytest.mark.parametrize("case", ["a read fails", "a streamed read fails"])
+@pytest.mark.parametrize("case", ["a read fails", "a streamed read fails", "fails between blocks"])
 def test_a_read_that_fails_fails_all_with_its_reason(group: list[dict[str, Any]], case: str) -> None:
     for number, member in enumerate(group):
         assert member[case]["kind"] == "OSError"

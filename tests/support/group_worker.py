@@ -161,6 +161,9 @@ def _member(folder: Path, number: int) -> None:
         if number == member:
             mine.faults.append(Fault("read", FILES, **how))
 
+    def failing(*_: object) -> None:
+        raise failure()
+
     done: list[tuple[int, int]] = []
     for backend in ("auto", "direct", "buffered"):
         case(backend, out, backend=backend)
@@ -193,6 +196,11 @@ def _member(folder: Path, number: int) -> None:
     case("streamed, verified by one", by=stream, verify=number == 0)
     case("streamed, mapped", out, by=stream, backend="mapped")
     case("streamed, bad option", by=stream, memory="1" if number == 1 else None)
+    check_same = sharing._check_same
+    if number == 2:
+        sharing._check_same = failing  # type: ignore[assignment]
+    case("fails between blocks", by=stream)
+    sharing._check_same = check_same
     case("stopped early", by=stream, memory=memory, most=2 if number == 1 else None)
     fault_of(2, after=4, times=None, error=failure)
     case("a streamed read fails", by=stream, memory=memory)

@@ -370,8 +370,9 @@ class _KindFinder:
         """The kind of the tensor; None: no rule matches it."""
         module, _, suffix = tensor.name.rpartition(".")
         stored = self._modules.get(module, {})
-        if self._scheme is not None and suffix in stored and len(stored) > 1:
-            rule = _unquantized(self._rule(f"{module}.weight"))
+        is_quantized = len(stored) > 1
+        if self._scheme is not None and suffix in stored and is_quantized:
+            rule = self._rule(f"{module}.weight", is_quantized)
             if module not in self._weights:
                 self._weights[module] = self._scheme.weights(stored)
             weights = self._weights[module]
@@ -379,12 +380,10 @@ class _KindFinder:
                 if self._family.is_transposed and rule.dim in (0, 1):
                     rule = replace(rule, dim=1 - rule.dim)
                 return _Kind(rule, tensor.dtype, tensor.shape, weights, suffix, self._is_expert(tensor.name))
-        rule = self._rule(tensor.name)
-        if len(stored) > 1:
-            rule = _unquantized(rule)
-        if rule is None and suffix == "bias" and len(stored) > 1:
+        rule = self._rule(tensor.name, is_quantized)
+        if rule is None and suffix == "bias" and is_quantized:
             # Some tools add a bias, mostly zeros, to every quantized layer. It is cut like the rows.
-            rule = _unquantized(self._rule(f"{module}.weight"))
+            rule = self._rule(f"{module}.weight", is_quantized)
             is_rows = rule is not None and rule.dim == (1 if self._family.is_transposed else 0)
             rule = replace(rule, dim=0) if rule is not None and is_rows else Rule(tensor.name, None)
         if rule is None and self._scheme is not None and self._scheme.is_cache_scale(suffix, tensor.shape):
@@ -400,19 +399,14 @@ class _KindFinder:
     def _key(self, name: str) -> str:
         return collapse_numbers(name) if self._collapse else name
 
-    def _rule(self, name: str) -> Rule | None:
+    def _rule(self, name: str, is_quantized: bool) -> Rule | None:
+        """The first rule that matches. One that says "or whole" holds all of a quantized module whole: each of its
+        tensors would decide by itself, so that a weight could be cut inside a block of scales that are whole."""
         key = self._key(name)
         if key not in self._rules:
             self._rules[key] = self._family.rule(name)
-        return self._rules[key]
-
-
-def _unquantized(rule: Rule | None) -> Rule | None:
-    """The rule for a quantized module: one that says "or whole" holds it whole.
-
-    Each of its tensors would decide by itself, so that a weight could be cut inside a block of scales that are whole.
-    """
-    return rule if rule is None or not rule.or_whole else Rule(rule.pattern, None)
+        rule = self._rules[key]
+        return Rule(rule.pattern, None) if is_quantized and rule is not None and rule.or_whole else rule
 
 
 class _Experts:

@@ -25,6 +25,7 @@ from support.journals import read_journal
 from support.mounts import mounted_tmpfs
 from support.patience import PATIENCE
 from support.rights import drop_superuser_rights
+from support.terminals import read_terminal
 from support.tools import built_command
 
 import relayout
@@ -783,15 +784,7 @@ def seen_on_a_terminal(args: list[str], cwd: Path) -> tuple[bytes, bytes]:
         [*RELAYOUT, *args], cwd=cwd, env=ENVIRONMENT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs
     ) as child:
         os.close(theirs)
-        seen = b""
-        while True:
-            try:
-                chunk = os.read(ours, 65536)
-            except OSError:  # Linux's way to say that nobody has the terminal open any more.
-                break
-            if not chunk:
-                break
-            seen += chunk
+        seen = read_terminal(ours)
         stdout, _ = child.communicate(timeout=PATIENCE)
     os.close(ours)
     assert child.returncode == 0, seen

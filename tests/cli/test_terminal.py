@@ -20,6 +20,7 @@ from models import MODELS
 from safetensors.numpy import save_file
 from support import prestarted
 from support.patience import PATIENCE
+from support.terminals import read_terminal
 from typer.testing import CliRunner
 
 import relayout
@@ -54,15 +55,7 @@ def in_terminal(command: str, cwd: Path, environment: Mapping[str, str] | None =
     imports = prestarted.LOADER if command.startswith("doctor") else prestarted.COMMANDS
     done = prestarted.run(*command.split(), cwd=cwd, env=env, imports=imports, stdout=theirs, stderr=theirs)
     os.close(theirs)
-    seen = b""
-    while True:
-        try:
-            chunk = os.read(ours, 65536)
-        except OSError:  # Linux's way to say that nobody has the terminal open any more.
-            break
-        if not chunk:
-            break
-        seen += chunk
+    seen = read_terminal(ours)
     os.close(ours)
     return done.returncode, seen.decode().replace("\r\n", "\n")
 

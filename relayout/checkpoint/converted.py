@@ -17,7 +17,7 @@ from relayout.format.manifest import (
     parse_manifest,
 )
 from relayout.format.rank_table import parse_table
-from relayout.format.safetensors import LENGTH_NBYTES
+from relayout.format.safetensors import LENGTH_NBYTES, refuse_lfs_pointer
 from relayout.storage.protocols import Kind, Store
 
 if TYPE_CHECKING:
@@ -107,6 +107,7 @@ def read_record(folder: Store, manifest: Manifest) -> SourceRecord:
 
     where = folder.where(SOURCE_RECORD_NAME)
     blob = folder.read(SOURCE_RECORD_NAME, MAX_TABLE_NBYTES)
+    refuse_lfs_pointer(blob, where)
     if digest_hex(blob) != manifest.record_digest:
         raise FormatError("digest differs from the one in the manifest", path=where, code="digest")
     return parse_record(decompress(blob, where), manifest.num_ranks, where)

@@ -22,12 +22,17 @@ from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError, shown
 from relayout.format.fields import Fields, parse_object
 from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME
-from relayout.format.safetensors import LENGTH_NBYTES, Header, header_nbytes, parse_header
+from relayout.format.safetensors import LENGTH_NBYTES, LFS_POINTER, Header, header_nbytes, parse_header
 from relayout.storage.protocols import Entry, Kind, ReadableFile, Store
 from relayout.storage.stores import check_exists
 
 MAX_INDEX_NBYTES = 64 * 2**20
-_PICKLED_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt"})
+_TO_SAVE = "load the model and save it with save_pretrained, which writes safetensors"
+_ADVICE = {
+    **dict.fromkeys((".bin", ".pt", ".pth", ".ckpt"), _TO_SAVE),
+    ".gguf": f"convert the safetensors that it was made of, or, with from_pretrained(gguf_file=...), {_TO_SAVE}",
+}
+"""What to do with a folder that has weights of another format only, by their suffix."""
 _WEIGHT_SUFFIXES = frozenset(
     {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".ggml", ".onnx", ".npz", ".npy"}
     | {".tflite", ".mlmodel", ".ot"}
@@ -155,8 +160,9 @@ def read_shard(folder: Store, name: str) -> tuple[SourceFile, Header]:
     """
     where = folder.where(name)
     with folder.open(name) as file:
-        prefix = _read(file, 0, min(LENGTH_NBYTES, file.nbytes))
-        blob = prefix + _read(file, LENGTH_NBYTES, header_nbytes(prefix, file.nbytes, where))
+        prefix = _read(file, 0, min(len(LFS_POINTER), file.nbytes))
+        end = LENGTH_NBYTES + header_nbytes(prefix, file.nbytes, where)
+        blob = prefix[:end] + _read(file, len(prefix), max(0, end - len(prefix)))
         header = parse_header(blob, file.nbytes, where)
         return SourceFile(name, file.nbytes, header.data_start, blob, file.version), header
 
@@ -189,7 +195,11 @@ def model_order(name: str) -> str:
 
 def _read_folder(root: Store) -> SourceCheckpoint:
     if is_converted(root):
-        raise PlanError(f"is already a converted checkpoint (contains {MANIFEST_NAME})", path=str(root), code="exists")
+        what = (
+            f"is already a converted checkpoint (contains {MANIFEST_NAME}): load it at another degree (tp=N), or "
+            "convert its source, which `relayout restore` writes"
+        )
+        raise PlanError(what, path=str(root), code="exists")
     entries = sorted(root.walk(), key=lambda entry: entry.name.split("/"))
     names = [
         entry.name for entry in entries if "/" not in entry.name
@@ -235,9 +245,8 @@ def _elsewhere(entries: Sequence[Entry]) -> str:
         - converted
     )
     if not found:
-        others = [entry.name for entry in entries if PurePosixPath(entry.name).suffix in _PICKLED_SUFFIXES]
-        advice = "; found {}: load the model and save it with save_pretrained, which writes safetensors"
-        return advice.format(others[0]) if others else ""
+        suffixes = ((entry.name, PurePosixPath(entry.name).suffix) for entry in entries)
+        return next((f"; found {name}: {_ADVICE[suffix]}" for name, suffix in suffixes if suffix in _ADVICE), "")
     more = " ..." if len(found) > _MAX_FOLDERS else ""
     return f"; convert its subfolders one by one: {', '.join(found[:_MAX_FOLDERS])}{more}"
 

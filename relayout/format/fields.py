@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from relayout.errors import FormatError
-from relayout.format.safetensors import strict_json
+from relayout.format.safetensors import refuse_lfs_pointer, strict_json
 
 
 def parse_object(blob: bytes, where: str, *, plain_integers: bool = False) -> dict[str, Any]:
@@ -28,6 +28,7 @@ def decode(blob: bytes, where: str) -> str:
     Raises:
         FormatError: it is none.
     """
+    refuse_lfs_pointer(blob, where)
     try:
         return blob.decode("utf-8")
     except UnicodeDecodeError as error:

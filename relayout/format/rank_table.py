@@ -34,7 +34,7 @@ from relayout.format.manifest import (
     decompress,
     parse_shapes,
 )
-from relayout.format.safetensors import check_name
+from relayout.format.safetensors import check_name, refuse_lfs_pointer
 from relayout.format.slices import dump_slice, parse_slice
 
 Column = npt.NDArray[np.int64]
@@ -70,6 +70,7 @@ def parse_table(blob: bytes, manifest: Manifest, rank: int, where: str) -> RankT
         FormatError: it is damaged, of another rank or conversion, or not what FORMAT.md demands.
     """
     entry = manifest.holders[rank]
+    refuse_lfs_pointer(blob, where)
     if digest_hex(blob) != entry.table_digest:
         raise FormatError(
             f"digest differs from the one in {MANIFEST_NAME}: damaged, or of another rank or conversion",

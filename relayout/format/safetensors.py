@@ -29,6 +29,9 @@ MAX_AXES = 64
 LENGTH_NBYTES = 8
 """Bytes of the length field that starts a file."""
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
+"""The start of the text that git-lfs leaves in place of a file that it has not downloaded."""
+
 _MAX_SIZE = 2**64 - 1
 MAX_DEPTH = 127
 """Of nested JSON (serde_json's limit)."""
@@ -66,12 +69,26 @@ class Header:
     """Length of the data section in bytes."""
 
 
+def refuse_lfs_pointer(blob: bytes, where: str) -> None:
+    """Refuse what git-lfs leaves in place of a file.
+
+    Raises:
+        FormatError: `blob`, the first bytes of a file or all of it, is such a pointer.
+    """
+    if blob.startswith(LFS_POINTER):
+        raise FormatError("this is a git-lfs pointer, not the file itself: run `git lfs pull`", path=where)
+
+
 def header_nbytes(prefix: bytes, file_nbytes: int, where: str) -> int:
     """The length n that the first 8 bytes declare, checked against the file's size.
+
+    Args:
+        prefix: the first bytes of the file, as many as `LFS_POINTER` has or more.
 
     Raises:
         FormatError: fewer than 8 bytes, a length above the limit, or one that the file cannot hold.
     """
+    refuse_lfs_pointer(prefix, where)
     if len(prefix) < LENGTH_NBYTES:
         raise FormatError(
             f"{len(prefix)} bytes, shorter than the 8-byte length that starts a file", path=where, code="truncated"

@@ -601,6 +601,29 @@ def test_a_converted_folder_is_refused(tmp_path: Path) -> None:
         read_source(tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.safetensors",
+        INDEX,
+        "config.json",
+        "out/relayout.json",
+        "out/relayout.rank-0.json.zst",
+        "out/relayout.source.json.zst",
+    ],
+)
+def test_what_git_lfs_left_in_place_of_a_file_is_called_so(tmp_path: Path, name: str) -> None:
+    write(tmp_path / "model.safetensors", {"a": A})
+    write_index(tmp_path / INDEX, {"a": "model.safetensors"})
+    (tmp_path / "config.json").write_text("{}")
+    convert(tmp_path / "model.safetensors", tmp_path / "out")
+    # As git-lfs 3.7 writes it (docs/spec.md).
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'4d7a' * 16}\nsize 12345\n"
+    (tmp_path / name).write_text(pointer)
+    with pytest.raises(FormatError, match=rf"{re.escape(name)}: this is a git-lfs pointer, .*: run `git lfs pull`$"):
+        relayout.restore(tmp_path / "out", tmp_path / "back") if "out" in name else read_source(tmp_path)
+
+
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="contains no safetensors file"):
         read_source(tmp_path)
@@ -658,9 +681,9 @@ def test_side_files_go_along_and_other_weights_get_a_word(tmp_path: Path) -> Non
 
 
 def test_a_converted_folder_inside_the_source_does_not_go_along_in_part(tmp_path: Path) -> None:
-    # `relayout convert model/model.safetensors` makes model/model-tp1; without its rank files it is no use to anyone.
+    # Without its rank files it is no use to anyone.
     write(tmp_path / "model.safetensors", {"a": A})
-    convert(tmp_path / "model.safetensors")
+    convert(tmp_path / "model.safetensors", tmp_path / "model-tp1")
     assert (tmp_path / "model-tp1" / "relayout.json").is_file()
     assert read_source(tmp_path).side_files == ()
 

@@ -72,14 +72,14 @@ SourceArgument = Annotated[
 ]
 OutputOption = Annotated[
     str | None,
-    typer.Option("--output", "-o", metavar="OUT", help="Folder to write. Default: SRC-tpN beside SRC."),
+    typer.Option("--output", "-o", metavar="OUT", help="Folder to write. Default: SRC-tpN beside the folder SRC."),
 ]
 PlanOption = Annotated[
     str | None,
     typer.Option(
-        metavar="FILE",
-        help="A plan file (TOML); 'transformers' for the plan of that package; or 'vllm' to cut as the classes of the"
-        " vLLM that is installed do. "
+        metavar="PLAN",
+        help="A plan file (TOML); the name of a built-in plan, such as llama; 'transformers' for the plan of that"
+        " package; or 'vllm' to cut as the classes of the vLLM that is installed do. "
         "Default: the built-in plan for model_type in config.json.",
     ),
 ]
@@ -318,7 +318,7 @@ def plans(
 
             checked = plan_check.check_plan(check, plan=plan)
             _show(checked, as_json, plan_text.print_check)
-            if not checked.ok:
+            if checked.draft_error is not None:
                 raise typer.Exit(EXIT_DIFFERENCE)
             return
         if name is not None:

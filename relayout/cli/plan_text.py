@@ -25,6 +25,12 @@ def print_check(found: PlanCheck) -> None:
             lines.append(f"  {kind.count:>6,}  {kind.pattern}  ({shape})")
     if found.draft_error is not None:
         lines.append(found.draft_error)
+    lines += [
+        f"check {kind.pattern}: cut evenly, but config.json has {kind.num_heads} heads of keys and values: is it by"
+        ' = "kv_heads"?'
+        for kind in found.kinds
+        if kind.num_heads is not None
+    ]
     lines += _degrees(found)
     if not found.ok:
         lines += _ways(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
@@ -49,7 +50,8 @@ def check_plan(path: str | os.PathLike[str], *, plan: str | os.PathLike[str] | N
 
     Args:
         path: a checkpoint folder, Hugging Face snapshot, or .safetensors file.
-        plan: a plan file, or "transformers"; None: the built-in plan for the model type, if there is one.
+        plan: a plan file, the name of a built-in plan, or "transformers"; None: the built-in plan for the model type,
+            if there is one.
 
     Raises:
         FormatError: the checkpoint or the plan file is damaged.
@@ -65,22 +67,25 @@ def check_plan(path: str | os.PathLike[str], *, plan: str | os.PathLike[str] | N
         draft = draft_plan(checkpoint, family)
     except PlanError as failed:
         error = str(failed)
-    rules = family if draft is None else draft.family
+    rules, kinds = (family, ()) if draft is None else (draft.family, draft.kinds)
     return PlanCheck(
         path=str(checkpoint.root),
         model_type=checkpoint.model_type,
         plan=None if family is None else family.full_name,
         num_tensors=len(checkpoint.tensors),
-        kinds=() if draft is None else draft.kinds,
+        kinds=kinds,
         draft=None if draft is None else draft.text,
         draft_error=error,
-        degrees={degree: _refusal(checkpoint, degree, rules) for degree in _DEGREES} if rules is not None else {},
+        degrees={} if rules is None else {degree: _refusal(checkpoint, degree, rules, kinds) for degree in _DEGREES},
         has_vllm=util.find_spec("vllm") is not None,
     )
 
 
-def _refusal(checkpoint: SourceCheckpoint, degree: int, family: Family) -> str | None:
-    """Why the rules cannot be applied at a degree; None: they can."""
+def _refusal(checkpoint: SourceCheckpoint, degree: int, family: Family, kinds: Sequence[KindWithoutRule]) -> str | None:
+    """Why the rules cannot be applied at a degree, or may not; None: they can."""
+    cut = next((kind for kind in kinds if kind.num_heads is not None and kind.num_heads % degree), None)
+    if cut is not None:
+        return f"tensor {cut.example!r}: cut evenly, {cut.num_heads} heads would be cut in pieces"
     try:
         plan_by(checkpoint, degree, family, unmatched="error")
     except PlanError as error:

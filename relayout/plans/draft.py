@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
+from typing import TypeAlias
 
 from relayout.core.patterns import collapse_numbers
 from relayout.errors import PlanError
@@ -20,6 +20,7 @@ from relayout.plans.family import (
     EVEN,
     FILE,
     HEAD_DIM,
+    KV_HEADS,
     RAGGED,
     VOCABULARY,
     Family,
@@ -36,7 +37,10 @@ _DEGREE = 2
 """Rules that cannot be applied at this degree are replaced by "whole"."""
 _MAX_WORDS = 64
 """The most names without braces that a pattern is expanded to."""
+_KEYS_OR_VALUES = re.compile(r"(?:^|_)(?:q?kv?|v|keys?|values?)(?:_|$)")
 _UNITS = {EVEN, VOCABULARY, RAGGED}
+_Kind: TypeAlias = tuple[str, int, tuple[int, ...], str]
+"""Pattern, number of tensors, shape and wanted name of the first of them."""
 _NO_RULES = Family("none", FILE, (), None, (), {}, (), (), ())
 
 
@@ -55,6 +59,9 @@ class KindWithoutRule:
     """What the draft does with them, in the language of plans."""
     origin: str
     """Where that is from."""
+    num_heads: int | None = None
+    """Heads that config.json declares for these keys or values, which the draft cuts evenly, by no head; None: it does
+    not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,20 +100,32 @@ def draft_plan(checkpoint: PlannedCheckpoint, family: Family | None) -> Draft | 
     base = family if family is not None else _most_similar(checkpoint)
     needed = missing if family is not None or base is None else _kinds(checkpoint, base)
     theirs = _transformers(checkpoint)
-    found = {pattern: _rule_for(pattern, example, shape, checkpoint, theirs) for pattern, _, shape, example in needed}
+    found = {
+        pattern: rule
+        for module in _modules(needed).values()
+        for pattern, rule in _rules_for(module, checkpoint, theirs).items()
+    }
     text, parsed = _applicable(checkpoint, base, found, is_own=family is not None)
     rules = {rule.pattern: rule for rule in parsed.rules}
+    heads = Sizes({KV_HEADS: (SizeSource("num_key_value_heads"),)}, checkpoint.config).find(KV_HEADS)
     kinds = []
     for pattern, count, shape, example in missing:
         rule = rules.get(pattern) or parsed.rule(example)
         assert rule is not None
         origin = found[pattern].origin if pattern in found else f"as in {base.name}" if base else ""
-        kinds.append(KindWithoutRule(pattern, count, shape, example, _value(rule), origin))
+        num_heads = heads if pattern in found and _is_cut_through_heads(example, rule) else None
+        kinds.append(KindWithoutRule(pattern, count, shape, example, _value(rule), origin, num_heads))
     return Draft(text, parsed, tuple(kinds))
 
 
-def _kinds(checkpoint: PlannedCheckpoint, family: Family) -> list[tuple[str, int, tuple[int, ...], str]]:
-    """The kinds that no rule matches: pattern, number of tensors, shape and wanted name of the first."""
+def _is_cut_through_heads(name: str, rule: Rule) -> bool:
+    """Whether keys or values, by their name, are cut at elements: at some degrees a rank gets a part of a head."""
+    module = name.rpartition(".")[0].rpartition(".")[2]
+    return set(rule.units) == {EVEN} and _KEYS_OR_VALUES.search(module) is not None
+
+
+def _kinds(checkpoint: PlannedCheckpoint, family: Family) -> list[_Kind]:
+    """The kinds that no rule matches."""
     kinds: dict[str, list[tuple[tuple[int, ...], str]]] = {}
     for tensor, wanted in without_rule(checkpoint, family):
         kinds.setdefault(_pattern_of(wanted), []).append((tensor.shape, wanted))
@@ -128,37 +147,66 @@ def _transformers(checkpoint: PlannedCheckpoint) -> Family | None:
         return None
 
 
-def _rule_for(
-    pattern: str, name: str, shape: tuple[int, ...], checkpoint: PlannedCheckpoint, theirs: Family | None
-) -> _Found:
-    """The rule for a kind of tensors, by the first source that knows one."""
-    if theirs is not None and (rule := theirs.rule(name)) is not None:
-        return _Found(_renamed(rule, pattern), "transformers", theirs)
-    for length in (3, 2):
+def _modules(kinds: Sequence[_Kind]) -> dict[str, list[_Kind]]:
+    """The kinds of each module, such as all of an attention block, by the module's name."""
+    modules: dict[str, list[_Kind]] = {}
+    for kind in kinds:
+        modules.setdefault(kind[0].rpartition(".")[0].rpartition(".")[0], []).append(kind)
+    return modules
+
+
+def _rules_for(module: Sequence[_Kind], checkpoint: PlannedCheckpoint, theirs: Family | None) -> dict[str, _Found]:
+    """The rules for the kinds of one module, each by the first source that knows one."""
+    found: dict[str, _Found] = {}
+    for pattern, _, _, name in module:
+        if theirs is not None and (rule := theirs.rule(name)) is not None:
+            found[pattern] = _Found(_renamed(rule, pattern), "transformers", theirs)
+    while rest := [kind for kind in module if kind[0] not in found]:  # What one plan does not know, another may.
+        alike = max((_alike(rest, length, checkpoint) for length in (3, 2)), key=len)  # The longer, if equal.
+        if not alike:
+            break
+        found |= alike
+    for pattern, _, shape, _ in rest:
+        why = "one dimension" if len(shape) < 2 else "UNKNOWN name: whole on every rank until you know better"
+        found[pattern] = _Found(Rule(pattern, None), why, None)
+    return found
+
+
+def _alike(module: Sequence[_Kind], length: int, checkpoint: PlannedCheckpoint) -> dict[str, _Found]:
+    """Rules for as many kinds of a module as the modules of built-in plans know that know most, by the most of these.
+
+    Rules from several plans do not fit together: one may cut heads where another cuts evenly.
+
+    Args:
+        length: how many of the last parts of names must be equal.
+    """
+    known: dict[tuple[str, str], dict[str, tuple[str, Family, Rule]]] = {}
+    for pattern, _, shape, name in module:
         tail = tuple(collapse_numbers(name).split(".")[-length:])
-        if len(tail) < length:
-            continue
-        families = [one for one in _rules_by_tail().get(tail, ()) if _fits(one, shape, checkpoint)]
-        votes = Counter(_value(rule) for _, rule in families)
-        if votes:
-            value = max(votes, key=lambda one: votes[one])
-            chosen = [(family, rule) for family, rule in families if _value(rule) == value]
-            names = sorted({family.name for family, _ in chosen})
-            more = f" and {len(names) - 2} others" if len(names) > 2 else ""
-            family, rule = chosen[0]
-            return _Found(_renamed(rule, pattern), f"{'.'.join(tail)} as in {', '.join(names[:2])}{more}", family)
-    if len(shape) < 2:
-        return _Found(Rule(pattern, None), "one dimension", None)
-    return _Found(Rule(pattern, None), "UNKNOWN name: whole on every rank until you know better", None)
+        for family, rule, parent in _rules_by_tail().get(tail, ()):
+            if _fits(family, rule, shape, checkpoint):
+                known.setdefault((family.name, parent), {}).setdefault(pattern, (".".join(tail), family, rule))
+    most = max(map(len, known.values()), default=0)
+    voters: dict[str, list[tuple[str, str]]] = {}
+    for voter, rules in known.items():
+        if len(rules) == most:
+            said = str([(pattern, _value(rule)) for pattern, (_, _, rule) in rules.items()])
+            voters.setdefault(said, []).append(voter)
+    chosen = max(voters.values(), key=len, default=[])
+    names = sorted({name for name, _ in chosen})
+    more = f" and {len(names) - 2} others" if len(names) > 2 else ""
+    return {
+        pattern: _Found(_renamed(rule, pattern), f"{tail} as in {', '.join(names[:2])}{more}", family)
+        for pattern, (tail, family, rule) in (known[chosen[0]].items() if chosen else ())
+    }
 
 
 def _renamed(rule: Rule, pattern: str) -> Rule:
     return Rule(pattern, rule.dim, rule.units, rule.widths, rule.interleaved, rule.block)
 
 
-def _fits(found: tuple[Family, Rule], shape: tuple[int, ...], checkpoint: PlannedCheckpoint) -> bool:
+def _fits(family: Family, rule: Rule, shape: tuple[int, ...], checkpoint: PlannedCheckpoint) -> bool:
     """Whether config.json has the sizes that a rule counts, and the tensor has the dimension."""
-    family, rule = found
     sizes = Sizes(family.sizes, checkpoint.config)
     return (rule.dim is None or rule.dim < max(2, len(shape))) and all(
         sizes.find(size) is not None for size in _counted(rule)
@@ -171,9 +219,9 @@ def _counted(rule: Rule) -> list[str]:
 
 
 @cache
-def _rules_by_tail() -> dict[tuple[str, ...], list[tuple[Family, Rule]]]:
-    """The rules of the built-in plans, by the last two or three parts of the names that they match."""
-    found: dict[tuple[str, ...], list[tuple[Family, Rule]]] = {}
+def _rules_by_tail() -> dict[tuple[str, ...], list[tuple[Family, Rule, str]]]:
+    """The rules of the built-in plans, each with its module, by the last two or three parts of the names they match."""
+    found: dict[tuple[str, ...], list[tuple[Family, Rule, str]]] = {}
     for family in builtin_families():
         if family.is_transposed or family.quantization is not None:
             continue  # Their dimensions mean something else.
@@ -182,7 +230,7 @@ def _rules_by_tail() -> dict[tuple[str, ...], list[tuple[Family, Rule]]]:
                 parts = name.replace("**", "*").split(".")
                 for length in (3, 2):
                     if len(parts) >= length:
-                        found.setdefault(tuple(parts[-length:]), []).append((family, rule))
+                        found.setdefault(tuple(parts[-length:]), []).append((family, rule, ".".join(parts[:-2])))
     return found
 
 
@@ -254,7 +302,7 @@ def _text(checkpoint: PlannedCheckpoint, base: Family | None, found: dict[str, _
         if one.family is None:
             continue
         counted = _counted(one.rule)
-        wanted = [*counted, HEAD_DIM] if {"heads", "kv_heads"} & set(counted) else counted
+        wanted = [*counted, HEAD_DIM] if {"heads", KV_HEADS} & set(counted) else counted
         for size in wanted:
             if size in one.family.sizes and (base is None or size not in base.sizes):
                 sizes.setdefault(size, {}).update(dict.fromkeys(one.family.sizes[size]))

@@ -172,15 +172,19 @@ def builtin_text(name: str) -> str:
 
 
 def read_family(path: Path) -> Family:
-    """Read a plan file (`--plan FILE`).
+    """Read a plan file, or the built-in plan of this name where there is no such file (`--plan`).
+
+    Args:
+        path: a file; NAME or builtin:NAME.
 
     Raises:
         FormatError: the file cannot be read or is not a valid plan.
-        PlanError: it is the name of a built-in plan.
+        PlanError: no built-in plan has this name.
     """
-    if str(path) in _builtin_texts() and not path.exists():
-        what = "no such file; it is a built-in plan, which config.json's model_type chooses: leave out the option"
-        raise PlanError(what, path=path, code="no_plan")
+    prefix, _, name = str(path).rpartition(":")
+    if prefix == BUILTIN or (str(path) in _builtin_texts() and not path.is_file()):
+        builtin_text(name)
+        return _builtin(name)
     blob = read_small(path, _MAX_PLAN_NBYTES)
     try:
         text = blob.decode()
@@ -206,8 +210,8 @@ def find_family(model_type: str | None, quantization: str | None = None) -> Fami
         else f"no built-in plan for model type {shown(model_type)}"
     )
     raise PlanError(
-        f"{what} (`relayout plans` lists them): supply one with --plan FILE (`relayout plans --check SRC` drafts one),"
-        " try --plan transformers, or use --tp 1, which needs no plan",
+        f"{what} (`relayout plans` lists them): name one that fits with --plan NAME, supply your own with --plan FILE"
+        " (`relayout plans --check SRC` drafts one), try --plan transformers, or use --tp 1, which needs no plan",
         code="no_plan",
     )
 

@@ -16,7 +16,7 @@ from relayout.core.patterns import collapse_numbers
 from relayout.core.slices import NOT_HELD, WHOLE, Cut, Range, Slice, number_cuts
 from relayout.errors import FormatError, PlanError, about, shown
 from relayout.plans.division import Sizes, divide, owner, owner_ranges
-from relayout.plans.family import EXPERTS, TRANSFORMERS, Family, Rule, find_family, read_family
+from relayout.plans.family import BUILTIN, EXPERTS, TRANSFORMERS, Family, Rule, find_family, read_family
 from relayout.plans.quantization import INPUT_SCALES, Scheme, Weight, find_scheme
 
 MAX_RANKS = 1024
@@ -119,7 +119,8 @@ def plan_for(
     Args:
         checkpoint: the tensors and config.json.
         num_ranks: the tensor-parallel degree.
-        plan: a plan file, or "transformers" for that package's plan; None: the built-in plan.
+        plan: a plan file, the name of a built-in plan, or "transformers" for that package's plan; None: the built-in
+            plan for the model type.
         expert_parallel: each expert is held whole by one rank, in contiguous blocks (vLLM's linear placement).
         unmatched: how to treat tensors that no rule matches: "error", or "replicate" to hold them whole on every rank.
             None: "error", but "replicate" with the plan of transformers, which lists only tensors that are cut.
@@ -190,7 +191,8 @@ def _choose(checkpoint: PlannedCheckpoint, plan: str | Path | None) -> Family:
 
 def _own_family(path: Path, model_type: str | None) -> Family:
     family = read_family(path)
-    if family.model_types and model_type not in family.model_types:
+    # A built-in plan was named because its model types do not fit.
+    if family.origin != BUILTIN and family.model_types and model_type not in family.model_types:
         raise PlanError(
             f"the plan is for model_types {', '.join(family.model_types)}, config.json has {shown(model_type)};"
             " without the line model_types it applies to any",

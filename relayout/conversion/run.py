@@ -27,7 +27,7 @@ from relayout.progress import Progress, reporting
 from relayout.results import Result
 from relayout.storage.hashing import CHUNK_NBYTES as REHASH_NBYTES
 from relayout.storage.memory import peak_nbytes
-from relayout.storage.protocols import Kind, Staging
+from relayout.storage.protocols import Staging
 from relayout.storage.stores import find_input, find_store, scheme_of
 
 _SIDECAR_NBYTES_PER_TENSOR = 300
@@ -72,8 +72,8 @@ class PlanOptions(TypedDict, total=False):
     """Power of two, 512 bytes to 16 MiB; tensors whose slices are all multiples of it start at multiples of it.
     Default 4096."""
     plan: str | os.PathLike[str] | None
-    """A plan file, "transformers" for that package's plan, or "vllm": cut as the classes of the installed vLLM cut;
-    default is the built-in plan for config.json's `model_type`. Not needed for `tp=1`."""
+    """A plan file, the name of a built-in plan, "transformers" for that package's plan, or "vllm": cut as the classes
+    of the installed vLLM cut; default is the built-in plan for config.json's `model_type`. Not needed for `tp=1`."""
     trust_remote_code: bool
     """With "vllm": let it run Python files of the source; default False."""
     expert_parallel: bool
@@ -128,7 +128,8 @@ def plan_conversion(
 
     Args:
         source: a checkpoint folder, a Hugging Face cache snapshot, or one .safetensors file.
-        output: the folder to make; default is `SOURCE-tpN` beside the source.
+        output: the folder to make; default is `SOURCE-tpN` beside the source folder. A single file has no default: it
+            would lie in the folder of the source.
         options: see `PlanOptions`; sizes are bytes, or text such as "48GB".
 
     Returns:
@@ -151,7 +152,10 @@ def plan_conversion(
     store = find_input(source)
     made = find_store(default_output(source, tp) if output is None else output)
     checkpoint = read_source(store)
-    if store.kind() is Kind.FILE and store.parent()[1].startswith("."):
+    if checkpoint.is_file and output is None:
+        what = "a single file: name the folder to write with -o OUT, or convert the folder of the file"
+        raise PlanError(what, path=str(source), code="option")
+    if checkpoint.is_file and store.parent()[1].startswith("."):
         raise PlanError(
             "a hidden file, which would not be restored: give it another name", path=str(source), code="option"
         )
@@ -193,7 +197,7 @@ def convert(
 
     Args:
         source: a checkpoint folder, a Hugging Face cache snapshot, or one .safetensors file. Never written to.
-        output: the folder to make; default is `SOURCE-tpN` beside the source. It appears complete or not at all.
+        output: the folder to make; default is `SOURCE-tpN` beside the source folder. It appears complete or not at all.
         force: replace an output folder that relayout wrote, or discard an interrupted conversion to it that cannot be
             gone on with.
         sha256: store the SHA-256 of each rank file in the manifest, for hubs and tools that sign. Reads them again.
@@ -328,13 +332,13 @@ def num_readers_of(threads: int, chunk_nbytes: int) -> int:
 
 
 def default_output(source: str | os.PathLike[str], tp: int) -> str | Path:
-    """`SOURCE-tpN` beside the source; for a snapshot in a Hugging Face cache, `REPOSITORY-tpN` right here.
+    """`SOURCE-tpN` beside the source folder; for a snapshot in a Hugging Face cache, `REPOSITORY-tpN` right here.
 
     Raises:
         PlanError: there is no place beside the source.
     """
     if scheme_of(source) is not None:
-        return f"{os.fspath(source).rstrip('/').removesuffix('.safetensors')}-tp{tp}"
+        return f"{os.fspath(source).rstrip('/')}-tp{tp}"
     source = Path(source)
     named = source.resolve() if source.name in ("", "..") else source
     if not named.name:
@@ -345,7 +349,7 @@ def default_output(source: str | os.PathLike[str], tp: int) -> str | Path:
     if named.absolute().parent.name == "snapshots" and repository.startswith("models--"):
         # Not into the hub's cache, among revisions: into the working directory, by the repository's name.
         return Path(f"{repository.split('--')[-1]}-tp{tp}")
-    return named.with_name(f"{named.name.removesuffix('.safetensors')}-tp{tp}")
+    return named.with_name(f"{named.name}-tp{tp}")
 
 
 def _needed_nbytes(conversion: Conversion) -> int:

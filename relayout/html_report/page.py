@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from relayout.checkpoint.converted import is_converted
-from relayout.conversion.run import plan_conversion
+from relayout.conversion.run import default_output, plan_conversion
 from relayout.core.arguments import integer
 from relayout.core.digests import DIGEST_NBYTES
 from relayout.errors import PlanError
@@ -71,7 +71,8 @@ def report(
     else:
         if tp is None:
             raise PlanError("not converted: say for how many ranks (tp=N, --tp N)", path=path, code="option")
-        content, digests = of_conversion(plan_conversion(path, tp=integer(tp, "tp"), plan=plan)), b""
+        tp = integer(tp, "tp")
+        content, digests = of_conversion(plan_conversion(path, default_output(path, tp), tp=tp, plan=plan)), b""
     text = render(content, digests)
     with with_path(target):
         # Replaced at once, so that a browser never sees half of a page.

@@ -298,6 +298,12 @@ def only_pickles(work: Path) -> list[str]:
     return ["inspect", "pickled"]
 
 
+def only_gguf(work: Path) -> list[str]:
+    (work / "quantized").mkdir()
+    (work / "quantized" / "model.Q4_K_M.gguf").write_bytes(b"GGUF")
+    return ["convert", "quantized", "--tp", "1"]
+
+
 def misspelled(work: Path) -> list[str]:
     return ["inspect", "modle"]
 
@@ -324,13 +330,17 @@ def control_characters_in_a_path(work: Path) -> list[str]:
         (forced_on_a_foreign_folder, r"out: is not empty; it is no converted folder"),
         (default_output_taken, r"model-tp1: is not empty; --force replaces it"),
         (only_pickles, r"pickled: contains no safetensors file; found pytorch_model\.bin: .*save_pretrained"),
+        (
+            only_gguf,
+            r"contains no safetensors file; found model\.Q4_K_M\.gguf: .*from_pretrained\(gguf_file=.*save_pret",
+        ),
         (misspelled, r"modle: no such file or folder; did you mean 'model'\?"),
         (output_through_a_link, r"link: is the source itself"),
         (source_through_a_link, r"model: is the source itself"),
         (plan_is_no_toml, r"mine\.toml: not valid TOML"),
         (plan_of_unknown_unit, r"mine\.toml: cut '\*': .*fingers"),
         (plan_without_a_rule, r"tensor 'lm_head\.weight': no rule of plan 'file:mine\.toml'"),
-        (converted_as_source, r"out: is already a converted checkpoint"),
+        (converted_as_source, r"out: is already a converted .*: load it at another degree .*, or convert its source"),
         (rank_too_high, r"rank 2, expected 0 to 1"),
         (negative_rank, r"rank -1, expected 0 to 1"),
         (folder_without_weights, r"empty: contains no safetensors file"),
@@ -351,8 +361,12 @@ def test_bad_input_is_one_line_and_leaves_nothing_behind(here: Run, work: Path, 
         ("verify model", r"model: not a converted folder \(relayout\.json is missing\); relayout convert makes one"),
         ("restore model -o back", r"model: not a converted folder"),
         ("plans lama", r"no built-in plan 'lama'; did you mean 'llama'\?"),
-        ("convert model --tp 2 --plan qwen3", r"qwen3: no such file; it is a built-in plan"),
-        ("inspect model --rank 0", r"model: not converted"),
+        ("convert model --tp 2 --plan builtin:lama", r"no built-in plan 'lama'; did you mean 'llama'\?"),
+        (
+            "convert model/model.safetensors --tp 2",
+            r"a single file: name the folder to write with -o OUT, or convert the",
+        ),
+        ("inspect model --rank 0", r"model: not converted, so it has no ranks: leave out the rank"),
         ("convert / --tp 2", r" /: nothing can be beside the root folder; choose another folder with -o"),
         ("convert model --tp 0", r"tp=0, expected 1 to"),
         ("doctor model --tp 0", r"tp=0, expected 1 or more"),
@@ -587,8 +601,6 @@ def test_force_replaces_what_relayout_wrote(here: Run, work: Path) -> None:
         (".", "model/", "model-tp1"),
         ("model", ".", "model-tp1"),
         ("model/sub", "..", "model-tp1"),
-        (".", "model/model.safetensors", "model/model-tp1"),
-        ("model", "model.safetensors", "model/model-tp1"),
     ],
 )
 def test_the_default_output_lies_beside_the_source(here: Run, work: Path, cwd: str, source: str, output: str) -> None:

@@ -96,7 +96,7 @@ def find_input(path: str | os.PathLike[str]) -> Store:
     if is_absent:
         from relayout.storage.web import hub
 
-        return hub.offer_model(str(path)) or store
+        return hub.offer_model(str(path), store.absence) or store
     return store
 
 

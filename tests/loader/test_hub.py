@@ -21,6 +21,7 @@ from relayout.errors import FormatError, PlanError
 from relayout.storage.cloud import connect
 from relayout.storage.protocols import RequestError
 from relayout.storage.stores import find_input, find_store
+from relayout.storage.web import hub as web_hub
 
 pytest.importorskip("obstore", reason="the client of object stores")
 pytest.importorskip("huggingface_hub", reason="the hub's own library")
@@ -165,6 +166,20 @@ def test_what_is_not_there_is_told(hub: Hub, monkeypatch: pytest.MonkeyPatch) ->
         relayout.load("org/out", 0)
     with pytest.raises(RequestError, match="the hub cannot be reached"):
         relayout.load("hf://org/out", 0)
+
+
+def test_without_the_extra_a_name_that_may_be_of_the_hub_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "llama").mkdir(parents=True)
+    monkeypatch.setattr(web_hub, "find_spec", lambda name: None)
+    hint = "for a repository of the hub, install relayout with the extra 'hub'$"
+    with pytest.raises(PlanError, match=f"^org/model: no such file or folder; {hint}"):
+        relayout.inspect("org/model")
+    with pytest.raises(PlanError, match=rf"^models/lama: no such file or folder; did you mean 'llama'\?; {hint}"):
+        relayout.inspect("models/lama")
+    assert find_input("models/llama").path("") == Path("models/llama")
 
 
 @pytest.mark.parametrize("url", ["hf://", "hf://org", "hf://org/model/../x", "hf://org/model@a/b?c", "hf://u:p@org/m"])

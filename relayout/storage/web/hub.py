@@ -273,10 +273,17 @@ def offer(url: str) -> Store | Refusal:
     return HubStore(HubClient(found["repo"], found["revision"]), found["folder"].strip("/"))
 
 
-def offer_model(path: str) -> Store | None:
-    """The repository that a path such as "org/model" may mean; None if it does not look like one."""
-    if not _REPO.fullmatch(path) or find_spec("huggingface_hub") is None or find_spec("obstore") is None:
+def offer_model(path: str, absence: Callable[[], str]) -> Store | None:
+    """The repository that a path such as "org/model" may mean; None if it does not look like one.
+
+    Raises:
+        PlanError: it does, but the extra is not installed; `absence` says that there is no such path.
+    """
+    if not _REPO.fullmatch(path):
         return None
+    if find_spec("huggingface_hub") is None or find_spec("obstore") is None:
+        what = f"{absence()}; for a repository of the hub, install relayout with the extra 'hub'"
+        raise PlanError(what, path=path, code="missing")
     return HubStore(HubClient(path, None, is_guess=True), "")
 
 

@@ -4,7 +4,8 @@
     tools/run release --torch     # also installs torch there, and loads
 
 PyPI shows README without the repository around it: links to files become links into `--repository`. Without it, the
-packages are for checks only. Needs the extra `release`. Nothing is uploaded.
+packages are for checks only. Needs the extra `release`, and python3.11 for the lowest versions of what relayout
+depends on (but of torch: of old versions, PyPI has no builds for CPUs). Nothing is uploaded.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import tempfile
 import time
 import tomllib
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -49,6 +51,26 @@ found = relayout.load("model-tp2", 1)["model.layers.0.self_attn.o_proj.weight"]
 assert torch.equal(found, whole[:, 32:])
 print("loaded")
 """
+LOWEST = """
+import json, os, pathlib, sys, relayout
+sys.path.append(sys.argv[1])
+from relayout.core.dtypes import BITS
+from support import hub_server
+header, end = {}, 0
+for dtype, bits in BITS.items():
+    header[dtype] = {"dtype": dtype, "shape": [64], "data_offsets": [end, end := end + 8 * bits]}
+text = json.dumps(header).encode()
+pathlib.Path("types").mkdir()
+pathlib.Path("types/model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + os.urandom(end))
+relayout.convert("types")
+found = relayout.verify("types-tp1", source="types")
+assert found.ok, found.differences
+with hub_server.running() as hub:
+    os.environ |= {"HF_ENDPOINT": hub.hub.url, "HF_HUB_CACHE": "cache", "HF_TOKEN_PATH": "token"}
+    hub.repos["org/out"] = {file.name: file.read_bytes() for file in pathlib.Path("types-tp1").iterdir()}
+    assert relayout.verify("org/out", source="types").ok
+"""
+"""Every dtype, which the reference reader must know; and the hub."""
 
 
 def main() -> None:
@@ -66,6 +88,7 @@ def main() -> None:
         check_versions(wheel, tree)
         for number, python in enumerate([sys.executable, *arguments.python]):
             use(wheel, Path(scratch) / f"fresh-{number}", python, with_torch=arguments.torch)
+        use(wheel, Path(scratch) / "lowest", f"python{PYTHONS[0]}", with_torch=arguments.torch, versions=lowest(tree))
     print(f"\n{wheel}\n{sdist}\nare ready" + ("" if arguments.repository else ", but for checks only: no --repository"))
 
 
@@ -133,8 +156,19 @@ def check_versions(wheel: Path, tree: Path) -> None:
         print(f"Python {python}: all dependencies have wheels")
 
 
-def use(wheel: Path, fresh: Path, interpreter: str, *, with_torch: bool) -> None:
-    """Install into an environment of its own, and do what README says."""
+def lowest(tree: Path) -> list[str]:
+    """The lowest versions that pyproject.toml declares, of all dependencies and of those of the hub."""
+    project = tomllib.loads((tree / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["hub"]]
+    return [one.replace(">=", "==") for one in wanted]
+
+
+def use(wheel: Path, fresh: Path, interpreter: str, *, with_torch: bool, versions: Sequence[str] = ()) -> None:
+    """Install into an environment of its own, and do what README says.
+
+    Args:
+        versions: of what it depends on; with them, do what needs the oldest of them, too.
+    """
     fresh.mkdir()
     run(interpreter, "-m", "venv", fresh / "venv")
     python, command = fresh / "venv" / "bin" / "python", fresh / "venv" / "bin" / "relayout"
@@ -146,13 +180,16 @@ def use(wheel: Path, fresh: Path, interpreter: str, *, with_torch: bool) -> None
             raise SystemExit(f"{' '.join(map(str, words))[:200]}: {done.stdout}{done.stderr}")
         return done.stdout
 
-    here(python, "-m", "pip", "install", "--quiet", wheel)
+    here(python, "-m", "pip", "install", "--quiet", wheel, *versions)
     here(python, "-c", EVERYDAY)
     for words in ("inspect model", "convert model --tp 2", "verify model-tp2 --source model"):
         print("$ relayout", words, "\n" + here(command, *words.split()).split("\n\n")[0].rstrip())
     here(command, "restore", "model-tp2", "-o", "back")
     if (fresh / "back" / "model.safetensors").read_bytes() != (fresh / "model" / "model.safetensors").read_bytes():
         raise SystemExit("restore wrote other bytes")
+    if versions:
+        here(python, "-c", LOWEST, ROOT / "tests")
+        print(f"works with {', '.join(versions)}")
     print(here(python, "--version").strip(), here(command, "--version").strip(), sep=", ")
     timed = "import time; t = time.perf_counter(); import relayout; print(time.perf_counter() - t)"
     seconds = {

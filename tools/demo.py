@@ -35,7 +35,8 @@ def main() -> int:
     console = Console(highlight=False)
     with tempfile.TemporaryDirectory(prefix="relayout-demo-", dir=os.environ.get("RELAYOUT_DEMO_DIR")) as folder:
         source, converted = Path(folder) / "llama", Path(folder) / f"llama-tp{TP}"
-        console.print("[bold]1.[/] a checkpoint of random weights, written by transformers")
+        console.print(f"Works in {folder}, deleted at the end; RELAYOUT_DEMO_DIR says where. Takes some 20 s.")
+        console.print("[bold]1.[/] make a Llama of random weights with transformers: the folder llama")
         transformers.logging.disable_progress_bar()
         AutoModelForCausalLM.from_config(CONFIG, dtype=torch.bfloat16).save_pretrained(source, max_shard_size="200MB")
         found = relayout.inspect(source)
@@ -52,7 +53,7 @@ def main() -> int:
         console.print(f"   {report.num_tensors} slices compared, {len(report.differences)} differences")
 
         console.print(
-            "[bold]4.[/] each rank loaded from a cold cache by relayout, and cut out of the source by safetensors"
+            "[bold]4.[/] load each rank from a cold cache: with relayout.load, and cut from the source by safetensors"
         )
         relayout.load(converted, 0)  # So that no import is timed.
         table = Table(box=box.SIMPLE_HEAD)
@@ -85,6 +86,7 @@ def main() -> int:
         table.add_row("all", decimal(report.nbytes), *times, f"{totals[1] / totals[0]:.1f}x", "")
         console.print(table)
     console.print("[bold green]every rank is equal, bit for bit[/]" if all_equal else "[bold red]a rank differs[/]")
+    console.print("Next: relayout inspect YOUR_MODEL (README.md, Quick start)")
     return 0 if all_equal else 1
 
 

@@ -435,7 +435,7 @@ def with_llama(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_five_commands_of_the_readme_run(with_llama: Path) -> None:
-    section = README.split("## From nothing to a served model")[1]
+    section = README.split("## Quick start")[1]
     lines = [line.split("#")[0].split() for line in blocks(section, "")[0].splitlines()]
     assert [line[:2] for line in lines] == [
         ["pip", "install"],

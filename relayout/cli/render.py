@@ -91,7 +91,6 @@ def print_summary(summary: Summary) -> None:
     """Print the result of `convert`."""
     console = _console()
     copied = summary.source_nbytes - summary.resumed_nbytes
-    speed = copied / max(summary.seconds, 1e-9) / 1e9
     overhead = 100 * (summary.written_nbytes / max(1, summary.source_nbytes) - 1)
     console.print(
         f"[bold green]done[/] {_text(summary.output)}: {_count(summary.num_tensors, 'tensor')} for "
@@ -100,7 +99,7 @@ def print_summary(summary: Summary) -> None:
     console.print(_ranks_in_words(summary.rank_nbytes, summary.replicated_nbytes, summary.source_nbytes))
     console.print(
         f"{decimal(summary.source_nbytes)} read, {decimal(summary.written_nbytes)} written ({overhead:+.2f} %) in "
-        f"{summary.seconds:.1f} s ({speed:.2f} GB/s), peak memory {decimal(summary.peak_nbytes)}"
+        f"{summary.seconds:.1f} s ({_rate(copied, summary.seconds)}), peak memory {decimal(summary.peak_nbytes)}"
     )
     if summary.resumed_nbytes:
         console.print(
@@ -110,6 +109,10 @@ def print_summary(summary: Summary) -> None:
         console.print("1 rank: nothing is cut, stock loaders read the folder too; --tp N cuts it for N ranks")
     _print_unmatched(console, summary.unmatched, summary.untaken)
     _print_left_out(console, summary.left_out)
+
+
+def _rate(nbytes: int, seconds: float) -> str:
+    return f"{decimal(round(nbytes / max(seconds, 1e-9)), precision=2)}/s"
 
 
 def print_units(done: ConvertedUnits) -> None:
@@ -140,7 +143,7 @@ def print_restored(restored: Restored) -> None:
     )
     console.print(
         f"{decimal(restored.written_nbytes)} in {restored.seconds:.1f} s "
-        f"({restored.written_nbytes / max(restored.seconds, 1e-9) / 1e9:.2f} GB/s), "
+        f"({_rate(restored.written_nbytes, restored.seconds)}), "
         f"peak memory {decimal(restored.peak_nbytes)}"
     )
 
@@ -148,13 +151,12 @@ def print_restored(restored: Restored) -> None:
 def print_warmed(warmed: Warmed, *, verbose: bool = False) -> None:
     """After files were brought into the page cache."""
     console = _console(verbose=verbose)
-    rate = warmed.read_nbytes / max(warmed.seconds, 1e-9) / 1e9
     total = sum(file.nbytes for file in warmed.files)
     resident = [file.after_nbytes for file in warmed.files]
     now = "" if None in resident else f": {_percent(sum(filter(None, resident)), total)} of {decimal(total)} are there"
     console.print(
         f"[bold green]warm[/] {_text(warmed.path)}{now}; {decimal(warmed.read_nbytes)} read in {warmed.seconds:.1f} s "
-        f"({rate:.2f} GB/s)"
+        f"({_rate(warmed.read_nbytes, warmed.seconds)})"
     )
     if warmed.left_nbytes:
         console.print(f"[yellow]left {decimal(warmed.left_nbytes)}[/] for want of memory: --memory says how much")

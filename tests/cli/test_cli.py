@@ -584,6 +584,8 @@ def test_what_is_printed_after_a_conversion_adds_up(here: Run, work: Path) -> No
     assert "model-tp2: 12 tensors for 2 ranks in 2 files" in done.stdout
     rank_nbytes = sum(2 * int(np.prod(shape)) // (1 if name in NORMS else 2) for name, shape in SHAPES.items())
     assert f"each rank {rank_nbytes / 1000:.1f} kB" in done.stdout
+    # A rate of some kilobytes must not be told as 0.00 GB/s.
+    assert re.search(r" s \([1-9][\d.]* (kB|MB|GB)/s\), peak memory", done.stdout)
 
 
 def test_force_replaces_what_relayout_wrote(here: Run, work: Path) -> None:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -795,12 +796,17 @@ def test_the_root_of_all_folders_is_no_output(tmp_path: Path) -> None:
         restore(tmp_path / "out", "/", force=True)
 
 
-def test_what_is_missing_is_told_to_the_byte_where_rounding_would_hide_it(tmp_path: Path) -> None:
-    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
-    with pytest.raises(PlanError, match=r"are free there \((\d+) bytes too few\)") as caught:
-        check_space(tmp_path / "out", free + 10**9)
-    missing = int(re.search(r"(\d+) bytes", str(caught.value))[1])
-    assert abs(missing - 10**9) < 10**9, "the drive is shared"
+def test_what_is_missing_is_told_in_the_unit_of_the_rest_and_rounded_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=419_389_519, f_frsize=1))
+    for needed, says in (
+        (984_000_000, r"needs 0\.984 GB, 0\.419 GB are free there \(0\.565 GB too few\)$"),
+        (419_389_520, r"needs 0\.419 GB, 0\.419 GB are free there \(0\.001 GB too few\)$"),
+    ):
+        with pytest.raises(PlanError, match=says):
+            check_space(tmp_path / "out", needed)
+    check_space(tmp_path / "out", 419_389_519)
 
 
 def test_a_force_that_was_killed_between_the_exchange_and_the_end_leaves_nothing_in_the_end(tmp_path: Path) -> None:

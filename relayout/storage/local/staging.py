@@ -107,8 +107,9 @@ def check_space(output: Path, nbytes: int) -> None:
     status = os.statvfs(output.resolve().parent)
     free = status.f_bavail * status.f_frsize
     if free < nbytes:
+        missing = -(-(nbytes - free) // 10**6) / 1000
         raise PlanError(
-            f"needs {nbytes / 1e9:.3f} GB, {free / 1e9:.3f} GB are free there ({nbytes - free} bytes too few)",
+            f"needs {nbytes / 1e9:.3f} GB, {free / 1e9:.3f} GB are free there ({missing:.3f} GB too few)",
             path=output,
             code="space",
         )

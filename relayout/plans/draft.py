@@ -29,7 +29,8 @@ from relayout.plans.family import (
     dump_rules,
     parse_family,
 )
-from relayout.plans.planner import PlannedCheckpoint, plan_by, without_rule
+from relayout.plans.plan import PlannedCheckpoint
+from relayout.plans.planner import plan_by, without_rule
 from relayout.plans.transformers import transformers_family
 
 _DEGREE = 2
@@ -37,7 +38,7 @@ _DEGREE = 2
 _MAX_WORDS = 64
 """The most names without braces that a pattern is expanded to."""
 _UNITS = {EVEN, VOCABULARY, RAGGED}
-_NO_RULES = Family("none", FILE, (), None, (), {}, (), (), ())
+_NO_RULES = Family("none", FILE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +270,7 @@ def _text(checkpoint: PlannedCheckpoint, base: Family | None, found: dict[str, _
 
 def _value(rule: Rule) -> str:
     """A rule as TOML."""
-    family = Family("", FILE, (), None, (), {}, (rule,), (), ())
+    family = Family("", FILE, rules=(rule,))
     [dumped] = dump_rules(family)["cut"].values()
     if isinstance(dumped, str):
         return _quoted(dumped)

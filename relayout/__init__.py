@@ -10,18 +10,20 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from relayout import transformers
     from relayout.benchmark.measure import Bench, BenchPlan, plan_bench
+    from relayout.commands.convert import PlanOptions, convert, plan_conversion
     from relayout.commands.differences import Difference, Report
     from relayout.commands.inspect import Inspection, inspect
     from relayout.commands.restore import Restored, restore
     from relayout.commands.verify import verify
     from relayout.commands.warm import warm
     from relayout.conversion.preview import Preview
-    from relayout.conversion.run import ConversionPlan, PlanOptions, Summary, convert, plan_conversion
+    from relayout.conversion.run import ConversionPlan, Summary
     from relayout.errors import FormatError, PlanError, RelayoutError
     from relayout.html_report.page import PageWritten, report
     from relayout.loader.api import iter_load, load
     from relayout.loader.diagnose.explain import Explanation, explain
     from relayout.loader.view import CheckpointView, Place, TensorSlice, open, safe_open
+    from relayout.plans.plan import Plan
     from relayout.storage.cache_folder import Cache
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "Inspection",
     "PageWritten",
     "Place",
+    "Plan",
     "PlanError",
     "PlanOptions",
     "Preview",
@@ -62,13 +65,15 @@ __all__ = [
 
 _HOMES = {
     "benchmark.measure": ("Bench", "BenchPlan", "plan_bench"),
+    "commands.convert": ("PlanOptions", "convert", "plan_conversion"),
     "commands.inspect": ("Inspection", "inspect"),
     "commands.restore": ("Restored", "restore"),
     "commands.differences": ("Difference", "Report"),
     "commands.verify": ("verify",),
     "commands.warm": ("warm",),
     "conversion.preview": ("Preview",),
-    "conversion.run": ("ConversionPlan", "PlanOptions", "Summary", "convert", "plan_conversion"),
+    "conversion.run": ("ConversionPlan", "Summary"),
+    "plans.plan": ("Plan",),
     "errors": ("FormatError", "PlanError", "RelayoutError"),
     "html_report.page": ("PageWritten", "report"),
     "loader.api": ("iter_load", "load"),

@@ -40,7 +40,8 @@ from relayout.format.rank_table import parse_table
 from relayout.format.safetensors import LENGTH_NBYTES, json_text, parse_header
 from relayout.format.source_record import parse_record
 from relayout.plans.family import dump_rules, parse_family, parse_rules
-from relayout.plans.planner import Plan, make_plan, plan_for
+from relayout.plans.plan import Plan
+from relayout.plans.planner import make_plan, plan_for
 from relayout.storage.local.store import LocalStore
 
 MAX_INPUT_NBYTES = 2**16

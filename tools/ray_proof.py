@@ -330,7 +330,7 @@ def prove(place: Place, expected: Mapping[str, str], nodes: Nodes, nbytes: int) 
     note("the driver killed after a third, and run again", done, before,
          kept=round(done.resumed_nbytes / done.source_nbytes, 3))  # fmt: skip
 
-    jobs = unit_jobs(place.source, place.output, **options)
+    jobs = unit_jobs(relayout.plan_conversion(place.source, place.output, **options))
     double = threading.Thread(target=lambda: [run_job(job, **SMALL) for job in jobs[:2]])
     double.start()
     done = on_ray.convert(place.source, place.output, **options, **SMALL)

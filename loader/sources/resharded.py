@@ -5,12 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 
 from relayout.checkpoint.config import read_config
 from relayout.checkpoint.converted import read_record, read_table
-from relayout.checkpoint.source import SourceCheckpoint, SourceTensor
-from relayout.core.dtypes import num_bytes
-from relayout.core.extents import Extent
 from relayout.core.forks import remake_in_child
 from relayout.core.slices import WHOLE, Slice, slice_transfers
 from relayout.errors import FormatError, PlanError
@@ -23,7 +21,8 @@ from relayout.loader.sources.pieces import Columns, agreed
 from relayout.loader.sources.proven import proven
 from relayout.loader.sources.reshard import Holder, gather
 from relayout.plans.family import VLLM, Family, parse_rules
-from relayout.plans.planner import Plan, Unmatched, plan_by
+from relayout.plans.plan import Plan, TensorInfo, TensorList
+from relayout.plans.planner import Unmatched, plan_by
 from relayout.storage.protocols import Store
 
 
@@ -235,13 +234,8 @@ class Ranks:
 
 def _plan(folder: Store, manifest: Manifest, record: SourceRecord, num_ranks: int) -> Plan:
     """Who holds what at another degree, by the rules in the record and the folder's config.json alone."""
-    tensors = tuple(
-        SourceTensor(name, dtype, shape, file, Extent(offset, num_bytes(dtype, shape) or 0))
-        for name, dtype, shape, file, offset in zip(
-            record.names, record.dtypes, record.shapes, record.file_of, record.offsets, strict=True
-        )
-    )
-    source = SourceCheckpoint(folder, (), tensors, {}, read_config(folder), None, (), ())
+    columns = zip(record.names, record.dtypes, record.shapes, strict=True)
+    source = TensorList(str(folder), tuple(starmap(TensorInfo, columns)), read_config(folder))
     if num_ranks == 1:  # Which needs no rules.
         return plan_by(source, 1, None)
     family = _family(folder, record)

@@ -22,7 +22,7 @@ from relayout.benchmark.run import Died, Measured, load_together
 from relayout.benchmark.verdict import RankLoads, Timing, verdict, warnings_of
 from relayout.checkpoint.converted import is_converted, read_manifest, read_table
 from relayout.checkpoint.source import read_source
-from relayout.conversion.run import convert, default_output
+from relayout.commands.convert import convert, default_output
 from relayout.core.arguments import integer, size
 from relayout.errors import PlanError
 from relayout.format.index import MANIFEST_NAME

@@ -84,15 +84,15 @@ class SourceCheckpoint:
     files: tuple[SourceFile, ...]
     tensors: tuple[SourceTensor, ...]
     """In model order: by name, numbers compared as numbers."""
-    metadata: Mapping[str, str]
+    metadata: Mapping[str, str] = field(default_factory=dict)
     """`__metadata__` entries on which all shards agree."""
-    config: Mapping[str, Any]
+    config: Mapping[str, Any] = field(default_factory=dict)
     """config.json; empty if there is none. Its quantization_config may come from another file."""
-    index: tuple[str, bytes] | None
+    index: tuple[str, bytes] | None = None
     """Name and bytes of the index.json; None if there is none."""
-    side_files: tuple[str, ...]
+    side_files: tuple[str, ...] = ()
     """Files other than weights that a conversion copies, as paths relative to the folder."""
-    left_out: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
     """Files that a conversion does not copy, each with the reason, as text for the user."""
     config_error: str | None = None
     """Why config.json cannot be used; None if it can."""

@@ -222,7 +222,7 @@ def convert(
     """
     with _errors(as_json):
         from relayout.cli import render as terminal
-        from relayout.conversion.run import PlanOptions, plan_conversion
+        from relayout.commands.convert import PlanOptions, plan_conversion
 
         _check_engine(engine, address)
         options: PlanOptions = {

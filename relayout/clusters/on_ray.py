@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any, TypeVar, Unpack
 
 import relayout
+from relayout.commands.convert import PlanOptions, plan_conversion
 from relayout.commands.differences import Report
 from relayout.commands.verify import verify as verify_here
 from relayout.commands.verify import verify_holder
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS
 from relayout.conversion.jobs import UnitJob, UnitRecord, commit_jobs, run_job, unit_jobs
-from relayout.conversion.run import PlanOptions, Summary
+from relayout.conversion.run import Summary
 from relayout.errors import PlanError
 from relayout.progress import Progress, reporting
 
@@ -68,7 +69,7 @@ def convert(
         FormatError, PlanError, OSError: as `relayout.convert`, wherever it happened; or ray is not installed.
     """
     started = time.monotonic()
-    jobs = unit_jobs(source, output, force=force, **options)
+    jobs = unit_jobs(plan_conversion(source, output, **options), force=force)
     works: list[Work[UnitRecord]] = [partial(_convert, job, threads, memory) for job in jobs]
     with _cluster(address, threads) as cluster:
         what = f"converting {len(jobs)} units on {cluster.num_nodes} nodes"

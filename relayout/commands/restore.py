@@ -156,7 +156,7 @@ def recorded_source(folder: Store, record: SourceRecord) -> SourceCheckpoint:
         if expected:
             raise FormatError("is not in it", path=where, tensor=min(expected), code="mismatch")
         files.append(SourceFile(shard.name, shard.nbytes, header.data_start, shard.header))
-    return SourceCheckpoint(folder, tuple(files), tuple(tensors), {}, {}, record.index, (), ())
+    return SourceCheckpoint(folder, tuple(files), tuple(tensors), index=record.index)
 
 
 class _TensorWriter:

@@ -276,4 +276,4 @@ def _whole_source(folder: Store, manifest: Manifest, table: RankTable) -> Source
         for name, dtype, shape, file, offset in zip(*columns, strict=True)
     )
     in_order = tuple(sorted(tensors, key=lambda tensor: model_order(tensor.name)))
-    return SourceCheckpoint(folder, shards, in_order, {}, {}, None, (), ())
+    return SourceCheckpoint(folder, shards, in_order)

@@ -10,26 +10,19 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Unpack, cast
+from typing import Any
 
+from relayout.checkpoint.source import read_source
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, run_unit, share_memory
 from relayout.conversion.journal import Claims, Journal, TensorDigests, Undertaking, read_journal
-from relayout.conversion.layout import Conversion
+from relayout.conversion.layout import Conversion, lay_out
 from relayout.conversion.resume import undertaking_of
-from relayout.conversion.run import (
-    ConversionPlan,
-    PlanOptions,
-    Summary,
-    num_readers_of,
-    plan_conversion,
-    summary_of,
-)
+from relayout.conversion.run import ConversionPlan, Summary, num_readers_of, summary_of
 from relayout.conversion.side_files import output_modes
 from relayout.conversion.sidecar import HeaderWriter, write_sidecar
 from relayout.conversion.steps import CopyPlan
@@ -37,13 +30,14 @@ from relayout.core.arguments import integer, size
 from relayout.core.extents import BLOCK, align_up
 from relayout.errors import FormatError, PlanError, shown
 from relayout.format.index import MANIFEST_NAME
-from relayout.plans.family import TRANSFORMERS, VLLM
+from relayout.format.source_record import ConversionOptions
+from relayout.plans.plan import Plan
 from relayout.progress import Progress, reporting
 from relayout.results import Result
 from relayout.storage.buffers import Buffer
 from relayout.storage.memory import peak_nbytes
 from relayout.storage.protocols import Staging
-from relayout.storage.stores import scheme_of
+from relayout.storage.stores import find_input, find_store, scheme_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +47,9 @@ class UnitJob:
     source: str
     """An absolute path, or a URL. Never with secrets: a process has its own."""
     output: str
-    options: PlanOptions
-    plan_text: str | None
-    """The text of the plan file, if `options` names one."""
+    plan: Plan
+    """Who carries out the job plans nothing, and needs nothing that found the plan."""
+    options: ConversionOptions
     undertaking: Undertaking
     """What the conversion was of when the job was made."""
     unit: int
@@ -67,34 +61,42 @@ class UnitJob:
 
     def as_json(self) -> dict[str, Any]:
         """What `from_json` takes."""
-        return asdict(self)
+        plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {"options": asdict(self.options), "undertaking": asdict(self.undertaking)}
+        return {**plain, "plan": self.plan.as_json(), **values}
 
     @staticmethod
     def from_json(job: Mapping[str, Any]) -> UnitJob:
-        """The job of what `as_json` returned."""
-        return UnitJob(**{**job, "undertaking": Undertaking(**job["undertaking"])})
+        """The job of what `as_json` returned.
 
-    @contextmanager
-    def planned(self) -> Iterator[ConversionPlan]:
-        """The conversion, planned again from the source's headers.
+        Raises:
+            FormatError: its plan is none.
+        """
+        parsed = {
+            "plan": Plan.from_json(job["plan"]),
+            "options": ConversionOptions(**job["options"]),
+            "undertaking": Undertaking(**job["undertaking"]),
+        }
+        return UnitJob(**{**job, **parsed})
+
+    def planned(self) -> ConversionPlan:
+        """The conversion: the layout is made again, from the source's headers and the plan.
 
         Raises:
             FormatError: the source has changed since the job was made.
             PlanError: another version of relayout has made the job, and would convert otherwise.
         """
-        with tempfile.TemporaryDirectory() as folder:
-            options = self.options
-            if self.plan_text is not None:
-                path = Path(folder) / Path(cast(str, options["plan"])).name
-                path.write_text(self.plan_text, "utf-8")
-                options = {**options, "plan": path}
-            planned = plan_conversion(self.source, self.output, **options)
+        checkpoint, plan, options = read_source(find_input(self.source)), self.plan, self.options
+        if len(checkpoint.tensors) != len(plan.cut_of):
+            raise FormatError("has changed since the job was made", path=self.source, code="mismatch")
+        layout = (options.alignment, options.max_part_nbytes, options.dcp, options.layout)
+        planned = ConversionPlan.of(lay_out(find_store(self.output), checkpoint, plan, *layout))
         found = undertaking_of(planned)
         if found.source != self.undertaking.source:
             raise FormatError("has changed since the job was made", path=self.source, code="mismatch")
         if found != self.undertaking:
             raise PlanError(f"unit {self.unit}: this version of relayout plans another conversion", code="unsupported")
-        yield planned
+        return planned
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,33 +113,24 @@ class UnitRecord(Result):
     """The most memory that the process ever held (resident)."""
 
 
-def unit_jobs(
-    source: str | os.PathLike[str],
-    output: str | os.PathLike[str] | None = None,
-    *,
-    force: bool = False,
-    **options: Unpack[PlanOptions],
-) -> list[UnitJob]:
-    """Plan a conversion, and make a job of each of its units.
+def unit_jobs(planned: ConversionPlan, *, force: bool = False) -> list[UnitJob]:
+    """Make a job of each unit of a conversion.
 
     `max_part_nbytes` decides how many there are: each holds about so many bytes of every rank.
 
     Args:
-        source, output, force, options: as for `convert`. Paths must mean the same on every machine.
+        planned: by `relayout.plan_conversion`. Paths must mean the same on every machine.
+        force: as for `convert`.
 
     Raises:
-        FormatError, PlanError: as `plan_conversion`; or the output exists.
+        PlanError: the output exists.
     """
-    planned = plan_conversion(source, output, **options)
     planned.output.check_output(planned.source.root, MANIFEST_NAME, force=force)
-    plan, text = options.get("plan"), None
-    if plan not in (None, TRANSFORMERS, VLLM):
-        text = Path(plan).read_text("utf-8")
-        options["plan"] = str(plan)
     undertaking, num_units = undertaking_of(planned), len(planned.layout.units)
-    places = _absolute(source), _absolute(str(planned.output))
+    where = _absolute(str(planned.source.root)), _absolute(str(planned.output))
+    plan = planned.plan
     return [
-        UnitJob(*places, options, text, undertaking, unit, num_units, _source_nbytes(planned, unit), force)
+        UnitJob(*where, plan, planned.options, undertaking, unit, num_units, _source_nbytes(planned, unit), force)
         for unit in range(num_units)
     ]
 
@@ -154,8 +147,7 @@ def run_job(
     Raises:
         FormatError, PlanError, OSError: as `convert`; or as `UnitJob.planned`.
     """
-    with job.planned() as planned:
-        return convert_unit(planned, job.unit, force=job.force, threads=threads, memory=memory, progress=progress)
+    return convert_unit(job.planned(), job.unit, force=job.force, threads=threads, memory=memory, progress=progress)
 
 
 def convert_unit(
@@ -237,8 +229,7 @@ def convert_share(planned: ConversionPlan, share: str, **options: Any) -> Conver
 
 def commit_jobs(jobs: list[UnitJob], **options: Any) -> Summary:
     """Publish the output of jobs that are all of one conversion; arguments, result and errors as for `commit_units`."""
-    with jobs[0].planned() as planned:
-        return commit_units(planned, force=jobs[0].force, **options)
+    return commit_units(jobs[0].planned(), force=jobs[0].force, **options)
 
 
 def commit_units(

@@ -39,7 +39,7 @@ from relayout.format.index import (
 from relayout.format.manifest import content_digest, content_head, relayout_entry
 from relayout.format.safetensors import entries_text, entry_head, join_header, json_text
 from relayout.format.source_record import ConversionOptions, SourceRecord
-from relayout.plans.planner import Plan
+from relayout.plans.plan import Plan
 from relayout.storage.protocols import Store
 
 DEFAULT_ALIGNMENT = 4096

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from relayout.core.slices import NOT_HELD, Range, Slice
+from relayout.core.slices import NOT_HELD, Slice
 from relayout.errors import FormatError, PlanError, shown
 from relayout.format.fields import MAX_SIZE
 from relayout.format.safetensors import MAX_AXES
@@ -13,7 +13,7 @@ MAX_RANGES = 2**16
 """Of a slice, along one axis."""
 
 
-def dump_slice(part: Slice) -> dict[str, tuple[Range, ...]] | None:
+def dump_slice(part: Slice) -> dict[str, list[list[int]]] | None:
     """A slice as axis -> ranges: `{}` for the whole tensor, None for what the rank does not hold.
 
     Raises:
@@ -24,7 +24,7 @@ def dump_slice(part: Slice) -> dict[str, tuple[Range, ...]] | None:
     most = max((len(ranges) for _, ranges in part.by_axis), default=0)
     if most > MAX_RANGES:
         raise PlanError(f"a slice of {most} ranges along one dim, limit {MAX_RANGES}", code="limit")
-    return {str(axis): ranges for axis, ranges in part.by_axis}
+    return {str(axis): list(map(list, ranges)) for axis, ranges in part.by_axis}
 
 
 def parse_slice(value: Any, where: str) -> Slice:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from relayout.checkpoint.converted import is_converted
-from relayout.conversion.run import default_output, plan_conversion
+from relayout.commands.convert import default_output, plan_conversion
 from relayout.core.arguments import integer
 from relayout.core.digests import DIGEST_NBYTES
 from relayout.errors import PlanError

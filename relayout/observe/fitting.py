@@ -26,7 +26,7 @@ from relayout.plans.family import (
     SizeSource,
     dump_rules,
 )
-from relayout.plans.planner import PlannedCheckpoint, PlannedTensor
+from relayout.plans.plan import PlannedCheckpoint, PlannedTensor
 
 Observed = Mapping[int, Sequence[tuple[Slice, ...]]]
 """By degree: for each tensor, in the checkpoint's order, the slice of each rank."""

@@ -20,7 +20,7 @@ from relayout.format.slices import parse_slice
 from relayout.observe.taken import joined
 from relayout.plans.division import ragged_ranges
 from relayout.plans.family import VLLM, Family
-from relayout.plans.planner import Plan
+from relayout.plans.plan import Plan
 
 _MAX_SIDE_NBYTES = 2**24
 """Of a file beside the weights that an engine may look at: configurations, and code."""
@@ -114,7 +114,7 @@ def observed_plan(
             untaken.append(tensor.name)
             slices = _of_untaken(tensor.dtype, tensor.shape, tp)
         cuts.append(Cut(_completed(slices, tensor.shape)))
-    family = Family(observation.engine, VLLM, (), None, (), {}, (), (), ())
+    family = Family(observation.engine, VLLM)
     return Plan(family.full_name, tp, *number_cuts(cuts), expert_parallel, untaken=tuple(untaken), family=family)
 
 

@@ -30,7 +30,8 @@ from relayout.plans.family import (
     dump_rules,
     parse_family,
 )
-from relayout.plans.planner import PlannedCheckpoint, plan_by, without_rule
+from relayout.plans.plan import PlannedCheckpoint
+from relayout.plans.planner import plan_by, without_rule
 from relayout.plans.transformers import transformers_family
 
 _DEGREE = 2
@@ -41,7 +42,7 @@ _KEYS_OR_VALUES = re.compile(r"(?:^|_)(?:q?kv?|v|keys?|values?)(?:_|$)")
 _UNITS = {EVEN, VOCABULARY, RAGGED}
 _Kind: TypeAlias = tuple[str, int, tuple[int, ...], str]
 """Pattern, number of tensors, shape and wanted name of the first of them."""
-_NO_RULES = Family("none", FILE, (), None, (), {}, (), (), ())
+_NO_RULES = Family("none", FILE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +318,7 @@ def _text(checkpoint: PlannedCheckpoint, base: Family | None, found: dict[str, _
 
 def _value(rule: Rule) -> str:
     """A rule as TOML."""
-    family = Family("", FILE, (), None, (), {}, (rule,), (), ())
+    family = Family("", FILE, rules=(rule,))
     [dumped] = dump_rules(family)["cut"].values()
     if isinstance(dumped, str):
         return _quoted(dumped)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -88,20 +88,20 @@ class Family:
     name: str
     """Name of the built-in plan or of the file, or the model type."""
     origin: str
-    """`BUILTIN`, `FILE` or `TRANSFORMERS`."""
-    model_types: tuple[str, ...]
+    """`BUILTIN`, `FILE`, `TRANSFORMERS` or `VLLM`; the last has no rules."""
+    model_types: tuple[str, ...] = ()
     """Values of `model_type` in config.json that the plan applies to."""
-    quantization: str | None
+    quantization: str | None = None
     """The only `quant_method` that the plan applies to; None: any."""
-    prefixes: tuple[str, ...]
+    prefixes: tuple[str, ...] = ()
     """Prefixes that may be removed from a name that no rule matches, longest first."""
-    sizes: Mapping[str, tuple[SizeSource, ...]]
+    sizes: Mapping[str, tuple[SizeSource, ...]] = field(default_factory=dict)
     """Sizes that rules need, and their sources; the first source that has a value is used."""
-    rules: tuple[Rule, ...]
+    rules: tuple[Rule, ...] = ()
     """In order; the first that matches a tensor is used."""
-    experts_each: tuple[str, ...]
+    experts_each: tuple[str, ...] = ()
     """Patterns of tensors of one expert, whose number is at `#`."""
-    experts_stacked: tuple[str, ...]
+    experts_stacked: tuple[str, ...] = ()
     """Patterns of tensors with one entry for each expert along dim 0."""
     is_transposed: bool = False
     """Whether weights are stored [in, out], so that dim 0 of a rule is dim 1 of a quantized weight."""
@@ -267,7 +267,7 @@ def _dump_source(source: SizeSource) -> object:
 
 def _dump_explicit(part: Slice) -> object:
     held = dump_slice(part)
-    return _NONE if held is None else {axis: list(map(list, ranges)) for axis, ranges in held.items()}
+    return _NONE if held is None else held
 
 
 def _dump_rule(rule: Rule) -> object:

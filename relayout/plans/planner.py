@@ -6,17 +6,18 @@ the weight is cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, Literal, ParamSpec, Protocol, get_args
+from typing import Concatenate, Literal, ParamSpec, get_args
 
 from relayout.core.patterns import collapse_numbers
 from relayout.core.slices import NOT_HELD, WHOLE, Cut, Range, Slice, number_cuts
 from relayout.errors import FormatError, PlanError, about, shown
 from relayout.plans.division import Sizes, divide, owner, owner_ranges
 from relayout.plans.family import BUILTIN, EXPERTS, TRANSFORMERS, Family, Rule, find_family, read_family
+from relayout.plans.plan import Plan, PlannedCheckpoint, PlannedTensor
 from relayout.plans.quantization import INPUT_SCALES, Scheme, Weight, find_scheme
 
 MAX_RANKS = 1024
@@ -27,64 +28,6 @@ Unmatched = Literal["error", "replicate"]
 _Options = ParamSpec("_Options")
 
 _DEGREES_TO_TRY = range(1, 65)
-
-
-class PlannedTensor(Protocol):
-    """What planning needs of a tensor."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-class PlannedCheckpoint(Protocol):
-    """What planning needs of a checkpoint."""
-
-    @property
-    def root(self) -> Any:
-        """Its path in errors."""
-
-    @property
-    def tensors(self) -> Sequence[PlannedTensor]: ...
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """The content of config.json; empty if there is no such file."""
-
-    @property
-    def config_error(self) -> str | None:
-        """Why config.json cannot be used for planning, or None."""
-
-    @property
-    def model_type(self) -> str | None:
-        """`model_type` of config.json, or None."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Which slice of each tensor each rank holds."""
-
-    name: str
-    """Full name of the family; "none": there is none, which only one rank can do without."""
-    num_ranks: int
-    cuts: tuple[Cut, ...]
-    """The distinct cuts, in order of the first tensor that has them."""
-    cut_of: tuple[int, ...]
-    """For each tensor of the checkpoint, in its order: position in `cuts`."""
-    expert_parallel: bool = False
-    """Whether experts are owned whole."""
-    unmatched: tuple[str, ...] = ()
-    """Tensors that no rule matches; every rank holds them whole."""
-    untaken: tuple[str, ...] = ()
-    """Tensors that the observed engine does not take; large ones are held in equal blocks of rows, others whole."""
-    family: Family | None = None
-    """The rules by which other degrees are cut as well."""
-
-    def cut(self, t: int) -> Cut:
-        """The cut of the tensor at position `t`."""
-        return self.cuts[self.cut_of[t]]
 
 
 def _names_checkpoint(

@@ -24,7 +24,7 @@ from support.rights import drop_superuser_rights
 
 import relayout
 from relayout.checkpoint.source import SourceCheckpoint, model_order
-from relayout.conversion.run import convert
+from relayout.commands.convert import convert
 from relayout.errors import FormatError, PlanError
 from relayout.storage.local.store import LocalStore
 

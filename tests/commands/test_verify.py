@@ -23,7 +23,6 @@ from support.rebuilding import rebuild
 import relayout
 from relayout.checkpoint.source import SourceTensor
 from relayout.commands import consistency
-from relayout.conversion import run as conversion
 from relayout.conversion.copy import FileSink
 from relayout.conversion.steps import Target
 from relayout.core import dtypes
@@ -201,13 +200,9 @@ def test_ranks_that_cut_a_tensor_along_different_axes_are_found(
     """The upper half and the right half: of each axis every element is somewhere, but not the lower left quarter."""
     source, name = tmp_path / "source", "model.layers.0.mlp.up_proj.weight"
     write_checkpoint(source, {name: np.arange(16, dtype=np.float32).reshape(4, 4)}, model_type="llama")
-    true_plan = conversion.plan_for
-
-    def wrong_plan(*args: Any, **options: Any) -> plan.Plan:
-        return replace(true_plan(*args, **options), cuts=(Cut((Slice.along(0, ((0, 2),)), Slice.along(1, ((2, 2),)))),))
-
-    monkeypatch.setattr(conversion, "plan_for", wrong_plan)
-    relayout.convert(source, tmp_path / "out", tp=2)
+    true = relayout.plan_conversion(source, tp=2).plan
+    wrong = replace(true, cuts=(Cut((Slice.along(0, ((0, 2),)), Slice.along(1, ((2, 2),)))),))
+    relayout.convert(source, tmp_path / "out", tp=2, plan=wrong)
     [found] = relayout.verify(tmp_path / "out", source=source).differences
     assert found.file == "relayout.source.json.zst"
     assert (found.tensor, found.what) == (name, "no rank holds element [2, 0] of [4, 4]")

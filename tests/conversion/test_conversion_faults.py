@@ -30,8 +30,9 @@ from support.faults import environment
 from support.journals import read_journal
 from support.mounts import mounted, mounted_tmpfs
 
+from relayout.commands.convert import plan_conversion
 from relayout.conversion.journal import JOURNAL_NAME
-from relayout.conversion.run import ConversionPlan, plan_conversion
+from relayout.conversion.run import ConversionPlan
 from relayout.conversion.steps import SMALL_NBYTES
 from relayout.core.slices import slice_nbytes
 

@@ -26,7 +26,7 @@ from relayout.conversion.sidecar import HeaderWriter, digests_of_all
 from relayout.conversion.steps import CopyPlan
 from relayout.core.slices import Slice
 from relayout.core.workers import Stop
-from relayout.plans.planner import Plan
+from relayout.plans.plan import Plan
 from relayout.storage.local import files, staging
 
 MIB = 2**20

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from safetensors.torch import load_file
@@ -17,14 +21,21 @@ from support.loader_fixtures import MIB, mlp_model
 from support.patience import in_time
 
 import relayout
+from relayout.commands.convert import plan_conversion
 from relayout.conversion import copy, jobs
 from relayout.conversion.jobs import UnitJob, commit_jobs, run_job, unit_jobs
 from relayout.errors import FormatError, PlanError
-from relayout.plans.family import builtin_text
+from relayout.plans.family import VLLM, Family, builtin_text
 from relayout.storage.in_memory import bucket
 from relayout.storage.stores import find_store
 
 OPTIONS: dict[str, Any] = {"tp": 4, "max_part_nbytes": MIB // 4}
+WITHOUT_VLLM = """
+import json, sys
+sys.modules |= dict.fromkeys(("vllm", "relayout.observe.observation", "relayout.planning"))  # Importing fails.
+from relayout.conversion import jobs
+jobs.run_job(jobs.UnitJob.from_json(json.loads(sys.argv[1])), threads=1)
+"""
 CONVERT_ONE = """
 import json, os, signal, sys
 from relayout.conversion import copy, jobs
@@ -37,6 +48,11 @@ def dying(self, *args):
 copy.FileSink.put = dying
 jobs.run_job(jobs.UnitJob.from_json(json.loads(sys.argv[1])), threads=1)
 """
+
+
+def jobs_of(source: Path | str, output: Path | str, *, force: bool = False, **options: Any) -> list[UnitJob]:
+    """A job for each unit of a conversion."""
+    return unit_jobs(plan_conversion(source, output, **options), force=force)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +105,7 @@ def assert_published(place: str, expected: dict[str, bytes]) -> None:
 
 
 def test_units_in_any_order_make_what_one_run_makes(source: Path, expected: dict[str, bytes], place: str) -> None:
-    made = unit_jobs(source, f"{place}/out", **OPTIONS)
+    made = jobs_of(source, f"{place}/out", **OPTIONS)
     assert len(made) > 3
     assert [(job.unit, job.num_units) for job in made] == [(unit, len(made)) for unit in range(len(made))]
     records = [run_job(job, threads=2) for job in reversed(made)]
@@ -103,7 +119,7 @@ def test_units_in_any_order_make_what_one_run_makes(source: Path, expected: dict
 
 
 def test_a_job_survives_as_json(source: Path, expected: dict[str, bytes], place: str) -> None:
-    made = unit_jobs(source, f"{place}/out", **OPTIONS)
+    made = jobs_of(source, f"{place}/out", **OPTIONS)
     sent = [UnitJob.from_json(json.loads(json.dumps(job.as_json()))) for job in made]
     assert sent == made
     for job in sent:
@@ -112,20 +128,31 @@ def test_a_job_survives_as_json(source: Path, expected: dict[str, bytes], place:
     assert_published(place, expected)
 
 
-def test_a_plan_file_travels_with_the_job(source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("provider", ["file", "observed"])
+def test_a_plan_travels_with_the_jobs_which_plan_nothing(
+    provider: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = tmp_path / "mine.toml"
     plan.write_text(builtin_text("llama"))
-    relayout.convert(source, tmp_path / "expected", tp=2, plan=plan)
-    made = unit_jobs(source, tmp_path / "out", tp=2, plan=plan)
+    relayout.convert(source, tmp_path / "expected", plan=plan, **OPTIONS)
+    found = plan_conversion(source, plan=plan, **OPTIONS).plan
+    observed = Mock(return_value=replace(found, name="vllm:x", family=Family("x", VLLM)))
+    monkeypatch.setattr("relayout.observe.observation.observed_plan", observed)
+    made = jobs_of(source, tmp_path / "out", plan=plan if provider == "file" else "vllm", **OPTIONS)
+    assert len(made) > 3
     plan.unlink()
     for job in made:
-        run_job(job)
+        subprocess.run([sys.executable, "-c", WITHOUT_VLLM, json.dumps(job.as_json())], check=True)
     commit_jobs(made)
-    assert content(str(tmp_path / "out")) == content(str(tmp_path / "expected"))
+    assert observed.call_count == (provider == "observed")
+    made_files, expected = content(str(tmp_path / "out")), content(str(tmp_path / "expected"))
+    weights = [name for name in expected if name.startswith("model-")]
+    assert weights
+    assert all(made_files[name] == expected[name] for name in weights)
 
 
 def test_a_unit_is_converted_once_and_then_found_done(source: Path, expected: dict[str, bytes], place: str) -> None:
-    made = unit_jobs(source, f"{place}/out", **OPTIONS)
+    made = jobs_of(source, f"{place}/out", **OPTIONS)
     for job in [*made, *made]:
         record = run_job(job)
     assert (record.read_nbytes, record.source_nbytes > 0) == (0, True)
@@ -137,7 +164,7 @@ def test_two_that_convert_a_unit_at_once_do_not_meet(
     source: Path, expected: dict[str, bytes], place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both have written half of it before one of them ends."""
-    made = unit_jobs(source, f"{place}/out", **OPTIONS)
+    made = jobs_of(source, f"{place}/out", **OPTIONS)
     together, finish = threading.Barrier(2), jobs.HeaderWriter.write
 
     def write(self: Any, unit: int, *others: Any) -> None:
@@ -166,7 +193,7 @@ def at_once(*calls: Callable[[], Any]) -> list[Any]:
 
 
 def test_units_of_all_threads_at_once(source: Path, expected: dict[str, bytes], place: str) -> None:
-    made = unit_jobs(source, f"{place}/out", **OPTIONS)
+    made = jobs_of(source, f"{place}/out", **OPTIONS)
     at_once(*(lambda job=job: run_job(job, threads=1) for job in [*made, *made[:2]]))  # type: ignore[misc]
     commit_jobs(made)
     assert_published(place, expected)
@@ -176,7 +203,7 @@ def test_units_of_all_threads_at_once(source: Path, expected: dict[str, bytes], 
 def test_what_a_killed_process_leaves_is_never_taken_for_done(
     source: Path, expected: dict[str, bytes], tmp_path: Path, writes: int
 ) -> None:
-    made = unit_jobs(source, tmp_path / "out", **OPTIONS)
+    made = jobs_of(source, tmp_path / "out", **OPTIONS)
     killed = prestarted.run(json.dumps(made[1].as_json()), writes, script=CONVERT_ONE)
     assert killed.returncode == -signal.SIGKILL
     assert beside(str(tmp_path)) == [".out.relayout-partial"]
@@ -193,7 +220,7 @@ def test_what_a_killed_process_leaves_is_never_taken_for_done(
 
 
 def test_a_unit_that_fails_leaves_nothing(source: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = unit_jobs(source, f"{place}/out", **OPTIONS)
+    made = jobs_of(source, f"{place}/out", **OPTIONS)
 
     def fail(*_: Any) -> None:
         raise OSError(28, "full")
@@ -211,7 +238,7 @@ def test_a_late_double_changes_nothing(
     source: Path, expected: dict[str, bytes], place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It began before the output was published, and ends after."""
-    made = unit_jobs(source, f"{place}/out", **OPTIONS)
+    made = jobs_of(source, f"{place}/out", **OPTIONS)
     is_late, may_end, finish = threading.Event(), threading.Event(), jobs.HeaderWriter.write
 
     def write(self: Any, unit: int, *others: Any) -> None:
@@ -244,7 +271,7 @@ def test_a_late_double_changes_nothing(
 
 
 def test_once_published_units_are_refused(source: Path, expected: dict[str, bytes], place: str) -> None:
-    made = unit_jobs(source, f"{place}/out", **OPTIONS)
+    made = jobs_of(source, f"{place}/out", **OPTIONS)
     for job in made:
         run_job(job)
     commit_jobs(made)
@@ -253,7 +280,7 @@ def test_once_published_units_are_refused(source: Path, expected: dict[str, byte
     with pytest.raises(PlanError, match="is not empty"):
         commit_jobs(made)
     assert_published(place, expected)
-    forced = unit_jobs(source, f"{place}/out", force=True, **OPTIONS)
+    forced = jobs_of(source, f"{place}/out", force=True, **OPTIONS)
     for job in forced:
         assert run_job(job).read_nbytes
     commit_jobs(forced)
@@ -261,8 +288,8 @@ def test_once_published_units_are_refused(source: Path, expected: dict[str, byte
 
 
 def test_other_options_do_not_mix(source: Path, expected: dict[str, bytes], place: str) -> None:
-    made = unit_jobs(source, f"{place}/out", **OPTIONS)
-    others = unit_jobs(source, f"{place}/out", **{**OPTIONS, "align": 8192})
+    made = jobs_of(source, f"{place}/out", **OPTIONS)
+    others = jobs_of(source, f"{place}/out", **{**OPTIONS, "align": 8192})
     for job in others[:-1] + made[:-1]:
         run_job(job)
     with pytest.raises(PlanError, match=f"1 of {len(made)} units are not done: {len(made) - 1}"):
@@ -275,7 +302,7 @@ def test_other_options_do_not_mix(source: Path, expected: dict[str, bytes], plac
 def test_a_conversion_in_one_run_does_not_take_the_place_of_units(
     source: Path, expected: dict[str, bytes], place: str
 ) -> None:
-    made = unit_jobs(source, f"{place}/out", **OPTIONS)
+    made = jobs_of(source, f"{place}/out", **OPTIONS)
     run_job(made[0])
     with pytest.raises(PlanError, match="holds units that other processes convert"):
         relayout.convert(source, f"{place}/out", **OPTIONS)
@@ -288,7 +315,7 @@ def test_a_conversion_in_one_run_does_not_take_the_place_of_units(
 
 def test_a_source_that_changes_is_refused(source: Path, tmp_path: Path) -> None:
     mine = mlp_model(tmp_path / "source")
-    made = unit_jobs(mine, tmp_path / "out", **OPTIONS)
+    made = jobs_of(mine, tmp_path / "out", **OPTIONS)
     for job in made:
         run_job(job)
     os.utime(mine / "model.safetensors", (1, 1))
@@ -300,7 +327,7 @@ def test_a_source_that_changes_is_refused(source: Path, tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_what_its_record_says_is_not_published(source: Path, tmp_path: Path) -> None:
-    made = unit_jobs(source, tmp_path / "out", **OPTIONS)
+    made = jobs_of(source, tmp_path / "out", **OPTIONS)
     for job in made:
         run_job(job)
     [file] = (tmp_path / ".out.relayout-partial").glob("shared-*/output/model-rank-2-part-1.safetensors")
@@ -318,7 +345,7 @@ def test_a_file_that_is_not_what_its_record_says_is_not_published(source: Path, 
 def test_a_commit_that_was_interrupted_is_done_again(
     source: Path, expected: dict[str, bytes], place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = unit_jobs(source, f"{place}/out", **OPTIONS)
+    made = jobs_of(source, f"{place}/out", **OPTIONS)
     for job in made:
         run_job(job)
     with monkeypatch.context() as patch:
@@ -336,9 +363,9 @@ def test_each_source_byte_is_read_once(source: Path, expected: dict[str, bytes],
     for file in source.iterdir():
         shelf.put(f"source/{file.name}", file.read_bytes())
     where = f"memory://{tmp_path.name}"
-    made = unit_jobs(f"{where}/source", f"{where}/out", **OPTIONS)
+    made = jobs_of(f"{where}/source", f"{where}/out", **OPTIONS)
     before = shelf.read_nbytes
-    unit_jobs(f"{where}/source", f"{where}/other", **OPTIONS)
+    jobs_of(f"{where}/source", f"{where}/other", **OPTIONS)
     to_plan = shelf.read_nbytes - before
     before = shelf.read_nbytes
     for job in made:
@@ -353,6 +380,6 @@ def test_each_source_byte_is_read_once(source: Path, expected: dict[str, bytes],
 
 
 def test_a_unit_that_is_not_there_is_refused(source: Path, tmp_path: Path) -> None:
-    made = unit_jobs(source, tmp_path / "out", **OPTIONS)
-    with made[0].planned() as planned, pytest.raises(PlanError, match="unit 99, expected 0 to"):
-        jobs.convert_unit(planned, 99)
+    made = jobs_of(source, tmp_path / "out", **OPTIONS)
+    with pytest.raises(PlanError, match="unit 99, expected 0 to"):
+        jobs.convert_unit(made[0].planned(), 99)

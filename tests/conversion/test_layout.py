@@ -20,7 +20,7 @@ from relayout.core.extents import Extent
 from relayout.core.slices import NOT_HELD, WHOLE, Slice
 from relayout.errors import PlanError
 from relayout.format.safetensors import parse_header
-from relayout.plans.planner import Plan
+from relayout.plans.plan import Plan
 from relayout.storage.local.store import LocalStore
 
 ALIGNMENTS = [512, 4096, 65536, 2 * 2**20]

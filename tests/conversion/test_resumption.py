@@ -21,10 +21,11 @@ from support.journals import read_journal
 from support.mounts import mounted_tmpfs
 from support.patience import PATIENCE
 
+from relayout.commands.convert import convert, plan_conversion
 from relayout.conversion import run as conversion
 from relayout.conversion.copy import FileSink
 from relayout.conversion.journal import JOURNAL_NAME
-from relayout.conversion.run import ConversionPlan, Summary, convert, plan_conversion
+from relayout.conversion.run import ConversionPlan, Summary
 from relayout.core.extents import BLOCK
 from relayout.core.slices import slice_nbytes
 from relayout.errors import FormatError, PlanError
@@ -660,7 +661,7 @@ def test_a_source_that_changes_while_it_is_read_is_noticed(work: Path) -> None:
 HOLD = """
 import sys
 from relayout.conversion import copy as writer
-from relayout.conversion.run import convert
+from relayout.commands.convert import convert
 true_put = writer.FileSink.put
 count = 0
 def put(*args):

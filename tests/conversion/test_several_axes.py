@@ -19,10 +19,10 @@ from support.planning import plan_of
 from support.rebuilding import rebuild
 
 import relayout
-from relayout.conversion import run as conversion
 from relayout.core.slices import NOT_HELD, WHOLE, Slice
 from relayout.engines.rank_weights import EngineOptions, RankWeights
 from relayout.errors import PlanError
+from relayout.plans.plan import Plan
 from relayout.storage import in_memory
 
 Array = npt.NDArray[Any]
@@ -109,18 +109,15 @@ def source(model: Model, tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture(params=["2MiB", "1GiB"])
-def converted(
-    request: pytest.FixtureRequest,
-    model: Model,
-    source: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Path:
+@pytest.fixture
+def plan(model: Model, source: Path) -> Plan:
     order = [tensor.name for tensor in read_source(source).tensors]
-    plan = plan_of("x", NUM_RANKS, [model[name][1] for name in order])
-    monkeypatch.setattr(conversion, "plan_for", lambda *args, **options: plan)
-    relayout.convert(source, tmp_path / "out", tp=NUM_RANKS, memory=request.param, threads=2)
+    return plan_of("x", NUM_RANKS, [model[name][1] for name in order])
+
+
+@pytest.fixture(params=["2MiB", "1GiB"])
+def converted(request: pytest.FixtureRequest, plan: Plan, source: Path, tmp_path: Path) -> Path:
+    relayout.convert(source, tmp_path / "out", tp=NUM_RANKS, plan=plan, memory=request.param, threads=2)
     return tmp_path / "out"
 
 
@@ -163,10 +160,12 @@ def test_whole_tensors_and_parts_of_them_are_put_together(model: Model, converte
                 np.testing.assert_array_equal(stored[index].numpy(), whole[index], strict=True)
 
 
-def test_a_store_without_paths_gives_a_ranks_tensors_and_parts_of_them(model: Model, converted: Path) -> None:
+def test_a_store_without_paths_gives_a_ranks_tensors_and_parts_of_them(
+    model: Model, plan: Plan, converted: Path
+) -> None:
     """There, nothing is mapped: a part is read alone."""
     url = f"memory://{converted.parent.name}"
-    relayout.convert(converted.parent / "source", url, tp=NUM_RANKS)
+    relayout.convert(converted.parent / "source", url, tp=NUM_RANKS, plan=plan)
     for rank in range(NUM_RANKS):
         with relayout.open(url, rank) as view:
             for name in view.keys():  # noqa: SIM118 (it is no mapping)
@@ -199,10 +198,12 @@ def test_a_slice_that_lacks_one_corner_is_found(model: Model, converted: Path) -
     assert said[0] == "no rank holds element [599, 200] of [600, 400]"
 
 
-def test_inspect_and_preview_name_all_axes(model: Model, source: Path, converted: Path) -> None:
+def test_inspect_and_preview_name_all_axes(model: Model, plan: Plan, source: Path, converted: Path) -> None:
     groups = {group.pattern: group.cut for group in relayout.inspect(converted).groups}
     assert groups["quarters"] == "dim 0, dim 1 of [600, 400]"
-    planned = {one.pattern: one.cut for one in relayout.plan_conversion(source, tp=NUM_RANKS).preview().groups}
+    planned = {
+        one.pattern: one.cut for one in relayout.plan_conversion(source, tp=NUM_RANKS, plan=plan).preview().groups
+    }
     assert (planned["quarters"], planned["ragged"]) == ("dim 0, dim 1", "dim 0, dim 1")
     if "fused" in model:
         assert groups["fused"] == "2 ranges of dim 0, 2 ranges of dim 1 of [1200, 400]"

@@ -27,10 +27,10 @@ from support.mounts import mounted, mounted_tmpfs
 from support.patience import PATIENCE
 from support.rights import drop_superuser_rights
 
+from relayout.commands.convert import convert
 from relayout.commands.restore import restore
 from relayout.conversion import run as conversion
 from relayout.conversion.copy import FileSink, run_unit
-from relayout.conversion.run import convert
 from relayout.errors import PlanError
 from relayout.storage.local import files
 from relayout.storage.local import open_folder as openfolder

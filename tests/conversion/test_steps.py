@@ -24,7 +24,7 @@ from relayout.conversion.steps import CopyPlan, Step
 from relayout.core.dtypes import BITS
 from relayout.core.extents import Extent, Transfer
 from relayout.core.slices import NOT_HELD, WHOLE, Slice
-from relayout.plans.planner import Plan
+from relayout.plans.plan import Plan
 from relayout.storage.local.store import LocalStore
 
 Array = npt.NDArray[Any]

@@ -30,7 +30,8 @@ from relayout.core.slices import Slice
 from relayout.errors import PlanError
 from relayout.plans import planner
 from relayout.plans.family import builtin_families
-from relayout.plans.planner import Plan, plan_for
+from relayout.plans.plan import Plan
+from relayout.plans.planner import plan_for
 
 DEGREES = range(2, 17)
 LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"

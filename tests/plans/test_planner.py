@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,9 @@ from support.planning import all_slices, make_source, plan_of, ranges_of, shapes
 
 from relayout.core.slices import WHOLE, Slice
 from relayout.errors import FormatError, PlanError
+from relayout.planning import find_plan
 from relayout.plans.family import builtin_families, find_family, parse_family
+from relayout.plans.plan import Plan
 from relayout.plans.planner import make_plan, plan_by, plan_for
 
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -476,3 +479,39 @@ def test_a_rank_of_a_real_model_holds_what_the_engines_cut_out(
         assert shapes_of(plan, shapes, rank) == {
             name: (expected | norms)[".".join(name.split(".")[-2:])] for name in shapes
         }
+
+
+def test_a_plan_is_the_same_after_it_was_sent_as_json() -> None:
+    plan = plan_for(make_source({**SMALL, "other": (8,)}, model_type="llama"), 2, unmatched="replicate")
+    assert plan.unmatched == ("other",)
+    assert Plan.from_json(json.loads(json.dumps(plan.as_json()))) == plan
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"name": 5},
+        {"cuts": [[{"0": "x"}]]},
+        {"cut_of": [99]},
+        {"cut_of": [True]},
+        {"cut_of": None},
+        {"rules": {"cut": {}}},
+        {"rules": {"cut": {"x": {"dim": -1}}}},
+        {"unmatched": 1},
+    ],
+)
+def test_json_that_is_no_plan_is_refused(damage: dict[str, Any]) -> None:
+    good = plan_for(make_source(SMALL, model_type="llama"), 2).as_json()
+    with pytest.raises(FormatError):
+        Plan.from_json({**good, **damage})
+    with pytest.raises(FormatError, match="is not the JSON of a plan: KeyError"):
+        Plan.from_json({name: value for name, value in good.items() if name not in damage})
+
+
+def test_a_plan_of_another_checkpoint_or_degree_is_refused() -> None:
+    source = make_source(SMALL, model_type="llama")
+    plan = plan_for(source, 2)
+    with pytest.raises(PlanError, match="the plan is for 2 ranks and"):
+        find_plan(source, 4, plan)
+    with pytest.raises(PlanError, match="the plan is for 2 ranks and"):
+        find_plan(make_source({**SMALL, "more": (2,)}, model_type="llama"), 2, plan)

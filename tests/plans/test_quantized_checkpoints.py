@@ -36,7 +36,8 @@ import relayout
 from relayout.checkpoint.source import SourceCheckpoint, SourceTensor
 from relayout.core.extents import Extent
 from relayout.errors import PlanError
-from relayout.plans.planner import Plan, plan_for
+from relayout.plans.plan import Plan
+from relayout.plans.planner import plan_for
 
 DEGREES = range(2, 17)
 

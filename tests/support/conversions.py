@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import relayout
 from relayout.errors import PlanError
-from relayout.plans.planner import Plan
+from relayout.plans.plan import Plan
 
 Tensors = dict[str, torch.Tensor]
 

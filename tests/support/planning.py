@@ -11,7 +11,8 @@ from relayout.conversion.layout import Conversion, lay_out
 from relayout.core.extents import Extent
 from relayout.core.slices import Cut, Slice, number_cuts
 from relayout.errors import PlanError
-from relayout.plans.planner import Plan, plan_for
+from relayout.plans.plan import Plan
+from relayout.plans.planner import plan_for
 from relayout.storage.local.store import LocalStore
 
 Shapes = Mapping[str, tuple[int, ...]]

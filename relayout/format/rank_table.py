@@ -76,7 +76,7 @@ def parse_table(blob: bytes, manifest: Manifest, rank: int, where: str) -> RankT
             path=where,
             code="digest",
         )
-    top = parse_object(decompress(blob, where), where, plain_integers=True)
+    top = parse_object(decompress(blob, where), where)
     check_version(top, where)
     fields = Fields(top, where)
     kinds = _parse_kinds(Fields(fields.object("kinds"), where), where)

@@ -16,7 +16,6 @@ from relayout.checkpoint.source import (
     MAX_INDEX_NBYTES,
     read_shard,
 )
-from relayout.commands.coverage import missing_element
 from relayout.commands.differences import Report
 from relayout.conversion.layout import rows_of_files
 from relayout.conversion.side_files import read_side_file
@@ -37,7 +36,9 @@ from relayout.format.index import (
 )
 from relayout.format.manifest import SOURCE_RECORD_NAME, content_digest, content_head
 from relayout.format.safetensors import TensorEntry, build_header, json_text
+from relayout.format.slices import dump_slice
 from relayout.format.source_record import SourceRecord, conversion_digest
+from relayout.plans.coverage import check_all_held
 from relayout.storage.protocols import Store
 
 
@@ -289,20 +290,18 @@ def _check_places(manifest: Manifest, rank: int, table: RankTable, whole: RankTa
 
 
 def _check_cuts(record: SourceRecord, report: Report) -> None:
-    """Check that the ranks together hold every element of each tensor."""
+    """Check that the ranks together hold every element of each tensor, and that slices are in canonical form."""
     first = dict(zip(zip(record.cut_of, record.shapes, strict=True), record.names, strict=True))
     for (cut, shape), name in first.items():
-        slices = [part for part in record.cuts[cut].distinct if part.is_held]
-        if not slices:
-            report.add(SOURCE_RECORD_NAME, "no rank holds the tensor", name)
-        elif not any(part.is_whole for part in slices):
-            try:
-                element = missing_element(shape, slices)
-            except PlanError as error:
-                report.add(SOURCE_RECORD_NAME, str(error), name)
-                continue
-            if element is not None:
-                report.add(SOURCE_RECORD_NAME, f"no rank holds element {list(element)} of {list(shape)}", name)
+        slices = record.cuts[cut].distinct
+        try:
+            check_all_held(shape, slices)
+        except PlanError as error:
+            report.add(SOURCE_RECORD_NAME, str(error), name)
+        for part in slices:
+            if (canonical := part.canonical(shape)) != part:
+                what = f"slice {dump_slice(part)} of {list(shape)}, in canonical form {dump_slice(canonical)}"
+                report.add(SOURCE_RECORD_NAME, what, name)
 
 
 def _check_slices(name: str, rank: int, table: RankTable, record: SourceRecord, report: Report) -> None:

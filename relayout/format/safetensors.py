@@ -71,6 +71,8 @@ class Header:
     """Absolute file offset of the data section, in bytes."""
     data_nbytes: int
     """Length of the data section in bytes."""
+    is_in_order: bool = True
+    """Whether it names the tensors in their order."""
 
 
 def header_nbytes(prefix: bytes, file_nbytes: int, where: str) -> int:
@@ -113,10 +115,8 @@ def parse_header(blob: bytes, file_nbytes: int, where: str) -> Header:
     if not isinstance(top, dict):
         raise FormatError(f"header is a JSON {type(top).__name__}, expected an object", path=where, code="field")
     metadata = _parse_metadata(top.pop(_METADATA_KEY, None), where)
-    tensors = sorted(
-        (_parse_entry(name, entry, where) for name, entry in top.items()),
-        key=lambda tensor: (tensor.offset, tensor.nbytes),
-    )
+    listed = [_parse_entry(name, entry, where) for name, entry in top.items()]
+    tensors = sorted(listed, key=lambda tensor: (tensor.offset, tensor.nbytes))
     data_nbytes = file_nbytes - data_start
     position = 0
     for tensor in tensors:
@@ -144,7 +144,7 @@ def parse_header(blob: bytes, file_nbytes: int, where: str) -> Header:
             path=where,
             code="coverage",
         )
-    return Header(tuple(tensors), metadata, data_start, data_nbytes)
+    return Header(tuple(tensors), metadata, data_start, data_nbytes, tensors == listed)
 
 
 def build_header(tensors: Iterable[TensorEntry], metadata: Mapping[str, str], alignment: int) -> bytes:

@@ -398,3 +398,25 @@ def test_a_config_that_is_no_object_is_named(folder: Path) -> None:
     [found] = differences(folder)
     assert found.startswith("config.json: ")
     assert "a JSON list, expected an object" in found
+
+
+def test_the_length_of_a_header_is_the_files_own(folder: Path) -> None:
+    """The text is as it was, so that the content is the right one."""
+    path = folder / HEAD
+    blob = path.read_bytes()
+    length = int.from_bytes(blob[:8], "little")
+    path.write_bytes((length - 8).to_bytes(8, "little") + blob[8:])
+    with pytest.raises(FormatError, match=f"its data section starts at {length}, relayout.json says {length + 8}"):
+        relayout.load(folder, 1)
+
+
+def test_shards_with_other_headers_are_not_the_source(pristine: Path, tmp_path: Path) -> None:
+    """They have the same tensors, but restoring gives others back."""
+    source = shutil.copytree(pristine / "source", tmp_path / "source")
+    assert relayout.verify(pristine / "two", source=source).ok
+    path = source / "model.safetensors"
+    blob = path.read_bytes()
+    end = 8 + int.from_bytes(blob[:8], "little")
+    path.write_bytes(end.to_bytes(8, "little") + blob[8:end] + b" " * 8 + blob[end:])
+    found = relayout.verify(pristine / "two", source=source).differences
+    assert [str(one) for one in found] == ["model.safetensors: has changed in the source since the conversion"]

@@ -13,16 +13,14 @@ from relayout.core.forks import remake_in_child
 from relayout.core.slices import WHOLE, Slice, slice_transfers
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import Manifest, RankTable, Read
-from relayout.format.manifest import SOURCE_RECORD_NAME
 from relayout.format.safetensors import parse_header
 from relayout.format.source_record import SourceRecord
 from relayout.loader.sources.contents import Contents, files_of, rank_files, select
 from relayout.loader.sources.pieces import Columns, agreed
 from relayout.loader.sources.proven import proven
 from relayout.loader.sources.reshard import Holder, gather
-from relayout.plans.family import VLLM, Family, parse_rules
 from relayout.plans.plan import Plan, TensorInfo, TensorList
-from relayout.plans.planner import Unmatched, plan_by
+from relayout.plans.recorded import recorded_plan
 from relayout.storage.protocols import Store
 
 
@@ -58,7 +56,7 @@ def resharded_slices(
         PlanError: the rank does not exist, the model cannot be cut at this degree, or the record has no rules.
     """
     record = read_record(folder, manifest)
-    plan = _plan(folder, manifest, record, num_ranks)
+    plan = _plan(folder, record, num_ranks)
     wanted = [plan.cuts[cut].slices[rank] for cut in plan.cut_of]
     ranks = Ranks(folder, manifest, record, is_proven=is_proven)
     return ReshardedSlices(ranks, wanted, rank * manifest.num_ranks // num_ranks)
@@ -191,12 +189,19 @@ class Ranks:
 
     def _locate(self, t: int, reads: tuple[Read, ...]) -> tuple[Read, ...]:
         """Reads of rank files, for reads as of `_gather`."""
+        if not reads:  # Believe that there are no bytes only if a table says so, too.
+            self._find(t, next((rank for rank, part in enumerate(self.record.cut(t).slices) if part.is_held), 0))
         return tuple(self._locate_one(t, read) for read in reads)
 
     def _locate_one(self, t: int, read: Read) -> Read:
         """A read of a rank file, for a read of a rank's slice whose `file` is the rank."""
-        record, rank = self.record, read.file
-        opened = self._open(rank)
+        table, row = self._find(t, read.file)
+        number = self._manifest.holders[read.file].files[table.files[row]]
+        return Read(number, read.transfer.shifted(source=table.offsets[row]))
+
+    def _find(self, t: int, rank: int) -> tuple[RankTable, int]:
+        """A rank's table, and the row of a tensor, which is as the source record has it."""
+        record, opened = self.record, self._open(rank)
         row = opened.rows.get(record.names[t], -1)
         slices = record.cut(t).slices
         part = slices[rank] if rank < len(slices) else WHOLE
@@ -209,8 +214,7 @@ class Ranks:
                 tensor=record.names[t],
                 code="mismatch",
             )
-        number = self._manifest.holders[rank].files[table.files[row]]
-        return Read(number, read.transfer.shifted(source=table.offsets[row]))
+        return table, row
 
     def _open(self, rank: int) -> _Table:
         with self._lock:  # Each table is parsed once.
@@ -232,50 +236,8 @@ class Ranks:
         return everything.rows(range(len(rows)))
 
 
-def _plan(folder: Store, manifest: Manifest, record: SourceRecord, num_ranks: int) -> Plan:
+def _plan(folder: Store, record: SourceRecord, num_ranks: int) -> Plan:
     """Who holds what at another degree, by the rules in the record and the folder's config.json alone."""
     columns = zip(record.names, record.dtypes, record.shapes, strict=True)
     source = TensorList(str(folder), tuple(starmap(TensorInfo, columns)), read_config(folder))
-    if num_ranks == 1:  # Which needs no rules.
-        return plan_by(source, 1, None)
-    family = _family(folder, record)
-    # A conversion to one rank has not asked whether each tensor has a rule.
-    unmatched: Unmatched | None = None if manifest.num_ranks == 1 else "replicate"
-
-    def plan(degree: int) -> Plan:
-        return plan_by(source, degree, family, expert_parallel=record.options.expert_parallel, unmatched=unmatched)
-
-    if not _are_alike(plan(manifest.num_ranks), record):
-        raise FormatError(
-            f"its plan {record.options.plan!r} does not cut all tensors as they are cut: config.json has changed, or"
-            " another version of relayout has converted the source; it can only be loaded at its own degree,"
-            f" {manifest.num_ranks}",
-            path=str(folder),
-            code="mismatch",
-        )
-    return plan(num_ranks)
-
-
-def _family(folder: Store, record: SourceRecord) -> Family:
-    if record.plan is None:
-        raise PlanError(
-            "there was no plan for the source, so that it can be loaded whole or as converted, at no other degree:"
-            " convert it again, with --plan FILE",
-            path=str(folder),
-            code="no_plan",
-        )
-    if record.plan.origin == VLLM:
-        raise PlanError(
-            f"its slices were observed from vLLM {record.plan.name} at {record.options.num_ranks} ranks, so that it can"
-            " be loaded whole or as converted, at no other degree: convert it again",
-            path=str(folder),
-            code="no_plan",
-        )
-    where = f"{folder.where(SOURCE_RECORD_NAME)}: plan"
-    return parse_rules(record.plan.rules, where, record.plan.name, record.plan.origin)
-
-
-def _are_alike(plan: Plan, record: SourceRecord) -> bool:
-    """Whether a plan cuts every tensor as the record says."""
-    pairs = set(zip(plan.cut_of, record.cut_of, strict=True))
-    return all(plan.cuts[one] == record.cuts[other] for one, other in pairs)
+    return recorded_plan(source, record, num_ranks)

@@ -9,7 +9,7 @@ from typing import Any
 
 from relayout.errors import FormatError
 from relayout.format.fields import decode
-from relayout.format.safetensors import MAX_DEPTH, depth, refuse_surrogates
+from relayout.format.safetensors import check_depth, refuse_surrogates
 from relayout.storage.protocols import Store
 
 _MAX_CONFIG_NBYTES = 16 * 2**20
@@ -91,13 +91,12 @@ def parse_config(blob: bytes, where: str) -> dict[str, Any]:
     if text.startswith("\ufeff"):
         what = "not valid JSON: begins with a byte order mark, which transformers refuses too; save it without"
         raise ByteOrderMarkError(what, path=where, code="syntax")
+    check_depth(text, where)
     try:
         parsed = json.loads(text)
-    except (ValueError, RecursionError) as error:  # ValueError: a JSONDecodeError, or an integer with too many digits.
+    except ValueError as error:  # ValueError: a JSONDecodeError, or an integer with too many digits.
         raise FormatError(f"not valid JSON: {error}", path=where, code="syntax") from None
     refuse_surrogates(text, parsed, where)
-    if depth(parsed) > MAX_DEPTH:
-        raise FormatError("JSON nested too deeply", path=where, code="limit")
     if not isinstance(parsed, dict):
         raise FormatError(f"a JSON {type(parsed).__name__}, expected an object", path=where, code="field")
     return parsed

@@ -297,14 +297,11 @@ def _assemble(
     is_file: bool = False,
 ) -> SourceCheckpoint:
     tensors, skipped = _collect_tensors(root.parent()[0] if is_file else root, shards, named)
-    first = dict(shards[0][1].metadata)
     return SourceCheckpoint(
         root=root,
         files=tuple(shard for shard, _ in shards),
         tensors=tuple(sorted(tensors, key=lambda tensor: (model_order(tensor.name), tensor.name))),
-        metadata={
-            key: value for key, value in first.items() if all(header.metadata.get(key) == value for _, header in shards)
-        },
+        metadata=agreed_metadata([header.metadata for _, header in shards]),
         config=config.content,
         index=index,
         side_files=side_files,
@@ -312,6 +309,12 @@ def _assemble(
         config_error=config.error,
         is_file=is_file,
     )
+
+
+def agreed_metadata(shards: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """The entries of `__metadata__` on which all shards agree, in the order of the first."""
+    first = shards[0] if shards else {}
+    return {key: value for key, value in first.items() if all(one.get(key) == value for one in shards)}
 
 
 def _collect_tensors(

@@ -5,39 +5,31 @@ FORMAT.md says for each fact which place counts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import takewhile
+from collections.abc import Mapping, Sequence
+from itertools import pairwise, takewhile
 
 from safetensors import SafetensorError, deserialize
 
-from relayout.checkpoint.config import find_config
-from relayout.checkpoint.converted import check_file, read_record, read_table
-from relayout.checkpoint.source import (
-    MAX_INDEX_NBYTES,
-    read_shard,
-)
-from relayout.commands.coverage import missing_element
+from relayout.checkpoint.converted import check_file, read_table
+from relayout.checkpoint.source import MAX_INDEX_NBYTES, SourceCheckpoint, model_order, read_shard
 from relayout.commands.differences import Report
-from relayout.conversion.layout import rows_of_files
+from relayout.conversion.layout import file_metadata, rows_of_files
 from relayout.conversion.side_files import read_side_file
 from relayout.core.digests import digest_hex
 from relayout.core.dtypes import num_bytes
-from relayout.core.extents import BLOCK, Extent
-from relayout.core.slices import WHOLE
-from relayout.errors import FormatError, PlanError
+from relayout.core.extents import BLOCK, Extent, align_down, align_up
+from relayout.errors import FormatError, shown
 from relayout.format.fields import Fields, parse_object
 from relayout.format.index import (
     ARENA_ALIGNMENT,
     HUB_INDEX_NAME,
     MANIFEST_NAME,
     MIN_ALIGNMENT,
-    WHOLE_TENSORS,
     Manifest,
     RankTable,
 )
-from relayout.format.manifest import SOURCE_RECORD_NAME, content_digest, content_head
+from relayout.format.manifest import content_digest, content_head
 from relayout.format.safetensors import TensorEntry, build_header, json_text
-from relayout.format.source_record import SourceRecord, conversion_digest
 from relayout.storage.protocols import Store
 
 
@@ -47,7 +39,9 @@ def own_files(manifest: Manifest, holder: int) -> list[int]:
     return [number for number in manifest.holders[holder].files if not (is_rank and number in manifest.shared)]
 
 
-def check_holder(folder: Store, manifest: Manifest, holder: int, report: Report) -> RankTable | None:
+def check_holder(
+    folder: Store, manifest: Manifest, holder: int, source: SourceCheckpoint | None, report: Report
+) -> RankTable | None:
     """Check one table against the headers of the holder's own files. Return it if it and all files are usable."""
     entry = manifest.holders[holder]
     try:
@@ -58,7 +52,7 @@ def check_holder(folder: Store, manifest: Manifest, holder: int, report: Report)
     own = set(own_files(manifest, holder))
     rows = rows_of_files(table, len(entry.files))
     checked = [
-        _check_header(folder, manifest, number, column, table, report)
+        _check_header(folder, manifest, number, column, table, source, report)
         for number, column in zip(entry.files, rows, strict=True)
         if number in own
     ]
@@ -67,7 +61,13 @@ def check_holder(folder: Store, manifest: Manifest, holder: int, report: Report)
 
 
 def _check_header(
-    folder: Store, manifest: Manifest, number: int, rows: list[int], table: RankTable, report: Report
+    folder: Store,
+    manifest: Manifest,
+    number: int,
+    rows: list[int],
+    table: RankTable,
+    source: SourceCheckpoint | None,
+    report: Report,
 ) -> bool:
     """Check a file's length and header against its rows of the table. Return False if it cannot be read."""
     file = manifest.files[number]
@@ -83,6 +83,8 @@ def _check_header(
             report.add(file.name, "header differs from the one that was written", extent=Extent(0, file.data_start))
         if file.data_start % manifest.alignment:
             report.add(file.name, f"its data section starts at {file.data_start}, alignment {manifest.alignment}")
+        if not header.is_in_order:
+            report.add(file.name, "its header does not name the tensors in file order")
         check_by_reference_reader(shard.header, header.data_nbytes, where)
     except FormatError as error:
         report.add(file.name, str(error))
@@ -90,8 +92,7 @@ def _check_header(
     stored = [(header.data_start + tensor.offset, tensor.name, tensor.dtype, tensor.shape) for tensor in header.tensors]
     dtypes, shapes = table.dtypes, table.shapes
     indexed = [(table.offsets[row], table.names[row], dtypes[row], shapes[row]) for row in rows]
-    # Sorted by offset and name: a zero-size tensor shares its offset with the next.
-    for found, expected in zip(sorted(stored), sorted(indexed), strict=False):
+    for found, expected in zip(stored, indexed, strict=False):
         if found != expected:
             report.add(file.name, f"header has {found}, the rank table {expected}", found[1])
     if len(stored) != len(indexed):
@@ -102,7 +103,10 @@ def _check_header(
     )
     if content != file.content:
         report.add(file.name, f"holds the content {content} by the rank table, {MANIFEST_NAME} says {file.content}")
-    _check_sharding_info(manifest, number, header.metadata, rows, table, report)
+    sharding_info = _check_sharding_info(file.name, header.metadata, rows, table, report) if manifest.dcp else None
+    if source is not None:
+        metadata = file_metadata(file.content, source.metadata, sharding_info)
+        _check_metadata(file.name, header.metadata, metadata, report)
     try:
         check_file(folder, manifest, number)
     except (FormatError, OSError) as error:
@@ -110,27 +114,37 @@ def _check_header(
     return True
 
 
+def _check_metadata(name: str, found: Mapping[str, str], expected: Mapping[str, str], report: Report) -> None:
+    """Check that a header has the entries that it should have, and no others, in their order."""
+    keys = [key for key in {**expected, **found} if found.get(key) != expected.get(key)]
+    for key in keys:
+        what = f"__metadata__ has {key} {shown(found.get(key))}, expected {shown(expected.get(key))}"
+        report.add(name, what)
+    if not keys and list(found) != list(expected):
+        report.add(name, f"__metadata__ has {', '.join(map(shown, found))}, expected {', '.join(map(shown, expected))}")
+
+
 def _check_sharding_info(
-    manifest: Manifest, number: int, metadata: Mapping[str, str], rows: list[int], table: RankTable, report: Report
-) -> None:
-    """Check what PyTorch DCP would take for the place of each slice."""
-    file = manifest.files[number]
-    text = metadata.get("DCP_SHARDING_INFO")
-    if text is None or not manifest.dcp:
-        if (text is not None) != manifest.dcp:
-            report.add(file.name, f"DCP_SHARDING_INFO is {'missing' if manifest.dcp else 'there'}, dcp {manifest.dcp}")
-        return
-    try:
-        found = parse_object(text.encode(), f"{file.name}: DCP_SHARDING_INFO")
-    except FormatError as error:
-        report.add(file.name, str(error))
-        return
+    name: str, metadata: Mapping[str, str], rows: list[int], table: RankTable, report: Report
+) -> str:
+    """Check what PyTorch DCP would take for the place of each slice. Return the text that is right.
+
+    Where slices are told to be elsewhere, that is all that is reported, and the text is the one that is there.
+    """
     kinds, kind_of = table.kinds, table.kind_of
     starts = [one.part.starts(len(one.source_shape)) if one.part.is_box else None for one in kinds]
     expected = {table.names[row]: {"saved_offsets": starts[kind_of[row]]} for row in rows}
-    for name in sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)):
-        what = f"DCP_SHARDING_INFO has {found.get(name)}, the slice is at {expected.get(name)}"
-        report.add(file.name, what, name)
+    text = metadata.get("DCP_SHARDING_INFO")
+    try:
+        found = expected if text is None else parse_object(text.encode(), f"{name}: DCP_SHARDING_INFO")
+    except FormatError as error:
+        report.add(name, str(error))
+        return text or ""
+    wrong = sorted(one for one in found.keys() | expected.keys() if found.get(one) != expected.get(one))
+    for one in wrong:
+        what = f"DCP_SHARDING_INFO has {found.get(one)}, the slice is at {expected.get(one)}"
+        report.add(name, what, one)
+    return text if wrong and text is not None else json_text(expected)
 
 
 def check_by_reference_reader(header: bytes, data_nbytes: int, where: str) -> None:
@@ -153,62 +167,69 @@ def _complaint(header: bytes) -> str | None:
     return None
 
 
-def check_facts(folder: Store, manifest: Manifest, record: SourceRecord, report: Report) -> None:
-    """Check what the manifest repeats of the source record, and how its reads lie."""
-    options = record.options
-    sizes = (num_bytes(dtype, shape) or 0 for dtype, shape in zip(record.dtypes, record.shapes, strict=True))
-    expected = {
-        "conversion": conversion_digest(record),
-        "model_type": _model_type(folder, manifest),
-        "plan": options.plan,
-        "expert_parallel": options.expert_parallel,
-        "alignment": options.alignment,
-        "dcp": options.dcp,
-        "source_nbytes": sum(sizes),
-    }
-    if (options.layout == WHOLE_TENSORS) != (manifest.whole is not None):
-        report.add(MANIFEST_NAME, f"'whole' does not fit the layout {options.layout!r} of the source record")
-    for name, value in expected.items():
-        if getattr(manifest, name) != value:
-            field = "source.nbytes" if name == "source_nbytes" else name
-            report.add(MANIFEST_NAME, f"{field} is {getattr(manifest, name)}, by the source record {value}")
-
-
-def _model_type(folder: Store, manifest: Manifest) -> str | None:
-    """As config.json has it. Where that cannot be read, which is told with the side files, as the manifest has it."""
-    try:
-        found = find_config(folder).content.get("model_type")
-    except FormatError:
-        return manifest.model_type
-    return found if isinstance(found, str) else None
+def check_arenas(manifest: Manifest, tables: Sequence[RankTable | None], report: Report) -> None:
+    """Check where what ranks read lies: in files of whole tensors, or so that direct reads can bring it."""
+    for rank, table in enumerate(tables[: manifest.num_ranks]):
+        if table is not None and manifest.whole is None:
+            _check_bulk(manifest, rank, table, report)
+        elif table is not None and tables[-1] is not None:
+            _check_places(manifest, rank, table, tables[-1], report)
 
 
 def _check_bulk(manifest: Manifest, rank: int, table: RankTable, report: Report) -> None:
-    """Check that what comes first in each file can go directly to its place: whole blocks of file and arena agree."""
+    """Check that what comes first in each file can go directly to its place: one read, whose blocks are its own."""
     entry = manifest.ranks[rank]
     sizes = [num_bytes(*one) or 0 for one in zip(table.dtypes, table.shapes, strict=True)]
+    reads = [read.transfer for read in entry.reads]
     for position, rows in enumerate(rows_of_files(table, len(entry.files))):
         bulk = list(takewhile(lambda row: sizes[row] % ARENA_ALIGNMENT == 0, rows))
-        end = table.offsets[bulk[-1]] + sizes[bulk[-1]] if bulk else 0
-        for read in entry.reads:
-            one = read.transfer
-            if read.file == position and one.source < end and (one.target - one.source) % BLOCK:
-                name = manifest.holder_files(rank)[position].name
-                what = (
-                    f"rank {rank}: bytes {one.source} to {one.source_end} of {name} cannot go directly to their place"
-                )
-                report.add(MANIFEST_NAME, f"{what}, {one.target} of the arena")
+        start, end = manifest.holder_files(rank)[position].data_start, 0
+        end = table.offsets[bulk[-1]] + sizes[bulk[-1]] if bulk else start
+        found = [n for n, read in enumerate(entry.reads) if read.file == position and read.transfer.source < end]
+        what = f"rank {rank}: bytes {start} to {end} of {manifest.holder_files(rank)[position].name}"
+        if start == end:
+            continue
+        if [(reads[n].source, reads[n].source_end, reads[n].count) for n in found] != [(start, end, 1)]:
+            report.add(MANIFEST_NAME, f"{what} are not one read")
+            continue
+        [n] = found
+        first, last = align_down(reads[n].target, BLOCK), align_up(reads[n].target_end, BLOCK)
+        before, after = (reads[n - 1].target_end if n else 0), (reads[n + 1].target if n + 1 < len(reads) else last)
+        if (reads[n].target - start) % BLOCK or before > first or after < last:
+            report.add(MANIFEST_NAME, f"{what} cannot go directly to their place, {reads[n].target} of the arena")
+
+
+def _check_places(manifest: Manifest, rank: int, table: RankTable, whole: RankTable, report: Report) -> None:
+    """Check that slices in files of whole tensors are inside of the tensors that they are slices of."""
+    assert manifest.whole is not None
+    entry = manifest.ranks[rank]
+    places = {
+        name: (manifest.whole.files[file], offset)
+        for name, file, offset in zip(whole.names, whole.files, whole.offsets, strict=True)
+    }
+    starts = [one.in_whole[0].source if one.in_whole else 0 for one in table.kinds]
+    shared = manifest.shared
+    for name, kind, file, offset in zip(table.names, table.kind_of, table.files, table.offsets, strict=True):
+        number = entry.files[file]
+        if number in shared and places.get(name) != (number, offset - starts[kind]):
+            report.add(entry.table, f"is at {offset} of {manifest.files[number].name}, not in its whole tensor", name)
 
 
 def check_other_files(folder: Store, manifest: Manifest, tables: list[RankTable | None], report: Report) -> None:
-    """Check the index for stock loaders, and that there is no other file that a loader would read."""
+    """Check the names of files, the index for stock loaders, and that there is no other file that one would read."""
     known = {file.name for file in manifest.files}
+    for one, other in pairwise(sorted(known, key=str.lower)):
+        if one.lower() == other.lower():
+            report.add(MANIFEST_NAME, f"{one} and {other} differ in case only")
     for name in sorted(entry.name for entry in folder.walk()):
         if name.endswith(".safetensors") and "/" not in name and name not in known:
             report.add(name, "is not part of this conversion")
     if manifest.hub_index_digest is None:
         if folder.stat(HUB_INDEX_NAME) is not None:
             report.add(HUB_INDEX_NAME, "is not part of this conversion")
+        return
+    if manifest.whole is None and manifest.num_ranks > 1:
+        report.add(MANIFEST_NAME, "has a hub_index_digest, but no rank has whole tensors")
         return
     what = "differs from the one that was written"
     check_copy(folder, HUB_INDEX_NAME, None, manifest.hub_index_digest, what, report)
@@ -231,6 +252,8 @@ def _check_hub_index(folder: Store, manifest: Manifest, table: RankTable, report
         found.keys() ^ expected.keys() | {name for name in expected if found.get(name) != expected[name]}
     ):
         report.add(HUB_INDEX_NAME, f"names {found.get(name)}, it is in {expected.get(name)}", name)
+    if found == expected and list(found) != sorted(found, key=lambda name: (model_order(name), name)):
+        report.add(HUB_INDEX_NAME, "weight_map is not in model order")
     if total != manifest.source_nbytes:
         report.add(HUB_INDEX_NAME, f"total_size {total}, expected {manifest.source_nbytes}")
 
@@ -244,83 +267,3 @@ def check_copy(folder: Store, name: str, nbytes: int | None, digest: str, what: 
         return
     if found.digest != digest or nbytes not in (None, found.nbytes):
         report.add(name, what)
-
-
-def check_record(
-    folder: Store, manifest: Manifest, tables: list[RankTable | None], report: Report
-) -> SourceRecord | None:
-    """Check the source record, the side files, and that the slices of all ranks are those of the record."""
-    try:
-        record = read_record(folder, manifest)
-    except FormatError as error:
-        report.add(SOURCE_RECORD_NAME, str(error))
-        return None
-    for side in record.side_files:
-        what = "differs from the file that was copied"
-        check_copy(folder, side.name, side.nbytes, side.digest, what, report)
-    _check_cuts(record, report)
-    for holder, table in enumerate(tables):
-        if table is not None:
-            _check_slices(manifest.holders[holder].table, holder, table, record, report)
-    for rank, table in enumerate(tables if manifest.whole is None else ()):
-        if table is not None:
-            _check_bulk(manifest, rank, table, report)
-    if manifest.whole is not None and tables[-1] is not None:
-        for rank, table in enumerate(tables[:-1]):
-            if table is not None:
-                _check_places(manifest, rank, table, tables[-1], report)
-    return record
-
-
-def _check_places(manifest: Manifest, rank: int, table: RankTable, whole: RankTable, report: Report) -> None:
-    """Check that slices in files of whole tensors are inside of the tensors that they are slices of."""
-    assert manifest.whole is not None
-    entry = manifest.ranks[rank]
-    places = {
-        name: (manifest.whole.files[file], offset)
-        for name, file, offset in zip(whole.names, whole.files, whole.offsets, strict=True)
-    }
-    starts = [one.in_whole[0].source if one.in_whole else 0 for one in table.kinds]
-    shared = manifest.shared
-    for name, kind, file, offset in zip(table.names, table.kind_of, table.files, table.offsets, strict=True):
-        number = entry.files[file]
-        if number in shared and places.get(name) != (number, offset - starts[kind]):
-            report.add(entry.table, f"is at {offset} of {manifest.files[number].name}, not in its whole tensor", name)
-
-
-def _check_cuts(record: SourceRecord, report: Report) -> None:
-    """Check that the ranks together hold every element of each tensor."""
-    first = dict(zip(zip(record.cut_of, record.shapes, strict=True), record.names, strict=True))
-    for (cut, shape), name in first.items():
-        slices = [part for part in record.cuts[cut].distinct if part.is_held]
-        if not slices:
-            report.add(SOURCE_RECORD_NAME, "no rank holds the tensor", name)
-        elif not any(part.is_whole for part in slices):
-            try:
-                element = missing_element(shape, slices)
-            except PlanError as error:
-                report.add(SOURCE_RECORD_NAME, str(error), name)
-                continue
-            if element is not None:
-                report.add(SOURCE_RECORD_NAME, f"no rank holds element {list(element)} of {list(shape)}", name)
-
-
-def _check_slices(name: str, rank: int, table: RankTable, record: SourceRecord, report: Report) -> None:
-    rows = {tensor: row for row, tensor in enumerate(table.names)}
-    kinds, kind_of = table.kinds, table.kind_of
-    for t, tensor in enumerate(record.names):
-        row = rows.pop(tensor, None)
-        slices = record.cut(t).slices
-        part = slices[rank] if rank < len(slices) else WHOLE
-        if row is None:
-            if part.is_held:
-                report.add(name, "is missing", tensor)
-            continue
-        expected = (record.dtypes[t], record.shapes[t], part, part.shape(record.shapes[t]))
-        kind = kinds[kind_of[row]]
-        if (kind.dtype, kind.source_shape, kind.part, kind.shape) != expected:
-            report.add(name, f"is not the slice in the source record: {expected}", tensor)
-        if part.is_whole and table.digests[row] != record.digests[t]:
-            report.add(name, "its digest differs from the source tensor's", tensor)
-    for tensor in rows:
-        report.add(name, "is not in the source record", tensor)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from relayout.checkpoint.converted import read_manifest, read_record, read_table
-from relayout.checkpoint.source import SourceCheckpoint, SourceFile, SourceTensor
+from relayout.checkpoint.source import SourceCheckpoint, SourceFile, SourceTensor, agreed_metadata
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, Loaded, share_memory
 from relayout.conversion.journal import read_journal
 from relayout.conversion.layout import Conversion, as_one_rank, stored_conversion
@@ -132,12 +132,18 @@ def _refuse_conversion(staging: Staging, *, force: bool) -> None:
         raise PlanError("holds an interrupted conversion; --force discards it", path=staging.where, code="exists")
 
 
-def recorded_source(folder: Store, record: SourceRecord) -> SourceCheckpoint:
+def recorded_source(folder: Store, record: SourceRecord, *, is_whole: bool = True) -> SourceCheckpoint:
     """The source checkpoint that a record describes; its files are still to be written.
 
+    Args:
+        folder: the converted folder.
+        record: its source record.
+        is_whole: whether shards may have no tensors that were not converted.
+
     Raises:
-        FormatError: the tensors in a shard's header are not those of the record.
+        FormatError: a shard's header is damaged, or its tensors are not those of the record.
     """
+    metadata = []
     files = []
     tensors = []
     stored: list[dict[str, tuple[str, tuple[int, ...], int]]] = [{} for _ in record.files]
@@ -149,14 +155,21 @@ def recorded_source(folder: Store, record: SourceRecord) -> SourceCheckpoint:
     for shard, expected in zip(record.files, stored, strict=True):
         where = f"{folder}: header of {shard.name}"
         header = parse_header(shard.header, shard.nbytes, where)
+        metadata.append(header.metadata)
         for entry in header.tensors:
-            if expected.pop(entry.name, None) != (entry.dtype, entry.shape, header.data_start + entry.offset):
+            found = entry.dtype, entry.shape, header.data_start + entry.offset
+            known = expected.pop(entry.name, None)
+            if known is None and is_whole:
                 what = "was not converted, so the file cannot be restored"
                 raise FormatError(what, path=folder.where(shard.name), tensor=entry.name, code="mismatch")
+            if known not in (None, found):
+                what = f"{list(found)}, the record's columns have {list(known or ())}"
+                raise FormatError(what, path=where, tensor=entry.name, code="mismatch")
         if expected:
             raise FormatError("is not in it", path=where, tensor=min(expected), code="mismatch")
         files.append(SourceFile(shard.name, shard.nbytes, header.data_start, shard.header))
-    return SourceCheckpoint(folder, tuple(files), tuple(tensors), index=record.index)
+    agreed = agreed_metadata(metadata)
+    return SourceCheckpoint(folder, tuple(files), tuple(tensors), agreed, index=record.index)
 
 
 class _TensorWriter:

@@ -18,14 +18,14 @@ from relayout.checkpoint.source import (
     read_source,
 )
 from relayout.commands.consistency import (
+    check_arenas,
     check_copy,
-    check_facts,
     check_holder,
     check_other_files,
-    check_record,
     own_files,
 )
 from relayout.commands.differences import Report
+from relayout.commands.records import check_record, check_slices
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, NoSink, run_steps, share_memory
 from relayout.conversion.layout import stored_conversion
 from relayout.conversion.sidecar import digests_of_all
@@ -89,10 +89,11 @@ def verify(
     folder = find_input(path)
     manifest = read_manifest(folder)
     report = Report(manifest.num_ranks)
-    tables = [check_holder(folder, manifest, holder, report) for holder in range(len(manifest.holders))]
-    record = check_record(folder, manifest, tables, report)
+    record, recorded = check_record(folder, manifest, report) or (None, None)
+    tables = [check_holder(folder, manifest, holder, recorded, report) for holder in range(len(manifest.holders))]
     if record is not None:
-        check_facts(folder, manifest, record, report)
+        check_slices(manifest, tables, record, report)
+    check_arenas(manifest, tables, report)
     check_other_files(folder, manifest, tables, report)
     original = None if source is None else read_source(find_input(source))
     usable = {rank: table for rank, table in enumerate(tables) if table is not None}
@@ -260,10 +261,22 @@ def _compare(
                 report.add(file.name, "differs from the source", name, extent)
         if of_tensor.source != record.digests[t]:
             report.add(str(source.root), "has changed in the source since the conversion", name)
-    for side in record.side_files if original is not None else ():
-        what = "has changed in the source since the conversion"
-        check_copy(source.folder, side.name, side.nbytes, side.digest, what, report)
+    if original is not None:
+        _compare_files(record, original, report)
     report.compared_with_source = original is not None
+
+
+def _compare_files(record: SourceRecord, source: SourceCheckpoint, report: Report) -> None:
+    """Compare what else a restoration gives back: shards' names, lengths and headers, the index, side files."""
+    what = "has changed in the source since the conversion"
+    expected = {file.name: (file.nbytes, file.header) for file in record.files}
+    found = {file.name: (file.nbytes, file.header) for file in source.files}
+    for name in sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)):
+        report.add(name, what)
+    if source.index != record.index:
+        report.add(str(source.root), "its index " + what)
+    for side in record.side_files:
+        check_copy(source.folder, side.name, side.nbytes, side.digest, what, report)
 
 
 def _whole_source(folder: Store, manifest: Manifest, table: RankTable) -> SourceCheckpoint:

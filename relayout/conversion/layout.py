@@ -177,7 +177,7 @@ def lay_out(
         expert_parallel=plan.expert_parallel,
         alignment=alignment,
         max_part_nbytes=max_part_nbytes,
-        dcp=_dcp(source, plan, dcp, layout),
+        dcp=choose_dcp(source, plan, dcp, layout),
         layout=layout,
     )
     tensors = _cut_tensors(source, plan, layout)
@@ -208,8 +208,12 @@ def _cut_tensors(source: SourceCheckpoint, plan: Plan, layout: str) -> list[CutT
     ]
 
 
-def _dcp(source: SourceCheckpoint, plan: Plan, wanted: bool | None, layout: str) -> bool:
-    """Whether DCP can read the ranks as one model, and shall."""
+def choose_dcp(source: SourceCheckpoint, plan: Plan, wanted: bool | None, layout: str) -> bool:
+    """Whether DCP can read the ranks as one model, and shall; `wanted` as for `convert`.
+
+    Raises:
+        PlanError: it is wanted, and cannot be had.
+    """
     if layout == WHOLE_TENSORS and wanted:
         raise PlanError("files of whole tensors need no --dcp: PyTorch DCP reads them as they are", code="option")
     if wanted is False or plan.num_ranks == 1 or layout == WHOLE_TENSORS:
@@ -303,6 +307,20 @@ def _entry_nbytes(tensor: SourceTensor) -> int:
     return 2 * len(name.encode()) + 45 * len(tensor.shape) + 150
 
 
+def file_metadata(content: str, source: Mapping[str, str], sharding_info: str | None) -> dict[str, str]:
+    """The entries of a file's `__metadata__`, in their order.
+
+    Args:
+        content: the digest of what it holds.
+        source: entries on which all shards agree.
+        sharding_info: what PyTorch DCP needs; None: nothing.
+    """
+    dcp = {} if sharding_info is None else {"DCP_SHARDING_INFO": sharding_info, "DCP_VERSION": "1.0"}
+    reserved = {"relayout", "DCP_SHARDING_INFO", "DCP_VERSION"}
+    own = {key: value for key, value in source.items() if key not in reserved}
+    return {"relayout": relayout_entry(content), "format": "pt"} | dcp | own
+
+
 class HeaderBuilder:
     """Builds the headers of files."""
 
@@ -311,17 +329,15 @@ class HeaderBuilder:
         self.options = options
         self._tensors = tensors
         self._names = [json_text(tensor.name) for tensor in source.tensors]
-        reserved = {"relayout", "DCP_SHARDING_INFO", "DCP_VERSION"}
-        self._source_metadata = {key: value for key, value in source.metadata.items() if key not in reserved}
+        self._source_metadata = source.metadata
         self._entries: dict[Hashable, str] = {}
         """Entries that files of several ranks have in common; of one unit."""
 
     def build(self, file: RankFile, content: str) -> bytes:
         """The header bytes of a file; how many does not depend on the digest of its content."""
-        metadata = {"relayout": relayout_entry(content), "format": "pt"}
-        if self.options.dcp:
-            metadata |= {"DCP_SHARDING_INFO": self._sharding_info(file), "DCP_VERSION": "1.0"}
-        return join_header(self._entries_of(file), metadata | self._source_metadata, self.options.alignment)
+        sharding_info = self._sharding_info(file) if self.options.dcp else None
+        metadata = file_metadata(content, self._source_metadata, sharding_info)
+        return join_header(self._entries_of(file), metadata, self.options.alignment)
 
     def content(self, file: RankFile, digests: Mapping[int, TensorDigests]) -> str:
         """The digest of a file's content, from the digests of its tensors, at least."""

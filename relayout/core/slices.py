@@ -108,6 +108,13 @@ class Slice:
             sizes[axis] = sum(length for _, length in ranges)
         return tuple(sizes)
 
+    def canonical(self, shape: tuple[int, ...]) -> Slice:
+        """The same elements in the same order, as FORMAT.md spells them: ranges that follow each other are one, and an
+        axis of which the slice has everything is not named. The slice is inside of the tensor."""
+        joined = ((axis, merged(ranges)) for axis, ranges in self.by_axis or ())
+        axes = tuple((axis, ranges) for axis, ranges in joined if ranges != ((0, shape[axis]),) and shape[axis])
+        return Slice(axes) if self.is_held else self
+
     def starts(self, num_axes: int) -> list[int]:
         """Where the box begins along each axis, in elements (the `saved_offsets` of PyTorch DCP)."""
         starts = [0] * num_axes
@@ -121,6 +128,17 @@ WHOLE = Slice()
 
 NOT_HELD = Slice(None)
 """The slice of a tensor that the rank does not have, because another rank owns it."""
+
+
+def merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """The same elements in the same order; ranges that follow each other are made one."""
+    found: list[Range] = []
+    for start, length in ranges:
+        if found and sum(found[-1]) == start:
+            found[-1] = (found[-1][0], found[-1][1] + length)
+        else:
+            found.append((start, length))
+    return tuple(found)
 
 
 def positions(ranges: Iterable[Range]) -> list[tuple[int, int, int]]:

@@ -10,13 +10,13 @@ from relayout.errors import FormatError
 from relayout.format.safetensors import refuse_lfs_pointer, strict_json
 
 
-def parse_object(blob: bytes, where: str, *, plain_integers: bool = False) -> dict[str, Any]:
-    """Parse one JSON object in UTF-8; `plain_integers` as for `strict_json`.
+def parse_object(blob: bytes, where: str) -> dict[str, Any]:
+    """Parse one JSON object in UTF-8.
 
     Raises:
         FormatError: it is none.
     """
-    top = strict_json(decode(blob, where), where, plain_integers=plain_integers)
+    top = strict_json(decode(blob, where), where)
     if not isinstance(top, dict):
         raise FormatError(f"a JSON {type(top).__name__}, expected an object", path=where, code="field")
     return top

@@ -77,7 +77,7 @@ def parse_table(blob: bytes, manifest: Manifest, rank: int, where: str) -> RankT
             path=where,
             code="digest",
         )
-    top = parse_object(decompress(blob, where), where, plain_integers=True)
+    top = parse_object(decompress(blob, where), where)
     check_version(top, where)
     fields = Fields(top, where)
     kinds = _parse_kinds(Fields(fields.object("kinds"), where), where)
@@ -117,6 +117,9 @@ def _parse_kinds(fields: Fields, where: str) -> list[Kind]:
     columns = (fields.column("dtype", str, count), shapes, parse_shapes(source_shapes, where), slices)
     kinds = [Kind(*one) for one in zip(*columns, strict=True)]
     for one in kinds:
+        if one.dtype not in BITS:
+            what = f"{shown(one.dtype)} {shown(list(one.shape))} is no stored tensor"
+            raise FormatError(what, path=where, code="field")
         if not _is_part(one.part, one.source_shape, one.shape):
             shape, part, source_shape = (
                 shown(value) for value in (list(one.shape), dump_slice(one.part), list(one.source_shape))
@@ -135,7 +138,7 @@ def _sizes(table: RankTable, entry: RankEntry, where: str) -> Column:
     sizes = np.zeros(len(kinds), np.int64)
     for number, first in zip(*np.unique(kind, return_index=True), strict=True):
         one = kinds[number]
-        nbytes = num_bytes(one.dtype, one.shape) if one.dtype in BITS else None
+        nbytes = num_bytes(one.dtype, one.shape)
         if nbytes is None or nbytes > entry.nbytes:
             name = table.names[first]
             raise FormatError(

@@ -11,7 +11,7 @@ from typing import Any
 from relayout.core.patterns import collapse_numbers
 from relayout.core.slices import Slice
 from relayout.errors import PlanError
-from relayout.observe.taken import joined
+from relayout.observe.taken import completed, joined
 from relayout.plans.division import Sizes, divide, language_config
 from relayout.plans.family import (
     EVEN,
@@ -350,11 +350,12 @@ def _numbers(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _explicit(pattern: str, members: Sequence[int], example: Example) -> Iterator[Rule]:
-    """What was observed, as it is: one rule for all tensors, or for each lot with the same slices one of its names."""
+    """What was observed, and what no rank takes: one rule for all tensors, or for each lot one of its names."""
     lots: dict[tuple[tuple[int, tuple[Slice, ...]], ...], list[str]] = {}
     for t in members:
-        seen = tuple((degree, by_rank[t]) for degree, by_rank in example.observed.items())
-        lots.setdefault(seen, []).append(example.checkpoint.tensors[t].name)
+        tensor = example.checkpoint.tensors[t]
+        seen = tuple((degree, completed(by_rank[t], tensor.shape)) for degree, by_rank in example.observed.items())
+        lots.setdefault(seen, []).append(tensor.name)
     for slices, names in lots.items():
         for one in [pattern] if len(lots) == 1 else names:
             yield Rule(one, None, slices=slices)

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,7 +16,7 @@ from relayout.core.dtypes import num_bytes
 from relayout.core.slices import NOT_HELD, WHOLE, Cut, Slice, number_cuts
 from relayout.errors import PlanError
 from relayout.format.slices import parse_slice
-from relayout.observe.taken import joined
+from relayout.observe.taken import completed
 from relayout.plans.division import ragged_ranges
 from relayout.plans.family import VLLM, Family
 from relayout.plans.plan import Plan
@@ -113,7 +112,7 @@ def observed_plan(
         if not any(part.is_held for part in slices):
             untaken.append(tensor.name)
             slices = _of_untaken(tensor.dtype, tensor.shape, tp)
-        cuts.append(Cut(_completed(slices, tensor.shape)))
+        cuts.append(Cut(tuple(part.canonical(tensor.shape) for part in completed(slices, tensor.shape))))
     family = Family(observation.engine, VLLM)
     return Plan(family.full_name, tp, *number_cuts(cuts), expert_parallel, untaken=tuple(untaken), family=family)
 
@@ -123,26 +122,6 @@ def _of_untaken(dtype: str, shape: tuple[int, ...], tp: int) -> tuple[Slice, ...
     if nbytes <= _SMALL_NBYTES or (nbytes // shape[0]) * shape[0] != nbytes:
         return (WHOLE,) * tp
     return tuple(Slice.along(0, (part,)) for part in ragged_ranges(shape[0], 1, tp))
-
-
-def _completed(slices: tuple[Slice, ...], shape: tuple[int, ...]) -> tuple[Slice, ...]:
-    """The same, and what no rank takes of a tensor, such as rows beyond the vocabulary: the last rank holds it too."""
-    if any(part.is_whole for part in slices) or not all(shape):
-        return slices
-    axes = {axis for part in slices for axis in part.axes}
-    if len(axes) > 1:
-        # Along several axes, if each rank has a cell of a grid, there are as many elements as the tensor has.
-        held = {part for part in slices if part.is_held}
-        return slices if sum(prod(part.shape(shape)) for part in held) == prod(shape) else (*slices[:-1], WHOLE)
-    [axis] = axes
-    left, end = [], 0
-    for start, length in joined(one for part in slices for one in part.ranges_along(axis) or ()):
-        left.append((end, start - end))
-        end = start + length
-    left.append((end, shape[axis] - end))
-    if not any(length for _, length in left):
-        return slices
-    return (*slices[:-1], Slice.along(axis, joined((*(slices[-1].ranges_along(axis) or ()), *left))))
 
 
 def parse(found: Mapping[str, Any]) -> Observation:

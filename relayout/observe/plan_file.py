@@ -11,7 +11,7 @@ from relayout.checkpoint.source import SourceCheckpoint, read_source
 from relayout.errors import PlanError
 from relayout.observe.fitting import Example, as_toml, fit
 from relayout.observe.observation import Observation, observe
-from relayout.observe.taken import same_elements
+from relayout.observe.taken import completed, same_elements
 from relayout.plans.family import Family, parse_family
 from relayout.plans.planner import plan_by
 from relayout.results import Result
@@ -82,7 +82,7 @@ def _check(checkpoint: SourceCheckpoint, family: Family, seen: Mapping[int, Obse
         plan = plan_by(checkpoint, degree, family)
         for t, tensor in enumerate(checkpoint.tensors):
             if any(part.is_held for part in observation.slices[t]) and not same_elements(
-                plan.cut(t).slices, observation.slices[t], tensor.shape
+                plan.cut(t).slices, completed(observation.slices[t], tensor.shape), tensor.shape
             ):
                 raise PlanError(
                     f"the rules that were found cut it otherwise than was observed at {degree} ranks",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from math import prod
 
-from relayout.core.slices import NOT_HELD, Range, Slice
+from relayout.core.slices import NOT_HELD, WHOLE, Range, Slice
 
 View = tuple[tuple[int, ...], tuple[int, ...], int]
 """Size, strides and offset, in elements of a dense row-major tensor."""
@@ -75,6 +75,29 @@ def joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
         elif length:
             found.append((start, length))
     return tuple(found)
+
+
+def completed(slices: Sequence[Slice], shape: tuple[int, ...]) -> tuple[Slice, ...]:
+    """The same, and what no rank takes of a tensor, such as rows beyond the vocabulary: the last rank holds it too."""
+    slices = tuple(slices)
+    if not any(part.is_held for part in slices):
+        return (WHOLE,) * len(slices)
+    if any(part.is_whole for part in slices) or not all(shape):
+        return slices
+    axes = {axis for part in slices for axis in part.axes}
+    if len(axes) > 1:
+        # Along several axes, if each rank has a cell of a grid, there are as many elements as the tensor has.
+        held = {part for part in slices if part.is_held}
+        return slices if sum(prod(part.shape(shape)) for part in held) == prod(shape) else (*slices[:-1], WHOLE)
+    [axis] = axes
+    left, end = [], 0
+    for start, length in joined(one for part in slices for one in part.ranges_along(axis) or ()):
+        left.append((end, start - end))
+        end = start + length
+    left.append((end, shape[axis] - end))
+    if not any(length for _, length in left):
+        return slices
+    return (*slices[:-1], Slice.along(axis, joined((*(slices[-1].ranges_along(axis) or ()), *left))))
 
 
 def same_elements(ones: Sequence[Slice], others: Sequence[Slice], shape: Sequence[int]) -> bool:

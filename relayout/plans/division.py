@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from relayout.core.extents import align_up
-from relayout.core.slices import Range
+from relayout.core.slices import Range, merged
 from relayout.errors import PlanError
 from relayout.plans.family import EVEN, HEAD_DIM, KV_HEADS, RAGGED, SHARED, VOCABULARY, Rule, SizeSource
 
@@ -194,7 +194,7 @@ def _fused(rule: Rule, size: int, sizes: Sizes, num_ranks: int) -> list[tuple[Ra
                 held[rank].append((group * pitch + before + inside, number))
                 start, length = start + number, length - number
         before += together
-    return [_joined(ranges) for ranges in held]
+    return [merged(ranges or [(0, 0)]) for ranges in held]
 
 
 def _parts(rule: Rule, size: int, sizes: Sizes) -> list[tuple[int, int]]:
@@ -220,17 +220,6 @@ def _parts(rule: Rule, size: int, sizes: Sizes) -> list[tuple[int, int]]:
             code="indivisible",
         )
     return [(count, size // sum(counts)) for count in counts]
-
-
-def _joined(ranges: Sequence[Range]) -> tuple[Range, ...]:
-    """The same elements in the same order, with adjacent ranges merged."""
-    joined: list[Range] = []
-    for start, length in ranges or [(0, 0)]:
-        if joined and sum(joined[-1]) == start:
-            joined[-1] = (joined[-1][0], joined[-1][1] + length)
-        else:
-            joined.append((start, length))
-    return tuple(joined)
 
 
 def _check_heads(size: int, count: int, sizes: Sizes) -> None:

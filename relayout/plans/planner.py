@@ -15,6 +15,7 @@ from typing import Concatenate, Literal, ParamSpec, get_args
 from relayout.core.patterns import collapse_numbers
 from relayout.core.slices import NOT_HELD, WHOLE, Cut, Range, Slice, number_cuts
 from relayout.errors import FormatError, PlanError, about, shown
+from relayout.plans.coverage import check_all_held
 from relayout.plans.division import Sizes, divide, owner, owner_ranges
 from relayout.plans.family import BUILTIN, EXPERTS, TRANSFORMERS, Family, Rule, find_family, read_family
 from relayout.plans.plan import Plan, PlannedCheckpoint, PlannedTensor
@@ -260,6 +261,7 @@ class _Kind:
             raise PlanError(f"the plan has its slices for {degrees} ranks only", code="indivisible")
         if not all(part.is_inside(self.shape) for part in slices):
             raise PlanError(f"{list(self.shape)} does not have the slices of the plan", code="config")
+        check_all_held(self.shape, slices)
         return _checked(self.dtype, self.shape, slices)
 
     def _carry(self, scheme: Scheme, weight: Weight, dim: int, sizes: Sizes, num_ranks: int) -> Cut:
@@ -282,12 +284,12 @@ class _Kind:
 
 
 def _checked(dtype: str, shape: tuple[int, ...], slices: tuple[Slice, ...]) -> Cut:
-    """The cut, checked to divide the tensor at whole bytes.
+    """The cut, its slices in canonical form, checked to divide the tensor at whole bytes.
 
     Raises:
         PlanError: a slice starts or ends inside a byte.
     """
-    cut = Cut(slices)
+    cut = Cut(tuple(part.canonical(shape) for part in slices))
     _ = cut.tensor(dtype, shape).transfers
     return cut
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import xxhash
 import zstandard
+from safetensors.numpy import save_file
 from support.loader_fixtures import mlp_model
 
 import relayout
@@ -64,6 +67,24 @@ def edit_table(folder: Path, change: Callable[[Tree], object]) -> None:
     edit_manifest(folder, lambda manifest: manifest["ranks"][1].update(table_digest=digest(stored)))
 
 
+def edit_record(folder: Path, change: Callable[[Tree], object]) -> None:
+    """Change the source record; it, and what the manifest repeats of it, are signed anew."""
+    path = folder / "relayout.source.json.zst"
+    top = json.loads(zstandard.ZstdDecompressor().decompressobj().decompress(path.read_bytes()))
+    change(top)
+    stored = zstandard.ZstdCompressor().compress(json.dumps(top).encode())
+    path.write_bytes(stored)
+    cuts = [top["cuts"][cut] for cut in top["tensors"]["cut"]]
+    rows = list(zip(*(top["tensors"][key] for key in ("name", "dtype", "shape", "digest")), cuts, strict=True))
+    named = json.dumps({"num_ranks": 2, "tensors": rows}, ensure_ascii=False, separators=(",", ":"))
+
+    def sign(manifest: Tree) -> None:
+        manifest["source"]["record_digest"] = digest(stored)
+        manifest["conversion"] = digest(named.encode())
+
+    edit_manifest(folder, sign)
+
+
 def edit_head(folder: Path, old: str, new: str) -> None:
     """Change a header of a rank file, its length kept, and sign it anew."""
     path = folder / HEAD
@@ -87,6 +108,7 @@ def differences(folder: Path) -> list[str]:
 def test_the_edits_alone_change_nothing(folder: Path) -> None:
     edit_manifest(folder, lambda top: None)
     edit_table(folder, lambda top: None)
+    edit_record(folder, lambda top: None)
     assert differences(folder) == []
 
 
@@ -196,7 +218,7 @@ def test_a_sha256_is_compared_with_the_file(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "what", ["a tensor too few", "another file", "another size", "none is listed", "not asked for"]
+    "what", ["a tensor too few", "another file", "another order", "another size", "none is listed", "not asked for"]
 )
 def test_the_index_for_stock_loaders_is_compared(pristine: Path, tmp_path: Path, what: str) -> None:
     folder = shutil.copytree(pristine / ("two" if what == "not asked for" else "one"), tmp_path / "out")
@@ -210,6 +232,8 @@ def test_the_index_for_stock_loaders_is_compared(pristine: Path, tmp_path: Path,
         name = min(top["weight_map"])
         if what == "a tensor too few":
             del top["weight_map"][name]
+        elif what == "another order":
+            top["weight_map"] = dict(reversed(top["weight_map"].items()))
         elif what == "another file":
             top["weight_map"][name] = "x.safetensors"
         else:
@@ -218,3 +242,181 @@ def test_the_index_for_stock_loaders_is_compared(pristine: Path, tmp_path: Path,
         path.write_bytes(blob)
         edit_manifest(folder, lambda manifest: manifest.update(hub_index_digest=digest(blob)))
     assert any(one.startswith("model.safetensors.index.json: ") for one in differences(folder))
+
+
+def exchange_offsets(top: Tree) -> None:
+    offsets, names = top["tensors"]["offset"], top["tensors"]["name"]
+    one, other = (names.index(f"model.layers.0.mlp.{name}_proj.weight") for name in ("gate", "up"))
+    offsets[one], offsets[other] = offsets[other], offsets[one]
+
+
+def in_header(old: str, new: str) -> Callable[[Tree], None]:
+    def change(top: Tree) -> None:
+        [text] = top["files"]["header"]
+        assert old in text
+        top["files"]["header"] = [text.replace(old, new, 1)]
+
+    return change
+
+
+def cut_otherwise(top: Tree) -> None:
+    """The same slices, in two ranges that touch."""
+    number = next(n for n, cut in enumerate(top["cuts"]) if cut[0])
+    top["cuts"][number] = [
+        {axis: [[start, 1], [start + 1, length - 1]]}
+        for one in top["cuts"][number]
+        for axis, [[start, length]] in one.items()
+    ]
+
+
+def out_of_order(top: Tree) -> None:
+    for column in top["tensors"].values():
+        column.reverse()
+
+
+def named(old: str, new: str) -> Callable[[Tree], None]:
+    def change(top: Tree) -> None:
+        top["side_files"]["name"] = [new if one == old else one for one in top["side_files"]["name"]]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (exchange_offsets, "gate_proj.weight'.* the record's columns have"),
+        (lambda top: top["tensors"]["offset"].__setitem__(0, 0), "the record's columns have"),
+        (lambda top: top["files"]["nbytes"].__setitem__(0, top["files"]["nbytes"][0] + 1), "trailing bytes"),
+        (in_header('"BF16"', '"F16" '), "the record's columns have"),
+        (in_header("gate_proj", "gata_proj"), "gate_proj.weight'.* is not in it"),
+        (cut_otherwise, "in canonical form"),
+        (out_of_order, "is not in model order"),
+        (named("config.json", "relayout.x"), "'relayout.x' has the name of a part of the folder"),
+        (named("config.json", HEAD), f"'{HEAD}' has the name of a part of the folder"),
+        (lambda top: top["plan"]["rules"].update(cut=5), "no other degree can be had: .*cut"),
+        (lambda top: top["plan"]["rules"].update(x=5), "no other degree can be had: .*'x'"),
+        (lambda top: top["plan"]["rules"].update(cut={"**": "whole"}), "no other degree can be had: .*does not cut"),
+        (lambda top: top.update(layout="whole"), "dcp is true: files of whole tensors need no"),
+        (lambda top: top["tensors"]["dtype"].__setitem__(0, "F8_E8M0"), "the record's columns have"),
+    ],
+)
+def test_a_record_that_contradicts_itself_or_its_rules_is_named(
+    folder: Path, change: Callable[[Tree], object], says: str
+) -> None:
+    edit_record(folder, change)
+    assert any(re.search(says, one) for one in differences(folder)), differences(folder)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ('"DCP_VERSION":"1.0"', '"DCP_VERSION":"1.1"', "__metadata__ has DCP_VERSION '1.1', expected '1.0'"),
+        (',"DCP_VERSION":"1.0"', "", "__metadata__ has DCP_VERSION None, expected '1.0'"),
+        ('"format":"pt"', '"format":"np"', "__metadata__ has format 'np', expected 'pt'"),
+        ('"format":"pt",', "", "__metadata__ has format None, expected 'pt'"),
+        ('"format":"pt"', '"format":"pt","x":"1"', "__metadata__ has x '1', expected None"),
+    ],
+)
+def test_the_entries_of_a_header_are_those_that_follow_from_the_source(
+    folder: Path, old: str, new: str, says: str
+) -> None:
+    edit_head(folder, old, new)
+    assert differences(folder) == [f"{HEAD}: {says}"]
+
+
+def test_the_order_of_a_headers_entries_is_that_of_the_file(folder: Path) -> None:
+    blob = (folder / HEAD).read_bytes()
+    text = blob[8 : 8 + int.from_bytes(blob[:8], "little")].decode().rstrip()
+    metadata, *entries = json.loads(text).items()
+    edit_head(folder, text, json.dumps(dict([metadata, *reversed(entries)]), separators=(",", ":")))
+    assert relayout.load(folder, 1, verify=True)
+    assert differences(folder) == [f"{HEAD}: its header does not name the tensors in file order"]
+
+
+def test_equal_slices_of_a_tensor_have_equal_digests(tmp_path: Path) -> None:
+    """Rank 1 is from another conversion, so that all of its own digests fit."""
+    (tmp_path / "plan.toml").write_text(
+        "[cut]\na = { slices = { 3 = [{ 0 = [[0, 2]] }, { 0 = [[0, 2]] }, { 0 = [[2, 2]] }] } }"
+    )
+    for name, start in (("one", 0), ("other", 100)):
+        (tmp_path / name).mkdir()
+        save_file({"a": np.arange(start, start + 8, dtype=np.float32).reshape(4, 2)}, tmp_path / name / "x.safetensors")
+        relayout.convert(tmp_path / name, tmp_path / f"{name}-3", tp=3, plan=tmp_path / "plan.toml")
+    folder, other = tmp_path / "one-3", tmp_path / "other-3"
+    for name in (HEAD, TABLE):
+        shutil.copy(other / name, folder / name)
+    chunks, others = ((one / "relayout.chunks").read_bytes() for one in (folder, other))
+    (folder / "relayout.chunks").write_bytes(chunks[:16] + others[16:32] + chunks[32:])
+
+    def mix(top: Tree) -> None:
+        found = json.loads((other / "relayout.json").read_text())
+        for key in ("files", "ranks"):
+            top[key][1] = found[key][1]
+
+    edit_manifest(folder, mix)
+    assert relayout.load(folder, 1, verify=True)
+    [found] = relayout.verify(folder).differences
+    assert (found.file, found.tensor) == (TABLE, "a")
+    assert "that of the same slice of another rank" in found.what
+
+
+def test_a_bulk_is_one_read(folder: Path) -> None:
+    offsets: list[int] = []
+    edit_table(folder, lambda top: offsets.extend(top["offset"]))
+
+    def split(top: Tree) -> None:
+        reads = top["ranks"][1]["reads"]
+        first, nbytes = reads[0], offsets[1] - offsets[0]
+        rest = {"offset": offsets[1], "nbytes": first["nbytes"] - nbytes, "arena_offset": nbytes}
+        reads[:1] = [{**first, "nbytes": nbytes}, {**first, **rest}]
+
+    edit_manifest(folder, split)
+    assert relayout.load(folder, 1)
+    assert [one for one in differences(folder) if "relayout.json: rank 1: bytes" in one and "are not one read" in one]
+
+
+def test_names_that_differ_in_case_only_are_named(folder: Path) -> None:
+    (folder / HEAD).rename(folder / "Model-rank-0-part-0.safetensors")
+    edit_manifest(folder, lambda top: top["files"][1].update(name="Model-rank-0-part-0.safetensors"))
+    assert any("differ in case only" in one for one in differences(folder))
+
+
+def test_an_index_is_for_whole_tensors_only(folder: Path) -> None:
+    edit_manifest(folder, lambda top: top.update(hub_index_digest="0" * 32))
+    assert "relayout.json: has a hub_index_digest, but no rank has whole tensors" in differences(folder)
+
+
+def test_a_config_that_is_no_object_is_named(folder: Path) -> None:
+    blob = b"[]"
+    (folder / "config.json").write_bytes(blob)
+
+    def sign(top: Tree) -> None:
+        position = top["side_files"]["name"].index("config.json")
+        top["side_files"]["nbytes"][position], top["side_files"]["digest"][position] = len(blob), digest(blob)
+
+    edit_record(folder, sign)
+    [found] = differences(folder)
+    assert found.startswith("config.json: ")
+    assert "a JSON list, expected an object" in found
+
+
+def test_the_length_of_a_header_is_the_files_own(folder: Path) -> None:
+    """The text is as it was, so that the content is the right one."""
+    path = folder / HEAD
+    blob = path.read_bytes()
+    length = int.from_bytes(blob[:8], "little")
+    path.write_bytes((length - 8).to_bytes(8, "little") + blob[8:])
+    with pytest.raises(FormatError, match=f"its data section starts at {length}, relayout.json says {length + 8}"):
+        relayout.load(folder, 1)
+
+
+def test_shards_with_other_headers_are_not_the_source(pristine: Path, tmp_path: Path) -> None:
+    """They have the same tensors, but restoring gives others back."""
+    source = shutil.copytree(pristine / "source", tmp_path / "source")
+    assert relayout.verify(pristine / "two", source=source).ok
+    path = source / "model.safetensors"
+    blob = path.read_bytes()
+    end = 8 + int.from_bytes(blob[:8], "little")
+    path.write_bytes(end.to_bytes(8, "little") + blob[8:end] + b" " * 8 + blob[end:])
+    found = relayout.verify(pristine / "two", source=source).differences
+    assert [str(one) for one in found] == ["model.safetensors: has changed in the source since the conversion"]

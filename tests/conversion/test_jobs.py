@@ -383,3 +383,29 @@ def test_a_unit_that_is_not_there_is_refused(source: Path, tmp_path: Path) -> No
     made = jobs_of(source, tmp_path / "out", **OPTIONS)
     with pytest.raises(PlanError, match="unit 99, expected 0 to"):
         jobs.convert_unit(made[0].planned(), 99)
+
+
+def test_a_source_that_changes_while_a_unit_is_read_leaves_no_record(tmp_path: Path) -> None:
+    """Or it would be believed as soon as the source has its old time again."""
+    source = mlp_model(tmp_path / "source")
+    path = source / "model.safetensors"
+    status = path.stat()
+    [job, *_] = jobs_of(source, tmp_path / "out", **OPTIONS)
+
+    def change(done: int, total: int) -> None:
+        if done == total:
+            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 10**9))
+
+    with pytest.raises(FormatError, match="has changed while it was read"):
+        run_job(job, progress=change)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert run_job(job).read_nbytes > 0
+
+
+def test_a_job_that_is_planned_otherwise_now_is_refused(source: Path, tmp_path: Path) -> None:
+    [job, *_] = jobs_of(source, tmp_path / "out", **OPTIONS)
+    changed = job.as_json()
+    changed["options"]["alignment"] = 512
+    with pytest.raises(PlanError, match="unit 0: this version of relayout plans another conversion"):
+        run_job(UnitJob.from_json(changed))
+    assert not (tmp_path / "out").exists()

@@ -643,14 +643,31 @@ def test_a_forced_conversion_that_is_interrupted_keeps_the_old_folder_and_goes_o
     assert [path.name for path in work.iterdir()] == ["out"]
 
 
+def test_rules_that_two_tensors_have_exchanged_are_other_options(work: Path) -> None:
+    """The distinct cuts, and their order, are the same."""
+    for second in (2, 3):
+        rules = f'"large.{{0,{second}}}" = {{ dim = 0, by = "even" }}\n"**" = "whole"\n'
+        (work.parent / f"plan-{second}").mkdir()
+        (work.parent / f"plan-{second}" / "plan.toml").write_text(f"[cut]\n{rules}")
+    with pytest.raises(Stopped), stopping_at(3 * PUTS):
+        go(work, plan=work.parent / "plan-2" / "plan.toml")
+    assert (
+        planned(work, plan=work.parent / "plan-3" / "plan.toml").plan.cuts
+        == planned(work, plan=work.parent / "plan-2" / "plan.toml").plan.cuts
+    )
+    with pytest.raises(PlanError, match="holds an interrupted conversion, with other options"):
+        go(work, plan=work.parent / "plan-3" / "plan.toml")
+
+
 def test_a_source_that_changes_while_it_is_read_is_noticed(work: Path) -> None:
     path = source_of(work) / "model-2.safetensors"
     status = path.stat()
 
     def change(done: int, total: int) -> None:
-        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 10**9))
+        if done == total:  # Each file has been opened, which notices it, too.
+            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 10**9))
 
-    with pytest.raises(FormatError, match=r"model.*: has changed (while it was read|since it was looked at)"):
+    with pytest.raises(FormatError, match="model: has changed while it was read"):
         planned(work).run(threads=1, progress=change)
     assert not (work / "out").exists()
     assert go(work, force=True).resumed_nbytes == 0

@@ -267,3 +267,16 @@ def test_a_cut_tensor_says_what_each_rank_holds(dtype: str, case: tuple[tuple[in
         assert tensor.rank_shape(rank) == one.shape(shape)
         assert tensor.rank_nbytes(rank) == slice_nbytes(dtype, shape, one)
         assert tensor.rank_transfers(rank) == slice_transfers(dtype, shape, one)
+
+
+@given(size=st.integers(0, 4), pairs=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), max_size=4))
+def test_a_slice_has_one_canonical_form(size: int, pairs: list[tuple[int, int]]) -> None:
+    """That of its elements in their order, one range for each."""
+    ranges = [(start, min(length, size - start)) for start, length in pairs if start < size]
+    elements = [int(i) for start, length in ranges for i in np.arange(size)[start : start + length]]
+    canonical = Slice.along(1, ranges).canonical((3, size))
+    assert canonical == Slice.along(1, [(i, 1) for i in elements]).canonical((3, size))
+    assert canonical.is_whole == (elements == list(range(size)))
+    held = [i for start, length in canonical.ranges_along(1) or () for i in range(start, start + length)]
+    assert canonical.is_whole or held == elements
+    assert NOT_HELD.canonical((3, size)) == NOT_HELD

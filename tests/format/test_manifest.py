@@ -556,7 +556,7 @@ TABLE_LIES: dict[str, tuple[Lie, str]] = {
     ),
     "a name that is none": (column_lie("name", 0, 7), "'name' is missing or not a list of str"),
     "a name twice": (column_lie("name", 3, "c"), "a tensor name occurs twice"),
-    "an unknown dtype": (kind_lie("dtype", 0, "F7"), r"tensor 'größe': 'F7' \[32, 64\] is no stored tensor"),
+    "an unknown dtype": (kind_lie("dtype", 0, "F7"), r"'F7' \[32, 64\] is no stored tensor"),
     "half a byte": (lambda top: top["kinds"].update(dtype=["F4"] * 4), r"tensor 'c': 'F4' \[3\] is no stored tensor"),
     "a larger shape": (kind_lie("shape", 2, [4]), "tensor 'c': no read in the manifest covers it"),
     "a smaller shape": (kind_lie("shape", 2, [2]), "tensors of 4158 bytes, relayout.json says 4162"),

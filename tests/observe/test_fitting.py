@@ -111,12 +111,19 @@ def test_a_flipped_axis_a_shifted_range_and_a_missing_expert_are_seen() -> None:
 
 def test_slices_that_no_rule_gives_are_kept_as_they_are() -> None:
     source = make_source({"w": (8, 4), "v": (8, 4)}, model_type="odd")
-    odd = {0: ((0, 3),)}, {0: ((5, 3),), 1: ((1, 2),)}
+    odd = {0: ((0, 5),)}, {0: ((5, 3),), 1: ((0, 4),)}
     observed = {2: [tuple(map(Slice.of, odd)), (WHOLE, WHOLE)]}
     fitted = fit([Example(source, observed)])
     assert list(fitted.unfitted) == ["w"]
     assert "w: it is cut along dims [0, 1]" in as_toml(fitted, "observed")
     assert agrees(fitted, source, observed)
+
+
+def test_the_last_rank_of_slices_that_no_rule_gives_holds_what_no_rank_takes() -> None:
+    source = make_source({"w": (8, 4)}, model_type="odd")
+    taken, held = ([Slice.along(0, (one,)) for one in ranges] for ranges in (((0, 3), (5, 2)), ((0, 3), (3, 5))))
+    fitted = fit([Example(source, {2: [tuple(taken)]})])
+    assert agrees(fitted, source, {2: [tuple(held)]})
 
 
 def test_what_fits_one_checkpoint_by_chance_is_refuted_by_another() -> None:

@@ -451,24 +451,39 @@ def test_no_built_in_plan_tells_layers_apart() -> None:
 
 EXPLICIT = """
 [cut]
-w = { slices = { 2 = [{ 0 = [[0, 3]] }, { 0 = [[5, 3]], 1 = [[1, 2]] }], 1 = [{}] } }
+w = { slices = { 2 = [{ 0 = [[0, 5]] }, { 0 = [[5, 3]], 1 = [[0, 1], [1, 3]] }], 1 = [{}] } }
 e = { slices = { 2 = [{}, "none"] } }
 """
 
 
 def test_a_cut_may_list_the_slices_of_each_rank() -> None:
     family = parse(EXPLICIT)
-    first = (2, (Slice.along(0, ((0, 3),)), Slice.of({0: ((5, 3),), 1: ((1, 2),)})))
+    first = (2, (Slice.along(0, ((0, 5),)), Slice.of({0: ((5, 3),), 1: ((0, 1), (1, 3))})))
     second = (2, (WHOLE, NOT_HELD))
     assert family.rules == (Rule("w", None, slices=(first, (1, (WHOLE,)))), Rule("e", None, slices=(second,)))
     assert parse_rules(dump_rules(family), "record", "mine", "file") == family
     source = make_source({"w": (8, 4), "e": (2, 4)})
     plan = plan_by(source, 2, family)
-    assert [plan.cut(t).slices for t in (0, 1)] == [first[1], (WHOLE, NOT_HELD)]
+    joined = (first[1][0], Slice.along(0, ((5, 3),)))
+    assert [plan.cut(t).slices for t in (0, 1)] == [joined, (WHOLE, NOT_HELD)]
     with pytest.raises(PlanError, match=r"'w'.*the plan has its slices for 2, 1 ranks only"):
         plan_by(source, 4, family)
     with pytest.raises(PlanError, match=r"'w'.*\[8, 2\] does not have the slices of the plan"):
         plan_by(make_source({"w": (8, 2), "e": (2, 4)}), 2, family)
+
+
+@pytest.mark.parametrize(
+    ("slices", "says"),
+    [
+        ("{ 0 = [[0, 1]] }, { 0 = [[3, 1]] }", r"no rank holds element \[1, 0\] of \[4, 2\]"),
+        ("{ 0 = [[0, 2]] }, { 0 = [[2, 2]], 1 = [[0, 1]] }", r"no rank holds element \[2, 1\] of \[4, 2\]"),
+        ('"none", "none"', "no rank holds the tensor"),
+    ],
+)
+def test_slices_that_lose_elements_are_refused(slices: str, says: str) -> None:
+    family = parse(f"[cut]\na = {{ slices = {{ 2 = [{slices}] }} }}")
+    with pytest.raises(PlanError, match=f"'a'.*{says}"):
+        plan_by(make_source({"a": (4, 2)}), 2, family)
 
 
 def test_a_cut_may_be_whole_where_ranks_cannot_divide_it() -> None:

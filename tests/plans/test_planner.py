@@ -367,9 +367,13 @@ def test_every_rank_holds_the_kv_heads_that_its_query_heads_use(
             plan_for(source, num_ranks)
         return
     plan = plan_for(source, num_ranks)
+
+    def rows_of(part: Slice, size: int) -> list[int]:
+        return [row for start, length in part.ranges or ((0, size),) for row in range(start, start + length)]
+
     queries, keys = (
-        [range(start, start + length) for ((start, length),) in ranges_of(plan, tensor)] for tensor in (0, 1)
-    )  # fmt: skip
+        [rows_of(part, one.shape[0]) for part in plan.cut(t).slices] for t, one in enumerate(source.tensors)
+    )
     assert sorted(row for rows in queries for row in rows) == list(range(heads * head_dim))
     for query_rows, key_rows in zip(queries, keys, strict=True):
         used = {row // head_dim // queries_per_kv_head for row in query_rows}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 
 import numpy as np
@@ -13,6 +13,20 @@ from relayout.errors import PlanError
 
 _MAX_WORK = 2**27
 """Cells of the grid times slices: bytes to write."""
+
+
+def check_all_held(shape: tuple[int, ...], slices: Iterable[Slice]) -> None:
+    """Check that the slices of all ranks together have every element of a tensor.
+
+    Raises:
+        PlanError: they do not, or it takes long to tell.
+    """
+    held = [part for part in slices if part.is_held]
+    if not held:
+        raise PlanError("no rank holds the tensor", code="missing")
+    element = None if any(part.is_whole for part in held) else missing_element(shape, held)
+    if element is not None:
+        raise PlanError(f"no rank holds element {list(element)} of {list(shape)}", code="missing")
 
 
 def missing_element(shape: tuple[int, ...], slices: Sequence[Slice]) -> tuple[int, ...] | None:

@@ -1,4 +1,4 @@
-"""relayout.commands.coverage: what no slice has, by numpy."""
+"""relayout.plans.coverage: what no slice has, by numpy."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from relayout.commands.coverage import missing_element
 from relayout.core.slices import WHOLE, Slice
 from relayout.errors import PlanError
+from relayout.plans.coverage import missing_element
 
 
 @st.composite

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Unpack, cast
 
+from relayout.checkpoint.converted import CONVERTED
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, run_unit, share_memory
 from relayout.conversion.journal import Claims, Journal, TensorDigests, Undertaking, read_journal
 from relayout.conversion.layout import Conversion
@@ -36,7 +37,6 @@ from relayout.conversion.steps import CopyPlan
 from relayout.core.arguments import integer, size
 from relayout.core.extents import BLOCK, align_up
 from relayout.errors import FormatError, PlanError, shown
-from relayout.format.index import MANIFEST_NAME
 from relayout.plans.family import TRANSFORMERS, VLLM
 from relayout.progress import Progress, reporting
 from relayout.results import Result
@@ -129,7 +129,7 @@ def unit_jobs(
         FormatError, PlanError: as `plan_conversion`; or the output exists.
     """
     planned = plan_conversion(source, output, **options)
-    planned.output.check_output(planned.source.root, MANIFEST_NAME, force=force)
+    planned.output.check_output(planned.source.root, CONVERTED, force=force)
     plan, text = options.get("plan"), None
     if plan not in (None, TRANSFORMERS, VLLM):
         text = Path(plan).read_text("utf-8")
@@ -183,7 +183,7 @@ def convert_unit(
     if not 0 <= unit < len(layout.units):
         raise PlanError(f"unit {unit}, expected 0 to {len(layout.units) - 1}", code="option")
     nbytes = _source_nbytes(planned, unit)
-    planned.output.check_output(source.root, MANIFEST_NAME, force=force)
+    planned.output.check_output(source.root, CONVERTED, force=force)
     with _part(planned, undertaking, unit, force) as staging:
         is_done = _record(staging, planned, undertaking, unit) is not None
         if not is_done:
@@ -266,9 +266,9 @@ def commit_units(
     started = time.monotonic()
     shared = share_memory(integer(threads, "threads"), size(memory, "memory"), planned.output)
     source, layout, undertaking = planned.source, planned.layout, undertaking_of(planned)
-    planned.output.check_output(source.root, MANIFEST_NAME, force=force)
+    planned.output.check_output(source.root, CONVERTED, force=force)
     with planned.output.stage(
-        MANIFEST_NAME, replace=force, modes=output_modes(planned.source), shared=_shared_name(undertaking)
+        CONVERTED, replace=force, modes=output_modes(planned.source), shared=_shared_name(undertaking)
     ) as staging:
         headers = HeaderWriter(staging, planned)
         tensors: dict[int, TensorDigests] = {}
@@ -298,7 +298,7 @@ def commit_units(
 def _part(conversion: Conversion, undertaking: Undertaking, unit: int, force: bool) -> Iterator[Staging]:
     shared, modes = _shared_name(undertaking), output_modes(conversion.source)
     output = conversion.output
-    with output.stage_part(MANIFEST_NAME, shared, _part_name(unit), replace=force, modes=modes) as staging:
+    with output.stage_part(CONVERTED, shared, _part_name(unit), replace=force, modes=modes) as staging:
         yield staging
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TypedDict, Unpack
 
+from relayout.checkpoint.converted import CONVERTED
 from relayout.checkpoint.source import read_source
 from relayout.conversion import preview
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, hash_chunks, run_unit, share_memory
@@ -20,7 +21,7 @@ from relayout.conversion.sidecar import HeaderWriter, write_sidecar
 from relayout.conversion.steps import CopyPlan
 from relayout.core.arguments import integer, size
 from relayout.errors import FormatError, PlanError
-from relayout.format.index import MANIFEST_NAME, RANKS, WHOLE_TENSORS
+from relayout.format.index import RANKS, WHOLE_TENSORS
 from relayout.plans.family import TRANSFORMERS, VLLM
 from relayout.plans.planner import Unmatched, plan_for
 from relayout.progress import Progress, reporting
@@ -228,9 +229,9 @@ def _run(
 ) -> Summary:
     started = time.monotonic()
     source = conversion.source
-    conversion.output.check_output(conversion.source.root, MANIFEST_NAME, force=force)
+    conversion.output.check_output(conversion.source.root, CONVERTED, force=force)
     undertaking = undertaking_of(conversion)
-    with conversion.output.stage(MANIFEST_NAME, replace=force, modes=output_modes(source)) as staging:
+    with conversion.output.stage(CONVERTED, replace=force, modes=output_modes(source)) as staging:
         if sha256 and not staging.can_read:
             what = "cannot read files before they are published: convert to a local folder, or without sha256"
             raise PlanError(what, path=str(conversion.output), code="option")

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from relayout.storage.local import files
 from relayout.storage.local import open_folder as openfolder
 from relayout.storage.local import staging as local_staging
 from relayout.storage.local.files import OutputFile
+from relayout.storage.local.open_folder import OpenFolder
 from relayout.storage.local.staging import check_space
 
 W = np.arange(1, 4097, dtype=np.uint16)
@@ -572,6 +573,70 @@ def test_what_is_put_into_the_older_folder_while_it_is_replaced_stays(
     (kept / "precious").rename(tmp_path / "precious")
     convert(source, out, force=True)
     assert_nothing_hidden(out)
+
+
+@pytest.mark.parametrize("kind", ["a hard link", "a text", "a folder"])
+def test_a_lock_file_that_is_something_else_is_never_truncated(tmp_path: Path, kind: str) -> None:
+    lock, precious = tmp_path / ".out.relayout-lock", tmp_path / "precious"
+    precious.write_text("123\n")
+    if kind == "a hard link":
+        lock.hardlink_to(precious)
+    elif kind == "a text":
+        lock.write_text("7 things to do\n")
+    else:
+        lock.mkdir()
+    before = content(tmp_path)
+    with (
+        pytest.raises(PlanError, match=r"out.relayout-lock: is no(t a regular file| lock)"),
+        staging_folder(tmp_path / "out"),
+    ):
+        pass
+    assert content(tmp_path) == before
+
+
+def test_an_error_about_an_output_names_what_was_typed() -> None:
+    with pytest.raises(OSError, match="/proc") as caught, staging_folder(Path("/proc/out")):
+        pass
+    assert caught.value.filename == "/proc/out"
+
+
+def test_all_is_on_the_drive_before_the_output_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file as it is then, every folder with the names in it, and the note of what is replaced."""
+    source, out = write_source(tmp_path / "model", num_tensors=3), tmp_path / "out"
+    (source / "sub").mkdir()
+    (source / "sub" / "README.md").write_text("a side file")
+    synced: dict[int, object] = {}
+    published: list[set[str]] = []
+
+    def state(path: Path) -> object:
+        return sorted(os.listdir(path)) if path.is_dir() else path.read_bytes()
+
+    def fsync(fd: int) -> None:
+        synced[os.fstat(fd).st_ino] = state(Path(f"/proc/self/fd/{fd}"))
+
+    def checked(function: Callable[..., Any]) -> Callable[..., Any]:
+        def renamed(folder: OpenFolder, name: str, target: OpenFolder, new_name: str) -> Any:
+            if new_name == out.name:
+                made = {folder.path / name, *(folder.path / name).rglob("*")}
+                made |= {folder.path / "relayout.replaced"} if out.exists() else set()
+                assert [path for path in made if synced.get(path.stat().st_ino) != state(path)] == []
+                published.append(
+                    {str(path.relative_to(folder.path / name)) for path in made if path.parent != folder.path}
+                )
+            return function(folder, name, target, new_name)
+
+        return renamed
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    for name in ("rename", "exchange"):
+        monkeypatch.setattr(local_staging, name, checked(getattr(local_staging, name)))
+    convert(source, out)
+    convert(source, out, force=True)
+    names = {path.relative_to(out).as_posix() for path in out.rglob("*")}
+    assert published == [names, names]
+    assert synced[tmp_path.stat().st_ino] == sorted(
+        os.listdir(tmp_path) + [".out.relayout-lock", ".out.relayout-partial"]
+    )
 
 
 @pytest.mark.parametrize("name", [".out.relayout-partial", ".out.relayout-partial/output.bak", ".out.relayout-old"])

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from relayout.checkpoint.config import read_config
 from relayout.checkpoint.converted import read_record, read_table
 from relayout.checkpoint.source import SourceCheckpoint, SourceTensor
+from relayout.core.children import remake_in_child
 from relayout.core.dtypes import num_bytes
 from relayout.core.extents import Extent
-from relayout.core.forks import remake_in_child
 from relayout.core.slices import WHOLE, Slice, slice_transfers
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import Manifest, RankTable, Read

@@ -19,7 +19,7 @@ from relayout.core.digests import DIGEST_NBYTES
 from relayout.errors import PlanError
 from relayout.html_report.collect import of_conversion, of_converted
 from relayout.results import Result
-from relayout.storage.local.files import with_path
+from relayout.storage.local.open_folder import write_file
 from relayout.storage.stores import find_store
 
 _MAX_DIGESTS_NBYTES = 9_500_000
@@ -73,14 +73,7 @@ def report(
             raise PlanError("not converted: say for how many ranks (tp=N, --tp N)", path=path, code="option")
         content, digests = of_conversion(plan_conversion(path, tp=integer(tp, "tp"), plan=plan)), b""
     text = render(content, digests)
-    with with_path(target):
-        # Replaced at once, so that a browser never sees half of a page.
-        beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        try:
-            beside.write_bytes(text)
-            beside.replace(target)
-        finally:
-            beside.unlink(missing_ok=True)
+    write_file(target, text)
     return PageWritten(
         output=str(target),
         nbytes=len(text),

@@ -20,7 +20,7 @@ from itertools import count
 from pathlib import Path
 from typing import ClassVar
 
-from relayout.core.forks import remake_in_child
+from relayout.core.children import remake_in_child
 from relayout.errors import FormatError, PlanError
 from relayout.storage.protocols import (
     LOCAL_COST,

@@ -72,23 +72,25 @@ class OpenFolder(Closable):
         Raises:
             OSError: there is something that may not be replaced, or writing failed; nothing has changed.
         """
-        partial = f".{os.urandom(8).hex()}.partial"
+        partial, made = f".{os.urandom(8).hex()}.partial", []
         with self._with_path(name):
-            if not replace:
-                os.close(self.open(name, os.O_WRONLY | os.O_CREAT, mode))  # Exclusively: the name is ours.
-            elif (status := self.status(name)) is not None and not stat.S_ISREG(status.st_mode):
+            if replace and (status := self.status(name)) is not None and not stat.S_ISREG(status.st_mode):
                 raise FileExistsError(errno.EEXIST, "exists and is not a regular file")
             try:
+                if not replace:
+                    os.close(self.open(name, os.O_WRONLY | os.O_CREAT, mode))  # Exclusively: the name is ours.
+                    made.append(name)
                 with open(self.open(partial, os.O_WRONLY | os.O_CREAT, mode), "wb") as stream:
+                    made.append(partial)
                     stream.write(content)
                     stream.flush()
                     os.fsync(stream.fileno())
                 os.rename(partial, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
                 os.fsync(self.fd)
             except BaseException:
-                for made in (partial,) if replace else (partial, name):
+                for ours in made:
                     with suppress(OSError):
-                        os.unlink(made, dir_fd=self.fd)
+                        os.unlink(ours, dir_fd=self.fd)
                 raise
 
     def _check_own(self, name: str, status: os.stat_result) -> None:

@@ -130,15 +130,24 @@ def cached(remote: Store, manifest: Manifest, blob: bytes, cache: Cache) -> Cach
     return replace(small, files=files)
 
 
-def has_room(store: CachedStore, cache: Cache, names: Sequence[str]) -> bool:
-    """Whether there is room for weight files that are not kept yet; other entries are removed for it.
+def keep(store: CachedStore, cache: Cache, names: Sequence[str], progress: Progress) -> bool:
+    """Keep weight files, if there is room for them; other entries are removed for it.
+
+    Returns:
+        Whether there was room.
 
     Raises:
         PlanError: the cache's limit is no size.
-        OSError: the cache cannot be written.
+        FormatError, OSError: as `CachedStore.fetch`.
     """
-    missing = [store.files[name].nbytes for name in names if not (store.folder / name).exists()]
-    return not missing or cache.make_room(sum(missing))
+    missing = {name: store.files[name].nbytes for name in names if not (store.folder / name).exists()}
+    if missing:
+        reservation = cache.reserve(store.lease, missing)
+        if reservation is None:
+            return False
+        with reservation:
+            store.fetch(names, progress)
+    return True
 
 
 def _tell(report: Callable[[int], None], before: int, done: int) -> None:

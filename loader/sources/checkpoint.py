@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -315,19 +316,22 @@ def _kept(
     progress: Progress,
 ) -> RankSource | None:
     """The same rank as `_rank_of`, in a cache; None if there is no cache, or no room in it."""
-    from relayout.loader.sources.cached import cache_of, cached, has_room
+    from relayout.loader.sources.cached import cache_of, cached, keep
 
     cache = cache_of(option)
     if cache is None:
         return None
-    kept = cached(store, manifest, blob, cache)
-    found = _rank_of(kept, manifest, rank, tp)
-    names = [file.name for file in found.stored_files()]
-    if not has_room(kept, cache, names):
-        warnings.warn(f"{store}: the cache {cache.root} has no room for it: reading from the store", stacklevel=5)
-        return None
-    kept.fetch(names, progress)
-    return found
+    try:
+        kept = cached(store, manifest, blob, cache)
+        found = _rank_of(kept, manifest, rank, tp)
+        if keep(kept, cache, [file.name for file in found.stored_files()], progress):
+            return found
+    except OSError as error:
+        # Others may fill the drive, whatever was reserved.
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+    warnings.warn(f"{store}: the cache {cache.folder} has no room for it: reading from the store", stacklevel=5)
+    return None
 
 
 def find_whole(path: str | os.PathLike[str]) -> Pieces:

@@ -9,7 +9,7 @@ from itertools import starmap
 
 from relayout.checkpoint.config import read_config
 from relayout.checkpoint.converted import read_record, read_table
-from relayout.core.forks import remake_in_child
+from relayout.core.children import remake_in_child
 from relayout.core.slices import WHOLE, Slice, slice_transfers
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import Manifest, RankTable, Read

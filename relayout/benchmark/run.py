@@ -9,8 +9,6 @@ import os
 import re
 import select
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,12 +18,13 @@ from typing import IO
 
 from relayout.benchmark.job import Job, Loader
 from relayout.benchmark.machine import NotPrepared, cpu_seconds
+from relayout.core.children import PIPE, Child, start_child
 
 # The owner's settings of the machine must not change how a loader does.
 _SETTINGS = re.compile("RUNAI_|FASTSAFETENSORS_|INSTANTTENSOR_|FLASHPACK_|SAFETENSORS_|RELAYOUT_|OMP_|MKL_|GLOO_|NCCL_")
 _TORCHRUN = re.compile("(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$")
 
-Running = tuple[subprocess.Popen[bytes], IO[bytes]]
+Running = tuple[Child, IO[bytes]]
 """A process, and the file that its messages go to."""
 
 
@@ -126,15 +125,13 @@ def _free_port() -> int:
         return port
 
 
-def _start(job: Job, environment: Mapping[str, str], errors: IO[bytes], module: str) -> subprocess.Popen[bytes]:
+def _start(job: Job, environment: Mapping[str, str], errors: IO[bytes], module: str) -> Child:
     """A process that gets ready to load; its messages go to a file."""
-    command = [sys.executable, "-m", module, json.dumps(dataclasses.asdict(job))]
-    return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, bufsize=0, env=environment
-    )
+    argument = json.dumps(dataclasses.asdict(job))
+    return start_child(module, argument, environment=environment, stdin=PIPE, stdout=PIPE, stderr=errors, bufsize=0)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: Child) -> None:
     process.kill()
     process.wait()
     for stream in (process.stdin, process.stdout):
@@ -171,7 +168,7 @@ def _lines(running: Sequence[Running], limit: float, kills: int) -> list[bytes]:
     return [lines[number] for number in range(len(running))]
 
 
-def _death(process: subprocess.Popen[bytes], errors: IO[bytes], kills: int) -> Died:
+def _death(process: Child, errors: IO[bytes], kills: int) -> Died:
     status = process.wait()
     errors.seek(0)
     said = errors.read().decode(errors="replace").strip().splitlines()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from relayout.core.digests import digest_hex
 from relayout.errors import FormatError, PlanError
 from relayout.format.chunks import CHUNKS_NAME, places_of_digests
-from relayout.format.index import MANIFEST_NAME, Manifest, RankTable
+from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME, Manifest, RankTable
 from relayout.format.manifest import (
     MAX_MANIFEST_NBYTES,
     MAX_TABLE_NBYTES,
@@ -18,7 +18,7 @@ from relayout.format.manifest import (
 )
 from relayout.format.rank_table import parse_table
 from relayout.format.safetensors import LENGTH_NBYTES, refuse_lfs_pointer
-from relayout.storage.protocols import Kind, Store
+from relayout.storage.protocols import Kind, Replaceable, Store
 
 if TYPE_CHECKING:
     from relayout.format.source_record import SourceRecord
@@ -111,6 +111,27 @@ def read_record(folder: Store, manifest: Manifest) -> SourceRecord:
     if digest_hex(blob) != manifest.record_digest:
         raise FormatError("digest differs from the one in the manifest", path=where, code="digest")
     return parse_record(decompress(blob, where), manifest.num_ranks, where)
+
+
+def names_of_output(folder: Store) -> frozenset[str]:
+    """Names of all files of a converted checkpoint, as its manifest and source record name them.
+
+    Raises:
+        FormatError: one of them is missing, damaged, or foreign.
+    """
+    manifest = read_manifest(folder)
+    record = read_record(folder, manifest)
+    return frozenset(
+        {MANIFEST_NAME, SOURCE_RECORD_NAME, CHUNKS_NAME}
+        | {file.name for file in manifest.files}
+        | {holder.table for holder in manifest.holders}
+        | ({HUB_INDEX_NAME} if manifest.hub_index_digest is not None else set())
+        | {side.name for side in record.side_files}
+    )
+
+
+CONVERTED = Replaceable(MANIFEST_NAME, names_of_output)
+"""An output of `convert`, the only one that `force` replaces."""
 
 
 def read_chunk_digests(folder: Store, manifest: Manifest, number: int) -> bytes:

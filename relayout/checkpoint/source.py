@@ -212,8 +212,9 @@ def _read_folder(root: Store) -> SourceCheckpoint:
     if index_name is not None:
         index = (index_name, root.read(index_name, MAX_INDEX_NBYTES))
         named = parse_index(index[1], root.where(index_name))
-        used = sorted(set(named.values()))
-        left_out += [f"{name}: not named by {index_name}" for name in shards if name not in set(used)]
+        used_names = set(named.values())
+        used = sorted(used_names)
+        left_out += [f"{name}: not named by {index_name}" for name in shards if name not in used_names]
         check_name(root, index_name)
     else:
         used, left_out = choose_shards(root, shards)

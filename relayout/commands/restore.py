@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 
-from relayout.checkpoint.converted import read_manifest, read_record, read_table
+from relayout.checkpoint.converted import CONVERTED, read_manifest, read_record, read_table
 from relayout.checkpoint.source import SourceCheckpoint, SourceFile, SourceTensor, agreed_metadata
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, Loaded, share_memory
 from relayout.conversion.journal import read_journal
@@ -27,7 +27,6 @@ from relayout.core.extents import BLOCK, Extent, align_down, align_up
 from relayout.core.strided import copy_runs
 from relayout.core.workers import Stop, Workers
 from relayout.errors import FormatError, PlanError
-from relayout.format.index import MANIFEST_NAME
 from relayout.format.safetensors import parse_header
 from relayout.format.source_record import SourceRecord
 from relayout.progress import Progress, reporting
@@ -93,10 +92,10 @@ def restore(
     threads, chunk_nbytes = share_memory(integer(threads, "threads"), size(memory, "memory"), target)
     manifest = read_manifest(folder)
     record = read_record(folder, manifest)
-    target.check_output(folder, MANIFEST_NAME, force=force)
+    target.check_output(folder, CONVERTED, force=force)
     written = sum(file.nbytes for file in record.files)
     modes = modes_of(folder, [file.name for file in manifest.files])
-    with target.stage(MANIFEST_NAME, replace=force, modes=modes) as staging:
+    with target.stage(CONVERTED, replace=force, modes=modes) as staging:
         _refuse_conversion(staging, force=force)
         staging.clear()
         staging.check_space(written + sum(side.nbytes for side in record.side_files))

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from relayout.checkpoint.converted import CONVERTED
 from relayout.checkpoint.source import read_source
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, run_unit, share_memory
 from relayout.conversion.journal import Claims, Journal, TensorDigests, Undertaking, read_journal
@@ -29,7 +30,6 @@ from relayout.conversion.steps import CopyPlan
 from relayout.core.arguments import integer, size
 from relayout.core.extents import BLOCK, align_up
 from relayout.errors import FormatError, PlanError, shown
-from relayout.format.index import MANIFEST_NAME
 from relayout.format.source_record import ConversionOptions
 from relayout.plans.plan import Plan
 from relayout.progress import Progress, reporting
@@ -125,7 +125,7 @@ def unit_jobs(planned: ConversionPlan, *, force: bool = False) -> list[UnitJob]:
     Raises:
         PlanError: the output exists.
     """
-    planned.output.check_output(planned.source.root, MANIFEST_NAME, force=force)
+    planned.output.check_output(planned.source.root, CONVERTED, force=force)
     undertaking, num_units = undertaking_of(planned), len(planned.layout.units)
     where = _absolute(str(planned.source.root)), _absolute(str(planned.output))
     plan = planned.plan
@@ -175,7 +175,7 @@ def convert_unit(
     if not 0 <= unit < len(layout.units):
         raise PlanError(f"unit {unit}, expected 0 to {len(layout.units) - 1}", code="option")
     nbytes = _source_nbytes(planned, unit)
-    planned.output.check_output(source.root, MANIFEST_NAME, force=force)
+    planned.output.check_output(source.root, CONVERTED, force=force)
     with _part(planned, undertaking, unit, force) as staging:
         is_done = _record(staging, planned, undertaking, unit) is not None
         if not is_done:
@@ -257,9 +257,9 @@ def commit_units(
     started = time.monotonic()
     shared = share_memory(integer(threads, "threads"), size(memory, "memory"), planned.output)
     source, layout, undertaking = planned.source, planned.layout, undertaking_of(planned)
-    planned.output.check_output(source.root, MANIFEST_NAME, force=force)
+    planned.output.check_output(source.root, CONVERTED, force=force)
     with planned.output.stage(
-        MANIFEST_NAME, replace=force, modes=output_modes(planned.source), shared=_shared_name(undertaking)
+        CONVERTED, replace=force, modes=output_modes(planned.source), shared=_shared_name(undertaking)
     ) as staging:
         headers = HeaderWriter(staging, planned)
         tensors: dict[int, TensorDigests] = {}
@@ -289,7 +289,7 @@ def commit_units(
 def _part(conversion: Conversion, undertaking: Undertaking, unit: int, force: bool) -> Iterator[Staging]:
     shared, modes = _shared_name(undertaking), output_modes(conversion.source)
     output = conversion.output
-    with output.stage_part(MANIFEST_NAME, shared, _part_name(unit), replace=force, modes=modes) as staging:
+    with output.stage_part(CONVERTED, shared, _part_name(unit), replace=force, modes=modes) as staging:
         yield staging
 
 

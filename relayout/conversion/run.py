@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 
+from relayout.checkpoint.converted import CONVERTED
 from relayout.conversion import preview
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, hash_chunks, run_unit, share_memory
 from relayout.conversion.journal import Claims, Journal, TensorDigests
@@ -16,7 +17,6 @@ from relayout.conversion.sidecar import HeaderWriter, write_sidecar
 from relayout.conversion.steps import CopyPlan
 from relayout.core.arguments import integer, size
 from relayout.errors import FormatError, PlanError
-from relayout.format.index import MANIFEST_NAME
 from relayout.progress import Progress, reporting
 from relayout.results import Result
 from relayout.storage.hashing import CHUNK_NBYTES as REHASH_NBYTES
@@ -96,9 +96,9 @@ def _run(
 ) -> Summary:
     started = time.monotonic()
     source = conversion.source
-    conversion.output.check_output(conversion.source.root, MANIFEST_NAME, force=force)
+    conversion.output.check_output(conversion.source.root, CONVERTED, force=force)
     undertaking = undertaking_of(conversion)
-    with conversion.output.stage(MANIFEST_NAME, replace=force, modes=output_modes(source)) as staging:
+    with conversion.output.stage(CONVERTED, replace=force, modes=output_modes(source)) as staging:
         if sha256 and not staging.can_read:
             what = "cannot read files before they are published: convert to a local folder, or without sha256"
             raise PlanError(what, path=str(conversion.output), code="option")

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar, cast
 
-from relayout.core.forks import remake_in_child
+from relayout.core.children import remake_in_child
 
 Item = TypeVar("Item")
 State = TypeVar("State")

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
+from relayout.core.children import QUIET, Child, start_child
+
 _PATH, _PID = "RELAYOUT_WARM", "RELAYOUT_WARM_PID"
-_COMMAND = ["-m", "relayout", "warm"]
-_started: list[subprocess.Popen[bytes]] = []
+_COMMAND = [b"-m", b"relayout", b"warm"]
+_started: list[Child] = []
 """Kept, so that Python does not complain of a child that is left to itself."""
 
 
@@ -23,9 +23,7 @@ def start() -> None:
     """Start `relayout warm`, if the environment asks for it."""
     path = os.environ.pop(_PATH, None)
     if path:
-        quiet = subprocess.DEVNULL
-        command = [sys.executable, *_COMMAND, path]
-        _started.append(subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True))
+        _started.append(start_child("relayout", "warm", path, stdin=QUIET, stdout=QUIET, stderr=QUIET))
         os.environ[_PID] = str(_started[-1].pid)
 
 
@@ -35,5 +33,5 @@ def end() -> None:
     with suppress(OSError, ValueError):
         # The number may be another process's by now.
         words = Path(f"/proc/{int(pid or '')}/cmdline").read_bytes().split(b"\0")
-        if words[1:4] == [word.encode() for word in _COMMAND]:
+        if words[words.index(_COMMAND[0]) :][:3] == _COMMAND:
             os.kill(int(pid or ""), signal.SIGTERM)

@@ -19,7 +19,7 @@ from relayout.core.digests import DIGEST_NBYTES
 from relayout.errors import PlanError
 from relayout.html_report.collect import of_conversion, of_converted
 from relayout.results import Result
-from relayout.storage.local.files import with_path
+from relayout.storage.local.open_folder import write_file
 from relayout.storage.stores import find_store
 
 _MAX_DIGESTS_NBYTES = 9_500_000
@@ -74,14 +74,7 @@ def report(
         tp = integer(tp, "tp")
         content, digests = of_conversion(plan_conversion(path, default_output(path, tp), tp=tp, plan=plan)), b""
     text = render(content, digests)
-    with with_path(target):
-        # Replaced at once, so that a browser never sees half of a page.
-        beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        try:
-            beside.write_bytes(text)
-            beside.replace(target)
-        finally:
-            beside.unlink(missing_ok=True)
+    write_file(target, text)
     return PageWritten(
         output=str(target),
         nbytes=len(text),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from relayout.checkpoint.source import SourceCheckpoint
+from relayout.core.children import QUIET, WITH_STDOUT, start_child, wait_for_child
 from relayout.core.dtypes import num_bytes
 from relayout.core.slices import NOT_HELD, WHOLE, Cut, Slice, number_cuts
 from relayout.errors import PlanError
@@ -25,6 +24,8 @@ _MAX_SIDE_NBYTES = 2**24
 """Of a file beside the weights that an engine may look at: configurations, and code."""
 _SIDE_SUFFIXES = (".json", ".py", ".txt")
 _SMALL_NBYTES = 2**20
+_SILENCE_SECONDS = 600
+"""After which the process that observes is taken for stuck: it says when vLLM is imported, and when a rank is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +75,19 @@ def run(jobs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Carry out each `Job` of `observe/vllm.py` in a process of their own: vLLM is large, and its state must not stay.
 
     Raises:
-        PlanError: the process ended without a result.
+        PlanError: the process ended without a result, or is stuck.
     """
     with TemporaryDirectory(prefix="relayout-observe-") as scratch:
         file = Path(scratch, "jobs.json")
         file.write_text(json.dumps(jobs))
         result, log = Path(f"{file}.result"), Path(scratch, "log")
-        command = [sys.executable, "-m", "relayout.observe.vllm", str(file)]
         with log.open("wb") as output:
-            done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False)
+            child = start_child("relayout.observe.vllm", str(file), stdin=QUIET, stdout=output, stderr=WITH_STDOUT)
+            status = wait_for_child(child, log, _SILENCE_SECONDS)
         if not result.exists():
             last = log.read_text(errors="replace").strip().rpartition("\n")[2][:500]
-            raise PlanError(
-                f"--plan vllm: the process that observes vLLM ended with {done.returncode}: {last}", code="no_plan"
-            )
+            how = f"said nothing for {_SILENCE_SECONDS} s" if status is None else f"ended with {status}"
+            raise PlanError(f"--plan vllm: the process that observes vLLM {how}: {last}", code="no_plan")
         found: list[dict[str, Any]] = json.loads(result.read_text())
     return found
 

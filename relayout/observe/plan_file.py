@@ -15,6 +15,7 @@ from relayout.observe.taken import completed, same_elements
 from relayout.plans.family import Family, parse_family
 from relayout.plans.planner import plan_by
 from relayout.results import Result
+from relayout.storage.local.open_folder import write_file
 from relayout.storage.stores import find_input
 
 DEGREES = range(2, 17)
@@ -67,7 +68,7 @@ def observe_plan(
     engine = next(iter(seen.values())).engine
     text = as_toml(fitted, f"Observed from vLLM {engine} at {', '.join(map(str, degrees))} ranks.")
     _check(checkpoint, parse_family(text, str(file), file.name), seen)
-    file.write_text(text)
+    write_file(file, text.encode(), replace=False)
     unfitted = tuple(f"{pattern}: {why}" for pattern, why in fitted.unfitted.items())
     return ObservedPlan(str(file), engine, degrees, held_out, len(fitted.family.rules), unfitted)
 

@@ -193,7 +193,10 @@ def stand_in_kernels() -> None:
     experts = {"fp8": "fp8", "int_wna16": "wna16", "mxfp4": "mxfp4", "int8": "int8", "nvfp4": "nvfp4"}
     for module, name in {**experts, "unquantized": "unquantized"}.items():
         if oracle := _module(f"{_LAYERS}.fused_moe.oracle.{module}"):
-            kinds = next(value for key, value in vars(oracle).items() if key.lower() == f"{name}moebackend")
+            kinds = next((value for key, value in vars(oracle).items() if key.lower() == f"{name}moebackend"), None)
+            if kinds is None:
+                version = sys.modules["vllm"].__version__
+                raise LookupError(f"relayout does not know vLLM {version}: {oracle.__name__} has no {name}MoeBackend")
             kind = next((getattr(kinds, one) for one in ("TRITON", "MARLIN") if hasattr(kinds, one)), next(iter(kinds)))
             _replace(oracle.__name__, f"select_{name}_moe_backend", lambda *_, kind=kind, **__: (kind, _kernel()))
 

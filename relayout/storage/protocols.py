@@ -5,7 +5,7 @@ Callers ask what a store or file can do (`fileno`, `alignment`, `cost`), never f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from relayout.errors import FormatError, PlanError
+from relayout.errors import FormatError, PlanError, shown
 
 
 class Access(Enum):
@@ -118,6 +118,52 @@ class Modes:
 
     folder: int = 0o777
     file: int = 0o666
+
+
+_NUM_SHOWN = 3
+"""Strangers' files that an error names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replaceable:
+    """What `force` may replace, and by what proof: an output that its own records describe, and nothing beside it."""
+
+    marker: str
+    """The file that every such output has, which is written last."""
+    names: Callable[[Store], frozenset[str]]
+    """Names of all files that an output's records name, the records too. A FormatError: they are damaged, or foreign.
+    """
+
+    def check(self, store: Store, found: Collection[str], *, force: bool) -> frozenset[str]:
+        """Check that an output may be written to `store`. Changes nothing.
+
+        Args:
+            found: names of all that is there, hidden names and empty folders too.
+            force: whether an older output may be replaced.
+
+        Returns:
+            What may be deleted then: the files that the older output's records name. Nothing else is ever deleted.
+
+        Raises:
+            PlanError: something is there that may not be deleted.
+        """
+        if not found:
+            return frozenset()
+        if self.marker not in found:
+            what = f"is not empty; it is no converted folder ({self.marker} is missing), so delete it or choose another"
+            raise PlanError(what, path=str(store), code="exists")
+        if not force:
+            raise PlanError("is not empty; --force replaces it", path=str(store), code="exists")
+        try:
+            named = self.names(store)
+        except FormatError as error:
+            what = f"is not empty; nothing proves that relayout wrote it, so delete it or choose another: {error}"
+            raise PlanError(what, path=str(store), code="exists") from None
+        if foreign := sorted(set(found) - named):
+            names = ", ".join(map(shown, foreign[:_NUM_SHOWN])) + (" ..." if len(foreign) > _NUM_SHOWN else "")
+            what = f"holds files that relayout did not write, so --force does not replace it: {names}"
+            raise PlanError(what, path=str(store), code="exists")
+        return named
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +344,7 @@ class Staging(Protocol):
         """
 
     def open_notes(self, name: str, *, is_new: bool) -> Notes:
-        """Open notes for appending. With `is_new`, replace existing notes.
+        """Open notes for appending. With `is_new`, replace existing notes. Of an output, they are named `relayout.*`.
 
         Raises:
             FormatError: the existing notes are not a regular file of this user.
@@ -385,26 +431,27 @@ class Store(Protocol):
             OSError: the file cannot be opened, or not with this `access`.
         """
 
-    def check_output(self, source: Store, marker: str, *, force: bool) -> None:
+    def check_output(self, source: Store, older: Replaceable, *, force: bool) -> None:
         """Check that an output here would not destroy other files; delete what a killed process of this user left.
 
         Args:
-            marker: a file that every output of relayout has. `force` replaces only an output with this file.
+            older: what `force` replaces.
 
         Raises:
             PlanError: this is the source, contains it or is inside it; is not empty; or cannot be written.
         """
 
     def stage(
-        self, marker: str, *, replace: bool, modes: Modes, shared: str | None = None
+        self, older: Replaceable, *, replace: bool, modes: Modes, shared: str | None = None
     ) -> AbstractContextManager[Staging]:
         """Begin an output, which is published when the block ends.
 
         With `shared`, all files and notes of parts that were added under this name are there; without, parts of an
         output here are refused, or deleted with `replace`.
 
-        A local folder is renamed as a whole; on failure nothing changes. A store without rename writes `marker`
-        last and fails if it exists by then; with `replace`, it first deletes the marker of the older output.
+        A local folder is renamed as a whole; on failure nothing changes. A store without rename writes the marker
+        last and fails if it exists by then; with `replace`, it first deletes the marker of the older output. Only files
+        that the records of the older output name are deleted.
 
         Raises:
             PlanError: another process is writing the same output, or the existing output cannot be replaced.
@@ -412,7 +459,7 @@ class Store(Protocol):
         """
 
     def stage_part(
-        self, marker: str, shared: str, part: str, *, replace: bool, modes: Modes
+        self, older: Replaceable, shared: str, part: str, *, replace: bool, modes: Modes
     ) -> AbstractContextManager[Staging]:
         """Begin a part of an output that several processes assemble, also at the same time, to be published by `stage`.
 
@@ -427,21 +474,3 @@ class Store(Protocol):
             PlanError: the output exists already, and `replace` is not set.
             OSError: writing failed.
         """
-
-
-_NOT_REPLACED = "it is no converted folder ({} is missing), so delete it, or choose another"
-
-
-def check_vacant(where: str | Path, marker: str, *, is_empty: bool, has_marker: bool, force: bool) -> None:
-    """Check that an output may be written at `where`; see `Store.check_output`.
-
-    Raises:
-        PlanError: it is not empty, and `force` is not set, or it has no `marker`.
-    """
-    if is_empty:
-        return
-    if not force:
-        advice = "--force replaces it" if has_marker else _NOT_REPLACED.format(marker)
-        raise PlanError(f"is not empty; {advice}", path=where, code="exists")
-    if not has_marker:
-        raise PlanError(f"is not empty; {_NOT_REPLACED.format(marker)}", path=where, code="exists")

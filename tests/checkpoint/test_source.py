@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -791,3 +792,31 @@ def test_model_order_is_that_of_the_parts(names: list[str]) -> None:
         return [(False, int(part), "") if part.isascii() and part.isdigit() else (True, 0, part) for part in parts]
 
     assert sorted(names, key=model_order) == sorted(names, key=by_parts)
+
+
+def test_an_index_that_names_very_many_files_is_read_in_linear_time(tmp_path: Path) -> None:
+    names = [f"model-{number:05}-of-40000.safetensors" for number in range(40_000)]
+    index = {"metadata": {}, "weight_map": {f"w{number}": name for number, name in enumerate(names)}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    for name in names[1:3001]:
+        (tmp_path / name).touch()
+    started = time.process_time()
+    with pytest.raises(FormatError, match=f"{names[0]}: is missing"):
+        read_source(tmp_path)
+    assert time.process_time() - started < 2, "a set of all names for each file takes 5"
+
+
+def test_folders_nested_very_deep_are_an_error(tmp_path: Path) -> None:
+    save_file({"w": np.arange(4, dtype=np.uint8)}, tmp_path / "model.safetensors")
+    fd = os.open(tmp_path, os.O_RDONLY)
+    for _ in range(3000):
+        os.mkdir("d", dir_fd=fd)
+        inner = os.open("d", os.O_RDONLY, dir_fd=fd)
+        os.close(fd)
+        fd = inner
+    os.close(fd)
+    try:
+        with pytest.raises(FormatError, match="holds folders nested too deep"):
+            read_source(tmp_path)
+    finally:
+        subprocess.run(["rm", "-rf", tmp_path / "d"], check=True)

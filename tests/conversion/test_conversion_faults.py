@@ -383,7 +383,8 @@ NO_EXCHANGE = f"exchange|{REPLACING}|1+|einval"
         ([f"exchange|{REPLACING}|1|"], (False, True)),
         ([NO_EXCHANGE, "rename|/.out.relayout-old|1|"], (False, None)),
         ([NO_EXCHANGE, f"rename|{REPLACING}|1|"], (None, True)),
-        ([NO_EXCHANGE, "rename|/.out.relayout-old -> |1|"], (True, True)),
+        ([NO_EXCHANGE, "unlink|/.out.relayout-old|2|"], (True, True)),
+        ([f"unlink|{PARTIAL}/done|2|"], (True, True)),
     ],
 )
 def test_a_kill_while_an_old_folder_is_replaced_loses_neither(

@@ -367,18 +367,6 @@ def folder_is_a_link(work: Path, done: set[int]) -> set[int]:
     return done
 
 
-def place_is_a_link(work: Path, done: set[int]) -> set[int]:
-    (work / PARTIAL).rename(work.parent / "outside")
-    (work / PARTIAL).symlink_to(work.parent / "outside")
-    return done
-
-
-def place_is_a_file(work: Path, done: set[int]) -> set[int]:
-    shutil.rmtree(work / PARTIAL)
-    (work / PARTIAL).write_text("what is this?")
-    return done
-
-
 def journal_deleted(work: Path, done: set[int]) -> set[int]:
     (work / PARTIAL / JOURNAL_NAME).unlink()
     return done
@@ -452,8 +440,6 @@ def strange_files(work: Path, done: set[int]) -> set[int]:
         file_is_a_fifo,
         folder_deleted,
         folder_is_a_link,
-        place_is_a_link,
-        place_is_a_file,
         journal_deleted,
         journal_empty,
         journal_is_rubbish,

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +36,7 @@ from relayout.storage.local import files
 from relayout.storage.local import open_folder as openfolder
 from relayout.storage.local import staging as local_staging
 from relayout.storage.local.files import OutputFile
+from relayout.storage.local.open_folder import OpenFolder
 from relayout.storage.local.staging import check_space
 
 W = np.arange(1, 4097, dtype=np.uint16)
@@ -46,7 +47,7 @@ from pathlib import Path
 
 from relayout.storage.local.staging import staging_folder
 
-with staging_folder(Path(sys.argv[1]), "relayout.json") as staging:
+with staging_folder(Path(sys.argv[1])) as staging:
     folder = staging.folder.path
     (folder / "mine").write_text("first")
     print("held", flush=True)
@@ -135,17 +136,17 @@ def test_failure_leaves_what_shall_be_kept_for_the_next_attempt(tmp_path: Path, 
     def fail_halfway() -> None:
         with staging_folder(tmp_path / "out") as staging:
             (staging.folder.path / "file").write_text("half")
-            (staging.place.path / "note").write_text("not in the output")
+            (staging.place.path / "relayout.note").write_text("not in the output")
             staging.is_kept = True
             raise kind("halfway")
 
     with pytest.raises(kind, match="halfway"):
         fail_halfway()
     place = ".out.relayout-partial"
-    assert listing(tmp_path) == [place, f"{place}/note", f"{place}/output", f"{place}/output/file"]
+    assert listing(tmp_path) == [place, f"{place}/output", f"{place}/output/file", f"{place}/relayout.note"]
     with staging_folder(tmp_path / "out") as staging:
         assert not staging.is_kept
-        assert (staging.place.path / "note").read_text() == "not in the output"
+        assert (staging.place.path / "relayout.note").read_text() == "not in the output"
         (staging.folder.path / "file").write_text("whole")
     assert content(tmp_path) == {"out/file": b"whole"}
 
@@ -155,9 +156,9 @@ def test_what_an_earlier_attempt_left_may_be_cleared(tmp_path: Path) -> None:
     (place / "output" / "sub").mkdir(parents=True)
     (place / "output" / "sub" / "file").write_text("old")
     (place / "output" / "sub").chmod(0o500)
-    (place / "note").write_text("old")
+    (place / "relayout.note").write_text("old")
     with staging_folder(tmp_path / "out") as staging:
-        assert listing(staging.place.path) == ["note", "output", "output/sub", "output/sub/file"]
+        assert listing(staging.place.path) == ["output", "output/sub", "output/sub/file", "relayout.note"]
         staging.clear()
         assert listing(staging.place.path) == ["output"]
     assert listing(tmp_path) == ["out"]
@@ -168,7 +169,7 @@ def test_what_files_take_on_the_drive_is_counted(tmp_path: Path) -> None:
         assert staging.allocated_nbytes() == 0
         (staging.folder.path / "sub").mkdir()
         (staging.folder.path / "sub" / "file").write_bytes(bytes(range(256)) * 4096)
-        (staging.place.path / "note").write_bytes(bytes(range(256)) * 4096)
+        (staging.place.path / "relayout.note").write_bytes(bytes(range(256)) * 4096)
         with (staging.folder.path / "sparse").open("wb") as stream:
             stream.truncate(2**30)
         assert 2 * 2**20 <= staging.allocated_nbytes() < 2**22
@@ -526,17 +527,140 @@ def test_force_replaces_the_old_folder_whole(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["few", "many", "out"]
 
 
-def test_force_does_not_touch_what_links_in_the_old_folder_lead_to(tmp_path: Path) -> None:
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize(
+    ("stranger", "named"),
+    [("notes", "notes"), (".git/HEAD", ".git/HEAD"), ("sub/", "sub"), ("link", "link"), ("relayout.json", "")],
+)
+def test_what_relayout_did_not_write_is_named_and_nothing_is_touched(
+    tmp_path: Path, stranger: str, named: str, force: bool
+) -> None:
     source, out = write_source(tmp_path / "model"), tmp_path / "out"
     convert(source, out)
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere").chmod(0o755)
-    (tmp_path / "elsewhere" / "precious").write_text("mine")
-    (out / "link").symlink_to("../elsewhere")
+    if stranger == "link":
+        (out / stranger).symlink_to("../model")
+    elif stranger.endswith("/"):
+        (out / stranger).mkdir()
+    else:
+        (out / stranger).parent.mkdir(exist_ok=True)
+        (out / stranger).write_text("USER")
+    before = content(tmp_path), listing(tmp_path)
+    says = "nothing proves that relayout wrote it" if not named else f"did not write, so .*: '{re.escape(named)}'$"
+    with pytest.raises(PlanError, match=says if force else "is not empty") as caught:
+        convert(source, out, force=force)
+    assert caught.value.path == str(out)
+    assert (content(tmp_path), listing(tmp_path)) == before
+
+
+def test_what_is_put_into_the_older_folder_while_it_is_replaced_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = write_source(tmp_path / "model"), tmp_path / "out"
+    convert(source, out)
+    true_exchange = local_staging.exchange
+
+    def exchange(*args: Any) -> bool:
+        (out / "precious").write_text("mine")
+        return true_exchange(*args)
+
+    monkeypatch.setattr(local_staging, "exchange", exchange)
+    convert(source, out, force=True, align=512)
+    kept = tmp_path / ".out.relayout-partial" / "done"
+    assert content(kept) == {"precious": b"mine"}
+    monkeypatch.undo()
+    with pytest.raises(PlanError, match="done: holds files that relayout did not write; move them away"):
+        convert(source, out, force=True)
+    assert content(kept) == {"precious": b"mine"}
+    (kept / "precious").rename(tmp_path / "precious")
     convert(source, out, force=True)
-    assert not (out / "link").is_symlink()
-    assert listing(tmp_path / "elsewhere") == ["precious"]
-    assert (tmp_path / "elsewhere").stat().st_mode & 0o777 == 0o755
+    assert_nothing_hidden(out)
+
+
+@pytest.mark.parametrize("kind", ["a hard link", "a text", "a folder"])
+def test_a_lock_file_that_is_something_else_is_never_truncated(tmp_path: Path, kind: str) -> None:
+    lock, precious = tmp_path / ".out.relayout-lock", tmp_path / "precious"
+    precious.write_text("123\n")
+    if kind == "a hard link":
+        lock.hardlink_to(precious)
+    elif kind == "a text":
+        lock.write_text("7 things to do\n")
+    else:
+        lock.mkdir()
+    before = content(tmp_path)
+    with (
+        pytest.raises(PlanError, match=r"out.relayout-lock: is no(t a regular file| lock)"),
+        staging_folder(tmp_path / "out"),
+    ):
+        pass
+    assert content(tmp_path) == before
+
+
+def test_an_error_about_an_output_names_what_was_typed() -> None:
+    with pytest.raises(OSError, match="/proc") as caught, staging_folder(Path("/proc/out")):
+        pass
+    assert caught.value.filename == "/proc/out"
+
+
+def test_all_is_on_the_drive_before_the_output_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file as it is then, every folder with the names in it, and the note of what is replaced."""
+    source, out = write_source(tmp_path / "model", num_tensors=3), tmp_path / "out"
+    (source / "sub").mkdir()
+    (source / "sub" / "README.md").write_text("a side file")
+    synced: dict[int, object] = {}
+    published: list[set[str]] = []
+
+    def state(path: Path) -> object:
+        return {inside.name for inside in path.iterdir()} if path.is_dir() else path.read_bytes()
+
+    def fsync(fd: int) -> None:
+        synced[os.fstat(fd).st_ino] = state(Path(f"/proc/self/fd/{fd}"))
+
+    def checked(function: Callable[..., Any]) -> Callable[..., Any]:
+        def renamed(folder: OpenFolder, name: str, target: OpenFolder, new_name: str) -> Any:
+            if new_name == out.name:
+                made = {folder.path / name, *(folder.path / name).rglob("*")}
+                made |= {folder.path / "relayout.replaced"} if out.exists() else set()
+                assert [path for path in made if synced.get(path.stat().st_ino) != state(path)] == []
+                published.append(
+                    {str(path.relative_to(folder.path / name)) for path in made if path.parent != folder.path}
+                )
+            return function(folder, name, target, new_name)
+
+        return renamed
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    for name in ("rename", "exchange"):
+        monkeypatch.setattr(local_staging, name, checked(getattr(local_staging, name)))
+    convert(source, out)
+    convert(source, out, force=True)
+    names = {path.relative_to(out).as_posix() for path in out.rglob("*")}
+    assert published == [names, names]
+    assert synced[tmp_path.stat().st_ino] == {"model", "out", ".out.relayout-lock", ".out.relayout-partial"}
+
+
+@pytest.mark.parametrize("name", [".out.relayout-partial", ".out.relayout-partial/output.bak", ".out.relayout-old"])
+@pytest.mark.parametrize("kind", ["a folder", "a file", "a link"])
+def test_what_others_have_put_beside_an_output_under_our_names_stays(tmp_path: Path, name: str, kind: str) -> None:
+    source, out = write_source(tmp_path / "model"), tmp_path / "out"
+    convert(source, out)
+    elsewhere, there = tmp_path / "elsewhere", tmp_path / name
+    (elsewhere / "thesis").mkdir(parents=True)
+    (elsewhere / "thesis" / "precious").write_text("mine")
+    there.parent.mkdir(exist_ok=True)
+    if kind == "a file":
+        there.write_text("mine")
+    elif kind == "a link":
+        there.symlink_to(elsewhere)
+    else:
+        shutil.copytree(elsewhere, there)
+    before = content(elsewhere), listing(there)
+    with suppress(PlanError):
+        convert(source, out, force=True)
+    (out / "config.json").unlink(missing_ok=True)
+    with suppress(PlanError):
+        convert(source, out)
+    assert (content(elsewhere), listing(there)) == before
+    assert there.is_symlink() == (kind == "a link")
 
 
 def test_a_forced_conversion_that_fails_keeps_the_old_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -589,7 +713,7 @@ def test_a_link_in_the_place_of_the_partial_folder_is_not_followed(tmp_path: Pat
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "precious").write_text("mine")
     (tmp_path / ".out.relayout-partial").symlink_to("elsewhere")
-    with suppress(OSError), staging_folder(tmp_path / "out") as staging:
+    with suppress(PlanError), staging_folder(tmp_path / "out") as staging:
         folder = staging.folder.path
         (folder / "file").write_text("new")
     assert not (tmp_path / "out").is_symlink()

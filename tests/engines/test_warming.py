@@ -41,7 +41,7 @@ def test_the_first_process_starts_it_and_its_children_do_not(
     warming.start()
     warming.start()
     [started] = warming._started
-    assert started.args == [sys.executable, "-m", "relayout", "warm", str(tmp_path / "model")]
+    assert started.args == [sys.executable, "-P", "-m", "relayout", "warm", str(tmp_path / "model")]
     assert "RELAYOUT_WARM" not in os.environ
     assert os.environ["RELAYOUT_WARM_PID"] == str(started.pid)
     assert started.wait(PATIENCE) == 0

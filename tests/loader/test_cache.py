@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from support.s3_server import Answer, Request, Server
 
 import relayout
 from relayout.errors import FormatError, PlanError
+from relayout.storage.local import files
 
 pytest.importorskip("obstore", reason="the client of object stores")
 
@@ -52,8 +54,12 @@ def weights_asked(server: Server) -> Counter[tuple[str, tuple[int, int] | None]]
     return Counter((one.key, one.range) for one in server.requests if one.key.endswith(".safetensors"))
 
 
+def entries_of(cache: Path) -> list[Path]:
+    return list((cache / "relayout-cache-v1").glob("[0-9a-f]" * 32))
+
+
 def entry_of(cache: Path) -> Path:
-    [entry] = [one for one in cache.iterdir() if one.is_dir()]
+    [entry] = entries_of(cache)
     return entry
 
 
@@ -133,16 +139,17 @@ def test_what_was_not_used_for_longest_makes_room(server: Server, converted: Pat
     entries = []
     for url in urls[:2]:
         relayout.load(url, 1, cache=tmp_path)
-        entries += [one for one in tmp_path.iterdir() if one.is_dir() and one not in entries]
+        entries += [one for one in entries_of(tmp_path) if one not in entries]
     room = sum(file.stat().st_size for one in entries for file in one.iterdir())
     cache = relayout.Cache(tmp_path, room + 1000)
     time.sleep(0.02)
     relayout.load(urls[0], 1, cache=cache)
-    (tmp_path / ".gone-left").mkdir()
+    left = tmp_path / "relayout-cache-v1" / ".gone-0123456789abcdef"
+    left.mkdir()
     expect(relayout.load(urls[2], 1, cache=cache), converted)
     assert entries[0].exists()
     assert not entries[1].exists(), "it was used first and not since"
-    assert not (tmp_path / ".gone-left").exists()
+    assert not left.exists()
     with relayout.open(urls[0], 1, cache=cache), relayout.open(urls[2], 1, cache=cache):
         with pytest.warns(UserWarning, match="has no room for it"):
             expect(relayout.load(urls[1], 1, cache=cache), converted)
@@ -150,7 +157,7 @@ def test_what_was_not_used_for_longest_makes_room(server: Server, converted: Pat
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         expect(relayout.load(urls[1], 1, cache=cache), converted)
-    assert len([one for one in tmp_path.iterdir() if one.is_dir()]) == 2
+    assert len(entries_of(tmp_path)) == 2
 
 
 def test_processes_that_start_together_fetch_nothing_twice(server: Server, converted: Path, tmp_path: Path) -> None:
@@ -182,22 +189,28 @@ def test_a_process_is_killed_while_it_fetches(server: Server, converted: Path, t
     process.send_signal(signal.SIGKILL)
     process.wait()
     server.interfere = lambda request: None
-    if tmp_path.exists() and any(one.is_dir() for one in tmp_path.iterdir()):
+    if entries_of(tmp_path):
         for name in kept(tmp_path):
             assert (entry_of(tmp_path) / name).read_bytes() == (converted / name).read_bytes()
     expect(relayout.load(URL, 1, cache=tmp_path), converted)
     assert not [one for one in entry_of(tmp_path).iterdir() if one.name.endswith(".partial")]
 
 
-def test_damage_on_the_way_is_never_kept(server: Server, converted: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("position", "says", "code"),
+    [(-3, "bytes [0-9]+ to [0-9]+ have another digest", "digest"), (40, "its header names another content", "owner")],
+)
+def test_damage_on_the_way_is_never_kept(
+    server: Server, converted: Path, tmp_path: Path, position: int, says: str, code: str
+) -> None:
     name = max(files_of_rank(converted, 1))
     right = server.objects["models", f"out/{name}"].content
     wrong = bytearray(right)
-    wrong[-3] ^= 1
+    wrong[position] ^= 1
     server.put("models", f"out/{name}", bytes(wrong))
-    with pytest.raises(FormatError, match=f"{URL}/{name}: bytes [0-9]+ to [0-9]+ have another digest") as caught:
+    with pytest.raises(FormatError, match=f"{URL}/{name}: {says}") as caught:
         relayout.load(URL, 1, cache=tmp_path)
-    assert caught.value.code == "digest"
+    assert caught.value.code == code
     assert name not in kept(tmp_path)
     assert loader_threads() == []
     server.put("models", f"out/{name}", right)
@@ -228,7 +241,21 @@ def test_another_conversion_at_the_same_url_has_its_own_entry(
         server.put("models", f"out/{file.name}", file.read_bytes())
     found = relayout.load(URL, 3, cache=tmp_path / "cache")
     assert_equal(found, whole_tensors(tmp_path / "again", "model-rank-3-*"))
-    assert len([one for one in (tmp_path / "cache").iterdir() if one.is_dir()]) == 2
+    assert len(entries_of(tmp_path / "cache")) == 2
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_drive_that_is_full_while_it_is_filled_is_no_room_and_no_failure(
+    server: Server, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def full(fd: int, nbytes: int) -> None:
+        if nbytes > 2**16:
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(files, "allocate", full)
+    with pytest.warns(UserWarning, match="has no room for it: reading from the store"):
+        expect(relayout.load(URL, 1, cache=tmp_path), converted)
+    assert not kept(tmp_path) & set(files_of_rank(converted, 1))
 
 
 def test_fetching_is_reported(server: Server, converted: Path, tmp_path: Path) -> None:

@@ -115,11 +115,15 @@ def test_a_tensor_in_too_many_pieces_is_refused() -> None:
         ("a = " + "[" * 100_000, "not valid TOML"),
         ("[cut]\nx" + ".a" * 250 + " = 1", 'x.*, expected "whole" or'),
         ("a = " + "9" * 5000, "not valid TOML"),
+        ("[cut]\n'w' = 0x" + "f" * 200_000, "not valid TOML: an integer of more than 64 bits"),
+        ("a = [[0b1" + "0" * 63 + "]]", "not valid TOML: an integer of more than 64 bits"),
     ],
     ids=[
         "deep",
         "deep keys",
         "a long number",
+        "a long hexadecimal number",
+        "2^63",
     ],
 )
 def test_hostile_toml_is_refused(text: str, says: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from relayout.checkpoint import converted, source
 from relayout.checkpoint.source import SourceCheckpoint
 from relayout.core.extents import Extent
-from relayout.format.index import MANIFEST_NAME, Manifest, RankTable
+from relayout.format.index import Manifest, RankTable
 from relayout.format.source_record import SourceRecord
 from relayout.loader.sources.contents import StoredFile
 from relayout.storage import hashing
@@ -46,8 +46,8 @@ def hashed_file(path: Path, nbytes: int, extents: Sequence[Extent]) -> hashing.H
 
 
 def staging_folder(output: Path) -> AbstractContextManager[LocalStaging]:
-    return staging.staging_folder(output, MANIFEST_NAME)
+    return staging.staging_folder(output)
 
 
 def check_output(given: Path, output: Path, *, force: bool) -> None:
-    staging.check_output(given, output, MANIFEST_NAME, force=force)
+    LocalStore(output).check_output(LocalStore(given), converted.CONVERTED, force=force)

@@ -11,13 +11,25 @@ from pathlib import Path
 import pytest
 from support import s3_server, toy_store
 
+from relayout.errors import FormatError
 from relayout.storage import in_memory, stores
 from relayout.storage.cloud.client import BucketClient
 from relayout.storage.cloud.store import CloudStore
-from relayout.storage.protocols import Modes, Staging, Store
+from relayout.storage.protocols import Modes, Replaceable, Staging, Store
 from relayout.storage.stores import find_store
 
-MARKER = "marker.json"
+MARKER = "marker.txt"
+
+
+def _names_in_marker(store: Store) -> frozenset[str]:
+    """The files that a marker names, each on a line of its own; the first line proves that it is ours."""
+    ours, *others = store.read(MARKER, 2**20).decode().splitlines() or [""]
+    if ours != "ours":
+        raise FormatError("names no files", path=store.where(MARKER), code="field")
+    return frozenset([MARKER, *others])
+
+
+OLDER = Replaceable(MARKER, _names_in_marker)
 
 
 @dataclass(frozen=True)
@@ -138,7 +150,7 @@ def ground(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 @contextmanager
 def staged(store: Store, *, replace: bool = False) -> Iterator[Staging]:
-    with store.stage(MARKER, replace=replace, modes=Modes()) as staging:
+    with store.stage(OLDER, replace=replace, modes=Modes()) as staging:
         yield staging
 
 

@@ -11,7 +11,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from relayout.errors import FormatError, PlanError
-from relayout.storage.protocols import LOCAL_COST, Access, Entry, FileStat, Kind, Modes, Refusal, Store, read_whole
+from relayout.storage.protocols import (
+    LOCAL_COST,
+    Access,
+    Entry,
+    FileStat,
+    Kind,
+    Modes,
+    Refusal,
+    Replaceable,
+    Store,
+    read_whole,
+)
 
 FILES: defaultdict[str, dict[str, tuple[bytes, str]]] = defaultdict(dict)
 """Content and version, by the first word behind toy:// and the rest."""
@@ -125,27 +136,30 @@ class ToyStore:
         FileStat(len(found[0]), found[1]).check(self.where(name), nbytes, version)
         return ToyFile(*found)
 
-    def check_output(self, source: Store, marker: str, *, force: bool) -> None:
+    def check_output(self, source: Store, older: Replaceable, *, force: bool) -> None:
         mine, other = f"{self}/", f"{source}/"
         if mine.startswith(other) or other.startswith(mine):
             raise PlanError(f"{self}: is, or lies in, the source or around it")
-        if self._names() and not (force and self.stat(marker)):
-            raise PlanError(f"{self}: is not empty")
+        older.check(self, self._names(), force=force)
 
     @contextmanager
-    def stage_part(self, marker: str, shared: str, part: str, *, replace: bool, modes: Modes) -> Iterator[ToyStaging]:
+    def stage_part(
+        self, older: Replaceable, shared: str, part: str, *, replace: bool, modes: Modes
+    ) -> Iterator[ToyStaging]:
         whole = PARTS.get(str(self), {}).get(shared)
         staging = ToyStaging(str(self), whole.notes if whole else {})
         yield staging
         if part in staging.notes:
-            if not replace and self.stat(marker):
+            if not replace and self.stat(older.marker):
                 raise PlanError(f"{self}: is complete already")
             whole = PARTS.setdefault(str(self), {}).setdefault(shared, ToyStaging(str(self)))
             whole.files |= staging.files
             whole.notes |= staging.notes
 
     @contextmanager
-    def stage(self, marker: str, *, replace: bool, modes: Modes, shared: str | None = None) -> Iterator[ToyStaging]:
+    def stage(
+        self, older: Replaceable, *, replace: bool, modes: Modes, shared: str | None = None
+    ) -> Iterator[ToyStaging]:
         parts = PARTS.get(str(self), {})
         if (shared is None and parts and not replace) or (shared is not None and shared not in parts):
             raise PlanError(f"{self}: holds other units")
@@ -155,11 +169,11 @@ class ToyStore:
         try:
             staging = ToyStaging(str(self)) if shared is None else parts[shared]
             yield staging
-            for name in self._names() if replace else ():
+            for name in older.check(self, self._names(), force=True) if replace else ():
                 del FILES[self.shelf][self._full(name)]
             if self._names():
                 raise FileExistsError(17, "there is something now", str(self))
-            for name in sorted(staging.files, key=lambda name: name == marker):
+            for name in sorted(staging.files, key=lambda name: name == older.marker):
                 self.write(name, bytes(staging.files[name]))
             PARTS.pop(str(self), None)
         finally:

@@ -27,7 +27,7 @@ from relayout.storage.cloud.client import BucketClient
 from relayout.storage.cloud.failures import request
 from relayout.storage.cloud.multipart import Outcome, multipart_of
 from relayout.storage.cloud.upload import Upload, digest_of
-from relayout.storage.protocols import Closable, ReadableFile, RequestError, Store, check_vacant
+from relayout.storage.protocols import Closable, ReadableFile, Replaceable, RequestError, Store
 
 _SMALL_NBYTES = 2**20
 """Files up to this size are kept in memory and written whole."""
@@ -157,7 +157,7 @@ class Place:
             request(lambda: self.client.store.delete(list(full)), str(self))
 
 
-def check_output(place: Place, source: Store, marker: str, *, force: bool) -> None:
+def check_output(output: Store, place: Place, source: Store, older: Replaceable, *, force: bool) -> None:
     """See `Store.check_output`."""
     mine, other = f"{place}/", f"{source}/"
     if mine == other:
@@ -168,9 +168,9 @@ def check_output(place: Place, source: Store, marker: str, *, force: bool) -> No
     if place.prefix and place.client.stat(place.prefix) is not None:
         raise PlanError("exists and is not a folder", path=str(place), code="exists")
     names = set(place.names())
-    if names and marker not in names:
-        names -= set(place.published(marker))
-    check_vacant(str(place), marker, is_empty=not names, has_marker=marker in names, force=force)
+    if names and older.marker not in names:
+        names -= set(place.published(older.marker))
+    older.check(output, names, force=force)
 
 
 @contextmanager

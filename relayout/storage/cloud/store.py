@@ -22,6 +22,7 @@ from relayout.storage.protocols import (
     Modes,
     ReadableFile,
     Refusal,
+    Replaceable,
     RequestCost,
     Staging,
     Store,
@@ -130,27 +131,27 @@ class CloudStore:
         FileStat(file.nbytes, file.version).check(self.where(name), nbytes, version)
         return file
 
-    def check_output(self, source: Store, marker: str, *, force: bool) -> None:
+    def check_output(self, source: Store, older: Replaceable, *, force: bool) -> None:
         """See `Store.check_output`."""
         from relayout.storage.cloud import staging
 
-        staging.check_output(self._place(), source, marker, force=force)
+        staging.check_output(self, self._place(), source, older, force=force)
 
     def stage(
-        self, marker: str, *, replace: bool, modes: Modes, shared: str | None = None
+        self, older: Replaceable, *, replace: bool, modes: Modes, shared: str | None = None
     ) -> AbstractContextManager[Staging]:
         """See `Store.stage`."""
         from relayout.storage.cloud import staging
 
-        return staging.staged(self._place(), marker, replace=replace, shared=shared)
+        return staging.staged(self._place(), older.marker, replace=replace, shared=shared)
 
     def stage_part(
-        self, marker: str, shared: str, part: str, *, replace: bool, modes: Modes
+        self, older: Replaceable, shared: str, part: str, *, replace: bool, modes: Modes
     ) -> AbstractContextManager[Staging]:
         """See `Store.stage_part`."""
         from relayout.storage.cloud import staging
 
-        return staging.part_staged(self._place(), marker, shared, part, replace=replace)
+        return staging.part_staged(self._place(), older.marker, shared, part, replace=replace)
 
     def _place(self) -> Place:
         """Where an output is made, if relayout writes there."""

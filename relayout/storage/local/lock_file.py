@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,6 +13,10 @@ from pathlib import Path
 
 from relayout.errors import PlanError
 from relayout.storage.local.open_folder import OpenFolder
+
+_CONTENT = re.compile(rb"[0-9]*\n?")
+_MAX_NBYTES = 32
+"""More than a process id."""
 
 
 def check_owner_is(path: Path, status: os.stat_result, user: int) -> None:
@@ -34,9 +39,13 @@ def locked(parent: OpenFolder, name: str, output: Path) -> Iterator[int]:
     """Hold the lock of an output. Yield this user's id as that file system reports it.
 
     Raises:
-        PlanError: another process holds the lock, or it belongs to another user.
+        PlanError: another process holds the lock, or it belongs to another user, or is no lock.
+        OSError: there can be no lock file. The error names `output`.
     """
-    lock, user = _acquire(parent, name, output)
+    try:
+        lock, user = _acquire(parent, name, output)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(output)) from None
     try:
         yield user
     finally:
@@ -50,8 +59,12 @@ def _acquire(parent: OpenFolder, name: str, output: Path) -> tuple[int, int]:
     while True:
         fd, user = _open_lock(parent, name)
         try:
-            check_owner_is(parent.path / name, os.fstat(fd), user)
+            _check_is_lock(parent.path / name, os.fstat(fd), user)
             _flock(fd, output)
+            if not _CONTENT.fullmatch(os.pread(fd, _MAX_NBYTES, 0)):
+                raise PlanError(
+                    "is no lock of relayout's, and in its way; move it away", path=parent.path / name, code="exists"
+                )
             status = parent.status(name)
             if status is not None and os.path.samestat(status, os.fstat(fd)):
                 with suppress(OSError):  # The process id is only informative; the drive may be full.
@@ -78,14 +91,22 @@ def _open_lock(parent: OpenFolder, name: str) -> tuple[int, int]:
         try:
             status = parent.status(name)
             if status is not None:
-                check_owner_is(parent.path / name, status, user)
-                if not stat.S_ISREG(status.st_mode):
-                    raise PlanError(
-                        "is not a regular file and blocks the lock; remove it", path=parent.path / name, code="exists"
-                    )
+                _check_is_lock(parent.path / name, status, user)
                 return parent.open(name, os.O_RDWR), user
         except FileNotFoundError:
             continue  # Its holder has just removed it.
+
+
+def _check_is_lock(path: Path, status: os.stat_result, user: int) -> None:
+    """Check that a file may be truncated: this user's, regular, and by no other name (hard link) something else.
+
+    Raises:
+        PlanError: it is not.
+    """
+    check_owner_is(path, status, user)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:  # 0: its holder has just removed it.
+        what = "is not a regular file, or it has several names, and blocks the lock; remove it"
+        raise PlanError(what, path=path, code="exists")
 
 
 def user_of_new_files(parent: OpenFolder, name: str) -> int:
@@ -103,7 +124,7 @@ def _flock(fd: int, output: Path) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
+        holder = os.pread(fd, _MAX_NBYTES, 0).decode("ascii", "replace").strip()
         raise PlanError(f"is being written by another relayout (process {holder})", path=output, code="busy") from None
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):

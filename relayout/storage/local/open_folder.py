@@ -6,9 +6,10 @@ renamed and deleted relative to a descriptor, and symbolic links are not followe
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -62,6 +63,36 @@ class OpenFolder(Closable):
             raise
         return fd
 
+    def write(self, name: str, content: bytes, mode: int = 0o666, *, replace: bool = True) -> None:
+        """Write a small file whole: to the drive under a random name, which then becomes `name`.
+
+        Args:
+            replace: whether a regular file of this name, but no link or device, may be replaced.
+
+        Raises:
+            OSError: there is something that may not be replaced, or writing failed; nothing has changed.
+        """
+        partial, made = f".{os.urandom(8).hex()}.partial", []
+        with self._with_path(name):
+            if replace and (status := self.status(name)) is not None and not stat.S_ISREG(status.st_mode):
+                raise FileExistsError(errno.EEXIST, "exists and is not a regular file")
+            try:
+                if not replace:
+                    os.close(self.open(name, os.O_WRONLY | os.O_CREAT, mode))  # Exclusively: the name is ours.
+                    made.append(name)
+                with open(self.open(partial, os.O_WRONLY | os.O_CREAT, mode), "wb") as stream:
+                    made.append(partial)
+                    stream.write(content)
+                    stream.flush()
+                    os.fsync(stream.fileno())
+                os.rename(partial, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+                os.fsync(self.fd)
+            except BaseException:
+                for ours in made:
+                    with suppress(OSError):
+                        os.unlink(ours, dir_fd=self.fd)
+                raise
+
     def _check_own(self, name: str, status: os.stat_result) -> None:
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or status.st_uid != self.owner:
             what = "not a regular file of this folder's owner, or it has several names"
@@ -103,11 +134,14 @@ class OpenFolder(Closable):
         with self._with_path(name):
             os.mkdir(name, mode, dir_fd=self.fd)
 
-    def remove(self, name: str) -> None:
+    def remove(self, name: str, only: Collection[str] | None = None) -> None:
         """Delete an entry, if it exists; a folder recursively, even if it is read-only.
 
+        Args:
+            only: the files below a folder that may be deleted, and with them the folders that hold no others.
+
         Raises:
-            OSError: the entry cannot be deleted.
+            OSError: the entry cannot be deleted, or holds other files than `only`.
         """
         status = self.status(name)
         if status is None:
@@ -118,7 +152,9 @@ class OpenFolder(Closable):
             return
         with self._writable(name) as folder:
             for inside in folder.names():
-                folder.remove(inside)
+                below = only and [one.removeprefix(f"{inside}/") for one in only if one.startswith(f"{inside}/")]
+                if only is None or below or inside in only:
+                    folder.remove(inside, below)
         with self._with_path(name):
             os.rmdir(name, dir_fd=self.fd)
 
@@ -192,6 +228,19 @@ class OpenFolder(Closable):
             if error.errno is None:
                 raise
             raise OSError(error.errno, error.strerror, str(self.path / name)) from None
+
+
+def write_file(path: Path, content: bytes, *, replace: bool = True) -> None:
+    """Write a small file whole; see `OpenFolder.write`. Errors name `path`, never a temporary file.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    try:
+        with OpenFolder(path.parent) as folder:
+            folder.write(path.name, content, replace=replace)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def rename(source: OpenFolder, name: str, target: OpenFolder, new_name: str) -> None:

@@ -8,25 +8,31 @@ refused, and never opened, deleted or reused.
 from __future__ import annotations
 
 import errno
+import json
 import os
+import re
 import stat
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from relayout.errors import FormatError, PlanError
+from relayout.errors import FormatError, PlanError, shown
 from relayout.storage.local.files import InputFile, OutputFile, sync_and_drop_pages, with_path
 from relayout.storage.local.lock_file import check_owner_is, locked
 from relayout.storage.local.open_folder import OpenFolder, exchange, rename, restrict
-from relayout.storage.protocols import Access, Closable, Modes, check_vacant
+from relayout.storage.protocols import Access, Closable, Modes
 
 _TO_CREATE = os.O_RDWR | os.O_CREAT
 FOLDER = "output"
 """In which the output is assembled, in the folder beside it."""
 _SHARED = "shared-"
+_REPLACED = "relayout.replaced"
 _DONE = "done"
 """The complete folder just before it becomes the output; after an exchange, the replaced folder, to be deleted."""
+_OURS = re.compile(r"output|done|probe|occupied|shared-.+|relayout\..+|\..+\.partial", re.DOTALL)
+"""Names in a staging folder: those above, notes, and small files that are being written."""
 _CANNOT_REPLACE = {
     errno.EBUSY: "is a mount point, which cannot be replaced; choose a folder in it with -o",
     errno.EXDEV: "is in a lower layer of an overlay file system and cannot be replaced; choose another folder with -o",
@@ -44,15 +50,14 @@ def recovery_advice(path: Path) -> str:
     return f"; an interrupted replacement left the older folder at {old}: rename it back" if old.is_dir() else ""
 
 
-def check_output(source: Path | None, output: Path, marker: str, *, force: bool) -> None:
-    """Check that an output folder would not destroy other files. Changes nothing.
+def check_place(source: Path | None, output: Path) -> None:
+    """Check that an output can be at this path. Changes nothing.
 
     Args:
         source: the source's path; None if it is not on a file system.
-        marker: a file that a folder must contain to be replaced with `force`.
 
     Raises:
-        PlanError: the output is the source, contains it or is inside it; is not empty; or has no parent folder.
+        PlanError: the output is the source, contains it or is inside it; is no folder; or has no parent folder.
     """
     real_output = output.resolve()
     if source is not None:
@@ -72,8 +77,6 @@ def check_output(source: Path | None, output: Path, marker: str, *, force: bool)
             raise PlanError(what, path=output, code="exists")
         if real_output.is_mount():
             raise PlanError(_CANNOT_REPLACE[errno.EBUSY], path=output, code="exists")
-        is_empty, has_marker = not any(output.iterdir()), (output / marker).is_file()
-        check_vacant(output, marker, is_empty=is_empty, has_marker=has_marker, force=force)
 
 
 def _holds_working_folder(folder: Path) -> bool:
@@ -86,16 +89,14 @@ def _holds_working_folder(folder: Path) -> bool:
 def remove_leftovers(output: Path) -> None:
     """Delete what a process of this user left beside an output if it was killed after its last rename."""
     output = output.resolve()
-    if not output.name or not any(os.path.lexists(name_of(output)) for name_of in (place_of, lock_of, older_folder)):
+    if not output.name or not any(os.path.lexists(name_of(output)) for name_of in (place_of, lock_of)):
         return
-    with (
-        suppress(PlanError, OSError),
-        _locked_parent(output) as (parent, user),
-        open_left(parent, output, user) or _make_new(parent, output, user) as place,
-    ):
-        if place.status(FOLDER) is None and not _shared(place):
-            _collect_replaced(place, parent, output, user)
-            _remove(parent, place)
+    with suppress(PlanError, OSError), _locked_parent(output) as (parent, user):
+        place = open_left(parent, output, user)
+        if place is not None:
+            with place:
+                if place.status(FOLDER) is None and not _shared(place):
+                    _remove(parent, place, output)
 
 
 def check_space(output: Path, nbytes: int) -> None:
@@ -258,36 +259,45 @@ def _apply_umask(place: OpenFolder, modes: Modes) -> Modes:
 
 @contextmanager
 def staging_folder(
-    output: Path, marker: str, *, replace: bool = False, modes: Modes | None = None, shared: str | None = None
+    output: Path,
+    replaced: Callable[[Path], frozenset[str]] | None = None,
+    *,
+    modes: Modes | None = None,
+    shared: str | None = None,
 ) -> Iterator[LocalStaging]:
     """Yield a staging folder beside `output`, which becomes `output` when the block ends.
 
     It may hold files of an earlier attempt; with `shared` it holds those that parts have added, see `Store.stage`. If
-    the block fails, they are deleted unless `is_kept` is set. An existing `output` must be empty or, with `replace`, a
-    folder that relayout wrote.
+    the block fails, they are deleted unless `is_kept` is set. An existing `output` must be empty or, with `replaced`,
+    an older output.
+
+    Args:
+        replaced: returns the files of an older output that may be deleted, or raises PlanError.
 
     Raises:
-        PlanError: another process is writing the same output, the files beside it belong to another user, or `output`
-            cannot be replaced. Nothing was changed.
+        PlanError: another process is writing the same output, the files beside it are not this user's and relayout's,
+            or `output` cannot be replaced. Nothing was changed.
         OSError: writing failed, or something else was created at `output` meanwhile.
     """
     output = output.resolve()
     with _locked_parent(output) as (parent, user):
-        _undo_rename(parent, output, user, replace)
+        _undo_rename(parent, output, user, replaced)
         left = open_left(parent, output, user)
-        with left or _make_new(parent, output, user) as place, _folder_of(place, shared, replace) as inner:
+        with left or _make_new(parent, output, user) as place, _folder_of(place, shared, replaced) as inner:
+            _delete_replaced(parent, place, output)
             staging = LocalStaging(output, inner, modes or Modes())
             try:
                 staging.is_kept = left is not None  # Keep an earlier attempt if the output cannot be replaced.
                 _check_replaceable(place, parent, output)
+                if replaced is not None:
+                    replaced(output)
                 staging.is_kept = shared is not None  # Others may be at work there.
                 yield staging
-                _publish(staging, parent, output, replace=replace and (output / marker).is_file())
-                _collect_replaced(place, parent, output, user)
-                _remove(parent, place)
+                _publish(staging, parent, place, output, frozenset() if replaced is None else replaced(output))
+                _remove(parent, place, output)
             except BaseException as error:
                 if not staging.is_kept:
-                    _remove(parent, place)
+                    _remove(parent, place, output)
                 elif staging.advice is not None:
                     error.add_note(staging.advice)
                 raise
@@ -295,7 +305,7 @@ def staging_folder(
                 staging.folder.close()
 
 
-def _folder_of(place: OpenFolder, shared: str | None, replace: bool) -> OpenFolder:
+def _folder_of(place: OpenFolder, shared: str | None, replaced: Callable[[Path], object] | None) -> OpenFolder:
     """Where an output is assembled: in the folder beside it, or in the one in there that parts share.
 
     Raises:
@@ -307,7 +317,7 @@ def _folder_of(place: OpenFolder, shared: str | None, replace: bool) -> OpenFold
                 place.path.rmdir()  # Only if it is empty.
             raise PlanError("no unit of this conversion is done", path=place.path, code="missing")
         return place.subfolder(shared_folder(shared))
-    if _shared(place) and not replace:
+    if _shared(place) and replaced is None:
         what = "holds units that other processes convert: --commit publishes, --force discards them"
         raise PlanError(what, path=place.path, code="exists")
     return place.subfolder(".")
@@ -354,7 +364,7 @@ def open_left(parent: OpenFolder, output: Path, user: int) -> OpenFolder | None:
     """Open the staging folder of an earlier attempt and make it private; None if there is none.
 
     Raises:
-        PlanError: it belongs to another user.
+        PlanError: it belongs to another user, or relayout did not make it.
     """
     path = place_of(output)
     status = parent.status(path.name)
@@ -362,16 +372,28 @@ def open_left(parent: OpenFolder, output: Path, user: int) -> OpenFolder | None:
         return None
     check_owner_is(path, status, user)
     if not stat.S_ISDIR(status.st_mode):
-        os.unlink(path.name, dir_fd=parent.fd)  # unlink(2) fails if a folder has replaced it.
-        return None
+        raise PlanError("is not a folder of relayout's and in the way; remove it", path=path, code="exists")
     place = parent.subfolder(path.name)
     try:
         check_owner_is(path, os.fstat(place.fd), user)
+        _check_ours(place)
         restrict(place.fd, stat.S_IRWXU)
     except BaseException:
         place.close()
         raise
     return place
+
+
+def _check_ours(place: OpenFolder) -> None:
+    """Prove that all in a staging folder is what relayout puts there, under its names, and so may be deleted.
+
+    Raises:
+        PlanError: there is something else.
+    """
+    for name in place.names():
+        if not _OURS.fullmatch(name):
+            what = f"holds {shown(name)}, which relayout did not put there; move it away"
+            raise PlanError(what, path=place.path, code="exists")
 
 
 def _make_new(parent: OpenFolder, output: Path, user: int) -> OpenFolder:
@@ -382,20 +404,24 @@ def _make_new(parent: OpenFolder, output: Path, user: int) -> OpenFolder:
     return place
 
 
-def _remove(parent: OpenFolder, place: OpenFolder) -> None:
-    """Delete the staging folder, but nothing that has replaced it at its path."""
-    for name in place.names():
-        with suppress(OSError):
-            place.remove(name)
-    with suppress(OSError):
+def _remove(parent: OpenFolder, place: OpenFolder, output: Path) -> None:
+    """Delete the staging folder, but nothing that has replaced it at its path, or that others have put there."""
+    with suppress(OSError, PlanError):
+        _delete_replaced(parent, place, output)
+        _check_ours(place)
+        for name in place.names():
+            with suppress(OSError):
+                place.remove(name)
         os.rmdir(place.path.name, dir_fd=parent.fd)
 
 
-def _undo_rename(parent: OpenFolder, output: Path, user: int, replace: bool) -> None:
+def _undo_rename(
+    parent: OpenFolder, output: Path, user: int, replaced: Callable[[Path], frozenset[str]] | None
+) -> None:
     """Rename an older folder back to `output`, if a process was killed between two renames.
 
     Raises:
-        PlanError: the older folder belongs to another user, or `replace` is not set.
+        PlanError: the older folder belongs to another user, or it is not to be replaced.
     """
     old = older_folder(output)
     status = parent.status(old.name)
@@ -403,8 +429,9 @@ def _undo_rename(parent: OpenFolder, output: Path, user: int, replace: bool) -> 
         return
     check_owner_is(old, status, user)
     if parent.status(output.name) is None:
-        if not replace:
+        if replaced is None:
             raise PlanError(f"is missing{recovery_advice(output)}, or use --force", path=output, code="missing")
+        replaced(old)
         rename(parent, old.name, parent, output.name)
 
 
@@ -443,10 +470,12 @@ def _harmless_errors(output: Path) -> set[int]:
     )
 
 
-def _publish(staging: LocalStaging, parent: OpenFolder, output: Path, *, replace: bool) -> None:
+def _publish(
+    staging: LocalStaging, parent: OpenFolder, place: OpenFolder, output: Path, replaced: frozenset[str]
+) -> None:
     staging.folder.sync()
-    if replace:
-        _replace(staging.place, parent, output)
+    if replaced:
+        _replace(staging.place, parent, place, output, replaced)
     else:
         # Fails if a folder with files in it was created there meanwhile.
         rename(staging.place, FOLDER, parent, output.name)
@@ -456,19 +485,24 @@ def _publish(staging: LocalStaging, parent: OpenFolder, output: Path, *, replace
         os.fsync(parent.fd)
 
 
-def _replace(place: OpenFolder, parent: OpenFolder, output: Path) -> None:
+def _replace(
+    assembly: OpenFolder, parent: OpenFolder, place: OpenFolder, output: Path, replaced: frozenset[str]
+) -> None:
     """Exchange the complete folder with the older output, which is moved to the staging folder."""
-    # Rename it first, so that a later attempt does not mistake the older folder for one to resume.
-    rename(place, FOLDER, place, _DONE)
-    try:
-        with suppress(PermissionError), parent.subfolder(output.name) as older:
+    with parent.subfolder(output.name) as older, assembly.subfolder(FOLDER) as made:
+        record = _Replaced(os.fstat(older.fd).st_ino, os.fstat(made.fd).st_ino, sorted(replaced))
+        with suppress(PermissionError):
             # A folder without write permission cannot be moved to another parent.
             os.fchmod(older.fd, stat.S_IMODE(os.fstat(older.fd).st_mode) | stat.S_IWUSR)
+    place.write(_REPLACED, json.dumps(asdict(record)).encode(), 0o600)
+    # Rename it first, so that a later attempt does not mistake the older folder for one to resume.
+    rename(assembly, FOLDER, place, _DONE)
+    try:
         if not exchange(place, _DONE, parent, output.name):
-            _collect_replaced(place, parent, output, place.owner)
             _replace_in_two_steps(place, parent, output)
     except BaseException:
-        rename(place, _DONE, place, FOLDER)
+        rename(place, _DONE, assembly, FOLDER)
+        place.remove(_REPLACED)
         raise
 
 
@@ -483,10 +517,42 @@ def _replace_in_two_steps(place: OpenFolder, parent: OpenFolder, output: Path) -
         raise
 
 
-def _collect_replaced(place: OpenFolder, parent: OpenFolder, output: Path, user: int) -> None:
-    """Move a replaced folder to the staging folder, which will be deleted."""
-    name = older_folder(output).name
-    status = parent.status(name)
-    if status is not None and status.st_uid == user and parent.status(output.name) is not None:
-        with suppress(OSError):
-            rename(parent, name, place, "old")
+@dataclass(frozen=True, slots=True)
+class _Replaced:
+    """What is noted before an output is replaced: by what proof the older one is deleted, also after a kill."""
+
+    older: int
+    """Its inode."""
+    made: int
+    """The inode of the folder that takes its place."""
+    files: list[str]
+    """The files that its records name."""
+
+
+def _delete_replaced(parent: OpenFolder, place: OpenFolder, output: Path) -> None:
+    """Delete the replaced output: by its inode it is the one of the record, and only files that the record names.
+
+    Raises:
+        PlanError: it holds other files, which stay.
+        OSError: a file cannot be deleted.
+    """
+    text = read_notes(place, _REPLACED)
+    if text is None:
+        return
+    record = _Replaced(**json.loads(text))
+    old = older_folder(output)
+    for folder, path in ((place, place.path / _DONE), (parent, old)):
+        status = folder.status(path.name)
+        if status is None or (path == old and parent.status(output.name) is None):
+            continue
+        if status.st_ino == record.older:
+            try:
+                folder.remove(path.name, record.files)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                what = "holds files that relayout did not write; move them away"
+                raise PlanError(what, path=path, code="exists") from None
+        elif folder is place and status.st_ino != record.made:
+            raise PlanError("is not the folder that was replaced; move it away", path=path, code="exists")
+    place.remove(_REPLACED)

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from relayout.errors import FormatError, did_you_mean
 from relayout.storage.local.files import InputFile, check_regular, read_small, stat_of
 from relayout.storage.local.paths import is_inside, resolve_inside
-from relayout.storage.protocols import LOCAL_COST, Access, Entry, FileStat, Kind, Modes, RequestCost, Store
+from relayout.storage.protocols import (
+    LOCAL_COST,
+    Access,
+    Entry,
+    FileStat,
+    Kind,
+    Modes,
+    Replaceable,
+    RequestCost,
+    Store,
+)
 
 if TYPE_CHECKING:
     from relayout.storage.local.staging import LocalStaging
@@ -71,26 +83,18 @@ class LocalStore:
 
     def walk(self) -> Iterator[Entry]:
         """See `Store.walk`."""
-        yield from self._walk("")
-
-    def _walk(self, prefix: str) -> Iterator[Entry]:
-        with os.scandir(self.folder / prefix) as entries:
-            for entry in entries:
-                name = prefix + entry.name
-                if entry.name.startswith("."):
-                    continue
-                if not _is_utf8(entry.name):
-                    yield Entry(name, "its name is not UTF-8")
-                elif entry.is_dir(follow_symlinks=False):
-                    yield Entry(name, is_folder=True)
-                    yield from self._walk(name + "/")
-                elif entry.is_symlink() and not is_inside(self.folder, self.folder / name):
-                    yield Entry(name, "a link that leads out of the checkpoint")
-                elif not (self.folder / name).is_file():  # Also False for a cycle of links.
-                    what = "a link to a folder, or a broken link" if entry.is_symlink() else "not a regular file"
-                    yield Entry(name, what)
-                else:
-                    yield Entry(name, is_readable=os.access(self.folder / name, os.R_OK))
+        for name, entry in _entries(self.folder):
+            if not _is_utf8(entry.name):
+                yield Entry(name, "its name is not UTF-8")
+            elif entry.is_dir(follow_symlinks=False):
+                yield Entry(name, is_folder=True)
+            elif entry.is_symlink() and not is_inside(self.folder, self.folder / name):
+                yield Entry(name, "a link that leads out of the checkpoint")
+            elif not (self.folder / name).is_file():  # Also False for a cycle of links.
+                what = "a link to a folder, or a broken link" if entry.is_symlink() else "not a regular file"
+                yield Entry(name, what)
+            else:
+                yield Entry(name, is_readable=os.access(self.folder / name, os.R_OK))
 
     def stat(self, name: str) -> FileStat | None:
         """See `Store.stat`."""
@@ -116,28 +120,63 @@ class LocalStore:
     def _resolve(self, name: str) -> Path:
         return self.folder / name if name == self.named else resolve_inside(self.folder, name)
 
-    def check_output(self, source: Store, marker: str, *, force: bool) -> None:
+    def check_output(self, source: Store, older: Replaceable, *, force: bool) -> None:
         """See `Store.check_output`."""
-        from relayout.storage.local.staging import check_output, remove_leftovers
+        from relayout.storage.local.staging import check_place, remove_leftovers
 
         remove_leftovers(self.folder)
-        check_output(source.path(""), self.folder, marker, force=force)
+        check_place(source.path(""), self.folder)
+        _replaced(older, force, self.folder)
 
     def stage(
-        self, marker: str, *, replace: bool, modes: Modes, shared: str | None = None
+        self, older: Replaceable, *, replace: bool, modes: Modes, shared: str | None = None
     ) -> AbstractContextManager[LocalStaging]:
         """See `Store.stage`."""
         from relayout.storage.local.staging import staging_folder
 
-        return staging_folder(self.folder, marker, replace=replace, modes=modes, shared=shared)
+        replaced = partial(_replaced, older, True) if replace else None
+        return staging_folder(self.folder, replaced, modes=modes, shared=shared)
 
     def stage_part(
-        self, marker: str, shared: str, part: str, *, replace: bool, modes: Modes
+        self, older: Replaceable, shared: str, part: str, *, replace: bool, modes: Modes
     ) -> AbstractContextManager[LocalStaging]:
         """See `Store.stage_part`."""
         from relayout.storage.local.parts import staging_part
 
-        return staging_part(self.folder, marker, shared, part, replace=replace, modes=modes)
+        return staging_part(self.folder, older.marker, shared, part, replace=replace, modes=modes)
+
+
+def _entries(folder: Path, *, hidden: bool = False) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """Every entry below a folder, by its relative name; `hidden`: also those whose names begin with a dot.
+
+    Raises:
+        FormatError: folders are nested so deep that their paths cannot be used.
+        OSError: a folder cannot be listed.
+    """
+    pending = [""]
+    while pending:
+        prefix = pending.pop()
+        try:
+            with os.scandir(folder / prefix) as entries:
+                found = [entry for entry in entries if hidden or not entry.name.startswith(".")]
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            raise FormatError("holds folders nested too deep", path=folder, code="limit") from None
+        for entry in found:
+            yield prefix + entry.name, entry
+            if entry.is_dir(follow_symlinks=False) and _is_utf8(entry.name):
+                pending.append(f"{prefix}{entry.name}/")
+
+
+def _replaced(older: Replaceable, force: bool, folder: Path) -> frozenset[str]:
+    """What may be deleted of an output; see `Replaceable.check`."""
+    found = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if force and older.marker in found:  # Else it is refused at once, however large it is.
+        names = {name: entry.is_dir(follow_symlinks=False) for name, entry in _entries(folder, hidden=True)}
+        above = {name.rpartition("/")[0] for name in names}
+        found = {name for name, is_folder in names.items() if not is_folder or name not in above}
+    return older.check(LocalStore(folder), found, force=force)
 
 
 def _is_utf8(name: str) -> bool:

@@ -1,0 +1,212 @@
+"""No command runs code of the folder in which it is started, which may be an untrusted checkpoint."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer.main
+from safetensors.numpy import save_file
+from support.patience import PATIENCE
+
+import relayout
+from relayout.cli import app
+from relayout.core import children
+from relayout.core.children import PIPE, start_child, wait_for_child
+from relayout.errors import PlanError
+from relayout.observe import observation
+
+TRAPS = ["json", "xxhash", "numpy", "torch", "vllm", "relayout/__init__", "sitecustomize", "usercustomize"]
+TRAP = """
+import os
+with open({caught!r}, "a") as file:
+    file.write({name!r} + "\\n")
+raise ImportError("a trap")
+"""
+# As the installed command: the script's own folder comes first, not the working folder.
+MAIN = "from relayout.__main__ import main\nmain()\n"
+# One load of the many that it measures: each is as the first.
+BENCH = """
+from relayout.benchmark import measure
+
+def load_once(*args, true_load=measure.load_together, **options):
+    true_load(*args, **options)
+    raise SystemExit
+
+measure.load_together = load_once
+"""
+WARM = """
+import sys
+from relayout.engines import warming
+warming.start()
+sys.exit(warming._started[0].wait())
+"""
+COMMANDS = {
+    "convert": ["convert", ".", "-o", "../observed", "--tp", "2", "--plan", "vllm"],
+    "plans": ["plans", "--observe", ".", "-o", "../plan.toml"],
+    "inspect": ["inspect", "."],
+    "verify": ["verify", "../out", "--source", "."],
+    "restore": ["restore", "../out", "-o", "../restored"],
+    "doctor": ["doctor", "."],
+    "warm": ["warm", "../out"],
+    "bench": ["bench", ".", "--tp", "2", "--runs", "1", "-y"],
+    "report": ["report", ".", "--tp", "2", "-o", "../page.html"],
+}
+SAYS = {"convert": "vLLM cannot be imported", "plans": "vLLM cannot be imported"}
+"""What the child has said, if vLLM is not installed: it has looked for it."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("place")
+    model = place / "model"
+    model.mkdir()
+    save_file({"model.embed_tokens.weight": np.arange(64, dtype=np.float32).reshape(8, 8)}, model / "model.safetensors")
+    (model / "config.json").write_text('{"model_type": "llama", "num_attention_heads": 2, "hidden_size": 8}')
+    relayout.convert(model, place / "out", tp=2)
+    for name in TRAPS:
+        trap = model / f"{name}.py"
+        trap.parent.mkdir(exist_ok=True)
+        trap.write_text(TRAP.format(caught=str(place / "caught"), name=name))
+    (place / "main.py").write_text(MAIN)
+    (place / "bench.py").write_text(BENCH + MAIN)
+    (place / "warm.py").write_text(WARM)
+    return place
+
+
+def run(place: Path, script: str, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """In the folder of traps, which has also come into the environment by relative names."""
+    return subprocess.run(
+        [sys.executable, str(place / script), *args],
+        cwd=place / "model",
+        env={**os.environ, "PYTHONSTARTUP": "json.py", **environment},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+
+
+def caught(place: Path) -> list[str]:
+    return (place / "caught").read_text().split() if (place / "caught").exists() else []
+
+
+def test_the_traps_are_ones(place: Path) -> None:
+    done = subprocess.run([sys.executable, "-m", "json.tool"], cwd=place / "model", check=False, stderr=PIPE)
+    assert done.returncode != 0
+    assert "json" in caught(place)
+    (place / "caught").unlink()
+
+
+def test_every_command_is_tried() -> None:
+    group: Any = typer.main.get_command(app.app)
+    assert set(COMMANDS) == set(group.commands)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_runs_nothing_of_the_folder_in_which_it_is_started(place: Path, command: str) -> None:
+    done = run(place, "bench.py" if command == "bench" else "main.py", *COMMANDS[command])
+    assert caught(place) == []
+    assert done.returncode == 0 or SAYS[command] in done.stderr, done.stderr
+
+
+def test_what_warms_for_an_engine_runs_nothing_of_the_folder_in_which_it_is_started(place: Path) -> None:
+    done = run(place, "warm.py", RELAYOUT_WARM=str(place / "out"))
+    assert caught(place) == []
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("inherited", [[], ["-I", "-E", "-s"], ["-E"], ["-s"]])
+def test_a_child_is_as_isolated_as_its_parent(inherited: list[str]) -> None:
+    flags = inherited[:1]  # The first means the others.
+    script = "from relayout.core.children import _inherited_flags as flags; print(*flags())"
+    done = subprocess.run([sys.executable, *flags, "-c", script], stdout=PIPE, text=True, check=True)
+    assert done.stdout.split() == inherited
+
+
+def test_a_child_has_the_folders_that_the_environment_names_but_none_that_is_relative_or_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, packages = tmp_path / "here", tmp_path / "packages"
+    here.mkdir()
+    packages.mkdir()
+    (packages / "shows_its_path.py").write_text("import os, sys; print(sys.path, dict(os.environ))")
+    monkeypatch.chdir(here)
+    (tmp_path / "link").symlink_to(here)
+    monkeypatch.setenv("PYTHONPATH", f".::{here}:{tmp_path / 'link'}:sub:{packages}:../here")
+    monkeypatch.setenv("PYTHONSTARTUP", "x.py")
+    child = start_child("shows_its_path", stdout=PIPE)
+    path, _, environment = child.communicate(timeout=PATIENCE)[0].decode().partition("] ")
+    assert str(packages) in path
+    assert str(here) not in path
+    assert "'link'" not in path
+    assert "''" not in path
+    found = ast.literal_eval(environment)
+    assert (found["PYTHONPATH"], found["PYTHONSAFEPATH"]) == (str(packages), "1")
+    assert "PYTHONSTARTUP" not in found
+
+
+def test_only_one_module_starts_children() -> None:
+    root = Path(relayout.__file__).parent
+    files = [path for folder in (root, root.parent / "loader") for path in folder.rglob("*.py")]
+    starters = (
+        "import subprocess",
+        "from subprocess",
+        "sys.executable",
+        "os.system",
+        "os.exec",
+        "os.spawn",
+        "os.popen",
+    )
+    found = {path.relative_to(root).as_posix() for path in files if any(one in path.read_text() for one in starters)}
+    assert found == {"core/children.py"}
+
+
+STUCK = """
+import os, sys, time
+forked = os.fork()
+if forked:
+    with open(os.environ["FORKED"], "w") as file:
+        file.write(str(forked))
+    print("vLLM is imported", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_process_that_observes_and_says_nothing_more_is_ended_with_all_that_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stuck.py").write_text(STUCK)
+    monkeypatch.setenv("FORKED", str(tmp_path / "forked"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    started = []
+
+    def start(module: str, *args: str, **streams: Any) -> children.Child:
+        started.append(start_child("stuck", **streams))
+        return started[0]
+
+    monkeypatch.setattr(observation, "start_child", start)
+    monkeypatch.setattr(observation, "_SILENCE_SECONDS", 1)
+    monkeypatch.setattr(children, "_POLL_SECONDS", 0.05)
+    with pytest.raises(PlanError, match="observes vLLM said nothing for 1 s: vLLM is imported"):
+        observation.run([{}])
+    forked = Path(f"/proc/{(tmp_path / 'forked').read_text()}/stat")
+    assert started[0].returncode == -9
+    assert not forked.exists() or forked.read_text().split()[2] in "ZX"
+
+
+def test_a_child_that_speaks_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "speaks.py").write_text(
+        "import time\nfor n in range(8): print(n, flush=True); time.sleep(0.2)\nexit(3)"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(children, "_POLL_SECONDS", 0.05)
+    log = tmp_path / "log"
+    with log.open("wb") as output:
+        assert wait_for_child(start_child("speaks", stdout=output), log, 1) == 3

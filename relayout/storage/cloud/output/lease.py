@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 
 from relayout.errors import FormatError, PlanError, RelayoutError
+from relayout.storage.cloud import connect
 from relayout.storage.cloud.client import Version
 from relayout.storage.cloud.output import records
 from relayout.storage.cloud.output.place import Place
@@ -30,9 +31,10 @@ REFRESH_SECONDS = 10.0
 """From one refresh to the next."""
 VALID_SECONDS = 20.0
 """A lease that was confirmed so long ago is confirmed again before something is deleted or published."""
-EXPIRY_SECONDS = 150.0
-"""A lease that was seen without a change for so long may be taken over. Longer than `VALID_SECONDS` and the life of a
-request (`connect.RETRY_SECONDS` and a stall) together: what its holder has asked for by then has happened."""
+REQUEST_SECONDS = connect.RETRY_SECONDS + connect.STALL_SECONDS
+"""The longest life of a request: after so long it was carried out, or never will be."""
+EXPIRY_SECONDS = VALID_SECONDS + REQUEST_SECONDS + 2 * REFRESH_SECONDS
+"""A lease that was seen without a change for so long may be taken over: all that its holder asked for has happened."""
 _POLL_SECONDS = 2.0
 _NUM_CONFLICTS = 3
 

@@ -1,8 +1,4 @@
-"""Where an output is made: names of objects and records, what proves whose they are, and the only deletions.
-
-**The rule.** Nothing in the bucket is deleted, aborted or replaced that does not carry our mark or is not named by our
-own record; and who deletes holds the lease of the output, or has itself created what it deletes.
-"""
+"""Where an output is made: names of its objects and records, and what proves whose they are."""
 
 from __future__ import annotations
 
@@ -10,12 +6,12 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from relayout.errors import FormatError, PlanError
 from relayout.storage.cloud.client import BucketClient
 from relayout.storage.cloud.output import records
-from relayout.storage.cloud.output.records import Begun, Proof, Publishing, Record
+from relayout.storage.cloud.output.records import Proof, Publishing, Record
 from relayout.storage.cloud.upload import digest_of
 from relayout.storage.protocols import Replaceable, RequestError, Store
 
@@ -121,58 +117,6 @@ class Place:
                 raise
             return False
         return True
-
-
-class Eraser:
-    """All that deletes objects or aborts uploads of an output."""
-
-    def __init__(self, place: Place, abort: Callable[[str, str], None], check: Callable[[], None]) -> None:
-        """`check` raises if another process has the lease now; it is asked before each request."""
-        self._place = place
-        self._abort = abort
-        self._check = check
-
-    def objects(self, versions: Mapping[str, str]) -> None:
-        """Delete objects of the output that still have the version at which they were proven to be ours."""
-        there = self._place.objects() if versions else {}
-        self._delete([self._place.full(name) for name, version in versions.items() if there.get(name) == version])
-
-    def records(self, names: Iterable[str]) -> None:
-        """Delete records that were read or written by this process."""
-        self._delete([self._place.hidden + name for name in names])
-
-    def uploads(self, begun: Iterable[Begun]) -> None:
-        """Abort uploads that our records name, or that this process has begun."""
-        in_parallel(self._abort_one, begun)
-
-    def _abort_one(self, one: Begun) -> None:
-        self._check()
-        self._abort(self._place.full(one.name), one.upload)
-
-    def attempt(self, *, published: bool) -> None:
-        """Discard all that is recorded, first what claims that something is done; with `published`, also of publishing.
-
-        Raises:
-            FormatError: an object has the name of a record, and is none. Nothing was changed.
-        """
-        place = self._place
-        found = {}
-        for name in place.record_names():
-            kind = records.kind_of(name)
-            if name != records.LEASE and kind is not None and (published or name != records.PUBLISHING):
-                found[name] = kind
-        read: dict[str, Any] = dict(
-            zip(found, in_parallel(lambda name: place.read(name, found[name]), found), strict=True)
-        )
-        begun = {name: one for name, one in read.items() if isinstance(one, Begun)}
-        self.records(read.keys() - begun.keys())
-        self.uploads(begun.values())
-        self.records(begun)
-
-    def _delete(self, full: list[str]) -> None:
-        if full:
-            self._check()
-            self._place.client.delete(full)
 
 
 def check_output(place: Place, source: Store, older: Replaceable, *, force: bool) -> None:

@@ -2,7 +2,7 @@
 
 Until then there is nothing under the output's prefix. What an attempt has begun and completed is recorded under a
 hidden prefix beside it, `.OUT.relayout-partial/` (`records`), and the next attempt goes on from there. Only the holder
-of the output's lease publishes, and discards what others have recorded (`lease`, `place`).
+of the output's lease publishes, and discards what others have recorded (`lease`, `erasing`).
 
 No object is ever overwritten: each is created on condition that there is none. The marker is the last.
 
@@ -25,8 +25,9 @@ from relayout.storage.cloud import connect
 from relayout.storage.cloud.multipart import Outcome, multipart_of
 from relayout.storage.cloud.output import lease as leases
 from relayout.storage.cloud.output import records
+from relayout.storage.cloud.output.erasing import Eraser
 from relayout.storage.cloud.output.lease import Lease
-from relayout.storage.cloud.output.place import Eraser, Place, check_vacant, in_parallel
+from relayout.storage.cloud.output.place import Place, check_vacant, in_parallel
 from relayout.storage.cloud.output.records import Begun, Complete, Notes, Proof, Publishing, Unit
 from relayout.storage.cloud.upload import Upload, digest_of
 from relayout.storage.protocols import Closable, ReadableFile, Replaceable, RequestError

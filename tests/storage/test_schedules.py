@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,11 +14,10 @@ from safetensors.numpy import save_file
 from support.bucket_world import BUCKET, NEVER, Chances, Killed, World, Writer, in_its_time
 from support.s3_server import Object, Request
 
-import relayout
-from relayout.checkpoint.converted import parse_manifest
 from relayout.conversion import jobs
 from relayout.conversion.run import ConversionPlan, plan_conversion
 from relayout.errors import PlanError, RelayoutError
+from relayout.storage.cloud.output import records as record_types
 from relayout.storage.cloud.output import staging
 from relayout.storage.protocols import RequestError
 
@@ -123,9 +123,8 @@ def requests_of(
 
 @pytest.mark.parametrize("older", ["nothing", "an older output"])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("is_done", [False, True], ids=["before", "behind"])
 def test_after_a_kill_at_any_request_the_same_command_goes_on(
-    make: Make, plans: dict[int, tuple[ConversionPlan, Files]], way: str, older: str, is_done: bool
+    make: Make, plans: dict[int, tuple[ConversionPlan, Files]], way: str, older: str
 ) -> None:
     def prepared(writer: Writer) -> None:
         writer.begin()
@@ -141,7 +140,7 @@ def test_after_a_kill_at_any_request_the_same_command_goes_on(
         theirs = strangers(world)
         prepared(writer)
         before = there(world)
-        writer.begin(moment, is_done=is_done)
+        writer.begin(moment)
         with pytest.raises(Killed):
             WAYS[way](writer, plan, force=True)
         found = there(world)
@@ -157,6 +156,112 @@ def test_after_a_kill_at_any_request_the_same_command_goes_on(
         num_orphans += len(orphans(world))
     begun = [one for one in requests if "uploads" in one.query]
     assert num_orphans == len(begun), "only those of a process that ended between their beginning and their record"
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("other", ["the same", "other options", "replaces"])
+def test_a_second_writer_at_any_request_is_told_who_writes_and_changes_nothing(
+    make: Make, plans: dict[int, tuple[ConversionPlan, Files]], way: str, other: str
+) -> None:
+    plan, expected = plans[2]
+    number = len(requests_of(make, WAYS[way], plan, lambda writer: writer.begin()))
+    told = []
+    for moment in range(1, number + 1):
+        world, first = solo(make)
+        second = Writer(world, "machine")
+        world.writers.remove(second)
+        theirs = strangers(world)
+        wholes = [expected, plans[1][1]]
+
+        def come(writer: Writer, request: Request) -> None:
+            if writer is not first or first.num_requests != moment:
+                return
+            world.current = second
+            second.begin()
+            second.pid = 77
+            try:
+                convert(second, plans[2 if other == "the same" else 1][0], force=other == "replaces")
+                told.append("done")
+            except PlanError as error:
+                told.append(error.code)
+            world.current = first
+
+        world.watch = come
+        first.begin()
+        with suppress(PlanError, RequestError):
+            WAYS[way](first, plan)
+        assert there(world) in wholes, moment
+        check_strangers(world, theirs)
+        assert orphans(world) == []
+    assert {"busy", "done"} <= set(told) <= {"busy", "done", "exists"}
+    assert told.count("busy") > (10 if way == "units" else 40)
+
+
+STRANGE = {
+    "no JSON": b"theirs",
+    "no UTF-8": b"\xff{}",
+    "nested": b"[" * 100_000,
+    "a list": b"[]",
+    "null": b"null",
+    "no mark": b"{}",
+    "another kind": b'{"relayout": "Unheard"}',
+    "a field too few": b'{"relayout": KIND}',
+    "a field too many": b'{"relayout": KIND, "more": 1}',
+    "null fields": None,
+}
+
+
+@pytest.mark.parametrize("strange", STRANGE)
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lease",
+        "publishing",
+        "uploads/x",
+        "complete/x",
+        "units/s/unit-0",
+        "unit-uploads/s/x",
+        "notes/relayout.journal/00000000",
+    ],
+)
+def test_what_has_the_name_of_a_record_and_is_none_is_an_error_that_names_it(
+    make: Make, plans: dict[int, tuple[ConversionPlan, Files]], name: str, strange: str, force: bool
+) -> None:
+    kind = record_types.kind_of(name)
+    assert kind is not None
+    content = STRANGE[strange]
+    if content is None:
+        content = json.dumps({"relayout": kind.__name__} | dict.fromkeys(kind.__dataclass_fields__)).encode()
+    content = content.replace(b"KIND", json.dumps(kind.__name__).encode())
+    world, writer = solo(make)
+
+    def kill(writer: Writer, request: Request) -> None:
+        if request.key == "out/relayout.json" and request.method == "PUT":
+            writer.killed_at = writer.num_requests + 1
+
+    world.watch = kill
+    writer.begin()
+    with pytest.raises(Killed):
+        convert(writer, plans[2][0])
+    del world.server.objects[BUCKET, "out/relayout.json"]
+    world.watch = lambda writer, request: None
+    world.server.put(BUCKET, f"{HIDDEN}{name}", content)
+    before = dict(world.server.objects)
+    uploads = dict(world.server.uploads)
+    writer.begin()
+    with pytest.raises(RelayoutError) as caught:
+        convert(writer, plans[2][0], force=force)
+    if name.startswith("unit") and not force:
+        assert "holds units" in str(caught.value)
+    else:
+        assert f"{HIDDEN}{name}: no record of relayout" in str(caught.value)
+        assert "delete this object" in str(caught.value)
+    after = dict(world.server.objects)
+    after.pop((BUCKET, f"{HIDDEN}lease"), None)
+    before.pop((BUCKET, f"{HIDDEN}lease"), None)
+    assert after == before
+    assert world.server.uploads == uploads
 
 
 class Schedule:
@@ -176,7 +281,8 @@ class Schedule:
         self.plans = plans
         self.world = make(seed, chances)
         self.theirs = strangers(self.world)
-        self.done: list[int] = []
+        self.seen: set[int] = set()
+        """Degrees of the whole outputs that have been there."""
         self.told: list[str] = []
         self.disturbed: dict[str, bytes] = {}
         if random.random() < 0.4:
@@ -192,7 +298,7 @@ class Schedule:
             Writer(self.world, machine, self.work).pid = 1000 * (number + 1)
         self.stranger_at = int(random.integers(50, 400)) if random.random() < 0.3 else NEVER
         self.num_requests = 0
-        self.world.watch = self.watch
+        self.world.watch, self.world.changed = self.watch, self.look
 
     def watch(self, writer: Writer, request: Request) -> None:
         """Somebody else writes a file of the output, at some moment, if there is none."""
@@ -222,14 +328,18 @@ class Schedule:
                     return
             else:
                 writer.is_killed = True
-                self.done.append(tp)
                 self.told.append("done")
-                assert self.output() == self.plans[tp][1], "who says that it is done has made all of it"
+                assert tp in self.seen, "who says that it is done has made all of it"
                 return
             writer.wait(float(random.uniform(0, 200)))
 
-    def output(self) -> Files:
-        return {name: blob for name, blob in there(self.world).items() if f"out/{name}" not in self.disturbed}
+    def look(self) -> None:
+        """Where there is a manifest, there is all that it names, at any moment."""
+        if (BUCKET, "out/relayout.json") in self.world.server.objects and "out/relayout.json" not in self.disturbed:
+            found = {name: blob for name, blob in there(self.world).items() if f"out/{name}" not in self.disturbed}
+            whole = [tp for tp, (_, files) in self.plans.items() if files == found]
+            assert whole, f"a manifest, and not all that it names: {sorted(found)}"
+            self.seen.update(whole)
 
     def check(self) -> str:
         """Let the world run; then say what was left, which is whole, or can be gone on with."""
@@ -240,14 +350,8 @@ class Schedule:
             assert world.server.objects[BUCKET, name].content == blob
             del world.server.objects[BUCKET, name]  # They take it away again.
         self.disturbed.clear()
-        if (BUCKET, "out/relayout.json") in world.server.objects:
-            parse_manifest(there(world)["relayout.json"], "relayout.json")
-            found = [tp for tp, (_, files) in self.plans.items() if files == there(world)]
-            assert found, f"a manifest, and not all that it names: {sorted(there(world))}"
-            outcome = "whole"
-        else:
-            assert not self.done or "killed" in self.told or len(self.told) > 1
-            outcome = "none"
+        outcome = "whole" if (BUCKET, "out/relayout.json") in world.server.objects else "none"
+        self.look()
         world.chances, world.watch = Chances(), lambda writer, request: None
         again = Writer(world, "m9")
         world.writers[:] = [again]

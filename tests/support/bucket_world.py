@@ -57,7 +57,7 @@ class Chances:
 class World:
     """A bucket, its time, and those who make requests."""
 
-    def __init__(self, seed: int = 0, chances: Chances = Chances()) -> None:  # noqa: B008
+    def __init__(self, seed: int = 0, chances: Chances = Chances()) -> None:
         self.server = s3_server.Server()
         self.server.server_close()
         self.server.put = self._put  # type: ignore[method-assign]
@@ -69,6 +69,8 @@ class World:
         self.late: list[tuple[float, Request]] = []
         self.watch: Callable[[Writer, Request], None] = lambda writer, request: None
         """Called before each request is answered."""
+        self.changed: Callable[[], None] = lambda: None
+        """Called after each request that may have changed something."""
         self.ended = threading.Event()
 
     def _put(self, bucket: str, key: str, content: bytes) -> s3_server.Object:
@@ -78,7 +80,10 @@ class World:
         return made
 
     def apply(self, request: Request) -> s3_server.Answer:
-        return answer(self.server, request)  # type: ignore[no-any-return,unused-ignore]
+        found = answer(self.server, request)
+        if request.method not in ("GET", "HEAD"):
+            self.changed()
+        return found
 
     def run(self) -> None:
         """Let all writers work until each has ended."""
@@ -145,7 +150,7 @@ class Writer:
         self.turn.acquire()
         try:
             work(self)
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             self.error = error
         self.has_ended = True
         self.world.switch()
@@ -297,7 +302,7 @@ def in_its_time() -> Iterator[Callable[..., World]]:
     """Let the product run in worlds that are made by what this yields."""
     worlds: list[World] = []
 
-    def make(seed: int = 0, chances: Chances = Chances()) -> World:  # noqa: B008
+    def make(seed: int = 0, chances: Chances = Chances()) -> World:
         worlds.append(World(seed, chances))
         return worlds[-1]
 

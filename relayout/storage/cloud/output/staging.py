@@ -44,6 +44,7 @@ def staged(place: Place, older: Replaceable, *, replace: bool, shared: str | Non
     with Lease(place, what) as lease:
         check_vacant(place, older, force=replace)  # Somebody may have published meanwhile.
         staging = CloudStaging(place, older, lease)
+        staging.read_published()
         if shared is None:
             staging.take_over(replace=replace)
         else:
@@ -100,6 +101,8 @@ class CloudStaging:
         """The record that claims a complete file for the next attempt, by the file's name."""
         self._created: set[str] = set()
         """Files whose objects this attempt has created, and nobody else."""
+        self._published = Publishing({}, {})
+        """What is recorded of publishing, by this attempt or an earlier one."""
         self._notes: dict[str, _Notes] = {}
         self._part_notes: dict[str, bytes] = {}
         self._has_begun = False
@@ -109,6 +112,14 @@ class CloudStaging:
     def _check(self) -> None:
         if self._lease is not None:
             self._lease.check()
+
+    def read_published(self) -> None:
+        """Learn what an attempt that ended while it published has created.
+
+        Raises:
+            FormatError: its record is none.
+        """
+        self._published = self._place.read(records.PUBLISHING, Publishing) or self._published
 
     def take_over(self, *, replace: bool) -> None:
         """Learn what an earlier attempt has completed. Changes nothing.
@@ -123,7 +134,8 @@ class CloudStaging:
             what = "holds units that other processes convert: --commit publishes, --force discards them"
             raise PlanError(what, path=str(place), code="exists")
         if units:
-            done = sum(name.startswith(records.UNITS) for name in units)
+            done = len(place.read_all(records.UNITS, Unit))
+            place.read_all(records.UNIT_UPLOADS, Begun)
             what = f"--force discards {done} units that other processes have converted, and what they convert now"
             warnings.warn(f"{place}: {what}", stacklevel=4)
         for name, one in place.read_all(records.COMPLETE, Complete).items():
@@ -343,12 +355,11 @@ class CloudStaging:
         """Delete what is in the way, by proof, and return which files are objects already."""
         place = self._place
         there = place.objects()
-        record = place.read(records.PUBLISHING, Publishing) or Publishing({}, {})
         done = place.proven(made, there)
         if done != made.keys():
             done -= {self._marker}  # It must not be there before all else is.
         left = {name: version for name, version in there.items() if name not in done}
-        old = set() if self._marker in there else place.published(record, left)
+        old = set() if self._marker in there else place.published(self._published, left)
         rest = left.keys() - old
         if replace and self._marker in there and rest:
             old = rest & self._older.check(place.store, there, force=True)
@@ -357,7 +368,8 @@ class CloudStaging:
             raise FileExistsError(errno.EEXIST, "something else has been created here", where)
         # If this process ends now, the next attempt knows what is no output any more, or not yet.
         versions = {name: there[name] for name in old}
-        self.write_record(records.PUBLISHING, Publishing(made, versions))
+        self._published = Publishing(made, versions)
+        self.write_record(records.PUBLISHING, self._published)
         marker = {name: version for name, version in versions.items() if name == self._marker}
         self._erase.objects(marker)
         self._erase.objects({name: version for name, version in versions.items() if name not in marker})
@@ -423,8 +435,7 @@ class CloudStaging:
         there = place.objects()
         if self._marker not in there or self._marker in self._created:
             self._erase.objects({name: there[name] for name in self._created & there.keys()})
-            record = place.read(records.PUBLISHING, Publishing)
-            if record is not None and not (record.made.keys() | record.older) & place.objects().keys():
+            if not (self._published.made.keys() | self._published.older) & place.objects().keys():
                 self._erase.records([records.PUBLISHING])
 
 

@@ -187,9 +187,8 @@ class Writer:
         if self.is_killed:
             raise Killed
         self.num_requests += 1
-        is_last = self.num_requests == self.killed_at
         world.watch(self, request)
-        if is_last:
+        if self.num_requests == self.killed_at:
             self.is_killed = True
             if self.is_done_when_killed:
                 world.apply(request)

@@ -24,7 +24,7 @@ from support.s3_server import Request, answer
 
 from relayout.errors import FormatError, RelayoutError
 from relayout.storage.cloud.client import Body, BucketClient, Version
-from relayout.storage.cloud.multipart import Outcome, Pieces
+from relayout.storage.cloud.multipart import Outcome
 from relayout.storage.cloud.output import lease, place, staging
 from relayout.storage.cloud.output.lease import Lease
 from relayout.storage.cloud.store import CloudStore
@@ -267,9 +267,11 @@ class WorldMultipart:
         body = self._writer.request("POST", name, {"uploads": ""}).body.decode()
         return str(body.partition("<UploadId>")[2].partition("<")[0])
 
-    def send(self, name: str, upload: str, number: int, pieces: Pieces) -> str:
+    def send(self, name: str, upload: str, number: int, pieces: Any) -> str:
         query = {"uploadId": upload, "partNumber": str(number + 1)}
-        found = self._writer.request("PUT", name, query, b"".join(pieces))
+        found = self._writer.request(
+            "PUT", name, query, bytes(pieces) if isinstance(pieces, memoryview) else b"".join(pieces)
+        )
         if found.status != 200:
             raise RequestError(22, "the store refuses the request (HTTP 404, NoSuchUpload)", name, 404)
         return str(found.headers["ETag"])

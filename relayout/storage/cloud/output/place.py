@@ -8,11 +8,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
+from relayout.core.digests import digest_hex
 from relayout.errors import FormatError, PlanError
 from relayout.storage.cloud.client import BucketClient
 from relayout.storage.cloud.output import records
 from relayout.storage.cloud.output.records import Proof, Publishing, Record
-from relayout.storage.cloud.upload import digest_of
 from relayout.storage.protocols import Replaceable, RequestError, Store
 
 _NUM_REQUESTS = 16
@@ -60,7 +60,7 @@ class Place:
         if status is None or status.nbytes != proof.nbytes:
             return False
         first = client.get(full, 0, proof.digest_nbytes, None).content() if proof.digest_nbytes else b""
-        return digest_of([memoryview(first)]) == proof.digest
+        return digest_hex(first) == proof.digest
 
     def proven(self, proofs: Mapping[str, Proof], names: Iterable[str]) -> set[str]:
         """Those of the names whose objects are what was made."""

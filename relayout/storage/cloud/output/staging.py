@@ -29,7 +29,7 @@ from relayout.storage.cloud.output.erasing import Eraser
 from relayout.storage.cloud.output.lease import Lease
 from relayout.storage.cloud.output.place import Place, check_vacant, in_parallel
 from relayout.storage.cloud.output.records import Begun, Complete, Notes, Proof, Publishing, Unit
-from relayout.storage.cloud.upload import Upload, digest_of
+from relayout.storage.cloud.upload import Upload
 from relayout.storage.protocols import Closable, ReadableFile, Replaceable, RequestError
 
 _SMALL_NBYTES = 2**20
@@ -476,7 +476,7 @@ def _claim(name: str) -> str:
 
 
 def _proof_of(content: bytes) -> Proof:
-    return Proof(len(content), digest_of([memoryview(content)]), len(content))
+    return Proof(len(content), digest_hex(content), len(content))
 
 
 def _chained(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:

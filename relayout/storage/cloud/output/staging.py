@@ -48,7 +48,7 @@ def staged(place: Place, older: Replaceable, *, replace: bool, shared: str | Non
         if shared is None:
             staging.take_over(replace=replace)
         else:
-            staging.gather(shared)
+            staging.gather(shared, replace=replace)
         try:
             yield staging
             staging.publish(replace=replace)
@@ -61,6 +61,8 @@ def staged(place: Place, older: Replaceable, *, replace: bool, shared: str | Non
 def part_staged(place: Place, older: Replaceable, shared: str, part: str, *, replace: bool) -> Iterator[CloudStaging]:
     """See `Store.stage_part`."""
     staging = CloudStaging(place, older, None, shared, part)
+    if not replace:
+        staging.refuse_conversion()
     record = f"{records.UNITS}{shared}/{part}"
     found = place.read(record, Unit)
     if found is not None:
@@ -143,12 +145,24 @@ class CloudStaging:
                 raise FormatError("is not the record that its name says", path=f"{place.where_hidden}/{name}")
             self._complete[one.name], self._records[one.name] = one, name
 
-    def gather(self, shared: str) -> None:
+    def refuse_conversion(self) -> None:
+        """Check that no interrupted conversion without units would lose what it has published already.
+
+        Raises:
+            PlanError: it would.
+        """
+        if self._place.record_names(records.COMPLETE):
+            what = "holds an interrupted conversion without units; --force discards it"
+            raise PlanError(what, path=self.where, code="exists")
+
+    def gather(self, shared: str, *, replace: bool) -> None:
         """Take all parts of this name.
 
         Raises:
-            PlanError: there are none.
+            PlanError: there are none; or there is another conversion, and `replace` is not set.
         """
+        if not replace:
+            self.refuse_conversion()
         prefix = f"{records.UNITS}{shared}/"
         found = self._place.read_all(prefix, Unit)
         if not found:

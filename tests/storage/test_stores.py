@@ -403,8 +403,6 @@ STRANGERS = {
 def test_force_touches_nothing_where_there_is_anything_that_the_older_outputs_records_do_not_name(
     there: Ground, stranger: str, when: str
 ) -> None:
-    if there.kind is KINDS["s3"]:
-        pytest.xfail("object stores are not asked for this proof yet")
     source, out = there.store("source"), there.store("out")
     name, says = STRANGERS[stranger]
     there.write(out, **{MARKER: b"ours\nweights"}, weights=b"old")

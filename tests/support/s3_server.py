@@ -68,6 +68,15 @@ class Object:
     content: bytes = field(repr=False)
     etag: str
 
+    @property
+    def generation(self) -> str:
+        """What GCS calls a version."""
+        return str(int(hashlib.md5(self.etag.encode()).hexdigest()[:12], 16))
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"ETag": self.etag, "x-goog-generation": self.generation}
+
 
 class Server(ThreadingHTTPServer):
     """The server; `url` is its endpoint."""
@@ -148,7 +157,7 @@ def _read(server: Server, request: Request) -> Answer:
     found = server.objects.get((request.bucket, request.key))
     if found is None:
         return error(404, "NoSuchKey")
-    return part_of(found.content, found.etag, request)
+    return part_of(found.content, found.etag, request, {"x-goog-generation": found.generation})
 
 
 def part_of(content: bytes, etag: str, request: Request, headers: Mapping[str, str] = MappingProxyType({})) -> Answer:
@@ -176,14 +185,16 @@ def _write(server: Server, request: Request) -> Answer:
         upload[2][int(request.query["partNumber"])] = part
         return Answer(200, headers={"ETag": part.etag})
     refused = _refused(server, request)
-    return refused or Answer(200, headers={"ETag": server.put(request.bucket, request.key, request.body).etag})
+    return refused or Answer(200, headers=server.put(request.bucket, request.key, request.body).headers)
 
 
 def _refused(server: Server, request: Request) -> Answer | None:
     """Why the conditions of a write do not hold."""
     found = server.objects.get((request.bucket, request.key))
-    absent = request.headers.get("if-none-match") == "*" or request.headers.get("x-goog-if-generation-match") == "0"
-    if absent and found is not None:
+    generation = request.headers.get("x-goog-if-generation-match", "")
+    if found is not None and (request.headers.get("if-none-match") == "*" or generation == "0"):
+        return error(412, "PreconditionFailed")
+    if generation not in ("", "0") and (found is None or generation != found.generation):
         return error(412, "PreconditionFailed")
     if "if-match" in request.headers and (found is None or request.headers["if-match"] != found.etag):
         return error(412, "PreconditionFailed")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 from relayout.errors import FormatError
 from relayout.storage.cloud.connect import make_store
@@ -21,6 +22,10 @@ CLOUD_COST = RequestCost(chunk_nbytes=8 * 2**20, max_gap_nbytes=2**20, concurren
 
 _STREAM_NBYTES = 256 * 2**10
 """What is taken at once from a connection: small enough to be copied while it is in the processor's cache."""
+
+
+Version = Mapping[str, str]
+"""What tells a version of an object to the store that shall replace just this one."""
 
 
 class Client(Protocol):
@@ -144,10 +149,57 @@ class BucketClient(ObjectClient):
 
     def names(self, prefix: str) -> Iterator[str]:
         """See `Client.names`."""
+        return (name for name, _ in self.stats(prefix))
+
+    def stats(self, prefix: str) -> Iterator[tuple[str, FileStat]]:
+        """Full names and metadata of the objects below a prefix, all if it is empty."""
         pages = iter(self.store.list(prefix or None))
         while page := request(lambda: next(pages, None), f"{self.root}/{prefix}"):
             for found in page:
-                yield found["path"]
+                yield found["path"], stat_of(found)
+
+    def load(self, name: str, limit: int) -> tuple[bytes, Version] | None:
+        """A small object and its version; None if there is none.
+
+        Raises:
+            FormatError: it is larger than `limit` bytes.
+            RequestError: the request failed.
+        """
+        try:
+            body = self.get(name, 0, None, None)
+        except FormatError as error:
+            if error.code == "missing":
+                return None
+            raise
+        if body.nbytes > limit:
+            raise FormatError(f"{body.nbytes} bytes, limit {limit}", path=f"{self.root}/{name}", code="limit")
+        return body.content(), _version(body.result.meta)
+
+    def put(self, name: str, content: bytes, replaced: Version | Literal[True] | None = True) -> Version:
+        """Write a small object, and return its version.
+
+        Args:
+            replaced: True: whatever there is; None: only if there is none; a version: only in place of this one.
+
+        Raises:
+            FileExistsError: there is another one, or none that could be replaced.
+            RequestError: the request failed. It may have been carried out, or may still be.
+        """
+        where = f"{self.root}/{name}"
+        mode: Any = "overwrite" if replaced is True else replaced or "create"
+        put = partial(self.store.put, name, content, mode=mode, use_multipart=False)
+        try:
+            return _version(request(put, where))
+        except FormatError:
+            raise FileExistsError(errno.EEXIST, "was replaced or deleted by somebody else", where) from None
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Delete objects that exist, or have existed."""
+        request(lambda: self.store.delete(list(names)), self.root)
+
+
+def _version(found: Any) -> Version:
+    return {key: found[key] for key in ("e_tag", "version") if found[key] is not None}
 
 
 def get(store: ObjectStore, name: str, where: str, start: int, end: int | None, version: str | None) -> Body:

@@ -50,6 +50,8 @@ class Outcome(Enum):
     DONE = "done"
     EXISTS = "exists"
     """An object of this name exists. It may be this one: the answer to an earlier request can have been lost."""
+    CONFLICT = "conflict"
+    """The store is busy with a conflicting request: to be asked again."""
     GONE = "gone"
     """There is no such upload (any more): it was completed, or aborted."""
 
@@ -199,7 +201,8 @@ class _XmlMultipart:
         body = memoryview(f"<CompleteMultipartUpload>{''.join(parts)}</CompleteMultipartUpload>".encode())
         headers = {"content-type": "application/xml", **self._if_absent}
         found = self._request("POST", name, {"uploadId": upload}, [body], headers, (200, 404, 409, 412))
-        return {200: Outcome.DONE, 404: Outcome.GONE}.get(found.status, Outcome.EXISTS)
+        outcomes = {200: Outcome.DONE, 404: Outcome.GONE, 409: Outcome.CONFLICT}
+        return outcomes.get(found.status, Outcome.EXISTS)
 
     def abort(self, name: str, upload: str) -> None:
         """See `Multipart.abort`."""

@@ -30,9 +30,9 @@ from relayout.storage.protocols import (
 )
 
 if TYPE_CHECKING:
-    from relayout.storage.cloud.staging import Place
+    from relayout.storage.cloud.output.place import Place
 
-# `staging` is imported where it is used: a load writes nothing.
+# `output` is imported where it is used: a load writes nothing.
 
 _SCHEMES = {"s3a": "s3", "gcs": "gs", "azure": "az", "abfs": "az", "abfss": "az"}
 """Other schemes of the same stores."""
@@ -133,35 +133,38 @@ class CloudStore:
 
     def check_output(self, source: Store, older: Replaceable, *, force: bool) -> None:
         """See `Store.check_output`."""
-        from relayout.storage.cloud import staging
+        from relayout.storage.cloud.output import place
 
-        staging.check_output(self, self._place(), source, older, force=force)
+        place.check_output(self._place(), source, older, force=force)
 
     def stage(
         self, older: Replaceable, *, replace: bool, modes: Modes, shared: str | None = None
     ) -> AbstractContextManager[Staging]:
         """See `Store.stage`."""
-        from relayout.storage.cloud import staging
+        from relayout.storage.cloud.output import staging
 
-        return staging.staged(self._place(), older.marker, replace=replace, shared=shared)
+        return staging.staged(self._place(), older, replace=replace, shared=shared)
 
     def stage_part(
         self, older: Replaceable, shared: str, part: str, *, replace: bool, modes: Modes
     ) -> AbstractContextManager[Staging]:
         """See `Store.stage_part`."""
-        from relayout.storage.cloud import staging
+        from relayout.storage.cloud.output import staging
 
-        return staging.part_staged(self._place(), older.marker, shared, part, replace=replace)
+        return staging.part_staged(self._place(), older, shared, part, replace=replace)
 
     def _place(self) -> Place:
         """Where an output is made, if relayout writes there."""
-        from relayout.storage.cloud.staging import Place
+        from relayout.storage.cloud.output.place import Place
 
         if not isinstance(self.client, BucketClient):
             raise PlanError(
                 "relayout does not write there: name another output with -o", path=str(self), code="unsupported"
             )
-        return Place(self.client, self.prefix)
+        if not self.prefix:
+            what = f"the whole bucket cannot be an output: name a prefix in it with -o, such as {self}/model"
+            raise PlanError(what, path=str(self), code="option")
+        return Place(self.client, self.prefix, self)
 
     def full_name(self, name: str) -> str:
         """A file's object name in the bucket."""

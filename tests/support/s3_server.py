@@ -24,6 +24,7 @@ from xml.sax.saxutils import escape
 
 ACCESS_KEY = "AKIDEXAMPLE"
 SECRET_KEY = "secret-that-nobody-may-see"
+_NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
 _MODIFIED = formatdate(1.7e9, usegmt=True)
 
 
@@ -258,7 +259,8 @@ def _uploads(server: Server, request: Request) -> Answer:
 
 
 def _xml(tag: str, body: str, status: int = 200) -> Answer:
-    text = f'<?xml version="1.0" encoding="UTF-8"?><{tag}>{body}</{tag}>'
+    space = "" if tag == "Error" else f' xmlns="{_NAMESPACE}"'
+    text = f'<?xml version="1.0" encoding="UTF-8"?><{tag}{space}>{body}</{tag}>'
     return Answer(status, text.encode(), {"Content-Type": "application/xml"})
 
 
@@ -292,6 +294,12 @@ class _Handler(BaseHTTPRequestHandler):
         if found.cut is not None:
             time.sleep(found.pause_seconds)
             self.close_connection = True
+
+    def handle_expect_100(self) -> bool:
+        """Say at once that the body may come."""
+        known = super().handle_expect_100()
+        self.wfile.flush()
+        return known
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = handle_any
 

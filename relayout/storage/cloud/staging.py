@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import json
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -25,7 +26,8 @@ from relayout.core.digests import digest_hex
 from relayout.errors import FormatError, PlanError
 from relayout.storage.cloud.client import BucketClient
 from relayout.storage.cloud.failures import request
-from relayout.storage.cloud.multipart import Outcome, multipart_of
+from relayout.storage.cloud.multipart import Outcome
+from relayout.storage.cloud.providers import multipart_of
 from relayout.storage.cloud.upload import Upload, digest_of
 from relayout.storage.protocols import Closable, ReadableFile, RequestError, Store, check_vacant
 
@@ -35,6 +37,9 @@ _NUM_REQUESTS = 16
 """Small requests at the same time."""
 _COMPLETE, _NOTES, _PARTS, _PUBLISHING = "complete/", "notes/", "parts/", "publishing"
 """Names of what is recorded, below the hidden prefix."""
+
+_CONFLICT_DELAYS = (0.2, 0.5, 1.0, 2.0, 4.0, 0.0)
+"""Seconds after each attempt to complete an upload, while others have requests for its name under way."""
 
 _busy: set[str] = set()
 _busy_lock = threading.Lock()
@@ -477,11 +482,18 @@ class CloudStaging:
     def _finish(self, one: _Complete) -> None:
         """Let an upload become an object."""
         full = self._place.full(one.name)
-        outcome = self._multipart.complete(full, one.upload, one.tags)
+        for delay in _CONFLICT_DELAYS:
+            outcome = self._multipart.complete(full, one.upload, one.tags)
+            if outcome is not Outcome.CONFLICT:
+                break
+            time.sleep(delay)
         where = f"{self._place.client.root}/{full}"
         if outcome is not Outcome.DONE and not self._is_object(one):
             if outcome is Outcome.EXISTS:
                 raise FileExistsError(errno.EEXIST, "another object has been created here", where)
+            if outcome is Outcome.CONFLICT:
+                what = "other requests for it are under way, again and again: the same command goes on from here"
+                raise RequestError(errno.EAGAIN, what, where)
             self.is_kept = False
             what = "its upload is gone: another process, or a rule of the bucket, has aborted it; convert again"
             raise RequestError(errno.EIO, what, where)
@@ -502,7 +514,7 @@ class CloudStaging:
         if status is None or status.nbytes != one.nbytes:
             return False
         first = client.get(full, 0, one.proof_nbytes, None).content()
-        return digest_of([memoryview(first)]) == one.proof
+        return digest_of(first) == one.proof
 
     def give_up(self, error: BaseException) -> None:
         """Delete what the next attempt cannot use; of what it can, nothing if it shall not be kept."""

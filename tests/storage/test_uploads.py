@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import numpy as np
@@ -34,7 +35,7 @@ from support.s3_server import Request, Server
 import relayout
 from relayout.conversion.jobs import UnitJob, commit_jobs, run_job, unit_jobs
 from relayout.errors import FormatError, PlanError
-from relayout.storage.cloud import connect, multipart, upload
+from relayout.storage.cloud import connect, multipart, staging, upload
 from relayout.storage.cloud.client import BucketClient
 from relayout.storage.cloud.multipart import Outcome
 from relayout.storage.cloud.providers import multipart_of
@@ -223,6 +224,7 @@ def harmless(server: Server) -> dict[str, Interference]:
     return {
         "503 for a while": refused(is_part, 503, "SlowDown", times=4),
         "500 for a completion": refused(is_completion, 500, "InternalError", times=2),
+        "a conflict with another request": refused(is_completion, 409, "ConditionalRequestConflict", times=2),
         "an error behind a good status": failing_late(is_completion, times=2),
         "a part that gets lost": dropped(is_part, times=3),
         "a completion that gets lost": dropped(is_completion, times=2),
@@ -266,6 +268,21 @@ def test_a_stall_that_does_not_end_is_an_error_in_time(server: Server, monkeypat
         convert(threads=1)
     server.interfere = lambda request: None
     assert there(server) == {}
+
+
+def test_a_conflict_that_does_not_end_leaves_what_was_sent_for_the_next_attempt(
+    server: Server, expected: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "_CONFLICT_DELAYS", (0.01, 0.0))
+    server.interfere = refused(is_completion, 409, "ConditionalRequestConflict", times=1000)
+    with pytest.raises(OSError, match=r"other requests for it are under way, again and again.*s3://models/out/"):
+        convert()
+    server.interfere = lambda request: None
+    before = len(server.requests)
+    convert()
+    assert {one.key for one in server.requests[before:] if is_part(one)} == {"out/tokenizer.json"}
+    assert there(server) == expected
+    assert nothing_is_left(server)
 
 
 def test_an_upload_that_somebody_aborts_is_an_error(server: Server) -> None:
@@ -501,6 +518,25 @@ def test_writes_in_any_order_make_whole_parts(monkeypatch: pytest.MonkeyPatch, n
     assert b"".join(kept.parts[number] for number in sorted(kept.parts)) == blob
     assert {len(part) for part in list(kept.parts.values())[:-1]} <= {MIB, nbytes % MIB}
     assert file.tags() == [f"tag {number}" for number in sorted(kept.parts)]
+    assert not file._parts, "what was sent takes no memory"
+
+
+def test_threads_that_fill_one_part_together_lose_no_byte_and_send_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upload, "PART_NBYTES", MIB)
+    blob = np.random.default_rng(5).integers(0, 256, 4 * MIB, np.uint8).tobytes()
+    extents = [(start, start + 1024) for start in range(0, len(blob), 1024)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(3):
+            kept = Kept()
+            file = Upload(kept, "x", "s3://b/x", len(blob))
+            with ThreadPoolExecutor(8) as pool:
+                list(pool.map(lambda one: file.write(one[0], memoryview(blob[one[0] : one[1]])), extents))  # noqa: B023
+            assert sorted(kept.order) == [0, 1, 2, 3]
+            assert b"".join(kept.parts[number] for number in range(4)) == blob
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_parts_grow_with_the_file_as_providers_take_ten_thousand() -> None:

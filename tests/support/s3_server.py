@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -93,7 +94,7 @@ class Server(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
+        return f"http{'s' * isinstance(self.socket, ssl.SSLSocket)}://127.0.0.1:{self.server_address[1]}"
 
     @property
     def sent_nbytes(self) -> int:
@@ -308,9 +309,11 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def running() -> Iterator[Server]:
+def running(tls: ssl.SSLContext | None = None) -> Iterator[Server]:
     """A server that runs until the end of the block."""
     with Server() as server:
+        if tls is not None:
+            server.socket = tls.wrap_socket(server.socket, server_side=True)
         thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
         thread.start()
         try:

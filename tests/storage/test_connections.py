@@ -314,3 +314,50 @@ def test_settings_that_mean_nothing_are_refused(
     monkeypatch.setenv(name, value)
     with pytest.raises(PlanError, match=f"{name}={value}: {message}"):
         find_store("s3://models/x")
+
+
+@pytest.mark.parametrize(("provider", "extra"), [("s3", "s3"), ("gs", "gcs"), ("az", "azure")])
+def test_a_client_that_is_missing_is_named_with_its_extra(
+    server: Server, monkeypatch: pytest.MonkeyPatch, provider: str, extra: str
+) -> None:
+    known = connect.find_spec
+    monkeypatch.setattr(connect, "find_spec", lambda name: known(name) if name == "obstore" else None)
+    with pytest.raises(PlanError, match=f"which is not installed: install it, or relayout with the extra '{extra}'"):
+        uploads(provider)
+
+
+def test_buckets_in_host_names_are_so_for_reads_and_uploads(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    reach(monkeypatch, "http://models.store.invalid")
+    monkeypatch.setenv("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "true")
+    monkeypatch.setenv("AWS_PROXY_URL", server.url)
+    server.put("x", "a.txt", b"hello")  # The proxy sees no bucket in the path.
+    assert find_store("s3://models/x").read("a.txt", 100) == b"hello"
+    send("s3")
+    assert {one.headers["host"] for one in server.requests} == {"models.store.invalid"}
+    assert {(one.bucket, one.key) for one in server.requests} == {("x", "a.txt"), ("x", "y")}
+
+
+def test_a_profile_has_endpoint_region_and_credentials_of_reads_and_uploads(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = f"endpoint_url = {server.url}\nregion = eu-north-1\n"
+    keys = f"aws_access_key_id = {s3_server.ACCESS_KEY}\naws_secret_access_key = {s3_server.SECRET_KEY}\n"
+    (tmp_path / "config").write_text(f"[profile work]\n{place}{keys}")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL", "AWS_REGION", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_PROFILE", "work")
+    server.put("models", "x/a.txt", b"hello")
+    assert find_store("s3://models/x").read("a.txt", 100) == b"hello"
+    send("s3")
+    signed = {one.headers["authorization"].partition("/s3/")[0].partition("/")[::2] for one in server.requests}
+    assert {key for key, _ in signed} == {f"AWS4-HMAC-SHA256 Credential={s3_server.ACCESS_KEY}"}
+    assert {scope.partition("/")[2] for _, scope in signed} == {"eu-north-1"}
+
+
+def test_a_signature_of_azure_is_enough_to_upload(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_KEY")
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", "?sv=2022-11-02&sig=a%2Bsignature")
+    server.interfere = with_azure(lambda request: None)
+    send("az")
+    assert server.requests[-1].query["sig"] == "a+signature"

@@ -67,14 +67,14 @@ class Multipart(Protocol):
 class Failure:
     """What a provider's client says of a request that failed."""
 
-    status: int | None
+    status: int | None = None
     """Of the answer; None: there was none."""
-    code: str
+    code: str = ""
     """The server's name of the error."""
-    text: str
-    """The client's own words, which may have URLs and secrets: they are looked into, and never shown."""
     retry_after: str = ""
     """The server's wish, in seconds."""
+    text: str = ""
+    """The client's own words, which may have URLs and secrets: they are looked into, and never shown."""
     is_final: bool = False
     """Whether the same request would fail again: no request was made, or the answer cannot be read."""
 

@@ -37,7 +37,7 @@ import relayout
 from relayout.clusters import on_ray
 from relayout.conversion.jobs import run_job, unit_jobs
 from relayout.storage.cloud.client import BucketClient
-from relayout.storage.cloud.multipart import multipart_of
+from relayout.storage.cloud.providers import multipart_of
 from relayout.storage.cloud.store import CloudStore
 from relayout.storage.stores import find_store
 

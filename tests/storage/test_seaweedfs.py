@@ -13,7 +13,7 @@ from support import seaweedfs
 import relayout
 
 pytest.importorskip("obstore", reason="the client of object stores")
-pytest.importorskip("urllib3", reason="sends parts of uploads")
+pytest.importorskip("boto3", reason="sends parts of uploads")
 
 
 @pytest.mark.skipif(seaweedfs.absence() is not None, reason=f"{seaweedfs.absence()}")

@@ -287,9 +287,6 @@ class WorldMultipart:
     def abort(self, name: str, upload: str) -> None:
         self._writer.request("DELETE", name, {"uploadId": upload})
 
-    def unfinished(self, prefix: str) -> Iterator[tuple[str, str]]:
-        raise AssertionError("uploads of others are nobody's business")
-
 
 class _Serial(ThreadPoolExecutor):
     """Does everything at once, one after the other."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,7 @@ from xml.sax.saxutils import escape
 
 ACCESS_KEY = "AKIDEXAMPLE"
 SECRET_KEY = "secret-that-nobody-may-see"
+_NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
 _MODIFIED = formatdate(1.7e9, usegmt=True)
 
 
@@ -101,7 +103,7 @@ class Server(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
+        return f"http{'s' * isinstance(self.socket, ssl.SSLSocket)}://127.0.0.1:{self.server_address[1]}"
 
     @property
     def sent_nbytes(self) -> int:
@@ -269,7 +271,8 @@ def _uploads(server: Server, request: Request) -> Answer:
 
 
 def _xml(tag: str, body: str, status: int = 200) -> Answer:
-    text = f'<?xml version="1.0" encoding="UTF-8"?><{tag}>{body}</{tag}>'
+    space = "" if tag == "Error" else f' xmlns="{_NAMESPACE}"'
+    text = f'<?xml version="1.0" encoding="UTF-8"?><{tag}{space}>{body}</{tag}>'
     return Answer(status, text.encode(), {"Content-Type": "application/xml"})
 
 
@@ -304,6 +307,12 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(found.pause_seconds)
             self.close_connection = True
 
+    def handle_expect_100(self) -> bool:
+        """Say at once that the body may come."""
+        known = super().handle_expect_100()
+        self.wfile.flush()
+        return known
+
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = handle_any
 
     def log_message(self, format: str, *args: object) -> None:
@@ -311,9 +320,11 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def running() -> Iterator[Server]:
+def running(tls: ssl.SSLContext | None = None) -> Iterator[Server]:
     """A server that runs until the end of the block."""
     with Server() as server:
+        if tls is not None:
+            server.socket = tls.wrap_socket(server.socket, server_side=True)
         thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
         thread.start()
         try:

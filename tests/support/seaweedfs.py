@@ -17,9 +17,7 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 
-from relayout.storage.cloud.signing import Keys, signed_headers
-
-KEYS = Keys("relayout-tests", "a-secret-of-tests-only")
+ACCESS_KEY, SECRET_KEY = "relayout-tests", "a-secret-of-tests-only"
 REGION = "us-east-1"
 METRICS = "RELAYOUT_TEST_METRICS"
 """The variable that has the URL of the counters of a server that a test has not started."""
@@ -41,8 +39,8 @@ class SeaweedFS:
     def environment(self) -> dict[str, str]:
         """The variables by which any client of S3 finds the server."""
         return {
-            "AWS_ACCESS_KEY_ID": KEYS.access_key,
-            "AWS_SECRET_ACCESS_KEY": KEYS.secret_key,
+            "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
             "AWS_REGION": REGION,
             "AWS_ENDPOINT_URL": self.url,
             "AWS_ALLOW_HTTP": "true",
@@ -80,7 +78,13 @@ class SeaweedFS:
 
     def _request(self, method: str, path: str, body: bytes = b"") -> None:
         url = f"{self.url}/{path}"
-        headers = signed_headers(method, url, REGION, KEYS)
+        from botocore.auth import S3SigV4Auth
+        from botocore.awsrequest import AWSRequest
+        from botocore.credentials import Credentials
+
+        signed = AWSRequest(method, url, data=body)
+        S3SigV4Auth(Credentials(ACCESS_KEY, SECRET_KEY), "s3", REGION).add_auth(signed)
+        headers = dict(signed.headers.items())
         request = urllib.request.Request(url, data=body or None, method=method, headers=headers)
         with _open(request):
             pass
@@ -102,7 +106,7 @@ def absence() -> str | None:
 def running(folder: Path, *, program: str = "weed") -> Iterator[SeaweedFS]:
     """A server with its data in a folder. It is killed at the end: it takes more than 10 s to stop by itself."""
     (folder / "data").mkdir(parents=True)
-    keys = [{"accessKey": KEYS.access_key, "secretKey": KEYS.secret_key}]
+    keys = [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}]
     identity = {"name": "tests", "credentials": keys, "actions": ["Admin", "Read", "Write", "List", "Tagging"]}
     (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
     names = ("master", "volume", "filer", "s3")

@@ -133,6 +133,8 @@ def ground(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     monkeypatch.setitem(stores.REGISTRY, "toy", toy_store.offer)
     if name in ("s3", "web"):
         pytest.importorskip("obstore", reason="the client of object stores")
+        if name == "s3":
+            pytest.importorskip("boto3", reason="sends parts of uploads")
         for variable, value in s3_server.environment(s3_server.shared()).items():
             monkeypatch.setenv(variable, value)
     yield Ground(KINDS[name], KINDS[name].place(folder))

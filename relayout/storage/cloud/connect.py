@@ -1,23 +1,28 @@
-"""Connections: obstore's client for a URL, with the environment's credentials, endpoint and options, and time-outs.
+"""Connections: how stores are reached, which is the same for reads (obstore) and for uploads (the providers' clients).
 
-Each provider's variables are those of its own tools, which obstore reads; for S3, `~/.aws` counts if boto3 is
-installed. STORES.md lists them.
+Each provider's variables are those of its own tools; for S3, `~/.aws` counts if boto3 is installed. STORES.md lists
+them.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import ssl
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
+from urllib.request import proxy_bypass_environment  # type: ignore[attr-defined]
 
 from relayout.errors import PlanError
 from relayout.storage.cloud.failures import first_line
 
 if TYPE_CHECKING:
+    from boto3.session import Session
     from obstore.store import ObjectStore
 
 STALL_SECONDS = 20.0
@@ -28,18 +33,14 @@ _MAX_RETRIES = 8
 
 _PREFIXES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
 """Of the variables of each provider, by the scheme of its URLs."""
-_CLIENT_OPTIONS = (
-    "allow_http",
-    "allow_invalid_certificates",
-    "connect_timeout",
-    "proxy_ca_certificate",
-    "proxy_excludes",
-    "proxy_url",
-    "read_timeout",
-)
-"""Options of the HTTP client that are read from such variables."""
-_ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT")
+_ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "gs": ("GOOGLE_BASE_URL",),
+    "az": ("AZURE_STORAGE_ENDPOINT",),
+}
 _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]*)?) ?(ms|s|m)?")
+_UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0}
 
 
 def require(module: str, what: str, extra: str = "cloud") -> None:
@@ -48,7 +49,11 @@ def require(module: str, what: str, extra: str = "cloud") -> None:
     Raises:
         PlanError: it is not; `what` needs it.
     """
-    if find_spec(module) is None:
+    try:
+        is_there = find_spec(module) is not None
+    except ModuleNotFoundError:  # Nor is the package that it is in.
+        is_there = False
+    if not is_there:
         raise PlanError(
             f"needs the package {module}, which is not installed: install it, or relayout with the extra {extra!r}",
             path=what,
@@ -70,7 +75,7 @@ def make_store(root: str, headers: Mapping[str, str] | None = None) -> ObjectSto
     from obstore.store import HTTPStore, from_url
 
     scheme = urlsplit(root).scheme
-    settings = _s3_settings() if scheme == "s3" else {}
+    settings = s3_settings().for_obstore() if scheme == "s3" else {}
     options: Any = _client_options(scheme, settings.get("endpoint"))
     if headers:
         options["default_headers"] = dict(headers)
@@ -83,51 +88,148 @@ def make_store(root: str, headers: Mapping[str, str] | None = None) -> ObjectSto
         raise PlanError(f"cannot be used: {first_line(error)}", path=root, code="option") from None
 
 
-def _client_options(scheme: str, endpoint: str | None) -> dict[str, Any]:
-    """Options given in code replace all of those that obstore finds in the environment: so these are read here."""
+@dataclass(frozen=True, slots=True, repr=False)
+class Reach:
+    """How servers are reached, whatever client does it. It may have a proxy's password, and is not shown."""
+
+    connect_seconds: float
+    stall_seconds: float
+    proxy: str | None
+    """URL; None: that of `HTTP_PROXY`, `HTTPS_PROXY` and `NO_PROXY`, if any."""
+    proxy_excludes: str | None
+    """Names of hosts that are reached without the proxy, with commas between them."""
+    certificates: str | None
+    """A file of certificates that is named for this provider; None: those of the system, or of SSL_CERT_FILE."""
+    any_certificate: bool
+
+    def proxies(self, url: str) -> dict[str, str] | None:
+        """The proxies for a URL, by scheme; None: those that the environment says."""
+        if self.proxy is None:
+            return None
+        host = urlsplit(url).netloc.rpartition("@")[2]
+        if proxy_bypass_environment(host, {"no": self.proxy_excludes or ""}):
+            return {}
+        return {"http": self.proxy, "https": self.proxy}
+
+    @property
+    def verify(self) -> bool | str:
+        """What botocore and requests want to know of certificates. They have their own, and do not ask the system's."""
+        return not self.any_certificate and (self.certificates or ssl.get_default_verify_paths().cafile or True)
+
+
+def reach_of(scheme: str) -> Reach:
+    """What the environment says for URLs of this scheme.
+
+    Raises:
+        PlanError: a variable has no such value, or names a file that cannot be read.
+    """
     prefix = _PREFIXES.get(scheme, "HTTP")
+
+    def value(name: str) -> str | None:
+        return os.environ.get(f"{prefix}_{name}") or None
+
+    certificates = value("CA_BUNDLE")
+    if certificates is not None and not os.access(certificates, os.R_OK):
+        raise PlanError("the file cannot be read", path=f"{prefix}_CA_BUNDLE={certificates}", code="option")
+    return Reach(
+        connect_seconds=_seconds(f"{prefix}_CONNECT_TIMEOUT", 5.0),
+        stall_seconds=_seconds(f"{prefix}_READ_TIMEOUT", STALL_SECONDS),
+        proxy=value("PROXY_URL"),
+        proxy_excludes=value("PROXY_EXCLUDES"),
+        certificates=certificates,
+        any_certificate=is_set(f"{prefix}_ALLOW_INVALID_CERTIFICATES"),
+    )
+
+
+def _seconds(name: str, default: float) -> float:
+    value = os.environ.get(name)
+    if not value:
+        return default
+    found = _DURATION.fullmatch(value)
+    if found is None:
+        raise PlanError("expected seconds, as 20 or 20s", path=f"{name}={value}", code="option")
+    return float(found[1]) * _UNITS[found[2] or "s"]
+
+
+def is_set(name: str) -> bool:
+    """Whether a variable says yes."""
+    return os.environ.get(name, "").lower() in ("1", "true", "yes", "on")
+
+
+def endpoint_of(scheme: str) -> str | None:
+    """The endpoint that the environment names."""
+    return next((value for name in _ENDPOINTS.get(scheme, ()) if (value := os.environ.get(name))), None)
+
+
+def _client_options(scheme: str, endpoint: str | None) -> dict[str, Any]:
+    """For obstore. Options given in code replace all of those that it finds in the environment."""
+    reach = reach_of(scheme)
     options: dict[str, Any] = {
-        "read_timeout": timedelta(seconds=STALL_SECONDS),
+        "connect_timeout": timedelta(seconds=reach.connect_seconds),
+        "read_timeout": timedelta(seconds=reach.stall_seconds),
         "timeout": timedelta(hours=24),  # An answer may take as long as it likes while bytes arrive.
     }
-    for name in _CLIENT_OPTIONS:
-        if value := os.environ.get(f"{prefix}_{name.upper()}"):
-            options[name] = value
-    endpoints = [endpoint, *(os.environ.get(name) for name in (*_ENDPOINTS, "AZURE_STORAGE_ENDPOINT"))]
-    if scheme == "http" or any(one is not None and one.startswith("http://") for one in endpoints):
-        options["allow_http"] = True  # It was asked for by name.
+    if reach.any_certificate:
+        options["allow_invalid_certificates"] = True
+    if reach.certificates is not None:
+        options["root_certificate"] = Path(reach.certificates).read_bytes()
+    if reach.proxy is not None:
+        options["proxy_url"] = reach.proxy
+    if reach.proxy_excludes is not None:
+        options["proxy_excludes"] = reach.proxy_excludes
+    is_named = any((one or "").startswith("http:") for one in (f"{scheme}:", endpoint, endpoint_of(scheme)))
+    if is_named or is_set(f"{_PREFIXES.get(scheme, 'HTTP')}_ALLOW_HTTP"):
+        options["allow_http"] = True
     return options
 
 
-def _s3_settings() -> dict[str, Any]:
-    """Settings of S3: payloads, and the credentials, endpoint and region of a profile.
+@dataclass(frozen=True, slots=True, repr=False)
+class S3Settings:
+    """Where S3 is, and whose credentials count."""
+
+    endpoint: str | None
+    region: str | None
+    profile: Session | None
+    """A session of boto3 with a profile's credentials; None: those of the environment, or of a role."""
+
+    def for_obstore(self) -> dict[str, Any]:
+        """Arguments for obstore, without what is not set."""
+        settings: dict[str, Any] = {"unsigned_payload": True}  # The transport proves it; hashing takes 1 to 2 s/GB.
+        if self.endpoint is not None:
+            settings["endpoint"] = self.endpoint
+        if self.region is not None:
+            settings["region"] = self.region
+        if self.profile is not None:
+            from obstore.auth.boto3 import Boto3CredentialProvider
+
+            settings["credential_provider"] = Boto3CredentialProvider(self.profile)
+        return settings
+
+
+def s3_settings() -> S3Settings:
+    """What the environment, or a profile, says of S3.
 
     Raises:
         PlanError: AWS_PROFILE is set, and boto3 is missing or knows no such profile.
     """
-    settings: dict[str, Any] = {"unsigned_payload": True}  # The transport proves it; hashing takes 1 to 2 s/GB.
+    endpoint = endpoint_of("s3")
+    region = next((value for name in _REGIONS if (value := os.environ.get(name))), None)
     profile = os.environ.get("AWS_PROFILE")
     if profile:
-        require("boto3", f"AWS_PROFILE={profile}")
+        require("boto3", f"AWS_PROFILE={profile}", "s3")
     elif {"AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE"} & set(os.environ) or not _has_profiles():
-        return settings
+        return S3Settings(endpoint, region, None)
     from boto3.session import Session
     from botocore.exceptions import BotoCoreError
-    from obstore.auth.boto3 import Boto3CredentialProvider
 
     try:
         session = Session()
         found = session._session.get_scoped_config()
         if session.get_credentials() is None:
-            return settings
-        settings["credential_provider"] = Boto3CredentialProvider(session)
+            return S3Settings(endpoint, region, None)
     except BotoCoreError as error:
         raise PlanError(f"cannot be used: {error}", path=f"AWS_PROFILE={profile}", code="option") from None
-    if "endpoint_url" in found and not any(name in os.environ for name in _ENDPOINTS):
-        settings["endpoint"] = found["endpoint_url"]
-    if "region" in found and not any(name in os.environ for name in _REGIONS):
-        settings["region"] = found["region"]
-    return settings
+    return S3Settings(endpoint or found.get("endpoint_url"), region or found.get("region"), session)
 
 
 def _has_profiles() -> bool:

@@ -19,7 +19,13 @@ Answer = TypeVar("Answer")
 
 _STATUS = re.compile(r"status code: ([0-9]{3})")
 _CODE = re.compile(r"<Code>([A-Za-z.]{1,60})</Code>")
-_MISSING = re.compile(r"Missing\w+|169\.254\.|metadata\.google|CredentialsNotLoaded|[Uu]nable to locate credentials")
+_MISSING = re.compile(
+    r"Missing\w+|169\.254\.|metadata\.google|CredentialsNotLoaded|[Uu]nable to locate credentials"
+    r"|CredentialsError|CredentialRetrieval|RefreshError|ClientAuthenticationError"
+)
+_CERTIFICATE = re.compile(r"CERTIFICATE_VERIFY_FAILED|InvalidCertificate|invalid peer certificate")
+_PROXY = re.compile(r"ProxyError|ProxyConnectionError|[Tt]unnel")
+_UNREADABLE = re.compile(r"ResponseParserError|ParseError|DecodeError")
 
 _used_by: int | None = None
 """The process in which obstore's threads are. A forked child has none of them: a request there would wait forever."""
@@ -37,7 +43,7 @@ def request(call: Callable[[], Answer], where: str, part: tuple[int, int] | None
         FileExistsError: it exists, and must not.
         RequestError: the request failed; or this process was forked after it had made requests.
     """
-    _check_process(where)
+    check_process(where)
     from obstore import exceptions
 
     failure: Exception
@@ -66,7 +72,12 @@ def first_line(error: BaseException) -> str:
     return re.sub(r"[a-z0-9+]+://\S+", "URL", lines[0])[:200]
 
 
-def _check_process(where: str) -> None:
+def check_process(where: str) -> None:
+    """Check that this process was not forked after its parent had used a store.
+
+    Raises:
+        RequestError: it was.
+    """
     global _used_by
     if _used_by is None:
         _used_by = os.getpid()
@@ -76,6 +87,11 @@ def _check_process(where: str) -> None:
             " Start processes by spawn (vLLM: VLLM_WORKER_MULTIPROCESSING_METHOD=spawn)"
         )
         raise RequestError(errno.ENOTSUP, what, where)
+
+
+def is_untrusted(text: str) -> bool:
+    """Whether an error's text says that a certificate was refused."""
+    return _CERTIFICATE.search(text) is not None
 
 
 def request_error(text: str, where: str, part: tuple[int, int] | None = None) -> RequestError:
@@ -90,12 +106,18 @@ def request_error(text: str, where: str, part: tuple[int, int] | None = None) ->
 
 def _meaning(text: str, status: int | None) -> tuple[int, str]:
     """The system's number of an error, and what happened and what to do."""
+    if "RequestTimeTooSkewed" in text:
+        return errno.EACCES, "this machine's clock is wrong by many minutes, so that signatures are refused: set it"
+    if "NoSuchUpload" in text:
+        return errno.EIO, "its upload is gone: another process, or a rule of the bucket, has aborted it; convert again"
     match status:
         case 401 | 403:
             return errno.EACCES, (
                 "access is denied: check that the credentials are right, not expired, and may read or write it"
                 " (a store that may not be listed also says so of what does not exist)"
             )
+        case 407:
+            return errno.EACCES, "the proxy wants other credentials: check AWS_PROXY_URL (GOOGLE_, AZURE_), HTTPS_PROXY"
         case 416:
             return errno.EINVAL, "there are no such bytes: the object is shorter than it should be"
         case 429 | 503:
@@ -115,11 +137,22 @@ def _meaning(text: str, status: int | None) -> tuple[int, str]:
             "no credentials were found: set them in the environment as STORES.md says; for a public bucket of S3,"
             " AWS_SKIP_SIGNATURE=true"
         )
+    if is_untrusted(text):
+        return errno.EPROTO, (
+            "the server's certificate is not trusted: name the file of the authority that signed it by SSL_CERT_FILE,"
+            " for S3 also AWS_CA_BUNDLE"
+        )
+    if _PROXY.search(text):
+        return errno.ECONNREFUSED, (
+            "the proxy cannot be reached, or refuses: check AWS_PROXY_URL (GOOGLE_, AZURE_), HTTPS_PROXY and NO_PROXY"
+        )
+    if _UNREADABLE.search(text):
+        return errno.EPROTO, "the server's answer cannot be read: check the endpoint"
     if "BadScheme" in text:
         return errno.EPROTO, "http:// is refused: say AWS_ALLOW_HTTP=true (GOOGLE_, AZURE_) if it is meant"
     if "TimedOut" in text or "timed out" in text:
         return errno.ETIMEDOUT, "no bytes arrived in time, again and again: check the network, or load later"
-    if "dns error" in text or "failed to lookup" in text:
+    if "dns error" in text or "failed to lookup" in text or "Failed to resolve" in text:
         return errno.EHOSTUNREACH, "the server's name is unknown: check the URL, the endpoint and the network"
     if "ConnectionRefused" in text or "Connect" in text:
         return errno.ECONNREFUSED, "the server cannot be reached: check the URL, the endpoint and the network"

@@ -10,7 +10,7 @@ import xxhash
 
 from relayout.core.extents import align_up
 from relayout.storage.buffers import Buffer
-from relayout.storage.cloud.multipart import Multipart, Pieces
+from relayout.storage.cloud.multipart import Multipart
 from relayout.storage.protocols import Closable
 
 PART_NBYTES = 8 * 2**20
@@ -57,7 +57,7 @@ class Upload(Closable):
         for number, start, piece in self._pieces(offset, view):
             part_nbytes = self._size(number)
             if piece.nbytes == part_nbytes:
-                self._send(number, [piece])
+                self._send(number, piece)
                 continue
             with self._lock:
                 part = self._parts.get(number) or self._parts.setdefault(number, _Part(part_nbytes))
@@ -65,7 +65,7 @@ class Upload(Closable):
                 if part.num_left:
                     continue
                 del self._parts[number]
-            self._send(number, [part.memory])
+            self._send(number, part.memory)
 
     def append(self, pieces: Iterable[bytes]) -> None:
         """Write a file of unknown length from front to back, and end it."""
@@ -76,7 +76,7 @@ class Upload(Closable):
             end += len(piece)
         self.nbytes = end
         for number in list(self._parts):
-            self._send(number, [self._parts.pop(number).memory[: self._size(number)]])
+            self._send(number, self._parts.pop(number).memory[: self._size(number)])
 
     def tags(self) -> list[str]:
         """What completes the upload, after all bytes were written.
@@ -109,10 +109,10 @@ class Upload(Closable):
             yield number, start, piece
             view, offset = view[piece.nbytes :], offset + piece.nbytes
 
-    def _send(self, number: int, pieces: Pieces) -> None:
+    def _send(self, number: int, body: memoryview) -> None:
         if number == 0:
-            self.proof = digest_of(pieces)
-        tag = self._multipart.send(self.name, self.id, number, pieces)
+            self.proof = digest_of(body)
+        tag = self._multipart.send(self.name, self.id, number, body)
         with self._lock:
             self._tags[number] = tag
 
@@ -131,9 +131,6 @@ class _Part:
         self.num_left -= piece.nbytes
 
 
-def digest_of(pieces: Pieces) -> str:
+def digest_of(content: bytes | memoryview) -> str:
     """A digest of bytes, in hex."""
-    digest = xxhash.xxh3_128()
-    for piece in pieces:
-        digest.update(piece)
-    return digest.hexdigest()
+    return xxhash.xxh3_128_hexdigest(content)

@@ -22,13 +22,14 @@ from contextlib import contextmanager
 from relayout.core.digests import digest_hex
 from relayout.errors import FormatError, PlanError
 from relayout.storage.cloud import connect
-from relayout.storage.cloud.multipart import Outcome, multipart_of
+from relayout.storage.cloud.multipart import Outcome
 from relayout.storage.cloud.output import lease as leases
 from relayout.storage.cloud.output import records
 from relayout.storage.cloud.output.erasing import Eraser
 from relayout.storage.cloud.output.lease import Lease
 from relayout.storage.cloud.output.place import Place, check_vacant, in_parallel
 from relayout.storage.cloud.output.records import Begun, Complete, Notes, Proof, Publishing, Unit
+from relayout.storage.cloud.providers import multipart_of
 from relayout.storage.cloud.upload import Upload
 from relayout.storage.protocols import Closable, ReadableFile, Replaceable, RequestError
 

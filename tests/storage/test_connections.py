@@ -1,0 +1,363 @@
+"""How stores are reached is the same for reads, by obstore, and for uploads, by each provider's own client."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from support import s3_server
+from support.lying_server import Interference, dropped, is_part, refused, stalled
+from support.s3_server import Answer, Request, Server, error
+
+from relayout.errors import PlanError
+from relayout.storage.cloud import connect, failures, multipart
+from relayout.storage.cloud.client import BucketClient
+from relayout.storage.cloud.multipart import Body, Multipart, Outcome
+from relayout.storage.cloud.providers import multipart_of
+from relayout.storage.protocols import RequestError
+from relayout.storage.stores import find_store
+
+pytest.importorskip("obstore", reason="the client of object stores")
+for client in ("boto3", "google.resumable_media", "azure.storage.blob"):
+    pytest.importorskip(client, reason="sends parts of uploads")
+
+PREFIXES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
+PROVIDERS = list(PREFIXES)
+PART = bytes(range(256)) * 5000
+SECRET = "secret-of-a-proxy"
+
+
+def reach(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    """Let all clients find a server."""
+    variables = {
+        "AWS_ACCESS_KEY_ID": s3_server.ACCESS_KEY,
+        "AWS_SECRET_ACCESS_KEY": s3_server.SECRET_KEY,
+        "AWS_ENDPOINT_URL": url,
+        "GOOGLE_BEARER_TOKEN": "a-token",
+        "GOOGLE_BASE_URL": url,
+        "AZURE_STORAGE_ACCOUNT_NAME": "account",
+        "AZURE_STORAGE_ACCOUNT_KEY": "c2VjcmV0LXRoYXQtbm9ib2R5LW1heS1zZWU=",
+        "AZURE_STORAGE_ENDPOINT": url,
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    for name in ("AWS_CA_BUNDLE", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):  # This machine's own.
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    with s3_server.running() as server:
+        reach(monkeypatch, server.url)
+        yield server
+
+
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds of each pause between requests, which take no time."""
+    found: list[float] = []
+    clock = SimpleNamespace(sleep=found.append, monotonic=lambda: sum(found))
+    monkeypatch.setattr(multipart, "time", clock)
+    return found
+
+
+def uploads(provider: str) -> Multipart:
+    return multipart_of(BucketClient.of(f"{provider}://models"))
+
+
+def with_azure(interfere: Interference) -> Interference:
+    """The server knows nothing of Azure's blocks."""
+    return lambda request: (
+        interfere(request) or (Answer(201) if request.query.get("comp") in ("block", "blocklist") else None)
+    )
+
+
+def sends(request: Request) -> bool:
+    return is_part(request) or request.query.get("comp") == "block"
+
+
+def send(provider: str) -> str:
+    """Send one part, of an upload that is begun now."""
+    found = uploads(provider)
+    return found.send("x/y", found.begin("x/y"), 0, memoryview(PART))
+
+
+def completes(request: Request) -> bool:
+    return (request.method == "POST" and "uploadId" in request.query) or request.query.get("comp") == "blocklist"
+
+
+# Requests that fail.
+
+FAULTS = {
+    "503": lambda: refused(sends, 503, "SlowDown", times=3),
+    "429": lambda: refused(sends, 429, "TooManyRequests", times=3),
+    "S3's time-out": lambda: refused(sends, 400, "RequestTimeout", times=3),
+    "a broken connection": lambda: dropped(sends, times=3),
+}
+
+
+@pytest.mark.parametrize(
+    ("provider", "fault"),
+    [(one, fault) for one in PROVIDERS for fault in FAULTS if (one, fault) != ("az", "S3's time-out")],
+)
+def test_a_part_that_fails_is_sent_again_whole(server: Server, slept: list[float], provider: str, fault: str) -> None:
+    server.interfere = with_azure(FAULTS[fault]())
+    send(provider)
+    assert len(slept) == 3
+    assert [one.body for one in server.requests if sends(one)][-1] == PART
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_an_outage_of_a_minute_is_survived_and_an_endless_one_ends_after_90_seconds(
+    server: Server, slept: list[float], provider: str
+) -> None:
+    server.interfere = with_azure(
+        lambda request: error(503, "SlowDown") if sends(request) and sum(slept) < 60 else None
+    )
+    send(provider)
+    assert 60 <= sum(slept) < 70
+    slept.clear()
+    server.interfere = with_azure(refused(sends, 503, "SlowDown", times=10**9))
+    with pytest.raises(RequestError, match=r"too many requests, again and again.*503.*models/x/y"):
+        send(provider)
+    assert 80 < sum(slept) < 90
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_a_server_that_says_when_is_not_asked_before(server: Server, slept: list[float], provider: str) -> None:
+    waiting = iter([Answer(503, headers={"Retry-After": "11"})])
+    server.interfere = with_azure(lambda request: next(waiting, None) if sends(request) else None)
+    send(provider)
+    assert slept == [11]
+
+
+@pytest.mark.parametrize(
+    ("provider", "status", "code", "outcome"),
+    [
+        ("s3", 409, "ConditionalRequestConflict", Outcome.CONFLICT),
+        ("s3", 412, "PreconditionFailed", Outcome.EXISTS),
+        ("s3", 404, "NoSuchUpload", Outcome.GONE),
+        ("gs", 412, "PreconditionFailed", Outcome.EXISTS),
+        ("gs", 404, "NoSuchUpload", Outcome.GONE),
+        ("az", 409, "BlobAlreadyExists", Outcome.EXISTS),
+        ("az", 412, "ConditionNotMet", Outcome.EXISTS),
+        ("az", 400, "InvalidBlockList", Outcome.GONE),
+    ],
+)
+def test_what_becomes_of_a_completion(
+    server: Server, slept: list[float], provider: str, status: int, code: str, outcome: Outcome
+) -> None:
+    refusal = Answer(status, error(status, code).body, {"Content-Type": "application/xml", "x-ms-error-code": code})
+    server.interfere = with_azure(lambda request: refusal if completes(request) else None)
+    found = uploads(provider)
+    assert found.complete("x/y", "an-id", ["a-tag"]) is outcome
+    server.interfere = with_azure(lambda request: error(403, "AccessDenied") if completes(request) else None)
+    with pytest.raises(RequestError, match=r"access is denied.*403"):
+        found.complete("x/y", "an-id", ["a-tag"])
+    assert slept == []
+
+
+EMPTY, NO_XML = b"<InitiateMultipartUploadResult/>", b"no XML"
+
+
+@pytest.mark.parametrize(("provider", "body"), [("s3", b""), ("s3", EMPTY), ("gs", b""), ("gs", EMPTY), ("gs", NO_XML)])
+def test_an_answer_that_cannot_be_read_is_an_error_at_once(
+    server: Server, slept: list[float], provider: str, body: bytes
+) -> None:
+    server.interfere = lambda request: Answer(200, body)
+    found = uploads(provider)
+    with pytest.raises(RequestError, match=r"the server's answer cannot be read.*models/x/y"):
+        found.begin("x/y")
+    with pytest.raises(RequestError, match="the server's answer cannot be read"):  # It has no ETag.
+        found.send("x/y", "an-id", 0, memoryview(PART))
+    assert slept == []
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "message"),
+    [
+        (403, "RequestTimeTooSkewed", "this machine's clock is wrong"),
+        (404, "NoSuchUpload", "its upload is gone: another process"),
+    ],
+)
+def test_codes_of_s3_are_named_by_their_cause(server: Server, status: int, code: str, message: str) -> None:
+    server.interfere = refused(sends, status, code)
+    with pytest.raises(RequestError, match=f"{message}.*{code}"):
+        send("s3")
+
+
+def test_a_process_that_was_forked_does_not_use_connections_of_its_parent(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = uploads("s3")
+    found.begin("x/y")
+    monkeypatch.setattr(failures, "_used_by", os.getpid() + 1)
+    with pytest.raises(RequestError, match="was forked after its parent had used a store"):
+        found.begin("x/y")
+    assert len(server.requests) == 1
+
+
+def test_a_part_that_a_client_reads_twice_is_whole_both_times() -> None:
+    view = memoryview(bytes(5 * 2**20 // 2))
+    body = Body(view)
+    assert b"".join(body) == b"".join(body) == view
+    body.read(7)
+    body.seek(0)
+    assert b"".join(body) == view
+    assert len(body) == view.nbytes
+
+
+# Certificates, proxies, time-outs.
+
+
+@pytest.fixture
+def secure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Server, Path]]:
+    """A server with a certificate of an authority that nobody knows, and the file that has the authority's own."""
+    trustme = pytest.importorskip("trustme", reason="makes certificates")
+    monkeypatch.setattr(connect, "_MAX_RETRIES", 1)
+    authority, context = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    authority.cert_pem.write_to_path(str(tmp_path / "authority.pem"))
+    with s3_server.running(context) as server:
+        reach(monkeypatch, server.url)
+        server.put("models", "x/a.txt", b"hello")
+        yield server, tmp_path / "authority.pem"
+
+
+@pytest.mark.parametrize(
+    ("provider", "name"), [("s3", "AWS_CA_BUNDLE"), ("s3", "SSL_CERT_FILE"), ("gs", "SSL_CERT_FILE")]
+)
+def test_a_private_authority_that_is_named_is_trusted_by_reads_and_uploads(
+    secure: tuple[Server, Path], monkeypatch: pytest.MonkeyPatch, provider: str, name: str
+) -> None:
+    monkeypatch.setenv(name, str(secure[1]))
+    assert find_store(f"{provider}://models/x").read("a.txt", 100) == b"hello"
+    send(provider)
+
+
+@pytest.mark.filterwarnings("ignore:Unverified HTTPS request")
+@pytest.mark.parametrize("provider", ["s3", "gs"])
+def test_certificates_that_may_be_invalid_are_so_for_reads_and_uploads(
+    secure: tuple[Server, Path], monkeypatch: pytest.MonkeyPatch, provider: str
+) -> None:
+    monkeypatch.setenv(f"{PREFIXES[provider]}_ALLOW_INVALID_CERTIFICATES", "true")
+    assert find_store(f"{provider}://models/x").read("a.txt", 100) == b"hello"
+    send(provider)
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_an_authority_that_nobody_knows_is_an_error_that_says_so_at_once(
+    secure: tuple[Server, Path], slept: list[float], provider: str
+) -> None:
+    with pytest.raises(RequestError, match=r"certificate is not trusted: .* SSL_CERT_FILE.*models/x"):
+        find_store(f"{provider}://models/x").read("a.txt", 100)
+    with pytest.raises(RequestError, match=r"certificate is not trusted: .* SSL_CERT_FILE.*models/x"):
+        send(provider)
+    assert slept == []
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_a_proxy_and_its_exceptions_hold_for_reads_and_uploads(
+    server: Server, slept: list[float], monkeypatch: pytest.MonkeyPatch, provider: str
+) -> None:
+    reach(monkeypatch, "http://127.0.0.1:9")
+    monkeypatch.setattr(connect, "_MAX_RETRIES", 0)
+    monkeypatch.setenv(f"{PREFIXES[provider]}_PROXY_URL", server.url.replace("//", f"//me:{SECRET}@"))
+    server.put("models", "x/a.txt", b"hello")
+    server.interfere = with_azure(lambda request: None)
+    assert find_store(f"{provider}://models/x").read("a.txt", 100) == b"hello"
+    send(provider)
+    before = len(server.requests)
+    monkeypatch.setenv(f"{PREFIXES[provider]}_PROXY_EXCLUDES", "elsewhere.invalid,127.0.0.1")
+    with pytest.raises(RequestError, match="models/x"):
+        find_store(f"{provider}://models/x").read("a.txt", 100)
+    with pytest.raises(RequestError, match="the server cannot be reached"):
+        send(provider)
+    assert len(server.requests) == before
+
+
+def test_a_proxy_that_refuses_is_an_error_without_its_password(
+    server: Server, slept: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reach(monkeypatch, "https://store.invalid")
+    server.interfere = refused(lambda request: True, 407, "x", times=10**9)
+    for proxy in (server.url, "http://127.0.0.1:9"):
+        monkeypatch.setenv("AWS_PROXY_URL", proxy.replace("//", f"//me:{SECRET}@"))
+        with pytest.raises(
+            RequestError, match="the proxy cannot be reached, or refuses: check AWS_PROXY_URL"
+        ) as caught:
+            send("s3")
+        assert SECRET not in f"{caught.value!r} {caught.value.__cause__!r} {caught.value.__context__!r}"
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_a_stall_is_as_long_as_the_environment_says(
+    server: Server, slept: list[float], monkeypatch: pytest.MonkeyPatch, provider: str
+) -> None:
+    monkeypatch.setenv(f"{PREFIXES[provider]}_READ_TIMEOUT", "200ms")
+    server.interfere = with_azure(stalled(sends, 0.6))
+    send(provider)
+    assert len(slept) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [("AWS_READ_TIMEOUT", "soon", "expected seconds"), ("AWS_CA_BUNDLE", "/nowhere.pem", "the file cannot be read")],
+)
+def test_settings_that_mean_nothing_are_refused(
+    server: Server, monkeypatch: pytest.MonkeyPatch, name: str, value: str, message: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(PlanError, match=f"{name}={value}: {message}"):
+        find_store("s3://models/x")
+
+
+@pytest.mark.parametrize(("provider", "extra"), [("s3", "s3"), ("gs", "gcs"), ("az", "azure")])
+def test_a_client_that_is_missing_is_named_with_its_extra(
+    server: Server, monkeypatch: pytest.MonkeyPatch, provider: str, extra: str
+) -> None:
+    known = connect.find_spec
+    monkeypatch.setattr(connect, "find_spec", lambda name: known(name) if name == "obstore" else None)
+    with pytest.raises(PlanError, match=f"which is not installed: install it, or relayout with the extra '{extra}'"):
+        uploads(provider)
+
+
+def test_buckets_in_host_names_are_so_for_reads_and_uploads(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    reach(monkeypatch, "http://models.store.invalid")
+    monkeypatch.setenv("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "true")
+    monkeypatch.setenv("AWS_PROXY_URL", server.url)
+    server.put("x", "a.txt", b"hello")  # The proxy sees no bucket in the path.
+    assert find_store("s3://models/x").read("a.txt", 100) == b"hello"
+    send("s3")
+    assert {one.headers["host"] for one in server.requests} == {"models.store.invalid"}
+    assert {(one.bucket, one.key) for one in server.requests} == {("x", "a.txt"), ("x", "y")}
+
+
+def test_a_profile_has_endpoint_region_and_credentials_of_reads_and_uploads(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = f"endpoint_url = {server.url}\nregion = eu-north-1\n"
+    keys = f"aws_access_key_id = {s3_server.ACCESS_KEY}\naws_secret_access_key = {s3_server.SECRET_KEY}\n"
+    (tmp_path / "config").write_text(f"[profile work]\n{place}{keys}")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL", "AWS_REGION", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_PROFILE", "work")
+    server.put("models", "x/a.txt", b"hello")
+    assert find_store("s3://models/x").read("a.txt", 100) == b"hello"
+    send("s3")
+    signed = {one.headers["authorization"].partition("/s3/")[0].partition("/")[::2] for one in server.requests}
+    assert {key for key, _ in signed} == {f"AWS4-HMAC-SHA256 Credential={s3_server.ACCESS_KEY}"}
+    assert {scope.partition("/")[2] for _, scope in signed} == {"eu-north-1"}
+
+
+def test_a_signature_of_azure_is_enough_to_upload(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_KEY")
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", "?sv=2022-11-02&sig=a%2Bsignature")
+    server.interfere = with_azure(lambda request: None)
+    send("az")
+    assert server.requests[-1].query["sig"] == "a+signature"

@@ -14,7 +14,7 @@ from relayout.core.patterns import compile_glob, invalid_because
 from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import Manifest, RankTable, Read
-from relayout.storage.protocols import LOCAL_COST, Access, ReadableFile, RequestCost, Store
+from relayout.storage.protocols import LOCAL_COST, Access, ReadableFile, RequestCost, Store, unversioned
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,19 @@ class StoredFile:
         return self.folder.path(self.name)
 
     def open(self, access: Access) -> ReadableFile:
-        """Open it; for errors see `Store.open`."""
-        return self.folder.open(self.name, self.nbytes, access=access, version=self.version)
+        """Open it; for errors see `Store.open`. Where no version can be told, all bytes are proven when they are read.
+
+        Raises:
+            FormatError: no version can be told, and there is no proof.
+        """
+        opened = self.folder.open(self.name, self.nbytes, access=access, version=self.version)
+        if opened.version:
+            return opened
+        if self.proof is None:
+            raise unversioned(self.where)
+        from relayout.loader.sources.proven import Proven
+
+        return Proven(opened, self.proof, self.where)
 
 
 def cost_of(files: Sequence[StoredFile]) -> RequestCost:

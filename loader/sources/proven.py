@@ -33,7 +33,7 @@ class ProvenFile(StoredFile):
         assert self.proof is not None
         opened = self.folder.open(self.name, self.nbytes, access=Access.BUFFERED, version=self.version)
         try:
-            return _Proven(opened, self.proof, self.where)
+            return Proven(opened, self.proof, self.where)
         except BaseException:
             opened.close()
             raise
@@ -82,7 +82,7 @@ def check_chunk(view: memoryview, digests: bytes, number: int, chunk: Extent, wh
         )
 
 
-class _Proven(Closable):
+class Proven(Closable):
     """Reads whole chunks, and compares their digests. Thread-safe."""
 
     alignment = 1

@@ -29,7 +29,7 @@ pytest.importorskip("huggingface_hub", reason="the hub's own library")
 @pytest.fixture
 def hub(converted: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A hub with a converted repository, org/out, and its source, org/model; nothing of them is on this machine."""
-    monkeypatch.setattr(connect, "_MAX_RETRIES", 0)
+    monkeypatch.setattr(connect, "RETRY_SECONDS", 0.0)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
@@ -161,9 +161,9 @@ def test_what_is_not_there_is_told(hub: Hub, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(FormatError, match=r"hf://org/out/model-rank-1-part-0.safetensors: is missing"):
         relayout.load("hf://org/out", 1)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(PlanError, match=f"^org/out: {nothing}the hub cannot"):
+    with pytest.raises(PlanError, match=f"^org/out: {nothing}the server cannot be reached"):
         relayout.load("org/out", 0)
-    with pytest.raises(RequestError, match="the hub cannot be reached"):
+    with pytest.raises(RequestError, match="the server cannot be reached"):
         relayout.load("hf://org/out", 0)
 
 

@@ -100,7 +100,6 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Files:
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """A server with the model; retries and parts are short."""
     monkeypatch.setattr(connect, "RETRY_SECONDS", 1.0)
-    monkeypatch.setattr(connect, "_MAX_RETRIES", 3)
     monkeypatch.setattr(multipart, "RETRY_SECONDS", 3.0)
     monkeypatch.setattr(upload, "PART_NBYTES", MIB)
     with s3_server.running() as server:
@@ -331,7 +330,7 @@ def test_after_the_network_ends_at_any_moment_the_same_command_goes_on(
     server: Server, expected: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = requests_of_a_conversion(server, lambda: convert(threads=1))
-    monkeypatch.setattr(connect, "_MAX_RETRIES", 0)
+    monkeypatch.setattr(connect, "RETRY_SECONDS", 0.0)
     monkeypatch.setattr(multipart, "RETRY_SECONDS", 0.0)
     first = next(n for n, one in enumerate(requests) if is_part(one))
     last = next(n for n, one in enumerate(requests) if one.key == "out/relayout.json" and one.method == "PUT")
@@ -361,7 +360,7 @@ def test_after_the_network_ends_while_an_older_output_is_replaced_the_same_comma
     older()
     old = there(server)
     requests = requests_of_a_conversion(server, lambda: convert(threads=1, force=True))
-    monkeypatch.setattr(connect, "_MAX_RETRIES", 0)
+    monkeypatch.setattr(connect, "RETRY_SECONDS", 0.0)
     monkeypatch.setattr(multipart, "RETRY_SECONDS", 0.0)
     first = next(
         n for n, one in enumerate(requests) if one.key == ".out.relayout-partial/publishing" and one.method == "PUT"

@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
+import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -61,6 +63,8 @@ class Answer:
     """So many bytes of the body are sent, and then the connection ends; None: all are."""
     pause_seconds: float = 0
     """Before the end of a connection whose body is cut."""
+    is_reset: bool = False
+    """Whether such a connection ends by RST."""
 
 
 @dataclass(frozen=True)
@@ -291,6 +295,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
         if found.cut is not None:
             time.sleep(found.pause_seconds)
+            if found.is_reset:
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.close_connection = True
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = handle_any

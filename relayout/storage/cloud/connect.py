@@ -7,7 +7,7 @@ installed. STORES.md lists them.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from relayout.errors import PlanError
-from relayout.storage.cloud.failures import first_line
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
 STALL_SECONDS = 20.0
 """A request that has brought no byte for so long is made again, from where it was."""
 RETRY_SECONDS = 90.0
-"""After so long, a failed request is not made again."""
-_MAX_RETRIES = 8
+"""After so long without a byte, a failed request is not made again."""
 
 _PREFIXES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
 """Of the variables of each provider, by the scheme of its URLs."""
@@ -56,36 +54,35 @@ def require(module: str, what: str, extra: str = "cloud") -> None:
         )
 
 
-def make_store(root: str, headers: Mapping[str, str] | None = None) -> ObjectStore:
-    """obstore's client for the URL of a bucket or site. No request is made yet.
-
-    Args:
-        headers: sent with every request.
+def make_store(root: str) -> ObjectStore:
+    """obstore's client for the URL of a bucket. No request is made yet.
 
     Raises:
         PlanError: obstore is missing, or the environment is not as a provider expects it.
     """
     require("obstore", root)
     from obstore.exceptions import BaseError
-    from obstore.store import HTTPStore, from_url
+    from obstore.store import from_url
 
     scheme = urlsplit(root).scheme
     settings = _s3_settings() if scheme == "s3" else {}
     options: Any = _client_options(scheme, settings.get("endpoint"))
-    if headers:
-        options["default_headers"] = dict(headers)
-    retries: Any = {"max_retries": _MAX_RETRIES, "retry_timeout": timedelta(seconds=RETRY_SECONDS)}
+    retries: Any = {"max_retries": 0}  # `failures.request` does it, for all kinds of stores alike.
     try:
-        if scheme in ("http", "https"):  # from_url takes some such URLs for buckets.
-            return HTTPStore.from_url(root, client_options=options, retry_config=retries)
         return from_url(root, client_options=options, retry_config=retries, **settings)
     except BaseError as error:
-        raise PlanError(f"cannot be used: {first_line(error)}", path=root, code="option") from None
+        raise PlanError(f"cannot be used: {_first_line(error)}", path=root, code="option") from None
+
+
+def _first_line(error: BaseException) -> str:
+    """What obstore says of settings, without URLs."""
+    lines = str(error).splitlines() or [""]
+    return re.sub(r"[a-z0-9+]+://\S+", "URL", lines[0])[:200]
 
 
 def _client_options(scheme: str, endpoint: str | None) -> dict[str, Any]:
     """Options given in code replace all of those that obstore finds in the environment: so these are read here."""
-    prefix = _PREFIXES.get(scheme, "HTTP")
+    prefix = _PREFIXES[scheme]
     options: dict[str, Any] = {
         "read_timeout": timedelta(seconds=STALL_SECONDS),
         "timeout": timedelta(hours=24),  # An answer may take as long as it likes while bytes arrive.
@@ -94,7 +91,7 @@ def _client_options(scheme: str, endpoint: str | None) -> dict[str, Any]:
         if value := os.environ.get(f"{prefix}_{name.upper()}"):
             options[name] = value
     endpoints = [endpoint, *(os.environ.get(name) for name in (*_ENDPOINTS, "AZURE_STORAGE_ENDPOINT"))]
-    if scheme == "http" or any(one is not None and one.startswith("http://") for one in endpoints):
+    if any(one is not None and one.startswith("http://") for one in endpoints):
         options["allow_http"] = True  # It was asked for by name.
     return options
 

@@ -90,6 +90,8 @@ class Server(ThreadingHTTPServer):
         """In the order of their answers."""
         self.interfere: Callable[[Request], Answer | None] = lambda request: None
         """Called before an answer is made; may give another one, or end the connection by an exception."""
+        self.trickle: Callable[[Request], bool] = lambda request: False
+        """Whether the body is sent byte by byte, and slowly."""
         self.checks_keys = False
         """Whether requests without `ACCESS_KEY` are refused."""
         self._ids = itertools.count(1)
@@ -291,6 +293,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
+            if self.server.trickle(request):
+                self._trickle(found.body)
             self.wfile.write(found.body[: found.cut])
         self.wfile.flush()
         if found.cut is not None:
@@ -298,6 +302,12 @@ class _Handler(BaseHTTPRequestHandler):
             if found.is_reset:
                 self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.close_connection = True
+
+    def _trickle(self, body: bytes) -> None:
+        for number in range(len(body)):
+            self.wfile.write(body[number : number + 1])
+            self.wfile.flush()
+            time.sleep(0.05)
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = handle_any
 

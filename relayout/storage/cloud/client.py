@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -172,10 +172,25 @@ class BucketClient(ObjectClient):
 
     def names(self, prefix: str) -> Iterator[str]:
         """See `Client.names`."""
-        pages = iter(self.store.list(prefix or None))
-        while page := request(lambda: next(pages, None), f"{self.root}/{prefix}"):
+        where, last, begins = f"{self.root}/{prefix}", None, set()
+        pages: Iterator[Sequence[ObjectMeta]] | None = None
+
+        def next_page() -> Sequence[ObjectMeta] | None:
+            nonlocal pages
+            try:
+                pages = pages or iter(self.store.list(prefix or None, offset=last))
+                return next(pages, None)
+            except BaseException:
+                pages = None  # One that has failed is as one at its end.
+                raise
+
+        while page := request(next_page, where):
+            if page[0]["path"] in begins:
+                raise FormatError("the store lists the same names again and again", path=where, code="invalid")
+            begins.add(page[0]["path"])
             for found in page:
-                yield found["path"]
+                last = found["path"]
+                yield last
 
 
 def get(store: ObjectStore, name: str, where: str, start: int, end: int | None, version: str | None) -> Body:

@@ -120,6 +120,9 @@ def translated(call: Callable[[], Answer], where: str, part: tuple[int, int] | N
         failure = replaced(where)
     except exceptions.AlreadyExistsError:
         failure = FileExistsError(errno.EEXIST, "an object of this name exists", where)
+    except exceptions.InvalidPathError:
+        what = "the store has a name that is no name of a file: with an empty part, . or .., or control characters"
+        failure = FormatError(what, path=where, code="unsafe")
     except exceptions.BaseError as error:
         found = request_error(str(error), where, part)
         failure = replaced(where) if found.status == 412 else found  # In the middle of a body, obstore has no class.

@@ -40,7 +40,8 @@ _BROKEN = re.compile(r"ConnectionReset|ConnectionAborted|BrokenPipe|UnexpectedEo
 _UNREACHABLE = re.compile(r"Unreachable|NetworkDown|\bConnect\b|[Tt]emporary failure in name resolution")
 _MISSING = re.compile(r"Missing\w+|169\.254\.|metadata\.google|CredentialsNotLoaded|[Uu]nable to locate credentials")
 
-_told = -_TELL_AGAIN_SECONDS
+_told = float("-inf")
+"""When a person was told last, by the clock `time.monotonic`."""
 _used_by: int | None = None
 """The process in which obstore's threads are. A forked child has none of them: a request there would wait forever."""
 

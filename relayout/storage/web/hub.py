@@ -69,6 +69,7 @@ class HubClient:
         """A branch, tag or commit; None: the main branch."""
         self._locations: dict[str, _Location] = {}
         self._lock = threading.Lock()
+        self._is_offline = False
         self._known: tuple[str, Mapping[str, FileStat]] | None = None
 
     @property
@@ -117,6 +118,7 @@ class HubClient:
             what = error.what
         except RequestError as error:
             if cached is not None:
+                self._is_offline = True
                 return cached
             if not self._is_guess or error.status is not None:
                 raise
@@ -130,16 +132,15 @@ class HubClient:
         url = f"{_endpoint()}/api/models/{self.repo}{revision}?blobs=true"
 
         def ask() -> bytes:
-            return http.small_answer(self._answer("GET", url, self.root), self.root, _MAX_INFO_NBYTES)
-
-        try:
-            blob = ask()
-        except RequestError as error:
-            if error.status is None and not is_expected:
+            try:
+                return http.small_answer(self._answer("GET", url, self.root), self.root, _MAX_INFO_NBYTES)
+            except RequestError as error:
+                if error.status is None and not is_expected:
+                    raise RequestError(errno.EHOSTUNREACH, str(error.strerror), self.root) from None
                 raise
-            blob = persistent(ask, self.root)
+
         where = f"{self.root}: the hub's answer"
-        top = Fields(parse_object(blob, where), where)
+        top = Fields(parse_object(persistent(ask, self.root), where), where)
         commit = _commit(top.text("sha"), where)
         if self.revision is not None and _COMMIT.fullmatch(self.revision) and commit != self.revision:
             raise FormatError(f"is of commit {commit}", path=where, code="mismatch")
@@ -176,7 +177,8 @@ class HubClient:
         """See `Client.get`."""
         where, known = f"{self.root}/{name}", self.stat(name)
         if known is None:
-            raise FormatError("is missing", path=where, code="missing")
+            offline = " in the hub's cache on this machine, and the hub does not answer" if self._is_offline else ""
+            raise FormatError(f"is missing{offline}", path=where, code="missing")
         if version not in (None, known.version):
             raise replaced(where)
         location = self._locations.get(name)

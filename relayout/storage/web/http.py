@@ -22,7 +22,7 @@ from relayout.storage.cloud.failures import persistent, replaced, request_error
 from relayout.storage.protocols import FileStat, RequestError
 
 if TYPE_CHECKING:
-    from urllib3 import BaseHTTPResponse, PoolManager
+    from urllib3 import BaseHTTPResponse, PoolManager, Timeout
 
 _MAX_REDIRECTS = 5
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -90,6 +90,7 @@ def send(method: str, url: str, where: str, headers: Headers | None = None) -> B
                 headers={"accept-encoding": "identity", "user-agent": "relayout", **(headers or {})},
                 redirect=False,
                 retries=False,
+                timeout=_timeout(),
                 preload_content=False,
                 decode_content=False,
             )
@@ -241,11 +242,7 @@ def _pool(scheme: str, host: str) -> PoolManager:
     """Connections to a host; proxies and options are those of the environment."""
     import urllib3
 
-    stall = connect.STALL_SECONDS
-    timeout = urllib3.Timeout(
-        connect=_seconds("HTTP_CONNECT_TIMEOUT", stall), read=_seconds("HTTP_READ_TIMEOUT", stall)
-    )
-    options: dict[str, Any] = {"timeout": timeout, "maxsize": 128}
+    options: dict[str, Any] = {"maxsize": 128}
     if os.environ.get("HTTP_ALLOW_INVALID_CERTIFICATES", "").lower() in ("1", "true"):
         options["cert_reqs"] = "CERT_NONE"
     proxy = os.environ.get("HTTP_PROXY_URL") or getproxies().get(scheme)
@@ -254,6 +251,12 @@ def _pool(scheme: str, host: str) -> PoolManager:
     return urllib3.PoolManager(**options)
 
 
-def _seconds(name: str, default: float) -> float:
-    found = re.match(r"[0-9.]+", os.environ.get(name, ""))
-    return float(found[0]) if found else default
+def _timeout() -> Timeout:
+    """How long no byte may arrive."""
+    from urllib3 import Timeout
+
+    def seconds(name: str) -> float:
+        found = re.match(r"[0-9]+", os.environ.get(name, ""))
+        return float(found[0]) if found else connect.STALL_SECONDS
+
+    return Timeout(connect=seconds("HTTP_CONNECT_TIMEOUT"), read=seconds("HTTP_READ_TIMEOUT"))

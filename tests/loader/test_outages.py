@@ -106,11 +106,13 @@ def test_a_group_survives_an_outage(server: Server, converted: Path, tmp_path: P
     server.interfere = outage = Outages(server, kind, seconds, after=1)
     for by in ("load", "iter_load") if IS_REAL else ("load",):
         outage.begun.clear()
+        folder = tmp_path / by
+        folder.mkdir()
         case = {"path": "s3://models/out", "rank": 1, "by": by, "environment": s3_server.environment(server)}
         done = prestarted.run(
-            tmp_path, json.dumps(case), script=GROUP_SCRIPT, imports=GROUP_IMPORTS, env=prestarted.ONE_THREAD
+            folder, json.dumps(case), script=GROUP_SCRIPT, imports=GROUP_IMPORTS, env=prestarted.ONE_THREAD
         )
         assert done.returncode == 0, done.stderr
-        seen = [json.loads((tmp_path / f"member-{number}.json").read_text()) for number in range(NUM_MEMBERS)]
+        seen = [json.loads((folder / f"member-{number}.json").read_text()) for number in range(NUM_MEMBERS)]
         assert [member.get("tensors") for member in seen] == [digests(stored_in(converted, 1))] * NUM_MEMBERS, seen
         assert outage.num_refused["out"] > 0

@@ -18,9 +18,8 @@ from relayout.format.index import Manifest, RankTable, Read
 from relayout.format.manifest import SOURCE_RECORD_NAME
 from relayout.format.safetensors import parse_header
 from relayout.format.source_record import SourceRecord
-from relayout.loader.sources.contents import Contents, files_of, rank_files, select
+from relayout.loader.sources.contents import Contents, files_of, proven, rank_files, select
 from relayout.loader.sources.pieces import Columns, agreed
-from relayout.loader.sources.proven import proven
 from relayout.loader.sources.reshard import Holder, gather
 from relayout.plans.family import VLLM, Family, parse_rules
 from relayout.plans.planner import Plan, Unmatched, plan_by

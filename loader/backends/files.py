@@ -129,7 +129,7 @@ class Sources:
             return
         for hole in holes(fd, Extent(file.proof.data_start, file.nbytes - file.proof.data_start)):
             # Imported here: hardly any file has one.
-            from relayout.loader.sources.proven import check_hole
+            from relayout.loader.sources.contents import check_hole
 
             check_hole(file, hole)
 

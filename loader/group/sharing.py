@@ -19,8 +19,7 @@ from relayout.loader.group.members import Members
 from relayout.loader.loading import Options
 from relayout.loader.placement import ArenaPlan
 from relayout.loader.sources.checkpoint import RankSource
-from relayout.loader.sources.contents import Contents, StoredFile
-from relayout.loader.sources.proven import proven
+from relayout.loader.sources.contents import Contents, StoredFile, proven
 from relayout.loader.stream import not_shared, stream
 from relayout.loader.tensors import make_views, to_device
 from relayout.progress import reporting

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from relayout.checkpoint.converted import read_chunk_digests
+from relayout.core.coalesce import split
 from relayout.core.dtypes import num_bytes
-from relayout.core.extents import Transfer
+from relayout.core.extents import Extent, Transfer
 from relayout.core.patterns import compile_glob, invalid_because
 from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import Manifest, RankTable, Read
-from relayout.storage.protocols import LOCAL_COST, Access, ReadableFile, RequestCost, Store
+from relayout.loader.sources.proven import FileProof, Proven
+from relayout.storage.protocols import LOCAL_COST, Access, ReadableFile, RequestCost, Store, unversioned
+
+_PIECE_NBYTES = 2**24
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +45,17 @@ class StoredFile:
         return self.folder.path(self.name)
 
     def open(self, access: Access) -> ReadableFile:
-        """Open it; for errors see `Store.open`."""
-        return self.folder.open(self.name, self.nbytes, access=access, version=self.version)
+        """Open it; for errors see `Store.open`. Where no version can be told, all bytes are proven when they are read.
+
+        Raises:
+            FormatError: no version can be told, and there is no proof.
+        """
+        opened = self.folder.open(self.name, self.nbytes, access=access, version=self.version)
+        if opened.version:
+            return opened
+        if self.proof is None:
+            raise unversioned(self.where)
+        return Proven(opened, self.proof, self.where)
 
 
 def cost_of(files: Sequence[StoredFile]) -> RequestCost:
@@ -51,16 +64,48 @@ def cost_of(files: Sequence[StoredFile]) -> RequestCost:
 
 
 @dataclass(frozen=True, slots=True)
-class FileProof:
-    """What proves that a file holds what the manifest says."""
+class ProvenFile(StoredFile):
+    """A file of which whole chunks are read, and proven, whatever is asked for.
 
-    content: str
-    """The digest that its first bytes name."""
-    data_start: int
-    """Absolute offset of its data section."""
-    chunk_nbytes: int
-    chunk_digests: Callable[[], bytes]
-    """Reads the digests of the chunks of its data section. FormatError: they are damaged."""
+    It has no path and no descriptor, so that all its bytes come by `read`.
+    """
+
+    @property
+    def path(self) -> Path | None:
+        """See `StoredFile.path`."""
+        return None
+
+    def open(self, access: Access) -> ReadableFile:
+        """Open it; for errors see `Store.open`."""
+        assert self.proof is not None
+        opened = self.folder.open(self.name, self.nbytes, access=Access.BUFFERED, version=self.version)
+        try:
+            return Proven(opened, self.proof, self.where)
+        except BaseException:
+            opened.close()
+            raise
+
+
+def proven(file: StoredFile) -> StoredFile:
+    """The same file, whose bytes are proven when they are read."""
+    return ProvenFile(file.folder, file.name, file.nbytes, file.proof, file.version)
+
+
+def check_hole(file: StoredFile, hole: Extent) -> None:
+    """Check that zeros belong where nothing was ever written to a file: its copy may be unfinished.
+
+    Raises:
+        FormatError: the digest of a chunk differs.
+        OSError: a read failed.
+    """
+    with proven(file).open(Access.BUFFERED) as opened:
+        for piece in split(hole, _PIECE_NBYTES):
+            try:
+                opened.read(piece.offset, memoryview(bytearray(piece.nbytes)))
+            except FormatError as error:
+                if error.code == "digest" and error.path == file.where:
+                    error.what = f"bytes {hole.offset} to {hole.end} were never written: an unfinished copy?"
+                raise
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,64 +1,28 @@
-"""Files whose bytes are compared with the digests of their chunks before anybody sees them."""
+"""What proves the bytes of a file: they are compared with the digests of their chunks before anybody sees them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
-from relayout.core.coalesce import split
 from relayout.core.digests import DIGEST_NBYTES, digest_hex
 from relayout.core.extents import Extent
 from relayout.errors import FormatError
 from relayout.format.chunks import chunks_over
-from relayout.loader.sources.contents import FileProof, StoredFile
-from relayout.storage.protocols import Access, Closable, ReadableFile
-
-_PIECE_NBYTES = 2**24
+from relayout.storage.protocols import Closable, ReadableFile
 
 
 @dataclass(frozen=True, slots=True)
-class ProvenFile(StoredFile):
-    """A file of which whole chunks are read, and proven, whatever is asked for.
+class FileProof:
+    """What proves that a file holds what the manifest says."""
 
-    It has no path and no descriptor, so that all its bytes come by `read`.
-    """
-
-    @property
-    def path(self) -> Path | None:
-        """See `StoredFile.path`."""
-        return None
-
-    def open(self, access: Access) -> ReadableFile:
-        """Open it; for errors see `Store.open`."""
-        assert self.proof is not None
-        opened = self.folder.open(self.name, self.nbytes, access=Access.BUFFERED, version=self.version)
-        try:
-            return _Proven(opened, self.proof, self.where)
-        except BaseException:
-            opened.close()
-            raise
-
-
-def proven(file: StoredFile) -> StoredFile:
-    """The same file, whose bytes are proven when they are read."""
-    return ProvenFile(file.folder, file.name, file.nbytes, file.proof, file.version)
-
-
-def check_hole(file: StoredFile, hole: Extent) -> None:
-    """Check that zeros belong where nothing was ever written to a file: its copy may be unfinished.
-
-    Raises:
-        FormatError: the digest of a chunk differs.
-        OSError: a read failed.
-    """
-    with proven(file).open(Access.BUFFERED) as opened:
-        for piece in split(hole, _PIECE_NBYTES):
-            try:
-                opened.read(piece.offset, memoryview(bytearray(piece.nbytes)))
-            except FormatError as error:
-                if error.code == "digest" and error.path == file.where:
-                    error.what = f"bytes {hole.offset} to {hole.end} were never written: an unfinished copy?"
-                raise
+    content: str
+    """The digest that its first bytes name."""
+    data_start: int
+    """Absolute offset of its data section."""
+    chunk_nbytes: int
+    chunk_digests: Callable[[], bytes]
+    """Reads the digests of the chunks of its data section. FormatError: they are damaged."""
 
 
 def check_chunk(view: memoryview, digests: bytes, number: int, chunk: Extent, where: str) -> None:
@@ -82,7 +46,7 @@ def check_chunk(view: memoryview, digests: bytes, number: int, chunk: Extent, wh
         )
 
 
-class _Proven(Closable):
+class Proven(Closable):
     """Reads whole chunks, and compares their digests. Thread-safe."""
 
     alignment = 1

@@ -15,9 +15,8 @@ from relayout.errors import FormatError, PlanError
 from relayout.format.index import Manifest, RankTable, Read
 from relayout.format.safetensors import parse_header
 from relayout.format.source_record import SourceRecord
-from relayout.loader.sources.contents import Contents, files_of, rank_files, select
+from relayout.loader.sources.contents import Contents, files_of, proven, rank_files, select
 from relayout.loader.sources.pieces import Columns, agreed
-from relayout.loader.sources.proven import proven
 from relayout.loader.sources.reshard import Holder, gather
 from relayout.plans.plan import Plan, TensorInfo, TensorList
 from relayout.plans.recorded import recorded_plan

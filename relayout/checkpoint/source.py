@@ -22,8 +22,9 @@ from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError, shown
 from relayout.format.fields import Fields, parse_object
 from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME
+from relayout.format.names import check_apart, check_path
 from relayout.format.safetensors import LENGTH_NBYTES, LFS_POINTER, Header, header_nbytes, parse_header
-from relayout.storage.protocols import Entry, Kind, ReadableFile, Store
+from relayout.storage.protocols import Entry, Kind, ReadableFile, Store, unversioned
 from relayout.storage.stores import check_exists
 
 MAX_INDEX_NBYTES = 64 * 2**20
@@ -223,6 +224,10 @@ def _read_folder(root: Store) -> SourceCheckpoint:
     for name in used:
         check_name(root, name)
     side_files, not_copied = _side_files(root, entries)
+    taken = [*used, *side_files, *([] if index is None else [index[0]])]
+    for name in taken:
+        check_path(name, str(root))  # Before a byte is copied: a store may list names that no folder can have.
+    check_apart(taken, str(root))
     return _assemble(
         root,
         each(partial(_read_shard, root, index_name=index_name), used, root.cost.num_opens),
@@ -297,7 +302,11 @@ def _assemble(
     left_out: Sequence[str] = (),
     is_file: bool = False,
 ) -> SourceCheckpoint:
-    tensors, skipped = _collect_tensors(root.parent()[0] if is_file else root, shards, named)
+    folder = root.parent()[0] if is_file else root
+    for shard, _ in shards:
+        if shard.version == "":
+            raise unversioned(folder.where(shard.name))
+    tensors, skipped = _collect_tensors(folder, shards, named)
     return SourceCheckpoint(
         root=root,
         files=tuple(shard for shard, _ in shards),

@@ -10,7 +10,9 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +30,7 @@ from relayout.commands.verify import verify_holder
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS
 from relayout.conversion.jobs import UnitJob, UnitRecord, commit_jobs, run_job, unit_jobs
 from relayout.conversion.run import Summary
-from relayout.errors import PlanError
+from relayout.errors import PlanError, RelayoutError
 from relayout.progress import Progress, reporting
 
 IO_RESOURCE = "relayout_io"
@@ -40,6 +42,10 @@ _CANCEL_SECONDS = 10.0
 
 _TELL_SECONDS = 1.0
 """Between two reports of a task's progress."""
+
+_CONNECT_SECONDS = 10.0
+_ADDRESS = re.compile(r"auto|local|(ray://)?(?P<host>[\w.-]+|\[[0-9A-Fa-f:]+\]):(?P<port>[0-9]{1,5})", re.ASCII)
+_LACKING = re.compile(r"No module named '([\w.]+)'")
 
 Result = TypeVar("Result")
 Work = Callable[[Callable[[int, int], None]], Result]
@@ -138,8 +144,10 @@ class _Cluster:
         """
         ray = self.ray
         task = ray.remote(max_retries=_MAX_RETRIES, retry_exceptions=[OSError], **self.needs)(_task)
-        # On the node of the driver, which lives as long.
-        counts = ray.remote(num_cpus=0, max_restarts=0)(_Counts).remote()
+        here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+            ray.get_runtime_context().get_node_id(), soft=False
+        )  # On the node of the driver, which lives as long.
+        counts = ray.remote(num_cpus=0, max_restarts=0, scheduling_strategy=here)(_Counts).remote()
         left = {task.remote(work, number, counts): number for number, work in enumerate(works)}
         results: dict[int, Result] = {}
         try:
@@ -160,7 +168,10 @@ class _Cluster:
         try:
             return self.ray.get(one)
         except self.ray.exceptions.RayTaskError as error:
-            raise error.cause from None
+            if isinstance(error.cause, OSError | RelayoutError) or not (lacking := _LACKING.search(str(error.cause))):
+                raise error.cause from None
+            what = f"a node of the Ray cluster lacks the package {lacking[1]}: install what relayout needs on all nodes"
+            raise PlanError(what, code="unsupported") from None
         except self.ray.exceptions.RayError as error:
             reason = str(error).partition("\n")[0]
             raise OSError(errno.EIO, f"a task of the Ray cluster was lost {_MAX_RETRIES + 1} times: {reason}") from None
@@ -195,8 +206,8 @@ class _Counts:
         self._done: dict[int, int] = {}
 
     def tell(self, number: int, done: int) -> None:
-        """A work's bytes; one that was begun anew starts again from 0."""
-        self._done[number] = done
+        """A work's bytes. One that was begun anew counts from where it was: progress never goes back."""
+        self._done[number] = max(done, self._done.get(number, 0))
 
     def total(self) -> int:
         """Bytes of all works."""
@@ -208,7 +219,7 @@ def _cluster(address: str | None, threads: int) -> Iterator[_Cluster]:
     """The cluster that this process is connected to; or connect to one.
 
     Raises:
-        PlanError: ray is not installed.
+        PlanError: ray is not installed, or `address` is none.
         OSError: there is no cluster at this address.
     """
     try:
@@ -217,6 +228,7 @@ def _cluster(address: str | None, threads: int) -> Iterator[_Cluster]:
         raise PlanError("ray is not installed: install the extra 'ray'", code="unsupported") from None
     is_ours = not ray.is_initialized()
     if is_ours:
+        _check_address(address or os.environ.get("RAY_ADDRESS") or "auto")
         with _own_signals():
             try:
                 # The package as it is here: tasks run the same code.
@@ -229,6 +241,25 @@ def _cluster(address: str | None, threads: int) -> Iterator[_Cluster]:
     finally:
         if is_ours:
             ray.shutdown()
+
+
+def _check_address(address: str) -> None:
+    """Check that somebody is there: ray itself tries for a quarter of an hour.
+
+    Raises:
+        PlanError: it is no address of a cluster.
+        OSError: nobody answers.
+    """
+    found = _ADDRESS.fullmatch(address)
+    if found is None:
+        what = "is no address of a Ray cluster: expected HOST:PORT, ray://HOST:PORT, auto or local"
+        raise PlanError(what, path=address, code="option")
+    if found["host"] is not None:
+        try:
+            socket.create_connection((found["host"].strip("[]"), int(found["port"])), _CONNECT_SECONDS).close()
+        except (OSError, OverflowError) as error:
+            what = f"no Ray cluster at this address: {error.__class__.__name__}"
+            raise OSError(errno.ECONNREFUSED, what, address) from None
 
 
 def _found(ray: Any, threads: int) -> _Cluster:

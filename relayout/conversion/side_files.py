@@ -12,7 +12,7 @@ import xxhash
 from relayout.checkpoint.source import SourceCheckpoint
 from relayout.errors import FormatError
 from relayout.format.source_record import SideFile
-from relayout.storage.protocols import Access, Modes, Staging, Store
+from relayout.storage.protocols import Access, Modes, Staging, Store, unversioned
 
 _COPY_NBYTES = 2**20
 
@@ -73,6 +73,8 @@ class _Passing:
             raise FormatError(f"cannot be read: {os.strerror(errno.ENOENT)}", path=folder.where(name), code="missing")
         if expected_nbytes not in (None, status.nbytes):
             raise FormatError("differs from the file that was copied", path=folder.where(name), code="digest")
+        if not status.version and expected_nbytes is None:
+            raise unversioned(folder.where(name))
         self.mode, self.nbytes = status.mode, status.nbytes
         self.digest = xxhash.xxh3_128()
         self._folder, self._name, self._version = folder, name, status.version

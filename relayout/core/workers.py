@@ -6,6 +6,7 @@ import atexit
 import errno
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar, cast
@@ -17,6 +18,9 @@ State = TypeVar("State")
 Result = TypeVar("Result")
 
 _POLL_SECONDS = 0.1
+
+_worker = threading.local()
+"""`stop` is what a worker's thread heeds."""
 
 
 _live: set[weakref.ref[Workers[Any, Any]]] = set()
@@ -68,6 +72,21 @@ class Stop:
         """See `forks.Forked`."""
         self.condition = threading.Condition()
         self.requested = self.is_lost = True
+
+
+def pause(seconds: float) -> None:
+    """Sleep; in a worker, only until it is asked to stop.
+
+    Raises:
+        Stopped: it was asked to.
+    """
+    stop: Stop | None = getattr(_worker, "stop", None)
+    if stop is None:
+        time.sleep(seconds)
+        return
+    with stop.condition:
+        if stop.condition.wait_for(lambda: stop.requested, seconds):
+            raise Stopped("another worker failed, or the work was canceled")
 
 
 def each(work: Callable[[Item], Result], items: Sequence[Item], num_threads: int) -> list[Result]:
@@ -224,6 +243,7 @@ class Workers(Generic[Item, State]):
                 self._changed.notify_all()
 
     def _run_items(self) -> None:
+        _worker.stop = self._stop
         state = self._make_state()
         while True:
             with self._lock:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from typing import Any
 
 from relayout.core.digests import digest_hex
@@ -14,11 +13,9 @@ from relayout.errors import FormatError, shown
 from relayout.format.fields import Fields, parse_object
 from relayout.format.index import FORMAT_VERSION, MANIFEST_NAME, RANKS, WHOLE_TENSORS
 from relayout.format.manifest import check_version, compact_json, parse_shapes
+from relayout.format.names import check_apart, check_path
 from relayout.format.safetensors import LENGTH_NBYTES, check_name, depth
 from relayout.format.slices import dump_slice, parse_slice
-
-_MAX_PATH_NBYTES, _MAX_PART_NBYTES = 4095, 255
-"""Linux has no longer paths, and file systems no longer names."""
 
 _ORIGINS = ("builtin", "file", "transformers", "vllm")
 _MAX_RULES_NBYTES, _MAX_RULES_DEPTH = 2**20, 8
@@ -271,10 +268,7 @@ def _count(fields: Fields) -> int:
 
 
 def _check_names(names: Sequence[str], where: str) -> None:
-    """No two of them may want one place, as files or as folders."""
-    for one, other in pairwise(sorted(f"{name}/" for name in names)):
-        if other.startswith(one):
-            raise FormatError(f"{shown(one[:-1])} is the name of two things", path=where, code="field")
+    check_apart(names, where)
     for name in names:
         if MANIFEST_NAME in name.split("/"):
             raise FormatError(f"{shown(name)} would make a converted folder of the source", path=where, code="unsafe")
@@ -328,14 +322,5 @@ def _parse_files(fields: Fields, where: str) -> tuple[RecordedFile, ...]:
 
 
 def _path(name: str, where: str) -> str:
-    """A name that leads to a place in the folder.
-
-    Raises:
-        FormatError: it leads elsewhere, or nowhere.
-    """
-    # No hidden ones, which a conversion does not take along either: they may steer other programs.
-    parts = name.split("/")
-    is_long = len(name) > _MAX_PATH_NBYTES or len(max(parts, key=len).encode()) > _MAX_PART_NBYTES
-    if "\0" in name or is_long or any(part == "" or part.startswith(".") for part in parts):
-        raise FormatError(f"{shown(name)} is no name of a file in the checkpoint", path=where, code="unsafe")
+    check_path(name, where)
     return name

@@ -71,10 +71,14 @@ LOCAL_COST = RequestCost()
 class RequestError(OSError):
     """A request to a store over a network failed. The text says what to do about it."""
 
-    def __init__(self, number: int, what: str, where: str, status: int | None = None) -> None:
+    def __init__(
+        self, number: int, what: str, where: str, status: int | None = None, retry_after: float | None = None
+    ) -> None:
         super().__init__(number, what, where)
         self.status = status
         """The server's HTTP status; None if it gave none."""
+        self.retry_after = retry_after
+        """Seconds that the server wants to be left alone; None if it does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +87,10 @@ class FileStat:
 
     nbytes: int
     version: str
-    """Changes when the content does: length and modification time of a local file, the ETag of an object."""
+    """Changes when the content does: length and modification time of a local file, the ETag of an object.
+
+    Empty if a web server tells none: parts of such a file may be of several versions, and need proof.
+    """
     mode: int = 0o644
     """Permission bits; the default for a store without permissions."""
 
@@ -97,6 +104,15 @@ class FileStat:
             raise FormatError(f"{self.nbytes} bytes long, expected {nbytes}", path=where, code="mismatch")
         if version not in (None, self.version):
             raise FormatError("has changed since it was last checked", path=where, code="mismatch")
+
+
+def unversioned(where: str) -> FormatError:
+    """The error for a file that was read by several requests, of which nothing says that they are of one version."""
+    what = (
+        "the server sends neither ETag nor Last-Modified, so that parts of two versions could be mixed: download it,"
+        " and give the folder"
+    )
+    return FormatError(what, path=where, code="mismatch")
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,13 +73,17 @@ def find_store(path: str | os.PathLike[str]) -> Store:
     if found not in REGISTRY:
         known = ", ".join(f"{scheme}://" for scheme in REGISTRY)
         raise PlanError(
-            f"no store for {found}://, expected a path, or one of {known}", path=os.fspath(path), code="option"
+            f"no store for {found}://, expected a path, or one of {known}", path=_shown(path), code="option"
         )
     store = REGISTRY[found](os.fspath(path))
     if isinstance(store, Refusal):
-        # Without what may be secret: a password, or a signature.
-        raise PlanError(store.reason, path=re.sub(r"//[^/]*@", "//", os.fspath(path)).partition("?")[0], code="option")
+        raise PlanError(store.reason, path=_shown(path), code="option")
     return store
+
+
+def _shown(url: str | os.PathLike[str]) -> str:
+    """A URL without what may be secret: a password, or a signature."""
+    return re.sub(r"//.*(@|%40)", "//", os.fspath(url), flags=re.IGNORECASE | re.DOTALL).partition("?")[0]
 
 
 def find_input(path: str | os.PathLike[str]) -> Store:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -61,6 +62,62 @@ def test_tasks_convert_all_units_and_the_driver_publishes(
     assert (init["address"], init["runtime_env"]) == ("auto", {"py_modules": [str(Path(relayout.__file__).parent)]})
     assert ray.asked[0]["num_cpus"] == 2  # So many of the threads of a task as every node has processors.
     assert not ray.is_up
+
+
+@pytest.mark.parametrize("address", ["garbage", "host", "ray://x", "http://host:1", "host:port", "-"])
+def test_what_is_no_address_of_a_cluster_is_said(
+    source: Path, tmp_path: Path, use: Callable[[FakeRay], FakeRay], address: str
+) -> None:
+    ray = use(FakeRay([{"CPU": 2.0}]))
+    with pytest.raises(PlanError, match="is no address of a Ray cluster: expected HOST:PORT"):
+        on_ray.convert(source, tmp_path / "out", address=address, **OPTIONS)
+    assert not ray.inits
+
+
+@pytest.mark.parametrize("by", ["argument", "RAY_ADDRESS"])
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_an_address_at_which_nobody_answers_is_told_at_once(
+    source: Path,
+    tmp_path: Path,
+    use: Callable[[FakeRay], FakeRay],
+    monkeypatch: pytest.MonkeyPatch,
+    by: str,
+    scheme: str,
+) -> None:
+    ray = use(FakeRay([{"CPU": 2.0}]))
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        address = f"{scheme}127.0.0.1:{nobody.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(OSError, match="no Ray cluster at this address: ConnectionRefusedError"):
+            on_ray.convert(source, tmp_path / "out", address=address if by == "argument" else None, **OPTIONS)
+    assert not ray.inits
+
+
+def test_a_node_that_lacks_a_package_is_one_line(
+    source: Path, tmp_path: Path, use: Callable[[FakeRay], FakeRay], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(FakeRay([{"CPU": 1.0}]))
+
+    def lacking(job: jobs.UnitJob, **options: Any) -> Any:
+        raise RuntimeError("The remote function failed to import on the worker.\nNo module named 'xxhash'\nmore")
+
+    monkeypatch.setattr(on_ray, "run_job", lacking)
+    with pytest.raises(PlanError, match=r"^a node of the Ray cluster lacks the package xxhash: install [^\n]*$"):
+        on_ray.convert(source, tmp_path / "out", **OPTIONS)
+
+
+def test_progress_is_counted_where_the_driver_is_and_never_goes_back(
+    source: Path, tmp_path: Path, use: Callable[[FakeRay], FakeRay]
+) -> None:
+    ray = use(FakeRay([{"CPU": 2.0}]))
+    on_ray.convert(source, tmp_path / "out", **OPTIONS)
+    assert ray.asked[1]["scheduling_strategy"] == ("driver's", False)
+    counts = on_ray._Counts()
+    counts.tell(0, 10)
+    counts.tell(1, 5)
+    counts.tell(0, 2)  # It was begun anew.
+    assert counts.total() == 15
 
 
 def test_a_node_says_how_many_units_it_converts_at_once(

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,19 +19,20 @@ from support.s3_server import Answer, Request, Server
 import relayout
 from relayout.commands.plan_check import check_plan
 from relayout.errors import FormatError, PlanError
-from relayout.storage.cloud import connect
+from relayout.storage.cloud import connect, failures
 from relayout.storage.protocols import RequestError
 from relayout.storage.stores import find_input, find_store
 from relayout.storage.web import hub as web_hub
+from relayout.storage.web.hub import HubClient
 
-pytest.importorskip("obstore", reason="the client of object stores")
+pytest.importorskip("urllib3", reason="the client of web servers")
 pytest.importorskip("huggingface_hub", reason="the hub's own library")
 
 
 @pytest.fixture
 def hub(converted: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A hub with a converted repository, org/out, and its source, org/model; nothing of them is on this machine."""
-    monkeypatch.setattr(connect, "_MAX_RETRIES", 0)
+    monkeypatch.setattr(connect, "RETRY_SECONDS", 0.0)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
@@ -143,6 +145,93 @@ def test_what_was_downloaded_is_read_on_the_drive_and_the_rest_from_the_hub(
     expect(relayout.load(f"hf://org/out@{hub.commit('org/out')}", 1), converted)
 
 
+@pytest.mark.parametrize("pinned", ["", "@main", "@COMMIT"])
+@pytest.mark.parametrize("how", ["HF_HUB_OFFLINE", "no network"])
+def test_a_plain_model_in_the_hubs_cache_needs_no_network(
+    hub: Hub, model: Path, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, pinned: str
+) -> None:
+    download(hub, "org/model", tmp_path, *hub.repos["org/model"])
+    if how == "HF_HUB_OFFLINE":
+        monkeypatch.setenv(how, "1")
+    else:
+        monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(connect, "RETRY_SECONDS", 90.0)
+    url = f"hf://org/model{pinned.replace('COMMIT', hub.commit('org/model'))}"
+    assert relayout.inspect(url).num_tensors == len(whole_tensors(model))
+    relayout.convert(url, tmp_path / "out", tp=2, max_part_nbytes=MIB)
+    assert_equal(whole_tensors(tmp_path / "out", "model-rank-1-*"), whole_tensors(converted, "model-rank-1-*"))
+    assert_equal(relayout.load(url, 0, tp=1), whole_tensors(model))
+    assert not hub.hub.requests
+
+
+def test_offline_without_a_cache_it_says_what_to_do(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(RequestError, match=r"HF_HUB_OFFLINE is set.*hf download org/out"):
+        relayout.load("hf://org/out", 1)
+    assert not hub.hub.requests
+
+
+def test_commit_and_files_are_of_one_answer(hub: Hub, model: Path, tmp_path: Path) -> None:
+    old = hub.commit("org/model")
+    download(hub, "org/model", tmp_path, *hub.repos["org/model"])
+    client = HubClient("org/model", None)
+    assert (client.commit, set(client.files)) == (old, set(hub.repos["org/model"]))
+    hub.repos["org/model"]["new.json"] = b"{}"
+    assert (client.commit, "new.json" in client.files) == (old, False)
+    again = HubClient("org/model", None)
+    hub.hub.interfere = lambda request: Answer(400)
+    assert (again.commit, "new.json" in again.files) == (old, False)
+
+
+@pytest.mark.parametrize("header", [{}, {"Retry-After": "1"}])
+def test_what_the_hub_refuses_for_now_is_asked_again(
+    hub: Hub, converted: Path, monkeypatch: pytest.MonkeyPatch, header: dict[str, str]
+) -> None:
+    monkeypatch.setattr(connect, "RETRY_SECONDS", 90.0)
+    waited: list[float] = []
+    monkeypatch.setattr(failures, "pause", waited.append)
+    right, seen = hub.answer, Counter[str]()
+
+    def interfere(request: Request) -> Answer:
+        seen[request.key] += 1
+        return Answer(429, headers=header) if seen[request.key] == 1 else right(request)
+
+    hub.hub.interfere = interfere
+    expect(relayout.load("org/out", 1), converted)
+    assert len(waited) == sum(number > 1 for number in seen.values()) > 3
+    assert min(waited) >= (1 if header else 0)
+    assert max(waited) <= 1
+
+
+def test_a_server_cannot_ask_to_be_waited_for_longer_than_is_bearable(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(connect, "RETRY_SECONDS", 90.0)
+    monkeypatch.setattr(failures, "_told", float("-inf"))
+    monkeypatch.setattr(failures, "pause", lambda seconds: now.append(now[-1] + seconds))
+    monkeypatch.setattr(failures.time, "monotonic", lambda: now[-1])
+    hub.hub.interfere = lambda request: Answer(429, headers={"Retry-After": "86400"})
+    with (
+        pytest.warns(UserWarning, match="too many requests from here.*; trying again for 30 s"),
+        pytest.raises(RequestError, match=r"too many requests from here.* \(HTTP 429\)"),
+    ):
+        relayout.load("org/out", 1)
+    assert now == [0, 60, 90]
+
+
+def test_bytes_that_only_xet_brings_are_no_matter_of_credentials(hub: Hub) -> None:
+    hub.are_refused, right = True, hub.answer
+
+    def interfere(request: Request) -> Answer:
+        answer = right(request)
+        return replace(answer, headers=answer.headers | {"X-Xet-Hash": "0" * 64})
+
+    hub.hub.interfere = interfere
+    with pytest.raises(RequestError, match=r"by Xet only: download with its own tool"):
+        relayout.load("org/out", 1)
+
+
 @pytest.mark.parametrize(("status", "says"), [(429, "too many requests from here"), (500, "the hub failed")])
 def test_the_hub_fails(hub: Hub, status: int, says: str) -> None:
     hub.hub.interfere = lambda request: Answer(status)
@@ -162,9 +251,9 @@ def test_what_is_not_there_is_told(hub: Hub, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(FormatError, match=r"hf://org/out/model-rank-1-part-0.safetensors: is missing"):
         relayout.load("hf://org/out", 1)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(PlanError, match=f"^org/out: {nothing}the hub cannot"):
+    with pytest.raises(PlanError, match=f"^org/out: {nothing}the server cannot be reached"):
         relayout.load("org/out", 0)
-    with pytest.raises(RequestError, match="the hub cannot be reached"):
+    with pytest.raises(RequestError, match="the server cannot be reached"):
         relayout.load("hf://org/out", 0)
 
 

@@ -26,7 +26,7 @@ LAYERS: dict[str, set[str]] = {
     "progress": {"errors"},
     "results": {"errors"},
     "format": {"errors", "core"},
-    "storage": {"errors", "core"},
+    "storage": {"errors", "core", "format"},
     "checkpoint": {"errors", "core", "format", "storage"},
     "plans": {"errors", "core", "format", "storage"},
     "observe": {"errors", "core", "results", "format", "storage", "checkpoint", "plans", "loader", "engines"},

@@ -107,7 +107,6 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Files:
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """A server with the model; retries and parts are short."""
     monkeypatch.setattr(connect, "RETRY_SECONDS", 1.0)
-    monkeypatch.setattr(connect, "_MAX_RETRIES", 3)
     monkeypatch.setattr(multipart, "RETRY_SECONDS", 3.0)
     monkeypatch.setattr(upload, "PART_NBYTES", MIB)
     with s3_server.running() as server:
@@ -452,7 +451,7 @@ def test_after_the_network_ends_at_any_moment_the_same_command_goes_on(
     server: Server, expected: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = requests_of_a_conversion(server, lambda: convert(threads=1))
-    monkeypatch.setattr(connect, "_MAX_RETRIES", 0)
+    monkeypatch.setattr(connect, "RETRY_SECONDS", 0.0)
     monkeypatch.setattr(multipart, "RETRY_SECONDS", 0.0)
     first = next(n for n, one in enumerate(requests) if is_part(one))
     last = next(n for n, one in enumerate(requests) if one.key == "out/relayout.json" and one.method == "PUT")

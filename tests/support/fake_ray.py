@@ -38,6 +38,13 @@ class FakeRay:
         self.lost = 0
         """So many tasks are lost with their nodes before they begin."""
 
+    util = SimpleNamespace(
+        scheduling_strategies=SimpleNamespace(NodeAffinitySchedulingStrategy=lambda node, soft: (node, soft))
+    )
+
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(get_node_id=lambda: "driver's")
+
     def is_initialized(self) -> bool:
         return self.is_up
 

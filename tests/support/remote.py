@@ -21,7 +21,7 @@ HEAD = 64 * 2**10
 @pytest.fixture
 def server(converted: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """A server with a conversion for two ranks of several files each, and its source."""
-    monkeypatch.setattr(connect, "_MAX_RETRIES", 1)
+    monkeypatch.setattr(connect, "RETRY_SECONDS", 1.0)
     with s3_server.running() as server:
         for name, value in s3_server.environment(server).items():
             monkeypatch.setenv(name, value)

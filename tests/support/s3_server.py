@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
+import socket
 import ssl
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -63,6 +65,8 @@ class Answer:
     """So many bytes of the body are sent, and then the connection ends; None: all are."""
     pause_seconds: float = 0
     """Before the end of a connection whose body is cut."""
+    is_reset: bool = False
+    """Whether such a connection ends by RST."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,8 @@ class Server(ThreadingHTTPServer):
         """In the order of their answers."""
         self.interfere: Callable[[Request], Answer | None] = lambda request: None
         """Called before an answer is made; may give another one, or end the connection by an exception."""
+        self.trickle: Callable[[Request], bool] = lambda request: False
+        """Whether the body is sent byte by byte, and slowly."""
         self.checks_keys = False
         """Whether requests without `ACCESS_KEY` are refused."""
         self._ids = itertools.count(1)
@@ -301,10 +307,14 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
+            if self.server.trickle(request):
+                self._trickle(found.body)
             self.wfile.write(found.body[: found.cut])
         self.wfile.flush()
         if found.cut is not None:
             time.sleep(found.pause_seconds)
+            if found.is_reset:
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.close_connection = True
 
     def handle_expect_100(self) -> bool:
@@ -312,6 +322,12 @@ class _Handler(BaseHTTPRequestHandler):
         known = super().handle_expect_100()
         self.wfile.flush()
         return known
+
+    def _trickle(self, body: bytes) -> None:
+        for number in range(len(body)):
+            self.wfile.write(body[number : number + 1])
+            self.wfile.flush()
+            time.sleep(0.05)
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = handle_any
 

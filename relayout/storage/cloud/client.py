@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 from relayout.errors import FormatError
-from relayout.storage.cloud.connect import make_store
-from relayout.storage.cloud.failures import replaced, request
+from relayout.storage.cloud import connect
+from relayout.storage.cloud.failures import Patience, replaced, request, request_error, translated
 from relayout.storage.protocols import FileStat, RequestCost, RequestError
 
 if TYPE_CHECKING:
-    from obstore import GetResult, ObjectMeta
+    from obstore import Bytes, GetResult, ObjectMeta
     from obstore.store import ObjectStore
 
 CLOUD_COST = RequestCost(chunk_nbytes=8 * 2**20, max_gap_nbytes=2**20, concurrency=128, is_remote=True)
 """A connection to an object store brings 50 to 100 MB/s, and its first byte takes 20 to 200 ms."""
 
-_STREAM_NBYTES = 256 * 2**10
-"""What is taken at once from a connection: small enough to be copied while it is in the processor's cache."""
+_PROGRESS_NBYTES = 16 * 2**10
+"""Fewer bytes in `connect.STALL_SECONDS`, or before a connection breaks, are no progress, unless no more are left."""
 
 
 Version = Mapping[str, str]
@@ -75,35 +76,64 @@ class Body:
     start: int
     """Offset of the first byte."""
     nbytes: int
-    result: GetResult
+    pieces: Iterator[Bytes | bytes]
+    """What arrives; raises RequestError, or FormatError if the object was replaced."""
+    again: Callable[[int], Body]
+    """Requests the same bytes of the same version, from an offset in the object on."""
+    replaces: Version = field(default_factory=dict)
+    """What a write that shall replace just this version of an object in a bucket must say."""
 
     def fill(self, view: memoryview) -> None:
-        """Take all bytes, which `view` has room for exactly.
+        """Take all bytes, which `view` has room for exactly. Where a connection breaks, another one goes on.
 
         Raises:
             FormatError: the object was replaced after the first bytes.
-            RequestError: the connection failed, or brought fewer or more bytes than announced.
+            RequestError: connections fail, again and again, or bring fewer or more bytes than announced.
         """
         assert view.nbytes == self.nbytes
-        end = self.start + self.nbytes
-        if request(lambda: self._copy(view), self.where, (self.start, end)) != self.nbytes:
-            what = f"bytes {self.start} to {end}: the server sent another number of bytes than it announced; load again"
-            raise RequestError(errno.EPROTO, what, self.where)
+        body, done, patience = self, 0, Patience()
+        while True:
+            before = done
+            try:
+                for piece in timed(body.pieces, self.where, self.part):
+                    view[done : done + len(piece)] = piece  # ValueError: there are more.
+                    done += len(piece)
+                break
+            except ValueError:
+                done = -1
+                break
+            except RequestError as error:
+                failure = error
+            if done - before >= _PROGRESS_NBYTES:
+                patience = Patience()
+            patience.wait(failure)
+            body = self.again(self.start + done)
+        if done != self.nbytes:
+            what = "the server sent another number of bytes than it announced; load again"
+            raise RequestError(errno.EPROTO, f"bytes {self.start} to {self.part[1]}: {what}", self.where)
 
-    def _copy(self, view: memoryview) -> int:
-        """Copy what arrives, while it is in the processor's cache; return how many bytes there were."""
-        done = 0
-        for piece in self.result.stream(min_chunk_size=_STREAM_NBYTES):
-            if done + len(piece) <= view.nbytes:
-                view[done : done + len(piece)] = piece
-            done += len(piece)
-        return done
+    @property
+    def part(self) -> tuple[int, int]:
+        """First byte and end of the range."""
+        return self.start, self.start + self.nbytes
 
     def content(self) -> bytes:
         """All bytes; for errors see `fill`."""
         view = memoryview(bytearray(self.nbytes))
         self.fill(view)
         return bytes(view)
+
+
+def timed(pieces: Iterator[Bytes | bytes], where: str, part: tuple[int, int] | None = None) -> Iterator[Bytes | bytes]:
+    """What arrives of a body. A server that trickles it is as one that sends nothing."""
+    new, since = 0, time.monotonic()
+    for piece in pieces:
+        yield piece
+        new += len(piece)
+        if new >= _PROGRESS_NBYTES:
+            new, since = 0, time.monotonic()
+        elif time.monotonic() - since > connect.STALL_SECONDS:
+            raise request_error("TimedOut", where, part)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -126,7 +156,7 @@ class ObjectClient:
         Raises:
             PlanError: obstore is missing, or the environment is not as a provider expects it.
         """
-        return cls(root, make_store(root))
+        return cls(root, connect.make_store(root))
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self).of, (self.root,)
@@ -153,10 +183,25 @@ class BucketClient(ObjectClient):
 
     def stats(self, prefix: str) -> Iterator[tuple[str, FileStat]]:
         """Full names and metadata of the objects below a prefix, all if it is empty."""
-        pages = iter(self.store.list(prefix or None))
-        while page := request(lambda: next(pages, None), f"{self.root}/{prefix}"):
+        where, last, begins = f"{self.root}/{prefix}", None, set()
+        pages: Iterator[Sequence[ObjectMeta]] | None = None
+
+        def next_page() -> Sequence[ObjectMeta] | None:
+            nonlocal pages
+            try:
+                pages = pages or iter(self.store.list(prefix or None, offset=last))
+                return next(pages, None)
+            except BaseException:
+                pages = None  # One that has failed is as one at its end.
+                raise
+
+        while page := request(next_page, where):
+            if page[0]["path"] in begins:
+                raise FormatError("the store lists the same names again and again", path=where, code="invalid")
+            begins.add(page[0]["path"])
             for found in page:
-                yield found["path"], stat_of(found)
+                last = found["path"]
+                yield last, stat_of(found)
 
     def load(self, name: str, limit: int) -> tuple[bytes, Version] | None:
         """A small object and its version; None if there is none.
@@ -173,7 +218,7 @@ class BucketClient(ObjectClient):
             raise
         if body.nbytes > limit:
             raise FormatError(f"{body.nbytes} bytes, limit {limit}", path=f"{self.root}/{name}", code="limit")
-        return body.content(), _version(body.result.meta)
+        return body.content(), body.replaces
 
     def put(self, name: str, content: bytes, replaced: Version | Literal[True] | None = True) -> Version:
         """Write a small object, and return its version.
@@ -211,14 +256,36 @@ def get(store: ObjectStore, name: str, where: str, start: int, end: int | None, 
     options: dict[str, Any] = {} if end is None else {"range": (start, end)}
     if version is not None and is_comparable(version):
         options["if_match"] = version
-    result = request(lambda: store.get(name, options=options), where, None if end is None else (start, end))  # type: ignore[arg-type]
+    asked = None if end is None else (start, end)
+    result = request(lambda: store.get(name, options=options), where, asked)  # type: ignore[arg-type]
     found, part = stat_of(result.meta), result.range
+    check_answer(found, part, start, end, version, where)
+    return Body(
+        found,
+        where,
+        part[0],
+        part[1] - part[0],
+        _pieces(result, where, part),
+        lambda offset: get(store, name, where, offset, part[1], found.version),
+        _version(result.meta),
+    )
+
+
+def check_answer(
+    found: FileStat, part: tuple[int, int], start: int, end: int | None, version: str | None, where: str
+) -> None:
+    """Check that an answer has what was asked for; see `Client.get`."""
     if version is not None and found.version != version:  # Some servers take no notice of If-Match.
         raise replaced(where)
     if part != (start, found.nbytes if end is None else min(end, found.nbytes)):
         what = f"asked for bytes {start} to {end}, got {part[0]} to {part[1]}: the server does not serve ranges"
         raise RequestError(errno.EPROTO, what, where)
-    return Body(found, where, part[0], part[1] - part[0], result)
+
+
+def _pieces(result: GetResult, where: str, part: tuple[int, int]) -> Iterator[Bytes | bytes]:
+    pieces = iter(result.stream(min_chunk_size=1))  # Larger ones would be lost in part when the connection breaks.
+    while (piece := translated(lambda: next(pieces, None), where, part)) is not None:
+        yield piece
 
 
 def stat(store: ObjectStore, name: str, where: str) -> FileStat | None:

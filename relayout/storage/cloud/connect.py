@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import ssl
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
@@ -19,7 +18,6 @@ from urllib.parse import urlsplit
 from urllib.request import proxy_bypass_environment  # type: ignore[attr-defined]
 
 from relayout.errors import PlanError
-from relayout.storage.cloud.failures import first_line
 
 if TYPE_CHECKING:
     from boto3.session import Session
@@ -28,8 +26,7 @@ if TYPE_CHECKING:
 STALL_SECONDS = 20.0
 """A request that has brought no byte for so long is made again, from where it was."""
 RETRY_SECONDS = 90.0
-"""After so long, a failed request is not made again."""
-_MAX_RETRIES = 8
+"""After so long without a byte, a failed request is not made again."""
 
 _PREFIXES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
 """Of the variables of each provider, by the scheme of its URLs."""
@@ -61,31 +58,30 @@ def require(module: str, what: str, extra: str = "cloud") -> None:
         )
 
 
-def make_store(root: str, headers: Mapping[str, str] | None = None) -> ObjectStore:
-    """obstore's client for the URL of a bucket or site. No request is made yet.
-
-    Args:
-        headers: sent with every request.
+def make_store(root: str) -> ObjectStore:
+    """obstore's client for the URL of a bucket. No request is made yet.
 
     Raises:
         PlanError: obstore is missing, or the environment is not as a provider expects it.
     """
     require("obstore", root)
     from obstore.exceptions import BaseError
-    from obstore.store import HTTPStore, from_url
+    from obstore.store import from_url
 
     scheme = urlsplit(root).scheme
     settings = s3_settings().for_obstore() if scheme == "s3" else {}
     options: Any = _client_options(scheme, settings.get("endpoint"))
-    if headers:
-        options["default_headers"] = dict(headers)
-    retries: Any = {"max_retries": _MAX_RETRIES, "retry_timeout": timedelta(seconds=RETRY_SECONDS)}
+    retries: Any = {"max_retries": 0}  # `failures.request` does it, for all kinds of stores alike.
     try:
-        if scheme in ("http", "https"):  # from_url takes some such URLs for buckets.
-            return HTTPStore.from_url(root, client_options=options, retry_config=retries)
         return from_url(root, client_options=options, retry_config=retries, **settings)
     except BaseError as error:
-        raise PlanError(f"cannot be used: {first_line(error)}", path=root, code="option") from None
+        raise PlanError(f"cannot be used: {_first_line(error)}", path=root, code="option") from None
+
+
+def _first_line(error: BaseException) -> str:
+    """What obstore says of settings, without URLs."""
+    lines = str(error).splitlines() or [""]
+    return re.sub(r"[a-z0-9+]+://\S+", "URL", lines[0])[:200]
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from relayout.errors import FormatError, PlanError
 from relayout.storage.cloud.client import BucketClient, Client
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _SCHEMES = {"s3a": "s3", "gcs": "gs", "azure": "az", "abfs": "az", "abfss": "az"}
 """Other schemes of the same stores."""
-_URL = re.compile(r"[a-z0-9]+://[^/@?#]+(/[^/?#]+)*/?")
+_URL = re.compile(r"[a-z0-9]+://[^/@?#%\\]+(/[^/?#\\]+)*/?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +186,9 @@ def offer(url: str) -> Store | Refusal:
 def refusal_of(url: str) -> Refusal | None:
     """Why a URL names no place in a store; None if it does."""
     scheme, _, rest = url.partition("://")
-    if _URL.fullmatch(f"{scheme.lower()}://{rest}") and not {".", ".."} & set(rest.split("/")):
+    parts = unquote(rest).split("/")
+    if _URL.fullmatch(f"{scheme.lower()}://{rest}") and not {".", ".."} & set(parts) and unquote(rest).isprintable():
         return None
     return Refusal(
-        f"expected {scheme}://BUCKET/PREFIX, without user, password, ? and #, and without empty, . and .. parts"
+        f"expected {scheme}://BUCKET/PREFIX, without user, password, ?, # and \\, and without empty, . and .. parts"
     )

@@ -10,33 +10,35 @@ from __future__ import annotations
 import errno
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import quote
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, urlsplit
 
-from relayout.errors import FormatError, PlanError
-from relayout.storage.cloud.client import CLOUD_COST, Body, get
-from relayout.storage.cloud.connect import make_store, require
-from relayout.storage.cloud.failures import replaced
+from relayout.errors import FormatError, PlanError, shown
+from relayout.format.fields import Fields, parse_object
+from relayout.format.names import is_plain_path
+from relayout.storage.cloud.client import CLOUD_COST, Body
+from relayout.storage.cloud.connect import require
+from relayout.storage.cloud.failures import persistent, replaced
 from relayout.storage.cloud.store import CloudStore
 from relayout.storage.local.store import LocalStore
 from relayout.storage.protocols import Access, FileStat, Kind, ReadableFile, Refusal, RequestCost, RequestError, Store
+from relayout.storage.web import http
 
 if TYPE_CHECKING:
-    from obstore.store import ObjectStore
-
-Result = TypeVar("Result")
+    from urllib3 import BaseHTTPResponse
 
 _URL = re.compile(
     r"hf://(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^/@?#]+))?(?P<folder>(?:/[^/?#]+)*)/?", re.IGNORECASE | re.ASCII
 )
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
-_COMMIT = re.compile(r"[0-9a-f]{40}")
+_COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
+_MAX_INFO_NBYTES = 64 * 2**20
 _SIGNED_SECONDS = 600.0
 """A signed URL is asked for again after so long; the hub's are good for an hour."""
 
@@ -45,10 +47,12 @@ _SIGNED_SECONDS = 600.0
 class _Location:
     """Where a file's bytes come from."""
 
-    store: ObjectStore
-    name: str
+    url: str
+    headers: Mapping[str, str]
     made: float
     """When, by the clock `time.monotonic`."""
+    is_xet: bool
+    """Whether the hub names another way to the bytes, its own tools' way."""
 
 
 class HubClient:
@@ -64,6 +68,9 @@ class HubClient:
         self.revision = revision
         """A branch, tag or commit; None: the main branch."""
         self._locations: dict[str, _Location] = {}
+        self._lock = threading.Lock()
+        self._is_offline = False
+        self._known: tuple[str, Mapping[str, FileStat]] | None = None
 
     @property
     def root(self) -> str:
@@ -76,47 +83,83 @@ class HubClient:
     def __repr__(self) -> str:
         return f"HubClient({self.root!r})"
 
-    @cached_property
+    @property
     def commit(self) -> str:
         """The commit's hash.
 
         Raises:
+            FormatError: the hub or its cache says something else.
             PlanError: the repository or revision does not exist, or may not be read.
             RequestError: the hub does not answer, and its cache does not say.
         """
-        if self.revision is not None and _COMMIT.fullmatch(self.revision) and self.snapshot_of(self.revision):
+        if self.revision is not None and self.snapshot_of(self.revision):
             return self.revision
-        try:
-            return self._info[0]
-        except (PlanError, RequestError):
-            reference = self._cache / "refs" / (self.revision or "main")
-            if reference.is_file():  # As the hub's own tools do where there is no network.
-                return reference.read_text().strip()
-            raise
+        return self._found[0]
 
-    @cached_property
+    @property
     def files(self) -> Mapping[str, FileStat]:
         """All files of the commit, by name; for errors see `commit`."""
-        return self._info[1]
+        return self._found[1]
 
-    @cached_property
-    def _info(self) -> tuple[str, dict[str, FileStat]]:
-        api = _hub().HfApi(endpoint=_endpoint())
+    @property
+    def _found(self) -> tuple[str, Mapping[str, FileStat]]:
+        """Commit and files, both of the hub, or without a network both of its cache; found once."""
+        with self._lock:
+            self._known = self._known or self._find()
+            return self._known
+
+    def _find(self) -> tuple[str, Mapping[str, FileStat]]:
+        cached = self._cached()
         try:
-            info = self._asked(
-                lambda: api.model_info(self.repo, revision=self.revision, files_metadata=True), self.root
-            )
-        except (PlanError, RequestError) as error:
+            return self._asked(is_expected=cached is None and not self._is_guess)
+        except PlanError as error:
             if not self._is_guess:
                 raise
-            why = error.what if isinstance(error, PlanError) else error.strerror
-            what = f"no such file or folder; as a repository of the hub: {why}"
-            raise PlanError(what, path=self.repo, code="missing") from None
-        files = {
-            one.rfilename: FileStat(one.size or 0, str(one.lfs.sha256 if one.lfs else one.blob_id))
-            for one in info.siblings or ()
-        }
-        return str(info.sha), files
+            what = error.what
+        except RequestError as error:
+            if cached is not None:
+                self._is_offline = True
+                return cached
+            if not self._is_guess or error.status is not None:
+                raise
+            what = str(error.strerror)
+        what = f"no such file or folder; as a repository of the hub: {what}"
+        raise PlanError(what, path=self.repo, code="missing")
+
+    def _asked(self, *, is_expected: bool) -> tuple[str, Mapping[str, FileStat]]:
+        """What the hub says. If it need not be there, it is not waited for while it cannot be reached."""
+        revision = f"/revision/{quote(self.revision, safe='')}" if self.revision else ""
+        url = f"{_endpoint()}/api/models/{self.repo}{revision}?blobs=true"
+
+        def ask() -> bytes:
+            try:
+                return http.small_answer(self._answer("GET", url, self.root), self.root, _MAX_INFO_NBYTES)
+            except RequestError as error:
+                if error.status is None and not is_expected:
+                    raise RequestError(errno.EHOSTUNREACH, str(error.strerror), self.root) from None
+                raise
+
+        where = f"{self.root}: the hub's answer"
+        top = Fields(parse_object(persistent(ask, self.root), where), where)
+        commit = _commit(top.text("sha"), where)
+        if self.revision is not None and _COMMIT.fullmatch(self.revision) and commit != self.revision:
+            raise FormatError(f"is of commit {commit}", path=where, code="mismatch")
+        return commit, dict(_file(one, where) for one in top.objects("siblings"))
+
+    def _cached(self) -> tuple[str, Mapping[str, FileStat]] | None:
+        """What the hub's cache says, as the hub's own tools read it; None if it has nothing."""
+        commit, reference = self.revision or "main", self._cache / "refs" / (self.revision or "main")
+        if not _COMMIT.fullmatch(commit):
+            if not reference.is_file():
+                return None
+            with reference.open(errors="replace") as file:
+                commit = _commit(file.read(64).strip(), str(reference))
+        folder = self.snapshot_of(commit)
+        if folder is None:
+            return None
+        local = LocalStore(folder)
+        entries = (one for one in local.walk() if not one.is_folder and one.refusal is None)
+        return commit, {one.name: found for one in entries if (found := local.stat(one.name)) is not None}
 
     @property
     def _cache(self) -> Path:
@@ -127,28 +170,31 @@ class HubClient:
     def snapshot_of(self, commit: str) -> Path | None:
         """The folder of a commit in the hub's own cache, where only some of its files may be; None if it has none."""
         folder = self._cache / "snapshots" / commit
-        return folder if folder.is_dir() else None
+        # Proof that a server chooses no folder: a commit is a hash.
+        return folder if _COMMIT.fullmatch(commit) and folder.is_dir() else None
 
     def get(self, name: str, start: int, end: int | None, version: str | None) -> Body:
         """See `Client.get`."""
         where, known = f"{self.root}/{name}", self.stat(name)
         if known is None:
-            raise FormatError("is missing", path=where, code="missing")
+            offline = " in the hub's cache on this machine, and the hub does not answer" if self._is_offline else ""
+            raise FormatError(f"is missing{offline}", path=where, code="missing")
         if version not in (None, known.version):
             raise replaced(where)
         location = self._locations.get(name)
-        if location is None or time.monotonic() - location.made > _SIGNED_SECONDS:
-            location = self._resolve(name)
-        try:
-            body = get(location.store, location.name, where, start, end, None)
-        except RequestError as error:
-            if error.status not in (401, 403):
-                raise
-            location = self._resolve(name)  # The signature has expired.
-            body = get(location.store, location.name, where, start, end, None)
+        is_old = location is None or time.monotonic() - location.made > _SIGNED_SECONDS
+        for is_new in (True,) if is_old else (False, True):
+            location = self._resolve(name, known) if is_new or location is None else location
+            try:
+                body = http.get(location.url, where, start, end, None, location.headers)
+                break
+            except RequestError as error:
+                if error.status not in (401, 403) or is_new:
+                    raise _denied(error, location, where) from None
         if body.stat.nbytes != known.nbytes:
             raise replaced(where)
-        return replace(body, stat=known)
+        end = body.part[1]
+        return replace(body, stat=known, again=lambda offset: self.get(name, offset, end, known.version))
 
     def stat(self, name: str) -> FileStat | None:
         """See `Client.stat`: the commit's list says it."""
@@ -158,56 +204,98 @@ class HubClient:
         """See `Client.names`."""
         yield from (name for name in self.files if not prefix or name.startswith(f"{prefix}/"))
 
-    def _resolve(self, name: str) -> _Location:
-        """Ask the hub where a file is. Of several threads that ask at once, all get an answer that is right."""
-        url = f"{_endpoint()}/{self.repo}/resolve/{self.commit}/{quote(name)}"
-        token = _hub().get_token()
-        found = self._asked(
-            lambda: _hub().get_hf_file_metadata(url, token=token, endpoint=_endpoint(), retry_on_errors=True),
-            f"{self.root}/{name}",
-        )
-        if found.location == url:  # The hub itself has small files.
-            headers = {"Authorization": f"Bearer {token}"} if token else None
-            location = _Location(make_store(url.removesuffix(f"/{quote(name)}"), headers), name, time.monotonic())
-        else:  # The signature is in the URL; nobody else may see the token.
-            location = _Location(make_store(found.location), "", time.monotonic())
+    def _resolve(self, name: str, known: FileStat) -> _Location:
+        """Ask the hub where a file is. Of several threads that ask at once, all get an answer that is right.
+
+        Where it sends elsewhere is believed by this proof: it is https, as the hub is; length and hash are those of
+        the commit; and nobody else gets the token.
+        """
+        url, where = f"{_endpoint()}/{self.repo}/resolve/{self.commit}/{quote(name)}", f"{self.root}/{name}"
+        answer = persistent(lambda: self._answer("HEAD", url, where), where)
+        answer.close()
+        headers = answer.headers
+        hashed = (headers.get("x-linked-etag") or headers.get("etag") or "").removeprefix("W/").strip('"')
+        length = headers.get("x-linked-size") or headers.get("content-length")
+        if (hashed, length) != (known.version, str(known.nbytes)):
+            raise FormatError("the hub offers another file than the commit has", path=where, code="mismatch")
+        target, is_xet = http.redirect_of(answer, url), "x-xet-hash" in headers
+        if target is None:  # The hub itself has small files.
+            location = _Location(url, _headers(), time.monotonic(), is_xet)
+        elif urlsplit(target).scheme not in {"https", urlsplit(_endpoint()).scheme} or "@" in urlsplit(target).netloc:
+            what = f"the hub sends to {shown(urlsplit(target).scheme)}, expected https"
+            raise RequestError(errno.EPROTO, what, where, answer.status)
+        else:
+            location = _Location(target, {}, time.monotonic(), is_xet)
         self._locations[name] = location
         return location
 
-    def _asked(self, call: Callable[[], Result], where: str) -> Result:
-        """What the hub's library returns; its errors are put into our words."""
-        from huggingface_hub import errors
+    def _answer(self, method: str, url: str, where: str) -> BaseHTTPResponse:
+        """The hub's answer: a body, or the name of another place.
 
-        failure: Exception
-        try:
-            return call()
-        except errors.GatedRepoError:
-            what = "is gated: accept its terms on the hub, and log in (hf auth login, or HF_TOKEN)"
-            failure = PlanError(what, path=where, code="missing")
-        except errors.RepositoryNotFoundError:
-            what = "no such repository on the hub; for a private one, log in (hf auth login, or HF_TOKEN)"
-            failure = PlanError(what, path=where, code="missing")
-        except errors.RevisionNotFoundError:
-            failure = PlanError("no such revision of the repository", path=where, code="missing")
-        except errors.EntryNotFoundError:
-            failure = FormatError("is missing", path=where, code="missing")
-        except errors.HFValidationError:
-            failure = PlanError("is not the name of a repository", path=where, code="option")
-        except errors.HfHubHTTPError as error:
-            status = error.response.status_code
-            says = _STATUS.get(status, "the hub failed: load later")
-            failure = RequestError(errno.EREMOTEIO, f"{says} (HTTP {status})", where, status)
-        except Exception as error:  # The library's transports have their own.
-            what = f"the hub cannot be reached ({type(error).__name__}): check the network and HF_ENDPOINT"
-            failure = RequestError(errno.EHOSTUNREACH, what, where)
-        raise failure
+        Raises:
+            FormatError, PlanError, RequestError: it is an error, in our words.
+        """
+        if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+            what = (
+                "HF_HUB_OFFLINE is set, and the hub's cache on this machine does not have it: download it where there"
+                f" is a network (hf download {self.repo}), or unset HF_HUB_OFFLINE"
+            )
+            raise RequestError(errno.EHOSTUNREACH, what, where)
+        answer = http.send(method, url, where, _headers())
+        if answer.status < 400:
+            return answer
+        answer.close()
+        code, status = answer.headers.get("x-error-code", ""), answer.status
+        if code in _CODES:
+            kind = FormatError if code == "EntryNotFound" else PlanError
+            raise kind(_CODES[code], path=where, code="missing")
+        if status in (401, 404) and method == "GET":  # Who may not read a repository gets 401, as if there were none.
+            raise PlanError(_CODES["RepoNotFound"], path=where, code="missing")
+        number, says = _STATUS.get(status, (errno.EIO, "the hub failed: load later"))
+        raise RequestError(number, f"{says} (HTTP {status})", where, status, http.retry_after(answer))
 
 
-_STATUS = {
-    401: "the hub refuses the token: log in again (hf auth login, or HF_TOKEN)",
-    403: "the token may not read it",
-    429: "the hub has too many requests from here: load later, or with a token",
+_CODES = {
+    "GatedRepo": "is gated: accept its terms on the hub, and log in (hf auth login, or HF_TOKEN)",
+    "RepoNotFound": "no such repository on the hub; for a private one, log in (hf auth login, or HF_TOKEN)",
+    "RevisionNotFound": "no such revision of the repository",
+    "EntryNotFound": "is missing",
 }
+_STATUS = {
+    400: (errno.EINVAL, "the hub refuses the request"),
+    401: (errno.EACCES, "the hub refuses the token: log in again (hf auth login, or HF_TOKEN)"),
+    403: (errno.EACCES, "the token may not read it"),
+    404: (errno.ENOENT, "the hub does not have it"),
+    429: (errno.EAGAIN, "the hub has too many requests from here: load later, or with a token"),
+}
+
+
+def _denied(error: RequestError, location: _Location, where: str) -> RequestError:
+    """The error for bytes that are not given, though the hub has just signed for them."""
+    if error.status not in (401, 403) or not location.is_xet:
+        return error
+    what = "the hub gives these bytes by Xet only: download with its own tool (hf download), and give the folder"
+    return RequestError(errno.EACCES, f"{what} (HTTP {error.status})", where, error.status)
+
+
+def _file(one: Mapping[str, Any], where: str) -> tuple[str, FileStat]:
+    """A file of the hub's list: its name, and its length and hash."""
+    fields = Fields(one, where)
+    name, lfs = fields.text("rfilename"), Fields(fields.top.get("lfs") or {}, where)
+    if not is_plain_path(name):
+        raise FormatError(f"{shown(name)} is no name of a file", path=where, code="unsafe")
+    return name, FileStat(fields.size("size", 0), lfs.text("sha256") if lfs.top else fields.text("blobId"))
+
+
+def _commit(text: str, where: str) -> str:
+    """A commit's hash, which becomes part of paths and URLs.
+
+    Raises:
+        FormatError: it is none.
+    """
+    if not _COMMIT.fullmatch(text):
+        raise FormatError(f"{shown(text)} is no commit: expected 40 hexadecimal digits", path=where, code="unsafe")
+    return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +357,7 @@ def offer(url: str) -> Store | Refusal:
     if found is None or {".", ".."} & set(found["folder"].split("/")):
         return Refusal("expected hf://ORG/MODEL, hf://ORG/MODEL@REVISION or a folder below it")
     require("huggingface_hub", url, "hub")
-    require("obstore", url, "hub")
+    require("urllib3", url, "hub")
     return HubStore(HubClient(found["repo"], found["revision"]), found["folder"].strip("/"))
 
 
@@ -281,7 +369,7 @@ def offer_model(path: str, absence: Callable[[], str]) -> Store | None:
     """
     if not _REPO.fullmatch(path):
         return None
-    if find_spec("huggingface_hub") is None or find_spec("obstore") is None:
+    if find_spec("huggingface_hub") is None or find_spec("urllib3") is None:
         what = f"{absence()}; for a repository of the hub, install relayout with the extra 'hub'"
         raise PlanError(what, path=path, code="missing")
     return HubStore(HubClient(path, None, is_guess=True), "")
@@ -296,3 +384,9 @@ def _hub() -> Any:
 
 def _endpoint() -> str:
     return str(os.environ.get("HF_ENDPOINT") or _hub().constants.ENDPOINT).rstrip("/")
+
+
+def _headers() -> dict[str, str]:
+    """For the hub, and nobody else."""
+    token = _hub().get_token()
+    return {"authorization": f"Bearer {token}"} if token else {}

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from urllib.parse import urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from relayout.core.workers import each
 from relayout.errors import FormatError
-from relayout.storage.cloud.client import ObjectClient
+from relayout.format.fields import parse_object
+from relayout.storage.cloud.client import CLOUD_COST, Body
+from relayout.storage.cloud.connect import require
 from relayout.storage.cloud.store import CloudStore, refusal_of
-from relayout.storage.protocols import Refusal, Store
+from relayout.storage.protocols import FileStat, Refusal, RequestCost, Store
+from relayout.storage.web import http
 
 _INDEX = "model.safetensors.index.json"
 _KNOWN = (
@@ -39,9 +41,27 @@ _KNOWN = (
 """Files of checkpoints, of which a server is asked what it has."""
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class WebClient(ObjectClient):
-    """A web server."""
+_MAX_INDEX_NBYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class WebClient:
+    """A web server; see `client.Client`."""
+
+    root: str
+
+    @property
+    def cost(self) -> RequestCost:
+        """See `Client.cost`."""
+        return CLOUD_COST
+
+    def get(self, name: str, start: int, end: int | None, version: str | None) -> Body:
+        """See `Client.get`."""
+        return http.get(f"{self.root}/{quote(name)}", f"{self.root}/{name}", start, end, version)
+
+    def stat(self, name: str) -> FileStat | None:
+        """See `Client.stat`."""
+        return http.stat(f"{self.root}/{quote(name)}", f"{self.root}/{name}")
 
     def names(self, prefix: str) -> Iterator[str]:
         """See `Client.names`: known names, and what an index names."""
@@ -53,12 +73,18 @@ class WebClient(ObjectClient):
         yield from (above + name for name in names)
 
     def _shards(self, above: str) -> list[str]:
-        """The files that an index names. What is wrong with it is found by who reads the checkpoint."""
-        try:
-            named = json.loads(self.get(above + _INDEX, 0, None, None).content())["weight_map"].values()
-            return sorted({name for name in named if isinstance(name, str)} - set(_KNOWN))
-        except (ValueError, KeyError, TypeError, AttributeError, FormatError):
-            return []
+        """The files that an index names. What is wrong with these names is found by who reads the checkpoint.
+
+        Raises:
+            FormatError: the index is larger or nested deeper than any, or no JSON.
+        """
+        where = f"{self.root}/{above}{_INDEX}"
+        body = self.get(above + _INDEX, 0, None, None)
+        if body.nbytes > _MAX_INDEX_NBYTES:
+            raise FormatError(f"{body.nbytes} bytes, limit {_MAX_INDEX_NBYTES}", path=where, code="limit")
+        named = parse_object(body.content(), where).get("weight_map")
+        values = named.values() if isinstance(named, dict) else ()
+        return sorted({name for name in values if isinstance(name, str)} - set(_KNOWN))
 
 
 def offer(url: str) -> Store | Refusal:
@@ -66,5 +92,6 @@ def offer(url: str) -> Store | Refusal:
     refused = refusal_of(url)
     if refused is not None:
         return refused
+    require("urllib3", url)
     parts = urlsplit(url)
-    return CloudStore(WebClient.of(f"{parts.scheme.lower()}://{parts.netloc}"), parts.path.strip("/"))
+    return CloudStore(WebClient(f"{parts.scheme.lower()}://{parts.netloc}"), unquote(parts.path).strip("/"))

@@ -1,0 +1,260 @@
+"""Requests to web servers: ranges of files, and small answers. A server chooses no host, no scheme, size or time.
+
+obstore follows redirects anywhere, and tells neither where an answer came from nor `Retry-After`. Here redirects are
+followed on the server that was asked, and nothing that was asked for is told to another one.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urljoin, urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+from relayout.errors import FormatError, escape_controls
+from relayout.storage.cloud import connect
+from relayout.storage.cloud.client import Body, check_answer, is_comparable, timed
+from relayout.storage.cloud.failures import persistent, replaced, request_error
+from relayout.storage.protocols import FileStat, RequestError
+
+if TYPE_CHECKING:
+    from urllib3 import BaseHTTPResponse, PoolManager, Timeout
+
+_MAX_REDIRECTS = 5
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_PIECE_NBYTES = 256 * 2**10
+_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})", re.ASCII)
+_NUMBER = re.compile(r"[0-9]{1,18}", re.ASCII)
+
+Headers = Mapping[str, str]
+
+
+def get(url: str, where: str, start: int, end: int | None, version: str | None, headers: Headers | None = None) -> Body:
+    """Request a range of a file; see `Client.get`.
+
+    Args:
+        where: the file's name in messages.
+    """
+    asked = dict(headers or {})
+    if end is not None:
+        asked["range"] = f"bytes={start}-{end - 1}"
+    if version is not None and is_comparable(version):
+        asked["if-match"] = version
+
+    def ask() -> Body:
+        answer = _checked(_final(send("GET", url, where, asked), where), where, None if end is None else (start, end))
+        stat = stat_of(answer, where)
+        part = _part(answer, stat.nbytes)
+        check_answer(stat, part, start, end, version, where)
+        pieces = _pieces(answer, where, part)
+        return Body(stat, where, part[0], part[1] - part[0], pieces, again)
+
+    def again(offset: int) -> Body:
+        return get(url, where, offset, body.part[1], body.stat.version, headers)
+
+    body = persistent(ask, where)
+    return body
+
+
+def stat(url: str, where: str) -> FileStat | None:
+    """A file's metadata; see `Client.stat`."""
+
+    def ask() -> FileStat:
+        return stat_of(_checked(_final(send("HEAD", url, where), where), where), where)
+
+    try:
+        return persistent(ask, where)
+    except FormatError as error:
+        if error.code == "missing":
+            return None
+        raise
+
+
+def send(method: str, url: str, where: str, headers: Headers | None = None) -> BaseHTTPResponse:
+    """The answer to one request, whatever its status; redirects are followed on the same server, and only there.
+
+    Raises:
+        RequestError: there was none.
+    """
+    from urllib3.exceptions import HTTPError
+
+    for _ in range(_MAX_REDIRECTS):
+        try:
+            answer = _pool(urlsplit(url).scheme, urlsplit(url).hostname or "").urlopen(
+                method,
+                url,
+                headers={"accept-encoding": "identity", "user-agent": "relayout", **(headers or {})},
+                redirect=False,
+                retries=False,
+                timeout=_timeout(),
+                preload_content=False,
+                decode_content=False,
+            )
+        except (HTTPError, ValueError, UnicodeError) as error:
+            failure = _failure(error, where)
+        else:
+            target = redirect_of(answer, url)
+            # Proof that the server may choose: what it names is its own.
+            if target is None or _origin(target) != _origin(url):
+                return answer
+            answer.close()
+            url = target
+            continue
+        raise failure
+    raise RequestError(errno.EPROTO, f"more than {_MAX_REDIRECTS} redirects", where)
+
+
+def redirect_of(answer: BaseHTTPResponse, url: str) -> str | None:
+    """Where an answer to a request for `url` leads; None if it is no redirect."""
+    if answer.status not in _REDIRECTS or "location" not in answer.headers:
+        return None
+    try:
+        target = urljoin(url, answer.headers["location"])
+        _origin(target)
+    except ValueError:  # No URL.
+        return "invalid:"
+    return target
+
+
+def small_answer(answer: BaseHTTPResponse, where: str, limit: int) -> bytes:
+    """The body of an answer.
+
+    Raises:
+        FormatError: it has more than `limit` bytes.
+        RequestError: it did not arrive.
+    """
+    content = bytearray()
+    for piece in timed(_pieces(answer, where), where):
+        content += piece
+        if len(content) > limit:
+            raise FormatError(f"more than {limit} bytes", path=where, code="limit")
+    return bytes(content)
+
+
+def _final(answer: BaseHTTPResponse, where: str) -> BaseHTTPResponse:
+    """Check that an answer does not send elsewhere.
+
+    Raises:
+        RequestError: it does.
+    """
+    target = redirect_of(answer, "")
+    if target is None:
+        return answer
+    answer.close()
+    parts = urlsplit(target)
+    named = escape_controls(f"{parts.scheme}://{parts.hostname}"[:100])  # Not what may be a signature.
+    what = f"the server sends to {named}: redirects to other servers are not followed; give that URL, if it is meant"
+    raise RequestError(errno.EPROTO, f"{what} (HTTP {answer.status})", where, answer.status)
+
+
+def _checked(answer: BaseHTTPResponse, where: str, part: tuple[int, int] | None = None) -> BaseHTTPResponse:
+    """Check the status of an answer; for errors see `Client.get`."""
+    if answer.status in (200, 206):
+        return answer
+    answer.close()
+    if answer.status in (404, 410):
+        raise FormatError("is missing", path=where, code="missing")
+    if answer.status == 412:
+        raise replaced(where)
+    error = request_error(f"status code: {answer.status}", where, part)
+    error.retry_after = retry_after(answer)
+    raise error
+
+
+def retry_after(answer: BaseHTTPResponse) -> float | None:
+    """Seconds for which a server wants to be left alone; None if it does not say, or says a date."""
+    text = answer.headers.get("retry-after", "")
+    return float(text) if _NUMBER.fullmatch(text) else None
+
+
+def stat_of(answer: BaseHTTPResponse, where: str) -> FileStat:
+    """Length and version of the file that an answer is about.
+
+    Raises:
+        RequestError: the answer does not tell the length.
+    """
+    found = _RANGE.fullmatch(answer.headers.get("content-range", "")) if answer.status == 206 else None
+    length = found[3] if found else answer.headers.get("content-length", "")
+    if (answer.status == 206 and found is None) or not _NUMBER.fullmatch(length):
+        answer.close()
+        raise RequestError(errno.EPROTO, "the server tells no length of the file, or no range as it should", where)
+    return FileStat(int(length), answer.headers.get("etag") or answer.headers.get("last-modified") or "")
+
+
+def _part(answer: BaseHTTPResponse, nbytes: int) -> tuple[int, int]:
+    found = _RANGE.fullmatch(answer.headers.get("content-range", "")) if answer.status == 206 else None
+    return (int(found[1]), int(found[2]) + 1) if found else (0, nbytes)
+
+
+def _pieces(answer: BaseHTTPResponse, where: str, part: tuple[int, int] | None = None) -> Iterator[bytes]:
+    from urllib3.exceptions import HTTPError
+
+    try:
+        while True:
+            try:
+                piece = answer.read1(_PIECE_NBYTES)
+            except (HTTPError, OSError) as error:
+                failure = _failure(error, where, part)
+            else:
+                if not piece:
+                    return
+                yield piece
+                continue
+            raise failure
+    finally:
+        answer.close() if answer.length_remaining else answer.release_conn()
+
+
+def _failure(error: Exception, where: str, part: tuple[int, int] | None = None) -> RequestError:
+    """The error that one of urllib3's means; it shows nothing of the URL."""
+    from urllib3 import exceptions
+
+    if isinstance(error, (ValueError, exceptions.LocationValueError)) and not isinstance(error, exceptions.SSLError):
+        return RequestError(errno.EINVAL, "is no URL that can be asked", where)
+    match error:
+        case exceptions.SSLError():
+            text = "certificate" if "certificate" in str(error).lower() else "Connect"
+        case exceptions.NameResolutionError():
+            text = f"dns error {error}"
+        case exceptions.NewConnectionError():
+            text = "ConnectionRefused" if "refused" in str(error) else "Connect"
+        case exceptions.TimeoutError() | TimeoutError():
+            text = "TimedOut"
+        case exceptions.ProxyError():
+            text = "Connect"
+        case _:
+            text = "ConnectionReset"
+    return request_error(text, where, part)
+
+
+def _origin(url: str) -> tuple[str, str | None, int | None]:
+    parts = urlsplit(url)
+    scheme = parts.scheme.lower()
+    return scheme, parts.hostname, parts.port or {"http": 80, "https": 443}.get(scheme)
+
+
+@cache
+def _pool(scheme: str, host: str) -> PoolManager:
+    """Connections to a host; proxies and options are those of the environment."""
+    import urllib3
+
+    reach = connect.reach_of(scheme)
+    options: dict[str, Any] = {"maxsize": 128, "ca_certs": reach.certificates}
+    if reach.any_certificate:
+        options["cert_reqs"] = "CERT_NONE"
+    named = reach.proxies(f"{scheme}://{host}")
+    proxy = named.get(scheme) if named is not None else None if proxy_bypass(host) else getproxies().get(scheme)
+    if proxy:
+        return urllib3.ProxyManager(proxy, **options)
+    return urllib3.PoolManager(**options)
+
+
+def _timeout() -> Timeout:
+    """How long no byte may arrive."""
+    from urllib3 import Timeout
+
+    reach = connect.reach_of("https")
+    return Timeout(connect=reach.connect_seconds, read=reach.stall_seconds)

@@ -218,7 +218,6 @@ def test_a_part_that_a_client_reads_twice_is_whole_both_times() -> None:
 def secure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Server, Path]]:
     """A server with a certificate of an authority that nobody knows, and the file that has the authority's own."""
     trustme = pytest.importorskip("trustme", reason="makes certificates")
-    monkeypatch.setattr(connect, "_MAX_RETRIES", 1)
     authority, context = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("127.0.0.1").configure_cert(context)
     authority.cert_pem.write_to_path(str(tmp_path / "authority.pem"))
@@ -265,7 +264,7 @@ def test_a_proxy_and_its_exceptions_hold_for_reads_and_uploads(
     server: Server, slept: list[float], monkeypatch: pytest.MonkeyPatch, provider: str
 ) -> None:
     reach(monkeypatch, "http://127.0.0.1:9")
-    monkeypatch.setattr(connect, "_MAX_RETRIES", 0)
+    monkeypatch.setattr(connect, "RETRY_SECONDS", 0.0)
     monkeypatch.setenv(f"{PREFIXES[provider]}_PROXY_URL", server.url.replace("//", f"//me:{SECRET}@"))
     server.put("models", "x/a.txt", b"hello")
     server.interfere = with_azure(lambda request: None)

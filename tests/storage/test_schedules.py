@@ -15,8 +15,9 @@ from safetensors.numpy import save_file
 from support.bucket_world import BUCKET, NEVER, Chances, Killed, World, Writer, in_its_time
 from support.s3_server import Object, Request
 
+from relayout.commands.convert import plan_conversion
 from relayout.conversion import jobs
-from relayout.conversion.run import ConversionPlan, plan_conversion
+from relayout.conversion.run import ConversionPlan
 from relayout.errors import PlanError, RelayoutError
 from relayout.storage.cloud.output import records as record_types
 from relayout.storage.cloud.output import staging

@@ -227,7 +227,8 @@ def test_google_takes_the_same_requests_with_other_headers(
 
 
 def test_units_that_are_converted_by_several_processes_are_published_together(server: Server, expected: Files) -> None:
-    work = [UnitJob.from_json(json.loads(json.dumps(job.as_json()))) for job in unit_jobs(SOURCE, OUT, **OPTIONS)]
+    made = unit_jobs(relayout.plan_conversion(SOURCE, OUT, **OPTIONS))
+    work = [UnitJob.from_json(json.loads(json.dumps(job.as_json()))) for job in made]
     assert len(work) == 3
     server.interfere = dropped(is_part, times=10**9)
     with pytest.raises(OSError, match="the server cannot be reached"):
@@ -399,7 +400,7 @@ def test_no_request_lives_as_long_as_a_lease_that_nobody_refreshes() -> None:
         lambda: relayout.convert(SOURCE, "s3://models", tp=2),
         lambda: relayout.convert(SOURCE, "s3://models/", tp=2, force=True),
         lambda: relayout.restore(OUT, "s3://models"),
-        lambda: unit_jobs(SOURCE, "s3://models", tp=2),
+        lambda: unit_jobs(relayout.plan_conversion(SOURCE, "s3://models", tp=2)),
     ],
 )
 def test_a_whole_bucket_is_no_output(server: Server, call: Callable[[], object]) -> None:

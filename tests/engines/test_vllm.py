@@ -14,12 +14,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.conversions import stock_tensors
-from support.fake_vllm import Engine, LoadConfig, Model, expert_of, install, model_config
+from support.fake_vllm import Engine, LoadConfig, Model, PPMissingLayer, expert_of, install, model_config
 from support.patience import PATIENCE
 
 import relayout
 from relayout.engines import plugins
-from relayout.engines.rank_weights import EngineOptions, RankWeights
+from relayout.engines.rank_weights import EngineOptions, RankWeights, speculative
 from relayout.engines.vllm import loader_class
 from relayout.errors import FormatError, PlanError
 
@@ -29,7 +29,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
     caplog.set_level(logging.INFO, "vllm.relayout")
     fake = install(monkeypatch)
     plugins.vllm()
-    assert list(fake.formats) == ["relayout"]
+    assert list(fake.formats) == ["auto", "relayout"]
     return fake
 
 
@@ -184,22 +184,38 @@ def test_a_pipeline_stage_reads_only_what_it_has(folders: Path, engine: Engine, 
     whole = stock_tensors(folders / "llama")
     elsewhere = ("model.layers.1.", "lm_head.")
     model = Model(whole, 0, 2, stage=lambda name: not name.startswith(elsewhere))
-    model.missing_layers = list(elsewhere)
-    loader = engine.load(folders / "llama-tp2", model, tied=tied)
+    model.missing = {name.rstrip("."): PPMissingLayer() for name in elsewhere}
+    engine.parallel.pipeline_parallel_size = 2
+    report = engine.load(folders / "llama-tp2", model, tied=tied)._weights.report()
     model.assert_holds_what_it_cuts_of(whole)
+    held = dict(relayout.iter_load(folders / "llama-tp2", 0))
     not_read = elsewhere[:1] if tied else elsewhere
-    assert loader._weights.report().num_tensors == sum(not name.startswith(not_read) for name in whole)
+    assert report.nbytes == sum(one.nbytes for name, one in held.items() if not name.startswith(not_read))
+    assert report.num_tensors == sum(not name.startswith(elsewhere[0]) for name in whole)
 
 
-def test_layers_for_speculation_are_left_to_the_draft_model(folders: Path, engine: Engine) -> None:
+def test_layers_for_speculation_are_given_unread(folders: Path, engine: Engine) -> None:
     whole = stock_tensors(folders / "llama")
     engine.rank, engine.tp = 0, 2
     loader = engine.formats["relayout"](LoadConfig())
     config = model_config(folders / "llama-tp2")
     config.hf_text_config = SimpleNamespace(num_hidden_layers=2, num_nextn_predict_layers=1)
-    names = {name for name, _ in loader.get_all_weights(config, Model(whole, 0, 2))}
-    assert names == {name for name in whole if ".layers.2." not in name}
-    assert len(names) < len(whole)
+    given = dict(loader.get_all_weights(config, Model(whole, 0, 2)))
+    assert given.keys() == whole.keys()
+    held = dict(relayout.iter_load(folders / "llama-tp2", 0))
+    report = loader._weights.report()
+    assert report.nbytes == sum(one.nbytes for name, one in held.items() if ".layers.2." not in name)
+    for name in (name for name in whole if ".layers.2." in name):
+        with warnings.catch_warnings(action="ignore"):  # An engine that does use it gets all of it, slowly.
+            assert torch.equal(given[name].clone(), whole[name])
+
+
+@pytest.mark.parametrize("prefix", ["vision_tower.transformer.", "audio_tower.", "model.visual."])
+def test_layers_of_other_parts_of_a_model_have_numbers_of_their_own(prefix: str) -> None:
+    is_speculative = speculative(SimpleNamespace(num_hidden_layers=28, num_nextn_predict_layers=1))
+    assert not any(is_speculative(f"{prefix}layers.{number}.fc1.weight") for number in range(32))
+    for text in ("model.", "", "language_model.model.", "model.language_model."):
+        assert [n for n in range(32) if is_speculative(f"{text}layers.{n}.fc1.weight")] == [28, 29, 30, 31]
 
 
 def test_a_draft_model_reads_slices_when_it_uses_them(folders: Path, engine: Engine) -> None:
@@ -302,7 +318,7 @@ def test_a_vllm_that_is_not_as_expected_is_left_alone(
     plugins.vllm()
     assert engine.formats == {}
     assert "relayout: not available in this vllm" in caplog.text
-    with pytest.raises(TypeError, match="has no load_weights, get_all_weights"):
+    with pytest.raises(TypeError, match="has no create_model, load_weights, get_all_weights"):
         loader_class(object)
 
 

@@ -8,12 +8,15 @@ less than 16 KiB is full of them. Needs torch at import time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from math import gcd
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from relayout.engines.rank_weights import listed
+from relayout.errors import PlanError
 
 _WITHOUT_VALUE = {torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty}
 _RANDOM = {torch.Tensor.uniform_, torch.Tensor.normal_}
@@ -34,6 +37,22 @@ class Marks(TorchFunctionMode):
         if func in _WITHOUT_VALUE or (func in _RANDOM and isinstance(args[0], torch.nn.Parameter)):
             _mark(made)
         return made
+
+
+def check_written(model: torch.nn.Module, path: str, engine: str, but: Collection[str] = ()) -> None:
+    """Check that all memory of a model that was made within `Marks` has been written.
+
+    Args:
+        path: of the checkpoint, for messages.
+        but: names of modules that are exempt.
+
+    Raises:
+        PlanError: some was not.
+    """
+    left = [name for name in unwritten(model) if set(but).isdisjoint(name.split("."))]
+    if left:
+        what = f"nothing was loaded into {listed(left)}: the checkpoint lacks what {engine}'s"
+        raise PlanError(f"{what} {type(model).__name__} needs, or was converted without it", path=path, code="missing")
 
 
 def unwritten(model: torch.nn.Module) -> list[str]:

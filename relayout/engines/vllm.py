@@ -147,17 +147,15 @@ class _Loading:
             _LOGGER.warning("relayout: rank %d: vLLM did not use %s", report.rank, listed(report.unused))
 
     def _check_written(self, model: Any, model_config: Any) -> None:
-        from relayout.engines.unwritten import unwritten
+        from relayout.engines.unwritten import check_written
 
-        left = unwritten(model)
-        if model_config.runner_type == "draft":
-            left = [name for name in left if _OF_TARGET.isdisjoint(name.split("."))]
-        if not left:
-            return
-        what = f"nothing was loaded into {listed(left)}: the checkpoint lacks what vLLM's {type(model).__name__} needs"
-        if getattr(self, "enable_weights_track", None) is not False:
-            raise PlanError(what, path=_path(model_config), code="missing")
-        _LOGGER.warning("relayout: %s", what)
+        is_draft = model_config.runner_type == "draft"
+        try:
+            check_written(model, _path(model_config), "vLLM", _OF_TARGET if is_draft else ())
+        except PlanError as error:
+            if getattr(self, "enable_weights_track", None) is not False:
+                raise
+            _LOGGER.warning("relayout: %s", error)
 
     def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) of the checkpoint, as this rank has them; also for vLLM's `reload_weights`.

@@ -71,7 +71,9 @@ class Model(torch.nn.Module):
         *,
         stage: Callable[[str], bool] | None = None,
         experts_by_rank: bool = False,
+        score: int = 0,
     ) -> None:
+        """With `score`, the model has as many classes that no checkpoint has weights for."""
         super().__init__()
         self.rank, self.tp, self.experts_by_rank = rank, tp, experts_by_rank
         self.kept: Tensors = {}
@@ -81,6 +83,8 @@ class Model(torch.nn.Module):
         self.missing: dict[str, torch.nn.Module] = {}
         """Placeholders by the names of their modules."""
         self.memory = {name: torch.full_like(self.cut(name, whole[name]), -7) for name in sorted(self.expected)}
+        if score:
+            self.memory["score.weight"] = torch.zeros(score, 8)
 
     def allocate(self) -> None:
         """Memory without values."""

@@ -13,13 +13,14 @@ from math import gcd
 from typing import Any
 
 import torch
+from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
 from relayout.engines.rank_weights import listed
 from relayout.errors import PlanError
 
 _WITHOUT_VALUE = {torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty}
-_RANDOM = {torch.Tensor.uniform_, torch.Tensor.normal_}
+_RANDOM = {torch.Tensor.uniform_, torch.Tensor.normal_, init.uniform_, init.normal_, init.kaiming_uniform_}
 """What torch's own layers fill their parameters with."""
 _MARK = bytes.fromhex("a57f") * 8
 """As a float of 2 or 4 bytes it is a NaN that no computation makes."""
@@ -34,7 +35,7 @@ class Marks(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        if func in _WITHOUT_VALUE or (func in _RANDOM and isinstance(args[0], torch.nn.Parameter)):
+        if func in _WITHOUT_VALUE or (func in _RANDOM and isinstance(made, torch.nn.Parameter)):
             _mark(made)
         return made
 

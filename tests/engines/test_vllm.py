@@ -22,6 +22,7 @@ from relayout.engines import plugins
 from relayout.engines.rank_weights import EngineOptions, RankWeights, speculative
 from relayout.engines.vllm import loader_class
 from relayout.errors import FormatError, PlanError
+from relayout.storage.in_memory import bucket
 
 
 @pytest.fixture
@@ -208,6 +209,100 @@ def test_layers_for_speculation_are_given_unread(folders: Path, engine: Engine) 
     for name in (name for name in whole if ".layers.2." in name):
         with warnings.catch_warnings(action="ignore"):  # An engine that does use it gets all of it, slowly.
             assert torch.equal(given[name].clone(), whole[name])
+
+
+def test_memory_that_nobody_writes_is_an_error_of_the_load(
+    folders: Path, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = stock_tensors(folders / "llama")
+    lacks = r"llama-tp2: nothing was loaded into score.weight: the checkpoint lacks what vLLM's Model needs"
+    for load_format in ("relayout", "auto"):
+        with pytest.raises(PlanError, match=lacks):
+            engine.load(folders / "llama-tp2", Model(whole, 0, 2, score=3), load_format=load_format)
+    engine.load(folders / "llama-tp2", Model(whole, 0, 2, score=3), enable_weights_track=False)  # vLLM's own option.
+    assert "relayout: " + str(folders / "llama-tp2: nothing was loaded into score.weight") in caplog.text
+    engine.load(folders / "llama", Model(whole, 0, 2, score=3), load_format="auto")  # Not ours.
+
+
+def test_a_draft_model_gets_its_embedding_later(folders: Path, engine: Engine) -> None:
+    whole = stock_tensors(folders / "llama")
+    model = Model(whole, 1, 2, stage=lambda name: ".layers.2." in name)
+    model.memory["draft.lm_head.weight"] = torch.empty(8, 8)
+    engine.load(folders / "llama-tp2", model, draft=True)
+    model.memory["draft.other.weight"] = torch.empty(8, 8)
+    with pytest.raises(PlanError, match=r"nothing was loaded into draft\.other\.weight:"):
+        engine.load(folders / "llama-tp2", model, draft=True)
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight"])
+@pytest.mark.parametrize("placement", ["copy", "direct"])
+def test_a_tensor_that_is_read_and_not_given_is_an_error(
+    folders: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str, placement: str
+) -> None:
+    original = RankWeights._slices
+    monkeypatch.setattr(
+        RankWeights, "_slices", lambda self, *given: (one for one in original(self, *given) if one[0] != name)
+    )
+    model = Model(stock_tensors(folders / "llama"), 0, 2, stage=lambda one: one != name)  # Which does not miss it.
+    with pytest.raises(FormatError, match=f"llama-tp2: {name}: read, and not given to the engine"):
+        engine.load(folders / "llama-tp2", model, placement=placement)
+
+
+def test_placeholders_that_a_loader_replaces_are_no_reason_to_leave_anything_out(folders: Path, engine: Engine) -> None:
+    whole = stock_tensors(folders / "llama")
+    for num_stages in (1, 2):
+        model = Model(whole, 0, 2)
+        model.missing = {"lm_head": torch.nn.Identity()}  # Such as vLLM's StageMissingLayer, in rerankers.
+        engine.parallel.pipeline_parallel_size = num_stages
+        engine.load(folders / "llama-tp2", model, strict=True)
+        model.assert_holds_what_it_cuts_of(whole)
+
+
+def test_a_converted_folder_is_recognized_and_others_are_left_to_vllm(folders: Path, engine: Engine) -> None:
+    whole = stock_tensors(folders / "llama")
+    model = Model(whole, 1, 2)
+    loader = engine.load(folders / "llama-tp2", model, load_format="auto", strict=True)
+    model.assert_holds_what_it_cuts_of(whole)
+    assert loader._weights.report().num_ranks == 2
+    model = Model(whole, 1, 2)
+    loader = engine.load(folders / "llama", model, load_format="auto")
+    model.assert_holds_what_it_cuts_of(whole)
+    assert loader._weights is None
+    with pytest.raises(AssertionError, match="nothing is downloaded"):  # vLLM's own says so.
+        loader.download_model(model_config(folders / "llama"))
+    with pytest.raises(PlanError, match=r"llama: --model-loader-extra-config: threads: only for folders that relayout"):
+        engine.load(folders / "llama", model, load_format="auto", threads=2)
+    with pytest.raises(ValueError, match="Unexpected extra config keys for load format auto: {'thread'}"):
+        engine.load(folders / "llama-tp2", model, load_format="auto", thread=2)
+
+
+def test_options_of_vllms_own_loader_are_left_to_it(folders: Path, engine: Engine) -> None:
+    whole = stock_tensors(folders / "llama")
+    model = Model(whole, 0, 2)
+    loader = engine.load(folders / "llama-tp2", model, enable_multithread_load=True, num_threads=4, threads=2)
+    model.assert_holds_what_it_cuts_of(whole)
+    assert loader.load_config.model_loader_extra_config == {"enable_multithread_load": True, "num_threads": 4}
+
+
+def test_side_weights_that_a_model_names_are_loaded_by_vllm(folders: Path, engine: Engine, tmp_path: Path) -> None:
+    whole = stock_tensors(folders / "llama")
+    head = torch.arange(24.0).view(3, 8)
+    torch.save({"weight": head}, tmp_path / "score.pt")
+    model = Model(whole, 0, 2, score=3)
+    model.secondary_weights = [SimpleNamespace(prefix="score.", file=tmp_path / "score.pt")]
+    engine.load(folders / "llama-tp2", model)
+    assert torch.equal(model.memory["score.weight"], head)
+
+
+def test_a_load_opens_each_file_once(folders: Path) -> None:
+    opened = bucket("engine")
+    for file in (folders / "llama-tp2").iterdir():
+        opened.put(f"llama-tp2/{file.name}", file.read_bytes(), create=True)
+    relayout.load("memory://engine/llama-tp2", 0)
+    needed = dict(opened.requests)
+    opened.requests.clear()
+    assert dict(RankWeights("memory://engine/llama-tp2", 0, 2, EngineOptions()))
+    assert opened.requests == needed
 
 
 @pytest.mark.parametrize("prefix", ["vision_tower.transformer.", "audio_tower.", "model.visual."])

@@ -102,7 +102,9 @@ class Model(torch.nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         for name, tensor in weights:
-            if self.stage(name) and self.owns(name):
+            if name == "score.weight":
+                self.memory[name].copy_(tensor)
+            elif self.stage(name) and self.owns(name):
                 self.kept[name] = self.memory[name].copy_(self.cut(name, tensor))
         return set(self.kept)
 
@@ -175,7 +177,7 @@ class Engine:
 
 def model_config(folder: Path | str, *, draft: bool = False, tied: bool = False) -> SimpleNamespace:
     """vllm.config.ModelConfig."""
-    text = SimpleNamespace(num_hidden_layers=2, tie_word_embeddings=tied)
+    text = SimpleNamespace(num_hidden_layers=2, tie_word_embeddings=tied, num_nextn_predict_layers=int(draft))
     return SimpleNamespace(
         model=str(folder), model_weights="", runner_type="draft" if draft else "generate", hf_text_config=text
     )

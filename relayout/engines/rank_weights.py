@@ -488,4 +488,3 @@ def listed(names: Sequence[str]) -> str:
     """Names for a message: the first few, and how many more."""
     text = ", ".join(names[:_MAX_SHOWN_NAMES])
     return text if len(names) <= _MAX_SHOWN_NAMES else f"{text} and {len(names) - _MAX_SHOWN_NAMES} more"
-

@@ -96,7 +96,9 @@ class _Loading:
         path = _path(model_config)
         is_ours = self.is_asked_for or os.path.isfile(os.path.join(path, MANIFEST_NAME))  # noqa: PTH113 (never raises)
         if self._given and not is_ours:
-            what = f"--model-loader-extra-config: {', '.join(self._given)}: only for folders that relayout has converted"
+            what = (
+                f"--model-loader-extra-config: {', '.join(self._given)}: only for folders that relayout has converted"
+            )
             raise PlanError(f"{what}, or with --load-format {FORMAT}", path=path, code="option")
         return is_ours
 

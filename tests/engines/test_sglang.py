@@ -95,7 +95,9 @@ def test_memory_that_nobody_writes_is_an_error(folders: Path, engine: Engine, lo
     model = Model(whole, 0, 2)
     engine.load(folders / "llama-tp2", model, load_format=load_format)
     model.assert_holds_what_it_cuts_of(whole)
-    with pytest.raises(PlanError, match=r"llama-tp2: nothing was loaded into score.weight: .* what SGLang's Model needs"):
+    with pytest.raises(
+        PlanError, match=r"llama-tp2: nothing was loaded into score.weight: .* what SGLang's Model needs"
+    ):
         engine.load(folders / "llama-tp2", Model(whole, 0, 2, score=3), load_format=load_format)
     engine.load(folders / "llama", Model(whole, 0, 2, score=3))  # SGLang's own load.
 

@@ -71,7 +71,9 @@ def test_values_that_are_given_on_purpose_count_and_random_ones_do_not() -> None
         model.register_buffer("state", torch.empty(8))
         model.register_buffer("scratch", torch.empty(8), persistent=False)
     assert unwritten(model) == ["linear.weight", "linear.bias", "state"]
-    with pytest.raises(PlanError, match=r"^m: nothing was loaded into linear\.weight, linear\.bias: .* Engine's Module"):
+    with pytest.raises(
+        PlanError, match=r"^m: nothing was loaded into linear\.weight, linear\.bias: .* Engine's Module"
+    ):
         check_written(model, "m", "Engine", ("state",))
 
 

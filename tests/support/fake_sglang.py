@@ -142,7 +142,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Engine:
         },
         "sglang.srt.model_loader": {},
         "sglang.srt.model_loader.loader": {
-            "DefaultModelLoader": DefaultModelLoader, "_initialize_model": initialize_model,
+            "DefaultModelLoader": DefaultModelLoader,
+            "_initialize_model": initialize_model,
         },
         "sglang.srt.plugins": {},
         "sglang.srt.plugins.hook_registry": {"HookRegistry": registry, "HookType": HookType},

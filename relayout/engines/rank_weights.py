@@ -223,8 +223,8 @@ class RankWeights:
                 together from its ranks' slices.
             device: where slices shall lie.
             is_skipped: whether the engine's own loader is known to pass over a tensor, which it is not given then.
-            is_unused: whether nothing of a tensor is expected to be used. The engine is given it, and it is read if that
-                was wrong, from the files of all ranks.
+            is_unused: whether nothing of a tensor is expected to be used. The engine is given it; if it does use it, it
+                is read from the files of all ranks.
             only_held: give no tensors of which the rank holds nothing, such as other ranks' experts.
             lazy: read slices when they are used, through the page cache.
             progress: show a bar on stderr.

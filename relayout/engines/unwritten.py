@@ -3,12 +3,13 @@
 An engine makes parameters without values, or with random ones, and its loader fills them. What gives a value on purpose
 (ones, zeros, a table) writes over the marks, and so does the loader, in whatever way. So a mark that is still there
 after the load proves that nobody has written these bytes. Marks are spread evenly over rows and columns; a parameter of
-less than 16 KiB is full of them. Needs torch at import time.
+at most 512 KiB is full of them. Needs torch at import time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from functools import lru_cache
 from math import gcd
 from typing import Any
 
@@ -26,8 +27,9 @@ _MARK = bytes.fromhex("a57f") * 8
 """As a float of 2 or 4 bytes it is a NaN that no computation makes."""
 _COMPARED_NBYTES = 8
 """Of a mark, together, where each of its bytes may be that of a weight: in all but floats."""
-_NUM_MARKS, _DISTANCE = 2**10, 2**16
-"""Of a tensor, and for each further mark, so many bytes."""
+_MAX_FULL_NBYTES = 2**19
+"""Of memory that is full of marks. More has a mark for each `_DISTANCE` bytes, or `_NUM_MARKS` if these are more."""
+_NUM_MARKS, _DISTANCE = 2**9, 2**17
 
 
 class Marks(TorchFunctionMode):
@@ -81,7 +83,7 @@ def _mark(tensor: torch.Tensor) -> None:
     # Of memory that a tensor has for itself: a view may share it with what has a value.
     if _has_memory(tensor) and tensor.untyped_storage().nbytes() == tensor.nbytes:
         blocks = _blocks(tensor)
-        blocks[_chosen(blocks)] = _pattern(blocks)
+        blocks[_chosen(blocks.numel(), len(blocks), blocks.device)] = _pattern(blocks.shape[1], blocks.device)
 
 
 def _is_marked(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -89,13 +91,14 @@ def _is_marked(tensor: torch.Tensor) -> torch.Tensor | None:
     if not _has_memory(tensor):
         return None
     blocks = _blocks(tensor)
-    chosen, length = _chosen(blocks), blocks.shape[1]
+    chosen, length = _chosen(blocks.numel(), len(blocks), blocks.device), blocks.shape[1]
     if tensor.untyped_storage().nbytes() != tensor.nbytes:
         last = sum((count - 1) * step for count, step in zip(tensor.shape, tensor.stride(), strict=True))
         start, end = (at * tensor.itemsize for at in (tensor.storage_offset(), tensor.storage_offset() + last + 1))
         chosen = chosen[(chosen * length >= start) & ((chosen + 1) * length <= end)]
     unit = min(length, tensor.itemsize if tensor.is_floating_point() and tensor.itemsize > 1 else _COMPARED_NBYTES)
-    return (blocks[chosen] == _pattern(blocks)).unflatten(1, (-1, unit)).all(-1).any()
+    is_left = blocks[chosen] == _pattern(length, blocks.device)
+    return is_left.view(len(chosen), length // unit, unit).all(-1).any()
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
@@ -113,15 +116,17 @@ def _blocks(tensor: torch.Tensor) -> torch.Tensor:
     return memory[: memory.numel() // length * length].view(-1, length)
 
 
-def _chosen(blocks: torch.Tensor) -> torch.Tensor:
+@lru_cache(maxsize=64)  # Layers have the same sizes.
+def _chosen(nbytes: int, count: int, device: torch.device) -> torch.Tensor:
     """Numbers of the blocks that are marked: multiples of the golden section, which are near to each other nowhere."""
-    count = len(blocks)
-    number = min(count, max(_NUM_MARKS, blocks.numel() // _DISTANCE))
-    step = 1 if number == count else int(count * 0.618)
+    is_full = nbytes <= _MAX_FULL_NBYTES
+    number = count if is_full else max(_NUM_MARKS, nbytes // _DISTANCE)
+    step = 1 if is_full else int(count * 0.618)
     while gcd(step, count) != 1:
         step += 1
-    return torch.arange(number, device=blocks.device).mul_(step).remainder_(count)
+    return torch.arange(number, device=device).mul_(step).remainder_(count)
 
 
-def _pattern(blocks: torch.Tensor) -> torch.Tensor:
-    return torch.frombuffer(bytearray(_MARK[: blocks.shape[1]]), dtype=torch.uint8).to(blocks.device)
+@lru_cache(maxsize=64)
+def _pattern(length: int, device: torch.device) -> torch.Tensor:
+    return torch.frombuffer(bytearray(_MARK[:length]), dtype=torch.uint8).to(device)

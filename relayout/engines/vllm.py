@@ -1,5 +1,6 @@
-"""vLLM: a converted folder is recognized and loads with no flag; `--load-format relayout` insists on it, and loads plain
-checkpoints, too.
+"""vLLM: a converted folder is recognized and loads with no flag; `--load-format relayout` insists on it.
+
+With that flag, plain checkpoints are loaded, too.
 
 vLLM's own weight loaders do all the cutting, fusing and padding; they are handed global tensors.
 """
@@ -94,7 +95,7 @@ class _Loading:
             PlanError: it is not, and has options that only relayout knows.
         """
         path = _path(model_config)
-        is_ours = self.is_asked_for or os.path.isfile(os.path.join(path, MANIFEST_NAME))  # noqa: PTH113 (never raises)
+        is_ours = self.is_asked_for or os.path.isfile(f"{path}/{MANIFEST_NAME}")  # noqa: PTH113 (it never raises)
         if self._given and not is_ours:
             what = (
                 f"--model-loader-extra-config: {', '.join(self._given)}: only for folders that relayout has converted"
@@ -270,8 +271,8 @@ def _group(device: Any) -> ProcessGroup | None:
 def _of_other_stages(model: Any, config: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Beginnings of the names of layers, and of other modules, that other stages of the pipeline have.
 
-    By the class of its placeholder, by which vLLM's own loaders pass over layers, too. There are other placeholders, which
-    a loader replaces by what it then loads.
+    Proof: the class of the placeholder, by which vLLM's own loaders pass over layers, too. There are other
+    placeholders, which a loader replaces by what it then loads.
     """
     from vllm.model_executor.models.utils import PPMissingLayer
 

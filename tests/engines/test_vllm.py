@@ -272,7 +272,7 @@ def test_a_converted_folder_is_recognized_and_others_are_left_to_vllm(folders: P
         loader.download_model(model_config(folders / "llama"))
     with pytest.raises(PlanError, match=r"llama: --model-loader-extra-config: threads: only for folders that relayout"):
         engine.load(folders / "llama", model, load_format="auto", threads=2)
-    with pytest.raises(ValueError, match="Unexpected extra config keys for load format auto: {'thread'}"):
+    with pytest.raises(ValueError, match=r"Unexpected extra config keys for load format auto: \{'thread'\}"):
         engine.load(folders / "llama-tp2", model, load_format="auto", thread=2)
 
 

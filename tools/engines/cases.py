@@ -167,10 +167,10 @@ def _write_bge_m3(folder: Path) -> None:
 
     sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 66}
     config = XLMRobertaConfig(**sizes, num_hidden_layers=2, num_attention_heads=4, type_vocab_size=1)
-    config.architectures = ["BgeM3EmbeddingModel"]
     model = XLMRobertaModel(config, add_pooling_layer=False)
     model.save_pretrained(folder)
-    said = json.loads((folder / "config.json").read_text()) | {"architectures": config.architectures}
+    hub = {"architectures": ["BgeM3EmbeddingModel"], "position_embedding_type": "absolute"}
+    said = json.loads((folder / "config.json").read_text()) | hub
     (folder / "config.json").write_text(json.dumps(said))
     for name, rows in (("sparse_linear", 1), ("colbert_linear", 128)):
         torch.save({"weight": torch.randn(rows, 128), "bias": torch.randn(rows)}, folder / f"{name}.pt")

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from relayout.engines.rank_weights import EngineOptions, Folder, RankWeights, find_folder, listed, replicas, speculative
 from relayout.errors import PlanError
-from relayout.format.index import MANIFEST_NAME
 
 if TYPE_CHECKING:
     import torch
@@ -95,7 +94,7 @@ class _Loading:
             PlanError: it is not, and has options that only relayout knows.
         """
         path = _path(model_config)
-        is_ours = self.is_asked_for or os.path.isfile(f"{path}/{MANIFEST_NAME}")  # noqa: PTH113 (it never raises)
+        is_ours = self.is_asked_for or os.path.isfile(f"{path}/relayout.json")  # noqa: PTH113 (it never raises)
         if self._given and not is_ours:
             what = (
                 f"--model-loader-extra-config: {', '.join(self._given)}: only for folders that relayout has converted"

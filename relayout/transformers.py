@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relayout.engines.rank_weights import EngineOptions, RankWeights, find_folder
+from relayout.engines.rank_weights import EngineOptions, RankWeights, find_folder, listed
 from relayout.errors import PlanError
 
 if TYPE_CHECKING:
@@ -63,12 +63,16 @@ def from_pretrained(
     }
     if num_ranks > 1:
         settings.setdefault("distributed_config", DistributedConfig(tp_size=num_ranks))
-    model = (model_class or _class_of(config)).from_pretrained(
-        None, config=config, state_dict=state_dict, **{"dtype": config.dtype, **settings}
+    is_told = settings.pop("output_loading_info", False)
+    model, told = (model_class or _class_of(config)).from_pretrained(
+        None, config=config, state_dict=state_dict, output_loading_info=True, **{"dtype": config.dtype, **settings}
     )
+    if told["missing_keys"]:  # transformers only warns, and gives them random values.
+        what = f"nothing was loaded into {listed(sorted(told['missing_keys']))}: the checkpoint lacks what"
+        raise PlanError(f"{what} transformers' {type(model).__name__} needs", path=path, code="missing")
     if Path(path, "generation_config.json").exists() and model.can_generate():
         model.generation_config = transformers.GenerationConfig.from_pretrained(path)
-    return model
+    return (model, told) if is_told else model
 
 
 def _class_of(config: Any) -> type[Any]:

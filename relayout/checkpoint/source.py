@@ -39,6 +39,9 @@ _WEIGHT_SUFFIXES = frozenset(
     | {".tflite", ".mlmodel", ".ot"}
 )
 _INDEX_SUFFIX = ".index.json"
+_MAX_HEAD_NBYTES = 64 * 2**20
+"""Of a `.pt` file beside the shards that goes along, unread: some engines load a model's further layers from such, as
+vLLM does `sparse_linear.pt` and `colbert_linear.pt` of BGE-M3. What a training leaves is mostly larger."""
 _MAX_FOLDERS = 16
 """The most folders that a message lists."""
 _MARKS = re.compile(r"[\x00-\x03]")
@@ -369,7 +372,8 @@ def _side_files(root: Store, entries: Sequence[Entry]) -> tuple[tuple[str, ...],
         is_part = "/" not in name and (suffix == ".safetensors" or name.endswith(_INDEX_SUFFIX))
         if reason is None and not entry.is_readable:
             raise FormatError(f"cannot be read: {os.strerror(errno.EACCES)}", path=root.where(name))
-        if reason is None and (suffix in _WEIGHT_SUFFIXES or name.endswith(_INDEX_SUFFIX)):
+        is_weights = suffix in _WEIGHT_SUFFIXES or name.endswith(_INDEX_SUFFIX)
+        if reason is None and is_weights and not _is_head(root, name):
             reason = "weights that are not part of the model"
         elif reason is None and name.startswith("relayout."):
             reason = "a name reserved for relayout"
@@ -378,6 +382,11 @@ def _side_files(root: Store, entries: Sequence[Entry]) -> tuple[tuple[str, ...],
         elif not is_part:
             left_out.append(f"{name}: {reason}")
     return tuple(kept), left_out
+
+
+def _is_head(root: Store, name: str) -> bool:
+    status = root.stat(name) if name.endswith(".pt") and "/" not in name else None
+    return status is not None and status.nbytes <= _MAX_HEAD_NBYTES
 
 
 def _without_converted(entries: Sequence[Entry]) -> Iterator[Entry]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from relayout.core.slices import Range, Slice
     from relayout.engines.global_tensor import Usage
     from relayout.engines.placement import Placement
-    from relayout.loader import CheckpointView, Explanation
+    from relayout.loader import CheckpointView
     from relayout.loader.group.members import Members
     from relayout.loader.loading import Options
     from relayout.loader.sources.checkpoint import RankSource
@@ -37,7 +37,8 @@ PLACEMENTS = ("auto", "copy", "direct")
 """See `EngineOptions.placement`."""
 MIN_PLACED_NBYTES = 2**18
 """Bytes of a rank's slices, on the average, from which on it pays to place them: each costs some 0.1 ms in Python."""
-_LAYER = re.compile(r"\.layers\.([0-9]+)\.")
+_LAYER = re.compile(r"(?:(?:model|language_model|text_model|backbone|transformer|thinker|llm)\.)*layers\.([0-9]+)\.")
+"""Only of the text model: others, such as `vision_tower.layers.7.`, have numbers of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +208,8 @@ class RankWeights:
         options: EngineOptions,
         *,
         device: str | torch.device = "cpu",
-        wanted: Callable[[str], bool] | None = None,
+        is_skipped: Callable[[str], bool] | None = None,
+        is_unused: Callable[[str], bool] | None = None,
         only_held: bool = True,
         lazy: bool = False,
         progress: bool = False,
@@ -220,7 +222,9 @@ class RankWeights:
             rank, num_ranks: the engine's tensor-parallel rank and degree; another degree than the folder's is put
                 together from its ranks' slices.
             device: where slices shall lie.
-            wanted: whether the engine wants a tensor; the bytes of others are not read. None: it wants all.
+            is_skipped: whether the engine's own loader is known to pass over a tensor, which it is not given then.
+            is_unused: whether nothing of a tensor is expected to be used. The engine is given it; if it does use it, it
+                is read from the files of all ranks.
             only_held: give no tensors of which the rank holds nothing, such as other ranks' experts.
             lazy: read slices when they are used, through the page cache.
             progress: show a bar on stderr.
@@ -234,7 +238,8 @@ class RankWeights:
         self._num_ranks = num_ranks
         self._options = options
         self._device = "cpu" if lazy else device
-        self._wanted = wanted
+        self._is_skipped = is_skipped or (lambda name: False)
+        self._is_unused = is_unused or (lambda name: False)
         self._only_held = only_held
         self._lazy = lazy
         self._progress = progress
@@ -249,33 +254,38 @@ class RankWeights:
         """What the engine has asked of global tensors."""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors, in file order; those that the rank does not hold come last.
+        """The tensors, in file order; those that are not read come last.
 
         Raises:
             FormatError, PlanError, OSError, MemoryError: as `relayout.iter_load`.
         """
         from relayout.engines import warming
-        from relayout.loader import explain
         from relayout.loader.api import warn_if_slow
+        from relayout.loader.backends.choice import choose
         from relayout.loader.loading import options_of
 
         warming.end()
         started, given = time.perf_counter(), self._options
-        source, contents, held = self._found
+        source, contents, unused = self._found
         del self._found  # It is not needed for long.
-        backend = given.backend
-        if source.is_as_stored:  # Else slices are put together, which cannot be done by mapping them.
-            backend = "mapped" if self._lazy else backend
-            self._backend = described(explain(self._path, self._rank, self._device, backend=backend))
-        warn_if_slow(source)
+        # Slices that are put together cannot be mapped.
+        backend = "mapped" if self._lazy and source.is_as_stored else given.backend
         options = options_of(self._device, backend, given.verify, given.threads, given.memory, self._progress)
+        self._backend = choose(options.backend, options.device, contents.files).backend.name
+        warn_if_slow(source)
+        columns, left = source.columns(), set(contents.names)
         try:
-            yield from self._slices(source.columns(), self._tensors(source, contents, options))
+            for name, tensor in self._slices(columns, self._tensors(source, contents, options)):
+                left.discard(name)
+                yield name, tensor
         except FormatError as error:
             error.path = error.path or self._path  # An engine has more than one folder: a draft model's, adapters.
             raise
+        if left:
+            raise FormatError(f"{listed(sorted(left))}: read, and not given to the engine", path=self._path)
+        yield from self._unread(columns, unused)
         if not self._only_held:
-            yield from self._others(held)
+            yield from self._others(set(columns.names))
         self._seconds = time.perf_counter() - started
 
     def _tensors(self, source: RankSource, contents: Contents, options: Options) -> Iterator[tuple[str, torch.Tensor]]:
@@ -327,15 +337,14 @@ class RankWeights:
 
     @cached_property
     def _found(self) -> tuple[RankSource, Contents, set[str]]:
-        """The source, what of it is wanted, and the names of all that the rank holds."""
+        """The source, what of it is read, and the names of what is given unread."""
         from relayout.loader.api import find_source
 
         source = find_source(self._path, self._rank, self._num_ranks, self._options.verify)
         contents = source.contents(None)
-        held = set(contents.names)
-        if self._wanted is not None:
-            contents = contents.rows([row for row, name in enumerate(contents.names) if self._wanted(name)])
-        return source, contents, held
+        rows = [row for row, name in enumerate(contents.names) if not self._is_skipped(name)]
+        unused = {name for row in rows if contents.shapes[row] and self._is_unused(name := contents.names[row])}
+        return source, contents.rows([row for row in rows if contents.names[row] not in unused]), unused
 
     def report(self) -> Report:
         """What the load has done.
@@ -395,26 +404,32 @@ class RankWeights:
                 self._cut.append(name)
             yield name, made
 
+    def _unread(self, columns: Columns, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors of which nothing is expected to be used."""
+        for row, name in enumerate(columns.names):
+            if name in names:
+                yield name, self._read_if_used(name, columns.dtypes[row], columns.whole_shapes[row])
+
     def _others(self, held: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of which the rank holds nothing: read only if the engine uses them."""
+        """The tensors of which the rank holds nothing."""
+        whole = self._all_ranks.view
+        for name in whole.keys():  # noqa: SIM118 (it is no mapping)
+            if name not in held and not self._is_skipped(name):
+                stored = whole.get_slice(name)
+                yield name, self._read_if_used(name, stored.get_dtype(), tuple(stored.get_shape()))
+
+    def _read_if_used(self, name: str, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
         import torch
 
         from relayout.engines.global_tensor import GlobalTensor
         from relayout.loader.tensors import torch_dtype, torch_shape
 
-        whole = self._all_ranks.view
-        for name in whole.keys():  # noqa: SIM118 (it is no mapping)
-            if name in held or (self._wanted is not None and not self._wanted(name)):
-                continue
-            self._num_tensors += 1
-            stored = whole.get_slice(name)
-            shape = torch_shape(name, stored.get_dtype(), tuple(stored.get_shape()))
-            if not shape:
-                yield name, self._all_ranks.read(name, ...).to(self._device)
-                continue
-            nothing = torch.empty((0, *shape[1:]), dtype=torch_dtype(name, stored.get_dtype()), device=self._device)
-            read = partial(self._all_ranks.read, name, ...)
-            yield name, GlobalTensor.of(name, nothing, shape, 0, (), read, self.usage)
+        self._num_tensors += 1
+        shape = torch_shape(name, dtype, shape)
+        if not shape:
+            return self._all_ranks.read(name, ...).to(self._device)
+        nothing = torch.empty((0, *shape[1:]), dtype=torch_dtype(name, dtype), device=self._device)
+        return GlobalTensor.of(name, nothing, shape, 0, (), partial(self._all_ranks.read, name, ...), self.usage)
 
 
 class _AllRanks:
@@ -464,8 +479,8 @@ def speculative(config: Any) -> Callable[[str], bool]:
 
 
 def layer_of(name: str) -> int | None:
-    """The number of the layer that a tensor is of."""
-    layer = _LAYER.search(name)
+    """The number of the layer of the text model that a tensor is of."""
+    layer = _LAYER.match(name)
     return None if layer is None else int(layer[1])
 
 
@@ -473,8 +488,3 @@ def listed(names: Sequence[str]) -> str:
     """Names for a message: the first few, and how many more."""
     text = ", ".join(names[:_MAX_SHOWN_NAMES])
     return text if len(names) <= _MAX_SHOWN_NAMES else f"{text} and {len(names) - _MAX_SHOWN_NAMES} more"
-
-
-def described(found: Explanation) -> str:
-    """The backend of a load, and how much of what it reads is in the page cache."""
-    return f"{found.backend}, {100 * found.resident_nbytes / max(1, found.read_nbytes or found.nbytes):.0f} % resident"

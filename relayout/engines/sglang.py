@@ -1,7 +1,8 @@
 """SGLang: a converted folder is recognized and loads with no flag; `--load-format relayout` insists on it.
 
-SGLang has no registry of load formats, but official hooks for plugins. Two are used: one is around the place where all
-files are read, the other lets the name of the format pass. `--model-loader-extra-config '{"relayout": {...}}'` has the
+SGLang has no registry of load formats, but official hooks for plugins. Four are used: one is around the place where all
+files are read, one lets the name of the format pass, and two are around the making of a model and its loading: after
+that, no memory may be left unwritten. `--model-loader-extra-config '{"relayout": {...}}'` has the
 options, which are those of vLLM's plugin.
 """
 
@@ -12,12 +13,15 @@ from collections.abc import Callable, Iterator
 from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
     import torch
 
 FORMAT = "relayout"
 _LOGGER = getLogger("sglang.relayout")
+_marked: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+"""Models that were made in marked memory, and the folder of each."""
 
 
 def register() -> None:
@@ -66,13 +70,18 @@ def verify(original: Callable[[Any], None], config: Any) -> None:
 
 
 def _hook_loader() -> None:
-    from sglang.srt.model_loader.loader import DefaultModelLoader
+    from sglang.srt.model_loader import loader
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    DefaultModelLoader = loader.DefaultModelLoader
     if not getattr(DefaultModelLoader, "reads_relayout", False):
         _expect(DefaultModelLoader, "_get_weights_iterator", ["self", "source"])
-        target = f"{DefaultModelLoader.__module__}.DefaultModelLoader._get_weights_iterator"
-        HookRegistry.register(target, weights_iterator, HookType.AROUND)
+        _expect(DefaultModelLoader, "load_weights_only", ["model", "weights"])
+        _expect(loader, "_initialize_model", ["model_config", "load_config"])
+        target = f"{DefaultModelLoader.__module__}.DefaultModelLoader"
+        HookRegistry.register(f"{target}._get_weights_iterator", weights_iterator, HookType.AROUND)
+        HookRegistry.register(f"{target}.load_weights_only", load_weights, HookType.AROUND)
+        HookRegistry.register(f"{loader.__name__}._initialize_model", make_model, HookType.AROUND)
         HookRegistry.apply_hooks()
         DefaultModelLoader.reads_relayout = True
 
@@ -88,10 +97,9 @@ def weights_iterator(
     from relayout.engines.rank_weights import EngineOptions, find_folder
 
     config, path = loader.load_config, str(source.model_or_path)
-    required = getattr(config, "relayout_required", False)
-    folder = find_folder(path, "--load-format auto") if required or Path(path).is_dir() else None
-    if folder is None and not required:
+    if not _takes(config, path):
         return original(loader, source, **settings)
+    folder = find_folder(path, "--load-format auto")
     options = getattr(config, "relayout_options", None) or EngineOptions()
     weights = _weights(path, folder, options, config, source)
     if config.draft_model_idx is not None:
@@ -102,6 +110,45 @@ def weights_iterator(
     return ((source.prefix + name, tensor) for name, tensor in weights)
 
 
+def _takes(config: Any, path: str) -> bool:
+    """Whether what is there is loaded by relayout: it was asked for, or this is a converted folder."""
+    from relayout.engines.rank_weights import find_folder
+
+    required: bool = getattr(config, "relayout_required", False)
+    return required or (Path(path).is_dir() and find_folder(path, "--load-format auto") is not None)
+
+
+def make_model(original: Callable[..., Any], model_config: Any, load_config: Any, *settings: Any, **named: Any) -> Any:
+    """Around `_initialize_model`: the memory of a model that relayout loads is marked."""
+    path = str(model_config.model_path)
+    if not _takes(load_config, path):
+        return original(model_config, load_config, *settings, **named)
+    from relayout.engines.unwritten import Marks
+
+    with Marks():
+        model = original(model_config, load_config, *settings, **named)
+    if not _is_draft(load_config, model_config):  # It shares modules with its target after the load.
+        _marked[model] = path
+    return model
+
+
+def load_weights(original: Callable[..., None], model: Any, weights: Any, *settings: Any, **named: Any) -> None:
+    """Around `DefaultModelLoader.load_weights_only`: all memory of a model that was marked has been written.
+
+    Raises:
+        PlanError: some was not.
+    """
+    original(model, weights, *settings, **named)
+    if (path := _marked.pop(model, None)) is not None:
+        from relayout.engines.unwritten import check_written
+
+        check_written(model, path, "SGLang")
+
+
+def _is_draft(config: Any, model_config: Any) -> bool:
+    return config.draft_model_idx is not None or bool(getattr(model_config, "is_draft_model", False))
+
+
 def _weights(path: str, folder: Any, options: Any, config: Any, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
     from sglang.srt.runtime_context import get_parallel
 
@@ -110,14 +157,16 @@ def _weights(path: str, folder: Any, options: Any, config: Any, source: Any) -> 
     parallel = get_parallel()
     num_ranks, model_config = parallel.tp_size, source.model_config
     _check(path, folder, parallel)
-    is_draft = config.draft_model_idx is not None or bool(getattr(model_config, "is_draft_model", False))
+    is_draft = _is_draft(config, model_config)
+    is_skipped, is_unused = (None, None) if is_draft else _not_wanted(parallel, model_config)
     weights = RankWeights(
         path,
         parallel.tp_rank,
         num_ranks,
         options,
         device=_device(),
-        wanted=_wanted(parallel, model_config, is_draft=is_draft),
+        is_skipped=is_skipped,
+        is_unused=is_unused,
         only_held=folder is None or parallel.moe_ep_size == 1 or folder.expert_parallel,
         # A draft model takes a few of the target's layers, and SGLang does not say which.
         lazy=is_draft,
@@ -155,27 +204,26 @@ def _check(path: str, folder: Any, parallel: Any) -> None:
         _LOGGER.warning("relayout: %s %s: the load is slower than it could be", path, what)
 
 
-def _wanted(parallel: Any, model_config: Any, *, is_draft: bool) -> Callable[[str], bool] | None:
-    """Which tensors this process can need: not those of other pipeline stages, nor of layers for speculation only."""
+def _not_wanted(parallel: Any, model_config: Any) -> tuple[Callable[[str], bool] | None, Callable[[str], bool] | None]:
+    """Whether a tensor is of a layer of another pipeline stage; whether it is of a layer for speculation only."""
     from relayout.engines.rank_weights import layer_of, speculative
 
     config = getattr(model_config, "hf_text_config", None)
     num_layers = getattr(config, "num_hidden_layers", None)
-    if num_layers is None or is_draft:
-        return None
-    is_speculative, stage = speculative(config), range(num_layers)
-    if parallel.pp_size > 1:
-        from sglang.srt.distributed.utils import get_pp_indices
+    if num_layers is None:
+        return None, None
+    if parallel.pp_size == 1:
+        return None, speculative(config)
+    from sglang.srt.distributed.utils import get_pp_indices
 
-        stage = range(*get_pp_indices(num_layers, parallel.pp_rank, parallel.pp_size))
+    stage = range(*get_pp_indices(num_layers, parallel.pp_rank, parallel.pp_size))
 
-    def wanted(name: str) -> bool:
+    def is_elsewhere(name: str) -> bool:
         layer = layer_of(name)
-        # Other parts of a model, such as its vision, may have more layers.
-        is_elsewhere = layer is not None and layer < num_layers and layer not in stage
-        return not is_elsewhere and not is_speculative(name)
+        # Proof: SGLang's models pass over these by the same number.
+        return layer is not None and layer < num_layers and layer not in stage
 
-    return wanted
+    return is_elsewhere, speculative(config)
 
 
 def _device() -> str:

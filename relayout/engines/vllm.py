@@ -1,14 +1,17 @@
-"""vLLM: `vllm serve FOLDER --load-format relayout`, for converted folders and for plain checkpoints.
+"""vLLM: a converted folder is recognized and loads with no flag; `--load-format relayout` insists on it.
+
+With that flag, plain checkpoints are loaded, too.
 
 vLLM's own weight loaders do all the cutting, fusing and padding; they are handed global tensors.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +27,14 @@ if TYPE_CHECKING:
 FORMAT = "relayout"
 _LOGGER = getLogger("vllm.relayout")
 """Below vLLM's own, which is set up to be seen."""
+_OPTIONS = ("enable_multithread_load", "num_threads", "enable_weights_track")
+"""Of vLLM's own loader, for what that loads itself; the last is for the check of what was loaded, too."""
+_OF_TARGET = {"embed_tokens", "lm_head"}
+"""Modules that vLLM lets draft models share with their target after the load, where their checkpoints have none."""
 
 
 def register() -> None:
-    """Tell vLLM about the load format. May be called any number of times.
+    """Tell vLLM about the load format, and let its default recognize converted folders. May be called repeatedly.
 
     Raises:
         ImportError, AttributeError, TypeError: this vLLM is not as expected.
@@ -35,34 +42,65 @@ def register() -> None:
     from vllm.model_executor import model_loader
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-    if FORMAT not in model_loader._LOAD_FORMAT_TO_MODEL_LOADER:
+    formats = model_loader._LOAD_FORMAT_TO_MODEL_LOADER
+    if FORMAT not in formats:
         model_loader.register_model_loader(FORMAT)(loader_class(DefaultModelLoader))
+        if formats.get("auto") is DefaultModelLoader:  # Else it is another plugin's.
+            formats["auto"] = loader_class(DefaultModelLoader, is_asked_for=False)
 
 
-def loader_class(base: type[Any]) -> type[Any]:
+def loader_class(base: type[Any], *, is_asked_for: bool = True) -> type[Any]:
     """The model loader, given vLLM's default one, of which it changes only where the tensors come from.
+
+    Args:
+        is_asked_for: else only what is a converted folder is loaded by it.
 
     Raises:
         TypeError: the default loader is not as expected.
     """
-    missing = [name for name in ("load_weights", "get_all_weights", "download_model") if not hasattr(base, name)]
+    needed = ("create_model", "load_weights", "get_all_weights", "_get_weights_iterator", "download_model")
+    missing = [name for name in needed if not hasattr(base, name)]
     if missing:
         raise TypeError(f"{base.__module__}.{base.__name__} has no {', '.join(missing)}")
-    return type("RelayoutModelLoader", (_Loading, base), {"__module__": __name__})
+    more = {"__module__": __name__, "is_asked_for": is_asked_for}
+    return type("RelayoutModelLoader", (_Loading, base), more)
 
 
 class _Loading:
     """What `RelayoutModelLoader` has beside the methods of vLLM's `DefaultModelLoader`, from which it inherits too."""
 
     load_config: Any
+    is_asked_for: bool
+    _get_weights_iterator: Callable[[Any], Iterator[tuple[str, torch.Tensor]]]
 
     def __init__(self, load_config: Any) -> None:
-        self._options = EngineOptions.parse(load_config.model_loader_extra_config or {}, "--model-loader-extra-config")
+        given = dict(load_config.model_loader_extra_config or {})
+        known = {one.name for one in fields(EngineOptions)}
+        # What neither knows is refused by the one that was asked for.
+        others = set(_OPTIONS) if self.is_asked_for else given.keys() - known
+        theirs = {name: given.pop(name) for name in list(given) if name in others}
+        self._given = tuple(given)
+        self._options = EngineOptions.parse(given, "--model-loader-extra-config")
         self._weights: RankWeights | None = None
         self._opened: RankWeights | None = None
         """That the next load takes."""
         # vLLM's own loader refuses options that it does not know, and may still have to load a draft model.
-        super().__init__(replace(load_config, load_format="auto", model_loader_extra_config={}))  # type: ignore[call-arg]
+        super().__init__(replace(load_config, load_format="auto", model_loader_extra_config=theirs))  # type: ignore[call-arg]
+
+    def _takes(self, model_config: Any) -> bool:
+        """Whether a model is loaded here, and not by vLLM alone.
+
+        Raises:
+            PlanError: it is not, and has options that only relayout knows.
+        """
+        path = _path(model_config)
+        is_ours = self.is_asked_for or os.path.isfile(f"{path}/relayout.json")  # noqa: PTH113 (it never raises)
+        if self._given and not is_ours:
+            what = (
+                f"--model-loader-extra-config: {', '.join(self._given)}: only for folders that relayout has converted"
+            )
+            raise PlanError(f"{what}, or with --load-format {FORMAT}", path=path, code="option")
+        return is_ours
 
     def download_model(self, model_config: Any) -> None:
         """Refuse what is no folder: nothing is downloaded.
@@ -70,14 +108,29 @@ class _Loading:
         Raises:
             PlanError: it is none.
         """
-        find_folder(_path(model_config), "--load-format auto")
+        if not self._takes(model_config):
+            super().download_model(model_config)  # type: ignore[misc]
+        else:
+            find_folder(_path(model_config), "--load-format auto")
+
+    def create_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
+        """The model, without weights, in memory that is marked."""
+        if not self._takes(model_config):
+            return super().create_model(vllm_config, model_config, prefix)  # type: ignore[misc]
+        from relayout.engines.unwritten import Marks
+
+        with Marks():
+            return super().create_model(vllm_config, model_config, prefix)  # type: ignore[misc]
 
     def load_weights(self, model: Any, model_config: Any) -> None:
-        """Let the model load this rank's weights; vLLM then checks that every parameter has been loaded.
+        """Let the model load this rank's weights; then check that all of its memory has been written.
 
         Raises:
-            FormatError, PlanError, OSError, MemoryError: as `relayout.iter_load`, or the folder does not fit.
+            FormatError, PlanError, OSError, MemoryError: as `relayout.iter_load`, or the folder does not fit the model.
         """
+        if not self._takes(model_config):
+            super().load_weights(model, model_config)  # type: ignore[misc]
+            return
         device, is_draft = _device(model), model_config.runner_type == "draft"
         with replicas(_group(device) if self._options.shares and not is_draft else None) as members:
             self._opened = weights = self._open(model, model_config, members)
@@ -87,11 +140,24 @@ class _Loading:
                 _LOGGER.info("relayout: layers that are quantized while they are loaded get copies of their slices")
             with nullcontext() if weights is None or is_online else weights.placing(tensors):
                 super().load_weights(model, model_config)  # type: ignore[misc]
-            report = None if self._weights is None else self._weights.report()
-        if report is not None:
-            _LOGGER.info("%s", report)
-            if report.unused:
-                _LOGGER.warning("relayout: rank %d: vLLM did not use %s", report.rank, listed(report.unused))
+            if self._weights is None:
+                return
+            report = self._weights.report()
+            self._check_written(model, model_config)
+        _LOGGER.info("%s", report)
+        if report.unused:
+            _LOGGER.warning("relayout: rank %d: vLLM did not use %s", report.rank, listed(report.unused))
+
+    def _check_written(self, model: Any, model_config: Any) -> None:
+        from relayout.engines.unwritten import check_written
+
+        is_draft = model_config.runner_type == "draft"
+        try:
+            check_written(model, _path(model_config), "vLLM", _OF_TARGET if is_draft else ())
+        except PlanError as error:
+            if getattr(self, "enable_weights_track", None) is not False:
+                raise
+            _LOGGER.warning("relayout: %s", error)
 
     def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) of the checkpoint, as this rank has them; also for vLLM's `reload_weights`.
@@ -99,12 +165,15 @@ class _Loading:
         Raises:
             FormatError, PlanError, OSError, MemoryError: as `load_weights`.
         """
-        self._weights, self._opened = self._opened or self._open(model, model_config), None
+        if self._takes(model_config):
+            self._weights, self._opened = self._opened or self._open(model, model_config), None
         if self._weights is None:
             yield from super().get_all_weights(model_config, model)  # type: ignore[misc]
             return
         self.counter_before_loading_weights = time.perf_counter()  # From here vLLM counts the seconds that it logs.
         yield from self._weights
+        for source in getattr(model, "secondary_weights", ()):  # Other files or folders, which vLLM reads itself.
+            yield from self._get_weights_iterator(source)
 
     def _open(self, model: Any, model_config: Any, members: Members | None = None) -> RankWeights | None:
         """The tensors of the folder, shared with other replicas if they load, too; None if vLLM is to load them."""
@@ -119,13 +188,21 @@ class _Loading:
         rank, num_ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         parallel = get_current_vllm_config().parallel_config
         owned = _check(path, folder, num_ranks, parallel)
+        config, mapper = model_config.hf_text_config, getattr(model, "hf_to_vllm_mapper", None)
+        layers, others = _of_other_stages(model, config) if parallel.pipeline_parallel_size > 1 else ((), ())
+        is_speculative = speculative(config)
+
+        def mapped(name: str) -> str:
+            return (mapper._map_name(name) if mapper is not None and layers + others else name) or name
+
         return RankWeights(
             path,
             rank,
             num_ranks,
             self._options,
             device=_device(model),
-            wanted=_wanted(model, model_config, is_draft=is_draft),
+            is_skipped=lambda name: mapped(name).startswith(layers),
+            is_unused=lambda name: mapped(name).startswith(others) or (not is_draft and is_speculative(name)),
             only_held=owned,
             # A draft model takes a few of the target's layers, and vLLM does not say which.
             lazy=is_draft,
@@ -190,27 +267,20 @@ def _group(device: Any) -> ProcessGroup | None:
     return group
 
 
-def _wanted(model: Any, model_config: Any, *, is_draft: bool) -> Callable[[str], bool]:
-    """Which tensors this process can need: not those of other pipeline stages, nor of layers for speculation only."""
-    from vllm.model_executor.models.utils import get_pp_missing_layer_names
+def _of_other_stages(model: Any, config: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Beginnings of the names of layers, and of other modules, that other stages of the pipeline have.
 
+    Proof: the class of the placeholder, by which vLLM's own loaders pass over layers, too. There are other
+    placeholders, which a loader replaces by what it then loads.
+    """
+    from vllm.model_executor.models.utils import PPMissingLayer
+
+    missing = [name for name, module in model.named_modules() if isinstance(module, PPMissingLayer)]
+    layers = [name for name in missing if name.rpartition(".")[2].isdigit()]
     # Tied, the embedding may be wanted where only its module is missing.
-    is_tied = getattr(model_config.hf_text_config, "tie_word_embeddings", True)
-    missing = tuple(
-        name
-        for name in get_pp_missing_layer_names(model)
-        if not is_tied or name.rstrip(".").rpartition(".")[2].isdigit()
-    )
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
-    is_speculative = speculative(model_config.hf_text_config)
-
-    def wanted(name: str) -> bool:
-        if not is_draft and is_speculative(name):
-            return False
-        mapped = name if mapper is None or not missing else mapper._map_name(name)
-        return not (mapped or name).startswith(missing)
-
-    return wanted
+    is_tied = getattr(config, "tie_word_embeddings", True)
+    others = () if is_tied else set(missing).difference(layers)
+    return tuple(f"{name}." for name in layers), tuple(f"{name}." for name in others)
 
 
 def _device(model: Any) -> Any:

@@ -86,7 +86,7 @@ _EMBEDDING = re.compile(
     r"embed_tokens|word_embeddings|embed_(in|out)\b|lm_head|\bwte\b|\bhead\b|(^|\.)(embeddings|output)\.weight"
 )
 _EXPERT = re.compile(r"\.experts\.\d+\.")
-_STACKED = re.compile(r"\.experts\.[a-z]")
+_STACKED = re.compile(r"\.experts\.[a-z]|\.block_sparse_moe\.(input|output)_linear\.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -450,6 +450,19 @@ def test_with_a_single_file_goes_what_it_would_be_planned_by(
     assert read_source(tmp_path / "one.safetensors").side_files == expected
 
 
+def test_small_pt_files_beside_the_shards_go_along_and_other_pickles_do_not(tmp_path: Path) -> None:
+    write(tmp_path / "model.safetensors", {"a": A})
+    (tmp_path / "sub").mkdir()
+    limit = 64 * 2**20
+    sizes = {"head.pt": limit, "optimizer.pt": limit + 1, "training_args.bin": 9, "rng.pth": 9, "sub/head.pt": 9}
+    for name, nbytes in sizes.items():
+        with (tmp_path / name).open("wb") as file:  # No pickle: nothing opens it.
+            file.truncate(nbytes)
+    found = read_source(tmp_path)
+    assert found.side_files == ("head.pt",)
+    assert sorted(text.partition(":")[0] for text in found.left_out) == sorted(sizes.keys() - {"head.pt"})
+
+
 @pytest.mark.parametrize(
     "value",
     [

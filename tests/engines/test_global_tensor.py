@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,8 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tensor_operations import Operation, copies, views
 
+from relayout.core.slices import Slice
 from relayout.engines.global_tensor import GlobalTensor, Usage
+from relayout.engines.rank_weights import EngineOptions, RankWeights
 from relayout.errors import PlanError
+from relayout.loader.sources.pieces import Columns
 
 
 @dataclass
@@ -221,6 +225,22 @@ def test_an_operation_that_needs_more_reads_the_whole_tensor_once_and_warns_once
     assert case.usage.nbytes == 2 * case.whole.nbytes
 
 
+def test_threads_that_need_the_whole_tensor_wait_for_one_read() -> None:
+    case = make([4, 6], 0, [(0, 2)])
+    is_free: list[bool] = []
+
+    def read() -> torch.Tensor:
+        other = threading.Thread(target=lambda: is_free.append(case.usage.lock.acquire(blocking=False)))
+        other.start()
+        other.join()
+        return case.whole.clone()
+
+    tensor = GlobalTensor.of("w", case.local, [4, 6], 0, [(0, 2)], read, case.usage)
+    with pytest.warns(UserWarning, match="tensor 'w'"):
+        assert tensor.sum() == case.whole.sum()
+    assert is_free == [False]
+
+
 def test_new_tensors_of_its_shape_need_no_elements() -> None:
     case = make([4, 6], 0, [(0, 2)], strict=True)
     for made in (
@@ -281,6 +301,17 @@ def test_a_tensor_that_the_rank_does_not_hold_is_read_when_it_is_wanted() -> Non
     assert case.usage.count == 0
     with pytest.warns(UserWarning, match="tensor 'w'"):
         assert torch.equal(torch.zeros(4, 6).copy_(case.tensor), case.whole)
+
+
+@pytest.mark.parametrize(("axis", "ranges"), [(0, ((2, 2),)), (1, ((4, 4),))])
+def test_pairs_of_a_packed_type_are_counted_along_the_last_axis_only(axis: int, ranges: Any) -> None:
+    columns = Columns(["w"], ["F4"], [(4, 8)], [Slice.along(axis, ranges)])
+    packed = torch.arange(16, dtype=torch.uint8).view(4, 4)
+    held = packed[2:] if axis == 0 else packed[:, 2:]
+    given = held.contiguous().view(torch.float4_e2m1fn_x2)
+    [(name, made)] = RankWeights("none", 0, 2, EngineOptions(strict=True))._slices(columns, [("w", given)])
+    assert (name, made.shape) == ("w", (4, 4))
+    assert torch.equal(made.narrow(axis, 2, 2).view(torch.uint8), held)
 
 
 def test_its_text_says_what_it_holds() -> None:

@@ -53,6 +53,11 @@ def copied_by_half(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
     parameter[half:].copy_(loaded[half:])
 
 
+def copied_first_half(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+    half = len(loaded) // 2
+    parameter[:half].copy_(loaded[:half])
+
+
 def copied_twice(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
     parameter.copy_(loaded)
     parameter.copy_(loaded.flip(0))
@@ -63,6 +68,19 @@ def copied_by_another_thread(parameter: torch.Tensor, loaded: torch.Tensor) -> N
     thread = threading.Thread(target=parameter.copy_, args=(loaded,))
     thread.start()
     thread.join()
+
+
+def used_by_another_thread(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+    seen = []
+
+    def copy_and_look() -> None:
+        parameter.copy_(loaded)
+        seen.append(parameter.clone())
+
+    thread = threading.Thread(target=copy_and_look)
+    thread.start()
+    thread.join()
+    parameter.copy_(seen[0].flip(0))
 
 
 def copied_by_way_of_other_memory(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
@@ -84,6 +102,8 @@ STEPS: dict[str, Step] = {
     "copied in rows": copied_in_rows,
     "copied in columns": copied_in_columns,
     "copied by half": copied_by_half,
+    "copied first half": copied_first_half,
+    "used by another thread": used_by_another_thread,
     "copied twice": copied_twice,
     "copied by another thread": copied_by_another_thread,
     "copied by way of other memory": copied_by_way_of_other_memory,
@@ -202,6 +222,25 @@ def test_of_two_tensors_for_parts_of_the_same_memory_the_last_stays(folders: Pat
     plain.load_weights(given.items())
     for name, memory in engine.memory.items():
         assert torch.equal(memory, plain.memory[name]), name
+
+
+def test_pieces_that_lie_apart_in_one_parameter_are_not_read_as_one(folders: Path) -> None:
+    class Apart(Engine):
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+            for name, loaded in weights:
+                half = len(loaded) // 2
+                self.memory[name][:half].copy_(loaded[:half])
+                self.memory[name][-(len(loaded) - half) :].copy_(loaded[half:])
+            return set(self.memory)
+
+    whole = stock_tensors(folders / "llama")
+    engine = Apart(whole, 0, 1, {})
+    engine.memory = {name: one.new_full((4 * len(one), *one.shape[1:]), -7) for name, one in whole.items()}
+    load(folders / "llama-tp1", engine)
+    for name, one in whole.items():
+        half, memory = len(one) // 2, engine.memory[name]
+        between = torch.full_like(memory[half : half - len(one)], -7)
+        assert torch.equal(memory, torch.cat([one[:half], between, one[half:]])), name
 
 
 def test_memory_that_is_no_parameter_gets_a_copy(folders: Path) -> None:

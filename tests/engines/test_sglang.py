@@ -6,6 +6,7 @@ import logging
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from support.fake_sglang import Engine, install
 from support.fake_vllm import Model, expert_of
 
 from relayout.engines import plugins
+from relayout.engines.sglang import _not_wanted
 from relayout.errors import FormatError, PlanError
 
 
@@ -85,6 +87,28 @@ def test_what_is_cut_otherwise_is_said_and_right(
     engine.attention = None
     dict(engine.weights(folders / "llama-tp2", 0, 1))
     assert "was converted for 2 ranks and is put together for 1" in caplog.text
+
+
+@pytest.mark.parametrize("load_format", ["auto", "relayout"])
+def test_memory_that_nobody_writes_is_an_error(folders: Path, engine: Engine, load_format: str) -> None:
+    whole = stock_tensors(folders / "llama")
+    model = Model(whole, 0, 2)
+    engine.load(folders / "llama-tp2", model, load_format=load_format)
+    model.assert_holds_what_it_cuts_of(whole)
+    with pytest.raises(
+        PlanError, match=r"llama-tp2: nothing was loaded into score.weight: .* what SGLang's Model needs"
+    ):
+        engine.load(folders / "llama-tp2", Model(whole, 0, 2, score=3), load_format=load_format)
+    engine.load(folders / "llama", Model(whole, 0, 2, score=3))  # SGLang's own load.
+
+
+def test_layers_of_the_vision_part_are_in_each_stage(folders: Path, engine: Engine) -> None:
+    vars(engine.parallel).update(pp_rank=0, pp_size=2)
+    config = SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=40, num_nextn_predict_layers=None))
+    is_skipped, _ = _not_wanted(engine.parallel, config)
+    assert is_skipped is not None
+    assert [n for n in range(40) if is_skipped(f"language_model.model.layers.{n}.mlp.weight")] == [*range(20, 40)]
+    assert not any(is_skipped(f"vision_tower.transformer.layers.{n}.attention.weight") for n in range(40))
 
 
 def test_a_pipeline_stage_reads_only_its_layers(folders: Path, engine: Engine) -> None:

@@ -56,6 +56,13 @@ def test_one_process_has_the_whole_model(folder: Path) -> None:
         assert torch.equal(tensor, ours.state_dict()[name]), name
 
 
+def test_a_weight_that_the_checkpoint_lacks_is_an_error_where_transformers_only_warns(folder: Path) -> None:
+    from transformers import LlamaForSequenceClassification
+
+    with pytest.raises(PlanError, match=r"nothing was loaded into score\.weight: .* transformers' LlamaForSequenceCl"):
+        relayout.transformers.from_pretrained(folder / "llama-tp2", model_class=LlamaForSequenceClassification)
+
+
 def test_what_transformers_cannot_use_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="llama: was not converted; `relayout convert SRC --tp N`"):
         relayout.transformers.from_pretrained(folder / "llama")

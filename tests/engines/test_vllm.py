@@ -14,14 +14,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.conversions import stock_tensors
-from support.fake_vllm import Engine, LoadConfig, Model, expert_of, install, model_config
+from support.fake_vllm import Engine, LoadConfig, Model, PPMissingLayer, expert_of, install, model_config
 from support.patience import PATIENCE
 
 import relayout
 from relayout.engines import plugins
-from relayout.engines.rank_weights import EngineOptions, RankWeights
+from relayout.engines.rank_weights import EngineOptions, RankWeights, speculative
 from relayout.engines.vllm import loader_class
 from relayout.errors import FormatError, PlanError
+from relayout.storage.in_memory import bucket
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
     caplog.set_level(logging.INFO, "vllm.relayout")
     fake = install(monkeypatch)
     plugins.vllm()
-    assert list(fake.formats) == ["relayout"]
+    assert list(fake.formats) == ["auto", "relayout"]
     return fake
 
 
@@ -184,22 +185,132 @@ def test_a_pipeline_stage_reads_only_what_it_has(folders: Path, engine: Engine, 
     whole = stock_tensors(folders / "llama")
     elsewhere = ("model.layers.1.", "lm_head.")
     model = Model(whole, 0, 2, stage=lambda name: not name.startswith(elsewhere))
-    model.missing_layers = list(elsewhere)
-    loader = engine.load(folders / "llama-tp2", model, tied=tied)
+    model.missing = {name.rstrip("."): PPMissingLayer() for name in elsewhere}
+    engine.parallel.pipeline_parallel_size = 2
+    report = engine.load(folders / "llama-tp2", model, tied=tied)._weights.report()
     model.assert_holds_what_it_cuts_of(whole)
+    held = dict(relayout.iter_load(folders / "llama-tp2", 0))
     not_read = elsewhere[:1] if tied else elsewhere
-    assert loader._weights.report().num_tensors == sum(not name.startswith(not_read) for name in whole)
+    assert report.nbytes == sum(one.nbytes for name, one in held.items() if not name.startswith(not_read))
+    assert report.num_tensors == sum(not name.startswith(elsewhere[0]) for name in whole)
 
 
-def test_layers_for_speculation_are_left_to_the_draft_model(folders: Path, engine: Engine) -> None:
+def test_layers_for_speculation_are_given_unread(folders: Path, engine: Engine) -> None:
     whole = stock_tensors(folders / "llama")
     engine.rank, engine.tp = 0, 2
     loader = engine.formats["relayout"](LoadConfig())
     config = model_config(folders / "llama-tp2")
     config.hf_text_config = SimpleNamespace(num_hidden_layers=2, num_nextn_predict_layers=1)
-    names = {name for name, _ in loader.get_all_weights(config, Model(whole, 0, 2))}
-    assert names == {name for name in whole if ".layers.2." not in name}
-    assert len(names) < len(whole)
+    given = dict(loader.get_all_weights(config, Model(whole, 0, 2)))
+    assert given.keys() == whole.keys()
+    held = dict(relayout.iter_load(folders / "llama-tp2", 0))
+    report = loader._weights.report()
+    assert report.nbytes == sum(one.nbytes for name, one in held.items() if ".layers.2." not in name)
+    for name in (name for name in whole if ".layers.2." in name):
+        with warnings.catch_warnings(action="ignore"):  # An engine that does use it gets all of it, slowly.
+            assert torch.equal(given[name].clone(), whole[name])
+
+
+def test_memory_that_nobody_writes_is_an_error_of_the_load(
+    folders: Path, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = stock_tensors(folders / "llama")
+    lacks = r"llama-tp2: nothing was loaded into score.weight: the checkpoint lacks what vLLM's Model needs"
+    for load_format in ("relayout", "auto"):
+        with pytest.raises(PlanError, match=lacks):
+            engine.load(folders / "llama-tp2", Model(whole, 0, 2, score=3), load_format=load_format)
+    engine.load(folders / "llama-tp2", Model(whole, 0, 2, score=3), enable_weights_track=False)  # vLLM's own option.
+    assert "relayout: " + str(folders / "llama-tp2: nothing was loaded into score.weight") in caplog.text
+    engine.load(folders / "llama", Model(whole, 0, 2, score=3), load_format="auto")  # Not ours.
+
+
+def test_a_draft_model_gets_its_embedding_later(folders: Path, engine: Engine) -> None:
+    whole = stock_tensors(folders / "llama")
+    model = Model(whole, 1, 2, stage=lambda name: ".layers.2." in name)
+    model.memory["draft.lm_head.weight"] = torch.empty(8, 8)
+    engine.load(folders / "llama-tp2", model, draft=True)
+    model.memory["draft.other.weight"] = torch.empty(8, 8)
+    with pytest.raises(PlanError, match=r"nothing was loaded into draft\.other\.weight:"):
+        engine.load(folders / "llama-tp2", model, draft=True)
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight"])
+@pytest.mark.parametrize("placement", ["copy", "direct"])
+def test_a_tensor_that_is_read_and_not_given_is_an_error(
+    folders: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str, placement: str
+) -> None:
+    original = RankWeights._slices
+    monkeypatch.setattr(
+        RankWeights, "_slices", lambda self, *given: (one for one in original(self, *given) if one[0] != name)
+    )
+    model = Model(stock_tensors(folders / "llama"), 0, 2, stage=lambda one: one != name)  # Which does not miss it.
+    with pytest.raises(FormatError, match=f"llama-tp2: {name}: read, and not given to the engine"):
+        engine.load(folders / "llama-tp2", model, placement=placement)
+
+
+def test_placeholders_that_a_loader_replaces_are_no_reason_to_leave_anything_out(folders: Path, engine: Engine) -> None:
+    whole = stock_tensors(folders / "llama")
+    for num_stages in (1, 2):
+        model = Model(whole, 0, 2)
+        model.missing = {"lm_head": torch.nn.Identity()}  # Such as vLLM's StageMissingLayer, in rerankers.
+        engine.parallel.pipeline_parallel_size = num_stages
+        engine.load(folders / "llama-tp2", model, strict=True)
+        model.assert_holds_what_it_cuts_of(whole)
+
+
+def test_a_converted_folder_is_recognized_and_others_are_left_to_vllm(folders: Path, engine: Engine) -> None:
+    whole = stock_tensors(folders / "llama")
+    model = Model(whole, 1, 2)
+    loader = engine.load(folders / "llama-tp2", model, load_format="auto", strict=True)
+    model.assert_holds_what_it_cuts_of(whole)
+    assert loader._weights.report().num_ranks == 2
+    model = Model(whole, 1, 2)
+    loader = engine.load(folders / "llama", model, load_format="auto")
+    model.assert_holds_what_it_cuts_of(whole)
+    assert loader._weights is None
+    with pytest.raises(AssertionError, match="nothing is downloaded"):  # vLLM's own says so.
+        loader.download_model(model_config(folders / "llama"))
+    with pytest.raises(PlanError, match=r"llama: --model-loader-extra-config: threads: only for folders that relayout"):
+        engine.load(folders / "llama", model, load_format="auto", threads=2)
+    with pytest.raises(ValueError, match=r"Unexpected extra config keys for load format auto: \{'thread'\}"):
+        engine.load(folders / "llama-tp2", model, load_format="auto", thread=2)
+
+
+def test_options_of_vllms_own_loader_are_left_to_it(folders: Path, engine: Engine) -> None:
+    whole = stock_tensors(folders / "llama")
+    model = Model(whole, 0, 2)
+    loader = engine.load(folders / "llama-tp2", model, enable_multithread_load=True, num_threads=4, threads=2)
+    model.assert_holds_what_it_cuts_of(whole)
+    assert loader.load_config.model_loader_extra_config == {"enable_multithread_load": True, "num_threads": 4}
+
+
+def test_side_weights_that_a_model_names_are_loaded_by_vllm(folders: Path, engine: Engine, tmp_path: Path) -> None:
+    whole = stock_tensors(folders / "llama")
+    head = torch.arange(24.0).view(3, 8)
+    torch.save({"weight": head}, tmp_path / "score.pt")
+    model = Model(whole, 0, 2, score=3)
+    model.secondary_weights = [SimpleNamespace(prefix="score.", file=tmp_path / "score.pt")]
+    engine.load(folders / "llama-tp2", model)
+    assert torch.equal(model.memory["score.weight"], head)
+
+
+def test_a_load_opens_each_file_once(folders: Path) -> None:
+    opened = bucket("engine")
+    for file in (folders / "llama-tp2").iterdir():
+        opened.put(f"llama-tp2/{file.name}", file.read_bytes(), create=True)
+    relayout.load("memory://engine/llama-tp2", 0)
+    needed = dict(opened.requests)
+    opened.requests.clear()
+    assert dict(RankWeights("memory://engine/llama-tp2", 0, 2, EngineOptions()))
+    assert opened.requests == needed
+
+
+@pytest.mark.parametrize("prefix", ["vision_tower.transformer.", "audio_tower.", "model.visual."])
+def test_layers_of_other_parts_of_a_model_have_numbers_of_their_own(prefix: str) -> None:
+    is_speculative = speculative(SimpleNamespace(num_hidden_layers=28, num_nextn_predict_layers=1))
+    assert not any(is_speculative(f"{prefix}layers.{number}.fc1.weight") for number in range(32))
+    for text in ("model.", "", "language_model.model.", "model.language_model."):
+        assert [n for n in range(32) if is_speculative(f"{text}layers.{n}.fc1.weight")] == [28, 29, 30, 31]
 
 
 def test_a_draft_model_reads_slices_when_it_uses_them(folders: Path, engine: Engine) -> None:
@@ -302,7 +413,7 @@ def test_a_vllm_that_is_not_as_expected_is_left_alone(
     plugins.vllm()
     assert engine.formats == {}
     assert "relayout: not available in this vllm" in caplog.text
-    with pytest.raises(TypeError, match="has no load_weights, get_all_weights"):
+    with pytest.raises(TypeError, match="has no create_model, load_weights, get_all_weights"):
         loader_class(object)
 
 

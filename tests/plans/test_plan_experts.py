@@ -115,3 +115,12 @@ def test_experts_of_a_model_inside_another_are_owned_too() -> None:
     source = make_source(dict.fromkeys(names, (3, 4, 4)), model_type="llama4", text_config={"num_local_experts": 3})
     plan = plan_for(source, 2, expert_parallel=True)
     assert all_slices(plan) == ((Slice.along(0, ((0, 2),)), Slice.along(0, ((2, 1),))),) * 2
+
+
+def test_stacked_experts_of_granite_are_owned_under_both_of_their_names() -> None:
+    shapes = {"experts.gate_up_proj": (8, 64, 32), "experts.down_proj": (8, 32, 32)}
+    for named in (shapes, {"input_linear.weight": (8, 64, 32), "output_linear.weight": (8, 32, 32)}):
+        given = {f"model.layers.0.block_sparse_moe.{name}": shape for name, shape in named.items()}
+        plan = plan_for(make_source(given, model_type="granitemoe", num_local_experts=8), 2, expert_parallel=True)
+        for t, shape in enumerate(given.values()):
+            assert [part.ranges_along(0) for part in plan.cut(t).slices] == [((0, 4),), ((4, 4),)], shape

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib
+import pkgutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -38,11 +38,11 @@ class HookRegistry:
     def apply_hooks(cls) -> None:
         for target in cls.hooks.keys() - cls.applied:
             owner_path, _, name = target.rpartition(".")
-            module, _, owner_name = owner_path.rpartition(".")
-            owner = getattr(importlib.import_module(module), owner_name)
+            owner = pkgutil.resolve_name(owner_path)
             original, hook = getattr(owner, name), cls.hooks[target]
             wrapped = functools.wraps(original)(lambda *a, o=original, h=hook, **k: h(o, *a, **k))
-            setattr(owner, name, wrapped)
+            is_static = isinstance(vars(owner)[name], staticmethod)
+            setattr(owner, name, staticmethod(wrapped) if is_static else wrapped)
             cls.applied.add(target)
 
 
@@ -58,6 +58,14 @@ class Engine:
             tp_rank=0, tp_size=1, attn_tp_size=1, moe_ep_size=1, pp_rank=0, pp_size=1
         )
     )
+
+    def load(self, folder: Path, model: Any, *, load_format: str = "auto") -> None:
+        """Make a model and load it."""
+        loader = sys.modules["sglang.srt.model_loader.loader"]
+        config = self.load_config(load_format, {}, None)
+        loader._initialize_model(SimpleNamespace(model_path=str(folder), model=model), config)
+        weights = self.weights(folder, model.rank, model.tp, load_format=load_format)
+        loader.DefaultModelLoader.load_weights_only(model, weights, None)
 
     def weights(
         self,
@@ -104,9 +112,17 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Engine:
             for file in sorted(Path(source.model_or_path).glob("*.safetensors")):
                 yield from load_file(file).items()
 
+        @staticmethod
+        def load_weights_only(model: Any, weights: Any, target_device: Any) -> None:
+            model.load_weights(weights)
+
         @classmethod
         def _filter_mtp_weights(cls, weights: Any, prefix: str, draft_model_idx: int) -> Any:
             return ((f"{prefix}draft-{draft_model_idx}.{name}", tensor) for name, tensor in weights)
+
+    def initialize_model(model_config: Any, load_config: LoadConfig, quant_config: Any = None) -> Any:
+        model_config.model.allocate()
+        return model_config.model
 
     LoadConfig.__module__ = "sglang.srt.configs.load_config"
     DefaultModelLoader.__module__ = "sglang.srt.model_loader.loader"
@@ -125,7 +141,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Engine:
             "get_pp_indices": lambda layers, rank, size: (rank * layers // size, (rank + 1) * layers // size)
         },
         "sglang.srt.model_loader": {},
-        "sglang.srt.model_loader.loader": {"DefaultModelLoader": DefaultModelLoader},
+        "sglang.srt.model_loader.loader": {
+            "DefaultModelLoader": DefaultModelLoader,
+            "_initialize_model": initialize_model,
+        },
         "sglang.srt.plugins": {},
         "sglang.srt.plugins.hook_registry": {"HookRegistry": registry, "HookType": HookType},
         "sglang.srt.runtime_context": {"get_parallel": lambda: engine.parallel},
@@ -134,4 +153,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Engine:
         module = ModuleType(name)
         vars(module).update(contents)
         monkeypatch.setitem(sys.modules, name, module)
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, module)
     return engine

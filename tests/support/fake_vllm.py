@@ -29,15 +29,25 @@ class DefaultModelLoader:
     """vllm's own, as far as the plugin inherits from it."""
 
     def __init__(self, load_config: LoadConfig) -> None:
-        assert not load_config.model_loader_extra_config, "options that vLLM does not know"
+        extra = load_config.model_loader_extra_config
+        if unknown := extra.keys() - {"enable_multithread_load", "num_threads", "enable_weights_track"}:
+            raise ValueError(f"Unexpected extra config keys for load format auto: {unknown}")
+        self.enable_weights_track = extra.get("enable_weights_track")
         self.load_config = load_config
 
     def download_model(self, model_config: Any) -> None:
         raise AssertionError("nothing is downloaded")
 
+    def create_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
+        vllm_config.model.allocate()
+        return vllm_config.model
+
     def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
         for file in sorted(Path(model_config.model).glob("*.safetensors")):
             yield from load_file(file).items()
+
+    def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((source.prefix + name, one) for name, one in torch.load(source.file, weights_only=True).items())
 
     def load_weights(self, model: Any, model_config: Any) -> None:
         loaded = model.load_weights(self.get_all_weights(model_config, model))
@@ -46,7 +56,11 @@ class DefaultModelLoader:
             raise ValueError(f"Following weights were not initialized from checkpoint: {missing}")
 
 
-class Model:
+class PPMissingLayer(torch.nn.Module):
+    """In the place of what another stage of the pipeline has."""
+
+
+class Model(torch.nn.Module):
     """Takes whole tensors and keeps what its rank needs: projections, a padded vocabulary, experts."""
 
     def __init__(
@@ -57,20 +71,30 @@ class Model:
         *,
         stage: Callable[[str], bool] | None = None,
         experts_by_rank: bool = False,
+        score: int = 0,
     ) -> None:
+        """With `score`, the model has as many classes that no checkpoint has weights for."""
+        super().__init__()
         self.rank, self.tp, self.experts_by_rank = rank, tp, experts_by_rank
         self.kept: Tensors = {}
         self.stage = stage or (lambda name: True)
         self.num_experts = 1 + max((expert_of(name) for name in whole), default=-1)
         self.expected = {name for name in whole if self.stage(name) and self.owns(name)}
-        self.missing_layers: list[str] = []
+        self.missing: dict[str, torch.nn.Module] = {}
+        """Placeholders by the names of their modules."""
         self.memory = {name: torch.full_like(self.cut(name, whole[name]), -7) for name in sorted(self.expected)}
+        if score:
+            self.memory["score.weight"] = torch.zeros(score, 8)
 
-    def parameters(self) -> Iterator[torch.Tensor]:
-        yield from self.memory.values()
+    def allocate(self) -> None:
+        """Memory without values."""
+        self.memory = {name: torch.empty_like(one) for name, one in self.memory.items()}
 
-    def buffers(self) -> Iterator[torch.Tensor]:
-        return iter(())
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        yield from self.memory.items()
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Module]]:
+        yield from {"": self, **self.missing}.items()
 
     def owns(self, name: str) -> bool:
         per_rank = self.num_experts // self.tp
@@ -78,7 +102,9 @@ class Model:
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         for name, tensor in weights:
-            if self.stage(name) and self.owns(name):
+            if name == "score.weight":
+                self.memory[name].copy_(tensor)
+            elif self.stage(name) and self.owns(name):
                 self.kept[name] = self.memory[name].copy_(self.cut(name, tensor))
         return set(self.kept)
 
@@ -123,7 +149,7 @@ class Engine:
     parallel: SimpleNamespace = field(
         default_factory=lambda: SimpleNamespace(
             enable_expert_parallel=False, data_parallel_size=1, prefill_context_parallel_size=1,
-            expert_placement_strategy="linear", enable_eplb=False,
+            expert_placement_strategy="linear", enable_eplb=False, pipeline_parallel_size=1,
         )
     )  # fmt: skip
     rank: int = 0
@@ -131,17 +157,27 @@ class Engine:
     replicas: Any = None
     """The torch.distributed group of the processes that have this rank in all replicas."""
 
-    def load(self, folder: Path | str, model: Model, *, draft: bool = False, tied: bool = False, **options: Any) -> Any:
+    def load(
+        self,
+        folder: Path | str,
+        model: Model,
+        *,
+        draft: bool = False,
+        tied: bool = False,
+        load_format: str = "relayout",
+        **options: Any,
+    ) -> Any:
         """Load as vLLM does; returns the loader."""
         self.rank, self.tp = model.rank, model.tp
-        loader = self.formats["relayout"](LoadConfig(model_loader_extra_config=options))
-        loader.load_weights(model, model_config(folder, draft=draft, tied=tied))
+        loader = self.formats[load_format](LoadConfig(load_format, model_loader_extra_config=options))
+        config = model_config(folder, draft=draft, tied=tied)
+        loader.load_weights(loader.create_model(SimpleNamespace(model=model), config), config)
         return loader
 
 
 def model_config(folder: Path | str, *, draft: bool = False, tied: bool = False) -> SimpleNamespace:
     """vllm.config.ModelConfig."""
-    text = SimpleNamespace(num_hidden_layers=2, tie_word_embeddings=tied)
+    text = SimpleNamespace(num_hidden_layers=2, tie_word_embeddings=tied, num_nextn_predict_layers=int(draft))
     return SimpleNamespace(
         model=str(folder), model_weights="", runner_type="draft" if draft else "generate", hf_text_config=text
     )
@@ -149,7 +185,7 @@ def model_config(folder: Path | str, *, draft: bool = False, tied: bool = False)
 
 def install(monkeypatch: pytest.MonkeyPatch) -> Engine:
     """Put the modules where the plugin imports them from."""
-    engine = Engine()
+    engine = Engine({"auto": DefaultModelLoader})
 
     def register_model_loader(name: str) -> Callable[[Any], None]:
         return lambda made: engine.formats.__setitem__(name, made)
@@ -171,7 +207,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Engine:
         },
         "vllm.model_executor.model_loader.default_loader": {"DefaultModelLoader": DefaultModelLoader},
         "vllm.model_executor.models": {},
-        "vllm.model_executor.models.utils": {"get_pp_missing_layer_names": lambda model: model.missing_layers},
+        "vllm.model_executor.models.utils": {"PPMissingLayer": PPMissingLayer},
     }
     for name, contents in modules.items():
         module = ModuleType(name)

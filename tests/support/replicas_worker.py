@@ -38,8 +38,9 @@ def _replica(folder: Path, number: int) -> None:
     from support.conversions import stock_tensors
     from support.fake_vllm import Model, install, model_config
 
-    from relayout.engines import plugins
+    from relayout.engines import plugins, rank_weights
 
+    rank_weights.MIN_PLACED_NBYTES = 0  # Large enough to be placed, were it not shared.
     join(folder, number, NUM_REPLICAS)
     engine = install(pytest.MonkeyPatch())
     engine.replicas = dist.group.WORLD

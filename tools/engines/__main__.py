@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 import relayout
 from engines import observed, observed_slices, plan_making
-from engines.cases import DEGREES, RUNS, WHOLE_IN_SGLANG, Case, Run, all_cases, converted_of, source_of
+from engines.cases import RUNS, WHOLE_IN_SGLANG, Case, Run, all_cases, converted_of, source_of
 from engines.cold_start import measure, placements, reads
 from engines.environments import ENGINES, ROOT, Environment, environment_of, versions_in
 from engines.failures import fail
@@ -177,12 +177,12 @@ def compare_cases(engine: str, environment: Environment, cases: Sequence[Case], 
     """Each case at each degree."""
     jobs: dict[bool, list[Result]] = {False: [], True: []}
     for case in cases:
-        if engine == "sglang" and (case.draft or case.moe_backend != "auto"):
+        if engine == "sglang" and (case.draft or case.moe_backend != "auto" or case.settings or case.stages > 1):
             continue  # Its draft models are built by its workers, and its kernels are not chosen here.
         is_uncut = engine == "sglang" and case.family in WHOLE_IN_SGLANG
-        for tp in DEGREES:
+        for tp in case.degrees:
             job = {"name": case.name, "tp": tp, "strict": case.strict and not is_uncut}
-            job |= {key: getattr(case, key) for key in ("expert", "draft", "moe_backend")}
+            job |= {key: getattr(case, key) for key in ("expert", "draft", "moe_backend", "stages", "settings")}
             source = source_of(case.family, work)
             try:
                 converted = converted_of(source, tp, expert=case.expert)

@@ -28,6 +28,9 @@ WHOLE_IN_SGLANG = ("gemma3", "gemma3_text")
 SPLIT = "fp8_blocks_moe_split"
 """Experts with 192 or 96 rows for each rank, in blocks of 128 that share a scale."""
 
+RERANKER, BGE_M3 = "qwen3_reranker", "bge_m3"
+"""Of vLLM: a score that is made of rows of `lm_head`; layers that are in files of their own."""
+
 FORMS = {**QUANTIZED, SPLIT: replace(QUANTIZED["fp8_blocks_moe"], sizes={"M": 384})}
 
 _SIZES = {"gpt_oss": {"K": 4}, "gpt_oss_mxfp4": {"K": 4}, "cohere": {"K": 4}}
@@ -55,10 +58,22 @@ class Case:
     """vLLM's kernel for experts."""
     strict: bool = True
     """The engine cuts every tensor as the folder does."""
+    stages: int = 1
+    """Of the pipeline."""
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        return (1,) if self.family == BGE_M3 else DEGREES
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """More of vLLM's."""
+        return {"runner": "pooling"} if self.family in (RERANKER, BGE_M3) else {}
 
     @property
     def name(self) -> str:
         parts = [self.family] + ["experts owned"] * self.expert + ["draft model"] * self.draft
+        parts += [f"{self.stages} stages"] * (self.stages > 1)
         return " ".join(parts + ["for " + self.moe_backend] * (self.moe_backend != "auto"))
 
     @property
@@ -109,6 +124,8 @@ def all_cases() -> Iterator[Case]:
             yield Case(family, expert=True)
         if family in DRAFTS:
             yield Case(family, draft=True)
+    yield from (Case(RERANKER), Case(BGE_M3))
+    yield from (Case(family, stages=2) for family in ("llama", "qwen3_moe", "mistral3"))
     # This kernel wants whole blocks, so that vLLM gives the first ranks more of an expert than the last.
     yield Case(SPLIT, moe_backend="cutlass", strict=False)
 
@@ -118,7 +135,12 @@ def source_of(family: str, work: Path, *, wide: bool = False) -> Path:
     folder = work / (f"{family}-wide" if wide else family)
     if not (folder / "complete").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        if family in FAMILIES:
+        if family == RERANKER:
+            write_family(FAMILIES["qwen3"], folder)
+            _write_reranker(folder)
+        elif family == BGE_M3:
+            _write_bge_m3(folder)
+        elif family in FAMILIES:
             made, sizes = (
                 FAMILIES[family],
                 _SIZES.get(family, {}) | ({"H": 256, **_WIDE.get(family, {"D": 32})} if wide else {}),
@@ -129,6 +151,39 @@ def source_of(family: str, work: Path, *, wide: bool = False) -> Path:
         complete_config(folder / "config.json")
         (folder / "complete").touch()
     return folder
+
+
+def _write_reranker(folder: Path) -> None:
+    """Beside the weights: which words the score is of, and a tokenizer that knows their numbers."""
+    said = {"architectures": ["Qwen3ForSequenceClassification"], "is_original_qwen3_reranker": True}
+    config = json.loads((folder / "config.json").read_text()) | said | {"classifier_from_token": ["no", "yes"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    _write_tokenizer(folder)
+
+
+def _write_bge_m3(folder: Path) -> None:
+    import torch
+    from transformers import XLMRobertaConfig, XLMRobertaModel
+
+    sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 66}
+    config = XLMRobertaConfig(**sizes, num_hidden_layers=2, num_attention_heads=4, type_vocab_size=1)
+    model = XLMRobertaModel(config, add_pooling_layer=False)
+    model.save_pretrained(folder)
+    hub = {"architectures": ["BgeM3EmbeddingModel"], "position_embedding_type": "absolute"}
+    said = json.loads((folder / "config.json").read_text()) | hub
+    (folder / "config.json").write_text(json.dumps(said))
+    for name, rows in (("sparse_linear", 1), ("colbert_linear", 128)):
+        torch.save({"weight": torch.randn(rows, 128), "bias": torch.randn(rows)}, folder / f"{name}.pt")
+    _write_tokenizer(folder)
+
+
+def _write_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    Tokenizer(WordLevel({"<unk>": 0, "no": 5, "yes": 200}, unk_token="<unk>")).save(str(folder / "tokenizer.json"))
+    said = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(said))
 
 
 def complete_config(file: Path) -> None:

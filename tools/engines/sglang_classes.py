@@ -14,7 +14,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from comparing import Job, Tensors, note_differences, poison, run_jobs
+from comparing import Job, Tensors, held, note_differences, run_jobs
 
 
 def stand_in_rotary() -> None:
@@ -82,9 +82,9 @@ def load(path: str, job: Job, rank: int, load_format: str) -> Tensors:
     quantization = _get_quantization_config(model_config, load_config)
     with set_default_torch_dtype(model_config.dtype), torch.device("cpu"):
         model = _initialize_model(model_config, load_config, quantization)
-        held = poison(model)
-        model.load_weights(loader._get_all_weights(model_config, model))
-    return {name: tensor.detach() for name, tensor in held.items()}
+        weights = loader._get_all_weights(model_config, model)
+        loader.load_weights_only(model, weights, torch.device("cpu"))
+    return held(model)
 
 
 class Reports(logging.Handler):

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comparing import Job, Tensors, note_differences, nothing_found, poison, run_jobs
+from comparing import Job, Tensors, held, note_differences, nothing_found, run_jobs
 
-from relayout.observe.stand_ins import Unpinned, play, stand_in_kernels
+from relayout.engines.unwritten import Marks, unwritten
+from relayout.observe.stand_ins import Group, Unpinned, play, stand_in_kernels
 
 
 def configuration(job: Job, path: str, load_format: str, **extra: Any) -> Any:
@@ -35,42 +36,47 @@ def configuration(job: Job, path: str, load_format: str, **extra: Any) -> Any:
         skip_tokenizer_init=True,
         trust_remote_code=True,
         limit_mm_per_prompt={},
+        **job.settings,
     ).create_engine_config()
 
 
-def load(config: Any, model_config: Any) -> tuple[Tensors, Any]:
-    """All that a model holds once its loader has been through it, before it is made ready for kernels."""
+def load(config: Any, model_config: Any) -> tuple[Any, Any]:
+    """A model that its loader has been through, before it is made ready for kernels; and relayout's weights."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model_loader
-    from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     config.compilation_config.static_forward_context.clear()
     torch.use_deterministic_algorithms(True, warn_only=True)  # Buffers that are not written to are the same each time.
     dtype = set_default_torch_dtype(model_config.dtype)
     with set_current_vllm_config(config), dtype, torch.device("cpu"), Unpinned():
-        model = initialize_model(vllm_config=config, model_config=model_config)
-        held = poison(model)
         loader = get_model_loader(config.load_config)
+        with Marks():  # Around vLLM's own loads, too.
+            model = loader.create_model(vllm_config=config, model_config=model_config)
         loader.load_weights(model, model_config)
-    return {name: tensor.detach() for name, tensor in held.items()}, getattr(loader, "_weights", None)
+    return model, getattr(loader, "_weights", None)
 
 
 def compare(job: Job, found: dict[str, Any]) -> None:
     """Load every rank in all ways; the engine's own first."""
     chosen = setup(job, job.source, "auto")
-    own = [load_rank(job, rank, *chosen)[0] for rank in range(job.tp)]
+    own: list[Tensors] = []
+    for rank in range(job.tp * job.stages):
+        model, _ = load_rank(job, rank, *chosen)
+        own.append(held(model))
+        found["never_loaded"] += len(unwritten(model))
     found["own_load"] = True
     for placement in ("copy", "direct"):
-        chosen = setup(job, job.converted, "relayout", strict=job.strict, placement=placement)
-        seen = nothing_found()
+        # Without a word of its format: vLLM recognizes the folder.
+        chosen = setup(job, job.converted, "auto", strict=job.strict, placement=placement)
+        seen = nothing_found() | {"never_loaded": found["never_loaded"]}
         straight = nbytes = 0
-        for rank in range(job.tp):
-            ours, weights = load_rank(job, rank, *chosen)
+        for rank in range(job.tp * job.stages):
+            model, weights = load_rank(job, rank, *chosen)
             report = weights.report()
             seen["whole_reads"] += report.num_whole
             straight, nbytes = straight + report.placed_nbytes, nbytes + report.nbytes
-            note_differences(seen, rank, own[rank], ours)
+            note_differences(seen, rank, own[rank], held(model))
         seen["different"] = found["different"] + [f"{placement}, {one}" for one in seen["different"]]
         found |= seen
     found["straight"] = round(straight / nbytes, 4)
@@ -82,10 +88,15 @@ def setup(job: Job, path: str, load_format: str, **extra: Any) -> tuple[Any, Any
     return config, draft_of(config) if job.draft else config.model_config
 
 
-def load_rank(job: Job, rank: int, config: Any, model_config: Any) -> tuple[Tensors, Any]:
-    """All that a rank's model holds."""
-    play(rank, job.tp, job.expert)
+def load_rank(job: Job, rank: int, config: Any, model_config: Any) -> tuple[Any, Any]:
+    """A rank's model, of all stages one after the other; and relayout's weights."""
+    from vllm.distributed import parallel_state
+
+    play(rank % job.tp, job.tp, job.expert)
     config.parallel_config.rank = rank
+    if job.stages > 1:  # There are no processes for them.
+        parallel_state._PP = Group(rank // job.tp, job.stages)
+        config.parallel_config.pipeline_parallel_size = job.stages
     return load(config, model_config)
 
 

@@ -1,0 +1,98 @@
+"""Memory that nobody has written is found by its marks, in whatever way all else was written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from relayout.engines.unwritten import Marks, check_written, unwritten
+from relayout.errors import PlanError
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int8, torch.int32)
+
+
+def made(*tensors: Callable[[], torch.Tensor]) -> torch.nn.Module:
+    """A model whose parameters `0`, `1` ... are made by these functions, within marks."""
+    model = torch.nn.Module()
+    with Marks():
+        for number, make in enumerate(tensors):
+            model.register_parameter(str(number), Parameter(make(), requires_grad=False))
+    return model
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(5,), (64,), (3, 1, 2), (384, 256), (700, 1100), (12, 64, 96)])
+def test_what_was_never_written_is_found_and_what_was_is_not(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    model = made(*[lambda: torch.empty(shape, dtype=dtype)] * 3)
+    assert unwritten(model) == (["0", "1", "2"] if model.get_parameter("0").nbytes >= 8 else [])
+    values = torch.randn(shape) if dtype.is_floating_point else torch.randint(-128, 128, shape)
+    model.get_parameter("0").data.copy_(values)
+    model.get_parameter("1").data.copy_(torch.ones(shape))
+    assert unwritten(model) == (["2"] if model.get_parameter("0").nbytes >= 8 else [])
+
+
+@pytest.mark.parametrize("part", range(10))
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_part_that_was_left_out_is_found_along_either_axis(axis: int, part: int) -> None:
+    for shape, dtype in [((640, 512), torch.bfloat16), ((512, 6400), torch.int32), ((4000, 4096), torch.bfloat16)]:
+        model = made(lambda shape=shape, dtype=dtype: torch.empty(shape, dtype=dtype))
+        parts = torch.tensor_split(model.get_parameter("0").data, 10, axis)
+        for number, one in enumerate(parts):
+            if number != part:
+                one.fill_(3)
+        assert unwritten(model) == ["0"]
+        parts[part].fill_(3)
+        assert unwritten(model) == []
+
+
+def test_one_of_many_experts_that_was_left_out_is_found() -> None:
+    model = made(lambda: torch.empty(128, 96, 64, dtype=torch.bfloat16), lambda: torch.empty(128, 2))
+    for number in range(128):
+        for parameter in model.parameters():
+            parameter.data.fill_(1)
+            parameter.data[number].view(torch.int16).fill_(0x7FA5)  # As it was.
+        if number % 9 == 0:
+            assert unwritten(model) == ["0", "1"]
+
+
+def test_values_that_are_given_on_purpose_count_and_random_ones_do_not() -> None:
+    model = made(
+        lambda: torch.empty(64, 64).fill_(1),
+        lambda: torch.ones(64),
+        lambda: torch.arange(64.0).repeat(9),
+        lambda: torch.empty(64).copy_(torch.linspace(0, 1, 64)),
+    )
+    with Marks():
+        model.linear = torch.nn.Linear(64, 64)
+        model.norm = torch.nn.LayerNorm(64)
+        model.register_buffer("state", torch.empty(8))
+        model.register_buffer("scratch", torch.empty(8), persistent=False)
+    assert unwritten(model) == ["linear.weight", "linear.bias", "state"]
+    with pytest.raises(
+        PlanError, match=r"^m: nothing was loaded into linear\.weight, linear\.bias: .* Engine's Module"
+    ):
+        check_written(model, "m", "Engine", ("state",))
+
+
+def test_memory_beside_a_parameter_and_placeholders_are_not_looked_at() -> None:
+    model = made(
+        lambda: torch.empty(1000, 64)[:900],
+        lambda: torch.empty(64, 640).t(),
+        lambda: torch.empty(0, 8),
+        lambda: torch.empty(8, device="meta"),
+    )
+    model.get_parameter("0").data.fill_(2)
+    assert unwritten(model) == ["1"]
+    model.get_parameter("1").data.fill_(2)
+    assert unwritten(model) == []
+    model.get_parameter("0").data.untyped_storage().resize_(900 * 64 * 4)
+    assert unwritten(model) == []
+
+
+def test_a_parameter_that_is_tied_is_named_once() -> None:
+    model = made(lambda: torch.empty(64))
+    model.register_parameter("tied", model.get_parameter("0"))
+    assert unwritten(model) == ["0"]

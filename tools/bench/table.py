@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from models import MODELS
 from rich.console import Console
+from support.hub_models import MODELS
 
 import relayout
 from bench.peers import BASELINE, PEERS

@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from families import FAMILIES, FP8_BLOCKS, Form, Stored
+from support.families import FAMILIES, FP8_BLOCKS, Form, Stored
 
 _BITS = {"BF16": 16, "F16": 16, "F32": 32, "F8_E4M3": 8, "U8": 8}
 

@@ -107,10 +107,8 @@ def _drive_nbytes() -> int:
 
 def main() -> None:
     """See the module."""
-    from relayout.benchmark.loaders import LOADERS
-
     job = Job(**json.loads(sys.argv[1]))
-    serve(job, LOADERS[job.loader])
+    serve(job, importlib.import_module(job.registry).LOADERS[job.loader])
 
 
 if __name__ == "__main__":

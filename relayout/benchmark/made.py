@@ -9,7 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
+LAYER_NBYTES, EMBEDDING_NBYTES = 436_224_000, 2_101_355_000
+"""Of a layer's tensors, and of the embedding's and the head's."""
 POOL_NBYTES = 64 * 2**20 + 4093  # Not a multiple of a page, so that no two layers hold the same bytes.
+
+
+def num_layers(nbytes: float) -> int:
+    """How many layers make a checkpoint of about so many bytes."""
+    return max(1, round((nbytes - EMBEDDING_NBYTES) / LAYER_NBYTES))
 
 
 def llama_config(num_layers: int) -> dict[str, object]:

@@ -32,10 +32,6 @@ Running = tuple[subprocess.Popen[bytes], IO[bytes]]
 class Died(Exception):
     """A loader did not finish."""
 
-    def __init__(self, how: str, of_memory: bool = False) -> None:
-        super().__init__(how)
-        self.of_memory = of_memory
-
 
 @dataclass(frozen=True, slots=True)
 class Measured:
@@ -59,16 +55,13 @@ class Measured:
     """Of each rank's tensors, see `child.digest_of`."""
 
 
-def load_together(
-    jobs: Sequence[Job], loader: Loader, prepare: Callable[[], None], *, limit: float, module: str
-) -> Measured:
+def load_together(jobs: Sequence[Job], loader: Loader, prepare: Callable[[], None], *, limit: float) -> Measured:
     """Load the jobs' ranks at once, each in a fresh process.
 
     Args:
         jobs: one for each rank.
         prepare: called when all processes are ready, just before they load.
         limit: seconds that a step may take.
-        module: what the processes run, see `child`.
 
     Raises:
         Died: a process died, had no answer after `limit` seconds, or `prepare` raised NotPrepared.
@@ -79,7 +72,7 @@ def load_together(
         port = _free_port()
         for number, job in enumerate(jobs):
             errors = stack.enter_context(tempfile.TemporaryFile())
-            process = _start(job, _environment(loader, number, len(jobs), port), errors, module)
+            process = _start(job, _environment(loader, number, len(jobs), port), errors)
             stack.callback(_end, process)
             running.append((process, errors))
         _lines(running, limit, kills)
@@ -95,14 +88,14 @@ def load_together(
         _tell(running)
         digests = tuple(json.loads(line) for line in _lines(running, limit, kills))
     own = sum(one["cpu_seconds"] for one in measured)
-    on_host = 0 if loader.device == "cpu" else 1
+    on_host = jobs[0].device == "cpu"
     return Measured(
         seconds=max(one["ended"] for one in measured) - min(one["started"] for one in measured),
         cpu_seconds=own,
         nbytes=sum(one["nbytes"] for one in measured),
         drive_nbytes=sum(one["drive_nbytes"] for one in measured),
         peak_over_needed=max(one["peak_nbytes"] / max(1, one["nbytes"]) for one in measured),
-        peak_minus_needed_nbytes=max(one["peak_nbytes"] - (0 if on_host else one["nbytes"]) for one in measured),
+        peak_minus_needed_nbytes=max(one["peak_nbytes"] - one["nbytes"] * on_host for one in measured),
         other_load=min(1.0, max(0.0, busy - own) / max(1e-9, elapsed * cpus)),
         digests=digests,
     )
@@ -126,9 +119,9 @@ def _free_port() -> int:
         return port
 
 
-def _start(job: Job, environment: Mapping[str, str], errors: IO[bytes], module: str) -> subprocess.Popen[bytes]:
+def _start(job: Job, environment: Mapping[str, str], errors: IO[bytes]) -> subprocess.Popen[bytes]:
     """A process that gets ready to load; its messages go to a file."""
-    command = [sys.executable, "-m", module, json.dumps(dataclasses.asdict(job))]
+    command = [sys.executable, "-m", "relayout.benchmark.child", json.dumps(dataclasses.asdict(job))]
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, bufsize=0, env=environment
     )
@@ -177,9 +170,8 @@ def _death(process: subprocess.Popen[bytes], errors: IO[bytes], kills: int) -> D
     said = errors.read().decode(errors="replace").strip().splitlines()
     last = said[-1][:200] if said else ""
     if status < 0:
-        of_memory = _oom_kills() > kills
-        return Died(f"killed by signal {-status}" + (" (out of memory)" if of_memory else ""), of_memory)
-    return Died(f"exit status {status}: {last}", re.search("memory|bad_alloc", last, re.IGNORECASE) is not None)
+        return Died(f"killed by signal {-status}" + (" (out of memory)" if _oom_kills() > kills else ""))
+    return Died(f"exit status {status}: {last}")
 
 
 def _oom_kills() -> int:

@@ -18,7 +18,7 @@ from relayout.benchmark.drive import direct_gb_per_s
 from relayout.benchmark.job import Job, Loader, plain_files
 from relayout.benchmark.loaders import LOADERS
 from relayout.benchmark.machine import Machine, describe, meminfo, num_cpus, prepare, total_nbytes
-from relayout.benchmark.made import EMBEDDING_NBYTES, LAYER_NBYTES, num_layers, write_llama
+from relayout.benchmark.made import EMBEDDING_NBYTES, LAYER_NBYTES, layers_of, write_llama
 from relayout.benchmark.run import Died, Measured, load_together
 from relayout.benchmark.verdict import RankLoads, Timing, verdict, warnings_of
 from relayout.checkpoint.converted import is_converted, read_manifest, read_table
@@ -323,7 +323,7 @@ def made_checkpoint(
     if not parent.is_dir() or is_converted(find_store(parent)) or any(parent.glob("*.safetensors")):
         what = "with a size, expected a folder on the drive that is to be measured, and no checkpoint"
         raise PlanError(what, path=folder, code="option")
-    layers = num_layers(wanted)
+    layers = layers_of(wanted)
     total = EMBEDDING_NBYTES + layers * LAYER_NBYTES
     if shutil.disk_usage(parent).free < 2.2 * total:
         raise PlanError(

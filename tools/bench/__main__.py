@@ -25,7 +25,7 @@ from bench import remote as remotes
 from bench.drive import machine, need_fio, total_nbytes
 from bench.peers import LOADERS
 from relayout.benchmark.machine import describe
-from relayout.benchmark.made import num_layers, write_llama
+from relayout.benchmark.made import layers_of, write_llama
 from relayout.benchmark.verdict import verdict, warnings_of
 from relayout.cli.bench_text import table_of
 
@@ -151,7 +151,7 @@ def remote(
 
 
 def _make_source(folder: Path, size: float) -> Path:
-    layers = num_layers(size * 1e9)
+    layers = layers_of(size * 1e9)
     progress.print(f"making a checkpoint of Llama-3.1-8B shapes with {layers} layers")
     write_llama(folder / "source", layers, shard_nbytes=10**9)
     os.sync()

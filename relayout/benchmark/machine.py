@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from relayout.storage.local.mounts import filesystem_of
 from relayout.storage.local.page_cache import resident_nbytes
 
 _COLD_SHARE, _WARM_SHARE = 0.001, 0.99
@@ -138,7 +139,7 @@ class Machine:
     """Of the last minute, before the first measurement."""
 
 
-def describe(folder: Path, file_system: str) -> Machine:
+def describe(folder: Path) -> Machine:
     """The machine now, and the drive that a folder is on."""
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     return Machine(
@@ -147,7 +148,7 @@ def describe(folder: Path, file_system: str) -> Machine:
         memory_nbytes=meminfo("MemTotal"),
         kernel=platform.release(),
         python=platform.python_version(),
-        file_system=file_system,
+        file_system=filesystem_of(folder).kind,
         drive=drive_of(folder),
         load_average=os.getloadavg()[0],
     )

@@ -29,12 +29,13 @@ from relayout.errors import PlanError
 from relayout.format.index import MANIFEST_NAME
 from relayout.plans.planner import plan_for
 from relayout.results import Result
-from relayout.storage.local.mounts import filesystem_of
 from relayout.storage.stores import find_store
 
 _PROCESS_NBYTES = 400 * 10**6
 """Memory of a process without tensors: Python and torch."""
 _MADE_TP = 4
+_MOST_RANKS = 64
+"""Of a converted folder that is found beside the plain one."""
 _LOAD_SECONDS, _GB_PER_S = 4.0, 1.0
 """Of the estimate: what a process takes beside its load, and about how fast bytes come."""
 
@@ -122,8 +123,7 @@ class BenchPlan:
             FormatError, PlanError, OSError: the checkpoint cannot be read.
         """
         folders, left_out = self.folders, list(self.left_out)
-        first = folders.every_file[0]
-        about = describe(first.parent, filesystem_of(first).kind)
+        about = describe(folders.every_file[0].parent)
         tp, limits, loads = folders.tp, [], []
         expected = expected_digests(folders.converted) if folders.converted and folders.is_of_degree else None
         if not drop_caches:
@@ -367,13 +367,9 @@ def _source_beside(converted: Path) -> Path | None:
 
 def _converted_beside(source: Path, tp: int | None) -> Path | None:
     """The folder that `convert` writes by default; with no degree, the one of the highest degree."""
-    if tp is not None:
-        found = Path(default_output(source, tp))
-        return found if (found / MANIFEST_NAME).exists() else None
-    stem = Path(default_output(source, 1))
-    beside = stem.parent.glob(f"{stem.name.removesuffix('1')}[0-9]*") if stem.parent.is_dir() else ()
-    degrees = {int(one.name.rpartition("-tp")[2]): one for one in beside if one.name.rpartition("-tp")[2].isdecimal()}
-    return next((degrees[n] for n in sorted(degrees, reverse=True) if (degrees[n] / MANIFEST_NAME).exists()), None)
+    degrees = range(_MOST_RANKS, 0, -1) if tp is None else [tp]
+    folders = (Path(default_output(source, degree)) for degree in degrees)
+    return next((folder for folder in folders if (folder / MANIFEST_NAME).exists()), None)
 
 
 def _check_same(folders: Folders) -> None:

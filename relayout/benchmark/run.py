@@ -22,7 +22,7 @@ from relayout.benchmark.job import Job, Loader
 from relayout.benchmark.machine import NotPrepared, cpu_seconds
 
 # The owner's settings of the machine must not change how a loader does.
-_SETTINGS = re.compile("RUNAI_|FASTSAFETENSORS_|INSTANTTENSOR_|FLASHPACK_|SAFETENSORS_|RELAYOUT_|OMP_|MKL_|GLOO_|NCCL_")
+_SETTINGS = re.compile("RUNAI_|FASTSAFETENSORS_|INSTANTTENSOR_|SAFETENSORS_|RELAYOUT_|OMP_|MKL_|GLOO_|NCCL_")
 _TORCHRUN = re.compile("(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$")
 
 Running = tuple[subprocess.Popen[bytes], IO[bytes]]

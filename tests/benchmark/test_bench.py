@@ -196,7 +196,7 @@ def test_slicing_a_plain_folder_is_not_taken_for_a_gain_of_a_conversion() -> Non
 
 
 def test_a_busy_machine_and_runs_that_differ_are_warned_of(tmp_path: Path) -> None:
-    about = replace(machine.describe(tmp_path, "ext4"), num_cpus=2, load_average=0.1)
+    about = replace(machine.describe(tmp_path), num_cpus=2, load_average=0.1)
     assert warnings_of(about, [loads([1.0, 1.1], [3.0])]) == ()
     [busy] = warnings_of(replace(about, load_average=8.0), [loads([1.0], [3.0])])
     assert "load average 8.0 on 2 processors" in busy

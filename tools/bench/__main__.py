@@ -74,7 +74,7 @@ def load(
         raise SystemExit(f"no scenario {min(unknown)!r}, there are: {', '.join(loads.SCENARIOS)}")
     with tempfile.TemporaryDirectory(prefix="relayout-bench-", dir=folder) as scratch:
         place = Path(scratch)
-        source, done, about = _make_source(place, size), [], describe(place, "")
+        source, done, about = _make_source(place, size), [], describe(place)
         everything: dict[str, Any] = {
             "settings": {
                 "size_gb": round(total_nbytes(source) / 1e9, 1),

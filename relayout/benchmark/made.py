@@ -80,7 +80,7 @@ def write_checkpoint(
             offset = 0
         shards[-1].append(TensorEntry(name, dtype, shape, offset, nbytes))
         offset += nbytes
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         weight_map |= {tensor.name: file for tensor in shard}

@@ -185,6 +185,8 @@ class RankGroup:
     """That the ranks are loaded to, in turns."""
     limit: float = 900.0
     """Seconds that one load may take."""
+    touched_nbytes: int = 0
+    """Memory that is touched before each load, if that is more than twice the tensors."""
 
     @property
     def title(self) -> str:
@@ -236,10 +238,9 @@ class RankGroup:
             num_ranks=len(self.ranks),
             state=self.state,
             timings=tuple(
-                Timing(
-                    name, self.loaders[name].title, self.loaders[name].family, tuple(found[name]), failures.get(name)
-                )
-                for name in names
+                Timing(name, loader.title, loader.family, tuple(found[name]), failures.get(name))
+                for name, loader in self.loaders.items()
+                if name in names
             ),
             expected=None if self.expected is None else tuple(self.expected[rank] for rank in self.ranks),
         )
@@ -254,8 +255,8 @@ class RankGroup:
         ]
 
         def ready() -> None:
-            is_cold = self.state == "cold"
-            prepare(self._files(loader), folders.every_file, cold=is_cold, needed_nbytes=2 * self._tensors_nbytes)
+            needed = max(self.touched_nbytes, 2 * self._tensors_nbytes)
+            prepare(self._files(loader), folders.every_file, cold=self.state == "cold", needed_nbytes=needed)
 
         return load_together(jobs, loader, ready, limit=self.limit)
 

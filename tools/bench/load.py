@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.drive import direct_read, limit_by, num_gpus
+from bench.drive import direct_read, limit_by, num_gpus, total_nbytes
 from bench.peers import LOADERS
 from relayout.benchmark.job import Loader
 from relayout.benchmark.measure import Folders, RankGroup, expected_digests
@@ -56,6 +56,8 @@ def measure(
         registry="bench.peers",
         devices=["cpu"] if device == "cpu" else [f"cuda:{number}" for number in range(num_gpus())],
         limit=limit,
+        # As much as a peer may take that keeps all of the model, a copy of it, and pages of the cache.
+        touched_nbytes=3 * total_nbytes(source),
     )
     files = group.folders.rank_files(ranks)
     limits = [direct_read(files) for _ in range(runs)] if cold else []

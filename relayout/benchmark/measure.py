@@ -17,7 +17,7 @@ from relayout.benchmark.child import digest_of
 from relayout.benchmark.drive import direct_gb_per_s
 from relayout.benchmark.job import Job, Loader, plain_files
 from relayout.benchmark.loaders import LOADERS
-from relayout.benchmark.machine import Machine, describe, meminfo, num_cpus, prepare, total_nbytes
+from relayout.benchmark.machine import Machine, describe, num_cpus, prepare, total_nbytes
 from relayout.benchmark.made import EMBEDDING_NBYTES, LAYER_NBYTES, layers_of, write_llama
 from relayout.benchmark.run import Died, Measured, load_together
 from relayout.benchmark.verdict import RankLoads, Timing, verdict, warnings_of
@@ -29,6 +29,7 @@ from relayout.errors import PlanError
 from relayout.format.index import MANIFEST_NAME
 from relayout.plans.planner import plan_for
 from relayout.results import Result
+from relayout.storage.memory import available_nbytes
 from relayout.storage.stores import find_store
 
 _PROCESS_NBYTES = 400 * 10**6
@@ -198,7 +199,7 @@ class RankGroup:
 
     def too_large(self) -> str | None:
         """Why this is not measured: memory does not suffice; None: it does."""
-        available, needed = meminfo("MemAvailable"), self._tensors_nbytes * 11 // 10 + _PROCESS_NBYTES * len(self.ranks)
+        available, needed = available_nbytes(), self._tensors_nbytes * 11 // 10 + _PROCESS_NBYTES * len(self.ranks)
         if self.state == "warm":
             needed += max(total_nbytes(self._files(loader)) for loader in self.loaders.values())
         if needed <= available:
@@ -247,7 +248,7 @@ class RankGroup:
 
     def _load(self, name: str) -> Measured:
         loader, folders, count = self.loaders[name], self.folders, len(self.ranks)
-        memory = meminfo("MemAvailable") // 2 // count
+        memory = available_nbytes() // 2 // count
         source, converted = (str(one or "") for one in (folders.source, folders.converted))
         jobs = [
             Job(self.registry, name, source, converted, folders.tp, rank, count, memory, device)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from relayout.benchmark.job import Job, Loader
-from relayout.benchmark.machine import NotPrepared, cpu_seconds
+from relayout.benchmark.machine import NotPrepared, cpu_seconds, num_cpus
 
 # The owner's settings of the machine must not change how a loader does.
 _SETTINGS = re.compile("RUNAI_|FASTSAFETENSORS_|INSTANTTENSOR_|SAFETENSORS_|RELAYOUT_|OMP_|MKL_|GLOO_|NCCL_")
@@ -106,7 +106,7 @@ def _environment(loader: Loader, number: int, count: int, port: int) -> Mapping[
     if count > 1:  # As torchrun does, except for the threads, of which it allows one on any number of processors.
         kept |= {"RANK": str(number), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         kept |= {"LOCAL_RANK": str(number), "LOCAL_WORLD_SIZE": str(count)}
-        kept |= {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // count))}
+        kept |= {"OMP_NUM_THREADS": str(max(1, num_cpus() // count))}
     if loader.group:
         kept["GLOO_SOCKET_IFNAME"] = "lo"
     return {**kept, **loader.environment}

@@ -260,7 +260,7 @@ def test_a_made_checkpoint_is_deleted_after(llama: Path, tmp_path: Path, monkeyp
 def test_memory_that_does_not_suffice_leaves_a_load_out(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     group = RankGroup(folders, {"relayout": LOADERS["relayout"]}, [0], "cold", None)
     assert group.too_large() is None
-    monkeypatch.setattr(measure, "meminfo", lambda field: 10**8)
+    monkeypatch.setattr(measure, "available_nbytes", lambda: 10**8)
     assert "one rank of 4, cold: needs 0.4 GB of memory, 0.1 GB are available" in (group.too_large() or "")
 
 

@@ -19,9 +19,10 @@ from bench.chart import INK, OURS, PALE, THEIRS
 from bench.drive import total_nbytes
 from bench.peers import LOADERS
 from relayout.benchmark.job import Job
-from relayout.benchmark.machine import meminfo, touch_memory
+from relayout.benchmark.machine import touch_memory
 from relayout.benchmark.measure import expected_digests
 from relayout.benchmark.run import Died, load_together
+from relayout.storage.memory import available_nbytes
 
 BUCKET, TP = "models", 8
 CONVERTED = f"s3://{BUCKET}/tp{TP}"
@@ -91,7 +92,7 @@ def _run(
 
     for first in range(0, len(ranks), AT_ONCE[name]):
         some = ranks[first : first + AT_ONCE[name]]
-        memory = meminfo("MemAvailable") // 2 // len(some)
+        memory = available_nbytes() // 2 // len(some)
         plain = f"s3://{BUCKET}/plain"
         jobs = [Job("bench.peers", name, plain, CONVERTED, TP, rank, len(some), memory) for rank in some]
         try:

@@ -132,7 +132,8 @@ def verdict(loads: Sequence[RankLoads], tp: int, drive: float | None, *, is_conv
     """One sentence: what is gained here, or that nothing is."""
     compared = [one for one in loads if one.ratio() is not None]
     if not compared:
-        return _alone(loads, drive)
+        alone = "No other loader was measured: name the plain folder to compare with."
+        return alone if any(one.done for one in loads) else "Nothing could be measured."
     what = "relayout" if is_converted else "relayout, slicing the plain folder,"
     states = [
         f"from a {state} page cache {what} is {' and '.join(map(_told, group))}"
@@ -162,15 +163,3 @@ def _told(one: RankLoads) -> str:
     ratio = one.ratio()
     assert ratio is not None
     return f"{faster(ratio)} for {one.title}{'' if one.is_clear() else ' (within the spread of the runs)'}"
-
-
-def _alone(loads: Sequence[RankLoads], drive: float | None) -> str:
-    ours = next(((one, mine) for one in loads if (mine := one.ours()) is not None), None)
-    if ours is None:
-        return "Nothing could be measured."
-    one, mine = ours
-    share = f", {100 * mine.gb_per_s / drive:.0f} % of the drive's limit" if drive and one.state == "cold" else ""
-    return (
-        f"relayout loads {one.title} from a {one.state} page cache at {mine.gb_per_s:.2f} GB/s{share}; no other loader"
-        " was measured: name the plain folder to compare with."
-    )

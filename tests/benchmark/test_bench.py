@@ -180,6 +180,7 @@ def loads(ours: list[float], other: list[float], state: str = "cold", **more: An
         ([loads([2.0, 2.1], [1.0, 1.1])], 9.0, "No clear gain here: .* is 2.0x slower"),
         ([loads([1.0, 1.0], [1.0, 1.0])], 1.1, "No clear gain here, as the other loader reaches the drive's limit too"),
         ([loads([1.0, 1.0], [1.0, 1.0], "warm")], 1.1, "No clear gain here, where nothing was read from the drive"),
+        ([replace(loads([1.0], []), timings=(timing("relayout", [1.0]),))], 2.0, "No other loader was measured"),
         ([], None, "Nothing could be measured"),
     ],
 )

@@ -188,5 +188,5 @@ LOADERS: dict[str, Loader] = {
     "instanttensor_buffered": replace(
         _INSTANT, title="InstantTensor, buffered", environment={"INSTANTTENSOR_BACKEND": "BUFFERED"}
     ),
-    "s3fs": Loader(s3fs, "s3fs + safetensors", "s3fs", "s3fs", ("s3fs", "safetensors.torch"), devices=()),
+    "s3fs": Loader(s3fs, "s3fs + safetensors", "s3fs + safetensors", "s3fs", ("s3fs", "safetensors.torch"), devices=()),
 }

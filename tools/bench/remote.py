@@ -45,7 +45,7 @@ def measure(
     keep: Callable[[dict[str, Any]], object] = lambda results: None,
 ) -> dict[str, Any]:
     """Publish a checkpoint plainly and converted, and load it by every peer in turns; `keep` gets what is known."""
-    peers = {name: LOADERS[name].describe() for name in AT_ONCE}
+    peers = {name: LOADERS[name].describe() | {"title": LOADERS[name].family} for name in AT_ONCE}
     results: dict[str, Any] = {"size_gb": round(total_nbytes(source) / 1e9, 2), "peers": peers, "scenarios": {}}
     with ExitStack() as stack:
         server = stack.enter_context(seaweedfs.running(scratch / "server"))
@@ -94,7 +94,8 @@ def _run(
         some = ranks[first : first + AT_ONCE[name]]
         memory = available_nbytes() // 2 // len(some)
         plain = f"s3://{BUCKET}/plain"
-        jobs = [Job("bench.peers", name, plain, CONVERTED, TP, rank, len(some), memory) for rank in some]
+        # Each as if it were alone: what is measured are bytes and processor time.
+        jobs = [Job("bench.peers", name, plain, CONVERTED, TP, rank, 1, memory) for rank in some]
         try:
             measured = load_together(jobs, peer, start, limit=limit)
         except Died as died:

@@ -1,4 +1,4 @@
-"""Writes the parts of the documents that are made from the program itself: the families and the commands.
+"""Writes the parts of the documents that the program makes itself: the families, the commands, the tables of a fleet.
 
 `tools/run documents` rewrites them; the tests compare. A part lies between two comments, `<!-- NAME: ... -->` and
 `<!-- end -->`.
@@ -13,6 +13,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+import fleet
 from typer.main import get_command
 
 from relayout.cli.app import app
@@ -67,6 +68,7 @@ def _plain(text: str) -> str:
 PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "families": (_ROOT / "relayout" / "plans" / "MODELS.md", families),
     "commands": (_ROOT / "relayout" / "cli" / "COMMANDS.md", commands),
+    "fleet": (_ROOT / "relayout" / "conversion" / "CLUSTERS.md", fleet.tables),
 }
 
 

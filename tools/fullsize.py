@@ -16,12 +16,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from models import MODELS, Model
+from support.hub_models import MODELS, Model
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("models", nargs="*", help="names, as in tools/models.py; default is all")
+    parser.add_argument("models", nargs="*", help="names, as in tests/support/hub_models.py; default is all")
     parser.add_argument("--folder", type=Path, help="where the sparse files go; default is a temporary folder")
     arguments = parser.parse_args()
     unknown = set(arguments.models) - set(MODELS)

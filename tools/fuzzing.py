@@ -448,47 +448,11 @@ def mutate_words(data: bytes, rng: random.Random) -> bytes:
     return "\n".join(lines).encode("utf-8", "replace")
 
 
-_WORDS = (
-    *(
-        "[cut]",
-        "[sizes]",
-        "[experts]",
-        "=",
-        '"**"',
-        '"**.**"',
-        '"*.{a,b}"',
-        '"#"',
-        '"{"',
-        '"whole"',
-        '"even"',
-        '"ragged"',
-    ),
-    *(
-        '"vocabulary"',
-        '"heads"',
-        "{ dim = 0, by = ",
-        "{ dim = 1, by = ",
-        "}",
-        "[",
-        "]",
-        "-1",
-        "0",
-        "1",
-        "99999999999999999999",
-    ),
-    *(
-        "nan",
-        "true",
-        '""',
-        '"even * even"',
-        "block = 2",
-        'interleaved = "heads"',
-        'extends = "llama"',
-        '"a / b"',
-        "1e9",
-    ),
-    *('"""', "'", "#", "1979-05-27", "\x00", "[[cut]]", "transposed = true", 'each = "**.#.**"', 'stacked = "**"'),
-)
+_WORDS = '''[cut]~[sizes]~[experts]~=~"**"~"**.**"~"*.{a,b}"~"#"~"{"~"whole"~"even"~"ragged"~"vocabulary"~
+"heads"~{ dim = 0, by = ~{ dim = 1, by = ~}~[~]~-1~0~1~99999999999999999999~nan~true~""~
+"even * even"~block = 2~interleaved = "heads"~extends = "llama"~"a / b"~1e9~"""~'~#~1979-05-27~\x00~
+[[cut]]~transposed = true~each = "**.#.**"~stacked = "**"'''.replace("~\n", "~").split("~")
+"""What stands in plans, and what does not, apart by ~."""
 
 
 def _of_header(blob: bytes) -> bytes:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from relayout.benchmark.job import Job, Loader, prepare
 from relayout.core.digests import digest_hex
+from relayout.storage.memory import peak_nbytes, proc_nbytes
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +47,7 @@ def serve(job: Job, loader: Loader) -> None:
     _wait()
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # The peak of resident memory is counted from here.
-    resident, drive, cpu = _status("VmRSS"), _drive_nbytes(), time.process_time()
+    resident, drive, cpu = proc_nbytes("self/status", "VmRSS") or 0, _drive_nbytes(), time.process_time()
     started = time.monotonic()
     tensors = loader.load(job)
     if job.device.startswith("cuda"):
@@ -56,7 +57,7 @@ def serve(job: Job, loader: Loader) -> None:
         "started": started,
         "ended": ended,
         "cpu_seconds": time.process_time() - cpu,
-        "peak_nbytes": _status("VmHWM") - resident,
+        "peak_nbytes": peak_nbytes() - resident,
         "drive_nbytes": _drive_nbytes() - drive,
         "nbytes": sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
     }
@@ -90,13 +91,6 @@ def _wait() -> None:
         raise SystemExit("the benchmark has ended")
 
 
-def _status(field: str) -> int:
-    """A field of /proc/self/status, in bytes."""
-    found = re.search(rf"{field}:\s*(\d+) kB", Path("/proc/self/status").read_text())
-    assert found
-    return int(found[1]) * 1024
-
-
 def _drive_nbytes() -> int:
     """Bytes that drives have read for this process; 0 if the kernel does not count them."""
     with contextlib.suppress(OSError):
@@ -107,10 +101,8 @@ def _drive_nbytes() -> int:
 
 def main() -> None:
     """See the module."""
-    from relayout.benchmark.loaders import LOADERS
-
     job = Job(**json.loads(sys.argv[1]))
-    serve(job, LOADERS[job.loader])
+    serve(job, importlib.import_module(job.registry).LOADERS[job.loader])
 
 
 if __name__ == "__main__":

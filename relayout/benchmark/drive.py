@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import mmap
+import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import local
 
-from relayout.core.coalesce import split
-from relayout.core.extents import BLOCK, Extent, align_down
-from relayout.core.workers import Workers
-from relayout.storage.file_pool import OpenFiles
-from relayout.storage.local.files import InputFile
+from relayout.core.extents import BLOCK
 from relayout.storage.local.mounts import refuses_direct
-from relayout.storage.protocols import Access
 
 _REQUEST_NBYTES = 8 * 2**20
 _THREADS = 8
@@ -30,35 +28,22 @@ def direct_gb_per_s(files: Sequence[Path]) -> float | None:
     files = [path for path in files if path.stat().st_size >= BLOCK]
     if not files or refuses_direct(files[0]) is not None:
         return None
-    started = time.monotonic()
+    requests = [(path, at) for path in files for at in range(0, path.stat().st_size - BLOCK + 1, _REQUEST_NBYTES)]
+    own, started = local(), time.monotonic()
 
-    def requests() -> Iterator[tuple[int, Extent]]:
-        total = 0
-        for number, path in enumerate(files):
-            for extent in split(Extent(0, align_down(path.stat().st_size, BLOCK)), _REQUEST_NBYTES):
-                if total >= _MAX_NBYTES or time.monotonic() - started > _SECONDS:
-                    return
-                total += extent.nbytes
-                yield number, extent
+    def read(request: tuple[Path, int]) -> int:
+        if time.monotonic() - started > _SECONDS:
+            return 0
+        if not hasattr(own, "buffer"):
+            # In huge pages: in small ones drives split a request into many, and deliver less.
+            own.buffer = mmap.mmap(-1, _REQUEST_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            own.buffer.madvise(mmap.MADV_HUGEPAGE)
+        file = os.open(request[0], os.O_RDONLY | os.O_DIRECT)
+        try:
+            return os.preadv(file, [own.buffer], request[1])
+        finally:
+            os.close(file)
 
-    def open_file(number: int) -> InputFile:
-        return InputFile(files[number], access=Access.DIRECT)
-
-    with OpenFiles(open_file) as inputs:
-
-        def read(buffer: memoryview, item: tuple[int, Extent]) -> int:
-            number, extent = item
-            with inputs.use(number) as file:
-                file.read(extent.offset, buffer[: extent.nbytes])
-            return extent.nbytes
-
-        workers = Workers(_THREADS, requests(), _buffer, read)
-        workers.run()
-    return workers.done_nbytes / (time.monotonic() - started) / 1e9
-
-
-def _buffer() -> memoryview:
-    """Memory in huge pages. In small pages, drives split a request into many, and deliver less."""
-    memory = mmap.mmap(-1, _REQUEST_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(memory)
+    with ThreadPoolExecutor(_THREADS) as threads:
+        nbytes = sum(threads.map(read, requests[: _MAX_NBYTES // _REQUEST_NBYTES]))
+    return nbytes / (time.monotonic() - started) / 1e9

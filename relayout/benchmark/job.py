@@ -9,7 +9,7 @@ from importlib import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relayout.checkpoint.source import read_source
+from relayout.checkpoint.source import SourceCheckpoint, read_source
 from relayout.core.slices import WHOLE, Slice
 from relayout.plans.planner import plan_by, plan_for
 from relayout.storage.stores import find_store
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 class Job:
     """What to load."""
 
+    registry: str
+    """The module whose `LOADERS` has the loader."""
     loader: str
     """Name of the loader."""
     source: str
@@ -40,8 +42,13 @@ class Job:
 
     @property
     def shards(self) -> list[str]:
-        """The plain checkpoint's files."""
-        return _plan(self.source, self.tp)[0]
+        """Paths of the plain checkpoint's files; in an object store, their URLs."""
+        return _files(self.source)
+
+    @property
+    def largest_nbytes(self) -> int:
+        """Bytes of the largest of them."""
+        return max(file.nbytes for file in _source(self.source).files)
 
     @property
     def whole(self) -> bool:
@@ -50,7 +57,7 @@ class Job:
 
     def slice(self, name: str) -> Slice:
         """The part of a tensor that the rank holds."""
-        return WHOLE if self.whole else _plan(self.source, self.tp)[1][name][self.rank]
+        return WHOLE if self.whole else _plan(self.source, self.tp)[name][self.rank]
 
     def part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The rank's part of a whole tensor; a view of it, except where the part has several ranges."""
@@ -74,6 +81,24 @@ class Job:
         """
         return tensor if self.whole else self.copy(name, tensor)
 
+    def slices(self, shard: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """The rank's slices of a shard, by safe_open and get_slice, each contiguous in its own memory."""
+        import torch
+        from safetensors import safe_open
+
+        with safe_open(shard, framework="pt", device=self.device) as opened:
+            for name in opened.keys():  # noqa: SIM118 (it is no mapping)
+                part, stored = self.slice(name), opened.get_slice(name)
+                if part.is_whole:
+                    tensor = opened.get_tensor(name)
+                else:
+                    before, ranges = (slice(None),) * part.axis, part.ranges or ((0, 0),)
+                    pieces = [stored[(*before, slice(start, start + length))] for start, length in ranges]
+                    tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, part.axis)
+                # On the CPU it is a view of the mapped file, on another device it has come to stay.
+                on_cpu = self.device == "cpu"
+                yield name, tensor.clone(memory_format=torch.contiguous_format) if on_cpu else tensor.contiguous()
+
 
 @dataclass(frozen=True)
 class Loader:
@@ -85,11 +110,14 @@ class Loader:
     """Its name in tables."""
     family: str
     """The name of its project; of several loaders of a family, the fastest counts."""
+    package: str = ""
+    """What pip installs it by."""
     modules: tuple[str, ...] = ()
     """Imported before the clock starts; without the first, the loader is not installed."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Settings that it reads from the environment."""
-    device: str = "cpu"
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    """Kinds of devices that it loads to."""
     group: bool = False
     """Whether its ranks load together, through a process group of torch: measured with all ranks at once only."""
     needs: Callable[[], bool] = lambda: True
@@ -100,7 +128,7 @@ class Loader:
     def absence(self) -> str | None:
         """Why it cannot be measured; None: it can."""
         if self.modules and util.find_spec(self.modules[0].partition(".")[0]) is None:
-            return "not installed"
+            return f"not installed (pip install {self.package})"
         return None if self.needs() else "not in the installed version"
 
     def describe(self) -> dict[str, Any]:
@@ -109,30 +137,17 @@ class Loader:
         return {"title": self.title, "family": self.family, "environment": dict(self.environment), "what": text}
 
 
-def get_slices(job: Job, shard: str, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
-    """The rank's slices of a shard, by safe_open and get_slice. On the CPU they are views of the mapped file."""
-    import torch
-    from safetensors import safe_open
-
-    with safe_open(shard, framework="pt", device=device) as opened:
-        for name in opened.keys():  # noqa: SIM118 (it is no mapping)
-            part, stored = job.slice(name), opened.get_slice(name)
-            if part.is_whole:
-                yield name, opened.get_tensor(name)
-                continue
-            axis, ranges = part.axis, part.ranges or ((0, 0),)
-            before = (slice(None),) * axis
-            pieces = [stored[(*before, slice(start, start + length))] for start, length in ranges]
-            yield name, pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis)
+@lru_cache(maxsize=1)
+def _source(source: str) -> SourceCheckpoint:
+    return read_source(find_store(source))
 
 
 @lru_cache(maxsize=1)
-def _plan(source: str, tp: int) -> tuple[list[str], dict[str, tuple[Slice, ...]]]:
-    """The checkpoint's files, and of each tensor the slice of each rank."""
-    checkpoint = read_source(find_store(source))
+def _plan(source: str, tp: int) -> dict[str, tuple[Slice, ...]]:
+    """Of each tensor the slice of each rank."""
+    checkpoint = _source(source)
     plan = plan_for(checkpoint, tp) if tp > 1 else plan_by(checkpoint, 1, None)
-    files = [str(checkpoint.folder.path(file.name)) for file in checkpoint.files]
-    return files, {tensor.name: plan.cut(t).slices for t, tensor in enumerate(checkpoint.tensors)}
+    return {tensor.name: plan.cut(t).slices for t, tensor in enumerate(checkpoint.tensors)}
 
 
 def prepare(job: Job) -> None:
@@ -147,4 +162,9 @@ def prepare(job: Job) -> None:
 
 def plain_files(source: str | Path) -> list[Path]:
     """The weight files of a plain checkpoint."""
-    return [Path(shard) for shard in _plan(str(source), 1)[0]]
+    return [Path(file) for file in _files(str(source))]
+
+
+def _files(source: str) -> list[str]:
+    store = _source(source).folder
+    return [str(store.path(file.name) or store.where(file.name)) for file in _source(source).files]

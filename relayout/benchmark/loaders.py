@@ -1,18 +1,17 @@
-"""The loaders on the CPU, each with the best settings that its documentation names.
+"""The loaders, each with the best settings that its documentation names.
 
-Each returns what an engine needs: the rank's slices (or the whole model), contiguous, every byte in memory that stays
-the rank's own. Where a loader returns mapped files, or memory that it uses again, that needs a clone, which is timed. A
-view of a mapped file is no load: its bytes are read when they are used.
+Each returns what an engine needs: the rank's slices (or the whole model) on the job's device, contiguous, every byte in
+memory that stays the rank's own. Where a loader returns mapped files, or memory that it uses again, that needs a clone,
+which is timed. A view of a mapped file is no load: its bytes are read when they are used.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from relayout.benchmark.job import Job, Loader, get_slices
+from relayout.benchmark.job import Job, Loader
 
 if TYPE_CHECKING:
     from relayout.benchmark.job import Tensors
@@ -38,18 +37,14 @@ def load_file(job: Job) -> Tensors:
     """safetensors.torch.load_file, shard by shard. On the CPU it maps the file, so every tensor is cloned."""
     from safetensors.torch import load_file
 
-    return {name: job.copy(name, tensor) for shard in job.shards for name, tensor in load_file(shard).items()}
+    take = job.copy if job.device == "cpu" else job.owned
+    files = (load_file(shard, device=job.device) for shard in job.shards)
+    return {name: take(name, tensor) for file in files for name, tensor in file.items()}
 
 
 def get_slice(job: Job) -> Tensors:
-    """safe_open and get_slice, shard by shard. Slices are views of the mapped file, so each is cloned."""
-    import torch
-
-    return {
-        name: tensor.clone(memory_format=torch.contiguous_format)
-        for shard in job.shards
-        for name, tensor in get_slices(job, shard)
-    }
+    """safe_open and get_slice, shard by shard. On the CPU slices are views of the mapped file, so each is cloned."""
+    return {name: tensor for shard in job.shards for name, tensor in job.slices(shard)}
 
 
 def fastsafetensors(job: Job, nogds: bool = True) -> Tensors:
@@ -87,26 +82,31 @@ def runai(job: Job) -> Tensors:
     A whole model with owned=True, the default: the caller keeps the tensors, nothing is cloned. A rank's slices with
     owned=False, which uses its buffers again; each slice is cloned. Where ranks share the machine, the buffers are
     limited to half of its memory, or to the least possible if that is not enough (RUNAI_STREAMER_MEMORY_LIMIT), and
-    reads in flight are shared as in its distributed mode (RUNAI_STREAMER_PROCESS_GROUP_SIZE).
+    reads in flight are shared as in its distributed mode (RUNAI_STREAMER_PROCESS_GROUP_SIZE). On a GPU its tensors are
+    brought there by `.to`, as its documentation shows.
     """
     from runai_model_streamer import SafetensorsStreamer
 
     if job.num_processes > 1:
-        largest = max(Path(shard).stat().st_size for shard in job.shards)
-        os.environ["RUNAI_STREAMER_MEMORY_LIMIT"] = str(job.memory_nbytes if job.memory_nbytes > largest else 0)
+        os.environ["RUNAI_STREAMER_MEMORY_LIMIT"] = str(
+            job.memory_nbytes if job.memory_nbytes > job.largest_nbytes else 0
+        )
         os.environ["RUNAI_STREAMER_PROCESS_GROUP_SIZE"] = str(job.num_processes)
+    on_cpu = job.device == "cpu"
     with SafetensorsStreamer() as streamer:
-        streamer.stream_files(job.shards, owned=job.whole)
-        return {name: job.owned(name, tensor) for name, tensor in streamer.get_tensors()}
+        streamer.stream_files(job.shards, owned=job.whole and on_cpu)
+        return {name: job.owned(name, tensor.to(job.device)) for name, tensor in streamer.get_tensors()}
 
 
-_RELAYOUT, _STOCK = ("relayout.loader.api",), ("safetensors.torch",)
+_RELAYOUT, _STOCK = ("safetensors-relayout[torch]", ("relayout.loader.api",)), ("safetensors", ("safetensors.torch",))
 
 LOADERS: dict[str, Loader] = {
-    "relayout": Loader(relayout, "relayout, converted", "relayout", _RELAYOUT, reads_converted=True),
-    "relayout_plain": Loader(relayout_plain, "relayout, plain folder", "relayout", _RELAYOUT),
-    "load_file": Loader(load_file, "safetensors load_file", "safetensors load_file", _STOCK),
-    "get_slice": Loader(get_slice, "safetensors get_slice", "safetensors get_slice", _STOCK),
-    "fastsafetensors": Loader(fastsafetensors, "fastsafetensors", "fastsafetensors", ("fastsafetensors",)),
-    "runai": Loader(runai, "Run:ai streamer", "Run:ai streamer", ("runai_model_streamer",)),
+    "relayout": Loader(relayout, "relayout, converted", "relayout", *_RELAYOUT, reads_converted=True),
+    "relayout_plain": Loader(relayout_plain, "relayout, plain folder", "relayout", *_RELAYOUT),
+    "load_file": Loader(load_file, "safetensors load_file", "safetensors load_file", *_STOCK),
+    "get_slice": Loader(get_slice, "safetensors get_slice", "safetensors get_slice", *_STOCK),
+    "fastsafetensors": Loader(
+        fastsafetensors, "fastsafetensors", "fastsafetensors", "fastsafetensors", ("fastsafetensors",)
+    ),
+    "runai": Loader(runai, "Run:ai streamer", "Run:ai streamer", "runai-model-streamer", ("runai_model_streamer",)),
 }

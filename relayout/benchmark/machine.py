@@ -13,7 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
+from relayout.storage.local.mounts import filesystem_of
 from relayout.storage.local.page_cache import resident_nbytes
+from relayout.storage.memory import proc_nbytes
 
 _COLD_SHARE, _WARM_SHARE = 0.001, 0.99
 """A file set is cold with at most this share of its bytes in the page cache, and warm with at least this share."""
@@ -91,19 +93,12 @@ def touch_memory(nbytes: int) -> None:
     A virtual machine that returned free memory to its host pays in host page faults to get it back. Without this, a
     process that runs after another has freed memory is faster. Memory of the page cache is not touched.
     """
-    nbytes = min(nbytes, meminfo("MemFree") * 8 // 10)
+    nbytes = min(nbytes, (proc_nbytes("meminfo", "MemFree") or 0) * 8 // 10)
     with mmap.mmap(-1, max(nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.madvise(mmap.MADV_HUGEPAGE)
         pages = np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE]
         pages[:] = 1
         del pages
-
-
-def meminfo(field: str) -> int:
-    """A field of /proc/meminfo, in bytes."""
-    found = re.search(rf"^{field}:\s*(\d+)", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    assert found
-    return int(found[1]) * 1024
 
 
 def num_cpus() -> int:
@@ -138,16 +133,16 @@ class Machine:
     """Of the last minute, before the first measurement."""
 
 
-def describe(folder: Path, file_system: str) -> Machine:
+def describe(folder: Path) -> Machine:
     """The machine now, and the drive that a folder is on."""
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     return Machine(
         cpu=cpu[1] if cpu else platform.processor() or platform.machine(),
         num_cpus=num_cpus(),
-        memory_nbytes=meminfo("MemTotal"),
+        memory_nbytes=proc_nbytes("meminfo", "MemTotal") or 0,
         kernel=platform.release(),
         python=platform.python_version(),
-        file_system=file_system,
+        file_system=filesystem_of(folder).kind,
         drive=drive_of(folder),
         load_average=os.getloadavg()[0],
     )

@@ -10,14 +10,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import util
+from itertools import cycle
 from pathlib import Path
 
 from relayout.benchmark.child import digest_of
 from relayout.benchmark.drive import direct_gb_per_s
 from relayout.benchmark.job import Job, Loader, plain_files
 from relayout.benchmark.loaders import LOADERS
-from relayout.benchmark.machine import Machine, describe, meminfo, prepare, total_nbytes
-from relayout.benchmark.made import write_llama
+from relayout.benchmark.machine import Machine, describe, num_cpus, prepare, total_nbytes
+from relayout.benchmark.made import EMBEDDING_NBYTES, LAYER_NBYTES, layers_of, write_llama
 from relayout.benchmark.run import Died, Measured, load_together
 from relayout.benchmark.verdict import RankLoads, Timing, verdict, warnings_of
 from relayout.checkpoint.converted import is_converted, read_manifest, read_table
@@ -28,17 +29,16 @@ from relayout.errors import PlanError
 from relayout.format.index import MANIFEST_NAME
 from relayout.plans.planner import plan_for
 from relayout.results import Result
-from relayout.storage.local.mounts import filesystem_of
+from relayout.storage.memory import available_nbytes
 from relayout.storage.stores import find_store
 
-_CHILD = "relayout.benchmark.child"
-_SECONDS = 900.0
-"""Limit of one load."""
 _PROCESS_NBYTES = 400 * 10**6
 """Memory of a process without tensors: Python and torch."""
 _MADE_TP = 4
-_LAYER_NBYTES, _EMBEDDING_NBYTES = 436_224_000, 2_101_355_000
-"""Of the checkpoints that `made` writes."""
+_MOST_RANKS = 64
+"""Of a converted folder that is found beside the plain one."""
+_LOAD_SECONDS, _GB_PER_S = 4.0, 1.0
+"""Of the estimate: what a process takes beside its load, and about how fast bytes come."""
 
 Tell = Callable[[str], None]
 
@@ -56,12 +56,17 @@ class Folders:
         """Weight files of the plain folder."""
         return [] if self.source is None else plain_files(self.source)
 
+    @property
+    def is_of_degree(self) -> bool:
+        """Whether the converted folder is there, and has as many ranks as are loaded."""
+        return self.converted is not None and read_manifest(find_store(self.converted)).num_ranks == self.tp
+
     def rank_files(self, ranks: Sequence[int]) -> list[Path]:
         """Files of these ranks in the converted folder; all of them, where it is of another degree."""
         if self.converted is None:
             return []
         manifest = read_manifest(find_store(self.converted))
-        holders = [manifest.ranks[rank] for rank in ranks] if manifest.num_ranks == self.tp else manifest.holders
+        holders = [manifest.ranks[rank] for rank in ranks] if self.is_of_degree else manifest.holders
         numbers = dict.fromkeys(number for holder in holders for number in holder.files)
         return [self.converted / manifest.files[number].name for number in numbers]
 
@@ -119,14 +124,16 @@ class BenchPlan:
             FormatError, PlanError, OSError: the checkpoint cannot be read.
         """
         folders, left_out = self.folders, list(self.left_out)
-        about = describe(_folder_of(folders), filesystem_of(folders.every_file[0]).kind)
+        about = describe(folders.every_file[0].parent)
         tp, limits, loads = folders.tp, [], []
-        expected = _expected_digests(folders)
+        expected = expected_digests(folders.converted) if folders.converted and folders.is_of_degree else None
         if not drop_caches:
             left_out.append("cold loads: dropping the files from the page cache was not allowed (--yes allows it)")
-        for state in ("cold", "warm") if drop_caches else ("warm",):
+        states = ("cold", "warm") if drop_caches else ("warm",)
+        tell(self._estimate(len(states)))
+        for state in states:
             for ranks in [[0], list(range(tp))][: 2 if tp > 1 else 1]:
-                group = _Group(folders, self.loaders, ranks, state, expected)
+                group = RankGroup(folders, self.loaders, ranks, state, expected)
                 why = group.too_large()
                 if why is not None:
                     left_out.append(why)
@@ -149,6 +156,14 @@ class BenchPlan:
             verdict=verdict(loads, tp, drive, is_converted=folders.converted is not None),
         )
 
+    def _estimate(self, num_states: int) -> str:
+        """What is about to be done, and roughly how long it takes on an idle machine."""
+        tp = self.folders.tp
+        loads = len(self.loaders) * self.runs * num_states * (2 if tp > 1 else 1)
+        nbytes = len(self.loaders) * self.runs * num_states * 2 * self.droppable_nbytes
+        seconds = loads * _LOAD_SECONDS * (1 + tp / num_cpus() / 2) + nbytes / _GB_PER_S / 1e9
+        return f"{loads} loads, each in fresh processes: about {max(1, round(seconds / 60))} min on an idle machine"
+
     def _drive(self, ranks: Sequence[int]) -> list[float]:
         files = self.folders.rank_files(ranks) or self.folders.source_files
         found = [direct_gb_per_s(files) for _ in range(self.runs)]
@@ -156,7 +171,7 @@ class BenchPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class RankGroup:
     """The same ranks, loaded by several loaders from one state of the page cache."""
 
     folders: Folders
@@ -165,6 +180,14 @@ class _Group:
     state: str
     expected: Sequence[str] | None
     """Digest of each rank's tensors, by the converted folder's tables; None: there are none."""
+    registry: str = "relayout.benchmark.loaders"
+    """The module that the loaders are of."""
+    devices: Sequence[str] = ("cpu",)
+    """That the ranks are loaded to, in turns."""
+    limit: float = 900.0
+    """Seconds that one load may take."""
+    touched_nbytes: int = 0
+    """Memory that is touched before each load, if that is more than twice the tensors."""
 
     @property
     def title(self) -> str:
@@ -176,7 +199,7 @@ class _Group:
 
     def too_large(self) -> str | None:
         """Why this is not measured: memory does not suffice; None: it does."""
-        available, needed = meminfo("MemAvailable"), self._tensors_nbytes * 11 // 10 + _PROCESS_NBYTES * len(self.ranks)
+        available, needed = available_nbytes(), self._tensors_nbytes * 11 // 10 + _PROCESS_NBYTES * len(self.ranks)
         if self.state == "warm":
             needed += max(total_nbytes(self._files(loader)) for loader in self.loaders.values())
         if needed <= available:
@@ -197,7 +220,7 @@ class _Group:
 
     def measure(self, runs: int, tell: Tell) -> RankLoads:
         """Run each loader so many times, in turns, beginning with another one each time."""
-        names = list(self.loaders)
+        names = [name for name, loader in self.loaders.items() if len(self.ranks) > 1 or not loader.group]
         found: dict[str, list[Measured]] = {name: [] for name in names}
         failures: dict[str, str] = {}
         for run in range(runs):
@@ -207,32 +230,36 @@ class _Group:
                     continue
                 title = f"{self.title}, {self.state}: {self.loaders[name].title}"
                 try:
-                    one = self._load(name)
+                    found[name].append(self._load(name))
                 except Died as died:
                     failures[name] = str(died)
-                    tell(f"{title}: {died}")
-                else:
-                    found[name].append(one)
-                    tell(f"{title}: {one.seconds:.2f} s")
+                tell(f"{title}: {failures.get(name) or f'{found[name][-1].seconds:.2f} s'}")
         return RankLoads(
             title=self.title,
             num_ranks=len(self.ranks),
             state=self.state,
-            timings=tuple(Timing.of(name, self.loaders[name], found[name], failures.get(name)) for name in names),
+            timings=tuple(
+                Timing(name, loader.title, loader.family, tuple(found[name]), failures.get(name))
+                for name, loader in self.loaders.items()
+                if name in names
+            ),
             expected=None if self.expected is None else tuple(self.expected[rank] for rank in self.ranks),
         )
 
     def _load(self, name: str) -> Measured:
-        loader, folders = self.loaders[name], self.folders
-        memory = meminfo("MemAvailable") // 2 // len(self.ranks)
+        loader, folders, count = self.loaders[name], self.folders, len(self.ranks)
+        memory = available_nbytes() // 2 // count
         source, converted = (str(one or "") for one in (folders.source, folders.converted))
-        jobs = [Job(name, source, converted, folders.tp, rank, len(self.ranks), memory) for rank in self.ranks]
+        jobs = [
+            Job(self.registry, name, source, converted, folders.tp, rank, count, memory, device)
+            for rank, device in zip(self.ranks, cycle(self.devices), strict=False)
+        ]
 
         def ready() -> None:
-            is_cold = self.state == "cold"
-            prepare(self._files(loader), folders.every_file, cold=is_cold, needed_nbytes=2 * self._tensors_nbytes)
+            needed = max(self.touched_nbytes, 2 * self._tensors_nbytes)
+            prepare(self._files(loader), folders.every_file, cold=self.state == "cold", needed_nbytes=needed)
 
-        return load_together(jobs, loader, ready, limit=_SECONDS, module=_CHILD)
+        return load_together(jobs, loader, ready, limit=self.limit)
 
 
 def plan_bench(
@@ -298,8 +325,8 @@ def made_checkpoint(
     if not parent.is_dir() or is_converted(find_store(parent)) or any(parent.glob("*.safetensors")):
         what = "with a size, expected a folder on the drive that is to be measured, and no checkpoint"
         raise PlanError(what, path=folder, code="option")
-    layers = max(1, round((wanted - _EMBEDDING_NBYTES) / _LAYER_NBYTES))
-    total = _EMBEDDING_NBYTES + layers * _LAYER_NBYTES
+    layers = layers_of(wanted)
+    total = EMBEDDING_NBYTES + layers * LAYER_NBYTES
     if shutil.disk_usage(parent).free < 2.2 * total:
         raise PlanError(
             f"needs {2.2 * total / 1e9:.0f} GB for a checkpoint and its conversion", path=folder, code="space"
@@ -342,13 +369,9 @@ def _source_beside(converted: Path) -> Path | None:
 
 def _converted_beside(source: Path, tp: int | None) -> Path | None:
     """The folder that `convert` writes by default; with no degree, the one of the highest degree."""
-    if tp is not None:
-        found = Path(default_output(source, tp))
-        return found if (found / MANIFEST_NAME).exists() else None
-    stem = Path(default_output(source, 1))
-    beside = stem.parent.glob(f"{stem.name.removesuffix('1')}[0-9]*") if stem.parent.is_dir() else ()
-    degrees = {int(one.name.rpartition("-tp")[2]): one for one in beside if one.name.rpartition("-tp")[2].isdecimal()}
-    return next((degrees[n] for n in sorted(degrees, reverse=True) if (degrees[n] / MANIFEST_NAME).exists()), None)
+    degrees = range(_MOST_RANKS, 0, -1) if tp is None else [tp]
+    folders = (Path(default_output(source, degree)) for degree in degrees)
+    return next((folder for folder in folders if (folder / MANIFEST_NAME).exists()), None)
 
 
 def _check_same(folders: Folders) -> None:
@@ -364,20 +387,12 @@ def _check_same(folders: Folders) -> None:
         )
 
 
-def _expected_digests(folders: Folders) -> list[str] | None:
-    """Digest of each rank's tensors by the tables of the converted folder; None if it is of another degree."""
-    if folders.converted is None:
-        return None
-    store = find_store(folders.converted)
+def expected_digests(converted: str | os.PathLike[str]) -> list[str]:
+    """Digest of each rank's tensors, by the tables of a converted folder or prefix."""
+    store = find_store(converted)
     manifest = read_manifest(store)
-    if manifest.num_ranks != folders.tp:
-        return None
-    tables = [read_table(store, manifest, rank) for rank in range(folders.tp)]
+    tables = [read_table(store, manifest, rank) for rank in range(manifest.num_ranks)]
     return [digest_of(zip(table.names, table.shapes, table.digests, strict=True)) for table in tables]
-
-
-def _folder_of(folders: Folders) -> Path:
-    return folders.every_file[0].parent
 
 
 def without_paths(found: Bench) -> Bench:

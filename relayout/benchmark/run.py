@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import IO
 
 from relayout.benchmark.job import Job, Loader
-from relayout.benchmark.machine import NotPrepared, cpu_seconds
+from relayout.benchmark.machine import NotPrepared, cpu_seconds, num_cpus
 from relayout.core.children import PIPE, Child, start_child
 
 # The owner's settings of the machine must not change how a loader does.
-_SETTINGS = re.compile("RUNAI_|FASTSAFETENSORS_|INSTANTTENSOR_|FLASHPACK_|SAFETENSORS_|RELAYOUT_|OMP_|MKL_|GLOO_|NCCL_")
+_SETTINGS = re.compile("RUNAI_|FASTSAFETENSORS_|INSTANTTENSOR_|SAFETENSORS_|RELAYOUT_|OMP_|MKL_|GLOO_|NCCL_")
 _TORCHRUN = re.compile("(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$")
 
 Running = tuple[Child, IO[bytes]]
@@ -30,10 +30,6 @@ Running = tuple[Child, IO[bytes]]
 
 class Died(Exception):
     """A loader did not finish."""
-
-    def __init__(self, how: str, of_memory: bool = False) -> None:
-        super().__init__(how)
-        self.of_memory = of_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +54,13 @@ class Measured:
     """Of each rank's tensors, see `child.digest_of`."""
 
 
-def load_together(
-    jobs: Sequence[Job], loader: Loader, prepare: Callable[[], None], *, limit: float, module: str
-) -> Measured:
+def load_together(jobs: Sequence[Job], loader: Loader, prepare: Callable[[], None], *, limit: float) -> Measured:
     """Load the jobs' ranks at once, each in a fresh process.
 
     Args:
         jobs: one for each rank.
         prepare: called when all processes are ready, just before they load.
         limit: seconds that a step may take.
-        module: what the processes run, see `child`.
 
     Raises:
         Died: a process died, had no answer after `limit` seconds, or `prepare` raised NotPrepared.
@@ -78,7 +71,7 @@ def load_together(
         port = _free_port()
         for number, job in enumerate(jobs):
             errors = stack.enter_context(tempfile.TemporaryFile())
-            process = _start(job, _environment(loader, number, len(jobs), port), errors, module)
+            process = _start(job, _environment(loader, number, len(jobs), port), errors)
             stack.callback(_end, process)
             running.append((process, errors))
         _lines(running, limit, kills)
@@ -94,14 +87,14 @@ def load_together(
         _tell(running)
         digests = tuple(json.loads(line) for line in _lines(running, limit, kills))
     own = sum(one["cpu_seconds"] for one in measured)
-    on_host = 0 if loader.device == "cpu" else 1
+    on_host = jobs[0].device == "cpu"
     return Measured(
         seconds=max(one["ended"] for one in measured) - min(one["started"] for one in measured),
         cpu_seconds=own,
         nbytes=sum(one["nbytes"] for one in measured),
         drive_nbytes=sum(one["drive_nbytes"] for one in measured),
         peak_over_needed=max(one["peak_nbytes"] / max(1, one["nbytes"]) for one in measured),
-        peak_minus_needed_nbytes=max(one["peak_nbytes"] - (0 if on_host else one["nbytes"]) for one in measured),
+        peak_minus_needed_nbytes=max(one["peak_nbytes"] - one["nbytes"] * on_host for one in measured),
         other_load=min(1.0, max(0.0, busy - own) / max(1e-9, elapsed * cpus)),
         digests=digests,
     )
@@ -112,7 +105,7 @@ def _environment(loader: Loader, number: int, count: int, port: int) -> Mapping[
     if count > 1:  # As torchrun does, except for the threads, of which it allows one on any number of processors.
         kept |= {"RANK": str(number), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         kept |= {"LOCAL_RANK": str(number), "LOCAL_WORLD_SIZE": str(count)}
-        kept |= {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // count))}
+        kept |= {"OMP_NUM_THREADS": str(max(1, num_cpus() // count))}
     if loader.group:
         kept["GLOO_SOCKET_IFNAME"] = "lo"
     return {**kept, **loader.environment}
@@ -125,10 +118,12 @@ def _free_port() -> int:
         return port
 
 
-def _start(job: Job, environment: Mapping[str, str], errors: IO[bytes], module: str) -> Child:
+def _start(job: Job, environment: Mapping[str, str], errors: IO[bytes]) -> Child:
     """A process that gets ready to load; its messages go to a file."""
     argument = json.dumps(dataclasses.asdict(job))
-    return start_child(module, argument, environment=environment, stdin=PIPE, stdout=PIPE, stderr=errors, bufsize=0)
+    return start_child(
+        "relayout.benchmark.child", argument, environment=environment, stdin=PIPE, stdout=PIPE, stderr=errors, bufsize=0
+    )
 
 
 def _end(process: Child) -> None:
@@ -174,9 +169,8 @@ def _death(process: Child, errors: IO[bytes], kills: int) -> Died:
     said = errors.read().decode(errors="replace").strip().splitlines()
     last = said[-1][:200] if said else ""
     if status < 0:
-        of_memory = _oom_kills() > kills
-        return Died(f"killed by signal {-status}" + (" (out of memory)" if of_memory else ""), of_memory)
-    return Died(f"exit status {status}: {last}", re.search("memory|bad_alloc", last, re.IGNORECASE) is not None)
+        return Died(f"killed by signal {-status}" + (" (out of memory)" if _oom_kills() > kills else ""))
+    return Died(f"exit status {status}: {last}")
 
 
 def _oom_kills() -> int:

@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from relayout.benchmark.job import Loader
 from relayout.benchmark.machine import Machine
 from relayout.benchmark.run import Measured
 
@@ -27,53 +26,23 @@ class Timing:
     loader: str
     title: str
     family: str
-    seconds: tuple[float, ...]
-    """Of each run."""
-    cpu_seconds: float | None
-    """All processes; the median, as the others. None where no run succeeded."""
-    nbytes: int | None
-    """Bytes of the tensors."""
-    drive_nbytes: int | None
-    """Bytes that drives have read for it."""
-    peak_over_needed: float | None
-    """Peak memory of a process over the bytes of its tensors."""
-    other_load: float | None
-    """Share of the machine's processors that other processes used meanwhile."""
-    digests: tuple[tuple[str, ...], ...]
-    """Of each run: the digest of each rank's tensors."""
+    runs: tuple[Measured, ...]
     failure: str | None
-    """Why a run failed."""
-
-    @staticmethod
-    def of(name: str, loader: Loader, runs: Sequence[Measured], failure: str | None) -> Timing:
-        """Sum up the runs of a loader."""
-
-        def median(values: Sequence[float]) -> float | None:
-            return statistics.median(values) if values else None
-
-        return Timing(
-            loader=name,
-            title=loader.title,
-            family=loader.family,
-            seconds=tuple(one.seconds for one in runs),
-            cpu_seconds=median([one.cpu_seconds for one in runs]),
-            nbytes=runs[0].nbytes if runs else None,
-            drive_nbytes=int(statistics.median(one.drive_nbytes for one in runs)) if runs else None,
-            peak_over_needed=median([one.peak_over_needed for one in runs]),
-            other_load=median([one.other_load for one in runs]),
-            digests=tuple(one.digests for one in runs),
-            failure=failure,
-        )
+    """Why a run failed, the last one; None: none did."""
 
     @property
-    def median_seconds(self) -> float:
-        """Seconds of the median run; there is one."""
-        return statistics.median(self.seconds)
+    def seconds(self) -> list[float]:
+        """Of each run."""
+        return [one.seconds for one in self.runs]
+
+    def median(self, field: str) -> float:
+        """Of a field of the runs, of which there is one."""
+        return float(statistics.median(getattr(one, field) for one in self.runs))
 
     @property
     def gb_per_s(self) -> float:
         """10^9 bytes of tensors per second."""
-        return (self.nbytes or 0) / self.median_seconds / 1e9
+        return self.runs[0].nbytes / self.median("seconds") / 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +62,11 @@ class RankLoads:
     @property
     def done(self) -> list[Timing]:
         """The loaders that were measured, the fastest first."""
-        return sorted((one for one in self.timings if one.seconds), key=lambda one: one.median_seconds)
+        return sorted((one for one in self.timings if one.runs), key=lambda one: one.median("seconds"))
 
     def ours(self) -> Timing | None:
         """relayout: of the converted folder, or of the plain one if that was measured only."""
-        return next((one for one in self.timings if one.family == "relayout" and one.seconds), None)
+        return next((one for one in self.timings if one.family == "relayout" and one.runs), None)
 
     def best_other(self) -> Timing | None:
         """The fastest loader that is not relayout."""
@@ -106,7 +75,7 @@ class RankLoads:
     def ratio(self) -> float | None:
         """Seconds of the fastest other loader over relayout's."""
         ours, other = self.ours(), self.best_other()
-        return None if ours is None or other is None else other.median_seconds / ours.median_seconds
+        return None if ours is None or other is None else other.median("seconds") / ours.median("seconds")
 
     def is_clear(self) -> bool:
         """Whether every run of one of the two was faster than every run of the other."""
@@ -117,13 +86,13 @@ class RankLoads:
 
     def wrong(self) -> list[str]:
         """Loaders whose bytes are not those that they should be, a line each."""
-        done = [one for one in self.timings if one.digests]
-        reference = self.expected or (done[0].digests[0] if done else ())
+        done = [one for one in self.timings if one.runs]
+        reference = self.expected or (done[0].runs[0].digests if done else ())
         by = "the tables of the converted folder" if self.expected else done[0].title if done else ""
         return [
             f"{self.title}, {self.state}: {one.title} loaded other bytes than {by}"
             for one in done
-            if any(digests != reference for digests in one.digests)
+            if any(run.digests != reference for run in one.runs)
         ]
 
 
@@ -135,7 +104,7 @@ def warnings_of(machine: Machine, loads: Sequence[RankLoads]) -> tuple[str, ...]
             f"load average {machine.load_average:.1f} on {machine.num_cpus} processors before the first load:"
             " other work was running, do not trust these figures"
         )
-    busy = [one.other_load for group in loads for one in group.timings if one.other_load is not None]
+    busy = [one.median("other_load") for group in loads for one in group.done]
     if busy and max(busy) > _BUSY:
         warnings.append(
             f"other processes used up to {100 * max(busy):.0f} % of the processors during loads:"
@@ -144,8 +113,7 @@ def warnings_of(machine: Machine, loads: Sequence[RankLoads]) -> tuple[str, ...]
     spread = {
         max(one.seconds) / min(one.seconds): f"{group.title}, {group.state}, {one.title}"
         for group in loads
-        for one in group.timings
-        if len(one.seconds) > 1
+        for one in group.done
     }
     if spread and max(spread) > _SPREAD:
         warnings.append(
@@ -164,7 +132,8 @@ def verdict(loads: Sequence[RankLoads], tp: int, drive: float | None, *, is_conv
     """One sentence: what is gained here, or that nothing is."""
     compared = [one for one in loads if one.ratio() is not None]
     if not compared:
-        return _alone(loads, drive)
+        alone = "No other loader was measured: name the plain folder to compare with."
+        return alone if any(one.done for one in loads) else "Nothing could be measured."
     what = "relayout" if is_converted else "relayout, slicing the plain folder,"
     states = [
         f"from a {state} page cache {what} is {' and '.join(map(_told, group))}"
@@ -194,15 +163,3 @@ def _told(one: RankLoads) -> str:
     ratio = one.ratio()
     assert ratio is not None
     return f"{faster(ratio)} for {one.title}{'' if one.is_clear() else ' (within the spread of the runs)'}"
-
-
-def _alone(loads: Sequence[RankLoads], drive: float | None) -> str:
-    ours = next(((one, mine) for one in loads if (mine := one.ours()) is not None), None)
-    if ours is None:
-        return "Nothing could be measured."
-    one, mine = ours
-    share = f", {100 * mine.gb_per_s / drive:.0f} % of the drive's limit" if drive and one.state == "cold" else ""
-    return (
-        f"relayout loads {one.title} from a {one.state} page cache at {mine.gb_per_s:.2f} GB/s{share}; no other loader"
-        " was measured: name the plain folder to compare with."
-    )

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import sys
 import textwrap
+from collections.abc import Iterable
 
 import typer
 
 from relayout.benchmark.measure import Bench, BenchPlan
-from relayout.benchmark.verdict import RankLoads, Timing, faster
+from relayout.benchmark.verdict import RankLoads, faster
 from relayout.errors import escape_controls
 
 _WIDTH = 80
-_NAME_WIDTH = 26
+_NAME_WIDTH = 28
 
 
 def print_bench(found: Bench) -> None:
@@ -22,9 +23,7 @@ def print_bench(found: Bench) -> None:
         lines += _wrapped(f"warning: {warning}")
     for wrong in found.wrong:
         lines += _wrapped(f"WRONG BYTES: {wrong}")
-    lines += ["", f"{'':{_NAME_WIDTH}}{'s':>8}{'GB/s':>8}{'of drive':>10}{'CPU s':>8}  {'relayout is'}"]
-    for group in found.loads:
-        lines += _group(group, found.drive_gb_per_s)
+    lines += ["", *table_of(found.loads, found.drive_gb_per_s)]
     if found.drive_gb_per_s is not None:
         lines.append(f"drive: {found.drive_gb_per_s:.2f} GB/s by direct reads of the same files (10^9 bytes)")
     machine = found.machine
@@ -37,6 +36,7 @@ def print_bench(found: Bench) -> None:
         lines += _wrapped(f"not measured: {why}")
     same = "all loaders loaded the same bytes" if not found.wrong else "not all loaders loaded the same bytes"
     lines += _wrapped(f"medians of {found.runs} runs, each in a fresh process; {same} (compared after the clock)")
+    lines += _wrapped("+MiB: memory at its peak, of one process, beyond the tensors")
     print("\n".join(lines), flush=True)
 
 
@@ -62,23 +62,22 @@ def tell(line: str) -> None:
     typer.echo(escape_controls(line), err=True)
 
 
-def _group(group: RankLoads, drive: float | None) -> list[str]:
-    lines = [f"{group.title}, {group.state}"]
-    ours = group.ours()
-    for one in group.done:
-        is_ours = ours is None or one is ours
-        ratio = "" if is_ours else faster(one.median_seconds / ours.median_seconds) if ours else ""
-        lines.append(_row(one, drive if group.state == "cold" else None, ratio))
-    for one in group.timings:
-        if one.failure is not None:
-            lines += _wrapped(f"  {one.title}: {one.failure}")
+def table_of(loads: Iterable[RankLoads], drive: float | None) -> list[str]:
+    """The figures: for each group of loads its loaders, the fastest first, and why others are not there."""
+    lines = [f"{'':{_NAME_WIDTH}}{'s':>8}{'GB/s':>7}{'of drive':>9}{'CPU s':>7}{'+MiB':>7}  relayout is"]
+    for group in loads:
+        lines.append(f"{group.title}, {group.state}")
+        ours = group.ours()
+        for one in group.done:
+            share = "" if drive is None or group.state != "cold" else f"{100 * one.gb_per_s / drive:.0f} %"
+            cells = f"{one.median('seconds'):8.2f}{one.gb_per_s:7.2f}{share:>9}{one.median('cpu_seconds'):7.2f}"
+            cells += f"{one.median('peak_minus_needed_nbytes') / 2**20:7.0f}"
+            ratio = "" if ours is None or one is ours else faster(one.median("seconds") / ours.median("seconds"))
+            lines.append(f"{'  ' + one.title:{_NAME_WIDTH}}{cells}  {ratio}".rstrip())
+        for one in group.timings:
+            if one.failure is not None:
+                lines += _wrapped(f"  {one.title}: {one.failure}")
     return lines
-
-
-def _row(one: Timing, drive: float | None, ratio: str) -> str:
-    share = "" if drive is None else f"{100 * one.gb_per_s / drive:.0f} %"
-    cells = f"{one.median_seconds:8.2f}{one.gb_per_s:8.2f}{share:>10}{one.cpu_seconds or 0:8.2f}"
-    return f"{'  ' + one.title:{_NAME_WIDTH}}{cells}  {ratio}".rstrip()
 
 
 def _wrapped(text: str) -> list[str]:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
-from pathlib import Path
 
 from relayout.checkpoint.converted import check_rank, is_converted, read_manifest
 from relayout.checkpoint.source import read_source
@@ -21,6 +20,7 @@ from relayout.results import Result
 from relayout.storage.buffers import Buffer
 from relayout.storage.file_pool import OpenFiles
 from relayout.storage.local.page_cache import resident_nbytes
+from relayout.storage.memory import available_nbytes
 from relayout.storage.protocols import Access, ReadableFile, Store
 from relayout.storage.stores import find_store
 
@@ -86,7 +86,7 @@ def warm(
     started = time.perf_counter()
     store = find_store(path)
     names, sizes = _files(store, None if rank is None else integer(rank, "rank"))
-    limit = _available_nbytes() // _SHARE_OF_MEMORY if memory is None else size(memory, "memory")
+    limit = available_nbytes() // _SHARE_OF_MEMORY if memory is None else size(memory, "memory")
     chunks, left = _within(list(_side_by_side(sizes)), limit)
     total, read = sum(extent.nbytes for _, extent in chunks), 0
     stop = Stop()
@@ -156,12 +156,3 @@ def _resident(file: ReadableFile, extent: Extent, store: Store) -> int | None:
     if fd is None:
         raise PlanError("its files are in no page cache: there is nothing to warm", path=str(store), code="unsupported")
     return resident_nbytes(fd, extent.offset, extent.nbytes)
-
-
-def _available_nbytes() -> int:
-    """Memory that the system could give without swapping."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

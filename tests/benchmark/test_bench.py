@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bench import peers
 from support.models import as_integers, expected_slice, read_tensors
 from support.page_cache import drop, write_cold
 from typer.testing import CliRunner
@@ -22,7 +23,8 @@ from relayout.benchmark.child import digest_of, digest_of_tensors
 from relayout.benchmark.drive import direct_gb_per_s
 from relayout.benchmark.job import Job, Loader
 from relayout.benchmark.loaders import LOADERS
-from relayout.benchmark.measure import Folders, plan_bench
+from relayout.benchmark.measure import Folders, RankGroup, expected_digests, plan_bench
+from relayout.benchmark.run import Measured
 from relayout.benchmark.verdict import RankLoads, Timing, verdict, warnings_of
 from relayout.checkpoint.converted import read_manifest, read_table
 from relayout.cli import bench_text
@@ -30,7 +32,11 @@ from relayout.cli.app import app
 from relayout.errors import PlanError
 from relayout.storage.stores import find_store
 
-IN_PROCESS = ["relayout", "relayout_plain", "get_slice", "load_file"]
+REGISTRY = "relayout.benchmark.loaders"
+PEERS = LOADERS | {name: peers.LOADERS[name] for name in ("load_file_pread", "threads", "map_populate")}
+IN_PROCESS = [
+    name for name, loader in PEERS.items() if loader.package not in ("fastsafetensors", "runai-model-streamer")
+]
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +49,13 @@ def folders(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 
 def job(folders: Folders, name: str, rank: int, tp: int = 4) -> Job:
-    return Job(name, str(folders.source), str(folders.converted), tp, rank, 1, 2**30)
+    return Job(REGISTRY, name, str(folders.source), str(folders.converted), tp, rank, 1, 2**30)
 
 
 @pytest.mark.parametrize("name", IN_PROCESS)
 def test_a_loader_gives_the_slices_of_a_rank_in_memory_of_their_own(folders: Folders, llama: Path, name: str) -> None:
     whole = read_tensors(llama)
-    tensors = LOADERS[name].load(job(folders, name, 3))
+    tensors = PEERS[name].load(job(folders, name, 3))
     assert tensors.keys() == whole.keys()
     for tensor_name, tensor in tensors.items():
         assert tensor.is_contiguous()
@@ -59,7 +65,7 @@ def test_a_loader_gives_the_slices_of_a_rank_in_memory_of_their_own(folders: Fol
 
 @pytest.mark.parametrize("name", IN_PROCESS)
 def test_a_loader_gives_a_whole_model(folders: Folders, llama: Path, name: str) -> None:
-    tensors = LOADERS[name].load(job(folders, name, 0, tp=1))
+    tensors = PEERS[name].load(job(folders, name, 0, tp=1))
     for tensor_name, array in read_tensors(llama).items():
         np.testing.assert_array_equal(as_integers(tensors[tensor_name]), array, err_msg=tensor_name)
 
@@ -75,7 +81,7 @@ def test_slices_of_several_ranges_are_joined_in_their_order(name: str, tmp_path:
     save_file({"model.layers.0.self_attn.qkv_proj.weight": fused}, folder / "model.safetensors")
     config = {"model_type": "phi3", "hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 4}
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 64}))
-    [tensor] = LOADERS[name].load(Job(name, str(folder), "", 2, 1, 1, 2**30)).values()
+    [tensor] = LOADERS[name].load(Job(REGISTRY, name, str(folder), "", 2, 1, 1, 2**30)).values()
     # q, k and v of 8 rows each; of each the second half.
     rows = [*range(4, 8), *range(12, 16), *range(20, 24)]
     np.testing.assert_array_equal(tensor.numpy(), fused.numpy()[rows])
@@ -99,13 +105,13 @@ def test_all_ranks_are_loaded_cold_in_fresh_processes_and_bytes_are_compared(fol
     assert {"relayout", "relayout_plain", "get_slice"} <= planned.loaders.keys()
     told: list[str] = []
     chosen = {name: planned.loaders[name] for name in ("relayout", "get_slice")}
-    group = measure._Group(planned.folders, chosen, [0, 1], "cold", measure._expected_digests(planned.folders))
+    group = RankGroup(planned.folders, chosen, [0, 1], "cold", expected_digests(two.output))
     found = group.measure(1, told.append)
     assert found.wrong() == []
-    assert [(one.failure, len(one.seconds), len(one.digests[0])) for one in found.timings] == [(None, 1, 2)] * 2
+    assert [(one.failure, [len(run.digests) for run in one.runs]) for one in found.timings] == [(None, [2])] * 2
     nbytes = sum(tensor.nbytes for rank in (0, 1) for tensor in relayout.load(two.output, rank).values())
-    assert [one.nbytes for one in found.timings] == [nbytes, nbytes]
-    assert all((one.drive_nbytes or 0) > 0.9 * nbytes for one in found.timings), "the page cache was not cold"
+    assert [run.nbytes for one in found.timings for run in one.runs] == [nbytes, nbytes]
+    assert all(one.median("drive_nbytes") > 0.9 * nbytes for one in found.timings), "the page cache was not cold"
     assert len(told) == 2
     assert all(line.startswith("all 2 ranks at once, cold: ") for line in told)
 
@@ -144,11 +150,12 @@ def timing(name: str, seconds: list[float], **more: Any) -> Timing:
         "nbytes": 10**9,
         "drive_nbytes": 0,
         "peak_over_needed": 1.0,
+        "peak_minus_needed_nbytes": 0,
         "other_load": 0.0,
-        "digests": (("a",),) * len(seconds),
-        "failure": None,
+        "digests": ("a",),
     }
-    return Timing(name, loader.title, loader.family, tuple(seconds), **(values | more))
+    runs = tuple(Measured(seconds=one, **(values | more)) for one in seconds)
+    return Timing(name, loader.title, loader.family, runs, None)
 
 
 def loads(ours: list[float], other: list[float], state: str = "cold", **more: Any) -> RankLoads:
@@ -173,6 +180,7 @@ def loads(ours: list[float], other: list[float], state: str = "cold", **more: An
         ([loads([2.0, 2.1], [1.0, 1.1])], 9.0, "No clear gain here: .* is 2.0x slower"),
         ([loads([1.0, 1.0], [1.0, 1.0])], 1.1, "No clear gain here, as the other loader reaches the drive's limit too"),
         ([loads([1.0, 1.0], [1.0, 1.0], "warm")], 1.1, "No clear gain here, where nothing was read from the drive"),
+        ([replace(loads([1.0], []), timings=(timing("relayout", [1.0]),))], 2.0, "No other loader was measured"),
         ([], None, "Nothing could be measured"),
     ],
 )
@@ -189,7 +197,7 @@ def test_slicing_a_plain_folder_is_not_taken_for_a_gain_of_a_conversion() -> Non
 
 
 def test_a_busy_machine_and_runs_that_differ_are_warned_of(tmp_path: Path) -> None:
-    about = replace(machine.describe(tmp_path, "ext4"), num_cpus=2, load_average=0.1)
+    about = replace(machine.describe(tmp_path), num_cpus=2, load_average=0.1)
     assert warnings_of(about, [loads([1.0, 1.1], [3.0])]) == ()
     [busy] = warnings_of(replace(about, load_average=8.0), [loads([1.0], [3.0])])
     assert "load average 8.0 on 2 processors" in busy
@@ -202,8 +210,8 @@ def test_a_busy_machine_and_runs_that_differ_are_warned_of(tmp_path: Path) -> No
 
 def test_other_bytes_are_told_with_their_loader() -> None:
     what = "one rank of 4, cold: safetensors get_slice loaded other bytes than"
-    assert loads([1.0], [3.0], digests=(("b",),)).wrong() == [f"{what} the tables of the converted folder"]
-    without = replace(loads([1.0], [3.0], digests=(("b",),)), expected=None)
+    assert loads([1.0], [3.0], digests=("b",)).wrong() == [f"{what} the tables of the converted folder"]
+    without = replace(loads([1.0], [3.0], digests=("b",)), expected=None)
     assert without.wrong() == [f"{what} relayout, converted"]
 
 
@@ -251,9 +259,9 @@ def test_a_made_checkpoint_is_deleted_after(llama: Path, tmp_path: Path, monkeyp
 
 
 def test_memory_that_does_not_suffice_leaves_a_load_out(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    group = measure._Group(folders, {"relayout": LOADERS["relayout"]}, [0], "cold", None)
+    group = RankGroup(folders, {"relayout": LOADERS["relayout"]}, [0], "cold", None)
     assert group.too_large() is None
-    monkeypatch.setattr(measure, "meminfo", lambda field: 10**8)
+    monkeypatch.setattr(measure, "available_nbytes", lambda: 10**8)
     assert "one rank of 4, cold: needs 0.4 GB of memory, 0.1 GB are available" in (group.too_large() or "")
 
 
@@ -267,12 +275,12 @@ def not_measured(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         allowed.append(drop_caches)
         return run(plan, drop_caches=drop_caches, tell=tell)
 
-    def fake(group: measure._Group, runs: int, tell: Any) -> RankLoads:
+    def fake(group: RankGroup, runs: int, tell: Any) -> RankLoads:
         timings = tuple(timing(name, [1.0] * runs) for name in group.loaders)
         return RankLoads(group.title, len(group.ranks), group.state, timings, None)
 
     monkeypatch.setattr(measure.BenchPlan, "run", with_fakes)
-    monkeypatch.setattr(measure._Group, "measure", fake)
+    monkeypatch.setattr(RankGroup, "measure", fake)
     monkeypatch.setattr(measure, "direct_gb_per_s", lambda files: 2.0)
     return allowed
 
@@ -281,6 +289,11 @@ def test_the_command_drops_no_cache_unasked_and_fits_80_columns(folders: Folders
     done = CliRunner().invoke(app, ["bench", str(folders.source)])
     assert done.exit_code == 0, done.output
     assert not_measured == [False]
+    # One rank and all ranks, warm, by three loaders or more.
+    [loads, minutes] = re.findall(r"(\d+) loads, each in fresh processes: about (\d+) min", done.stderr)[0]
+    assert int(loads) % (2 * 3) == 0
+    assert int(loads) >= 18
+    assert int(minutes) >= 1
     assert "not measured: cold loads: dropping the files" in done.stdout
     assert done.stdout.startswith("No clear gain here")
     allowed = CliRunner().invoke(app, ["bench", str(folders.source), "--yes", "--runs", "2"])
@@ -331,6 +344,7 @@ def test_other_bytes_end_the_command_with_a_difference(
     assert "WRONG BYTES: rank 1 differs" in done.stdout
 
 
-def test_a_loader_that_is_not_installed_is_named() -> None:
-    assert Loader(lambda job: {}, "x", "x", ("no_such_module_of_any_kind",)).absence() == "not installed"
-    assert Loader(lambda job: {}, "x", "x", needs=lambda: False).absence() == "not in the installed version"
+def test_a_loader_that_is_not_installed_is_named_with_what_installs_it() -> None:
+    absent = Loader(lambda job: {}, "x", "x", "a-package", ("no_such_module_of_any_kind",))
+    assert absent.absence() == "not installed (pip install a-package)"
+    assert replace(absent, modules=(), needs=lambda: False).absence() == "not in the installed version"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fullsize import dry_run, row
-from models import MODELS, Model, tensor_nbytes
+from support.hub_models import MODELS, Model, tensor_nbytes
 
 import relayout
 from relayout.conversion.preview import preview

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from models import MODELS
 from safetensors.numpy import save_file
 from support import prestarted
+from support.hub_models import MODELS
 from support.patience import PATIENCE
 from support.terminals import read_terminal
 from typer.testing import CliRunner

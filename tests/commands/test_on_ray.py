@@ -237,15 +237,3 @@ def test_the_commands_have_the_engine(source: Path, tmp_path: Path, use: Callabl
     for other in (["--unit", "0/1"], ["--commit"]):
         assert "it does both" in cli(*words, "--engine", "ray", *other).stderr
     assert "without --engine ray" in cli(*words, "--address", "auto").stderr
-
-
-@pytest.mark.slow
-def test_on_a_real_cluster_nodes_and_drivers_may_be_killed(tmp_path: Path) -> None:
-    """Three nodes of this machine; a minute, and 1 GB of memory."""
-    pytest.importorskip("ray", reason="needs the extra `ray`")
-    from ray_proof import Folder, connected, converted_here, make_source, prove
-
-    nbytes = 200 * 10**6
-    source = make_source(tmp_path / "source", nbytes)
-    with connected() as nodes:
-        prove(Folder(str(source), str(tmp_path / "out")), converted_here(source, nbytes), nodes, nbytes)

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from families import FAMILIES
 from safetensors.numpy import save_file
 from support.checkpoints import write_family
+from support.families import FAMILIES
 from support.quantized import QUANTIZED, write_quantized
 from support.rebuilding import rebuild
 from typer.testing import CliRunner

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from families import FAMILIES
 from support.conversions import EXPERT_CASES, Conversions, assert_same, grouped, stock_tensors
+from support.families import FAMILIES
 from support.local_stores import read_manifest, read_table
 from support.quantized import QUANTIZED
 from torch.distributed.checkpoint import HuggingFaceStorageReader

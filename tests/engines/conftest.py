@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from families import FAMILIES
 from support.checkpoints import write_family
+from support.families import FAMILIES
 
 import relayout
 

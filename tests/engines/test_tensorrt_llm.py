@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES
 from safetensors.torch import load_file
 from support.checkpoints import write_family
+from support.families import FAMILIES
 
 import relayout
 from relayout.engines.tensorrt_llm import checkpoint_loader

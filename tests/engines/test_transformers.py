@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import FAMILIES
 from support import prestarted
 from support.checkpoints import write_family
+from support.families import FAMILIES
 
 import relayout
 from relayout.errors import PlanError

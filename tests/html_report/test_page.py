@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from families import FAMILIES
-from models import MODELS
 from safetensors.numpy import save_file
 from support.checkpoints import write_family
 from support.chromium import Browser, browser
+from support.families import FAMILIES
+from support.hub_models import MODELS
 from typer.testing import CliRunner
 
 import relayout

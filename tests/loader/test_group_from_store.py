@@ -1,4 +1,4 @@
-"""A group that loads from an object store: the server sends the rank once. `tools/run stores` asks a real server."""
+"""A group that loads from an object store: the server sends the rank once. tests/integration asks a real server."""
 
 from __future__ import annotations
 

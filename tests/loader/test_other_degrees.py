@@ -15,7 +15,6 @@ import pytest
 import torch
 import xxhash
 import zstandard
-from families import FAMILIES
 from safetensors.torch import save_file
 from support.checkpoints import add_tensor, write_family
 from support.conversions import (
@@ -28,6 +27,7 @@ from support.conversions import (
     grouped,
     stored_in,
 )
+from support.families import FAMILIES
 from support.loader_fixtures import MEASURE, child, skip_unless_drives_are_counted
 from support.rebuilding import rebuild
 

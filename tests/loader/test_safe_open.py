@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 from support.conversions import EXPERT_CASES, Conversions, grouped, stock_tensors
+from support.families import FAMILIES
 from support.loader_fixtures import MEASURE, child, nothing_left_behind, skip_unless_drives_are_counted, write_model
 from support.models import as_integers
 from support.quantized import QUANTIZED

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from families import FAMILIES
 from support.engine_oracle import IndivisibleError, expected, split_cut
+from support.families import FAMILIES
 from support.planning import make_source
 
 from relayout.checkpoint.source import SourceCheckpoint

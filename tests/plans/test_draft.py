@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from families import FAMILIES
 from safetensors.numpy import save_file
+from support.families import FAMILIES
 from support.planning import make_source
 from typer.testing import CliRunner
 

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 from engines.plan_table import TABLE
-from families import BESIDE_THE_LANGUAGE_MODEL, EXPERT_FAMILIES, FAMILIES, MULTIMODAL, Entry, Sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpoints import add_tensor
 from support.conversions import Conversions, grouped
 from support.engine_oracle import Array, IndivisibleError, expected, owners, split_cut
+from support.families import BESIDE_THE_LANGUAGE_MODEL, EXPERT_FAMILIES, FAMILIES, MULTIMODAL, Entry, Sizes
 from support.local_stores import read_source
 from support.models import read_tensors
 from support.planning import all_slices

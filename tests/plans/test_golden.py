@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from models import MODELS, tensor_nbytes
+from support.hub_models import MODELS, tensor_nbytes
 from support.planning import all_slices
 
 from relayout.checkpoint.source import SourceCheckpoint, SourceFile, SourceTensor, model_order

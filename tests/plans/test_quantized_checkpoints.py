@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import Entry, Sizes
 from safetensors.torch import load_file
 from support.checkpoints import Tensors
 from support.conversions import Conversions, grouped
 from support.engine_oracle import Array, IndivisibleError, expected, owners, split_cut
+from support.families import Entry, Sizes
 from support.local_stores import read_source
 from support.models import as_integers, read_tensors
 from support.planning import try_plan

@@ -15,8 +15,8 @@ import documents
 import numpy as np
 import pytest
 import zstandard
-from models import MODELS
 from support import format_example, golden
+from support.hub_models import MODELS
 from support.models import as_integers
 from typer.testing import CliRunner
 

@@ -1,4 +1,4 @@
-"""A smoke test on a real S3 server; `tools/run stores` runs whole suites on it."""
+"""A smoke test on a real S3 server; tests/integration runs whole suites on it."""
 
 from __future__ import annotations
 

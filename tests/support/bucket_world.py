@@ -227,10 +227,15 @@ class WorldClient(BucketClient):
         stat = FileStat(len(found.body), found.headers["ETag"])
         if version not in (None, stat.version):
             raise FormatError("was replaced while it was read", path=name, code="mismatch")
-        result: Any = SimpleNamespace(
-            stream=lambda **options: iter([content]), meta={"e_tag": stat.version, "version": None}
+        return Body(
+            stat,
+            name,
+            start,
+            len(content),
+            iter([content]),
+            lambda offset: self.get(name, offset, end, stat.version),
+            {"e_tag": stat.version},
         )
-        return Body(stat, name, start, len(content), result)
 
     def stat(self, name: str) -> FileStat | None:
         found = self.writer.request("HEAD", name)

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from families import Family
 from safetensors.torch import load_file, save_file
+from support.families import Family
 
 Tensors = dict[str, torch.Tensor]
 

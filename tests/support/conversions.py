@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from families import EXPERT_FAMILIES, FAMILIES
 from safetensors import safe_open
 from safetensors.torch import load_file
 from support.checkpoints import write_family
+from support.families import EXPERT_FAMILIES, FAMILIES
 from support.local_stores import read_source
 from support.planning import try_plan
 from support.quantized import EXPERT_QUANTIZED, QUANTIZED, write_quantized

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from families import FAMILIES, FP8_BLOCKS, Entry, Family, Form, Sizes
 from support.checkpoints import DTYPES, Tensors, write
 from support.engine_oracle import Array
+from support.families import FAMILIES, FP8_BLOCKS, Entry, Family, Form, Sizes
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import typer
@@ -22,14 +22,12 @@ from bench import convert as conversions
 from bench import idea as ideas
 from bench import load as loads
 from bench import remote as remotes
-from bench import table as tables
 from bench.drive import machine, need_fio, total_nbytes
-from bench.peers import PEERS
-from bench.run import Folders
-from relayout.benchmark.made import write_llama
-
-LAYER_NBYTES = 436_224_000
-EMBEDDING_NBYTES = 2_101_355_000
+from bench.peers import LOADERS
+from relayout.benchmark.machine import describe
+from relayout.benchmark.made import layers_of, write_llama
+from relayout.benchmark.verdict import verdict, warnings_of
+from relayout.cli.bench_text import table_of
 
 app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, pretty_exceptions_enable=False, help=bench.__doc__)
 console = Console(highlight=False, width=132)
@@ -58,7 +56,7 @@ def load(
     runs: RunsOption = 5,
     out: OutOption = None,
     chart_path: Annotated[Path | None, typer.Option("--chart", help="Draw the results here, as PNG.")] = None,
-    peers: Annotated[str, typer.Option(help=f"Comma-separated, of: {', '.join(PEERS)}. Default: the device's.")] = "",
+    peers: Annotated[str, typer.Option(help=f"Comma-separated, of: {', '.join(LOADERS)}. Default: the device's.")] = "",
     scenario: Annotated[str, typer.Option(help="Comma-separated: one rank of 8, all 8, the whole model.")] = (
         ",".join(loads.SCENARIOS)
     ),
@@ -75,11 +73,8 @@ def load(
     if unknown:
         raise SystemExit(f"no scenario {min(unknown)!r}, there are: {', '.join(loads.SCENARIOS)}")
     with tempfile.TemporaryDirectory(prefix="relayout-bench-", dir=folder) as scratch:
-        source = _make_source(Path(scratch), size)
-        packed = Path(scratch) / "packed"
-        packed.mkdir()
-        if "cuda_flashpack" in chosen and chosen["cuda_flashpack"].absence() is None:
-            _pack(source, packed)
+        place = Path(scratch)
+        source, done, about = _make_source(place, size), [], describe(place)
         everything: dict[str, Any] = {
             "settings": {
                 "size_gb": round(total_nbytes(source) / 1e9, 1),
@@ -87,35 +82,35 @@ def load(
                 "device": device,
                 "seconds_allowed": limit,
             },
-            "pinned_gb_per_s": None if device == "cpu" else _pinned_gb_per_s(),
             "peers": {name: peer.describe() for name, peer in chosen.items()},
             "scenarios": [],
         }
         for name in scenario.split(","):
-            scene = loads.SCENARIOS[name]
-            converted = Path(scratch) / f"tp{scene.tp}"
+            converted = place / f"tp{loads.SCENARIOS[name][0]}"
             if not converted.exists():
-                relayout.convert(source, converted, tp=scene.tp)
+                relayout.convert(source, converted, tp=loads.SCENARIOS[name][0])
             for is_cold in (True, False):
                 if (cold or warm) and not (cold if is_cold else warm):
                     continue
-                title = f"{scene.title}, {'cold' if is_cold else 'warm'}"
-                result = loads.measure(
-                    scene,
-                    is_cold,
-                    Folders(source, converted, packed),
+                found, kept = loads.measure(
+                    source,
+                    converted,
+                    name,
                     chosen,
-                    runs,
-                    limit,
-                    tell=lambda line, title=title: progress.print(f"{title}: {line}"),
+                    cold=is_cold,
+                    runs=runs,
+                    device=device,
+                    limit=limit,
+                    tell=progress.print,
                 )
-                loads.print_table(console, result)
-                everything["scenarios"].append(result)
-                everything["summary"] = loads.summarise(everything["scenarios"])
-                described = _write(out, everything, Path(scratch))  # What is done is kept, should the rest fail.
-        console.print("\n".join(everything["summary"]))
-        if everything["pinned_gb_per_s"]:
-            console.print(f"pinned host memory to the GPU: {everything['pinned_gb_per_s']:.1f} GB/s")
+                done.append(found)
+                everything["scenarios"].append(kept)
+                console.print("\n".join(table_of([found], kept["drive_gb_per_s"])))
+                described = _write(out, everything, place)  # What is done is kept, should the rest fail.
+        limits = [one["drive_gb_per_s"] for one in everything["scenarios"] if one["drive_gb_per_s"]]
+        said = [f"WRONG BYTES: {line}" for one in done for line in one.wrong()]
+        said += [f"warning: {line}" for line in warnings_of(about, done)] + loads.missing(chosen.values())
+        console.print(verdict(done, loads.TP, median(limits) if limits else None, is_converted=True), *said, sep="\n")
     if chart_path is not None:
         charts.draw(described, chart_path)
 
@@ -130,15 +125,6 @@ def chart(results: Path, png: Path) -> None:
 def idea(picture: Path) -> None:
     """Draw what a rank reads of one layer, before and after the conversion."""
     ideas.draw(picture)
-
-
-@app.command()
-def table(folder: DirOption = None, runs: RunsOption = 5, out: OutOption = None) -> None:
-    """Time what 92,000 tensors cost the loader: warm, one rank of 8, beside reading the same bytes plainly."""
-    with tempfile.TemporaryDirectory(prefix="relayout-bench-", dir=folder) as scratch:
-        results = tables.measure(Path(scratch), runs)
-        tables.print_result(console, results)
-        _write(out, results, Path(scratch))
 
 
 @app.command()
@@ -165,24 +151,11 @@ def remote(
 
 
 def _make_source(folder: Path, size: float) -> Path:
-    layers = max(1, round((size * 1e9 - EMBEDDING_NBYTES) / LAYER_NBYTES))
+    layers = layers_of(size * 1e9)
     progress.print(f"making a checkpoint of Llama-3.1-8B shapes with {layers} layers")
     write_llama(folder / "source", layers, shard_nbytes=10**9)
     os.sync()
     return folder / "source"
-
-
-def _pack(source: Path, packed: Path) -> None:
-    """In a process of its own, which gives its memory back."""
-    shards = sorted(map(str, source.glob("*.safetensors")))
-    code = f"from bench.peers_gpu import pack; pack({shards!r}, {str(packed / 'model.flashpack')!r})"
-    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1], check=True)
-
-
-def _pinned_gb_per_s() -> float:
-    code = "from bench.peers_gpu import pinned_gb_per_s; print(pinned_gb_per_s())"
-    run = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1], capture_output=True, check=True)
-    return float(run.stdout)
 
 
 def _write(out: Path | None, results: dict[str, Any], folder: Path) -> dict[str, Any]:

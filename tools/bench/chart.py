@@ -70,8 +70,6 @@ def _subtitle(results: dict[str, Any]) -> str:
     limits = [one["drive_gb_per_s"] for one in results["scenarios"] if one["drive_gb_per_s"]]
     if limits:
         parts.append(f"drive {median(limits):.1f} GB/s")
-    if results.get("pinned_gb_per_s"):
-        parts.append(f"pinned memory to GPU {results['pinned_gb_per_s']:.0f} GB/s")
     parts.append(f"median of {runs}" if runs > 1 else "one run")
     parts.append("each peer at the fastest of its settings")
     return ", ".join(parts)

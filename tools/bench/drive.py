@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
-import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
@@ -14,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from relayout.benchmark.drive import direct_gb_per_s
-from relayout.benchmark.machine import drive_of, meminfo, resident_share
+from relayout.benchmark.machine import describe, resident_share
 from relayout.benchmark.machine import forget as forget_files
 from relayout.benchmark.machine import total_nbytes as files_nbytes
-from relayout.storage.local.mounts import filesystem_of
 
 PACKAGES = (
     "torch",
@@ -25,7 +22,6 @@ PACKAGES = (
     "fastsafetensors",
     "runai-model-streamer",
     "instanttensor",
-    "flashpack",
     "numpy",
     "xxhash",
     "safetensors-relayout",
@@ -99,17 +95,17 @@ def fio_mixed(folder: Path) -> float:
 
 def machine(folder: Path | None = None) -> dict[str, object]:
     """What was measured on: hardware, system and versions; no names of hosts, nor paths."""
-    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    about = describe(folder or Path())
     described: dict[str, object] = {
-        "cpu": cpu[1] if cpu else platform.processor(),
-        "num_cpus": len(os.sched_getaffinity(0)),
-        "memory_gb": round(meminfo("MemTotal") / 1e9, 1),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
+        "cpu": about.cpu,
+        "num_cpus": about.num_cpus,
+        "memory_gb": round(about.memory_nbytes / 1e9, 1),
+        "kernel": about.kernel,
+        "python": about.python,
         "versions": {package: version(package) for package in PACKAGES},
     }
     if folder is not None:
-        described |= {"file_system": filesystem_of(folder).kind, "drive": drive_of(folder)}
+        described |= {"file_system": about.file_system, "drive": about.drive}
     if shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
         described["gpus"] = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from models import MODELS
+from support.hub_models import MODELS
 
 import relayout
 from bench.chart import INK, OURS, PALE, THEIRS_LIGHT

@@ -1,23 +1,21 @@
-"""The peers on the CPU beside those of `relayout bench`, at the best settings that their documentation names.
+"""The registry of `relayout bench`, with what only this workshop measures: other settings, GPUs, object stores.
 
-Every peer delivers what an engine needs: the rank's slices (or the whole model), contiguous, each byte in memory that
-stays the rank's own. Where a peer hands out mapped files or memory that it will use again, that takes a clone, which is
-timed; where it hands out memory for keeps, a whole model is taken as it comes.
+Every peer delivers what `relayout.benchmark.loaders` says: the rank's slices, contiguous, in memory of the rank's own.
 """
 
 from __future__ import annotations
 
 import mmap
-import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.peers_gpu import GPU_PEERS
-from relayout.benchmark.job import Job, Loader, get_slices
-from relayout.benchmark.loaders import LOADERS, fastsafetensors, get_slice, relayout, runai
+from relayout.benchmark import loaders
+from relayout.benchmark.job import Job, Loader
 
 if TYPE_CHECKING:
     from relayout.benchmark.job import Tensors
@@ -30,11 +28,8 @@ def load_file_pread(job: Job) -> Tensors:
     """load_file(backend="pread"), new in 0.8: reads into memory of the tensors' own. A whole model is not cloned."""
     from safetensors.torch import load_file
 
-    return {
-        name: job.owned(name, tensor)
-        for shard in job.shards
-        for name, tensor in load_file(shard, backend="pread").items()
-    }
+    files = (load_file(shard, backend="pread") for shard in job.shards)
+    return {name: job.owned(name, tensor) for file in files for name, tensor in file.items()}
 
 
 def _can_pread() -> bool:
@@ -43,13 +38,9 @@ def _can_pread() -> bool:
 
 def threads(job: Job) -> Tensors:
     """safe_open and get_slice, shards in 8 threads (as the threaded iterators of vLLM and SGLang), each cloned."""
-    import torch
-
-    def one(shard: str) -> Tensors:
-        return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in get_slices(job, shard)}
-
     with ThreadPoolExecutor(NUM_THREADS) as pool:
-        return {name: tensor for tensors in pool.map(one, job.shards) for name, tensor in tensors.items()}
+        shards = pool.map(lambda shard: list(job.slices(shard)), job.shards)
+        return {name: tensor for tensors in shards for name, tensor in tensors}
 
 
 def map_populate(job: Job) -> Tensors:
@@ -62,7 +53,7 @@ def map_populate(job: Job) -> Tensors:
 
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         list(pool.map(one, job.shards))
-    return get_slice(job)
+    return loaders.get_slice(job)
 
 
 def fastsafetensors_group(job: Job) -> Tensors:
@@ -88,63 +79,114 @@ def fastsafetensors_group(job: Job) -> Tensors:
     return tensors
 
 
-def preadv(job: Job) -> Tensors:
-    """The rank's files, read one after the other into memory of the kind that relayout takes: what a load must cost."""
-    import torch
+def prefetch(job: Job) -> Tensors:
+    """safe_open.prefetch of safetensors 0.9, all shards at once, 8 threads each, rows of the rank only.
 
-    paths = sorted(Path(job.converted).glob(f"model-rank-{job.rank}-part-*.safetensors"))
-    nbytes = sum(path.stat().st_size for path in paths)
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    view = memoryview(memory)
-    position = 0
-    for path in paths:
-        with path.open("rb", buffering=0) as file:
-            start = position
-            while got := os.preadv(file.fileno(), [view[position : position + 8 * 2**20]], position - start):
-                position += got
-    assert position == nbytes
-    return {"": torch.frombuffer(memory, dtype=torch.uint8)}
+    Its plan can cut rows but no columns: row-parallel tensors come whole and are cut here, by a clone.
+    """
+    from safetensors import safe_open
+
+    tensors = {}
+    with ExitStack() as stack:
+        started = []
+        for shard in job.shards:
+            opened = stack.enter_context(safe_open(shard, framework="pt", device=job.device))
+            plan: dict[str, slice | None] = {}
+            for name in opened.keys():  # noqa: SIM118
+                part = job.slice(name)
+                [(start, length)] = part.ranges if part.axis == 0 and part.is_box and part.ranges else [(0, 0)]
+                plan[name] = slice(start, start + length) if length else None
+            started.append((plan, stack.enter_context(opened.prefetch(plan, device=job.device))))
+        for plan, loader in started:
+            for name, tensor in loader:
+                tensors[name] = tensor if plan[name] is not None else job.owned(name, tensor)
+    return tensors
 
 
-_BUFFERED_RUNAI = {"RUNAI_STREAMER_FS_STRATEGY": "sync_buffered"}
-_BUFFERED_FAST = {"FASTSAFETENSORS_ODIRECT": "0"}
-_RUNAI, _FAST = ("runai_model_streamer",), ("fastsafetensors",)
-_ON_CUDA = ("relayout.loader.api", "relayout.loader.backends.cuda")
+def _has_prefetch() -> bool:
+    from safetensors import safe_open
 
-PEERS: dict[str, Loader] = {
-    "relayout": LOADERS["relayout"],
-    "load_file": LOADERS["load_file"],
-    "load_file_pread": Loader(
-        load_file_pread,
-        "safetensors load_file, pread",
-        "safetensors load_file",
-        ("safetensors.torch",),
-        needs=_can_pread,
+    return hasattr(safe_open, "prefetch")
+
+
+def instanttensor(job: Job) -> Tensors:
+    """InstantTensor, all shards in one call; copy=True, the default, for a whole model; views, cloned, for slices."""
+    import warnings
+
+    from instanttensor import safe_open
+
+    warnings.simplefilter("ignore")  # It warns of views that are kept; none is.
+    with safe_open(job.shards, framework="pt", device=job.device, copy=job.whole) as opened:
+        return {name: job.owned(name, tensor) for name, tensor in opened.tensors()}
+
+
+def s3fs(job: Job) -> Tensors:
+    """s3fs reads each file of the plain checkpoint whole, safetensors takes it apart, and parts are copied."""
+    from s3fs import S3FileSystem
+    from safetensors.torch import load
+
+    files = (load(S3FileSystem().cat_file(shard)) for shard in job.shards)
+    return {name: job.owned(name, tensor) for file in files for name, tensor in file.items()}
+
+
+_KNOWN = loaders.LOADERS
+_STOCK, _FAST, _RUNAI = (_KNOWN[name] for name in ("get_slice", "fastsafetensors", "runai"))
+_INSTANT = Loader(
+    instanttensor,
+    "InstantTensor, O_DIRECT",
+    "InstantTensor",
+    "instanttensor",
+    ("instanttensor",),
+    devices=("cuda",),
+)
+
+
+def _stock(load: object, what: str, device: str, **more: object) -> Loader:
+    return replace(_STOCK, load=load, title=what, family=what, devices=(device,), **more)  # type: ignore[arg-type]
+
+
+LOADERS: dict[str, Loader] = {
+    "relayout": replace(_KNOWN["relayout"], title="relayout"),
+    **{
+        f"relayout_{backend}": replace(
+            _KNOWN["relayout"],
+            load=partial(loaders.relayout, backend=backend),
+            title=f"relayout, {backend}",
+            modules=("relayout.loader.api", "relayout.loader.backends.cuda"),
+            devices=("cuda",),
+        )
+        for backend in ("pinned", "gds")
+    },
+    "load_file": _KNOWN["load_file"],
+    "load_file_pread": replace(
+        _KNOWN["load_file"], load=load_file_pread, title="safetensors pread", devices=("cpu",), needs=_can_pread
     ),
-    "get_slice": LOADERS["get_slice"],
-    "threads": Loader(threads, "safetensors, 8 threads", "safetensors, 8 threads", ("safetensors.torch",)),
-    "map_populate": Loader(map_populate, "MAP_POPULATE prefetch", "MAP_POPULATE prefetch", ("safetensors.torch",)),
-    "fastsafetensors": Loader(fastsafetensors, "fastsafetensors, O_DIRECT", "fastsafetensors", _FAST),
-    "fastsafetensors_buffered": Loader(
-        fastsafetensors, "fastsafetensors, buffered", "fastsafetensors", _FAST, _BUFFERED_FAST
+    "get_slice": _STOCK,
+    "threads": _stock(threads, "safetensors, 8 threads", "cpu"),
+    "map_populate": _stock(map_populate, "MAP_POPULATE prefetch", "cpu"),
+    "prefetch": _stock(prefetch, "safetensors prefetch", "cuda", needs=_has_prefetch),
+    "fastsafetensors": replace(_FAST, title="fastsafetensors, O_DIRECT"),
+    "fastsafetensors_buffered": replace(
+        _FAST, title="fastsafetensors, buffered", environment={"FASTSAFETENSORS_ODIRECT": "0"}
     ),
-    "fastsafetensors_group": Loader(
-        fastsafetensors_group, "fastsafetensors, get_sharded", "fastsafetensors", _FAST, _BUFFERED_FAST, group=True
+    "fastsafetensors_group": replace(
+        _FAST,
+        load=fastsafetensors_group,
+        title="fastsafetensors, sharded",
+        environment={"FASTSAFETENSORS_ODIRECT": "0"},
+        devices=("cpu",),
+        group=True,
     ),
-    "runai": Loader(runai, "Run:ai streamer, O_DIRECT", "Run:ai streamer", _RUNAI),
-    "runai_buffered": Loader(runai, "Run:ai streamer, buffered", "Run:ai streamer", _RUNAI, _BUFFERED_RUNAI),
+    "fastsafetensors_gds": replace(
+        _FAST, load=partial(loaders.fastsafetensors, nogds=False), title="fastsafetensors, GDS", devices=("cuda",)
+    ),
+    "runai": replace(_RUNAI, title="Run:ai streamer, O_DIRECT"),
+    "runai_buffered": replace(
+        _RUNAI, title="Run:ai streamer, buffered", environment={"RUNAI_STREAMER_FS_STRATEGY": "sync_buffered"}
+    ),
+    "instanttensor": _INSTANT,
+    "instanttensor_buffered": replace(
+        _INSTANT, title="InstantTensor, buffered", environment={"INSTANTTENSOR_BACKEND": "BUFFERED"}
+    ),
+    "s3fs": Loader(s3fs, "s3fs + safetensors", "s3fs + safetensors", "s3fs", ("s3fs", "safetensors.torch"), devices=()),
 }
-for _backend in ("auto", "pinned", "gds"):
-    PEERS[f"relayout_{_backend}"] = Loader(
-        partial(relayout, backend=_backend),
-        f"relayout, {_backend}",
-        "relayout",
-        _ON_CUDA,
-        device="cuda",
-        reads_converted=True,
-    )
-PEERS |= GPU_PEERS
-
-BASELINE = Loader(preadv, "plain preadv", "plain preadv", reads_converted=True)
-"""No peer: what `tools/run bench table` compares with."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import cache
+from dataclasses import replace
 from pathlib import Path
 from statistics import median_low
 from typing import Any
@@ -17,13 +17,12 @@ from support import seaweedfs
 import relayout
 from bench.chart import INK, OURS, PALE, THEIRS
 from bench.drive import total_nbytes
-from bench.peers_remote import REMOTE_PEERS
-from relayout.benchmark.child import digest_of
+from bench.peers import LOADERS
 from relayout.benchmark.job import Job
-from relayout.benchmark.machine import meminfo, touch_memory
+from relayout.benchmark.machine import touch_memory
+from relayout.benchmark.measure import expected_digests
 from relayout.benchmark.run import Died, load_together
-from relayout.checkpoint.converted import read_manifest, read_table
-from relayout.storage.stores import find_store
+from relayout.storage.memory import available_nbytes
 
 BUCKET, TP = "models", 8
 CONVERTED = f"s3://{BUCKET}/tp{TP}"
@@ -34,7 +33,7 @@ SCENARIOS: dict[str, tuple[list[int], tuple[str, ...]]] = {
 """Ranks and peers; what a rank costs by s3fs, each of them costs."""
 AT_ONCE = {"relayout": TP, "runai": 2, "s3fs": 1}
 """Processes at the same time where all ranks load: the memory of one machine does not hold more of some peers."""
-_PEERS_ENVIRONMENT = {"AWS_EC2_METADATA_DISABLED": "true"}
+_RUNAI = {"RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0"}
 
 
 def measure(
@@ -46,19 +45,20 @@ def measure(
     keep: Callable[[dict[str, Any]], object] = lambda results: None,
 ) -> dict[str, Any]:
     """Publish a checkpoint plainly and converted, and load it by every peer in turns; `keep` gets what is known."""
-    peers = {name: peer.describe() for name, peer in REMOTE_PEERS.items()}
+    peers = {name: LOADERS[name].describe() | {"title": LOADERS[name].family} for name in AT_ONCE}
     results: dict[str, Any] = {"size_gb": round(total_nbytes(source) / 1e9, 2), "peers": peers, "scenarios": {}}
     with ExitStack() as stack:
         server = stack.enter_context(seaweedfs.running(scratch / "server"))
         server.make_bucket(BUCKET)
-        os.environ.update(server.environment | _PEERS_ENVIRONMENT)
+        os.environ.update(server.environment | {"AWS_EC2_METADATA_DISABLED": "true"})
         _publish(source, tell)
+        expected = expected_digests(CONVERTED)
         for title, (ranks, names) in SCENARIOS.items():
             found = results["scenarios"][title] = {}
             turns: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
             for _ in range(runs):
                 for name in names:
-                    turns[name].append(_run(name, ranks, server, 3 * total_nbytes(source), limit))
+                    turns[name].append(_run(name, ranks, expected, server, 3 * total_nbytes(source), limit))
                     tell(f"{title}, {name}: {turns[name][-1]}")
                     found[name] = _medians(turns[name])
                     keep(results)
@@ -76,9 +76,13 @@ def _publish(source: Path, tell: Callable[[str], None]) -> None:
     os.sync()  # Else the server's writing takes part in what is measured.
 
 
-def _run(name: str, ranks: list[int], server: seaweedfs.SeaweedFS, touched_nbytes: int, limit: float) -> dict[str, Any]:
+def _run(
+    name: str, ranks: list[int], expected: list[str], server: seaweedfs.SeaweedFS, touched_nbytes: int, limit: float
+) -> dict[str, Any]:
     """Load the ranks, some at a time: seconds, the server's bytes and processor time, and what clients took."""
-    peer, before = REMOTE_PEERS[name], [0, 0.0]
+    peer, before = LOADERS[name], [0, 0.0]
+    if name == "runai":
+        peer = replace(peer, environment=_RUNAI | {"RUNAI_STREAMER_S3_ENDPOINT": server.url})
     sums = {"seconds": 0.0, "cpu_seconds": 0.0, "server_cpu_seconds": 0.0, "sent_nbytes": 0, "nbytes": 0}
     peak = 0
 
@@ -88,14 +92,17 @@ def _run(name: str, ranks: list[int], server: seaweedfs.SeaweedFS, touched_nbyte
 
     for first in range(0, len(ranks), AT_ONCE[name]):
         some = ranks[first : first + AT_ONCE[name]]
-        jobs = [_job(name, rank, len(some)) for rank in some]
+        memory = available_nbytes() // 2 // len(some)
+        plain = f"s3://{BUCKET}/plain"
+        # Each as if it were alone: what is measured are bytes and processor time.
+        jobs = [Job("bench.peers", name, plain, CONVERTED, TP, rank, 1, memory) for rank in some]
         try:
-            measured = load_together(jobs, peer, start, limit=limit, module="bench.peer")
+            measured = load_together(jobs, peer, start, limit=limit)
         except Died as died:
             return {"failed": str(died)}
         sums["sent_nbytes"] += server.sent_nbytes(BUCKET) - int(before[0])
         sums["server_cpu_seconds"] += server.cpu_seconds() - before[1]
-        if measured.digests != tuple(_expected(rank) for rank in some):
+        if measured.digests != tuple(expected[rank] for rank in some):
             return {"failed": "loaded wrong bytes"}
         sums["seconds"] += measured.seconds
         sums["cpu_seconds"] += measured.cpu_seconds
@@ -116,25 +123,6 @@ def _medians(runs: list[dict[str, Any]]) -> dict[str, Any]:
     if failed is not None:
         return failed
     return {key: median_low([one[key] for one in runs]) for key in runs[0]} | {"runs": len(runs)}
-
-
-def _job(name: str, rank: int, num: int) -> Job:
-    return Job(
-        loader=name,
-        source=f"s3://{BUCKET}/plain",
-        converted=CONVERTED,
-        tp=TP,
-        rank=rank,
-        num_processes=num,
-        memory_nbytes=meminfo("MemAvailable") // 2 // num,
-    )
-
-
-@cache
-def _expected(rank: int) -> str:
-    store = find_store(CONVERTED)
-    table = read_table(store, read_manifest(store), rank)
-    return digest_of(zip(table.names, table.shapes, table.digests, strict=True))
 
 
 def print_table(console: Console, results: dict[str, Any]) -> None:

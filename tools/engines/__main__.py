@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from families import FAMILIES
+from support.families import FAMILIES
 from transformers.utils import logging as transformers_logging
 
 import relayout

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from families import EXPERT_FAMILIES, FAMILIES
 from support.checkpoints import write_family
+from support.families import EXPERT_FAMILIES, FAMILIES
 from support.quantized import EXPERT_QUANTIZED, QUANTIZED, write_quantized
 
 import relayout

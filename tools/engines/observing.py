@@ -155,8 +155,8 @@ def make(name: str, numbers: dict[str, int], folder: Path) -> None:
 def write_wide(name: str, folder: Path) -> None:
     """A checkpoint of families.py with 16 heads, and 4 KV heads where it has any."""
     from cases import complete_config
-    from families import FAMILIES
     from support.checkpoints import write_family
+    from support.families import FAMILIES
 
     family = FAMILIES[name]
     kv_heads = {8: 16, 1: 1}.get(family.sizes.get("K", 2), 4)

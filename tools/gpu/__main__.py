@@ -17,7 +17,7 @@ import typer
 from gpu.steps import Run, Step
 
 ROOT = Path(__file__).resolve().parents[2]
-PEERS = ("fastsafetensors>=0.5", "runai-model-streamer>=0.17", "instanttensor", "flashpack")
+PEERS = ("fastsafetensors>=0.5", "runai-model-streamer>=0.17", "instanttensor")
 NEEDED = ("xxhash", "zstandard", "hypothesis", "pytest", "typer", "rich", "humanize", "matplotlib")
 LAYER_GB, EMBEDDING_GB = 0.436, 2.1
 

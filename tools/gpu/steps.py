@@ -26,8 +26,6 @@ class Step:
     """That it takes at most: with less time left, it is not begun."""
     disk_gb: float = 0
     """That it writes."""
-    needs: tuple[str, ...] = ()
-    """Steps that must have been done."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +85,6 @@ class Run:
         left = deadline - time.monotonic()
         if left < min(step.seconds, 60):
             return Outcome(None, 0, f"not begun: {max(0, left):.0f} s left")
-        failed = [name for name in step.needs if self.outcomes.get(name, Outcome(None, 0)).code != 0]
-        if failed:
-            return Outcome(None, 0, f"not begun: needs {', '.join(failed)}")
         if free_gb < step.disk_gb:
             return Outcome(None, 0, f"not begun: {free_gb:.1f} GB free, needs {step.disk_gb:.1f} GB")
         return None

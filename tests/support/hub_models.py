@@ -5,7 +5,6 @@ Names and shapes are those of `families.py`, at the sizes that config.json has.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,7 +12,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from families import FAMILIES, FP8_BLOCKS, Form, Stored
+from support.families import FAMILIES, FP8_BLOCKS, Form, Stored
+
+from relayout.benchmark.made import write_checkpoint
 
 _BITS = {"BF16": 16, "F16": 16, "F32": 32, "F8_E4M3": 8, "U8": 8}
 
@@ -48,36 +49,7 @@ class Model:
 
     def write(self, folder: Path, shard_nbytes: int = 5 * 10**9) -> int:
         """Write true headers, and holes for the data; returns the bytes of the tensors."""
-        folder.mkdir(parents=True)
-        shards: list[list[Stored]] = [[]]
-        room = shard_nbytes
-        for tensor in self.tensors():
-            nbytes = tensor_nbytes(tensor)
-            if shards[-1] and nbytes > room:
-                shards.append([])
-                room = shard_nbytes
-            shards[-1].append(tensor)
-            room -= nbytes
-        weight_map = {}
-        total = 0
-        for number, shard in enumerate(shards, 1):
-            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-            end = 0
-            for name, dtype, shape in shard:
-                start, end = end, end + tensor_nbytes((name, dtype, shape))
-                header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-                weight_map[name] = file
-            text = json.dumps(header, separators=(",", ":")).encode()
-            text += b" " * (-len(text) % 8)
-            with (folder / file).open("wb") as stream:
-                stream.write(len(text).to_bytes(8, "little") + text)
-                stream.truncate(8 + len(text) + end)
-            total += end
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-        (folder / "config.json").write_text(json.dumps(self.config))
-        return total
+        return write_checkpoint(folder, self.tensors(), self.config, shard_nbytes)
 
 
 def tensor_nbytes(tensor: Stored) -> int:

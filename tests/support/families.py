@@ -1,7 +1,7 @@
 """The model families: names, shapes and cuts of their tensors as the hub's checkpoints have them, sizes as variables.
 
 One table for every checkpoint that is made here: small ones of the tests, and full-size ones from the published
-config.json (`models.py`). A family is a table: the name of each tensor, its shape in sizes, and how an engine cuts it.
+config.json (`hub_models.py`). A family is a table: the name of each tensor, its shape in sizes, and how it is cut.
 """
 
 from __future__ import annotations

@@ -36,9 +36,13 @@ _TRANSIENT = frozenset(
 
 _STATUS = re.compile(r"status code: ([0-9]{3})")
 _CODE = re.compile(r"<Code>([A-Za-z.]{1,60})</Code>")
-_BROKEN = re.compile(r"ConnectionReset|ConnectionAborted|BrokenPipe|UnexpectedEof|Incomplete(Body|Message|Read)")
+_BROKEN = re.compile(
+    r"ConnectionReset|ConnectionAborted|ConnectionClosed|RemoteDisconnected|BrokenPipe|UnexpectedEof"
+    r"|Incomplete(Body|Message|Read)"
+)
 _UNREACHABLE = re.compile(
-    r"Unreachable|NetworkDown|NewConnectionError|ServiceRequestError|\bConnect\b|[Tt]emporary failure in name resolution"
+    r"Unreachable|NetworkDown|NewConnectionError|ServiceRequestError|\bConnect\b"
+    r"|[Tt]emporary failure in name resolution"
 )
 _MISSING = re.compile(
     r"Missing\w+|169\.254\.|metadata\.google|CredentialsNotLoaded|[Uu]nable to locate credentials"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +20,9 @@ from relayout.commands.convert import plan_conversion
 from relayout.conversion import jobs
 from relayout.conversion.run import ConversionPlan
 from relayout.errors import PlanError, RelayoutError
+from relayout.storage.cloud import connect
+from relayout.storage.cloud.output import lease, staging
 from relayout.storage.cloud.output import records as record_types
-from relayout.storage.cloud.output import staging
 from relayout.storage.protocols import RequestError
 
 pytest.importorskip("obstore", reason="the client of object stores")
@@ -284,6 +286,134 @@ def test_a_refused_command_changes_nothing(make: Make, plans: dict[int, tuple[Co
     convert(writer, plans[1][0], force=True)
     assert there(world) == plans[1][1]
     check_strangers(world, theirs)
+
+
+def harm_of(request: Request) -> str:
+    """How a request may harm what somebody else has there: "" if it cannot."""
+    if request.method == "DELETE" or "delete" in request.query:
+        return "deletes"
+    completes = request.method == "POST" and "uploadId" in request.query
+    creates = request.method == "PUT" and "partNumber" not in request.query
+    return "publishes" if (completes or creates) and request.key.startswith("out/") else ""
+
+
+class Halting(Writer):
+    """Stands still after the answer to one request, while another writer does its work."""
+
+    halts_at = NEVER
+    other: Callable[[], None]
+
+    def request(self, *args: Any, **headers: Any) -> Any:
+        found = super().request(*args, **headers)
+        if self.num_requests == self.halts_at:
+            self.other()
+            self.world.current = self
+        return found
+
+
+def test_a_writer_that_stands_still_until_another_takes_over_deletes_and_publishes_nothing_more(
+    make: Make, plans: dict[int, tuple[ConversionPlan, Files]]
+) -> None:
+    def prepared(writer: Writer) -> None:
+        writer.begin()
+        convert(writer, plans[1][0])
+
+    harms = [harm_of(one) for one in requests_of(make, convert, plans[2][0], prepared)]
+    assert set(harms) == {"", "deletes", "publishes"}
+    for moment in [number for number, harm in enumerate(harms) if harm]:  # Just before the request that does harm.
+        world = make()
+        first, second = Halting(world, "machine"), Writer(world, "another machine")
+        world.writers.remove(second)
+        world.current = first
+        prepared(first)
+        before: Files = {}
+        late: list[str] = []
+
+        def take_over(
+            world: World = world, second: Writer = second, before: Files = before, late: list[str] = late
+        ) -> None:
+            world.current = second
+            second.begin()
+            lease.Lease(second.store()._place(), "convert")._take()
+            before.update(there(world))
+            world.watch = lambda writer, request: late.append(harm_of(request))
+
+        first.other, first.halts_at = take_over, moment
+        first.begin()
+        with suppress(PlanError):  # What it has to say is that it has lost its lease, unless all is published.
+            convert(first, plans[2][0], force=True)
+        assert late, "it goes on"
+        assert set(late) == {""}, (moment, harms[moment], late)
+        assert there(world) == before
+
+
+def test_a_lease_is_taken_over_only_when_all_that_its_holder_asked_for_has_happened(
+    make: Make, plans: dict[int, tuple[ConversionPlan, Files]]
+) -> None:
+    world, first = solo(make)
+    first.begin(20)
+    with pytest.raises(Killed):
+        convert(first, plans[2][0])
+    assert first.lease is not None
+    confirmed = first.lease._confirmed
+    second = Writer(world, "another machine")
+    world.current = second
+    world.writers[:] = [second]
+    written: list[float] = []
+
+    def watch(writer: Writer, request: Request) -> None:
+        if request.method not in ("GET", "HEAD"):
+            written.append(world.now)
+
+    world.watch = watch
+    second.begin()
+    convert(second, plans[2][0])
+    # It might have sent its last request so long after it was confirmed, again and again, and the last one may stall.
+    assert written[0] - confirmed > lease.VALID_SECONDS + connect.RETRY_SECONDS + connect.STALL_SECONDS
+    assert there(world) == plans[2][1]
+
+
+@pytest.mark.parametrize("name", ["model-rank-0-part-0.safetensors", "relayout.json"])
+def test_what_somebody_puts_in_the_place_of_a_file_that_is_to_be_replaced_stays(
+    make: Make, plans: dict[int, tuple[ConversionPlan, Files]], name: str
+) -> None:
+    world, writer = solo(make)
+    writer.begin()
+    convert(writer, plans[1][0])
+    theirs = bytes(len(plans[1][1][name]))
+
+    def watch(writer: Writer, request: Request) -> None:
+        if request.key == f"{HIDDEN}publishing" and request.method == "PUT":  # What may go was proven before.
+            world.server.put(BUCKET, f"out/{name}", theirs)
+
+    world.watch = watch
+    writer.begin()
+    with pytest.raises(FileExistsError, match=f"out/{name}"):
+        convert(writer, plans[2][0], force=True)
+    assert there(world)[name] == theirs
+
+
+@pytest.mark.parametrize("name", ["config.json", "model-rank-0-part-0.safetensors"])
+def test_where_an_output_lacks_a_file_the_same_manifest_goes_before_and_comes_last(
+    make: Make, plans: dict[int, tuple[ConversionPlan, Files]], name: str
+) -> None:
+    plan, expected = plans[2]
+    world, writer = solo(make)
+    writer.begin()
+    convert(writer, plan)
+    del world.server.objects[BUCKET, f"out/{name}"]
+    created: list[tuple[str, bool]] = []
+
+    def watch(writer: Writer, request: Request) -> None:
+        if harm_of(request) == "publishes":
+            created.append((request.key, (BUCKET, "out/relayout.json") in world.server.objects))
+
+    world.watch = watch
+    writer.begin()
+    convert(writer, plan, force=True)
+    assert (f"out/{name}", False) in created
+    assert created[-1] == ("out/relayout.json", False)
+    assert there(world) == expected
 
 
 STRANGE = {

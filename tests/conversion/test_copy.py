@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ from support.planning import conversion_of, plan_of
 
 import relayout
 from relayout.checkpoint.source import SourceCheckpoint
-from relayout.conversion.copy import SOURCE, FileSink, NoSink, TensorHashes, run_steps
+from relayout.conversion.copy import SOURCE, FileSink, NoSink, TensorHashes, _FileChunks, run_steps
 from relayout.conversion.journal import TensorDigests
 from relayout.conversion.sidecar import HeaderWriter, digests_of_all
 from relayout.conversion.steps import CopyPlan
 from relayout.core.slices import Slice
 from relayout.core.workers import Stop
+from relayout.format.chunks import DIGESTED_NBYTES
 from relayout.plans.plan import Plan
 from relayout.storage.local import files, staging
 
@@ -73,10 +75,20 @@ def in_parts(folder: Path, num_tensors: int, num_parts: int) -> tuple[SourceChec
     return read_source(folder), plan_of("x", num_parts, (slices,) * num_tensors), values
 
 
+class Slow(dict[int, dict[int, str]]):
+    """Lets another thread go on between a look and what follows from it."""
+
+    def pop(self, *args: Any) -> Any:
+        found = super().pop(*args)
+        time.sleep(0.001)
+        return found
+
+
 def test_each_tensor_is_complete_once_whichever_threads_hash_its_slices(tmp_path: Path) -> None:
     source, plan, values = in_parts(tmp_path / "model", NUM_TENSORS, NUM_PARTS)
     found: list[tuple[int, TensorDigests]] = []
     hashes = TensorHashes(conversion_of(source, plan, 4096), Stop())
+    hashes._found = Slow()
     together = threading.Barrier(NUM_PARTS + 1)
 
     def hash_slices(which: int) -> None:
@@ -95,6 +107,45 @@ def test_each_tensor_is_complete_once_whichever_threads_hash_its_slices(tmp_path
         t: TensorDigests(digest(one.tobytes()), tuple(digest(row.tobytes()) for row in one))
         for t, one in enumerate(values)
     }
+
+
+class SlowChunks(_FileChunks):
+    """As `Slow`, of the number of chunks that are left."""
+
+    @property
+    def num_left(self) -> int:
+        left = self.left
+        time.sleep(0.01)
+        return left
+
+    @num_left.setter
+    def num_left(self, left: int) -> None:  # type: ignore[override]
+        self.left = left
+
+
+def test_each_chunk_of_a_file_counts_once_whichever_threads_hash_it(tmp_path: Path) -> None:
+    num_threads = 8
+    blob = random_bytes(num_threads * DIGESTED_NBYTES)
+    conversion = conversion_of(
+        read_source(write(tmp_path / "model", {"x": blob})), plan_of("x", 1, ((Slice(),),)), 4096
+    )
+    [file] = conversion.layout.files
+    chunks = SlowChunks(file, Stop())
+    together = threading.Barrier(num_threads)
+
+    def hash_chunk(number: int) -> None:
+        together.wait()
+        at = number * DIGESTED_NBYTES
+        chunks.update(file.data_start + at, memoryview(blob)[at : at + DIGESTED_NBYTES])
+
+    threads = [threading.Thread(target=hash_chunk, args=(number,)) for number in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert chunks.left == 0
+    expected = [digest(one.tobytes()) for one in blob.reshape(num_threads, -1)]
+    assert chunks.digests.hex() == "".join(expected)
 
 
 def test_a_tensor_of_which_bytes_were_not_hashed_has_no_digest(tmp_path: Path) -> None:

@@ -17,14 +17,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from support.bits import flip
-from support.journals import read_journal
+from support.journals import NotesIn, read_journal
 from support.mounts import mounted_tmpfs
 from support.patience import PATIENCE
 
+import relayout
 from relayout.commands.convert import convert, plan_conversion
 from relayout.conversion import run as conversion
 from relayout.conversion.copy import FileSink
-from relayout.conversion.journal import JOURNAL_NAME
+from relayout.conversion.journal import JOURNAL_NAME, Journal, parse_journal
 from relayout.conversion.run import ConversionPlan, Summary
 from relayout.core.extents import BLOCK
 from relayout.core.slices import slice_nbytes
@@ -32,6 +33,8 @@ from relayout.errors import FormatError, PlanError
 from relayout.storage.local import files as file_io
 from relayout.storage.local import staging
 from relayout.storage.local.files import InputFile, OutputFile
+from relayout.storage.local.open_folder import OpenFolder
+from relayout.storage.local.staging import read_notes
 
 PARTIAL = ".out.relayout-partial"
 FILE = "model-rank-1-part-0.safetensors"
@@ -817,3 +820,28 @@ def test_other_errors_of_reading_a_rank_file_again_are_told_and_cost_nothing(
             go(work)
     assert caught.value.errno == errno.ESTALE
     assert_goes_on(work, done)
+
+
+def test_what_the_journal_says_of_chunks_counts_only_for_a_file_of_which_all_is_true(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise Stopped(errno.EIO, "stopped")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "write_sidecar", stop)
+        with pytest.raises(Stopped):
+            go(work)
+    plan = planned(work)
+    with OpenFolder(work / PARTIAL) as folder:
+        text = read_notes(folder, JOURNAL_NAME)
+        found = None if text is None else parse_journal(text)
+        assert found is not None
+        assert found[1].chunks.keys() == set(range(len(plan.layout.files)))
+        with Journal(NotesIn(folder), found[0], append=True) as journal:  # type: ignore[arg-type]
+            journal.add_files({number: bytes(len(chunks)) for number, chunks in found[1].chunks.items()})
+    for file in plan.layout.files:
+        [(start, _)] = places_of(plan, {0})[file.name]
+        flip(work / PARTIAL / "output" / file.name, start)
+    go(work)
+    assert relayout.verify(work / "out").ok

@@ -119,7 +119,7 @@ class SlowChunks(_FileChunks):
         return left
 
     @num_left.setter
-    def num_left(self, left: int) -> None:  # type: ignore[override]
+    def num_left(self, left: int) -> None:
         self.left = left
 
 

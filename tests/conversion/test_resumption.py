@@ -748,11 +748,11 @@ def test_an_index_that_now_names_another_file_for_a_tensor_is_a_changed_source(
     with monkeypatch.context() as patch:
         patch.setattr(conversion, "write_sidecar", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            conversion.convert(source, tmp_path / "out")
+            convert(source, tmp_path / "out")
     write_index(2)
     with pytest.raises(PlanError, match="the source has changed since"):
-        conversion.convert(source, tmp_path / "out")
-    conversion.convert(source, tmp_path / "out", force=True)
+        convert(source, tmp_path / "out")
+    convert(source, tmp_path / "out", force=True)
     stored = load_file(tmp_path / "out" / "model-rank-0-part-0.safetensors")
     assert set(stored["w"]) == {2.0}
 
@@ -772,7 +772,7 @@ def test_what_cannot_be_brought_from_the_page_cache_to_the_drive_is_an_error(
     monkeypatch.setattr(file_io, "_MAX_PENDING", 0)
     monkeypatch.setattr(file_io, "sync_range", failing)
     with pytest.raises(OSError, match=r"Input/output error: .*model-rank-0-part-0.safetensors"):
-        conversion.convert(source, tmp_path / "out")
+        convert(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -2,15 +2,15 @@
 
 An engine makes parameters without values, or with random ones, and its loader fills them. What gives a value on purpose
 (ones, zeros, a table) writes over the marks, and so does the loader, in whatever way. So a mark that is still there
-after the load proves that nobody has written these bytes. Marks are spread evenly over rows and columns; a parameter of
-at most 512 KiB is full of them. Needs torch at import time.
+after the load proves that nobody has written these bytes. Marks are few, as each touches a page, and spread evenly:
+consecutive memory of a 60th of a parameter has one (so has each part of fused layers), and half of an expert has one.
+A parameter of at most 512 KiB is full of them. Needs torch at import time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from functools import lru_cache
-from math import gcd
 from typing import Any
 
 import torch
@@ -25,11 +25,15 @@ _RANDOM = {torch.Tensor.uniform_, torch.Tensor.normal_, init.uniform_, init.norm
 """What torch's own layers fill their parameters with."""
 _MARK = bytes.fromhex("a57f") * 8
 """As a float of 2 or 4 bytes it is a NaN that no computation makes."""
+_NUMBERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _COMPARED_NBYTES = 8
 """Of a mark, together, where each of its bytes may be that of a weight: in all but floats."""
 _MAX_FULL_NBYTES = 2**19
-"""Of memory that is full of marks. More has a mark for each `_DISTANCE` bytes, or `_NUM_MARKS` if these are more."""
-_NUM_MARKS, _DISTANCE = 2**9, 2**17
+"""Of memory that is full of marks."""
+_NUM_MARKS, _NUM_ENTRY_MARKS = 2**7, 4
+"""In more memory: of all, and for each entry along the first of three dimensions (an expert) if these are more."""
+_GOLDEN = (5**0.5 - 1) / 2
+"""Of a whole, `number` multiples of it leave no gap that is larger than 1.9 / `number`."""
 
 
 class Marks(TorchFunctionMode):
@@ -83,7 +87,7 @@ def _mark(tensor: torch.Tensor) -> None:
     # Of memory that a tensor has for itself: a view may share it with what has a value.
     if _has_memory(tensor) and tensor.untyped_storage().nbytes() == tensor.nbytes:
         blocks = _blocks(tensor)
-        blocks[_chosen(blocks.numel(), len(blocks), blocks.device)] = _pattern(blocks.shape[1], blocks.device)
+        blocks[_chosen(*_num_marks(tensor, blocks), blocks.device)] = _pattern(blocks.shape[1], blocks.device)
 
 
 def _is_marked(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -91,14 +95,15 @@ def _is_marked(tensor: torch.Tensor) -> torch.Tensor | None:
     if not _has_memory(tensor):
         return None
     blocks = _blocks(tensor)
-    chosen, length = _chosen(blocks.numel(), len(blocks), blocks.device), blocks.shape[1]
+    chosen, length = _chosen(*_num_marks(tensor, blocks), blocks.device), blocks.shape[1]
     if tensor.untyped_storage().nbytes() != tensor.nbytes:
         last = sum((count - 1) * step for count, step in zip(tensor.shape, tensor.stride(), strict=True))
         start, end = (at * tensor.itemsize for at in (tensor.storage_offset(), tensor.storage_offset() + last + 1))
         chosen = chosen[(chosen * length >= start) & ((chosen + 1) * length <= end)]
     unit = min(length, tensor.itemsize if tensor.is_floating_point() and tensor.itemsize > 1 else _COMPARED_NBYTES)
-    is_left = blocks[chosen] == _pattern(length, blocks.device)
-    return is_left.view(len(chosen), length // unit, unit).all(-1).any()
+    compared, number = length // unit * unit, _NUMBERS[unit]
+    left = blocks[chosen][:, :compared].reshape(-1).view(number).view(-1, compared // unit)
+    return (left == _pattern(length, blocks.device)[:compared].view(number)).any()
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
@@ -116,15 +121,20 @@ def _blocks(tensor: torch.Tensor) -> torch.Tensor:
     return memory[: memory.numel() // length * length].view(-1, length)
 
 
+def _num_marks(tensor: torch.Tensor, blocks: torch.Tensor) -> tuple[int, int]:
+    """Of how many blocks are marked, and of all."""
+    # A parameter may have another shape than its memory was made with: of two numbers, the marks of the less are found.
+    num_entries = tensor.shape[0] if tensor.dim() > 2 else 0
+    is_full = blocks.numel() <= _MAX_FULL_NBYTES
+    return len(blocks) if is_full else min(len(blocks), max(_NUM_MARKS, _NUM_ENTRY_MARKS * num_entries)), len(blocks)
+
+
 @lru_cache(maxsize=64)  # Layers have the same sizes.
-def _chosen(nbytes: int, count: int, device: torch.device) -> torch.Tensor:
+def _chosen(number: int, count: int, device: torch.device) -> torch.Tensor:
     """Numbers of the blocks that are marked: multiples of the golden section, which are near to each other nowhere."""
-    is_full = nbytes <= _MAX_FULL_NBYTES
-    number = count if is_full else max(_NUM_MARKS, nbytes // _DISTANCE)
-    step = 1 if is_full else int(count * 0.618)
-    while gcd(step, count) != 1:
-        step += 1
-    return torch.arange(number, device=device).mul_(step).remainder_(count)
+    if number == count:
+        return torch.arange(count, device=device)
+    return torch.arange(number, dtype=torch.float64).mul_(_GOLDEN).frac_().mul_(count).long().to(device)
 
 
 @lru_cache(maxsize=64)

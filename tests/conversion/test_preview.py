@@ -94,7 +94,7 @@ def test_names_that_differ_in_numbers_are_one_group_only_where_shape_and_dtype_a
         ("h.0.self_attention.query_key_value.bias", (24,), {"model_type": "bloom", "n_head": 4}, 2, "dim 0, 6 ranges"),
         # Ranks that hold nothing share nothing.
         ("lm_head.weight", (10, 4), LLAMA, 4, "dim 0"),
-        ("model.layers.0.mlp.up_proj.weight", (0, 4), LLAMA, 4, "dim 0"),
+        ("model.layers.0.mlp.up_proj.weight", (0, 4), LLAMA, 4, "whole"),
     ],
 )
 def test_cuts_are_told_in_words(

@@ -93,7 +93,10 @@ def held(whole: Array, part: Slice) -> Array:
 def model(request: pytest.FixtureRequest) -> Model:
     """Each tensor, and what each rank holds of it; every element is another."""
     return {
-        name: (np.random.default_rng(len(name)).permutation(np.prod(shape)).astype("i4").reshape(shape), slices)
+        name: (
+            np.random.default_rng(len(name)).permutation(np.prod(shape)).astype("i4").reshape(shape),
+            tuple(part.canonical(shape) for part in slices),
+        )
         for name, (shape, slices) in request.param.items()
     }
 

@@ -119,9 +119,9 @@ def test_a_load_that_needs_a_plan_reads_what_is_stored_and_plans_once(
     folders: Path, monkeypatch: pytest.MonkeyPatch, folder: str, reads: str
 ) -> None:
     calls: list[str] = []
-    plans = "plain.plan_for" if folder == "llama" else "resharded.plan_by"
-    for one in (reads, plans):
-        module, _, name = f"relayout.loader.sources.{one}".rpartition(".")
+    plans = "relayout.loader.sources.plain.plan_for" if folder == "llama" else "relayout.plans.recorded.plan_by"
+    for one in (f"relayout.loader.sources.{reads}", plans):
+        module, _, name = one.rpartition(".")
         original = getattr(import_module(module), name)
         monkeypatch.setattr(
             import_module(module), name, lambda *a, _f=original, _n=name, **k: calls.append(_n) or _f(*a, **k)

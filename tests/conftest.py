@@ -8,11 +8,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 from support.conversions import conversions
 from support.faults import shim
 from support.models import SIZES, save_pretrained
 
 __all__ = ["conversions", "shim"]
+
+_ANY_TIME = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+settings.register_profile(
+    "everyday", max_examples=100, derandomize=True, deadline=None, database=None, suppress_health_check=_ANY_TIME
+)
+settings.register_profile(
+    "long", settings.get_profile("everyday"), max_examples=2000, derandomize=False, print_blob=True
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "everyday"))
 
 
 @pytest.hookimpl(trylast=True)

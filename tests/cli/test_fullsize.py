@@ -13,6 +13,8 @@ from support.hub_models import MODELS, Model, tensor_nbytes
 import relayout
 from relayout.conversion.preview import preview
 
+pytestmark = pytest.mark.documents
+
 MAX_PEAK_NBYTES = 1_500_000_000
 
 

@@ -27,6 +27,8 @@ import relayout
 from relayout.cli.app import app
 from relayout.cli.tables import Column, name, number, shortened, table, unbroken, words
 
+pytestmark = pytest.mark.documents
+
 WIDTH = 80
 UNSET = ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LINES", "TERM", "LC_ALL")
 ENVIRONMENT = {key: value for key, value in os.environ.items() if key not in UNSET}

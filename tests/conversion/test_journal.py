@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.journals import NotesIn, read_journal
 
@@ -27,7 +27,7 @@ claims = st.dictionaries(
     st.builds(TensorDigests, digests, st.lists(digests, min_size=1, max_size=4).map(tuple)),
     max_size=5,
 )
-same_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
+same_folder = settings(max_examples=50)
 
 
 def digests_of(tensor: int, num_slices: int = 2) -> TensorDigests:

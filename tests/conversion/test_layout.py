@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.planning import all_slices, conversion_of, plan_of
 
@@ -87,7 +87,6 @@ max_part_sizes = st.sampled_from([1, 4096, 100_000, 10**7, 48 * 10**9])
 
 
 @given(case=cases(), alignment=st.sampled_from(ALIGNMENTS), max_part_nbytes=max_part_sizes)
-@settings(max_examples=300, deadline=None)
 def test_each_slice_lies_behind_the_one_before_and_is_as_aligned_as_the_slices_of_its_tensor(
     case: tuple[SourceCheckpoint, Plan, list[list[int]]], alignment: int, max_part_nbytes: int
 ) -> None:
@@ -111,7 +110,6 @@ def test_each_slice_lies_behind_the_one_before_and_is_as_aligned_as_the_slices_o
 
 
 @given(case=cases(), alignment=st.sampled_from(ALIGNMENTS), max_part_nbytes=max_part_sizes)
-@settings(max_examples=200, deadline=None)
 def test_in_a_unit_aligned_tensors_come_first_in_model_order_then_a_tail_by_falling_power(
     case: tuple[SourceCheckpoint, Plan, list[list[int]]], alignment: int, max_part_nbytes: int
 ) -> None:
@@ -131,7 +129,6 @@ def test_in_a_unit_aligned_tensors_come_first_in_model_order_then_a_tail_by_fall
 
 
 @given(case=cases(), max_part_nbytes=max_part_sizes)
-@settings(max_examples=200, deadline=None)
 def test_a_unit_is_neighbors_in_model_order_as_many_as_the_limit_of_its_files_allows(
     case: tuple[SourceCheckpoint, Plan, list[list[int]]], max_part_nbytes: int
 ) -> None:
@@ -148,7 +145,6 @@ def test_a_unit_is_neighbors_in_model_order_as_many_as_the_limit_of_its_files_al
 
 
 @given(case=cases(), max_part_nbytes=max_part_sizes)
-@settings(max_examples=200, deadline=None)
 def test_part_p_of_every_rank_holds_what_it_has_of_unit_p_in_the_same_order(
     case: tuple[SourceCheckpoint, Plan, list[list[int]]], max_part_nbytes: int
 ) -> None:

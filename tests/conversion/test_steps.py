@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.bits import pattern
 from support.planning import all_slices, conversion_of, plan_of
@@ -330,7 +330,6 @@ def checkpoints(draw: st.DrawFn) -> Checkpoint:
     max_part_nbytes=st.sampled_from([500, 20_000, 10**9]),
     by_source=st.booleans(),
 )
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_the_steps_put_every_byte_where_it_belongs_just_once(
     source: Checkpoint, chunk_nbytes: int, small_nbytes: int, max_part_nbytes: int, by_source: bool
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from support.local_stores import read_source, staging_folder
@@ -85,7 +85,7 @@ def models(draw: st.DrawFn) -> tuple[list[str], list[int], int]:
     return kinds, widths, draw(st.sampled_from([300, 2000, 10**6]))
 
 
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25)
 @given(model=models(), threads=st.integers(1, 4), order=st.randoms(use_true_random=False))
 def test_units_that_are_converted_alone_in_any_order_make_the_same_folder(
     tmp_path_factory: pytest.TempPathFactory, model: tuple[list[str], list[int], int], threads: int, order: Any
@@ -117,7 +117,7 @@ def test_units_that_are_converted_alone_in_any_order_make_the_same_folder(
     assert report.ok, report.differences
 
 
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25)
 @given(model=models())
 def test_a_unit_writes_its_files_from_front_to_back_and_reads_its_tensors_alone(
     tmp_path_factory: pytest.TempPathFactory, model: tuple[list[str], list[int], int]

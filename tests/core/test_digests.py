@@ -37,7 +37,7 @@ def test_a_streams_digest_comes_with_its_last_bytes() -> None:
     assert digests.update("a", 0, VIEW[:1], 2) is None  # From the beginning again.
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     borders=st.sets(st.integers(1, len(BYTES) - 1), max_size=30),
     num_streams=st.integers(1, 4),
@@ -102,7 +102,6 @@ def arrangements(draw: st.DrawFn) -> list[Extent]:
     return list(draw(st.permutations(extents + empty)))
 
 
-@settings(deadline=None)
 @given(extents=arrangements(), borders=st.sets(st.integers(1, len(BYTES) - 1), max_size=20))
 def test_digests_of_extents_are_complete_when_their_last_byte_arrives(extents: list[Extent], borders: set[int]) -> None:
     digests = ExtentDigests(extents, Stop())

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from relayout.core.extents import BLOCK, Extent, Transfer, align_down, align_up, natural_alignment
@@ -38,7 +38,6 @@ def transfers(draw: st.DrawFn, *, min_nbytes: int = 0) -> Transfer:
 @example(transfer=Transfer(5, 0, 4, 3, 10, 4), start=6, length=22)
 @example(transfer=Transfer(5, 0, 4, 3, 10, 4), start=16, length=2)
 @example(transfer=Transfer(5, 0, 4, 3, 10, 4), start=7, length=10)
-@settings(max_examples=1000, deadline=None)
 def test_clipping_keeps_just_the_bytes_of_the_window(transfer: Transfer, start: int, length: int) -> None:
     end = start + length
     parts = transfer.clipped(start, end)
@@ -49,7 +48,6 @@ def test_clipping_keeps_just_the_bytes_of_the_window(transfer: Transfer, start: 
 
 
 @given(transfer=transfers(min_nbytes=1), cuts=st.lists(st.integers(0, 90), max_size=4))
-@settings(max_examples=300, deadline=None)
 def test_windows_that_cover_the_source_keep_every_byte(transfer: Transfer, cuts: list[int]) -> None:
     edges = [0, *sorted(cuts), 200]
     parts = [part for low, high in pairwise(edges) for part in transfer.clipped(low, high)]
@@ -57,7 +55,6 @@ def test_windows_that_cover_the_source_keep_every_byte(transfer: Transfer, cuts:
 
 
 @given(transfer=transfers())
-@settings(max_examples=300, deadline=None)
 def test_normalizing_joins_runs_that_touch_in_both_spaces(transfer: Transfer) -> None:
     joined = transfer.normalized()
     assert moves(joined) == moves(transfer)
@@ -115,7 +112,6 @@ def memory(nbytes: int, salt: int) -> Bytes:
 
 
 @given(transfer=transfers(), as_memoryviews=st.booleans())
-@settings(max_examples=300, deadline=None)
 def test_copying_moves_each_byte_to_its_place_and_touches_no_other(transfer: Transfer, as_memoryviews: bool) -> None:
     source, target = memory(80, 3), memory(80, 71)
     expected = target.copy()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.bits import pattern
 
@@ -69,7 +69,6 @@ def cuts(draw: st.DrawFn, *, min_dim: int = 0) -> tuple[tuple[int, ...], ByAxis]
 @example(dtype="I8", case=((5,), {0: ((5, 0),)}))
 @example(dtype="I8", case=((5, 4), {1: ((2, 1), (0, 2)), 0: ((3, 2), (1, 1))}))
 @example(dtype="BF16", case=((3, 2, 4), {2: ((1, 2),), 0: ((0, 1), (2, 1))}))
-@settings(max_examples=500, deadline=None)
 def test_a_slice_holds_the_bytes_that_numpy_indexing_gives(dtype: str, case: tuple[tuple[int, ...], ByAxis]) -> None:
     shape, by_axis = case
     itemsize = BITS[dtype] // 8
@@ -92,7 +91,6 @@ def test_a_slice_holds_the_bytes_that_numpy_indexing_gives(dtype: str, case: tup
 @example(dtype="F6_E2M3", case=((2,), {0: ((1, 1),)}), last=4)
 @example(dtype="F4", case=((2, 4), {1: ((2, 2),)}), last=1)
 @example(dtype="F4", case=((4, 3), {0: ((2, 2),), 1: ((0, 3),)}), last=1)
-@settings(max_examples=500, deadline=None)
 def test_a_cut_inside_a_byte_is_refused_and_any_other_is_right(
     dtype: str, case: tuple[tuple[int, ...], ByAxis], last: int
 ) -> None:

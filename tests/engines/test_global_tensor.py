@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.tensor_operations import Operation, copies, views
 
@@ -93,7 +93,6 @@ def flat(nested: Any) -> list[Any]:
     return [one for part in nested for one in flat(part)] if isinstance(nested, list) else [nested]
 
 
-@settings(max_examples=400, deadline=None)
 @given(data=st.data(), cut=cuts())
 def test_any_sequence_of_views_and_copies_is_that_of_the_whole_tensor(
     data: st.DataObject, cut: tuple[list[int], int, list[tuple[int, int]]]
@@ -127,7 +126,6 @@ def test_any_sequence_of_views_and_copies_is_that_of_the_whole_tensor(
     assert flat(values(tensor)) == whole.reshape(-1).tolist()
 
 
-@settings(max_examples=200, deadline=None)
 @given(data=st.data(), cut=cuts())
 def test_a_strict_global_tensor_gives_what_it_holds_and_refuses_the_rest(
     data: st.DataObject, cut: tuple[list[int], int, list[tuple[int, int]]]
@@ -149,7 +147,6 @@ def test_a_strict_global_tensor_gives_what_it_holds_and_refuses_the_rest(
     assert case.usage.count == 0
 
 
-@settings(max_examples=200, deadline=None)
 @given(data=st.data(), cut=cuts())
 def test_what_is_written_to_views_is_seen_by_others(
     data: st.DataObject, cut: tuple[list[int], int, list[tuple[int, int]]]

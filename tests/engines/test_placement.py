@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.conversions import stock_tensors
 from support.fake_vllm import Model
@@ -170,7 +170,7 @@ def test_whatever_the_engine_does_it_finds_what_it_has_copied(folders: Path, nam
             assert report.placed_nbytes == report.nbytes
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40)
 @given(data=st.data())
 def test_what_the_engine_does_may_differ_from_tensor_to_tensor(folders: Path, data: st.DataObject) -> None:
     whole = stock_tensors(folders / "llama")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.tensor_operations import copies, views
 
@@ -23,7 +23,6 @@ def taken(tracer: Tracer, probe: torch.Tensor) -> torch.Tensor:
     return tracer.numbers(tracer.copies[-1].source)
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_views_and_rearrangements_are_followed_element_by_element(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))

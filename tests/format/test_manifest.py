@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 import xxhash
 import zstandard
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from relayout.core.extents import Transfer
@@ -89,7 +89,6 @@ def simulate(arena: Arena, stored: list[Bytes]) -> tuple[Bytes, npt.NDArray[np.i
 @given(files=rank_files())
 @example(files=[(4096, [4096], [0])])
 @example(files=[(512, [512, 528], [16, 5]), (512, [512], [5])])
-@settings(max_examples=400, deadline=None)
 def test_reads_bring_each_tensor_to_its_place_in_the_arena_and_nothing_else(files: Files) -> None:
     arena = plan_arena(files)
     stored = contents(files)
@@ -106,7 +105,6 @@ def test_reads_bring_each_tensor_to_its_place_in_the_arena_and_nothing_else(file
 
 
 @given(files=rank_files())
-@settings(max_examples=300, deadline=None)
 def test_the_bulk_of_a_file_can_be_read_directly_in_whole_blocks(files: Files) -> None:
     arena = plan_arena(files)
     assert arena.nbytes % BLOCK == 0
@@ -130,7 +128,6 @@ def test_the_bulk_of_a_file_can_be_read_directly_in_whole_blocks(files: Files) -
 
 
 @given(files=rank_files())
-@settings(max_examples=200, deadline=None)
 def test_the_arena_is_little_larger_than_its_tensors(files: Files) -> None:
     nbytes = sum(sum(sizes) for _, _, sizes in files)
     num_odd = sum(size % 16 != 0 for _, _, sizes in files for size in sizes)
@@ -300,7 +297,6 @@ def test_a_manifest_survives_a_round_trip(manifest: Manifest) -> None:
 
 
 @given(files=rank_files())
-@settings(max_examples=100, deadline=None)
 def test_the_reads_of_any_arena_survive_a_round_trip(files: Files) -> None:
     arena = plan_arena(files)
     entry = replace(
@@ -752,7 +748,6 @@ def damaged(draw: st.DrawFn, tree: Callable[[], Tree]) -> Tree:
 
 
 @given(top=damaged(manifest_tree))
-@settings(max_examples=400, deadline=None)
 def test_any_manifest_parses_or_raises_format_error_and_never_leaves_file_or_arena(top: Tree) -> None:
     try:
         manifest = parse_manifest(signed(top), WHERE)
@@ -766,7 +761,6 @@ def test_any_manifest_parses_or_raises_format_error_and_never_leaves_file_or_are
 
 
 @given(top=damaged(table_tree))
-@settings(max_examples=400, deadline=None)
 def test_any_table_parses_or_raises_format_error_and_never_leaves_file_or_arena(top: Tree) -> None:
     try:
         table = parse_stored(stored(top))

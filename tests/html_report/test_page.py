@@ -28,6 +28,8 @@ from relayout.html_report.kinds import KINDS, kind_of
 from relayout.html_report.page import render
 from relayout.storage.stores import find_store
 
+pytestmark = pytest.mark.documents
+
 Content = dict[str, Any]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.backend_contract import SIZES, Piece, Target, kinds, read, stored, strided
 from support.fake_cuda import FakeCuFile, Lanes
@@ -153,11 +153,7 @@ def pieces_with_gaps(draw: st.DrawFn) -> Piece:
     return Piece((strided(start, nbytes, count, stride, pitch),), draw(st.integers(0, BLOCK - 1)))
 
 
-@settings(
-    max_examples=12,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@settings(max_examples=12)
 @given(
     st.lists(dense_pieces(), max_size=4) | st.lists(dense_pieces() | pieces_with_gaps(), max_size=4),
     st.lists(st.integers(1, 80_000), max_size=3),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from relayout.errors import PlanError
@@ -107,7 +107,6 @@ def test_too_little_to_read_anything_is_refused(threads: int | None, memory: int
     threads=st.none() | st.integers(1, 64),
     memory=st.none() | st.integers(MIB, GIB),
 )
-@settings(deadline=None)
 def test_all_ranks_together_stay_in_bounds(
     cpus: int, ranks: int, most: int, threads: int | None, memory: int | None
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from relayout.loader import disjoint
@@ -39,13 +39,11 @@ def views(draw: st.DrawFn) -> torch.Tensor:
     return torch.empty(ROOM, dtype=dtype).as_strided(shape, strides, start)
 
 
-@settings(max_examples=500, deadline=None)
 @given(views(), views())
 def test_two_tensors_share_memory_if_and_only_if_they_share_a_byte(one: torch.Tensor, other: torch.Tensor) -> None:
     assert share(of(one), of(other)) == (not set(offsets(one)).isdisjoint(offsets(other)))
 
 
-@settings(max_examples=300, deadline=None)
 @given(views())
 def test_a_simple_tensor_has_each_byte_once_and_ends_behind_the_last(one: torch.Tensor) -> None:
     found = offsets(one)
@@ -55,7 +53,6 @@ def test_a_simple_tensor_has_each_byte_once_and_ends_behind_the_last(one: torch.
         assert len(set(found)) == len(found)
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_what_is_cut_permuted_and_stepped_through_of_a_dense_tensor_is_simple(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
@@ -65,7 +62,6 @@ def test_what_is_cut_permuted_and_stepped_through_of_a_dense_tensor_is_simple(da
     assert is_simple(of(dense[index].permute(axes)))
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.lists(views(), max_size=6))
 def test_all_pairs_that_share_memory_are_found(tensors: list[torch.Tensor]) -> None:
     sets = [set(offsets(one)) for one in tensors]

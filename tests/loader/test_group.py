@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support import prestarted
 from support.conversions import stock_tensors, stored_in
@@ -62,7 +62,6 @@ def carried_out(reads: tuple[Read, ...] | list[Read], files: list[Any], nbytes: 
     return arena, written
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     arenas(),
     st.integers(1, 5),

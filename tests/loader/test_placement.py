@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from relayout.core.extents import Transfer
@@ -108,7 +108,6 @@ def held_tensors(draw: st.DrawFn) -> list[Tensor]:
 
 
 @given(held_tensors(), st.integers(0, 3).map(lambda n: 4096 * n))
-@settings(max_examples=300, deadline=None)
 def test_reads_bring_just_each_tensors_bytes_to_its_offset(tensors: list[Tensor], start: int) -> None:
     sizes = [size_of(tensor) for tensor in tensors]
     placement = place(tensors, sizes, start)
@@ -124,7 +123,6 @@ def test_reads_bring_just_each_tensors_bytes_to_its_offset(tensors: list[Tensor]
 
 
 @given(held_tensors())
-@settings(max_examples=300, deadline=None)
 def test_neighbors_in_a_file_are_brought_by_one_read_and_memory_is_not_wasted(tensors: list[Tensor]) -> None:
     sizes = [size_of(tensor) for tensor in tensors]
     placement = place(tensors, sizes)
@@ -140,7 +138,6 @@ def test_neighbors_in_a_file_are_brought_by_one_read_and_memory_is_not_wasted(te
 
 
 @given(held_tensors())
-@settings(max_examples=300, deadline=None)
 def test_what_is_large_and_at_a_multiple_of_16_can_go_straight(tensors: list[Tensor]) -> None:
     placement = place(tensors, [size_of(tensor) for tensor in tensors])
     for read in placement.reads:
@@ -211,7 +208,6 @@ def test_an_empty_tensor_has_an_offset_and_no_read() -> None:
 
 
 @given(held_tensors(), st.randoms(use_true_random=False))
-@settings(max_examples=300, deadline=None)
 def test_tensors_are_brought_to_offsets_that_exist_in_any_order(tensors: list[Tensor], random: object) -> None:
     order = list(range(len(tensors)))
     random.shuffle(order)  # type: ignore[attr-defined]
@@ -229,7 +225,6 @@ def test_there_is_an_offset_for_every_tensor() -> None:
 
 
 @given(st.lists(st.one_of(st.integers(0, 40), st.integers(0, 2000))), st.integers(1, 600))
-@settings(deadline=None)
 def test_batches_have_all_rows_in_order_and_are_as_large_as_the_limit_lets_them(sizes: list[int], limit: int) -> None:
     cut = list(batches(sizes, limit))
     assert [row for part in cut for row in part] == list(range(len(sizes)))

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from relayout.core.extents import Extent, Transfer
@@ -105,7 +105,6 @@ def carry_out(reads: Sequence[Read], arena: Bytes) -> None:
 
 
 @given(cases())
-@settings(max_examples=150, deadline=None)
 def test_chunks_bring_every_byte_of_the_reads_to_its_place_and_touch_no_other(case: Case) -> None:
     expected = np.full(case.arena_nbytes, UNTOUCHED, np.uint8)
     carry_out(case.reads, expected)
@@ -134,7 +133,6 @@ def test_chunks_bring_every_byte_of_the_reads_to_its_place_and_touch_no_other(ca
 
 
 @given(cases())
-@settings(max_examples=150, deadline=None)
 def test_requests_are_aligned_and_no_larger_than_they_may_be(case: Case) -> None:
     for chunk in case.chunks():
         assert chunk.extent.offset % case.alignment == chunk.extent.nbytes % case.alignment == 0
@@ -148,7 +146,6 @@ def test_requests_are_aligned_and_no_larger_than_they_may_be(case: Case) -> None
 
 
 @given(cases())
-@settings(max_examples=150, deadline=None)
 def test_what_is_requested_and_not_wanted_is_edges_of_blocks_and_gaps_of_strided_reads(case: Case) -> None:
     exactly = wanted(case.reads)
     allowed = []
@@ -168,7 +165,6 @@ def test_what_is_requested_and_not_wanted_is_edges_of_blocks_and_gaps_of_strided
 
 
 @given(cases())
-@settings(max_examples=150, deadline=None)
 def test_requests_that_touch_and_fit_one_buffer_are_one(case: Case) -> None:
     for one, other in pairwise(case.chunks()):
         if one.arena_offset is None and other.arena_offset is None and one.file == other.file:
@@ -179,7 +175,6 @@ def test_requests_that_touch_and_fit_one_buffer_are_one(case: Case) -> None:
 
 
 @given(cases())
-@settings(max_examples=150, deadline=None)
 def test_whole_blocks_of_a_congruent_read_go_through_no_buffer(case: Case) -> None:
     straight = np.zeros(case.arena_nbytes, np.bool_)
     for chunk in case.chunks():

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from relayout.core.dtypes import BITS
@@ -144,7 +144,6 @@ def executed(reads: tuple[Read, ...], files: tuple[Array, ...], nbytes: int) -> 
 
 
 @given(cases())
-@settings(max_examples=300, deadline=None, database=None)
 def test_what_is_gathered_is_what_numpy_selects_and_no_byte_more_is_read(case: Case) -> None:
     reads = gather(case.dtype, case.shape, case.wanted, case.holders)
     found = executed(reads, case.files, case.expected.size)
@@ -153,7 +152,6 @@ def test_what_is_gathered_is_what_numpy_selects_and_no_byte_more_is_read(case: C
 
 
 @given(cases(max_axes=1))
-@settings(max_examples=150, deadline=None, database=None)
 def test_from_each_place_on_who_has_most_of_what_follows_is_asked(case: Case) -> None:
     """No other choice needs fewer reads."""
     if not case.expected.size or not case.shape:

@@ -173,7 +173,7 @@ def test_any_slice_is_what_torch_selects(name: str, conversions: Conversions) ->
     opened = relayout.safe_open(conversions.at(name, 8))
 
     @given(st.data())
-    @settings(max_examples=40, deadline=None, database=None)
+    @settings(max_examples=40)
     def check(data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(by_shape.values())))
         index = data.draw(indices(source[key].shape))

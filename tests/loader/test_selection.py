@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.local_stores import stored_file
 
@@ -99,7 +99,6 @@ def matches(pattern: str, name: str) -> bool:
 
 
 @given(st.lists(TEXT, max_size=12, unique=True), st.lists(TEXT, max_size=3), st.data())
-@settings(deadline=None)
 def test_a_name_in_full_always_chooses_itself_and_else_the_pattern_decides(
     names: list[str], patterns: list[str], data: st.DataObject
 ) -> None:
@@ -158,7 +157,6 @@ def test_what_has_no_digests_gets_none() -> None:
 
 
 @given(st.lists(st.integers(0, 4), unique=True))
-@settings(deadline=None)
 def test_each_row_still_comes_from_the_same_bytes_of_the_same_file(rows: list[int]) -> None:
     chosen = CONTENTS.rows(rows)
     assert [chosen.names[i] for i in range(len(rows))] == [CONTENTS.names[row] for row in rows]

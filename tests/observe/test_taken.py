@@ -6,7 +6,7 @@ import itertools
 from math import prod
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from relayout.core.slices import NOT_HELD, WHOLE, Slice
@@ -40,7 +40,6 @@ def viewed(tensor: torch.Tensor, data: st.DataObject) -> torch.Tensor:
     return tensor
 
 
-@settings(max_examples=400, deadline=None)
 @given(st.data())
 def test_a_view_has_the_elements_of_its_box(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))

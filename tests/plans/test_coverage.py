@@ -6,7 +6,7 @@ from math import prod
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from relayout.core.slices import WHOLE, Slice
@@ -33,7 +33,6 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Slice]]:
 @given(case=cases())
 @example(case=((2, 2), [Slice.along(0, ((0, 1),)), Slice.of({0: ((1, 1),), 1: ((0, 1),)})]))
 @example(case=((2, 2), [Slice.along(0, ((0, 1),)), Slice.of({0: ((1, 1),), 1: ((1, 1), (0, 1))})]))
-@settings(max_examples=500, deadline=None)
 def test_the_first_element_that_no_slice_has_is_found(case: tuple[tuple[int, ...], list[Slice]]) -> None:
     shape, slices = case
     is_held = np.zeros(shape, bool)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from relayout.errors import PlanError
@@ -136,7 +136,6 @@ def test_vocabulary_cuts(dim: int, num_ranks: int, expected: list[Range]) -> Non
 
 
 @given(dim=st.integers(0, 5000), num_ranks=st.integers(1, 96))
-@settings(deadline=None)
 def test_vocabulary_ranges_partition_the_axis_in_equal_shares_but_for_the_end(dim: int, num_ranks: int) -> None:
     ranges = vocabulary_ranges(dim, num_ranks)
     assert len(ranges) == num_ranks
@@ -179,7 +178,6 @@ def test_a_ragged_axis_that_is_no_whole_number_of_blocks_is_refused() -> None:
 
 
 @given(blocks=st.integers(0, 60), block=st.integers(1, 9), num_ranks=st.integers(1, 40))
-@settings(deadline=None)
 def test_ragged_ranges_partition_the_axis_at_borders_of_blocks_in_falling_shares(
     blocks: int, block: int, num_ranks: int
 ) -> None:
@@ -193,7 +191,6 @@ def test_ragged_ranges_partition_the_axis_at_borders_of_blocks_in_falling_shares
 
 
 @given(count=st.integers(0, 300), num_ranks=st.integers(1, 64))
-@settings(deadline=None)
 def test_experts_are_dealt_as_numpy_splits_them(count: int, num_ranks: int) -> None:
     """array_split: contiguous, and the first parts take the remainder."""
     ranges = owner_ranges(count, num_ranks)
@@ -274,7 +271,6 @@ PARTS = st.lists(st.tuples(st.sampled_from(["heads", "kv_heads", "others"]), st.
 @given(
     parts=PARTS, num_ranks=st.sampled_from([1, 2, 3, 4]), multiple=st.integers(1, 3), few=st.booleans(), data=st.data()
 )
-@settings(deadline=None)
 def test_a_fused_axis_is_cut_as_numpy_cuts_each_of_its_parts(
     parts: list[tuple[str, int]], num_ranks: int, multiple: int, few: bool, data: st.DataObject
 ) -> None:
@@ -306,7 +302,6 @@ def test_a_fused_axis_is_cut_as_numpy_cuts_each_of_its_parts(
     width=st.integers(1, 3),
     num_ranks=st.sampled_from([1, 2, 3, 4, 6, 12]),
 )
-@settings(deadline=None, max_examples=300)
 def test_an_interleaved_axis_is_cut_as_numpy_cuts_its_parts_after_transposition(
     units: list[str], groups: int, per_group: int, width: int, num_ranks: int
 ) -> None:

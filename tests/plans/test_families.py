@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -34,8 +33,6 @@ from relayout.plans.plan import Plan
 from relayout.plans.planner import plan_for
 
 DEGREES = range(2, 17)
-LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
-"""Many more examples; without, each family is tried at some other sizes."""
 
 
 def make_source(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> SourceCheckpoint:
@@ -192,7 +189,7 @@ def test_at_other_sizes_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes = []
 
     @given(sizes=drawn_sizes(name), num_ranks=st.sampled_from([2, 3, 4, 6, 7, 8, 12, 16]))
-    @settings(max_examples=100 if LONG else 25, deadline=None, database=None, derandomize=True)
+    @settings(max_examples=settings().max_examples // 4)
     def check(sizes: Sizes, num_ranks: int) -> None:
         entries = [entry for entry in family.entries(sizes) if not entry.expert]
         source = make_source({entry.name: entry.shape for entry in entries}, family.config(sizes))

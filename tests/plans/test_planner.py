@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.planning import all_slices, make_source, plan_of, ranges_of, shapes_of, slices_of
 
@@ -351,7 +351,6 @@ def test_a_shape_that_contradicts_the_configuration_is_refused(dim: int, config:
     num_ranks=st.sampled_from([2, 3, 4, 6, 8, 16]),
     head_dim=st.sampled_from([1, 3, 16]),
 )
-@settings(max_examples=200, deadline=None)
 def test_every_rank_holds_the_kv_heads_that_its_query_heads_use(
     kv_heads: int, queries_per_kv_head: int, num_ranks: int, head_dim: int
 ) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.planning import make_source
 
@@ -147,7 +147,6 @@ def families(draw: st.DrawFn) -> Family:
 
 
 @given(families())
-@settings(max_examples=300, deadline=None)
 def test_any_plan_survives(family: Family) -> None:
     found = through_json(family)
     assert found == family

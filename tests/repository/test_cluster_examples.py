@@ -15,6 +15,8 @@ from support.patience import PATIENCE
 
 import relayout
 
+pytestmark = pytest.mark.documents
+
 EXAMPLES = Path(__file__).parents[2] / "tools" / "examples"
 NUM_TASKS = 3
 

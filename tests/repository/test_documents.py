@@ -27,6 +27,8 @@ from relayout.errors import FormatError
 from relayout.plans.division import Sizes, divide
 from relayout.plans.family import Family, SizeSource, builtin_families, parse_family
 
+pytestmark = pytest.mark.documents
+
 ROOT = Path(__file__).parents[2]
 FORMAT_PATH = ROOT / "relayout" / "FORMAT.md"
 PLANS_PATH = ROOT / "relayout" / "plans" / "PLANS.md"

@@ -22,7 +22,7 @@ PROMPT = [17, 300, 5]
 OPTIONS = ["--prompt", *map(str, PROMPT), "--new-tokens", "12"]
 
 # All in one process of pytest-xdist, which then makes the checkpoint once.
-pytestmark = pytest.mark.xdist_group("transformers")
+pytestmark = [pytest.mark.documents, pytest.mark.xdist_group("transformers")]
 
 
 def write_checkpoint(folder: Path, config: PretrainedConfig) -> Path:

@@ -8,6 +8,8 @@ from statistics import median
 import pytest
 from fleet import PIECE_NBYTES, PUBLISHED, WAYS, Fleet, every_rank, group, p2p_cache, ranges
 
+pytestmark = pytest.mark.documents
+
 GB = 1e9
 SMALL = Fleet(16, 140 * GB, storage=40 * GB, nic=50 * GB, reader=1e12)
 about = pytest.approx

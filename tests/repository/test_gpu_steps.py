@@ -12,6 +12,8 @@ from gpu import steps as stepping
 from gpu.results import Results
 from gpu.steps import Run, Step
 
+pytestmark = pytest.mark.documents
+
 LONG = "import subprocess, sys, time; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); time.sleep(600)"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.local_stores import hashed_file
 
@@ -74,13 +74,11 @@ def arrangements(draw: Callable[[Any], Any]) -> list[Extent]:
     return extents
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(extents=arrangements(), threads=st.integers(1, 4))
 def test_digests_are_those_of_the_files_bytes(path: Path, chunks: int, extents: list[Extent], threads: int) -> None:
     assert hash_files([hashed_file(path, NBYTES, extents)], threads) == [expected(extents)]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(extents=arrangements(), empty=st.lists(st.tuples(st.integers(0, 12), st.integers(0, NBYTES)), max_size=3))
 def test_empty_extents_may_lie_anywhere(
     path: Path, chunks: int, extents: list[Extent], empty: list[tuple[int, int]]
@@ -90,7 +88,7 @@ def test_empty_extents_may_lie_anywhere(
     assert hash_files([hashed_file(path, NBYTES, extents)], 2) == [expected(extents)]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(arrangement=st.lists(arrangements(), max_size=4), threads=st.integers(1, 4))
 def test_several_files_are_not_mixed_up(path: Path, chunks: int, arrangement: list[list[Extent]], threads: int) -> None:
     other = path.with_name("other")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.store_contract import KINDS, MARKER, OLDER, WRITABLE, Ground, content, ground, staged
 
@@ -66,7 +66,7 @@ def test_what_was_written_can_be_read_whole_and_by_ranges(here: Ground) -> None:
 
 @pytest.mark.parametrize("access", [Access.BUFFERED, Access.AUTO, Access.ONCE])
 @given(block=st.integers(0, NBYTES // 4096), blocks=st.integers(0, 7))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_a_read_fills_memory_as_far_as_the_file_reaches(here: Ground, access: Access, block: int, blocks: int) -> None:
     store = here.store("model")
     if store.stat("weights") is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import resource
@@ -40,6 +41,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 import relayout
 from relayout.cli.app import main
 from relayout.errors import FormatError, PlanError
+from relayout.loader.diagnose.doctor import diagnose
 
 VECTORS = vectors()
 PARSERS = {"header", "index", "config", "manifest", "table", "record", "plan", "rank_file", "paths", "chunks", "whole"}
@@ -54,14 +56,24 @@ MAX_LINE = 2000
 VARIABLES = ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LINES", "TERM")
 
 
+COMMANDS = argparse.ArgumentParser(exit_on_error=False)
+for argument in ("name", "path"):
+    COMMANDS.add_argument(argument)
+COMMANDS.add_argument("how", nargs="*")
+COMMANDS.add_argument("-o", dest="output")
+COMMANDS.add_argument("--plan")
+for option in ("--tp", "--rank"):
+    COMMANDS.add_argument(option, type=int)
+
+
 class Run(Protocol):
     """Runs the command to its end."""
 
     def __call__(self, words: list[str], *, limited: bool = False) -> tuple[int, str, str]: ...
 
 
-def named(only: Callable[[dict[str, Any]], bool] = lambda one: True) -> Any:
-    return [pytest.param(one, id=one["name"]) for one in VECTORS if only(one)]
+def named(only: Callable[[dict[str, Any]], bool] = lambda vector: True) -> Any:
+    return [pytest.param(vector, id=vector["name"]) for vector in VECTORS if only(vector)]
 
 
 @pytest.fixture
@@ -94,8 +106,8 @@ def seen(place: Path) -> set[str]:
     return {path.relative_to(place).as_posix() for path in place.rglob("*")}
 
 
-def words_of(vector: Mapping[str, Any], folder: Path, out: Path) -> list[str]:
-    return [word.format(path=folder, out=out) for word in vector["command"].split()]
+def words_of(command: str, folder: Path, out: Path) -> list[str]:
+    return [word.format(path=folder, out=out) for word in command.split()]
 
 
 def check_line(text: str, folder: Path) -> str:
@@ -109,11 +121,22 @@ def check_line(text: str, folder: Path) -> str:
     return lines[0]
 
 
-@pytest.mark.parametrize("vector", named())
-def test_a_vector_is_refused_and_nothing_is_written(vector: dict[str, Any], run: Run, tmp_path: Path) -> None:
+def kinds() -> list[Any]:
+    """The first vector of each kind: parser, command and exit code. All bombs: each needs a process of its own."""
+    first: dict[tuple[str, str, int], dict[str, Any]] = {}
+    for vector in VECTORS:
+        first.setdefault((vector["name"].split("/")[0], vector["command"], vector.get("exit", 2)), vector)
+    chosen = {vector["name"] for vector in first.values()}
+    return named(lambda vector: vector["name"] in chosen or vector.get("is_bomb"))
+
+
+@pytest.mark.parametrize("vector", kinds())
+def test_the_command_refuses_each_kind_in_one_line_and_writes_nothing(
+    vector: dict[str, Any], run: Run, tmp_path: Path
+) -> None:
     folder, out = laid_out(vector, tmp_path), tmp_path / "out"
     before = seen(tmp_path)
-    code, stdout, stderr = run(words_of(vector, folder, out), limited=vector.get("is_bomb", False))
+    code, stdout, stderr = run(words_of(vector["command"], folder, out), limited=vector.get("is_bomb", False))
     if vector.get("exit", 2) == 1:  # A verification that found a difference: told on stdout.
         assert (code, stderr) == (1, "")
         assert re.search(vector["says"], stdout), stdout
@@ -124,42 +147,43 @@ def test_a_vector_is_refused_and_nothing_is_written(vector: dict[str, Any], run:
     assert seen(tmp_path) == before
 
 
-def call(what: str, path: Path, out: Path) -> None:
-    """One of the calls of a vector's `python`."""
-    match what.split():
-        case ["load", rank]:
-            relayout.load(path, int(rank))
-        case ["load", rank, "verify"]:
-            relayout.load(path, int(rank), verify=True)
-        case ["load", rank, "of", tp, "verify"]:
-            relayout.load(path, int(rank), tp=int(tp), verify=True)
-        case ["load", rank, "of", tp]:
-            relayout.load(path, int(rank), tp=int(tp))
-        case ["restore"]:
-            relayout.restore(path, out)
-        case ["inspect"]:
-            relayout.inspect(path)
-        case ["verify"]:
+def call(words: list[str]) -> None:
+    """What a command line calls, or `load PATH`."""
+    arguments = vars(COMMANDS.parse_args(words))
+    name, path, how = arguments.pop("name"), arguments.pop("path"), arguments.pop("how")
+    options = {option: value for option, value in arguments.items() if value is not None}
+    match how:
+        case [rank, *_] if name == "load":
+            if "of" in how:
+                options["tp"] = int(how[2])
+            relayout.load(path, int(rank), verify="verify" in how, **options)
+        case [] if name == "verify":
             report = relayout.verify(path)
             if not report.ok:
-                raise FormatError(str(report.differences[0]))
+                raise FormatError("\n".join(map(str, report.differences)))
+        case [] if name == "doctor":
+            diagnose(path, **options)
+        case []:
+            getattr(relayout, name)(path, **options)
         case _:
-            raise AssertionError(what)
+            raise AssertionError(words)
 
 
 @pytest.mark.filterwarnings("ignore:.*a plain checkpoint")
-@pytest.mark.parametrize("vector", named(lambda one: one.get("python") and not one.get("is_bomb")))
-def test_python_refuses_a_vector(vector: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("vector", named(lambda vector: not vector.get("is_bomb")))
+def test_a_vector_is_refused_and_nothing_is_written(vector: dict[str, Any], tmp_path: Path) -> None:
     folder, out = laid_out(vector, tmp_path), tmp_path / "out"
-    target = Path(words_of(vector, folder, out)[1])
-    errors = {"FormatError": FormatError, "PlanError": PlanError}[vector.get("error", "FormatError")]
     before = seen(tmp_path)
-    for what in vector["python"]:
-        try:
-            call(what, target, out)
-        except errors:
-            continue
-        pytest.fail(f"{what}: no error")
+    words = words_of(vector["command"], folder, out)
+    with pytest.raises((FormatError, PlanError), match=vector["says"]) as caught:
+        call(words)
+    for line in str(caught.value).split("\n") if vector.get("exit") == 1 else [str(caught.value)]:
+        check_line(f"{line}\n", folder)
+    expected = {"FormatError": FormatError, "PlanError": PlanError}[vector.get("error", "FormatError")]
+    for what in vector.get("python", []):
+        name, *how = what.split()
+        with pytest.raises(expected):
+            call([name, words[1], *how, *(["-o", str(out)] if name == "restore" else [])])
     assert seen(tmp_path) == before
 
 

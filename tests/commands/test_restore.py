@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from support.checkpoints import write_family
+from support.conversions import OF_EACH_KIND
 from support.families import FAMILIES
 from support.quantized import QUANTIZED, write_quantized
 from support.rebuilding import rebuild
@@ -59,7 +60,7 @@ def convert_at_any_degree(source: Path, out: Path, **options: Any) -> int:
     raise AssertionError("not even at one rank")
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *QUANTIZED])
+@pytest.mark.parametrize("name", OF_EACH_KIND)
 def test_a_checkpoint_of_each_kind_comes_back(name: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     source = checkpoint(name)
     convert_at_any_degree(source, tmp_path / "out", align=512, max_part_nbytes=100_000)

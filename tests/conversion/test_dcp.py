@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.conversions import EXPERT_CASES, Conversions, assert_same, grouped, stock_tensors
-from support.families import FAMILIES
+from support.conversions import EXPERT_CASES, OF_EACH_KIND, Conversions, assert_same, grouped, stock_tensors
 from support.local_stores import read_manifest, read_table
-from support.quantized import QUANTIZED
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -21,17 +19,11 @@ from relayout.core.patterns import collapse_numbers
 QKV, GATE_UP = "self_attn.qkv_proj", "mlp.gate_up_proj"
 FUSED = {
     "phi3": [QKV, GATE_UP],
-    "glm4": [GATE_UP],
     "gpt2": ["attn.c_attn"],
-    "gpt2_hub": ["attn.c_attn"],
-    "falcon_mq": ["self_attention.query_key_value"],
     "falcon_40b": ["self_attention.query_key_value"],
     "llama4": ["feed_forward.experts.gate_up_proj"],
-    "llama4_text": ["feed_forward.experts.gate_up_proj"],
-    "qwen2_5_vl": ["visual.blocks.0.attn.qkv"],
-    "qwen2_5_vl_new": ["visual.blocks.0.attn.qkv"],
     "qwen3_next": ["linear_attn.conv1d"],
-    **{name: [QKV, GATE_UP] for name, quantized in QUANTIZED.items() if quantized.family == "phi3"},
+    "gptq_4bit_biases_fused": [QKV, GATE_UP],
 }
 """Fused tensors, of which a rank holds a piece of each part."""
 
@@ -66,7 +58,7 @@ def has_dcp(folder: Path) -> bool:
     return result
 
 
-@pytest.mark.parametrize("name", grouped([*FAMILIES, *QUANTIZED]))
+@pytest.mark.parametrize("name", grouped(OF_EACH_KIND))
 def test_whole_tensors_are_the_sources_or_a_fused_slice_is_no_box(name: str, conversions: Conversions) -> None:
     folder = conversions.at(name, conversions.largest(name))
     fused = fused_slices(folder)

@@ -1,10 +1,13 @@
-"""Quantized checkpoints: the numbers that a rank's slices mean are the slice of the numbers that the source means."""
+"""Quantized checkpoints: the numbers that a rank's slices mean are the slice of the numbers that the source means.
+
+All forms are compared by their plans, which numpy applies to the source; bytes for those of `OF_EACH_KIND`.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +16,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.checkpoints import Tensors
-from support.conversions import Conversions, grouped
+from support.conversions import OF_EACH_KIND, Conversions, grouped
 from support.engine_oracle import Array, IndivisibleError, expected, owners, split_cut
 from support.families import Entry, Sizes
 from support.local_stores import read_source
 from support.models import as_integers, read_tensors
-from support.planning import try_plan
+from support.planning import make_source, try_plan
 from support.quantized import (
     EXPERT_QUANTIZED,
     FP8_IN_BLOCKS,
@@ -33,8 +36,8 @@ from support.quantized import (
 from support.rebuilding import assert_ranks_give_back
 
 import relayout
-from relayout.checkpoint.source import SourceCheckpoint, SourceTensor
-from relayout.core.extents import Extent
+from relayout.checkpoint.source import SourceCheckpoint
+from relayout.core.slices import Slice
 from relayout.errors import PlanError
 from relayout.plans.plan import Plan
 from relayout.plans.planner import plan_for
@@ -42,24 +45,25 @@ from relayout.plans.planner import plan_for
 DEGREES = range(2, 17)
 
 
-@pytest.fixture(scope="session")
-def refused(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Writes a checkpoint of a form that cannot be cut, once."""
-
-    def made(name: str) -> Path:
-        method = Method(REFUSED_FORMS[name], lambda _: np.zeros((0, 0)))
-        sizes = {"D": 16, "I": 256, "H": 128}
-        return write_quantized(Quantized(method, sizes=sizes), tmp_path_factory.mktemp("refused") / name)
-
-    return cache(made)
-
-
-def tensors_of(folder: Path, rank: int | None = None) -> Tensors:
-    """All tensors of a checkpoint, or of one rank of a converted one, by stock safetensors."""
+def tensors_of(folder: Path) -> Tensors:
+    """All tensors of a checkpoint, by stock safetensors."""
     tensors: Tensors = {}
-    for file in folder.glob("*.safetensors" if rank is None else f"model-rank-{rank}-part-*.safetensors"):
+    for file in folder.glob("*.safetensors"):
         tensors |= load_file(file)
     return tensors
+
+
+def held_by(rank: int, plan: Plan, source: SourceCheckpoint, whole: Tensors) -> Tensors:
+    """What a rank holds by the plan."""
+    slices = {tensor.name: plan.cut(t).slices[rank] for t, tensor in enumerate(source.tensors)}
+    return {name: part_of(whole[name], part) for name, part in slices.items() if part.is_held}
+
+
+def part_of(tensor: torch.Tensor, part: Slice) -> torch.Tensor:
+    if part.ranges is None:
+        return tensor
+    pieces = [tensor.narrow(part.axis, start, length) for start, length in part.ranges or ((0, 0),)]
+    return torch.cat(pieces, part.axis)
 
 
 def module_of(entry: Entry, tensors: Mapping[str, torch.Tensor]) -> Tensors:
@@ -137,30 +141,31 @@ def bias_cut(entry: Entry) -> str:
     return "whole" if axis else kind
 
 
-@pytest.mark.parametrize("tp", [2, 8])
 @pytest.mark.parametrize("name", grouped([*QUANTIZED]))
-def test_a_ranks_slices_mean_the_slice_of_what_the_source_means(name: str, tp: int, conversions: Conversions) -> None:
+def test_a_ranks_slices_mean_the_slice_of_what_the_source_means(name: str, conversions: Conversions) -> None:
     quantized = QUANTIZED[name]
-    if tp not in fitting(name):
-        with pytest.raises(PlanError, match=rf"{tp}|falls inside"):
-            conversions.at(name, tp)
-        tp = conversions.largest(name)
-    whole = tensors_of(conversions.source(name))
-    held = [tensors_of(conversions.at(name, tp), rank) for rank in range(tp)]
+    source, whole = read_source(conversions.source(name)), tensors_of(conversions.source(name))
     entries = quantized.entries()
-    for entry in entries:
-        if entry.is_linear:
-            assert_same_numbers(entry, quantized.method, whole, held, quantized.all_sizes())
-        else:
-            for rank, wanted in enumerate(
-                expected(entry.cut, as_integers(whole[entry.name]), tp, quantized.all_sizes())
-            ):
-                np.testing.assert_array_equal(as_integers(held[rank][entry.name]), wanted, err_msg=entry.name)
     assert sum(entry.is_linear for entry in entries) >= 4
     shared = [key for key in whole if key.endswith(("_shape", "_global_scale", "k_scale", "v_scale", "_scale_2"))]
     shared += [key for key in whole if key.endswith("input_scale")]
-    for key in shared:
-        assert all(torch.equal(tensors[key], whole[key]) for tensors in held), key
+    for tp in {2, max(degree for degree in fitting(name) if degree <= 8)}:
+        plan = plan_for(source, tp)
+        held = [held_by(rank, plan, source, whole) for rank in range(tp)]
+        for entry in entries:
+            if entry.is_linear:
+                assert_same_numbers(entry, quantized.method, whole, held, quantized.all_sizes())
+                continue
+            wanted = expected(entry.cut, as_integers(whole[entry.name]), tp, quantized.all_sizes())
+            for rank, array in enumerate(wanted):
+                np.testing.assert_array_equal(as_integers(held[rank][entry.name]), array, err_msg=entry.name)
+        for key in shared:
+            assert all(torch.equal(tensors[key], whole[key]) for tensors in held), key
+
+
+@pytest.mark.parametrize("name", grouped([name for name in OF_EACH_KIND if name in QUANTIZED]))
+def test_all_ranks_together_give_back_every_byte_of_the_source(name: str, conversions: Conversions) -> None:
+    tp = conversions.largest(name)
     assert_ranks_give_back(conversions.at(name, tp), read_tensors(conversions.source(name)), tp)
 
 
@@ -176,148 +181,124 @@ def test_the_checkpoints_have_every_kind_of_tensor() -> None:
 
 
 @pytest.mark.parametrize("name", grouped([*QUANTIZED]))
-def test_each_degree_that_cuts_no_block_group_or_word_is_accepted(name: str, conversions: Conversions) -> None:
-    assert 2 in fitting(name)
-    for degree in fitting(name):
-        assert isinstance(conversions.planned(name, degree), Plan), degree
-
-
-@pytest.mark.parametrize("name", grouped([*QUANTIZED]))
-def test_a_refusal_names_tensor_axis_size_and_just_the_degrees_that_cut_no_block_group_or_word(
+def test_each_degree_that_cuts_no_block_group_or_word_is_accepted_and_a_refusal_names_tensor_axis_size_and_these(
     name: str, conversions: Conversions
 ) -> None:
-    shapes = {tensor.name: tensor.shape for tensor in read_source(conversions.source(name)).tensors}
-    refused = {3, 16} - {*fitting(name)}
-    assert refused
-    for degree in refused:
-        refusal = conversions.planned(name, degree)
-        assert isinstance(refusal, PlanError)
-        found = re.search(
-            r"tensor '(?P<name>[^']+)': dim (?P<axis>[01]) of (?P<kind>a quantized weight )?(?P<shape>\[[\d, ]+\]).*"
-            r" \(this checkpoint can be cut for --tp (?P<degrees>[\d, ]+)\)$",
-            str(refusal),
-        )
-        assert found, refusal
-        assert found["name"] in shapes
-        if found["kind"]:
-            module = found["name"].rpartition(".")[0]
-            [entry] = [one for one in QUANTIZED[name].entries() if one.name == f"{module}.weight"]
-            assert found["shape"] == str(list(entry.shape))
-        else:
-            assert found["shape"] == str(list(shapes[found["name"]]))
-        assert [int(number) for number in found["degrees"].split(", ") if int(number) <= 16] == [1, *fitting(name)]
+    source, accepted = read_source(conversions.source(name)), fitting(name)
+    assert 2 in accepted
+    for degree in accepted:
+        plan_for(source, degree)
+    shapes = {tensor.name: tensor.shape for tensor in source.tensors}
+    refused = next(degree for degree in (3, 16) if degree not in accepted)
+    with pytest.raises(PlanError) as caught:
+        plan_for(source, refused)
+    parts = re.search(
+        r"tensor '(?P<name>[^']+)': dim (?P<axis>[01]) of (?P<kind>a quantized weight )?(?P<shape>\[[\d, ]+\]).*"
+        r" \(this checkpoint can be cut for --tp (?P<degrees>[\d, ]+)\)$",
+        str(caught.value),
+    )
+    assert parts, caught.value
+    shape = shapes[parts["name"]]
+    if parts["kind"]:
+        module = parts["name"].rpartition(".")[0]
+        [shape] = [entry.shape for entry in QUANTIZED[name].entries() if entry.name == f"{module}.weight"]
+    assert parts["shape"] == str(list(shape))
+    assert [int(degree) for degree in parts["degrees"].split(", ") if int(degree) <= 16] == [1, *accepted]
 
 
 # Cuts that no checkpoint above asks for.
 
 
-def make_source(config: Mapping[str, Any], **tensors: tuple[str, tuple[int, ...]]) -> SourceCheckpoint:
+def of_module(config: Mapping[str, Any], **tensors: tuple[str, tuple[int, ...]]) -> SourceCheckpoint:
+    """A checkpoint of one quantized weight."""
     module = "model.layers.0.mlp.down_proj."
-    stored = (SourceTensor(module + name, *of, 0, Extent(0, 0)) for name, of in tensors.items())
-    whole = {"model_type": "llama", "num_attention_heads": 8, "quantization_config": config}
-    return SourceCheckpoint(Path("checkpoint"), (), tuple(stored), {}, whole, None, (), ())
+    source = make_source({module + name: shape for name, (_, shape) in tensors.items()}, model_type="llama")
+    typed = [replace(tensor, dtype=tensors[tensor.name.removeprefix(module)][0]) for tensor in source.tensors]
+    return replace(source, tensors=tuple(typed), config={**source.config, "quantization_config": config})
+
+
+def gptq(columns: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    groups = -(-columns // 128)
+    return {
+        "qweight": ("I32", (columns // 8, 64)),
+        "qzeros": ("I32", (groups, 8)),
+        "scales": ("F16", (groups, 64)),
+        "g_idx": ("I32", (columns,)),
+    }
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+GROUPS = {256: {2}, 192: set(), 384: {3}, 512: {2, 4}}
+"""Columns, in groups of 128, and the degrees at which ranks have whole groups."""
 
 
-@pytest.mark.parametrize(("columns", "fitting"), [(256, {2}), (192, set()), (384, {3}), (512, {2, 4})])
-def test_a_cut_inside_a_group_is_refused_even_where_the_number_of_groups_divides(
-    columns: int, fitting: set[int]
-) -> None:
-    groups = -(-columns // 128)
-    source = make_source(
-        GPTQ,
-        qweight=("I32", (columns // 8, 64)),
-        qzeros=("I32", (groups, 8)),
-        scales=("F16", (groups, 64)),
-        g_idx=("I32", (columns,)),
-    )
-    assert {degree for degree in DEGREES if isinstance(try_plan(source, degree), Plan)} == fitting
-
-
-def test_a_dynamic_rule_that_asks_for_act_order_is_refused_as_if_all_weights_had_it() -> None:
-    """GPTQModel's exceptions from the rest of the configuration (vLLM gptq_utils.py raises too)."""
-    stored: dict[str, tuple[str, tuple[int, ...]]] = {
-        "qweight": ("I32", (32, 64)),
-        "qzeros": ("I32", (2, 8)),
-        "scales": ("F16", (2, 64)),
-        "g_idx": ("I32", (256,)),
+@pytest.mark.parametrize("columns", GROUPS)
+def test_a_cut_inside_a_group_is_refused_even_where_the_number_of_groups_divides(columns: int) -> None:
+    packed: dict[str, tuple[str, tuple[int, ...]]] = {
+        "weight_packed": ("I32", (64, columns // 8)),
+        "weight_scale": ("BF16", (64, -(-columns // 128))),
+        "weight_shape": ("I64", (2,)),
     }
-    assert isinstance(try_plan(make_source({**GPTQ, "dynamic": {"-:.*o_proj": {}}}, **stored), 2), Plan)
-    with pytest.raises(PlanError, match=r"desc_act.*--tp 1"):
-        plan_for(make_source({**GPTQ, "dynamic": {"+:.*down_proj": {"desc_act": True}}}, **stored), 2)
-
-
-@pytest.mark.parametrize(("columns", "fitting"), [(256, {2}), (192, set()), (384, {3}), (512, {2, 4})])
-def test_a_cut_inside_a_group_of_compressed_tensors_is_refused_even_where_their_number_divides(
-    columns: int, fitting: set[int]
-) -> None:
-    config = compressed("pack-quantized", weights_of(4, "int", "group", group_size=128))
-    source = make_source(
-        config,
-        weight_packed=("I32", (64, columns // 8)),
-        weight_scale=("BF16", (64, -(-columns // 128))),
-        weight_shape=("I64", (2,)),
-    )
-    assert {degree for degree in DEGREES if isinstance(try_plan(source, degree), Plan)} == fitting
+    of_groups = compressed("pack-quantized", weights_of(4, "int", "group", group_size=128))
+    for source in (of_module(GPTQ, **gptq(columns)), of_module(of_groups, **packed)):
+        assert {degree for degree in DEGREES if isinstance(try_plan(source, degree), Plan)} == GROUPS[columns]
 
 
 @pytest.mark.parametrize(("columns", "fitting"), [(256, {2}), (192, set()), (320, set()), (1024, {2, 4, 8})])
 def test_a_cut_inside_a_block_is_refused_where_the_last_block_is_partial(columns: int, fitting: set[int]) -> None:
     config = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
     shape = (1, -(-columns // 128))
-    source = make_source(config, weight=("F8_E4M3", (64, columns)), weight_scale_inv=("F32", shape))
+    source = of_module(config, weight=("F8_E4M3", (64, columns)), weight_scale_inv=("F32", shape))
     assert {degree for degree in DEGREES if isinstance(try_plan(source, degree), Plan)} == fitting
+
+
+def test_a_dynamic_rule_that_asks_for_act_order_is_refused_as_if_all_weights_had_it() -> None:
+    """GPTQModel's exceptions from the rest of the configuration (vLLM gptq_utils.py raises too)."""
+    plan_for(of_module({**GPTQ, "dynamic": {"-:.*o_proj": {}}}, **gptq(256)), 2)
+    with pytest.raises(PlanError, match=r"desc_act.*--tp 1"):
+        plan_for(of_module({**GPTQ, "dynamic": {"+:.*down_proj": {"desc_act": True}}}, **gptq(256)), 2)
 
 
 # Expert parallel.
 
 
-@pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("name", grouped(EXPERT_QUANTIZED))
 def test_with_expert_parallel_an_owner_has_all_tensors_of_its_experts_and_others_the_scales_of_their_inputs_only(
-    name: str, tp: int, conversions: Conversions
+    name: str, conversions: Conversions
 ) -> None:
     """Engines take the greatest input scale of all experts (vLLM model_loader/ep_weight_filter.py)."""
-    quantized = QUANTIZED[name]
+    quantized, tp = QUANTIZED[name], 4
     assert fits(quantized, tp, owned=True)
-    out = conversions.at(name, tp, experts=True)
-    whole = tensors_of(conversions.source(name))
-    held = [tensors_of(out, rank) for rank in range(tp)]
+    source, whole = read_source(conversions.source(name)), tensors_of(conversions.source(name))
+    plan = plan_for(source, tp, expert_parallel=True)
+    held = [held_by(rank, plan, source, whole) for rank in range(tp)]
     owner = owners(quantized.all_sizes()["E"], tp)
     for entry in quantized.entries():
         if entry.expert is None:
             if entry.is_linear:
                 assert_same_numbers(entry, quantized.method, whole, held, quantized.all_sizes())
             continue
+        stored = module_of(entry, whole)
         for rank, tensors in enumerate(held):
-            mine = module_of(entry, tensors)
-            stored = module_of(entry, whole)
+            own = module_of(entry, tensors)
             kept = stored if rank == owner[entry.expert] else stored.keys() & {"input_scale", "input_global_scale"}
-            assert mine.keys() == set(kept), entry.name
-            for suffix, tensor in mine.items():
+            assert own.keys() == set(kept), entry.name
+            for suffix, tensor in own.items():
                 np.testing.assert_array_equal(as_integers(tensor), as_integers(stored[suffix]), err_msg=entry.name)
-    assert_ranks_give_back(out, read_tensors(conversions.source(name)), tp)
 
 
 # Forms that cannot be cut.
 
 
 @pytest.mark.parametrize("name", REFUSED_FORMS)
-@pytest.mark.parametrize("tp", [2, 8])
-def test_a_form_that_cannot_be_cut_is_refused_by_name_with_the_reason_and_the_way_out(
-    name: str, tp: int, refused: Callable[[str], Path], tmp_path: Path
+def test_a_form_that_cannot_be_cut_is_refused_by_name_with_the_reason_and_converted_for_one_rank(
+    name: str, tmp_path: Path
 ) -> None:
+    method = Method(REFUSED_FORMS[name], lambda _: np.zeros((0, 0)))
+    source = write_quantized(Quantized(method, sizes={"D": 16, "I": 256, "H": 128}), tmp_path / "source")
     word = name.partition(" ")[0]
     with pytest.raises(PlanError, match=rf"quantized by .*{word}.* cannot be cut offline: \w.*; .*--tp 1\b"):
-        relayout.convert(refused(name), tmp_path / "out", tp=tp)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("name", REFUSED_FORMS)
-def test_a_form_that_cannot_be_cut_is_converted_for_one_rank(
-    name: str, refused: Callable[[str], Path], tmp_path: Path
-) -> None:
-    relayout.convert(refused(name), tmp_path / "out", tp=1)
-    assert_ranks_give_back(tmp_path / "out", read_tensors(refused(name)), 1)
+        relayout.convert(source, tmp_path / "out", tp=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    relayout.convert(source, tmp_path / "out", tp=1)
+    assert_ranks_give_back(tmp_path / "out", read_tensors(source), 1)

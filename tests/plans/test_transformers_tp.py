@@ -8,19 +8,21 @@ from collections.abc import Callable
 from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import zstandard
+from safetensors.torch import load_file
 from support import prestarted
+from support.conversions import held_by, stock_tensors
+from support.local_stores import read_source
 from support.models import Array, as_integers, save_pretrained
 from support.transformers_tp_worker import FORWARD, TOKENS, as_in_memory
 
 import relayout
-
-if TYPE_CHECKING:
-    import torch
+from relayout.plans.planner import plan_for
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="gloo processes are forked; transformers refuses MPS"),
@@ -176,23 +178,34 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("plan", [None, "transformers"])
 @pytest.mark.parametrize(("family", "tp"), CASES)
-def test_each_rank_holds_the_shards_of_transformers(folder: Path, family: str, tp: int) -> None:
-    check_shards(folder, family, tp, converted(folder, family, tp), DIFFERENCES.get(family, {}))
-
-
-@pytest.mark.parametrize(("family", "tp"), CASES)
-def test_by_the_plan_of_transformers_the_shards_are_those_of_transformers(
-    folder: Path, tmp_path: Path, family: str, tp: int
-) -> None:
-    relayout.convert(folder / "source" / family, tmp_path / "out", tp=tp, plan="transformers")
-    check_shards(folder, family, tp, tmp_path / "out", DIFFERENCES_BY_THEIR_PLAN.get(family, {}))
+def test_each_rank_holds_the_shards_of_transformers(folder: Path, family: str, tp: int, plan: str | None) -> None:
+    """Every tensor of every rank equals transformers' shard, but for the differences, which are all there."""
+    differences = (DIFFERENCES if plan is None else DIFFERENCES_BY_THEIR_PLAN).get(family, {})
+    source = read_source(folder / "source" / family)
+    stored = stock_tensors(folder / "source" / family)
+    whole, planned = as_in_memory(stored), plan_for(source, tp, plan)
+    differing, num_cut = set(), 0
+    for rank in range(tp):
+        held = as_in_memory(held_by(rank, planned, source, stored))
+        shards = load_file(folder / "shards" / f"tp{tp}" / family / f"rank-{rank}.safetensors")
+        assert held.keys() == shards.keys()
+        for name, shard in shards.items():
+            mine, theirs, all_of_it = bits(held[name], shard.dtype), as_integers(shard), bits(whole[name], shard.dtype)
+            if pattern := next((pattern for pattern in differences if fnmatchcase(name, pattern)), None):
+                differences[pattern](mine, theirs, all_of_it, rank, tp)
+                differing.add(pattern)
+            else:
+                np.testing.assert_array_equal(mine, theirs, err_msg=f"{name}, rank {rank}")
+                num_cut += theirs.shape != all_of_it.shape
+    assert differing == differences.keys()
+    assert num_cut > 0
 
 
 @pytest.mark.parametrize("tp", DEGREES)
 @pytest.mark.parametrize("family", FORWARD)
 def test_slices_put_together_give_the_logits_of_the_source(folder: Path, family: str, tp: int) -> None:
-    import torch
     from transformers import AutoModelForCausalLM
 
     source = folder / "source" / family
@@ -207,34 +220,13 @@ def test_slices_put_together_give_the_logits_of_the_source(folder: Path, family:
 @pytest.mark.parametrize("tp", DEGREES)
 @pytest.mark.parametrize("family", FORWARD)
 def test_processes_that_run_on_slices_give_the_logits_of_transformers(folder: Path, family: str, tp: int) -> None:
-    import torch
     from transformers import AutoModelForCausalLM
 
     expected = logits(AutoModelForCausalLM.from_pretrained(folder / "source" / family, dtype=torch.float32))
     for rank in range(tp):
-        found = stock_tensors(folder / "logits" / f"tp{tp}" / family, f"rank-{rank}.safetensors")
+        found = load_file(folder / "logits" / f"tp{tp}" / family / f"rank-{rank}.safetensors")
         assert torch.equal(found["own"], found["relayout"])
         torch.testing.assert_close(found["relayout"], expected, rtol=0, atol=1e-4 * float(expected.std()))
-
-
-def check_shards(folder: Path, family: str, tp: int, output: Path, differences: Differences) -> None:
-    """Every tensor of every rank equals transformers' shard, but for the differences, which are all there."""
-    whole = as_in_memory(stock_tensors(folder / "source" / family))
-    differing, num_cut = set(), 0
-    for rank in range(tp):
-        held = as_in_memory(relayout.load(output, rank))
-        shards = stock_tensors(folder / "shards" / f"tp{tp}" / family, f"rank-{rank}.safetensors")
-        assert held.keys() == shards.keys()
-        for name, shard in shards.items():
-            mine, theirs, source = bits(held[name], shard.dtype), as_integers(shard), bits(whole[name], shard.dtype)
-            if pattern := next((pattern for pattern in differences if fnmatchcase(name, pattern)), None):
-                differences[pattern](mine, theirs, source, rank, tp)
-                differing.add(pattern)
-            else:
-                np.testing.assert_array_equal(mine, theirs, err_msg=f"{name}, rank {rank}")
-                num_cut += theirs.shape != source.shape
-    assert differing == differences.keys()
-    assert num_cut > 0
 
 
 def converted(folder: Path, family: str, tp: int) -> Path:
@@ -248,21 +240,11 @@ def converted(folder: Path, family: str, tp: int) -> Path:
 
 def bits(tensor: torch.Tensor, dtype: torch.dtype) -> Array:
     """Its bits in the dtype in which transformers keeps it, which may be a wider one than the checkpoint's."""
-    import torch
-
     assert torch.promote_types(tensor.dtype, dtype) == dtype
     return as_integers(tensor.to(dtype))
 
 
-def stock_tensors(folder: Path, pattern: str = "*.safetensors") -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return {name: tensor for file in sorted(folder.glob(pattern)) for name, tensor in load_file(file).items()}
-
-
 def logits(model: Any) -> torch.Tensor:
-    import torch
-
     with torch.no_grad():
         result: torch.Tensor = model(torch.tensor([TOKENS])).logits
     return result
@@ -270,8 +252,6 @@ def logits(model: Any) -> torch.Tensor:
 
 def put_together(folder: Path, tp: int) -> dict[str, torch.Tensor]:
     """All ranks' slices, one behind the other along the axis of the rank tables; those held whole must agree."""
-    import torch
-
     ranks = [relayout.load(folder, rank) for rank in range(tp)]
     table = json.loads(zstandard.ZstdDecompressor().decompressobj().decompress((folder / TABLE).read_bytes()))
     cuts = {name: table["kinds"]["slice"][kind] for name, kind in zip(table["name"], table["kind"], strict=True)}

@@ -22,6 +22,8 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import relayout
+from relayout.checkpoint.source import SourceCheckpoint
+from relayout.core.slices import Slice
 from relayout.errors import PlanError
 from relayout.plans.plan import Plan
 
@@ -155,3 +157,16 @@ def stock_tensors(folder: Path) -> Tensors:
             tensors |= {name: stock.get_tensor(name) for name in stock.keys()}  # noqa: SIM118
     assert tensors
     return tensors
+
+
+def held_by(rank: int, plan: Plan, source: SourceCheckpoint, whole: Tensors) -> Tensors:
+    """What a rank holds by the plan."""
+    slices = {tensor.name: plan.cut(t).slices[rank] for t, tensor in enumerate(source.tensors)}
+    return {name: part_of(whole[name], part) for name, part in slices.items() if part.is_held}
+
+
+def part_of(tensor: torch.Tensor, part: Slice) -> torch.Tensor:
+    if part.ranges is None:
+        return tensor
+    pieces = [tensor.narrow(part.axis, start, length) for start, length in part.ranges or ((0, 0),)]
+    return torch.cat(pieces, part.axis)

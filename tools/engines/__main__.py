@@ -16,10 +16,11 @@ from typing import Annotated, Any
 
 import typer
 from support.families import FAMILIES
+from support.observed_slices import read
 from transformers.utils import logging as transformers_logging
 
 import relayout
-from engines import observed, observed_slices, plan_making
+from engines import observed, plan_making
 from engines.cases import RUNS, WHOLE_IN_SGLANG, Case, Run, all_cases, converted_of, source_of
 from engines.cold_start import measure, placements, reads
 from engines.environments import ENGINES, ROOT, Environment, environment_of, versions_in
@@ -130,7 +131,7 @@ def make_plans(environment: Environment, home: Path) -> None:
     run_script(environment, home, "observing.py", found, *names, *(f"family:{name}" for name in FAMILIES))
     lines = [line for line in found.read_text().splitlines(keepends=True) if "error" not in json.loads(line)]
     SLICES.write_bytes(lzma.compress("".join(sorted(lines)).encode(), preset=9))
-    plan_making.write(TABLE, observed_slices.read(SLICES))
+    plan_making.write(TABLE, read(SLICES))
 
 
 def mutate(environment: Environment, home: Path) -> None:
@@ -160,7 +161,7 @@ def write_table(versions: dict[str, str]) -> None:
     mutated = [json.loads(line) for line in MUTATED_RESULTS.read_text().splitlines()]
     parts = (
         observed.render(observed.read(OBSERVED_RESULTS), builtin, versions),
-        observed.render_comparison(observed_slices.read(SLICES)),
+        observed.render_comparison(read(SLICES)),
         observed.render_mutations(mutated),
     )
     TABLE_FILE.write_text("\n".join(parts))

@@ -2,7 +2,7 @@
 
 `observing.py FOLDER RESULTS [NAME ...]`: NAME is an architecture that transformers has a class for, or `family:NAME`
 for a table of families.py. For each size in `SIZES` a checkpoint is made, and observed at the degrees of that size.
-Each is a fork of this process. A line of JSON in RESULTS for each, see `observed_slices.py`.
+Each is a fork of this process. A line of JSON in RESULTS for each, see `tests/support/observed_slices.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 import small_sizes
 import torch
 import transformers
-from observed_slices import Checkpoint, Tensor, dump
+from support.observed_slices import Checkpoint, Tensor, dump
 from vllm.model_executor.models import registry
 
 from relayout.checkpoint.source import SourceCheckpoint, read_source

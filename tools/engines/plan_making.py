@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engines.observed_slices import Checkpoint
-from engines.plan_comparing import differences
+from support.observed_slices import Checkpoint
+from support.plan_comparing import BESIDE, differences
+
 from relayout.core.patterns import collapse_numbers, depends_on_numbers
 from relayout.observe.fitting import SIZES, Example, as_toml, fit
 from relayout.plans import family as families
@@ -19,13 +20,6 @@ BUILTIN = Path(families.__file__).parent / "builtin"
 
 HELD_OUT = (6, 16)
 """Degrees that no rule is looked for with, and that all rules must be right at."""
-
-BESIDE = re.compile(
-    r"(model\.)?(visual|vision_tower|vision_model|audio_tower|multi_modal_projector|connector|encoder|projector|qformer"
-    r"|merger|talker|token2wav|code2wav|mlp_AR|mlp1|image_newline|language_projection|(embed|layerwise|spatial)_(vision|audio|projectors)"
-    r"|vision_(embedder|adapter|projection)|resampler_model|whisper_encoder|vq_adaptor)\b"
-)
-"""The first words of names of what is beside the language model."""
 
 
 @dataclass(frozen=True)

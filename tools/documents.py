@@ -1,4 +1,4 @@
-"""Writes the parts of the documents that the program makes itself: the families, the commands, the tables of a fleet.
+"""Writes the parts of the documents that are made: families, commands, packages, the tables of a fleet.
 
 `tools/run documents` rewrites them; the tests compare. A part lies between two comments, `<!-- NAME: ... -->` and
 `<!-- end -->`.
@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from textwrap import fill
 from typing import Any
 
 import fleet
+from support.layers import LAYERS
 from typer.main import get_command
 
 from relayout.cli.app import app
@@ -65,9 +67,20 @@ def _plain(text: str) -> str:
     )
 
 
+def packages() -> str:
+    """The packages, each with the first line of its docstring and what it may import."""
+    rows = ["| package | what is in it | imports, beside `errors` |", "|---|---|---|"]
+    for name, imports in LAYERS.items():
+        module = importlib.import_module(f"relayout.{name}")
+        what = str(module.__doc__).splitlines()[0].removesuffix(".")
+        rows.append(f"| `{name}` | {what} | {', '.join(imports) or '-'} |")
+    return "\n".join(rows)
+
+
 PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "families": (_ROOT / "relayout" / "plans" / "MODELS.md", families),
     "commands": (_ROOT / "relayout" / "cli" / "COMMANDS.md", commands),
+    "packages": (_ROOT / ".github" / "CONTRIBUTING.md", packages),
     "fleet": (_ROOT / "relayout" / "conversion" / "CLUSTERS.md", fleet.tables),
 }
 

@@ -1,1 +1,1 @@
-"""How bytes get into memory: direct, buffered, mapped, pinned, gds. Imports `storage`."""
+"""How bytes get into memory: direct, buffered, mapped, pinned, gds."""

@@ -1,1 +1,1 @@
-"""Which way a load would take, and what to do about errors. Imports `backends` and `sources`."""
+"""Which way a load would take, and what to do about errors."""

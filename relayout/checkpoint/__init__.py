@@ -1,1 +1,1 @@
-"""Reads checkpoint folders: source checkpoints, config.json, converted checkpoints. Imports `format`, `storage`."""
+"""Reads checkpoint folders: source checkpoints, config.json, converted checkpoints."""

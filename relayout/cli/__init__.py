@@ -1,1 +1,1 @@
-"""The `relayout` command. Imports every other package."""
+"""The `relayout` command."""

@@ -1,1 +1,1 @@
-"""One command each, callable from Python: inspect, verify, restore. Imports all of the above."""
+"""One command each, callable from Python: inspect, verify, restore."""

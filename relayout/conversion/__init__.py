@@ -1,1 +1,1 @@
-"""From a plan to bytes on the drive: layout, copy steps, staging, resumption. Imports all of the above."""
+"""From a plan to bytes on the drive: layout, copy steps, staging, resumption."""

@@ -1,1 +1,1 @@
-"""Values and arithmetic: dtypes, extents, slices, name patterns, workers. Imports `errors` only."""
+"""Values and arithmetic: dtypes, extents, slices, name patterns, workers."""

@@ -1,1 +1,1 @@
-"""Bytes to values and back, pure: safetensors headers, manifest, rank tables, source record. Imports `core`."""
+"""Bytes to values and back, pure: safetensors headers, manifest, rank tables, source record."""

@@ -1,1 +1,1 @@
-"""Which rank holds what: families, cuts, quantization. Pure except reading plan files. Imports `core`, `storage`."""
+"""Which rank holds what: families, cuts, quantization. Pure except reading plan files."""

@@ -1,1 +1,1 @@
-"""Where files are: the store protocols, and the stores that implement them. Imports `core`."""
+"""Where files are: the store protocols, and the stores that implement them."""

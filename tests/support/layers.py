@@ -1,0 +1,29 @@
+"""The packages, from the bottom up, and what each may import beside itself and `errors`. CONTRIBUTING.md shows them."""
+
+from __future__ import annotations
+
+LAYERS: dict[str, tuple[str, ...]] = {
+    "errors": (),
+    "core": (),
+    "progress": (),
+    "results": (),
+    "format": ("core",),
+    "storage": ("core", "format"),
+    "checkpoint": ("core", "format", "storage"),
+    "plans": ("core", "format", "storage"),
+    "observe": ("core", "results", "format", "storage", "checkpoint", "plans", "loader", "engines"),
+    "planning": ("checkpoint", "plans", "observe"),
+    "conversion": ("core", "progress", "results", "format", "storage", "checkpoint", "plans"),
+    "commands": ("core", "progress", "results", "format", "storage", "checkpoint", "plans", "planning", "conversion"),
+    "loader": ("core", "progress", "results", "format", "storage", "checkpoint"),
+    "benchmark": ("core", "results", "format", "storage", "checkpoint", "plans", "commands", "loader"),
+    "html_report": ("core", "results", "format", "storage", "checkpoint", "conversion", "commands"),
+    "engines": ("core", "progress", "storage", "checkpoint", "loader"),
+    "transformers": ("engines",),
+    "clusters": ("progress", "conversion", "commands"),
+    "cli": (
+        *("core", "progress", "format", "storage", "plans", "observe", "conversion"),
+        *("commands", "loader", "benchmark", "html_report", "clusters"),
+    ),
+}
+"""`plans` reads files only where a person names a plan file."""

@@ -41,7 +41,7 @@ from relayout.format.safetensors import LENGTH_NBYTES, json_text, parse_header
 from relayout.format.source_record import parse_record
 from relayout.plans.family import dump_rules, parse_family, parse_rules
 from relayout.plans.plan import Plan
-from relayout.plans.planner import make_plan, plan_for
+from relayout.plans.planner import plan_by, plan_for
 from relayout.storage.local.store import LocalStore
 
 MAX_INPUT_NBYTES = 2**16
@@ -155,7 +155,7 @@ def _plan(data: bytes) -> None:
     source = _model({"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 2})
     for expert_parallel in (False, True):
         try:
-            plan = make_plan(source, 2, family, expert_parallel=expert_parallel, unmatched="replicate")
+            plan = plan_by(source, 2, family, expert_parallel=expert_parallel, unmatched="replicate")
         except PlanError:
             continue
         _check_plan(source, plan)

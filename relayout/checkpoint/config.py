@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from relayout.errors import FormatError
+from relayout.errors import FormatError, about
 from relayout.format.fields import decode
 from relayout.format.safetensors import check_depth, refuse_surrogates
 from relayout.storage.protocols import Store
@@ -33,7 +33,7 @@ class Config:
     """config.json, completed by quantization_config from other files; empty if there is no config.json."""
     names: tuple[str, ...]
     """Names of the files that were read."""
-    error: str | None
+    error: FormatError | None
     """Why config.json cannot be used (a byte order mark); None if it can."""
 
 
@@ -47,7 +47,7 @@ def find_config(folder: Store) -> Config:
     try:
         return Config(_read(folder, names), tuple(names), None)
     except ByteOrderMarkError as error:
-        return Config({}, tuple(names), str(error))
+        return Config({}, tuple(names), error)
 
 
 def read_config(folder: Store) -> Mapping[str, Any]:
@@ -87,16 +87,17 @@ def parse_config(blob: bytes, where: str) -> dict[str, Any]:
     Raises:
         FormatError: the bytes are not a JSON object.
     """
-    text = decode(blob, where)
-    if text.startswith("\ufeff"):
-        what = "not valid JSON: begins with a byte order mark, which transformers refuses too; save it without"
-        raise ByteOrderMarkError(what, path=where, code="syntax")
-    check_depth(text, where)
-    try:
-        parsed = json.loads(text)
-    except ValueError as error:  # ValueError: a JSONDecodeError, or an integer with too many digits.
-        raise FormatError(f"not valid JSON: {error}", path=where, code="syntax") from None
-    refuse_surrogates(text, parsed, where)
-    if not isinstance(parsed, dict):
-        raise FormatError(f"a JSON {type(parsed).__name__}, expected an object", path=where, code="field")
-    return parsed
+    with about(path=where):
+        text = decode(blob)
+        if text.startswith("\ufeff"):
+            what = "not valid JSON: begins with a byte order mark, which transformers refuses too; save it without"
+            raise ByteOrderMarkError(what, code="syntax")
+        check_depth(text)
+        try:
+            parsed = json.loads(text)
+        except ValueError as error:  # ValueError: a JSONDecodeError, or an integer with too many digits.
+            raise FormatError(f"not valid JSON: {error}", code="syntax") from None
+        refuse_surrogates(text, parsed)
+        if not isinstance(parsed, dict):
+            raise FormatError(f"a JSON {type(parsed).__name__}, expected an object", code="field")
+        return parsed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from relayout.core.digests import digest_hex
-from relayout.errors import FormatError, PlanError
+from relayout.errors import FormatError, PlanError, about
 from relayout.format.chunks import CHUNKS_NAME, places_of_digests
 from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME, Manifest, RankTable
 from relayout.format.manifest import (
@@ -107,9 +107,10 @@ def read_record(folder: Store, manifest: Manifest) -> SourceRecord:
 
     where = folder.where(SOURCE_RECORD_NAME)
     blob = folder.read(SOURCE_RECORD_NAME, MAX_TABLE_NBYTES)
-    refuse_lfs_pointer(blob, where)
-    if digest_hex(blob) != manifest.record_digest:
-        raise FormatError("digest differs from the one in the manifest", path=where, code="digest")
+    with about(path=where):
+        refuse_lfs_pointer(blob)
+        if digest_hex(blob) != manifest.record_digest:
+            raise FormatError("digest differs from the one in the manifest", code="digest")
     return parse_record(decompress(blob, where), manifest.num_ranks, where)
 
 

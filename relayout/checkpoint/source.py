@@ -19,7 +19,7 @@ from relayout.checkpoint.converted import is_converted
 from relayout.checkpoint.shards import SINGLE_NAME, check_name, choose_shards, other_shards
 from relayout.core.extents import Extent
 from relayout.core.workers import each
-from relayout.errors import FormatError, PlanError, shown
+from relayout.errors import FormatError, PlanError, about, shown
 from relayout.format.fields import Fields, parse_object
 from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME
 from relayout.format.names import check_apart, check_path
@@ -98,7 +98,7 @@ class SourceCheckpoint:
     """Files other than weights that a conversion copies, as paths relative to the folder."""
     left_out: tuple[str, ...] = ()
     """Files that a conversion does not copy, each with the reason, as text for the user."""
-    config_error: str | None = None
+    config_error: FormatError | None = None
     """Why config.json cannot be used; None if it can."""
     is_file: bool = False
     """Whether `root` is a single file; its side files are beside it."""
@@ -165,7 +165,8 @@ def read_shard(folder: Store, name: str) -> tuple[SourceFile, Header]:
     where = folder.where(name)
     with folder.open(name) as file:
         prefix = _read(file, 0, min(len(LFS_POINTER), file.nbytes))
-        end = LENGTH_NBYTES + header_nbytes(prefix, file.nbytes, where)
+        with about(path=where):
+            end = LENGTH_NBYTES + header_nbytes(prefix, file.nbytes)
         blob = prefix[:end] + _read(file, len(prefix), max(0, end - len(prefix)))
         header = parse_header(blob, file.nbytes, where)
         return SourceFile(name, file.nbytes, header.data_start, blob, file.version), header
@@ -228,9 +229,10 @@ def _read_folder(root: Store) -> SourceCheckpoint:
         check_name(root, name)
     side_files, not_copied = _side_files(root, entries)
     taken = [*used, *side_files, *([] if index is None else [index[0]])]
-    for name in taken:
-        check_path(name, str(root))  # Before a byte is copied: a store may list names that no folder can have.
-    check_apart(taken, str(root))
+    with about(path=str(root)):
+        for name in taken:
+            check_path(name)  # Before a byte is copied: a store may list names that no folder can have.
+        check_apart(taken)
     return _assemble(
         root,
         each(partial(_read_shard, root, index_name=index_name), used, root.cost.num_opens),
@@ -283,14 +285,13 @@ def parse_index(text: bytes, where: str) -> dict[str, str]:
     Raises:
         FormatError: it is not an index, or names something other than .safetensors files beside it.
     """
-    weight_map = Fields(parse_object(text, where), where).object("weight_map")
-    if not weight_map:
-        raise FormatError("'weight_map' is empty", path=where, code="field")
-    for name, file in weight_map.items():
-        if not isinstance(file, str) or not re.fullmatch(r"[^./\\\0][^/\\\0]*\.safetensors", file):
-            raise FormatError(
-                f"{shown(file)} is not the name of a .safetensors file", path=where, tensor=name, code="field"
-            )
+    with about(path=where):
+        weight_map = Fields(parse_object(text, where)).object("weight_map")
+        if not weight_map:
+            raise FormatError("'weight_map' is empty", code="field")
+        for name, file in weight_map.items():
+            if not isinstance(file, str) or not re.fullmatch(r"[^./\\\0][^/\\\0]*\.safetensors", file):
+                raise FormatError(f"{shown(file)} is not the name of a .safetensors file", tensor=name, code="field")
     return dict(weight_map)
 
 
@@ -327,7 +328,7 @@ def _assemble(
 def agreed_metadata(shards: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """The entries of `__metadata__` on which all shards agree, in the order of the first."""
     first = shards[0] if shards else {}
-    return {key: value for key, value in first.items() if all(one.get(key) == value for one in shards)}
+    return {key: value for key, value in first.items() if all(shard.get(key) == value for shard in shards)}
 
 
 def _collect_tensors(

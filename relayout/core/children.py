@@ -85,19 +85,19 @@ class Forked(Protocol):
 _known: set[weakref.ref[Any]] = set()
 
 
-def remake_in_child(one: Forked) -> None:
-    """Call `one.after_fork` in each child forked while `one` exists; keeps only a weak reference.
+def remake_in_child(instance: Forked) -> None:
+    """Call `instance.after_fork` in each child forked while `instance` exists; keeps only a weak reference.
 
     A thread of the parent may have held its locks, and does not exist in the child.
     """
-    _known.add(weakref.ref(one, _known.discard))
+    _known.add(weakref.ref(instance, _known.discard))
 
 
 def _after_fork() -> None:
     for reference in list(_known):
-        one = reference()
-        if one is not None:
-            one.after_fork()
+        instance = reference()
+        if instance is not None:
+            instance.after_fork()
 
 
 os.register_at_fork(after_in_child=_after_fork)

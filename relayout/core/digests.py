@@ -71,11 +71,11 @@ class ExtentDigests:
 
     def __init__(self, extents: Sequence[Extent], stop: Stop) -> None:
         """`extents` must not overlap, in any order. Empty extents may have any offset."""
-        self._order = sorted((n for n, one in enumerate(extents) if one.nbytes), key=lambda n: extents[n].offset)
+        self._order = sorted((n for n, extent in enumerate(extents) if extent.nbytes), key=lambda n: extents[n].offset)
         self._starts = [extents[n].offset for n in self._order]
         self._ends = [extents[n].end for n in self._order]
         self._ordered = OrderedDigests(stop)
-        self.digests = ["" if one.nbytes else EMPTY_DIGEST for one in extents]
+        self.digests = ["" if extent.nbytes else EMPTY_DIGEST for extent in extents]
         """For each extent its digest in hex; "" until its last byte is hashed."""
 
     @property

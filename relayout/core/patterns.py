@@ -38,7 +38,7 @@ def slow_because(pattern: str) -> str | None:
     for token, following in zip_longest(tokens, tokens[1:], fillvalue=""):
         if token.startswith("{"):
             words = sorted(token[1:-1].split(","))
-            num_tries *= len(words) if any(other.startswith(one) for one, other in pairwise(words)) else 1
+            num_tries *= len(words) if any(other.startswith(word) for word, other in pairwise(words)) else 1
         elif following and (token == "**" or (token in ("*", "#") and not following.startswith("."))):
             num_open, is_scanned = num_open + 1, False
         elif token in ("*", "#"):

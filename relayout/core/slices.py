@@ -33,7 +33,7 @@ class Slice:
     @classmethod
     def of(cls, ranges: Mapping[int, Iterable[Range]]) -> Slice:
         """The slice with these ranges along these axes; those of length 0 are dropped."""
-        return cls(tuple((axis, tuple(one for one in ranges[axis] if one[1])) for axis in sorted(ranges)))
+        return cls(tuple((axis, tuple(part for part in ranges[axis] if part[1])) for axis in sorted(ranges)))
 
     @classmethod
     def along(cls, axis: int, ranges: Iterable[Range]) -> Slice:
@@ -87,8 +87,8 @@ class Slice:
 
     def ranges_along(self, axis: int) -> tuple[Range, ...] | None:
         """The ranges along one of the axes; None if it is not cut."""
-        for one, ranges in self.by_axis or ():
-            if one == axis:
+        for cut_axis, ranges in self.by_axis or ():
+            if cut_axis == axis:
                 return ranges
         return None
 
@@ -162,9 +162,9 @@ def row_runs(part: Slice, shape: tuple[int, ...], axis: int) -> list[tuple[int, 
         return [(0, prod(shape[:axis]), 0)]
     cut = dict(part.by_axis)
     runs = [(0, 1, 0)]
-    for one, size in enumerate(shape[:axis]):
-        pieces = positions(cut.get(one, ((0, size),)))
-        if one not in cut:
+    for cut_axis, size in enumerate(shape[:axis]):
+        pieces = positions(cut.get(cut_axis, ((0, size),)))
+        if cut_axis not in cut:
             runs = [(first * size, count * size, row * size) for first, count, row in runs]
             continue
         _check_number(sum(count for _, count, _ in runs) * len(pieces), part)
@@ -220,11 +220,6 @@ def slice_transfers(dtype: str, shape: tuple[int, ...], part: Slice) -> tuple[Tr
             if nbytes and count:
                 transfers.append(Transfer(source, target, nbytes, count, *byte_strides).normalized())
     return tuple(transfers)
-
-
-def slice_nbytes(dtype: str, shape: tuple[int, ...], part: Slice) -> int:
-    """Stored bytes of a slice."""
-    return prod(part.shape(shape)) * BITS[dtype] // 8
 
 
 def _dense(nbytes: int) -> tuple[Transfer, ...]:
@@ -317,7 +312,7 @@ class Cut:
         known = self._tensors.get((dtype, shape))
         if known is None:
             shapes = tuple(part.shape(shape) for part in self.distinct)
-            sizes = tuple(prod(one) * BITS[dtype] // 8 for one in shapes)
+            sizes = tuple(prod(sliced) * BITS[dtype] // 8 for sliced in shapes)
             known = self._tensors.setdefault((dtype, shape), CutTensor(self, dtype, shape, shapes, sizes))
         return known
 

@@ -69,7 +69,6 @@ class Stop:
             raise Stopped("this process was forked while the work ran; its threads exist only in the parent process")
 
     def after_fork(self) -> None:
-        """See `forks.Forked`."""
         self.condition = threading.Condition()
         self.requested = self.is_lost = True
 
@@ -216,7 +215,7 @@ class Workers(Generic[Item, State]):
         self._make_state = _no_state
 
     def after_fork(self) -> None:
-        """See `forks.Forked`. The child has none of the threads and must not wait for them."""
+        # The child has none of the threads and must not wait for them.
         self._lock = threading.Lock()
         self._changed = threading.Condition()
         self._threads = []

@@ -87,7 +87,7 @@ def place(tensors: Sequence[tuple[Read, ...]], sizes: Sequence[int], start: int 
             )
             offsets += [base + tensors[row][0].transfer.source - source for row in range(first, last + 1)]
         else:
-            reads += [Read(one.file, one.transfer.shifted(target=base)) for one in tensors[first]]
+            reads += [Read(read.file, read.transfer.shifted(target=base)) for read in tensors[first]]
             offsets.append(base)
         end = offsets[-1] + sizes[last]
     return Placement(align_up(end, BLOCK) - start, tuple(offsets), tuple(reads))
@@ -96,10 +96,10 @@ def place(tensors: Sequence[tuple[Read, ...]], sizes: Sequence[int], start: int 
 def _start(end: int, first: tuple[Read, ...], last: tuple[Read, ...]) -> int:
     """The first offset from `end` on at which the largest of these reads can go directly into the arena."""
     start = align_up(end, ARENA_ALIGNMENT)
-    contiguous = [one.transfer for one in first if one.transfer.count == 1]
+    contiguous = [read.transfer for read in first if read.transfer.count == 1]
     if not contiguous:
         return start
-    largest = max(contiguous, key=lambda one: one.nbytes)
+    largest = max(contiguous, key=lambda transfer: transfer.nbytes)
     # Adjacent tensors share one read.
     nbytes = last[0].transfer.source_end - largest.source if last is not first else largest.nbytes
     phase = (largest.source - largest.target) % BLOCK

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from relayout.errors import FormatError
+from relayout.errors import FormatError, about
 from relayout.format.safetensors import refuse_lfs_pointer, strict_json
 
 
@@ -16,23 +16,24 @@ def parse_object(blob: bytes, where: str) -> dict[str, Any]:
     Raises:
         FormatError: it is none.
     """
-    top = strict_json(decode(blob, where), where)
-    if not isinstance(top, dict):
-        raise FormatError(f"a JSON {type(top).__name__}, expected an object", path=where, code="field")
-    return top
+    with about(path=where):
+        top = strict_json(decode(blob))
+        if not isinstance(top, dict):
+            raise FormatError(f"a JSON {type(top).__name__}, expected an object", code="field")
+        return top
 
 
-def decode(blob: bytes, where: str) -> str:
+def decode(blob: bytes) -> str:
     """Text in UTF-8; json.loads, given bytes, would also accept UTF-16.
 
     Raises:
         FormatError: it is none.
     """
-    refuse_lfs_pointer(blob, where)
+    refuse_lfs_pointer(blob)
     try:
         return blob.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise FormatError(f"not UTF-8 at byte {error.start}", path=where, code="syntax") from None
+        raise FormatError(f"not UTF-8 at byte {error.start}", code="syntax") from None
 
 
 MAX_SIZE = 2**53 - 1
@@ -44,7 +45,8 @@ class Fields:
     """Typed access to a parsed JSON object; every method raises FormatError where the field is not as asked."""
 
     top: Mapping[str, Any]
-    where: str
+    where: str | None = None
+    """Path in errors; None: who calls adds it, see `errors.about`."""
 
     def text(self, name: str) -> str:
         """A string."""
@@ -109,7 +111,7 @@ class Fields:
             self._refuse(name, "a list" if count is None else f"a list of {count} items")
         kinds = kind if isinstance(kind, tuple) else (kind,)
         if not set(map(type, value)) <= set(kinds):
-            self._refuse(name, f"a list of {' or '.join(one.__name__ for one in kinds)}")
+            self._refuse(name, f"a list of {' or '.join(accepted.__name__ for accepted in kinds)}")
         if kind is int and value and not (min(value) >= 0 and max(value) <= MAX_SIZE):
             self._refuse(name, "a list of sizes")
         return value

@@ -13,7 +13,7 @@ import zstandard
 from relayout.core.digests import digest_hex
 from relayout.core.extents import BLOCK, Transfer
 from relayout.core.slices import Slice
-from relayout.errors import FormatError, PlanError, shown
+from relayout.errors import FormatError, PlanError, about, shown
 from relayout.format.chunks import MAX_CHUNK_NBYTES, MIN_CHUNK_NBYTES
 from relayout.format.fields import MAX_SIZE, Fields, parse_object
 from relayout.format.index import (
@@ -108,25 +108,26 @@ def decompress(blob: bytes, where: str) -> bytes:
     Raises:
         FormatError: not a zstd frame, or larger than a table may be.
     """
-    frame = zstandard.ZstdDecompressor(max_window_size=2**27).decompressobj()
-    pieces = []
-    room = MAX_TABLE_NBYTES
-    for start in range(0, len(blob), _PIECE_NBYTES):
-        if frame.eof:
-            break
-        try:
-            pieces.append(frame.decompress(blob[start : start + _PIECE_NBYTES]))
-        except zstandard.ZstdError as error:
-            raise FormatError(f"not a zstd frame: {error}", path=where, code="syntax") from None
-        room -= len(pieces[-1])
-        if room < 0:
-            raise FormatError(f"expands to more than {MAX_TABLE_NBYTES} bytes", path=where, code="limit")
-    if not frame.eof:
-        raise FormatError("the zstd frame does not end (truncated?)", path=where, code="truncated")
-    rest = len(frame.unused_data) + max(0, len(blob) - len(pieces) * _PIECE_NBYTES)
-    if rest:
-        raise FormatError(f"{rest} bytes behind the zstd frame", path=where, code="syntax")
-    return b"".join(pieces)
+    with about(path=where):
+        frame = zstandard.ZstdDecompressor(max_window_size=2**27).decompressobj()
+        pieces = []
+        room = MAX_TABLE_NBYTES
+        for start in range(0, len(blob), _PIECE_NBYTES):
+            if frame.eof:
+                break
+            try:
+                pieces.append(frame.decompress(blob[start : start + _PIECE_NBYTES]))
+            except zstandard.ZstdError as error:
+                raise FormatError(f"not a zstd frame: {error}", code="syntax") from None
+            room -= len(pieces[-1])
+            if room < 0:
+                raise FormatError(f"expands to more than {MAX_TABLE_NBYTES} bytes", code="limit")
+        if not frame.eof:
+            raise FormatError("the zstd frame does not end (truncated?)", code="truncated")
+        rest = len(frame.unused_data) + max(0, len(blob) - len(pieces) * _PIECE_NBYTES)
+        if rest:
+            raise FormatError(f"{rest} bytes behind the zstd frame", code="syntax")
+        return b"".join(pieces)
 
 
 def dump_manifest(manifest: Manifest) -> bytes:
@@ -162,20 +163,22 @@ def parse_manifest(blob: bytes, where: str) -> Manifest:
     Raises:
         FormatError: it is not what FORMAT.md demands.
     """
-    top = parse_object(blob, where)
-    check_version(top, where)
-    _check_requirements(top.get("requires"), where)
-    _check_self_digest(blob, top, where)
+    with about(path=where):
+        return _parse_manifest(blob, parse_object(blob, where))
+
+
+def _parse_manifest(blob: bytes, top: Mapping[str, Any]) -> Manifest:
+    check_version(top)
+    _check_requirements(top.get("requires"))
+    _check_self_digest(blob, top)
     if top.get("digest") != DIGEST:
-        raise FormatError(
-            f"digest algorithm {shown(top.get('digest'))}, expected {DIGEST!r}", path=where, code="version"
-        )
-    fields = Fields(top, where)
+        raise FormatError(f"digest algorithm {shown(top.get('digest'))}, expected {DIGEST!r}", code="version")
+    fields = Fields(top)
     ranks = fields.objects("ranks")
     if len(ranks) != fields.size("num_ranks") or not ranks:
-        raise FormatError(f"{len(ranks)} entries in 'ranks', num_ranks is {top['num_ranks']}", path=where, code="field")
-    source = Fields(fields.object("source"), where)
-    files = _parse_files(fields, where)
+        raise FormatError(f"{len(ranks)} entries in 'ranks', num_ranks is {top['num_ranks']}", code="field")
+    source = Fields(fields.object("source"))
+    files = _parse_files(fields)
     whole = fields.object_or_null("whole")
     manifest = Manifest(
         generator=fields.text("generator"),
@@ -192,18 +195,16 @@ def parse_manifest(blob: bytes, where: str) -> Manifest:
         else digest_field(fields, "hub_index_digest"),
         chunk_nbytes=_power_of_two(fields, "chunk_nbytes", MIN_CHUNK_NBYTES, MAX_CHUNK_NBYTES),
         files=files,
-        ranks=tuple(
-            _parse_holder(entry, table_name(rank), files, f"{where}: rank {rank}") for rank, entry in enumerate(ranks)
-        ),
-        whole=None if whole is None else _parse_holder(whole, WHOLE_TABLE_NAME, files, f"{where}: whole"),
+        ranks=tuple(_parse_holder(entry, table_name(rank), files, f"rank {rank}") for rank, entry in enumerate(ranks)),
+        whole=None if whole is None else _parse_holder(whole, WHOLE_TABLE_NAME, files, "whole"),
     )
     unused = set(range(len(files))).difference(*(entry.files for entry in manifest.holders))
     if unused:
-        raise FormatError(f"{files[min(unused)].name} is a file of no rank", path=where, code="field")
+        raise FormatError(f"{files[min(unused)].name} is a file of no rank", code="field")
     return manifest
 
 
-def check_version(top: Mapping[str, Any], where: str) -> None:
+def check_version(top: Mapping[str, Any]) -> None:
     """Refuse a format that is not this one.
 
     Raises:
@@ -211,31 +212,27 @@ def check_version(top: Mapping[str, Any], where: str) -> None:
     """
     version = top.get("relayout")
     if type(version) is not int or version != FORMAT_VERSION:
-        raise FormatError(
-            f"format version {shown(version)}, this relayout reads {FORMAT_VERSION}", path=where, code="version"
-        )
+        raise FormatError(f"format version {shown(version)}, this relayout reads {FORMAT_VERSION}", code="version")
 
 
-def _check_requirements(requires: object, where: str) -> None:
+def _check_requirements(requires: object) -> None:
     """Refuse a folder that cannot be read without knowing more than this reader does."""
-    if not isinstance(requires, list) or not all(isinstance(one, str) for one in requires):
-        raise FormatError("'requires' is missing or not a list of strings", path=where, code="field")
+    if not isinstance(requires, list) or not all(isinstance(name, str) for name in requires):
+        raise FormatError("'requires' is missing or not a list of strings", code="field")
     unknown = sorted(set(requires) - KNOWN_REQUIREMENTS)
     if unknown:
         raise FormatError(
             f"requires {', '.join(map(shown, unknown))}, which this relayout does not know: use a newer one",
-            path=where,
             code="version",
         )
 
 
-def _check_self_digest(blob: bytes, top: Mapping[str, Any], where: str) -> None:
+def _check_self_digest(blob: bytes, top: Mapping[str, Any]) -> None:
     """Compare the last field with the digest of all bytes before it."""
     place = blob.rfind(_SELF_DIGEST)
     if place < 0 or list(top)[-1] != "self_digest" or top["self_digest"] != digest_hex(blob[:place]):
         raise FormatError(
             f"its self_digest is {shown(top.get('self_digest'))}, not that of its bytes: damaged or edited",
-            path=where,
             code="digest",
         )
 
@@ -248,14 +245,14 @@ def digest_field(fields: Fields, name: str, pattern: re.Pattern[str] = _DIGEST) 
     """
     value = fields.text(name)
     if not pattern.match(value):
-        raise FormatError(f"{name!r} is {shown(value)}, no digest", path=fields.where, code="field")
+        raise FormatError(f"{name!r} is {shown(value)}, no digest", code="field")
     return value
 
 
 def _power_of_two(fields: Fields, name: str, low: int, high: int) -> int:
     value = fields.size(name)
     if not low <= value <= high or value & (value - 1):
-        raise FormatError(f"{name} {value}, expected a power of two, {low} to {high}", path=fields.where, code="field")
+        raise FormatError(f"{name} {value}, expected a power of two, {low} to {high}", code="field")
     return value
 
 
@@ -288,25 +285,24 @@ def _dump_read(read: Read) -> dict[str, int]:
     return row
 
 
-def _parse_read(row: Mapping[str, Any], where: str) -> Read:
-    fields = Fields(row, where)
+def _parse_read(row: Mapping[str, Any]) -> Read:
+    fields = Fields(row)
     count, strides = 1, (0, 0)
     if row.keys() & {"count", "stride", "arena_stride"}:
         count, strides = fields.size("count"), (fields.size("stride"), fields.size("arena_stride"))
         if count < 2:
-            raise FormatError(f"a read of {count} runs, expected 2 or more", path=where, code="field")
+            raise FormatError(f"a read of {count} runs, expected 2 or more", code="field")
     source, target, nbytes = fields.size("offset"), fields.size("arena_offset"), fields.size("nbytes")
     return Read(fields.size("file"), Transfer(source, target, nbytes, count, *strides))
 
 
-def _parse_files(fields: Fields, where: str) -> tuple[IndexedFile, ...]:
+def _parse_files(fields: Fields) -> tuple[IndexedFile, ...]:
     files = []
     for row in fields.objects("files"):
-        file = Fields(row, where)
+        file = Fields(row)
         if not _FILE_NAME.match(file.text("name")):
             raise FormatError(
                 f"{shown(file.text('name'))} is not the name of a .safetensors file, nor of a .slices file",
-                path=where,
                 code="unsafe",
             )
         files.append(
@@ -323,23 +319,24 @@ def _parse_files(fields: Fields, where: str) -> tuple[IndexedFile, ...]:
         if files[-1].data_start > min(files[-1].nbytes, LENGTH_NBYTES + MAX_HEADER_NBYTES):
             raise FormatError(
                 f"{files[-1].name}: data_start {files[-1].data_start} exceeds the file or the header limit",
-                path=where,
                 code="truncated",
             )
     if len({file.name for file in files}) < len(files):
-        raise FormatError("two files have one name", path=where, code="field")
+        raise FormatError("two files have one name", code="field")
     return tuple(files)
 
 
-def _parse_holder(entry: Mapping[str, Any], table: str, files: Sequence[IndexedFile], where: str) -> RankEntry:
-    fields = Fields(entry, where)
+def _parse_holder(entry: Mapping[str, Any], table: str, files: Sequence[IndexedFile], what: str) -> RankEntry:
+    with about(part=what):
+        return _parse_entry(Fields(entry), table, files)
+
+
+def _parse_entry(fields: Fields, table: str, files: Sequence[IndexedFile]) -> RankEntry:
     if fields.text("table") != table:
-        raise FormatError(f"table {shown(fields.text('table'))}, expected {table!r}", path=where, code="field")
+        raise FormatError(f"table {shown(fields.text('table'))}, expected {table!r}", code="field")
     numbers = fields.column("files", int)
     if len(set(numbers)) < len(numbers) or (numbers and max(numbers) >= len(files)):
-        raise FormatError(
-            f"files {shown(numbers)}, expected different numbers below {len(files)}", path=where, code="mismatch"
-        )
+        raise FormatError(f"files {shown(numbers)}, expected different numbers below {len(files)}", code="mismatch")
     parsed = RankEntry(
         table=fields.text("table"),
         table_digest=digest_field(fields, "table_digest"),
@@ -347,61 +344,55 @@ def _parse_holder(entry: Mapping[str, Any], table: str, files: Sequence[IndexedF
         nbytes=fields.size("nbytes"),
         files=tuple(numbers),
         arena_nbytes=fields.size("arena_nbytes"),
-        reads=tuple(_parse_read(row, where) for row in fields.objects("reads")),
+        reads=tuple(_parse_read(row) for row in fields.objects("reads")),
     )
-    _check_reads(parsed, [files[number] for number in numbers], where)
+    _check_reads(parsed, [files[number] for number in numbers])
     return parsed
 
 
-def _check_reads(entry: RankEntry, files: Sequence[IndexedFile], where: str) -> None:
+def _check_reads(entry: RankEntry, files: Sequence[IndexedFile]) -> None:
     end = 0
     wanted = [0] * len(files)
     for number, read in enumerate(entry.reads):
         transfer = read.transfer
         if read.file >= len(files):
-            raise FormatError(f"read {number}: file {read.file} of {len(files)}", path=where, code="field")
+            raise FormatError(f"read {number}: file {read.file} of {len(files)}", code="field")
         if transfer.nbytes == 0:
-            raise FormatError(f"read {number}: reads nothing", path=where, code="coverage")
+            raise FormatError(f"read {number}: reads nothing", code="coverage")
         if transfer.count > 1 and min(transfer.source_stride, transfer.target_stride) < transfer.nbytes:
-            raise FormatError(f"read {number}: runs of {transfer.nbytes} bytes overlap", path=where, code="coverage")
+            raise FormatError(f"read {number}: runs of {transfer.nbytes} bytes overlap", code="coverage")
         file = files[read.file]
         if not file.data_start <= transfer.source <= transfer.source_end <= file.nbytes:
             raise FormatError(
                 f"read {number}: bytes {transfer.source} to {transfer.source_end} of {file.name}, whose data section is"
                 f" {file.data_start} to {file.nbytes}",
-                path=where,
                 code="truncated",
             )
         if transfer.target < end:
             raise FormatError(
                 f"read {number}: starts at byte {transfer.target} of the arena, the read before it ends at {end}",
-                path=where,
                 code="coverage",
             )
         end = transfer.target_end
         wanted[read.file] += transfer.total_nbytes
     if end > entry.arena_nbytes:
-        raise FormatError(f"reads end at byte {end} of an arena of {entry.arena_nbytes}", path=where, code="truncated")
+        raise FormatError(f"reads end at byte {end} of an arena of {entry.arena_nbytes}", code="truncated")
     headers_nbytes = sum(file.data_start for file in files)
     if entry.num_tensors * _MIN_ENTRY_NBYTES > headers_nbytes:
-        raise FormatError(f"{entry.num_tensors} tensors in headers of {headers_nbytes} bytes", path=where, code="field")
+        raise FormatError(f"{entry.num_tensors} tensors in headers of {headers_nbytes} bytes", code="field")
     limit = entry.nbytes + entry.nbytes // 64 + ARENA_ALIGNMENT * entry.num_tensors + 2 * BLOCK * (len(files) + 1)
     if entry.arena_nbytes > limit:
-        raise FormatError(
-            f"an arena of {entry.arena_nbytes} bytes for tensors of {entry.nbytes}", path=where, code="field"
-        )
+        raise FormatError(f"an arena of {entry.arena_nbytes} bytes for tensors of {entry.nbytes}", code="field")
     if sum(wanted) != entry.nbytes:
-        raise FormatError(f"reads of {sum(wanted)} bytes, tensors of {entry.nbytes}", path=where, code="field")
+        raise FormatError(f"reads of {sum(wanted)} bytes, tensors of {entry.nbytes}", code="field")
     for file, nbytes in zip(files, wanted, strict=True):
         if nbytes > file.nbytes - file.data_start:
             raise FormatError(
-                f"reads of {nbytes} bytes of {file.name}, which has {file.nbytes - file.data_start}",
-                path=where,
-                code="coverage",
+                f"reads of {nbytes} bytes of {file.name}, which has {file.nbytes - file.data_start}", code="coverage"
             )
 
 
-def parse_shapes(values: Iterable[Any], where: str) -> list[tuple[int, ...]]:
+def parse_shapes(values: Iterable[Any]) -> list[tuple[int, ...]]:
     """Shapes from lists of sizes.
 
     Raises:
@@ -410,8 +401,8 @@ def parse_shapes(values: Iterable[Any], where: str) -> list[tuple[int, ...]]:
     shapes = list(map(tuple, values))
     dims = [dim for shape in shapes for dim in shape]
     if any(len(shape) > MAX_AXES for shape in shapes):
-        raise FormatError(f"a shape of {max(map(len, shapes))} axes, limit {MAX_AXES}", path=where, code="limit")
+        raise FormatError(f"a shape of {max(map(len, shapes))} axes, limit {MAX_AXES}", code="limit")
     if not set(map(type, dims)) <= {int} or (dims and not (min(dims) >= 0 and max(dims) <= MAX_SIZE)):
         wrong = next(shape for shape in shapes if not all(type(dim) is int and 0 <= dim <= MAX_SIZE for dim in shape))
-        raise FormatError(f"{shown(list(wrong))} is no shape", path=where, code="field")
+        raise FormatError(f"{shown(list(wrong))} is no shape", code="field")
     return shapes

@@ -22,7 +22,7 @@ def is_plain_path(name: str) -> bool:
     )
 
 
-def check_path(name: str, where: str) -> None:
+def check_path(name: str) -> None:
     """Check that a name leads to a place in the folder. `where` names what has it.
 
     Raises:
@@ -30,15 +30,15 @@ def check_path(name: str, where: str) -> None:
     """
     # No hidden ones, which a conversion does not take along either: they may steer other programs.
     if not is_plain_path(name) or any(part.startswith(".") for part in name.split("/")):
-        raise FormatError(f"{shown(name)} is no name of a file in the checkpoint", path=where, code="unsafe")
+        raise FormatError(f"{shown(name)} is no name of a file in the checkpoint", code="unsafe")
 
 
-def check_apart(names: Iterable[str], where: str) -> None:
+def check_apart(names: Iterable[str]) -> None:
     """Check that no two files want one place, as files or as folders.
 
     Raises:
         FormatError: two do.
     """
-    for one, other in pairwise(sorted(f"{name}/" for name in names)):
-        if other.startswith(one):
-            raise FormatError(f"{shown(one[:-1])} is the name of two things", path=where, code="field")
+    for path, next_path in pairwise(sorted(f"{name}/" for name in names)):
+        if next_path.startswith(path):
+            raise FormatError(f"{shown(path[:-1])} is the name of two things", code="field")

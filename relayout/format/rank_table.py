@@ -15,7 +15,7 @@ from relayout.core.digests import digest_hex
 from relayout.core.dtypes import BITS, num_bytes
 from relayout.core.extents import Transfer
 from relayout.core.slices import Slice
-from relayout.errors import FormatError, PlanError, shown
+from relayout.errors import FormatError, PlanError, about, shown
 from relayout.format.fields import Fields, parse_object
 from relayout.format.index import (
     ARENA_ALIGNMENT,
@@ -46,10 +46,10 @@ def dump_table(table: RankTable) -> bytes:
     top = {
         "relayout": FORMAT_VERSION,
         "kinds": {
-            "dtype": [one.dtype for one in kinds],
-            "shape": [one.shape for one in kinds],
-            "source_shape": [None if one.part.is_whole else one.source_shape for one in kinds],
-            "slice": [dump_slice(one.part) for one in kinds],
+            "dtype": [kind.dtype for kind in kinds],
+            "shape": [kind.shape for kind in kinds],
+            "source_shape": [None if kind.part.is_whole else kind.source_shape for kind in kinds],
+            "slice": [dump_slice(kind.part) for kind in kinds],
         },
         "name": table.names,
         "kind": table.kind_of,
@@ -69,22 +69,25 @@ def parse_table(blob: bytes, manifest: Manifest, rank: int, where: str) -> RankT
     Raises:
         FormatError: it is damaged, of another rank or conversion, or not what FORMAT.md demands.
     """
+    with about(path=where):
+        return _parse_table(blob, manifest, rank, where)
+
+
+def _parse_table(blob: bytes, manifest: Manifest, rank: int, where: str) -> RankTable:
     entry = manifest.holders[rank]
-    refuse_lfs_pointer(blob, where)
+    refuse_lfs_pointer(blob)
     if digest_hex(blob) != entry.table_digest:
         raise FormatError(
-            f"digest differs from the one in {MANIFEST_NAME}: damaged, or of another rank or conversion",
-            path=where,
-            code="digest",
+            f"digest differs from the one in {MANIFEST_NAME}: damaged, or of another rank or conversion", code="digest"
         )
     top = parse_object(decompress(blob, where), where)
-    check_version(top, where)
-    fields = Fields(top, where)
-    kinds = _parse_kinds(Fields(fields.object("kinds"), where), where)
+    check_version(top)
+    fields = Fields(top)
+    kinds = _parse_kinds(Fields(fields.object("kinds")))
     count = entry.num_tensors
     kind = fields.column("kind", int, count)
     if kind and max(kind) >= len(kinds):
-        raise FormatError(f"kind {max(kind)} of {len(kinds)}", path=where, code="field")
+        raise FormatError(f"kind {max(kind)} of {len(kinds)}", code="field")
     table = RankTable(
         rank=rank,
         kinds=kinds,
@@ -96,59 +99,50 @@ def parse_table(blob: bytes, manifest: Manifest, rank: int, where: str) -> RankT
         digests=fields.column("digest", str, count),
     )
     if count:
-        check_name(max(table.names, key=len), where)
+        check_name(max(table.names, key=len))
     if len(set(table.names)) != count:
-        raise FormatError("a tensor name occurs twice", path=where, code="field")
-    sizes = _sizes(table, entry, where)
+        raise FormatError("a tensor name occurs twice", code="field")
+    sizes = _sizes(table, entry)
     of_whole = manifest.shared
     shared = [number in of_whole for number in entry.files]
-    _check_places(table, entry, manifest.holder_files(rank), shared, sizes, where)
+    _check_places(table, entry, manifest.holder_files(rank), shared, sizes)
     if (total := sum(sizes.tolist())) != entry.nbytes:
-        raise FormatError(f"tensors of {total} bytes, {MANIFEST_NAME} says {entry.nbytes}", path=where, code="field")
+        raise FormatError(f"tensors of {total} bytes, {MANIFEST_NAME} says {entry.nbytes}", code="field")
     return table
 
 
-def _parse_kinds(fields: Fields, where: str) -> list[Kind]:
+def _parse_kinds(fields: Fields) -> list[Kind]:
     count = len(fields.items("dtype"))
-    shapes = parse_shapes(fields.column("shape", list, count), where)
+    shapes = parse_shapes(fields.column("shape", list, count))
     whole = fields.column("source_shape", (list, type(None)), count)
-    slices = [parse_slice(value, where) for value in fields.column("slice", dict, count)]
+    slices = [parse_slice(value) for value in fields.column("slice", dict, count)]
     source_shapes = [shape if value is None else value for shape, value in zip(shapes, whole, strict=True)]
-    columns = (fields.column("dtype", str, count), shapes, parse_shapes(source_shapes, where), slices)
-    kinds = [Kind(*one) for one in zip(*columns, strict=True)]
-    for one in kinds:
-        if one.dtype not in BITS:
-            what = f"{shown(one.dtype)} {shown(list(one.shape))} is no stored tensor"
-            raise FormatError(what, path=where, code="field")
-        if not _is_part(one.part, one.source_shape, one.shape):
+    columns = (fields.column("dtype", str, count), shapes, parse_shapes(source_shapes), slices)
+    kinds = [Kind(*row) for row in zip(*columns, strict=True)]
+    for kind in kinds:
+        if kind.dtype not in BITS:
+            what = f"{shown(kind.dtype)} {shown(list(kind.shape))} is no stored tensor"
+            raise FormatError(what, code="field")
+        if not _is_part(kind.part, kind.source_shape, kind.shape):
             shape, part, source_shape = (
-                shown(value) for value in (list(one.shape), dump_slice(one.part), list(one.source_shape))
+                shown(value) for value in (list(kind.shape), dump_slice(kind.part), list(kind.source_shape))
             )
-            raise FormatError(
-                f"{shape} is not slice {part} of a tensor {source_shape}",
-                path=where,
-                code="field",
-            )
+            raise FormatError(f"{shape} is not slice {part} of a tensor {source_shape}", code="field")
     return kinds
 
 
-def _sizes(table: RankTable, entry: RankEntry, where: str) -> Column:
+def _sizes(table: RankTable, entry: RankEntry) -> Column:
     """Bytes of each tensor."""
-    kinds, kind = table.kinds, np.array(table.kind_of, np.int64)
-    sizes = np.zeros(len(kinds), np.int64)
-    for number, first in zip(*np.unique(kind, return_index=True), strict=True):
-        one = kinds[number]
-        nbytes = num_bytes(one.dtype, one.shape)
+    kind_of = np.array(table.kind_of, np.int64)
+    sizes = np.zeros(len(table.kinds), np.int64)
+    for index, first in zip(*np.unique(kind_of, return_index=True), strict=True):
+        kind = table.kinds[index]
+        nbytes = num_bytes(kind.dtype, kind.shape)
         if nbytes is None or nbytes > entry.nbytes:
-            name = table.names[first]
-            raise FormatError(
-                f"{shown(one.dtype)} {shown(list(one.shape))} is no stored tensor",
-                path=where,
-                tensor=name,
-                code="field",
-            )
-        sizes[number] = nbytes
-    return sizes[kind]
+            what = f"{shown(kind.dtype)} {shown(list(kind.shape))} is no stored tensor"
+            raise FormatError(what, tensor=table.names[first], code="field")
+        sizes[index] = nbytes
+    return sizes[kind_of]
 
 
 def _check_places(
@@ -157,7 +151,6 @@ def _check_places(
     stored: Sequence[IndexedFile],
     shared: Sequence[bool],
     sizes: Column,
-    where: str,
 ) -> None:
     """Prove that each tensor lies inside its file and the arena, and that reads bring it there: one run of one read.
 
@@ -171,46 +164,42 @@ def _check_places(
     lengths = np.array([file.nbytes for file in stored], np.int64)
     data_starts = np.array([file.data_start for file in stored], np.int64)
     for row in np.flatnonzero(files >= len(lengths))[:1]:
-        raise FormatError(f"file {files[row]} of {len(lengths)}", path=where, tensor=table.names[row], code="truncated")
+        raise FormatError(f"file {files[row]} of {len(lengths)}", tensor=table.names[row], code="truncated")
     for row in np.flatnonzero(offsets < data_starts[files])[:1]:
         what = f"begins in the header, at byte {offsets[row]}"
-        raise FormatError(what, path=where, tensor=table.names[row], code="truncated")
-    rows, starts, targets, piece_sizes = _pieces(table, shared, sizes, where)
+        raise FormatError(what, tensor=table.names[row], code="truncated")
+    rows, starts, targets, piece_sizes = _pieces(table, shared, sizes)
     for piece in np.flatnonzero(starts > lengths[files[rows]] - piece_sizes)[:1]:
         end = int(starts[piece]) + int(piece_sizes[piece])
         name = table.names[rows[piece]]
-        raise FormatError(f"ends outside its file, at byte {end}", path=where, tensor=name, code="truncated")
+        raise FormatError(f"ends outside its file, at byte {end}", tensor=name, code="truncated")
     for row in np.flatnonzero((arena_offsets % ARENA_ALIGNMENT != 0) | (arena_offsets > entry.arena_nbytes - sizes))[
         :1
     ]:
         raise FormatError(
             f"{sizes[row]} bytes at {arena_offsets[row]} of an arena of {entry.arena_nbytes}",
-            path=where,
             tensor=table.names[row],
             code="field",
         )
     place = np.lexsort((sizes > 0, offsets, files))
     for row in np.flatnonzero(place != np.arange(len(place)))[:1]:
-        raise FormatError("is not in file order", path=where, tensor=table.names[row], code="field")
+        raise FormatError("is not in file order", tensor=table.names[row], code="field")
     order = np.argsort(arena_offsets, kind="stable")
     order = order[sizes[order] > 0]
     ends = arena_offsets[order] + sizes[order]
     for row in np.flatnonzero(ends[:-1] > arena_offsets[order[1:]])[:1]:
-        one, other = table.names[order[row]], table.names[order[row + 1]]
-        raise FormatError(f"tensors {one!r} and {other!r} overlap in the arena", path=where, code="coverage")
+        name, other = table.names[order[row]], table.names[order[row + 1]]
+        raise FormatError(f"tensors {name!r} and {other!r} overlap in the arena", code="coverage")
     brought = _are_brought(entry, files[rows], starts, targets, piece_sizes)
     for row in rows[~brought][:1]:
         raise FormatError(
             f"no read in the manifest covers it (arena offset {arena_offsets[row]})",
-            path=where,
             tensor=table.names[row],
             code="coverage",
         )
 
 
-def _pieces(
-    table: RankTable, shared: Sequence[bool], sizes: Column, where: str
-) -> tuple[Column, Column, Column, Column]:
+def _pieces(table: RankTable, shared: Sequence[bool], sizes: Column) -> tuple[Column, Column, Column, Column]:
     """The contiguous pieces of which tensors consist in their files: row, file offset, arena offset and bytes.
 
     Raises:
@@ -224,11 +213,11 @@ def _pieces(
     for row in map(int, np.flatnonzero(is_shared)):
         kind = table.kind_of[row]
         if kind not in transfers:
-            transfers[kind] = _ranges_in_whole(table.kinds[kind], table.names[row], where)
-        for one in transfers[kind] if len(transfers[kind]) > 1 else ():
+            transfers[kind] = _ranges_in_whole(table.kinds[kind], table.names[row])
+        for transfer in transfers[kind] if len(transfers[kind]) > 1 else ():
             is_split[row] = True
-            place = table.offsets[row] + one.source - transfers[kind][0].source
-            found.append((row, place, table.arena_offsets[row] + one.target, one.nbytes))
+            place = table.offsets[row] + transfer.source - transfers[kind][0].source
+            found.append((row, place, table.arena_offsets[row] + transfer.target, transfer.nbytes))
     if not found:
         return columns
     rest, offsets, targets, nbytes = (column[~is_split] for column in columns)
@@ -241,14 +230,14 @@ def _pieces(
     )
 
 
-def _ranges_in_whole(kind: Kind, name: str, where: str) -> tuple[Transfer, ...]:
+def _ranges_in_whole(kind: Kind, name: str) -> tuple[Transfer, ...]:
     """The contiguous pieces of a slice in its whole tensor."""
     try:
         transfers = kind.in_whole
     except PlanError as error:
-        raise FormatError(error.what, path=where, tensor=name, code="field") from None
-    if any(one.count > 1 for one in transfers):
-        raise FormatError("is not contiguous in a file of whole tensors", path=where, tensor=name, code="field")
+        raise FormatError(error.what, tensor=name, code="field") from None
+    if any(transfer.count > 1 for transfer in transfers):
+        raise FormatError("is not contiguous in a file of whole tensors", tensor=name, code="field")
     return transfers
 
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from relayout.core.dtypes import BITS
 from relayout.core.extents import align_up
-from relayout.errors import FormatError, PlanError, shown
+from relayout.errors import FormatError, PlanError, about, shown
 
 MAX_HEADER_NBYTES = 100_000_000
 """The reference reader refuses a longer header."""
@@ -78,17 +78,17 @@ class Header:
     """Whether it names the tensors in their order."""
 
 
-def refuse_lfs_pointer(blob: bytes, where: str) -> None:
+def refuse_lfs_pointer(blob: bytes) -> None:
     """Refuse what git-lfs leaves in place of a file.
 
     Raises:
         FormatError: `blob`, the first bytes of a file or all of it, is such a pointer.
     """
     if blob.startswith(LFS_POINTER):
-        raise FormatError("this is a git-lfs pointer, not the file itself: run `git lfs pull`", path=where)
+        raise FormatError("this is a git-lfs pointer, not the file itself: run `git lfs pull`")
 
 
-def header_nbytes(prefix: bytes, file_nbytes: int, where: str) -> int:
+def header_nbytes(prefix: bytes, file_nbytes: int) -> int:
     """The length n that the first 8 bytes declare, checked against the file's size.
 
     Args:
@@ -97,18 +97,15 @@ def header_nbytes(prefix: bytes, file_nbytes: int, where: str) -> int:
     Raises:
         FormatError: fewer than 8 bytes, a length above the limit, or one that the file cannot hold.
     """
-    refuse_lfs_pointer(prefix, where)
+    refuse_lfs_pointer(prefix)
     if len(prefix) < LENGTH_NBYTES:
-        raise FormatError(
-            f"{len(prefix)} bytes, shorter than the 8-byte length that starts a file", path=where, code="truncated"
-        )
+        raise FormatError(f"{len(prefix)} bytes, shorter than the 8-byte length that starts a file", code="truncated")
     declared = int.from_bytes(prefix[:LENGTH_NBYTES], "little")
     if declared > MAX_HEADER_NBYTES:
-        raise FormatError(f"header length {declared} at byte 0, limit {MAX_HEADER_NBYTES}", path=where, code="limit")
+        raise FormatError(f"header length {declared} at byte 0, limit {MAX_HEADER_NBYTES}", code="limit")
     if LENGTH_NBYTES + declared > file_nbytes:
         raise FormatError(
             f"header ends at byte {LENGTH_NBYTES + declared}, the file at byte {file_nbytes} (truncated?)",
-            path=where,
             code="truncated",
         )
     return declared
@@ -120,19 +117,22 @@ def parse_header(blob: bytes, file_nbytes: int, where: str) -> Header:
     Raises:
         FormatError: anything is not as the format demands; `where` names the file in the message.
     """
-    data_start = LENGTH_NBYTES + header_nbytes(blob, file_nbytes, where)
+    with about(path=where):
+        return _parse_header(blob, file_nbytes)
+
+
+def _parse_header(blob: bytes, file_nbytes: int) -> Header:
+    data_start = LENGTH_NBYTES + header_nbytes(blob, file_nbytes)
     # Decode first: given bytes, json.loads would also accept UTF-16.
     try:
         text = blob[LENGTH_NBYTES:data_start].decode("utf-8")
     except UnicodeDecodeError as error:
-        raise FormatError(
-            f"header is not UTF-8 at byte {LENGTH_NBYTES + error.start}", path=where, code="syntax"
-        ) from None
-    top = strict_json(text, where)
+        raise FormatError(f"header is not UTF-8 at byte {LENGTH_NBYTES + error.start}", code="syntax") from None
+    top = strict_json(text)
     if not isinstance(top, dict):
-        raise FormatError(f"header is a JSON {type(top).__name__}, expected an object", path=where, code="field")
-    metadata = _parse_metadata(top.pop(_METADATA_KEY, None), where)
-    listed = [_parse_entry(name, entry, where) for name, entry in top.items()]
+        raise FormatError(f"header is a JSON {type(top).__name__}, expected an object", code="field")
+    metadata = _parse_metadata(top.pop(_METADATA_KEY, None))
+    listed = [_parse_entry(name, entry) for name, entry in top.items()]
     tensors = sorted(listed, key=lambda tensor: (tensor.offset, tensor.nbytes))
     data_nbytes = file_nbytes - data_start
     position = 0
@@ -141,7 +141,6 @@ def parse_header(blob: bytes, file_nbytes: int, where: str) -> Header:
             what = "overlaps the tensor before it" if tensor.offset < position else "leaves a hole before it"
             raise FormatError(
                 f"starts at byte {tensor.offset} of the data section, expected {position}: {what}",
-                path=where,
                 tensor=tensor.name,
                 offset=data_start + tensor.offset,
                 code="coverage",
@@ -150,16 +149,13 @@ def parse_header(blob: bytes, file_nbytes: int, where: str) -> Header:
         if position > data_nbytes:
             raise FormatError(
                 f"ends at byte {position} of the data section, which has {data_nbytes} (truncated?)",
-                path=where,
                 tensor=tensor.name,
                 offset=data_start + position,
                 code="truncated",
             )
     if position != data_nbytes:
         raise FormatError(
-            f"the tensors cover {position} bytes, the data section has {data_nbytes}: trailing bytes",
-            path=where,
-            code="coverage",
+            f"the tensors cover {position} bytes, the data section has {data_nbytes}: trailing bytes", code="coverage"
         )
     return Header(tuple(tensors), metadata, data_start, data_nbytes, tensors == listed)
 
@@ -208,7 +204,7 @@ json_text = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 """A value as JSON, without white space, non-ASCII characters as they are."""
 
 
-def strict_json(text: str, where: str) -> Any:
+def strict_json(text: str) -> Any:
     """Parse JSON as the reference reader's parser (serde_json) does, and refuse duplicate names.
 
     Python's own reader is laxer: it takes NaN, -0 as an integer, the last of two equal names, numbers that no double
@@ -220,8 +216,8 @@ def strict_json(text: str, where: str) -> Any:
     """
     brackets = text.count("[") + text.count("{")
     if brackets > _FEW_BRACKETS + len(text) // _CHARACTERS_PER_BRACKET:
-        raise FormatError(f"{brackets} brackets in {len(text)} characters of JSON", path=where, code="limit")
-    check_depth(text, where)
+        raise FormatError(f"{brackets} brackets in {len(text)} characters of JSON", code="limit")
+    check_depth(text)
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
@@ -229,12 +225,12 @@ def strict_json(text: str, where: str) -> Any:
             seen: set[str] = set()
             for name, _ in pairs:
                 if name in seen:
-                    raise FormatError(f"name {shown(name)} occurs twice", path=where, code="syntax")
+                    raise FormatError(f"name {shown(name)} occurs twice", code="syntax")
                 seen.add(name)
         return result
 
     def refuse(constant: str) -> NoReturn:
-        raise FormatError(f"{constant} is no JSON number", path=where, code="syntax")
+        raise FormatError(f"{constant} is no JSON number", code="syntax")
 
     def integer(digits: str) -> int | float:
         # serde_json reads "-0" as a float, and integers beyond 64 bits as floats.
@@ -245,7 +241,7 @@ def strict_json(text: str, where: str) -> Any:
     def floating(digits: str) -> float:
         value = float(digits)
         if isinf(value):
-            raise FormatError(f"a number is out of range: {digits[:20]}...", path=where, code="syntax")
+            raise FormatError(f"a number is out of range: {digits[:20]}...", code="syntax")
         return value
 
     # Columns have millions of integers, which Python reads in a third of the time where none can be special.
@@ -259,12 +255,12 @@ def strict_json(text: str, where: str) -> Any:
             parse_float=floating,
         )
     except json.JSONDecodeError as error:
-        raise FormatError(f"not valid JSON: {error.msg} at character {error.pos}", path=where, code="syntax") from None
-    refuse_surrogates(text, parsed, where)
+        raise FormatError(f"not valid JSON: {error.msg} at character {error.pos}", code="syntax") from None
+    refuse_surrogates(text, parsed)
     return parsed
 
 
-def check_depth(text: str, where: str) -> None:
+def check_depth(text: str) -> None:
     """Refuse JSON of more than MAX_DEPTH levels, whatever room the caller's stack has.
 
     Of text that is no JSON, the levels count that a parser enters before it finds out.
@@ -282,10 +278,10 @@ def check_depth(text: str, where: str) -> None:
         if len(left) == len(before):
             break
     if b"[]" in left or left.count(b"[") > MAX_DEPTH:
-        raise FormatError("JSON nested too deeply", path=where, code="syntax")
+        raise FormatError("JSON nested too deeply", code="syntax")
 
 
-def refuse_surrogates(text: str, parsed: Any, where: str) -> None:
+def refuse_surrogates(text: str, parsed: Any) -> None:
     """Refuse JSON with a string that is no Unicode text.
 
     Raises:
@@ -295,18 +291,18 @@ def refuse_surrogates(text: str, parsed: Any, where: str) -> None:
         try:
             json.dumps(parsed, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError:
-            raise FormatError("a string holds half of a surrogate pair", path=where, code="syntax") from None
+            raise FormatError("a string holds half of a surrogate pair", code="syntax") from None
 
 
-def _parse_metadata(value: Any, where: str) -> dict[str, str]:
+def _parse_metadata(value: Any) -> dict[str, str]:
     if value is None:
         return {}
     if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
-        raise FormatError(f"{_METADATA_KEY} must map strings to strings", path=where, code="field")
+        raise FormatError(f"{_METADATA_KEY} must map strings to strings", code="field")
     return value
 
 
-def check_name(name: str, where: str) -> None:
+def check_name(name: str) -> None:
     """Refuse a tensor name that is too long for rules that look at its parts.
 
     Raises:
@@ -314,49 +310,42 @@ def check_name(name: str, where: str) -> None:
     """
     if len(name) > MAX_NAME_LENGTH:
         raise FormatError(
-            f"tensor {name[:64]!r}...: a name of {len(name)} characters, limit {MAX_NAME_LENGTH}",
-            path=where,
-            code="limit",
+            f"tensor {name[:64]!r}...: a name of {len(name)} characters, limit {MAX_NAME_LENGTH}", code="limit"
         )
 
 
-def _parse_entry(name: str, entry: Any, where: str) -> TensorEntry:
-    check_name(name, where)
+def _parse_entry(name: str, entry: Any) -> TensorEntry:
+    check_name(name)
     if not isinstance(entry, dict):
-        raise FormatError(f"expected an object, found {type(entry).__name__}", path=where, tensor=name, code="field")
+        raise FormatError(f"expected an object, found {type(entry).__name__}", tensor=name, code="field")
     try:
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     except KeyError as error:
-        raise FormatError(f"{error.args[0]!r} is missing", path=where, tensor=name, code="field") from None
+        raise FormatError(f"{error.args[0]!r} is missing", tensor=name, code="field") from None
     bits = BITS.get(dtype) if isinstance(dtype, str) else None
     if bits is None:
-        raise FormatError(f"unknown dtype {shown(dtype)}", path=where, tensor=name, code="field")
+        raise FormatError(f"unknown dtype {shown(dtype)}", tensor=name, code="field")
     if not isinstance(shape, list) or not all(_is_size(dim) for dim in shape):
-        raise FormatError(f"shape {shown(shape)} is not a list of sizes", path=where, tensor=name, code="field")
+        raise FormatError(f"shape {shown(shape)} is not a list of sizes", tensor=name, code="field")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
-        raise FormatError(
-            f"data_offsets {shown(offsets)} is not a pair of sizes", path=where, tensor=name, code="field"
-        )
+        raise FormatError(f"data_offsets {shown(offsets)} is not a pair of sizes", tensor=name, code="field")
     if len(shape) > MAX_AXES:
-        raise FormatError(f"a shape of {len(shape)} axes, limit {MAX_AXES}", path=where, tensor=name, code="limit")
+        raise FormatError(f"a shape of {len(shape)} axes, limit {MAX_AXES}", tensor=name, code="limit")
     size = 1
     for dim in shape:
         size *= dim
         if size > _MAX_SIZE:
-            raise FormatError(f"shape {shown(shape)} overflows 64 bits", path=where, tensor=name, code="limit")
+            raise FormatError(f"shape {shown(shape)} overflows 64 bits", tensor=name, code="limit")
     size *= bits
     start, end = offsets
     if size > _MAX_SIZE:
-        raise FormatError(f"shape {shown(shape)} of {dtype} overflows 64 bits", path=where, tensor=name, code="limit")
+        raise FormatError(f"shape {shown(shape)} of {dtype} overflows 64 bits", tensor=name, code="limit")
     if size % 8:
-        raise FormatError(
-            f"shape {shown(shape)} of {dtype} does not fill whole bytes", path=where, tensor=name, code="field"
-        )
+        raise FormatError(f"shape {shown(shape)} of {dtype} does not fill whole bytes", tensor=name, code="field")
     if end - start != size // 8:
         raise FormatError(
             f"data_offsets [{start}, {end}] hold {end - start} bytes, shape {shown(shape)} of {dtype} "
             f"needs {size // 8}",
-            path=where,
             tensor=name,
             code="field",
         )
@@ -366,9 +355,9 @@ def _parse_entry(name: str, entry: Any, where: str) -> TensorEntry:
 def depth(value: Any) -> int:
     """Levels of nesting, 0 for a number or string."""
     depth, level = 0, [value]
-    while level := [one for one in level if isinstance(one, (dict, list))]:
+    while level := [node for node in level if isinstance(node, (dict, list))]:
         depth += 1
-        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+        level = [inner for node in level for inner in (node.values() if isinstance(node, dict) else node)]
     return depth
 
 

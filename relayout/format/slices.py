@@ -27,7 +27,7 @@ def dump_slice(part: Slice) -> dict[str, list[list[int]]] | None:
     return {str(axis): list(map(list, ranges)) for axis, ranges in part.by_axis}
 
 
-def parse_slice(value: Any, where: str) -> Slice:
+def parse_slice(value: Any) -> Slice:
     """The inverse of `dump_slice`.
 
     Raises:
@@ -36,19 +36,17 @@ def parse_slice(value: Any, where: str) -> Slice:
     if value is None:
         return NOT_HELD
     if not isinstance(value, dict) or not all(isinstance(ranges, list) for ranges in value.values()):
-        raise FormatError(f"{shown(value)} is no slice", path=where, code="field")
+        raise FormatError(f"{shown(value)} is no slice", code="field")
     axes = [int(axis) if axis.isdecimal() and len(axis) <= 2 else MAX_AXES for axis in value]
     # Rising, and each as it is written: "0", not "00" or another script's digit.
     if [str(axis) for axis in sorted(set(axes))] != list(value) or any(axis >= MAX_AXES for axis in axes):
-        raise FormatError(
-            f"{shown(list(value))} are no dims in rising order, below {MAX_AXES}", path=where, code="field"
-        )
+        raise FormatError(f"{shown(list(value))} are no dims in rising order, below {MAX_AXES}", code="field")
     longest = max(map(len, value.values()), default=0)
     if longest > MAX_RANGES:
-        raise FormatError(f"a slice of {longest} ranges along one dim, limit {MAX_RANGES}", path=where, code="limit")
-    for one in (one for ranges in value.values() for one in ranges):
-        is_pair = isinstance(one, list) and len(one) == 2 and type(one[0]) is type(one[1]) is int
-        if not (is_pair and one[0] >= 0 and one[1] > 0 and sum(one) <= MAX_SIZE):
-            raise FormatError(f"{shown(one)} in {shown(value)} is no range", path=where, code="field")
+        raise FormatError(f"a slice of {longest} ranges along one dim, limit {MAX_RANGES}", code="limit")
+    for item in (item for ranges in value.values() for item in ranges):
+        is_pair = isinstance(item, list) and len(item) == 2 and type(item[0]) is type(item[1]) is int
+        if not (is_pair and item[0] >= 0 and item[1] > 0 and sum(item) <= MAX_SIZE):
+            raise FormatError(f"{shown(item)} in {shown(value)} is no range", code="field")
     ranges = (tuple((start, length) for start, length in ranges) for ranges in value.values())
     return Slice(tuple(zip(axes, ranges, strict=True)))

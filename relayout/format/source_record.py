@@ -9,7 +9,7 @@ from typing import Any
 from relayout.core.digests import digest_hex
 from relayout.core.dtypes import BITS, num_bytes
 from relayout.core.slices import Cut
-from relayout.errors import FormatError, shown
+from relayout.errors import FormatError, about, shown
 from relayout.format.fields import Fields, parse_object
 from relayout.format.index import FORMAT_VERSION, MANIFEST_NAME, RANKS, WHOLE_TENSORS
 from relayout.format.manifest import check_version, compact_json, parse_shapes
@@ -159,58 +159,59 @@ def parse_record(text: bytes, num_ranks: int, where: str) -> SourceRecord:
     Raises:
         FormatError: it is not what FORMAT.md demands.
     """
-    top = Fields(parse_object(text, where), where)
-    check_version(top.top, where)
+    with about(path=where):
+        return _parse_record(Fields(parse_object(text, where)), num_ranks)
+
+
+def _parse_record(top: Fields, num_ranks: int) -> SourceRecord:
+    check_version(top.top)
     if top.size("num_ranks") != num_ranks:
-        raise FormatError(
-            f"is of {top.size('num_ranks')} ranks, {MANIFEST_NAME} of {num_ranks}", path=where, code="mismatch"
-        )
-    tensors = Fields(top.object("tensors"), where)
-    side_files = Fields(top.object("side_files"), where)
+        raise FormatError(f"is of {top.size('num_ranks')} ranks, {MANIFEST_NAME} of {num_ranks}", code="mismatch")
+    tensors = Fields(top.object("tensors"))
+    side_files = Fields(top.object("side_files"))
     count = _count(tensors)
-    cuts = _parse_cuts(top, num_ranks, where)
+    cuts = _parse_cuts(top, num_ranks)
     cut_of = _positions(tensors, "cut", count, len(cuts))
-    files = _parse_files(Fields(top.object("files"), where), where)
+    files = _parse_files(Fields(top.object("files")))
     file_of = _positions(tensors, "file", count, len(files))
-    index, plan = top.object_or_null("index"), _parse_plan(top.object_or_null("plan"), f"{where}: plan")
+    index, plan = top.object_or_null("index"), _parse_plan(top.object_or_null("plan"))
     record = SourceRecord(
-        options=_parse_options(top, plan, where),
+        options=_parse_options(top, plan),
         plan=plan,
         names=tensors.column("name", str, count),
         dtypes=tensors.column("dtype", str, count),
-        shapes=parse_shapes(tensors.column("shape", list, count), where),
+        shapes=parse_shapes(tensors.column("shape", list, count)),
         digests=tensors.column("digest", str, count),
         cuts=cuts,
         cut_of=tuple(cut_of),
         file_of=file_of,
         offsets=tensors.column("offset", int, count),
         files=files,
-        index=None if index is None else _parse_index(Fields(index, where)),
-        side_files=_parse_side_files(side_files, where),
+        index=None if index is None else _parse_index(Fields(index)),
+        side_files=_parse_side_files(side_files),
     )
-    _check_names(
-        [*(file.name for file in files), *(record.index or ())[:1], *(one.name for one in record.side_files)], where
-    )
-    _check_tensors(record, where)
+    index_names = [] if record.index is None else [record.index[0]]
+    _check_names([*(file.name for file in files), *(file.name for file in record.side_files), *index_names])
+    _check_tensors(record)
     return record
 
 
-def _parse_cuts(top: Fields, num_ranks: int, where: str) -> tuple[Cut, ...]:
+def _parse_cuts(top: Fields, num_ranks: int) -> tuple[Cut, ...]:
     rows = top.top.get("cuts")
     if not isinstance(rows, list) or not all(isinstance(row, list) and len(row) == num_ranks for row in rows):
-        raise FormatError(f"'cuts' is missing or not a list of {num_ranks} slices each", path=where, code="field")
-    return tuple(Cut(tuple(parse_slice(value, where) for value in row)) for row in rows)
+        raise FormatError(f"'cuts' is missing or not a list of {num_ranks} slices each", code="field")
+    return tuple(Cut(tuple(parse_slice(value) for value in row)) for row in rows)
 
 
 def _positions(fields: Fields, name: str, count: int, limit: int) -> list[int]:
     """A column of positions in another list, which has `limit` items."""
     column: list[int] = fields.column(name, int, count)
     if column and max(column) >= limit:
-        raise FormatError(f"{name} {max(column)} of {limit}", path=fields.where, code="limit")
+        raise FormatError(f"{name} {max(column)} of {limit}", code="limit")
     return column
 
 
-def _parse_side_files(fields: Fields, where: str) -> tuple[SideFile, ...]:
+def _parse_side_files(fields: Fields) -> tuple[SideFile, ...]:
     count = _count(fields)
     columns = zip(
         fields.column("name", str, count),
@@ -220,37 +221,34 @@ def _parse_side_files(fields: Fields, where: str) -> tuple[SideFile, ...]:
         strict=True,
     )
     if any(mode > 0o777 for mode in fields.column("mode", int, count)):
-        raise FormatError("'mode' is not a list of permission bits", path=where, code="field")
-    return tuple(SideFile(_path(name, where), nbytes, digest, mode) for name, nbytes, digest, mode in columns)
+        raise FormatError("'mode' is not a list of permission bits", code="field")
+    return tuple(SideFile(_path(name), nbytes, digest, mode) for name, nbytes, digest, mode in columns)
 
 
 def _parse_index(fields: Fields) -> tuple[str, bytes]:
-    return _path(fields.text("name"), fields.where), fields.text("text").encode()
+    return _path(fields.text("name")), fields.text("text").encode()
 
 
-def _parse_plan(top: Mapping[str, Any] | None, where: str) -> RecordedPlan | None:
+def _parse_plan(top: Mapping[str, Any] | None) -> RecordedPlan | None:
     if top is None:
         return None
-    fields = Fields(top, where)
-    plan = RecordedPlan(fields.text("name"), fields.text("origin"), fields.object("rules"))
-    if plan.origin not in _ORIGINS:
-        raise FormatError(
-            f"origin {shown(plan.origin)}, expected {' or '.join(_ORIGINS)}", path=fields.where, code="field"
-        )
-    if depth(plan.rules) > _MAX_RULES_DEPTH or len(compact_json(plan.rules)) > _MAX_RULES_NBYTES:
-        raise FormatError(
-            f"rules of more than {_MAX_RULES_NBYTES} bytes or {_MAX_RULES_DEPTH} levels",
-            path=fields.where,
-            code="limit",
-        )
-    return plan
+    with about(part="plan"):
+        fields = Fields(top)
+        plan = RecordedPlan(fields.text("name"), fields.text("origin"), fields.object("rules"))
+        if plan.origin not in _ORIGINS:
+            raise FormatError(f"origin {shown(plan.origin)}, expected {' or '.join(_ORIGINS)}", code="field")
+        if depth(plan.rules) > _MAX_RULES_DEPTH or len(compact_json(plan.rules)) > _MAX_RULES_NBYTES:
+            raise FormatError(
+                f"rules of more than {_MAX_RULES_NBYTES} bytes or {_MAX_RULES_DEPTH} levels", code="limit"
+            )
+        return plan
 
 
-def _parse_options(top: Fields, plan: RecordedPlan | None, where: str) -> ConversionOptions:
+def _parse_options(top: Fields, plan: RecordedPlan | None) -> ConversionOptions:
     if top.text("layout") not in (RANKS, WHOLE_TENSORS):
-        raise FormatError(f"layout {shown(top.text('layout'))}, expected ranks or whole", path=where, code="field")
+        raise FormatError(f"layout {shown(top.text('layout'))}, expected ranks or whole", code="field")
     if top.size("max_part_nbytes") < 1:
-        raise FormatError("'max_part_nbytes' is 0, expected 1 or more", path=where, code="field")
+        raise FormatError("'max_part_nbytes' is 0, expected 1 or more", code="field")
     return ConversionOptions(
         num_ranks=top.size("num_ranks"),
         plan="none" if plan is None else plan.full_name,
@@ -267,37 +265,31 @@ def _count(fields: Fields) -> int:
     return len(names) if isinstance(names, list) else 0
 
 
-def _check_names(names: Sequence[str], where: str) -> None:
-    check_apart(names, where)
+def _check_names(names: Sequence[str]) -> None:
+    check_apart(names)
     for name in names:
         if MANIFEST_NAME in name.split("/"):
-            raise FormatError(f"{shown(name)} would make a converted folder of the source", path=where, code="unsafe")
+            raise FormatError(f"{shown(name)} would make a converted folder of the source", code="unsafe")
 
 
-def _check_tensors(record: SourceRecord, where: str) -> None:
+def _check_tensors(record: SourceRecord) -> None:
     if len(set(record.names)) != len(record.names):
-        raise FormatError("a tensor name occurs twice", path=where, code="field")
+        raise FormatError("a tensor name occurs twice", code="field")
     for name, dtype, shape, file, offset in zip(
         record.names, record.dtypes, record.shapes, record.file_of, record.offsets, strict=True
     ):
-        check_name(name, where)
+        check_name(name)
         nbytes = num_bytes(dtype, shape) if dtype in BITS else None
         if nbytes is None or offset + nbytes > record.files[file].nbytes:
             raise FormatError(
-                f"{shown(dtype)} {shown(list(shape))} at {offset} is not in its file",
-                path=where,
-                tensor=name,
-                code="field",
+                f"{shown(dtype)} {shown(list(shape))} at {offset} is not in its file", tensor=name, code="field"
             )
     reach = [_reach(cut) for cut in record.cuts]
     for name, shape, cut in zip(record.names, record.shapes, record.cut_of, strict=True):
         for axis, end in reach[cut].items():
             if axis >= len(shape) or end > shape[axis]:
                 raise FormatError(
-                    f"{shown(list(shape))} has no slice up to {end} along dim {axis}",
-                    path=where,
-                    tensor=name,
-                    code="field",
+                    f"{shown(list(shape))} has no slice up to {end} along dim {axis}", tensor=name, code="field"
                 )
 
 
@@ -311,16 +303,16 @@ def _reach(cut: Cut) -> dict[int, int]:
     return ends
 
 
-def _parse_files(fields: Fields, where: str) -> tuple[RecordedFile, ...]:
+def _parse_files(fields: Fields) -> tuple[RecordedFile, ...]:
     count = _count(fields)
     names, sizes = fields.column("name", str, count), fields.column("nbytes", int, count)
     texts = (text.encode() for text in fields.column("header", str, count))
     return tuple(
-        RecordedFile(_path(name, where), nbytes, len(text).to_bytes(LENGTH_NBYTES, "little") + text)
+        RecordedFile(_path(name), nbytes, len(text).to_bytes(LENGTH_NBYTES, "little") + text)
         for name, nbytes, text in zip(names, sizes, texts, strict=True)
     )
 
 
-def _path(name: str, where: str) -> str:
-    check_path(name, where)
+def _path(name: str) -> str:
+    check_path(name)
     return name

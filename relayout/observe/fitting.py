@@ -143,13 +143,11 @@ def _fit(fitter: _Fitter) -> Fitted:
     family = Family(
         str(examples[0].checkpoint.model_type),
         "file",
-        tuple(one for one in model_types if one is not None),
-        None,
-        (),
-        {size: sources for size, sources in fitter.sources.items() if size in used},
-        tuple(_merged(rules)),
-        tuple(sorted(each)),
-        tuple(sorted(stacked)),
+        model_types=tuple(one for one in model_types if one is not None),
+        sizes={size: sources for size, sources in fitter.sources.items() if size in used},
+        rules=tuple(_merged(rules)),
+        experts_each=tuple(sorted(each)),
+        experts_stacked=tuple(sorted(stacked)),
     )
     return Fitted(family, unfitted)
 

@@ -125,7 +125,7 @@ def _of_untaken(dtype: str, shape: tuple[int, ...], tp: int) -> tuple[Slice, ...
 
 
 def parse(found: Mapping[str, Any]) -> Observation:
-    ranks = [[parse_slice(one, "observed") for one in rank] for rank in found["ranks"]]
+    ranks = [[parse_slice(one) for one in rank] for rank in found["ranks"]]
     slices = tuple(_aligned(one) for one in zip(*ranks, strict=True))
     return Observation(f"{found['version']} {found['model_class']}", slices)
 

@@ -41,7 +41,7 @@ def missing_element(shape: tuple[int, ...], slices: Sequence[Slice]) -> tuple[in
         return None
     axes = sorted({axis for part in slices for axis in part.axes})
     borders = [_borders(shape[axis], axis, slices) for axis in axes]
-    num_cells = prod(len(one) - 1 for one in borders)
+    num_cells = prod(len(edges) - 1 for edges in borders)
     if num_cells * len(slices) > _MAX_WORK:
         raise PlanError(
             f"{len(slices)} slices along dims {axes} with {num_cells} cells between them are too many to compare",
@@ -50,21 +50,21 @@ def missing_element(shape: tuple[int, ...], slices: Sequence[Slice]) -> tuple[in
     is_missing = np.ones(num_cells, bool)
     for part in slices:
         held = np.ones(1, bool)
-        for axis, one in zip(axes, borders, strict=True):
-            held = np.logical_and.outer(held, _held(part, axis, one)).reshape(-1)
+        for axis, edges in zip(axes, borders, strict=True):
+            held = np.logical_and.outer(held, _held(part, axis, edges)).reshape(-1)
         is_missing &= ~held
     if not is_missing.any():
         return None
     element = [0] * len(shape)
     cell = int(is_missing.argmax())
-    for axis, one in zip(reversed(axes), reversed(borders), strict=True):
-        cell, place = divmod(cell, len(one) - 1)
-        element[axis] = int(one[place])
+    for axis, edges in zip(reversed(axes), reversed(borders), strict=True):
+        cell, place = divmod(cell, len(edges) - 1)
+        element[axis] = int(edges[place])
     return tuple(element)
 
 
 def _borders(size: int, axis: int, slices: Sequence[Slice]) -> npt.NDArray[np.int64]:
-    ranges = [one for part in slices for one in part.ranges_along(axis) or ()]
+    ranges = [piece for part in slices for piece in part.ranges_along(axis) or ()]
     return np.unique(np.array([0, size, *(border for start, length in ranges for border in (start, start + length))]))
 
 

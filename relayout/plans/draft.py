@@ -77,7 +77,7 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Choice:
     """A rule for a kind."""
 
     rule: Rule
@@ -101,20 +101,20 @@ def draft_plan(checkpoint: PlannedCheckpoint, family: Family | None) -> Draft | 
     base = family if family is not None else _most_similar(checkpoint)
     needed = missing if family is not None or base is None else _kinds(checkpoint, base)
     theirs = _transformers(checkpoint)
-    found = {
+    choices = {
         pattern: rule
         for module in _modules(needed).values()
         for pattern, rule in _rules_for(module, checkpoint, theirs).items()
     }
-    text, parsed = _applicable(checkpoint, base, found, is_own=family is not None)
+    text, parsed = _applicable(checkpoint, base, choices, is_own=family is not None)
     rules = {rule.pattern: rule for rule in parsed.rules}
     heads = Sizes({KV_HEADS: (SizeSource("num_key_value_heads"),)}, checkpoint.config).find(KV_HEADS)
     kinds = []
     for pattern, count, shape, example in missing:
         rule = rules.get(pattern) or parsed.rule(example)
         assert rule is not None
-        origin = found[pattern].origin if pattern in found else f"as in {base.name}" if base else ""
-        num_heads = heads if pattern in found and _is_cut_through_heads(example, rule) else None
+        origin = choices[pattern].origin if pattern in choices else f"as in {base.name}" if base else ""
+        num_heads = heads if pattern in choices and _is_cut_through_heads(example, rule) else None
         kinds.append(KindWithoutRule(pattern, count, shape, example, _value(rule), origin, num_heads))
     return Draft(text, parsed, tuple(kinds))
 
@@ -136,8 +136,8 @@ def _kinds(checkpoint: PlannedCheckpoint, family: Family) -> list[_Kind]:
 def _most_similar(checkpoint: PlannedCheckpoint) -> Family | None:
     """The built-in plan that matches most kinds of tensors, if it matches more than half of them."""
     names = {collapse_numbers(tensor.name): tensor.name for tensor in checkpoint.tensors}.values()
-    matched = {one.name: sum(one.rule(name) is not None for name in names) for one in builtin_families()}
-    best = max(builtin_families(), key=lambda one: (matched[one.name], -len(one.rules)))
+    matched = {family.name: sum(family.rule(name) is not None for name in names) for family in builtin_families()}
+    best = max(builtin_families(), key=lambda family: (matched[family.name], -len(family.rules)))
     return best if 2 * matched[best.name] > len(names) else None
 
 
@@ -156,24 +156,24 @@ def _modules(kinds: Sequence[_Kind]) -> dict[str, list[_Kind]]:
     return modules
 
 
-def _rules_for(module: Sequence[_Kind], checkpoint: PlannedCheckpoint, theirs: Family | None) -> dict[str, _Found]:
+def _rules_for(module: Sequence[_Kind], checkpoint: PlannedCheckpoint, theirs: Family | None) -> dict[str, _Choice]:
     """The rules for the kinds of one module, each by the first source that knows one."""
-    found: dict[str, _Found] = {}
+    choices: dict[str, _Choice] = {}
     for pattern, _, _, name in module:
         if theirs is not None and (rule := theirs.rule(name)) is not None:
-            found[pattern] = _Found(_renamed(rule, pattern), "transformers", theirs)
-    while rest := [kind for kind in module if kind[0] not in found]:  # What one plan does not know, another may.
+            choices[pattern] = _Choice(_renamed(rule, pattern), "transformers", theirs)
+    while rest := [kind for kind in module if kind[0] not in choices]:  # What one plan does not know, another may.
         alike = max((_alike(rest, length, checkpoint) for length in (3, 2)), key=len)  # The longer, if equal.
         if not alike:
             break
-        found |= alike
+        choices |= alike
     for pattern, _, shape, _ in rest:
         why = "one dimension" if len(shape) < 2 else "UNKNOWN name: whole on every rank until you know better"
-        found[pattern] = _Found(Rule(pattern, None), why, None)
-    return found
+        choices[pattern] = _Choice(Rule(pattern, None), why, None)
+    return choices
 
 
-def _alike(module: Sequence[_Kind], length: int, checkpoint: PlannedCheckpoint) -> dict[str, _Found]:
+def _alike(module: Sequence[_Kind], length: int, checkpoint: PlannedCheckpoint) -> dict[str, _Choice]:
     """Rules for as many kinds of a module as the modules of built-in plans know that know most, by the most of these.
 
     Rules from several plans do not fit together: one may cut heads where another cuts evenly.
@@ -191,13 +191,13 @@ def _alike(module: Sequence[_Kind], length: int, checkpoint: PlannedCheckpoint) 
     voters: dict[str, list[tuple[str, str]]] = {}
     for voter, rules in known.items():
         if len(rules) == most:
-            said = str([(pattern, _value(rule)) for pattern, (_, _, rule) in rules.items()])
-            voters.setdefault(said, []).append(voter)
+            vote = str([(pattern, _value(rule)) for pattern, (_, _, rule) in rules.items()])
+            voters.setdefault(vote, []).append(voter)
     chosen = max(voters.values(), key=len, default=[])
     names = sorted({name for name, _ in chosen})
     more = f" and {len(names) - 2} others" if len(names) > 2 else ""
     return {
-        pattern: _Found(_renamed(rule, pattern), f"{tail} as in {', '.join(names[:2])}{more}", family)
+        pattern: _Choice(_renamed(rule, pattern), f"{tail} as in {', '.join(names[:2])}{more}", family)
         for pattern, (tail, family, rule) in (known[chosen[0]].items() if chosen else ())
     }
 
@@ -216,13 +216,13 @@ def _fits(family: Family, rule: Rule, shape: tuple[int, ...], checkpoint: Planne
 
 def _counted(rule: Rule) -> list[str]:
     """The sizes that a rule needs."""
-    return [one for one in (*rule.units, *rule.widths, rule.interleaved) if one is not None and one not in _UNITS]
+    return [size for size in (*rule.units, *rule.widths, rule.interleaved) if size is not None and size not in _UNITS]
 
 
 @cache
 def _rules_by_tail() -> dict[tuple[str, ...], list[tuple[Family, Rule, str]]]:
     """The rules of the built-in plans, each with its module, by the last two or three parts of the names they match."""
-    found: dict[tuple[str, ...], list[tuple[Family, Rule, str]]] = {}
+    by_tail: dict[tuple[str, ...], list[tuple[Family, Rule, str]]] = {}
     for family in builtin_families():
         if family.is_transposed or family.quantization is not None:
             continue  # Their dimensions mean something else.
@@ -231,22 +231,22 @@ def _rules_by_tail() -> dict[tuple[str, ...], list[tuple[Family, Rule, str]]]:
                 parts = name.replace("**", "*").split(".")
                 for length in (3, 2):
                     if len(parts) >= length:
-                        found.setdefault(tuple(parts[-length:]), []).append((family, rule, ".".join(parts[:-2])))
-    return found
+                        by_tail.setdefault(tuple(parts[-length:]), []).append((family, rule, ".".join(parts[:-2])))
+    return by_tail
 
 
 def _expanded(pattern: str) -> Iterator[str]:
     """The pattern with each choice of the words in braces."""
     pieces = re.split(r"\{([^{}]*)\}", pattern)
     choices = [piece.split(",") if n % 2 else [piece] for n, piece in enumerate(pieces)]
-    for number, words in enumerate(product(*choices)):
-        if number == _MAX_WORDS:
+    for index, words in enumerate(product(*choices)):
+        if index == _MAX_WORDS:
             return
         yield "".join(words)
 
 
 def _applicable(
-    checkpoint: PlannedCheckpoint, base: Family | None, found: dict[str, _Found], *, is_own: bool
+    checkpoint: PlannedCheckpoint, base: Family | None, choices: dict[str, _Choice], *, is_own: bool
 ) -> tuple[str, Family]:
     """The text of the draft and its rules. Rules that cannot be applied are replaced by "whole".
 
@@ -257,21 +257,21 @@ def _applicable(
         PlanError: that was not enough.
     """
     while True:  # Each round makes one more kind whole.
-        text = _text(checkpoint, base, found)
+        text = _text(checkpoint, base, choices)
         parsed = parse_family(text, "the draft", "draft")
         try:
             plan_by(checkpoint, _DEGREE, parsed)
             return text, parsed
         except PlanError as error:
             pattern = _failing(error, parsed)
-            if is_own and pattern not in found and error.code in ("indivisible", "config"):
+            if is_own and pattern not in choices and error.code in ("indivisible", "config"):
                 return text, parsed
-            if pattern is None or (pattern in found and found[pattern].rule.dim is None):
+            if pattern is None or (pattern in choices and choices[pattern].rule.dim is None):
                 error.what = f"no draft can be made: {error.what}"
                 raise
             reason = error.what.partition(" (this checkpoint")[0]
             why = f"whole, as it cannot be cut at {_DEGREE} ranks: {reason}"
-            found[pattern] = _Found(Rule(pattern, None), why, None)
+            choices[pattern] = _Choice(Rule(pattern, None), why, None)
 
 
 def _failing(error: PlanError, rules: Family) -> str | None:
@@ -280,7 +280,7 @@ def _failing(error: PlanError, rules: Family) -> str | None:
         return None
     # The rule of a weight's scales is that of the weight.
     names = error.tensor, f"{error.tensor.rpartition('.')[0]}.weight"
-    name = next((one for one in names if rules.rule(one) is not None), error.tensor)
+    name = next((candidate for candidate in names if rules.rule(candidate) is not None), error.tensor)
     return _pattern_of(name)
 
 
@@ -289,7 +289,7 @@ def _pattern_of(name: str) -> str:
     return re.sub(r"[{}#]", "*", collapse_numbers(name))
 
 
-def _text(checkpoint: PlannedCheckpoint, base: Family | None, found: dict[str, _Found]) -> str:
+def _text(checkpoint: PlannedCheckpoint, base: Family | None, choices: dict[str, _Choice]) -> str:
     """A plan file: the base's name, the sizes that the rules count, and the rules, each with its origin."""
     lines = ["# A draft: compare it with the code of your engine before you trust it."]
     if checkpoint.model_type is not None:
@@ -299,47 +299,36 @@ def _text(checkpoint: PlannedCheckpoint, base: Family | None, found: dict[str, _
         lines.append(f"extends = {_quoted(base.name)}")
     elif base is not None:
         raise PlanError("a draft adds rules to a built-in plan only; add them to your own by hand", code="unsupported")
-    for one in found.values():
-        if one.family is None:
+    for choice in choices.values():
+        if choice.family is None:
             continue
-        counted = _counted(one.rule)
+        counted = _counted(choice.rule)
         wanted = [*counted, HEAD_DIM] if {"heads", KV_HEADS} & set(counted) else counted
         for size in wanted:
-            if size in one.family.sizes and (base is None or size not in base.sizes):
-                sizes.setdefault(size, {}).update(dict.fromkeys(one.family.sizes[size]))
+            if size in choice.family.sizes and (base is None or size not in base.sizes):
+                sizes.setdefault(size, {}).update(dict.fromkeys(choice.family.sizes[size]))
     if sizes:
-        lines += ["", "[sizes]", *(f"{size} = {_sources(list(sources))}" for size, sources in sizes.items())]
+        dumped = dump_rules(Family("", FILE, sizes={size: tuple(sources) for size, sources in sizes.items()}))["sizes"]
+        lines += ["", "[sizes]", *(f"{size} = {_toml(sources)}" for size, sources in dumped.items())]
     lines += ["", "[cut]"]
     # The first that matches counts: those with fewer wildcards first.
-    for pattern, one in sorted(found.items(), key=lambda item: item[0].count("*")):
-        lines.append(f"{_quoted(pattern)} = {_value(one.rule)}  # {_comment(one.origin)}")
+    for pattern, choice in sorted(choices.items(), key=lambda item: item[0].count("*")):
+        lines.append(f"{_quoted(pattern)} = {_value(choice.rule)}  # {_comment(choice.origin)}")
     return "\n".join(lines) + "\n"
 
 
 def _value(rule: Rule) -> str:
     """A rule as TOML."""
-    family = Family("", FILE, rules=(rule,))
-    [dumped] = dump_rules(family)["cut"].values()
-    if isinstance(dumped, str):
-        return _quoted(dumped)
-    by = dumped["by"]
-    dumped["by"] = by[0] if len(by) == 1 else by
-    return f"{{ {', '.join(f'{key} = {_toml(value)}' for key, value in dumped.items())} }}"
-
-
-def _sources(sources: Sequence[SizeSource]) -> str:
-    texts = [
-        _toml(one.use)
-        if one.when is None
-        else f"{{ when = {_quoted(one.when)}, is = {_toml(one.equals)}, use = {_toml(one.use)} }}"
-        for one in sources
-    ]
-    return texts[0] if len(texts) == 1 else f"[{', '.join(texts)}]"
+    [dumped] = dump_rules(Family("", FILE, rules=(rule,)))["cut"].values()
+    return _toml(dumped)
 
 
 def _toml(value: object) -> str:
+    """A value as TOML; a list of one item as that item."""
     if isinstance(value, list):
-        return f"[{', '.join(map(_toml, value))}]"
+        return _toml(value[0]) if len(value) == 1 else f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{key} = {_toml(item)}' for key, item in value.items())} }}"
     return _quoted(value) if isinstance(value, str) else json.dumps(value)
 
 

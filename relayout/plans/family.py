@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 
 from relayout.core.patterns import MAX_PATTERNS, compile_glob, depends_on_numbers, invalid_because, slow_because
 from relayout.core.slices import Slice
-from relayout.errors import FormatError, PlanError, did_you_mean, escape_controls, shown
+from relayout.errors import FormatError, PlanError, about, did_you_mean, escape_controls, shown
 from relayout.format.slices import dump_slice, parse_slice
 from relayout.storage.local.files import read_small
 
@@ -89,6 +89,7 @@ class Family:
     """Name of the built-in plan or of the file, or the model type."""
     origin: str
     """`BUILTIN`, `FILE`, `TRANSFORMERS` or `VLLM`; the last has no rules."""
+    _: KW_ONLY
     model_types: tuple[str, ...] = ()
     """Values of `model_type` in config.json that the plan applies to."""
     quantization: str | None = None
@@ -218,9 +219,9 @@ def find_family(model_type: str | None, quantization: str | None = None) -> Fami
 
 def _may_be_for(text: str, model_type: str | None) -> bool:
     """Whether a plan file may apply to a model type. Reads one line, because parsing all plans takes 70 ms."""
-    found = _MODEL_TYPES.search(text)
+    line = _MODEL_TYPES.search(text)
     try:
-        return found is None or model_type in tomllib.loads(found[0])["model_types"]
+        return line is None or model_type in tomllib.loads(line[0])["model_types"]
     except tomllib.TOMLDecodeError:  # The list is not as simple as the pattern expects.
         return True
 
@@ -231,7 +232,8 @@ def parse_family(text: str, where: str, name: str) -> Family:
     Raises:
         FormatError: the text is not a valid plan.
     """
-    return _parse_text(text, where, name, FILE, ())
+    with about(path=where):
+        return _parse_text(text, name, FILE, ())
 
 
 def parse_rules(rules: Mapping[str, Any], where: str, name: str, origin: str) -> Family:
@@ -240,7 +242,8 @@ def parse_rules(rules: Mapping[str, Any], where: str, name: str, origin: str) ->
     Raises:
         FormatError: the object is not a valid plan.
     """
-    return _checked(_parse_keys(rules, where, name, origin), where)
+    with about(path=where):
+        return _checked(_parse_keys(rules, name, origin))
 
 
 def dump_rules(family: Family) -> dict[str, Any]:
@@ -294,23 +297,24 @@ def _builtin_texts() -> Mapping[str, str]:
 
 @cache
 def _builtin(name: str, extended_by: tuple[str, ...] = ()) -> Family:
-    return _parse_text(_builtin_texts()[name], f"{name}.toml", name, BUILTIN, (*extended_by, name))
+    with about(path=f"{name}.toml"):
+        return _parse_text(_builtin_texts()[name], name, BUILTIN, (*extended_by, name))
 
 
-def _parse_text(text: str, where: str, name: str, origin: str, extended_by: tuple[str, ...]) -> Family:
+def _parse_text(text: str, name: str, origin: str, extended_by: tuple[str, ...]) -> Family:
     if any(line.count(".") > _MAX_DOTS for line in text.split("\n")):
-        raise FormatError(f"a line with more than {_MAX_DOTS} dots", path=where, code="limit")
+        raise FormatError(f"a line with more than {_MAX_DOTS} dots", code="limit")
     try:
         top = tomllib.loads(text)
         _check_integers(top)
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"not valid TOML: {error}", path=where, code="syntax") from None
-    _check_keys(top, _KEYS | {"extends"}, "", where)
+        raise FormatError(f"not valid TOML: {error}", code="syntax") from None
+    _check_keys(top, _KEYS | {"extends"}, "")
     extends = top.pop("extends", None)
-    family = _parse_keys(top, where, name, origin)
+    family = _parse_keys(top, name, origin)
     if extends is not None:
-        family = _extended(family, extends, where, extended_by)
-    return _checked(family, where)
+        family = _extended(family, extends, extended_by)
+    return _checked(family)
 
 
 def _check_integers(value: object) -> None:
@@ -325,65 +329,61 @@ def _check_integers(value: object) -> None:
         _check_integers(item)
 
 
-def _parse_keys(top: Mapping[str, Any], where: str, name: str, origin: str) -> Family:
-    _check_keys(top, _KEYS, "", where)
-    sizes, cut, experts = (_table(top, key, where) for key in ("sizes", "cut", "experts"))
-    _check_keys(experts, frozenset({"each", "stacked"}), "experts: ", where)
+def _parse_keys(top: Mapping[str, Any], name: str, origin: str) -> Family:
+    _check_keys(top, _KEYS, "")
+    sizes, cut, experts = (_table(top, key) for key in ("sizes", "cut", "experts"))
+    _check_keys(experts, frozenset({"each", "stacked"}), "experts: ")
     quantization, transposed = top.get("quantization"), top.get("transposed", False)
     if not isinstance(quantization, str | None):
-        raise FormatError(
-            f"quantization: {shown(quantization)}, expected the name of a method", path=where, code="field"
-        )
+        raise FormatError(f"quantization: {shown(quantization)}, expected the name of a method", code="field")
     if not isinstance(transposed, bool):
-        raise FormatError(f"transposed: {shown(transposed)}, expected true or false", path=where, code="field")
-    prefixes = _strings(top.get("language_prefixes", []), "language_prefixes", where)
+        raise FormatError(f"transposed: {shown(transposed)}, expected true or false", code="field")
+    prefixes = _strings(top.get("language_prefixes", []), "language_prefixes")
     return Family(
         name,
         origin,
-        _strings(top.get("model_types", []), "model_types", where),
-        quantization,
-        tuple(sorted(prefixes, key=len, reverse=True)),
-        {size: _parse_sources(size, value, where) for size, value in sizes.items()},
-        tuple(_parse_rule(pattern, value, where) for pattern, value in cut.items()),
-        _strings(experts.get("each", []), "experts.each", where),
-        _strings(experts.get("stacked", []), "experts.stacked", where),
-        transposed,
+        model_types=_strings(top.get("model_types", []), "model_types"),
+        quantization=quantization,
+        prefixes=tuple(sorted(prefixes, key=len, reverse=True)),
+        sizes={size: _parse_sources(size, value) for size, value in sizes.items()},
+        rules=tuple(_parse_rule(pattern, value) for pattern, value in cut.items()),
+        experts_each=_strings(experts.get("each", []), "experts.each"),
+        experts_stacked=_strings(experts.get("stacked", []), "experts.stacked"),
+        is_transposed=transposed,
     )
 
 
-def _check_keys(table: Mapping[str, Any], known: frozenset[str], what: str, where: str) -> None:
+def _check_keys(table: Mapping[str, Any], known: frozenset[str], what: str) -> None:
     if unknown := table.keys() - known:
-        raise FormatError(
-            f"{what}unknown key {shown(min(unknown))}, expected {', '.join(sorted(known))}", path=where, code="field"
-        )
+        raise FormatError(f"{what}unknown key {shown(min(unknown))}, expected {', '.join(sorted(known))}", code="field")
 
 
-def _checked(family: Family, where: str) -> Family:
+def _checked(family: Family) -> Family:
     """The family, if it is a whole plan.
 
     Raises:
         FormatError: it has no rules, or a rule has a bad pattern or an unknown unit.
     """
     if not family.rules:
-        raise FormatError("the plan has no rules, expected a table [cut]", path=where, code="field")
+        raise FormatError("the plan has no rules, expected a table [cut]", code="field")
     if len(family.patterns) > MAX_PATTERNS:
-        raise FormatError(f"{len(family.patterns)} patterns, limit {MAX_PATTERNS}", path=where, code="limit")
+        raise FormatError(f"{len(family.patterns)} patterns, limit {MAX_PATTERNS}", code="limit")
     for pattern in family.patterns:
         if reason := invalid_because(pattern) or slow_because(pattern):
-            raise FormatError(f"invalid pattern {shown(pattern)}: {reason}", path=where, code="field")
+            raise FormatError(f"invalid pattern {shown(pattern)}: {reason}", code="field")
     for pattern in family.experts_each:
         if compile_glob(pattern).groups != 1:
-            raise FormatError(f"experts.each: {shown(pattern)}, expected exactly one '#'", path=where, code="field")
-    _check_units(family, where)
+            raise FormatError(f"experts.each: {shown(pattern)}, expected exactly one '#'", code="field")
+    _check_units(family)
     return family
 
 
-def _extended(family: Family, extends: Any, where: str, extended_by: tuple[str, ...]) -> Family:
+def _extended(family: Family, extends: Any, extended_by: tuple[str, ...]) -> Family:
     """The family, with sizes, rules and experts of the extended plan after its own."""
     if not isinstance(extends, str) or extends not in _builtin_texts():
-        raise FormatError(f"extends {shown(extends)}, which is not a built-in plan", path=where, code="field")
+        raise FormatError(f"extends {shown(extends)}, which is not a built-in plan", code="field")
     if extends in extended_by:
-        raise FormatError(f"extends {shown(extends)}, which extends this plan", path=where, code="field")
+        raise FormatError(f"extends {shown(extends)}, which extends this plan", code="field")
     base = _builtin(extends, extended_by)
     own = {rule.pattern for rule in family.rules}
     return replace(
@@ -397,9 +397,9 @@ def _extended(family: Family, extends: Any, where: str, extended_by: tuple[str, 
     )
 
 
-def _parse_sources(size: str, value: Any, where: str) -> tuple[SizeSource, ...]:
+def _parse_sources(size: str, value: Any) -> tuple[SizeSource, ...]:
     if size in (EVEN, VOCABULARY, RAGGED):
-        raise FormatError(f"sizes.{size}: the name is reserved for a unit", path=where, code="field")
+        raise FormatError(f"sizes.{size}: the name is reserved for a unit", code="field")
     sources = []
     for source in value if isinstance(value, list) else [value]:
         table = source if isinstance(source, dict) else {"use": source}
@@ -411,18 +411,17 @@ def _parse_sources(size: str, value: Any, where: str) -> tuple[SizeSource, ...]:
             raise FormatError(
                 f"sizes.{size}: {shown(source)}, expected a key of config.json, a positive integer, or "
                 "{ when = KEY, is = VALUE, use = KEY or integer }",
-                path=where,
                 code="field",
             )
         sources.append(SizeSource(use, when, equals))  # type: ignore[arg-type]  # is_size: `use` is str or int.
     return tuple(sources)
 
 
-def _parse_rule(pattern: str, value: Any, where: str) -> Rule:
+def _parse_rule(pattern: str, value: Any) -> Rule:
     if value == "whole":
         return Rule(pattern, None)
     if isinstance(value, dict) and value.keys() == {"slices"}:
-        return Rule(pattern, None, slices=tuple(_parse_explicit(pattern, value["slices"], where)))
+        return Rule(pattern, None, slices=tuple(_parse_explicit(pattern, value["slices"])))
     rest = dict(value) if isinstance(value, dict) else {}
     what = f"cut {shown(pattern)}: {shown(value)}"
     dim, by = rest.pop("dim", None), rest.pop("by", None)
@@ -433,64 +432,56 @@ def _parse_rule(pattern: str, value: Any, where: str) -> Rule:
         or not parts
         or not all(isinstance(part, str) for part in parts)
     ):
-        raise FormatError(f'{what}, expected "whole" or {{ dim = N, by = UNIT }}', path=where, code="field")
+        raise FormatError(f'{what}, expected "whole" or {{ dim = N, by = UNIT }}', code="field")
     split = [tuple(word.strip() for word in part.split("*")) for part in parts]
     units, widths = tuple(words[0] for words in split), tuple(words[1] for words in split if len(words) == 2)
     if any(len(words) > 2 for words in split) or len(widths) not in (0, len(units)):
-        raise FormatError(f"{what}: either all parts or no part may be UNIT * WIDTH", path=where, code="field")
+        raise FormatError(f"{what}: either all parts or no part may be UNIT * WIDTH", code="field")
     interleaved, block, otherwise = rest.pop("interleaved", None), rest.pop("block", 1), rest.pop("or", None)
     if rest:
-        raise FormatError(f"{what}: unknown key {shown(min(rest))}", path=where, code="field")
+        raise FormatError(f"{what}: unknown key {shown(min(rest))}", code="field")
     if otherwise not in (None, "whole"):
-        raise FormatError(f'{what}: or must be "whole"', path=where, code="field")
+        raise FormatError(f'{what}: or must be "whole"', code="field")
     if not isinstance(interleaved, str | None) or (interleaved is not None and len(units) == 1):
-        raise FormatError(
-            f"{what}: interleaved must be the name of a size, and by a list of units", path=where, code="field"
-        )
+        raise FormatError(f"{what}: interleaved must be the name of a size, and by a list of units", code="field")
     if type(block) is not int or not 1 <= block <= _MAX_NUMBER or (block > 1 and units != (RAGGED,)):
-        raise FormatError(
-            f"{what}: block must be a positive integer, and the unit {RAGGED!r}", path=where, code="field"
-        )
+        raise FormatError(f"{what}: block must be a positive integer, and the unit {RAGGED!r}", code="field")
     if len(units) > 1 and ({VOCABULARY, RAGGED} & set(units) or (EVEN in units and set(units) != {EVEN})):
-        raise FormatError(f"{what}: parts must be either all {EVEN!r} or all names of sizes", path=where, code="field")
+        raise FormatError(f"{what}: parts must be either all {EVEN!r} or all names of sizes", code="field")
     if widths and (interleaved or {EVEN, VOCABULARY, RAGGED} & set(units)):
-        raise FormatError(
-            f"{what}: UNIT * WIDTH needs names of sizes, and excludes interleaved", path=where, code="field"
-        )
+        raise FormatError(f"{what}: UNIT * WIDTH needs names of sizes, and excludes interleaved", code="field")
     return Rule(pattern, dim, units, widths, interleaved, block, or_whole=otherwise is not None)
 
 
-def _parse_explicit(pattern: str, degrees: Any, where: str) -> Iterator[tuple[int, tuple[Slice, ...]]]:
+def _parse_explicit(pattern: str, degrees: Any) -> Iterator[tuple[int, tuple[Slice, ...]]]:
     for degree, slices in degrees.items() if isinstance(degrees, dict) and degrees else [("", None)]:
         is_number = degree.isdecimal() and len(degree) <= 4 and str(int(degree)) == degree
         if not is_number or not isinstance(slices, list) or len(slices) != int(degree):
             what = "slices must be a table: degree -> a list of as many slices"
-            raise FormatError(f"cut {shown(pattern)}: {what}", path=where, code="field")
-        yield int(degree), tuple(parse_slice(None if one == _NONE else one, where) for one in slices)
+            raise FormatError(f"cut {shown(pattern)}: {what}", code="field")
+        yield int(degree), tuple(parse_slice(None if part == _NONE else part) for part in slices)
 
 
-def _check_units(family: Family, where: str) -> None:
+def _check_units(family: Family) -> None:
     sizes = set(family.sizes)
     for rule in family.rules:
         counted = [*rule.widths, *([] if rule.interleaved is None else [rule.interleaved])]
         for names, known in ((rule.units, sizes | {EVEN, VOCABULARY, RAGGED}), (counted, sizes)):
             for unit in set(names) - known:
                 raise FormatError(
-                    f"cut {shown(rule.pattern)}: unit {shown(unit)}, expected {', '.join(sorted(known))}",
-                    path=where,
-                    code="field",
+                    f"cut {shown(rule.pattern)}: unit {shown(unit)}, expected {', '.join(sorted(known))}", code="field"
                 )
 
 
-def _table(top: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
+def _table(top: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     table = top.get(key, {})
     if not isinstance(table, dict):
-        raise FormatError(f"{key}: {shown(top[key])}, expected a table", path=where, code="field")
+        raise FormatError(f"{key}: {shown(top[key])}, expected a table", code="field")
     return table
 
 
-def _strings(value: Any, what: str, where: str) -> tuple[str, ...]:
+def _strings(value: Any, what: str) -> tuple[str, ...]:
     values = [value] if isinstance(value, str) else value
     if not isinstance(values, list) or not all(isinstance(item, str) for item in values):
-        raise FormatError(f"{what}: {shown(value)}, expected a string or a list of strings", path=where, code="field")
+        raise FormatError(f"{what}: {shown(value)}, expected a string or a list of strings", code="field")
     return tuple(values)

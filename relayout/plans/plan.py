@@ -37,7 +37,7 @@ class PlannedCheckpoint(Protocol):
         """The content of config.json; empty if there is no such file."""
 
     @property
-    def config_error(self) -> str | None:
+    def config_error(self) -> FormatError | None:
         """Why config.json cannot be used for planning, or None."""
 
     @property
@@ -61,7 +61,7 @@ class TensorList:
     root: str
     tensors: Sequence[PlannedTensor]
     config: Mapping[str, Any]
-    config_error: str | None = None
+    config_error: FormatError | None = None
 
     @property
     def model_type(self) -> str | None:
@@ -118,9 +118,9 @@ class Plan:
         where = "plan"
         try:
             origin, _, name = plan["name"].partition(":")
-            cuts = tuple(Cut(tuple(parse_slice(part, where) for part in cut)) for cut in plan["cuts"])
+            cuts = tuple(Cut(tuple(parse_slice(part) for part in cut)) for cut in plan["cuts"])
             cut_of = tuple(plan["cut_of"])
-            if not all(type(number) is int and 0 <= number < len(cuts) for number in cut_of):
+            if not all(type(index) is int and 0 <= index < len(cuts) for index in cut_of):
                 raise FormatError("cut_of is not a list of positions in cuts", path=where, code="field")
             rules = plan["rules"]
             # Slices that were observed have no rules.

@@ -6,15 +6,14 @@ the weight is cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import wraps
 from pathlib import Path
-from typing import Concatenate, Literal, ParamSpec, get_args
+from typing import Literal, get_args
 
 from relayout.core.patterns import collapse_numbers
 from relayout.core.slices import NOT_HELD, WHOLE, Cut, Range, Slice, number_cuts
-from relayout.errors import FormatError, PlanError, about, shown
+from relayout.errors import PlanError, about, shown
 from relayout.plans.coverage import check_all_held
 from relayout.plans.division import Sizes, divide, owner, owner_ranges
 from relayout.plans.family import BUILTIN, EXPERTS, TRANSFORMERS, Family, Rule, find_family, read_family
@@ -26,28 +25,9 @@ MAX_RANKS = 1024
 Unmatched = Literal["error", "replicate"]
 """How to treat tensors that no rule matches."""
 
-_Options = ParamSpec("_Options")
-
 _DEGREES_TO_TRY = range(1, 65)
 
 
-def _names_checkpoint(
-    planned: Callable[Concatenate[PlannedCheckpoint, _Options], Plan],
-) -> Callable[Concatenate[PlannedCheckpoint, _Options], Plan]:
-    """Add the checkpoint's path to each PlanError that has none."""
-
-    @wraps(planned)
-    def named(checkpoint: PlannedCheckpoint, /, *args: _Options.args, **options: _Options.kwargs) -> Plan:
-        try:
-            return planned(checkpoint, *args, **options)
-        except PlanError as error:
-            error.path = str(checkpoint.root) if error.path is None else error.path
-            raise
-
-    return named
-
-
-@_names_checkpoint
 def plan_for(
     checkpoint: PlannedCheckpoint,
     num_ranks: int,
@@ -73,20 +53,20 @@ def plan_for(
         FormatError: `plan` is not a valid plan file, or config.json begins with a byte order mark.
         PlanError: there is no plan for this checkpoint, or its rules cannot be applied at this degree.
     """
-    if unmatched not in (None, *get_args(Unmatched)):
-        raise PlanError(f"unmatched={unmatched!r}, expected one of {', '.join(get_args(Unmatched))}", code="option")
-    if num_ranks > 1 and checkpoint.config_error is not None:
-        raise FormatError(checkpoint.config_error, code="syntax")
-    try:
-        family = _choose(checkpoint, plan)
-    except PlanError:
-        if num_ranks > 1 or plan not in (None, TRANSFORMERS):
-            raise
-        family = None
-    return plan_by(checkpoint, num_ranks, family, expert_parallel=expert_parallel, unmatched=unmatched)
+    with about(path=str(checkpoint.root)):
+        if unmatched not in (None, *get_args(Unmatched)):
+            raise PlanError(f"unmatched={unmatched!r}, expected one of {', '.join(get_args(Unmatched))}", code="option")
+        if num_ranks > 1 and checkpoint.config_error is not None:
+            raise checkpoint.config_error
+        try:
+            family = _choose(checkpoint, plan)
+        except PlanError:
+            if num_ranks > 1 or plan not in (None, TRANSFORMERS):
+                raise
+            family = None
+        return plan_by(checkpoint, num_ranks, family, expert_parallel=expert_parallel, unmatched=unmatched)
 
 
-@_names_checkpoint
 def plan_by(
     checkpoint: PlannedCheckpoint,
     num_ranks: int,
@@ -103,16 +83,54 @@ def plan_by(
     Raises:
         PlanError: the rules cannot be applied at this degree.
     """
-    if not 1 <= num_ranks <= MAX_RANKS:
-        raise PlanError(f"tp={num_ranks}, expected 1 to {MAX_RANKS}", code="option")
-    if num_ranks == 1:
-        name, cuts = "none" if family is None else family.full_name, [Cut((WHOLE,))] * len(checkpoint.tensors)
-        return Plan(name, 1, *number_cuts(cuts), family=family)
-    assert family is not None, "more than one rank needs rules"
-    if unmatched is None:
-        unmatched = "replicate" if family.origin == TRANSFORMERS else "error"
+    with about(path=str(checkpoint.root)):
+        if not 1 <= num_ranks <= MAX_RANKS:
+            raise PlanError(f"tp={num_ranks}, expected 1 to {MAX_RANKS}", code="option")
+        if num_ranks == 1:
+            name, cuts = "none" if family is None else family.full_name, [Cut((WHOLE,))] * len(checkpoint.tensors)
+            return Plan(name, 1, *number_cuts(cuts), family=family)
+        assert family is not None, "more than one rank needs rules"
+        if unmatched is None:
+            unmatched = "replicate" if family.origin == TRANSFORMERS else "error"
+        return _make_plan(checkpoint, num_ranks, family, expert_parallel, unmatched)
+
+
+def _make_plan(
+    checkpoint: PlannedCheckpoint, num_ranks: int, family: Family, expert_parallel: bool, unmatched: Unmatched
+) -> Plan:
     scheme = _scheme(checkpoint)
-    return make_plan(checkpoint, num_ranks, family, scheme, expert_parallel=expert_parallel, unmatched=unmatched)
+    sizes = Sizes(family.sizes, checkpoint.config)
+    whole = Cut((WHOLE,) * num_ranks)
+    finder = _KindFinder(checkpoint, family, scheme)
+    experts = _Experts(family, sizes, num_ranks) if expert_parallel else None
+    kinds: dict[_Kind, str] = {}
+    column: list[_Kind | Cut] = []
+    unmatched_names = []
+    for tensor in checkpoint.tensors:
+        owned = None if experts is None else experts.owners(tensor)
+        kind = finder.find(tensor) if owned is None else None
+        if kind is not None:
+            kinds.setdefault(kind, tensor.name)
+        elif owned is None:
+            unmatched_names.append(tensor.name)
+        column.append(kind or owned or whole)
+    if unmatched_names and unmatched == "error":
+        others = f" (nor {len(unmatched_names) - 1} others)" if len(unmatched_names) > 1 else ""
+        raise PlanError(
+            f"no rule of plan {family.full_name!r} matches it{others}: add a rule (--plan FILE; "
+            "`relayout plans --check SRC` drafts one), or hold such tensors whole on every rank"
+            " (--unmatched replicate)",
+            tensor=unmatched_names[0],
+            code="no_rule",
+        )
+    if experts is not None and not experts.found:
+        raise PlanError(
+            f"no tensor matches the experts of plan {family.full_name!r}, which --expert-parallel needs",
+            code="no_rule",
+        )
+    cuts = _apply(kinds, sizes, num_ranks, scheme)
+    numbered = number_cuts(cuts[kind] if isinstance(kind, _Kind) else kind for kind in column)
+    return Plan(family.full_name, num_ranks, *numbered, expert_parallel, tuple(unmatched_names), family=family)
 
 
 def _scheme(checkpoint: PlannedCheckpoint) -> Scheme | None:
@@ -144,55 +162,6 @@ def _own_family(path: Path, model_type: str | None) -> Family:
             code="no_plan",
         )
     return family
-
-
-@_names_checkpoint
-def make_plan(
-    checkpoint: PlannedCheckpoint,
-    num_ranks: int,
-    family: Family,
-    scheme: Scheme | None = None,
-    *,
-    expert_parallel: bool = False,
-    unmatched: Unmatched = "error",
-) -> Plan:
-    """Apply a family's rules to a checkpoint.
-
-    Raises:
-        PlanError: no rule matches a tensor, or its rule cannot be applied at this degree.
-    """
-    sizes = Sizes(family.sizes, checkpoint.config)
-    whole = Cut((WHOLE,) * num_ranks)
-    finder = _KindFinder(checkpoint, family, scheme)
-    experts = _Experts(family, sizes, num_ranks) if expert_parallel else None
-    kinds: dict[_Kind, str] = {}
-    column: list[_Kind | Cut] = []
-    unmatched_names = []
-    for tensor in checkpoint.tensors:
-        owned = None if experts is None else experts.owners(tensor)
-        kind = finder.find(tensor) if owned is None else None
-        if kind is not None:
-            kinds.setdefault(kind, tensor.name)
-        elif owned is None:
-            unmatched_names.append(tensor.name)
-        column.append(kind or owned or whole)
-    if unmatched_names and unmatched == "error":
-        others = f" (nor {len(unmatched_names) - 1} others)" if len(unmatched_names) > 1 else ""
-        raise PlanError(
-            f"no rule of plan {family.full_name!r} matches it{others}: add a rule (--plan FILE; "
-            "`relayout plans --check SRC` drafts one), or hold such tensors whole on every rank"
-            " (--unmatched replicate)",
-            tensor=unmatched_names[0],
-            code="no_rule",
-        )
-    if experts is not None and not experts.found:
-        raise PlanError(
-            f"no tensor matches the experts of plan {family.full_name!r}, which --expert-parallel needs",
-            code="no_rule",
-        )
-    cuts = _apply(kinds, sizes, num_ranks, scheme)
-    numbered = number_cuts(cuts[one] if isinstance(one, _Kind) else one for one in column)
-    return Plan(family.full_name, num_ranks, *numbered, expert_parallel, tuple(unmatched_names), family=family)
 
 
 def without_rule(checkpoint: PlannedCheckpoint, family: Family) -> list[tuple[PlannedTensor, str]]:
@@ -400,7 +369,7 @@ class _Experts:
 
     def _owned_by(self, rank: int) -> Cut:
         if rank not in self._owned:
-            self._owned[rank] = Cut(tuple(WHOLE if one == rank else NOT_HELD for one in range(self._num_ranks)))
+            self._owned[rank] = Cut(tuple(WHOLE if other == rank else NOT_HELD for other in range(self._num_ranks)))
         return self._owned[rank]
 
 

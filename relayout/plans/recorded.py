@@ -48,7 +48,7 @@ def proven_rules(checkpoint: PlannedCheckpoint, record: SourceRecord) -> Family:
     family = parse_rules(record.plan.rules, rules, record.plan.name, record.plan.origin)
     plan = _apply(family, checkpoint, record, options.num_ranks)
     pairs = set(zip(plan.cut_of, record.cut_of, strict=True))
-    if any(plan.cuts[one] != record.cuts[other] for one, other in pairs):
+    if any(plan.cuts[planned] != record.cuts[recorded] for planned, recorded in pairs):
         raise FormatError(
             f"its plan {options.plan!r} does not cut all tensors as they are cut: config.json has changed, or another"
             " version of relayout has converted the source; it can only be loaded at its own degree,"

@@ -78,13 +78,11 @@ def _family(name: str, plan: Mapping[str, str]) -> Family:
     return Family(
         name,
         TRANSFORMERS,
-        (),
-        None,
-        ("model.language_model.", "language_model."),
-        _SIZES,
-        tuple(different.values()),
-        tuple(f"{_BASES}{_older(module)}.#.**" for module in experts),
-        tuple(f"{_BASES}{_older(module)}.{{gate_up_proj,down_proj}}" for module in experts),
+        prefixes=("model.language_model.", "language_model."),
+        sizes=_SIZES,
+        rules=tuple(different.values()),
+        experts_each=tuple(f"{_BASES}{_older(module)}.#.**" for module in experts),
+        experts_stacked=tuple(f"{_BASES}{_older(module)}.{{gate_up_proj,down_proj}}" for module in experts),
     )
 
 

@@ -29,12 +29,12 @@ from support import prestarted
 from support.faults import environment
 from support.journals import read_journal
 from support.mounts import mounted, mounted_tmpfs
+from support.planning import slice_nbytes
 
 from relayout.commands.convert import plan_conversion
 from relayout.conversion.journal import JOURNAL_NAME
 from relayout.conversion.run import ConversionPlan
 from relayout.conversion.steps import SMALL_NBYTES
-from relayout.core.slices import slice_nbytes
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="takes Linux's dynamic linker and /proc")
 

@@ -20,6 +20,7 @@ from support.bits import flip
 from support.journals import NotesIn, read_journal
 from support.mounts import mounted_tmpfs
 from support.patience import PATIENCE
+from support.planning import slice_nbytes
 
 import relayout
 from relayout.commands.convert import convert, plan_conversion
@@ -28,7 +29,6 @@ from relayout.conversion.copy import FileSink
 from relayout.conversion.journal import JOURNAL_NAME, Journal, parse_journal
 from relayout.conversion.run import ConversionPlan, Summary
 from relayout.core.extents import BLOCK
-from relayout.core.slices import slice_nbytes
 from relayout.errors import FormatError, PlanError
 from relayout.storage.local import files as file_io
 from relayout.storage.local import staging

@@ -12,7 +12,7 @@ from support.planning import all_slices, make_source
 
 from relayout.core.patterns import collapse_numbers, compile_glob, depends_on_numbers, slow_because
 from relayout.plans.family import parse_family
-from relayout.plans.planner import make_plan
+from relayout.plans.planner import plan_by
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_a_plan_that_names_numbers_is_applied_by_each_name(literal: str, order: 
     """One that does not is looked up once for all layers; h.0* is the number 0 and one digit more, so no name here."""
     family = parse_family(f'[cut]\n"{literal}" = "whole"\n"h.*.w" = {{ dim = 0, by = "even" }}', "x", "x")
     assert family.depends_on_numbers
-    plan = make_plan(make_source(dict.fromkeys(order, (4,))), 2, family)
+    plan = plan_by(make_source(dict.fromkeys(order, (4,))), 2, family)
     whole = {name for name, parts in zip(order, all_slices(plan), strict=True) if parts[0].is_whole}
     assert whole == ({"h.0.w"} if literal != "h.0*.w" else set())
 
@@ -185,7 +185,7 @@ def test_a_plan_that_names_numbers_is_applied_by_each_name(literal: str, order: 
 def test_a_prefix_that_names_numbers_is_taken_off_each_name(order: tuple[str, ...]) -> None:
     family = parse_family('language_prefixes = ["m.0."]\n[cut]\n"w" = { dim = 0, by = "even" }', "x", "x")
     assert family.depends_on_numbers
-    plan = make_plan(make_source(dict.fromkeys(order, (4,))), 2, family, unmatched="replicate")
+    plan = plan_by(make_source(dict.fromkeys(order, (4,))), 2, family, unmatched="replicate")
     assert plan.unmatched == ("m.1.w",)
     assert {name: parts[0].is_whole for name, parts in zip(order, all_slices(plan), strict=True)} == {
         "m.0.w": False,
@@ -196,6 +196,6 @@ def test_a_prefix_that_names_numbers_is_taken_off_each_name(order: tuple[str, ..
 @pytest.mark.parametrize("order", [("a.\u0663", "a.3"), ("a.3", "a.\u0663")])
 def test_digits_that_are_not_ascii_are_names_and_no_numbers(order: tuple[str, ...]) -> None:
     family = parse_family('[cut]\n"a.\u0663" = "whole"\n"a.*" = { dim = 0, by = "even" }', "x", "x")
-    plan = make_plan(make_source(dict.fromkeys(order, (4,))), 2, family)
+    plan = plan_by(make_source(dict.fromkeys(order, (4,))), 2, family)
     whole = {name for name, parts in zip(order, all_slices(plan), strict=True) if parts[0].is_whole}
     assert whole == {"a.\u0663"}

@@ -408,11 +408,11 @@ def test_a_file_shorter_than_its_length_field_is_refused(nbytes: int) -> None:
 
 def test_a_header_of_just_the_limit_is_no_longer_than_the_limit() -> None:
     limit = 100_000_000
-    assert header_nbytes(limit.to_bytes(8, "little"), 8 + limit, "x") == limit
-    with pytest.raises(FormatError, match="x: header length 100000001 at byte 0, limit 100000000"):
-        header_nbytes((limit + 1).to_bytes(8, "little"), 9 + limit, "x")
+    assert header_nbytes(limit.to_bytes(8, "little"), 8 + limit) == limit
+    with pytest.raises(FormatError, match="header length 100000001 at byte 0, limit 100000000"):
+        header_nbytes((limit + 1).to_bytes(8, "little"), 9 + limit)
     with pytest.raises(FormatError, match="header length 18446744073709551615"):
-        header_nbytes(b"\xff" * 8, 2**62, "x")
+        header_nbytes(b"\xff" * 8, 2**62)
 
 
 @pytest.mark.parametrize("nbytes", [8, 9, len(VALID) - 5])

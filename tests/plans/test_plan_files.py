@@ -104,13 +104,13 @@ def test_a_whole_plan_file() -> None:
     assert family == Family(
         "mine",
         "file",
-        ("falcon", "RefinedWeb"),
-        "mxfp4",
-        ("model.a.", "b.c.", "a."),  # The longest first.
-        {"experts": (SizeSource("num_experts"),)},
-        (Rule("x", None), Rule("y.*", 0, ("even",))),
-        ("y.#.w",),
-        ("z.{up,down}", "s"),
+        model_types=("falcon", "RefinedWeb"),
+        quantization="mxfp4",
+        prefixes=("model.a.", "b.c.", "a."),  # The longest first.
+        sizes={"experts": (SizeSource("num_experts"),)},
+        rules=(Rule("x", None), Rule("y.*", 0, ("even",))),
+        experts_each=("y.#.w",),
+        experts_stacked=("z.{up,down}", "s"),
     )
     assert parse('model_types = "one"\n[cut]\nx = "whole"').model_types == ("one",)
 
@@ -190,13 +190,11 @@ def test_an_extended_plan_follows_after_the_files_own(builtin: Builtin) -> None:
     assert family == Family(
         "mine",
         "file",
-        (),
-        None,
-        ("lm.",),
-        {"heads": (SizeSource(4),), "experts": (SizeSource("n_expert"),), "more": (SizeSource(2),)},
-        (Rule("c", None), Rule("b", 1, ("more",)), Rule("a", 0, ("heads",)), Rule("**", None)),
-        ("e.#",),
-        ("s",),
+        prefixes=("lm.",),
+        sizes={"heads": (SizeSource(4),), "experts": (SizeSource("n_expert"),), "more": (SizeSource(2),)},
+        rules=(Rule("c", None), Rule("b", 1, ("more",)), Rule("a", 0, ("heads",)), Rule("**", None)),
+        experts_each=("e.#",),
+        experts_stacked=("s",),
     )
 
 

@@ -18,7 +18,7 @@ from relayout.errors import FormatError, PlanError
 from relayout.planning import find_plan
 from relayout.plans.family import builtin_families, find_family, parse_family
 from relayout.plans.plan import Plan
-from relayout.plans.planner import make_plan, plan_by, plan_for
+from relayout.plans.planner import plan_by, plan_for
 
 UP = "model.layers.0.mlp.up_proj.weight"
 SMALL: dict[str, tuple[int, ...]] = {UP: (18944, 3584)}
@@ -296,11 +296,11 @@ def test_a_tensor_without_the_axis_that_its_rule_cuts_is_refused() -> None:
 def test_a_cut_inside_a_byte_is_refused_with_the_tensors_name() -> None:
     """Rows of 3 elements of 4 bits; 2 of them fill 3 bytes."""
     family = parse_family('[cut]\nw = { dim = 0, by = "even" }', "mine.toml", "mine")
-    assert ranges_of(make_plan(make_source({"w": (4, 3)}, stored_as="F4"), 2, family)) == [((0, 2),), ((2, 2),)]
+    assert ranges_of(plan_by(make_source({"w": (4, 3)}, stored_as="F4"), 2, family)) == [((0, 2),), ((2, 2),)]
     with pytest.raises(
         PlanError, match=r"^checkpoint: tensor 'w': .*\[2, 3\].* inside a byte.* \(this .* for --tp 1\)$"
     ):
-        make_plan(make_source({"w": (2, 3)}, stored_as="F4"), 2, family)
+        plan_by(make_source({"w": (2, 3)}, stored_as="F4"), 2, family)
 
 
 @pytest.mark.parametrize("value", [None, 0, -8, True, "8", 8.0, [8]])

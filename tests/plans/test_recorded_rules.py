@@ -135,14 +135,14 @@ def families(draw: st.DrawFn) -> Family:
     return Family(
         draw(WORDS),
         draw(st.sampled_from(["builtin", "file", "transformers"])),
-        tuple(draw(st.lists(WORDS, max_size=3))),
-        draw(st.none() | WORDS),
-        tuple(sorted(draw(st.lists(WORDS, max_size=3)), key=len, reverse=True)),
-        sizes,
-        tuple(draw(st.lists(rules(list(sizes)), min_size=1, max_size=6, unique_by=lambda rule: rule.pattern))),
-        tuple(draw(st.lists(each, max_size=2))),
-        tuple(draw(st.lists(PATTERNS, max_size=2))),
-        draw(st.booleans()),
+        model_types=tuple(draw(st.lists(WORDS, max_size=3))),
+        quantization=draw(st.none() | WORDS),
+        prefixes=tuple(sorted(draw(st.lists(WORDS, max_size=3)), key=len, reverse=True)),
+        sizes=sizes,
+        rules=tuple(draw(st.lists(rules(list(sizes)), min_size=1, max_size=6, unique_by=lambda rule: rule.pattern))),
+        experts_each=tuple(draw(st.lists(each, max_size=2))),
+        experts_stacked=tuple(draw(st.lists(PATTERNS, max_size=2))),
+        is_transposed=draw(st.booleans()),
     )
 
 

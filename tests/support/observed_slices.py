@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from relayout.core.patterns import collapse_numbers
 from relayout.core.slices import Slice
+from relayout.errors import FormatError
 from relayout.format.slices import dump_slice, parse_slice
 
 
@@ -42,7 +43,7 @@ class Checkpoint:
     tensors: Sequence[Tensor]
     observed: Mapping[int, Sequence[tuple[Slice, ...]]]
     """By degree: for each tensor the slice of each rank."""
-    config_error: str | None = None
+    config_error: FormatError | None = None
 
     @property
     def name(self) -> str:
@@ -127,8 +128,8 @@ def _parse_cut(text: str) -> tuple[Slice, ...]:
 
 def _parse_one(text: str) -> Slice:
     if text == "none":
-        return parse_slice(None, "observed")
+        return parse_slice(None)
     axes = {}
     for axis, _, ranges in (one.partition(":") for one in text.split(";") if text != _WHOLE):
         axes[axis] = [list(map(int, one.split("+"))) for one in ranges.split(",") if one]
-    return parse_slice(axes, "observed")
+    return parse_slice(axes)

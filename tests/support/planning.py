@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from relayout.checkpoint.source import SourceCheckpoint, SourceTensor
 from relayout.conversion.layout import Conversion, lay_out
+from relayout.core.dtypes import BITS
 from relayout.core.extents import Extent
 from relayout.core.slices import Cut, Slice, number_cuts
 from relayout.errors import PlanError
@@ -70,3 +72,8 @@ def ranges_of(plan: Plan, tensor: int = 0) -> list[Ranges]:
     """The ranges of each rank, of a tensor that is cut."""
     found = [part.ranges for part in plan.cut(tensor).slices]
     return [ranges for ranges in found if ranges is not None]
+
+
+def slice_nbytes(dtype: str, shape: tuple[int, ...], part: Slice) -> int:
+    """Stored bytes of a slice."""
+    return prod(part.shape(shape)) * BITS[dtype] // 8

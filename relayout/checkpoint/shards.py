@@ -1,14 +1,17 @@
-"""Chooses the .safetensors files that are the model in a folder without an index."""
+"""Chooses the files of a folder: those that are the model, those that go along, and those that are left out."""
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import PurePosixPath
 
 from relayout.errors import FormatError, PlanError, shown
-from relayout.storage.protocols import Store
+from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME
+from relayout.storage.protocols import Entry, Store
 
 SINGLE_NAME = "model.safetensors"
 
@@ -16,6 +19,23 @@ SINGLE_NAME = "model.safetensors"
 # or with more digits. Names with fewer digits may mean something else, such as epoch-3-of-10.
 _NUMBERED = re.compile(r"((?P<stem>.*)[-_.])?(?P<number>[0-9]{5,})-of-(?P<count>[0-9]{5,})(?P<rest>\..*)?\.safetensors")
 _CONSOLIDATED = re.compile(r"consolidated([-.].*)?\.safetensors")
+
+_TO_SAVE = "load the model and save it with save_pretrained, which writes safetensors"
+_ADVICE = {
+    **dict.fromkeys((".bin", ".pt", ".pth", ".ckpt"), _TO_SAVE),
+    ".gguf": f"convert the safetensors that it was made of, or, with from_pretrained(gguf_file=...), {_TO_SAVE}",
+}
+"""What to do with a folder that has weights of another format only, by their suffix."""
+_WEIGHT_SUFFIXES = frozenset(
+    {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".ggml", ".onnx", ".npz", ".npy"}
+    | {".tflite", ".mlmodel", ".ot"}
+)
+_INDEX_SUFFIX = ".index.json"
+_MAX_HEAD_NBYTES = 64 * 2**20
+"""Of a `.pt` file beside the shards that goes along, unread: some engines load a model's further layers from such, as
+vLLM does `sparse_linear.pt` and `colbert_linear.pt` of BGE-M3. What a training leaves is mostly larger."""
+_MAX_FOLDERS = 16
+"""The most folders that a message lists."""
 
 
 def choose_shards(root: Store, names: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -83,3 +103,83 @@ def check_name(root: Store, name: str) -> None:
     except UnicodeEncodeError:
         what = f"the file name {shown(os.fsencode(name))} is not UTF-8; rename the file"
         raise PlanError(what, path=str(root), code="unsupported") from None
+
+
+def advice_without_shards(entries: Sequence[Entry]) -> str:
+    """Advice if subfolders contain weights, as in a diffusers pipeline, or weights are stored otherwise."""
+    converted = _converted_folders(entries)
+    folders = sorted(
+        {
+            entry.name.partition("/")[0]
+            for entry in entries
+            if not entry.is_folder and entry.name.count("/") == 1 and entry.name.endswith(".safetensors")
+        }
+        - converted
+    )
+    if not folders:
+        suffixes = ((entry.name, PurePosixPath(entry.name).suffix) for entry in entries)
+        return next((f"; found {name}: {_ADVICE[suffix]}" for name, suffix in suffixes if suffix in _ADVICE), "")
+    more = " ..." if len(folders) > _MAX_FOLDERS else ""
+    return f"; convert its subfolders one by one: {', '.join(folders[:_MAX_FOLDERS])}{more}"
+
+
+def _converted_folders(entries: Sequence[Entry]) -> set[str]:
+    """Subfolders that are converted checkpoints."""
+    return {entry.name.rpartition("/")[0] for entry in entries if entry.name.endswith("/" + MANIFEST_NAME)}
+
+
+def find_index(root: Store, names: list[str]) -> str | None:
+    """The name of the index, or None.
+
+    Raises:
+        PlanError: there are several, none of them with the usual name.
+    """
+    if HUB_INDEX_NAME in names:
+        return HUB_INDEX_NAME
+    others = [name for name in names if name.endswith(".safetensors" + _INDEX_SUFFIX) and name[0] != "."]
+    if others and SINGLE_NAME not in names:
+        if len(others) > 1:
+            what = f"several index files, but no {HUB_INDEX_NAME}: {', '.join(others)}"
+            raise PlanError(what, path=str(root))
+        return others[0]
+    return None
+
+
+def find_side_files(root: Store, entries: Sequence[Entry]) -> tuple[tuple[str, ...], list[str]]:
+    """Files that a conversion copies, and texts for those that it does not copy."""
+    kept, left_out = [], []
+    for entry in _without_converted([entry for entry in entries if not entry.is_folder]):
+        name, reason = entry.name, entry.refusal
+        suffix = PurePosixPath(name).suffix
+        is_part = "/" not in name and (suffix == ".safetensors" or name.endswith(_INDEX_SUFFIX))
+        if reason is None and not entry.is_readable:
+            raise FormatError(f"cannot be read: {os.strerror(errno.EACCES)}", path=root.where(name))
+        is_weights = suffix in _WEIGHT_SUFFIXES or name.endswith(_INDEX_SUFFIX)
+        if reason is None and is_weights and not _is_head(root, name):
+            reason = "weights that are not part of the model"
+        elif reason is None and name.startswith("relayout."):
+            reason = "a name reserved for relayout"
+        if reason is None:
+            kept.append(name)
+        elif not is_part:
+            left_out.append(f"{name}: {reason}")
+    return tuple(kept), left_out
+
+
+def _is_head(root: Store, name: str) -> bool:
+    status = root.stat(name) if name.endswith(".pt") and "/" not in name else None
+    return status is not None and status.nbytes <= _MAX_HEAD_NBYTES
+
+
+def _without_converted(entries: Sequence[Entry]) -> Iterator[Entry]:
+    """The entries, with one refused entry in place of each subfolder that is a converted checkpoint."""
+    converted = _converted_folders(entries)
+    reported: set[str] = set()
+    for entry in entries:
+        parents = (str(parent) for parent in reversed(PurePosixPath(entry.name).parents))
+        outermost = next((parent for parent in parents if parent in converted), None)
+        if outermost is None:
+            yield entry
+        elif outermost not in reported:
+            reported.add(outermost)
+            yield Entry(outermost, "a converted checkpoint")

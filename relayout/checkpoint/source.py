@@ -5,45 +5,33 @@ Reads directory entries, small JSON files and header bytes; never tensor data.
 
 from __future__ import annotations
 
-import errno
-import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import PurePosixPath
 from typing import Any
 
 from relayout.checkpoint.config import Config, find_config
 from relayout.checkpoint.converted import is_converted
-from relayout.checkpoint.shards import SINGLE_NAME, check_name, choose_shards, other_shards
+from relayout.checkpoint.shards import (
+    advice_without_shards,
+    check_name,
+    choose_shards,
+    find_index,
+    find_side_files,
+    other_shards,
+)
 from relayout.core.extents import Extent
 from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError, about, shown
 from relayout.format.fields import Fields, parse_object
-from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME
+from relayout.format.index import MANIFEST_NAME
 from relayout.format.names import check_apart, check_path
 from relayout.format.safetensors import LENGTH_NBYTES, LFS_POINTER, Header, header_nbytes, parse_header
-from relayout.storage.protocols import Entry, Kind, ReadableFile, Store, unversioned
+from relayout.storage.protocols import Kind, ReadableFile, Store, unversioned
 from relayout.storage.stores import check_exists
 
 MAX_INDEX_NBYTES = 64 * 2**20
-_TO_SAVE = "load the model and save it with save_pretrained, which writes safetensors"
-_ADVICE = {
-    **dict.fromkeys((".bin", ".pt", ".pth", ".ckpt"), _TO_SAVE),
-    ".gguf": f"convert the safetensors that it was made of, or, with from_pretrained(gguf_file=...), {_TO_SAVE}",
-}
-"""What to do with a folder that has weights of another format only, by their suffix."""
-_WEIGHT_SUFFIXES = frozenset(
-    {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".ggml", ".onnx", ".npz", ".npy"}
-    | {".tflite", ".mlmodel", ".ot"}
-)
-_INDEX_SUFFIX = ".index.json"
-_MAX_HEAD_NBYTES = 64 * 2**20
-"""Of a `.pt` file beside the shards that goes along, unread: some engines load a model's further layers from such, as
-vLLM does `sparse_linear.pt` and `colbert_linear.pt` of BGE-M3. What a training leaves is mostly larger."""
-_MAX_FOLDERS = 16
-"""The most folders that a message lists."""
 _MARKS = re.compile(r"[\x00-\x03]")
 _ABOVE_MARKS = {mark: f"\3{chr(mark + 4)}" for mark in range(4)}
 """Escapes the characters that `model_order` uses as marks, and preserves their order."""
@@ -210,7 +198,7 @@ def _read_folder(root: Store) -> SourceCheckpoint:
         entry.name for entry in entries if "/" not in entry.name
     ]  # Including folders, which may have the name of a file.
     shards = [name for name in names if name.endswith(".safetensors")]
-    index_name = _find_index(root, names)
+    index_name = find_index(root, names)
     left_out: list[str] = []
     named: dict[str, str] | None = None
     index: tuple[str, bytes] | None = None
@@ -224,10 +212,10 @@ def _read_folder(root: Store) -> SourceCheckpoint:
     else:
         used, left_out = choose_shards(root, shards)
     if not used:
-        raise PlanError(f"contains no safetensors file{_elsewhere(entries)}", path=str(root), code="missing")
+        raise PlanError(f"contains no safetensors file{advice_without_shards(entries)}", path=str(root), code="missing")
     for name in used:
         check_name(root, name)
-    side_files, not_copied = _side_files(root, entries)
+    side_files, not_copied = find_side_files(root, entries)
     taken = [*used, *side_files, *([] if index is None else [index[0]])]
     with about(path=str(root)):
         for name in taken:
@@ -242,41 +230,6 @@ def _read_folder(root: Store) -> SourceCheckpoint:
         side_files=side_files,
         left_out=left_out + not_copied,
     )
-
-
-def _elsewhere(entries: Sequence[Entry]) -> str:
-    """Advice if subfolders contain weights, as in a diffusers pipeline, or weights are stored otherwise."""
-    converted = _converted_folders(entries)
-    found = sorted(
-        {
-            entry.name.partition("/")[0]
-            for entry in entries
-            if not entry.is_folder and entry.name.count("/") == 1 and entry.name.endswith(".safetensors")
-        }
-        - converted
-    )
-    if not found:
-        suffixes = ((entry.name, PurePosixPath(entry.name).suffix) for entry in entries)
-        return next((f"; found {name}: {_ADVICE[suffix]}" for name, suffix in suffixes if suffix in _ADVICE), "")
-    more = " ..." if len(found) > _MAX_FOLDERS else ""
-    return f"; convert its subfolders one by one: {', '.join(found[:_MAX_FOLDERS])}{more}"
-
-
-def _converted_folders(entries: Sequence[Entry]) -> set[str]:
-    """Subfolders that are converted checkpoints."""
-    return {entry.name.rpartition("/")[0] for entry in entries if entry.name.endswith("/" + MANIFEST_NAME)}
-
-
-def _find_index(root: Store, names: list[str]) -> str | None:
-    if HUB_INDEX_NAME in names:
-        return HUB_INDEX_NAME
-    others = [name for name in names if name.endswith(".safetensors" + _INDEX_SUFFIX) and name[0] != "."]
-    if others and SINGLE_NAME not in names:
-        if len(others) > 1:
-            what = f"several index files, but no {HUB_INDEX_NAME}: {', '.join(others)}"
-            raise PlanError(what, path=str(root))
-        return others[0]
-    return None
 
 
 def parse_index(text: bytes, where: str) -> dict[str, str]:
@@ -362,43 +315,3 @@ def _collect_tensors(
                 "is named by the index, but not in the file", path=folder.where(file), tensor=name, code="mismatch"
             )
     return tensors.values(), skipped
-
-
-def _side_files(root: Store, entries: Sequence[Entry]) -> tuple[tuple[str, ...], list[str]]:
-    """Files that a conversion copies, and texts for those that it does not copy."""
-    kept, left_out = [], []
-    for entry in _without_converted([entry for entry in entries if not entry.is_folder]):
-        name, reason = entry.name, entry.refusal
-        suffix = PurePosixPath(name).suffix
-        is_part = "/" not in name and (suffix == ".safetensors" or name.endswith(_INDEX_SUFFIX))
-        if reason is None and not entry.is_readable:
-            raise FormatError(f"cannot be read: {os.strerror(errno.EACCES)}", path=root.where(name))
-        is_weights = suffix in _WEIGHT_SUFFIXES or name.endswith(_INDEX_SUFFIX)
-        if reason is None and is_weights and not _is_head(root, name):
-            reason = "weights that are not part of the model"
-        elif reason is None and name.startswith("relayout."):
-            reason = "a name reserved for relayout"
-        if reason is None:
-            kept.append(name)
-        elif not is_part:
-            left_out.append(f"{name}: {reason}")
-    return tuple(kept), left_out
-
-
-def _is_head(root: Store, name: str) -> bool:
-    status = root.stat(name) if name.endswith(".pt") and "/" not in name else None
-    return status is not None and status.nbytes <= _MAX_HEAD_NBYTES
-
-
-def _without_converted(entries: Sequence[Entry]) -> Iterator[Entry]:
-    """The entries, with one refused entry in place of each subfolder that is a converted checkpoint."""
-    converted = _converted_folders(entries)
-    reported: set[str] = set()
-    for entry in entries:
-        parents = (str(parent) for parent in reversed(PurePosixPath(entry.name).parents))
-        outermost = next((parent for parent in parents if parent in converted), None)
-        if outermost is None:
-            yield entry
-        elif outermost not in reported:
-            reported.add(outermost)
-            yield Entry(outermost, "a converted checkpoint")

@@ -14,7 +14,7 @@ def parse_object(blob: bytes, where: str) -> dict[str, Any]:
     """Parse one JSON object in UTF-8.
 
     Raises:
-        FormatError: it is none.
+        FormatError: it is invalid.
     """
     with about(path=where):
         top = strict_json(decode(blob))
@@ -27,7 +27,7 @@ def decode(blob: bytes) -> str:
     """Text in UTF-8; json.loads, given bytes, would also accept UTF-16.
 
     Raises:
-        FormatError: it is none.
+        FormatError: it is invalid.
     """
     refuse_lfs_pointer(blob)
     try:

@@ -126,7 +126,7 @@ def decompress(blob: bytes, where: str) -> bytes:
             raise FormatError("the zstd frame does not end (truncated?)", code="truncated")
         rest = len(frame.unused_data) + max(0, len(blob) - len(pieces) * _PIECE_NBYTES)
         if rest:
-            raise FormatError(f"{rest} bytes behind the zstd frame", code="syntax")
+            raise FormatError(f"{rest} bytes after the zstd frame", code="syntax")
         return b"".join(pieces)
 
 
@@ -241,11 +241,11 @@ def digest_field(fields: Fields, name: str, pattern: re.Pattern[str] = _DIGEST) 
     """A digest in hex.
 
     Raises:
-        FormatError: the field is none.
+        FormatError: it is not.
     """
     value = fields.text(name)
     if not pattern.match(value):
-        raise FormatError(f"{name!r} is {shown(value)}, no digest", code="field")
+        raise FormatError(f"{name!r} is {shown(value)}, not a digest", code="field")
     return value
 
 
@@ -358,7 +358,7 @@ def _check_reads(entry: RankEntry, files: Sequence[IndexedFile]) -> None:
         if read.file >= len(files):
             raise FormatError(f"read {number}: file {read.file} of {len(files)}", code="field")
         if transfer.nbytes == 0:
-            raise FormatError(f"read {number}: reads nothing", code="coverage")
+            raise FormatError(f"read {number}: is empty", code="coverage")
         if transfer.count > 1 and min(transfer.source_stride, transfer.target_stride) < transfer.nbytes:
             raise FormatError(f"read {number}: runs of {transfer.nbytes} bytes overlap", code="coverage")
         file = files[read.file]
@@ -396,7 +396,7 @@ def parse_shapes(values: Iterable[Any]) -> list[tuple[int, ...]]:
     """Shapes from lists of sizes.
 
     Raises:
-        FormatError: one is none.
+        FormatError: one is invalid.
     """
     shapes = list(map(tuple, values))
     dims = [dim for shape in shapes for dim in shape]
@@ -404,5 +404,5 @@ def parse_shapes(values: Iterable[Any]) -> list[tuple[int, ...]]:
         raise FormatError(f"a shape of {max(map(len, shapes))} axes, limit {MAX_AXES}", code="limit")
     if not set(map(type, dims)) <= {int} or (dims and not (min(dims) >= 0 and max(dims) <= MAX_SIZE)):
         wrong = next(shape for shape in shapes if not all(type(dim) is int and 0 <= dim <= MAX_SIZE for dim in shape))
-        raise FormatError(f"{shown(list(wrong))} is no shape", code="field")
+        raise FormatError(f"{shown(list(wrong))} is not a shape", code="field")
     return shapes

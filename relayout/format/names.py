@@ -30,7 +30,7 @@ def check_path(name: str) -> None:
     """
     # No hidden ones, which a conversion does not take along either: they may steer other programs.
     if not is_plain_path(name) or any(part.startswith(".") for part in name.split("/")):
-        raise FormatError(f"{shown(name)} is no name of a file in the checkpoint", code="unsafe")
+        raise FormatError(f"{shown(name)} is not the name of a file inside the checkpoint", code="unsafe")
 
 
 def check_apart(names: Iterable[str]) -> None:
@@ -41,4 +41,4 @@ def check_apart(names: Iterable[str]) -> None:
     """
     for path, next_path in pairwise(sorted(f"{name}/" for name in names)):
         if next_path.startswith(path):
-            raise FormatError(f"{shown(path[:-1])} is the name of two things", code="field")
+            raise FormatError(f"{shown(path[:-1])} is used for two files or folders", code="field")

@@ -121,7 +121,7 @@ def _parse_kinds(fields: Fields) -> list[Kind]:
     kinds = [Kind(*row) for row in zip(*columns, strict=True)]
     for kind in kinds:
         if kind.dtype not in BITS:
-            what = f"{shown(kind.dtype)} {shown(list(kind.shape))} is no stored tensor"
+            what = f"{shown(kind.dtype)} {shown(list(kind.shape))} is not a stored tensor"
             raise FormatError(what, code="field")
         if not _is_part(kind.part, kind.source_shape, kind.shape):
             shape, part, source_shape = (
@@ -139,7 +139,7 @@ def _sizes(table: RankTable, entry: RankEntry) -> Column:
         kind = table.kinds[index]
         nbytes = num_bytes(kind.dtype, kind.shape)
         if nbytes is None or nbytes > entry.nbytes:
-            what = f"{shown(kind.dtype)} {shown(list(kind.shape))} is no stored tensor"
+            what = f"{shown(kind.dtype)} {shown(list(kind.shape))} is not a stored tensor"
             raise FormatError(what, tensor=table.names[first], code="field")
         sizes[index] = nbytes
     return sizes[kind_of]

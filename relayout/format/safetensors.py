@@ -230,7 +230,7 @@ def strict_json(text: str) -> Any:
         return result
 
     def refuse(constant: str) -> NoReturn:
-        raise FormatError(f"{constant} is no JSON number", code="syntax")
+        raise FormatError(f"{constant} is not a JSON number", code="syntax")
 
     def integer(digits: str) -> int | float:
         # serde_json reads "-0" as a float, and integers beyond 64 bits as floats.

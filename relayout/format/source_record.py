@@ -269,7 +269,7 @@ def _check_names(names: Sequence[str]) -> None:
     check_apart(names)
     for name in names:
         if MANIFEST_NAME in name.split("/"):
-            raise FormatError(f"{shown(name)} would make a converted folder of the source", code="unsafe")
+            raise FormatError(f"{shown(name)} would turn the source into a converted folder", code="unsafe")
 
 
 def _check_tensors(record: SourceRecord) -> None:

@@ -113,7 +113,7 @@ class Plan:
         """The plan of what `as_json` returned.
 
         Raises:
-            FormatError: it is none.
+            FormatError: it is invalid.
         """
         where = "plan"
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,12 +134,6 @@ def test_hostile_toml_is_refused(text: str, says: str) -> None:
 def test_a_pattern_that_could_not_match_as_meant_is_refused(pattern: str) -> None:
     with pytest.raises(FormatError, match="invalid pattern"):
         parse_family(f'[cut]\n"{pattern}" = "whole"', "mine.toml", "mine")
-
-
-def test_a_plan_for_another_model_type_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "mine.toml").write_text('model_types = ["mine"]\n[cut]\n"**" = "whole"')
-    with pytest.raises(PlanError, match=r"mine.toml: the plan is for model_types mine, config.json has 'llama'"):
-        plan_for(make_source({"a": (2,)}, model_type="llama"), 2, tmp_path / "mine.toml")
 
 
 def test_with_the_plan_of_transformers_too_what_it_does_not_name_can_be_an_error() -> None:

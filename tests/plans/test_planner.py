@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -379,109 +378,7 @@ def test_every_rank_holds_the_kv_heads_that_its_query_heads_use(
         assert set(key_rows) == {head * head_dim + i for head in used for i in range(head_dim)}
 
 
-# Real models that tests/golden does not have: facts from their published configurations.
-
-QWEN_3_8B: dict[str, Any] = {
-    "model_type": "qwen3",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-}
-MISTRAL_7B: dict[str, Any] = {
-    "model_type": "mistral",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": None,
-    "vocab_size": 32768,
-}
-
-
-def real_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the model, by the names in its published index."""
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
-    query, key = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "mlp.down_proj.weight": (hidden, inner),
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
-        "post_attention_layernorm.weight": (hidden,),
-        "self_attn.k_proj.weight": (key, hidden),
-        "self_attn.o_proj.weight": (hidden, query),
-        "self_attn.q_proj.weight": (query, hidden),
-        "self_attn.v_proj.weight": (key, hidden),
-    }
-    if config["model_type"] == "qwen3":
-        layer |= {"self_attn.q_norm.weight": (head_dim,), "self_attn.k_norm.weight": (head_dim,)}
-    numbers = range(config["num_hidden_layers"])
-    return {
-        "lm_head.weight": (config["vocab_size"], hidden),
-        "model.embed_tokens.weight": (config["vocab_size"], hidden),
-        **{f"model.layers.{number}.{name}": shape for number in numbers for name, shape in layer.items()},
-        "model.norm.weight": (hidden,),
-    }
-
-
-@pytest.mark.parametrize(
-    ("config", "num_tensors", "num_ranks", "expected"),
-    [
-        (
-            QWEN_3_8B,
-            399,
-            16,  # Two ranks share a KV head.
-            {
-                "lm_head.weight": (9496, 4096),
-                "embed_tokens.weight": (9496, 4096),
-                "q_proj.weight": (256, 4096),
-                "q_norm.weight": (128,),
-                "k_proj.weight": (128, 4096),
-                "k_norm.weight": (128,),
-                "v_proj.weight": (128, 4096),
-                "o_proj.weight": (4096, 256),
-                "gate_proj.weight": (768, 4096),
-                "up_proj.weight": (768, 4096),
-                "down_proj.weight": (4096, 768),
-            },
-        ),
-        (
-            MISTRAL_7B,
-            291,
-            2,
-            {
-                "lm_head.weight": (16384, 4096),
-                "embed_tokens.weight": (16384, 4096),
-                "q_proj.weight": (2048, 4096),
-                "k_proj.weight": (512, 4096),
-                "v_proj.weight": (512, 4096),
-                "o_proj.weight": (4096, 2048),
-                "gate_proj.weight": (7168, 4096),
-                "up_proj.weight": (7168, 4096),
-                "down_proj.weight": (4096, 7168),
-            },
-        ),
-    ],
-    ids=["Qwen3-8B", "Mistral-7B-v0.3"],
-)
-def test_a_rank_of_a_real_model_holds_what_the_engines_cut_out(
-    config: dict[str, Any], num_tensors: int, num_ranks: int, expected: dict[str, tuple[int, ...]]
-) -> None:
-    norms = {f"{name}.weight": (4096,) for name in ("input_layernorm", "post_attention_layernorm", "norm")}
-    shapes = real_shapes(config)
-    assert len(shapes) == num_tensors
-    plan = plan_for(make_source(shapes, **config), num_ranks)
-    assert (plan.num_ranks, len(plan.cut_of), plan.unmatched) == (num_ranks, num_tensors, ())
-    for rank in range(num_ranks):
-        assert shapes_of(plan, shapes, rank) == {
-            name: (expected | norms)[".".join(name.split(".")[-2:])] for name in shapes
-        }
+# As JSON.
 
 
 def test_a_plan_is_the_same_after_it_was_sent_as_json() -> None:

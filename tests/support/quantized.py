@@ -394,13 +394,8 @@ EXPERT_QUANTIZED = [name for name, quantized in QUANTIZED.items() if ".experts."
 # What cannot be cut.
 
 
-_TORCHAO = {"_type": "Int4WeightOnlyConfig", "_version": 1, "_data": {"group_size": 128}}
-_GPTQ = gptq(4, 32).form
 REFUSED_FORMS = {
     "desc_act": gptq(4, 32, desc_act=True).form,
-    "marlin": Form(
-        {**_GPTQ.config, "checkpoint_format": "marlin", "is_marlin_format": True}, "B I32 C//16 R*2\ns F16 C//32 R"
-    ),
     "bitsandbytes 4 bit": Form(
         {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
         """
@@ -412,17 +407,4 @@ REFUSED_FORMS = {
         weight.quant_state.bitsandbytes__nf4 U8 80
         """,
     ),
-    "bitsandbytes 8 bit": Form(
-        {"quant_method": "bitsandbytes", "load_in_8bit": True}, "weight I8 R C\nSCB F32 R\nweight_format U8"
-    ),
-    "quark": Form(
-        {"quant_method": "quark", "global_quant_config": {}, "export": {"kv_cache_group": []}},
-        "weight F8_E4M3 R C\nweight_scale F32",
-    ),
-    "torchao": Form(
-        {"quant_method": "torchao", "quant_type": {"default": _TORCHAO}},
-        "_weight_qdata U8 R C//2\n_weight_scale F32 R 1",
-    ),
-    "gguf": Form({"quant_method": "gguf"}, "weight U8 R C//32*18"),
-    "squeezellm": Form({"quant_method": "squeezellm", "wbits": 4}, "weight F8_E4M3 R C\nweight_scale F32"),
 }

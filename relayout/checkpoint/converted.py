@@ -135,16 +135,16 @@ CONVERTED = Replaceable(MANIFEST_NAME, names_of_output)
 """An output of `convert`, the only one that `force` replaces."""
 
 
-def read_chunk_digests(folder: Store, manifest: Manifest, number: int) -> bytes:
+def read_chunk_digests(folder: Store, manifest: Manifest, index: int) -> bytes:
     """The digests of the chunks of a file, one after the other, in binary form.
 
     Raises:
         FormatError: relayout.chunks is missing, or of another conversion.
         OSError: it cannot be read.
     """
-    file = manifest.files[number]
+    file = manifest.files[index]
     places = places_of_digests(manifest.files, manifest.chunk_nbytes)
-    place = places[number]
+    place = places[index]
     digests = memoryview(bytearray(place.nbytes))
     with folder.open(CHUNKS_NAME) as opened:
         if opened.nbytes != places[-1].end:
@@ -157,13 +157,13 @@ def read_chunk_digests(folder: Store, manifest: Manifest, number: int) -> bytes:
     return bytes(digests)
 
 
-def check_file(folder: Store, manifest: Manifest, number: int) -> None:
+def check_file(folder: Store, manifest: Manifest, index: int) -> None:
     """Check that a file's first bytes name the content that the manifest says.
 
     Raises:
         FormatError: they name another: files have been mixed up.
     """
-    file = manifest.files[number]
+    file = manifest.files[index]
     start = memoryview(bytearray(HEAD_NBYTES))
     with folder.open(file.name, file.nbytes) as opened:
         opened.read(0, start)
@@ -183,7 +183,7 @@ def check_head(start: memoryview, content: str, data_start: int, where: str) -> 
             path=where,
             code="owner",
         )
-    found = LENGTH_NBYTES + int.from_bytes(start[:LENGTH_NBYTES], "little")
-    if found != data_start:
-        what = f"its data section starts at {found}, {MANIFEST_NAME} says {data_start}"
+    stored_start = LENGTH_NBYTES + int.from_bytes(start[:LENGTH_NBYTES], "little")
+    if stored_start != data_start:
+        what = f"its data section starts at {stored_start}, {MANIFEST_NAME} says {data_start}"
         raise FormatError(what, path=where, code="mismatch")

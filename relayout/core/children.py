@@ -65,8 +65,8 @@ def wait_for_child(child: Child, log: Path, silence_seconds: float) -> int | Non
             with suppress(subprocess.TimeoutExpired):
                 return child.wait(_POLL_SECONDS)
             now = time.monotonic()
-            if (found := log.stat().st_size) != nbytes:
-                nbytes, since = found, now
+            if (size := log.stat().st_size) != nbytes:
+                nbytes, since = size, now
             elif now - since > silence_seconds:
                 return None
     finally:

@@ -132,22 +132,22 @@ NOT_HELD = Slice(None)
 
 def merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
     """The same elements in the same order; ranges that follow each other are made one."""
-    found: list[Range] = []
+    joined: list[Range] = []
     for start, length in ranges:
-        if found and sum(found[-1]) == start:
-            found[-1] = (found[-1][0], found[-1][1] + length)
+        if joined and sum(joined[-1]) == start:
+            joined[-1] = (joined[-1][0], joined[-1][1] + length)
         else:
-            found.append((start, length))
-    return tuple(found)
+            joined.append((start, length))
+    return tuple(joined)
 
 
 def positions(ranges: Iterable[Range]) -> list[tuple[int, int, int]]:
     """(start, length, position in the slice) of each range."""
-    found, position = [], 0
+    placed, position = [], 0
     for start, length in ranges:
-        found.append((start, length, position))
+        placed.append((start, length, position))
         position += length
-    return found
+    return placed
 
 
 def row_runs(part: Slice, shape: tuple[int, ...], axis: int) -> list[tuple[int, int, int]]:

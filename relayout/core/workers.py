@@ -98,8 +98,8 @@ def each(work: Callable[[Item], Result], items: Sequence[Item], num_threads: int
         return [work(item) for item in items]
     done: list[Result | None] = [None] * len(items)
 
-    def put(_: None, number: int) -> int:
-        done[number] = work(items[number])
+    def put(_: None, index: int) -> int:
+        done[index] = work(items[index])
         return 0
 
     Workers(min(num_threads, len(items)), range(len(items)), lambda: None, put).run()
@@ -160,8 +160,8 @@ class Workers(Generic[Item, State]):
         """
         _live.add(weakref.ref(self, _live.discard))
         try:
-            for number in range(self._num_threads):
-                thread = threading.Thread(target=self._run, name=f"relayout-{number}", daemon=True)
+            for index in range(self._num_threads):
+                thread = threading.Thread(target=self._run, name=f"relayout-{index}", daemon=True)
                 try:
                     thread.start()
                 except RuntimeError as error:  # Python raises RuntimeError if pthread_create fails.

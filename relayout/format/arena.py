@@ -34,14 +34,14 @@ def plan_arena(files: Sequence[tuple[int, Sequence[int], Sequence[int]]]) -> Are
     reads: list[Read] = []
     columns = []
     end = 0
-    for number, (data_start, offsets, sizes) in enumerate(files):
+    for index, (data_start, offsets, sizes) in enumerate(files):
         bulk = align_up(end, BLOCK) + data_start % BLOCK
         num_even = next((i for i, nbytes in enumerate(sizes) if nbytes % ARENA_ALIGNMENT), len(sizes))
         column = [bulk + offset - data_start for offset in offsets[:num_even]]
         if column:
             end = column[-1] + sizes[num_even - 1]
             if end > bulk:
-                reads.append(Read(number, Transfer(data_start, bulk, end - bulk)))
+                reads.append(Read(index, Transfer(data_start, bulk, end - bulk)))
         end = align_up(end, BLOCK)
         position = num_even
         for nbytes, group in groupby(sizes[num_even:]):
@@ -49,7 +49,7 @@ def plan_arena(files: Sequence[tuple[int, Sequence[int], Sequence[int]]]) -> Are
             pitch = align_up(nbytes, ARENA_ALIGNMENT)
             strides = (nbytes, pitch) if count > 1 else (0, 0)
             if nbytes:
-                reads.append(Read(number, Transfer(offsets[position], end, nbytes, count, *strides)))
+                reads.append(Read(index, Transfer(offsets[position], end, nbytes, count, *strides)))
             column.extend(end + i * pitch for i in range(count))
             end += count * pitch
             position += count

@@ -29,11 +29,11 @@ def chunks_over(piece: Extent, data_start: int, nbytes: int, chunk_nbytes: int) 
     """The chunks that a piece of the data section touches: number, the chunk, and what of it is in the piece."""
     if not piece.nbytes:
         return
-    for number in range((piece.offset - data_start) // chunk_nbytes, -(-(piece.end - data_start) // chunk_nbytes)):
-        start = data_start + number * chunk_nbytes
+    for index in range((piece.offset - data_start) // chunk_nbytes, -(-(piece.end - data_start) // chunk_nbytes)):
+        start = data_start + index * chunk_nbytes
         chunk = Extent(start, min(chunk_nbytes, nbytes - start))
         low = max(piece.offset, start)
-        yield number, chunk, Extent(low, min(piece.end, chunk.end) - low)
+        yield index, chunk, Extent(low, min(piece.end, chunk.end) - low)
 
 
 def num_chunks(data_start: int, nbytes: int, chunk_nbytes: int) -> int:

@@ -130,7 +130,7 @@ class Manifest:
 
     def holder_files(self, holder: int) -> list[IndexedFile]:
         """The files of a holder, in its order, which is what reads and tables mean by a position."""
-        return [self.files[number] for number in self.holders[holder].files]
+        return [self.files[index] for index in self.holders[holder].files]
 
 
 @dataclass(frozen=True, slots=True)

@@ -334,43 +334,43 @@ def _parse_holder(entry: Mapping[str, Any], table: str, files: Sequence[IndexedF
 def _parse_entry(fields: Fields, table: str, files: Sequence[IndexedFile]) -> RankEntry:
     if fields.text("table") != table:
         raise FormatError(f"table {shown(fields.text('table'))}, expected {table!r}", code="field")
-    numbers = fields.column("files", int)
-    if len(set(numbers)) < len(numbers) or (numbers and max(numbers) >= len(files)):
-        raise FormatError(f"files {shown(numbers)}, expected different numbers below {len(files)}", code="mismatch")
+    indices = fields.column("files", int)
+    if len(set(indices)) < len(indices) or (indices and max(indices) >= len(files)):
+        raise FormatError(f"files {shown(indices)}, expected different numbers below {len(files)}", code="mismatch")
     parsed = RankEntry(
         table=fields.text("table"),
         table_digest=digest_field(fields, "table_digest"),
         num_tensors=fields.size("num_tensors"),
         nbytes=fields.size("nbytes"),
-        files=tuple(numbers),
+        files=tuple(indices),
         arena_nbytes=fields.size("arena_nbytes"),
         reads=tuple(_parse_read(row) for row in fields.objects("reads")),
     )
-    _check_reads(parsed, [files[number] for number in numbers])
+    _check_reads(parsed, [files[index] for index in indices])
     return parsed
 
 
 def _check_reads(entry: RankEntry, files: Sequence[IndexedFile]) -> None:
     end = 0
     wanted = [0] * len(files)
-    for number, read in enumerate(entry.reads):
+    for index, read in enumerate(entry.reads):
         transfer = read.transfer
         if read.file >= len(files):
-            raise FormatError(f"read {number}: file {read.file} of {len(files)}", code="field")
+            raise FormatError(f"read {index}: file {read.file} of {len(files)}", code="field")
         if transfer.nbytes == 0:
-            raise FormatError(f"read {number}: is empty", code="coverage")
+            raise FormatError(f"read {index}: is empty", code="coverage")
         if transfer.count > 1 and min(transfer.source_stride, transfer.target_stride) < transfer.nbytes:
-            raise FormatError(f"read {number}: runs of {transfer.nbytes} bytes overlap", code="coverage")
+            raise FormatError(f"read {index}: runs of {transfer.nbytes} bytes overlap", code="coverage")
         file = files[read.file]
         if not file.data_start <= transfer.source <= transfer.source_end <= file.nbytes:
             raise FormatError(
-                f"read {number}: bytes {transfer.source} to {transfer.source_end} of {file.name}, whose data section is"
+                f"read {index}: bytes {transfer.source} to {transfer.source_end} of {file.name}, whose data section is"
                 f" {file.data_start} to {file.nbytes}",
                 code="truncated",
             )
         if transfer.target < end:
             raise FormatError(
-                f"read {number}: starts at byte {transfer.target} of the arena, the read before it ends at {end}",
+                f"read {index}: starts at byte {transfer.target} of the arena, the read before it ends at {end}",
                 code="coverage",
             )
         end = transfer.target_end

@@ -104,7 +104,7 @@ def _parse_table(blob: bytes, manifest: Manifest, rank: int, where: str) -> Rank
         raise FormatError("a tensor name occurs twice", code="field")
     sizes = _sizes(table, entry)
     of_whole = manifest.shared
-    shared = [number in of_whole for number in entry.files]
+    shared = [index in of_whole for index in entry.files]
     _check_places(table, entry, manifest.holder_files(rank), shared, sizes)
     if (total := sum(sizes.tolist())) != entry.nbytes:
         raise FormatError(f"tensors of {total} bytes, {MANIFEST_NAME} says {entry.nbytes}", code="field")
@@ -208,7 +208,7 @@ def _pieces(table: RankTable, shared: Sequence[bool], sizes: Column) -> tuple[Co
     columns = (np.arange(len(sizes)), np.array(table.offsets, np.int64), np.array(table.arena_offsets, np.int64), sizes)
     is_shared = np.array(shared, bool)[np.array(table.files, np.int64)] if any(shared) else np.zeros(len(sizes), bool)
     transfers: dict[int, tuple[Transfer, ...]] = {}
-    found: list[tuple[int, int, int, int]] = []
+    pieces: list[tuple[int, int, int, int]] = []
     is_split = np.zeros(len(sizes), bool)
     for row in map(int, np.flatnonzero(is_shared)):
         kind = table.kind_of[row]
@@ -217,11 +217,11 @@ def _pieces(table: RankTable, shared: Sequence[bool], sizes: Column) -> tuple[Co
         for transfer in transfers[kind] if len(transfers[kind]) > 1 else ():
             is_split[row] = True
             place = table.offsets[row] + transfer.source - transfers[kind][0].source
-            found.append((row, place, table.arena_offsets[row] + transfer.target, transfer.nbytes))
-    if not found:
+            pieces.append((row, place, table.arena_offsets[row] + transfer.target, transfer.nbytes))
+    if not pieces:
         return columns
     rest, offsets, targets, nbytes = (column[~is_split] for column in columns)
-    more = np.array(found, np.int64).T
+    more = np.array(pieces, np.int64).T
     return (
         np.concatenate([rest, more[0]]),
         np.concatenate([offsets, more[1]]),

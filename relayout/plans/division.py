@@ -190,9 +190,9 @@ def _fused(rule: Rule, size: int, sizes: Sizes, num_ranks: int) -> list[tuple[Ra
         for rank, (start, length) in enumerate(ranges):
             while length:
                 group, inside = divmod(start, together)
-                number = min(length, together - inside)
-                held[rank].append((group * pitch + before + inside, number))
-                start, length = start + number, length - number
+                count_here = min(length, together - inside)
+                held[rank].append((group * pitch + before + inside, count_here))
+                start, length = start + count_here, length - count_here
         before += together
     return [merged(ranges or [(0, 0)]) for ranges in held]
 

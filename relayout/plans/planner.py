@@ -123,7 +123,7 @@ def _make_plan(
             tensor=unmatched_names[0],
             code="no_rule",
         )
-    if experts is not None and not experts.found:
+    if experts is not None and not experts.any_found:
         raise PlanError(
             f"no tensor matches the experts of plan {family.full_name!r}, which --expert-parallel needs",
             code="no_rule",
@@ -334,7 +334,7 @@ class _Experts:
         self._num_ranks = num_ranks
         self._whole = Cut((WHOLE,) * num_ranks)
         self._owned: dict[int, Cut] = {}
-        self.found = False
+        self.any_found = False
         """Whether a tensor belonged to an expert so far."""
 
     def owners(self, tensor: PlannedTensor) -> Cut | None:
@@ -349,7 +349,7 @@ class _Experts:
     def _owners(self, tensor: PlannedTensor) -> Cut | None:
         expert = self._family.expert(tensor.name)
         if expert is not None:
-            self.found = True
+            self.any_found = True
             if tensor.name.rpartition(".")[2] in INPUT_SCALES:
                 return self._whole
             count = self._sizes.get(EXPERTS)
@@ -357,7 +357,7 @@ class _Experts:
                 raise PlanError(f"expert {expert}, but config.json declares {count} experts", code="config")
             return self._owned_by(owner(expert, count, self._num_ranks))
         if tensor.shape and self._family.stacks_experts(tensor.name):
-            self.found = True
+            self.any_found = True
             declared = self._sizes.find(EXPERTS)
             if declared not in (None, tensor.shape[0]):
                 raise PlanError(

@@ -54,9 +54,9 @@ def transformers_family(model_type: str | None, config: Mapping[str, Any]) -> Fa
     nested = config.get("text_config")
     types = [model_type, nested.get("model_type") if isinstance(nested, Mapping) else None]
     for name in types:
-        found = CONFIG_MAPPING[name] if isinstance(name, str) and name in CONFIG_MAPPING else None
-        subtypes = (getattr(found, "sub_configs", None) or {}).get("text_config")
-        for candidate in (found, subtypes):
+        config_class = CONFIG_MAPPING[name] if isinstance(name, str) and name in CONFIG_MAPPING else None
+        subtypes = (getattr(config_class, "sub_configs", None) or {}).get("text_config")
+        for candidate in (config_class, subtypes):
             plan = getattr(candidate, "base_model_tp_plan", None)
             if isinstance(plan, dict) and any("layers" in module for module in plan):
                 return _family(str(name), plan)

@@ -45,32 +45,30 @@ def find_config(folder: Store) -> Config:
     """
     names: list[str] = []
     try:
-        return Config(_read(folder, names), tuple(names), None)
+        config = _read_object(folder, "config.json", names)
+        nested = config.get("text_config")
+        inside = nested.get("quantization_config") if isinstance(nested, dict) else None
+        quantization = config.get("quantization_config") or config.get("compression_config") or inside
+        for name, (method, key) in _QUANTIZATION_FILES.items():
+            if not quantization:
+                parsed = _read_object(folder, name, names)
+                own = parsed.get(key) if key else parsed
+                quantization = {"quant_method": method} | own if isinstance(own, dict) and own else None
     except ByteOrderMarkError as error:
         return Config({}, tuple(names), error)
+    return Config(config | {"quantization_config": quantization} if quantization else config, tuple(names), None)
 
 
 def read_config(folder: Store) -> Mapping[str, Any]:
-    """config.json, completed by quantization_config from other files of the folder.
+    """The content of `find_config`.
 
     Raises:
         FormatError: a file is not a JSON object.
     """
-    return _read(folder, [])
-
-
-def _read(folder: Store, names: list[str]) -> Mapping[str, Any]:
-    """As `read_config`; appends the names of the files that were read to `names`."""
-    config = _read_object(folder, "config.json", names)
-    nested = config.get("text_config")
-    inside = nested.get("quantization_config") if isinstance(nested, dict) else None
-    quantization = config.get("quantization_config") or config.get("compression_config") or inside
-    for name, (method, key) in _QUANTIZATION_FILES.items():
-        if not quantization:
-            parsed = _read_object(folder, name, names)
-            own = parsed.get(key) if key else parsed
-            quantization = {"quant_method": method} | own if isinstance(own, dict) and own else None
-    return config | {"quantization_config": quantization} if quantization else config
+    config = find_config(folder)
+    if config.error is not None:
+        raise config.error
+    return config.content
 
 
 def _read_object(folder: Store, name: str, names: list[str]) -> dict[str, Any]:

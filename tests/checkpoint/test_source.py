@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,22 +65,6 @@ def assert_holds(source: SourceCheckpoint, expected: dict[str, Array]) -> None:
 
 def names(source: SourceCheckpoint) -> list[str]:
     return [file.name for file in source.files]
-
-
-@contextmanager
-def no_longer_than(seconds: int) -> Iterator[None]:
-    """Fail instead of hanging."""
-
-    def give_up(signum: int, frame: object) -> None:
-        pytest.fail(f"still busy after {seconds} s")  # Not an OSError, which the code might take for its own.
-
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def test_one_file_needs_no_index(tmp_path: Path) -> None:
@@ -170,29 +151,6 @@ def test_an_index_of_another_name_does_not_outrank_model_safetensors(tmp_path: P
     assert_holds(read_source(tmp_path), {"a": A})
 
 
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:
-    write(tmp_path / "x.safetensors", {"a": A})
-    write_index(tmp_path / INDEX, {"a": "x.safetensors", "c": "gone.safetensors"})
-    with pytest.raises(
-        FormatError, match=r"gone\.safetensors: is missing, but model\.safetensors\.index\.json names it"
-    ):
-        read_source(tmp_path)
-
-
-def test_a_tensor_that_is_not_in_its_file_is_named(tmp_path: Path) -> None:
-    write_shards(tmp_path, "x.safetensors", "y.safetensors")
-    write_index(tmp_path / INDEX, {"a": "x.safetensors", "c": "y.safetensors", "missing": "y.safetensors"})
-    with pytest.raises(FormatError, match=r"y\.safetensors: tensor 'missing'"):
-        read_source(tmp_path)
-
-
-def test_a_tensor_that_only_another_file_holds_is_refused(tmp_path: Path) -> None:
-    write_shards(tmp_path, "x.safetensors", "y.safetensors")
-    write_index(tmp_path / INDEX, {"a": "y.safetensors", "b": "x.safetensors"})
-    with pytest.raises(FormatError, match=r"y\.safetensors: tensor 'a'"):
-        read_source(tmp_path)
-
-
 def test_tensors_that_the_index_does_not_know_go_along(tmp_path: Path) -> None:
     write_shards(tmp_path, "x.safetensors", "y.safetensors")
     write_index(tmp_path / INDEX, {"a": "x.safetensors", "c": "y.safetensors"})
@@ -214,14 +172,6 @@ def test_a_tensor_in_two_files_is_refused_without_an_index(tmp_path: Path) -> No
     write(tmp_path / "x.safetensors", {"a": A})
     write(tmp_path / "y.safetensors", {"a": A})
     with pytest.raises(FormatError, match=r"y\.safetensors: tensor 'a': is in x\.safetensors as well"):
-        read_source(tmp_path)
-
-
-def test_a_tensor_in_two_files_that_the_index_does_not_know_is_refused(tmp_path: Path) -> None:
-    write(tmp_path / "x.safetensors", {"a": A, "twice": B})
-    write(tmp_path / "y.safetensors", {"c": C, "twice": B})
-    write_index(tmp_path / INDEX, {"a": "x.safetensors", "c": "y.safetensors"})
-    with pytest.raises(FormatError, match=r"y\.safetensors: tensor 'twice': is in x\.safetensors as well"):
         read_source(tmp_path)
 
 
@@ -463,25 +413,6 @@ def test_small_pt_files_beside_the_shards_go_along_and_other_pickles_do_not(tmp_
     assert sorted(text.partition(":")[0] for text in found.left_out) == sorted(sizes.keys() - {"head.pt"})
 
 
-@pytest.mark.parametrize("kind", ["fifo", "folder"])
-@pytest.mark.parametrize("name", ["model.safetensors", INDEX, "config.json"])
-def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, name: str, kind: str) -> None:
-    if name != "model.safetensors":
-        write(tmp_path / "model.safetensors", {"a": A})
-    if kind == "fifo":
-        os.mkfifo(tmp_path / name)
-    else:
-        (tmp_path / name).mkdir()
-    with no_longer_than(2), pytest.raises(FormatError, match=name):
-        read_source(tmp_path)
-
-
-def test_a_fifo_as_the_source_is_refused_at_once(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "x.safetensors")
-    with no_longer_than(2), pytest.raises(FormatError, match=r"x\.safetensors: not a regular file"):
-        read_source(tmp_path / "x.safetensors")
-
-
 @pytest.mark.parametrize("indexed", [False, True])
 def test_a_dangling_link_in_the_place_of_a_shard_is_refused(tmp_path: Path, indexed: bool) -> None:
     snapshot = tmp_path / "models--org--name" / "snapshots" / "0123abcd"
@@ -495,16 +426,6 @@ def test_a_dangling_link_in_the_place_of_a_shard_is_refused(tmp_path: Path, inde
         read_source(snapshot)
 
 
-@pytest.mark.parametrize("name", [INDEX, "config.json"])
-def test_a_dangling_link_is_not_taken_for_the_lack_of_a_file(tmp_path: Path, name: str) -> None:
-    # An incomplete hub snapshot: without its index, the stale shard would silently become part of the model.
-    write(tmp_path / "x.safetensors", {"a": A})
-    write(tmp_path / "stale.safetensors", {"b": B})
-    (tmp_path / name).symlink_to("../../blobs/gone")
-    with pytest.raises(FormatError, match=name):
-        read_source(tmp_path)
-
-
 def test_a_side_file_that_is_a_dangling_link_does_not_vanish_without_a_word(tmp_path: Path) -> None:
     write(tmp_path / "model.safetensors", {"a": A})
     (tmp_path / "tokenizer.json").symlink_to("../../blobs/gone")
@@ -516,15 +437,6 @@ def test_a_truncated_shard_is_refused(tmp_path: Path) -> None:
     whole = (tmp_path / "y.safetensors").read_bytes()
     (tmp_path / "y.safetensors").write_bytes(whole[:-1])
     with pytest.raises(FormatError, match=r"y\.safetensors: .*truncated"):
-        read_source(tmp_path)
-
-
-@pytest.mark.parametrize("nbytes", [0, 7, 8, 20])
-def test_a_shard_truncated_in_its_header_is_refused(tmp_path: Path, nbytes: int) -> None:
-    write(tmp_path / "model.safetensors", {"a": A})
-    whole = (tmp_path / "model.safetensors").read_bytes()
-    (tmp_path / "model.safetensors").write_bytes(whole[:nbytes])
-    with pytest.raises(FormatError, match=r"model\.safetensors: "):
         read_source(tmp_path)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -429,73 +428,3 @@ def test_what_expands_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatc
     assert decompress(zstandard.ZstdCompressor().compress(b"7" * 1000), "x") == b"7" * 1000
     with pytest.raises(FormatError, match=r"^x: expands to more than 1000 bytes"):
         decompress(zstandard.ZstdCompressor().compress(b"7" * 1001), "x")
-
-
-ODD_VALUES = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-2, 70),
-    st.sampled_from([4096, 8192, 2**62, 2**63, 2**64, 0.5, 1e300, "", "x", "F32"]),
-    st.builds(list),
-    st.builds(dict),
-    st.lists(st.integers(0, 5), max_size=3),
-    st.lists(st.lists(st.integers(0, 5), max_size=2), max_size=2),
-)
-
-
-def damage(draw: st.DrawFn, tree: Any) -> None:
-    """Replace, drop or repeat one value somewhere in a JSON tree."""
-    node = tree
-    while True:
-        keys = list(node) if isinstance(node, dict) else list(range(len(node)))
-        if not keys:
-            return
-        key = draw(st.sampled_from(keys))
-        if not isinstance(node[key], dict | list) or not node[key] or draw(st.integers(0, 4)) == 0:
-            break
-        node = node[key]
-    match draw(st.sampled_from(["replace", "drop", "repeat"])):
-        case "replace":
-            node[key] = draw(ODD_VALUES)
-        case "drop":
-            del node[key]
-        case "repeat" if isinstance(node, list):
-            node.append(node[key])
-
-
-@st.composite
-def damaged(draw: st.DrawFn, tree: Callable[[], Tree]) -> Tree:
-    top = tree()
-    for _ in range(draw(st.integers(1, 3))):
-        damage(draw, top)
-    return top
-
-
-@given(top=damaged(manifest_tree))
-def test_any_manifest_parses_or_raises_format_error_and_never_leaves_file_or_arena(top: Tree) -> None:
-    try:
-        manifest = parse_manifest(signed(top), WHERE)
-    except FormatError:
-        return
-    for rank, entry in enumerate(manifest.ranks):
-        files = manifest.holder_files(rank)
-        for read in entry.reads:
-            assert 0 <= read.transfer.source < read.transfer.source_end <= files[read.file].nbytes
-            assert 0 <= read.transfer.target < read.transfer.target_end <= entry.arena_nbytes
-
-
-@given(top=damaged(table_tree))
-def test_any_table_parses_or_raises_format_error_and_never_leaves_file_or_arena(top: Tree) -> None:
-    try:
-        table = parse_stored(stored(top))
-    except FormatError:
-        return
-    sizes = {"BF16": 2, "F32": 4, "I16": 2, "F16": 2}
-    entry = MANIFEST.ranks[0]
-    for dtype, shape, file, offset, place in zip(
-        table.dtypes, table.shapes, table.files, table.offsets, table.arena_offsets, strict=True
-    ):
-        assert all(type(dim) is int for dim in shape)
-        nbytes = int(np.prod(shape, dtype=object)) * sizes[dtype]
-        assert 0 <= offset <= offset + nbytes <= MANIFEST.holder_files(0)[file].nbytes
-        assert 0 <= place <= place + nbytes <= entry.arena_nbytes

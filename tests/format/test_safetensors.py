@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from copy import deepcopy
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -218,136 +217,11 @@ def test_a_header_above_the_limit_is_not_written() -> None:
         build_header([TensorEntry("a" * MAX_HEADER_NBYTES, "U8", (1,), 0, 1)], {}, 512)
 
 
-# Headers that others damaged, or wrote with ill will.
-
-
-class Raw(NamedTuple):
-    """JSON text to insert as it is."""
-
-    text: str
-
-
-class Pairs(NamedTuple):
-    """A JSON object, in which a name may occur twice."""
-
-    pairs: list[tuple[str, Any]]
-
-
-def dump(node: Any) -> str:
-    match node:
-        case Raw(text):
-            return text
-        case Pairs(pairs):
-            return "{" + ",".join(f"{json.dumps(name)}:{dump(value)}" for name, value in pairs) + "}"
-        case list():
-            return "[" + ",".join(map(dump, node)) + "]"
-        case _:
-            return json.dumps(node)
+# Headers that others damaged, or wrote with ill will. test_fuzz.py changes valid ones, vectors/ has those with a name.
 
 
 ODD_TOKENS = ["NaN", "-Infinity", "-0", "-0.0", "1e2", "1e999", "9" * 25, "9" * 400, "0.5", "01", "+1", '"\\ud800"']
 ODD_TOKENS += ['"\\ud83d\\ude00"', '"\\u0041"', '"\t"', "'a'", "tru", "", "[" * 130 + "]" * 130, "[" * 40 + "]" * 40]
-ODD_VALUES = st.one_of(
-    st.sampled_from([Raw(token) for token in ODD_TOKENS]),
-    st.sampled_from([None, True, False, "", "1", 1.0, -1, 2**53 + 1, 2**63, 2**64 - 1, 2**64, [], Pairs([]), [0, 0]]),
-    st.sampled_from([*sorted(BITS), "F8", "f32", "F32 ", "I4"]),
-    st.integers(0, 16),
-).map(deepcopy)  # Mutations change lists in place.
-
-
-@st.composite
-def valid_trees(draw: st.DrawFn) -> tuple[Pairs, int]:
-    """A valid header as a tree, its keys in any order, and the length of its data section."""
-    tensors = draw(entries())
-    pairs: list[tuple[str, Any]] = [
-        (
-            one.name,
-            Pairs(
-                draw(
-                    st.permutations(
-                        [
-                            ("dtype", one.dtype),
-                            ("shape", list(one.shape)),
-                            ("data_offsets", [one.offset, one.offset + one.nbytes]),
-                        ]
-                    )
-                )
-            ),
-        )
-        for one in tensors
-    ]
-    if draw(st.booleans()):
-        pairs.append(("__metadata__", Pairs([(key, value) for key, value in draw(metadata_dicts).items()])))
-    return Pairs(draw(st.permutations(pairs))), sum(one.nbytes for one in tensors)
-
-
-def containers(node: Any) -> list[Any]:
-    """Every list and object of a tree."""
-    match node:
-        case Pairs(pairs):
-            return [node, *(inner for _, value in pairs for inner in containers(value))]
-        case list():
-            return [node, *(inner for value in node for inner in containers(value))]
-        case _:
-            return []
-
-
-def mutate_tree(draw: st.DrawFn, tree: Pairs) -> None:
-    """One change somewhere: replace, drop, repeat, add, swap, nudge a number, rename."""
-    node = draw(st.sampled_from(containers(tree)))
-    items: list[Any] = node.pairs if isinstance(node, Pairs) else node
-    names = [name for name, _ in tree.pairs] + ["dtype", "shape", "data_offsets", "__metadata__", "extra"]
-
-    def renamed(value: Any) -> Any:
-        return (draw(st.sampled_from(names)), value) if isinstance(node, Pairs) else value
-
-    if not items:
-        items.append(renamed(draw(ODD_VALUES)))
-        return
-    at = draw(st.integers(0, len(items) - 1))
-    old = items[at][1] if isinstance(node, Pairs) else items[at]
-    keep = (lambda value: (items[at][0], value)) if isinstance(node, Pairs) else (lambda value: value)
-    match draw(st.sampled_from(["replace", "drop", "repeat", "add", "swap", "nudge", "rename"])):
-        case "replace":
-            items[at] = keep(draw(ODD_VALUES))
-        case "drop":
-            del items[at]
-        case "repeat":
-            items.append(items[at])
-        case "add":
-            items.insert(at, renamed(draw(ODD_VALUES)))
-        case "swap":
-            other = draw(st.integers(0, len(items) - 1))
-            items[at], items[other] = items[other], items[at]
-        case "nudge":
-            items[at] = keep(old + draw(st.integers(-8, 8)) if type(old) is int else draw(ODD_VALUES))
-        case "rename":
-            items[at] = renamed(old)
-
-
-def mutate_bytes(draw: st.DrawFn, text: bytes) -> bytes:
-    """One byte, or a few, changed, inserted or left out."""
-    at = draw(st.integers(0, len(text)))
-    inserted = draw(
-        st.one_of(
-            st.sampled_from([b" ", b"\n", b"\t", b"\0", b"\x0b", b"\xef\xbb\xbf", b",", b"0", b"-", b"\\u0041", b'"']),
-            st.binary(max_size=3),
-        )
-    )
-    return text[:at] + inserted + text[at + draw(st.integers(0, 2)) :]
-
-
-@st.composite
-def damaged_files(draw: st.DrawFn) -> bytes:
-    """A file whose header was valid once; its length prefix is true."""
-    tree, nbytes = draw(valid_trees())
-    for _ in range(draw(st.integers(0, 3))):
-        mutate_tree(draw, tree)
-    # A surrogate cannot be encoded: hypothesis excludes them, json.dumps escapes the rest.
-    text = dump(tree).encode()
-    for _ in range(draw(st.sampled_from([0, 0, 1, 2]))):
-        text = mutate_bytes(draw, text)
-    return file_of(text, pattern(max(0, nbytes + draw(st.sampled_from([0, 0, 0, 0, -1, 1, 8])))).tobytes())
 
 
 def check_no_laxer(blob: bytes) -> None:
@@ -358,11 +232,6 @@ def check_no_laxer(blob: bytes) -> None:
     except FormatError as error:
         refusal = str(error)
     assert refusal.startswith("x.safetensors: ") if found is None else stock(blob) == found
-
-
-@given(blob=damaged_files())
-def test_what_we_accept_the_stock_reader_accepts_and_reads_alike(blob: bytes) -> None:
-    check_no_laxer(blob)
 
 
 JSON_TEXTS = st.one_of(
@@ -385,11 +254,18 @@ def test_an_ignored_field_is_no_loophole(value: str) -> None:
     check_no_laxer(blob)
 
 
-@given(tree=valid_trees(), spaces=st.text(" \n\t\r", max_size=3))
-def test_a_valid_header_is_accepted_with_its_keys_in_any_order(tree: tuple[Pairs, int], spaces: str) -> None:
-    blob = file_of(spaces + dump(tree[0]) + spaces, pattern(tree[1]).tobytes())
+@given(tensors=entries(), metadata=metadata_dicts, spaces=st.text(" \n\t\r", max_size=3), data=st.data())
+def test_a_valid_header_is_accepted_with_its_keys_in_any_order(
+    tensors: list[TensorEntry], metadata: dict[str, str], spaces: str, data: st.DataObject
+) -> None:
+    def shuffled(top: dict[str, Any]) -> dict[str, Any]:
+        return dict(data.draw(st.permutations(list(top.items()))))
+
+    top = {one.name: shuffled(entry(one.offset, one.offset + one.nbytes, one.shape, one.dtype)) for one in tensors}
+    text = spaces + json.dumps(shuffled({**top, "__metadata__": metadata})) + spaces
+    blob = file_of(text, pattern(sum(one.nbytes for one in tensors)).tobytes())
     assert ours(blob) == stock(blob)
-    assert len(ours(blob)) == len([name for name, _ in tree[0].pairs if name != "__metadata__"])
+    assert len(ours(blob)) == len(tensors)
 
 
 @given(blob=st.one_of(st.binary(max_size=64), st.binary(max_size=64).map(file_of)))

@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar, Unpack
 
 import relayout
@@ -28,7 +29,7 @@ from relayout.commands.differences import Report
 from relayout.commands.verify import verify as verify_here
 from relayout.commands.verify import verify_holder
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS
-from relayout.conversion.jobs import UnitJob, UnitRecord, commit_jobs, run_job, unit_jobs
+from relayout.conversion.jobs import UnitJob, UnitRecord, absolute, commit_jobs, run_job, unit_jobs
 from relayout.conversion.run import Summary
 from relayout.errors import PlanError, RelayoutError
 from relayout.progress import Progress, reporting
@@ -116,7 +117,9 @@ def verify(
     with _cluster(address, threads) as cluster:
 
         def check(holders: Sequence[int], report: Callable[[int], None] | None) -> Sequence[Report]:
-            works: list[Work[Report]] = [partial(_verify, path, holder, threads, memory) for holder in holders]
+            works: list[Work[Report]] = [
+                partial(_verify, absolute(path), holder, threads, memory) for holder in holders
+            ]
             return cluster.run(works, report)
 
         return verify_here(path, source=source, threads=threads, memory=memory, progress=progress, check=check)
@@ -231,9 +234,11 @@ def _cluster(address: str | None, threads: int) -> Iterator[_Cluster]:
         _check_address(address or os.environ.get("RAY_ADDRESS") or "auto")
         with _own_signals():
             try:
-                # The package as it is here: tasks run the same code.
-                ship = {"py_modules": [str(Path(relayout.__file__).parent)]}
-                ray.init(address=address, runtime_env=ship, log_to_driver=False, logging_level=logging.ERROR)
+                with TemporaryDirectory() as empty:
+                    # Without a `working_dir`, ray lets tasks import from the working folder of this process.
+                    # The package as it is here: tasks run the same code.
+                    ship = {"working_dir": empty, "py_modules": [str(Path(relayout.__file__).parent)]}
+                    ray.init(address=address, runtime_env=ship, log_to_driver=False, logging_level=logging.ERROR)
             except (ConnectionError, ray.exceptions.RayError) as error:
                 raise OSError(errno.ECONNREFUSED, f"no Ray cluster: {str(error).partition(chr(10))[0]}") from None
     try:

@@ -127,7 +127,7 @@ def unit_jobs(planned: ConversionPlan, *, force: bool = False) -> list[UnitJob]:
     """
     planned.output.check_output(planned.source.root, CONVERTED, force=force)
     undertaking, num_units = undertaking_of(planned), len(planned.layout.units)
-    where = _absolute(str(planned.source.root)), _absolute(str(planned.output))
+    where = absolute(str(planned.source.root)), absolute(str(planned.output))
     plan = planned.plan
     return [
         UnitJob(*where, plan, planned.options, undertaking, unit, num_units, _source_nbytes(planned, unit), force)
@@ -297,7 +297,7 @@ def _source_nbytes(conversion: Conversion, unit: int) -> int:
     return sum(conversion.source.tensors[t].extent.nbytes for t in conversion.layout.units[unit])
 
 
-def _absolute(path: str | os.PathLike[str]) -> str:
+def absolute(path: str | os.PathLike[str]) -> str:
     """The path or URL for a process in another folder."""
     return os.fspath(path) if scheme_of(path) else str(Path(path).absolute())
 

@@ -191,7 +191,7 @@ def assert_goes_on(model: Model, place: Path, resumed: set[int]) -> None:
 
 
 def kept_note(place: Path) -> str:
-    return f"relayout: note: what is done is kept in {place / PARTIAL}; the same command goes on from there"
+    return f"relayout: note: finished work is kept in {place / PARTIAL}; the same command continues it"
 
 
 def strata(low: int, high: int, count: int) -> list[int]:

@@ -334,7 +334,7 @@ def test_a_file_that_is_not_what_its_record_says_is_not_published(source: Path, 
     blob = bytearray(file.read_bytes())
     blob[200] ^= 1
     file.write_bytes(blob)
-    with pytest.raises(FormatError, match="is not the file that its unit's record describes"):
+    with pytest.raises(FormatError, match="differs from its unit's record"):
         commit_jobs(made)
     file.write_bytes(blob[:-1])
     with pytest.raises(FormatError, match="bytes long"):

@@ -374,6 +374,6 @@ def test_dcp_can_be_left_out_and_insisted_on() -> None:
     assert conversion_of(source, BOXES, 512, dcp=True) == conversion_of(source, BOXES, 512)
     fused = TENSORS[3][0]
     with pytest.raises(
-        PlanError, match=f"tensor '{fused}': slices of a fused tensor are no single box, which PyTorch DCP"
+        PlanError, match=f"tensor '{fused}': a slice of this fused tensor is several ranges, and PyTorch DCP"
     ):
         conversion_of(source, FUSED, 512, dcp=True)

@@ -15,8 +15,8 @@ from support.local_stores import read_source, staging_folder
 from support.planning import conversion_of, plan_of
 
 import relayout
-from relayout.conversion.copy import Sink, run_steps, run_unit
-from relayout.conversion.journal import TensorDigests
+from relayout.conversion.copy import run_steps, run_unit
+from relayout.conversion.journal import TensorDigests, Written
 from relayout.conversion.layout import Conversion
 from relayout.conversion.sidecar import HeaderWriter, write_sidecar
 from relayout.conversion.steps import CopyPlan, Target
@@ -68,7 +68,7 @@ def planned(folder: Path, kinds: list[str], widths: list[int], max_part_nbytes: 
     return conversion_of(checkpoint, plan, 512, max_part_nbytes)
 
 
-class Noting(Sink):
+class Noting:
     """Notes what is put, and where."""
 
     def __init__(self) -> None:
@@ -105,11 +105,11 @@ def test_units_that_are_converted_alone_in_any_order_make_the_same_folder(
                 done = run_unit(copy_plan, unit, staging, threads=threads)
                 digests |= done.tensors
                 chunks |= done.chunks
-                headers.write(unit, done.tensors, done.chunks)
+                headers.write(unit, done)
                 assert set(staging.names()) - before == {
                     f"model-rank-{rank}-part-{unit}.safetensors" for rank in range(NUM_RANKS)
                 }
-            write_sidecar(staging, conversion, digests, chunks, headers.files)
+            write_sidecar(staging, conversion, Written(digests, chunks), headers.files)
         folders[name] = {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
     assert folders["whole"] == folders["alone"]
     assert len(folders["whole"]) == len(conversion.layout.files) + NUM_RANKS + 3
@@ -127,7 +127,7 @@ def test_a_unit_writes_its_files_from_front_to_back_and_reads_its_tensors_alone(
     for unit, held in enumerate(conversion.layout.units):
         sink = Noting()
         steps = list(CopyPlan(conversion, chunk_nbytes=4096, small_nbytes=600).steps(unit))
-        run_steps(conversion, steps, sink, threads=1)
+        run_steps(conversion, steps, sink.put, threads=1)
         for number, file in enumerate(conversion.layout.files):
             end = file.data_start
             for offset, nbytes in ((o, n) for f, o, n in sink.places if f == number):

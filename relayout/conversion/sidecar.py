@@ -180,7 +180,7 @@ def _holder(conversion: Conversion, holder: int, digests: Sequence[TensorDigests
             for position, file in enumerate(files)
             for t, offset in zip(file.tensors, file.offsets, strict=True)
         ]
-        sizes = {one: one.rank_nbytes(holder) for one in set(cut)}
+        sizes = {tensor: tensor.rank_nbytes(holder) for tensor in set(cut)}
         arena = plan_arena([(file.data_start, file.offsets, [sizes[cut[t]] for t in file.tensors]) for file in files])
         arena_nbytes, reads = arena.nbytes, arena.reads
         arena_offsets = tuple(offset for column in arena.offsets for offset in column)
@@ -204,18 +204,19 @@ def _rows_beside_whole(conversion: Conversion, rank: int) -> tuple[tuple[int, ..
     numbers: list[int] = []
     rows: list[_Row] = []
     for number in sorted((*own, *layout.holders[num_ranks])):
-        file, position, found = layout.files[number], len(numbers), []
+        file, position, rows_of_file = layout.files[number], len(numbers), []
         for t, offset in zip(file.tensors, file.offsets, strict=True):
             if number in own:
-                nbytes = cut[t].rank_nbytes(rank)
-                found.append(_Row(t, position, offset, (Read(position, Transfer(offset, 0, nbytes)),)))
+                transfers = [Transfer(offset, 0, cut[t].rank_nbytes(rank))]
             elif cut[t].cut.slices[rank].is_held and not is_stored(cut[t], rank, num_ranks):
-                transfers = [one.shifted(source=offset) for one in cut[t].rank_transfers(rank)]
-                first = transfers[0].source if transfers else offset
-                found.append(_Row(t, position, first, tuple(Read(position, one) for one in transfers)))
-        if found or number in own:
+                transfers = [transfer.shifted(source=offset) for transfer in cut[t].rank_transfers(rank)]
+            else:
+                continue
+            first = transfers[0].source if transfers else offset
+            rows_of_file.append(_Row(t, position, first, tuple(Read(position, transfer) for transfer in transfers)))
+        if rows_of_file or number in own:
             numbers.append(number)
-            rows += found
+            rows += rows_of_file
     return tuple(numbers), rows
 
 
@@ -228,13 +229,13 @@ def _table(
 ) -> RankTable:
     tensors, cut = conversion.source.tensors, conversion.cut
     order = [row.tensor for row in rows]
-    different = list(dict.fromkeys(cut[t] for t in order))
-    number = {one: position for position, one in enumerate(different)}
-    which = {one: one.cut.which[holder] for one in different}
+    kinds = list(dict.fromkeys(cut[t] for t in order))
+    index_of = {kind: index for index, kind in enumerate(kinds)}
+    which = {kind: kind.cut.which[holder] for kind in kinds}
     return RankTable(
         rank=holder,
-        kinds=[Kind(one.dtype, one.rank_shape(holder), one.shape, one.cut.slices[holder]) for one in different],
-        kind_of=[number[cut[t]] for t in order],
+        kinds=[Kind(kind.dtype, kind.rank_shape(holder), kind.shape, kind.cut.slices[holder]) for kind in kinds],
+        kind_of=[index_of[cut[t]] for t in order],
         names=[tensors[t].name for t in order],
         files=[row.file for row in rows],
         offsets=[row.offset for row in rows],

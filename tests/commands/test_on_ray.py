@@ -116,9 +116,9 @@ def test_progress_is_counted_where_the_driver_is_and_never_goes_back(
     on_ray.convert(source, tmp_path / "out", **OPTIONS)
     assert ray.asked[1]["scheduling_strategy"] == ("driver's", False)
     counts = on_ray._Counts()
-    counts.tell(0, 10)
-    counts.tell(1, 5)
-    counts.tell(0, 2)  # It was begun anew.
+    counts.set(0, 10)
+    counts.set(1, 5)
+    counts.set(0, 2)  # It was begun anew.
     assert counts.total() == 15
 
 
@@ -186,7 +186,7 @@ def test_an_interruption_cancels_what_runs_and_the_same_call_goes_on(
             num_done.release()
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(on_ray, "_TELL_SECONDS", 0.01)
+    monkeypatch.setattr(on_ray, "_REPORT_SECONDS", 0.01)
     with pytest.raises(KeyboardInterrupt):
         on_ray.convert(source, tmp_path / "out", progress=interrupt, **OPTIONS)
     assert num_done.acquire(blocking=False)

@@ -75,7 +75,7 @@ everywhere = pytest.mark.parametrize("place", ["local", "s3"], indirect=True)
 
 @pytest.fixture(params=sample(["local", "s3"], ["local"]))
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Below which outputs are all_jobs."""
+    """Below which outputs are made."""
     if request.param == "local":
         return str(tmp_path)
     pytest.importorskip("obstore", reason="the client of object stores")

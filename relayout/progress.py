@@ -6,30 +6,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol, TextIO, TypeAlias, cast, runtime_checkable
+from typing import Any, TextIO, TypeAlias, cast
 
 from relayout.errors import PlanError, shown
 
 Progress: TypeAlias = bool | Callable[[int, int], None] | None
-"""True: a bar on stderr, or lines where that is no terminal. A function: called with (bytes done, total bytes). False
-or None: no progress."""
+"""True: a bar on stderr, or lines where that is no terminal. A function: called with (bytes done, total bytes); its
+method `begin`, if it has one, with the phase of the work, such as "converting". False or None: no progress."""
 
 _SECONDS_BETWEEN_LINES = 5.0
 
 
-@runtime_checkable
-class Display(Protocol):
-    """A function for `Progress` that also wants to know the phase of the work."""
-
-    def begin(self, phase: str) -> None:
-        """The work has come to this phase, such as "converting"."""
-
-    def __call__(self, done: int, total: int) -> None:
-        """So many bytes of the phase are done."""
-
-
 class Reporter:
-    """What reports how far one piece of work is."""
+    """Reports the progress of one piece of work."""
 
     def __init__(self, show: Callable[[int, int], None], phase: str, total: int) -> None:
         self._show = show
@@ -37,12 +26,12 @@ class Reporter:
         self.begin(phase)
 
     def begin(self, phase: str) -> None:
-        """From now on the work is in this phase. The bytes done go on counting."""
-        if isinstance(self._show, Display):
+        """Begin a phase of the work. The bytes done go on counting."""
+        if hasattr(self._show, "begin"):
             self._show.begin(phase)
 
     def __call__(self, done: int) -> None:
-        """So many bytes of all are done."""
+        """Report the bytes done in all phases."""
         self._show(done, self._total)
 
 
@@ -50,8 +39,10 @@ class Reporter:
 def reporting(progress: Progress, phase: str, total: int) -> Iterator[Reporter | None]:
     """Yield what to call with the bytes done so far, or None if progress is off."""
     if progress is True:
-        with progress_bar(total) if _is_terminal() else progress_lines() as display:
-            yield Reporter(display, phase, total)
+        # Not by rich, which would count FORCE_COLOR as a terminal.
+        display = _bar(total) if sys.stderr is not None and sys.stderr.isatty() else _lines()
+        with display as show:
+            yield Reporter(show, phase, total)
     elif callable(progress):
         yield Reporter(progress, phase, total)
     elif progress in (None, False):
@@ -60,18 +51,22 @@ def reporting(progress: Progress, phase: str, total: int) -> Iterator[Reporter |
         raise PlanError(f"progress={shown(progress)}, expected True, False, None or a function", code="option")
 
 
-@contextmanager
-def progress_lines() -> Iterator[Display]:
-    """Print a line on stderr now and then, and at the end: for logs and notebooks."""
-    lines = _Lines()
-    try:
-        yield lines
-    finally:
-        lines.end()
+class _Bar:
+    """A bar of rich."""
+
+    def __init__(self, bar: Any, task: Any) -> None:
+        self._bar = bar
+        self._task = task
+
+    def begin(self, phase: str) -> None:
+        self._bar.update(self._task, description=phase, refresh=True)
+
+    def __call__(self, done: int, total: int) -> None:
+        self._bar.update(self._task, completed=done, total=total, refresh=True)
 
 
 @contextmanager
-def progress_bar(total: int) -> Iterator[Display]:
+def _bar(total: int) -> Iterator[_Bar]:
     """Show a bar on stderr, which fits 80 columns."""
     from rich import progress  # Slow to import.
     from rich.console import Console
@@ -83,60 +78,45 @@ def progress_bar(total: int) -> Iterator[Display]:
         progress.TransferSpeedColumn(),
         progress.TimeRemainingColumn(),
     )
-    stream = None if sys.stderr is None else cast(TextIO, _Lenient(sys.stderr))
-    console = Console(stderr=True, file=stream)
+    console = Console(stderr=True, file=cast(TextIO, _Lenient(sys.stderr)))
     # No refresh thread: a forked child would wait for locks that the thread held.
     with progress.Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
         yield _Bar(bar, bar.add_task("", total=total))
 
 
-class _Bar:
-    """A bar of rich."""
-
-    def __init__(self, bar: Any, task: Any) -> None:
-        self._bar = bar
-        self._task = task
-
-    def begin(self, phase: str) -> None:
-        """See `Display.begin`."""
-        self._bar.update(self._task, description=phase, refresh=True)
-
-    def __call__(self, done: int, total: int) -> None:
-        """See `Display.__call__`."""
-        self._bar.update(self._task, completed=done, total=total, refresh=True)
-
-
 class _Lines:
-    """Lines of text."""
+    """A line now and then, and at the end: for logs and notebooks."""
 
     def __init__(self) -> None:
         self._phase = ""
         self._started = self._printed = time.monotonic()
         self._state = 0, 0
-        self._stream = None if sys.stderr is None else _Lenient(sys.stderr)
 
     def begin(self, phase: str) -> None:
-        """See `Display.begin`."""
         self._phase = phase
 
     def __call__(self, done: int, total: int) -> None:
-        """See `Display.__call__`."""
         self._state = done, total
         if time.monotonic() - self._printed >= _SECONDS_BETWEEN_LINES:
-            self.end()
+            self.print()
 
-    def end(self) -> None:
+    def print(self) -> None:
         """Print the state now."""
         done, total = self._state
         self._printed = time.monotonic()
-        if self._stream is not None:
-            amount = f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB in " if total else ""
-            self._stream.write(f"{self._phase}: {amount}{self._printed - self._started:.0f} s\n")
-            self._stream.flush()
+        amount = f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB in " if total else ""
+        seconds = self._printed - self._started
+        if sys.stderr is not None:
+            print(f"{self._phase}: {amount}{seconds:.0f} s", file=_Lenient(sys.stderr), flush=True)
 
 
-def _is_terminal() -> bool:
-    return sys.stderr is not None and sys.stderr.isatty()  # rich would count FORCE_COLOR as a terminal.
+@contextmanager
+def _lines() -> Iterator[_Lines]:
+    lines = _Lines()
+    try:
+        yield lines
+    finally:
+        lines.print()
 
 
 class _Lenient:

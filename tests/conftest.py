@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 from support.conversions import conversions
 from support.faults import shim
 from support.models import SIZES, save_pretrained
+from support.profile import PROFILE
 
 __all__ = ["conversions", "shim"]
 
@@ -22,7 +23,7 @@ settings.register_profile(
 settings.register_profile(
     "long", settings.get_profile("everyday"), max_examples=2000, derandomize=False, print_blob=True
 )
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "everyday"))
+settings.load_profile(PROFILE)
 
 
 @pytest.hookimpl(trylast=True)

@@ -63,13 +63,11 @@ class _Events:
         self._started = self._reported = time.monotonic()
 
     def begin(self, phase: str) -> None:
-        """See `relayout.progress.Display`."""
         if self._phase is not None:  # Tell of a new phase at once.
             self._reported = -_SECONDS_BETWEEN_EVENTS
         self._phase = phase
 
     def __call__(self, done: int, total: int) -> None:
-        """See `relayout.progress.Display`."""
         now = time.monotonic()
         if now - self._reported < _SECONDS_BETWEEN_EVENTS:
             return

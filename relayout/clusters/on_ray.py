@@ -1,8 +1,8 @@
 """Conversions and verifications as tasks of a Ray cluster.
 
-Only jobs, records and numbers pass through Ray: no tensors, no secrets. Every node must reach source and output, by the
-same path or URL. A task that fails by an OSError, or whose node is lost, is run again, elsewhere; what it left is not
-taken for done. Nodes may say by a resource `relayout_io` how many units they convert at the same time.
+Only jobs, records and numbers pass through Ray: no tensors, no secrets. Every node must reach source and output by the
+same path or URL. A task that fails by an OSError, or whose node is lost, is retried elsewhere; what it left does not
+count. The resource `relayout_io` of a node limits how many units it converts at the same time.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar, Unpack
 
 import relayout
@@ -28,7 +29,7 @@ from relayout.commands.differences import Report
 from relayout.commands.verify import verify as verify_here
 from relayout.commands.verify import verify_holder
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS
-from relayout.conversion.jobs import UnitJob, UnitRecord, commit_jobs, run_job, unit_jobs
+from relayout.conversion.jobs import UnitJob, UnitRecord, absolute, commit_jobs, run_job, unit_jobs
 from relayout.conversion.run import Summary
 from relayout.errors import PlanError, RelayoutError
 from relayout.progress import Progress, reporting
@@ -40,12 +41,12 @@ _MAX_RETRIES = 5
 _CANCEL_SECONDS = 10.0
 """How long tasks may take to clean up when the driver is interrupted."""
 
-_TELL_SECONDS = 1.0
+_REPORT_SECONDS = 1.0
 """Between two reports of a task's progress."""
 
 _CONNECT_SECONDS = 10.0
 _ADDRESS = re.compile(r"auto|local|(ray://)?(?P<host>[\w.-]+|\[[0-9A-Fa-f:]+\]):(?P<port>[0-9]{1,5})", re.ASCII)
-_LACKING = re.compile(r"No module named '([\w.]+)'")
+_MISSING_MODULE = re.compile(r"No module named '([\w.]+)'")
 
 Result = TypeVar("Result")
 Work = Callable[[Callable[[int, int], None]], Result]
@@ -116,7 +117,9 @@ def verify(
     with _cluster(address, threads) as cluster:
 
         def check(holders: Sequence[int], report: Callable[[int], None] | None) -> Sequence[Report]:
-            works: list[Work[Report]] = [partial(_verify, path, holder, threads, memory) for holder in holders]
+            works: list[Work[Report]] = [
+                partial(_verify, absolute(path), holder, threads, memory) for holder in holders
+            ]
             return cluster.run(works, report)
 
         return verify_here(path, source=source, threads=threads, memory=memory, progress=progress, check=check)
@@ -133,7 +136,7 @@ class _Cluster:
     ray: Any
     """The module."""
     needs: Mapping[str, Any]
-    """What a task needs of its node."""
+    """Resources that a task needs of its node."""
     num_nodes: int
 
     def run(self, works: Sequence[Work[Result]], report: Callable[[int], None] | None) -> list[Result]:
@@ -148,29 +151,30 @@ class _Cluster:
             ray.get_runtime_context().get_node_id(), soft=False
         )  # On the node of the driver, which lives as long.
         counts = ray.remote(num_cpus=0, max_restarts=0, scheduling_strategy=here)(_Counts).remote()
-        left = {task.remote(work, number, counts): number for number, work in enumerate(works)}
+        left = {task.remote(work, index, counts): index for index, work in enumerate(works)}
         results: dict[int, Result] = {}
         try:
             while left:
-                ended, _ = ray.wait(list(left), timeout=_TELL_SECONDS)
-                for one in ended:
-                    results[left[one]] = self._result(one)
-                    del left[one]
+                ended, _ = ray.wait(list(left), timeout=_REPORT_SECONDS)
+                for reference in ended:
+                    results[left[reference]] = self._result(reference)
+                    del left[reference]
                 if report is not None:
                     with suppress(ray.exceptions.RayError):  # It is about progress only.
-                        report(ray.get(counts.total.remote(), timeout=_TELL_SECONDS))
+                        report(ray.get(counts.total.remote(), timeout=_REPORT_SECONDS))
         except BaseException:
             self._cancel(list(left))
             raise
-        return [results[number] for number in range(len(works))]
+        return [results[index] for index in range(len(works))]
 
-    def _result(self, one: Any) -> Any:
+    def _result(self, reference: Any) -> Any:
         try:
-            return self.ray.get(one)
+            return self.ray.get(reference)
         except self.ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, OSError | RelayoutError) or not (lacking := _LACKING.search(str(error.cause))):
+            missing = _MISSING_MODULE.search(str(error.cause))
+            if isinstance(error.cause, OSError | RelayoutError) or missing is None:
                 raise error.cause from None
-            what = f"a node of the Ray cluster lacks the package {lacking[1]}: install what relayout needs on all nodes"
+            what = f"a node of the Ray cluster lacks the package {missing[1]}: install what relayout needs on all nodes"
             raise PlanError(what, code="unsupported") from None
         except self.ray.exceptions.RayError as error:
             reason = str(error).partition("\n")[0]
@@ -179,35 +183,35 @@ class _Cluster:
     def _cancel(self, tasks: Sequence[Any]) -> None:
         """End tasks; those that run clean up."""
         for is_forced in (False, True):
-            for one in tasks:
+            for reference in tasks:
                 with suppress(self.ray.exceptions.RayError, ValueError):
-                    self.ray.cancel(one, force=is_forced)
+                    self.ray.cancel(reference, force=is_forced)
             if tasks:
                 _, tasks = self.ray.wait(list(tasks), num_returns=len(tasks), timeout=_CANCEL_SECONDS)
 
 
-def _task(work: Work[Result], number: int, counts: Any) -> Result:
+def _task(work: Work[Result], index: int, counts: Any) -> Result:
     """What a task runs, on any node."""
-    told = 0.0
+    reported = 0.0
 
-    def tell(done: int, total: int) -> None:
-        nonlocal told
-        if done == total or time.monotonic() - told >= _TELL_SECONDS:
-            told = time.monotonic()
-            counts.tell.remote(number, done)
+    def report(done: int, total: int) -> None:
+        nonlocal reported
+        if done == total or time.monotonic() - reported >= _REPORT_SECONDS:
+            reported = time.monotonic()
+            counts.set.remote(index, done)
 
-    return work(tell)
+    return work(report)
 
 
 class _Counts:
-    """An actor that knows how many bytes of each work are done."""
+    """An actor that counts the bytes that are done."""
 
     def __init__(self) -> None:
         self._done: dict[int, int] = {}
 
-    def tell(self, number: int, done: int) -> None:
-        """A work's bytes. One that was begun anew counts from where it was: progress never goes back."""
-        self._done[number] = max(done, self._done.get(number, 0))
+    def set(self, index: int, done: int) -> None:
+        """Set a work's bytes. One that was retried counts from where it was: progress never goes back."""
+        self._done[index] = max(done, self._done.get(index, 0))
 
     def total(self) -> int:
         """Bytes of all works."""
@@ -219,7 +223,7 @@ def _cluster(address: str | None, threads: int) -> Iterator[_Cluster]:
     """The cluster that this process is connected to; or connect to one.
 
     Raises:
-        PlanError: ray is not installed, or `address` is none.
+        PlanError: ray is not installed, or `address` is invalid.
         OSError: there is no cluster at this address.
     """
     try:
@@ -229,56 +233,53 @@ def _cluster(address: str | None, threads: int) -> Iterator[_Cluster]:
     is_ours = not ray.is_initialized()
     if is_ours:
         _check_address(address or os.environ.get("RAY_ADDRESS") or "auto")
-        with _own_signals():
+        with _own_signals(), TemporaryDirectory() as empty:
+            # Without a `working_dir`, ray lets tasks import from the working folder of this process.
+            # The package as it is here: tasks run the same code.
+            ship = {"working_dir": empty, "py_modules": [str(Path(relayout.__file__).parent)]}
             try:
-                # The package as it is here: tasks run the same code.
-                ship = {"py_modules": [str(Path(relayout.__file__).parent)]}
                 ray.init(address=address, runtime_env=ship, log_to_driver=False, logging_level=logging.ERROR)
             except (ConnectionError, ray.exceptions.RayError) as error:
                 raise OSError(errno.ECONNREFUSED, f"no Ray cluster: {str(error).partition(chr(10))[0]}") from None
     try:
-        yield _found(ray, threads)
+        yield _connected(ray, threads)
     finally:
         if is_ours:
             ray.shutdown()
 
 
+def _connected(ray: Any, threads: int) -> _Cluster:
+    """The nodes that are there now, and what a task needs of one."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
+    if any(IO_RESOURCE in node for node in nodes):
+        return _Cluster(ray, {"num_cpus": 1, "resources": {IO_RESOURCE: 1}}, len(nodes))
+    return _Cluster(ray, {"num_cpus": max(1, min([threads, *(int(node["CPU"]) for node in nodes)]))}, len(nodes))
+
+
 def _check_address(address: str) -> None:
-    """Check that somebody is there: ray itself tries for a quarter of an hour.
+    """Check that the address accepts connections: ray itself would try for a quarter of an hour.
 
     Raises:
-        PlanError: it is no address of a cluster.
-        OSError: nobody answers.
+        PlanError: it is not the address of a cluster.
+        OSError: nothing answers.
     """
-    found = _ADDRESS.fullmatch(address)
-    if found is None:
+    match = _ADDRESS.fullmatch(address)
+    if match is None:
         what = "is no address of a Ray cluster: expected HOST:PORT, ray://HOST:PORT, auto or local"
         raise PlanError(what, path=address, code="option")
-    if found["host"] is not None:
+    if match["host"] is not None:
         try:
-            socket.create_connection((found["host"].strip("[]"), int(found["port"])), _CONNECT_SECONDS).close()
+            socket.create_connection((match["host"].strip("[]"), int(match["port"])), _CONNECT_SECONDS).close()
         except (OSError, OverflowError) as error:
             what = f"no Ray cluster at this address: {error.__class__.__name__}"
             raise OSError(errno.ECONNREFUSED, what, address) from None
 
 
-def _found(ray: Any, threads: int) -> _Cluster:
-    """The nodes that are there now, and what a task needs of one."""
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
-    if any(IO_RESOURCE in node for node in nodes):
-        needs: dict[str, Any] = {"num_cpus": 1, "resources": {IO_RESOURCE: 1}}
-    else:
-        needs = {"num_cpus": max(1, min([threads, *(int(node["CPU"]) for node in nodes)]))}
-    return _Cluster(ray, needs, len(nodes))
-
-
 @contextmanager
 def _own_signals() -> Iterator[None]:
     """Keep this process's signal handlers, which ray replaces."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM) if is_main}
     try:
         yield
     finally:

@@ -8,7 +8,7 @@ from typing import TypedDict, Unpack
 
 from relayout.checkpoint.source import read_source
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS
-from relayout.conversion.layout import DEFAULT_ALIGNMENT, DEFAULT_MAX_PART_NBYTES, check_alignment, lay_out
+from relayout.conversion.layout import DEFAULT_ALIGNMENT, DEFAULT_MAX_PART_NBYTES, check_alignment
 from relayout.conversion.run import ConversionPlan, Summary
 from relayout.core.arguments import integer, size
 from relayout.errors import PlanError
@@ -98,7 +98,7 @@ def plan_conversion(
         unmatched=options.get("unmatched"),
         trust_remote_code=options.get("trust_remote_code", False),
     )
-    return ConversionPlan.of(lay_out(made, checkpoint, plan, alignment, max_part_nbytes, options.get("dcp"), layout))
+    return ConversionPlan.lay_out(made, checkpoint, plan, alignment, max_part_nbytes, options.get("dcp"), layout)
 
 
 def convert(
@@ -141,7 +141,6 @@ def convert(
         >>> summary.num_ranks, summary.num_files
         (8, 8)
     """
-    threads, memory = integer(threads, "threads"), size(memory, "memory")
     planned = plan_conversion(source, output, **options)
     return planned.run(force=force, sha256=sha256, threads=threads, memory=memory, progress=progress)
 

@@ -20,7 +20,6 @@ from relayout.conversion.journal import read_journal
 from relayout.conversion.layout import Conversion, as_one_rank, stored_conversion
 from relayout.conversion.side_files import copy_side_file, modes_of
 from relayout.conversion.steps import CopyPlan, SourceRange, Span, Step, join_ranges
-from relayout.core.arguments import integer, size
 from relayout.core.digests import OrderedDigests
 from relayout.core.dtypes import num_bytes
 from relayout.core.extents import BLOCK, Extent, align_down, align_up
@@ -89,7 +88,7 @@ def restore(
     """
     started = time.monotonic()
     folder, target = find_input(path), find_store(output)
-    threads, chunk_nbytes = share_memory(integer(threads, "threads"), size(memory, "memory"), target)
+    threads, chunk_nbytes = share_memory(threads, memory, target)
     manifest = read_manifest(folder)
     record = read_record(folder, manifest)
     target.check_output(folder, CONVERTED, force=force)

@@ -26,7 +26,7 @@ from relayout.commands.consistency import (
 )
 from relayout.commands.differences import Report
 from relayout.commands.records import check_record, check_slices
-from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, NoSink, run_steps, share_memory
+from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, run_steps, share_memory
 from relayout.conversion.layout import stored_conversion
 from relayout.conversion.sidecar import digests_of_all
 from relayout.conversion.steps import CopyPlan
@@ -247,7 +247,7 @@ def _compare(
     conversion = stored_conversion(folder, manifest, tables, record, source)
     plan = CopyPlan(conversion, chunk_nbytes=chunk_nbytes)
     steps = chain.from_iterable(map(plan.steps, range(len(conversion.layout.units))))
-    passed = run_steps(conversion, steps, NoSink(), threads=threads, on_progress=on_progress)
+    passed = run_steps(conversion, steps, None, threads=threads, on_progress=on_progress)
     digests = digests_of_all(conversion, passed)
     rows = [{name: row for row, name in enumerate(table.names)} for table in tables]
     for t, name in enumerate(record.names):

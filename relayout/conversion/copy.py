@@ -1,4 +1,4 @@
-"""Carries out copy steps: reads source ranges, puts spans together, hashes, and hands spans to a sink."""
+"""Carries out copy steps: reads source ranges, puts spans together, hashes and writes them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Protocol, Self
+from typing import Self
 
 from relayout.checkpoint.source import SourceCheckpoint, SourceTensor
-from relayout.conversion.journal import TensorDigests
+from relayout.conversion.journal import TensorDigests, Written
 from relayout.conversion.layout import Conversion, Layout, RankFile
 from relayout.conversion.steps import CHUNK_NBYTES, CopyPlan, SourceRange, Span, Step, Target
+from relayout.core.arguments import integer, size
 from relayout.core.digests import DIGEST_NBYTES, EMPTY_DIGEST, OrderedDigests
 from relayout.core.extents import BLOCK, Extent, align_down, align_up
 from relayout.core.slices import CutTensor
@@ -38,36 +39,22 @@ SOURCE = -1
 """In place of a slice: the whole tensor, as stored in the source."""
 
 
-class Sink(Protocol):
-    """What becomes of finished spans. Called by several threads, never twice for the same bytes."""
-
-    def put(self, target: Target, view: memoryview, address: int) -> None:
-        """Take the bytes for one place. Their memory, at `address` modulo a block, is reused after the call."""
-
-
-class NoSink:
-    """Lets spans go: for their digests only."""
-
-    def put(self, target: Target, view: memoryview, address: int) -> None:
-        """Do nothing."""
-
-
 class FileSink:
     """Writes to the files of a layout, of which only some are open at a time, and hashes their chunks.
 
     Each file is written from front to back, except for writes that are under way at the same time.
     """
 
-    def __init__(self, staging: Staging, layout: Layout, numbers: Iterable[int], stop: Stop) -> None:
-        """Files that are there already must have their full length; `numbers` are those whose chunks are hashed."""
+    def __init__(self, staging: Staging, layout: Layout, hashed: Iterable[int], stop: Stop) -> None:
+        """Files that are there already must have their full length; `hashed` are those whose chunks are hashed."""
         self._staging = staging
         self._layout = layout
         self._existing = set(staging.names())
         self._files = OpenFiles(self._open_file, num_descriptors=2)
-        self._chunks = {number: _FileChunks(layout.files[number], stop) for number in numbers}
+        self._chunks = {file: _FileChunks(layout.files[file], stop) for file in hashed}
 
     def put(self, target: Target, view: memoryview, address: int) -> None:
-        """Write the bytes."""
+        """Write the bytes for one place. Their memory, at `address` modulo a block, is reused after the call."""
         with self._files.use(target.file) as file:
             file.write(target.offset, view, address)
         if target.file in self._chunks:
@@ -75,10 +62,10 @@ class FileSink:
 
     def chunks(self) -> dict[int, bytes]:
         """The digests of the chunks of each file that is complete."""
-        return {number: bytes(one.digests) for number, one in self._chunks.items() if not one.num_left}
+        return {file: bytes(chunks.digests) for file, chunks in self._chunks.items() if not chunks.num_left}
 
-    def _open_file(self, number: int) -> WritableFile:
-        file = self._layout.files[number]
+    def _open_file(self, index: int) -> WritableFile:
+        file = self._layout.files[index]
         opened = self._staging.write_file(file.name, file.nbytes, is_new=file.name not in self._existing)
         self._existing.add(file.name)
         return opened
@@ -93,7 +80,7 @@ class FileSink:
 
 
 class _FileChunks:
-    """Hashes the chunks of a file that is written."""
+    """Hashes the chunks of a file that is written. Thread-safe."""
 
     def __init__(self, file: RankFile, stop: Stop) -> None:
         self._file = file
@@ -103,7 +90,7 @@ class _FileChunks:
         self._lock = threading.Lock()
 
     def update(self, offset: int, view: memoryview) -> None:
-        """Hash bytes that lie at `offset` in the file; see `OrderedDigests` for threads."""
+        """Hash the bytes at `offset` in the file."""
         written, file = Extent(offset, view.nbytes), self._file
         for number, chunk, part in chunks_over(written, file.data_start, file.nbytes, DIGESTED_NBYTES):
             piece = view[part.offset - offset : part.end - offset]
@@ -112,16 +99,6 @@ class _FileChunks:
                 with self._lock:
                     self.digests[DIGEST_NBYTES * number : DIGEST_NBYTES * (number + 1)] = bytes.fromhex(digest)
                     self.num_left -= 1
-
-
-@dataclass(frozen=True, slots=True)
-class UnitDigests:
-    """Digests of what a unit's files hold."""
-
-    tensors: Mapping[int, TensorDigests]
-    """Of the tensors that were written."""
-    chunks: Mapping[int, bytes]
-    """Of each file that was written completely: the digests of its chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,30 +114,22 @@ class Loaded:
     @classmethod
     def place(cls, ranges: Sequence[SourceRange], buffer: Buffer) -> Self:
         """Give the ranges, which are in order, their memory."""
-        positions = list(accumulate((one.extent.nbytes for one in ranges), initial=0))
+        positions = list(accumulate((source.extent.nbytes for source in ranges), initial=0))
         memory = buffer.reserve(positions.pop())
-        return cls(memory, [(one.file, one.extent.offset) for one in ranges], positions)
+        return cls(memory, [(source.file, source.extent.offset) for source in ranges], positions)
 
     def position(self, file: int, offset: int) -> int:
-        """Where the byte at a file's offset lies in the memory."""
-        which = bisect_right(self.starts, (file, offset)) - 1
-        return self.positions[which] + offset - self.starts[which][1]
+        """Position in the memory of the byte at a file's offset."""
+        index = bisect_right(self.starts, (file, offset)) - 1
+        return self.positions[index] + offset - self.starts[index][1]
 
     def tensor_position(self, tensor: SourceTensor, offset: int) -> int:
-        """Where byte 0 of a tensor would lie, were all of it there as its byte at `offset` is."""
+        """Position of the tensor's byte 0, extrapolated from that of its byte at `offset`."""
         return self.position(tensor.file, tensor.extent.offset + offset) - offset
 
 
-class _Memory:
-    """What one worker owns."""
-
-    def __init__(self) -> None:
-        self.read = Buffer()
-        self.staged = Buffer()
-
-
 class TensorHashes:
-    """Digests of tensors and their slices, from the pieces in which they pass; see `OrderedDigests` for threads."""
+    """Digests of tensors and their slices, from the pieces in which they pass. Thread-safe."""
 
     def __init__(self, conversion: Conversion, stop: Stop) -> None:
         self._tensors = conversion.source.tensors
@@ -168,7 +137,7 @@ class TensorHashes:
         self._streams: dict[CutTensor, tuple[list[int | None], int]] = {}
         self._ordered = OrderedDigests(stop)
         self._lock = threading.Lock()
-        self._found: dict[int, dict[int, str]] = {}
+        self._partial: dict[int, dict[int, str]] = {}
         """Of tensors that pass in several steps: the digests that are known."""
 
     def add(self, pieces: Iterable[tuple[int, int, int, memoryview]]) -> dict[int, TensorDigests]:
@@ -180,22 +149,22 @@ class TensorHashes:
         Raises:
             Stopped: the work was given up.
         """
-        found: dict[int, dict[int, str]] = {}
+        ended: dict[int, dict[int, str]] = {}
         for t, which, start, view in pieces:
             nbytes = self._tensors[t].extent.nbytes if which == SOURCE else self._cut[t].sizes[which]
             digest = self._ordered.update((t, which), start, view, nbytes)
             if digest is not None:
-                found.setdefault(t, {})[which] = digest
+                ended.setdefault(t, {})[which] = digest
         complete = {}
         with self._lock:
-            for t, digests in found.items():
-                digests |= self._found.pop(t, {})
+            for t, digests in ended.items():
+                digests |= self._partial.pop(t, {})
                 cut = self._cut[t]
                 if cut not in self._streams:
                     self._streams[cut] = _streams(cut)
                 streams, num_streams = self._streams[cut]
                 if len(digests) < num_streams:
-                    self._found[t] = digests
+                    self._partial[t] = digests
                 else:
                     slices = [EMPTY_DIGEST if stream is None else digests[stream] for stream in streams]
                     complete[t] = TensorDigests(digests[SOURCE], tuple(slices))
@@ -211,21 +180,26 @@ def _streams(tensor: CutTensor) -> tuple[list[int | None], int]:
     return streams, len({SOURCE, *streams} - {None})
 
 
-def share_memory(threads: int, memory: int, output: Store | None = None) -> tuple[int, int]:
-    """How many threads, `threads` at most, share so many bytes, and how many source bytes each of them copies at once.
+def share_memory(threads: int, memory: int | str, output: Store | None = None) -> tuple[int, int]:
+    """Share memory for copying among threads.
 
     What goes to a remote store is in memory a third time: in parts of uploads that are not full yet.
+
+    Returns:
+        The number of threads, `threads` at most, and how many source bytes each copies at once.
 
     Raises:
         PlanError: there are no threads, or not enough bytes for one.
     """
+    threads, memory = integer(threads, "threads"), size(memory, "memory")
     if threads < 1:
         raise PlanError(f"{threads} threads, expected at least one", code="option")
-    num_times = 3 if output is not None and output.cost.is_remote else 2
-    if memory < num_times * _MIN_CHUNK_NBYTES:
-        raise PlanError(f"a memory of {memory} bytes, expected at least {num_times * _MIN_CHUNK_NBYTES}", code="option")
-    threads = min(threads, memory // (num_times * _MIN_CHUNK_NBYTES))
-    return threads, align_down(memory // (num_times * threads), BLOCK)
+    num_copies = 3 if output is not None and output.cost.is_remote else 2
+    if memory < num_copies * _MIN_CHUNK_NBYTES:
+        what = f"{memory} bytes of memory, expected at least {num_copies * _MIN_CHUNK_NBYTES}"
+        raise PlanError(what, code="option")
+    threads = min(threads, memory // (num_copies * _MIN_CHUNK_NBYTES))
+    return threads, align_down(memory // (num_copies * threads), BLOCK)
 
 
 def run_unit(
@@ -237,7 +211,7 @@ def run_unit(
     threads: int = DEFAULT_THREADS,
     on_tensors: Callable[[Mapping[int, TensorDigests]], None] = lambda complete: None,
     on_progress: Callable[[int], None] | None = None,
-) -> UnitDigests:
+) -> Written:
     """Write the data sections of a unit's files, and return the digests of what was written.
 
     Nothing of other units is read or written. When it returns, all is on the drive.
@@ -252,13 +226,13 @@ def run_unit(
     """
     layout, stop = plan.conversion.layout, Stop()
     # What is done is not hashed again here, so that chunks of these files would never be complete.
-    whole = [number for number in layout.files_of_unit[unit] if done.isdisjoint(layout.files[number].tensors)]
-    sink = FileSink(staging, layout, whole, stop)
+    hashed = [file for file in layout.files_of_unit[unit] if done.isdisjoint(layout.files[file].tensors)]
+    sink = FileSink(staging, layout, hashed, stop)
     try:
         tensors = run_steps(
             plan.conversion,
             plan.steps(unit, done=done),
-            sink,
+            sink.put,
             threads=threads,
             on_tensors=on_tensors,
             on_progress=on_progress,
@@ -266,7 +240,7 @@ def run_unit(
         )
     finally:
         sink.close()
-    return UnitDigests(tensors, sink.chunks())
+    return Written(tensors, sink.chunks())
 
 
 def hash_chunks(staging: Staging, layout: Layout, numbers: Sequence[int], threads: int) -> dict[int, bytes]:
@@ -275,11 +249,14 @@ def hash_chunks(staging: Staging, layout: Layout, numbers: Sequence[int], thread
     Raises:
         FormatError, OSError: a read failed.
     """
-    with_data = [number for number in numbers if layout.files[number].nbytes > layout.files[number].data_start]
-    stored = []
-    for file in (layout.files[number] for number in with_data):
-        chunks = chunks_of(file.data_start, file.nbytes, DIGESTED_NBYTES)
-        stored.append(HashedFile(partial(staging.open, file.name, file.nbytes), chunks))
+    files = {number: layout.files[number] for number in numbers}
+    with_data = {number: file for number, file in files.items() if file.nbytes > file.data_start}
+    stored = [
+        HashedFile(
+            partial(staging.open, file.name, file.nbytes), chunks_of(file.data_start, file.nbytes, DIGESTED_NBYTES)
+        )
+        for file in with_data.values()
+    ]
     hashed = zip(with_data, hash_files(stored, threads), strict=True)
     return dict.fromkeys(numbers, b"") | {number: b"".join(map(bytes.fromhex, digests)) for number, digests in hashed}
 
@@ -287,7 +264,7 @@ def hash_chunks(staging: Staging, layout: Layout, numbers: Sequence[int], thread
 def run_steps(
     conversion: Conversion,
     steps: Iterable[Step],
-    sink: Sink,
+    put: Callable[[Target, memoryview, int], None] | None,
     *,
     threads: int = DEFAULT_THREADS,
     on_tensors: Callable[[Mapping[int, TensorDigests]], None] = lambda complete: None,
@@ -296,8 +273,10 @@ def run_steps(
 ) -> dict[int, TensorDigests]:
     """Carry out all steps, and return the digests of each tensor that passed.
 
-    `on_tensors` is called by several threads, when the last bytes of tensors have gone to the sink. `stop` is requested
-    when a step fails.
+    Args:
+        put: takes the bytes of a span for each place, as `FileSink.put`; called by several threads. None: digests only.
+        on_tensors: called by several threads, when the last bytes of tensors were put.
+        stop: requested when a step fails.
 
     Raises:
         FormatError: a source file has changed its length.
@@ -308,31 +287,32 @@ def run_steps(
     done: dict[int, TensorDigests] = {}
     hashes = TensorHashes(conversion, stop)
 
-    def work(memory: _Memory, step: Step) -> int:
-        loaded = _read(step.ranges, inputs, memory.read)
-        staged = _stage(step.spans, source, loaded, memory.staged)
-        for span, view, address in staged:
-            for target in span.targets:
-                sink.put(target, view, address)
+    def work(buffers: tuple[Buffer, Buffer], step: Step) -> int:
+        loaded = _read(step.ranges, inputs, buffers[0])
+        staged = _stage(step.spans, source, loaded, buffers[1])
+        if put is not None:
+            for span, view, address in staged:
+                for target in span.targets:
+                    put(target, view, address)
         complete = hashes.add(_hashed(step, source, loaded, staged))
         done.update(complete)
         on_tensors(complete)
         return step.nbytes
 
-    def open_input(number: int) -> ReadableFile:
-        file = source.files[number]
+    def open_input(index: int) -> ReadableFile:
+        file = source.files[index]
         return source.folder.open(file.name, file.nbytes, access=Access.ONCE, version=file.version)
 
     with OpenFiles(open_input) as inputs:
-        Workers(threads, steps, _Memory, work, stop).run(on_progress)
+        Workers(threads, steps, lambda: (Buffer(), Buffer()), work, stop).run(on_progress)
     return done
 
 
 def _read(ranges: Sequence[SourceRange], inputs: OpenFiles[int, ReadableFile], buffer: Buffer) -> Loaded:
     loaded = Loaded.place(ranges, buffer)
-    for one, position in zip(ranges, loaded.positions, strict=True):
-        with inputs.use(one.file) as file:
-            file.read(one.extent.offset, loaded.memory[position : position + one.extent.nbytes])
+    for source, position in zip(ranges, loaded.positions, strict=True):
+        with inputs.use(source.file) as file:
+            file.read(source.extent.offset, loaded.memory[position : position + source.extent.nbytes])
     return loaded
 
 
@@ -351,9 +331,9 @@ def _stage(spans: Sequence[Span], source: SourceCheckpoint, loaded: Loaded, buff
     for span, position in zip(spans, positions, strict=True):
         for piece in span.pieces:
             tensor = source.tensors[piece.tensor]
-            for one in piece.transfers:
-                origin = loaded.tensor_position(tensor, one.source)
-                copy_runs(loaded.memory, memory, one, origin, position + piece.position - piece.offset)
+            for transfer in piece.transfers:
+                origin = loaded.tensor_position(tensor, transfer.source)
+                copy_runs(loaded.memory, memory, transfer, origin, position + piece.position - piece.offset)
     return [
         (span, memory[position : position + span.nbytes], position)
         for span, position in zip(spans, positions, strict=True)

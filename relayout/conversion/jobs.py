@@ -1,8 +1,8 @@
 """A conversion as jobs for any number of processes and machines: each job converts a unit, in the end one commits.
 
-A job says all that a process needs to know; it can be sent as JSON. It reads the source bytes of its unit once, writes
-the unit's files completely, and then its record: the journal of just this unit. A job may be carried out any number of
-times, at the same time even: the files are the same. What a lost process leaves is not taken for done. `commit_units`
+A job holds all that a process needs to know, and can be sent as JSON. It reads the source bytes of its unit once,
+writes the unit's files completely, and then its record: the journal of just this unit. A job may be carried out any
+number of times, even at the same time: the files are the same. What a lost process leaves has no record. `commit_units`
 reads the records, and publishes the output when every unit has one. Nothing here knows what runs the jobs.
 """
 
@@ -11,8 +11,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,13 @@ from typing import Any
 from relayout.checkpoint.converted import CONVERTED
 from relayout.checkpoint.source import read_source
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, run_unit, share_memory
-from relayout.conversion.journal import Claims, Journal, TensorDigests, Undertaking, read_journal
-from relayout.conversion.layout import Conversion, lay_out
-from relayout.conversion.resume import undertaking_of
+from relayout.conversion.journal import Fingerprint, Journal, TensorDigests, Written, read_journal
+from relayout.conversion.layout import Conversion
+from relayout.conversion.resume import changed, fingerprint_of
 from relayout.conversion.run import ConversionPlan, Summary, num_readers_of, summary_of
 from relayout.conversion.side_files import output_modes
 from relayout.conversion.sidecar import HeaderWriter, write_sidecar
 from relayout.conversion.steps import CopyPlan
-from relayout.core.arguments import integer, size
 from relayout.core.extents import BLOCK, align_up
 from relayout.errors import FormatError, PlanError, shown
 from relayout.format.source_record import ConversionOptions
@@ -48,10 +46,10 @@ class UnitJob:
     """An absolute path, or a URL. Never with secrets: a process has its own."""
     output: str
     plan: Plan
-    """Who carries out the job plans nothing, and needs nothing that found the plan."""
+    """A process that carries out the job plans nothing, and needs nothing that found the plan."""
     options: ConversionOptions
-    undertaking: Undertaking
-    """What the conversion was of when the job was made."""
+    fingerprint: Fingerprint
+    """Of the conversion when the job was made."""
     unit: int
     num_units: int
     source_nbytes: int
@@ -62,7 +60,7 @@ class UnitJob:
     def as_json(self) -> dict[str, Any]:
         """What `from_json` takes."""
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
-        values = {"options": asdict(self.options), "undertaking": asdict(self.undertaking)}
+        values = {"options": asdict(self.options), "fingerprint": asdict(self.fingerprint)}
         return {**plain, "plan": self.plan.as_json(), **values}
 
     @staticmethod
@@ -70,12 +68,12 @@ class UnitJob:
         """The job of what `as_json` returned.
 
         Raises:
-            FormatError: its plan is none.
+            FormatError: its plan is invalid.
         """
         parsed = {
             "plan": Plan.from_json(job["plan"]),
             "options": ConversionOptions(**job["options"]),
-            "undertaking": Undertaking(**job["undertaking"]),
+            "fingerprint": Fingerprint(**job["fingerprint"]),
         }
         return UnitJob(**{**job, **parsed})
 
@@ -84,24 +82,25 @@ class UnitJob:
 
         Raises:
             FormatError: the source has changed since the job was made.
-            PlanError: another version of relayout has made the job, and would convert otherwise.
+            PlanError: another version of relayout made the job, and plans another conversion.
         """
         checkpoint, plan, options = read_source(find_input(self.source)), self.plan, self.options
+        source_changed = FormatError("has changed since the job was made", path=self.source, code="mismatch")
         if len(checkpoint.tensors) != len(plan.cut_of):
-            raise FormatError("has changed since the job was made", path=self.source, code="mismatch")
-        layout = (options.alignment, options.max_part_nbytes, options.dcp, options.layout)
-        planned = ConversionPlan.of(lay_out(find_store(self.output), checkpoint, plan, *layout))
-        found = undertaking_of(planned)
-        if found.source != self.undertaking.source:
-            raise FormatError("has changed since the job was made", path=self.source, code="mismatch")
-        if found != self.undertaking:
+            raise source_changed
+        how = (options.alignment, options.max_part_nbytes, options.dcp, options.layout)
+        planned = ConversionPlan.lay_out(find_store(self.output), checkpoint, plan, *how)
+        fingerprint = fingerprint_of(planned)
+        if fingerprint.source != self.fingerprint.source:
+            raise source_changed
+        if fingerprint != self.fingerprint:
             raise PlanError(f"unit {self.unit}: this version of relayout plans another conversion", code="unsupported")
         return planned
 
 
 @dataclass(frozen=True, slots=True)
 class UnitRecord(Result):
-    """What a process that has converted a unit tells. What counts is the record that it has left beside the files."""
+    """How a process has converted a unit. What counts is the record that it has left beside the files."""
 
     unit: int
     source_nbytes: int
@@ -126,28 +125,21 @@ def unit_jobs(planned: ConversionPlan, *, force: bool = False) -> list[UnitJob]:
         PlanError: the output exists.
     """
     planned.output.check_output(planned.source.root, CONVERTED, force=force)
-    undertaking, num_units = undertaking_of(planned), len(planned.layout.units)
-    where = _absolute(str(planned.source.root)), _absolute(str(planned.output))
-    plan = planned.plan
+    fingerprint, units = fingerprint_of(planned), planned.layout.units
+    where = absolute(str(planned.source.root)), absolute(str(planned.output))
     return [
-        UnitJob(*where, plan, planned.options, undertaking, unit, num_units, _source_nbytes(planned, unit), force)
-        for unit in range(num_units)
+        UnitJob(*where, planned.plan, planned.options, fingerprint, unit, len(units), planned.nbytes_of(tensors), force)
+        for unit, tensors in enumerate(units)
     ]
 
 
-def run_job(
-    job: UnitJob,
-    *,
-    threads: int = DEFAULT_THREADS,
-    memory: int | str = DEFAULT_MEMORY,
-    progress: Progress = None,
-) -> UnitRecord:
-    """Convert the unit of a job; see `convert_unit`.
+def run_job(job: UnitJob, **options: Any) -> UnitRecord:
+    """Convert the unit of a job; `threads`, `memory`, `progress`, result and errors as for `convert_unit`.
 
     Raises:
-        FormatError, PlanError, OSError: as `convert`; or as `UnitJob.planned`.
+        FormatError, PlanError: as `UnitJob.planned`.
     """
-    return convert_unit(job.planned(), job.unit, force=job.force, threads=threads, memory=memory, progress=progress)
+    return convert_unit(job.planned(), job.unit, force=job.force, **options)
 
 
 def convert_unit(
@@ -170,27 +162,28 @@ def convert_unit(
         OSError: reading or writing failed.
     """
     started = time.monotonic()
-    threads, chunk_nbytes = share_memory(integer(threads, "threads"), size(memory, "memory"), planned.output)
-    layout, source, undertaking = planned.layout, planned.source, undertaking_of(planned)
+    threads, chunk_nbytes = share_memory(threads, memory, planned.output)
+    layout, source, fingerprint = planned.layout, planned.source, fingerprint_of(planned)
     if not 0 <= unit < len(layout.units):
         raise PlanError(f"unit {unit}, expected 0 to {len(layout.units) - 1}", code="option")
-    nbytes = _source_nbytes(planned, unit)
+    nbytes = planned.nbytes_of(layout.units[unit])
     planned.output.check_output(source.root, CONVERTED, force=force)
-    with _part(planned, undertaking, unit, force) as staging:
-        is_done = _record(staging, planned, undertaking, unit) is not None
+    with planned.output.stage_part(
+        CONVERTED, _shared_name(fingerprint), _part_name(unit), replace=force, modes=output_modes(source)
+    ) as staging:
+        is_done = _record(staging, planned, fingerprint, unit) is not None
         if not is_done:
             staging.check_space(sum(layout.files[number].nbytes for number in layout.files_of_unit[unit]))
             with (
-                Journal(staging, undertaking, append=False, name=_part_name(unit)) as journal,
+                Journal(staging, fingerprint, append=False, name=_part_name(unit)) as journal,
                 reporting(progress, f"unit {unit} of {len(layout.units)}", nbytes) as report,
             ):
                 plan = CopyPlan(planned, chunk_nbytes=chunk_nbytes)
                 written = run_unit(plan, unit, staging, threads=threads, on_progress=report)
-                journal.add(written.tensors)
-                journal.add_files(written.chunks)
-            HeaderWriter(staging, planned).write(unit, written.tensors, written.chunks)
-            if undertaking_of(planned) != undertaking:
-                raise FormatError("has changed while it was read", path=str(source.root), code="mismatch")
+                journal.add(written)
+            HeaderWriter(staging, planned).write(unit, written)
+            if fingerprint_of(planned) != fingerprint:
+                raise changed(planned)
         elif callable(progress):
             progress(nbytes, nbytes)
     return UnitRecord(unit, nbytes, 0 if is_done else nbytes, time.monotonic() - started, peak_nbytes())
@@ -198,7 +191,7 @@ def convert_unit(
 
 @dataclass(frozen=True, slots=True)
 class ConvertedUnits(Result):
-    """What a process that has converted a share of the units tells."""
+    """How a process has converted a share of the units."""
 
     output: str
     num_units: int
@@ -217,14 +210,12 @@ def convert_share(planned: ConversionPlan, share: str, **options: Any) -> Conver
     Raises:
         FormatError, PlanError, OSError: as `convert_unit`; or `share` is invalid.
     """
-    found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", share)
-    if found is None or int(found[1]) >= int(found[2]):
+    match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", share)
+    if match is None or int(match[1]) >= int(match[2]):
         raise PlanError(f"unit {shown(share)}, expected K/N with K from 0 to N - 1, such as 7/31", code="option")
     num_units = len(planned.layout.units)
-    units = range(int(found[1]), num_units, int(found[2]))
-    return ConvertedUnits(
-        str(planned.output), num_units, tuple(convert_unit(planned, unit, **options) for unit in units)
-    )
+    records = tuple(convert_unit(planned, unit, **options) for unit in range(int(match[1]), num_units, int(match[2])))
+    return ConvertedUnits(str(planned.output), num_units, records)
 
 
 def commit_jobs(jobs: list[UnitJob], **options: Any) -> Summary:
@@ -243,84 +234,71 @@ def commit_units(
     """Publish the output, if all units are done.
 
     Reads the units' records, compares the length and the header of every file, and writes what belongs beside them, the
-    manifest last. What lost processes have left goes.
+    manifest last. Deletes what lost processes and an interrupted commit have left in the place of this conversion.
 
     Args:
         force, sha256, threads, memory: as for `convert`.
 
     Raises:
-        FormatError: the source has changed since the units were converted, or a file of a unit is not what its record
-            says.
+        FormatError: the source has changed since the units were converted, or a file differs from its unit's record.
         PlanError: units are missing, or the output exists.
         OSError: reading or writing failed.
     """
     started = time.monotonic()
-    shared = share_memory(integer(threads, "threads"), size(memory, "memory"), planned.output)
-    source, layout, undertaking = planned.source, planned.layout, undertaking_of(planned)
+    num_readers = num_readers_of(*share_memory(threads, memory, planned.output))
+    source, layout, fingerprint = planned.source, planned.layout, fingerprint_of(planned)
     planned.output.check_output(source.root, CONVERTED, force=force)
     with planned.output.stage(
-        CONVERTED, replace=force, modes=output_modes(planned.source), shared=_shared_name(undertaking)
+        CONVERTED, replace=force, modes=output_modes(source), shared=_shared_name(fingerprint)
     ) as staging:
+        units = range(len(layout.units))
+        records = {
+            unit: record for unit in units if (record := _record(staging, planned, fingerprint, unit)) is not None
+        }
+        if missing := [str(unit) for unit in units if unit not in records]:
+            names = ", ".join(missing[:8]) + (" ..." if len(missing) > 8 else "")
+            what = f"{len(missing)} of {len(units)} units are not done: {names}"
+            raise PlanError(what, path=staging.where, code="missing")
+        for name in set(staging.names()) - {file.name for file in layout.files}:
+            staging.remove(name)  # Of a commit that was interrupted.
         headers = HeaderWriter(staging, planned)
         tensors: dict[int, TensorDigests] = {}
         chunks: dict[int, bytes] = {}
-        records = [_record(staging, planned, undertaking, unit) for unit in range(len(layout.units))]
-        if missing := [str(unit) for unit, record in enumerate(records) if record is None]:
-            shown = ", ".join(missing[:8]) + (" ..." if len(missing) > 8 else "")
-            raise PlanError(
-                f"{len(missing)} of {len(records)} units are not done: {shown}", path=staging.where, code="missing"
-            )
-        for name in set(staging.names()) - {file.name for file in layout.files}:
-            staging.remove(name)  # Of a commit that was interrupted.
-        for unit, record in enumerate(records):
-            assert record is not None
+        for unit, record in records.items():
             tensors |= record.tensors
             chunks |= record.chunks
-            for file, header in headers.headers(unit, record.tensors, record.chunks):
+            for file, header in headers.headers(unit, record):
                 if staging.can_read:
                     _check_head(staging, file.name, file.nbytes, header)
-        write_sidecar(staging, planned, tensors, chunks, headers.files, threads=num_readers_of(*shared), sha256=sha256)
-        if undertaking_of(planned) != undertaking:
-            raise FormatError("has changed while it was read", path=str(source.root), code="mismatch")
+        write_sidecar(staging, planned, Written(tensors, chunks), headers.files, threads=num_readers, sha256=sha256)
+        if fingerprint_of(planned) != fingerprint:
+            raise changed(planned)
     return summary_of(planned, 0, time.monotonic() - started)
 
 
-@contextmanager
-def _part(conversion: Conversion, undertaking: Undertaking, unit: int, force: bool) -> Iterator[Staging]:
-    shared, modes = _shared_name(undertaking), output_modes(conversion.source)
-    output = conversion.output
-    with output.stage_part(CONVERTED, shared, _part_name(unit), replace=force, modes=modes) as staging:
-        yield staging
-
-
-def _source_nbytes(conversion: Conversion, unit: int) -> int:
-    return sum(conversion.source.tensors[t].extent.nbytes for t in conversion.layout.units[unit])
-
-
-def _absolute(path: str | os.PathLike[str]) -> str:
+def absolute(path: str | os.PathLike[str]) -> str:
     """The path or URL for a process in another folder."""
     return os.fspath(path) if scheme_of(path) else str(Path(path).absolute())
 
 
-def _shared_name(undertaking: Undertaking) -> str:
+def _shared_name(fingerprint: Fingerprint) -> str:
     """What parts of one conversion of one source have in common, and no others."""
-    return f"{undertaking.source[:16]}{undertaking.options[:16]}"
+    return f"{fingerprint.source[:16]}{fingerprint.options[:16]}"
 
 
 def _part_name(unit: int) -> str:
     return f"unit-{unit}"
 
 
-def _record(staging: Staging, conversion: Conversion, undertaking: Undertaking, unit: int) -> Claims | None:
-    """The record of a unit; None if there is none of this conversion, or it lacks something."""
-    found = read_journal(staging, _part_name(unit))
-    if found is None or found[0] != undertaking:
+def _record(staging: Staging, conversion: Conversion, fingerprint: Fingerprint, unit: int) -> Written | None:
+    """The record of a unit; None if there is none of this conversion, or it is incomplete."""
+    journal = read_journal(staging, _part_name(unit))
+    if journal is None or journal[0] != fingerprint:
         return None
-    tensors = (t for t in conversion.layout.units[unit] if conversion.source.tensors[t].extent.nbytes)
-    is_whole = all(t in found[1].tensors for t in tensors) and all(
-        number in found[1].chunks for number in conversion.layout.files_of_unit[unit]
-    )
-    return found[1] if is_whole else None
+    layout, record = conversion.layout, journal[1]
+    with_bytes = {t for t in layout.units[unit] if conversion.source.tensors[t].extent.nbytes}
+    is_complete = with_bytes <= record.tensors.keys() and record.chunks.keys() >= set(layout.files_of_unit[unit])
+    return record if is_complete else None
 
 
 def _check_head(staging: Staging, name: str, nbytes: int, header: bytes) -> None:
@@ -333,4 +311,4 @@ def _check_head(staging: Staging, name: str, nbytes: int, header: bytes) -> None
         view = Buffer().reserve(align_up(len(header), BLOCK))
         file.read(0, view)
     if view[: len(header)] != header:
-        raise FormatError("is not the file that its unit's record describes", path=name, code="mismatch")
+        raise FormatError("differs from its unit's record", path=name, code="mismatch")

@@ -1,19 +1,18 @@
-"""The journal of a conversion: which tensors are done, so that the same command can go on after an interruption.
+"""The journal of a conversion: which tensors and files are finished, so that a later attempt can resume.
 
-When all of a file is written, a line has the digests of its chunks.
-
-A file of lines, each with a digest of itself in front, appended as tensors are completed. A line that a dying process
-or machine left torn is not one. What a line claims of slices is not believed either: whoever goes on reads the
-written bytes again and compares their digests (`resumption`), so that nothing need be forced to the drive before it is
-claimed. The digests of the source tensor and of chunks are taken from the lines. A store that cannot read what is
-not published yet names the files that are complete there, and these are believed (`Staging.can_read`).
+A file of lines, each with a digest of itself in front, appended as tensors are completed; when all of a file is
+written, a line has the digests of its chunks. A line that was torn by a dying process or machine is ignored. What a
+line says of slices is not believed either: who resumes reads the written bytes again and compares their digests
+(`resume`), so that nothing need be forced to the drive before it is noted. The digests of source tensors and of chunks
+are taken from the lines. A store that cannot read unpublished files names those that are complete, and these are
+believed (`Staging.can_read`).
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,75 +40,70 @@ class TensorDigests:
 
 
 @dataclass(frozen=True, slots=True)
-class Undertaking:
-    """What a conversion is of, and to: a journal counts for just the same."""
+class Fingerprint:
+    """What two attempts must have in common for one to resume the other."""
 
     source: str
-    """Digest of what tells that the source is still the same: files, lengths, times, headers."""
+    """Digest of what identifies the source: names, lengths, times and headers of its files."""
     options: str
     """Digest of everything else that decides which bytes are written."""
 
 
 @dataclass(frozen=True, slots=True)
-class Claims:
-    """What a journal says is done."""
+class Written:
+    """Tensors and files that are written."""
 
     tensors: Mapping[int, TensorDigests] = field(default_factory=dict)
-    """By position in the source."""
+    """By index in the source."""
     chunks: Mapping[int, bytes] = field(default_factory=dict)
-    """Of files of which everything but the header was written, by number: the digests of their chunks."""
+    """Of each file, by number, of which everything but the header is written: the digests of its chunks."""
 
 
 class Journal(Closable):
-    """Appends to a journal. Lines may be added by several threads."""
+    """Appends to a journal. Thread-safe."""
 
-    def __init__(self, staging: Staging, undertaking: Undertaking, *, append: bool, name: str = JOURNAL_NAME) -> None:
-        """Go on with the journal of an output, or begin a new one in place of what may be there."""
+    def __init__(self, staging: Staging, fingerprint: Fingerprint, *, append: bool, name: str = JOURNAL_NAME) -> None:
+        """Continue the journal of an output, or begin a new one in place of what may be there."""
         self._notes = staging.open_notes(name, is_new=not append)
         # Behind a torn line, too, a new one starts.
-        self._notes.append(b"\n" if append else _line([undertaking.source, undertaking.options]))
+        self._notes.append(b"\n" if append else _line([fingerprint.source, fingerprint.options]))
 
-    def add(self, written: Mapping[int, TensorDigests]) -> None:
-        """Note that tensors (positions in the source) are written."""
-        self._notes.append(b"".join([_line([tensor, one.source, *one.slices]) for tensor, one in written.items()]))
-
-    def add_files(self, chunks: Mapping[int, bytes]) -> None:
-        """Note the digests of the chunks of files, by number, of which everything but the header is written."""
-        self._notes.append(b"".join([_line([_CHUNKS, number, one.hex()]) for number, one in chunks.items()]))
+    def add(self, written: Written) -> None:
+        """Note what is written."""
+        tensors: Iterable[list[object]] = (
+            [tensor, digests.source, *digests.slices] for tensor, digests in written.tensors.items()
+        )
+        files: Iterable[list[object]] = ([_CHUNKS, file, digests.hex()] for file, digests in written.chunks.items())
+        self._notes.append(b"".join(map(_line, [*tensors, *files])))
 
     def close(self) -> None:
-        """Close the file."""
         self._notes.close()
 
 
-def read_journal(staging: Staging, name: str = JOURNAL_NAME) -> tuple[Undertaking, Claims] | None:
-    """What a journal is of, and what it claims to be done; None where there is none of this user's.
+def read_journal(staging: Staging, name: str = JOURNAL_NAME) -> tuple[Fingerprint, Written] | None:
+    """What a journal says is written, and of which conversion; None if this user has no journal there.
 
     Raises:
-        OSError: there is one, and it cannot be read now.
+        OSError: it cannot be read now.
     """
     text = staging.read_notes(name)
     return None if text is None else parse_journal(text)
 
 
-def parse_journal(text: bytes) -> tuple[Undertaking, Claims] | None:
-    """The same, of what the notes hold."""
+def parse_journal(text: bytes) -> tuple[Fingerprint, Written] | None:
+    """The same, from the content of the notes."""
     lines = text.split(b"\n")
     first = _parsed(lines[0])
-    if not (len(first) == 2 and all(isinstance(item, str) for item in first)):
+    if not (len(first) == 2 and _are_texts(first)):
         return None
     tensors, chunks = {}, {}
     for line in lines[1:]:
         match _parsed(line):
-            case [tensor, str(source), *slices] if _is_number(tensor) and slices and _are_texts(slices):
+            case [tensor, str(source), *slices] if type(tensor) is int and slices and _are_texts(slices):
                 tensors[tensor] = TensorDigests(source, tuple(slices))
-            case [kind, number, str(digests)] if kind == _CHUNKS and _is_number(number) and _HEX.fullmatch(digests):
-                chunks[number] = bytes.fromhex(digests)
-    return Undertaking(first[0], first[1]), Claims(tensors, chunks)
-
-
-def _is_number(item: object) -> bool:
-    return type(item) is int
+            case [kind, file, str(digests)] if kind == _CHUNKS and type(file) is int and _HEX.fullmatch(digests):
+                chunks[file] = bytes.fromhex(digests)
+    return Fingerprint(*first), Written(tensors, chunks)
 
 
 def _are_texts(items: Sequence[object]) -> bool:

@@ -15,10 +15,11 @@ order, all aligned; the rest is one packed tail, in which each slice is still al
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import gcd
+from typing import Self
 
 import numpy as np
 
@@ -120,11 +121,56 @@ class Conversion:
     layout: Layout
     options: ConversionOptions
 
+    @classmethod
+    def lay_out(
+        cls,
+        output: Store,
+        source: SourceCheckpoint,
+        plan: Plan,
+        alignment: int,
+        max_part_nbytes: int = DEFAULT_MAX_PART_NBYTES,
+        dcp: bool | None = None,
+        layout: str = RANKS,
+    ) -> Self:
+        """Choose order, files and offsets; `dcp` and `layout` as for `convert`.
+
+        Raises:
+            PlanError: the alignment or the part size is invalid, or PyTorch DCP cannot read these slices.
+        """
+        check_alignment(alignment)
+        if max_part_nbytes < 1:
+            raise PlanError(f"a part size of {max_part_nbytes} bytes, expected a positive one", code="option")
+        has_dcp = choose_dcp(source, plan, dcp, layout)
+        options = ConversionOptions(
+            plan.num_ranks, plan.name, plan.expert_parallel, alignment, max_part_nbytes, has_dcp, layout
+        )
+        tensors = _cut_tensors(source, plan, layout)
+        order_key = {tensor: _order_key(tensor, alignment) for tensor in set(tensors)}
+        headers = HeaderBuilder(source, tensors, options)
+        files: list[RankFile] = []
+        units, files_of_unit = [], []
+        groups = list(_units(source, tensors, plan.num_ranks, max_part_nbytes))
+        for part, group in enumerate(groups):
+            units.append(tuple(sorted(group, key=lambda t: order_key[tensors[t]])))
+            first = len(files)
+            files += _files(units[-1], tensors, headers, part, len(groups))
+            files_of_unit.append(range(first, len(files)))
+        holders = tuple(
+            tuple(index for index, file in enumerate(files) if file.holder == holder)
+            for holder in range(plan.num_ranks + (layout == WHOLE_TENSORS))
+        )
+        where = Layout(tuple(files), holders, tuple(units), tuple(files_of_unit))
+        return cls(output, source, plan, tensors, where, options)
+
     @property
     def rank_nbytes(self) -> tuple[int, ...]:
         """Bytes of each rank's tensors."""
         counts = Counter(self.cut).items()
-        return tuple(sum(one.rank_nbytes(rank) * n for one, n in counts) for rank in range(self.plan.num_ranks))
+        return tuple(sum(tensor.rank_nbytes(rank) * n for tensor, n in counts) for rank in range(self.plan.num_ranks))
+
+    def nbytes_of(self, tensors: Iterable[int]) -> int:
+        """Source bytes of tensors."""
+        return sum(self.source.tensors[t].extent.nbytes for t in tensors)
 
     @property
     def has_whole(self) -> bool:
@@ -138,66 +184,18 @@ def is_stored(tensor: CutTensor, holder: int, num_ranks: int) -> bool:
         return True
     if len(tensor.cut.slices) == num_ranks:
         return tensor.cut.slices[holder].is_held
-    return any(one.count > 1 for one in tensor.rank_transfers(holder))
+    return any(transfer.count > 1 for transfer in tensor.rank_transfers(holder))
 
 
 def check_alignment(alignment: int) -> None:
-    """Refuse an alignment that is no power of two in the supported range.
+    """Check that an alignment is a power of two in the supported range.
 
     Raises:
         PlanError: it is not.
     """
     if alignment & (alignment - 1) or not MIN_ALIGNMENT <= alignment <= MAX_ALIGNMENT:
-        raise PlanError(
-            f"alignment {alignment} is not a power of two between {MIN_ALIGNMENT} and {MAX_ALIGNMENT} bytes",
-            code="option",
-        )
-
-
-def lay_out(
-    output: Store,
-    source: SourceCheckpoint,
-    plan: Plan,
-    alignment: int,
-    max_part_nbytes: int = DEFAULT_MAX_PART_NBYTES,
-    dcp: bool | None = None,
-    layout: str = RANKS,
-) -> Conversion:
-    """Choose order, files and offsets; `dcp` and `layout` as for `convert`.
-
-    Raises:
-        PlanError: the alignment, the part size, or what DCP needs, cannot be had.
-    """
-    check_alignment(alignment)
-    if max_part_nbytes < 1:
-        raise PlanError(f"a part size of {max_part_nbytes} bytes, expected a positive one", code="option")
-    options = ConversionOptions(
-        num_ranks=plan.num_ranks,
-        plan=plan.name,
-        expert_parallel=plan.expert_parallel,
-        alignment=alignment,
-        max_part_nbytes=max_part_nbytes,
-        dcp=choose_dcp(source, plan, dcp, layout),
-        layout=layout,
-    )
-    tensors = _cut_tensors(source, plan, layout)
-    order_key = {tensor: _order_key(tensor, alignment) for tensor in set(tensors)}
-    headers = HeaderBuilder(source, tensors, options)
-    files: list[RankFile] = []
-    units, files_of_unit = [], []
-    groups = list(_units(source, tensors, plan.num_ranks, max_part_nbytes))
-    for part, group in enumerate(groups):
-        unit = tuple(sorted(group, key=lambda t: order_key[tensors[t]]))
-        first = len(files)
-        files += _files(unit, tensors, headers, part, len(groups))
-        units.append(unit)
-        files_of_unit.append(range(first, len(files)))
-    holders = tuple(
-        tuple(number for number, file in enumerate(files) if file.holder == holder)
-        for holder in range(plan.num_ranks + (layout == WHOLE_TENSORS))
-    )
-    made = Layout(tuple(files), holders, tuple(units), tuple(files_of_unit))
-    return Conversion(output, source, plan, tensors, made, options)
+        what = f"alignment {alignment} is not a power of two between {MIN_ALIGNMENT} and {MAX_ALIGNMENT} bytes"
+        raise PlanError(what, code="option")
 
 
 def _cut_tensors(source: SourceCheckpoint, plan: Plan, layout: str) -> list[CutTensor]:
@@ -209,27 +207,24 @@ def _cut_tensors(source: SourceCheckpoint, plan: Plan, layout: str) -> list[CutT
 
 
 def choose_dcp(source: SourceCheckpoint, plan: Plan, wanted: bool | None, layout: str) -> bool:
-    """Whether DCP can read the ranks as one model, and shall; `wanted` as for `convert`.
+    """Whether headers get what PyTorch DCP needs to read the ranks as one model; `wanted` as for `convert`.
 
     Raises:
-        PlanError: it is wanted, and cannot be had.
+        PlanError: it is wanted, and DCP cannot read these slices.
     """
     if layout == WHOLE_TENSORS and wanted:
-        raise PlanError("files of whole tensors need no --dcp: PyTorch DCP reads them as they are", code="option")
+        raise PlanError("--dcp is not for whole tensors, which PyTorch DCP reads as they are", code="option")
     if wanted is False or plan.num_ranks == 1 or layout == WHOLE_TENSORS:
         return False
     if _NOT_IN_DCP.intersection(tensor.dtype for tensor in source.tensors):
         if wanted:
-            raise PlanError(f"PyTorch DCP reads no {', '.join(sorted(_NOT_IN_DCP))}", code="unsupported")
+            raise PlanError(f"PyTorch DCP does not read {', '.join(sorted(_NOT_IN_DCP))}", code="unsupported")
         return False
     unfit = {number for number, cut in enumerate(plan.cuts) if not cut.is_box}
     if wanted and unfit:
         names = (tensor.name for tensor, cut in zip(source.tensors, plan.cut_of, strict=True) if cut in unfit)
-        raise PlanError(
-            "slices of a fused tensor are no single box, which PyTorch DCP needs",
-            tensor=next(names),
-            code="unsupported",
-        )
+        what = "a slice of this fused tensor is several ranges, and PyTorch DCP needs a single box"
+        raise PlanError(what, tensor=next(names), code="unsupported")
     return not unfit
 
 
@@ -248,7 +243,7 @@ def _units(
     num_holders = len(tensors[0].cut.slices) if tensors else num_ranks
     limits = np.array([*[min(max_part_nbytes, 2**62)] * num_holders, MAX_PART_HEADER_NBYTES])
     stored_sizes = {
-        tensor: [tensor.rank_nbytes(one) * is_stored(tensor, one, num_ranks) for one in range(num_holders)]
+        tensor: [tensor.rank_nbytes(holder) * is_stored(tensor, holder, num_ranks) for holder in range(num_holders)]
         for tensor in set(tensors)
     }
     rows = [[*stored_sizes[cut], _entry_nbytes(tensor)] for cut, tensor in zip(tensors, source.tensors, strict=True)]
@@ -343,8 +338,8 @@ class HeaderBuilder:
         """The digest of a file's content, from the digests of its tensors, at least."""
         holder, cut = file.holder, self._tensors
         different = {cut[t] for t in file.tensors}
-        heads = {one: content_head(one.dtype, one.shape, one.cut.slices[holder]) for one in different}
-        which = {one: one.cut.which[holder] for one in different}
+        heads = {tensor: content_head(tensor.dtype, tensor.shape, tensor.cut.slices[holder]) for tensor in different}
+        which = {tensor: tensor.cut.which[holder] for tensor in different}
         return content_digest((self._names[t], heads[cut[t]], digests[t].slices[which[cut[t]]]) for t in file.tensors)
 
     def _entries_of(self, file: RankFile) -> str:
@@ -390,25 +385,24 @@ def stored_conversion(
     owner = [0] * len(manifest.files)
     shared = manifest.shared
     for holder, (entry, table) in enumerate(zip(manifest.holders, tables, strict=True)):
-        held = {t for t, one in enumerate(cut) if one.cut.slices[holder].is_held}
+        held = {t for t, tensor in enumerate(cut) if tensor.cut.slices[holder].is_held}
         own = [holder == options.num_ranks or number not in shared for number in entry.files]
-        for row, (name, file, offset) in enumerate(zip(table.names, table.files, table.offsets, strict=True)):
+        for row, (name, file_index, offset) in enumerate(zip(table.names, table.files, table.offsets, strict=True)):
             t = position.get(name)
             if t is None or t not in held or table.slices[row] != cut[t].cut.slices[holder]:
                 raise FormatError(f"{entry.table}: tensor {name!r} is not what the source record says", code="mismatch")
-            if own[file] and stored[entry.files[file]].setdefault(t, offset) != offset:
+            if own[file_index] and stored[entry.files[file_index]].setdefault(t, offset) != offset:
                 raise FormatError(f"{entry.table}: tensor {name!r} is not where another rank has it", code="mismatch")
         if len(table.names) != len(held):
-            raise FormatError(
-                f"{entry.table}: {len(table.names)} tensors, the source record has {len(held)}", code="mismatch"
-            )
+            what = f"{entry.table}: {len(table.names)} tensors, the source record has {len(held)}"
+            raise FormatError(what, code="mismatch")
         for number, is_own in zip(entry.files, own, strict=True):
             owner[number] = holder if is_own else owner[number]
     files = []
-    for one, holder, offsets in zip(manifest.files, owner, stored, strict=True):
-        data_offsets = tuple(offset - one.data_start for offset in offsets.values())
-        files.append(RankFile(one.name, holder, tuple(offsets), data_offsets, one.data_start, one.nbytes))
-    # Not every writer has units: all is one, in the order of the files.
+    for file, holder, offsets in zip(manifest.files, owner, stored, strict=True):
+        data_offsets = tuple(offset - file.data_start for offset in offsets.values())
+        files.append(RankFile(file.name, holder, tuple(offsets), data_offsets, file.data_start, file.nbytes))
+    # Not every writer has units: all files are one, in their order.
     order = tuple(dict.fromkeys(t for offsets in stored for t in offsets))
     holders = tuple(
         tuple(number for number in entry.files if owner[number] == holder)

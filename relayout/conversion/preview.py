@@ -63,16 +63,15 @@ class Preview(Result):
 def preview(conversion: Conversion) -> Preview:
     """Sum up a planned conversion."""
     source, plan, layout = conversion.source, conversion.plan, conversion.layout
-    options = conversion.options
-    tensors = conversion.cut
-    counts = Counter(tensors)
+    options, rank_nbytes = conversion.options, conversion.rank_nbytes
+    counts = Counter(conversion.cut)
+    words = {
+        tensor.cut: _cut_in_words(plan.cuts[cut]) for tensor, cut in set(zip(conversion.cut, plan.cut_of, strict=True))
+    }
     groups: dict[tuple[str, str, tuple[int, ...], str], list[tuple[CutTensor, int]]] = {}
-    different = set(zip((one.cut for one in tensors), plan.cut_of, strict=True))
-    words = {cut: _cut_in_words(plan.cuts[number]) for cut, number in different}
-    named = Counter(zip((collapse_numbers(tensor.name) for tensor in source.tensors), tensors, strict=True))
-    for (pattern, one), count in named.items():
-        groups.setdefault((pattern, one.dtype, one.shape, words[one.cut]), []).append((one, count))
-    rank_nbytes = conversion.rank_nbytes
+    named = Counter(zip((collapse_numbers(tensor.name) for tensor in source.tensors), conversion.cut, strict=True))
+    for (pattern, tensor), count in named.items():
+        groups.setdefault((pattern, tensor.dtype, tensor.shape, words[tensor.cut]), []).append((tensor, count))
     return Preview(
         source=str(conversion.source.root),
         output=str(conversion.output),
@@ -85,12 +84,12 @@ def preview(conversion: Conversion) -> Preview:
         written_nbytes=layout.nbytes,
         rank_nbytes=rank_nbytes,
         rank_tensors=tuple(
-            sum(count for one, count in counts.items() if one.cut.slices[rank].is_held)
+            sum(count for tensor, count in counts.items() if tensor.cut.slices[rank].is_held)
             for rank in range(plan.num_ranks)
         ),
         balance=sum(rank_nbytes) / max(1, max(rank_nbytes) * plan.num_ranks),
         replicated_nbytes=layout.data_nbytes - source.nbytes,
-        tail_nbytes=sum(count * _tail_nbytes(one, options.alignment) for one, count in counts.items()),
+        tail_nbytes=sum(count * _tail_nbytes(tensor, options.alignment) for tensor, count in counts.items()),
         num_files=len(layout.files),
         num_units=len(layout.units),
         groups=tuple(_group(*key, members, plan.num_ranks) for key, members in groups.items()),
@@ -110,16 +109,11 @@ def _tail_nbytes(tensor: CutTensor, alignment: int) -> int:
 def _group(
     pattern: str, dtype: str, shape: tuple[int, ...], cut: str, members: list[tuple[CutTensor, int]], num_ranks: int
 ) -> PlannedGroup:
-    held = [one.rank_shape(rank) for one, _ in members for rank in range(num_ranks) if one.cut.slices[rank].is_held]
-    return PlannedGroup(
-        pattern,
-        sum(count for _, count in members),
-        dtype,
-        shape,
-        cut,
-        tuple(dict.fromkeys(held)),
-        max(sum(one.rank_nbytes(rank) * count for one, count in members) for rank in range(num_ranks)),
-    )
+    ranks = range(num_ranks)
+    shapes = (tensor.rank_shape(rank) for tensor, _ in members for rank in ranks if tensor.cut.slices[rank].is_held)
+    rank_nbytes = max(sum(tensor.rank_nbytes(rank) * count for tensor, count in members) for rank in ranks)
+    count = sum(count for _, count in members)
+    return PlannedGroup(pattern, count, dtype, shape, cut, tuple(dict.fromkeys(shapes)), rank_nbytes)
 
 
 def _cut_in_words(cut: Cut) -> str:
@@ -127,16 +121,10 @@ def _cut_in_words(cut: Cut) -> str:
         return "whole"
     if not all(part.is_held for part in cut.distinct):
         return "whole, in one rank"
-    by_axis = [one for part in cut.distinct for one in part.by_axis or ()]
+    by_axis = [axis_ranges for part in cut.distinct for axis_ranges in part.by_axis or ()]
     dims = ", ".join(f"dim {axis}" for axis in sorted({axis for axis, _ in by_axis}))
     num_ranges = max(len(ranges) for _, ranges in by_axis)
     fused = f", {num_ranges} ranges" if num_ranges > 1 else ""
-    shared = max(
-        (
-            len(ranks)
-            for part, ranks in zip(cut.distinct, cut.holders, strict=True)
-            if all(ranges for _, ranges in part.by_axis or ())
-        ),
-        default=1,
-    )
+    holders = zip(cut.distinct, cut.holders, strict=True)
+    shared = max((len(ranks) for part, ranks in holders if all(ranges for _, ranges in part.by_axis or ())), default=1)
     return f"{dims}{fused}" if shared == 1 else f"{dims}{fused}, each part in {shared} ranks"

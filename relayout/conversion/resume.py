@@ -1,13 +1,13 @@
-"""Going on with a conversion that was interrupted: what an earlier attempt claims, and what of it is true."""
+"""Resuming a conversion that was interrupted: what an earlier attempt has noted, and what of it is true."""
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import astuple
 
-from relayout.conversion.journal import Claims, TensorDigests, Undertaking, read_journal
+from relayout.conversion.journal import Fingerprint, TensorDigests, Written, read_journal
 from relayout.conversion.layout import Conversion, RankFile
 from relayout.core.digests import DIGEST_NBYTES, digest_hex
 from relayout.core.extents import Extent
@@ -20,11 +20,11 @@ from relayout.storage.hashing import HashedFile, hash_files
 from relayout.storage.protocols import Staging
 
 
-def undertaking_of(conversion: Conversion) -> Undertaking:
-    """What a conversion is of, as the source is now, and to.
+def fingerprint_of(conversion: Conversion) -> Fingerprint:
+    """The fingerprint of a conversion, with the source as it is now.
 
     Raises:
-        FormatError: a source file is gone.
+        FormatError: a source file is missing.
     """
     checkpoint, plan = conversion.source, conversion.plan
     files = []
@@ -37,99 +37,98 @@ def undertaking_of(conversion: Conversion) -> Undertaking:
     # One tensor may lie in several files: the index says which counts.
     tensors = [[tensor.name, tensor.file, tensor.extent.offset, tensor.extent.nbytes] for tensor in checkpoint.tensors]
     index = None if checkpoint.index is None else digest_hex(checkpoint.index[1])
-    options = [
-        FORMAT_VERSION,
-        *astuple(conversion.options),
-        plan.cut_of,
-        [list(map(dump_slice, cut.slices)) for cut in plan.cuts],
-    ]
-    source = [files, tensors, index]
-    return Undertaking(digest_hex(compact_json(source)), digest_hex(compact_json(options)))
+    cuts = [list(map(dump_slice, cut.slices)) for cut in plan.cuts]
+    options = [FORMAT_VERSION, *astuple(conversion.options), plan.cut_of, cuts]
+    return Fingerprint(digest_hex(compact_json([files, tensors, index])), digest_hex(compact_json(options)))
 
 
-def claims_of(staging: Staging, undertaking: Undertaking, *, force: bool) -> Claims:
-    """What an earlier attempt at the same says it has done. Of anything else nothing is left, or it is refused.
+def changed(conversion: Conversion) -> FormatError:
+    """The error for a source of which the fingerprint is another than before it was read."""
+    return FormatError("has changed while it was read", path=str(conversion.source.root), code="mismatch")
+
+
+def read_progress(staging: Staging, fingerprint: Fingerprint, *, force: bool) -> Written:
+    """What an earlier attempt at the same conversion has noted. An attempt at another is deleted, or refused.
 
     Raises:
-        PlanError: the place holds an attempt at something else, and is not to be cleared by `force`.
+        PlanError: the place holds an attempt at another conversion, and `force` is not set.
     """
     staging.is_kept = True
-    found = read_journal(staging)
-    if found is not None and found[0] == undertaking and found[1].tensors:
-        return found[1]
-    if found is not None and found[1].tensors and not force:
-        what = "the source has changed since" if found[0].options == undertaking.options else "with other options"
-        raise PlanError(
-            f"holds an interrupted conversion, {what}; --force discards it and starts afresh",
-            path=staging.where,
-            code="exists",
-        )
+    journal = read_journal(staging)
+    if journal is not None and journal[1].tensors:
+        earlier, written = journal
+        if earlier == fingerprint:
+            return written
+        if not force:
+            change = "the source has changed since" if earlier.options == fingerprint.options else "with other options"
+            what = f"holds an interrupted conversion, {change}; --force discards it and starts again"
+            raise PlanError(what, path=staging.where, code="exists")
     staging.is_kept = False
     staging.clear()
-    return Claims()
+    return Written()
 
 
-def still_true(staging: Staging, claims: Claims, conversion: Conversion, threads: int) -> Claims:
-    """The claimed tensors whose stored bytes have the claimed digests, and the files that hold only such ones.
+def verified_progress(staging: Staging, written: Written, conversion: Conversion, threads: int) -> Written:
+    """The tensors whose stored bytes have the noted digests, and the files that hold only such tensors.
 
-    What cannot be gone on with is deleted: what is no rank file, and in a store that cannot read what is not published,
-    each file that is not complete.
+    What cannot be resumed is deleted: what is no rank file of this layout, and in a store that cannot read unpublished
+    files, each file that is not complete.
 
     Raises:
         OSError: a read failed.
     """
-    if not claims.tensors:
-        return Claims()
-    files = {file.name: number for number, file in enumerate(conversion.layout.files)}
-    there = staging.names()
-    for name in set(there) - files.keys():
+    if not written.tensors:
+        return Written()
+    files = conversion.layout.files
+    index_of = {file.name: index for index, file in enumerate(files)}
+    stored = set(staging.names())
+    for name in stored - index_of.keys():
         staging.remove(name)
-    fitting = {t: digests for t, digests in claims.tensors.items() if _fits(t, digests, conversion)}
+    fitting = {
+        t: digests
+        for t, digests in written.tensors.items()
+        if 0 <= t < len(conversion.cut) and len(digests.slices) == len(conversion.cut[t].cut.distinct)
+    }
     wrong: set[int] = set()
-    complete = {files[name] for name in there if name in files} & claims.chunks.keys()
-    for number, file in enumerate(conversion.layout.files):
+    for index, file in enumerate(files):
         if staging.can_read:
             wrong |= _wrong(staging, file, fitting, conversion, threads)
-        elif number not in complete:
+        elif file.name not in stored or index not in written.chunks:
             wrong.update(file.tensors)
-    true = {t: digests for t, digests in fitting.items() if t not in wrong}
-    chunks = {n: chunks for n, chunks in claims.chunks.items() if _fit(n, chunks, true, conversion)}
+    verified = {t: digests for t, digests in fitting.items() if t not in wrong}
+    chunks = {
+        index: digests
+        for index, digests in written.chunks.items()
+        if 0 <= index < len(files)
+        and len(digests) == DIGEST_NBYTES * num_chunks(files[index].data_start, files[index].nbytes, DIGESTED_NBYTES)
+        and all(t in verified or not conversion.cut[t].rank_nbytes(files[index].holder) for t in files[index].tensors)
+    }
     if not staging.can_read:
-        for name in there:
-            if name in files and files[name] not in chunks:
+        for name in stored & index_of.keys():
+            if index_of[name] not in chunks:
                 staging.remove(name)
-    return Claims(true, chunks)
-
-
-def _fits(t: int, digests: TensorDigests, conversion: Conversion) -> bool:
-    return 0 <= t < len(conversion.cut) and len(digests.slices) == len(conversion.cut[t].cut.distinct)
-
-
-def _fit(number: int, chunks: bytes, true: Container[int], conversion: Conversion) -> bool:
-    """Whether digests of chunks are of a file of which all is true."""
-    if not 0 <= number < len(conversion.layout.files):
-        return False
-    file = conversion.layout.files[number]
-    if len(chunks) != DIGEST_NBYTES * num_chunks(file.data_start, file.nbytes, DIGESTED_NBYTES):
-        return False
-    return all(t in true or not conversion.cut[t].rank_nbytes(file.holder) for t in file.tensors)
+    return Written(verified, chunks)
 
 
 def _wrong(
-    staging: Staging, file: RankFile, claims: Mapping[int, TensorDigests], conversion: Conversion, threads: int
+    staging: Staging, file: RankFile, noted: Mapping[int, TensorDigests], conversion: Conversion, threads: int
 ) -> set[int]:
-    """The claimed tensors whose slice is not in this rank file as it should be."""
-    rows = []
-    for t, offset in zip(file.tensors, file.offsets, strict=True):
-        if t in claims:
-            rows.append((t, Extent(offset, conversion.cut[t].rank_nbytes(file.holder))))
+    """The noted tensors whose slice in this rank file has another digest. A file that cannot be read is deleted."""
+    rows = [
+        (t, Extent(offset, conversion.cut[t].rank_nbytes(file.holder)))
+        for t, offset in zip(file.tensors, file.offsets, strict=True)
+        if t in noted
+    ]
     try:
         stored = HashedFile(lambda: staging.open(file.name, file.nbytes), [extent for _, extent in rows])
         [digests] = hash_files([stored], threads)
     except (FormatError, OSError) as error:
         if not isinstance(error, FormatError | FileNotFoundError | PermissionError) and error.errno != errno.EIO:
             raise
-        staging.remove(file.name)  # Missing, or what cannot be read: to be written again.
+        staging.remove(file.name)  # Missing or unreadable: to be written again.
         return {t for t, _ in rows}
-    held = (conversion.cut[t].cut.which[file.holder] for t, _ in rows)
-    return {t for (t, _), which, digest in zip(rows, held, digests, strict=True) if claims[t].slices[which] != digest}
+    return {
+        t
+        for (t, _), digest in zip(rows, digests, strict=True)
+        if noted[t].slices[conversion.cut[t].cut.which[file.holder]] != digest
+    }

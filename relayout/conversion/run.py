@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from relayout.checkpoint.converted import CONVERTED
 from relayout.conversion import preview
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, hash_chunks, run_unit, share_memory
-from relayout.conversion.journal import Claims, Journal, TensorDigests
+from relayout.conversion.journal import Journal, TensorDigests, Written
 from relayout.conversion.layout import Conversion
-from relayout.conversion.resume import claims_of, still_true, undertaking_of
+from relayout.conversion.resume import changed, fingerprint_of, read_progress, verified_progress
 from relayout.conversion.side_files import output_modes
 from relayout.conversion.sidecar import HeaderWriter, write_sidecar
 from relayout.conversion.steps import CopyPlan
-from relayout.core.arguments import integer, size
-from relayout.errors import FormatError, PlanError
+from relayout.errors import PlanError
 from relayout.progress import Progress, reporting
 from relayout.results import Result
 from relayout.storage.hashing import CHUNK_NBYTES as REHASH_NBYTES
@@ -49,7 +48,7 @@ class Summary(Result):
     peak_nbytes: int
     """The most memory that the process ever held (resident)."""
     left_out: tuple[str, ...]
-    """What of the source did not go along, and why."""
+    """Files of the source that were not copied, and why."""
     unmatched: tuple[str, ...]
     """Tensors that no rule of the plan names, and that every rank therefore holds whole."""
     untaken: tuple[str, ...]
@@ -59,11 +58,6 @@ class Summary(Result):
 @dataclass(frozen=True, slots=True)
 class ConversionPlan(Conversion):
     """A conversion that was planned, to be looked at and to be carried out. May be used by any number of threads."""
-
-    @staticmethod
-    def of(conversion: Conversion) -> ConversionPlan:
-        """The same, to be carried out."""
-        return ConversionPlan(*(getattr(conversion, field.name) for field in fields(conversion)))
 
     def __repr__(self) -> str:
         ranks = f"{self.plan.num_ranks} ranks"
@@ -86,46 +80,38 @@ class ConversionPlan(Conversion):
         memory: int | str = DEFAULT_MEMORY,
         progress: Progress = None,
     ) -> Summary:
-        """Do what was planned; arguments, result and errors as for `convert`."""
-        shared = share_memory(integer(threads, "threads"), size(memory, "memory"), self.output)
-        return _run(self, force, sha256, *shared, progress)
-
-
-def _run(
-    conversion: Conversion, force: bool, sha256: bool, threads: int, chunk_nbytes: int, progress: Progress
-) -> Summary:
-    started = time.monotonic()
-    source = conversion.source
-    conversion.output.check_output(conversion.source.root, CONVERTED, force=force)
-    undertaking = undertaking_of(conversion)
-    with conversion.output.stage(CONVERTED, replace=force, modes=output_modes(source)) as staging:
-        if sha256 and not staging.can_read:
-            what = "cannot read files before they are published: convert to a local folder, or without sha256"
-            raise PlanError(what, path=str(conversion.output), code="option")
-        claims = claims_of(staging, undertaking, force=force)
-        staging.advice = f"what is done is kept in {staging.where}; the same command goes on from there"
-        staging.check_space(_needed_nbytes(conversion) - staging.allocated_nbytes())
+        """Carry out the plan; arguments, result and errors as for `convert`."""
+        started = time.monotonic()
+        threads, chunk_nbytes = share_memory(threads, memory, self.output)
         num_readers = num_readers_of(threads, chunk_nbytes)
-        with reporting(progress if claims.tensors else None, "checking what is done", source.nbytes):
-            done = still_true(staging, claims, conversion, num_readers)
-        resumed_nbytes = sum(source.tensors[t].extent.nbytes for t in done.tensors)
-        headers = HeaderWriter(staging, conversion)
-        with (
-            Journal(staging, undertaking, append=bool(claims.tensors)) as journal,
-            reporting(progress, "converting", source.nbytes) as report,
-        ):
-            digests, chunks = _run_units(conversion, staging, journal, headers, done, threads, chunk_nbytes, report)
-        write_sidecar(staging, conversion, digests, chunks, headers.files, threads=num_readers, sha256=sha256)
-        if undertaking_of(conversion) != undertaking:
-            staging.is_kept = False
-            raise FormatError("has changed while it was read", path=str(conversion.source.root), code="mismatch")
-    return summary_of(conversion, resumed_nbytes, time.monotonic() - started)
+        source = self.source
+        self.output.check_output(source.root, CONVERTED, force=force)
+        fingerprint = fingerprint_of(self)
+        with self.output.stage(CONVERTED, replace=force, modes=output_modes(source)) as staging:
+            if sha256 and not staging.can_read:
+                what = "cannot read files before they are published: convert to a local folder, or without sha256"
+                raise PlanError(what, path=str(self.output), code="option")
+            noted = read_progress(staging, fingerprint, force=force)
+            staging.advice = f"finished work is kept in {staging.where}; the same command continues it"
+            staging.check_space(_needed_nbytes(self) - staging.allocated_nbytes())
+            with reporting(progress if noted.tensors else None, "checking finished work", source.nbytes):
+                done = verified_progress(staging, noted, self, num_readers)
+            headers = HeaderWriter(staging, self)
+            with (
+                Journal(staging, fingerprint, append=bool(noted.tensors)) as journal,
+                reporting(progress, "converting", source.nbytes) as report,
+            ):
+                written = _run_units(self, staging, journal, headers, done, threads, chunk_nbytes, report)
+            write_sidecar(staging, self, written, headers.files, threads=num_readers, sha256=sha256)
+            if fingerprint_of(self) != fingerprint:
+                staging.is_kept = False
+                raise changed(self)
+        return summary_of(self, self.nbytes_of(done.tensors), time.monotonic() - started)
 
 
 def summary_of(conversion: Conversion, resumed_nbytes: int, seconds: float) -> Summary:
     """The summary of a conversion that is done."""
     source, layout = conversion.source, conversion.layout
-    rank_nbytes = conversion.rank_nbytes
     return Summary(
         output=str(conversion.output),
         num_ranks=conversion.plan.num_ranks,
@@ -133,7 +119,7 @@ def summary_of(conversion: Conversion, resumed_nbytes: int, seconds: float) -> S
         num_files=len(layout.files),
         source_nbytes=source.nbytes,
         written_nbytes=layout.nbytes,
-        rank_nbytes=rank_nbytes,
+        rank_nbytes=conversion.rank_nbytes,
         replicated_nbytes=layout.data_nbytes - source.nbytes,
         resumed_nbytes=resumed_nbytes,
         seconds=seconds,
@@ -149,25 +135,19 @@ def _run_units(
     staging: Staging,
     journal: Journal,
     headers: HeaderWriter,
-    done: Claims,
+    done: Written,
     threads: int,
     chunk_nbytes: int,
     report: Callable[[int], None] | None,
-) -> tuple[dict[int, TensorDigests], dict[int, bytes]]:
-    """Convert one unit after the other, but for tensors that are done.
-
-    Returns:
-        The digests of all tensors, and of the chunks of all files.
-    """
-    layout, tensors = conversion.layout, conversion.source.tensors
-    digests = dict(done.tensors)
-    chunks = dict(done.chunks)
+) -> Written:
+    """Convert one unit after the other, but for tensors that are done. Returns the digests of all tensors and files."""
+    layout = conversion.layout
+    tensors, chunks = dict(done.tensors), dict(done.chunks)
     num_readers = num_readers_of(threads, chunk_nbytes)
-    passed = 0
 
-    def note(written: Mapping[int, TensorDigests]) -> None:
-        if written:
-            journal.add(written)
+    def note(complete: Mapping[int, TensorDigests]) -> None:
+        if complete:
+            journal.add(Written(complete))
             staging.is_kept = True
 
     def tell(nbytes: int) -> None:
@@ -175,23 +155,24 @@ def _run_units(
             report(passed + resumed + nbytes)
 
     plan = CopyPlan(conversion, chunk_nbytes=chunk_nbytes)
+    passed = 0
     for number, unit in enumerate(layout.units):
-        resumed = sum(tensors[t].extent.nbytes for t in unit if t in done.tensors)
+        resumed = conversion.nbytes_of(t for t in unit if t in done.tensors)
         written = run_unit(
             plan, number, staging, done=done.tensors.keys(), threads=threads, on_tensors=note, on_progress=tell
         )
-        digests |= written.tensors
-        unknown = [file for file in layout.files_of_unit[number] if file not in {**chunks, **written.chunks}]
-        added = {**written.chunks, **hash_chunks(staging, layout, unknown, num_readers)}
-        journal.add_files(added)
+        tensors |= written.tensors
+        unhashed = [file for file in layout.files_of_unit[number] if file not in {**chunks, **written.chunks}]
+        added = {**written.chunks, **hash_chunks(staging, layout, unhashed, num_readers)}
+        journal.add(Written(chunks=added))
         chunks |= added
-        headers.write(number, digests, chunks)
-        passed += sum(tensors[t].extent.nbytes for t in unit)
-    return digests, chunks
+        headers.write(number, Written(tensors, chunks))
+        passed += conversion.nbytes_of(unit)
+    return Written(tensors, chunks)
 
 
 def num_readers_of(threads: int, chunk_nbytes: int) -> int:
-    """How many of the threads may read files again: they need memory of another size."""
+    """How many of the threads may read files again: that takes memory of another size."""
     return max(1, min(threads, 2 * threads * chunk_nbytes // REHASH_NBYTES))
 
 

@@ -12,7 +12,7 @@ import xxhash
 from relayout.checkpoint.source import SourceCheckpoint
 from relayout.errors import FormatError
 from relayout.format.source_record import SideFile
-from relayout.storage.protocols import Access, Modes, Staging, Store, unversioned
+from relayout.storage.protocols import Access, FileStat, Modes, Staging, Store, unversioned
 
 _COPY_NBYTES = 2**20
 
@@ -20,11 +20,10 @@ _COPY_NBYTES = 2**20
 def modes_of(folder: Store, files: Iterable[str], *, with_folder: bool = True) -> Modes:
     """What all of the files grant, and the folder, to others than the owner, who may always read and write.
 
-    A file that is missing, or no file, is left to whoever reads it.
+    Files that are missing are ignored: whoever reads them complains.
     """
-    folder_mode, file_mode = Modes().folder, Modes().file
-    if with_folder:
-        folder_mode &= folder.folder_mode()
+    folder_mode = Modes().folder & (folder.folder_mode() if with_folder else -1)
+    file_mode = Modes().file
     for name in files:
         status = folder.stat(name)
         if status is not None:
@@ -43,13 +42,18 @@ def copy_side_file(source: Store, staging: Staging, name: str, expected: SideFil
     Raises:
         FormatError: it cannot be read, or is not the one that is expected.
     """
-    side = _Passing(source, name, None if expected is None else expected.nbytes)
-    mode = side.mode if expected is None else expected.mode
-    staging.put(name, side.pieces(), mode)
-    found = SideFile(name, side.nbytes, side.digest.hexdigest(), mode)
-    if expected is not None and found.digest != expected.digest:
-        raise FormatError("differs from the file that was copied", path=source.where(name), code="digest")
-    return found
+    status = _status(source, name)
+    if expected is None and not status.version:
+        raise unversioned(source.where(name))
+    differs = FormatError("differs from the file that was copied", path=source.where(name), code="digest")
+    if expected is not None and expected.nbytes != status.nbytes:
+        raise differs
+    mode, digest = status.mode if expected is None else expected.mode, xxhash.xxh3_128()
+    staging.put(name, _pieces(source, name, status.version, digest), mode)
+    copied = SideFile(name, status.nbytes, digest.hexdigest(), mode)
+    if expected is not None and copied.digest != expected.digest:
+        raise differs
+    return copied
 
 
 def read_side_file(folder: Store, name: str) -> SideFile:
@@ -58,32 +62,26 @@ def read_side_file(folder: Store, name: str) -> SideFile:
     Raises:
         FormatError: it cannot be read.
     """
-    side = _Passing(folder, name, None)
-    for _ in side.pieces():
+    status, digest = _status(folder, name), xxhash.xxh3_128()
+    if not status.version:
+        raise unversioned(folder.where(name))
+    for _ in _pieces(folder, name, status.version, digest):
         pass
-    return SideFile(name, side.nbytes, side.digest.hexdigest(), side.mode)
+    return SideFile(name, status.nbytes, digest.hexdigest(), status.mode)
 
 
-class _Passing:
-    """A file whose bytes pass once, and are hashed."""
+def _status(folder: Store, name: str) -> FileStat:
+    status = folder.stat(name)
+    if status is None:
+        raise FormatError(f"cannot be read: {os.strerror(errno.ENOENT)}", path=folder.where(name), code="missing")
+    return status
 
-    def __init__(self, folder: Store, name: str, expected_nbytes: int | None) -> None:
-        status = folder.stat(name)
-        if status is None:
-            raise FormatError(f"cannot be read: {os.strerror(errno.ENOENT)}", path=folder.where(name), code="missing")
-        if expected_nbytes not in (None, status.nbytes):
-            raise FormatError("differs from the file that was copied", path=folder.where(name), code="digest")
-        if not status.version and expected_nbytes is None:
-            raise unversioned(folder.where(name))
-        self.mode, self.nbytes = status.mode, status.nbytes
-        self.digest = xxhash.xxh3_128()
-        self._folder, self._name, self._version = folder, name, status.version
 
-    def pieces(self) -> Iterator[bytes]:
-        """The bytes, in order."""
-        with self._folder.open(self._name, access=Access.BUFFERED, version=self._version) as file:
-            for offset in range(0, file.nbytes, _COPY_NBYTES):
-                piece = bytearray(min(_COPY_NBYTES, file.nbytes - offset))
-                file.read(offset, memoryview(piece))
-                self.digest.update(piece)
-                yield bytes(piece)
+def _pieces(folder: Store, name: str, version: str, digest: xxhash.xxh3_128) -> Iterator[bytes]:
+    """The bytes of a file, in order, which pass once and are hashed."""
+    with folder.open(name, access=Access.BUFFERED, version=version) as file:
+        for offset in range(0, file.nbytes, _COPY_NBYTES):
+            piece = bytearray(min(_COPY_NBYTES, file.nbytes - offset))
+            file.read(offset, memoryview(piece))
+            digest.update(piece)
+            yield bytes(piece)

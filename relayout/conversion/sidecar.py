@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from relayout import __version__
-from relayout.conversion.journal import TensorDigests
+from relayout.conversion.journal import TensorDigests, Written
 from relayout.conversion.layout import Conversion, HeaderBuilder, RankFile, is_stored
 from relayout.conversion.side_files import copy_side_file
 from relayout.core.digests import EMPTY_DIGEST, digest_hex
@@ -49,29 +49,22 @@ class HeaderWriter:
         self._headers = HeaderBuilder(conversion.source, conversion.cut, conversion.options)
         self._files: dict[int, IndexedFile] = {}
 
-    def write(self, unit: int, passed: Mapping[int, TensorDigests], chunks: Mapping[int, bytes]) -> None:
-        """Complete the files of a unit.
-
-        Args:
-            passed: digests of the unit's tensors with bytes, at least.
-            chunks: of each file of the unit, by number, the digests of its chunks.
-        """
-        for file, header in self.headers(unit, passed, chunks):
+    def write(self, unit: int, written: Written) -> None:
+        """Complete the files of a unit, of which all tensors and files are written, and maybe others."""
+        for file, header in self.headers(unit, written):
             self._staging.write_head(file.name, header, file.nbytes)
 
-    def headers(
-        self, unit: int, passed: Mapping[int, TensorDigests], chunks: Mapping[int, bytes]
-    ) -> Iterator[tuple[RankFile, bytes]]:
-        """Yield each file of a unit and its header, and count it as complete. Arguments as for `write`."""
+    def headers(self, unit: int, written: Written) -> Iterator[tuple[RankFile, bytes]]:
+        """Yield each file of a unit and its header, and count it as complete."""
         layout = self._conversion.layout
-        digests = {t: _digests_of(self._conversion, t, passed) for t in layout.units[unit]}
+        digests = {t: _digests_of(self._conversion, t, written.tensors) for t in layout.units[unit]}
         for number in layout.files_of_unit[unit]:
             file = layout.files[number]
             content = self._headers.content(file, digests)
             header = self._headers.build(file, content)
             assert len(header) == file.data_start
             yield file, header
-            digest, chunks_digest = digest_hex(header), digest_hex(chunks[number])
+            digest, chunks_digest = digest_hex(header), digest_hex(written.chunks[number])
             indexed = IndexedFile(file.name, file.nbytes, file.data_start, content, digest, chunks_digest)
             self._files[number] = indexed
 
@@ -84,8 +77,7 @@ class HeaderWriter:
 def write_sidecar(
     staging: Staging,
     conversion: Conversion,
-    passed: Mapping[int, TensorDigests],
-    chunks: Mapping[int, bytes],
+    written: Written,
     files: Sequence[IndexedFile],
     *,
     threads: int = 1,
@@ -94,23 +86,22 @@ def write_sidecar(
     """Write everything but the files with the tensors, the manifest last.
 
     Args:
-        passed: digests of all tensors with bytes.
-        chunks: of each file, by number, the digests of its chunks.
-        files: all of them, which are complete.
+        written: all tensors with bytes, and all files.
+        files: the same files, with their headers.
         threads: threads that read files again for `sha256`.
         sha256: store SHA-256 of whole files, too.
     """
-    source = conversion.source
+    source, options = conversion.source, conversion.options
     side_files = [copy_side_file(source.folder, staging, name) for name in source.side_files]
-    digests = digests_of_all(conversion, passed)
-    record = _source_record(conversion, [one.source for one in digests], side_files)
+    digests = digests_of_all(conversion, written.tensors)
+    record = _source_record(conversion, [tensor.source for tensor in digests], side_files)
     conversion_id, plan_name = conversion_digest(record), "none" if record.plan is None else record.plan.full_name
     stored_record = compress(dump_record(record))
     staging.put(SOURCE_RECORD_NAME, [stored_record])
     del record, side_files
     if sha256:
         files = with_sha256(staging, files, threads)
-    staging.put(CHUNKS_NAME, [chunks[number] for number in range(len(files))])
+    staging.put(CHUNKS_NAME, [written.chunks[number] for number in range(len(files))])
     holders = []
     for holder in range(len(conversion.layout.holders)):
         entry, table = _holder(conversion, holder, digests)
@@ -125,9 +116,9 @@ def write_sidecar(
         conversion=conversion_id,
         model_type=source.model_type,
         plan=plan_name,
-        expert_parallel=conversion.options.expert_parallel,
-        alignment=conversion.options.alignment,
-        dcp=conversion.options.dcp,
+        expert_parallel=options.expert_parallel,
+        alignment=options.alignment,
+        dcp=options.dcp,
         record_digest=digest_hex(stored_record),
         source_nbytes=source.nbytes,
         hub_index_digest=None if hub_index is None else digest_hex(hub_index),
@@ -139,14 +130,14 @@ def write_sidecar(
     staging.put(MANIFEST_NAME, [dump_manifest(manifest)])
 
 
-def digests_of_all(conversion: Conversion, passed: Mapping[int, TensorDigests]) -> list[TensorDigests]:
-    """The digests of each tensor: of those that have passed, and of those without bytes, which no step deals with."""
-    return [_digests_of(conversion, t, passed) for t in range(len(conversion.source.tensors))]
+def digests_of_all(conversion: Conversion, written: Mapping[int, TensorDigests]) -> list[TensorDigests]:
+    """The digests of each tensor: of those that were written, and of those without bytes, which no step deals with."""
+    return [_digests_of(conversion, t, written) for t in range(len(conversion.source.tensors))]
 
 
-def _digests_of(conversion: Conversion, t: int, passed: Mapping[int, TensorDigests]) -> TensorDigests:
-    if t in passed:
-        return passed[t]
+def _digests_of(conversion: Conversion, t: int, written: Mapping[int, TensorDigests]) -> TensorDigests:
+    if t in written:
+        return written[t]
     tensor = conversion.source.tensors[t]
     assert not tensor.extent.nbytes, f"tensor {tensor.name!r}: was not hashed to its end"
     return TensorDigests(EMPTY_DIGEST, (EMPTY_DIGEST,) * len(conversion.cut[t].cut.distinct))
@@ -189,7 +180,7 @@ def _holder(conversion: Conversion, holder: int, digests: Sequence[TensorDigests
             for position, file in enumerate(files)
             for t, offset in zip(file.tensors, file.offsets, strict=True)
         ]
-        sizes = {one: one.rank_nbytes(holder) for one in set(cut)}
+        sizes = {tensor: tensor.rank_nbytes(holder) for tensor in set(cut)}
         arena = plan_arena([(file.data_start, file.offsets, [sizes[cut[t]] for t in file.tensors]) for file in files])
         arena_nbytes, reads = arena.nbytes, arena.reads
         arena_offsets = tuple(offset for column in arena.offsets for offset in column)
@@ -213,18 +204,19 @@ def _rows_beside_whole(conversion: Conversion, rank: int) -> tuple[tuple[int, ..
     numbers: list[int] = []
     rows: list[_Row] = []
     for number in sorted((*own, *layout.holders[num_ranks])):
-        file, position, found = layout.files[number], len(numbers), []
+        file, position, rows_of_file = layout.files[number], len(numbers), []
         for t, offset in zip(file.tensors, file.offsets, strict=True):
             if number in own:
-                nbytes = cut[t].rank_nbytes(rank)
-                found.append(_Row(t, position, offset, (Read(position, Transfer(offset, 0, nbytes)),)))
+                transfers = [Transfer(offset, 0, cut[t].rank_nbytes(rank))]
             elif cut[t].cut.slices[rank].is_held and not is_stored(cut[t], rank, num_ranks):
-                transfers = [one.shifted(source=offset) for one in cut[t].rank_transfers(rank)]
-                first = transfers[0].source if transfers else offset
-                found.append(_Row(t, position, first, tuple(Read(position, one) for one in transfers)))
-        if found or number in own:
+                transfers = [transfer.shifted(source=offset) for transfer in cut[t].rank_transfers(rank)]
+            else:
+                continue
+            first = transfers[0].source if transfers else offset
+            rows_of_file.append(_Row(t, position, first, tuple(Read(position, transfer) for transfer in transfers)))
+        if rows_of_file or number in own:
             numbers.append(number)
-            rows += found
+            rows += rows_of_file
     return tuple(numbers), rows
 
 
@@ -237,13 +229,13 @@ def _table(
 ) -> RankTable:
     tensors, cut = conversion.source.tensors, conversion.cut
     order = [row.tensor for row in rows]
-    different = list(dict.fromkeys(cut[t] for t in order))
-    number = {one: position for position, one in enumerate(different)}
-    which = {one: one.cut.which[holder] for one in different}
+    kinds = list(dict.fromkeys(cut[t] for t in order))
+    index_of = {kind: index for index, kind in enumerate(kinds)}
+    which = {kind: kind.cut.which[holder] for kind in kinds}
     return RankTable(
         rank=holder,
-        kinds=[Kind(one.dtype, one.rank_shape(holder), one.shape, one.cut.slices[holder]) for one in different],
-        kind_of=[number[cut[t]] for t in order],
+        kinds=[Kind(kind.dtype, kind.rank_shape(holder), kind.shape, kind.cut.slices[holder]) for kind in kinds],
+        kind_of=[index_of[cut[t]] for t in order],
         names=[tensors[t].name for t in order],
         files=[row.file for row in rows],
         offsets=[row.offset for row in rows],

@@ -101,7 +101,7 @@ class Step:
 
 
 _Held = tuple[int, int, Sequence[Transfer], bool]
-"""What a rank holds of a tensor: number of the slice, its bytes, its transfers, and whether it is hashed there."""
+"""What a rank holds of a tensor: index of the slice, its bytes, its transfers, and whether it is hashed there."""
 
 
 class CopyPlan:
@@ -115,8 +115,8 @@ class CopyPlan:
         small_nbytes: int = SMALL_NBYTES,
         by_source: bool = False,
     ) -> None:
-        """With `by_source`, steps go through source files from front to back, and each has all slices of its bytes:
-        it is offsets in the unit's files that may not rise."""
+        """With `by_source`, steps go through source files from front to back, and each has all slices of its bytes;
+        offsets in the unit's files may fall then."""
         self.conversion = conversion
         self._tensors = conversion.source.tensors
         self._cut = conversion.cut
@@ -200,7 +200,7 @@ class CopyPlan:
     def _large(self, t: int) -> Iterator[Step]:
         """The steps of one large tensor."""
         slices = self._cut[t].transfers
-        length = _chunk_length([one for transfers in slices for one in transfers], self._chunk_nbytes)
+        length = _chunk_length([transfer for transfers in slices for transfer in transfers], self._chunk_nbytes)
         if self._by_source or all(_in_order(transfers, length) for transfers in slices):
             yield from self._chunks(t, length, slices)
         else:
@@ -214,7 +214,7 @@ class CopyPlan:
             end = min(start + length, tensor.extent.nbytes)
             spans = []
             for which, transfers in enumerate(slices):
-                clipped = [part for one in transfers for part in one.clipped(start, end)]
+                clipped = [part for transfer in transfers for part in transfer.clipped(start, end)]
                 if not _in_order(transfers, length):  # Runs of several ranges may leave gaps between each other.
                     clipped = [run for part in clipped for run in part.runs()]
                 spans += [self._span(t, which, group) for group in _gapless(clipped)]
@@ -235,8 +235,11 @@ class CopyPlan:
     def _span(self, t: int, which: int, transfers: Sequence[Transfer]) -> Span:
         """The span of a gapless piece of one slice, which goes to all ranks that hold it."""
         cut = self._cut[t].cut
-        low, high = min(one.target for one in transfers), max(one.target_end for one in transfers)
-        targets = tuple(self._target(one, t, low) for one in cut.holders[which] if self._places[one][0][t] >= 0)
+        low = min(transfer.target for transfer in transfers)
+        high = max(transfer.target_end for transfer in transfers)
+        targets = tuple(
+            self._target(holder, t, low) for holder in cut.holders[which] if self._places[holder][0][t] >= 0
+        )
         piece = Piece(t, which, low, 0, high - low, transfers, not cut.distinct[which].is_whole)
         return Span(high - low, targets, (piece,))
 
@@ -269,11 +272,11 @@ def _places(conversion: Conversion, holder: int) -> tuple[Sequence[int], Sequenc
 
 def _chunk_length(transfers: Iterable[Transfer], chunk_nbytes: int) -> int:
     """Source bytes of a chunk: whole rows where columns are cut, and whole blocks in every file if possible."""
-    strided = [one for one in transfers if one.count > 1]
-    stride = max((one.source_stride for one in strided), default=0)
+    strided = [transfer for transfer in transfers if transfer.count > 1]
+    stride = max((transfer.source_stride for transfer in strided), default=0)
     if not strided or stride > chunk_nbytes:
         return align_up(chunk_nbytes, BLOCK)
-    rows_of_blocks = BLOCK // gcd(BLOCK, *(one.nbytes for one in strided))
+    rows_of_blocks = BLOCK // gcd(BLOCK, *(transfer.nbytes for transfer in strided))
     unit = stride * rows_of_blocks
     return align_down(chunk_nbytes, unit) if unit <= chunk_nbytes else align_down(chunk_nbytes, stride)
 
@@ -282,7 +285,7 @@ def _in_order(transfers: Sequence[Transfer], chunk_nbytes: int) -> bool:
     """Whether a slice's bytes come by in its own order, in chunks of so many source bytes."""
     if all(a.source_end <= b.source for a, b in pairwise(transfers)):
         return True
-    rows = {(one.count, one.source_stride, one.source // max(1, one.source_stride)) for one in transfers}
+    rows = {(part.count, part.source_stride, part.source // max(1, part.source_stride)) for part in transfers}
     [(count, stride, _), *others] = rows
     if others or count == 1:
         return False
@@ -294,7 +297,7 @@ def _in_target_order(transfers: Sequence[Transfer], max_nbytes: int, max_runs: i
     """Single runs in the order of their targets, in groups of at most so many bytes and runs."""
     group: list[Transfer] = []
     room = max_nbytes
-    for run in merge(*(one.runs() for one in transfers), key=lambda one: one.target):
+    for run in merge(*(transfer.runs() for transfer in transfers), key=lambda run: run.target):
         source, end = run.source, run.source_end
         while source < end:
             group += run.clipped(source, min(source + room, end))
@@ -310,12 +313,12 @@ def _gapless(transfers: Iterable[Transfer]) -> Iterator[list[Transfer]]:
     """Group transfers into gapless stretches of target bytes."""
     group: list[Transfer] = []
     end = 0
-    for one in sorted(transfers, key=lambda one: one.target):
-        if group and one.target > end:
+    for transfer in sorted(transfers, key=lambda transfer: transfer.target):
+        if group and transfer.target > end:
             yield group
             group = []
-        group.append(one)
-        end = max(end, one.target_end)
+        group.append(transfer)
+        end = max(end, transfer.target_end)
     if group:
         yield group
 
@@ -327,6 +330,6 @@ def _block_range(file: int, extent: Extent) -> SourceRange:
 
 def join_ranges(ranges: Iterable[SourceRange]) -> tuple[SourceRange, ...]:
     """Join ranges that touch or overlap."""
-    in_order = sorted(ranges, key=lambda one: (one.file, one.extent))
-    groups = coalesce(in_order, lambda one: (one.file, one.extent.offset, one.extent.end))
+    in_order = sorted(ranges, key=lambda source: (source.file, source.extent))
+    groups = coalesce(in_order, lambda source: (source.file, source.extent.offset, source.extent.end))
     return tuple(SourceRange(group.items[0].file, group.extent) for group in groups)

@@ -960,7 +960,7 @@ def test_a_signal_stops_a_conversion_and_keeps_what_is_done(big: Path, number: s
     found, stdout, stderr = stopped_halfway(big, number)
     assert (found, stdout) == (code, "")
     assert "Traceback" not in stderr
-    note = f"what is done is kept in {big / PARTIAL}; the same command goes on from there"
+    note = f"finished work is kept in {big / PARTIAL}; the same command continues it"
     if number == signal.SIGINT:
         assert stderr.splitlines() == ["relayout: error: interrupted", f"relayout: note: {note}"]
     assert {name: one for name, one in tree(big).items() if not name.startswith(PARTIAL)} == before
@@ -983,7 +983,7 @@ def test_after_a_kill_the_same_command_succeeds_and_clears_up(big: Path) -> None
 def test_an_interrupted_conversion_is_not_gone_on_with_by_other_options(big: Path) -> None:
     stopped_halfway(big, signal.SIGINT)
     args = ["convert", "big", "--align", "512"]
-    says = rf"{PARTIAL}: holds an interrupted conversion, with other options; --force discards it and starts afresh"
+    says = rf"{PARTIAL}: holds an interrupted conversion, with other options; --force discards it and starts again"
     assert_refused(run, big, args, says)
     done = run(*args, "--force", cwd=big)
     assert (done.returncode, done.stderr) == (0, "")
@@ -992,5 +992,5 @@ def test_an_interrupted_conversion_is_not_gone_on_with_by_other_options(big: Pat
 
 @pytest.mark.parametrize("args", ["--threads 0", "--memory 1MiB", "--memory many"])
 def test_threads_and_memory_that_make_no_sense_are_one_line(here: Run, work: Path, args: str) -> None:
-    says = r"0 threads|a memory of 1048576 bytes|'many' is not"
+    says = r"0 threads|1048576 bytes of memory|'many' is not"
     assert_refused(here, work, ["convert", "model", *args.split()], says)

@@ -14,6 +14,7 @@ import pytest
 import typer.main
 from safetensors.numpy import save_file
 from support.patience import PATIENCE
+from support.traps import caught_in, set_traps
 
 import relayout
 from relayout.cli import app
@@ -22,13 +23,6 @@ from relayout.core.children import PIPE, start_child, wait_for_child
 from relayout.errors import PlanError
 from relayout.observe import observation
 
-TRAPS = ["json", "xxhash", "numpy", "torch", "vllm", "relayout/__init__", "sitecustomize", "usercustomize"]
-TRAP = """
-import os
-with open({caught!r}, "a") as file:
-    file.write({name!r} + "\\n")
-raise ImportError("a trap")
-"""
 # As the installed command: the script's own folder comes first, not the working folder.
 MAIN = "from relayout.__main__ import main\nmain()\n"
 # One load of the many that it measures: each is as the first.
@@ -70,10 +64,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file({"model.embed_tokens.weight": np.arange(64, dtype=np.float32).reshape(8, 8)}, model / "model.safetensors")
     (model / "config.json").write_text('{"model_type": "llama", "num_attention_heads": 2, "hidden_size": 8}')
     relayout.convert(model, place / "out", tp=2)
-    for name in TRAPS:
-        trap = model / f"{name}.py"
-        trap.parent.mkdir(exist_ok=True)
-        trap.write_text(TRAP.format(caught=str(place / "caught"), name=name))
+    set_traps(model, place / "caught")
     (place / "main.py").write_text(MAIN)
     (place / "bench.py").write_text(BENCH + MAIN)
     (place / "warm.py").write_text(WARM)
@@ -94,7 +85,7 @@ def run(place: Path, script: str, *args: str, **environment: str) -> subprocess.
 
 
 def caught(place: Path) -> list[str]:
-    return (place / "caught").read_text().split() if (place / "caught").exists() else []
+    return caught_in(place / "caught")
 
 
 def test_the_traps_are_ones(place: Path) -> None:

@@ -59,7 +59,9 @@ def test_tasks_convert_all_units_and_the_driver_publishes(
     assert told[-1] == (done.source_nbytes, done.source_nbytes)
     assert (done.resumed_nbytes, done.peak_nbytes > 0) == (0, True)
     [init] = ray.inits
-    assert (init["address"], init["runtime_env"]) == ("auto", {"py_modules": [str(Path(relayout.__file__).parent)]})
+    assert init["address"] == "auto"
+    assert init["runtime_env"]["py_modules"] == [str(Path(relayout.__file__).parent)]
+    assert ray.working_files == []  # Nothing of the driver's working folder.
     assert ray.asked[0]["num_cpus"] == 2  # So many of the threads of a task as every node has processors.
     assert not ray.is_up
 
@@ -114,9 +116,9 @@ def test_progress_is_counted_where_the_driver_is_and_never_goes_back(
     on_ray.convert(source, tmp_path / "out", **OPTIONS)
     assert ray.asked[1]["scheduling_strategy"] == ("driver's", False)
     counts = on_ray._Counts()
-    counts.tell(0, 10)
-    counts.tell(1, 5)
-    counts.tell(0, 2)  # It was begun anew.
+    counts.set(0, 10)
+    counts.set(1, 5)
+    counts.set(0, 2)  # It was begun anew.
     assert counts.total() == 15
 
 
@@ -184,7 +186,7 @@ def test_an_interruption_cancels_what_runs_and_the_same_call_goes_on(
             num_done.release()
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(on_ray, "_TELL_SECONDS", 0.01)
+    monkeypatch.setattr(on_ray, "_REPORT_SECONDS", 0.01)
     with pytest.raises(KeyboardInterrupt):
         on_ray.convert(source, tmp_path / "out", progress=interrupt, **OPTIONS)
     assert num_done.acquire(blocking=False)
@@ -198,13 +200,23 @@ def test_an_interruption_cancels_what_runs_and_the_same_call_goes_on(
 
 
 def test_verification_reads_each_rank_in_a_task(
-    source: Path, tmp_path: Path, use: Callable[[FakeRay], FakeRay]
+    source: Path, tmp_path: Path, use: Callable[[FakeRay], FakeRay], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(FakeRay([{"CPU": 2.0}]))
     out = tmp_path / "out"
     relayout.convert(source, out, sha256=True, **OPTIONS)
     here = relayout.verify(out, source=source)
     assert on_ray.verify(str(out), source=str(source)).as_json() == here.as_json()
+    verify_holder, paths = on_ray.verify_holder, []
+
+    def verified(path: str, *args: Any, **options: Any) -> Any:
+        paths.append(path)
+        return verify_holder(path, *args, **options)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(on_ray, "verify_holder", verified)
+    assert on_ray.verify("out").ok
+    assert paths == [str(out)] * 4  # A task has another working folder.
     file = out / "model-rank-2-part-1.safetensors"
     blob = bytearray(file.read_bytes())
     blob[-100] ^= 1

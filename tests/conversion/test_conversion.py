@@ -16,6 +16,7 @@ import pytest
 from safetensors import safe_open
 from support.local_stores import read_manifest, read_record, read_table
 from support.models import as_integers, expected_slice, read_tensors
+from support.profile import sample
 
 import relayout
 from relayout.core.dtypes import BITS
@@ -202,12 +203,12 @@ def test_every_dtype_survives_at_one_rank(tmp_path: Path) -> None:
         assert torch.equal(loaded[name].flatten().view(torch.uint8), tensor.flatten().view(torch.uint8)), name
 
 
-@pytest.mark.parametrize(("threads", "memory"), [(8, 512 * 2**20), (2, 32 * 2**20)])
+@pytest.mark.parametrize(("threads", "memory"), sample([(8, 512 * 2**20), (2, 32 * 2**20)], [(2, 32 * 2**20)]))
 def test_peak_memory_keeps_to_its_budget(tmp_path: Path, threads: int, memory: int) -> None:
-    """A sparse 3 GB checkpoint, with tensors of 500 MB: the budget, and 100 MB for the program."""
+    """A sparse 2 GB checkpoint, with tensors of 500 MB: the budget, and 100 MB for the program."""
     source = tmp_path / "source"
     source.mkdir()
-    rows = {f"model.layers.{n}.mlp.{kind}.weight": [32768, 8192] for n in range(2) for kind in ("up_proj", "down_proj")}
+    rows = {f"model.layers.0.mlp.{kind}.weight": [32768, 8192] for kind in ("up_proj", "down_proj")}
     offset, header = 0, {}
     for name, shape in (rows | {"lm_head.weight": [65536, 8192]}).items():
         end = offset + 2 * shape[0] * shape[1]
@@ -225,7 +226,7 @@ def test_peak_memory_keeps_to_its_budget(tmp_path: Path, threads: int, memory: i
         "print(re.search(r'VmHWM:\\s*(\\d+)', pathlib.Path('/proc/self/status').read_text())[1])"
     )
     if shutil.disk_usage(tmp_path).free < 2 * offset:
-        pytest.skip("less than 6 GB free")
+        pytest.skip("less than 4 GB free")
     run = subprocess.run(
         [sys.executable, "-c", code, source, tmp_path / "out", str(threads), str(memory)],
         capture_output=True,

@@ -30,6 +30,7 @@ from support.faults import environment
 from support.journals import read_journal
 from support.mounts import mounted, mounted_tmpfs
 from support.planning import slice_nbytes
+from support.profile import IS_LONG, sample
 
 from relayout.commands.convert import plan_conversion
 from relayout.conversion.journal import JOURNAL_NAME
@@ -191,7 +192,7 @@ def assert_goes_on(model: Model, place: Path, resumed: set[int]) -> None:
 
 
 def kept_note(place: Path) -> str:
-    return f"relayout: note: what is done is kept in {place / PARTIAL}; the same command goes on from there"
+    return f"relayout: note: finished work is kept in {place / PARTIAL}; the same command continues it"
 
 
 def strata(low: int, high: int, count: int) -> list[int]:
@@ -254,7 +255,7 @@ def own_calls(model: Model) -> list[str]:
     return [line for line in model.calls if str(model.place) in line]
 
 
-NUM_KILLS = 21
+NUM_KILLS = 60 if IS_LONG else 12
 
 
 @pytest.mark.parametrize("number", range(NUM_KILLS))
@@ -287,7 +288,7 @@ def test_after_a_kill_the_same_command_goes_on(model: Model, shim: Path, tmp_pat
         assert_goes_on(model, tmp_path, claims(tmp_path))
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(10 if IS_LONG else 2))
 def test_a_kill_from_outside_is_no_other(model: Model, shim: Path, tmp_path: Path, number: int) -> None:
     # Every call takes some ms longer, so that the conversion takes about a second; the moment is a time.
     with subprocess.Popen(
@@ -307,7 +308,7 @@ def copying_calls(model: Model) -> list[str]:
     return calls[: max(n for n, line in enumerate(calls) if line.startswith("write") and JOURNAL_NAME in line) + 1]
 
 
-NUM_INTERRUPTIONS = 7
+NUM_INTERRUPTIONS = 20 if IS_LONG else 5
 
 
 @pytest.mark.parametrize("number", range(NUM_INTERRUPTIONS))
@@ -375,32 +376,37 @@ NO_EXCHANGE = f"exchange|{REPLACING}|1+|einval"
 """As of a kernel or file system that cannot exchange two names."""
 
 
-@pytest.mark.parametrize("how", ["kill", "after"])
-@pytest.mark.parametrize(
-    ("faults", "is_replaced"),
-    [
-        ([f"rename|{PARTIAL}/output -> |1|"], (False, False)),
-        ([f"exchange|{REPLACING}|1|"], (False, True)),
-        ([NO_EXCHANGE, "rename|/.out.relayout-old|1|"], (False, None)),
-        ([NO_EXCHANGE, f"rename|{REPLACING}|1|"], (None, True)),
-        ([NO_EXCHANGE, "unlink|/.out.relayout-old|2|"], (True, True)),
-        ([f"unlink|{PARTIAL}/done|2|"], (True, True)),
-    ],
-)
+# None: between two renames, where there is no output for a moment.
+REPLACEMENTS: list[tuple[list[str], bool | None]] = [
+    ([f"rename|{PARTIAL}/output -> |1|kill"], False),
+    ([f"rename|{PARTIAL}/output -> |1|after"], False),
+    ([f"exchange|{REPLACING}|1|kill"], False),
+    ([f"exchange|{REPLACING}|1|after"], True),
+    ([NO_EXCHANGE, "rename|/.out.relayout-old|1|kill"], False),
+    ([NO_EXCHANGE, "rename|/.out.relayout-old|1|after"], None),
+    ([NO_EXCHANGE, f"rename|{REPLACING}|1|kill"], None),
+    ([NO_EXCHANGE, f"rename|{REPLACING}|1|after"], True),
+    ([NO_EXCHANGE, "unlink|/.out.relayout-old|2|kill"], True),
+    ([NO_EXCHANGE, "unlink|/.out.relayout-old|2|after"], True),
+    ([f"unlink|{PARTIAL}/done|2|kill"], True),
+    ([f"unlink|{PARTIAL}/done|2|after"], True),
+]
+
+
+# Every day one side of each call, and both of those that exchange or move what has OUT's name.
+@pytest.mark.parametrize(("faults", "is_replaced"), sample(REPLACEMENTS, [*REPLACEMENTS[1:8], *REPLACEMENTS[8::2]]))
 def test_a_kill_while_an_old_folder_is_replaced_loses_neither(
-    model: Model, shim: Path, tmp_path: Path, how: str, faults: list[str], is_replaced: tuple[bool | None, bool | None]
+    model: Model, shim: Path, tmp_path: Path, faults: list[str], is_replaced: bool | None
 ) -> None:
-    # None: between two renames, where there is no output for a moment.
     out = tmp_path / "out"
     assert run(tmp_path, "--align", "512", source=model.place).returncode == 0
     old = content(out)
     assert old != model.complete
-    done = run(tmp_path, "--force", source=model.place, shim=shim, faults=[*faults[:-1], faults[-1] + how])
+    done = run(tmp_path, "--force", source=model.place, shim=shim, faults=faults)
     assert done.returncode == -signal.SIGKILL
-    found = is_replaced[how == "after"]
-    assert out.exists() == (found is not None)
-    if found is not None:
-        assert content(out) == (model.complete if found else old)
+    assert out.exists() == (is_replaced is not None)
+    if is_replaced is not None:
+        assert content(out) == (model.complete if is_replaced else old)
     done = run(tmp_path, "--force", source=model.place)
     assert (done.returncode, done.stderr) == (0, "")
     assert content(out) == model.complete

@@ -12,14 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.journals import NotesIn, read_journal
 
-from relayout.conversion import journal as journals
-from relayout.conversion.journal import JOURNAL_NAME, Journal, TensorDigests, Undertaking, parse_journal
+from relayout.conversion.journal import JOURNAL_NAME, Fingerprint, Journal, TensorDigests, Written, parse_journal
 from relayout.storage.local.open_folder import OpenFolder
 
-OURS = Undertaking("a" * 32, "b" * 32)
-THEIRS = Undertaking("c" * 32, "b" * 32)
+OURS = Fingerprint("a" * 32, "b" * 32)
+THEIRS = Fingerprint("c" * 32, "b" * 32)
 
-Claims = Mapping[int, TensorDigests]
+Tensors = Mapping[int, TensorDigests]
 
 digests = st.integers(0, 2**128 - 1).map(lambda value: f"{value:032x}")
 claims = st.dictionaries(
@@ -34,14 +33,14 @@ def digests_of(tensor: int, num_slices: int = 2) -> TensorDigests:
     return TensorDigests(f"{tensor:032x}", tuple(f"{tensor + n + 1:032x}" for n in range(num_slices)))
 
 
-def write(folder: Path, added: Claims, undertaking: Undertaking = OURS, *, append: bool = False) -> bytes:
-    with OpenFolder(folder) as opened, Journal(NotesIn(opened), undertaking, append=append) as journal:
-        for tensor, one in added.items():
-            journal.add({tensor: one})
+def write(folder: Path, added: Tensors, fingerprint: Fingerprint = OURS, *, append: bool = False) -> bytes:
+    with OpenFolder(folder) as opened, Journal(NotesIn(opened), fingerprint, append=append) as journal:
+        for tensor, digests in added.items():
+            journal.add(Written({tensor: digests}))
     return (folder / JOURNAL_NAME).read_bytes()
 
 
-def read(folder: Path, blob: bytes) -> tuple[Undertaking, Claims] | None:
+def read(folder: Path, blob: bytes) -> tuple[Fingerprint, Tensors] | None:
     (folder / JOURNAL_NAME).write_bytes(blob)
     return read_journal(folder)
 
@@ -53,14 +52,14 @@ def line(text: bytes) -> bytes:
 
 @same_folder
 @given(added=claims)
-def test_what_was_added_is_read_back(tmp_path: Path, added: Claims) -> None:
+def test_what_was_added_is_read_back(tmp_path: Path, added: Tensors) -> None:
     write(tmp_path, added)
     assert read_journal(tmp_path) == (OURS, added)
 
 
 @same_folder
 @given(first=claims, second=claims)
-def test_a_journal_can_be_gone_on_with(tmp_path: Path, first: Claims, second: Claims) -> None:
+def test_a_journal_can_be_gone_on_with(tmp_path: Path, first: Tensors, second: Tensors) -> None:
     write(tmp_path, first)
     write(tmp_path, second, append=True)
     assert read_journal(tmp_path) == (OURS, {**first, **second})
@@ -75,24 +74,24 @@ def test_a_new_journal_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
 def test_what_is_added_can_be_read_at_once(tmp_path: Path) -> None:
     with OpenFolder(tmp_path) as opened, Journal(NotesIn(opened), OURS, append=False) as journal:
         assert read_journal(tmp_path) == (OURS, {})
-        journal.add({3: digests_of(3)})
+        journal.add(Written({3: digests_of(3)}))
         assert read_journal(tmp_path) == (OURS, {3: digests_of(3)})
 
 
 def test_the_chunks_of_complete_files_are_read_back(tmp_path: Path) -> None:
     with OpenFolder(tmp_path) as opened, Journal(NotesIn(opened), OURS, append=False) as journal:
-        journal.add({3: digests_of(3)})
-        journal.add_files({0: b"", 7: bytes(range(32))})
+        journal.add(Written({3: digests_of(3)}))
+        journal.add(Written(chunks={0: b"", 7: bytes(range(32))}))
     blob = (tmp_path / JOURNAL_NAME).read_bytes()
     bad = [b'["chunks",1,"0"]', b'["chunks",true,""]', b'["chunks","1",""]', b'["chunks",1]', b'["chunks",1,"","",2]']
     found = parse_journal(blob + b"".join(map(line, bad)))
-    assert found == (OURS, journals.Claims({3: digests_of(3)}, {0: b"", 7: bytes(range(32))}))
+    assert found == (OURS, Written({3: digests_of(3)}, {0: b"", 7: bytes(range(32))}))
 
 
 def test_the_last_word_on_a_tensor_counts(tmp_path: Path) -> None:
     with OpenFolder(tmp_path) as opened, Journal(NotesIn(opened), OURS, append=False) as journal:
-        journal.add({3: digests_of(3)})
-        journal.add({3: digests_of(4)})
+        journal.add(Written({3: digests_of(3)}))
+        journal.add(Written({3: digests_of(4)}))
     assert read_journal(tmp_path) == (OURS, {3: digests_of(4)})
 
 
@@ -134,7 +133,7 @@ def test_a_flipped_bit_costs_its_line_only(tmp_path: Path) -> None:
 
 @same_folder
 @given(added=claims, rubbish=st.binary(max_size=200), position=st.integers(0, 10))
-def test_rubbish_between_lines_claims_nothing(tmp_path: Path, added: Claims, rubbish: bytes, position: int) -> None:
+def test_rubbish_between_lines_claims_nothing(tmp_path: Path, added: Tensors, rubbish: bytes, position: int) -> None:
     lines = write(tmp_path, added).splitlines(keepends=True)
     position = max(1, min(position, len(lines)))
     blob = b"".join(lines[:position]) + rubbish + b"\n" + b"".join(lines[position:])
@@ -202,7 +201,7 @@ def test_lines_of_another_journal_count_as_their_own(tmp_path: Path) -> None:
 def test_threads_do_not_tear_each_others_lines(tmp_path: Path) -> None:
     def add(first: int) -> None:
         for tensor in range(first, 2000, 8):
-            journal.add({tensor: digests_of(tensor, num_slices=1 + tensor % 50)})
+            journal.add(Written({tensor: digests_of(tensor, num_slices=1 + tensor % 50)}))
 
     with OpenFolder(tmp_path) as opened, Journal(NotesIn(opened), OURS, append=False) as journal:
         threads = [threading.Thread(target=add, args=(first,)) for first in range(8)]

@@ -26,7 +26,7 @@ import relayout
 from relayout.commands.convert import convert, plan_conversion
 from relayout.conversion import run as conversion
 from relayout.conversion.copy import FileSink
-from relayout.conversion.journal import JOURNAL_NAME, Journal, parse_journal
+from relayout.conversion.journal import JOURNAL_NAME, Journal, Written, parse_journal
 from relayout.conversion.run import ConversionPlan, Summary
 from relayout.core.extents import BLOCK
 from relayout.errors import FormatError, PlanError
@@ -123,7 +123,7 @@ def interrupt(work: Path, *, force: bool = False, **options: Any) -> set[int]:
     """Leave a conversion behind that has done 5 tensors and the half of another one; returns their positions."""
     with stopping_at(DONE * PUTS + 1), pytest.raises(Stopped) as caught:
         go(work, force=force, **options)
-    note = f"what is done is kept in {work / PARTIAL}; the same command goes on from there"
+    note = f"finished work is kept in {work / PARTIAL}; the same command continues it"
     assert caught.value.__notes__ == [note]
     assert [path.name for path in work.iterdir() if path.name.startswith(".")] == [PARTIAL]
     found = read_journal(work / PARTIAL)
@@ -839,7 +839,7 @@ def test_what_the_journal_says_of_chunks_counts_only_for_a_file_of_which_all_is_
         assert found is not None
         assert found[1].chunks.keys() == set(range(len(plan.layout.files)))
         with Journal(NotesIn(folder), found[0], append=True) as journal:  # type: ignore[arg-type]
-            journal.add_files({number: bytes(len(chunks)) for number, chunks in found[1].chunks.items()})
+            journal.add(Written(chunks={number: bytes(len(chunks)) for number, chunks in found[1].chunks.items()}))
     for file in plan.layout.files:
         [(start, _)] = places_of(plan, {0})[file.name]
         flip(work / PARTIAL / "output" / file.name, start)

@@ -11,12 +11,16 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from support.conversions import Conversions, dcp_tensors, grouped
+from support.profile import sample
 from transformers.utils.hub import get_checkpoint_shard_files
 
 import relayout
 from relayout.errors import FormatError, PlanError
 
-NAMES = ["llama", "qwen2_tied", "gpt2", "bloom", "phi3", "mixtral", "deepseek_v3", "gpt_oss_mxfp4"]
+NAMES = sample(
+    ["llama", "qwen2_tied", "gpt2", "bloom", "phi3", "mixtral", "deepseek_v3", "gpt_oss_mxfp4"],
+    ["qwen2_tied", "gpt2", "phi3", "gpt_oss_mxfp4"],
+)
 
 
 def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -169,7 +173,7 @@ def test_a_slice_that_is_elsewhere_than_in_its_whole_tensor_is_refused(
 
 
 def test_what_dcp_needs_is_not_asked_for_beside_whole_tensors(conversions: Conversions, tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="need no --dcp"):
+    with pytest.raises(PlanError, match="--dcp is not for whole tensors"):
         relayout.convert(conversions.source("llama"), tmp_path / "out", tp=2, layout="whole", dcp=True)
     with pytest.raises(PlanError, match="layout='columns', expected 'ranks' or 'whole'"):
         relayout.convert(conversions.source("llama"), tmp_path / "out", tp=2, layout="columns")

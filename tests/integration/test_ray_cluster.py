@@ -24,6 +24,8 @@ from typing import Any
 import pytest
 from support import seaweedfs
 from support.loader_fixtures import mlp_model
+from support.patience import PATIENCE
+from support.traps import caught_in, set_traps
 
 import relayout
 from relayout.clusters import on_ray
@@ -49,6 +51,7 @@ NUM_LAYERS = int(float(os.environ.get("RELAYOUT_TEST_GB", "0.2")) * 10**9) // LA
 MAX_FETCHED = 1.05
 """Of the source's bytes, at most, where nothing is lost."""
 MAX_WORKER_NBYTES = 600 * 10**6
+RAY_OPTIONS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0"}
 SMALL: dict[str, Any] = {"threads": 2, "memory": "128MiB"}
 OPTIONS: dict[str, Any] = {"tp": 8, "max_part_nbytes": NUM_LAYERS * LAYER_NBYTES // 8 // 12}
 """A dozen units."""
@@ -157,6 +160,46 @@ def digests_of(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 
+@pytest.fixture
+def ray_environment() -> Iterator[dict[str, str]]:
+    """The environment of a driver that starts Ray on this machine; its sockets are in a folder with a short path."""
+    pytest.importorskip("ray", reason="needs the extra `ray`")
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:
+        yield {**os.environ, **RAY_OPTIONS, "RAY_TMPDIR": folder}
+
+
+@pytest.mark.parametrize("command", ["convert", "verify"])
+def test_tasks_import_nothing_of_the_folder_in_which_the_driver_is_started(
+    tmp_path: Path, ray_environment: dict[str, str], command: str
+) -> None:
+    source = mlp_model(tmp_path / "source")
+    relayout.convert(source, tmp_path / "expected", tp=2)
+    words = {
+        "convert": ["convert", "../source", "-o", "../out", "--tp", "2", "--engine", "ray"],
+        "verify": ["verify", "../expected", "--engine", "ray"],
+    }[command]
+    here = tmp_path / "here"
+    here.mkdir()
+    set_traps(here, tmp_path / "caught")
+    # As the installed command: the script's own folder comes first, not the working folder.
+    script = tmp_path / "bin" / "relayout"
+    script.parent.mkdir()
+    script.write_text("from relayout.__main__ import main\nmain()\n")
+    done = subprocess.run(
+        [sys.executable, str(script), *words],
+        cwd=here,
+        env=ray_environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert caught_in(tmp_path / "caught") == []
+    assert done.returncode == 0, done.stderr
+    if command == "convert":
+        assert digests_of(tmp_path / "out") == digests_of(tmp_path / "expected")
+
+
 @pytest.fixture(scope="module", params=[Folder, Buckets])
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folder]:
     """A source, what becomes of it locally, and a cluster, whose sockets are in a folder with a short path."""
@@ -171,8 +214,8 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setenv("RAY_TMPDIR", stack.enter_context(tempfile.TemporaryDirectory(prefix="r", dir="/tmp")))
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_memory_monitor_refresh_ms", "0")
+        for name, value in RAY_OPTIONS.items():
+            patch.setenv(name, value)
         if request.param is Folder:
             place = Folder(str(source), str(folder / "out"), expected)
         else:

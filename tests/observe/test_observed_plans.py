@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -14,9 +15,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from support import fake_vllm_package
+from typer.testing import CliRunner
 
 import relayout
 from relayout.checkpoint.source import read_source
+from relayout.cli.app import app
 from relayout.core.slices import NOT_HELD, Slice
 from relayout.errors import PlanError
 from relayout.format.slices import dump_slice
@@ -35,6 +38,7 @@ def write_source(folder: Path, **config: Any) -> Mapping[str, np.ndarray[Any, An
         "qkv.weight": (3 * HIDDEN, HIDDEN),
         "out.weight": (HIDDEN, HIDDEN),
         "unused": (5,),
+        **{f"unused.{number}": (50,) for number in range(config.pop("num_unused", 0))},
     }
     tensors = {
         name: np.arange(1, 1 + np.prod(shape), dtype=np.float32).reshape(shape) for name, shape in shapes.items()
@@ -97,20 +101,31 @@ def test_a_draft_model_takes_what_is_left_also_if_the_checkpoint_has_not_all_of_
 
 
 @pytest.mark.usefixtures("vllm")
-def test_rules_are_written_that_convert_without_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = write_source(tmp_path / "model")
-    made = observe_plan(tmp_path / "model", tmp_path / "plan.toml")
+def test_rules_are_written_by_which_an_array_of_processes_converts_without_vllm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commands of CLUSTERS.md: 8 units, one start of vLLM."""
+    monkeypatch.chdir(tmp_path)
+    tensors = write_source(tmp_path / "model", num_unused=8)
+    made = observe_plan("model", "plan.toml")
     assert (made.degrees, made.held_out, made.unfitted) == ((2, 4), (4,), ())
-    plan = tomllib.loads((tmp_path / "plan.toml").read_text())
+    plan = tomllib.loads(Path("plan.toml").read_text())
     assert plan["cut"]["out.weight"] == {"dim": 1, "by": "even"}
     assert plan["cut"]["embed.weight"] == "whole"
     with pytest.raises(PlanError, match="exists"):
-        observe_plan(tmp_path / "model", tmp_path / "plan.toml")
-    monkeypatch.delenv("PYTHONPATH")
-    relayout.convert(tmp_path / "model", tmp_path / "out", tp=2, plan=tmp_path / "plan.toml")
+        observe_plan("model", "plan.toml")
+    shutil.rmtree(tmp_path / "packages")
+    without_vllm(tmp_path, monkeypatch)
+    words = ["convert", "model", "-o", "out", "--tp", "2", "--max-part-size", "256", "--plan", "plan.toml", "--json"]
+    for number in range(8):
+        done = CliRunner().invoke(app, [*words, "--unit", f"{number}/8"])
+        assert done.exit_code == 0, done.output
+        assert json.loads(done.stdout)["units"]
+    assert CliRunner().invoke(app, [*words, "--commit"]).exit_code == 0
     held = relayout.load(tmp_path / "out", 1)
     np.testing.assert_array_equal(held["qkv.weight"].numpy(), tensors["qkv.weight"][24:])
     np.testing.assert_array_equal(held["out.weight"].numpy(), tensors["out.weight"][:, 8:])
+    assert relayout.verify("out", source="model").ok
 
 
 @pytest.mark.usefixtures("vllm")
@@ -176,6 +191,6 @@ else:
 
 def without_vllm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It cannot be imported in processes that are started."""
-    (folder / "packages").mkdir()
+    (folder / "packages").mkdir(exist_ok=True)
     (folder / "packages" / "vllm.py").write_text("raise ImportError('none here')")
     monkeypatch.setenv("PYTHONPATH", f"{folder / 'packages'}:{Path(relayout.__file__).parents[1]}")

@@ -336,7 +336,7 @@ def test_a_completion_that_conflicts_is_asked_for_again_and_in_the_end_nothing_i
     if times > 2:
         with pytest.raises(OSError, match=r"busy with other requests for this object.*s3://models/out/") as caught:
             convert()
-        assert "the same command goes on from there" in caught.value.__notes__[0]
+        assert "the same command continues it" in caught.value.__notes__[0]
         server.interfere = lambda request: None
     before = len(server.requests)
     convert()
@@ -492,7 +492,7 @@ def test_what_is_complete_is_neither_read_nor_sent_again(server: Server, expecte
     with pytest.raises(OSError, match="access is denied") as caught:
         convert()
     assert caught.value.__notes__ == [
-        "what is done is kept in s3://models/.out.relayout-partial; the same command goes on from there"
+        "finished work is kept in s3://models/.out.relayout-partial; the same command continues it"
     ]
     server.interfere = lambda request: None
     assert "relayout.json" not in there(server)

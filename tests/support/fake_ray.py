@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +34,8 @@ class FakeRay:
         self.asked: list[dict[str, Any]] = []
         """What tasks need of a node."""
         self.inits: list[dict[str, Any]] = []
+        self.working_files: list[str] | None = None
+        """Names of the files that tasks have in their working folder; None: those of the driver's."""
         self.cancelled: list[Any] = []
         self.is_up = False
         self.lost = 0
@@ -50,6 +53,8 @@ class FakeRay:
 
     def init(self, **options: Any) -> None:
         self.inits.append(options)
+        working_dir = options["runtime_env"].get("working_dir")
+        self.working_files = None if working_dir is None else [path.name for path in Path(working_dir).iterdir()]
         self.is_up = True
 
     def shutdown(self) -> None:

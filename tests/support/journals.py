@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relayout.conversion import journal
-from relayout.conversion.journal import TensorDigests, Undertaking
+from relayout.conversion.journal import Fingerprint, TensorDigests
 from relayout.storage.local.open_folder import OpenFolder
 from relayout.storage.local.staging import LocalNotes, read_notes
 
 
-def read_journal(folder: Path) -> tuple[Undertaking, Mapping[int, TensorDigests]] | None:
+def read_journal(folder: Path) -> tuple[Fingerprint, Mapping[int, TensorDigests]] | None:
     """What the journal in a folder is of, and the tensors that it claims to be done; None where there is none."""
     if not folder.is_dir():
         return None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from relayout.checkpoint.source import SourceCheckpoint, SourceTensor
-from relayout.conversion.layout import Conversion, lay_out
+from relayout.conversion.layout import Conversion
 from relayout.core.dtypes import BITS
 from relayout.core.extents import Extent
 from relayout.core.slices import Cut, Slice, number_cuts
@@ -49,8 +49,8 @@ def plan_of(name: str, num_ranks: int, slices: Iterable[tuple[Slice, ...]], **mo
 
 
 def conversion_of(source: SourceCheckpoint, plan: Plan, alignment: int, *options: Any, **more: Any) -> Conversion:
-    """What converts a checkpoint by a plan; options as for `lay_out`."""
-    return lay_out(LocalStore(Path("out")), source, plan, alignment, *options, **more)
+    """What converts a checkpoint by a plan; options as for `Conversion.lay_out`."""
+    return Conversion.lay_out(LocalStore(Path("out")), source, plan, alignment, *options, **more)
 
 
 def all_slices(plan: Plan) -> tuple[tuple[Slice, ...], ...]:

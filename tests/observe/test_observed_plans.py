@@ -60,7 +60,7 @@ def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_rank_has_what_the_class_copies_and_the_record_says_from_where(tmp_path: Path) -> None:
     tensors = write_source(tmp_path / "model", is_trusted=True)
     done = relayout.convert(tmp_path / "model", tmp_path / "out", tp=4, plan="vllm", trust_remote_code=True)
-    assert done.untaken == ("unused",)
+    assert done.unused == ("unused",)
     for rank in range(4):
         held = relayout.load(tmp_path / "out", rank)
         rows = slice(12 * rank, 12 * (rank + 1))  # q, k and v of its head are neighbors, as stored.
@@ -78,7 +78,7 @@ def test_each_rank_has_what_the_class_copies_and_the_record_says_from_where(tmp_
 def test_a_tensor_of_which_no_rank_has_elements_is_taken_by_none() -> None:
     empty = json.loads(json.dumps([dump_slice(Slice.along(0, ()))]))
     found = {"version": "0", "model_class": "Odd", "ranks": [empty, empty]}
-    assert parse(found).slices == ((NOT_HELD, NOT_HELD),)
+    assert parse(found).loaded_slices == ((NOT_HELD, NOT_HELD),)
 
 
 def test_the_stand_in_of_weights_in_the_format_of_mistral_has_the_name_by_which_vllm_knows_it(tmp_path: Path) -> None:
@@ -93,14 +93,14 @@ def test_the_stand_in_of_weights_in_the_format_of_mistral_has_the_name_by_which_
 def test_a_draft_model_takes_what_is_left_also_if_the_checkpoint_has_not_all_of_it(tmp_path: Path) -> None:
     write_source(tmp_path / "model", has_draft=True)
     done = relayout.convert(tmp_path / "model", tmp_path / "out", tp=2, plan="vllm")
-    assert done.untaken == ()
+    assert done.unused == ()
 
 
 @pytest.mark.usefixtures("vllm")
 def test_rules_are_written_that_convert_without_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = write_source(tmp_path / "model")
     made = observe_plan(tmp_path / "model", tmp_path / "plan.toml")
-    assert (made.degrees, made.held_out, made.unfitted) == ((2, 4), (4,), ())
+    assert (made.degrees, made.held_out, made.unmatched) == ((2, 4), (4,), ())
     plan = tomllib.loads((tmp_path / "plan.toml").read_text())
     assert plan["cut"]["out.weight"] == {"dim": 1, "by": "even"}
     assert plan["cut"]["embed.weight"] == "whole"

@@ -27,7 +27,7 @@ def taken(load: Callable[[Model, torch.Tensor], object], shape: tuple[int, ...] 
     with torch.no_grad():
         load(model, observer.probe("w", shape, torch.float32))
     observer.finish()
-    return observer.taken("w")
+    return observer.loaded("w")
 
 
 ROWS, TWO, OTHER = (Slice.along(0, ranges) for ranges in (((4, 8),), ((2, 4), (10, 4)), ((0, 4), (8, 4))))
@@ -60,7 +60,7 @@ def test_tensors_that_are_joined_are_told_apart() -> None:
     one, other = observer.probe("a", (4, 6), torch.float32), observer.probe("b", (9, 6), torch.float32)
     with torch.no_grad():
         model.weight.copy_(torch.cat([other[3:8], one[1:]]))
-    assert (observer.taken("a"), observer.taken("b")) == (Slice.along(0, ((1, 3),)), Slice.along(0, ((3, 5),)))
+    assert (observer.loaded("a"), observer.loaded("b")) == (Slice.along(0, ((1, 3),)), Slice.along(0, ((3, 5),)))
 
 
 def test_of_what_is_joined_to_others_a_rank_may_take_nothing_and_yet_want_to_see_it() -> None:
@@ -69,7 +69,7 @@ def test_of_what_is_joined_to_others_a_rank_may_take_nothing_and_yet_want_to_see
     one, other = observer.probe("a", (8, 6), torch.float32), observer.probe("b", (9, 6), torch.float32)
     with torch.no_grad():
         model.weight.copy_(torch.cat([one, other])[:8])
-    assert (observer.taken("a"), observer.taken("b")) == (WHOLE, Slice.along(0, ()))
+    assert (observer.loaded("a"), observer.loaded("b")) == (WHOLE, Slice.along(0, ()))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines.plan_table import TABLE
+from engines.observing.plan_table import TABLE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpoints import add_tensor

@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engines.observed_slices import Checkpoint, read
-from engines.plan_comparing import differences, differences_of_chosen
-from engines.plan_making import BESIDE, checkpoints_of, text_of
-from engines.plan_table import TABLE
+from engines.observing.observed_slices import Checkpoint, read
+from engines.observing.plan_comparing import differences, differences_of_chosen
+from engines.observing.plan_making import BESIDE, checkpoints_of, text_of
+from engines.observing.plan_table import TABLE
 
 from relayout.core.slices import Slice
 from relayout.errors import PlanError

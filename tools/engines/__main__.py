@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import lzma
-import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,13 +17,13 @@ from support.families import FAMILIES
 from transformers.utils import logging as transformers_logging
 
 import relayout
-from engines import observed, observed_slices, plan_making
 from engines.cases import RUNS, WHOLE_IN_SGLANG, Case, Run, all_cases, converted_of, source_of
-from engines.cold_start import measure, placements, reads
 from engines.environments import ENGINES, ROOT, Environment, environment_of, versions_in
-from engines.failures import fail
-from engines.plan_table import TABLE
-from engines.starts import start
+from engines.observing import observed_slices, plan_making, tables
+from engines.observing.plan_table import TABLE
+from engines.starts.cold_start import measure, placements, reads
+from engines.starts.failures import fail
+from engines.starts.starting import start
 
 RESULTS = ROOT / "tools" / "results" / "engines.json"
 OBSERVED = "vllm-0.33"
@@ -39,7 +37,6 @@ MUTATED = (
 )
 """Whose plans are made wrong: fused and transposed weights, experts, latent and linear attention, a vision part."""
 TABLE_FILE = ROOT / "relayout" / "plans" / "OBSERVED.md"
-SCRIPTS = ROOT / "tools" / "engines"
 HOME = Path(tempfile.gettempdir(), "engine-envs")
 BATCH = 40
 """Jobs for one process: what an engine keeps of a model goes away with it."""
@@ -110,13 +107,13 @@ def main(
 def observe_registry(environment: Environment, home: Path) -> None:
     """Convert and load each architecture of vLLM's registry that a checkpoint can be made for."""
     OBSERVED_RESULTS.unlink(missing_ok=True)
-    run_script(environment, home, "registry.py", OBSERVED_RESULTS)
+    run_module(environment, home, "registry", OBSERVED_RESULTS)
     keep_results(OBSERVED_RESULTS)
 
 
 def keep_results(file: Path) -> None:
     """Those of `registry.py`: of built-in plans in a file of their own."""
-    results = sorted(observed.read(file), key=lambda one: str(one["architecture"]))
+    results = sorted(tables.read(file), key=lambda one: str(one["architecture"]))
     builtin = [{"architecture": one["architecture"], **one.pop("builtin", {})} for one in results]
     write_lines(OBSERVED_RESULTS, results)
     write_lines(BUILTIN_RESULTS, [one for one in builtin if len(one) > 1])
@@ -124,10 +121,10 @@ def keep_results(file: Path) -> None:
 
 def make_plans(environment: Environment, home: Path) -> None:
     """Observe what can be made small, in several sizes; write built-in plans from it."""
-    names = [one["architecture"] for one in observed.read(OBSERVED_RESULTS) if one["step"] != "make"]
+    names = [one["architecture"] for one in tables.read(OBSERVED_RESULTS) if one["step"] != "make"]
     found = home / "vllm-work" / "slices.jsonl"
     found.unlink(missing_ok=True)
-    run_script(environment, home, "observing.py", found, *names, *(f"family:{name}" for name in FAMILIES))
+    run_module(environment, home, "several_sizes", found, *names, *(f"family:{name}" for name in FAMILIES))
     lines = [line for line in found.read_text().splitlines(keepends=True) if "error" not in json.loads(line)]
     SLICES.write_bytes(lzma.compress("".join(sorted(lines)).encode(), preset=9))
     plan_making.write(TABLE, observed_slices.read(SLICES))
@@ -136,18 +133,13 @@ def make_plans(environment: Environment, home: Path) -> None:
 def mutate(environment: Environment, home: Path) -> None:
     """Convert and load by wrong plans."""
     MUTATED_RESULTS.unlink(missing_ok=True)
-    run_script(environment, home, "mutations.py", MUTATED_RESULTS, *MUTATED)
+    run_module(environment, home, "mutations", MUTATED_RESULTS, *MUTATED)
 
 
-def run_script(environment: Environment, home: Path, script: str, results: Path, *names: str) -> None:
-    """One that observes vLLM."""
-    variables = environment.variables | {"OMP_NUM_THREADS": "1"}
-    folders = [ROOT, variables.get("PYTHONPATH", ""), SCRIPTS, ROOT / "tools", ROOT / "tests"]
-    variables["PYTHONPATH"] = os.pathsep.join(map(str, folders))
-    scratch = home / "vllm-work" / script.removesuffix(".py")
-    subprocess.run(
-        [environment.python, SCRIPTS / script, scratch, results, *names], check=True, env=variables, cwd=home
-    )
+def run_module(environment: Environment, home: Path, module: str, results: Path, *names: str) -> None:
+    """Of those that observe vLLM."""
+    command = environment.command(f"observing.{module}", home / "vllm-work" / module, results, *names)
+    subprocess.run(command, check=True, env=environment.variables | {"OMP_NUM_THREADS": "1"}, cwd=home)
 
 
 def write_lines(file: Path, results: Sequence[Result]) -> None:
@@ -156,12 +148,12 @@ def write_lines(file: Path, results: Sequence[Result]) -> None:
 
 def write_table(versions: dict[str, str]) -> None:
     """From the results."""
-    builtin = {one["architecture"]: one for one in observed.read(BUILTIN_RESULTS)}
+    builtin = {one["architecture"]: one for one in tables.read(BUILTIN_RESULTS)}
     mutated = [json.loads(line) for line in MUTATED_RESULTS.read_text().splitlines()]
     parts = (
-        observed.render(observed.read(OBSERVED_RESULTS), builtin, versions),
-        observed.render_comparison(observed_slices.read(SLICES)),
-        observed.render_mutations(mutated),
+        tables.render(tables.read(OBSERVED_RESULTS), builtin, versions),
+        tables.render_comparison(observed_slices.read(SLICES)),
+        tables.render_mutations(mutated),
     )
     TABLE_FILE.write_text("\n".join(parts))
 
@@ -202,8 +194,8 @@ def run_batch(
     """Some jobs in one process; those that it does not come to are errors."""
     file = work / f"{engine}-jobs.json"
     file.write_text(json.dumps(jobs))
-    command = [environment.python, SCRIPTS / ENGINES[engine].script, file, *options]
-    number = 0
+    command = environment.command(ENGINES[engine].comparing, file, *options)
+    count = 0
     with (work / f"{engine}.log").open("a") as log:
         running = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment.variables, cwd=work
@@ -211,17 +203,17 @@ def run_batch(
         assert running.stdout is not None
         for line in running.stdout:
             if "RESULT " in line:
-                number += 1
+                count += 1
                 yield json.loads(line.partition("RESULT ")[2])
         code = running.wait(TIMEOUT_S)
-    yield from ({**job, "error": f"the process ended with {code}"} for job in jobs[number:])
+    yield from ({**job, "error": f"the process ended with {code}"} for job in jobs[count:])
 
 
 def generate_both_ways(environment: Environment, run: Run, work: Path) -> Result:
     """Greedy tokens and their log-probabilities, from the source by vLLM itself, and through relayout."""
     # Else it depends on the moment in which requests come to the engine's process how they are put together.
     if run.stages == 1:  # Stages need that process.
-        environment = replace(environment, variables=environment.variables | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+        environment = environment.with_variables(VLLM_ENABLE_V1_MULTIPROCESSING="0")
     source = source_of(run.family, work, wide=True)
     found: Result = start(environment, source, run.settings, work / f"{run.name}, own.log").result
     if "error" not in found:
@@ -239,16 +231,8 @@ def generate_both_ways(environment: Environment, run: Run, work: Path) -> Result
 def load_replicas(environment: Environment, tp: int, work: Path) -> Result:
     """Two data-parallel replicas of TP processes each, in vLLM's own groups: what their loads have in common."""
     source = source_of(REPLICATED, work, wide=True)
-    command = [environment.python, SCRIPTS / "vllm_replicas.py", source, converted_of(source, tp), str(tp)]
-    variables = environment.variables | {
-        "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), environment.variables.get("PYTHONPATH", "")]),
-    }
-    with (work / "replicas.log").open("a") as log:
-        done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=log, text=True, env=variables, cwd=work, check=True
-        )
-    processes = json.loads(done.stdout.rpartition("RESULT ")[2])
+    environment = environment.with_variables(GLOO_SOCKET_IFNAME="lo")
+    processes = environment.result(work, "comparing.vllm_replicas", source, converted_of(source, tp), tp)
     found = {
         "processes": len(processes),
         "readers": sorted({one["shared"]["num_readers"] for one in processes}),

@@ -12,7 +12,7 @@ from typing import Any
 
 from engines.cases import Run, converted_of, source_of
 from engines.environments import Environment
-from engines.starts import start
+from engines.starts.starting import start
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engines.observed_slices import Checkpoint
-from engines.plan_comparing import differences
+from engines.observing.observed_slices import Checkpoint
+from engines.observing.plan_comparing import differences
 from relayout.core.patterns import collapse_numbers, depends_on_numbers
-from relayout.observe.fitting import SIZES, Example, as_toml, fit
+from relayout.observe.fitting import SIZES, Example, fit
+from relayout.observe.plan_text import as_toml
 from relayout.plans import family as families
 from relayout.plans.division import Sizes, language_config
 from relayout.plans.family import Family, Rule, SizeSource, builtin_families
@@ -77,10 +78,10 @@ def text_of(wanted: Wanted, checkpoints: Sequence[Checkpoint]) -> str:
     wrong = {found.pattern for one in checkpoints for found in (differences(base, one) if base else ())}
     left = [one.only(wrong) if base else one for one in checkpoints]
     fitted = fit([Example(one, one.observed) for one in left], HELD_OUT)
-    missing = {pattern: why for pattern, why in fitted.unfitted.items() if not BESIDE.match(pattern)}
+    missing = {pattern: why for pattern, why in fitted.unmatched.items() if not BESIDE.match(pattern)}
     if missing:
         raise SystemExit(f"{wanted.title}: {missing}")
-    beside = [Rule(pattern, None) for pattern in fitted.unfitted]
+    beside = [Rule(pattern, None) for pattern in fitted.unmatched]
     used = {size for rule in fitted.family.rules for size in (*rule.units, *rule.widths, rule.interleaved)}
     used |= set() if base else fitted.family.sizes.keys() & {families.HEAD_DIM}
     used |= (
@@ -101,7 +102,7 @@ def text_of(wanted: Wanted, checkpoints: Sequence[Checkpoint]) -> str:
     version = checkpoints[0].engine.partition(" ")[0]
     degrees = sorted({degree for one in checkpoints for degree in one.observed})
     said = f"Observed from vLLM {version} ({', '.join(engines)}) at {', '.join(map(str, degrees))} ranks."
-    return as_toml(replace(fitted, family=family, unfitted={}), f"{wanted.title}.", said, extends=wanted.extends)
+    return as_toml(replace(fitted, family=family, unmatched={}), f"{wanted.title}.", said, extends=wanted.extends)
 
 
 def _shortened(rules: Sequence[Rule], base: Family | None) -> Iterator[Rule]:

@@ -1,6 +1,6 @@
 """Runs in an environment that has vLLM: data-parallel replicas in vLLM's own groups, by its own loader and relayout's.
 
-`vllm_replicas.py SOURCE CONVERTED TP`: two replicas of TP processes each, on gloo. Prints a line of JSON: what differs
+`vllm_replicas SOURCE CONVERTED TP`: two replicas of TP processes each, on gloo. Prints a line of JSON: what differs
 between the two ways to load, what each process read, and what it logged.
 """
 
@@ -15,8 +15,9 @@ import sys
 from typing import Any
 
 import torch
-from comparing import Job, note_differences, nothing_found
-from vllm_classes import configuration, load
+
+from engines.comparing.jobs import Job, note_differences, nothing_found
+from engines.comparing.vllm_classes import configuration, load
 
 NUM_REPLICAS = 2
 
@@ -31,12 +32,12 @@ def main() -> None:
     results = context.SimpleQueue()
     jobs = [(source, converted, tp, port, replica, rank) for replica in range(NUM_REPLICAS) for rank in range(tp)]
     processes = [context.Process(target=_process, args=(results, *job)) for job in jobs]
-    for one in processes:
-        one.start()
-    for one in processes:
-        one.join()
-    assert [one.exitcode for one in processes] == [0] * len(processes)
-    found = sorted((results.get() for _ in processes), key=lambda one: (one["replica"], one["rank"]))
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * len(processes)
+    found = sorted((results.get() for _ in processes), key=lambda result: (result["replica"], result["rank"]))
     print("RESULT", json.dumps(found), flush=True)
 
 

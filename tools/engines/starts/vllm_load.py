@@ -1,6 +1,6 @@
 """Runs in an environment that has vLLM: what one load of a rank costs, by vLLM's own classes, as a line of JSON.
 
-`vllm_load.py FOLDER TP RANK FORMAT OPTIONS`, the last as JSON. One process is the rank; a stand-in takes the place of
+`vllm_load FOLDER TP RANK FORMAT OPTIONS`, the last as JSON. One process is the rank; a stand-in takes the place of
 the others.
 """
 
@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comparing import Job
-from vllm_classes import configuration, play
+
+from engines.comparing.jobs import Job
+from engines.comparing.vllm_classes import configuration
+from relayout.observe.stand_ins import fake_rank
 
 
 def main() -> None:
@@ -26,7 +28,7 @@ def main() -> None:
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     folder, tp, rank, load_format = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    play(rank, tp, expert=False)
+    fake_rank(rank, tp, expert=False)
     job = Job("load", folder, folder, tp)
     config = configuration(job, folder, load_format, **json.loads(sys.argv[5]))
     config.parallel_config.rank = rank

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relayout.core.slices import NOT_HELD, WHOLE, Slice
-from relayout.observe.taken import Box, box_of, joined, same_elements, slice_of
+from relayout.observe.elements import Box, box_of, joined, same_elements, slice_of
 
 
 def elements(shape: list[int], box: Box) -> list[int]:

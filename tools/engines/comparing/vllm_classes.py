@@ -1,6 +1,6 @@
 """Runs in an environment that has vLLM: every parameter of every rank, by vLLM's own loader and through relayout.
 
-`vllm_classes.py JOBS.json [--stand-in-kernels]`: one process is all ranks, one after the other: a stand-in takes the
+`vllm_classes JOBS.json [--stand-in-kernels]`: one process is all ranks, one after the other: a stand-in takes the
 place of vLLM's groups of processes. Prints a line of JSON for each job.
 """
 
@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comparing import Job, Tensors, held, note_differences, nothing_found, run_jobs
 
+from engines.comparing.jobs import Job, Tensors, held, note_differences, nothing_found, run_jobs
 from relayout.engines.unwritten import Marks, unwritten
-from relayout.observe.stand_ins import Group, Unpinned, play, stand_in_kernels
+from relayout.observe.stand_ins import Group, Unpinned, fake_rank, stand_in_kernels
+from relayout.observe.vllm import draft_config
 
 
 def configuration(job: Job, path: str, load_format: str, **extra: Any) -> Any:
@@ -77,7 +78,7 @@ def compare(job: Job, found: dict[str, Any]) -> None:
             seen["whole_reads"] += report.num_whole
             straight, nbytes = straight + report.placed_nbytes, nbytes + report.nbytes
             note_differences(seen, rank, own[rank], held(model))
-        seen["different"] = found["different"] + [f"{placement}, {one}" for one in seen["different"]]
+        seen["different"] = found["different"] + [f"{placement}, {name}" for name in seen["different"]]
         found |= seen
     found["straight"] = round(straight / nbytes, 4)
 
@@ -85,32 +86,19 @@ def compare(job: Job, found: dict[str, Any]) -> None:
 def setup(job: Job, path: str, load_format: str, **extra: Any) -> tuple[Any, Any]:
     """Configurations of an engine, and of the model that is loaded."""
     config = configuration(job, path, load_format, **extra)
-    return config, draft_of(config) if job.draft else config.model_config
+    return config, draft_config(config) if job.draft else config.model_config
 
 
 def load_rank(job: Job, rank: int, config: Any, model_config: Any) -> tuple[Any, Any]:
     """A rank's model, of all stages one after the other; and relayout's weights."""
     from vllm.distributed import parallel_state
 
-    play(rank % job.tp, job.tp, job.expert)
+    fake_rank(rank % job.tp, job.tp, job.expert)
     config.parallel_config.rank = rank
     if job.stages > 1:  # There are no processes for them.
         parallel_state._PP = Group(rank // job.tp, job.stages)
         config.parallel_config.pipeline_parallel_size = job.stages
     return load(config, model_config)
-
-
-def draft_of(config: Any) -> Any:
-    from vllm.config import SpeculativeConfig
-
-    config.speculative_config = SpeculativeConfig(
-        method="mtp",
-        model=config.model_config.model,
-        num_speculative_tokens=1,
-        target_model_config=config.model_config,
-        target_parallel_config=config.parallel_config,
-    )
-    return config.speculative_config.draft_model_config
 
 
 def main() -> None:

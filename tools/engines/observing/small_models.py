@@ -15,10 +15,11 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from architectures import ARCHITECTURES, Made
-from multimodal_architectures import MULTIMODAL
 from safetensors.torch import load_file, save_file
-from small_sizes import EXPERTS, GROUPS, HEAD_DIM, HEADS, INNER, KV_HEADS, LAYERS, VOCABULARY, H
+
+from engines.observing.architectures import ARCHITECTURES, Made
+from engines.observing.multimodal_architectures import MULTIMODAL
+from engines.observing.small_sizes import EXPERTS, GROUPS, HEAD_DIM, HEADS, INNER, KV_HEADS, LAYERS, VOCABULARY, H
 
 _SMALL: tuple[tuple[str, int], ...] = (
     (
@@ -159,17 +160,19 @@ def write(architecture: str, folder: Path) -> None:
         (folder / part / "model.safetensors").symlink_to(folder / "model.safetensors")
 
 
-def supply(folder: Path, key: str) -> bool:
-    """Let config.json have a key that vLLM looks for and the hub's have, if a number is known for it."""
+def supply(folder: Path, errors: Sequence[str]) -> bool:
+    """Let config.json have the keys that vLLM lacks by these errors, if a number is known for one."""
     file = folder / "config.json"
-    said, number = json.loads(file.read_text()), _number(key)
-    if number is None or key in said:
-        return False
-    for part in (said, said.get("text_config"), said.get("vision_config")):
-        if isinstance(part, dict):
-            part.setdefault(key, number)
-    file.write_text(json.dumps(said))
-    return True
+    config = json.loads(file.read_text())
+    for key in re.findall(r"Config' object has no attribute '(\w+)'", " ".join(errors)):
+        number = _number(key)
+        if number is not None and key not in config:
+            for part in (config, config.get("text_config"), config.get("vision_config")):
+                if isinstance(part, dict):
+                    part.setdefault(key, number)
+            file.write_text(json.dumps(config))
+            return True
+    return False
 
 
 def _made(architecture: str) -> Made:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from architectures import Made
-from small_sizes import EXPERTS, HEAD_DIM, HEADS, INNER, KV_HEADS, LAYERS, VOCABULARY, H
+from engines.observing.architectures import Made
+from engines.observing.small_sizes import EXPERTS, HEAD_DIM, HEADS, INNER, KV_HEADS, LAYERS, VOCABULARY, H
 
 _MROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]}
 _PATCHES = {"spatial_merge_size": 2, "temporal_patch_size": 2}

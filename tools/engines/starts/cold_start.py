@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,14 +13,13 @@ from bench.drive import check_cold, forget, machine, total_nbytes
 
 from engines.cases import Run, converted_of
 from engines.environments import Environment
-from engines.starts import Start, start
+from engines.starts.starting import Start, start
 from relayout.benchmark.made import write_llama
 
 NUM_LAYERS = 2
 """Of Llama-3.1-8B's shapes: 3 GB."""
 RANK_OF = (1, 8)
 """Degrees at which one rank is loaded."""
-LOAD = Path(__file__).with_name("vllm_load.py")
 LOADED = r"Loading weights took ([\d.]+) seconds"
 
 
@@ -30,8 +27,8 @@ def measure(environment: Environment, work: Path, turns: int) -> dict[str, Any]:
     """Starts of every way, in turns."""
     folder = _source(work)
     converted = converted_of(folder, 1)
-    environment = _telling(environment)
-    warm = replace(environment, variables=environment.variables | {"RELAYOUT_WARM": str(converted)})
+    environment = environment.with_variables(VLLM_LOGGING_LEVEL="INFO")
+    warm = environment.with_variables(RELAYOUT_WARM=str(converted))
     ours = {"load_format": "relayout"}
     ways: dict[str, tuple[Environment, Path, dict[str, Any]]] = {
         "vLLM, source": (environment, folder, {}),
@@ -68,12 +65,9 @@ def placements(environment: Environment, work: Path, turns: int) -> dict[str, An
             for name, (path, load_format, options) in ways.items():
                 forget([folder, converted])
                 check_cold([folder, converted])
-                command = [environment.python, LOAD, path, str(tp), "0", load_format, json.dumps(options)]
-                done = subprocess.run(
-                    command, check=True, capture_output=True, text=True, env=environment.variables, cwd=work
-                )
-                loads[name].append(json.loads(done.stdout.partition("RESULT ")[2]))
-        assert len({one["digest"] for runs in loads.values() for one in runs}) == 1, "parameters differ"
+                arguments = path, tp, 0, load_format, json.dumps(options)
+                loads[name].append(environment.result(work, "starts.vllm_load", *arguments))
+        assert len({load["digest"] for runs in loads.values() for load in runs}) == 1, "parameters differ"
         found[f"rank 0 of {tp}"] = {
             "parameters_nbytes": loads["vLLM, source"][0]["parameters_nbytes"],
             **{name: dict(_medians(runs)) for name, runs in loads.items()},
@@ -94,7 +88,8 @@ def reads(environment: Environment, work: Path) -> Iterator[tuple[str, dict[str,
         forget([folder])
         check_cold([folder])
         settings = run.settings | {"load_format": "relayout", "model_loader_extra_config": {"strict": True}}
-        done = start(_telling(environment), folder, settings, work / f"reads, {run.name}.log", until="init engine")
+        verbose = environment.with_variables(VLLM_LOGGING_LEVEL="INFO")
+        done = start(verbose, folder, settings, work / f"reads, {run.name}.log", until="init engine")
         found = [re.search(r"relayout: rank \d+ of \d+: ([\d.]+) GB", line) for line in done.lines]
         needed = sorted((float(one[1]) for one in found if one), reverse=True)
         read = [round(one.read_nbytes / 1e9, 3) for one in done.processes[: len(needed)]]
@@ -106,10 +101,6 @@ def _source(work: Path) -> Path:
     if not folder.exists():
         write_llama(folder, NUM_LAYERS)
     return folder
-
-
-def _telling(environment: Environment) -> Environment:
-    return replace(environment, variables=environment.variables | {"VLLM_LOGGING_LEVEL": "INFO"})
 
 
 def _summary(starts: list[Start]) -> Iterator[tuple[str, Any]]:

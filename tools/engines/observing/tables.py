@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engines.observed_slices import Checkpoint
-from engines.plan_comparing import differences_of_chosen
+from engines.observing.observed_slices import Checkpoint
+from engines.observing.plan_comparing import differences_of_chosen
 from relayout.errors import PlanError
 
 Found = Mapping[str, Any]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from small_sizes import EXPERTS, HEAD_DIM, HEADS, INNER, KV_HEADS, H
+from engines.observing.small_sizes import EXPERTS, HEAD_DIM, HEADS, INNER, KV_HEADS, H
 
 
 @dataclass(frozen=True, slots=True)

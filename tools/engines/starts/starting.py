@@ -16,7 +16,6 @@ from typing import Any
 
 from engines.environments import Environment
 
-SCRIPT = Path(__file__).with_name("vllm_tokens.py")
 TIMEOUT_S = 900
 
 
@@ -67,18 +66,16 @@ def start(
         until: end it as soon as it says so.
     """
     ranks = settings.get("tensor_parallel_size", 1) * settings.get("pipeline_parallel_size", 1)
-    variables = environment.variables
     if ranks > 1:  # vLLM wants to be told which cores are whose.
-        variables = variables | {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks)))}
-    command = [environment.python, SCRIPT, folder, json.dumps(settings)]
+        environment = environment.with_variables(VLLM_CPU_OMP_THREADS_BIND="|".join(map(str, range(ranks))))
     started = time.perf_counter()
     running = subprocess.Popen(
-        command,
+        environment.command("starts.vllm_tokens", folder, json.dumps(settings)),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        env=variables,
+        env=environment.variables,
         cwd=log.parent,
         start_new_session=True,
     )

@@ -1,6 +1,6 @@
 """Runs in an environment that has vLLM: greedy tokens and their log-probabilities, as one line of JSON.
 
-`vllm_tokens.py FOLDER SETTINGS`, which are those of `vllm.LLM`, as JSON.
+`vllm_tokens FOLDER SETTINGS`, which are those of `vllm.LLM`, as JSON.
 """
 
 from __future__ import annotations

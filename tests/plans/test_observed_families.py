@@ -10,18 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engines.observing.observed_slices import Checkpoint, read
-from engines.observing.plan_comparing import differences, differences_of_chosen
-from engines.observing.plan_making import BESIDE, checkpoints_of, text_of
-from engines.observing.plan_table import TABLE
+from support.families import FAMILIES
+from support.observed_slices import Checkpoint, read
+from support.plan_comparing import BESIDE, differences, differences_of_chosen
 
 from relayout.core.slices import Slice
 from relayout.errors import PlanError
-from relayout.plans.family import builtin_families, builtin_text, find_family
+from relayout.plans.family import builtin_families, find_family
 
 OBSERVED: defaultdict[str, list[Checkpoint]] = defaultdict(list)
-for one in read(Path(__file__).parent / "observed.jsonl.xz"):
-    OBSERVED[one.name].append(one)
+for observed in read(Path(__file__).parent / "observed.jsonl.xz"):
+    OBSERVED[observed.name].append(observed)
 
 WITHOUT_PLAN = {
     "DeepseekV4ForCausalLM",
@@ -67,12 +66,7 @@ def test_some_have_no_plan(name: str) -> None:
 def test_all_plans_were_observed() -> None:
     types = {one.model_type for checkpoints in OBSERVED.values() for one in checkpoints}
     assert {family.name for family in builtin_families() if not types & set(family.model_types)} == NOT_OBSERVED
-
-
-@pytest.mark.parametrize("name", TABLE)
-def test_a_plan_is_what_its_observation_makes(name: str) -> None:
-    everything = [one for checkpoints in OBSERVED.values() for one in checkpoints]
-    assert text_of(TABLE[name], checkpoints_of(TABLE[name], everything)) == builtin_text(name)
+    assert FAMILIES.keys() >= NOT_OBSERVED
 
 
 def test_a_wrong_slice_and_a_tensor_without_a_rule_are_seen() -> None:

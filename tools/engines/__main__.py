@@ -14,12 +14,13 @@ from typing import Annotated, Any
 
 import typer
 from support.families import FAMILIES
+from support.observed_slices import read
 from transformers.utils import logging as transformers_logging
 
 import relayout
 from engines.cases import RUNS, WHOLE_IN_SGLANG, Case, Run, all_cases, converted_of, source_of
 from engines.environments import ENGINES, ROOT, Environment, environment_of, versions_in
-from engines.observing import observed_slices, plan_making, tables
+from engines.observing import plan_making, tables
 from engines.observing.plan_table import TABLE
 from engines.starts.cold_start import measure, placements, reads
 from engines.starts.failures import fail
@@ -83,7 +84,7 @@ def main(
         work.mkdir(parents=True, exist_ok=True)
         environment = environment_of(name, home)
         record(name, "versions", versions_in(environment))
-        cases = [one for one in all_cases() if fnmatch(one.name, only)]
+        cases = [case for case in all_cases() if fnmatch(case.name, only)]
         if compare:
             for found in compare_cases(name, environment, cases, work):
                 record(name, "parameters", {f"{found['name']}, tp {found['tp']}": kept(found, work)})
@@ -113,21 +114,21 @@ def observe_registry(environment: Environment, home: Path) -> None:
 
 def keep_results(file: Path) -> None:
     """Those of `registry.py`: of built-in plans in a file of their own."""
-    results = sorted(tables.read(file), key=lambda one: str(one["architecture"]))
-    builtin = [{"architecture": one["architecture"], **one.pop("builtin", {})} for one in results]
+    results = sorted(tables.read(file), key=lambda result: str(result["architecture"]))
+    builtin = [{"architecture": result["architecture"], **result.pop("builtin", {})} for result in results]
     write_lines(OBSERVED_RESULTS, results)
-    write_lines(BUILTIN_RESULTS, [one for one in builtin if len(one) > 1])
+    write_lines(BUILTIN_RESULTS, [result for result in builtin if len(result) > 1])
 
 
 def make_plans(environment: Environment, home: Path) -> None:
     """Observe what can be made small, in several sizes; write built-in plans from it."""
-    names = [one["architecture"] for one in tables.read(OBSERVED_RESULTS) if one["step"] != "make"]
+    names = [result["architecture"] for result in tables.read(OBSERVED_RESULTS) if result["step"] != "make"]
     found = home / "vllm-work" / "slices.jsonl"
     found.unlink(missing_ok=True)
     run_module(environment, home, "several_sizes", found, *names, *(f"family:{name}" for name in FAMILIES))
     lines = [line for line in found.read_text().splitlines(keepends=True) if "error" not in json.loads(line)]
     SLICES.write_bytes(lzma.compress("".join(sorted(lines)).encode(), preset=9))
-    plan_making.write(TABLE, observed_slices.read(SLICES))
+    plan_making.write(TABLE, read(SLICES))
 
 
 def mutate(environment: Environment, home: Path) -> None:
@@ -143,16 +144,16 @@ def run_module(environment: Environment, home: Path, module: str, results: Path,
 
 
 def write_lines(file: Path, results: Sequence[Result]) -> None:
-    file.write_text("".join(f"{json.dumps(one)}\n" for one in results))
+    file.write_text("".join(f"{json.dumps(result)}\n" for result in results))
 
 
 def write_table(versions: dict[str, str]) -> None:
     """From the results."""
-    builtin = {one["architecture"]: one for one in tables.read(BUILTIN_RESULTS)}
+    builtin = {result["architecture"]: result for result in tables.read(BUILTIN_RESULTS)}
     mutated = [json.loads(line) for line in MUTATED_RESULTS.read_text().splitlines()]
     parts = (
         tables.render(tables.read(OBSERVED_RESULTS), builtin, versions),
-        tables.render_comparison(observed_slices.read(SLICES)),
+        tables.render_comparison(read(SLICES)),
         tables.render_mutations(mutated),
     )
     TABLE_FILE.write_text("\n".join(parts))
@@ -220,7 +221,7 @@ def generate_both_ways(environment: Environment, run: Run, work: Path) -> Result
         settings = run.settings | {"load_format": "relayout", "model_loader_extra_config": {"strict": True}}
         folder = converted_of(source, run.tp, expert=run.expert)
         ours = start(environment, folder, settings, work / f"{run.name}, relayout.log").result
-        distinct = len({token for one in found["tokens"] for token in one})
+        distinct = len({token for tokens in found["tokens"] for token in tokens})
         found = {"own_load": True, "same": ours == found, "distinct": distinct}
         if "error" in ours:
             found["error"] = ours["error"]
@@ -235,10 +236,12 @@ def load_replicas(environment: Environment, tp: int, work: Path) -> Result:
     processes = environment.result(work, "comparing.vllm_replicas", source, converted_of(source, tp), tp)
     found = {
         "processes": len(processes),
-        "readers": sorted({one["shared"]["num_readers"] for one in processes}),
-        "parameters": sum(one["shared"]["parameters"] for one in processes),
-        "different": [name for one in processes for name in one["shared"]["different"] + one["alone"]["different"]],
-        "whole_reads": sum(one["shared"]["whole_reads"] for one in processes),
+        "readers": sorted({process["shared"]["num_readers"] for process in processes}),
+        "parameters": sum(process["shared"]["parameters"] for process in processes),
+        "different": [
+            name for process in processes for name in process["shared"]["different"] + process["alone"]["different"]
+        ],
+        "whole_reads": sum(process["shared"]["whole_reads"] for process in processes),
     }
     say(f"{REPLICATED}, two replicas, tp {tp}: {found}")
     return found

@@ -19,7 +19,6 @@ TP, RANK = 8, 3
 
 
 def main() -> None:
-    """See the module."""
     given = Given.parse()
     results, device = given.results, given.device
     folder, source = converted_of(given.work, given.num_layers, TP), source_of(given.work, given.num_layers)

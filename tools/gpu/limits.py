@@ -20,7 +20,6 @@ _SIZES = (2**20, 8 * 2**20, 64 * 2**20, 2**30)
 
 
 def main() -> None:
-    """See the module."""
     given = Given.parse()
     results, device = given.results, given.device
     folder = converted_of(given.work, given.num_layers, 1)

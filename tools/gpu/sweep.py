@@ -38,7 +38,6 @@ class Setting:
 
 
 def main() -> None:
-    """See the module."""
     given = Given.parse()
     results, device = given.results, given.device
     folder = converted_of(given.work, given.num_layers, 1)

@@ -28,7 +28,8 @@ def in_a_fork(work: Callable[[Report], Result], seconds: float) -> Result:
     process.start()
     theirs.close()
     deadline = time.monotonic() + seconds
-    result, why = {}, f"took longer than {seconds} s"
+    result: Result = {}
+    why = f"took longer than {seconds} s"
     try:
         while ours.poll(max(0.0, deadline - time.monotonic())):
             result = ours.recv()

@@ -2,7 +2,7 @@
 
 `several_sizes FOLDER RESULTS [NAME ...]`: NAME is an architecture that transformers has a class for, or `family:NAME`
 for a table of families.py. For each size in `SIZES` a checkpoint is made, and observed at the degrees of that size.
-Each is a fork of this process. A line of JSON in RESULTS for each, see `observed_slices.py`.
+Each is a fork of this process. A line of JSON in RESULTS for each, see `tests/support/observed_slices.py`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch
 import transformers
 from support.checkpoints import write_family
 from support.families import FAMILIES
+from support.observed_slices import Checkpoint, Tensor, dump
 
 from engines.cases import complete_config
-from engines.observing import registry, small_sizes
+from engines.observing import registry, small_models, small_sizes
 from engines.observing.forks import Report, Result, in_a_fork
-from engines.observing.observed_slices import Checkpoint, Tensor, dump
 from relayout.checkpoint.source import read_source
 from relayout.observe.observation import Observation
 from relayout.observe.vllm import Job, configuration, observe_rank
@@ -108,7 +108,7 @@ def make(name: str, numbers: dict[str, int], folder: Path) -> None:
     if kind == "family":
         write_wide(family, folder)
     else:
-        registry.small_models.write(name, folder)
+        small_models.write(name, folder)
 
 
 def write_wide(name: str, folder: Path) -> None:

@@ -194,8 +194,8 @@ def _restore(file: Path, names: Sequence[tuple[str, str]], made: Made) -> None:
     """Let a file have the hub's names and shapes, and what the hub has beside what transformers writes."""
     weights = load_file(file)
     for pattern, name in names:
-        weights = {said: tensor for one, tensor in weights.items() if (said := re.sub(pattern, name, one))}
-    turned = {name: one.mT.contiguous() for name, one in weights.items() if re.fullmatch(made.transposed, name)}
+        weights = {said: tensor for written, tensor in weights.items() if (said := re.sub(pattern, name, written))}
+    turned = {name: written.mT.contiguous() for name, written in weights.items() if re.fullmatch(made.transposed, name)}
     more = {name: torch.randn(shape, dtype=torch.bfloat16) for name, shape in made.tensors.items()}
     save_file({**weights, **turned, **more}, file, metadata={"format": "pt"})
 
@@ -212,7 +212,7 @@ def _small(cls: Any, values: dict[str, Any], chosen_values: Mapping[str, Any] = 
                 from transformers import CONFIG_MAPPING
 
                 sub = CONFIG_MAPPING[chosen.pop("model_type", value.get("model_type"))]
-            own = {one: what for one, what in value.items() if one not in _OF_ALL}
+            own = {field: what for field, what in value.items() if field not in _OF_ALL}
             kept[key] = _small(sub, sub(**own).to_dict(), chosen).to_dict()
         elif type(value) is int:
             number = _number(key)
@@ -222,13 +222,13 @@ def _small(cls: Any, values: dict[str, Any], chosen_values: Mapping[str, Any] = 
                 kept[key] = sum(map(ord, key)) % VOCABULARY
         elif isinstance(value, list) and len(value) in layers:
             distinct = list(dict.fromkeys(map(_hashable, value)))
-            first = [value[list(map(_hashable, value)).index(one)] for one in distinct]
+            first = [value[list(map(_hashable, value)).index(kind)] for kind in distinct]
             kept[key] = (first + first[-1:] * LAYERS)[:LAYERS]
-        elif isinstance(value, list) and value and all(type(one) is int for one in value):
+        elif isinstance(value, list) and value and all(type(index) is int for index in value):
             if re.search(r"(layer|index).*(ids|idx|indexes|indices|s)$", key):
-                kept[key] = sorted({min(one, LAYERS - 1) for one in value})[: len(value)]
+                kept[key] = sorted({min(index, LAYERS - 1) for index in value})[: len(value)]
             elif key.endswith("token_ids") or "eos" in key:
-                kept[key] = [one % VOCABULARY for one in value]
+                kept[key] = [index % VOCABULARY for index in value]
     same = {key: value for key, value in values.items() if key not in kept and key not in _OF_ALL}
     return cls(**{**same, **kept, **{key: value for key, value in chosen_values.items() if key not in nested}})
 

@@ -77,8 +77,8 @@ def placements(environment: Environment, work: Path, turns: int) -> dict[str, An
 
 def _medians(runs: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
     for field in ("seconds", "cpu_s"):
-        yield field, round(median(one[field] for one in runs), 3)
-    yield "beyond_parameters_nbytes", int(median(one["beyond_parameters_nbytes"] for one in runs))
+        yield field, round(median(run[field] for run in runs), 3)
+    yield "beyond_parameters_nbytes", int(median(run["beyond_parameters_nbytes"] for run in runs))
 
 
 def reads(environment: Environment, work: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -91,8 +91,8 @@ def reads(environment: Environment, work: Path) -> Iterator[tuple[str, dict[str,
         verbose = environment.with_variables(VLLM_LOGGING_LEVEL="INFO")
         done = start(verbose, folder, settings, work / f"reads, {run.name}.log", until="init engine")
         found = [re.search(r"relayout: rank \d+ of \d+: ([\d.]+) GB", line) for line in done.lines]
-        needed = sorted((float(one[1]) for one in found if one), reverse=True)
-        read = [round(one.read_nbytes / 1e9, 3) for one in done.processes[: len(needed)]]
+        needed = sorted((float(match[1]) for match in found if match), reverse=True)
+        read = [round(process.read_nbytes / 1e9, 3) for process in done.processes[: len(needed)]]
         yield run.name, {"needed_gb": needed, "read_gb": read, "checkpoint_gb": round(total_nbytes(folder) / 1e9, 3)}
 
 
@@ -104,10 +104,10 @@ def _source(work: Path) -> Path:
 
 
 def _summary(starts: list[Start]) -> Iterator[tuple[str, Any]]:
-    loads = [re.search(LOADED, one.lines[-1]) for one in starts]
-    yield "start_to_loaded_s", [round(one.seconds, 2) for one in starts]
-    yield "start_to_loaded_median_s", round(median(one.seconds for one in starts), 2)
-    yield "load_s", [float(one[1]) if one else None for one in loads]
-    yield "load_median_s", median(float(one[1]) for one in loads if one)
-    yield "read_nbytes", [one.processes[0].read_nbytes for one in starts]
-    yield "peak_nbytes", [max(process.peak_nbytes for process in one.processes) for one in starts]
+    loads = [re.search(LOADED, each.lines[-1]) for each in starts]
+    yield "start_to_loaded_s", [round(each.seconds, 2) for each in starts]
+    yield "start_to_loaded_median_s", round(median(each.seconds for each in starts), 2)
+    yield "load_s", [float(match[1]) if match else None for match in loads]
+    yield "load_median_s", median(float(match[1]) for match in loads if match)
+    yield "read_nbytes", [each.processes[0].read_nbytes for each in starts]
+    yield "peak_nbytes", [max(process.peak_nbytes for process in each.processes) for each in starts]

@@ -76,14 +76,14 @@ FAILURES = (
 def fail(environment: Environment, work: Path, only: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """(what is wrong, what was found) of each whose name matches."""
     run = Run("llama")
-    whole, other = (converted_of(source_of(one, work, wide=True), run.tp) for one in (run.family, "qwen3"))
-    for one in FAILURES:
-        folder = work / "failures" / one.name.replace(" ", "-")
-        if fnmatch(one.name, only):
+    whole, other = (converted_of(source_of(family, work, wide=True), run.tp) for family in (run.family, "qwen3"))
+    for failure in FAILURES:
+        folder = work / "failures" / failure.name.replace(" ", "-")
+        if fnmatch(failure.name, only):
             shutil.rmtree(folder, ignore_errors=True)
             shutil.copytree(whole, folder)
-            one.damage(folder, other)
-            yield one.name, _said(environment, folder, run.settings, one, work)
+            failure.damage(folder, other)
+            yield failure.name, _said(environment, folder, run.settings, failure, work)
     failure = Failure(
         "experts are owned at another degree",
         _remove(""),

@@ -109,7 +109,7 @@ def _processes(session: int) -> tuple[Process, ...]:
         with suppress(OSError, ValueError, StopIteration):
             if entry.name.isdigit() and os.getsid(int(entry.name)) == session:
                 found.append(Process(_number(entry / "io", "read_bytes:"), _number(entry / "status", "VmHWM:") * 1024))
-    return tuple(sorted(found, key=lambda one: -one.read_nbytes))
+    return tuple(sorted(found, key=lambda process: -process.read_nbytes))
 
 
 def _number(file: Path, field: str) -> int:

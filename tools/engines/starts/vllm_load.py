@@ -44,7 +44,7 @@ def main() -> None:
     digest = hashlib.sha256()
     for _, parameter in sorted(model.named_parameters()):
         digest.update(parameter.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
-    held = sum(one.nbytes for one in model.parameters())
+    held = sum(parameter.nbytes for parameter in model.parameters())
     found = {"seconds": seconds, "cpu_s": cpu, "beyond_parameters_nbytes": peak - before - held}
     print("RESULT", json.dumps({**found, "parameters_nbytes": held, "digest": digest.hexdigest()}), flush=True)
 

@@ -32,9 +32,9 @@ def main() -> None:
         [{"prompt_token_ids": prompt} for prompt in PROMPTS],
         SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1, detokenize=False),
     )
-    first = [one.outputs[0] for one in outputs]
-    tokens = [list(one.token_ids) for one in first]
-    found = {"tokens": tokens, "logprobs": [one.cumulative_logprob for one in first]}
+    first = [output.outputs[0] for output in outputs]
+    tokens = [list(completion.token_ids) for completion in first]
+    found = {"tokens": tokens, "logprobs": [completion.cumulative_logprob for completion in first]}
     print("\nRESULT", json.dumps(found), flush=True)
 
 

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from engines.observing.observed_slices import Checkpoint
+from support.observed_slices import Checkpoint
+
 from relayout.core.patterns import collapse_numbers
 from relayout.core.slices import Slice
 from relayout.errors import PlanError
 from relayout.observe.elements import elements_along, joined, same_elements
 from relayout.plans.family import Family, find_family
 from relayout.plans.planner import plan_by, without_rule
+
+BESIDE = re.compile(
+    r"(model\.)?(visual|vision_tower|vision_model|audio_tower|multi_modal_projector|connector|encoder|projector|qformer"
+    r"|merger|talker|token2wav|code2wav|mlp_AR|mlp1|image_newline|language_projection|(embed|layerwise|spatial)_(vision|audio|projectors)"
+    r"|vision_(embedder|adapter|projection)|resampler_model|whisper_encoder|vq_adaptor)\b"
+)
+"""The first words of names of what is beside the language model."""
 
 
 @dataclass(frozen=True)

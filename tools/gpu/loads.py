@@ -1,8 +1,10 @@
-"""One load on a device: seconds, CPU, memory of the device and pinned memory of the host."""
+"""Loads on a device: checkpoints of Llama-3.1-8B shapes, made once, and what one load takes of time and memory."""
 
 from __future__ import annotations
 
 import gc
+import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +13,29 @@ from typing import Any
 import torch
 from bench.drive import files_of, forget
 
+import relayout
 from relayout.benchmark.machine import remember
+from relayout.benchmark.made import write_llama
+
+
+def source_of(work: Path, num_layers: int) -> Path:
+    """The plain checkpoint."""
+    folder = work / f"llama-{num_layers}"
+    if not folder.exists():
+        fresh = folder.with_suffix(".new")
+        shutil.rmtree(fresh, ignore_errors=True)
+        write_llama(fresh, num_layers, shard_nbytes=10**9)
+        os.sync()
+        fresh.rename(folder)
+    return folder
+
+
+def converted_of(work: Path, num_layers: int, tp: int) -> Path:
+    """The converted one; interrupted conversions go on."""
+    folder = work / f"llama-{num_layers}-tp{tp}"
+    if not folder.exists():
+        relayout.convert(source_of(work, num_layers), folder, tp=tp)
+    return folder
 
 
 def prepare(folders: list[Path], *, cold: bool) -> None:
@@ -40,11 +64,8 @@ def measure(load: Callable[[], Any], device: str, nbytes: int) -> dict[str, Any]
     if is_cuda:
         torch.cuda.synchronize()
     seconds, cpu_seconds = time.monotonic() - started, time.process_time() - cpu
-    found = {
-        "seconds": round(seconds, 4),
-        "cpu_seconds": round(cpu_seconds, 4),
-        "gb_per_s": round(nbytes / seconds / 1e9, 3),
-    }
+    found = {"seconds": round(seconds, 4), "cpu_seconds": round(cpu_seconds, 4)}
+    found["gb_per_s"] = round(nbytes / seconds / 1e9, 3)
     if is_cuda:
         found["device_peak_minus_tensors"] = torch.cuda.max_memory_allocated() - before - nbytes
         found["pinned_peak"] = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)

@@ -75,7 +75,7 @@ def test_each_rank_has_what_the_class_copies_and_the_record_says_from_where(tmp_
     assert relayout.load(tmp_path / "out", 0, tp=1)["out.weight"].shape == (HIDDEN, HIDDEN)
 
 
-def test_a_tensor_of_which_no_rank_has_elements_is_taken_by_none() -> None:
+def test_a_tensor_of_which_no_rank_has_elements_is_loaded_by_none() -> None:
     empty = json.loads(json.dumps([dump_slice(Slice.along(0, ()))]))
     found = {"version": "0", "model_class": "Odd", "ranks": [empty, empty]}
     assert parse(found).loaded_slices == ((NOT_HELD, NOT_HELD),)

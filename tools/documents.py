@@ -81,7 +81,7 @@ def written(name: str) -> str:
     path, make = PARTS[name]
     text, count = re.subn(
         rf"(<!-- {name}: .*? -->\n).*?(<!-- end -->)",
-        lambda found: f"{found[1]}\n{make()}\n\n{found[2]}",
+        lambda match: f"{match[1]}\n{make()}\n\n{match[2]}",
         path.read_text(),
         flags=re.DOTALL,
     )

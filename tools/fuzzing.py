@@ -108,8 +108,8 @@ def _header(data: bytes) -> None:
             raise AssertionError(f"the reference takes it: {error}") from None
         return
     assert reference is not None, f"the reference refuses it: {refused}"
-    found = {tensor.name: (tensor.dtype, tensor.shape, tensor.nbytes) for tensor in header.tensors}
-    assert found == reference
+    parsed = {tensor.name: (tensor.dtype, tensor.shape, tensor.nbytes) for tensor in header.tensors}
+    assert parsed == reference
     assert sum(tensor.nbytes for tensor in header.tensors) == header.data_nbytes == len(file) - header.data_start
 
 

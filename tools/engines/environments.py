@@ -170,5 +170,5 @@ print(json.dumps({name: metadata.version(name) for name in names if list(metadat
 """
     command = [environment.python, "-c", script]
     done = subprocess.run(command, check=True, capture_output=True, env=environment.variables)
-    found: dict[str, str] = json.loads(done.stdout)
-    return found
+    versions: dict[str, str] = json.loads(done.stdout)
+    return versions

@@ -54,13 +54,13 @@ def main() -> None:
         for parameter in parameters.values():
             parameter.zero_()
         prepare([folder, source], cold=cold)
-        found = measure(way, device, nbytes)
-        if "device_peak_minus_tensors" in found:
-            found["device_peak_minus_tensors"] += nbytes  # The parameters are there before.
+        result = measure(way, device, nbytes)
+        if "device_peak_minus_tensors" in result:
+            result["device_peak_minus_tensors"] += nbytes  # The parameters are there before.
         # Bit for bit: numbers made of random bytes are often not equal to themselves.
         held = ((name, parameter.cpu().view(torch.uint8)) for name, parameter in parameters.items())
         wrong = [name for name, memory in held if not torch.equal(memory, expected[name].view(torch.uint8))]
-        return found | {"wrong": wrong}
+        return result | {"wrong": wrong}
 
     for cold in (True, False):
         for name, way in ways.items():

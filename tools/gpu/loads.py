@@ -64,10 +64,10 @@ def measure(load: Callable[[], Any], device: str, nbytes: int) -> dict[str, Any]
     if is_cuda:
         torch.cuda.synchronize()
     seconds, cpu_seconds = time.monotonic() - started, time.process_time() - cpu
-    found = {"seconds": round(seconds, 4), "cpu_seconds": round(cpu_seconds, 4)}
-    found["gb_per_s"] = round(nbytes / seconds / 1e9, 3)
+    result = {"seconds": round(seconds, 4), "cpu_seconds": round(cpu_seconds, 4)}
+    result["gb_per_s"] = round(nbytes / seconds / 1e9, 3)
     if is_cuda:
-        found["device_peak_minus_tensors"] = torch.cuda.max_memory_allocated() - before - nbytes
-        found["pinned_peak"] = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)
+        result["device_peak_minus_tensors"] = torch.cuda.max_memory_allocated() - before - nbytes
+        result["pinned_peak"] = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)
     del kept
-    return found
+    return result

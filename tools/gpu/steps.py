@@ -47,8 +47,8 @@ class Run:
         out.mkdir(parents=True, exist_ok=True)
         self._out = out
         self._file = out / "steps.json"
-        found = json.loads(self._file.read_text()) if self._file.exists() else {}
-        self.outcomes = {name: Outcome(**fields) for name, fields in found.items()}
+        outcomes = json.loads(self._file.read_text()) if self._file.exists() else {}
+        self.outcomes = {name: Outcome(**fields) for name, fields in outcomes.items()}
 
     def carry_out(
         self,

@@ -103,14 +103,14 @@ class Reports(logging.Handler):
         self.num_whole += getattr(report, "num_whole", 0)
 
 
-def compare(job: Job, found: dict[str, Any]) -> None:
+def compare(job: Job, result: dict[str, Any]) -> None:
     """Load every rank both ways, the engine's own first."""
     own = [load(job.source, job, rank, "auto") for rank in range(job.tp)]
-    found["own_load"] = True
+    result["own_load"] = True
     reports = Reports()
     for rank in range(job.tp):
-        note_differences(found, rank, own[rank], load(job.converted, job, rank, "relayout"))
-    found["whole_reads"] = reports.num_whole
+        note_differences(result, rank, own[rank], load(job.converted, job, rank, "relayout"))
+    result["whole_reads"] = reports.num_whole
 
 
 def main() -> None:

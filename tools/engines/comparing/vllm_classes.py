@@ -58,19 +58,19 @@ def load(config: Any, model_config: Any) -> tuple[Any, Any]:
     return model, getattr(loader, "_weights", None)
 
 
-def compare(job: Job, found: dict[str, Any]) -> None:
+def compare(job: Job, result: dict[str, Any]) -> None:
     """Load every rank in all ways; the engine's own first."""
     chosen = setup(job, job.source, "auto")
     own: list[Tensors] = []
     for rank in range(job.tp * job.stages):
         model, _ = load_rank(job, rank, *chosen)
         own.append(held(model))
-        found["never_loaded"] += len(unwritten(model))
-    found["own_load"] = True
+        result["never_loaded"] += len(unwritten(model))
+    result["own_load"] = True
     for placement in ("copy", "direct"):
         # Without a word of its format: vLLM recognizes the folder.
         chosen = setup(job, job.converted, "auto", strict=job.strict, placement=placement)
-        seen = nothing_found() | {"never_loaded": found["never_loaded"]}
+        seen = nothing_found() | {"never_loaded": result["never_loaded"]}
         straight = nbytes = 0
         for rank in range(job.tp * job.stages):
             model, weights = load_rank(job, rank, *chosen)
@@ -78,9 +78,9 @@ def compare(job: Job, found: dict[str, Any]) -> None:
             seen["whole_reads"] += report.num_whole
             straight, nbytes = straight + report.placed_nbytes, nbytes + report.nbytes
             note_differences(seen, rank, own[rank], held(model))
-        seen["different"] = found["different"] + [f"{placement}, {name}" for name in seen["different"]]
-        found |= seen
-    found["straight"] = round(straight / nbytes, 4)
+        seen["different"] = result["different"] + [f"{placement}, {name}" for name in seen["different"]]
+        result |= seen
+    result["straight"] = round(straight / nbytes, 4)
 
 
 def setup(job: Job, path: str, load_format: str, **extra: Any) -> tuple[Any, Any]:

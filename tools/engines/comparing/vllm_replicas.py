@@ -37,8 +37,8 @@ def main() -> None:
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0] * len(processes)
-    found = sorted((results.get() for _ in processes), key=lambda result: (result["replica"], result["rank"]))
-    print("RESULT", json.dumps(found), flush=True)
+    rows = sorted((results.get() for _ in processes), key=lambda result: (result["replica"], result["rank"]))
+    print("RESULT", json.dumps(rows), flush=True)
 
 
 def _process(results: Any, source: str, converted: str, tp: int, port: int, replica: int, rank: int) -> None:
@@ -69,7 +69,7 @@ def _process(results: Any, source: str, converted: str, tp: int, port: int, repl
     logger = logging.getLogger("vllm.relayout")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    found: dict[str, Any] = {"replica": replica, "rank": rank, "group": parallel_state.get_dp_group().world_size}
+    row: dict[str, Any] = {"replica": replica, "rank": rank, "group": parallel_state.get_dp_group().world_size}
     for way, options in (("shared", {}), ("alone", {"share": False})):
         log.clear()
         config = configured(converted, "relayout", **options)
@@ -77,8 +77,8 @@ def _process(results: Any, source: str, converted: str, tp: int, port: int, repl
         ours, weights = load(config, config.model_config)
         note_differences(seen, rank, own, ours)
         report = weights.report()
-        found[way] = seen | {"num_readers": report.num_readers, "whole_reads": report.num_whole, "log": log[-1]}
-    results.put(found)
+        row[way] = seen | {"num_readers": report.num_readers, "whole_reads": report.num_whole, "log": log[-1]}
+    results.put(row)
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_distributed_environment()
 

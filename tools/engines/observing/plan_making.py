@@ -69,7 +69,11 @@ def text_of(wanted: Wanted, checkpoints: Sequence[Checkpoint]) -> str:
     base = next((family for family in builtin_families() if family.name == wanted.extends), None)
     prefixes = wanted.language_prefixes or (base.prefixes if base else ())
     checkpoints = [_without_prefixes(checkpoint, prefixes) for checkpoint in checkpoints]
-    wrong = {found.pattern for checkpoint in checkpoints for found in (differences(base, checkpoint) if base else ())}
+    wrong = {
+        difference.pattern
+        for checkpoint in checkpoints
+        for difference in (differences(base, checkpoint) if base else ())
+    }
     left = [checkpoint.only(wrong) if base else checkpoint for checkpoint in checkpoints]
     fitted = fit([Example(checkpoint, checkpoint.observed) for checkpoint in left], HELD_OUT)
     missing = {pattern: why for pattern, why in fitted.unmatched.items() if not BESIDE.match(pattern)}
@@ -95,17 +99,17 @@ def text_of(wanted: Wanted, checkpoints: Sequence[Checkpoint]) -> str:
     engines = sorted({checkpoint.engine.partition(" ")[2] for checkpoint in checkpoints})
     version = checkpoints[0].engine.partition(" ")[0]
     degrees = sorted({degree for checkpoint in checkpoints for degree in checkpoint.observed})
-    said = f"Observed from vLLM {version} ({', '.join(engines)}) at {', '.join(map(str, degrees))} ranks."
-    return as_toml(replace(fitted, family=family, unmatched={}), f"{wanted.title}.", said, extends=wanted.extends)
+    observed = f"Observed from vLLM {version} ({', '.join(engines)}) at {', '.join(map(str, degrees))} ranks."
+    return as_toml(replace(fitted, family=family, unmatched={}), f"{wanted.title}.", observed, extends=wanted.extends)
 
 
 def _shortened(rules: Sequence[Rule], base: Family | None) -> Iterator[Rule]:
     """What is held whole beside the language model has one rule for each part, behind all others."""
     parts = {}
     for rule in rules:
-        found = BESIDE.match(rule.pattern)
+        match = BESIDE.match(rule.pattern)
         is_whole = rule.dim is None or depends_on_numbers(rule.pattern)  # To tell numbers apart takes long.
-        part = _optional_model(f"{found[0]}.**") if found and found[0] != rule.pattern else ""
+        part = _optional_model(f"{match[0]}.**") if match and match[0] != rule.pattern else ""
         if is_whole and part and (base is None or part not in base.patterns):
             parts[part] = Rule(part, None)
         elif is_whole and not _is_whole_by(base, rule.pattern):
@@ -146,8 +150,8 @@ def _sizes(
         there = tuple(
             source for source in sources if not isinstance(source.use, str) or any(source.use in c for c in configs)
         )
-        found = [(Sizes({size: there}, config).find(size), Sizes(known, config).find(size)) for config in configs]
-        if size in used and any(own not in (None, theirs) for own, theirs in found):
+        values = [(Sizes({size: there}, config).find(size), Sizes(known, config).find(size)) for config in configs]
+        if size in used and any(own not in (None, theirs) for own, theirs in values):
             yield size, there
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from engines.observing.architectures import ARCHITECTURES, Made
+from engines.observing.architectures import ARCHITECTURES, Recipe
 from engines.observing.multimodal_architectures import MULTIMODAL
 from engines.observing.small_sizes import EXPERTS, GROUPS, HEAD_DIM, HEADS, INNER, KV_HEADS, LAYERS, VOCABULARY, H
 
@@ -98,12 +98,12 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 class HubConfig(PretrainedConfig):
     model_type = "{}"
 
-    def __init__(self, **said):
-        for key, value in said.items():
+    def __init__(self, **keys):
+        for key, value in keys.items():
             if key.endswith("_config") and isinstance(value, dict):
                 known = value.get("model_type") in CONFIG_MAPPING
-                said[key] = (CONFIG_MAPPING[value["model_type"]] if known else PretrainedConfig)(**value)
-        super().__init__(**said)
+                keys[key] = (CONFIG_MAPPING[value["model_type"]] if known else PretrainedConfig)(**value)
+        super().__init__(**keys)
 """
 """Stands for the Python of a checkpoint: what config.json says, as it is."""
 
@@ -115,13 +115,13 @@ def config_of(architecture: str) -> Any:
         LookupError: it has none.
     """
     cls = class_of(architecture)
-    return _small(cls.config_class, {**cls.config_class().to_dict()}, _made(architecture).values)
+    return _small(cls.config_class, {**cls.config_class().to_dict()}, _recipe(architecture).values)
 
 
 def class_of(architecture: str) -> Any:
     import transformers
 
-    cls = getattr(transformers, _made(architecture).by or architecture, None)
+    cls = getattr(transformers, _recipe(architecture).by or architecture, None)
     if cls is None or getattr(cls, "config_class", None) is None:
         raise LookupError(f"transformers has no class {architecture}")
     return cls
@@ -141,21 +141,21 @@ def write(architecture: str, folder: Path) -> None:
             parameter.data.normal_()
     model.save_pretrained(folder)
     file = folder / "config.json"
-    said = {**json.loads(file.read_text()), "architectures": [architecture]}
-    if _made(architecture).flat:
-        said = {**said.pop("text_config"), **said}
-    if _made(architecture).code:
-        (folder / "configuration_hub.py").write_text(_CODE.format(said["model_type"]))
-        said["auto_map"] = {"AutoConfig": "configuration_hub.HubConfig"}
-    file.write_text(json.dumps(_merged(said, _made(architecture).said)))
-    for name, content in _made(architecture).files.items():
+    top = {**json.loads(file.read_text()), "architectures": [architecture]}
+    if _recipe(architecture).flat:
+        top = {**top.pop("text_config"), **top}
+    if _recipe(architecture).code:
+        (folder / "configuration_hub.py").write_text(_CODE.format(top["model_type"]))
+        top["auto_map"] = {"AutoConfig": "configuration_hub.HubConfig"}
+    file.write_text(json.dumps(_merged(top, _recipe(architecture).config)))
+    for name, content in _recipe(architecture).files.items():
         (folder / name).write_text(json.dumps(content))
-    names = _made(architecture).names
-    if (said.get("vision_config") or {}).get("model_type") in _WITH_OLDER:
+    names = _recipe(architecture).names
+    if (top.get("vision_config") or {}).get("model_type") in _WITH_OLDER:
         names = (*names, _OLDER)
-    _restore(folder / "model.safetensors", names, _made(architecture))
-    (folder / "model.safetensors").rename(folder / _made(architecture).file)
-    if part := _made(architecture).folder:
+    _restore(folder / "model.safetensors", names, _recipe(architecture))
+    (folder / "model.safetensors").rename(folder / _recipe(architecture).file)
+    if part := _recipe(architecture).folder:
         (folder / part).mkdir()
         (folder / part / "model.safetensors").symlink_to(folder / "model.safetensors")
 
@@ -175,28 +175,30 @@ def supply(folder: Path, errors: Sequence[str]) -> bool:
     return False
 
 
-def _made(architecture: str) -> Made:
-    return ARCHITECTURES.get(architecture) or MULTIMODAL.get(architecture, Made())
+def _recipe(architecture: str) -> Recipe:
+    return ARCHITECTURES.get(architecture) or MULTIMODAL.get(architecture, Recipe())
 
 
 def _merged(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
     """The values, with the others over them; objects in both are merged too, and None takes a value away."""
-    found = dict(values)
+    merged = dict(values)
     for key, value in others.items():
-        if value is None and found.pop(key, None) is not None:
+        if value is None and merged.pop(key, None) is not None:
             continue
-        both = isinstance(value, dict) and isinstance(found.get(key), dict)
-        found[key] = _merged(found[key], value) if both else value
-    return found
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merged(merged[key], value) if both else value
+    return merged
 
 
-def _restore(file: Path, names: Sequence[tuple[str, str]], made: Made) -> None:
+def _restore(file: Path, names: Sequence[tuple[str, str]], recipe: Recipe) -> None:
     """Let a file have the hub's names and shapes, and what the hub has beside what transformers writes."""
     weights = load_file(file)
     for pattern, name in names:
-        weights = {said: tensor for written, tensor in weights.items() if (said := re.sub(pattern, name, written))}
-    turned = {name: written.mT.contiguous() for name, written in weights.items() if re.fullmatch(made.transposed, name)}
-    more = {name: torch.randn(shape, dtype=torch.bfloat16) for name, shape in made.tensors.items()}
+        weights = {new: tensor for written, tensor in weights.items() if (new := re.sub(pattern, name, written))}
+    turned = {
+        name: written.mT.contiguous() for name, written in weights.items() if re.fullmatch(recipe.transposed, name)
+    }
+    more = {name: torch.randn(shape, dtype=torch.bfloat16) for name, shape in recipe.tensors.items()}
     save_file({**weights, **turned, **more}, file, metadata={"format": "pt"})
 
 

@@ -52,12 +52,12 @@ are then read whole, from the files of all ranks, which is slow, and is reported
 
 def read(file: Path) -> list[dict[str, Any]]:
     """Results; of an architecture the last one."""
-    found = {}
+    results = {}
     for line in file.read_text().splitlines():
         result = json.loads(line)
         result.pop("trace", None)
-        found[result["architecture"]] = result
-    return list(found.values())
+        results[result["architecture"]] = result
+    return list(results.values())
 
 
 def render(results: Sequence[Found], builtin: Mapping[str, Found], versions: Mapping[str, str]) -> str:
@@ -154,35 +154,35 @@ element. Without a change nothing is seen.
     return text
 
 
-def _is_proven(found: Found) -> bool:
-    degrees = [degree for degree in found.values() if isinstance(degree, dict)]
+def _is_proven(result: Found) -> bool:
+    degrees = [degree for degree in result.values() if isinstance(degree, dict)]
     return (
         bool(degrees)
-        and "error" not in found
+        and "error" not in result
         and not any(degree["different"] or degree["whole_reads"] for degree in degrees)
     )
 
 
-def _plan_of(found: Found) -> str:
-    if not found:
+def _plan_of(result: Found) -> str:
+    if not result:
         return "only observed"
-    return f"`{found['plan']}`" if _is_proven(found) else f"`{found['plan']}` differs"
+    return f"`{result['plan']}`" if _is_proven(result) else f"`{result['plan']}` differs"
 
 
-def _made_as(found: Found) -> str:
-    """What is to be said of how it was made, or nothing."""
-    said = [f"as {found['by']}"] if found.get("by", found["architecture"]) != found["architecture"] else []
-    if found.get("stand_ins"):
-        said.append(f"stand-ins: {', '.join(found['stand_ins'])}")
-    return f" ({'; '.join(said)})" if said else ""
+def _made_as(result: Found) -> str:
+    """What is to be notes of how it was made, or nothing."""
+    notes = [f"as {result['by']}"] if result.get("by", result["architecture"]) != result["architecture"] else []
+    if result.get("stand_ins"):
+        notes.append(f"stand-ins: {', '.join(result['stand_ins'])}")
+    return f" ({'; '.join(notes)})" if notes else ""
 
 
-def _has_no_class(found: Found) -> bool:
-    return str(found.get("error", "")).startswith("LookupError")
+def _has_no_class(result: Found) -> bool:
+    return str(result.get("error", "")).startswith("LookupError")
 
 
-def _is_same(found: Found) -> bool:
-    return found.get("step") == "done" and "error" not in found
+def _is_same(result: Found) -> bool:
+    return result.get("step") == "done" and "error" not in result
 
 
 def _brief(error: str) -> str:

@@ -45,14 +45,14 @@ def measure(environment: Environment, work: Path, turns: int) -> dict[str, Any]:
     return {
         "machine": machine(work),
         "nbytes": total_nbytes(folder),
-        "ways": {name: dict(_summary(found)) for name, found in starts.items()},
+        "ways": {name: dict(_summary(runs)) for name, runs in starts.items()},
     }
 
 
 def placements(environment: Environment, work: Path, turns: int) -> dict[str, Any]:
     """One rank's load by vLLM's own classes, in fresh processes, of every way, in turns."""
     folder = _source(work)
-    found: dict[str, Any] = {"machine": machine(work), "turns": turns}
+    result: dict[str, Any] = {"machine": machine(work), "turns": turns}
     for tp in RANK_OF:
         converted = converted_of(folder, tp)
         ways: dict[str, tuple[Path, str, dict[str, Any]]] = {
@@ -68,11 +68,11 @@ def placements(environment: Environment, work: Path, turns: int) -> dict[str, An
                 arguments = path, tp, 0, load_format, json.dumps(options)
                 loads[name].append(environment.result(work, "starts.vllm_load", *arguments))
         assert len({load["digest"] for runs in loads.values() for load in runs}) == 1, "parameters differ"
-        found[f"rank 0 of {tp}"] = {
+        result[f"rank 0 of {tp}"] = {
             "parameters_nbytes": loads["vLLM, source"][0]["parameters_nbytes"],
             **{name: dict(_medians(runs)) for name, runs in loads.items()},
         }
-    return found
+    return result
 
 
 def _medians(runs: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
@@ -90,8 +90,8 @@ def reads(environment: Environment, work: Path) -> Iterator[tuple[str, dict[str,
         settings = run.settings | {"load_format": "relayout", "model_loader_extra_config": {"strict": True}}
         verbose = environment.with_variables(VLLM_LOGGING_LEVEL="INFO")
         done = start(verbose, folder, settings, work / f"reads, {run.name}.log", until="init engine")
-        found = [re.search(r"relayout: rank \d+ of \d+: ([\d.]+) GB", line) for line in done.lines]
-        needed = sorted((float(match[1]) for match in found if match), reverse=True)
+        matches = [re.search(r"relayout: rank \d+ of \d+: ([\d.]+) GB", line) for line in done.lines]
+        needed = sorted((float(match[1]) for match in matches if match), reverse=True)
         read = [round(process.read_nbytes / 1e9, 3) for process in done.processes[: len(needed)]]
         yield run.name, {"needed_gb": needed, "read_gb": read, "checkpoint_gb": round(total_nbytes(folder) / 1e9, 3)}
 

@@ -83,7 +83,7 @@ def fail(environment: Environment, work: Path, only: str) -> Iterator[tuple[str,
             shutil.rmtree(folder, ignore_errors=True)
             shutil.copytree(whole, folder)
             failure.damage(folder, other)
-            yield failure.name, _said(environment, folder, run.settings, failure, work)
+            yield failure.name, _outcome(environment, folder, run.settings, failure, work)
     failure = Failure(
         "experts are owned at another degree",
         _remove(""),
@@ -92,23 +92,23 @@ def fail(environment: Environment, work: Path, only: str) -> Iterator[tuple[str,
     if fnmatch(failure.name, only):
         run = Run("qwen3_moe", expert=True)
         wrong = converted_of(source_of(run.family, work, wide=True), 4, expert=True)
-        yield failure.name, _said(environment, wrong, run.settings, failure, work)
+        yield failure.name, _outcome(environment, wrong, run.settings, failure, work)
 
 
-def _said(
+def _outcome(
     environment: Environment, folder: Path, settings: dict[str, Any], failure: Failure, work: Path
 ) -> dict[str, Any]:
     settings = settings | {"load_format": "relayout", "model_loader_extra_config": dict(failure.options)}
     done = start(environment, folder, settings, work / f"{failure.name}.log")
-    said: dict[str, str] = {}
+    lines: dict[str, str] = {}
     for line in done.lines:
         # vLLM tells of an exception where it was raised, by rank, and then of its consequences.
-        found = re.match(r"\((Worker\S*) pid=.*?((?:\w+\.)*\w+Error: .*)", line)
-        if found and re.search(failure.says, found[2]):
-            said.setdefault(found[1], found[2].replace(f"{folder.parent}/", ""))
+        match = re.match(r"\((Worker\S*) pid=.*?((?:\w+\.)*\w+Error: .*)", line)
+        if match and re.search(failure.says, match[2]):
+            lines.setdefault(match[1], match[2].replace(f"{folder.parent}/", ""))
     return {
-        "as_expected": done.code not in (0, None) and len(said) == failure.num_ranks,
+        "as_expected": done.code not in (0, None) and len(lines) == failure.num_ranks,
         "code": done.code,
         "seconds": round(done.seconds),
-        "said": said,
+        "said": lines,
     }

@@ -46,8 +46,8 @@ class Start:
         """The tokens and their log-probabilities, or the first exception, which others are consequences of."""
         for line in self.lines:
             if "RESULT " in line:
-                found: dict[str, Any] = json.loads(line.partition("RESULT ")[2])
-                return found
+                result: dict[str, Any] = json.loads(line.partition("RESULT ")[2])
+                return result
         where = r"(?:\(.*?\) )?(?:ERROR [\d: -]+\[.*?\] )?"
         for line in self.lines:
             if raised := re.match(rf"{where}((?:\w+\.)*\w*(?:Error|Exception): .+|Worker proc .+ died .*?\))", line):
@@ -104,12 +104,14 @@ def start(
 
 def _processes(session: int) -> tuple[Process, ...]:
     """Those of a session."""
-    found = []
+    processes = []
     for entry in Path("/proc").iterdir():
         with suppress(OSError, ValueError, StopIteration):
             if entry.name.isdigit() and os.getsid(int(entry.name)) == session:
-                found.append(Process(_number(entry / "io", "read_bytes:"), _number(entry / "status", "VmHWM:") * 1024))
-    return tuple(sorted(found, key=lambda process: -process.read_nbytes))
+                processes.append(
+                    Process(_number(entry / "io", "read_bytes:"), _number(entry / "status", "VmHWM:") * 1024)
+                )
+    return tuple(sorted(processes, key=lambda process: -process.read_nbytes))
 
 
 def _number(file: Path, field: str) -> int:

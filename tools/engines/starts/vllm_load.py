@@ -45,14 +45,14 @@ def main() -> None:
     for _, parameter in sorted(model.named_parameters()):
         digest.update(parameter.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
     held = sum(parameter.nbytes for parameter in model.parameters())
-    found = {"seconds": seconds, "cpu_s": cpu, "beyond_parameters_nbytes": peak - before - held}
-    print("RESULT", json.dumps({**found, "parameters_nbytes": held, "digest": digest.hexdigest()}), flush=True)
+    result = {"seconds": seconds, "cpu_s": cpu, "beyond_parameters_nbytes": peak - before - held}
+    print("RESULT", json.dumps({**result, "parameters_nbytes": held, "digest": digest.hexdigest()}), flush=True)
 
 
 def _status(field: str) -> int:
     """Bytes."""
-    found: Any = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    return int(found[1]) * 1024
+    match: Any = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(match[1]) * 1024
 
 
 if __name__ == "__main__":

@@ -34,8 +34,8 @@ def main() -> None:
     )
     first = [output.outputs[0] for output in outputs]
     tokens = [list(completion.token_ids) for completion in first]
-    found = {"tokens": tokens, "logprobs": [completion.cumulative_logprob for completion in first]}
-    print("\nRESULT", json.dumps(found), flush=True)
+    result = {"tokens": tokens, "logprobs": [completion.cumulative_logprob for completion in first]}
+    print("\nRESULT", json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

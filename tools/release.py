@@ -160,7 +160,7 @@ def lowest(tree: Path) -> list[str]:
     """The lowest versions that pyproject.toml declares, of all dependencies and of those of the hub."""
     project = tomllib.loads((tree / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["hub"]]
-    return [one.replace(">=", "==") for one in wanted]
+    return [requirement.replace(">=", "==") for requirement in wanted]
 
 
 def use(wheel: Path, fresh: Path, interpreter: str, *, with_torch: bool, versions: Sequence[str] = ()) -> None:

@@ -43,8 +43,8 @@ def _cut(shape: tuple[int, ...], cut: str, degree: int, sizes: dict[str, int]) -
     kind, axis = split_cut(cut)
     if kind == "whole":
         return (WHOLE,) * degree
-    numbers = np.arange(shape[axis]).reshape([-1 if one == axis else 1 for one in range(len(shape))])
-    line = np.broadcast_to(numbers, [size if one == axis else 1 for one, size in enumerate(shape)])
+    numbers = np.arange(shape[axis]).reshape([-1 if other == axis else 1 for other in range(len(shape))])
+    line = np.broadcast_to(numbers, [size if other == axis else 1 for other, size in enumerate(shape)])
     held = (part.ravel() for part in expected(cut, line, degree, sizes))
     return tuple(Slice.along(axis, joined((int(i), 1) for i in part)) for part in held)
 
@@ -122,8 +122,8 @@ def test_slices_that_no_rule_gives_are_kept_as_they_are() -> None:
 
 def test_the_last_rank_of_slices_that_no_rule_gives_holds_what_no_rank_takes() -> None:
     source = make_source({"w": (8, 4)}, model_type="odd")
-    taken, held = ([Slice.along(0, (one,)) for one in ranges] for ranges in (((0, 3), (5, 2)), ((0, 3), (3, 5))))
-    fitted = fit([Example(source, {2: [tuple(taken)]})])
+    loaded, held = ([Slice.along(0, (part,)) for part in ranges] for ranges in (((0, 3), (5, 2)), ((0, 3), (3, 5))))
+    fitted = fit([Example(source, {2: [tuple(loaded)]})])
     assert agrees(fitted, source, {2: [tuple(held)]})
 
 

@@ -77,8 +77,8 @@ def test_each_rank_has_what_the_class_copies_and_the_record_says_from_where(tmp_
 
 def test_a_tensor_of_which_no_rank_has_elements_is_loaded_by_none() -> None:
     empty = json.loads(json.dumps([dump_slice(Slice.along(0, ()))]))
-    found = {"version": "0", "model_class": "Odd", "ranks": [empty, empty]}
-    assert parse(found).loaded_slices == ((NOT_HELD, NOT_HELD),)
+    result = {"version": "0", "model_class": "Odd", "ranks": [empty, empty]}
+    assert parse(result).loaded_slices == ((NOT_HELD, NOT_HELD),)
 
 
 def test_the_stand_in_of_weights_in_the_format_of_mistral_has_the_name_by_which_vllm_knows_it(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_the_stand_in_of_weights_in_the_format_of_mistral_has_the_name_by_which_
     (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model" / "consolidated.safetensors")
     (tmp_path / "stand_in").mkdir()
     write_stand_in(read_source(find_store(tmp_path / "model")), tmp_path / "stand_in")
-    assert [one.name for one in (tmp_path / "stand_in").glob("*.safetensors")] == ["consolidated.safetensors"]
+    assert [file.name for file in (tmp_path / "stand_in").glob("*.safetensors")] == ["consolidated.safetensors"]
 
 
 @pytest.mark.usefixtures("vllm")
@@ -99,8 +99,8 @@ def test_a_draft_model_takes_what_is_left_also_if_the_checkpoint_has_not_all_of_
 @pytest.mark.usefixtures("vllm")
 def test_rules_are_written_that_convert_without_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = write_source(tmp_path / "model")
-    made = observe_plan(tmp_path / "model", tmp_path / "plan.toml")
-    assert (made.degrees, made.held_out, made.unmatched) == ((2, 4), (4,), ())
+    written = observe_plan(tmp_path / "model", tmp_path / "plan.toml")
+    assert (written.degrees, written.held_out, written.unmatched) == ((2, 4), (4,), ())
     plan = tomllib.loads((tmp_path / "plan.toml").read_text())
     assert plan["cut"]["out.weight"] == {"dim": 1, "by": "even"}
     assert plan["cut"]["embed.weight"] == "whole"

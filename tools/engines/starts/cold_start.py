@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from bench.drive import check_cold, forget, machine, total_nbytes
 
@@ -20,6 +20,7 @@ NUM_LAYERS = 2
 """Of Llama-3.1-8B's shapes: 3 GB."""
 RANK_OF = (1, 8)
 """Degrees at which one rank is loaded."""
+Step = TypeVar("Step")
 LOADED = r"Loading weights took ([\d.]+) seconds"
 
 
@@ -36,12 +37,9 @@ def measure(environment: Environment, work: Path, turns: int) -> dict[str, Any]:
         "relayout, RELAYOUT_WARM": (warm, converted, ours),
     }
     starts: dict[str, list[Start]] = {name: [] for name in ways}
-    for _ in range(turns):
-        for name, (chosen, path, settings) in ways.items():
-            forget([folder, converted])
-            check_cold([folder, converted])
-            log = work / f"cold start, {name}.log"
-            starts[name].append(start(chosen, path, settings, log, until=LOADED))
+    for name, (chosen, path, settings) in _cold([folder, converted], [*ways.items()] * turns):
+        log = work / f"cold start, {name}.log"
+        starts[name].append(start(chosen, path, settings, log, until=LOADED))
     return {
         "machine": machine(work),
         "nbytes": total_nbytes(folder),
@@ -61,12 +59,9 @@ def placements(environment: Environment, work: Path, turns: int) -> dict[str, An
             "relayout, direct": (converted, "relayout", {"placement": "direct"}),
         }
         loads: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
-        for _ in range(turns):
-            for name, (path, load_format, options) in ways.items():
-                forget([folder, converted])
-                check_cold([folder, converted])
-                arguments = path, tp, 0, load_format, json.dumps(options)
-                loads[name].append(environment.result(work, "starts.vllm_load", *arguments))
+        for name, (path, load_format, options) in _cold([folder, converted], [*ways.items()] * turns):
+            arguments = path, tp, 0, load_format, json.dumps(options)
+            loads[name].append(environment.result(work, "starts.vllm_load", *arguments))
         assert len({load["digest"] for runs in loads.values() for load in runs}) == 1, "parameters differ"
         result[f"rank 0 of {tp}"] = {
             "parameters_nbytes": loads["vLLM, source"][0]["parameters_nbytes"],
@@ -85,8 +80,7 @@ def reads(environment: Environment, work: Path) -> Iterator[tuple[str, dict[str,
     """What the processes of ranks and of stages have read from the drive when the engine is ready."""
     for run in (Run("llama", tp=2), Run("llama", tp=1, stages=2)):
         folder = converted_of(_source(work), run.tp)
-        forget([folder])
-        check_cold([folder])
+        next(_cold([folder], [run]))
         settings = run.settings | {"load_format": "relayout", "model_loader_extra_config": {"strict": True}}
         verbose = environment.with_variables(VLLM_LOGGING_LEVEL="INFO")
         done = start(verbose, folder, settings, work / f"reads, {run.name}.log", until="init engine")
@@ -94,6 +88,14 @@ def reads(environment: Environment, work: Path) -> Iterator[tuple[str, dict[str,
         needed = sorted((float(match[1]) for match in matches if match), reverse=True)
         read = [round(process.read_nbytes / 1e9, 3) for process in done.processes[: len(needed)]]
         yield run.name, {"needed_gb": needed, "read_gb": read, "checkpoint_gb": round(total_nbytes(folder) / 1e9, 3)}
+
+
+def _cold(folders: list[Path], steps: list[Step]) -> Iterator[Step]:
+    """The steps, each when no cache has any of the folders."""
+    for step in steps:
+        forget(folders)
+        check_cold(folders)
+        yield step
 
 
 def _source(work: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -14,13 +15,15 @@ from engines.cases import Run, converted_of, source_of
 from engines.environments import Environment
 from engines.starts.starting import start
 
+LLAMA = Run("llama")
+
 
 @dataclass(frozen=True)
 class Failure:
-    """A folder, what is done to it, and what must be said of it."""
+    """A folder, how it is damaged, and what must be said of it."""
 
     name: str
-    damage: Callable[[Path, Path], None]
+    damage: Callable[[Path, Path], object]
     """Of the folder; the other one is of another model."""
     says: str
     """A pattern, in one line of each rank that it concerns."""
@@ -28,37 +31,29 @@ class Failure:
     """That say so."""
     options: tuple[tuple[str, object], ...] = ()
     """For relayout."""
+    run: Run = LLAMA
+    degree: int = 2
+    """Of the folder."""
 
 
 def _truncate(folder: Path, _other: Path) -> None:
     for file in folder.glob("model-rank-*"):
-        with file.open("r+b") as opened:
-            opened.truncate(file.stat().st_size // 2)
+        os.truncate(file, file.stat().st_size // 2)
 
 
 def _flip(folder: Path, _other: Path) -> None:
     for file in folder.glob("model-rank-*"):
-        with file.open("r+b") as opened:
-            opened.seek(file.stat().st_size // 2)
-            [byte] = opened.read(1)
-            opened.seek(-1, 1)
-            opened.write(bytes([byte ^ 1]))
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
 
 
-def _remove(pattern: str) -> Callable[[Path, Path], None]:
-    def remove(folder: Path, _other: Path) -> None:
-        for file in folder.glob(pattern):
-            file.unlink()
-
-    return remove
+def _remove(pattern: str) -> Callable[[Path, Path], object]:
+    return lambda folder, _other: [file.unlink() for file in folder.glob(pattern)]
 
 
-def _take(pattern: str) -> Callable[[Path, Path], None]:
-    def take(folder: Path, other: Path) -> None:
-        for file in other.glob(pattern):
-            shutil.copy(file, folder)
-
-    return take
+def _take(pattern: str) -> Callable[[Path, Path], object]:
+    return lambda folder, other: [shutil.copy(file, folder) for file in other.glob(pattern)]
 
 
 FAILURES = (
@@ -70,45 +65,36 @@ FAILURES = (
     # Here vLLM has its own words.
     Failure("config.json is another model's", _take("config.json"), "Following weights were not initialized"),
     Failure("a byte is damaged", _flip, "damaged: tensor '.*': its bytes have digest", options=(("verify", True),)),
+    Failure(
+        "experts are owned at another degree",
+        _remove("nothing"),
+        "was converted with --expert-parallel for 4 ranks: run vLLM with",
+        run=Run("qwen3_moe", expert=True),
+        degree=4,
+    ),
 )
 
 
 def fail(environment: Environment, work: Path, only: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(what is wrong, what was found) of each whose name matches."""
-    run = Run("llama")
-    whole, other = (converted_of(source_of(family, work, wide=True), run.tp) for family in (run.family, "qwen3"))
+    """(what is wrong, how vLLM ended) of each whose name matches."""
     for failure in FAILURES:
-        folder = work / "failures" / failure.name.replace(" ", "-")
-        if fnmatch(failure.name, only):
-            shutil.rmtree(folder, ignore_errors=True)
-            shutil.copytree(whole, folder)
-            failure.damage(folder, other)
-            yield failure.name, _outcome(environment, folder, run.settings, failure, work)
-    failure = Failure(
-        "experts are owned at another degree",
-        _remove(""),
-        "was converted with --expert-parallel for 4 ranks: run vLLM with",
-    )
-    if fnmatch(failure.name, only):
-        run = Run("qwen3_moe", expert=True)
-        wrong = converted_of(source_of(run.family, work, wide=True), 4, expert=True)
-        yield failure.name, _outcome(environment, wrong, run.settings, failure, work)
-
-
-def _outcome(
-    environment: Environment, folder: Path, settings: dict[str, Any], failure: Failure, work: Path
-) -> dict[str, Any]:
-    settings = settings | {"load_format": "relayout", "model_loader_extra_config": dict(failure.options)}
-    done = start(environment, folder, settings, work / f"{failure.name}.log")
-    lines: dict[str, str] = {}
-    for line in done.lines:
-        # vLLM tells of an exception where it was raised, by rank, and then of its consequences.
-        match = re.match(r"\((Worker\S*) pid=.*?((?:\w+\.)*\w+Error: .*)", line)
-        if match and re.search(failure.says, match[2]):
-            lines.setdefault(match[1], match[2].replace(f"{folder.parent}/", ""))
-    return {
-        "as_expected": done.code not in (0, None) and len(lines) == failure.num_ranks,
-        "code": done.code,
-        "seconds": round(done.seconds),
-        "said": lines,
-    }
+        if not fnmatch(failure.name, only):
+            continue
+        run, folder = failure.run, work / "failures" / failure.name.replace(" ", "-")
+        source, other = (source_of(family, work, wide=True) for family in (run.family, "qwen3"))
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(converted_of(source, failure.degree, expert=run.expert), folder)
+        failure.damage(folder, converted_of(other, failure.degree))
+        settings = {"load_format": "relayout", "model_loader_extra_config": dict(failure.options)}
+        ended = start(environment, folder, run.settings | settings, work / f"{failure.name}.log")
+        lines: dict[str, str] = {}
+        for line in ended.lines:
+            # vLLM tells of an exception where it was raised, by rank, and then of its consequences.
+            match = re.match(r"\((Worker\S*) pid=.*?((?:\w+\.)*\w+Error: .*)", line)
+            if match and re.search(failure.says, match[2]):
+                lines.setdefault(match[1], match[2].replace(f"{folder.parent}/", ""))
+        is_expected = ended.code not in (0, None) and len(lines) == failure.num_ranks
+        yield (
+            failure.name,
+            {"as_expected": is_expected, "code": ended.code, "seconds": round(ended.seconds), "said": lines},
+        )

@@ -27,16 +27,14 @@ from relayout.plans.family import (
 )
 from relayout.plans.plan import PlannedCheckpoint, PlannedTensor
 
-Observed = Mapping[int, Sequence[tuple[Slice, ...]]]
-"""By degree: for each tensor, in the checkpoint's order, the slice of each rank."""
-
 
 @dataclass(frozen=True, slots=True)
 class Example:
     """A checkpoint, and what was observed of it."""
 
     checkpoint: PlannedCheckpoint
-    observed: Observed
+    observed: Mapping[int, Sequence[tuple[Slice, ...]]]
+    """By degree: for each tensor, in the checkpoint's order, the slice of each rank."""
 
 
 @dataclass(frozen=True, slots=True)

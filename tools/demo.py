@@ -39,8 +39,8 @@ def main() -> int:
         console.print("[bold]1.[/] make a Llama of random weights with transformers: the folder llama")
         transformers.logging.disable_progress_bar()
         AutoModelForCausalLM.from_config(CONFIG, dtype=torch.bfloat16).save_pretrained(source, max_shard_size="200MB")
-        found = relayout.inspect(source)
-        console.print(f"   {found.num_tensors} tensors, {decimal(found.nbytes)} in {found.num_files} files")
+        model = relayout.inspect(source)
+        console.print(f"   {model.num_tensors} tensors, {decimal(model.nbytes)} in {model.num_files} files")
 
         console.print(f"[bold]2.[/] relayout convert llama --tp {TP}")
         summary = relayout.convert(source, converted, tp=TP)

@@ -42,15 +42,15 @@ def commands() -> str:
 
 
 def _command(name: str, command: Any) -> str:
-    arguments = [one for one in command.params if one.param_type_name == "argument"]
-    options = [one for one in command.params if one.param_type_name == "option" and one.name != "help"]
-    usage = " ".join(["relayout", name, *(one.metavar for one in arguments), "[OPTIONS]"])
+    arguments = [param for param in command.params if param.param_type_name == "argument"]
+    options = [param for param in command.params if param.param_type_name == "option" and param.name != "help"]
+    usage = " ".join(["relayout", name, *(argument.metavar for argument in arguments), "[OPTIONS]"])
     lines = [f"## {name}", "", f"`{usage}`", "", _plain(command.help), ""]
-    lines += [_item(one.metavar, one.help) for one in arguments]
-    for one in options:
-        flags = ", ".join(f"{flag} {one.metavar or ''}".strip() for flag in [*one.opts, *one.secondary_opts])
-        default = "" if one.is_flag or one.default is None else f" Default: {one.default}."
-        lines.append(_item(flags, one.help + (default if "Default:" not in one.help else "")))
+    lines += [_item(argument.metavar, argument.help) for argument in arguments]
+    for option in options:
+        flags = ", ".join(f"{flag} {option.metavar or ''}".strip() for flag in [*option.opts, *option.secondary_opts])
+        default = "" if option.is_flag or option.default is None else f" Default: {option.default}."
+        lines.append(_item(flags, option.help + (default if "Default:" not in option.help else "")))
     return "\n".join(lines)
 
 
@@ -94,7 +94,7 @@ def written(name: str) -> str:
     path, make = PARTS[name]
     text, count = re.subn(
         rf"(<!-- {name}: .*? -->\n).*?(<!-- end -->)",
-        lambda found: f"{found[1]}\n{make()}\n\n{found[2]}",
+        lambda match: f"{match[1]}\n{make()}\n\n{match[2]}",
         path.read_text(),
         flags=re.DOTALL,
     )

@@ -204,8 +204,8 @@ def _over_nodes() -> Iterator[str]:
         yield _row("way", *(f"{number} node{'s' * (number > 1)}" for number in NUM_NODES))
         yield _row("---", *["---:"] * len(NUM_NODES))
         for way, outcome in WAYS.items():
-            found = (outcome(replace(fleet, num_nodes=number)) for number in NUM_NODES)
-            yield _row(way, *(f"{_seconds(one.last)} ({one.storage_nbytes / 1e12:,.2f})" for one in found))
+            outcomes = (outcome(replace(fleet, num_nodes=number)) for number in NUM_NODES)
+            yield _row(way, *(f"{_seconds(each.last)} ({each.storage_nbytes / 1e12:,.2f})" for each in outcomes))
         yield ""
 
 
@@ -222,8 +222,8 @@ def _incidents() -> Iterator[str]:
     yield _row("---", *["---:"] * len(INCIDENTS))
     fleet = replace(STORAGES["Object store"], num_nodes=16)
     for way, outcome in WAYS.items():
-        found = (outcome(replace(fleet, **change)).ready for change in INCIDENTS.values())
-        yield _row(way, *(" / ".join(map(_seconds, (min(one), median(one), max(one)))) for one in found))
+        times = (outcome(replace(fleet, **change)).ready for change in INCIDENTS.values())
+        yield _row(way, *(" / ".join(map(_seconds, (min(ready), median(ready), max(ready)))) for ready in times))
     yield ""
 
 
@@ -232,8 +232,10 @@ def _published() -> Iterator[str]:
     yield _row("what", "published, s", "calculated, s", "factor", "assumed")
     yield _row("---", "---:", "---:", "---:", "---")
     for what, seconds, fleet, assumed in PUBLISHED:
-        found = group(fleet).last
-        yield _row(what, seconds, f"{found:.2f}", f"{max(found / seconds, seconds / found):.1f}", assumed)
+        calculated = group(fleet).last
+        yield _row(
+            what, seconds, f"{calculated:.2f}", f"{max(calculated / seconds, seconds / calculated):.1f}", assumed
+        )
 
 
 def _row(*cells: object) -> str:

@@ -127,9 +127,9 @@ def _fuzz_at_random(target: Target, seconds: float, folder: Path) -> None:
         try:
             target.run(data)
             error = None if time.monotonic() - started < MAX_SECONDS else "slow"
-        except Exception as found:
-            error = type(found).__name__
-            print(repr(found), flush=True)
+        except Exception as exception:
+            error = type(exception).__name__
+            print(repr(exception), flush=True)
         if error is not None:
             (folder / "findings" / f"{error}-{number}").write_bytes(data)
         number += 1

@@ -76,14 +76,14 @@ class Target:
         """The inputs that the vectors give; the first is the good one."""
         corpus = sorted(_corpus(), key=lambda file: not fnmatch(file[0], self.first))
         inputs = (self.to_input(blob) for name, blob in corpus if fnmatch(name.rpartition("/")[2], self.files))
-        return [one for one in inputs if one is not None and len(one) <= MAX_INPUT_NBYTES]
+        return [blob for blob in inputs if blob is not None and len(blob) <= MAX_INPUT_NBYTES]
 
 
 @cache
 def _corpus() -> list[tuple[str, bytes]]:
     """Files that somebody might send, first of the bases, then of the vectors, each with something wrong with it."""
     good = [(str(path.relative_to(BASES)), path.read_bytes()) for path in sorted(BASES.rglob("*")) if path.is_file()]
-    return good + [file for one in vectors() for file in changed_files(one).items()]
+    return good + [file for vector in vectors() for file in changed_files(vector).items()]
 
 
 def _header(data: bytes) -> None:
@@ -108,8 +108,8 @@ def _header(data: bytes) -> None:
             raise AssertionError(f"the reference takes it: {error}") from None
         return
     assert reference is not None, f"the reference refuses it: {refused}"
-    found = {tensor.name: (tensor.dtype, tensor.shape, tensor.nbytes) for tensor in header.tensors}
-    assert found == reference
+    parsed = {tensor.name: (tensor.dtype, tensor.shape, tensor.nbytes) for tensor in header.tensors}
+    assert parsed == reference
     assert sum(tensor.nbytes for tensor in header.tensors) == header.data_nbytes == len(file) - header.data_start
 
 
@@ -225,12 +225,12 @@ def _manifest(data: bytes) -> None:
         assert all(_is_plain(file.name) and file.name.endswith(".safetensors") for file in files)
         total, places = 0, []
         for read in entry.reads:
-            one = read.transfer
-            total += one.nbytes * one.count
-            assert one.nbytes > 0
-            assert one.source + (one.count - 1) * one.source_stride + one.nbytes <= files[read.file].nbytes
-            places.append((one.target, one.target + (one.count - 1) * one.target_stride + one.nbytes))
-            assert one.count == 1 or min(one.source_stride, one.target_stride) >= one.nbytes
+            move = read.transfer
+            total += move.nbytes * move.count
+            assert move.nbytes > 0
+            assert move.source + (move.count - 1) * move.source_stride + move.nbytes <= files[read.file].nbytes
+            places.append((move.target, move.target + (move.count - 1) * move.target_stride + move.nbytes))
+            assert move.count == 1 or min(move.source_stride, move.target_stride) >= move.nbytes
         assert total == entry.nbytes
         assert entry.arena_nbytes <= 1.4 * sum(file.nbytes for file in files) + 8192 * (len(files) + 1)
         ends = [0, *(end for _, end in places), entry.arena_nbytes]
@@ -245,7 +245,7 @@ def _table(base: str, holder: int) -> Callable[[bytes], None]:
         stored = data[1:] if data[:1] == _AS_STORED else compress(data)
         manifest = _base_manifest(base)
         entry = replace(manifest.holders[holder], table_digest=digest_hex(stored))
-        ranks = tuple(entry if holder == rank else one for rank, one in enumerate(manifest.ranks))
+        ranks = tuple(entry if holder == rank else other for rank, other in enumerate(manifest.ranks))
         whole = entry if holder == manifest.num_ranks else manifest.whole
         try:
             table = parse_table(stored, replace(manifest, ranks=ranks, whole=whole), holder, "x")
@@ -284,12 +284,12 @@ def _brought(base: str, holder: int) -> list[tuple[int, int] | None]:
     entry = _base_manifest(base).holders[holder]
     brought: list[tuple[int, int] | None] = [None] * entry.arena_nbytes
     for read in entry.reads:
-        one = read.transfer
-        for run in range(one.count):
-            for byte in range(one.nbytes):
+        move = read.transfer
+        for run in range(move.count):
+            for byte in range(move.nbytes):
                 target, offset = (
-                    one.target + run * one.target_stride + byte,
-                    one.source + run * one.source_stride + byte,
+                    move.target + run * move.target_stride + byte,
+                    move.source + run * move.source_stride + byte,
                 )
                 brought[target] = (entry.files[read.file], offset)
     return brought
@@ -305,7 +305,7 @@ def _bytes_in_whole(part: Slice, source_shape: tuple[int, ...], bits: int) -> li
         )
     strides = [prod(source_shape[axis + 1 :]) for axis in range(len(source_shape))]
     elements = (sum(map(mul, index, strides)) for index in product(*indices))
-    return list(dict.fromkeys(bit // 8 for one in elements for bit in range(one * bits, (one + 1) * bits)))
+    return list(dict.fromkeys(bit // 8 for element in elements for bit in range(element * bits, (element + 1) * bits)))
 
 
 def _record(data: bytes) -> None:
@@ -429,22 +429,22 @@ def mutate_words(data: bytes, rng: random.Random) -> bytes:
     """Change lines and words of a text."""
     lines = data.decode("utf-8", "replace").split("\n")
     for _ in range(1 + int(rng.expovariate(1))):
-        one, other = rng.randrange(len(lines)), rng.randrange(len(lines))
-        words = lines[one].split(" ")
+        index, other = rng.randrange(len(lines)), rng.randrange(len(lines))
+        words = lines[index].split(" ")
         place = rng.randrange(len(words))
         action = rng.random()
         if action < 0.25:
-            lines[one], lines[other] = lines[other], lines[one]
+            lines[index], lines[other] = lines[other], lines[index]
         elif action < 0.4:
-            lines.insert(one, lines[other])
+            lines.insert(index, lines[other])
         elif action < 0.5 and len(lines) > 1:
-            del lines[one]
+            del lines[index]
         elif action < 0.75:
             words[place] = rng.choice(lines[other].split(" "))
-            lines[one] = " ".join(words)
+            lines[index] = " ".join(words)
         else:
             words[place] = rng.choice(_WORDS)
-            lines[one] = " ".join(words)
+            lines[index] = " ".join(words)
     return "\n".join(lines).encode("utf-8", "replace")
 
 

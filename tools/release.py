@@ -47,8 +47,8 @@ LOAD = """
 import relayout, torch
 from safetensors.torch import load_file
 whole = load_file("model/model.safetensors")["model.layers.0.self_attn.o_proj.weight"]
-found = relayout.load("model-tp2", 1)["model.layers.0.self_attn.o_proj.weight"]
-assert torch.equal(found, whole[:, 32:])
+loaded = relayout.load("model-tp2", 1)["model.layers.0.self_attn.o_proj.weight"]
+assert torch.equal(loaded, whole[:, 32:])
 print("loaded")
 """
 LOWEST = """
@@ -63,8 +63,8 @@ text = json.dumps(header).encode()
 pathlib.Path("types").mkdir()
 pathlib.Path("types/model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + os.urandom(end))
 relayout.convert("types")
-found = relayout.verify("types-tp1", source="types")
-assert found.ok, found.differences
+report = relayout.verify("types-tp1", source="types")
+assert report.ok, report.differences
 with hub_server.running() as hub:
     os.environ |= {"HF_ENDPOINT": hub.hub.url, "HF_HUB_CACHE": "cache", "HF_TOKEN_PATH": "token"}
     hub.repos["org/out"] = {file.name: file.read_bytes() for file in pathlib.Path("types-tp1").iterdir()}
@@ -129,14 +129,14 @@ def check_contents(wheel: Path, sdist: Path) -> None:
     ours = {name for name in tracked if name.startswith(("relayout/", "loader/")) and name != "relayout/loader"}
     expected = {re.sub(r"^loader/", "relayout/loader/", name) for name in ours}
     with zipfile.ZipFile(wheel) as opened:
-        found = {name for name in opened.namelist() if ".dist-info/" not in name}
-    if found != expected:
-        raise SystemExit(f"the wheel lacks {sorted(expected - found)}, and has beside {sorted(found - expected)}")
+        packed = {name for name in opened.namelist() if ".dist-info/" not in name}
+    if packed != expected:
+        raise SystemExit(f"the wheel lacks {sorted(expected - packed)}, and has beside {sorted(packed - expected)}")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     if missing := ours - names:
         raise SystemExit(f"the sdist lacks {sorted(missing)}")
-    print(f"contents: {len(found)} files in the wheel, {wheel.stat().st_size / 1e3:.0f} kB")
+    print(f"contents: {len(packed)} files in the wheel, {wheel.stat().st_size / 1e3:.0f} kB")
 
 
 def check_versions(wheel: Path, tree: Path) -> None:
@@ -160,7 +160,7 @@ def lowest(tree: Path) -> list[str]:
     """The lowest versions that pyproject.toml declares, of all dependencies and of those of the hub."""
     project = tomllib.loads((tree / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["hub"]]
-    return [one.replace(">=", "==") for one in wanted]
+    return [requirement.replace(">=", "==") for requirement in wanted]
 
 
 def use(wheel: Path, fresh: Path, interpreter: str, *, with_torch: bool, versions: Sequence[str] = ()) -> None:
@@ -196,9 +196,9 @@ def use(wheel: Path, fresh: Path, interpreter: str, *, with_torch: bool, version
         "import relayout": min(float(here(python, "-c", timed)) for _ in range(5)),
         "relayout --help": min(_seconds(command, fresh, clean) for _ in range(5)),
     }
-    for what, found in seconds.items():
-        print(f"{what}: {found:.3f} s")
-        if found > MAX_SECONDS:
+    for what, duration in seconds.items():
+        print(f"{what}: {duration:.3f} s")
+        if duration > MAX_SECONDS:
             raise SystemExit(f"{what} takes more than {MAX_SECONDS} s")
     if with_torch:
         here(python, "-m", "pip", "install", "--quiet", f"{wheel}[torch]")

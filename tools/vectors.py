@@ -48,9 +48,9 @@ def _files() -> Iterator[tuple[str, bytes]]:
     for name in NAMES:
         yield from ((f"base/{name}/{file}", blob) for file, blob in base(name).items())
     yield "base/plan.toml", (BASES / "plan.toml").read_bytes()
-    for one in vectors():
-        yield from ((f"{one['name']}/{file}", blob) for file, blob in changed_files(one).items())
-    listed = [{key: value for key, value in one.items() if key not in _HOW_IT_IS_MADE} for one in vectors()]
+    for vector in vectors():
+        yield from ((f"{vector['name']}/{file}", blob) for file, blob in changed_files(vector).items())
+    listed = [{key: value for key, value in vector.items() if key not in _HOW_IT_IS_MADE} for vector in vectors()]
     yield "vectors.json", json.dumps(listed, indent=1, ensure_ascii=False).encode()
 
 

@@ -105,7 +105,7 @@ def print_summary(summary: Summary) -> None:
         )
     if summary.num_ranks == 1:
         console.print("1 rank: nothing is cut, stock loaders read the folder too; --tp N cuts it for N ranks")
-    _print_unmatched(console, summary.unmatched, summary.untaken)
+    _print_unmatched(console, summary.unmatched, summary.unused)
     _print_left_out(console, summary.left_out)
 
 
@@ -217,7 +217,7 @@ def print_preview(preview: Preview, *, verbose: bool = False) -> None:
         for group in preview.groups
     ]
     _print_table(console, columns, rows_of_groups, "groups")
-    _print_unmatched(console, preview.unmatched, preview.untaken)
+    _print_unmatched(console, preview.unmatched, preview.unused)
     _print_left_out(console, preview.left_out)
 
 
@@ -228,7 +228,7 @@ def print_observed(made: ObservedPlan) -> None:
     console.print(
         f"{_text(made.output)}: {_count(made.num_rules, 'rule')}, observed from vLLM {made.engine} at {degrees} ranks"
     )
-    for line in made.unfitted:
+    for line in made.unmatched:
         console.print(f"[yellow]no rule[/] {_text(line)}")
 
 
@@ -430,10 +430,10 @@ def _ranks_in_words(rank_nbytes: tuple[int, ...], replicated: int, source: int) 
     return f"each rank {_range(rank_nbytes)}; replicated {decimal(replicated)} ({share})"
 
 
-def _print_unmatched(console: _Console, unmatched: tuple[str, ...], untaken: tuple[str, ...]) -> None:
-    if unmatched or untaken:
+def _print_unmatched(console: _Console, unmatched: tuple[str, ...], unused: tuple[str, ...]) -> None:
+    if unmatched or unused:
         console.print()
-    for names, why, held in ((unmatched, "no rule", ", whole on every rank"), (untaken, "not taken by vLLM", "")):
+    for names, why, held in ((unmatched, "no rule", ", whole on every rank"), (unused, "not loaded by vLLM", "")):
         patterns = Counter(map(collapse_numbers, names))
         for pattern, count in list(patterns.items())[: console.max_rows]:
             console.print(f"[yellow]{why}[/] {_text(pattern)}: {_count(count, 'tensor')}{held}")

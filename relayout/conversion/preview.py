@@ -55,7 +55,7 @@ class Preview(Result):
     groups: tuple[PlannedGroup, ...]
     unmatched: tuple[str, ...]
     """Tensors that no rule of the plan names, and that every rank therefore holds whole."""
-    untaken: tuple[str, ...]
+    unused: tuple[str, ...]
     """Tensors that the engine does not take, from which the plan was observed."""
     left_out: tuple[str, ...]
 
@@ -94,7 +94,7 @@ def preview(conversion: Conversion) -> Preview:
         num_units=len(layout.units),
         groups=tuple(_group(*key, members, plan.num_ranks) for key, members in groups.items()),
         unmatched=plan.unmatched,
-        untaken=plan.untaken,
+        unused=plan.unused,
         left_out=source.left_out,
     )
 

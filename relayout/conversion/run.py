@@ -51,7 +51,7 @@ class Summary(Result):
     """Files of the source that were not copied, and why."""
     unmatched: tuple[str, ...]
     """Tensors that no rule of the plan names, and that every rank therefore holds whole."""
-    untaken: tuple[str, ...]
+    unused: tuple[str, ...]
     """Tensors that the engine does not take, from which the plan was observed."""
 
 
@@ -126,7 +126,7 @@ def summary_of(conversion: Conversion, resumed_nbytes: int, seconds: float) -> S
         peak_nbytes=peak_nbytes(),
         left_out=source.left_out,
         unmatched=conversion.plan.unmatched,
-        untaken=conversion.plan.untaken,
+        unused=conversion.plan.unused,
     )
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from textwrap import wrap
 from typing import Any
 
 from relayout.core.patterns import collapse_numbers
 from relayout.core.slices import Slice
 from relayout.errors import PlanError
-from relayout.observe.taken import completed, joined
+from relayout.observe.elements import completed, elements_along, joined
 from relayout.plans.division import Sizes, divide, language_config
 from relayout.plans.family import (
     EVEN,
     EXPERTS,
+    FILE,
     HEAD_DIM,
     KV_HEADS,
     RAGGED,
@@ -24,12 +24,8 @@ from relayout.plans.family import (
     Family,
     Rule,
     SizeSource,
-    dump_rules,
 )
 from relayout.plans.plan import PlannedCheckpoint, PlannedTensor
-
-Observed = Mapping[int, Sequence[tuple[Slice, ...]]]
-"""By degree: for each tensor, in the checkpoint's order, the slice of each rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +33,22 @@ class Example:
     """A checkpoint, and what was observed of it."""
 
     checkpoint: PlannedCheckpoint
-    observed: Observed
+    observed: Mapping[int, Sequence[tuple[Slice, ...]]]
+    """By degree: for each tensor, in the checkpoint's order, the slice of each rank."""
 
 
-_Member = tuple[int, int]
-"""Numbers of an example and of a tensor in it."""
+@dataclass(frozen=True, slots=True)
+class _Observed:
+    """A tensor of an example."""
+
+    tensor: PlannedTensor
+    example: int
+    """Its index."""
+    slices: Mapping[int, tuple[Slice, ...]]
+    """By degree, of each rank."""
+    loaded: Mapping[int, tuple[Slice, ...]]
+    """The same, at the degrees at which a rank loads it."""
+
 
 SIZES: dict[str, tuple[str, ...]] = {
     "heads": ("num_attention_heads", "n_head", "n_heads"),
@@ -78,14 +85,14 @@ _BESIDE = re.compile(
 _FIRST = ("weight", "q_proj", "gate_proj", "q_norm", "input_layernorm")
 """Words that a person would write before others."""
 
-_WIDTH = 120
-"""Of a line."""
+_MAX_WORDS = 60
+"""Characters of the words that a pattern has in braces."""
 
 _ATTENTION = re.compile(r"attn|attention")
 _EMBEDDING = re.compile(
     r"embed_tokens|word_embeddings|embed_(in|out)\b|lm_head|\bwte\b|\bhead\b|(^|\.)(embeddings|output)\.weight"
 )
-_EXPERT = re.compile(r"\.experts\.\d+\.")
+_EACH = re.compile(r"(.*\.experts\.)\*\..*")
 _STACKED = re.compile(r"\.experts\.[a-z]|\.block_sparse_moe\.(input|output)_linear\.")
 
 
@@ -94,222 +101,128 @@ class Fitted:
     """A plan that fits, and what does not."""
 
     family: Family
-    unfitted: Mapping[str, str]
+    unmatched: Mapping[str, str]
     """Patterns of tensors that no rule fits, and what is known of them."""
 
 
 def fit(examples: Sequence[Example], held_out: Iterable[int] = ()) -> Fitted:
     """Rules that give what was observed at all degrees; each must also give what was at the held out ones.
 
-    Rules are looked for without these, and one that they refute is not replaced by another: it did not say what the
+    Rules are derived without these, and one that they refute is not replaced by another: it did not describe what the
     engine does. Where no rule fits, what was observed of one example is listed; of several nothing is.
 
     Args:
         examples: of one model type, with other numbers in config.json: they refute what fits one by chance.
         held_out: degrees.
     """
-    fitted = _fit(_Fitter(examples, frozenset(held_out)))
-    if not fitted.unfitted:
+    fitted = _Fitter(examples, frozenset(held_out)).fit()
+    if not fitted.unmatched:
         return fitted
-    # In some models heads have several sizes, so that none can be asked for.
-    other = _fit(_Fitter(examples, frozenset(held_out), without=HEAD_DIM))
-    return min(fitted, other, key=lambda one: len(one.unfitted))
-
-
-def _fit(fitter: _Fitter) -> Fitted:
-    rules: list[Rule] = []
-    unfitted: dict[str, str] = {}
-    examples = fitter.examples
-    for pattern, members in fitter.groups().items():
-        for narrowed, some in fitter.alike(pattern, members):
-            rule, why = fitter.rule(narrowed, some)
-            if rule is not None:
-                rules.append(rule)
-                continue
-            unfitted[narrowed] = why
-            if len(examples) == 1:
-                rules += _explicit(narrowed, [t for _, t in some], examples[0])
-    rules.sort(key=lambda rule: rule.pattern.count("*"))  # The first that matches counts.
-    used = {size for rule in rules for size in (*rule.units, *rule.widths, rule.interleaved)}
-    used |= {HEAD_DIM} if used & {"heads", KV_HEADS} else set()
-    tensors = [tensor for example in examples for tensor in example.checkpoint.tensors]
-    each = {collapse_but_experts(tensor.name) for tensor in tensors if _EXPERT.search(tensor.name)}
-    each = {_EXPERT.sub(".experts.#.", name).rpartition("#.")[0] + "#.**" for name in each}
-    stacked = {
-        collapse_numbers(tensor.name) for tensor in tensors if len(tensor.shape) > 1 and _STACKED.search(tensor.name)
-    }
-    used |= {EXPERTS} if each or stacked else set()
-    model_types = dict.fromkeys(example.checkpoint.model_type for example in examples)
-    family = Family(
-        str(examples[0].checkpoint.model_type),
-        "file",
-        model_types=tuple(one for one in model_types if one is not None),
-        sizes={size: sources for size, sources in fitter.sources.items() if size in used},
-        rules=tuple(_merged(rules)),
-        experts_each=tuple(sorted(each)),
-        experts_stacked=tuple(sorted(stacked)),
-    )
-    return Fitted(family, unfitted)
-
-
-def collapse_but_experts(name: str) -> str:
-    """The name with numbers replaced, but for the expert's."""
-    return ".experts.".join(
-        collapse_numbers(part) if i == 0 else part for i, part in enumerate(name.split(".experts.", 1))
-    )
-
-
-def as_toml(fitted: Fitted, *comments: str, extends: str = "") -> str:
-    """The text of a plan file.
-
-    Args:
-        fitted: the rules.
-        comments: the first lines.
-        extends: the built-in plan whose rules come behind these.
-    """
-    rules = dump_rules(fitted.family)
-    lines = [f"# {line}" for comment in comments for line in wrap(comment, _WIDTH - 2)]
-    if fitted.unfitted:
-        lines.append("# No rule was found for these, whose slices are listed:")
-        lines += [f"#   {pattern}: {why}" for pattern, why in fitted.unfitted.items()]
-    top = {"model_types": rules.get("model_types"), "extends": extends}
-    top["language_prefixes"] = rules.get("language_prefixes")
-    lines += [f"{key} = {_toml(value)}" for key, value in top.items() if value]
-    for table in ("sizes", "cut", "experts"):
-        entries = rules.get(table, {})
-        if entries:
-            lines += ["", f"[{table}]"]
-            lines += [
-                _short_lines(f"{key if table != 'cut' else _toml(key)} = {_toml(_short(value))}")
-                for key, value in entries.items()
-            ]
-    return "\n".join(lines) + "\n"
-
-
-def _short_lines(line: str) -> str:
-    """The line, or if it is too long its list on lines of its own."""
-    before, bracket, rest = line.rpartition("[") if len(line) > _WIDTH else (line, "", "")
-    values, _, after = rest.rpartition("]")
-    if not bracket or "=" in values:
-        return line
-    # Words that belong together are kept so: no break in a string.
-    inside = wrap(f"{values},".replace(", ", ",\n").replace(" ", "\0").replace("\n", " "), _WIDTH - 4)
-    return f"{before}[\n" + "".join(f"    {one}\n".replace("\0", " ") for one in inside) + f"]{after}"
-
-
-def _short(value: Any) -> Any:
-    """Lists of one as that one."""
-    if isinstance(value, list) and len(value) == 1:
-        return _short(value[0])
-    return {key: _short(one) for key, one in value.items()} if isinstance(value, dict) else value
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {_toml(one)}" for key, one in value.items()) + " }"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    # In some models heads have several sizes, so that none can be looked up.
+    other = _Fitter(examples, frozenset(held_out), without=HEAD_DIM).fit()
+    return min(fitted, other, key=lambda each: len(each.unmatched))
 
 
 class _Fitter:
     """Tries the rules of the language, the most telling ones first."""
 
     def __init__(self, examples: Sequence[Example], held_out: frozenset[int], without: str = "") -> None:
-        self.examples = examples
+        self._examples = examples
         self._held_out = held_out
-        self.sources = {size: tuple(map(SizeSource, keys)) for size, keys in SIZES.items()}
-        self.sources["one"] = (SizeSource(1),)
-        self.sources.pop(without, None)
-        numbers = [_numbers(example.checkpoint.config) for example in examples]
+        self._sources = {size: tuple(map(SizeSource, keys)) for size, keys in SIZES.items()}
+        self._sources["one"] = (SizeSource(1),)
+        self._sources.pop(without, None)
+        configs = [{**example.checkpoint.config, **language_config(example.checkpoint.config)} for example in examples]
         known = {key for keys in SIZES.values() for key in keys}
-        for key, value in sorted(numbers[0].items()):
+        for key, value in sorted(configs[0].items()):
             if type(value) is int and value > 1 and key not in known and re.search(r"head|group|expert|num_|n_", key):
-                self.sources[key] = (SizeSource(key),)
-        self._sizes = [Sizes(self.sources, example.checkpoint.config) for example in examples]
-        self._vocabularies = [one.get("vocab_size") for one in numbers]
+                self._sources[key] = (SizeSource(key),)
+        self._sizes = [Sizes(self._sources, example.checkpoint.config) for example in examples]
+        self._vocabularies = [config.get("vocab_size") for config in configs]
 
-    def groups(self) -> dict[str, list[_Member]]:
+    def fit(self) -> Fitted:
+        """A plan of rules for all tensors that there are rules for."""
+        rules: list[Rule] = []
+        unmatched: dict[str, str] = {}
+        for group_pattern, group in self._groups().items():
+            for pattern, tensors in _cut_alike(group_pattern, group):
+                rule, why = self._rule(pattern, tensors)
+                if rule is not None:
+                    rules.append(rule)
+                    continue
+                unmatched[pattern] = why
+                if len(self._examples) == 1:
+                    rules += _explicit(pattern, tensors)
+        rules.sort(key=lambda rule: rule.pattern.count("*"))  # The first that matches counts.
+        patterns = {
+            (collapse_numbers(tensor.name), len(tensor.shape))
+            for example in self._examples
+            for tensor in example.checkpoint.tensors
+        }
+        each = {f"{match[1]}#.**" for pattern, _ in patterns if (match := _EACH.match(pattern))}
+        stacked = {pattern for pattern, num_axes in patterns if num_axes > 1 and _STACKED.search(pattern)}
+        used = {size for rule in rules for size in (*rule.units, *rule.widths, rule.interleaved)}
+        used |= {HEAD_DIM} if used & {"heads", KV_HEADS} else set()
+        used |= {EXPERTS} if each or stacked else set()
+        model_types = dict.fromkeys(example.checkpoint.model_type for example in self._examples)
+        family = Family(
+            str(self._examples[0].checkpoint.model_type),
+            FILE,
+            model_types=tuple(name for name in model_types if name is not None),
+            sizes={size: sources for size, sources in self._sources.items() if size in used},
+            rules=tuple(_merged(rules)),
+            experts_each=tuple(sorted(each)),
+            experts_stacked=tuple(sorted(stacked)),
+        )
+        return Fitted(family, unmatched)
+
+    def _groups(self) -> dict[str, list[_Observed]]:
         """The tensors whose names differ in numbers only."""
-        groups: dict[str, list[_Member]] = {}
-        for e, example in enumerate(self.examples):
+        groups: dict[str, list[_Observed]] = {}
+        for e, example in enumerate(self._examples):
             for t, tensor in enumerate(example.checkpoint.tensors):
-                groups.setdefault(collapse_numbers(tensor.name), []).append((e, t))
+                slices = {degree: by_rank[t] for degree, by_rank in example.observed.items()}
+                loaded = {degree: cut for degree, cut in slices.items() if any(part.is_held for part in cut)}
+                groups.setdefault(collapse_numbers(tensor.name), []).append(_Observed(tensor, e, slices, loaded))
         return groups
 
-    def alike(self, pattern: str, members: Sequence[_Member]) -> Iterator[tuple[str, list[_Member]]]:
-        """Tensors of a pattern by the axes that they are cut along; each lot with a pattern of its own."""
-        lots: dict[tuple[int, ...], list[_Member]] = {}
-        untaken: list[_Member] = []
-        for member in members:
-            parts = [part for _, slices in self._seen(member) for part in slices]
-            axes = tuple(sorted({axis for part in parts for axis in part.axes}))
-            (lots.setdefault(axes, []) if parts else untaken).append(member)
-        if untaken:  # Any rule will do for them.
-            lots.setdefault(next(iter(lots), ()), []).extend(untaken)
-        numbers = [{_first_number(self._tensor(one).name) for one in lot} for lot in lots.values()]
-        if len(set().union(*numbers)) < sum(map(len, numbers)) or len(lots) == 1:  # No number tells the lots apart.
-            yield pattern, list(members)
-            return
-        for lot, its in zip(lots.values(), numbers, strict=True):
-            words = ",".join(map(str, sorted(number for number in its if number is not None)))
-            yield pattern.replace("*", f"{{{words}}}" if len(its) > 1 else words, 1), lot
-
-    def rule(self, pattern: str, members: Sequence[_Member]) -> tuple[Rule | None, str]:
+    def _rule(self, pattern: str, tensors: Sequence[_Observed]) -> tuple[Rule | None, str]:
         """The rule that gives what was observed of all these tensors; else None, and why not."""
-        parts = [part for member in members for _, slices in self._seen(member) for part in slices]
+        parts = _parts(tensors)
         axes = {axis for part in parts for axis in part.axes}
         if len({part.is_held for part in parts}) > 1:
-            return None, "some ranks do not take it"
+            return None, "some ranks do not load it"
         if not axes:
             return Rule(pattern, None), ""
         if len(axes) > 1:
             return None, f"it is cut along dims {sorted(axes)}"
         [axis] = axes
-        for candidate in self._candidates(pattern, axis, members):
-            wrong = self._wrong(candidate, members)
-            if wrong and min(wrong) in self._held_out and wrong <= self._held_out:
-                return None, f"{_said(candidate)} is not so at {min(wrong)} ranks"
-            if not wrong:
-                return replace(candidate, or_whole=_BESIDE.search(pattern) is not None), ""
+        seen = [(tensor, degree) for tensor in tensors for degree in tensor.loaded]
+        derived_from = [(tensor, degree) for tensor, degree in seen if degree not in self._held_out]
+        held_out = [(tensor, degree) for tensor, degree in seen if degree in self._held_out]
+        for candidate in self._candidates(pattern, axis, tensors):
+            if not all(self._gives(candidate, tensor, degree) for tensor, degree in derived_from):
+                continue
+            wrong = {degree for tensor, degree in held_out if not self._gives(candidate, tensor, degree)}
+            if wrong:
+                return None, f"dim {axis} by {' + '.join(candidate.units)} is not so at {min(wrong)} ranks"
+            return replace(candidate, or_whole=_BESIDE.search(pattern) is not None), ""
         return None, f"it is cut along dim {axis} as no rule says"
 
-    def _wrong(self, rule: Rule, members: Sequence[_Member]) -> set[int]:
-        """The degrees at which it does not give what was observed: the held out ones, or one that was not."""
-        wrong = set()
-        for member in members:
-            for degree, slices in self._seen(member):
-                if not self._gives(rule, member, degree, slices):
-                    wrong.add(degree)
-                    if degree not in self._held_out:
-                        return wrong
-        return wrong
-
-    def _seen(self, member: _Member) -> Iterator[tuple[int, tuple[Slice, ...]]]:
-        """At each degree at which a rank takes it."""
-        e, t = member
-        seen = ((degree, by_rank[t]) for degree, by_rank in self.examples[e].observed.items())
-        return ((degree, slices) for degree, slices in seen if any(part.is_held for part in slices))
-
-    def _tensor(self, member: _Member) -> PlannedTensor:
-        return self.examples[member[0]].checkpoint.tensors[member[1]]
-
-    def _gives(self, rule: Rule, member: _Member, degree: int, slices: tuple[Slice, ...]) -> bool:
+    def _gives(self, rule: Rule, observed: _Observed, degree: int) -> bool:
+        """Whether the rule gives what was observed of a tensor."""
         assert rule.dim is not None
-        size = self._tensor(member).shape[rule.dim]
+        size = observed.tensor.shape[rule.dim]
         try:
-            ranges = divide(rule, size, self._sizes[member[0]], degree)
+            ranges = divide(rule, size, self._sizes[observed.example], degree)
         except PlanError:
             return False
-        taken = (part.ranges_along(rule.dim) for part in slices)
         return all(
-            joined(one) == (((0, size),) if other is None else joined(other))
-            for one, other in zip(ranges, taken, strict=True)
+            joined(own) == elements_along(part, rule.dim, size)
+            for own, part in zip(ranges, observed.loaded[degree], strict=True)
         )
 
-    def _candidates(self, pattern: str, axis: int, members: Sequence[_Member]) -> Iterator[Rule]:
+    def _candidates(self, pattern: str, axis: int, tensors: Sequence[_Observed]) -> Iterator[Rule]:
         is_attention, is_kv = _ATTENTION.search(pattern), re.search(r"\b[kv]_|[._][kv](_proj)?\.|key|value", pattern)
         units = [KV_HEADS, "heads"] if is_kv else ["heads", KV_HEADS]
         units = [EVEN, *units] if not is_attention else [*units, EVEN]
@@ -317,7 +230,7 @@ class _Fitter:
             units = ["key_heads", "value_heads", EVEN]
         if _BESIDE.search(pattern) or _STATE_SPACE.search(pattern):
             units = [EVEN]
-        is_vocabulary = all(self._tensor(one).shape[axis] == self._vocabularies[one[0]] for one in members)
+        is_vocabulary = all(each.tensor.shape[axis] == self._vocabularies[each.example] for each in tensors)
         if is_vocabulary or _EMBEDDING.search(pattern):
             units.insert(0, VOCABULARY)
         for unit in dict.fromkeys([*units, VOCABULARY]):
@@ -332,78 +245,88 @@ class _Fitter:
         for products in _PRODUCTS:
             split = [product.split(" * ") for product in products.split(", ")]
             yield Rule(pattern, axis, tuple(unit for unit, _ in split), tuple(width for _, width in split))
-        for unit in self.sources:
+        for unit in self._sources:
             if unit not in (HEAD_DIM, "one", "heads", KV_HEADS):
                 yield Rule(pattern, axis, (unit,))
         for block in (1, 16, 32, 64, 128, 256):
             yield Rule(pattern, axis, (RAGGED,), block=block)
 
 
-def _said(rule: Rule) -> str:
-    return f"dim {rule.dim} by {' + '.join(rule.units)}"
+def _parts(tensors: Iterable[_Observed]) -> list[Slice]:
+    """All slices that ranks load."""
+    return [part for each in tensors for cut in each.loaded.values() for part in cut]
 
 
-def _numbers(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**config, **language_config(config)}
-
-
-def _explicit(pattern: str, members: Sequence[int], example: Example) -> Iterator[Rule]:
-    """What was observed, and what no rank takes: one rule for all tensors, or for each lot one of its names."""
-    lots: dict[tuple[tuple[int, tuple[Slice, ...]], ...], list[str]] = {}
-    for t in members:
-        tensor = example.checkpoint.tensors[t]
-        seen = tuple((degree, completed(by_rank[t], tensor.shape)) for degree, by_rank in example.observed.items())
-        lots.setdefault(seen, []).append(tensor.name)
-    for slices, names in lots.items():
-        for one in [pattern] if len(lots) == 1 else names:
-            yield Rule(one, None, slices=slices)
+def _cut_alike(pattern: str, tensors: Sequence[_Observed]) -> Iterator[tuple[str, list[_Observed]]]:
+    """Tensors of a pattern by the axes that they are cut along; each lot with a pattern of its own."""
+    lots: dict[tuple[int, ...], list[_Observed]] = {}
+    unused: list[_Observed] = []
+    for each in tensors:
+        axes = tuple(sorted({axis for part in _parts([each]) for axis in part.axes}))
+        (lots.setdefault(axes, []) if each.loaded else unused).append(each)
+    if unused:  # Any rule will do for them.
+        lots.setdefault(next(iter(lots), ()), []).extend(unused)
+    indices = [{_first_number(each.tensor.name) for each in lot} for lot in lots.values()]
+    if len(set().union(*indices)) < sum(map(len, indices)) or len(lots) == 1:  # No number tells the lots apart.
+        yield pattern, list(tensors)
+        return
+    for lot, own in zip(lots.values(), indices, strict=True):
+        words = ",".join(map(str, sorted(index for index in own if index is not None)))
+        yield pattern.replace("*", f"{{{words}}}" if len(own) > 1 else words, 1), lot
 
 
 def _first_number(name: str) -> int | None:
     return next((int(part) for part in name.split(".") if part.isdigit()), None)
 
 
+def _explicit(pattern: str, tensors: Iterable[_Observed]) -> Iterator[Rule]:
+    """What was observed, and what no rank loads: one rule for all tensors, or for each lot one of its names."""
+    lots: dict[tuple[tuple[int, tuple[Slice, ...]], ...], list[str]] = {}
+    for each in tensors:
+        slices = tuple((degree, completed(cut, each.tensor.shape)) for degree, cut in each.slices.items())
+        lots.setdefault(slices, []).append(each.tensor.name)
+    for slices, names in lots.items():
+        for name in [pattern] if len(lots) == 1 else names:
+            yield Rule(name, None, slices=slices)
+
+
 def _merged(rules: Sequence[Rule]) -> list[Rule]:
     """Rules that differ in one of the last two words of their patterns only, as one."""
-    return _together(_together(rules, 2), 1)
+    return _merged_at(_merged_at(rules, 2), 1)
 
 
-def _together(rules: Sequence[Rule], place: int) -> list[Rule]:
+def _merged_at(rules: Sequence[Rule], place: int) -> list[Rule]:
     """Rules that differ only in the word at this place from the end of the pattern, as one."""
     lots: dict[tuple[Any, ...], list[str]] = {}
     for rule in rules:
         words = rule.pattern.split(".")
-        there = len(words) - place
-        word = words[there] if there > 0 and not re.search(r"[*{#]", words[there]) else None
-        before, after = (words, []) if word is None else (words[:there], words[there + 1 :])
+        index = len(words) - place
+        word = words[index] if index > 0 and not re.search(r"[*{#]", words[index]) else None
+        before, after = (words, []) if word is None else (words[:index], words[index + 1 :])
         lots.setdefault((tuple(before), tuple(after), replace(rule, pattern="")), []).append(word or "")
     return [
-        replace(rule, pattern=".".join([*before, *([_one_of(some)] if any(some) else []), *after]))
+        replace(rule, pattern=".".join([*before, *([_alternatives(lot)] if any(lot) else []), *after]))
         for (before, after, rule), words in lots.items()
-        for some in _few(words)
+        for lot in _short_lots(words)
     ]
 
 
-def _few(words: Sequence[str]) -> Iterator[list[str]]:
+def _short_lots(words: Sequence[str]) -> Iterator[list[str]]:
     """Lots that are short enough for a line."""
     lot: list[str] = []
     for word in words:
-        if lot and len(",".join([*lot, word])) > _WIDTH // 2:
+        if lot and len(",".join([*lot, word])) > _MAX_WORDS:
             yield lot
             lot = []
         lot.append(word)
     yield lot
 
 
-def _one_of(words: Sequence[str]) -> str:
+def _alternatives(words: Sequence[str]) -> str:
     """A pattern for them: `{q,k,v}_proj`."""
     if len(words) == 1:
         return words[0]
     words = sorted(words, key=lambda word: word not in _FIRST)
-    tail = next((tail for tail in _tails(words[0]) if all(word.endswith(tail) for word in words)), "")
+    tails = (words[0][i:] for i, letter in enumerate(words[0]) if letter == "_" and i)
+    tail = next((tail for tail in tails if all(word.endswith(tail) for word in words)), "")
     return f"{{{','.join(word.removesuffix(tail) for word in words)}}}{tail}"
-
-
-def _tails(word: str) -> Iterator[str]:
-    """From each underscore on, the longest first."""
-    return (word[i:] for i, letter in enumerate(word) if letter == "_" and i)

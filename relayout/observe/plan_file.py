@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from relayout.checkpoint.source import SourceCheckpoint, read_source
+from relayout.core.slices import Slice
 from relayout.errors import PlanError
-from relayout.observe.fitting import Example, as_toml, fit
+from relayout.observe.elements import completed, same_elements
+from relayout.observe.fitting import Example, fit
 from relayout.observe.observation import Observation, observe
-from relayout.observe.taken import completed, same_elements
+from relayout.observe.plan_text import as_toml
 from relayout.plans.family import Family, parse_family
 from relayout.plans.planner import plan_by
 from relayout.results import Result
@@ -32,9 +34,9 @@ class ObservedPlan(Result):
     degrees: tuple[int, ...]
     """At which its ranks were observed."""
     held_out: tuple[int, ...]
-    """Of these, those that no rule was looked for with; all rules agree with them."""
+    """The degrees that no rule was derived from; all rules agree with them."""
     num_rules: int
-    unfitted: tuple[str, ...]
+    unmatched: tuple[str, ...]
     """Patterns of tensors that no rule fits, each with the reason."""
 
 
@@ -56,37 +58,35 @@ def observe_plan(
     if file.exists():
         raise PlanError("exists", path=file, code="exists")
     checkpoint = read_source(find_input(source))
-    found = dict(zip(DEGREES, observe(checkpoint, DEGREES, trust_remote_code=trust_remote_code), strict=True))
-    seen = {degree: one for degree, one in found.items() if not isinstance(one, PlanError)}
-    if not seen:
-        first = found[DEGREES[0]]
-        assert isinstance(first, PlanError)
-        raise first
-    degrees = tuple(seen)
+    results = observe(checkpoint, DEGREES, trust_remote_code=trust_remote_code)
+    observations = {
+        degree: result for degree, result in zip(DEGREES, results, strict=True) if isinstance(result, Observation)
+    }
+    if not observations:
+        raise next(result for result in results if isinstance(result, PlanError))
+    degrees = tuple(observations)
     held_out = degrees[-2:-1] if len(degrees) > 2 else degrees[1:]
-    fitted = fit([Example(checkpoint, {degree: one.slices for degree, one in seen.items()})], held_out)
-    engine = next(iter(seen.values())).engine
+    loaded = {degree: observation.loaded_slices for degree, observation in observations.items()}
+    fitted = fit([Example(checkpoint, loaded)], held_out)
+    engine = observations[degrees[0]].engine
     text = as_toml(fitted, f"Observed from vLLM {engine} at {', '.join(map(str, degrees))} ranks.")
-    _check(checkpoint, parse_family(text, str(file), file.name), seen)
+    _check(checkpoint, parse_family(text, str(file), file.name), loaded)
     write_file(file, text.encode(), replace=False)
-    unfitted = tuple(f"{pattern}: {why}" for pattern, why in fitted.unfitted.items())
-    return ObservedPlan(str(file), engine, degrees, held_out, len(fitted.family.rules), unfitted)
+    unmatched = tuple(f"{pattern}: {why}" for pattern, why in fitted.unmatched.items())
+    return ObservedPlan(str(file), engine, degrees, held_out, len(fitted.family.rules), unmatched)
 
 
-def _check(checkpoint: SourceCheckpoint, family: Family, seen: Mapping[int, Observation]) -> None:
+def _check(checkpoint: SourceCheckpoint, family: Family, loaded: Mapping[int, Sequence[tuple[Slice, ...]]]) -> None:
     """Apply the plan as a conversion does.
 
     Raises:
         PlanError: it does not give what was observed.
     """
-    for degree, observation in seen.items():
+    for degree, slices in loaded.items():
         plan = plan_by(checkpoint, degree, family)
         for t, tensor in enumerate(checkpoint.tensors):
-            if any(part.is_held for part in observation.slices[t]) and not same_elements(
-                plan.cut(t).slices, completed(observation.slices[t], tensor.shape), tensor.shape
+            if any(part.is_held for part in slices[t]) and not same_elements(
+                plan.cut(t).slices, completed(slices[t], tensor.shape), tensor.shape
             ):
-                raise PlanError(
-                    f"the rules that were found cut it otherwise than was observed at {degree} ranks",
-                    tensor=tensor.name,
-                    code="unsupported",
-                )
+                what = f"the derived rules do not cut it as was observed at {degree} ranks"
+                raise PlanError(what, tensor=tensor.name, code="unsupported")

@@ -34,11 +34,11 @@ _LARGE = 2**14
 
 
 replaced: set[str] = set()
-"""What only a GPU has, and was asked for in this process, so that a stand-in took its place: names."""
+"""Names of what only a GPU has, and was used in this process, so that a stand-in took its place."""
 
 
 class Group:
-    """What vLLM asks of a group of processes while it builds and loads a model: who is this one, of how many."""
+    """What vLLM asks of a group of processes while it builds and loads a model: rank and world size."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = self.rank_in_group = self.local_rank = rank
@@ -67,18 +67,17 @@ class _Anything:
 class _AnyModule(ModuleType):
     """A module in which every name is the same class; every object is an instance of `object`."""
 
-    def __init__(self, name: str, named: type = _Anything, said: str = "") -> None:
-        """With `said`, `replaced` gets it when a name is asked for."""
+    def __init__(self, name: str, named: type = _Anything, replaces: str = "") -> None:
+        """With `replaces`, `replaced` gets it when a name is looked up."""
         super().__init__(name)
         self.__spec__ = ModuleSpec(name, None)
         self._named = named
-        self._said = said
+        self._replaces = {replaces} - {""}
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        if self._said:
-            replaced.add(self._said)
+        replaced.update(self._replaces)
         return self._named
 
 
@@ -98,23 +97,17 @@ def stand_in_devices() -> None:
     torch.accelerator.empty_cache = lambda: None
     torch.cuda.Event = torch.cuda.Stream = MagicMock  # type: ignore[misc]
     platform = importlib.import_module("vllm.platforms").current_platform
-    choose = platform.get_attn_backend_cls
-
-    def chosen(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return choose(*args, **kwargs)
-        except NotImplementedError:
-            replaced.add("FlashMLASparseBackend")
-            return "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseBackend"
-
+    sparse = "FlashMLASparseBackend"
+    place = f"vllm.v1.attention.backends.mla.flashmla_sparse.{sparse}"
+    choose = _tried(platform.get_attn_backend_cls, lambda *_, **__: place, NotImplementedError, name=sparse)
+    type(platform).get_attn_backend_cls = staticmethod(choose)
     if workspace := _module("vllm.v1.worker.workspace"):
         workspace.init_workspace_manager(torch.device("cpu"))
-    type(platform).get_attn_backend_cls = staticmethod(chosen)
     if importlib.util.find_spec("flashinfer") is None:
-        sys.modules["vllm.v1.attention.backends.flashinfer"] = _AnyModule("flashinfer", object, said="flashinfer")
+        sys.modules["vllm.v1.attention.backends.flashinfer"] = _AnyModule("flashinfer", object, replaces="flashinfer")
     for name, module in list(sys.modules.items()):
         if name.startswith("vllm.models.") and hasattr(module, "is_flash_attn_varlen_func_available"):
-            vars(module)["is_flash_attn_varlen_func_available"] = _flash_attention
+            vars(module)["is_flash_attn_varlen_func_available"] = _replacing("FlashAttention", True)
     if (triton := getattr(_module("vllm.triton_utils"), "triton", None)) and not hasattr(triton, "set_allocator"):
         triton.set_allocator = lambda allocate: None
     _replace("vllm.utils.torch_utils", "get_accelerator_view_from_cpu_tensor", lambda tensor: tensor)
@@ -137,13 +130,8 @@ def _with_known(original: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def _flash_attention() -> bool:
-    replaced.add("FlashAttention")
-    return True
-
-
-def play(rank: int, tp: int, expert: bool) -> None:
-    """Let vLLM's functions say that this process is the rank."""
+def fake_rank(rank: int, tp: int, expert: bool) -> None:
+    """Patch vLLM's parallel_state so that this process is the rank."""
     from vllm.distributed import parallel_state
 
     for name in ("_TP", "_WORLD", "_PP", "_DP", "_EP", "_EPLB", "_PCP", "_DCP", "_ETP", "_INNER_DP_WORLD"):
@@ -169,35 +157,28 @@ class WithoutMemory(Unpinned):
         if func in self._BY_SIZE or func in (torch.full, torch.empty_strided):
             size = kwargs.get("size", args if func in self._BY_SIZE else args[0] if args else ())
             size = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
-            if all(isinstance(one, int) for one in size) and prod(size) > _LARGE:
+            if all(isinstance(length, int) for length in size) and prod(size) > _LARGE:
                 kwargs = {**kwargs, "device": "meta"}
         return super().__torch_function__(func, types, args, kwargs)
 
 
 def stand_in_kernels() -> None:
     """Where vLLM has no kernel of a layer for this processor, take a stand-in: nothing is run here."""
-    for module in (
-        "fp8",
-        "auto_awq",
-        "auto_gptq",
-        "mxfp4",
-        "modelopt",
-        "moe_wna16",
-        "compressed_tensors.compressed_tensors",
-    ):
+    for module in ("fp8", "auto_awq", "auto_gptq", "mxfp4", "modelopt", "moe_wna16"):
         _module(f"{_LAYERS}.quantization.{module}")
+    _module(f"{_LAYERS}.quantization.compressed_tensors.compressed_tensors")
     linear = "vllm.model_executor.kernels.linear"
     for kind in ("fp8", "int8", "nvfp4", "mxfp4", "mxfp8"):
         _replace(linear, f"init_{kind}_linear_kernel", _kernel)
     _replace(linear, "choose_mp_linear_kernel", _kernel)
-    experts = {"fp8": "fp8", "int_wna16": "wna16", "mxfp4": "mxfp4", "int8": "int8", "nvfp4": "nvfp4"}
-    for module, name in {**experts, "unquantized": "unquantized"}.items():
+    experts = {name: name for name in ("fp8", "mxfp4", "int8", "nvfp4", "unquantized")} | {"int_wna16": "wna16"}
+    for module, name in experts.items():
         if oracle := _module(f"{_LAYERS}.fused_moe.oracle.{module}"):
             kinds = next((value for key, value in vars(oracle).items() if key.lower() == f"{name}moebackend"), None)
             if kinds is None:
                 version = sys.modules["vllm"].__version__
                 raise LookupError(f"relayout does not know vLLM {version}: {oracle.__name__} has no {name}MoeBackend")
-            kind = next((getattr(kinds, one) for one in ("TRITON", "MARLIN") if hasattr(kinds, one)), next(iter(kinds)))
+            kind = next((getattr(kinds, key) for key in ("TRITON", "MARLIN") if hasattr(kinds, key)), next(iter(kinds)))
             _replace(oracle.__name__, f"select_{name}_moe_backend", lambda *_, kind=kind, **__: (kind, _kernel()))
 
 
@@ -208,12 +189,17 @@ def stand_in_tokenizers() -> None:
     """
     name = "cached_tokenizer_from_config"
     if original := getattr(_module("vllm.tokenizers.registry"), name, None):
-        _put(name, original, _tokenizer)
+        _put(name, original, _replacing("tokenizer", MagicMock()))
 
 
-def _tokenizer(*_: Any, **__: Any) -> Any:
-    replaced.add("tokenizer")
-    return MagicMock()
+def _replacing(name: str, value: Any) -> Callable[..., Any]:
+    """A function that returns the value, and notes that it has replaced what is named so."""
+
+    def called(*_: Any, **__: Any) -> Any:
+        replaced.add(name)
+        return value
+
+    return called
 
 
 def _kernel(*_: Any, **__: Any) -> Any:
@@ -230,25 +216,27 @@ def _module(name: str) -> Any:
 
 def _replace(module: str, name: str, stand_in: Callable[..., Any]) -> None:
     """Let a function, wherever it has been imported to, return what the stand-in does where it fails."""
-    original = getattr(_module(module), name, None)
-    if original is None:
-        return
-    _put(name, original, _tried(original, stand_in, ValueError, NotImplementedError))
+    if (original := getattr(_module(module), name, None)) is not None:
+        _put(name, original, _tried(original, stand_in, ValueError, NotImplementedError))
 
 
-def _put(name: str, original: Any, other: Any) -> None:
-    """Another function in the place of one, wherever that has been imported to."""
+def _put(name: str, original: Any, replacement: Any) -> None:
+    """Replace a function wherever it has been imported to."""
     for module in list(sys.modules.values()):
         if getattr(module, "__name__", "").startswith("vllm") and getattr(module, name, None) is original:
-            setattr(module, name, other)
+            setattr(module, name, replacement)
 
 
-def _tried(original: Callable[..., Any], stand_in: Callable[..., Any], *errors: type[Exception]) -> Callable[..., Any]:
+def _tried(
+    original: Callable[..., Any], stand_in: Callable[..., Any], *errors: type[Exception], name: str = ""
+) -> Callable[..., Any]:
+    """The function, or what the stand-in returns where it fails; the name is noted then."""
+
     def tried(*args: Any, **kwargs: Any) -> Any:
         try:
             return original(*args, **kwargs)
         except errors:
-            replaced.add(original.__qualname__)
+            replaced.add(name or original.__qualname__)
             return stand_in(*args, **kwargs)
 
     return tried

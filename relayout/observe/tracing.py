@@ -6,7 +6,7 @@ Needs torch at import time.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -16,52 +16,48 @@ from relayout.core.slices import NOT_HELD, WHOLE, Slice
 from relayout.engines.global_tensor import geometry_of
 from relayout.engines.probes import NOTHING, Probe, Tracer
 from relayout.errors import PlanError
-from relayout.observe.taken import Box, View, box_of, joined, slice_of
+from relayout.observe.elements import Box, View, box_of, joined, slice_of
 
 
 class Observer(Tracer):
-    """Tells of each tensor which elements have been copied into a model. For one thread."""
+    """Records which elements of each tensor are copied into a model. For one thread.
+
+    A copy into memory that is not the model's is a PlanError: the elements cannot be followed from there.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self._model = model
-        self._memory = _storages(model)
+        self._memory = set(_storages(model))
         self._boxes: defaultdict[str, set[Box]] = defaultdict(set)
         self._touched: set[str] = set()
         self._joined: set[str] = set()
-        """Those that have been joined with others."""
+        """Tensors that have been joined with others."""
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._known: dict[tuple[tuple[int, ...], View], Box | None] = {}
         self._slices: dict[tuple[tuple[int, ...], frozenset[Box]], Slice] = {}
 
     def probe(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: str | torch.device = "cpu") -> Probe:
-        """See `Tracer.probe`."""
         self._shapes[name] = tuple(shape)
         return super().probe(name, shape, dtype, device)
 
     def copied(self, target: torch.Tensor, source: Probe) -> bool:
-        """See `Watcher.copied`.
-
-        Raises:
-            PlanError: to memory that is not the model's, where the elements cannot be followed.
-        """
         if _storage(target) not in self._memory:
-            self._memory = _storages(self._model)  # Some loaders make parameters.
+            self._memory = set(_storages(self._model))  # Some loaders make parameters.
             if _storage(target) not in self._memory:
                 raise PlanError("is copied into memory that is not the model's", tensor=source.memory.name)
-        self._take(source)
+        self._record(source)
         return True
 
     def compute(self, func: Any, args: Any, kwargs: Any, found: Sequence[Probe]) -> Any:
-        """See `Tracer.compute`."""
         if len(found) > 1:
-            self._joined.update(one.memory.name for one in found)
+            self._joined.update(probe.memory.name for probe in found)
         return super().compute(func, args, kwargs, found)
 
-    def taken(self, name: str) -> Slice:
-        """What has been copied of a tensor. All, if only constants that have taken the place of its elements have been:
-        the loader works on the tensor. No elements, if none has been copied of what it has been joined to: the loader
-        wants to see the tensor. `NOT_HELD`: nothing has been asked of it."""
+    def loaded(self, name: str) -> Slice:
+        """What has been copied of a tensor. All, if only constants that have replaced its elements have been: the
+        loader works on the tensor. No elements, if none has been copied of what it has been joined to: the loader wants
+        to see the tensor. `NOT_HELD`: the loader has not used it."""
         if name not in self._boxes:
             empty = Slice.along(0, ()) if name in self._joined and self._shapes[name] else NOT_HELD
             return WHOLE if name in self._touched else empty
@@ -71,13 +67,13 @@ class Observer(Tracer):
         return self._slices[key]
 
     def finish(self) -> None:
-        """Take what has not been copied into the model, but put there."""
-        for held in (*self._model.parameters(), *self._model.buffers()):
-            for tensor in (held, held.data):
+        """Record what has not been copied into the model, but put there."""
+        for parameter in (*self._model.parameters(), *self._model.buffers()):
+            for tensor in (parameter, parameter.data):
                 if isinstance(tensor, Probe):
-                    self._take(tensor)
+                    self._record(tensor)
 
-    def _take(self, source: Probe) -> None:
+    def _record(self, source: Probe) -> None:
         memory = source.memory
         self._touched.add(memory.name)
         if memory.backing is None and source.dtype.itemsize == memory.dtype.itemsize:
@@ -87,21 +83,15 @@ class Observer(Tracer):
             if (box := self._known[key]) is not None:
                 self._boxes[memory.name].add(box)
                 return
-        self._take_numbers(self.numbers(source))
-
-    def _take_numbers(self, numbers: torch.Tensor) -> None:
-        """Elements by their numbers, which may be of several tensors."""
-        numbers = torch.unique(numbers)
+        # By the numbers of elements, ascending, which may be of several tensors.
+        numbers = torch.unique(self.numbers(source))
         numbers = numbers[numbers != NOTHING]
         while numbers.numel():
-            name = self._name_of(int(numbers[0]))
-            shape, first = self._shapes[name], self.first(name)
-            mine = int(torch.searchsorted(numbers, first + prod(shape)))
-            self._boxes[name].add(_hull(numbers[:mine] - first, shape))
-            numbers = numbers[mine:]
-
-    def _name_of(self, number: int) -> str:
-        return next(name for name, shape in self._shapes.items() if 0 <= number - self.first(name) < prod(shape))
+            ends = ((name, self.first(name) + prod(shape)) for name, shape in self._shapes.items())
+            name, end = next((name, end) for name, end in ends if int(numbers[0]) < end)
+            count = int(torch.searchsorted(numbers, end))
+            self._boxes[name].add(_hull(numbers[:count] - self.first(name), self._shapes[name]))
+            numbers = numbers[count:]
 
 
 def _hull(numbers: torch.Tensor, shape: Sequence[int]) -> Box:
@@ -110,30 +100,23 @@ def _hull(numbers: torch.Tensor, shape: Sequence[int]) -> Box:
     for axis, size in enumerate(shape):
         inner = prod(shape[axis + 1 :])
         places = torch.unique(torch.div(numbers, inner, rounding_mode="floor") % size)
-        breaks = torch.nonzero(places.diff() != 1).flatten() + 1
-        firsts = [0, *breaks.tolist()]
-        ends = [*breaks.tolist(), places.numel()]
-        box.append(joined((int(places[i]), j - i) for i, j in zip(firsts, ends, strict=True)))
+        breaks = (torch.nonzero(places.diff() != 1).flatten() + 1).tolist()
+        bounds = zip([0, *breaks], [*breaks, places.numel()], strict=True)
+        box.append(joined((int(places[start]), end - start) for start, end in bounds))
     return tuple(box)
 
 
-def _storages(model: torch.nn.Module) -> set[int]:
+def _storages(model: torch.nn.Module) -> Iterator[int]:
     """The memory of parameters, buffers, and tensors that modules have beside them."""
-    found: set[int] = set()
     for module in model.modules():
-        found.update(
-            map(_storage, _tensors([*module._parameters.values(), *module._buffers.values(), *vars(module).values()]))
+        values = [*module._parameters.values(), *module._buffers.values()]
+        for value in vars(module).values():
+            values += (
+                value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            )
+        yield from (
+            _storage(value) for value in values if isinstance(value, torch.Tensor) and not isinstance(value, Probe)
         )
-    return found
-
-
-def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor) and not isinstance(value, Probe):
-            yield value
-        elif isinstance(value, (list, tuple, dict)):
-            inside = value.values() if isinstance(value, dict) else value
-            yield from (one for one in inside if isinstance(one, torch.Tensor) and not isinstance(one, Probe))
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -17,16 +17,15 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from relayout.core.slices import Slice
 from relayout.format.slices import dump_slice
+from relayout.observe.observation import JsonObject
 
-_FEW_PROCESSES = 4
+_MAX_PROCESSES = 4
 """Of ranks at once; each takes about as much memory as importing vLLM does, 0.5 GB."""
 
 
@@ -36,26 +35,26 @@ class Job:
 
     folder: str
     """With config.json, the files beside it, and headers of weight files."""
-    tensors: list[tuple[str, str, list[int]]]
+    tensors: Sequence[tuple[str, str, Sequence[int]]]
     """(name, dtype, shape) of each tensor, in the order in which the loader is given them."""
     tp: int
     expert_parallel: bool = False
     trust_remote_code: bool = False
 
 
-Taken = list[dict[str, Any] | None]
-"""The slice of each tensor, in JSON."""
-
-
 def main() -> None:
     """Carry out the jobs that the command line names."""
     file = Path(sys.argv[1])
-    results = [carry_out(Job(**job)) for job in json.loads(file.read_text())]
-    Path(f"{file}.result").write_text(json.dumps(results))
+    Path(f"{file}.result").write_text(json.dumps(run_here(json.loads(file.read_text()))))
 
 
-def carry_out(job: Job) -> dict[str, Any]:
-    """What each rank takes, in JSON, or `error`."""
+def run_here(jobs: Sequence[JsonObject]) -> list[JsonObject]:
+    """Carry out jobs, each the fields of a `Job`, in this process."""
+    return [carry_out(Job(**job)) for job in jobs]
+
+
+def carry_out(job: Job) -> JsonObject:
+    """What each rank loads, in JSON, or `error`."""
     os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -70,52 +69,51 @@ def carry_out(job: Job) -> dict[str, Any]:
     print(f"vLLM {vllm.__version__} is imported", flush=True)
     torch.set_num_threads(1)  # A fork of a process that has threads of its own may wait for them forever.
     try:
-        config = _configuration(job)
+        config = configuration(job)
     except Exception as error:
         return _failure(error, "vLLM refuses its config.json")
-    ranks = _in_forks(_Rank(job, config), job.tp)
-    failed = next((one for one in ranks if "error" in one), None)
-    if failed is not None:
-        return failed
+    ranks = _in_forks(partial(observe_rank, job, config), job.tp)
+    for rank in ranks:
+        if "error" in rank:
+            return rank
     return {
         "version": vllm.__version__,
         "model_class": ranks[0]["model_class"],
-        "ranks": [one["taken"] for one in ranks],
+        "ranks": [rank["loaded"] for rank in ranks],
     }
 
 
-def _in_forks(observed: Callable[[int], dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """What the function returns for each number, each in a process of its own, some at once."""
+def _in_forks(observe: Callable[[int], JsonObject], num_ranks: int) -> list[JsonObject]:
+    """What the function returns for each rank, each in a process of its own, some at once."""
     context = multiprocessing.get_context("fork")
-    results: dict[int, dict[str, Any]] = {}
-    running: dict[Connection, tuple[int, BaseProcess]] = {}
+    step = min(_MAX_PROCESSES, os.cpu_count() or 1)
+    results: list[JsonObject] = []
 
-    def child(number: int, told: Connection) -> None:
-        told.send_bytes(json.dumps(observed(number)).encode())
-        told.close()
+    def child(rank: int, connection: Any) -> None:
+        connection.send_bytes(json.dumps(observe(rank)).encode())
+        connection.close()
         os._exit(0)
 
-    for number in range(count + 1):
-        while running and (number == count or len(running) >= min(_FEW_PROCESSES, os.cpu_count() or 1)):
-            for ready in wait(list(running)):
-                assert isinstance(ready, Connection)
-                done, process = running.pop(ready)
-                try:
-                    results[done] = json.loads(ready.recv_bytes())
-                except EOFError:
-                    results[done] = {"error": f"rank {done}: the process ended"}
-                process.join()
-                print(f"rank {done} of {count} is done", flush=True)
-        if number < count:
+    for first in range(0, num_ranks, step):
+        running = []
+        for rank in range(first, min(first + step, num_ranks)):
             ours, theirs = context.Pipe(duplex=False)
-            started = context.Process(target=child, args=(number, theirs))
-            started.start()
+            process = context.Process(target=child, args=(rank, theirs))
+            process.start()
             theirs.close()
-            running[ours] = number, started
-    return [results[number] for number in range(count)]
+            running.append((rank, ours, process))
+        for rank, ours, process in running:
+            try:
+                results.append(json.loads(ours.recv_bytes()))
+            except EOFError:
+                results.append({"error": f"rank {rank}: the process ended"})
+            process.join()
+            print(f"rank {rank} of {num_ranks} is done", flush=True)
+    return results
 
 
-def _configuration(job: Job) -> Any:
+def configuration(job: Job) -> Any:
+    """vLLM's configuration for a job, in a process where stand-ins have replaced what is not here."""
     import vllm.model_executor.models.registry as registry
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -148,44 +146,38 @@ def _configuration(job: Job) -> Any:
 
 
 def _import_class(config: Any) -> None:
-    """Import the model's class once, and not again in each fork; what is wrong is said when a rank is built."""
+    """Import the model's class once, and not again in each fork; errors are reported when a rank is built."""
     from vllm.model_executor.model_loader.utils import get_model_architecture
 
     with contextlib.suppress(Exception):
         get_model_architecture(config.model_config)
 
 
-@dataclass(frozen=True, slots=True)
-class _Rank:
-    """Observes one rank."""
+def observe_rank(job: Job, config: Any, rank: int) -> JsonObject:
+    """What one rank loads, in JSON, or `error`. This process is the rank from now on."""
+    from relayout.observe.stand_ins import fake_rank
 
-    job: Job
-    config: Any
-
-    def __call__(self, rank: int) -> dict[str, Any]:
-        from relayout.observe.stand_ins import play
-
-        play(rank, self.job.tp, self.job.expert_parallel)
-        self.config.parallel_config.rank = rank
-        try:
-            found, name = observe_rank(self.config, self.config.model_config, self.job.tensors)
-            left = [one for one in self.job.tensors if not found[one[0]].is_held]
-            if left and (draft := _draft(self.config)) is not None:
-                # A draft model, which predicts several tokens, reads what the model itself leaves.
-                more, _ = observe_rank(self.config, draft, self.job.tensors, partial=True)
-                found.update((one[0], more[one[0]]) for one in left)
-        except Exception as error:
-            return _failure(error, f"rank {rank} of {self.job.tp}")
-        return {"taken": [dump_slice(found[one[0]]) for one in self.job.tensors], "model_class": name}
+    fake_rank(rank, job.tp, job.expert_parallel)
+    config.parallel_config.rank = rank
+    try:
+        loaded, model_class = _loaded_slices(config, config.model_config, job.tensors)
+        rest = [name for name, *_ in job.tensors if not loaded[name].is_held]
+        if rest and (draft := _draft_config_or_none(config)) is not None:
+            # A draft model, which predicts several tokens, reads what the model itself leaves.
+            slices, _ = _loaded_slices(config, draft, job.tensors, is_partial=True)
+            loaded.update((name, slices[name]) for name in rest)
+    except Exception as error:
+        return _failure(error, f"rank {rank} of {job.tp}")
+    return {"loaded": [dump_slice(loaded[name]) for name, *_ in job.tensors], "model_class": model_class}
 
 
-def observe_rank(
-    config: Any, model_config: Any, tensors: Sequence[tuple[str, str, Sequence[int]]], *, partial: bool = False
+def _loaded_slices(
+    config: Any, model_config: Any, tensors: Sequence[tuple[str, str, Sequence[int]]], *, is_partial: bool = False
 ) -> tuple[dict[str, Slice], str]:
-    """What vLLM's class takes of each tensor, and its name.
+    """What vLLM's class loads of each tensor, and its name.
 
     Args:
-        partial: the checkpoint need not have all that the class has.
+        is_partial: the checkpoint need not have all that the class has.
     """
     import torch
     from vllm.config import set_current_vllm_config
@@ -212,54 +204,54 @@ def observe_rank(
 
         loader = DefaultModelLoader(config.load_config)
         loader.get_all_weights = lambda *_: probes()
-        if partial:
+        if is_partial:
             loader.track_weights_loading = lambda *_, **__: None
         with torch.device("cpu"):
             loader.load_weights(model, model_config)
     observer.finish()
-    return {name: observer.taken(name) for name, _, _ in tensors}, type(model).__qualname__
+    return {name: observer.loaded(name) for name, *_ in tensors}, type(model).__qualname__
 
 
-def _draft(config: Any) -> Any:
-    """The configuration of the draft model in the same checkpoint, or None."""
+def draft_config(config: Any) -> Any:
+    """The configuration of the draft model in the same checkpoint, which the engine's configuration then has too.
+
+    Raises:
+        Exception: there is none; vLLM has many ways of saying so.
+    """
     from vllm.config import SpeculativeConfig
 
+    config.speculative_config = SpeculativeConfig(
+        method="mtp",
+        model=config.model_config.model,
+        num_speculative_tokens=1,
+        target_model_config=config.model_config,
+        target_parallel_config=config.parallel_config,
+    )
+    return config.speculative_config.draft_model_config
+
+
+def _draft_config_or_none(config: Any) -> Any:
     try:
-        speculative = SpeculativeConfig(
-            method="mtp",
-            model=config.model_config.model,
-            num_speculative_tokens=1,
-            target_model_config=config.model_config,
-            target_parallel_config=config.parallel_config,
-        )
-    except Exception:  # There is none: vLLM has many ways of saying so.
+        return draft_config(config)
+    except Exception:
         return None
-    config.speculative_config = speculative
-    return speculative.draft_model_config
 
 
-def _failure(error: BaseException, what: str) -> dict[str, Any]:
-    place = _place(error.__traceback__)
+def _failure(error: Exception, what: str) -> JsonObject:
     text = f"{type(error).__name__}: {error}".strip().replace("\n", " ")
-    return {
-        "error": f"{what}: {text[:600]}" + (f" ({place})" if place else ""),
-        "trace": traceback.format_exc()[-4000:],
-    }
+    return {"error": f"{what}: {text[:600]}{_place(error)}"}
 
 
-def _place(trace: TracebackType | None) -> str:
-    """Class, function, file and line of the innermost frame in vLLM's code."""
-    found = ""
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        module = trace.tb_frame.f_globals.get("__name__", "")
+def _place(error: Exception) -> str:
+    """Class, function, file and line of the innermost frame in vLLM's code, in brackets."""
+    for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
+        module = frame.f_globals.get("__name__", "")
         if module.startswith("vllm."):
-            owner = trace.tb_frame.f_locals.get("self")
+            owner, code = frame.f_locals.get("self"), frame.f_code
             name = code.co_name if owner is None else f"{type(owner).__name__}.{code.co_name}"
-            line = linecache.getline(code.co_filename, trace.tb_lineno).strip()
-            found = f"{module}, {name}, line {trace.tb_lineno}: {line}"
-        trace = trace.tb_next
-    return found
+            line = linecache.getline(code.co_filename, number).strip()
+            return f" ({module}, {name}, line {number}: {line})"
+    return ""
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ class Plan:
     """Whether experts are owned whole."""
     unmatched: tuple[str, ...] = ()
     """Tensors that no rule matches; every rank holds them whole."""
-    untaken: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
     """Tensors that the observed engine does not take; large ones are held in equal blocks of rows, others whole."""
     family: Family | None = None
     """The rules by which other degrees are cut as well."""
@@ -104,7 +104,7 @@ class Plan:
             "cut_of": list(self.cut_of),
             "expert_parallel": self.expert_parallel,
             "unmatched": list(self.unmatched),
-            "untaken": list(self.untaken),
+            "unused": list(self.unused),
             "rules": None if family is None else dump_rules(family),
         }
 
@@ -132,7 +132,7 @@ class Plan:
                 cut_of,
                 plan["expert_parallel"],
                 tuple(plan["unmatched"]),
-                tuple(plan["untaken"]),
+                tuple(plan["unused"]),
                 family,
             )
         except (KeyError, TypeError, AttributeError) as error:

@@ -10,8 +10,9 @@ from support.planning import make_source
 
 from relayout.checkpoint.source import SourceCheckpoint
 from relayout.core.slices import WHOLE, Slice
-from relayout.observe.fitting import Example, Fitted, as_toml, fit
-from relayout.observe.taken import joined, same_elements
+from relayout.observe.elements import joined, same_elements
+from relayout.observe.fitting import Example, Fitted, fit
+from relayout.observe.plan_text import as_toml
 from relayout.plans.family import parse_family
 from relayout.plans.planner import plan_by
 
@@ -42,8 +43,8 @@ def _cut(shape: tuple[int, ...], cut: str, degree: int, sizes: dict[str, int]) -
     kind, axis = split_cut(cut)
     if kind == "whole":
         return (WHOLE,) * degree
-    numbers = np.arange(shape[axis]).reshape([-1 if one == axis else 1 for one in range(len(shape))])
-    line = np.broadcast_to(numbers, [size if one == axis else 1 for one, size in enumerate(shape)])
+    numbers = np.arange(shape[axis]).reshape([-1 if other == axis else 1 for other in range(len(shape))])
+    line = np.broadcast_to(numbers, [size if other == axis else 1 for other, size in enumerate(shape)])
     held = (part.ravel() for part in expected(cut, line, degree, sizes))
     return tuple(Slice.along(axis, joined((int(i), 1) for i in part)) for part in held)
 
@@ -63,7 +64,7 @@ def test_rules_are_found_for_a_family_and_hold_at_a_degree_that_they_were_not_fo
     source, observed = observed_of(name)
     assert len(observed) > 1
     fitted = fit([Example(source, observed)], [max(observed)])
-    assert not fitted.unfitted
+    assert not fitted.unmatched
     assert any(rule.dim is not None for rule in fitted.family.rules)
     assert agrees(fitted, source, observed)
 
@@ -85,7 +86,7 @@ def test_what_is_otherwise_at_the_degree_that_was_held_out_is_no_rule_but_listed
     wrong = {degree: list(slices) for degree, slices in observed.items()}
     wrong[8][t] = (*wrong[8][t][1:], wrong[8][t][0])
     fitted = fit([Example(source, wrong)], [8])
-    assert fitted.unfitted == {"model.layers.*.mlp.up_proj.weight": "dim 0 by even is not so at 8 ranks"}
+    assert fitted.unmatched == {"model.layers.*.mlp.up_proj.weight": "dim 0 by even is not so at 8 ranks"}
     assert agrees(fitted, source, wrong)
     assert not agrees(fitted, source, observed)
 
@@ -114,15 +115,15 @@ def test_slices_that_no_rule_gives_are_kept_as_they_are() -> None:
     odd = {0: ((0, 5),)}, {0: ((5, 3),), 1: ((0, 4),)}
     observed = {2: [tuple(map(Slice.of, odd)), (WHOLE, WHOLE)]}
     fitted = fit([Example(source, observed)])
-    assert list(fitted.unfitted) == ["w"]
+    assert list(fitted.unmatched) == ["w"]
     assert "w: it is cut along dims [0, 1]" in as_toml(fitted, "observed")
     assert agrees(fitted, source, observed)
 
 
 def test_the_last_rank_of_slices_that_no_rule_gives_holds_what_no_rank_takes() -> None:
     source = make_source({"w": (8, 4)}, model_type="odd")
-    taken, held = ([Slice.along(0, (one,)) for one in ranges] for ranges in (((0, 3), (5, 2)), ((0, 3), (3, 5))))
-    fitted = fit([Example(source, {2: [tuple(taken)]})])
+    loaded, held = ([Slice.along(0, (part,)) for part in ranges] for ranges in (((0, 3), (5, 2)), ((0, 3), (3, 5))))
+    fitted = fit([Example(source, {2: [tuple(loaded)]})])
     assert agrees(fitted, source, {2: [tuple(held)]})
 
 
@@ -142,7 +143,7 @@ def test_what_fits_one_checkpoint_by_chance_is_refuted_by_another() -> None:
     [first] = fit(examples[:1]).family.rules
     [both] = fit(examples).family.rules
     assert (first.units, both.units) == (("heads",), ("state_groups",))
-    assert not fit(examples).unfitted
+    assert not fit(examples).unmatched
 
 
 def test_parts_beside_the_language_model_are_cut_evenly_or_held_whole() -> None:

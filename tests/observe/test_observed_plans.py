@@ -64,7 +64,7 @@ def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_rank_has_what_the_class_copies_and_the_record_says_from_where(tmp_path: Path) -> None:
     tensors = write_source(tmp_path / "model", is_trusted=True)
     done = relayout.convert(tmp_path / "model", tmp_path / "out", tp=4, plan="vllm", trust_remote_code=True)
-    assert done.untaken == ("unused",)
+    assert done.unused == ("unused",)
     for rank in range(4):
         held = relayout.load(tmp_path / "out", rank)
         rows = slice(12 * rank, 12 * (rank + 1))  # q, k and v of its head are neighbors, as stored.
@@ -79,10 +79,10 @@ def test_each_rank_has_what_the_class_copies_and_the_record_says_from_where(tmp_
     assert relayout.load(tmp_path / "out", 0, tp=1)["out.weight"].shape == (HIDDEN, HIDDEN)
 
 
-def test_a_tensor_of_which_no_rank_has_elements_is_taken_by_none() -> None:
+def test_a_tensor_of_which_no_rank_has_elements_is_loaded_by_none() -> None:
     empty = json.loads(json.dumps([dump_slice(Slice.along(0, ()))]))
-    found = {"version": "0", "model_class": "Odd", "ranks": [empty, empty]}
-    assert parse(found).slices == ((NOT_HELD, NOT_HELD),)
+    result = {"version": "0", "model_class": "Odd", "ranks": [empty, empty]}
+    assert parse(result).loaded_slices == ((NOT_HELD, NOT_HELD),)
 
 
 def test_the_stand_in_of_weights_in_the_format_of_mistral_has_the_name_by_which_vllm_knows_it(tmp_path: Path) -> None:
@@ -90,14 +90,14 @@ def test_the_stand_in_of_weights_in_the_format_of_mistral_has_the_name_by_which_
     (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model" / "consolidated.safetensors")
     (tmp_path / "stand_in").mkdir()
     write_stand_in(read_source(find_store(tmp_path / "model")), tmp_path / "stand_in")
-    assert [one.name for one in (tmp_path / "stand_in").glob("*.safetensors")] == ["consolidated.safetensors"]
+    assert [file.name for file in (tmp_path / "stand_in").glob("*.safetensors")] == ["consolidated.safetensors"]
 
 
 @pytest.mark.usefixtures("vllm")
 def test_a_draft_model_takes_what_is_left_also_if_the_checkpoint_has_not_all_of_it(tmp_path: Path) -> None:
     write_source(tmp_path / "model", has_draft=True)
     done = relayout.convert(tmp_path / "model", tmp_path / "out", tp=2, plan="vllm")
-    assert done.untaken == ()
+    assert done.unused == ()
 
 
 @pytest.mark.usefixtures("vllm")
@@ -107,8 +107,8 @@ def test_rules_are_written_by_which_an_array_of_processes_converts_without_vllm(
     """The commands of CLUSTERS.md: 8 units, one start of vLLM."""
     monkeypatch.chdir(tmp_path)
     tensors = write_source(tmp_path / "model", num_unused=8)
-    made = observe_plan("model", "plan.toml")
-    assert (made.degrees, made.held_out, made.unfitted) == ((2, 4), (4,), ())
+    written = observe_plan("model", "plan.toml")
+    assert (written.degrees, written.held_out, written.unmatched) == ((2, 4), (4,), ())
     plan = tomllib.loads(Path("plan.toml").read_text())
     assert plan["cut"]["out.weight"] == {"dim": 1, "by": "even"}
     assert plan["cut"]["embed.weight"] == "whole"

@@ -1,4 +1,4 @@
-"""What reaches a model's memory is what was taken, by whatever way it came there."""
+"""What reaches a model's memory is what was loaded, by whatever way it came there."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Model(torch.nn.Module):
         self.beside = torch.empty(100)
 
 
-def taken(load: Callable[[Model, torch.Tensor], object], shape: tuple[int, ...] = (16, 6)) -> Slice:
+def loaded(load: Callable[[Model, torch.Tensor], object], shape: tuple[int, ...] = (16, 6)) -> Slice:
     model = Model()
     observer = Observer(model)
     with torch.no_grad():
         load(model, observer.probe("w", shape, torch.float32))
     observer.finish()
-    return observer.taken("w")
+    return observer.loaded("w")
 
 
 ROWS, TWO, OTHER = (Slice.along(0, ranges) for ranges in (((4, 8),), ((2, 4), (10, 4)), ((0, 4), (8, 4))))
@@ -50,26 +50,28 @@ ROWS, TWO, OTHER = (Slice.along(0, ranges) for ranges in (((4, 8),), ((2, 4), (1
         (lambda model, w: model.weight.copy_(w.zero_()[:8]), WHOLE),
     ],
 )  # fmt: skip
-def test_what_is_copied_into_the_model_is_taken(load: Callable[[Model, torch.Tensor], object], expected: Slice) -> None:
-    assert taken(load) == expected
+def test_what_is_copied_into_the_model_is_loaded(
+    load: Callable[[Model, torch.Tensor], object], expected: Slice
+) -> None:
+    assert loaded(load) == expected
 
 
 def test_tensors_that_are_joined_are_told_apart() -> None:
     model = Model()
     observer = Observer(model)
-    one, other = observer.probe("a", (4, 6), torch.float32), observer.probe("b", (9, 6), torch.float32)
+    first, other = observer.probe("a", (4, 6), torch.float32), observer.probe("b", (9, 6), torch.float32)
     with torch.no_grad():
-        model.weight.copy_(torch.cat([other[3:8], one[1:]]))
-    assert (observer.taken("a"), observer.taken("b")) == (Slice.along(0, ((1, 3),)), Slice.along(0, ((3, 5),)))
+        model.weight.copy_(torch.cat([other[3:8], first[1:]]))
+    assert (observer.loaded("a"), observer.loaded("b")) == (Slice.along(0, ((1, 3),)), Slice.along(0, ((3, 5),)))
 
 
 def test_of_what_is_joined_to_others_a_rank_may_take_nothing_and_yet_want_to_see_it() -> None:
     model = Model()
     observer = Observer(model)
-    one, other = observer.probe("a", (8, 6), torch.float32), observer.probe("b", (9, 6), torch.float32)
+    first, other = observer.probe("a", (8, 6), torch.float32), observer.probe("b", (9, 6), torch.float32)
     with torch.no_grad():
-        model.weight.copy_(torch.cat([one, other])[:8])
-    assert (observer.taken("a"), observer.taken("b")) == (WHOLE, Slice.along(0, ()))
+        model.weight.copy_(torch.cat([first, other])[:8])
+    assert (observer.loaded("a"), observer.loaded("b")) == (WHOLE, Slice.along(0, ()))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +84,7 @@ def test_of_what_is_joined_to_others_a_rank_may_take_nothing_and_yet_want_to_see
 )
 def test_what_cannot_be_followed_is_an_error(load: Callable[[Model, torch.Tensor], object]) -> None:
     with pytest.raises(PlanError, match="w"):
-        taken(load)
+        loaded(load)
 
 
 def test_large_tensors_have_no_memory_and_small_ones_have_values() -> None:

@@ -53,11 +53,11 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, out + err
 
 
-def assert_same_folder(made: Path, expected: Path) -> None:
-    assert {file.name: file.read_bytes() for file in made.iterdir()} == {
+def assert_same_folder(converted: Path, expected: Path) -> None:
+    assert {file.name: file.read_bytes() for file in converted.iterdir()} == {
         file.name: file.read_bytes() for file in expected.iterdir()
     }
-    assert not list(made.parent.glob(".*"))
+    assert not list(converted.parent.glob(".*"))
 
 
 def test_the_array_script_of_slurm(models: Path, tmp_path: Path) -> None:

@@ -49,16 +49,16 @@ MAX_CELL = 120
 
 
 def blocks(text: str, language: str) -> list[str]:
-    found = re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    assert found
-    return found
+    code = re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert code
+    return code
 
 
 def section(text: str, number: int) -> str:
     """One numbered section of a document."""
-    found = re.search(rf"^## {number}\. .*?(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
-    assert found
-    return found[0]
+    match = re.search(rf"^## {number}\. .*?(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    assert match
+    return match[0]
 
 
 @pytest.fixture
@@ -189,7 +189,7 @@ def test_the_reader_in_the_format_document_refuses(damage: str, example_folder: 
         read_as_the_document_does(example_folder, 1)
     [code] = blocks(section(FORMAT, 12), "python")
     lines = [code.splitlines()[entry.lineno] for entry in caught.traceback if str(entry.path) == "<string>"]
-    assert any(line in one for one in lines), lines
+    assert any(line in text for text in lines), lines
 
 
 def test_the_manifest_in_the_format_document_is_that_of_the_example() -> None:
@@ -215,9 +215,9 @@ def test_the_first_bytes_in_the_format_document_are_those_of_the_example() -> No
 
 
 def test_the_content_in_the_format_document_is_that_of_the_example() -> None:
-    found = re.search(r"^ *```json\n(.*?)```", section(FORMAT, 6), re.MULTILINE | re.DOTALL)
-    assert found
-    text = "".join(line.strip() for line in found[1].splitlines())
+    match = re.search(r"^ *```json\n(.*?)```", section(FORMAT, 6), re.MULTILINE | re.DOTALL)
+    assert match
+    text = "".join(line.strip() for line in match[1].splitlines())
     assert (
         format_example.digest(text.encode()) == json.loads(blocks(section(FORMAT, 3), "json")[0])["files"][1]["content"]
     )
@@ -251,15 +251,15 @@ def test_relayout_writes_the_example_of_the_format_document(tmp_path: Path) -> N
     stored = (tmp_path / "out" / "relayout.source.json.zst").read_bytes()
     record = json.loads(zstandard.ZstdDecompressor().decompressobj().decompress(stored))
     expected = format_example.record()
-    rules = [one["plan"].pop("rules") for one in (record, expected)]
+    rules = [side["plan"].pop("rules") for side in (record, expected)]
     assert record == expected
     assert parse_rules(rules[0]).rules == parse_rules(rules[1]).rules
     written, printed = json.loads((tmp_path / "out" / "relayout.json").read_text()), format_example.manifest()
-    for one in (written, printed):
-        one.pop("self_digest", None)
-        one.pop("generator")
-        one["source"].pop("record_digest")
-        for entry in one["ranks"]:
+    for manifest in (written, printed):
+        manifest.pop("self_digest", None)
+        manifest.pop("generator")
+        manifest["source"].pop("record_digest")
+        for entry in manifest["ranks"]:
             entry.pop("table_digest")
     assert written == printed
 
@@ -273,13 +273,13 @@ def test_relayout_reads_the_example_of_the_format_document(example_folder: Path)
 
 def test_the_digests_of_the_golden_folder_in_the_format_document_are_right() -> None:
     named = dict(re.findall(r"^\| `(\w+/\S+)` \| `(\w+)` \|$", section(FORMAT, 14), re.MULTILINE))
-    found = {
+    stored = {
         f"{layout}/{path.name}": format_example.digest(path.read_bytes())
         for layout in golden.LAYOUTS
         for path in (golden.FOLDER / layout).iterdir()
         if path.name != "config.json"
     }
-    assert named == found
+    assert named == stored
 
 
 @pytest.mark.parametrize("layout", golden.LAYOUTS)
@@ -287,7 +287,8 @@ def test_the_reader_in_the_format_document_reads_the_golden_folder(layout: str) 
     for rank, expected in enumerate(golden.read_list()["ranks"]):
         tensors = read_as_the_document_does(golden.FOLDER / layout, rank)
         assert {
-            name: golden.row(expected[name]["dtype"], list(one.shape), one.tobytes()) for name, one in tensors.items()
+            name: golden.row(expected[name]["dtype"], list(array.shape), array.tobytes())
+            for name, array in tensors.items()
         } == expected
 
 
@@ -359,8 +360,8 @@ def test_the_manifest_has_the_fields_that_the_format_document_names_and_no_other
     manifest = json.loads((tmp_path / "out" / "relayout.json").read_text())
     tables = re.split(r"^Of ", section(FORMAT, 3), flags=re.MULTILINE)
     named = [set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) for table in tables]
-    found = [manifest, manifest["source"], manifest["files"][0], manifest["ranks"][0]]
-    assert [set(one) for one in found] == [named[0], named[1], named[2] - {"sha256"}, named[3]]
+    tables = [manifest, manifest["source"], manifest["files"][0], manifest["ranks"][0]]
+    assert [set(table) for table in tables] == [named[0], named[1], named[2] - {"sha256"}, named[3]]
     reads = set(re.findall(r"^\| `(\w+)` \|", section(FORMAT, 4), re.MULTILINE))
     assert {name for entry in manifest["ranks"] for read in entry["reads"] for name in read} <= reads
 
@@ -377,8 +378,8 @@ def test_documents_of_rules_have_short_lines(path: Path) -> None:
 
 def headings(text: str) -> set[str]:
     """The anchors of a document's headings, as GitHub makes them."""
-    found = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in found}
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.stem)
@@ -407,8 +408,8 @@ def test_every_document_is_checked_here_and_published_with_its_package() -> None
     assert {ROOT / name for name in tracked if not name.startswith("tests/")} == set(DOCUMENTS)
     published = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     private = (ROOT, ROOT / ".github", ROOT / "tools")
-    found = {str(path.relative_to(ROOT)) for path in DOCUMENTS if path.parent not in private}
-    assert found == {
+    names = {str(path.relative_to(ROOT)) for path in DOCUMENTS if path.parent not in private}
+    assert names == {
         f"{package.replace('relayout.loader', 'loader').replace('.', '/')}/{name}"
         for package, names in published.items()
         for name in names

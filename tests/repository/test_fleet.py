@@ -46,10 +46,10 @@ def test_a_group_takes_as_long_as_its_rounds_one_after_the_other(num_nodes: int,
 
 
 def test_a_process_takes_no_more_than_its_requests_in_flight_bring() -> None:
-    one = Fleet(1, 140 * GB, 1e15, 1e15, 1, 1e12, latency=0.1, connection=0.625 * GB, request_nbytes=2**23)
-    assert ranges(one).last == about(0.1 + 140 * GB / (16 * 2**23 / (0.1 + 2**23 / (0.625 * GB))))
-    assert ranges(replace(one, reader=GB)).last == about(140.1)
-    assert ranges(replace(one, max_requests=100)).last == about(0.1 + 140 * GB / (100 * 2**23))
+    single = Fleet(1, 140 * GB, 1e15, 1e15, 1, 1e12, latency=0.1, connection=0.625 * GB, request_nbytes=2**23)
+    assert ranges(single).last == about(0.1 + 140 * GB / (16 * 2**23 / (0.1 + 2**23 / (0.625 * GB))))
+    assert ranges(replace(single, reader=GB)).last == about(140.1)
+    assert ranges(replace(single, max_requests=100)).last == about(0.1 + 140 * GB / (100 * 2**23))
 
 
 def test_what_happens_to_one_node_delays_it_alone_but_all_of_a_group() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from engines.plan_making import checkpoints_of, text_of
-from engines.plan_table import TABLE
+from engines.observing.plan_making import checkpoints_of, text_of
+from engines.observing.plan_table import TABLE
 from support.observed_slices import read
 
 from relayout.plans.family import builtin_text

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from relayout.core.patterns import collapse_numbers
 from relayout.core.slices import Slice
-from relayout.errors import FormatError
 from relayout.format.slices import dump_slice, parse_slice
 
 
@@ -43,7 +42,7 @@ class Checkpoint:
     tensors: Sequence[Tensor]
     observed: Mapping[int, Sequence[tuple[Slice, ...]]]
     """By degree: for each tensor the slice of each rank."""
-    config_error: FormatError | None = None
+    config_error: str | None = None
 
     @property
     def name(self) -> str:
@@ -108,10 +107,10 @@ def _sizes_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _dump_cut(slices: tuple[Slice, ...]) -> str:
     """Ranks by spaces; of a rank the axes by `;`, as AXIS:START+LENGTH,START+LENGTH."""
-    return " ".join(map(_dump_one, slices)) if len(set(slices)) > 1 else f"{_dump_one(slices[0])} x{len(slices)}"
+    return " ".join(map(_dump_slice, slices)) if len(set(slices)) > 1 else f"{_dump_slice(slices[0])} x{len(slices)}"
 
 
-def _dump_one(part: Slice) -> str:
+def _dump_slice(part: Slice) -> str:
     held = dump_slice(part)
     if held is None:
         return "none"
@@ -122,14 +121,14 @@ def _dump_one(part: Slice) -> str:
 def _parse_cut(text: str) -> tuple[Slice, ...]:
     ranks = text.split()
     if ranks[-1].startswith("x"):
-        return (_parse_one(ranks[0]),) * int(ranks[-1][1:])
-    return tuple(map(_parse_one, ranks))
+        return (_parse_slice(ranks[0]),) * int(ranks[-1][1:])
+    return tuple(map(_parse_slice, ranks))
 
 
-def _parse_one(text: str) -> Slice:
+def _parse_slice(text: str) -> Slice:
     if text == "none":
-        return parse_slice(None)
+        return parse_slice(None, "observed")
     axes = {}
-    for axis, _, ranges in (one.partition(":") for one in text.split(";") if text != _WHOLE):
-        axes[axis] = [list(map(int, one.split("+"))) for one in ranges.split(",") if one]
+    for axis, _, ranges in (words.partition(":") for words in text.split(";") if text != _WHOLE):
+        axes[axis] = [list(map(int, words.split("+"))) for words in ranges.split(",") if words]
     return parse_slice(axes)

@@ -11,7 +11,7 @@ from support.observed_slices import Checkpoint
 from relayout.core.patterns import collapse_numbers
 from relayout.core.slices import Slice
 from relayout.errors import PlanError
-from relayout.observe.taken import joined, same_elements
+from relayout.observe.elements import elements_along, joined, same_elements
 from relayout.plans.family import Family, find_family
 from relayout.plans.planner import plan_by, without_rule
 
@@ -29,14 +29,14 @@ class Difference:
 
     pattern: str
     what: str
-    """`no rule`, `more` than the engine takes, or `other`; or why the plan cannot be applied."""
+    """`no rule`, `more` than the engine loads, or `other`; or why the plan cannot be applied."""
     degree: int = 0
     dims: tuple[int, ...] = ()
     """Along which the engine cuts."""
 
 
 def differences(family: Family, checkpoint: Checkpoint) -> Iterator[Difference]:
-    """The first of each kind of tensor; those that the engine does not take are not compared."""
+    """The first of each kind of tensor; those that the engine does not load are not compared."""
     left = {collapse_numbers(tensor.name): t for t, tensor in reversed(list(enumerate(checkpoint.tensors)))}
     for tensor, _ in without_rule(checkpoint, family):
         pattern = collapse_numbers(tensor.name)
@@ -62,7 +62,7 @@ def _at(degree: int, family: Family, checkpoint: Checkpoint, left: dict[str, int
         if pattern in left and not is_same(plan.cut(t).slices, slices, tensor.shape):
             del left[pattern]
             dims = tuple(sorted({axis for part in slices for axis in part.axes}))
-            is_more = all(map(_contains, plan.cut(t).slices, slices))
+            is_more = all(_contains(*pair, tensor.shape) for pair in zip(plan.cut(t).slices, slices, strict=True))
             yield Difference(pattern, "more" if is_more else "other", degree, dims)
 
 
@@ -76,15 +76,13 @@ def differences_of_chosen(checkpoint: Checkpoint) -> list[Difference]:
     return list(differences(find_family(checkpoint.model_type, method), checkpoint))
 
 
-def is_same(ours: Sequence[Slice], taken: Sequence[Slice], shape: Sequence[int]) -> bool:
-    """Whether ranks hold what an engine takes, which may be nothing at all."""
-    return not any(part.is_held for part in taken) or same_elements(ours, taken, shape)
+def is_same(held: Sequence[Slice], loaded: Sequence[Slice], shape: Sequence[int]) -> bool:
+    """Whether ranks hold what an engine loads, which may be nothing at all."""
+    return not any(part.is_held for part in loaded) or same_elements(held, loaded, shape)
 
 
-def _contains(one: Slice, other: Slice) -> bool:
-    if not other.is_held:
+def _contains(held: Slice, loaded: Slice, shape: Sequence[int]) -> bool:
+    if not loaded.is_held:
         return True
-    return one.is_held and all(
-        (ranges := other.ranges_along(axis)) is not None and joined((*mine, *ranges)) == joined(mine)
-        for axis, mine in one.by_axis or ()
-    )
+    along = [(elements_along(held, axis, size), elements_along(loaded, axis, size)) for axis, size in enumerate(shape)]
+    return held.is_held and all(joined((*own, *other)) == own for own, other in along)

@@ -3,44 +3,26 @@
 from __future__ import annotations
 
 import json
-import lzma
-import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from support.families import FAMILIES
-from support.observed_slices import read
 from transformers.utils import logging as transformers_logging
 
 import relayout
-from engines import observed, plan_making
 from engines.cases import RUNS, WHOLE_IN_SGLANG, Case, Run, all_cases, converted_of, source_of
-from engines.cold_start import measure, placements, reads
 from engines.environments import ENGINES, ROOT, Environment, environment_of, versions_in
-from engines.failures import fail
-from engines.plan_table import TABLE
-from engines.starts import start
+from engines.observing import laboratory
+from engines.starts.cold_start import measure, placements, reads
+from engines.starts.failures import fail
+from engines.starts.starting import start
 
 RESULTS = ROOT / "tools" / "results" / "engines.json"
-OBSERVED = "vllm-0.33"
-OBSERVED_RESULTS = RESULTS.with_name("observed.jsonl")
-BUILTIN_RESULTS = RESULTS.with_name("builtin_plans.jsonl")
-MUTATED_RESULTS = RESULTS.with_name("mutations.jsonl")
-SLICES = ROOT / "tests" / "plans" / "observed.jsonl.xz"
-MUTATED = (
-    *("GPT2LMHeadModel", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM", "Qwen3NextForCausalLM"),
-    "Qwen2VLForConditionalGeneration",
-)
-"""Whose plans are made wrong: fused and transposed weights, experts, latent and linear attention, a vision part."""
-TABLE_FILE = ROOT / "relayout" / "plans" / "OBSERVED.md"
-SCRIPTS = ROOT / "tools" / "engines"
 HOME = Path(tempfile.gettempdir(), "engine-envs")
 BATCH = 40
 """Jobs for one process: what an engine keeps of a model goes away with it."""
@@ -76,30 +58,31 @@ def main(
     """Load small checkpoints of all families and forms by the engines' own loaders and through relayout."""
     transformers_logging.disable_progress_bar()
     if observe or plans or mutations or table:
-        environment = environment_of(OBSERVED, home)
-        for wanted, do in ((observe, observe_registry), (plans, make_plans), (mutations, mutate)):
-            if wanted:
-                do(environment, home)
-        write_table(versions_in(environment))
+        environment = environment_of(laboratory.ENGINE, home)
+        steps = {laboratory.observe_registry: observe, laboratory.make_plans: plans, laboratory.mutate: mutations}
+        for step, is_wanted in steps.items():
+            if is_wanted:
+                step(environment, home)
+        laboratory.write_table(versions_in(environment))
         return
     for name in engines or list(ENGINES):
         work = home / f"{name}-work"
         work.mkdir(parents=True, exist_ok=True)
         environment = environment_of(name, home)
         record(name, "versions", versions_in(environment))
-        cases = [one for one in all_cases() if fnmatch(one.name, only)]
+        cases = [case for case in all_cases() if fnmatch(case.name, only)]
         if compare:
-            for found in compare_cases(name, environment, cases, work):
-                record(name, "parameters", {f"{found['name']}, tp {found['tp']}": kept(found, work)})
-                say(describe(found, work))
+            for result in compare_cases(name, environment, cases, work):
+                record(name, "parameters", {f"{result['name']}, tp {result['tp']}": kept(result, work)})
+                say(describe(result, work))
         if name == "sglang":
             continue
         for run in RUNS if generate else ():
             if fnmatch(run.name, only):
                 record(name, "tokens", {run.name: generate_both_ways(environment, run, work)})
-        for what, said in fail(environment, work, only) if failures else ():
-            record(name, "failures", {what: said})
-            say(f"{what}: {said}")
+        for what, outcome in fail(environment, work, only) if failures else ():
+            record(name, "failures", {what: outcome})
+            say(f"{what}: {outcome}")
         if replicas:
             record(name, "replicas", {f"{REPLICATED}, tp {tp}": load_replicas(environment, tp, work) for tp in (1, 2)})
         if starts:
@@ -108,67 +91,8 @@ def main(
             record(name, "reads", dict(reads(environment, work)))
 
 
-def observe_registry(environment: Environment, home: Path) -> None:
-    """Convert and load each architecture of vLLM's registry that a checkpoint can be made for."""
-    OBSERVED_RESULTS.unlink(missing_ok=True)
-    run_script(environment, home, "registry.py", OBSERVED_RESULTS)
-    keep_results(OBSERVED_RESULTS)
-
-
-def keep_results(file: Path) -> None:
-    """Those of `registry.py`: of built-in plans in a file of their own."""
-    results = sorted(observed.read(file), key=lambda one: str(one["architecture"]))
-    builtin = [{"architecture": one["architecture"], **one.pop("builtin", {})} for one in results]
-    write_lines(OBSERVED_RESULTS, results)
-    write_lines(BUILTIN_RESULTS, [one for one in builtin if len(one) > 1])
-
-
-def make_plans(environment: Environment, home: Path) -> None:
-    """Observe what can be made small, in several sizes; write built-in plans from it."""
-    names = [one["architecture"] for one in observed.read(OBSERVED_RESULTS) if one["step"] != "make"]
-    found = home / "vllm-work" / "slices.jsonl"
-    found.unlink(missing_ok=True)
-    run_script(environment, home, "observing.py", found, *names, *(f"family:{name}" for name in FAMILIES))
-    lines = [line for line in found.read_text().splitlines(keepends=True) if "error" not in json.loads(line)]
-    SLICES.write_bytes(lzma.compress("".join(sorted(lines)).encode(), preset=9))
-    plan_making.write(TABLE, read(SLICES))
-
-
-def mutate(environment: Environment, home: Path) -> None:
-    """Convert and load by wrong plans."""
-    MUTATED_RESULTS.unlink(missing_ok=True)
-    run_script(environment, home, "mutations.py", MUTATED_RESULTS, *MUTATED)
-
-
-def run_script(environment: Environment, home: Path, script: str, results: Path, *names: str) -> None:
-    """One that observes vLLM."""
-    variables = environment.variables | {"OMP_NUM_THREADS": "1"}
-    folders = [ROOT, variables.get("PYTHONPATH", ""), SCRIPTS, ROOT / "tools", ROOT / "tests"]
-    variables["PYTHONPATH"] = os.pathsep.join(map(str, folders))
-    scratch = home / "vllm-work" / script.removesuffix(".py")
-    subprocess.run(
-        [environment.python, SCRIPTS / script, scratch, results, *names], check=True, env=variables, cwd=home
-    )
-
-
-def write_lines(file: Path, results: Sequence[Result]) -> None:
-    file.write_text("".join(f"{json.dumps(one)}\n" for one in results))
-
-
-def write_table(versions: dict[str, str]) -> None:
-    """From the results."""
-    builtin = {one["architecture"]: one for one in observed.read(BUILTIN_RESULTS)}
-    mutated = [json.loads(line) for line in MUTATED_RESULTS.read_text().splitlines()]
-    parts = (
-        observed.render(observed.read(OBSERVED_RESULTS), builtin, versions),
-        observed.render_comparison(read(SLICES)),
-        observed.render_mutations(mutated),
-    )
-    TABLE_FILE.write_text("\n".join(parts))
-
-
 def record(engine: str, part: str, new: dict[str, Any]) -> None:
-    """Add to the results; what was found before and is not found anew stays."""
+    """Add to the results; what was measured before and is not measured anew stays."""
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     results.setdefault(engine, {}).setdefault(part, {}).update(new)
     RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
@@ -203,8 +127,8 @@ def run_batch(
     """Some jobs in one process; those that it does not come to are errors."""
     file = work / f"{engine}-jobs.json"
     file.write_text(json.dumps(jobs))
-    command = [environment.python, SCRIPTS / ENGINES[engine].script, file, *options]
-    number = 0
+    command = environment.command(ENGINES[engine].comparing, file, *options)
+    count = 0
     with (work / f"{engine}.log").open("a") as log:
         running = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment.variables, cwd=work
@@ -212,72 +136,66 @@ def run_batch(
         assert running.stdout is not None
         for line in running.stdout:
             if "RESULT " in line:
-                number += 1
+                count += 1
                 yield json.loads(line.partition("RESULT ")[2])
         code = running.wait(TIMEOUT_S)
-    yield from ({**job, "error": f"the process ended with {code}"} for job in jobs[number:])
+    yield from ({**job, "error": f"the process ended with {code}"} for job in jobs[count:])
 
 
 def generate_both_ways(environment: Environment, run: Run, work: Path) -> Result:
     """Greedy tokens and their log-probabilities, from the source by vLLM itself, and through relayout."""
     # Else it depends on the moment in which requests come to the engine's process how they are put together.
     if run.stages == 1:  # Stages need that process.
-        environment = replace(environment, variables=environment.variables | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+        environment = environment.with_variables(VLLM_ENABLE_V1_MULTIPROCESSING="0")
     source = source_of(run.family, work, wide=True)
-    found: Result = start(environment, source, run.settings, work / f"{run.name}, own.log").result
-    if "error" not in found:
+    result: Result = start(environment, source, run.settings, work / f"{run.name}, own.log").result
+    if "error" not in result:
         settings = run.settings | {"load_format": "relayout", "model_loader_extra_config": {"strict": True}}
         folder = converted_of(source, run.tp, expert=run.expert)
         ours = start(environment, folder, settings, work / f"{run.name}, relayout.log").result
-        distinct = len({token for one in found["tokens"] for token in one})
-        found = {"own_load": True, "same": ours == found, "distinct": distinct}
+        distinct = len({token for tokens in result["tokens"] for token in tokens})
+        result = {"own_load": True, "same": ours == result, "distinct": distinct}
         if "error" in ours:
-            found["error"] = ours["error"]
-    say(f"{run.name}: {found}")
-    return kept(found, work)
+            result["error"] = ours["error"]
+    say(f"{run.name}: {result}")
+    return kept(result, work)
 
 
 def load_replicas(environment: Environment, tp: int, work: Path) -> Result:
     """Two data-parallel replicas of TP processes each, in vLLM's own groups: what their loads have in common."""
     source = source_of(REPLICATED, work, wide=True)
-    command = [environment.python, SCRIPTS / "vllm_replicas.py", source, converted_of(source, tp), str(tp)]
-    variables = environment.variables | {
-        "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), environment.variables.get("PYTHONPATH", "")]),
-    }
-    with (work / "replicas.log").open("a") as log:
-        done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=log, text=True, env=variables, cwd=work, check=True
-        )
-    processes = json.loads(done.stdout.rpartition("RESULT ")[2])
-    found = {
+    environment = environment.with_variables(GLOO_SOCKET_IFNAME="lo")
+    processes = environment.result(work, "comparing.vllm_replicas", source, converted_of(source, tp), tp)
+    result = {
         "processes": len(processes),
-        "readers": sorted({one["shared"]["num_readers"] for one in processes}),
-        "parameters": sum(one["shared"]["parameters"] for one in processes),
-        "different": [name for one in processes for name in one["shared"]["different"] + one["alone"]["different"]],
-        "whole_reads": sum(one["shared"]["whole_reads"] for one in processes),
+        "readers": sorted({process["shared"]["num_readers"] for process in processes}),
+        "parameters": sum(process["shared"]["parameters"] for process in processes),
+        "different": [
+            name for process in processes for name in process["shared"]["different"] + process["alone"]["different"]
+        ],
+        "whole_reads": sum(process["shared"]["whole_reads"] for process in processes),
     }
-    say(f"{REPLICATED}, two replicas, tp {tp}: {found}")
-    return found
+    say(f"{REPLICATED}, two replicas, tp {tp}: {result}")
+    return result
 
 
-def kept(found: Result, work: Path) -> Result:
+def kept(result: Result, work: Path) -> Result:
     """What is worth writing down; messages without the paths of this machine."""
-    if "error" in found:
-        found = {"error": ("relayout: " if found.get("own_load") else "the engine's own load: ") + found["error"]}
-    brief = {key: found[key] for key in KEPT if key in found}
+    if "error" in result:
+        result = {"error": ("relayout: " if result.get("own_load") else "the engine's own load: ") + result["error"]}
+    brief = {key: result[key] for key in KEPT if key in result}
     for key in {"refused", "error"} & brief.keys():
         brief[key] = str(brief[key]).replace(f"{work}/", "")[:300]
     return brief
 
 
-def describe(found: Result, work: Path) -> str:
-    what = kept(found, work).get("error") or found.get("refused")
+def describe(result: Result, work: Path) -> str:
+    what = kept(result, work).get("error") or result.get("refused")
     if what is None:
-        counts = found["parameters"], len(found["different"]), found["whole_reads"]
+        counts = result["parameters"], len(result["different"]), result["whole_reads"]
         what = "{} parameters, {} different, {} tensors read whole".format(*counts)
-        what += f", {100 * found['straight']:.1f} % straight into parameters" if "straight" in found else ""
-    return f"{found['name']}, tp {found['tp']}: {what}"
+        what += f", {100 * result['straight']:.1f} % straight into parameters" if "straight" in result else ""
+    return f"{result['name']}, tp {result['tp']}: {what}"
 
 
 def say(text: str) -> None:

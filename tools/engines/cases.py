@@ -155,8 +155,8 @@ def source_of(family: str, work: Path, *, wide: bool = False) -> Path:
 
 def _write_reranker(folder: Path) -> None:
     """Beside the weights: which words the score is of, and a tokenizer that knows their numbers."""
-    said = {"architectures": ["Qwen3ForSequenceClassification"], "is_original_qwen3_reranker": True}
-    config = json.loads((folder / "config.json").read_text()) | said | {"classifier_from_token": ["no", "yes"]}
+    score = {"architectures": ["Qwen3ForSequenceClassification"], "is_original_qwen3_reranker": True}
+    config = json.loads((folder / "config.json").read_text()) | score | {"classifier_from_token": ["no", "yes"]}
     (folder / "config.json").write_text(json.dumps(config))
     _write_tokenizer(folder)
 
@@ -170,8 +170,8 @@ def _write_bge_m3(folder: Path) -> None:
     model = XLMRobertaModel(config, add_pooling_layer=False)
     model.save_pretrained(folder)
     hub = {"architectures": ["BgeM3EmbeddingModel"], "position_embedding_type": "absolute"}
-    said = json.loads((folder / "config.json").read_text()) | hub
-    (folder / "config.json").write_text(json.dumps(said))
+    complete = json.loads((folder / "config.json").read_text()) | hub
+    (folder / "config.json").write_text(json.dumps(complete))
     for name, rows in (("sparse_linear", 1), ("colbert_linear", 128)):
         torch.save({"weight": torch.randn(rows, 128), "bias": torch.randn(rows)}, folder / f"{name}.pt")
     _write_tokenizer(folder)
@@ -182,8 +182,8 @@ def _write_tokenizer(folder: Path) -> None:
     from tokenizers.models import WordLevel
 
     Tokenizer(WordLevel({"<unk>": 0, "no": 5, "yes": 200}, unk_token="<unk>")).save(str(folder / "tokenizer.json"))
-    said = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def complete_config(file: Path) -> None:
@@ -211,5 +211,5 @@ def _architecture(config: dict[str, Any]) -> str:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     known: dict[str, Any] = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "kimi_k2": "DeepseekV3ForCausalLM"}
-    found = known.get(config["model_type"], "")
-    return found if isinstance(found, str) else str(found[0])
+    name = known.get(config["model_type"], "")
+    return name if isinstance(name, str) else str(name[0])

@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 from zipfile import ZipFile
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,8 +34,8 @@ class Engine:
 
     steps: tuple[tuple[str, ...], ...]
     """Arguments of pip, one call after the other."""
-    script: str
-    """What is run there."""
+    comparing: str
+    """The module that compares parameters there."""
     variables: tuple[tuple[str, str], ...] = (("HF_HUB_OFFLINE", "1"),)
     home: str = ""
     """Of the environment, if another engine has the same. Default: the engine's name."""
@@ -52,7 +53,7 @@ _VLLM = Engine(
         # Some vision towers of transformers are theirs.
         ("install", "--no-deps", "timm", "scipy"),
     ),
-    "vllm_classes.py",
+    "comparing.vllm_classes",
     (("HF_HUB_OFFLINE", "1"), ("VLLM_CPU_KVCACHE_SPACE", "1"), ("VLLM_LOGGING_LEVEL", "WARNING")),
 )
 
@@ -73,18 +74,39 @@ ENGINES = {
             ("install", *_OF_SGLANG.split()),
             _TORCHVISION,
         ),
-        "sglang_classes.py",
+        "comparing.sglang_classes",
     ),
 }
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What runs an engine's scripts."""
+    """What runs modules of `engines` beside an engine."""
 
     python: Path
     variables: dict[str, str]
-    """Not with our own modules."""
+
+    def with_variables(self, **variables: str) -> Environment:
+        """With these variables too."""
+        return replace(self, variables=self.variables | variables)
+
+    def command(self, module: str, *arguments: object) -> list[str]:
+        """Runs a module of `engines`."""
+        return [str(self.python), "-P", "-m", f"engines.{module}", *map(str, arguments)]
+
+    def result(self, work: Path, module: str, *arguments: object) -> Any:
+        """Run a module in a folder; the JSON that it prints after `RESULT`."""
+        with (work / f"{module}.log").open("a") as log:
+            done = subprocess.run(
+                self.command(module, *arguments),
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=self.variables,
+                cwd=work,
+                check=True,
+            )
+        return json.loads(done.stdout.rpartition("RESULT ")[2])
 
 
 def environment_of(name: str, folder: Path) -> Environment:
@@ -102,11 +124,10 @@ def environment_of(name: str, folder: Path) -> Environment:
             _pip(python, command, *arguments)
         _leave_out_registrations(python)
         stamp.write_text(wanted)
-    variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | dict(engine.variables)
-    if engine.overlays:
-        folders = [_overlay(overlay, python, home / overlay) for overlay in engine.overlays]
-        variables["PYTHONPATH"] = os.pathsep.join(map(str, folders))
-    return Environment(python, variables)
+    overlays = [_overlay(overlay, python, home / overlay) for overlay in engine.overlays]
+    folders = [*overlays, ROOT, ROOT / "tools", ROOT / "tests"]
+    variables = {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+    return Environment(python, {**os.environ, **dict(engine.variables), **variables})
 
 
 def _pip(python: Path, command: str, *arguments: str | Path) -> None:
@@ -120,7 +141,7 @@ def _overlay(requirement: str, python: Path, folder: Path) -> Path:
             wheels, made = Path(scratch, "wheels"), Path(scratch, "made")
             _pip(python, "download", "--no-deps", "--dest", wheels, requirement)
             with ZipFile(next(wheels.iterdir())) as wheel:
-                wheel.extractall(made, [one for one in wheel.namelist() if not one.endswith(".so")])
+                wheel.extractall(made, [name for name in wheel.namelist() if not name.endswith(".so")])
             package = requirement.partition("=")[0]
             for compiled in (_packages(python) / package).glob("*.so"):
                 shutil.copy(compiled, made / package)
@@ -149,5 +170,5 @@ print(json.dumps({name: metadata.version(name) for name in names if list(metadat
 """
     command = [environment.python, "-c", script]
     done = subprocess.run(command, check=True, capture_output=True, env=environment.variables)
-    found: dict[str, str] = json.loads(done.stdout)
-    return found
+    versions: dict[str, str] = json.loads(done.stdout)
+    return versions

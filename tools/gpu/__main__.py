@@ -80,11 +80,11 @@ def install(packages: Path, wheels: Path | None, environment: dict[str, str]) ->
     code = "import sys; from importlib.metadata import version; version(sys.argv[1])"
     where = ("--no-index", "--find-links", str(wheels)) if wheels is not None else ()
     pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(packages), *where)
-    for one in (*NEEDED, *PEERS):
-        name = one.partition(">")[0]
+    for requirement in (*NEEDED, *PEERS):
+        name = requirement.partition(">")[0]
         known = subprocess.run([sys.executable, "-c", code, name], capture_output=True, env=os.environ | environment)
         if known.returncode:
-            done = subprocess.run([*pip, one], capture_output=True, text=True, timeout=120)
+            done = subprocess.run([*pip, requirement], capture_output=True, text=True, timeout=120)
             print(f"install {name}: {'done' if not done.returncode else done.stderr.strip()[-200:]}", flush=True)
 
 

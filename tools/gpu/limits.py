@@ -12,19 +12,18 @@ from typing import Any
 import torch
 from bench.drive import direct_read, forget, limit_by, machine
 
-from gpu.checkpoints_of import converted_of
-from gpu.results import Given
+from gpu.loads import converted_of
+from gpu.results import Arguments
 
 _SIZES = (2**20, 8 * 2**20, 64 * 2**20, 2**30)
 """Of copies from pinned memory."""
 
 
 def main() -> None:
-    """See the module."""
-    given = Given.parse()
-    results, device = given.results, given.device
-    folder = converted_of(given.work, given.num_layers, 1)
-    results.measure("machine", lambda: machine(given.work))
+    arguments = Arguments.parse()
+    results, device = arguments.results, arguments.device
+    folder = converted_of(arguments.work, arguments.num_layers, 1)
+    results.measure("machine", lambda: machine(arguments.work))
     results.measure("doctor", lambda: _doctor(folder, device))
     for turn in range(3):
         results.measure(f"drive {turn}", lambda: _drive(folder))

@@ -32,10 +32,10 @@ class Results:
             return
         started = time.monotonic()
         try:
-            found = what()
+            result = what()
         except Exception as error:
-            found = {"error": f"{type(error).__name__}: {error}"}
-        row = {"key": key, **found, "took_s": round(time.monotonic() - started, 2)}
+            result = {"error": f"{type(error).__name__}: {error}"}
+        row = {"key": key, **result, "took_s": round(time.monotonic() - started, 2)}
         self.rows[key] = row
         with self._path.open("a") as file:
             file.write(json.dumps(row) + "\n")
@@ -43,7 +43,7 @@ class Results:
 
 
 @dataclass(frozen=True)
-class Given:
+class Arguments:
     """The arguments of a step that measures."""
 
     results: Results
@@ -54,7 +54,7 @@ class Given:
     device: str
 
     @staticmethod
-    def parse() -> Given:
+    def parse() -> Arguments:
         """From the command line."""
         file, work, num_layers, device = sys.argv[1:]
-        return Given(Results(Path(file)), Path(work), int(num_layers), device)
+        return Arguments(Results(Path(file)), Path(work), int(num_layers), device)

@@ -38,11 +38,6 @@ class Outcome:
     why: str = ""
     """Why it was not begun, or what it said last."""
 
-    @property
-    def is_final(self) -> bool:
-        """Whether it need not be tried again."""
-        return self.code is not None
-
 
 class Run:
     """The outcomes in a folder, one JSON file for all steps; a log of each beside it."""
@@ -52,8 +47,8 @@ class Run:
         out.mkdir(parents=True, exist_ok=True)
         self._out = out
         self._file = out / "steps.json"
-        found = json.loads(self._file.read_text()) if self._file.exists() else {}
-        self.outcomes = {name: Outcome(**fields) for name, fields in found.items()}
+        outcomes = json.loads(self._file.read_text()) if self._file.exists() else {}
+        self.outcomes = {name: Outcome(**fields) for name, fields in outcomes.items()}
 
     def carry_out(
         self,
@@ -71,15 +66,14 @@ class Run:
             free_gb: what the drive has left.
         """
         for step in steps:
-            done = self.outcomes.get(step.name)
-            if done is not None and done.is_final:
+            if step.name in self.outcomes and self.outcomes[step.name].code is not None:
                 continue
             outcome = self._refusal(step, deadline, free_gb()) or self._do(step, deadline, environment)
             self.outcomes[step.name] = outcome
             self._write()
             ended = "stopped, to be continued" if outcome.code is None else f"exit code {outcome.code}"
             tell(f"{step.name}: {ended} after {outcome.seconds:.0f} s {outcome.why}".rstrip())
-        return all(step.name in self.outcomes and self.outcomes[step.name].is_final for step in steps)
+        return all(self.outcomes[step.name].code is not None for step in steps)
 
     def _refusal(self, step: Step, deadline: float, free_gb: float) -> Outcome | None:
         left = deadline - time.monotonic()
@@ -119,8 +113,8 @@ class Run:
 
 def _end(running: subprocess.Popen[bytes]) -> None:
     """End a step and all that it has started."""
-    for number, patience in ((signal.SIGTERM, GRACE_S / 2), (signal.SIGKILL, GRACE_S / 2)):
+    for signal_number, patience in ((signal.SIGTERM, GRACE_S / 2), (signal.SIGKILL, GRACE_S / 2)):
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(running.pid, number)
+            os.killpg(running.pid, signal_number)
         with suppress(subprocess.TimeoutExpired):
             running.wait(patience)

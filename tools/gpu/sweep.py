@@ -12,9 +12,8 @@ import torch
 from bench.drive import total_nbytes
 
 import relayout
-from gpu.checkpoints_of import converted_of
-from gpu.measuring import measure, prepare
-from gpu.results import Given
+from gpu.loads import converted_of, measure, prepare
+from gpu.results import Arguments
 from relayout.storage.local.store import LocalStore
 from relayout.storage.protocols import LOCAL_COST
 
@@ -38,10 +37,9 @@ class Setting:
 
 
 def main() -> None:
-    """See the module."""
-    given = Given.parse()
-    results, device = given.results, given.device
-    folder = converted_of(given.work, given.num_layers, 1)
+    arguments = Arguments.parse()
+    results, device = arguments.results, arguments.device
+    folder = converted_of(arguments.work, arguments.num_layers, 1)
     nbytes = total_nbytes(folder)
     if device.startswith("cuda"):
         torch.empty(1, device=device)

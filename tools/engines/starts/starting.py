@@ -16,7 +16,6 @@ from typing import Any
 
 from engines.environments import Environment
 
-SCRIPT = Path(__file__).with_name("vllm_tokens.py")
 TIMEOUT_S = 900
 
 
@@ -47,8 +46,8 @@ class Start:
         """The tokens and their log-probabilities, or the first exception, which others are consequences of."""
         for line in self.lines:
             if "RESULT " in line:
-                found: dict[str, Any] = json.loads(line.partition("RESULT ")[2])
-                return found
+                result: dict[str, Any] = json.loads(line.partition("RESULT ")[2])
+                return result
         where = r"(?:\(.*?\) )?(?:ERROR [\d: -]+\[.*?\] )?"
         for line in self.lines:
             if raised := re.match(rf"{where}((?:\w+\.)*\w*(?:Error|Exception): .+|Worker proc .+ died .*?\))", line):
@@ -67,18 +66,16 @@ def start(
         until: end it as soon as it says so.
     """
     ranks = settings.get("tensor_parallel_size", 1) * settings.get("pipeline_parallel_size", 1)
-    variables = environment.variables
     if ranks > 1:  # vLLM wants to be told which cores are whose.
-        variables = variables | {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks)))}
-    command = [environment.python, SCRIPT, folder, json.dumps(settings)]
+        environment = environment.with_variables(VLLM_CPU_OMP_THREADS_BIND="|".join(map(str, range(ranks))))
     started = time.perf_counter()
     running = subprocess.Popen(
-        command,
+        environment.command("starts.vllm_tokens", folder, json.dumps(settings)),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        env=variables,
+        env=environment.variables,
         cwd=log.parent,
         start_new_session=True,
     )
@@ -107,12 +104,14 @@ def start(
 
 def _processes(session: int) -> tuple[Process, ...]:
     """Those of a session."""
-    found = []
+    processes = []
     for entry in Path("/proc").iterdir():
         with suppress(OSError, ValueError, StopIteration):
             if entry.name.isdigit() and os.getsid(int(entry.name)) == session:
-                found.append(Process(_number(entry / "io", "read_bytes:"), _number(entry / "status", "VmHWM:") * 1024))
-    return tuple(sorted(found, key=lambda one: -one.read_nbytes))
+                processes.append(
+                    Process(_number(entry / "io", "read_bytes:"), _number(entry / "status", "VmHWM:") * 1024)
+                )
+    return tuple(sorted(processes, key=lambda process: -process.read_nbytes))
 
 
 def _number(file: Path, field: str) -> int:

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from bench.drive import check_cold, forget, machine, total_nbytes
 
 from engines.cases import Run, converted_of
 from engines.environments import Environment
-from engines.starts import Start, start
+from engines.starts.starting import Start, start
 from relayout.benchmark.made import write_llama
 
 NUM_LAYERS = 2
 """Of Llama-3.1-8B's shapes: 3 GB."""
 RANK_OF = (1, 8)
 """Degrees at which one rank is loaded."""
-LOAD = Path(__file__).with_name("vllm_load.py")
+Step = TypeVar("Step")
 LOADED = r"Loading weights took ([\d.]+) seconds"
 
 
@@ -30,8 +28,8 @@ def measure(environment: Environment, work: Path, turns: int) -> dict[str, Any]:
     """Starts of every way, in turns."""
     folder = _source(work)
     converted = converted_of(folder, 1)
-    environment = _telling(environment)
-    warm = replace(environment, variables=environment.variables | {"RELAYOUT_WARM": str(converted)})
+    environment = environment.with_variables(VLLM_LOGGING_LEVEL="INFO")
+    warm = environment.with_variables(RELAYOUT_WARM=str(converted))
     ours = {"load_format": "relayout"}
     ways: dict[str, tuple[Environment, Path, dict[str, Any]]] = {
         "vLLM, source": (environment, folder, {}),
@@ -39,23 +37,20 @@ def measure(environment: Environment, work: Path, turns: int) -> dict[str, Any]:
         "relayout, RELAYOUT_WARM": (warm, converted, ours),
     }
     starts: dict[str, list[Start]] = {name: [] for name in ways}
-    for _ in range(turns):
-        for name, (chosen, path, settings) in ways.items():
-            forget([folder, converted])
-            check_cold([folder, converted])
-            log = work / f"cold start, {name}.log"
-            starts[name].append(start(chosen, path, settings, log, until=LOADED))
+    for name, (chosen, path, settings) in _cold([folder, converted], [*ways.items()] * turns):
+        log = work / f"cold start, {name}.log"
+        starts[name].append(start(chosen, path, settings, log, until=LOADED))
     return {
         "machine": machine(work),
         "nbytes": total_nbytes(folder),
-        "ways": {name: dict(_summary(found)) for name, found in starts.items()},
+        "ways": {name: dict(_summary(runs)) for name, runs in starts.items()},
     }
 
 
 def placements(environment: Environment, work: Path, turns: int) -> dict[str, Any]:
     """One rank's load by vLLM's own classes, in fresh processes, of every way, in turns."""
     folder = _source(work)
-    found: dict[str, Any] = {"machine": machine(work), "turns": turns}
+    result: dict[str, Any] = {"machine": machine(work), "turns": turns}
     for tp in RANK_OF:
         converted = converted_of(folder, tp)
         ways: dict[str, tuple[Path, str, dict[str, Any]]] = {
@@ -64,41 +59,43 @@ def placements(environment: Environment, work: Path, turns: int) -> dict[str, An
             "relayout, direct": (converted, "relayout", {"placement": "direct"}),
         }
         loads: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
-        for _ in range(turns):
-            for name, (path, load_format, options) in ways.items():
-                forget([folder, converted])
-                check_cold([folder, converted])
-                command = [environment.python, LOAD, path, str(tp), "0", load_format, json.dumps(options)]
-                done = subprocess.run(
-                    command, check=True, capture_output=True, text=True, env=environment.variables, cwd=work
-                )
-                loads[name].append(json.loads(done.stdout.partition("RESULT ")[2]))
-        assert len({one["digest"] for runs in loads.values() for one in runs}) == 1, "parameters differ"
-        found[f"rank 0 of {tp}"] = {
+        for name, (path, load_format, options) in _cold([folder, converted], [*ways.items()] * turns):
+            arguments = path, tp, 0, load_format, json.dumps(options)
+            loads[name].append(environment.result(work, "starts.vllm_load", *arguments))
+        assert len({load["digest"] for runs in loads.values() for load in runs}) == 1, "parameters differ"
+        result[f"rank 0 of {tp}"] = {
             "parameters_nbytes": loads["vLLM, source"][0]["parameters_nbytes"],
             **{name: dict(_medians(runs)) for name, runs in loads.items()},
         }
-    return found
+    return result
 
 
 def _medians(runs: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
     for field in ("seconds", "cpu_s"):
-        yield field, round(median(one[field] for one in runs), 3)
-    yield "beyond_parameters_nbytes", int(median(one["beyond_parameters_nbytes"] for one in runs))
+        yield field, round(median(run[field] for run in runs), 3)
+    yield "beyond_parameters_nbytes", int(median(run["beyond_parameters_nbytes"] for run in runs))
 
 
 def reads(environment: Environment, work: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """What the processes of ranks and of stages have read from the drive when the engine is ready."""
     for run in (Run("llama", tp=2), Run("llama", tp=1, stages=2)):
         folder = converted_of(_source(work), run.tp)
-        forget([folder])
-        check_cold([folder])
+        next(_cold([folder], [run]))
         settings = run.settings | {"load_format": "relayout", "model_loader_extra_config": {"strict": True}}
-        done = start(_telling(environment), folder, settings, work / f"reads, {run.name}.log", until="init engine")
-        found = [re.search(r"relayout: rank \d+ of \d+: ([\d.]+) GB", line) for line in done.lines]
-        needed = sorted((float(one[1]) for one in found if one), reverse=True)
-        read = [round(one.read_nbytes / 1e9, 3) for one in done.processes[: len(needed)]]
+        verbose = environment.with_variables(VLLM_LOGGING_LEVEL="INFO")
+        done = start(verbose, folder, settings, work / f"reads, {run.name}.log", until="init engine")
+        matches = [re.search(r"relayout: rank \d+ of \d+: ([\d.]+) GB", line) for line in done.lines]
+        needed = sorted((float(match[1]) for match in matches if match), reverse=True)
+        read = [round(process.read_nbytes / 1e9, 3) for process in done.processes[: len(needed)]]
         yield run.name, {"needed_gb": needed, "read_gb": read, "checkpoint_gb": round(total_nbytes(folder) / 1e9, 3)}
+
+
+def _cold(folders: list[Path], steps: list[Step]) -> Iterator[Step]:
+    """The steps, each when no cache has any of the folders."""
+    for step in steps:
+        forget(folders)
+        check_cold(folders)
+        yield step
 
 
 def _source(work: Path) -> Path:
@@ -108,15 +105,11 @@ def _source(work: Path) -> Path:
     return folder
 
 
-def _telling(environment: Environment) -> Environment:
-    return replace(environment, variables=environment.variables | {"VLLM_LOGGING_LEVEL": "INFO"})
-
-
 def _summary(starts: list[Start]) -> Iterator[tuple[str, Any]]:
-    loads = [re.search(LOADED, one.lines[-1]) for one in starts]
-    yield "start_to_loaded_s", [round(one.seconds, 2) for one in starts]
-    yield "start_to_loaded_median_s", round(median(one.seconds for one in starts), 2)
-    yield "load_s", [float(one[1]) if one else None for one in loads]
-    yield "load_median_s", median(float(one[1]) for one in loads if one)
-    yield "read_nbytes", [one.processes[0].read_nbytes for one in starts]
-    yield "peak_nbytes", [max(process.peak_nbytes for process in one.processes) for one in starts]
+    loads = [re.search(LOADED, each.lines[-1]) for each in starts]
+    yield "start_to_loaded_s", [round(each.seconds, 2) for each in starts]
+    yield "start_to_loaded_median_s", round(median(each.seconds for each in starts), 2)
+    yield "load_s", [float(match[1]) if match else None for match in loads]
+    yield "load_median_s", median(float(match[1]) for match in loads if match)
+    yield "read_nbytes", [each.processes[0].read_nbytes for each in starts]
+    yield "peak_nbytes", [max(process.peak_nbytes for process in each.processes) for each in starts]

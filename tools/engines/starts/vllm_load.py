@@ -1,6 +1,6 @@
 """Runs in an environment that has vLLM: what one load of a rank costs, by vLLM's own classes, as a line of JSON.
 
-`vllm_load.py FOLDER TP RANK FORMAT OPTIONS`, the last as JSON. One process is the rank; a stand-in takes the place of
+`vllm_load FOLDER TP RANK FORMAT OPTIONS`, the last as JSON. One process is the rank; a stand-in takes the place of
 the others.
 """
 
@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comparing import Job
-from vllm_classes import configuration, play
+
+from engines.comparing.jobs import Job
+from engines.comparing.vllm_classes import configuration
+from relayout.observe.stand_ins import fake_rank
 
 
 def main() -> None:
@@ -26,7 +28,7 @@ def main() -> None:
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     folder, tp, rank, load_format = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    play(rank, tp, expert=False)
+    fake_rank(rank, tp, expert=False)
     job = Job("load", folder, folder, tp)
     config = configuration(job, folder, load_format, **json.loads(sys.argv[5]))
     config.parallel_config.rank = rank
@@ -42,15 +44,15 @@ def main() -> None:
     digest = hashlib.sha256()
     for _, parameter in sorted(model.named_parameters()):
         digest.update(parameter.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
-    held = sum(one.nbytes for one in model.parameters())
-    found = {"seconds": seconds, "cpu_s": cpu, "beyond_parameters_nbytes": peak - before - held}
-    print("RESULT", json.dumps({**found, "parameters_nbytes": held, "digest": digest.hexdigest()}), flush=True)
+    held = sum(parameter.nbytes for parameter in model.parameters())
+    result = {"seconds": seconds, "cpu_s": cpu, "beyond_parameters_nbytes": peak - before - held}
+    print("RESULT", json.dumps({**result, "parameters_nbytes": held, "digest": digest.hexdigest()}), flush=True)
 
 
 def _status(field: str) -> int:
     """Bytes."""
-    found: Any = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    return int(found[1]) * 1024
+    match: Any = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(match[1]) * 1024
 
 
 if __name__ == "__main__":

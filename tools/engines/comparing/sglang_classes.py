@@ -1,6 +1,6 @@
 """Runs in an environment that has SGLang: every parameter of every rank, by SGLang's own loader and through relayout.
 
-`sglang_classes.py JOBS.json [--stand-in-kernels]`: one process is all ranks, one after the other. Prints a line of JSON
+`sglang_classes JOBS.json [--stand-in-kernels]`: one process is all ranks, one after the other. Prints a line of JSON
 for each job. Without a GPU, and with SGLANG_USE_CPU_ENGINE unset, the weight loaders take their CUDA paths.
 """
 
@@ -14,7 +14,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from comparing import Job, Tensors, held, note_differences, run_jobs
+
+from engines.comparing.jobs import Job, Tensors, held, note_differences, run_jobs
 
 
 def stand_in_rotary() -> None:
@@ -27,8 +28,8 @@ def stand_in_rotary() -> None:
         sys.modules[module.__name__] = module
 
 
-def play(arguments: Any, rank: int) -> None:
-    """Be this rank."""
+def fake_rank(arguments: Any, rank: int) -> None:
+    """Patch SGLang's groups so that this process is the rank."""
     from sglang.srt import runtime_context
     from sglang.srt.runtime_context import get_parallel, publish
 
@@ -36,10 +37,10 @@ def play(arguments: Any, rank: int) -> None:
     parallel.clear_stamp()
     publish(arguments, role="scheduler", ranks=runtime_context.SpawnRanks(world_rank=rank))
 
-    def group(number: int, size: int) -> SimpleNamespace:
+    def group(index: int, size: int) -> SimpleNamespace:
         return SimpleNamespace(
-            rank_in_group=number, world_size=size, is_first_rank=number == 0, is_last_rank=number == size - 1,
-            rank=number, ranks=list(range(size)), cpu_group=None, device_group=None, local_rank=number,
+            rank_in_group=index, world_size=size, is_first_rank=index == 0, is_last_rank=index == size - 1,
+            rank=index, ranks=list(range(size)), cpu_group=None, device_group=None, local_rank=index,
         )  # fmt: skip
 
     tp, ep = arguments.tp_size, arguments.ep_size
@@ -73,7 +74,7 @@ def load(path: str, job: Job, rank: int, load_format: str) -> Tensors:
         skip_tokenizer_init=True,
         model_loader_extra_config=extra,
     )
-    play(arguments, rank)
+    fake_rank(arguments, rank)
     model_config = ModelConfig.from_server_args(arguments)
     load_config = LoadConfig(
         load_format=load_format, model_loader_extra_config=json.loads(extra), tp_rank=rank, draft_model_idx=None
@@ -102,14 +103,14 @@ class Reports(logging.Handler):
         self.num_whole += getattr(report, "num_whole", 0)
 
 
-def compare(job: Job, found: dict[str, Any]) -> None:
+def compare(job: Job, result: dict[str, Any]) -> None:
     """Load every rank both ways, the engine's own first."""
     own = [load(job.source, job, rank, "auto") for rank in range(job.tp)]
-    found["own_load"] = True
+    result["own_load"] = True
     reports = Reports()
     for rank in range(job.tp):
-        note_differences(found, rank, own[rank], load(job.converted, job, rank, "relayout"))
-    found["whole_reads"] = reports.num_whole
+        note_differences(result, rank, own[rank], load(job.converted, job, rank, "relayout"))
+    result["whole_reads"] = reports.num_whole
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Runs in an environment that has vLLM: wrong plans, and whether the comparison of parameters sees that they are wrong.
 
-`mutations.py FOLDER RESULTS [ARCHITECTURE ...]`: a small checkpoint is observed and its plan written as a file. Each
+`mutations FOLDER RESULTS [ARCHITECTURE ...]`: a small checkpoint is observed and its plan written as a file. Each
 mutation changes one rule of it; the checkpoint is converted by the file, and loaded through vLLM's class at TP 2. A
 line of JSON in RESULTS for each mutation. Without a change, nothing may be seen.
 """
@@ -19,20 +19,18 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-import registry
-import small_models
 import torch
 import transformers
 
 import relayout
-from relayout.checkpoint.source import SourceCheckpoint, read_source
+from engines.observing import registry, small_models
+from relayout.checkpoint.source import SourceCheckpoint
 from relayout.core.patterns import compile_glob
 from relayout.core.slices import NOT_HELD, WHOLE, Slice
-from relayout.observe import plan_file
-from relayout.observe.fitting import Fitted, as_toml
-from relayout.plans.family import EVEN, Family, Rule, read_family
+from relayout.observe.fitting import Example, Fitted, fit
+from relayout.observe.plan_text import as_toml
+from relayout.plans.family import EVEN, Family, Rule
 from relayout.plans.planner import plan_by
-from relayout.storage.stores import find_store
 
 TP = 2
 
@@ -41,25 +39,23 @@ def main() -> None:
     folder, results, *names = sys.argv[1:]
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
-    registry.observe_in_this_process()
-    plan_file.DEGREES = range(TP, TP + 1)  # type: ignore[misc]
     with Path(results).open("a") as output:
         for name in names:
-            for found in attempt(name, Path(folder, name)):
-                print(json.dumps({"architecture": name, **found}), file=output, flush=True)
-                print(name, found, flush=True)
+            for result in attempt(name, Path(folder, name)):
+                print(json.dumps({"architecture": name, **result}), file=output, flush=True)
+                print(name, result, flush=True)
             shutil.rmtree(Path(folder, name))
 
 
 def attempt(name: str, folder: Path) -> Iterator[dict[str, Any]]:
     """Each mutation, and what was seen of it."""
     small_models.write(name, folder / "source")
-    registry.convert(folder / "source", folder / "observed", TP)  # Supplies what config.json lacks.
-    plan = folder / "plan.toml"
-    plan_file.observe_plan(folder / "source", plan)
-    source = read_source(find_store(folder / "source"))
-    for number, (what, family) in enumerate(mutants(read_family(plan), source)):
-        mutant = folder / f"{number}.toml"
+    source, results = registry.observe_source(folder / "source", [TP])
+    if isinstance(observation := results[TP], relayout.PlanError):
+        raise observation
+    fitted = fit([Example(source, {TP: observation.loaded_slices})])
+    for index, (what, family) in enumerate(mutants(fitted.family, source)):
+        mutant = folder / f"{index}.toml"
         mutant.write_text(as_toml(Fitted(family, {}), what))
         yield {"mutation": what, "seen": seen(name, folder, mutant)}
 
@@ -71,7 +67,7 @@ def mutants(family: Family, source: SourceCheckpoint) -> Iterator[tuple[str, Fam
     for rule in family.rules:
         if rule.dim is None:
             continue
-        t = next(t for t, one in enumerate(source.tensors) if compile_glob(rule.pattern).match(one.name))
+        t = next(t for t, tensor in enumerate(source.tensors) if compile_glob(rule.pattern).match(tensor.name))
         tensor, slices = source.tensors[t], plan.cut(t).slices
         if len(tensor.shape) == 2 and tensor.shape[1 - rule.dim] % TP == 0:
             yield f"flipped: {rule.pattern}", _with(family, replace(rule, dim=1 - rule.dim, units=(EVEN,), widths=()))
@@ -94,9 +90,9 @@ def _listed(name: str, cut: tuple[Slice, ...]) -> Rule:
 
 def _with(family: Family, rule: Rule) -> Family:
     """The rule in place of the one with its pattern, or before all."""
-    if any(one.pattern == rule.pattern for one in family.rules):
-        return replace(family, rules=tuple(rule if one.pattern == rule.pattern else one for one in family.rules))
-    return replace(family, rules=(rule, *family.rules))
+    rules = {known.pattern: known for known in family.rules}
+    rules = rules | {rule.pattern: rule} if rule.pattern in rules else {rule.pattern: rule} | rules
+    return replace(family, rules=tuple(rules.values()))
 
 
 def seen(name: str, folder: Path, plan: Path) -> str:

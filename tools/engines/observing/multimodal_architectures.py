@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from architectures import Made
-from small_sizes import EXPERTS, HEAD_DIM, HEADS, INNER, KV_HEADS, LAYERS, VOCABULARY, H
+from engines.observing.architectures import Recipe
+from engines.observing.small_sizes import EXPERTS, HEAD_DIM, HEADS, INNER, KV_HEADS, LAYERS, VOCABULARY, H
 
 _MROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]}
 _PATCHES = {"spatial_merge_size": 2, "temporal_patch_size": 2}
@@ -15,13 +15,13 @@ _SLIDING_MLA = {
     **{"swa_qk_rope_head_dim": 16, "swa_v_head_dim": HEAD_DIM},
 }
 
-MULTIMODAL: dict[str, Made] = {
-    "CohereAsrForConditionalGeneration": Made(
+MULTIMODAL: dict[str, Recipe] = {
+    "CohereAsrForConditionalGeneration": Recipe(
         values={
             "num_key_value_heads": HEADS,
             "encoder_config": {"hidden_size": 2 * H, "intermediate_size": 2 * INNER, "num_key_value_heads": HEADS},
         },
-        said={
+        config={
             "encoder": {
                 **{"feat_in": 128, "feat_out": -1, "n_layers": LAYERS, "d_model": 2 * H, "n_heads": HEADS},
                 **{"ff_expansion_factor": INNER // H, "subsampling": "dw_striding", "subsampling_factor": 8},
@@ -39,7 +39,7 @@ MULTIMODAL: dict[str, Made] = {
         },
         names=((r"^model\.", ""),),
     ),
-    "CohereCompassForConditionalGeneration": Made(
+    "CohereCompassForConditionalGeneration": Recipe(
         values={
             "tie_word_embeddings": True,
             "text_config": {
@@ -48,7 +48,7 @@ MULTIMODAL: dict[str, Made] = {
             },
         }
     ),
-    "Cosmos3EdgeForConditionalGeneration": Made(
+    "Cosmos3EdgeForConditionalGeneration": Recipe(
         values={"text_config": {"rope_parameters": _MROPE}},
         folder="transformer",
         names=(
@@ -57,13 +57,13 @@ MULTIMODAL: dict[str, Made] = {
             (r"\.visual\.(.*)\.self_attn\.to_(q|k|v)\.", r".visual.\1.self_attn.\2_proj."),
         ),
     ),
-    "DiffusionGemmaForBlockDiffusion": Made(
+    "DiffusionGemmaForBlockDiffusion": Recipe(
         values={
             "text_config": {"num_experts": EXPERTS, "top_k_experts": 2, "moe_intermediate_size": INNER},
             "vision_config": {"model_type": "gemma4_vision"},
         }
     ),
-    "Dots3NoteForCausalLM": Made(
+    "Dots3NoteForCausalLM": Recipe(
         by="Dots3NoteForConditionalGeneration",
         values={
             "text_config": {
@@ -81,7 +81,7 @@ MULTIMODAL: dict[str, Made] = {
         },
         flat=True,
         files={"added_tokens.json": {"<|imgpad|>": 431}},
-        said={
+        config={
             **_SLIDING_MLA,
             **{"per_layer_config": None, "rope_parameters": None, "rope_theta": 8e7, "swa_rope_theta": 5e4},
             **{"attention_gate_type": "headwise", "swa_attention_gate_type": "headwise"},
@@ -102,11 +102,11 @@ MULTIMODAL: dict[str, Made] = {
             },
         },
     ),
-    "Ernie4_5_VLMoeForConditionalGeneration": Made(
+    "Ernie4_5_VLMoeForConditionalGeneration": Recipe(
         values={"text_config": {"rope_parameters": {**_MROPE, "mrope_section": [6, 6, 4]}}},
         code=True,
         flat=True,
-        said={
+        config={
             "vision_config": {"mlp_ratio": INNER // H, "embed_dim": H},
             **{"pixel_hidden_size": H, "spatial_conv_size": 2, "temporal_conv_size": 2, "use_temporal_conv": True},
             "moe_num_experts": [EXPERTS, EXPERTS],
@@ -115,20 +115,20 @@ MULTIMODAL: dict[str, Made] = {
         },
         names=((r"^model\.vision_model\.", "vision_model."),),
     ),
-    "Gemma3nForConditionalGeneration": Made(values={"vision_config": {"model_args": {"channel_multiplier": 0.25}}}),
-    "Gemma4ForConditionalGeneration": Made(values={"vision_config": {}, "audio_config": {}}),
-    "Gemma4UnifiedForConditionalGeneration": Made(values={"vision_config": {}, "audio_config": {}}),
-    "Glm4vMoeForConditionalGeneration": Made(said={"text_config": {"use_qk_norm": False}}),
-    "Glm5NextForConditionalGeneration": Made(
+    "Gemma3nForConditionalGeneration": Recipe(values={"vision_config": {"model_args": {"channel_multiplier": 0.25}}}),
+    "Gemma4ForConditionalGeneration": Recipe(values={"vision_config": {}, "audio_config": {}}),
+    "Gemma4UnifiedForConditionalGeneration": Recipe(values={"vision_config": {}, "audio_config": {}}),
+    "Glm4vMoeForConditionalGeneration": Recipe(config={"text_config": {"use_qk_norm": False}}),
+    "Glm5NextForConditionalGeneration": Recipe(
         values={"text_config": {"num_key_value_heads": HEADS, "qk_rope_head_dim": 0}},
-        said={
+        config={
             "text_config": {
                 **{"mhc": True, "mla_use_nope": True, "indexer_rope_interleave": True},
                 **{"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
             }
         },
     ),
-    "Granite4VisionForConditionalGeneration": Made(
+    "Granite4VisionForConditionalGeneration": Recipe(
         values={
             "downsample_rate": "1/2",
             "deepstack_layer_map": [[0, 0], [1, 1]],
@@ -137,8 +137,8 @@ MULTIMODAL: dict[str, Made] = {
             "vision_config": {"model_type": "siglip_vision_model", "patch_size": 14},
         }
     ),
-    "Lfm2VlForConditionalGeneration": Made(values={"vision_config": {"vision_use_head": False}}),
-    "MiniMaxM3SparseForConditionalGeneration": Made(
+    "Lfm2VlForConditionalGeneration": Recipe(values={"vision_config": {"vision_use_head": False}}),
+    "MiniMaxM3SparseForConditionalGeneration": Recipe(
         values={
             "text_config": {
                 "index_n_heads": KV_HEADS,
@@ -146,7 +146,7 @@ MULTIMODAL: dict[str, Made] = {
                 "mlp_layer_types": ["dense"] + ["sparse"] * 3,
             }
         },
-        said={
+        config={
             "text_config": {
                 "hidden_act": "swigluoai",
                 "moe_layer_freq": [0, 1, 1, 1],
@@ -160,13 +160,13 @@ MULTIMODAL: dict[str, Made] = {
             "vision_config": {"img_token_compression_config": _PATCHES},
         },
     ),
-    "Molmo2ForConditionalGeneration": Made(
+    "Molmo2ForConditionalGeneration": Recipe(
         values={
             "adapter_config": {"vision_feature_layer": [3, 1]},
             "text_config": {"additional_vocab_size": VOCABULARY},  # Saved in halves.
         },
         code=True,
-        said={
+        config={
             "adapter_config": {"model_type": "", "vit_layers": [3, 1], "pooling_attention_mask": True},
             "vit_config": {
                 **{"hidden_size": H, "intermediate_size": INNER, "num_hidden_layers": LAYERS, "head_dim": HEAD_DIM},
@@ -183,8 +183,8 @@ MULTIMODAL: dict[str, Made] = {
             },
         },
     ),
-    "MossTranscribeDiarizeForConditionalGeneration": Made(
-        said={
+    "MossTranscribeDiarizeForConditionalGeneration": Recipe(
+        config={
             "audio_config": {
                 **{"model_type": "whisper", "d_model": H, "encoder_layers": LAYERS},
                 **{"encoder_attention_heads": HEADS, "encoder_ffn_dim": INNER},
@@ -198,16 +198,16 @@ MULTIMODAL: dict[str, Made] = {
             (r"\.multi_modal_projector\.norm\.", ".vq_adaptor.layers.3."),
         ),
     ),
-    "MuseGlimmerForConditionalGeneration": Made(values={"out_hidden_size": 4 * H}),
-    "MuseSparkForConditionalGeneration": Made(
+    "MuseGlimmerForConditionalGeneration": Recipe(values={"out_hidden_size": 4 * H}),
+    "MuseSparkForConditionalGeneration": Recipe(
         values={
             "out_hidden_size": 4 * H,
             "text_config": {"moe_hidden_size": 128, "mlp_layer_types": ["dense"] + ["sparse"] * 3},
             "audio_config": {"hidden_sizes": [32, 64, 128, 256]},
         },
-        said={"text_config": {"num_shared_experts": 0}},
+        config={"text_config": {"num_shared_experts": 0}},
     ),
-    "NemotronH_Omni_Reasoning_V3": Made(
+    "NemotronH_Omni_Reasoning_V3": Recipe(
         # vLLM knows the sizes of the vision part by the name of it; this is the smallest that 4 ranks can divide.
         values={
             "vision_config": {
@@ -217,7 +217,7 @@ MULTIMODAL: dict[str, Made] = {
             **{"vision_hidden_size": 768, "force_image_size": 224},
         },
         code=True,
-        said={
+        config={
             **{"patch_size": 16, "template": "nemotronh", "ps_version": "v2", "image_tag_type": "internvl"},
             **{"norm_mean": [0.5, 0.5, 0.5], "norm_std": [0.5, 0.5, 0.5], "vit_hidden_size": 768},
             "text_config": {"dtype": "bfloat16"},
@@ -231,20 +231,20 @@ MULTIMODAL: dict[str, Made] = {
         },
         names=((r".*\.layer_scale\d\.lambda1$", ""),),
     ),
-    "QianfanOCRForConditionalGeneration": Made(
-        said={"ps_version": "v2", "select_layer": -1, "force_image_size": 56},
+    "QianfanOCRForConditionalGeneration": Recipe(
+        config={"ps_version": "v2", "select_layer": -1, "force_image_size": 56},
         names=((r"^language_model\.model\.encoder\.", "language_model.model."),),
     ),
-    "Qwen3OmniMoeForConditionalGeneration": Made(
+    "Qwen3OmniMoeForConditionalGeneration": Recipe(
         values={"talker_config": {"spatial_merge_size": 2, "text_config": {"shared_expert_intermediate_size": INNER}}},
-        said={
+        config={
             "thinker_config": {
                 "text_config": {"tie_word_embeddings": False},
                 "vision_config": {"image_size": 128, "apply_vit_abs_pos_embed": True},
             }
         },
     ),
-    "Qwen4ExpForConditionalGeneration": Made(
+    "Qwen4ExpForConditionalGeneration": Recipe(
         values={
             "text_config": {
                 **{"indexer_n_heads": KV_HEADS, "indexer_kv_heads": 1, "indexer_head_dim": HEAD_DIM},
@@ -252,12 +252,12 @@ MULTIMODAL: dict[str, Made] = {
                 **{"ngram_vocab_size_base": 1000, "split_ngram_parts": 4, "ple_layer_ids": [1], "eos_token_id": 2},
             }
         },
-        said={"vision_config": {"deepstack_visual_indexes": []}},
+        config={"vision_config": {"deepstack_visual_indexes": []}},
     ),
-    "Qwen3VLMoeForConditionalGeneration": Made(
-        said={"text_config": {"norm_topk_prob": True}}, transposed=r".*\.experts\.(gate_up|down)_proj"
+    "Qwen3VLMoeForConditionalGeneration": Recipe(
+        config={"text_config": {"norm_topk_prob": True}}, transposed=r".*\.experts\.(gate_up|down)_proj"
     ),
-    "Step3p7ForConditionalGeneration": Made(
+    "Step3p7ForConditionalGeneration": Recipe(
         values={
             "vision_config": {"mlp_ratio": 2.0},
             "text_config": {
@@ -269,7 +269,7 @@ MULTIMODAL: dict[str, Made] = {
             },
         },
         code=True,
-        said={
+        config={
             "text_config": {
                 **{"model_type": "step3p7_text", "architectures": ["Step3p5ForCausalLM"]},
                 **{"num_attention_groups": KV_HEADS, "use_head_wise_attn_gate": True, "rope_theta": 10000.0},
@@ -287,7 +287,7 @@ MULTIMODAL: dict[str, Made] = {
             },
         },
     ),
-    "VoxtralForConditionalGeneration": Made(
+    "VoxtralForConditionalGeneration": Recipe(
         # vLLM has only a loader for the format of Mistral.
         file="consolidated.safetensors",
         files={

@@ -1,6 +1,6 @@
 """Runs in an environment that has vLLM: data-parallel replicas in vLLM's own groups, by its own loader and relayout's.
 
-`vllm_replicas.py SOURCE CONVERTED TP`: two replicas of TP processes each, on gloo. Prints a line of JSON: what differs
+`vllm_replicas SOURCE CONVERTED TP`: two replicas of TP processes each, on gloo. Prints a line of JSON: what differs
 between the two ways to load, what each process read, and what it logged.
 """
 
@@ -15,8 +15,9 @@ import sys
 from typing import Any
 
 import torch
-from comparing import Job, note_differences, nothing_found
-from vllm_classes import configuration, load
+
+from engines.comparing.jobs import Job, note_differences, nothing_found
+from engines.comparing.vllm_classes import configuration, load
 
 NUM_REPLICAS = 2
 
@@ -31,13 +32,13 @@ def main() -> None:
     results = context.SimpleQueue()
     jobs = [(source, converted, tp, port, replica, rank) for replica in range(NUM_REPLICAS) for rank in range(tp)]
     processes = [context.Process(target=_process, args=(results, *job)) for job in jobs]
-    for one in processes:
-        one.start()
-    for one in processes:
-        one.join()
-    assert [one.exitcode for one in processes] == [0] * len(processes)
-    found = sorted((results.get() for _ in processes), key=lambda one: (one["replica"], one["rank"]))
-    print("RESULT", json.dumps(found), flush=True)
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * len(processes)
+    rows = sorted((results.get() for _ in processes), key=lambda result: (result["replica"], result["rank"]))
+    print("RESULT", json.dumps(rows), flush=True)
 
 
 def _process(results: Any, source: str, converted: str, tp: int, port: int, replica: int, rank: int) -> None:
@@ -68,7 +69,7 @@ def _process(results: Any, source: str, converted: str, tp: int, port: int, repl
     logger = logging.getLogger("vllm.relayout")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    found: dict[str, Any] = {"replica": replica, "rank": rank, "group": parallel_state.get_dp_group().world_size}
+    row: dict[str, Any] = {"replica": replica, "rank": rank, "group": parallel_state.get_dp_group().world_size}
     for way, options in (("shared", {}), ("alone", {"share": False})):
         log.clear()
         config = configured(converted, "relayout", **options)
@@ -76,8 +77,8 @@ def _process(results: Any, source: str, converted: str, tp: int, port: int, repl
         ours, weights = load(config, config.model_config)
         note_differences(seen, rank, own, ours)
         report = weights.report()
-        found[way] = seen | {"num_readers": report.num_readers, "whole_reads": report.num_whole, "log": log[-1]}
-    results.put(found)
+        row[way] = seen | {"num_readers": report.num_readers, "whole_reads": report.num_whole, "log": log[-1]}
+    results.put(row)
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_distributed_environment()
 

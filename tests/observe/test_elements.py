@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relayout.core.slices import NOT_HELD, WHOLE, Slice
-from relayout.observe.taken import Box, box_of, joined, same_elements, slice_of
+from relayout.observe.elements import Box, box_of, joined, same_elements, slice_of
 
 
 def elements(shape: list[int], box: Box) -> list[int]:
@@ -74,8 +74,8 @@ def test_a_slice_is_the_product_of_what_boxes_have() -> None:
 
 def test_ranges_that_touch_are_one_and_order_does_not_count() -> None:
     assert joined([(4, 2), (0, 2), (2, 1), (5, 4), (12, 0)]) == ((0, 3), (4, 5))
-    one, other = Slice.along(0, ((4, 2), (0, 4))), Slice.along(0, ((0, 6),))
-    assert same_elements([one], [other], (8, 4))
+    part, other = Slice.along(0, ((4, 2), (0, 4))), Slice.along(0, ((0, 6),))
+    assert same_elements([part], [other], (8, 4))
     assert same_elements([WHOLE], [Slice.along(1, ((0, 4),))], (8, 4))
-    assert not same_elements([one], [Slice.along(1, ((0, 6),))], (8, 6))
-    assert not same_elements([one], [NOT_HELD], (8, 4))
+    assert not same_elements([part], [Slice.along(1, ((0, 6),))], (8, 6))
+    assert not same_elements([part], [NOT_HELD], (8, 4))

@@ -15,10 +15,11 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from architectures import ARCHITECTURES, Made
-from multimodal_architectures import MULTIMODAL
 from safetensors.torch import load_file, save_file
-from small_sizes import EXPERTS, GROUPS, HEAD_DIM, HEADS, INNER, KV_HEADS, LAYERS, VOCABULARY, H
+
+from engines.observing.architectures import ARCHITECTURES, Recipe
+from engines.observing.multimodal_architectures import MULTIMODAL
+from engines.observing.small_sizes import EXPERTS, GROUPS, HEAD_DIM, HEADS, INNER, KV_HEADS, LAYERS, VOCABULARY, H
 
 _SMALL: tuple[tuple[str, int], ...] = (
     (
@@ -97,12 +98,12 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 class HubConfig(PretrainedConfig):
     model_type = "{}"
 
-    def __init__(self, **said):
-        for key, value in said.items():
+    def __init__(self, **keys):
+        for key, value in keys.items():
             if key.endswith("_config") and isinstance(value, dict):
                 known = value.get("model_type") in CONFIG_MAPPING
-                said[key] = (CONFIG_MAPPING[value["model_type"]] if known else PretrainedConfig)(**value)
-        super().__init__(**said)
+                keys[key] = (CONFIG_MAPPING[value["model_type"]] if known else PretrainedConfig)(**value)
+        super().__init__(**keys)
 """
 """Stands for the Python of a checkpoint: what config.json says, as it is."""
 
@@ -114,13 +115,13 @@ def config_of(architecture: str) -> Any:
         LookupError: it has none.
     """
     cls = class_of(architecture)
-    return _small(cls.config_class, {**cls.config_class().to_dict()}, _made(architecture).values)
+    return _small(cls.config_class, {**cls.config_class().to_dict()}, _recipe(architecture).values)
 
 
 def class_of(architecture: str) -> Any:
     import transformers
 
-    cls = getattr(transformers, _made(architecture).by or architecture, None)
+    cls = getattr(transformers, _recipe(architecture).by or architecture, None)
     if cls is None or getattr(cls, "config_class", None) is None:
         raise LookupError(f"transformers has no class {architecture}")
     return cls
@@ -140,60 +141,64 @@ def write(architecture: str, folder: Path) -> None:
             parameter.data.normal_()
     model.save_pretrained(folder)
     file = folder / "config.json"
-    said = {**json.loads(file.read_text()), "architectures": [architecture]}
-    if _made(architecture).flat:
-        said = {**said.pop("text_config"), **said}
-    if _made(architecture).code:
-        (folder / "configuration_hub.py").write_text(_CODE.format(said["model_type"]))
-        said["auto_map"] = {"AutoConfig": "configuration_hub.HubConfig"}
-    file.write_text(json.dumps(_merged(said, _made(architecture).said)))
-    for name, content in _made(architecture).files.items():
+    top = {**json.loads(file.read_text()), "architectures": [architecture]}
+    if _recipe(architecture).flat:
+        top = {**top.pop("text_config"), **top}
+    if _recipe(architecture).code:
+        (folder / "configuration_hub.py").write_text(_CODE.format(top["model_type"]))
+        top["auto_map"] = {"AutoConfig": "configuration_hub.HubConfig"}
+    file.write_text(json.dumps(_merged(top, _recipe(architecture).config)))
+    for name, content in _recipe(architecture).files.items():
         (folder / name).write_text(json.dumps(content))
-    names = _made(architecture).names
-    if (said.get("vision_config") or {}).get("model_type") in _WITH_OLDER:
+    names = _recipe(architecture).names
+    if (top.get("vision_config") or {}).get("model_type") in _WITH_OLDER:
         names = (*names, _OLDER)
-    _restore(folder / "model.safetensors", names, _made(architecture))
-    (folder / "model.safetensors").rename(folder / _made(architecture).file)
-    if part := _made(architecture).folder:
+    _restore(folder / "model.safetensors", names, _recipe(architecture))
+    (folder / "model.safetensors").rename(folder / _recipe(architecture).file)
+    if part := _recipe(architecture).folder:
         (folder / part).mkdir()
         (folder / part / "model.safetensors").symlink_to(folder / "model.safetensors")
 
 
-def supply(folder: Path, key: str) -> bool:
-    """Let config.json have a key that vLLM looks for and the hub's have, if a number is known for it."""
+def supply(folder: Path, errors: Sequence[str]) -> bool:
+    """Let config.json have the keys that vLLM lacks by these errors, if a number is known for one."""
     file = folder / "config.json"
-    said, number = json.loads(file.read_text()), _number(key)
-    if number is None or key in said:
-        return False
-    for part in (said, said.get("text_config"), said.get("vision_config")):
-        if isinstance(part, dict):
-            part.setdefault(key, number)
-    file.write_text(json.dumps(said))
-    return True
+    config = json.loads(file.read_text())
+    for key in re.findall(r"Config' object has no attribute '(\w+)'", " ".join(errors)):
+        number = _number(key)
+        if number is not None and key not in config:
+            for part in (config, config.get("text_config"), config.get("vision_config")):
+                if isinstance(part, dict):
+                    part.setdefault(key, number)
+            file.write_text(json.dumps(config))
+            return True
+    return False
 
 
-def _made(architecture: str) -> Made:
-    return ARCHITECTURES.get(architecture) or MULTIMODAL.get(architecture, Made())
+def _recipe(architecture: str) -> Recipe:
+    return ARCHITECTURES.get(architecture) or MULTIMODAL.get(architecture, Recipe())
 
 
 def _merged(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
     """The values, with the others over them; objects in both are merged too, and None takes a value away."""
-    found = dict(values)
+    merged = dict(values)
     for key, value in others.items():
-        if value is None and found.pop(key, None) is not None:
+        if value is None and merged.pop(key, None) is not None:
             continue
-        both = isinstance(value, dict) and isinstance(found.get(key), dict)
-        found[key] = _merged(found[key], value) if both else value
-    return found
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merged(merged[key], value) if both else value
+    return merged
 
 
-def _restore(file: Path, names: Sequence[tuple[str, str]], made: Made) -> None:
+def _restore(file: Path, names: Sequence[tuple[str, str]], recipe: Recipe) -> None:
     """Let a file have the hub's names and shapes, and what the hub has beside what transformers writes."""
     weights = load_file(file)
     for pattern, name in names:
-        weights = {said: tensor for one, tensor in weights.items() if (said := re.sub(pattern, name, one))}
-    turned = {name: one.mT.contiguous() for name, one in weights.items() if re.fullmatch(made.transposed, name)}
-    more = {name: torch.randn(shape, dtype=torch.bfloat16) for name, shape in made.tensors.items()}
+        weights = {new: tensor for written, tensor in weights.items() if (new := re.sub(pattern, name, written))}
+    turned = {
+        name: written.mT.contiguous() for name, written in weights.items() if re.fullmatch(recipe.transposed, name)
+    }
+    more = {name: torch.randn(shape, dtype=torch.bfloat16) for name, shape in recipe.tensors.items()}
     save_file({**weights, **turned, **more}, file, metadata={"format": "pt"})
 
 
@@ -209,7 +214,7 @@ def _small(cls: Any, values: dict[str, Any], chosen_values: Mapping[str, Any] = 
                 from transformers import CONFIG_MAPPING
 
                 sub = CONFIG_MAPPING[chosen.pop("model_type", value.get("model_type"))]
-            own = {one: what for one, what in value.items() if one not in _OF_ALL}
+            own = {field: what for field, what in value.items() if field not in _OF_ALL}
             kept[key] = _small(sub, sub(**own).to_dict(), chosen).to_dict()
         elif type(value) is int:
             number = _number(key)
@@ -219,13 +224,13 @@ def _small(cls: Any, values: dict[str, Any], chosen_values: Mapping[str, Any] = 
                 kept[key] = sum(map(ord, key)) % VOCABULARY
         elif isinstance(value, list) and len(value) in layers:
             distinct = list(dict.fromkeys(map(_hashable, value)))
-            first = [value[list(map(_hashable, value)).index(one)] for one in distinct]
+            first = [value[list(map(_hashable, value)).index(kind)] for kind in distinct]
             kept[key] = (first + first[-1:] * LAYERS)[:LAYERS]
-        elif isinstance(value, list) and value and all(type(one) is int for one in value):
+        elif isinstance(value, list) and value and all(type(index) is int for index in value):
             if re.search(r"(layer|index).*(ids|idx|indexes|indices|s)$", key):
-                kept[key] = sorted({min(one, LAYERS - 1) for one in value})[: len(value)]
+                kept[key] = sorted({min(index, LAYERS - 1) for index in value})[: len(value)]
             elif key.endswith("token_ids") or "eos" in key:
-                kept[key] = [one % VOCABULARY for one in value]
+                kept[key] = [index % VOCABULARY for index in value]
     same = {key: value for key, value in values.items() if key not in kept and key not in _OF_ALL}
     return cls(**{**same, **kept, **{key: value for key, value in chosen_values.items() if key not in nested}})
 

@@ -9,16 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from small_sizes import EXPERTS, HEAD_DIM, HEADS, INNER, KV_HEADS, H
+from engines.observing.small_sizes import EXPERTS, HEAD_DIM, HEADS, INNER, KV_HEADS, H
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class Recipe:
     """How the checkpoint of an architecture is made."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     """Of the configuration, where sizes depend on each other in other ways, or defaults are of no model."""
-    said: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
     """What config.json says on the hub, and transformers does not write. None: what it writes, and the hub does not."""
     names: tuple[tuple[str, str], ...] = ()
     """Patterns of the names that transformers writes, and the names on the hub, for `re.sub`; all are applied. What
@@ -53,20 +53,20 @@ _MIMO_V2: dict[str, Any] = {
 }
 _NOAUX = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
-ARCHITECTURES: dict[str, Made] = {
-    "AXK1ForCausalLM": Made(tensors={"model.layers.0.post_mlp_layernorm.weight": (H,)}),
-    "AfmoeForCausalLM": Made(
-        said={"score_func": "sigmoid", "route_norm": True, "route_scale": 1.0, "n_group": 1, "topk_group": 1}
+ARCHITECTURES: dict[str, Recipe] = {
+    "AXK1ForCausalLM": Recipe(tensors={"model.layers.0.post_mlp_layernorm.weight": (H,)}),
+    "AfmoeForCausalLM": Recipe(
+        config={"score_func": "sigmoid", "route_norm": True, "route_scale": 1.0, "n_group": 1, "topk_group": 1}
     ),
-    "DbrxForCausalLM": Made(
+    "DbrxForCausalLM": Recipe(
         values={
             "attn_config": {"kv_n_heads": KV_HEADS, "clip_qkv": 8, "rope_theta": 500000},
             "ffn_config": {"ffn_hidden_size": INNER, "moe_num_experts": EXPERTS, "moe_top_k": 2},
         }
     ),
-    "DeepseekV32ForCausalLM": Made(said=_NOAUX),
-    "DeepseekV3ForCausalLM": Made(said=_NOAUX),
-    "DeepseekV4ForCausalLM": Made(
+    "DeepseekV32ForCausalLM": Recipe(config=_NOAUX),
+    "DeepseekV3ForCausalLM": Recipe(config=_NOAUX),
+    "DeepseekV4ForCausalLM": Recipe(
         values={
             **{"head_dim": 512, "index_head_dim": 128, "num_key_value_heads": 1, "o_groups": 4},
             "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
@@ -83,32 +83,32 @@ ARCHITECTURES: dict[str, Made] = {
             (r"^model\.", ""),
             (r"\.attn\.norm\.", ".attn.kv_norm."),
         ),
-        said={"topk_method": "noaux_tc"},
+        config={"topk_method": "noaux_tc"},
     ),
-    "ExaoneMoEForCausalLM": Made(by="ExaoneMoeForCausalLM"),
-    "FalconForCausalLM": Made(values={"ffn_hidden_size": 4 * H}),
-    "GlmMoeDsaForCausalLM": Made(said=_NOAUX),
-    "HYV3ForCausalLM": Made(
-        said={"expert_hidden_dim": INNER, "first_k_dense_replace": 1, "qk_norm": True, "route_norm": True}
+    "ExaoneMoEForCausalLM": Recipe(by="ExaoneMoeForCausalLM"),
+    "FalconForCausalLM": Recipe(values={"ffn_hidden_size": 4 * H}),
+    "GlmMoeDsaForCausalLM": Recipe(config=_NOAUX),
+    "HYV3ForCausalLM": Recipe(
+        config={"expert_hidden_dim": INNER, "first_k_dense_replace": 1, "qk_norm": True, "route_norm": True}
     ),
-    "HYV4ForCausalLM": Made(
+    "HYV4ForCausalLM": Recipe(
         names=(
             (r"\.hc_pre\.(hc_\w+_layer)\.", r".\1.hc_pre."),
             (r"\.hc_pre\.hc_head\.", ".hc_head."),
             (r"\.(mlp|shared_experts)\.linear_gate\.", r".\1.gate_proj."),
         )
     ),
-    "IQuestCoderForCausalLM": Made(by="LlamaForCausalLM"),
-    "InklingForCausalLM": Made(
+    "IQuestCoderForCausalLM": Recipe(by="LlamaForCausalLM"),
+    "InklingForCausalLM": Recipe(
         by="InklingForConditionalGeneration",
         values=_INKLING_VALUES,
         flat=True,
-        said={**_INKLING, "model_type": "inkling_model", "vision_config": None, "audio_config": None},
+        config={**_INKLING, "model_type": "inkling_model", "vision_config": None, "audio_config": None},
         names=((r"model\.(audio|visual)\..*", ""),),
     ),
-    "InklingForConditionalGeneration": Made(
+    "InklingForConditionalGeneration": Recipe(
         values=_INKLING_VALUES,
-        said={
+        config={
             "text_config": {**_INKLING, "model_type": "inkling_model"},
             "audio_config": {
                 **{"decoder_dmodel": H, "dmel_min_value": -7.0, "dmel_max_value": 2.0, "use_audio_norm": True},
@@ -120,13 +120,13 @@ ARCHITECTURES: dict[str, Made] = {
             },
         },
     ),
-    "InternLM3ForCausalLM": Made(by="LlamaForCausalLM", said={"bias": False, "qkv_bias": False}),
-    "KimiLinearForCausalLM": Made(
+    "InternLM3ForCausalLM": Recipe(by="LlamaForCausalLM", config={"bias": False, "qkv_bias": False}),
+    "KimiLinearForCausalLM": Recipe(
         values={
             **{"linear_head_dim": HEAD_DIM, "linear_num_heads": HEADS, "qk_head_dim": HEAD_DIM + 16},
             "layer_types": [*["linear_attention"] * 3, "full_attention"],
         },
-        said={
+        config={
             "linear_attn_config": {
                 **{"kda_layers": [1, 2, 3], "full_attn_layers": [4], "head_dim": HEAD_DIM, "num_heads": HEADS},
                 "short_conv_kernel_size": 4,
@@ -135,49 +135,49 @@ ARCHITECTURES: dict[str, Made] = {
         },
         names=((r"\.layers\.0\.block_sparse_moe\.", ".layers.0.mlp."),),
     ),
-    "LLaMAForCausalLM": Made(by="LlamaForCausalLM"),
-    "Lfm2MoeForCausalLM": Made(values={"layer_types": ["conv", "conv", "full_attention", "conv"]}),
-    "LongcatFlashForCausalLM": Made(
+    "LLaMAForCausalLM": Recipe(by="LlamaForCausalLM"),
+    "Lfm2MoeForCausalLM": Recipe(values={"layer_types": ["conv", "conv", "full_attention", "conv"]}),
+    "LongcatFlashForCausalLM": Recipe(
         values={"qk_head_dim": HEAD_DIM + 16, "zero_expert_num": 4},
-        said={"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"},
+        config={"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"},
         names=((r".*\.experts\.(8|9|10|11)\..*", ""),),
     ),
-    "Mamba2ForCausalLM": Made(values={"num_heads": 8, "head_dim": 64, "n_groups": 4}),
-    "MiMoForCausalLM": Made(by="Qwen2ForCausalLM"),
-    "MiMoV2FlashForCausalLM": Made(said=_MIMO_V2),
-    "MiMoV2ForCausalLM": Made(by="MiMoV2FlashForCausalLM", said=_MIMO_V2),
-    "MiniCPMForCausalLM": Made(
-        by="LlamaForCausalLM", said={"scale_depth": 1.4, "scale_emb": 12, "dim_model_base": 64, "num_experts": 0}
+    "Mamba2ForCausalLM": Recipe(values={"num_heads": 8, "head_dim": 64, "n_groups": 4}),
+    "MiMoForCausalLM": Recipe(by="Qwen2ForCausalLM"),
+    "MiMoV2FlashForCausalLM": Recipe(config=_MIMO_V2),
+    "MiMoV2ForCausalLM": Recipe(by="MiMoV2FlashForCausalLM", config=_MIMO_V2),
+    "MiniCPMForCausalLM": Recipe(
+        by="LlamaForCausalLM", config={"scale_depth": 1.4, "scale_emb": 12, "dim_model_base": 64, "num_experts": 0}
     ),
-    "MiniMaxM2ForCausalLM": Made(said={"scoring_func": "sigmoid", "use_routing_bias": True, "rotary_dim": 16}),
-    "NemotronForCausalLM": Made(values={"num_key_value_heads": KV_HEADS}),
-    "OlmoHybridForCausalLM": Made(
+    "MiniMaxM2ForCausalLM": Recipe(config={"scoring_func": "sigmoid", "use_routing_bias": True, "rotary_dim": 16}),
+    "NemotronForCausalLM": Recipe(values={"num_key_value_heads": KV_HEADS}),
+    "OlmoHybridForCausalLM": Recipe(
         names=(
             (r"\.attention_layer_norm\.", ".input_layernorm."),
             (r"\.feedforward_layer_norm\.", ".post_attention_layernorm."),
         )
     ),
-    "OrionForCausalLM": Made(
-        by="StableLmForCausalLM", values={"use_parallel_residual": False}, said={"rms_norm_eps": 1e-5}
+    "OrionForCausalLM": Recipe(
+        by="StableLmForCausalLM", values={"use_parallel_residual": False}, config={"rms_norm_eps": 1e-5}
     ),
-    "PhiMoEForCausalLM": Made(by="PhimoeForCausalLM"),
-    "Qwen4ExpForCausalLM": Made(
+    "PhiMoEForCausalLM": Recipe(by="PhimoeForCausalLM"),
+    "Qwen4ExpForCausalLM": Recipe(
         values={
             **{"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": HEAD_DIM, "indexer_budget": 64},
             **{"indexer_compress_ratio": 16, "hc_lowrank": 64, "ngram_vocab_size_base": 1000, "split_ngram_parts": 4},
             **{"ple_layer_ids": [1], "eos_token_id": 2, "output_gate_type": "silu"},
         }
     ),
-    "Rnj1ForCausalLM": Made(by="Gemma3ForCausalLM", said={"attention_bias": False}),
-    "SolarForCausalLM": Made(
+    "Rnj1ForCausalLM": Recipe(by="Gemma3ForCausalLM", config={"attention_bias": False}),
+    "SolarForCausalLM": Recipe(
         by="LlamaForCausalLM",
-        said={f"bskcn_{one}": [layer] for layer, one in enumerate(("1", "2", "3", "4"))} | {"bskcn_tv": [0.9, 0.8]},
+        config={f"bskcn_{one}": [layer] for layer, one in enumerate(("1", "2", "3", "4"))} | {"bskcn_tv": [0.9, 0.8]},
     ),
-    "TeleChat3ForCausalLM": Made(by="LlamaForCausalLM"),
-    "TeleFLMForCausalLM": Made(
-        by="LlamaForCausalLM", said={"use_mup": True, "mup_scale_factor": 1.0, "output_mult": 1.0, "input_mult": 1.0}
+    "TeleChat3ForCausalLM": Recipe(by="LlamaForCausalLM"),
+    "TeleFLMForCausalLM": Recipe(
+        by="LlamaForCausalLM", config={"use_mup": True, "mup_scale_factor": 1.0, "output_mult": 1.0, "input_mult": 1.0}
     ),
-    "Zamba2ForCausalLM": Made(
+    "Zamba2ForCausalLM": Recipe(
         values={
             "layers_block_type": ["linear_attention", "hybrid"] * 2,
             "n_mamba_heads": HEADS,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engines.plan_making import Wanted
+from engines.observing.plan_making import Wanted
 
 _NESTED = ("model.language_model.", "language_model.")
 """Where the language model of a multimodal one is, by newer and older names."""

@@ -52,12 +52,12 @@ are then read whole, from the files of all ranks, which is slow, and is reported
 
 def read(file: Path) -> list[dict[str, Any]]:
     """Results; of an architecture the last one."""
-    found = {}
+    results = {}
     for line in file.read_text().splitlines():
-        one = json.loads(line)
-        one.pop("trace", None)
-        found[one["architecture"]] = one
-    return list(found.values())
+        result = json.loads(line)
+        result.pop("trace", None)
+        results[result["architecture"]] = result
+    return list(results.values())
 
 
 def render(results: Sequence[Found], builtin: Mapping[str, Found], versions: Mapping[str, str]) -> str:
@@ -70,30 +70,30 @@ def render(results: Sequence[Found], builtin: Mapping[str, Found], versions: Map
     """
     text = _HEAD.format(**versions)
     for section in ("text", "multimodal"):
-        mine = [one for one in results if one["section"] == section]
-        made = [one for one in mine if not _has_no_class(one)]
-        same = [one for one in made if _is_same(one)]
-        modules = {one["module"] for one in same}
+        mine = [result for result in results if result["section"] == section]
+        made = [result for result in mine if not _has_no_class(result)]
+        same = [result for result in made if _is_same(result)]
+        modules = {result["module"] for result in same}
         text += (
             f"## {section.capitalize()}: {len(same)} of {len(made)} architectures the same ({len(modules)} modules)\n\n"
         )
         text += _PARTS if section == "multimodal" else ""
-        proven = sum(_is_proven(builtin.get(one["architecture"], {})) for one in same)
+        proven = sum(_is_proven(builtin.get(result["architecture"], {})) for result in same)
         text += f"{proven} of them by a built-in plan.\n\n"
         text += "| architecture | module | parameters at TP 2, 4 | replicated | plan |\n|---|---|---|---|---|\n"
-        for one in same:
-            degrees = one["degrees"]
+        for result in same:
+            degrees = result["degrees"]
             counts = ", ".join(f"{degrees[tp]['parameters']:,}" for tp in ("2", "4"))
             replicated = f"{100 * degrees['4']['replicated']:.1f} %"
-            plan = _plan_of(builtin.get(one["architecture"], {}))
-            name = one["architecture"] + _made_as(one)
-            text += f"| {name} | {one['module']} | {counts} | {replicated} | {plan} |\n"
+            plan = _plan_of(builtin.get(result["architecture"], {}))
+            name = result["architecture"] + _made_as(result)
+            text += f"| {name} | {result['module']} | {counts} | {replicated} | {plan} |\n"
         if len(same) < len(made):
             text += "\nNot:\n\n| architecture | at | because |\n|---|---|---|\n"
-        for one in made:
-            if not _is_same(one):
-                text += f"| {one['architecture']} | {one['step']} | {_brief(one['error'])} |\n"
-        absent = ", ".join(one["architecture"] for one in mine if _has_no_class(one))
+        for result in made:
+            if not _is_same(result):
+                text += f"| {result['architecture']} | {result['step']} | {_brief(result['error'])} |\n"
+        absent = ", ".join(result["architecture"] for result in mine if _has_no_class(result))
         text += f"\nWithout a class in transformers, so that nothing could be made here: {absent or 'none'}.\n\n"
     return text.rstrip() + "\n"
 
@@ -101,18 +101,18 @@ def render(results: Sequence[Found], builtin: Mapping[str, Found], versions: Map
 def render_comparison(checkpoints: Sequence[Checkpoint]) -> str:
     """What built-in plans have otherwise than was observed, as Markdown."""
     wrong: dict[tuple[str, str, str], list[str]] = {}
-    compared = {one.name for one in checkpoints}
+    compared = {checkpoint.name for checkpoint in checkpoints}
     without = []
     for checkpoint in checkpoints:
         try:
-            for one in differences_of_chosen(checkpoint):
-                names = wrong.setdefault((checkpoint.name, one.what, str(list(one.dims))), [])
-                names.extend({one.pattern} - set(names))
+            for difference in differences_of_chosen(checkpoint):
+                names = wrong.setdefault((checkpoint.name, difference.what, str(list(difference.dims))), [])
+                names.extend({difference.pattern} - set(names))
         except PlanError:
             without.append(checkpoint.name)
     of_tables = sum(name.startswith("family:") for name in compared)
-    degrees = sorted({degree for one in checkpoints for degree in one.observed})
-    sizes = {one.root.partition(", ")[2] for one in checkpoints}
+    degrees = sorted({degree for checkpoint in checkpoints for degree in checkpoint.observed})
+    sizes = {checkpoint.root.partition(", ")[2] for checkpoint in checkpoints}
     counts = f"{len(compared) - of_tables} architectures, in up to {len(sizes)} sizes, and of {of_tables} tables"
     ranks = ", ".join(map(str, degrees))
     text = f"""## Plans compared with what was observed
@@ -128,7 +128,7 @@ part of this dimension:
 """
     for (name, what, dims), patterns in sorted(wrong.items()):
         assert what == "more", (name, what, patterns)
-        text += "".join(f"| {name} | {dims.strip('[]')} | `{one}` |\n" for one in sorted(patterns))
+        text += "".join(f"| {name} | {dims.strip('[]')} | `{pattern}` |\n" for pattern in sorted(patterns))
     return text + f"\nObserved, and without a built-in plan: {', '.join(sorted(set(without)))}.\n"
 
 
@@ -144,41 +144,45 @@ element. Without a change nothing is seen.
 """
     columns = ("architecture", "wrong plans", "seen", *KINDS, "experts missing")
     text += f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|\n"
-    for name in sorted({one["architecture"] for one in results}):
-        mine = [one for one in results if one["architecture"] == name and one["mutation"] != "none"]
-        kinds = [one["mutation"].partition(":")[0] for one in mine]
+    for name in sorted({result["architecture"] for result in results}):
+        mine = [result for result in results if result["architecture"] == name and result["mutation"] != "none"]
+        kinds = [result["mutation"].partition(":")[0] for result in mine]
         counts = [kinds.count(kind) for kind in KINDS]
         counts.append(len(kinds) - sum(counts))
-        seen = sum(bool(one["seen"]) for one in mine)
+        seen = sum(bool(result["seen"]) for result in mine)
         text += f"| {name} | {len(mine)} | {seen} | {' | '.join(map(str, counts))} |\n"
     return text
 
 
-def _is_proven(found: Found) -> bool:
-    degrees = [one for one in found.values() if isinstance(one, dict)]
-    return bool(degrees) and "error" not in found and not any(one["different"] or one["whole_reads"] for one in degrees)
+def _is_proven(result: Found) -> bool:
+    degrees = [degree for degree in result.values() if isinstance(degree, dict)]
+    return (
+        bool(degrees)
+        and "error" not in result
+        and not any(degree["different"] or degree["whole_reads"] for degree in degrees)
+    )
 
 
-def _plan_of(found: Found) -> str:
-    if not found:
+def _plan_of(result: Found) -> str:
+    if not result:
         return "only observed"
-    return f"`{found['plan']}`" if _is_proven(found) else f"`{found['plan']}` differs"
+    return f"`{result['plan']}`" if _is_proven(result) else f"`{result['plan']}` differs"
 
 
-def _made_as(found: Found) -> str:
-    """What is to be said of how it was made, or nothing."""
-    said = [f"as {found['by']}"] if found.get("by", found["architecture"]) != found["architecture"] else []
-    if found.get("stand_ins"):
-        said.append(f"stand-ins: {', '.join(found['stand_ins'])}")
-    return f" ({'; '.join(said)})" if said else ""
+def _made_as(result: Found) -> str:
+    """What is to be notes of how it was made, or nothing."""
+    notes = [f"as {result['by']}"] if result.get("by", result["architecture"]) != result["architecture"] else []
+    if result.get("stand_ins"):
+        notes.append(f"stand-ins: {', '.join(result['stand_ins'])}")
+    return f" ({'; '.join(notes)})" if notes else ""
 
 
-def _has_no_class(found: Found) -> bool:
-    return str(found.get("error", "")).startswith("LookupError")
+def _has_no_class(result: Found) -> bool:
+    return str(result.get("error", "")).startswith("LookupError")
 
 
-def _is_same(found: Found) -> bool:
-    return found.get("step") == "done" and "error" not in found
+def _is_same(result: Found) -> bool:
+    return result.get("step") == "done" and "error" not in result
 
 
 def _brief(error: str) -> str:

@@ -1,6 +1,6 @@
 """Runs in an environment that has vLLM: every parameter of every rank, by vLLM's own loader and through relayout.
 
-`vllm_classes.py JOBS.json [--stand-in-kernels]`: one process is all ranks, one after the other: a stand-in takes the
+`vllm_classes JOBS.json [--stand-in-kernels]`: one process is all ranks, one after the other: a stand-in takes the
 place of vLLM's groups of processes. Prints a line of JSON for each job.
 """
 
@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comparing import Job, Tensors, held, note_differences, nothing_found, run_jobs
 
+from engines.comparing.jobs import Job, Tensors, held, note_differences, nothing_found, run_jobs
 from relayout.engines.unwritten import Marks, unwritten
-from relayout.observe.stand_ins import Group, Unpinned, play, stand_in_kernels
+from relayout.observe.stand_ins import Group, Unpinned, fake_rank, stand_in_kernels
+from relayout.observe.vllm import draft_config
 
 
 def configuration(job: Job, path: str, load_format: str, **extra: Any) -> Any:
@@ -57,19 +58,19 @@ def load(config: Any, model_config: Any) -> tuple[Any, Any]:
     return model, getattr(loader, "_weights", None)
 
 
-def compare(job: Job, found: dict[str, Any]) -> None:
+def compare(job: Job, result: dict[str, Any]) -> None:
     """Load every rank in all ways; the engine's own first."""
     chosen = setup(job, job.source, "auto")
     own: list[Tensors] = []
     for rank in range(job.tp * job.stages):
         model, _ = load_rank(job, rank, *chosen)
         own.append(held(model))
-        found["never_loaded"] += len(unwritten(model))
-    found["own_load"] = True
+        result["never_loaded"] += len(unwritten(model))
+    result["own_load"] = True
     for placement in ("copy", "direct"):
         # Without a word of its format: vLLM recognizes the folder.
         chosen = setup(job, job.converted, "auto", strict=job.strict, placement=placement)
-        seen = nothing_found() | {"never_loaded": found["never_loaded"]}
+        seen = nothing_found() | {"never_loaded": result["never_loaded"]}
         straight = nbytes = 0
         for rank in range(job.tp * job.stages):
             model, weights = load_rank(job, rank, *chosen)
@@ -77,40 +78,27 @@ def compare(job: Job, found: dict[str, Any]) -> None:
             seen["whole_reads"] += report.num_whole
             straight, nbytes = straight + report.placed_nbytes, nbytes + report.nbytes
             note_differences(seen, rank, own[rank], held(model))
-        seen["different"] = found["different"] + [f"{placement}, {one}" for one in seen["different"]]
-        found |= seen
-    found["straight"] = round(straight / nbytes, 4)
+        seen["different"] = result["different"] + [f"{placement}, {name}" for name in seen["different"]]
+        result |= seen
+    result["straight"] = round(straight / nbytes, 4)
 
 
 def setup(job: Job, path: str, load_format: str, **extra: Any) -> tuple[Any, Any]:
     """Configurations of an engine, and of the model that is loaded."""
     config = configuration(job, path, load_format, **extra)
-    return config, draft_of(config) if job.draft else config.model_config
+    return config, draft_config(config) if job.draft else config.model_config
 
 
 def load_rank(job: Job, rank: int, config: Any, model_config: Any) -> tuple[Any, Any]:
     """A rank's model, of all stages one after the other; and relayout's weights."""
     from vllm.distributed import parallel_state
 
-    play(rank % job.tp, job.tp, job.expert)
+    fake_rank(rank % job.tp, job.tp, job.expert)
     config.parallel_config.rank = rank
     if job.stages > 1:  # There are no processes for them.
         parallel_state._PP = Group(rank // job.tp, job.stages)
         config.parallel_config.pipeline_parallel_size = job.stages
     return load(config, model_config)
-
-
-def draft_of(config: Any) -> Any:
-    from vllm.config import SpeculativeConfig
-
-    config.speculative_config = SpeculativeConfig(
-        method="mtp",
-        model=config.model_config.model,
-        num_speculative_tokens=1,
-        target_model_config=config.model_config,
-        target_parallel_config=config.parallel_config,
-    )
-    return config.speculative_config.draft_model_config
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What the scripts for each engine share: they run in its environment, beside this file, and see no other module."""
+"""What the comparisons of parameters for each engine share: jobs, and counts of what is different."""
 
 from __future__ import annotations
 
@@ -43,16 +43,14 @@ def run_jobs(compare: Callable[[Job, dict[str, Any]], None]) -> None:
     Args:
         compare: adds to what was found of a job.
     """
-    for job in [Job(**one) for one in json.loads(Path(sys.argv[1]).read_text())]:
-        found = nothing_found()
+    for job in [Job(**fields) for fields in json.loads(Path(sys.argv[1]).read_text())]:
+        result = nothing_found()
         try:
-            compare(job, found)
+            compare(job, result)
         except Exception as error:
-            found |= {
-                "error": f"{type(error).__name__}: {error}".strip()[:500],
-                "trace": traceback.format_exc()[-3000:],
-            }
-        print("RESULT", json.dumps({**asdict(job), **found}), flush=True)
+            traceback.print_exc()
+            result["error"] = f"{type(error).__name__}: {error}".strip()[:500]
+        print("RESULT", json.dumps({**asdict(job), **result}), flush=True)
 
 
 def nothing_found() -> dict[str, Any]:
@@ -62,17 +60,17 @@ def nothing_found() -> dict[str, Any]:
 
 def held(model: torch.nn.Module) -> Tensors:
     """All that a model holds."""
-    return {name: one.detach() for name, one in (*model.named_parameters(), *model.named_buffers())}
+    return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
 
-def note_differences(found: dict[str, Any], rank: int, own: Tensors, ours: Tensors) -> None:
+def note_differences(result: dict[str, Any], rank: int, own: Tensors, ours: Tensors) -> None:
     """Count a rank's parameters, and name those that differ."""
     assert own.keys() == ours.keys()
     for name, tensor in own.items():
-        found["parameters"] += 1
-        found["elements"] += tensor.numel()
+        result["parameters"] += 1
+        result["elements"] += tensor.numel()
         if not torch.equal(_bits(tensor), _bits(ours[name])):
-            found["different"].append(f"rank {rank}: {name}")
+            result["different"].append(f"rank {rank}: {name}")
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

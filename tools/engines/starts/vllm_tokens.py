@@ -1,6 +1,6 @@
 """Runs in an environment that has vLLM: greedy tokens and their log-probabilities, as one line of JSON.
 
-`vllm_tokens.py FOLDER SETTINGS`, which are those of `vllm.LLM`, as JSON.
+`vllm_tokens FOLDER SETTINGS`, which are those of `vllm.LLM`, as JSON.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def main() -> None:
         [{"prompt_token_ids": prompt} for prompt in PROMPTS],
         SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1, detokenize=False),
     )
-    first = [one.outputs[0] for one in outputs]
-    tokens = [list(one.token_ids) for one in first]
-    found = {"tokens": tokens, "logprobs": [one.cumulative_logprob for one in first]}
-    print("\nRESULT", json.dumps(found), flush=True)
+    first = [output.outputs[0] for output in outputs]
+    tokens = [list(completion.token_ids) for completion in first]
+    result = {"tokens": tokens, "logprobs": [completion.cumulative_logprob for completion in first]}
+    print("\nRESULT", json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

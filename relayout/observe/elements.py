@@ -1,4 +1,4 @@
-"""Which elements of a tensor a rank takes, as ranges along its axes, from the views of it that are copied. Pure."""
+"""Which elements of a tensor a rank loads, as ranges along its axes, from the views of it that are copied. Pure."""
 
 from __future__ import annotations
 
@@ -24,21 +24,18 @@ def slice_of(shape: Sequence[int], boxes: Iterable[Box]) -> Slice:
     boxes = list(boxes)
     if not boxes:
         return NOT_HELD
-    axes = {}
-    for axis, size in enumerate(shape):
-        ranges = joined(one for box in boxes for one in box[axis])
-        if ranges != ((0, size),) and size:
-            axes[axis] = ranges
-    empty = [axis for axis, ranges in axes.items() if not ranges]
-    return Slice.along(empty[0], ()) if empty else Slice.of(axes)
+    axes = {axis: joined(part for box in boxes for part in box[axis]) for axis in range(len(shape))}
+    empty = [axis for axis, ranges in axes.items() if not ranges and shape[axis]]
+    return Slice.along(empty[0], ()) if empty else Slice.of(axes).canonical(tuple(shape))
 
 
 def box_of(shape: Sequence[int], view: View) -> Box | None:
     """The elements that a view of a tensor has; None if they are no product of ranges, or it takes long to tell."""
     size, strides, offset = view
-    steps = _row_major(shape)
-    if 0 in size:
-        return _empty(shape, steps, view)
+    steps = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    if 0 in size:  # No elements: along the axis whose step the empty dimension has, or else along the first.
+        empty = steps.index(strides[size.index(0)]) if strides[size.index(0)] in steps else 0
+        return tuple(() if axis == empty else ((0, length),) for axis, length in enumerate(shape))
     starts = [offset // step % length for step, length in zip(steps, shape, strict=True)]
     along: list[list[tuple[int, int]]] = [[] for _ in shape]
     pending = [(stride, length) for length, stride in zip(size, strides, strict=True) if length > 1 and stride]
@@ -66,19 +63,25 @@ def box_of(shape: Sequence[int], view: View) -> Box | None:
 
 
 def joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """Ranges in ascending order; those that touch or overlap made one."""
-    found: list[Range] = []
+    """Ranges in ascending order; those that touch or overlap are made one."""
+    result: list[Range] = []
     for start, length in sorted(ranges):
-        if found and start <= sum(found[-1]):
-            before, count = found[-1]
-            found[-1] = (before, max(count, start + length - before))
+        if result and start <= sum(result[-1]):
+            before, count = result[-1]
+            result[-1] = (before, max(count, start + length - before))
         elif length:
-            found.append((start, length))
-    return tuple(found)
+            result.append((start, length))
+    return tuple(result)
+
+
+def elements_along(part: Slice, axis: int, size: int) -> tuple[Range, ...]:
+    """The ranges that a slice has along an axis of this size, in whatever order it has them."""
+    ranges = part.ranges_along(axis)
+    return joined(((0, size),) if ranges is None else ranges)
 
 
 def completed(slices: Sequence[Slice], shape: tuple[int, ...]) -> tuple[Slice, ...]:
-    """The same, and what no rank takes of a tensor, such as rows beyond the vocabulary: the last rank holds it too."""
+    """The slices; what no rank loads of a tensor, such as rows beyond the vocabulary, is held by the last rank too."""
     slices = tuple(slices)
     if not any(part.is_held for part in slices):
         return (WHOLE,) * len(slices)
@@ -90,28 +93,24 @@ def completed(slices: Sequence[Slice], shape: tuple[int, ...]) -> tuple[Slice, .
         held = {part for part in slices if part.is_held}
         return slices if sum(prod(part.shape(shape)) for part in held) == prod(shape) else (*slices[:-1], WHOLE)
     [axis] = axes
-    left, end = [], 0
-    for start, length in joined(one for part in slices for one in part.ranges_along(axis) or ()):
-        left.append((end, start - end))
+    missing, end = [], 0
+    for start, length in (*joined(part for one in slices for part in one.ranges_along(axis) or ()), (shape[axis], 0)):
+        missing.append((end, start - end))
         end = start + length
-    left.append((end, shape[axis] - end))
-    if not any(length for _, length in left):
+    if not any(length for _, length in missing):
         return slices
-    return (*slices[:-1], Slice.along(axis, joined((*(slices[-1].ranges_along(axis) or ()), *left))))
+    return (*slices[:-1], Slice.along(axis, joined((*(slices[-1].ranges_along(axis) or ()), *missing))))
 
 
-def same_elements(ones: Sequence[Slice], others: Sequence[Slice], shape: Sequence[int]) -> bool:
+def same_elements(slices: Sequence[Slice], others: Sequence[Slice], shape: Sequence[int]) -> bool:
     """Whether the slices have the same elements of a tensor, in whatever order."""
     return all(
-        one.is_held == other.is_held
-        and all(_along(one, axis, size) == _along(other, axis, size) for axis, size in enumerate(shape))
-        for one, other in zip(ones, others, strict=True)
+        part.is_held == other.is_held
+        and all(
+            elements_along(part, axis, size) == elements_along(other, axis, size) for axis, size in enumerate(shape)
+        )
+        for part, other in zip(slices, others, strict=True)
     )
-
-
-def _along(part: Slice, axis: int, size: int) -> tuple[Range, ...]:
-    ranges = part.ranges_along(axis)
-    return joined(((0, size),) if ranges is None else ranges)
 
 
 def _sums(start: int, dims: list[tuple[int, int]]) -> tuple[Range, ...] | None:
@@ -125,15 +124,3 @@ def _sums(start: int, dims: list[tuple[int, int]]) -> tuple[Range, ...] | None:
         else:
             ranges = joined((first + i * step, count) for first, count in ranges for i in range(length))
     return ranges
-
-
-def _empty(shape: Sequence[int], steps: Sequence[int], view: View) -> Box:
-    """No elements: along the axis whose step the empty dimension has, or else along the first."""
-    size, strides, _ = view
-    wanted = strides[size.index(0)]
-    axis = next((a for a, step in enumerate(steps) if step == wanted), 0)
-    return tuple(() if a == axis else ((0, length),) for a, length in enumerate(shape))
-
-
-def _row_major(shape: Sequence[int]) -> list[int]:
-    return [prod(shape[axis + 1 :]) for axis in range(len(shape))]

@@ -11,7 +11,8 @@ from support.observed_slices import Checkpoint
 from support.plan_comparing import BESIDE, differences
 
 from relayout.core.patterns import collapse_numbers, depends_on_numbers
-from relayout.observe.fitting import SIZES, Example, as_toml, fit
+from relayout.observe.fitting import SIZES, Example, fit
+from relayout.observe.plan_text import as_toml
 from relayout.plans import family as families
 from relayout.plans.division import Sizes, language_config
 from relayout.plans.family import Family, Rule, SizeSource, builtin_families
@@ -54,7 +55,7 @@ def write(table: Mapping[str, Wanted], checkpoints: Sequence[Checkpoint]) -> Non
 
 def checkpoints_of(wanted: Wanted, checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
     """Those of its architectures, in their order."""
-    return [one for name in wanted.names for one in checkpoints if one.name == full_name(name)]
+    return [checkpoint for name in wanted.names for checkpoint in checkpoints if checkpoint.name == full_name(name)]
 
 
 def text_of(wanted: Wanted, checkpoints: Sequence[Checkpoint]) -> str:
@@ -65,46 +66,50 @@ def text_of(wanted: Wanted, checkpoints: Sequence[Checkpoint]) -> str:
     """
     if not checkpoints:
         raise SystemExit(f"{wanted.title}: nothing was observed of {', '.join(wanted.names)}")
-    base = next((one for one in builtin_families() if one.name == wanted.extends), None)
+    base = next((family for family in builtin_families() if family.name == wanted.extends), None)
     prefixes = wanted.language_prefixes or (base.prefixes if base else ())
-    checkpoints = [_without_prefixes(one, prefixes) for one in checkpoints]
-    wrong = {found.pattern for one in checkpoints for found in (differences(base, one) if base else ())}
-    left = [one.only(wrong) if base else one for one in checkpoints]
-    fitted = fit([Example(one, one.observed) for one in left], HELD_OUT)
-    missing = {pattern: why for pattern, why in fitted.unfitted.items() if not BESIDE.match(pattern)}
+    checkpoints = [_without_prefixes(checkpoint, prefixes) for checkpoint in checkpoints]
+    wrong = {
+        difference.pattern
+        for checkpoint in checkpoints
+        for difference in (differences(base, checkpoint) if base else ())
+    }
+    left = [checkpoint.only(wrong) if base else checkpoint for checkpoint in checkpoints]
+    fitted = fit([Example(checkpoint, checkpoint.observed) for checkpoint in left], HELD_OUT)
+    missing = {pattern: why for pattern, why in fitted.unmatched.items() if not BESIDE.match(pattern)}
     if missing:
         raise SystemExit(f"{wanted.title}: {missing}")
-    beside = [Rule(pattern, None) for pattern in fitted.unfitted]
+    beside = [Rule(pattern, None) for pattern in fitted.unmatched]
     used = {size for rule in fitted.family.rules for size in (*rule.units, *rule.widths, rule.interleaved)}
     used |= set() if base else fitted.family.sizes.keys() & {families.HEAD_DIM}
     used |= (
         {families.EXPERTS}
-        if any(".experts." in tensor.name for one in checkpoints for tensor in one.tensors)
+        if any(".experts." in tensor.name for checkpoint in checkpoints for tensor in checkpoint.tensors)
         else set()
     )
     known = base.sizes if base else {}
     family = replace(
         fitted.family,
-        model_types=tuple(dict.fromkeys(str(one.model_type) for one in checkpoints)),
+        model_types=tuple(dict.fromkeys(str(checkpoint.model_type) for checkpoint in checkpoints)),
         prefixes=wanted.language_prefixes,
         sizes=dict(_sizes(fitted.family, used, known, checkpoints)),
         rules=tuple(_shortened([*fitted.family.rules, *beside], base)),
         **_experts(fitted.family, base, checkpoints),
     )
-    engines = sorted({one.engine.partition(" ")[2] for one in checkpoints})
+    engines = sorted({checkpoint.engine.partition(" ")[2] for checkpoint in checkpoints})
     version = checkpoints[0].engine.partition(" ")[0]
-    degrees = sorted({degree for one in checkpoints for degree in one.observed})
-    said = f"Observed from vLLM {version} ({', '.join(engines)}) at {', '.join(map(str, degrees))} ranks."
-    return as_toml(replace(fitted, family=family, unfitted={}), f"{wanted.title}.", said, extends=wanted.extends)
+    degrees = sorted({degree for checkpoint in checkpoints for degree in checkpoint.observed})
+    observed = f"Observed from vLLM {version} ({', '.join(engines)}) at {', '.join(map(str, degrees))} ranks."
+    return as_toml(replace(fitted, family=family, unmatched={}), f"{wanted.title}.", observed, extends=wanted.extends)
 
 
 def _shortened(rules: Sequence[Rule], base: Family | None) -> Iterator[Rule]:
     """What is held whole beside the language model has one rule for each part, behind all others."""
     parts = {}
     for rule in rules:
-        found = BESIDE.match(rule.pattern)
+        match = BESIDE.match(rule.pattern)
         is_whole = rule.dim is None or depends_on_numbers(rule.pattern)  # To tell numbers apart takes long.
-        part = _optional_model(f"{found[0]}.**") if found and found[0] != rule.pattern else ""
+        part = _optional_model(f"{match[0]}.**") if match and match[0] != rule.pattern else ""
         if is_whole and part and (base is None or part not in base.patterns):
             parts[part] = Rule(part, None)
         elif is_whole and not _is_whole_by(base, rule.pattern):
@@ -129,10 +134,10 @@ def _without_prefixes(checkpoint: Checkpoint, prefixes: Sequence[str]) -> Checkp
     longest = sorted(prefixes, key=len, reverse=True)
 
     def name_of(name: str) -> str:
-        rest = name.removeprefix(next((one for one in longest if name.startswith(one)), ""))
+        rest = name.removeprefix(next((prefix for prefix in longest if name.startswith(prefix)), ""))
         return f"model.{rest}" if prefixes and re.match(r"(layers|embed_tokens|norm|visual)\.", rest) else rest
 
-    return replace(checkpoint, tensors=[one._replace(name=name_of(one.name)) for one in checkpoint.tensors])
+    return replace(checkpoint, tensors=[tensor._replace(name=name_of(tensor.name)) for tensor in checkpoint.tensors])
 
 
 def _sizes(
@@ -140,18 +145,20 @@ def _sizes(
 ) -> Iterator[tuple[str, tuple[SizeSource, ...]]]:
     """Those that rules need and a plan does not know, with the keys only that some config.json has."""
     all_sources = {size: tuple(map(SizeSource, keys)) for size, keys in SIZES.items()} | dict(family.sizes)
-    configs = [{**one.config, **language_config(one.config)} for one in checkpoints]
+    configs = [{**checkpoint.config, **language_config(checkpoint.config)} for checkpoint in checkpoints]
     for size, sources in all_sources.items():
-        there = tuple(one for one in sources if not isinstance(one.use, str) or any(one.use in c for c in configs))
-        found = [(Sizes({size: there}, one).find(size), Sizes(known, one).find(size)) for one in configs]
-        if size in used and any(own not in (None, theirs) for own, theirs in found):
+        there = tuple(
+            source for source in sources if not isinstance(source.use, str) or any(source.use in c for c in configs)
+        )
+        values = [(Sizes({size: there}, config).find(size), Sizes(known, config).find(size)) for config in configs]
+        if size in used and any(own not in (None, theirs) for own, theirs in values):
             yield size, there
 
 
 def _experts(family: Family, base: Family | None, checkpoints: Sequence[Checkpoint]) -> Mapping[str, tuple[str, ...]]:
     """The tables of experts, but for those that the base knows."""
-    tensors = [tensor for one in checkpoints for tensor in one.tensors]
-    stacks = [one.name for one in tensors if ".experts." in one.name and len(one.shape) > 1]
+    tensors = [tensor for checkpoint in checkpoints for tensor in checkpoint.tensors]
+    stacks = [tensor.name for tensor in tensors if ".experts." in tensor.name and len(tensor.shape) > 1]
     names = [name for name in stacks if not BESIDE.match(name)]
     if base and all(base.expert(name) is not None or base.stacks_experts(name) for name in names):
         return {"experts_each": (), "experts_stacked": ()}

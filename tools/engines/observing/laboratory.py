@@ -1,0 +1,80 @@
+"""What the laboratory does: observe the registry, make plans, mutate them, and write what came out as a table."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from support.families import FAMILIES
+from support.observed_slices import read
+
+from engines.environments import ROOT, Environment
+from engines.observing import plan_making, tables
+from engines.observing.plan_table import TABLE
+
+ENGINE = "vllm-0.33"
+RESULTS = ROOT / "tools" / "results"
+OBSERVED_RESULTS = RESULTS / "observed.jsonl"
+BUILTIN_RESULTS = RESULTS / "builtin_plans.jsonl"
+MUTATED_RESULTS = RESULTS / "mutations.jsonl"
+SLICES = ROOT / "tests" / "plans" / "observed.jsonl.xz"
+MUTATED = (
+    *("GPT2LMHeadModel", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM", "Qwen3NextForCausalLM"),
+    "Qwen2VLForConditionalGeneration",
+)
+"""Whose plans are made wrong: fused and transposed weights, experts, latent and linear attention, a vision part."""
+TABLE_FILE = ROOT / "relayout" / "plans" / "OBSERVED.md"
+
+
+def observe_registry(environment: Environment, home: Path) -> None:
+    """Convert and load each architecture of vLLM's registry that a checkpoint can be made for."""
+    OBSERVED_RESULTS.unlink(missing_ok=True)
+    run_module(environment, home, "registry", OBSERVED_RESULTS)
+    # What was found of built-in plans goes into a file of its own.
+    results = sorted(tables.read(OBSERVED_RESULTS), key=lambda result: str(result["architecture"]))
+    builtin = [{"architecture": result["architecture"], **result.pop("builtin", {})} for result in results]
+    write_lines(OBSERVED_RESULTS, results)
+    write_lines(BUILTIN_RESULTS, [result for result in builtin if len(result) > 1])
+
+
+def make_plans(environment: Environment, home: Path) -> None:
+    """Observe what can be made small, in several sizes; write built-in plans from it."""
+    names = [result["architecture"] for result in tables.read(OBSERVED_RESULTS) if result["step"] != "make"]
+    file = home / "vllm-work" / "slices.jsonl"
+    file.unlink(missing_ok=True)
+    run_module(environment, home, "several_sizes", file, *names, *(f"family:{name}" for name in FAMILIES))
+    lines = [line for line in file.read_text().splitlines(keepends=True) if "error" not in json.loads(line)]
+    SLICES.write_bytes(lzma.compress("".join(sorted(lines)).encode(), preset=9))
+    plan_making.write(TABLE, read(SLICES))
+
+
+def mutate(environment: Environment, home: Path) -> None:
+    """Convert and load by wrong plans."""
+    MUTATED_RESULTS.unlink(missing_ok=True)
+    run_module(environment, home, "mutations", MUTATED_RESULTS, *MUTATED)
+
+
+def run_module(environment: Environment, home: Path, module: str, results: Path, *names: str) -> None:
+    """Of those that observe vLLM."""
+    command = environment.command(f"observing.{module}", home / "vllm-work" / module, results, *names)
+    subprocess.run(command, check=True, env=environment.variables | {"OMP_NUM_THREADS": "1"}, cwd=home)
+
+
+def write_lines(file: Path, results: Sequence[Mapping[str, Any]]) -> None:
+    file.write_text("".join(f"{json.dumps(result)}\n" for result in results))
+
+
+def write_table(versions: dict[str, str]) -> None:
+    """Write OBSERVED.md from the results."""
+    builtin = {result["architecture"]: result for result in tables.read(BUILTIN_RESULTS)}
+    mutated = [json.loads(line) for line in MUTATED_RESULTS.read_text().splitlines()]
+    parts = (
+        tables.render(tables.read(OBSERVED_RESULTS), builtin, versions),
+        tables.render_comparison(read(SLICES)),
+        tables.render_mutations(mutated),
+    )
+    TABLE_FILE.write_text("\n".join(parts))

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from engines.comparing.jobs import Job, note_differences, nothing_found
+from engines.comparing.jobs import Job, held, note_differences, nothing_found
 from engines.comparing.vllm_classes import configuration, load
 
 NUM_REPLICAS = 2
@@ -75,7 +75,7 @@ def _process(results: Any, source: str, converted: str, tp: int, port: int, repl
         config = configured(converted, "relayout", **options)
         seen = nothing_found()
         ours, weights = load(config, config.model_config)
-        note_differences(seen, rank, own, ours)
+        note_differences(seen, rank, held(own), held(ours))
         report = weights.report()
         row[way] = seen | {"num_readers": report.num_readers, "whole_reads": report.num_whole, "log": log[-1]}
     results.put(row)

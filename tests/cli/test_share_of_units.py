@@ -38,4 +38,4 @@ def test_one_unit_is_not_published(tmp_path: Path) -> None:
     source = mlp_model(tmp_path / "source")
     for other in ("--commit", "--sha256"):
         refused = cli("convert", str(source), "--tp", "2", "--unit", "0/1", other)
-        assert (refused.returncode, "give these to the one that commits" in refused.stderr) == (2, True)
+        assert (refused.returncode, "commit in a command of its own" in refused.stderr) == (2, True)

@@ -219,7 +219,7 @@ class RankGroup:
     def measure(self, runs: int, tell: Tell) -> RankLoads:
         """Run each loader `runs` times, in turns; each turn begins with another loader."""
         names = [name for name, loader in self.loaders.items() if len(self.ranks) > 1 or not loader.group]
-        found: dict[str, list[Measured]] = {name: [] for name in names}
+        measured: dict[str, list[Measured]] = {name: [] for name in names}
         failures: dict[str, str] = {}
         for run in range(runs):
             turn = run % len(names)
@@ -228,16 +228,16 @@ class RankGroup:
                     continue
                 title = f"{self.title}, {self.state}: {self.loaders[name].title}"
                 try:
-                    found[name].append(self._load(name))
+                    measured[name].append(self._load(name))
                 except Died as died:
                     failures[name] = str(died)
-                tell(f"{title}: {failures.get(name) or f'{found[name][-1].seconds:.2f} s'}")
+                tell(f"{title}: {failures.get(name) or f'{measured[name][-1].seconds:.2f} s'}")
         return RankLoads(
             title=self.title,
             num_ranks=len(self.ranks),
             state=self.state,
             timings=tuple(
-                Timing(name, loader.title, loader.family, tuple(found[name]), failures.get(name))
+                Timing(name, loader.title, loader.family, tuple(measured[name]), failures.get(name))
                 for name, loader in self.loaders.items()
                 if name in names
             ),

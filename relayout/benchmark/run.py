@@ -176,5 +176,5 @@ def _death(process: Child, errors: IO[bytes], kills: int) -> Died:
 
 def _oom_kills() -> int:
     """How many processes the kernel has killed for memory since it started."""
-    found = re.search(r"^oom_kill (\d+)", Path("/proc/vmstat").read_text(), re.MULTILINE)
-    return int(found[1]) if found else 0
+    match = re.search(r"^oom_kill (\d+)", Path("/proc/vmstat").read_text(), re.MULTILINE)
+    return int(match[1]) if match else 0

@@ -432,8 +432,8 @@ def doctor(
     from relayout.cli import render
     from relayout.loader.diagnose import doctor as diagnosis
 
-    found = diagnosis.diagnose(path, rank=rank, device=device, tp=tp)
-    _show(found, render.diagnosis, as_json=as_json, verbose=verbose)
+    result = diagnosis.diagnose(path, rank=rank, device=device, tp=tp)
+    _show(result, render.diagnosis, as_json=as_json, verbose=verbose)
 
 
 @_command("warm llama-3.1-8b-tp8", "warm llama-3.1-8b-tp8 --rank 0 --memory 16GB")
@@ -496,14 +496,14 @@ def bench(
     _begin_work()
     if size is not None:
         with measure.made_checkpoint(path, size, tp, _tell) as source:
-            found = measure.plan_bench(source, tp=tp, runs=runs).run(drop_caches=True, tell=_tell)
-            found = replace(found, source=None, converted=None)
+            result = measure.plan_bench(source, tp=tp, runs=runs).run(drop_caches=True, tell=_tell)
+            result = replace(result, source=None, converted=None)
     else:
         plan = measure.plan_bench(path, tp=tp, against=against, runs=runs)
         may_drop = yes or may_drop_caches(len(plan.folders.every_file), plan.droppable_nbytes)
-        found = plan.run(drop_caches=may_drop, tell=_tell)
-    _show(found, render.bench, as_json=as_json)
-    if found.wrong:
+        result = plan.run(drop_caches=may_drop, tell=_tell)
+    _show(result, render.bench, as_json=as_json)
+    if result.wrong:
         raise typer.Exit(EXIT_DIFFERENCE)
 
 

@@ -212,72 +212,74 @@ def plan_check(checked: PlanCheck) -> str:
     return "\n".join(texts) + ("\n" if checked.draft is None else f"\n\n{checked.draft}")
 
 
-def report(found: Report) -> Iterator[Block]:
+def report(result: Report) -> Iterator[Block]:
     """Of `verify`."""
-    text = f"{_count(found.num_tensors, 'slice')} of {_count(found.num_ranks, 'rank')}, {decimal(found.nbytes)} hashed"
-    if found.compared_with_source:
+    text = (
+        f"{_count(result.num_tensors, 'slice')} of {_count(result.num_ranks, 'rank')}, {decimal(result.nbytes)} hashed"
+    )
+    if result.compared_with_source:
         text += ", every slice compared with the source"
-    if found.ok:
+    if result.ok:
         yield Line(text, "verified", "bold green")
     else:
-        yield Line(text, f"{_count(len(found.differences), 'difference')}:", "bold red")
-    yield Listing([str(difference) for difference in found.differences], "differences", "differs", "red")
+        yield Line(text, f"{_count(len(result.differences), 'difference')}:", "bold red")
+    yield Listing([str(difference) for difference in result.differences], "differences", "differs", "red")
 
 
-def inspection(found: Inspection) -> Iterator[Block]:
+def inspection(result: Inspection) -> Iterator[Block]:
     """Of `inspect`."""
-    kind = "converted" if found.converted else "plain"
-    plan = "" if found.plan is None else f"plan {found.plan}, "
+    kind = "converted" if result.converted else "plain"
+    plan = "" if result.plan is None else f"plan {result.plan}, "
     yield Line(
-        f"{found.path}: {kind} checkpoint, model type {found.model_type or 'unknown'}, {plan}"
-        f"{_count(found.num_tensors, 'tensor')}, {decimal(found.nbytes)} in {_count(found.num_files, 'file')}"
+        f"{result.path}: {kind} checkpoint, model type {result.model_type or 'unknown'}, {plan}"
+        f"{_count(result.num_tensors, 'tensor')}, {decimal(result.nbytes)} in {_count(result.num_files, 'file')}"
     )
-    if found.ranks:
-        who = "each rank gets" if len(found.ranks) > 1 else f"rank {found.ranks[0].rank} gets"
-        reads = _count(max(rank.num_reads for rank in found.ranks), "read")
-        yield Line("", f"{who} {_range([rank.nbytes for rank in found.ranks])} in {reads}")
-    yield from _gain(found)
-    if found.dcp is not None:
+    if result.ranks:
+        who = "each rank gets" if len(result.ranks) > 1 else f"rank {result.ranks[0].rank} gets"
+        reads = _count(max(rank.num_reads for rank in result.ranks), "read")
+        yield Line("", f"{who} {_range([rank.nbytes for rank in result.ranks])} in {reads}")
+    yield from _gain(result)
+    if result.dcp is not None:
         no = "not by PyTorch DCP (--no-dcp, or a slice of a fused tensor is not one contiguous box)"
-        yield Line(f"readable as one model by relayout.safe_open, and {'by PyTorch DCP' if found.dcp else no}")
+        yield Line(f"readable as one model by relayout.safe_open, and {'by PyTorch DCP' if result.dcp else no}")
     shares = (
-        f"{_percent(found.aligned_nbytes[nbytes], found.nbytes)} to {what}" for nbytes, what in _ALIGNMENTS.items()
+        f"{_percent(result.aligned_nbytes[nbytes], result.nbytes)} to {what}" for nbytes, what in _ALIGNMENTS.items()
     )
     yield Line(f"bytes of tensors that are aligned: {', '.join(shares)}")
-    if found.ranks:
-        numbers = [(rank.rank, rank.num_tensors, rank.nbytes, rank.num_files, rank.num_reads) for rank in found.ranks]
+    if result.ranks:
+        numbers = [(rank.rank, rank.num_tensors, rank.nbytes, rank.num_files, rank.num_reads) for rank in result.ranks]
         rows = [(str(rank), f"{count:,}", decimal(nbytes), *map(str, more)) for rank, count, nbytes, *more in numbers]
         yield Table(_numbers("rank", "tensors", "bytes", "files", "reads to load"), rows, "ranks")
-    if found.amplification:
+    if result.amplification:
         headings = ("tp", "a rank needs", "reads by slices", "reads whole shards", "stored", "or whole")
-        yield Table(_numbers(*headings), list(_amplification(found)), "degrees")
+        yield Table(_numbers(*headings), list(_amplification(result)), "degrees")
     columns = [Column("tensors", "name"), Column("count", "number"), Column("dtype", drop=1), Column("shape", "words")]
     groups = []
-    for group in found.groups:
+    for group in result.groups:
         what, bracket, shape = (group.cut or "").partition("[")
-        cut = [f"{what}{unbroken(bracket + shape)}"] if found.converted else []
+        cut = [f"{what}{unbroken(bracket + shape)}"] if result.converted else []
         groups.append((group.pattern, str(group.count), group.dtype, _shape(group.shape), *cut, decimal(group.nbytes)))
-    columns += [Column("part of", "words")] if found.converted else []
+    columns += [Column("part of", "words")] if result.converted else []
     yield Table([*columns, Column("bytes", "number")], groups, "groups")
-    yield Listing(found.left_out, "files", "left out")
+    yield Listing(result.left_out, "files", "left out")
 
 
-def _gain(found: Inspection) -> Iterator[Block]:
+def _gain(result: Inspection) -> Iterator[Block]:
     """What a conversion would change at a usual degree, and why other degrees are impossible."""
-    possible = [row for row in found.amplification if row.needed_nbytes is not None and row.tp <= _USUAL_DEGREE]
+    possible = [row for row in result.amplification if row.needed_nbytes is not None and row.tp <= _USUAL_DEGREE]
     if possible:
         row = possible[-1]
         needed = decimal(row.needed_nbytes or 0)
         read = decimal(row.row_reader_nbytes or 0)
         after = f"after convert --tp {row.tp}: {needed} in one read"
         yield Line("", f"a rank of {row.tp} would read {read} to get {needed}; {after}")
-    for reason in dict.fromkeys(row.reason for row in found.amplification if row.reason):
+    for reason in dict.fromkeys(row.reason for row in result.amplification if row.reason):
         yield Line(reason, "note", "yellow")
 
 
-def _amplification(found: Inspection) -> Iterator[Sequence[str]]:
-    for row in found.amplification:
-        needed, total = row.needed_nbytes, max(1, found.nbytes)
+def _amplification(result: Inspection) -> Iterator[Sequence[str]]:
+    for row in result.amplification:
+        needed, total = row.needed_nbytes, max(1, result.nbytes)
         if needed is None:
             yield str(row.tp), "-", "-", decimal(row.whole_nbytes), "-", "-"
             continue
@@ -286,21 +288,23 @@ def _amplification(found: Inspection) -> Iterator[Sequence[str]]:
         yield str(row.tp), decimal(needed), *reads, *stored
 
 
-def diagnosis(found: Diagnosis) -> Iterator[Block]:
+def diagnosis(result: Diagnosis) -> Iterator[Block]:
     """Of `doctor`."""
-    kind = "converted" if found.is_converted else "plain, sliced at every load"
-    yield Line(f"{found.path}: {kind}, {_count(len(found.ranks), 'rank')}")
-    first = found.ranks[0]
-    for reason in {re.sub(r"\d+ %", "", rank.reason): rank.reason for rank in reversed(found.ranks)}.values():
+    kind = "converted" if result.is_converted else "plain, sliced at every load"
+    yield Line(f"{result.path}: {kind}, {_count(len(result.ranks), 'rank')}")
+    first = result.ranks[0]
+    for reason in {re.sub(r"\d+ %", "", rank.reason): rank.reason for rank in reversed(result.ranks)}.values():
         yield Line(f"{first.device}: {reason}", "backend")
-    places = Counter({file.name: _file_system(file) for rank in found.ranks for file in rank.files}.values())
+    places = Counter({file.name: _file_system(file) for rank in result.ranks for file in rank.files}.values())
     for place, count in places.items():
         yield Line(f"{_count(count, 'file')} on {place}", "files")
-    sharing = f", {found.local_world_size} ranks on this node (LOCAL_WORLD_SIZE)" if found.local_world_size > 1 else ""
-    torch = "torch is not installed, but loading needs it" if found.torch is None else f"torch {found.torch}"
-    gpus = ", ".join(found.gpus) or "no CUDA device"
-    yield Line(f"{_count(found.num_cpus, 'processor')}{sharing}; {torch}; {gpus}", "machine")
-    if (network := found.network) is not None:
+    sharing = (
+        f", {result.local_world_size} ranks on this node (LOCAL_WORLD_SIZE)" if result.local_world_size > 1 else ""
+    )
+    torch = "torch is not installed, but loading needs it" if result.torch is None else f"torch {result.torch}"
+    gpus = ", ".join(result.gpus) or "no CUDA device"
+    yield Line(f"{_count(result.num_cpus, 'processor')}{sharing}; {torch}; {gpus}", "machine")
+    if (network := result.network) is not None:
         yield Line(
             f"{1000 * network.latency_seconds:.1f} ms to the first byte,"
             f" {network.bytes_per_second / 1e9:.2f} GB/s over {_count(network.threads, 'connection')}"
@@ -308,11 +312,11 @@ def diagnosis(found: Diagnosis) -> Iterator[Block]:
             f" {network.seconds(first.read_nbytes):.1f} s",
             "network",
         )
-    if found.gpus:
-        yield Line(next((rank.gds for rank in found.ranks if rank.gds), "not available"), "GPUDirect Storage")
-    if not found.is_converted:
+    if result.gpus:
+        yield Line(next((rank.gds for rank in result.ranks if rank.gds), "not available"), "GPUDirect Storage")
+    if not result.is_converted:
         yield Line("relayout convert writes a folder that loads without copies", "note", "yellow")
-    for threads, memory in sorted({(rank.threads, rank.memory) for rank in found.ranks}):
+    for threads, memory in sorted({(rank.threads, rank.memory) for rank in result.ranks}):
         yield Line(f"each rank uses at most {_count(threads, 'thread')} and {decimal(memory)} of buffers", "budget")
     rows = [
         (
@@ -324,7 +328,7 @@ def diagnosis(found: Diagnosis) -> Iterator[Block]:
             _percent(rank.resident_nbytes, rank.read_nbytes),
             f"{rank.num_requests:,}",
         )
-        for rank in found.ranks
+        for rank in result.ranks
     ]
     numbers = _numbers("bytes", "read/needed", "in place", "in cache", "requests")
     yield Table([Column("rank", "number"), Column("backend"), *numbers], rows, "ranks")
@@ -341,26 +345,26 @@ def _file_system(file: FileFacts) -> str:
     return f"{system.kind} at {system.mount_point}, blocks of {system.block_nbytes} bytes{drive}; direct I/O {works}"
 
 
-def bench(found: Bench) -> Iterator[Block]:
+def bench(result: Bench) -> Iterator[Block]:
     """Of `bench`: the verdict, then the figures."""
-    yield Line(found.verdict)
-    yield Listing(found.warnings, "warnings", "warning:")
-    yield Listing(found.wrong, "loaders", "WRONG BYTES:", "bold red")
-    yield loads(found.loads, found.drive_gb_per_s)
-    yield Listing(list(failures(found.loads)), "failures", "failed:")
-    if found.drive_gb_per_s is not None:
-        yield Line(f"{found.drive_gb_per_s:.2f} GB/s by direct reads of the same files (10^9 bytes)", "drive:")
-    machine = found.machine
+    yield Line(result.verdict)
+    yield Listing(result.warnings, "warnings", "warning:")
+    yield Listing(result.wrong, "loaders", "WRONG BYTES:", "bold red")
+    yield loads(result.loads, result.drive_gb_per_s)
+    yield Listing(list(failures(result.loads)), "failures", "failed:")
+    if result.drive_gb_per_s is not None:
+        yield Line(f"{result.drive_gb_per_s:.2f} GB/s by direct reads of the same files (10^9 bytes)", "drive:")
+    machine = result.machine
     system = f"{machine.file_system}{'' if machine.drive is None else f' on {machine.drive}'}"
     yield Line(
         f"{machine.num_cpus} processors, {machine.memory_nbytes / 1e9:.0f} GB of memory, {system},"
         f" load average {machine.load_average:.1f} at the start",
         "machine:",
     )
-    yield Listing(found.left_out, "reasons", "not measured:", "bold")
-    same = "not all" if found.wrong else "all"
+    yield Listing(result.left_out, "reasons", "not measured:", "bold")
+    same = "not all" if result.wrong else "all"
     yield Line(
-        f"medians of {found.runs} runs, each in a fresh process; {same} loaders loaded the same bytes (compared after"
+        f"medians of {result.runs} runs, each in a fresh process; {same} loaders loaded the same bytes (compared after"
         " the clock stopped); +MiB is a process's peak memory beyond its tensors"
     )
 

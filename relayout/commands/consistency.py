@@ -83,9 +83,9 @@ def _check_header(
     stored = [(header.data_start + tensor.offset, tensor.name, tensor.dtype, tensor.shape) for tensor in header.tensors]
     dtypes, shapes = table.dtypes, table.shapes
     indexed = [(table.offsets[row], table.names[row], dtypes[row], shapes[row]) for row in rows]
-    for found, expected in zip(stored, indexed, strict=False):
-        if found != expected:
-            report.add(file.name, f"header has {found}, the rank table {expected}", found[1])
+    for actual, expected in zip(stored, indexed, strict=False):
+        if actual != expected:
+            report.add(file.name, f"header has {actual}, the rank table {expected}", actual[1])
     if len(stored) != len(indexed):
         report.add(file.name, f"{len(stored)} tensors, the rank table has {len(indexed)}")
     heads = [content_head(kind.dtype, kind.source_shape, kind.part) for kind in table.kinds]
@@ -105,14 +105,16 @@ def _check_header(
     return True
 
 
-def _check_metadata(name: str, found: Mapping[str, str], expected: Mapping[str, str], report: Report) -> None:
+def _check_metadata(name: str, actual: Mapping[str, str], expected: Mapping[str, str], report: Report) -> None:
     """Check that a header has the entries that it should have, and no others, in their order."""
-    keys = [key for key in {**expected, **found} if found.get(key) != expected.get(key)]
+    keys = [key for key in {**expected, **actual} if actual.get(key) != expected.get(key)]
     for key in keys:
-        what = f"__metadata__ has {key} {shown(found.get(key))}, expected {shown(expected.get(key))}"
+        what = f"__metadata__ has {key} {shown(actual.get(key))}, expected {shown(expected.get(key))}"
         report.add(name, what)
-    if not keys and list(found) != list(expected):
-        report.add(name, f"__metadata__ has {', '.join(map(shown, found))}, expected {', '.join(map(shown, expected))}")
+    if not keys and list(actual) != list(expected):
+        report.add(
+            name, f"__metadata__ has {', '.join(map(shown, actual))}, expected {', '.join(map(shown, expected))}"
+        )
 
 
 def _check_sharding_info(
@@ -124,13 +126,13 @@ def _check_sharding_info(
     expected = {table.names[row]: {"saved_offsets": starts[kind_of[row]]} for row in rows}
     text = metadata.get("DCP_SHARDING_INFO")
     try:
-        found = expected if text is None else parse_object(text.encode(), f"{name}: DCP_SHARDING_INFO")
+        actual = expected if text is None else parse_object(text.encode(), f"{name}: DCP_SHARDING_INFO")
     except FormatError as error:
         report.add(name, str(error))
         return text or ""
-    wrong = sorted(tensor for tensor in found.keys() | expected.keys() if found.get(tensor) != expected.get(tensor))
+    wrong = sorted(tensor for tensor in actual.keys() | expected.keys() if actual.get(tensor) != expected.get(tensor))
     for tensor in wrong:
-        what = f"DCP_SHARDING_INFO has {found.get(tensor)}, the slice is at {expected.get(tensor)}"
+        what = f"DCP_SHARDING_INFO has {actual.get(tensor)}, the slice is at {expected.get(tensor)}"
         report.add(name, what, tensor)
     return text if wrong and text is not None else json_text(expected)
 
@@ -173,14 +175,14 @@ def _check_bulk(manifest: Manifest, rank: int, table: RankTable, report: Report)
         bulk = list(takewhile(lambda row: sizes[row] % ARENA_ALIGNMENT == 0, rows))
         start, end = manifest.holder_files(rank)[position].data_start, 0
         end = table.offsets[bulk[-1]] + sizes[bulk[-1]] if bulk else start
-        found = [n for n, read in enumerate(entry.reads) if read.file == position and read.transfer.source < end]
+        actual = [n for n, read in enumerate(entry.reads) if read.file == position and read.transfer.source < end]
         what = f"rank {rank}: bytes {start} to {end} of {manifest.holder_files(rank)[position].name}"
         if start == end:
             continue
-        if [(reads[n].source, reads[n].source_end, reads[n].count) for n in found] != [(start, end, 1)]:
+        if [(reads[n].source, reads[n].source_end, reads[n].count) for n in actual] != [(start, end, 1)]:
             report.add(MANIFEST_NAME, f"{what} are not one read")
             continue
-        [n] = found
+        [n] = actual
         first, last = align_down(reads[n].target, BLOCK), align_up(reads[n].target_end, BLOCK)
         before, after = (reads[n - 1].target_end if n else 0), (reads[n + 1].target if n + 1 < len(reads) else last)
         if (reads[n].target - start) % BLOCK or before > first or after < last:

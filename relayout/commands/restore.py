@@ -195,23 +195,23 @@ class _TensorWriter:
             FormatError: a tensor's bytes do not have the digest in the record.
             OSError: a read or write failed.
         """
-        for number, num_left in enumerate(self._num_left):
+        for index, num_left in enumerate(self._num_left):
             if not num_left:
-                self._complete(number)
+                self._complete(index)
         plan = CopyPlan(self._conversion, chunk_nbytes=chunk_nbytes, by_source=True)
         steps = chain.from_iterable(map(plan.steps, range(len(self._conversion.layout.units))))
         with self._inputs, self._outputs:
             Workers(threads, steps, lambda: (Buffer(), Buffer()), self._work, self._stop).run(on_progress)
         assert self._checked == {t for t, tensor in enumerate(self._tensors) if tensor.extent.nbytes}
 
-    def _open_input(self, number: int) -> ReadableFile:
-        file = self._conversion.layout.files[number]
+    def _open_input(self, index: int) -> ReadableFile:
+        file = self._conversion.layout.files[index]
         return self._folder.open(file.name, file.nbytes, access=Access.ONCE)
 
-    def _open_output(self, number: int) -> WritableFile:
-        shard = self._conversion.source.files[number]
-        opened = self._staging.write_file(shard.name, shard.nbytes, is_new=number not in self._created)
-        self._created.add(number)
+    def _open_output(self, index: int) -> WritableFile:
+        shard = self._conversion.source.files[index]
+        opened = self._staging.write_file(shard.name, shard.nbytes, is_new=index not in self._created)
+        self._created.add(index)
         return opened
 
     def _work(self, memory: tuple[Buffer, Buffer], step: Step) -> int:
@@ -234,8 +234,8 @@ class _TensorWriter:
             self._check(t, extent, loaded.memory[position : position + extent.nbytes])
         return step.nbytes
 
-    def _complete(self, number: int) -> None:
-        file = self._conversion.source.files[number]
+    def _complete(self, index: int) -> None:
+        file = self._conversion.source.files[index]
         self._staging.write_head(file.name, file.header, file.nbytes)
 
     def _read_span(self, span: Span, loaded: Loaded, buffer: Buffer) -> None:

@@ -82,7 +82,7 @@ def verify(
     check_other_files(folder, manifest, tables, report)
     original = None if source is None else read_source(find_input(source))
     usable = {rank: table for rank, table in enumerate(tables) if table is not None}
-    hash_nbytes = sum(manifest.files[number].nbytes for holder in usable for number in own_files(manifest, holder))
+    hash_nbytes = sum(manifest.files[index].nbytes for holder in usable for index in own_files(manifest, holder))
     is_cut_again = original is not None or manifest.whole is not None
     total = hash_nbytes + (manifest.source_nbytes if is_cut_again else 0)
     with reporting(progress, "verifying", total) as report_nbytes:
@@ -107,8 +107,7 @@ def verify(
         # After errors the layout cannot be trusted: skip the comparison.
         if is_cut_again and record is not None and report.ok:
             begin("comparing with the source" if original is not None else "comparing the copies")
-            found = list(usable.values())
-            _compare(folder, manifest, found, record, original, report, *shared, after(hash_nbytes))
+            _compare(folder, manifest, list(usable.values()), record, original, report, *shared, after(hash_nbytes))
     return report
 
 
@@ -131,7 +130,7 @@ def verify_holder(
     report = Report(manifest.num_ranks)
     table, own = read_table(folder, manifest, holder), own_files(manifest, holder)
     num_readers = _num_readers(integer(threads, "threads"), size(memory, "memory"))
-    with reporting(progress, "verifying", sum(manifest.files[number].nbytes for number in own)) as report_nbytes:
+    with reporting(progress, "verifying", sum(manifest.files[index].nbytes for index in own)) as report_nbytes:
         _check_digests(folder, manifest, holder, table, report, num_readers, report_nbytes)
     _check_sha256(folder, manifest, own, report, num_readers)
     return report
@@ -141,18 +140,18 @@ def _num_readers(threads: int, memory: int) -> int:
     return max(1, min(threads, memory // CHUNK_NBYTES))
 
 
-def _check_sha256(folder: Store, manifest: Manifest, numbers: Iterable[int], report: Report, threads: int) -> None:
+def _check_sha256(folder: Store, manifest: Manifest, indices: Iterable[int], report: Report, threads: int) -> None:
     """Read the files that have a SHA-256 once more, and compare it."""
 
-    def found(file: IndexedFile) -> str:
+    def sha256_of(file: IndexedFile) -> str:
         try:
             return sha256_hex(folder.open(file.name, file.nbytes, access=Access.ONCE))
         except (FormatError, OSError) as error:
             return str(error)
 
-    files = [manifest.files[number] for number in numbers if manifest.files[number].sha256 is not None]
+    files = [manifest.files[index] for index in indices if manifest.files[index].sha256 is not None]
     with ThreadPoolExecutor(threads) as pool:
-        for file, digest in zip(files, pool.map(found, files), strict=True):
+        for file, digest in zip(files, pool.map(sha256_of, files), strict=True):
             if digest != file.sha256:
                 report.add(file.name, f"SHA-256 is {digest}, expected {file.sha256}")
 
@@ -169,7 +168,7 @@ def _check_digests(
     """Read a holder's own files once, and compare the digests of slices and chunks."""
     own = own_files(manifest, holder)
     positions = {index: position for position, index in enumerate(own)}
-    files = [manifest.files[number] for number in own]
+    files = [manifest.files[index] for index in own]
     chunks = [chunks_of(file.data_start, file.nbytes, manifest.chunk_nbytes) for file in files]
     stored = [_chunk_digests(folder, manifest, index, report) for index in own]
     rows: list[list[tuple[Extent, str, str]]] = [[] for _ in files]
@@ -190,12 +189,12 @@ def _check_digests(
     hashed = hash_files(to_hash, threads, on_progress)
     for file, column, extents, expected_chunks, digests in zip(files, rows, chunks, stored, hashed, strict=True):
         is_damaged = False
-        for (extent, name, expected), found in zip(sorted(column), digests, strict=False):
-            if found != expected:
+        for (extent, name, expected), actual in zip(sorted(column), digests, strict=False):
+            if actual != expected:
                 is_damaged = True
                 report.add(file.name, "digest differs: the stored bytes are damaged", name, extent)
-        for extent, expected, found in zip(extents, expected_chunks, digests[len(column) :], strict=False):
-            if found != expected and not is_damaged:
+        for extent, expected, actual in zip(extents, expected_chunks, digests[len(column) :], strict=False):
+            if actual != expected and not is_damaged:
                 report.add(file.name, f"the digest of a chunk differs from {CHUNKS_NAME}", None, extent)
     report.nbytes += sum(file.nbytes for file in files)
 
@@ -221,10 +220,10 @@ def _compare(
 ) -> None:
     """Cut the source, or the folder's whole tensors, with the conversion's copy plan, and compare all digests."""
     source = _whole_source(folder, manifest, tables[-1]) if original is None else original
-    found = [(tensor.name, tensor.dtype, tensor.shape) for tensor in source.tensors]
+    actual = [(tensor.name, tensor.dtype, tensor.shape) for tensor in source.tensors]
     expected = list(zip(record.names, record.dtypes, record.shapes, strict=True))
-    if found != expected:
-        different = sorted({name for name, *_ in set(found) ^ set(expected)}) or ["the order"]
+    if actual != expected:
+        different = sorted({name for name, *_ in set(actual) ^ set(expected)}) or ["the order"]
         report.add(str(source.root), f"is not the source: {len(different)} tensors differ, such as {different[0]!r}")
         return
     conversion = stored_conversion(folder, manifest, tables, record, source)
@@ -252,8 +251,8 @@ def _compare(
 def _compare_files(record: SourceRecord, source: SourceCheckpoint, report: Report) -> None:
     """Compare the rest of what is restored: names, lengths and headers of shards, the index, and side files."""
     expected = {file.name: (file.nbytes, file.header) for file in record.files}
-    found = {file.name: (file.nbytes, file.header) for file in source.files}
-    for name in sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)):
+    actual = {file.name: (file.nbytes, file.header) for file in source.files}
+    for name in sorted(name for name in actual.keys() | expected.keys() if actual.get(name) != expected.get(name)):
         report.add(name, _CHANGED)
     if source.index != record.index:
         report.add(str(source.root), f"its index {_CHANGED}")

@@ -94,13 +94,13 @@ def _wait() -> None:
 def _drive_nbytes() -> int:
     """Bytes that drives have read for this process; 0 if the kernel does not count them."""
     with contextlib.suppress(OSError):
-        found = re.search(r"^read_bytes: (\d+)", Path("/proc/self/io").read_text(), re.MULTILINE)
-        return int(found[1]) if found else 0
+        match = re.search(r"^read_bytes: (\d+)", Path("/proc/self/io").read_text(), re.MULTILINE)
+        return int(match[1]) if match else 0
     return 0
 
 
 def main() -> None:
-    """See the module."""
+    """Run the job in the arguments."""
     job = Job(**json.loads(sys.argv[1]))
     serve(job, importlib.import_module(job.registry).LOADERS[job.loader])
 

@@ -31,7 +31,7 @@ def leave_when_asked() -> None:
 
 def raise_when_asked() -> None:
     """From now on, raise `Stopped`, so that unfinished work is cleaned up. Only after `leave_when_asked`."""
-    if any(signal.getsignal(number) is _leave for number in _ENDING):
+    if any(signal.getsignal(signum) is _leave for signum in _ENDING):
         _install(_Raise())
 
 
@@ -43,20 +43,20 @@ def ignore() -> None:
 @contextmanager
 def restored() -> Iterator[None]:
     """Restore the signal handlers at the end of the block."""
-    before = {number: signal.getsignal(number) for number in (*_ENDING, signal.SIGPIPE)}
+    before = {signum: signal.getsignal(signum) for signum in (*_ENDING, signal.SIGPIPE)}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for signum, handler in before.items():
             if handler is not None:  # None: not installed from Python, cannot be restored.
-                signal.signal(number, handler)
+                signal.signal(signum, handler)
 
 
 def _install(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
-    for number in _ENDING:
+    for signum in _ENDING:
         # Signals ignored at the start stay ignored: a background process, or nohup.
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, handler)
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, handler)
 
 
 def _leave(signum: int, frame: FrameType | None) -> NoReturn:

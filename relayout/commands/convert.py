@@ -35,18 +35,18 @@ class PlanOptions(TypedDict, total=False):
     trust_remote_code: bool
     """With "vllm": let it run Python files of the source; default False."""
     expert_parallel: bool
-    """Experts are owned whole, in contiguous blocks over the ranks; all else is cut as without."""
+    """Assign whole experts to ranks, in contiguous blocks; all other tensors are cut as without."""
     unmatched: Unmatched | None
-    """What becomes of tensors that no rule names: "error", or "replicate" to let every rank hold them whole, which is
-    the default with the plan of transformers."""
+    """What to do with tensors that no rule matches: "error", or "replicate" to store them whole for every rank, which
+    is the default with the plan of transformers."""
     max_part_nbytes: int | str
     """A rank is split into files of about this many bytes; default 48 GB."""
     dcp: bool | None
-    """Whether headers say what PyTorch DCP needs to read the ranks as one model. None: if every slice is one box, as
-    all but those of fused tensors are; True: or it is an error; False: no, which makes headers shorter."""
+    """Whether headers have the metadata with which PyTorch DCP reads the ranks as one model. None: if every slice is
+    one contiguous box, which slices of fused tensors are not; True: required; False: no, for shorter headers."""
     layout: str
-    """"ranks": each rank's slices in files of its own, the default. "whole": whole tensors, which every stock loader
-    reads, and beside them those slices of each rank that are not contiguous in them; a third larger for a Llama."""
+    """"ranks", the default: separate files for each rank's slices. "whole": whole tensors, which every stock loader
+    reads, and each rank's slices that are not contiguous in them; a third larger for a Llama."""
 
 
 def plan_conversion(
@@ -81,15 +81,14 @@ def plan_conversion(
     if layout not in (RANKS, WHOLE_TENSORS):
         raise PlanError(f"layout={layout!r}, expected {RANKS!r} or {WHOLE_TENSORS!r}", code="option")
     store = find_input(source)
-    made = find_store(default_output(source, tp) if output is None else output)
+    target = find_store(default_output(source, tp) if output is None else output)
     checkpoint = read_source(store)
     if checkpoint.is_file and output is None:
-        what = "a single file: name the folder to write with -o OUT, or convert the folder of the file"
+        what = "a single file: name the folder to write with -o OUT, or convert the file's folder"
         raise PlanError(what, path=str(source), code="option")
     if checkpoint.is_file and store.parent()[1].startswith("."):
-        raise PlanError(
-            "a hidden file, which would not be restored: give it another name", path=str(source), code="option"
-        )
+        what = "a hidden file, which could not be restored: rename it"
+        raise PlanError(what, path=str(source), code="option")
     plan = find_plan(
         checkpoint,
         tp,
@@ -98,7 +97,7 @@ def plan_conversion(
         unmatched=options.get("unmatched"),
         trust_remote_code=options.get("trust_remote_code", False),
     )
-    return ConversionPlan.lay_out(made, checkpoint, plan, alignment, max_part_nbytes, options.get("dcp"), layout)
+    return ConversionPlan.lay_out(target, checkpoint, plan, alignment, max_part_nbytes, options.get("dcp"), layout)
 
 
 def convert(
@@ -117,13 +116,12 @@ def convert(
     Args:
         source: a checkpoint folder, a Hugging Face cache snapshot, or one .safetensors file. Never written to.
         output: the folder to make; default is `SOURCE-tpN` beside the source folder. It appears complete or not at all.
-        force: replace an output folder that relayout wrote, or discard an interrupted conversion to it that cannot be
-            gone on with.
-        sha256: store the SHA-256 of each rank file in the manifest, for hubs and tools that sign. Reads them again.
+        force: replace an output folder that relayout wrote, or discard an interrupted conversion that cannot be
+            resumed.
+        sha256: store the SHA-256 of each rank file in the manifest, for hubs and signing tools. Reads the files again.
         threads: threads that read, copy and write.
         memory: bytes that they may use for copying, also as text, such as "512MiB".
-        progress: True for a bar on stderr, or a function that is called now and then with (source bytes done, source
-            bytes in all).
+        progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
         options: `tp`, `align`, `plan`, `expert_parallel`, `unmatched`, `max_part_nbytes`, `dcp`, `layout`: see
             `PlanOptions`.
 
@@ -132,8 +130,8 @@ def convert(
         PlanError: it cannot be converted like this.
         OSError: reading or writing failed.
 
-    If it fails, or is interrupted, after some tensors were written, they stay in a hidden folder beside the output, and
-    the same call goes on from there: it reads what is written again, and believes only what has the right digest.
+    If it fails or is interrupted after some tensors were written, they stay in a hidden folder beside the output. The
+    same call resumes: it reads the written tensors again, and keeps those with the right digest.
 
     Example:
         >>> import relayout
@@ -149,16 +147,15 @@ def default_output(source: str | os.PathLike[str], tp: int) -> str | Path:
     """`SOURCE-tpN` beside the source folder; for a snapshot in a Hugging Face cache, `REPOSITORY-tpN` right here.
 
     Raises:
-        PlanError: there is no place beside the source.
+        PlanError: the source is the root folder.
     """
     if scheme_of(source) is not None:
         return f"{os.fspath(source).rstrip('/')}-tp{tp}"
     source = Path(source)
     named = source.resolve() if source.name in ("", "..") else source
     if not named.name:
-        raise PlanError(
-            "nothing can be beside the root folder; choose another folder with -o", path=str(source), code="option"
-        )
+        what = "the root folder has no folder beside it: name the folder to write with -o OUT"
+        raise PlanError(what, path=str(source), code="option")
     repository = named.absolute().parent.parent.name
     if named.absolute().parent.name == "snapshots" and repository.startswith("models--"):
         # Not into the hub's cache, among revisions: into the working directory, by the repository's name.

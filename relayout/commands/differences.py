@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from relayout.core.extents import Extent
+from relayout.errors import FormatError
 from relayout.results import Result
 
 
@@ -32,9 +35,9 @@ class Report(Result):
 
     num_ranks: int
     num_tensors: int = 0
-    """Number of slices over all ranks."""
+    """Slices of all ranks."""
     nbytes: int = 0
-    """Bytes of rank files that were read and hashed."""
+    """Bytes of files that were read and hashed."""
     compared_with_source: bool = False
     differences: list[Difference] = field(default_factory=list)
 
@@ -44,11 +47,10 @@ class Report(Result):
         return not self.differences
 
     def as_json(self) -> dict[str, object]:
-        """For `--json`."""
         return Result.as_json(self) | {"ok": self.ok}
 
     def merge(self, other: Report) -> None:
-        """Add what was found elsewhere in the same folder."""
+        """Add the report of other files of the same folder."""
         self.nbytes += other.nbytes
         self.differences += other.differences
 
@@ -56,3 +58,11 @@ class Report(Result):
         """Add a difference."""
         start, end = (None, None) if extent is None else (extent.offset, extent.end)
         self.differences.append(Difference(file, tensor, start, end, what))
+
+    @contextmanager
+    def errors_of(self, file: str) -> Iterator[None]:
+        """Add an error of the block as a difference of the file, and end the block."""
+        try:
+            yield
+        except FormatError as error:
+            self.add(file, str(error))

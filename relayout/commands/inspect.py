@@ -1,10 +1,10 @@
-"""`inspect`: summarizes a safetensors file, a plain or a converted checkpoint, and what a rank would read of it."""
+"""`inspect`: summarizes a safetensors file or a checkpoint, plain or converted, and what a rank reads of it."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from relayout.checkpoint.converted import check_rank, is_converted, read_manifest, read_table
@@ -35,7 +35,7 @@ class TensorGroup:
     shape: tuple[int, ...]
     """As stored: the slice's shape in a converted checkpoint."""
     nbytes: int
-    """Bytes of all tensors of the group."""
+    """Of all tensors of the group."""
     cut: str | None
     """The stored part of the whole tensor, as text; None: all of it."""
 
@@ -133,22 +133,22 @@ def _inspect_converted(folder: Store, manifest: Manifest, rank: int | None) -> I
     if rank is not None:
         check_rank(folder, rank, manifest.num_ranks)
     shown = range(manifest.num_ranks) if rank is None else [rank]
-    tables = {one: read_table(folder, manifest, one) for one in shown}
-    extents = [extent for table in tables.values() for extent in _extents(table)]
-    entries = [(one, manifest.ranks[one]) for one in shown]
+    tables = [read_table(folder, manifest, shown_rank) for shown_rank in shown]
+    extents = [extent for table in tables for extent in _extents(table)]
+    entries = [(shown_rank, manifest.ranks[shown_rank]) for shown_rank in shown]
     return Inspection(
         path=str(folder),
         converted=True,
         model_type=manifest.model_type,
         plan=manifest.plan,
-        num_files=len({number for _, entry in entries for number in entry.files}),
-        num_tensors=len({name for table in tables.values() for name in table.names}),
+        num_files=len({index for _, entry in entries for index in entry.files}),
+        num_tensors=len({name for table in tables for name in table.names}),
         nbytes=sum(extent.nbytes for extent in extents),
         aligned_nbytes=_aligned(extents),
-        groups=_table_groups(tables[shown[0]]),
+        groups=_groups(_table_rows(tables[0])),
         ranks=tuple(
-            RankSummary(one, entry.num_tensors, entry.nbytes, len(entry.files), len(entry.reads))
-            for one, entry in entries
+            RankSummary(shown_rank, entry.num_tensors, entry.nbytes, len(entry.files), len(entry.reads))
+            for shown_rank, entry in entries
         ),
         amplification=(),
         left_out=(),
@@ -187,11 +187,11 @@ def _amplification(source: SourceCheckpoint, tp: int) -> Amplification:
         (plan.cuts[cut].tensor(tensor.dtype, tensor.shape), tensor.extent.nbytes)
         for tensor, cut in zip(source.tensors, plan.cut_of, strict=True)
     )
-    for (one, source_nbytes), count in alike.items():
+    for (cut_tensor, source_nbytes), count in alike.items():
         for rank in range(tp):
-            nbytes = one.rank_nbytes(rank)
+            nbytes = cut_tensor.rank_nbytes(rank)
             needed[rank] += nbytes * count
-            strided = any(transfer.count > 1 for transfer in one.rank_transfers(rank))
+            strided = any(transfer.count > 1 for transfer in cut_tensor.rank_transfers(rank))
             by_rows[rank] += (source_nbytes if strided else nbytes) * count
             apart += nbytes * count if strided else 0
     return Amplification(tp, max(needed), max(by_rows), whole, sum(needed), source.nbytes + apart, None)
@@ -212,13 +212,11 @@ def _extents(table: RankTable) -> list[Extent]:
     ]
 
 
-def _table_groups(table: RankTable) -> tuple[TensorGroup, ...]:
-    rows = []
+def _table_rows(table: RankTable) -> Iterator[tuple[str, str, tuple[int, ...], int, str | None]]:
     for row, extent in enumerate(_extents(table)):
         part, source = table.slices[row], table.source_shapes[row]
         cut = None if part.is_whole else _cut_in_words(part, source)
-        rows.append((table.names[row], table.dtypes[row], table.shapes[row], extent.nbytes, cut))
-    return _groups(rows)
+        yield table.names[row], table.dtypes[row], table.shapes[row], extent.nbytes, cut
 
 
 def _cut_in_words(part: Slice, source: tuple[int, ...]) -> str:

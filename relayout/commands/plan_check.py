@@ -26,18 +26,18 @@ class PlanCheck(Result):
     path: str
     model_type: str | None
     plan: str | None
-    """Full name of the plan that was checked; None: the checkpoint has none."""
+    """Full name of the plan that was checked; None if there is none for this checkpoint."""
     num_tensors: int
     kinds: tuple[KindWithoutRule, ...]
     """Tensors without a rule, by kind."""
     draft: str | None
-    """A plan file with a rule for every tensor; None: not needed, or not possible."""
+    """A plan file with a rule for every tensor; None if not needed or not possible."""
     draft_error: str | None
     """Why there is no draft although some tensors have no rule."""
     degrees: dict[int, str | None]
-    """Degrees at which the plan, or else the draft, was tried: None if it can be applied, or why not."""
+    """Why the plan, or else the draft, cannot be applied at these degrees; None if it can."""
     has_vllm: bool
-    """Whether vLLM is installed here, which can tell the slices itself."""
+    """Whether vLLM is installed here, which could be asked for a plan."""
 
     @property
     def ok(self) -> bool:
@@ -46,7 +46,7 @@ class PlanCheck(Result):
 
 
 def check_plan(path: str | os.PathLike[str], *, plan: str | os.PathLike[str] | None = None) -> PlanCheck:
-    """Find out which tensors of a plain checkpoint have no rule, and draft a plan if there are any. Reads headers only.
+    """Find the tensors of a plain checkpoint that no rule matches, and draft a plan for them. Reads headers only.
 
     Args:
         path: a checkpoint folder, Hugging Face snapshot, or .safetensors file.
@@ -58,7 +58,7 @@ def check_plan(path: str | os.PathLike[str], *, plan: str | os.PathLike[str] | N
         PlanError: `path` is not a checkpoint, or the plan is for other model types.
     """
     if plan == VLLM:
-        raise PlanError("the slices that vLLM cuts are observed: there are no rules to check", code="option")
+        raise PlanError("a plan observed from vLLM has no rules to check", code="option")
     checkpoint = read_source(find_input(path))
     chosen = plan if plan is None or plan == TRANSFORMERS else Path(plan)
     family = plan_for(checkpoint, 1, chosen).family
@@ -82,10 +82,10 @@ def check_plan(path: str | os.PathLike[str], *, plan: str | os.PathLike[str] | N
 
 
 def _refusal(checkpoint: SourceCheckpoint, degree: int, family: Family, kinds: Sequence[KindWithoutRule]) -> str | None:
-    """Why the rules cannot be applied at a degree, or may not; None: they can."""
+    """The reason that the rules cannot be applied at a degree, or None."""
     cut = next((kind for kind in kinds if kind.num_heads is not None and kind.num_heads % degree), None)
     if cut is not None:
-        return f"tensor {cut.example!r}: cut evenly, {cut.num_heads} heads would be cut in pieces"
+        return f"tensor {cut.example!r}: an even cut would divide {cut.num_heads} heads unevenly"
     try:
         plan_by(checkpoint, degree, family, unmatched="error")
     except PlanError as error:

@@ -1,4 +1,4 @@
-"""Whether a source record agrees with itself, and with what the rest of its folder says: all but the tensors' bytes."""
+"""Checks a source record: by itself, and against the other sidecar files of its folder. Reads no weights."""
 
 from __future__ import annotations
 
@@ -27,38 +27,33 @@ from relayout.plans.recorded import proven_rules
 from relayout.storage.protocols import Store
 
 Recorded = tuple[SourceRecord, SourceCheckpoint | None]
-"""A record, and the source that it describes; None if its headers are damaged."""
+"""A record, and the source that it describes, None if its headers are damaged."""
 
 
 def check_record(folder: Store, manifest: Manifest, report: Report) -> Recorded | None:
-    """Check the source record by itself, what the manifest repeats of it, and the side files. Return it if it can be
-    read."""
-    try:
+    """Check the source record, its copies in the manifest, and the side files. Return it if it can be read."""
+    with report.errors_of(SOURCE_RECORD_NAME):
         record = read_record(folder, manifest)
-    except FormatError as error:
-        report.add(SOURCE_RECORD_NAME, str(error))
-        return None
-    config = _config(folder, report)
-    _check_facts(manifest, record, config, report)
-    _check_side_files(folder, manifest, record, report)
-    _check_cuts(record, report)
-    _check_order(record, report)
-    try:
-        source = recorded_source(folder, record, is_whole=False)
-    except FormatError as error:
-        report.add(SOURCE_RECORD_NAME, str(error))
+        config = _config(folder, report)
+        _check_facts(manifest, record, config, report)
+        _check_side_files(folder, manifest, record, report)
+        _check_cuts(record, report)
+        _check_order(record, report)
+        with report.errors_of(SOURCE_RECORD_NAME):
+            source = recorded_source(folder, record, is_whole=False)
+            _check_dcp(record, source, report)
+            if config is not None:
+                _check_rules(record, replace(source, config=config), report)
+            return record, source
         return record, None
-    _check_dcp(record, source, report)
-    if config is not None:
-        _check_rules(record, replace(source, config=config), report)
-    return record, source
+    return None
 
 
 def _config(folder: Store, report: Report) -> Mapping[str, Any] | None:
     try:
         return find_config(folder).content
     except FormatError as error:
-        if error.code != "unsafe":  # A link, which the comparison of side files tells.
+        if error.code != "unsafe":  # The comparison of side files reports links.
             report.add("config.json", str(error))
         return None
 
@@ -67,7 +62,7 @@ def _check_side_files(folder: Store, manifest: Manifest, record: SourceRecord, r
     own = {HUB_INDEX_NAME, *(file.name for file in manifest.files)}
     for side in record.side_files:
         if side.name in own or side.name.startswith("relayout."):
-            report.add(SOURCE_RECORD_NAME, f"side file {shown(side.name)} has the name of a part of the folder")
+            report.add(SOURCE_RECORD_NAME, f"side file {shown(side.name)} has the name of a file that relayout writes")
         check_copy(folder, side.name, side.nbytes, side.digest, "differs from the file that was copied", report)
 
 
@@ -82,7 +77,7 @@ def _check_cuts(record: SourceRecord, report: Report) -> None:
             report.add(SOURCE_RECORD_NAME, str(error), name)
         for part in slices:
             if (canonical := part.canonical(shape)) != part:
-                what = f"slice {dump_slice(part)} of {list(shape)}, in canonical form {dump_slice(canonical)}"
+                what = f"slice {dump_slice(part)} of {list(shape)}, canonical form is {dump_slice(canonical)}"
                 report.add(SOURCE_RECORD_NAME, what, name)
 
 
@@ -99,13 +94,13 @@ def _check_dcp(record: SourceRecord, source: SourceCheckpoint, report: Report) -
     plan = Plan(options.plan, options.num_ranks, record.cuts, record.cut_of)
     try:
         if options.dcp and not choose_dcp(source, plan, True, options.layout):
-            report.add(SOURCE_RECORD_NAME, "dcp is true at one rank, which needs none")
+            report.add(SOURCE_RECORD_NAME, "dcp is true, but there is only one rank")
     except PlanError as error:
         report.add(SOURCE_RECORD_NAME, f"dcp is true: {error}")
 
 
 def _check_facts(manifest: Manifest, record: SourceRecord, config: Mapping[str, Any] | None, report: Report) -> None:
-    """Check what the manifest repeats; its model_type only where config.json can be read."""
+    """Check the manifest's copies of facts; of model_type only if config.json can be read."""
     options = record.options
     model_type = manifest.model_type if config is None else config.get("model_type")
     sizes = (num_bytes(dtype, shape) or 0 for dtype, shape in zip(record.dtypes, record.shapes, strict=True))
@@ -119,7 +114,7 @@ def _check_facts(manifest: Manifest, record: SourceRecord, config: Mapping[str, 
         "source_nbytes": sum(sizes),
     }
     if (options.layout == WHOLE_TENSORS) != (manifest.whole is not None):
-        report.add(MANIFEST_NAME, f"'whole' does not fit the layout {options.layout!r} of the source record")
+        report.add(MANIFEST_NAME, f"'whole' contradicts the layout {options.layout!r} of the source record")
     for name, value in expected.items():
         if getattr(manifest, name) != value:
             field = "source.nbytes" if name == "source_nbytes" else name
@@ -127,16 +122,16 @@ def _check_facts(manifest: Manifest, record: SourceRecord, config: Mapping[str, 
 
 
 def _check_rules(record: SourceRecord, source: SourceCheckpoint, report: Report) -> None:
-    """Check that the rules, if there are any, give the cuts: else no other degree can be had."""
+    """Check that the rules, if there are any, give the recorded cuts: loads at other degrees need that."""
     if record.plan is not None and record.plan.origin != VLLM:
         try:
             proven_rules(source, record)
         except (FormatError, PlanError) as error:
-            report.add(SOURCE_RECORD_NAME, f"no other degree can be had: {error}")
+            report.add(SOURCE_RECORD_NAME, f"cannot be loaded at another degree: {error}")
 
 
 def check_slices(manifest: Manifest, tables: Sequence[RankTable | None], record: SourceRecord, report: Report) -> None:
-    """Check that what holders have are the slices of the record, and that equal slices have equal digests."""
+    """Check that holders have the recorded slices, and that equal slices have equal digests."""
     digests: dict[tuple[int, int], str] = {}
     for holder, table in enumerate(tables):
         if table is not None:
@@ -151,7 +146,7 @@ def _check_table(
     digests: dict[tuple[int, int], str],
     report: Report,
 ) -> None:
-    """`digests` are those of slices that several ranks hold, by tensor and number of the slice; they are added to."""
+    """Adds to `digests` those of slices that several ranks hold, by the indices of tensor and slice."""
     rows = {tensor: row for row, tensor in enumerate(table.names)}
     kinds, kind_of = table.kinds, table.kind_of
     for t, tensor in enumerate(record.names):
@@ -172,8 +167,7 @@ def _check_table(
         elif is_rank and len(cut.holders[cut.which[rank]]) > 1:
             other = digests.setdefault((t, cut.which[rank]), table.digests[row])
             if other != table.digests[row]:
-                report.add(
-                    name, f"its digest is {table.digests[row]}, that of the same slice of another rank {other}", tensor
-                )
+                what = f"its digest is {table.digests[row]}, but {other} for the same slice of another rank"
+                report.add(name, what, tensor)
     for tensor in rows:
         report.add(name, "is not in the source record", tensor)

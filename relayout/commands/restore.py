@@ -43,10 +43,10 @@ class Restored(Result):
 
     output: str
     num_files: int
-    """Number of shards written."""
+    """Of shards."""
     num_tensors: int
     written_nbytes: int
-    """Bytes of all shards."""
+    """Of all shards."""
     seconds: float
     peak_nbytes: int
     """Peak resident memory of the process."""
@@ -63,7 +63,7 @@ def restore(
 ) -> Restored:
     """Rebuild the source of a converted checkpoint: its shards, index and side files, byte for byte.
 
-    Files that the conversion left out (it listed them) cannot be restored.
+    Files that the conversion did not copy cannot be restored; it listed them.
 
     Args:
         path: the converted folder.
@@ -119,24 +119,20 @@ def restore(
 
 
 def _refuse_conversion(staging: Staging, *, force: bool) -> None:
-    """Check that no interrupted conversion would be lost.
-
-    Raises:
-        PlanError: the staging folder has the journal of a conversion, and `force` is not set.
-    """
-    found = read_journal(staging)
-    if found is not None and found[1].tensors and not force:
+    """Refuse to discard an interrupted conversion without `force`."""
+    journal = read_journal(staging)
+    if journal is not None and journal[1].tensors and not force:
         staging.is_kept = True
         raise PlanError("holds an interrupted conversion; --force discards it", path=staging.where, code="exists")
 
 
 def recorded_source(folder: Store, record: SourceRecord, *, is_whole: bool = True) -> SourceCheckpoint:
-    """The source checkpoint that a record describes; its files are still to be written.
+    """The source checkpoint that a record describes; its files need not exist.
 
     Args:
         folder: the converted folder.
         record: its source record.
-        is_whole: whether shards may have no tensors that were not converted.
+        is_whole: whether all tensors of the shards must have been converted.
 
     Raises:
         FormatError: a shard's header is damaged, or its tensors are not those of the record.
@@ -155,13 +151,13 @@ def recorded_source(folder: Store, record: SourceRecord, *, is_whole: bool = Tru
         header = parse_header(shard.header, shard.nbytes, where)
         metadata.append(header.metadata)
         for entry in header.tensors:
-            found = entry.dtype, entry.shape, header.data_start + entry.offset
+            stored_as = entry.dtype, entry.shape, header.data_start + entry.offset
             known = expected.pop(entry.name, None)
             if known is None and is_whole:
                 what = "was not converted, so the file cannot be restored"
                 raise FormatError(what, path=folder.where(shard.name), tensor=entry.name, code="mismatch")
-            if known not in (None, found):
-                what = f"{list(found)}, the record's columns have {list(known or ())}"
+            if known not in (None, stored_as):
+                what = f"{list(stored_as)}, the record's columns have {list(known or ())}"
                 raise FormatError(what, path=where, tensor=entry.name, code="mismatch")
         if expected:
             raise FormatError("is not in it", path=where, tensor=min(expected), code="mismatch")
@@ -171,7 +167,7 @@ def recorded_source(folder: Store, record: SourceRecord, *, is_whole: bool = Tru
 
 
 class _TensorWriter:
-    """Reads the rank files and writes the shards, of which only some are incomplete at a time."""
+    """Reads the rank files and writes the shards; only a few of these are incomplete at a time."""
 
     def __init__(self, folder: Store, record: SourceRecord, conversion: Conversion, staging: Staging) -> None:
         self._folder = folder
@@ -182,11 +178,11 @@ class _TensorWriter:
         self._stop = Stop()
         self._hashes = OrderedDigests(self._stop)
         self._checked: set[int] = set()
-        """Tensors with the right digest."""
+        """Tensors whose digest was verified."""
         self._created: set[int] = set()
         """Shards that exist."""
         self._num_left = [file.nbytes - len(file.header) for file in conversion.source.files]
-        """Of each shard: bytes behind the header that are not written yet."""
+        """For each shard, bytes behind the header that are not yet written."""
         self._lock = threading.Lock()
         self._inputs = OpenFiles(self._open_input)
         self._outputs = OpenFiles(self._open_output, num_descriptors=2)
@@ -198,23 +194,23 @@ class _TensorWriter:
             FormatError: a tensor's bytes do not have the digest in the record.
             OSError: a read or write failed.
         """
-        for number, num_left in enumerate(self._num_left):
+        for index, num_left in enumerate(self._num_left):
             if not num_left:
-                self._complete(number)
+                self._complete(index)
         plan = CopyPlan(self._conversion, chunk_nbytes=chunk_nbytes, by_source=True)
         steps = chain.from_iterable(map(plan.steps, range(len(self._conversion.layout.units))))
         with self._inputs, self._outputs:
             Workers(threads, steps, lambda: (Buffer(), Buffer()), self._work, self._stop).run(on_progress)
         assert self._checked == {t for t, tensor in enumerate(self._tensors) if tensor.extent.nbytes}
 
-    def _open_input(self, number: int) -> ReadableFile:
-        file = self._conversion.layout.files[number]
+    def _open_input(self, index: int) -> ReadableFile:
+        file = self._conversion.layout.files[index]
         return self._folder.open(file.name, file.nbytes, access=Access.ONCE)
 
-    def _open_output(self, number: int) -> WritableFile:
-        shard = self._conversion.source.files[number]
-        opened = self._staging.write_file(shard.name, shard.nbytes, is_new=number not in self._created)
-        self._created.add(number)
+    def _open_output(self, index: int) -> WritableFile:
+        shard = self._conversion.source.files[index]
+        opened = self._staging.write_file(shard.name, shard.nbytes, is_new=index not in self._created)
+        self._created.add(index)
         return opened
 
     def _work(self, memory: tuple[Buffer, Buffer], step: Step) -> int:
@@ -222,23 +218,23 @@ class _TensorWriter:
         loaded = Loaded.place(step.ranges, memory[0])
         for span in step.spans:
             self._read_span(span, loaded, memory[1])
-        for one in join_ranges(SourceRange(self._tensors[t].file, extent) for t, extent in step.tensors):
-            position = loaded.position(one.file, one.extent.offset)
-            view = loaded.memory[position : position + one.extent.nbytes]
-            with self._outputs.use(one.file) as output:
-                output.write(one.extent.offset, view, position)
+        for joined in join_ranges(SourceRange(self._tensors[t].file, extent) for t, extent in step.tensors):
+            file, extent = joined.file, joined.extent
+            position = loaded.position(file, extent.offset)
+            with self._outputs.use(file) as output:
+                output.write(extent.offset, loaded.memory[position : position + extent.nbytes], position)
             with self._lock:
-                self._num_left[one.file] -= one.extent.nbytes
-                is_complete = not self._num_left[one.file]
+                self._num_left[file] -= extent.nbytes
+                is_complete = not self._num_left[file]
             if is_complete:
-                self._complete(one.file)
+                self._complete(file)
         for t, extent in step.tensors:
             position = loaded.position(self._tensors[t].file, extent.offset)
             self._check(t, extent, loaded.memory[position : position + extent.nbytes])
         return step.nbytes
 
-    def _complete(self, number: int) -> None:
-        file = self._conversion.source.files[number]
+    def _complete(self, index: int) -> None:
+        file = self._conversion.source.files[index]
         self._staging.write_head(file.name, file.header, file.nbytes)
 
     def _read_span(self, span: Span, loaded: Loaded, buffer: Buffer) -> None:
@@ -251,8 +247,9 @@ class _TensorWriter:
         for piece in span.pieces:
             tensor = self._tensors[piece.tensor]
             position = place.offset - start + piece.position - piece.offset
-            for one in piece.transfers:
-                copy_runs(blocks, loaded.memory, one.inverted(), position, loaded.tensor_position(tensor, one.source))
+            for transfer in piece.transfers:
+                target = loaded.tensor_position(tensor, transfer.source)
+                copy_runs(blocks, loaded.memory, transfer.inverted(), position, target)
 
     def _check(self, t: int, extent: Extent, view: memoryview) -> None:
         """Hash bytes of a tensor, and compare its digest after the last."""

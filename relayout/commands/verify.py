@@ -10,20 +10,8 @@ from itertools import chain
 from typing import TypeAlias
 
 from relayout.checkpoint.converted import read_chunk_digests, read_manifest, read_table
-from relayout.checkpoint.source import (
-    SourceCheckpoint,
-    SourceFile,
-    SourceTensor,
-    model_order,
-    read_source,
-)
-from relayout.commands.consistency import (
-    check_arenas,
-    check_copy,
-    check_holder,
-    check_other_files,
-    own_files,
-)
+from relayout.checkpoint.source import SourceCheckpoint, SourceFile, SourceTensor, model_order, read_source
+from relayout.commands.consistency import check_arenas, check_copy, check_holder, check_other_files, own_files
 from relayout.commands.differences import Report
 from relayout.commands.records import check_record, check_slices
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, run_steps, share_memory
@@ -36,20 +24,17 @@ from relayout.core.dtypes import num_bytes
 from relayout.core.extents import Extent
 from relayout.errors import FormatError
 from relayout.format.chunks import CHUNKS_NAME, chunks_of
-from relayout.format.index import (
-    IndexedFile,
-    Manifest,
-    RankTable,
-)
+from relayout.format.index import IndexedFile, Manifest, RankTable
 from relayout.format.source_record import SourceRecord
 from relayout.progress import Progress, reporting
-from relayout.storage.hashing import CHUNK_NBYTES as REHASH_NBYTES
-from relayout.storage.hashing import HashedFile, hash_files, sha256_hex
+from relayout.storage.hashing import CHUNK_NBYTES, HashedFile, hash_files, sha256_hex
 from relayout.storage.protocols import Access, Store
 from relayout.storage.stores import find_input
 
 Check: TypeAlias = Callable[[Sequence[int], Callable[[int], None] | None], Iterable[Report]]
-"""Checks the digests of the holders that it is given; reports the bytes that were read to the function, if any."""
+"""Checks the digests of these holders, and calls the function, if any, with the bytes read so far."""
+
+_CHANGED = "has changed in the source since the conversion"
 
 
 def verify(
@@ -69,7 +54,7 @@ def verify(
         threads: threads that read and hash.
         memory: bytes that these threads may use, or text such as "512MiB".
         progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
-        check: reads the files of holders, if that is done elsewhere.
+        check: checks the digests of holders elsewhere, as on a cluster.
 
     Returns:
         The differences found; `ok` if there are none.
@@ -97,7 +82,7 @@ def verify(
     check_other_files(folder, manifest, tables, report)
     original = None if source is None else read_source(find_input(source))
     usable = {rank: table for rank, table in enumerate(tables) if table is not None}
-    hash_nbytes = sum(manifest.files[number].nbytes for holder in usable for number in own_files(manifest, holder))
+    hash_nbytes = sum(manifest.files[index].nbytes for holder in usable for index in own_files(manifest, holder))
     is_cut_again = original is not None or manifest.whole is not None
     total = hash_nbytes + (manifest.source_nbytes if is_cut_again else 0)
     with reporting(progress, "verifying", total) as report_nbytes:
@@ -119,11 +104,10 @@ def verify(
         else:
             for part in check(list(usable), report_nbytes):
                 report.merge(part)
-        # Skip the comparison if errors were found: the layout cannot be trusted.
+        # After errors the layout cannot be trusted: skip the comparison.
         if is_cut_again and record is not None and report.ok:
             begin("comparing with the source" if original is not None else "comparing the copies")
-            found = list(usable.values())
-            _compare(folder, manifest, found, record, original, report, *shared, after(hash_nbytes))
+            _compare(folder, manifest, list(usable.values()), record, original, report, *shared, after(hash_nbytes))
     return report
 
 
@@ -146,28 +130,28 @@ def verify_holder(
     report = Report(manifest.num_ranks)
     table, own = read_table(folder, manifest, holder), own_files(manifest, holder)
     num_readers = _num_readers(integer(threads, "threads"), size(memory, "memory"))
-    with reporting(progress, "verifying", sum(manifest.files[number].nbytes for number in own)) as report_nbytes:
+    with reporting(progress, "verifying", sum(manifest.files[index].nbytes for index in own)) as report_nbytes:
         _check_digests(folder, manifest, holder, table, report, num_readers, report_nbytes)
     _check_sha256(folder, manifest, own, report, num_readers)
     return report
 
 
 def _num_readers(threads: int, memory: int) -> int:
-    return max(1, min(threads, memory // REHASH_NBYTES))
+    return max(1, min(threads, memory // CHUNK_NBYTES))
 
 
-def _check_sha256(folder: Store, manifest: Manifest, numbers: Iterable[int], report: Report, threads: int) -> None:
-    """Read those of the files that have a SHA-256 once more, and compare it."""
+def _check_sha256(folder: Store, manifest: Manifest, indices: Iterable[int], report: Report, threads: int) -> None:
+    """Read the files that have a SHA-256 once more, and compare it."""
 
-    def found(file: IndexedFile) -> str:
+    def sha256_of(file: IndexedFile) -> str:
         try:
             return sha256_hex(folder.open(file.name, file.nbytes, access=Access.ONCE))
         except (FormatError, OSError) as error:
             return str(error)
 
-    files = [manifest.files[number] for number in numbers if manifest.files[number].sha256 is not None]
+    files = [manifest.files[index] for index in indices if manifest.files[index].sha256 is not None]
     with ThreadPoolExecutor(threads) as pool:
-        for file, digest in zip(files, pool.map(found, files), strict=True):
+        for file, digest in zip(files, pool.map(sha256_of, files), strict=True):
             if digest != file.sha256:
                 report.add(file.name, f"SHA-256 is {digest}, expected {file.sha256}")
 
@@ -181,19 +165,19 @@ def _check_digests(
     threads: int,
     on_progress: Callable[[int], None] | None,
 ) -> None:
-    """Read a holder's own files once, with several requests in flight, and compare the digests of slices and chunks."""
+    """Read a holder's own files once, and compare the digests of slices and chunks."""
     own = own_files(manifest, holder)
-    position = {number: place for place, number in enumerate(own)}
-    files = [manifest.files[number] for number in own]
+    positions = {index: position for position, index in enumerate(own)}
+    files = [manifest.files[index] for index in own]
     chunks = [chunks_of(file.data_start, file.nbytes, manifest.chunk_nbytes) for file in files]
-    stored = [_chunk_digests(folder, manifest, number, report) for number in own]
+    stored = [_chunk_digests(folder, manifest, index, report) for index in own]
     rows: list[list[tuple[Extent, str, str]]] = [[] for _ in files]
-    for name, dtype, shape, number, offset, digest in zip(
+    for name, dtype, shape, file_index, offset, digest in zip(
         table.names, table.dtypes, table.shapes, table.files, table.offsets, table.digests, strict=True
     ):
-        place = position.get(manifest.holders[holder].files[number])
-        if place is not None:
-            rows[place].append((Extent(offset, num_bytes(dtype, shape) or 0), name, digest))
+        position = positions.get(manifest.holders[holder].files[file_index])
+        if position is not None:
+            rows[position].append((Extent(offset, num_bytes(dtype, shape) or 0), name, digest))
     to_hash = [
         HashedFile(
             partial(folder.open, file.name, file.nbytes, access=Access.ONCE),
@@ -205,24 +189,22 @@ def _check_digests(
     hashed = hash_files(to_hash, threads, on_progress)
     for file, column, extents, expected_chunks, digests in zip(files, rows, chunks, stored, hashed, strict=True):
         is_damaged = False
-        for (extent, name, expected), found in zip(sorted(column), digests, strict=False):
-            if found != expected:
+        for (extent, name, expected), actual in zip(sorted(column), digests, strict=False):
+            if actual != expected:
                 is_damaged = True
                 report.add(file.name, "digest differs: the stored bytes are damaged", name, extent)
-        for extent, expected, found in zip(extents, expected_chunks, digests[len(column) :], strict=False):
-            if found != expected and not is_damaged:
-                report.add(file.name, f"its chunk has another digest than in {CHUNKS_NAME}", None, extent)
+        for extent, expected, actual in zip(extents, expected_chunks, digests[len(column) :], strict=False):
+            if actual != expected and not is_damaged:
+                report.add(file.name, f"the digest of a chunk differs from {CHUNKS_NAME}", None, extent)
     report.nbytes += sum(file.nbytes for file in files)
 
 
-def _chunk_digests(folder: Store, manifest: Manifest, number: int, report: Report) -> list[str]:
-    """The digests of a file's chunks, in hex; none if they cannot be had."""
-    try:
-        digests = read_chunk_digests(folder, manifest, number)
-    except FormatError as error:
-        report.add(CHUNKS_NAME, str(error))
-        return []
-    return [digests[at : at + DIGEST_NBYTES].hex() for at in range(0, len(digests), DIGEST_NBYTES)]
+def _chunk_digests(folder: Store, manifest: Manifest, index: int, report: Report) -> list[str]:
+    """The digests of a file's chunks, in hex; none if they cannot be read."""
+    with report.errors_of(CHUNKS_NAME):
+        digests = read_chunk_digests(folder, manifest, index)
+        return [digests[start : start + DIGEST_NBYTES].hex() for start in range(0, len(digests), DIGEST_NBYTES)]
+    return []
 
 
 def _compare(
@@ -236,12 +218,12 @@ def _compare(
     chunk_nbytes: int,
     on_progress: Callable[[int], None] | None,
 ) -> None:
-    """Cut the source, or the folder's whole tensors, by the conversion's copy plan, and compare all digests."""
+    """Cut the source, or the folder's whole tensors, with the conversion's copy plan, and compare all digests."""
     source = _whole_source(folder, manifest, tables[-1]) if original is None else original
-    found = [(tensor.name, tensor.dtype, tensor.shape) for tensor in source.tensors]
+    actual = [(tensor.name, tensor.dtype, tensor.shape) for tensor in source.tensors]
     expected = list(zip(record.names, record.dtypes, record.shapes, strict=True))
-    if found != expected:
-        different = sorted({name for name, *_ in set(found) ^ set(expected)}) or ["the order"]
+    if actual != expected:
+        different = sorted({name for name, *_ in set(actual) ^ set(expected)}) or ["the order"]
         report.add(str(source.root), f"is not the source: {len(different)} tensors differ, such as {different[0]!r}")
         return
     conversion = stored_conversion(folder, manifest, tables, record, source)
@@ -260,23 +242,22 @@ def _compare(
                 extent = Extent(table.offsets[row], conversion.cut[t].rank_nbytes(holder))
                 report.add(file.name, "differs from the source", name, extent)
         if of_tensor.source != record.digests[t]:
-            report.add(str(source.root), "has changed in the source since the conversion", name)
+            report.add(str(source.root), _CHANGED, name)
     if original is not None:
         _compare_files(record, original, report)
     report.compared_with_source = original is not None
 
 
 def _compare_files(record: SourceRecord, source: SourceCheckpoint, report: Report) -> None:
-    """Compare what else a restoration gives back: shards' names, lengths and headers, the index, side files."""
-    what = "has changed in the source since the conversion"
+    """Compare the rest of what is restored: names, lengths and headers of shards, the index, and side files."""
     expected = {file.name: (file.nbytes, file.header) for file in record.files}
-    found = {file.name: (file.nbytes, file.header) for file in source.files}
-    for name in sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)):
-        report.add(name, what)
+    actual = {file.name: (file.nbytes, file.header) for file in source.files}
+    for name in sorted(name for name in actual.keys() | expected.keys() if actual.get(name) != expected.get(name)):
+        report.add(name, _CHANGED)
     if source.index != record.index:
-        report.add(str(source.root), "its index " + what)
+        report.add(str(source.root), f"its index {_CHANGED}")
     for side in record.side_files:
-        check_copy(source.folder, side.name, side.nbytes, side.digest, what, report)
+        check_copy(source.folder, side.name, side.nbytes, side.digest, _CHANGED, report)
 
 
 def _whole_source(folder: Store, manifest: Manifest, table: RankTable) -> SourceCheckpoint:

@@ -27,12 +27,12 @@ from relayout.storage.stores import find_store
 _CHUNK_NBYTES = 8 * 2**20
 _DEFAULT_THREADS = 4
 _SHARE_OF_MEMORY = 2
-"""By default, half of the memory that the system could give is filled at most."""
+"""The default limit is half of the available memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class WarmFile:
-    """A file, and what of it was in the page cache before and after; None where the system does not tell."""
+    """A file, and its bytes in the page cache before and after, None if the system does not report them."""
 
     name: str
     nbytes: int
@@ -42,14 +42,14 @@ class WarmFile:
 
 @dataclass(frozen=True, slots=True)
 class Warmed(Result):
-    """What `warm` has done."""
+    """What `warm` did."""
 
     path: str
     files: tuple[WarmFile, ...]
     read_nbytes: int
-    """Bytes that were read, as they were not in the page cache."""
+    """Bytes that were not in the page cache before."""
     left_nbytes: int
-    """Bytes that were left where they are, for want of memory."""
+    """Bytes that were not read, because of the memory limit."""
     seconds: float
 
 
@@ -61,21 +61,21 @@ def warm(
     threads: int = _DEFAULT_THREADS,
     progress: Progress = None,
 ) -> Warmed:
-    """Read files into the page cache, so that loads that follow take them from there.
+    """Read files into the page cache for the loads that follow.
 
-    What is there already is not read again. Files are read side by side, each from its start, as loads need them.
+    Cached bytes are not read again. All files are read at once, each from its start, in the order of a load.
 
     Args:
         path: a converted folder, or a plain checkpoint, of which all shards are read.
-        rank: bring only this rank's files; None: those of all ranks.
-        memory: bytes, or text such as "64GiB", that may be in the page cache of these files. Default: half of what
-            the system could give.
+        rank: read only this rank's files; None: those of all ranks.
+        memory: limit of bytes of these files in the page cache, or text such as "64GiB". Default: half of the available
+            memory.
         threads: requests in flight.
         progress: True shows a bar on stderr; a function is called with (bytes done, bytes in all).
 
     Raises:
-        FormatError: the manifest is damaged, a file is missing, or has another length than it says.
-        PlanError: the rank does not exist, or files of this store are in no page cache.
+        FormatError: the manifest is damaged, or a file is missing or has the wrong length.
+        PlanError: the rank does not exist, or the store has no page cache.
         OSError: reading failed.
 
     Example:
@@ -91,29 +91,29 @@ def warm(
     total, read = sum(extent.nbytes for _, extent in chunks), 0
     stop = Stop()
 
-    def open_file(number: int) -> ReadableFile:
-        return store.open(names[number], sizes[number], access=Access.BUFFERED)
+    def open_file(index: int) -> ReadableFile:
+        return store.open(names[index], sizes[index], access=Access.BUFFERED)
 
     def work(buffer: Buffer, item: tuple[int, Extent]) -> int:
         nonlocal read
-        number, extent = item
-        with inputs.use(number) as file:
+        index, extent = item
+        with inputs.use(index) as file:
             if _resident(file, extent, store) != extent.nbytes:
                 file.read(extent.offset, buffer.reserve(extent.nbytes))
                 with stop.condition:
                     read += extent.nbytes
         return extent.nbytes
 
-    def resident(number: int) -> int | None:
-        with inputs.use(number) as file:
-            return _resident(file, Extent(0, sizes[number]), store)
+    def resident(index: int) -> int | None:
+        with inputs.use(index) as file:
+            return _resident(file, Extent(0, sizes[index]), store)
 
     with OpenFiles(open_file) as inputs:
         before = list(map(resident, range(len(sizes))))
         with reporting(progress, "warming", total) as on_progress:
             Workers(integer(threads, "threads"), chunks, Buffer, work, stop).run(on_progress)
         after = list(map(resident, range(len(sizes))))
-    files = tuple(WarmFile(*one) for one in zip(names, sizes, before, after, strict=True))
+    files = tuple(map(WarmFile, names, sizes, before, after))
     return Warmed(str(path), files, read, left, time.perf_counter() - started)
 
 
@@ -121,27 +121,27 @@ def _files(store: Store, rank: int | None) -> tuple[list[str], list[int]]:
     """Names and lengths of the files that loads read."""
     if not is_converted(store):
         if rank is not None:
-            raise PlanError("not converted: it has no ranks; without a rank all shards are read", path=str(store))
+            raise PlanError("not converted, so it has no ranks: leave out the rank", path=str(store))
         shards = read_source(store).files
         return [file.name for file in shards], [file.nbytes for file in shards]
     manifest = read_manifest(store)
     if rank is not None:
         check_rank(store, rank, manifest.num_ranks)
     entries = manifest.ranks if rank is None else [manifest.ranks[rank]]
-    files = [manifest.files[number] for number in dict.fromkeys(number for entry in entries for number in entry.files)]
+    files = [manifest.files[index] for index in dict.fromkeys(index for entry in entries for index in entry.files)]
     return [file.name for file in files], [file.nbytes for file in files]
 
 
 def _side_by_side(sizes: Sequence[int]) -> Iterator[tuple[int, Extent]]:
     """Chunks of all files: the first of each, then the second of each."""
     columns = [
-        [(number, extent) for extent in split(Extent(0, nbytes), _CHUNK_NBYTES)] for number, nbytes in enumerate(sizes)
+        [(index, extent) for extent in split(Extent(0, nbytes), _CHUNK_NBYTES)] for index, nbytes in enumerate(sizes)
     ]
-    return (one for one in chain.from_iterable(zip_longest(*columns)) if one is not None)
+    return (chunk for chunk in chain.from_iterable(zip_longest(*columns)) if chunk is not None)
 
 
 def _within(chunks: list[tuple[int, Extent]], limit: int) -> tuple[list[tuple[int, Extent]], int]:
-    """The first chunks that fit into a limit of bytes, and the bytes of the others."""
+    """The first chunks, up to a limit of bytes, and the bytes of the others."""
     total = 0
     for count, (_, extent) in enumerate(chunks):
         if total + extent.nbytes > limit:
@@ -151,8 +151,8 @@ def _within(chunks: list[tuple[int, Extent]], limit: int) -> tuple[list[tuple[in
 
 
 def _resident(file: ReadableFile, extent: Extent, store: Store) -> int | None:
-    """How many bytes of an extent are in the page cache; None where the system does not tell."""
+    """How many bytes of an extent are in the page cache; None if the system does not report it."""
     fd = file.fileno()
     if fd is None:
-        raise PlanError("its files are in no page cache: there is nothing to warm", path=str(store), code="unsupported")
+        raise PlanError("a store without a page cache: there is nothing to warm", path=str(store), code="unsupported")
     return resident_nbytes(fd, extent.offset, extent.nbytes)

@@ -60,7 +60,7 @@ def of_conversion(conversion: Conversion) -> dict[str, Any]:
         for file in layout.files
     ]
     counts = Counter(group_of)
-    described = [_group(pattern, cut, counts[number]) for (pattern, cut), number in groups.items()]
+    described = [_group(pattern, cut, counts[index]) for (pattern, cut), index in groups.items()]
     return {
         "path": str(conversion.output),
         "source": str(source.root),
@@ -88,7 +88,7 @@ def of_conversion(conversion: Conversion) -> dict[str, Any]:
 
 def _group(pattern: str, cut: CutTensor, count: int) -> dict[str, Any]:
     """Tensors that differ only in the numbers of their names."""
-    held = [_slice(cut, number) for number in range(len(cut.cut.distinct))]
+    held = [_slice(cut, index) for index in range(len(cut.cut.distinct))]
     return {
         "pattern": pattern,
         "kind": kind_of(pattern, len(cut.shape)),
@@ -101,18 +101,18 @@ def _group(pattern: str, cut: CutTensor, count: int) -> dict[str, Any]:
     }
 
 
-def _slice(cut: CutTensor, number: int) -> dict[str, Any]:
-    part, transfers = cut.cut.distinct[number], cut.transfers[number]
-    is_near = all(one.count == 1 for one in transfers) and len(transfers) <= _MAX_PIECES
+def _slice(cut: CutTensor, index: int) -> dict[str, Any]:
+    part, transfers = cut.cut.distinct[index], cut.transfers[index]
+    is_near = all(transfer.count == 1 for transfer in transfers) and len(transfers) <= _MAX_PIECES
     return {
-        "shape": cut.shapes[number],
-        "nbytes": cut.sizes[number],
+        "shape": cut.shapes[index],
+        "nbytes": cut.sizes[index],
         "words": _words(part, cut.shape),
         "is_whole": part.is_whole,
         "is_held": part.is_held,
-        "pieces": [[one.source, one.nbytes] for one in transfers] if is_near else None,
-        "runs": sum(one.count for one in transfers),
-        "holders": len(cut.cut.holders[number]),
+        "pieces": [[transfer.source, transfer.nbytes] for transfer in transfers] if is_near else None,
+        "runs": sum(transfer.count for transfer in transfers),
+        "holders": len(cut.cut.holders[index]),
     }
 
 
@@ -133,13 +133,13 @@ def _rank(groups: Sequence[dict[str, Any]], rank: int) -> dict[str, Any]:
     """Sums of one rank."""
     needed = by_rows = shared = num_tensors = 0
     for group in groups:
-        one, count = group["slices"][group["which"][rank]], group["count"]
-        if not one["is_held"]:
+        part, count = group["slices"][group["which"][rank]], group["count"]
+        if not part["is_held"]:
             continue
         num_tensors += count
-        needed += one["nbytes"] * count
-        shared += one["nbytes"] * count if one["holders"] > 1 else 0
-        by_rows += (one["nbytes"] if one["pieces"] is not None else group["nbytes"]) * count
+        needed += part["nbytes"] * count
+        shared += part["nbytes"] * count if part["holders"] > 1 else 0
+        by_rows += (part["nbytes"] if part["pieces"] is not None else group["nbytes"]) * count
     return {"num_tensors": num_tensors, "nbytes": needed, "by_rows_nbytes": by_rows, "shared_nbytes": shared}
 
 

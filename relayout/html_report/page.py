@@ -66,11 +66,11 @@ def report(
     store, target = find_store(path), Path(output)
     if is_converted(store):
         if tp is not None or plan is not None:
-            raise PlanError("is converted already: a degree or plan is for plain ones", path=path, code="option")
+            raise PlanError("already converted: leave out degree and plan", path=path, code="option")
         content, digests = of_converted(store)
     else:
         if tp is None:
-            raise PlanError("not converted: say for how many ranks (tp=N, --tp N)", path=path, code="option")
+            raise PlanError("not converted: set the number of ranks (tp=N, --tp N)", path=path, code="option")
         tp = integer(tp, "tp")
         content, digests = of_conversion(plan_conversion(path, default_output(path, tp), tp=tp, plan=plan)), b""
     text = render(content, digests)

@@ -169,7 +169,7 @@ def test_a_slice_in_a_table_is_compared_with_the_record(folder: Path) -> None:
     edit_table(folder, shift)
     found = differences(folder)
     assert any("is not the slice in the source record" in one for one in found)
-    assert any("holds the content" in one for one in found)
+    assert any("its content is" in one for one in found)
 
 
 def test_a_content_that_is_not_that_of_the_table_is_found(folder: Path) -> None:
@@ -177,7 +177,7 @@ def test_a_content_that_is_not_that_of_the_table_is_found(folder: Path) -> None:
     old = json.loads((folder / "relayout.json").read_text())["files"][number]["content"]
     edit_head(folder, old, "0" * 32)
     edit_manifest(folder, lambda top: top["files"][number].update(content="0" * 32))
-    assert [one for one in differences(folder) if "holds the content" in one]
+    assert [one for one in differences(folder) if "its content is" in one]
 
 
 def test_a_bulk_that_cannot_go_directly_to_its_place_is_named(folder: Path) -> None:
@@ -190,7 +190,7 @@ def test_a_bulk_that_cannot_go_directly_to_its_place_is_named(folder: Path) -> N
     edit_manifest(folder, move)
     edit_table(folder, lambda top: top.update(arena_offset=[offset + 16 for offset in top["arena_offset"]]))
     assert relayout.load(folder, 1, verify=True)
-    assert any("cannot go directly to their place" in one for one in differences(folder))
+    assert any("cannot be read directly to byte" in one for one in differences(folder))
 
 
 def test_chunk_digests_are_compared_with_the_files(folder: Path) -> None:
@@ -205,7 +205,7 @@ def test_chunk_digests_are_compared_with_the_files(folder: Path) -> None:
     ]
     last = bytes(blob[-16 * counts[-1] :])
     edit_manifest(folder, lambda top: top["files"][-1].update(chunks_digest=digest(last)))
-    assert any("its chunk has another digest than in relayout.chunks" in one for one in differences(folder))
+    assert any("the digest of a chunk differs from relayout.chunks" in one for one in differences(folder))
     path.write_bytes(bytes(blob) + b"\0")
     assert any("bytes long, expected" in one for one in differences(folder))
     path.unlink()
@@ -289,13 +289,16 @@ def named(old: str, new: str) -> Callable[[Tree], None]:
         (lambda top: top["files"]["nbytes"].__setitem__(0, top["files"]["nbytes"][0] + 1), "trailing bytes"),
         (in_header('"BF16"', '"F16" '), "the record's columns have"),
         (in_header("gate_proj", "gata_proj"), "gate_proj.weight'.* is not in it"),
-        (cut_otherwise, "in canonical form"),
+        (cut_otherwise, "canonical form is"),
         (out_of_order, "is not in model order"),
-        (named("config.json", "relayout.x"), "'relayout.x' has the name of a part of the folder"),
-        (named("config.json", HEAD), f"'{HEAD}' has the name of a part of the folder"),
-        (lambda top: top["plan"]["rules"].update(cut=5), "no other degree can be had: .*cut"),
-        (lambda top: top["plan"]["rules"].update(x=5), "no other degree can be had: .*'x'"),
-        (lambda top: top["plan"]["rules"].update(cut={"**": "whole"}), "no other degree can be had: .*does not cut"),
+        (named("config.json", "relayout.x"), "'relayout.x' has the name of a file that relayout writes"),
+        (named("config.json", HEAD), f"'{HEAD}' has the name of a file that relayout writes"),
+        (lambda top: top["plan"]["rules"].update(cut=5), "cannot be loaded at another degree: .*cut"),
+        (lambda top: top["plan"]["rules"].update(x=5), "cannot be loaded at another degree: .*'x'"),
+        (
+            lambda top: top["plan"]["rules"].update(cut={"**": "whole"}),
+            "cannot be loaded at another degree: .*does not cut",
+        ),
         (lambda top: top.update(layout="whole"), "dcp is true: files of whole tensors need no"),
         (lambda top: top["tensors"]["dtype"].__setitem__(0, "F8_E8M0"), "the record's columns have"),
     ],
@@ -357,7 +360,7 @@ def test_equal_slices_of_a_tensor_have_equal_digests(tmp_path: Path) -> None:
     assert relayout.load(folder, 1, verify=True)
     [found] = relayout.verify(folder).differences
     assert (found.file, found.tensor) == (TABLE, "a")
-    assert "that of the same slice of another rank" in found.what
+    assert "for the same slice of another rank" in found.what
 
 
 def test_a_bulk_is_one_read(folder: Path) -> None:

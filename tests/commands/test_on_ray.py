@@ -248,4 +248,4 @@ def test_the_commands_have_the_engine(source: Path, tmp_path: Path, use: Callabl
     assert json.loads(verified.stdout)["ok"]
     for other in (["--unit", "0/1"], ["--commit"]):
         assert "it does both" in cli(*words, "--engine", "ray", *other).stderr
-    assert "without --engine ray" in cli(*words, "--address", "auto").stderr
+    assert "--address needs --engine ray" in cli(*words, "--address", "auto").stderr

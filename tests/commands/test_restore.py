@@ -25,6 +25,9 @@ from relayout.conversion import run as conversion
 from relayout.errors import FormatError, PlanError
 
 DEGREES = (8, 4, 2, 1)
+# Each way of cutting: fused, interleaved, experts apart and stacked, latent attention, and packed, grouped and scaled
+# weights. That all families are cut as they should be is tested with the plans.
+KINDS = ["llama", "phi3", "bloom", "mixtral", "deepseek_v3", *list(QUANTIZED)[::4]]
 
 
 @pytest.fixture(scope="session")

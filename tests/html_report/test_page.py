@@ -168,9 +168,9 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(folder: Path, tmp_path
 
 
 def test_what_cannot_be_shown_is_refused(folder: Path, llama: Path, tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="say for how many ranks"):
+    with pytest.raises(PlanError, match="set the number of ranks"):
         relayout.report(llama, tmp_path / "page.html")
-    with pytest.raises(PlanError, match="is converted already"):
+    with pytest.raises(PlanError, match="already converted"):
         relayout.report(folder, tmp_path / "page.html", tp=2)
     assert list(tmp_path.iterdir()) == []
 

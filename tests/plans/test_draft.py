@@ -185,9 +185,9 @@ def test_keys_and_values_that_are_cut_through_heads_are_warned_of(tmp_path: Path
         "v.weight": '{ dim = 0, by = "even" }',
     }
     assert found.degrees[2] is None
-    assert "attn.k.weight': cut evenly, 2 heads would be cut in pieces" in (found.degrees[4] or "")
+    assert "attn.k.weight': an even cut would divide 2 heads unevenly" in (found.degrees[4] or "")
     done = CliRunner().invoke(app, ["plans", "--check", str(folder)])
-    assert "config.json has 2 heads" in " ".join(done.stdout.replace("#", "").split())
+    assert "config.json has 2 key and value heads" in " ".join(done.stdout.replace("#", "").split())
 
 
 @pytest.mark.parametrize("plan", ["llama", "builtin:llama"])
@@ -301,7 +301,7 @@ def test_the_command_prints_one_json_object(tmp_path: Path, llama: Path) -> None
 
 
 def test_what_vllm_cuts_has_no_rules_to_check(llama: Path) -> None:
-    with pytest.raises(PlanError, match="there are no rules to check"):
+    with pytest.raises(PlanError, match="a plan observed from vLLM has no rules to check"):
         check_plan(llama, plan="vllm")
 
 

@@ -6,7 +6,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "errors": (),
     "core": (),
     "progress": (),
-    "results": (),
+    "tables": (),
+    "results": ("tables",),
     "format": ("core",),
     "storage": ("core", "format"),
     "checkpoint": ("core", "format", "storage"),
@@ -22,7 +23,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "transformers": ("engines",),
     "clusters": ("progress", "conversion", "commands"),
     "cli": (
-        *("core", "progress", "format", "storage", "plans", "observe", "conversion"),
+        *("core", "progress", "tables", "format", "storage", "plans", "observe", "conversion"),
         *("commands", "loader", "benchmark", "html_report", "clusters"),
     ),
 }

@@ -26,7 +26,9 @@ from support.quantized import (
     REFUSED_FORMS,
     Method,
     Quantized,
+    awq,
     compressed,
+    gptq,
     weights_of,
     write_quantized,
 )
@@ -234,6 +236,31 @@ def test_a_cut_inside_a_group_is_refused_even_where_the_number_of_groups_divides
         g_idx=("I32", (columns,)),
     )
     assert {degree for degree in DEGREES if isinstance(try_plan(source, degree), Plan)} == fitting
+
+
+@pytest.mark.parametrize("method", [gptq(4, 128), awq(128)], ids=["gptq", "awq"])
+def test_experts_are_cut_inside_a_group_where_vllm_can_halve_it_and_ranks_have_all_its_scales(
+    method: Method, tmp_path: Path
+) -> None:
+    quantized = Quantized(method, "qwen3_moe", {"D": 128, "H": 256, "M": 384})
+    source = write_quantized(quantized, tmp_path / "source")
+    whole = tensors_of(source)
+    down = [name for name in whole if re.search(r"\.experts\.\d+\.down_proj\.", name)]
+    assert {name.rpartition(".")[2] for name in down} >= {"qweight", "scales", "qzeros"}
+    for tp in (2, 4):  # 192 and 96 columns: groups of 64 and 32.
+        relayout.convert(source, tmp_path / f"tp{tp}", tp=tp)
+        for rank in range(tp):
+            held = tensors_of(tmp_path / f"tp{tp}", rank)
+            for name in down:
+                suffix = name.rpartition(".")[2]
+                num_rows = len(whole[name]) // tp
+                cut = whole[name][rank * num_rows : (rank + 1) * num_rows]
+                assert torch.equal(held[name], cut if suffix in ("qweight", "g_idx") else whole[name]), name
+    with pytest.raises(PlanError, match="the cut at 48 of 384 falls inside 128 values stored together"):
+        relayout.convert(source, tmp_path / "tp8", tp=8)  # 48 columns: no group of 32 or more divides them.
+    dense = write_quantized(Quantized(method, "qwen3_moe", {"D": 96, "H": 256, "M": 384}), tmp_path / "dense")
+    with pytest.raises(PlanError, match=r"o_proj.*falls inside 128 values"):
+        relayout.convert(dense, tmp_path / "dense-tp4", tp=4)
 
 
 def test_a_dynamic_rule_that_asks_for_act_order_is_refused_as_if_all_weights_had_it() -> None:

@@ -72,7 +72,7 @@ def unwritten(model: torch.nn.Module) -> list[str]:
     for (_, dtype), of_dtype in samples.items():
         is_mark = torch.cat([sample for _, sample in of_dtype]) == _MARK >> (64 - 8 * dtype.itemsize)
         if is_mark.any():  # The only wait for a device.
-            parts = is_mark.split([len(sample) for _, sample in of_dtype])
+            parts = is_mark.split_with_sizes([len(sample) for _, sample in of_dtype])
             names += [name for (name, _), part in zip(of_dtype, parts, strict=True) if part.any()]
     return names
 

@@ -12,7 +12,7 @@ import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from math import prod
 from typing import Any, TypeAlias
@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from relayout.core.slices import Range
+from relayout.core.slices import Range, merged, positions
 from relayout.errors import PlanError
 
 Geometry: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -72,10 +72,13 @@ class _Memory(ABC):
     strides: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    usage: Usage
-    writes: list[int]
-    """One number, of all that share the memory: how often an operation has written to what was not at hand."""
-    _whole: torch.Tensor | None = None
+
+    def __init__(self, read: Callable[[str], torch.Tensor], usage: Usage) -> None:
+        self._read = read
+        self.usage = usage
+        self.writes = [0]
+        """One number, of all that share the memory: how often an operation has written to what was not at hand."""
+        self._whole: torch.Tensor | None = None
 
     @property
     def geometry(self) -> Geometry:
@@ -99,10 +102,6 @@ class _Memory(ABC):
         """Take over what has been written to what `whole` returned."""
 
     @abstractmethod
-    def _read(self, operation: str) -> torch.Tensor:
-        """All elements, in memory of its own."""
-
-    @abstractmethod
     def _renew(self, whole: torch.Tensor) -> None:
         """Bring what has been written to elements at hand to the whole."""
 
@@ -120,40 +119,22 @@ class _Slice(_Memory):
         read: Callable[[str], torch.Tensor],
         usage: Usage,
     ) -> None:
+        super().__init__(read, usage)
         self.name = name
         self.local = local
         self.shape = shape
         self.axis = axis
         self.ranges = ranges
-        self.usage = usage
-        self.writes = [0]
-        self._read_all = read
+        self.dtype, self.device = local.dtype, local.device
 
     @property
     def strides(self) -> tuple[int, ...]:  # type: ignore[override]
-        """Of the whole tensor."""
+        """Of the whole tensor. Few are asked for, and each load makes many of these."""
         strides, step = [], 1
         for dim in reversed(self.shape):
             strides.append(step)
             step *= dim or 1
         return tuple(reversed(strides))
-
-    @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """Of the elements."""
-        return self.local.dtype
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        """Where the slice lies."""
-        return self.local.device
-
-    def spans(self) -> Iterator[tuple[int, int, int]]:
-        """(start in the whole tensor, length, start in the slice) of each range, along the axis."""
-        at = 0
-        for start, length in self.ranges:
-            yield start, length, at
-            at += length
 
     def held(self, size: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor | None:
         """A view, if all of its elements are at hand.
@@ -173,7 +154,7 @@ class _Slice(_Memory):
                 local_strides.append(stride)
             else:
                 local_strides.append(stride // run * local_run)
-        for start, length, at in self.spans():
+        for start, length, at in positions(self.ranges):
             if start * inner <= lowest and highest < (start + length) * inner:
                 first = self.local.storage_offset() + outer * local_run + lowest + (at - start) * inner
                 return self.local.as_strided(size, local_strides, first)
@@ -195,7 +176,7 @@ class _Slice(_Memory):
         last = len(self.shape) - 1
         if ratio != 1 and any(
             not float(count * ratio).is_integer()
-            for count in (self.shape[-1], *(bound for one in self.ranges if self.axis == last for bound in one))
+            for count in (self.shape[-1], *(bound for span in self.ranges if self.axis == last for bound in span))
         ):
             return None
         shape, ranges = self.shape, self.ranges
@@ -212,14 +193,11 @@ class _Slice(_Memory):
     def written(self) -> None:
         assert self._whole is not None
         self.writes[0] += 1
-        for start, length, at in self.spans():
+        for start, length, at in positions(self.ranges):
             self.local.narrow(self.axis, at, length).copy_(self._whole.narrow(self.axis, start, length))
 
-    def _read(self, operation: str) -> torch.Tensor:
-        return self._read_all(operation)
-
     def _renew(self, whole: torch.Tensor) -> None:
-        for start, length, at in self.spans():
+        for start, length, at in positions(self.ranges):
             whole.narrow(self.axis, start, length).copy_(self.local.narrow(self.axis, at, length))
 
 
@@ -229,12 +207,10 @@ class _Rearranged(_Memory):
     def __init__(
         self, moved: torch.Tensor, mask: torch.Tensor, read: Callable[[str], torch.Tensor], usage: Usage
     ) -> None:
+        super().__init__(read, usage)
         self._moved = moved
         self._mask = mask
         """On the CPU, so that looking at it waits for no device."""
-        self._read_all = read
-        self.usage = usage
-        self.writes = [0]
         self.shape, self.strides = tuple(moved.shape), moved.stride()
         self.dtype, self.device = moved.dtype, moved.device
 
@@ -251,11 +227,6 @@ class _Rearranged(_Memory):
         assert self._whole is not None
         self.writes[0] += 1
         self._moved.copy_(self._whole)
-
-    def _read(self, operation: str) -> torch.Tensor:
-        whole = self._read_all(operation)
-        assert whole.stride() == self.strides
-        return whole
 
     def _renew(self, whole: torch.Tensor) -> None:
         mask = self._mask.to(self.device)
@@ -319,7 +290,7 @@ class GlobalTensor(torch.Tensor):
         if local.shape != expected or not local.is_contiguous():
             what = f"slice has shape {list(local.shape)}, expected {list(expected)}, dense"
             raise PlanError(what, tensor=name)
-        joined = ranges if len(ranges) < 2 else _joined(ranges)
+        joined = merged(ranges)
         if len(joined) == 1 and joined[0][1] == shape[axis]:
             return local
 
@@ -351,7 +322,11 @@ class GlobalTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         memory = self._memory
-        what = f"{memory.name!r}, axis {memory.axis}: {memory.ranges}" if isinstance(memory, _Slice) else "rearranged"
+        what = (
+            f"{memory.name!r}, axis {memory.axis}: {list(memory.ranges)}"
+            if isinstance(memory, _Slice)
+            else "rearranged"
+        )
         return f"GlobalTensor({what}, {list(self.shape)} of {list(memory.shape)}, {self.dtype})"
 
     def get_shape(self) -> list[int]:
@@ -363,24 +338,22 @@ class GlobalTensor(torch.Tensor):
         memory = self._memory
         if self._is_base and type(memory) is _Slice and memory.axis in (dim, dim + self.ndim) and type(start) is int:
             memory.usage.used.add(memory.name)
-            at = 0
-            for begin, count in memory.ranges:
+            for begin, count, at in positions(memory.ranges):
                 if begin <= start and start + length <= begin + count:
                     return memory.local.narrow(dim, at + start - begin, length)
-                at += count
         return torch.Tensor.narrow(self, dim, start, length)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """As torch's; slices, which loaders that read lazily ask for, without torch's dispatcher."""
         memory = self._memory
         if self._is_base and type(memory) is _Slice:
-            given = index if type(index) is tuple else (index,)
+            keys = index if type(index) is tuple else (index,)
             axis = memory.axis
-            if axis < len(given) <= len(memory.shape) and all(type(one) is slice for one in given):
-                start, stop, step = given[axis].indices(memory.shape[axis])
+            if axis < len(keys) <= len(memory.shape) and all(type(key) is slice for key in keys):
+                start, stop, step = keys[axis].indices(memory.shape[axis])
                 if step == 1 and start <= stop:
                     part = self.narrow(axis, start, stop - start)
-                    return torch.Tensor.__getitem__(part, (*given[:axis], slice(None), *given[axis + 1 :]))
+                    return torch.Tensor.__getitem__(part, (*keys[:axis], slice(None), *keys[axis + 1 :]))
         return torch.Tensor.__getitem__(self, index)
 
     def tolist(self) -> Any:
@@ -430,7 +403,7 @@ class GlobalTensor(torch.Tensor):
         spread = memory.local.new_zeros(memory.shape)
         memory._renew(spread)
         line = torch.zeros(memory.shape[memory.axis], dtype=torch.bool)
-        for start, length, _ in memory.spans():
+        for start, length, _ in positions(memory.ranges):
             line[start : start + length] = True
         mask = line.view([-1 if axis == memory.axis else 1 for axis in range(len(memory.shape))]).expand(memory.shape)
         return spread.as_strided(*self._geometry), mask.contiguous().as_strided(*self._geometry)
@@ -449,28 +422,28 @@ class GlobalTensor(torch.Tensor):
                 viewed = first._memory.viewed(*args[1:])
                 if viewed is not None:
                     return GlobalTensor._of(viewed)
-        found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GlobalTensor)]
-        for one in found:
-            one._note_use()
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GlobalTensor)]
+        for tensor in tensors:
+            tensor._note_use()
         if written_by(func):
-            return _write(func, args, kwargs, found)
+            return _write(func, args, kwargs, tensors)
         done: torch.Tensor | None = None
-        if len(found) == 1 and found[0] is first:
+        if len(tensors) == 1 and tensors[0] is first:
             done = _elementwise(func, first, args[1:], kwargs)
         if done is None and func in MOVES:
-            done = _move(func, args, kwargs, found[0]._memory.usage)
+            done = _move(func, args, kwargs, tensors[0]._memory.usage)
         if done is not None:
             return done
         operation = name_of(func)
-        return _call(func, args, kwargs, lambda one: one._plain(operation))
+        return _call(func, args, kwargs, lambda tensor: tensor._plain(operation))
 
     def _note_use(self) -> None:
         if isinstance(self._memory, _Slice):
             self._memory.usage.used.add(self._memory.name)
 
     def _view(self, func: Any, rest: Any, kwargs: Any) -> Any:
-        made = func(without_memory(self), *rest, **kwargs)
-        return self._seen(made) if isinstance(made, torch.Tensor) else [self._seen(one) for one in made]
+        views = func(without_memory(self), *rest, **kwargs)
+        return self._seen(views) if isinstance(views, torch.Tensor) else [self._seen(view) for view in views]
 
     def _seen(self, view: torch.Tensor) -> torch.Tensor:
         """What a meta tensor is a view of, as a view of the memory: a plain one, if all of it is at hand."""
@@ -481,12 +454,12 @@ class GlobalTensor(torch.Tensor):
         return GlobalTensor._of(self._memory, None if geometry == self._memory.geometry else geometry)
 
 
-def _call(func: Any, args: Any, kwargs: Any, made: Callable[[GlobalTensor], torch.Tensor]) -> Any:
+def _call(func: Any, args: Any, kwargs: Any, replacement: Callable[[GlobalTensor], torch.Tensor]) -> Any:
     """Call an operation with what is made of each global tensor."""
-    return func(*tree_map_only(GlobalTensor, made, args), **tree_map_only(GlobalTensor, made, kwargs))
+    return func(*tree_map_only(GlobalTensor, replacement, args), **tree_map_only(GlobalTensor, replacement, kwargs))
 
 
-def _write(func: Any, args: Any, kwargs: Any, found: Sequence[GlobalTensor]) -> Any:
+def _write(func: Any, args: Any, kwargs: Any, tensors: Sequence[GlobalTensor]) -> Any:
     """Carry out an operation that writes to its arguments, on whole tensors where these are global ones.
 
     Raises:
@@ -494,16 +467,16 @@ def _write(func: Any, args: Any, kwargs: Any, found: Sequence[GlobalTensor]) -> 
     """
     operation = name_of(func)
     if torch.Tag.inplace_view in func.tags:
-        raise PlanError(f"{found[0]!r}: {operation} of a global tensor would move it to other memory")
-    plain = {id(one): one._plain(operation) for one in found}
-    result = _call(func, args, kwargs, lambda one: plain[id(one)])
-    values = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
+        raise PlanError(f"{tensors[0]!r}: {operation} of a global tensor would move it to other memory")
+    plain = {id(tensor): tensor._plain(operation) for tensor in tensors}
+    result = _call(func, args, kwargs, lambda tensor: plain[id(tensor)])
+    values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     targets = tree_leaves([values.get(name) for name in written_by(func)])
-    for one in found:
-        if any(one is target for target in targets):
-            one._memory.written()
+    for tensor in tensors:
+        if any(tensor is target for target in targets):
+            tensor._memory.written()
     return tree_map_only(
-        torch.Tensor, lambda made: next((one for one in found if plain[id(one)] is made), made), result
+        torch.Tensor, lambda leaf: next((tensor for tensor in tensors if plain[id(tensor)] is leaf), leaf), result
     )
 
 
@@ -512,7 +485,7 @@ def _elementwise(func: Any, tensor: GlobalTensor, rest: Any, kwargs: Any) -> Glo
     memory, order = tensor._memory, tensor._order()
     others = [leaf for leaf in tree_leaves((rest, kwargs)) if isinstance(leaf, torch.Tensor)]
     pointwise = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
-    if not isinstance(memory, _Slice) or order is None or any(one.ndim for one in others):
+    if not isinstance(memory, _Slice) or order is None or any(other.ndim for other in others):
         return None
     if not pointwise and func not in (aten.clone.default, aten._to_copy.default):
         return None
@@ -534,15 +507,19 @@ def _move(func: Any, args: Any, kwargs: Any, usage: Usage) -> torch.Tensor | Non
             return parts[id(tensor)][1]
         return tensor.cpu() if func in BY_INDEX else torch.ones_like(tensor, dtype=torch.bool, device="cpu")
 
-    found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GlobalTensor)]
-    parts = {id(one): one._parts() for one in found}
-    moved = _call(func, args, kwargs, lambda one: parts[id(one)][0])
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GlobalTensor)]
+    parts = {id(tensor): tensor._parts() for tensor in tensors}
+    moved = _call(func, args, kwargs, lambda tensor: parts[id(tensor)][0])
     masks = func(*tree_map_only(torch.Tensor, mask, args), **kwargs)
     if moved.stride() != masks.stride():
         return None
-    read: Callable[[str], torch.Tensor] = lambda operation: _call(func, args, kwargs, lambda one: one._plain(operation))  # noqa: E731
-    for one in found:
-        read = _as_of_now(one._memory, read)
+
+    def read_moved(operation: str) -> torch.Tensor:
+        return _call(func, args, kwargs, lambda tensor: tensor._plain(operation))  # type: ignore[no-any-return]
+
+    read: Callable[[str], torch.Tensor] = read_moved
+    for tensor in tensors:
+        read = _as_of_now(tensor._memory, read)
     memory = _Rearranged(moved, masks, read, usage)
     held = memory.held(*memory.geometry)
     return GlobalTensor._of(memory) if held is None else held
@@ -558,7 +535,8 @@ def is_view(func: Any) -> bool:
 @cache
 def written_by(func: Any) -> tuple[str, ...]:
     """The names of the arguments that an operation writes to."""
-    return tuple(one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write)
+    arguments = func._schema.arguments
+    return tuple(item.name for item in arguments if item.alias_info is not None and item.alias_info.is_write)
 
 
 @cache
@@ -578,25 +556,13 @@ def without_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 def made_like(tensor: torch.Tensor, func: Any, rest: Any, kwargs: Any) -> Any:
     """The result of one of the operations `SHAPED`, on the tensor's device."""
-    given = {} if func is aten.is_pinned.default else {"device": tensor.device}
-    return func(without_memory(tensor), *rest, **given | kwargs)
+    device = {} if func is aten.is_pinned.default else {"device": tensor.device}
+    return func(without_memory(tensor), *rest, **device | kwargs)
 
 
 def name_of(func: Any) -> str:
     """The operation, for messages."""
     return str(func._schema.name).removeprefix("aten::")
-
-
-def _joined(ranges: Sequence[Range]) -> list[Range]:
-    """Ranges, those that follow each other made one."""
-    joined = [ranges[0]]
-    for start, length in ranges[1:]:
-        before, count = joined[-1]
-        if before + count == start:
-            joined[-1] = (before, count + length)
-        else:
-            joined.append((start, length))
-    return joined
 
 
 BY_INDEX = {aten.index.Tensor, aten.index_select.default}

@@ -74,7 +74,9 @@ class Placement(Watcher):
         """
         self._device = torch.device(device)
         self._storages = {
-            one.untyped_storage().data_ptr(): one.untyped_storage() for one in tensors if one.device == self._device
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage()
+            for tensor in tensors
+            if tensor.device == self._device
         }
         """By address. They are kept alive, so that no other memory has one of these."""
         self._storages.pop(0, None)
@@ -117,8 +119,8 @@ class Placement(Watcher):
                     rows = [later for later in range(row, len(kinds)) if kinds[later] in self._others]
                     streams = dict.fromkeys(self._others, stream(contents.rows(rows), self._options))
                 with self._pause():
-                    found, tensor = next(streams[kind])
-                assert found == name
+                    next_name, tensor = next(streams[kind])
+                assert next_name == name
                 done += tensor.nbytes
                 if report is not None:
                     report(done)
@@ -139,7 +141,7 @@ class Placement(Watcher):
         self._settle(list(self._slices.values()))
 
     def copied(self, target: torch.Tensor, source: Probe) -> bool:
-        """See `Watcher.copied`: the copy is outstanding from now on, if it can be."""
+        # The copy is outstanding from now on, if it can be.
         if not source.numel():
             return True
         is_ours = target.device == self._device and _address(target.untyped_storage()) in self._storages
@@ -158,19 +160,14 @@ class Placement(Watcher):
             self._slices[source.memory.name].copies.append(copy)
         return True
 
-    def compute(self, func: Any, args: Any, kwargs: Any, found: Sequence[Probe]) -> Any:
-        """See `Watcher.compute`: of the slices' own bytes."""
+    def compute(self, func: Any, args: Any, kwargs: Any, probes: Sequence[Probe]) -> Any:
+        # Of the slices' own bytes.
         self.touch(tree_leaves((args, kwargs)))
         operation = name_of(func)
-        args, kwargs = tree_map_only(Probe, lambda one: self.values(one, operation), (args, kwargs))
+        args, kwargs = tree_map_only(Probe, lambda probe: self.values(probe, operation), (args, kwargs))
         return func(*args, **kwargs)
 
     def values(self, probe: Probe, operation: str) -> torch.Tensor:
-        """See `Watcher.values`.
-
-        Raises:
-            FormatError, PlanError, OSError, MemoryError: as `relayout.load`.
-        """
         memory = probe.memory
         with self._lock:
             if memory.backing is None:
@@ -182,12 +179,12 @@ class Placement(Watcher):
 
     def touch(self, arguments: Iterable[Any]) -> None:
         """Make the outstanding copies that go to the memory of tensors, before these are used."""
-        for one in arguments:
-            if not isinstance(one, torch.Tensor) or isinstance(one, GlobalTensor | Probe):
+        for tensor in arguments:
+            if not isinstance(tensor, torch.Tensor) or isinstance(tensor, GlobalTensor | Probe):
                 continue
-            if self._pieces and one.numel() and one.device == self._device and _address(one):
+            if self._pieces and tensor.numel() and tensor.device == self._device and _address(tensor):
                 with self._lock:
-                    for piece in self._overlapping(_piece(one, "", None)):
+                    for piece in self._overlapping(_piece(tensor, "", None)):
                         self._settle_early(piece.name)
 
     @property
@@ -203,12 +200,12 @@ class Placement(Watcher):
         return Probe.of(Memory(name, mine.shape, mine.dtype, self._device, self))
 
     def _overlapping(self, piece: _Piece) -> list[_Piece]:
-        found = []
-        at = bisect_left(self._pieces, piece.end, key=lambda one: one.start)
+        pieces = []
+        at = bisect_left(self._pieces, piece.end, key=lambda other: other.start)
         while at and self._pieces[at - 1].end > piece.start:
             at -= 1
-            found.append(self._pieces[at])
-        return found
+            pieces.append(self._pieces[at])
+        return pieces
 
     def _settle_early(self, name: str) -> None:
         """Make the copies of a slice, because their target is used; its kind is better streamed."""
@@ -218,22 +215,22 @@ class Placement(Watcher):
     def _settle(self, slices: Sequence[_Slice], progress: Progress = None) -> None:
         """Make the outstanding copies of these slices."""
         with self._lock, self._pause():
-            outstanding = {self._contents.names[one.row]: one for one in slices if one.copies}
+            outstanding = {self._contents.names[part.row]: part for part in slices if part.copies}
             if not outstanding:
                 return
-            places = {name: _place(one) for name, one in outstanding.items()}
+            places = {name: _place(part) for name, part in outstanding.items()}
             into = {name: place for name, place in places.items() if place is not None}
             if into:
                 straight = self._contents.rows(sorted(outstanding[name].row for name in into))
                 load_into(straight, into, None, replace(self._options, progress=progress))
                 self.nbytes += sum(place.nbytes for place in into.values())
-            rows = sorted(one.row for name, one in outstanding.items() if name not in into)
+            rows = sorted(part.row for name, part in outstanding.items() if name not in into)
             for name, tensor in stream(self._contents.rows(rows), self._options) if rows else ():
                 for copy in outstanding[name].copies:
                     copy.target.copy_(_as(tensor, copy.source))
-            self._pieces = [one for one in self._pieces if one.name not in outstanding]
-            for one in outstanding.values():
-                one.copies.clear()
+            self._pieces = [piece for piece in self._pieces if piece.name not in outstanding]
+            for part in outstanding.values():
+                part.copies.clear()
 
     @contextmanager
     def _pause(self) -> Iterator[None]:
@@ -291,23 +288,23 @@ def _piece(tensor: torch.Tensor, name: str, copy: Copy | None) -> _Piece:
     return _Piece(start, start + (last + 1) * tensor.itemsize, name, copy)
 
 
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are the same bytes."""
-    return (one.data_ptr(), one.dtype, one.shape, one.stride()) == (
+    return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) == (
         other.data_ptr(), other.dtype, other.shape, other.stride()
     )  # fmt: skip
 
 
-def _place(one: _Slice) -> torch.Tensor | None:
+def _place(part: _Slice) -> torch.Tensor | None:
     """Where the copies of a slice put all of its bytes in a row: a tensor of its dtype and shape, or None."""
     runs = []
-    for copy in one.copies:
+    for copy in part.copies:
         start = _run(copy)
         if start is None:
             return None
         runs.append((start, copy.target.nbytes, copy.target.data_ptr()))
     runs.sort()
-    nbytes = prod(one.shape) * one.dtype.itemsize
+    nbytes = prod(part.shape) * part.dtype.itemsize
     expected = 0
     for start, length, address in runs:
         if start != expected or address - start != runs[0][2]:
@@ -315,13 +312,13 @@ def _place(one: _Slice) -> torch.Tensor | None:
         expected += length
     if not runs or expected != nbytes:
         return None
-    target = one.copies[0].target
+    target = part.copies[0].target
     storage = target.untyped_storage()
     first = runs[0][2] - storage.data_ptr()
-    if first % one.dtype.itemsize or first + nbytes > storage.nbytes():
+    if first % part.dtype.itemsize or first + nbytes > storage.nbytes():
         return None
-    made = torch.empty(0, dtype=one.dtype, device=target.device)
-    return made.set_(storage, first // one.dtype.itemsize, one.shape, row_major(one.shape))
+    place = torch.empty(0, dtype=part.dtype, device=target.device)
+    return place.set_(storage, first // part.dtype.itemsize, part.shape, row_major(part.shape))
 
 
 def _run(copy: Copy) -> int | None:

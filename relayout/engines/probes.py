@@ -56,7 +56,7 @@ class Watcher(ABC):
         """Whether this takes care of a copy into a tensor that is no probe. Otherwise it is computed."""
 
     @abstractmethod
-    def compute(self, func: Any, args: Any, kwargs: Any, found: Sequence[Probe]) -> Any:
+    def compute(self, func: Any, args: Any, kwargs: Any, probes: Sequence[Probe]) -> Any:
         """The result of an operation that is more than a view; `found` are the probes among its arguments."""
 
     @abstractmethod
@@ -117,16 +117,16 @@ class Probe(torch.Tensor):
         first = args[0] if args else None
         if isinstance(first, Probe):
             if is_view(func) or func is aten.view.dtype:
-                made = func(without_memory(first), *args[1:], **kwargs)
+                views = func(without_memory(first), *args[1:], **kwargs)
                 return tree_map_only(
-                    torch.Tensor, lambda view: Probe.of(first.memory, geometry_of(view), view.dtype), made
+                    torch.Tensor, lambda view: Probe.of(first.memory, geometry_of(view), view.dtype), views
                 )
             if func in SHAPED:
                 return made_like(first, func, args[1:], kwargs)
         elif func is aten.copy_.default and args[1].memory.watcher.copied(first, args[1]):
             return first
-        found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Probe)]
-        return found[0].memory.watcher.compute(func, args, kwargs, found)
+        probes = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Probe)]
+        return probes[0].memory.watcher.compute(func, args, kwargs, probes)
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
@@ -199,7 +199,6 @@ class Tracer(Watcher):
         return numbers
 
     def copied(self, target: torch.Tensor, source: Probe) -> bool:
-        """See `Watcher.copied`."""
         memory = source.memory
         if memory.backing is None:
             # As it is now: the tensor may be written to later.
@@ -212,33 +211,30 @@ class Tracer(Watcher):
         return True
 
     def values(self, probe: Probe, operation: str) -> torch.Tensor:
-        """See `Watcher.values`; there are none."""
         raise PlanError(f"{operation} needs its values", tensor=probe.memory.name, code="unsupported")
 
-    def compute(self, func: Any, args: Any, kwargs: Any, found: Sequence[Probe]) -> Any:
-        """See `Watcher.compute`.
-
-        Raises:
-            PlanError: the elements of the result cannot be followed.
-        """
+    def compute(self, func: Any, args: Any, kwargs: Any, probes: Sequence[Probe]) -> Any:
         if written_by(func):
-            return self._write(func, args, found)
+            return self._write(func, args, probes)
         if func in MOVES or func is aten.constant_pad_nd.default:
-            numbers = _call(func, args, kwargs, lambda one: self._number_of(func, one))
-        elif len(found) == 1 and (torch.Tag.pointwise in func.tags or func is aten._to_copy.default):
-            numbers = self.numbers(found[0])
+            numbers = _call(func, args, kwargs, lambda tensor: self._number_of(func, tensor))
+        elif len(probes) == 1 and (torch.Tag.pointwise in func.tags or func is aten._to_copy.default):
+            numbers = self.numbers(probes[0])
         else:
-            self.values(found[0], name_of(func))
+            self.values(probes[0], name_of(func))
         if "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("meta")}
         if func is aten.constant_pad_nd.default:
             numbers = numbers.masked_fill(func(torch.ones_like(self.numbers(args[0])), args[1], 0) == 0, NOTHING)
         shaped = _call(
-            func, args, kwargs, lambda one: without_memory(one) if isinstance(one, Probe) else one.to("meta")
+            func,
+            args,
+            kwargs,
+            lambda tensor: without_memory(tensor) if isinstance(tensor, Probe) else tensor.to("meta"),
         )
         if numbers.shape != shaped.shape:
             numbers = numbers.expand(shaped.shape)
-        return Probe.of(self._moved(found[0].memory.name, numbers.contiguous(), shaped, found[0].device))
+        return Probe.of(self._moved(probes[0].memory.name, numbers.contiguous(), shaped, probes[0].device))
 
     def _number_of(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, Probe):
@@ -250,11 +246,11 @@ class Tracer(Watcher):
     ) -> Memory:
         return Memory(name, tuple(numbers.shape), like.dtype, device or like.device, self, numbers)
 
-    def _write(self, func: Any, args: Any, found: Sequence[Probe]) -> Any:
+    def _write(self, func: Any, args: Any, probes: Sequence[Probe]) -> Any:
         """An operation that writes to its first argument: to the numbers of that."""
         target = args[0]
         if not isinstance(target, Probe):
-            self.values(found[0], name_of(func))
+            self.values(probes[0], name_of(func))
         memory = target.memory
         if memory.backing is None:
             memory.backing = self.numbers(Probe.of(memory))
@@ -263,11 +259,11 @@ class Tracer(Watcher):
             numbers.copy_(self._number_of(func, args[1]))
         elif name_of(func) in ("zero_", "fill_"):
             numbers.fill_(NOTHING)
-        elif torch.Tag.pointwise not in func.tags or len(found) > 1:
+        elif torch.Tag.pointwise not in func.tags or len(probes) > 1:
             self.values(target, name_of(func))
         return target
 
 
-def _call(func: Any, args: Any, kwargs: Any, made: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _call(func: Any, args: Any, kwargs: Any, replacement: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Call an operation with what is made of each tensor."""
-    return func(*tree_map_only(torch.Tensor, made, args), **tree_map_only(torch.Tensor, made, kwargs))
+    return func(*tree_map_only(torch.Tensor, replacement, args), **tree_map_only(torch.Tensor, replacement, kwargs))

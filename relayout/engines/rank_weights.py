@@ -7,9 +7,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from relayout.checkpoint.converted import find_manifest, is_converted
 from relayout.errors import FormatError, PlanError, about, shown
@@ -34,7 +34,6 @@ _MAX_SHOWN_NAMES = 4
 _OF_ANOTHER_RANK = "model-rank-1-part-0.safetensors"
 """A file that only folders converted for several ranks have."""
 PLACEMENTS = ("auto", "copy", "direct")
-"""See `EngineOptions.placement`."""
 MIN_PLACED_NBYTES = 2**18
 """Bytes of a rank's slices, on the average, from which on it pays to place them: each costs some 0.1 ms in Python."""
 _LAYER = re.compile(r"(?:(?:model|language_model|text_model|backbone|transformer|thinker|llm)\.)*layers\.([0-9]+)\.")
@@ -65,32 +64,26 @@ class EngineOptions:
         return self.share and self.placement != "direct" and self.backend != "mapped"
 
     @staticmethod
-    def parse(given: Mapping[str, object], where: str) -> EngineOptions:
+    def parse(values: Mapping[str, object], where: str) -> EngineOptions:
         """The options as an engine hands them over.
 
         Raises:
             PlanError: an option is unknown, or its value is of another type.
         """
-        types: dict[str, tuple[type, ...]] = {
-            "backend": (str,),
-            "threads": (int,),
-            "memory": (int, str),
-            "verify": (bool,),
-            "strict": (bool,),
-            "placement": (str,),
-            "share": (bool,),
-        }
-        for name, value in given.items():
+        types = get_type_hints(EngineOptions)
+        for name, value in values.items():
             if name not in types:
                 expected = ", ".join(types)
                 raise PlanError(f"{where}: relayout has no option {shown(name)}, expected {expected}", code="option")
-            if type(value) not in types[name]:
-                expected = " or ".join(one.__name__ for one in types[name])
+            allowed = [kind for kind in get_args(types[name]) or (types[name],) if kind is not type(None)]
+            if type(value) not in allowed:
+                expected = " or ".join(kind.__name__ for kind in allowed)
                 raise PlanError(f"{where}: {name} is {shown(value)}, expected {expected}", code="option")
-        if given.get("placement", "auto") not in PLACEMENTS:
-            what = f"placement is {shown(given['placement'])}, expected one of {', '.join(PLACEMENTS)}"
+        options = EngineOptions(**values)  # type: ignore[arg-type]
+        if options.placement not in PLACEMENTS:
+            what = f"placement is {shown(options.placement)}, expected one of {', '.join(PLACEMENTS)}"
             raise PlanError(f"{where}: {what}", code="option")
-        return EngineOptions(**{one.name: given[one.name] for one in fields(EngineOptions) if one.name in given})  # type: ignore[arg-type]
+        return options
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,12 +258,12 @@ class RankWeights:
         from relayout.loader.loading import options_of
 
         warming.end()
-        started, given = time.perf_counter(), self._options
+        started, settings = time.perf_counter(), self._options
         source, contents, unused = self._found
         del self._found  # It is not needed for long.
         # Slices that are put together cannot be mapped.
-        backend = "mapped" if self._lazy and source.is_as_stored else given.backend
-        options = options_of(self._device, backend, given.verify, given.threads, given.memory, self._progress)
+        backend = "mapped" if self._lazy and source.is_as_stored else settings.backend
+        options = options_of(self._device, backend, settings.verify, settings.threads, settings.memory, self._progress)
         self._backend = choose(options.backend, options.device, contents.files).backend.name
         warn_if_slow(source)
         columns, left = source.columns(), set(contents.names)
@@ -399,10 +392,10 @@ class RankWeights:
                 ranges: Sequence[Range] = part.ranges or ()
             if dtype == "F4":  # torch counts pairs of them.
                 shape, ranges = torch_shape(name, dtype, shape), _paired(shape, part)
-            made = make(name, tensor, shape, part.axis, ranges, partial(read, name, ...), usage)
-            if made is not tensor and not self._lazy:
+            whole = make(name, tensor, shape, part.axis, ranges, partial(read, name, ...), usage)
+            if whole is not tensor and not self._lazy:
                 self._cut.append(name)
-            yield name, made
+            yield name, whole
 
     def _unread(self, columns: Columns, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors of which nothing is expected to be used."""
@@ -442,7 +435,7 @@ class _AllRanks:
 
     @property
     def view(self) -> CheckpointView:
-        """See `relayout.safe_open`."""
+        """As `relayout.safe_open` or `open` shows it."""
         from relayout.loader import open, safe_open
 
         with self._lock:

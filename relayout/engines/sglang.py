@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from relayout.engines.rank_weights import EngineOptions, Folder, RankWeights, find_folder, layer_of, speculative
+from relayout.errors import PlanError
+
 if TYPE_CHECKING:
     import torch
 
@@ -50,8 +53,6 @@ def verify(original: Callable[[Any], None], config: Any) -> None:
         PlanError: an option is unknown.
         AttributeError, TypeError: the loader of this SGLang is not as expected.
     """
-    from relayout.engines.rank_weights import EngineOptions
-
     extra = config.model_loader_extra_config
     options = extra.get(FORMAT, {}) if isinstance(extra, dict) else {}
     config.relayout_options = EngineOptions.parse(options, f"--model-loader-extra-config, {FORMAT!r}")
@@ -94,8 +95,6 @@ def weights_iterator(
     Raises:
         FormatError, PlanError, OSError, MemoryError: as `relayout.iter_load`, or the folder does not fit.
     """
-    from relayout.engines.rank_weights import EngineOptions, find_folder
-
     config, path = loader.load_config, str(source.model_or_path)
     if not _takes(config, path):
         return original(loader, source, **settings)
@@ -112,8 +111,6 @@ def weights_iterator(
 
 def _takes(config: Any, path: str) -> bool:
     """Whether what is there is loaded by relayout: it was asked for, or this is a converted folder."""
-    from relayout.engines.rank_weights import find_folder
-
     required: bool = getattr(config, "relayout_required", False)
     return required or (Path(path).is_dir() and find_folder(path, "--load-format auto") is not None)
 
@@ -149,10 +146,10 @@ def _is_draft(config: Any, model_config: Any) -> bool:
     return config.draft_model_idx is not None or bool(getattr(model_config, "is_draft_model", False))
 
 
-def _weights(path: str, folder: Any, options: Any, config: Any, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _weights(
+    path: str, folder: Folder | None, options: EngineOptions, config: Any, source: Any
+) -> Iterator[tuple[str, torch.Tensor]]:
     from sglang.srt.runtime_context import get_parallel
-
-    from relayout.engines.rank_weights import RankWeights
 
     parallel = get_parallel()
     num_ranks, model_config = parallel.tp_size, source.model_config
@@ -175,14 +172,12 @@ def _weights(path: str, folder: Any, options: Any, config: Any, source: Any) -> 
     _LOGGER.info("%s", weights.report())
 
 
-def _check(path: str, folder: Any, parallel: Any) -> None:
+def _check(path: str, folder: Folder | None, parallel: Any) -> None:
     """Tell what makes the load slower.
 
     Raises:
         PlanError: the folder's experts are not where SGLang wants them.
     """
-    from relayout.errors import PlanError
-
     if folder is None:
         return
     num_ranks = parallel.tp_size
@@ -206,8 +201,6 @@ def _check(path: str, folder: Any, parallel: Any) -> None:
 
 def _not_wanted(parallel: Any, model_config: Any) -> tuple[Callable[[str], bool] | None, Callable[[str], bool] | None]:
     """Whether a tensor is of a layer of another pipeline stage; whether it is of a layer for speculation only."""
-    from relayout.engines.rank_weights import layer_of, speculative
-
     config = getattr(model_config, "hf_text_config", None)
     num_layers = getattr(config, "num_hidden_layers", None)
     if num_layers is None:
@@ -240,6 +233,6 @@ def _expect(owner: Any, name: str, parameters: list[str]) -> None:
         AttributeError: there is no such target.
         TypeError: it takes others.
     """
-    found = list(inspect.signature(getattr(owner, name)).parameters)
-    if found[: len(parameters)] != parameters:
-        raise TypeError(f"{owner.__module__}.{owner.__name__}.{name} takes {found}, expected {parameters} first")
+    names = list(inspect.signature(getattr(owner, name)).parameters)
+    if names[: len(parameters)] != parameters:
+        raise TypeError(f"{owner.__module__}.{owner.__name__}.{name} takes {names}, expected {parameters} first")

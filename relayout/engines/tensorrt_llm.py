@@ -7,6 +7,7 @@ loader for checkpoints of Hugging Face; only files are read otherwise.
 
 from __future__ import annotations
 
+import warnings
 from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ def checkpoint_loader(**options: Any) -> Any:
     """
     from tensorrt_llm._torch.models.checkpoints.hf.checkpoint_loader import HfCheckpointLoader
 
+    warnings.warn("relayout for TensorRT-LLM is experimental: it has never run with the engine", stacklevel=2)
     return HfCheckpointLoader(weight_loader=_weight_loader(EngineOptions.parse(options, "checkpoint_loader")))
 
 

@@ -3,7 +3,7 @@
 An engine makes parameters without values, or with random ones, and its loader fills them. What gives a value on purpose
 (ones, zeros, a table) writes over the marks, and so does the loader, in whatever way. So a mark that is still there
 after the load proves that nobody has written these bytes. Marks are few, as each touches a page, and spread evenly:
-consecutive memory of a 60th of a parameter has one (so has each part of fused layers), and half of an expert has one.
+consecutive memory of a 33rd of a parameter has one (so has each part of fused layers), and half of an expert has one.
 A parameter of at most 512 KiB is full of them. Needs torch at import time.
 """
 
@@ -23,55 +23,57 @@ from relayout.errors import PlanError
 _WITHOUT_VALUE = {torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty}
 _RANDOM = {torch.Tensor.uniform_, torch.Tensor.normal_, init.uniform_, init.normal_, init.kaiming_uniform_}
 """What torch's own layers fill their parameters with."""
-_MARK = bytes.fromhex("a57f") * 8
-"""As a float of 2 or 4 bytes it is a NaN that no computation makes."""
+_MARK = 0x7FA57FA57FA57FA5
+"""As a float of 2, 4 or 8 bytes it is a NaN that no computation makes."""
 _NUMBERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-_COMPARED_NBYTES = 8
-"""Of a mark, together, where each of its bytes may be that of a weight: in all but floats."""
+"""What a mark is compared as: as elements of floats, otherwise whole, since each byte may be that of a weight."""
 _MAX_FULL_NBYTES = 2**19
 """Of memory that is full of marks."""
-_NUM_MARKS, _NUM_ENTRY_MARKS = 2**7, 4
+_NUM_MARKS, _NUM_ENTRY_MARKS = 2**6, 4
 """In more memory: of all, and for each entry along the first of three dimensions (an expert) if these are more."""
 _GOLDEN = (5**0.5 - 1) / 2
-"""Of a whole, `number` multiples of it leave no gap that is larger than 1.9 / `number`."""
+"""Of a whole, `n` multiples of it leave no gap that is larger than 1.9 / `n`."""
 
 
 class Marks(TorchFunctionMode):
     """Around the making of a model: marks memory that gets no value, and parameters that get random ones."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if func in _WITHOUT_VALUE or (func in _RANDOM and isinstance(made, torch.nn.Parameter)):
-            _mark(made)
-        return made
+        result = func(*args, **(kwargs or {}))
+        if func in _WITHOUT_VALUE or (func in _RANDOM and isinstance(result, torch.nn.Parameter)):
+            _mark(result)
+        return result
 
 
-def check_written(model: torch.nn.Module, path: str, engine: str, but: Collection[str] = ()) -> None:
+def check_written(model: torch.nn.Module, path: str, engine: str, exempt: Collection[str] = ()) -> None:
     """Check that all memory of a model that was made within `Marks` has been written.
 
     Args:
         path: of the checkpoint, for messages.
-        but: names of modules that are exempt.
+        exempt: names of modules.
 
     Raises:
         PlanError: some was not.
     """
-    left = [name for name in unwritten(model) if set(but).isdisjoint(name.split("."))]
-    if left:
-        what = f"nothing was loaded into {listed(left)}: the checkpoint lacks what {engine}'s"
+    missing = [name for name in unwritten(model) if set(exempt).isdisjoint(name.split("."))]
+    if missing:
+        what = f"nothing was loaded into {listed(missing)}: the checkpoint lacks what {engine}'s"
         raise PlanError(f"{what} {type(model).__name__} needs, or was converted without it", path=path, code="missing")
 
 
 def unwritten(model: torch.nn.Module) -> list[str]:
     """Names of the parameters, and of the buffers that a checkpoint can have, where a mark is left."""
-    found: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
-    for name, tensor in {id(one): (name, one) for name, one in _stored(model)}.values():
-        if (flag := _is_marked(tensor)) is not None:
-            found.setdefault(tensor.device, []).append((name, flag))
+    samples: dict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in {id(tensor): (name, tensor) for name, tensor in _stored(model)}.values():
+        if _has_memory(tensor):
+            sample = _sample(tensor)
+            samples.setdefault((sample.device, sample.dtype), []).append((name, sample))
     names = []
-    for flags in found.values():  # One wait for a device, not one for each tensor.
-        are_marked = torch.stack([flag for _, flag in flags]).tolist()
-        names += [name for (name, _), is_marked in zip(flags, are_marked, strict=True) if is_marked]
+    for (_, dtype), of_dtype in samples.items():
+        is_mark = torch.cat([sample for _, sample in of_dtype]) == _MARK >> (64 - 8 * dtype.itemsize)
+        if is_mark.any():  # The only wait for a device.
+            parts = is_mark.split_with_sizes([len(sample) for _, sample in of_dtype])
+            names += [name for (name, _), part in zip(of_dtype, parts, strict=True) if part.any()]
     return names
 
 
@@ -84,59 +86,53 @@ def _stored(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _mark(tensor: torch.Tensor) -> None:
-    # Of memory that a tensor has for itself: a view may share it with what has a value.
-    if _has_memory(tensor) and tensor.untyped_storage().nbytes() == tensor.nbytes:
-        blocks = _blocks(tensor)
-        blocks[_chosen(*_num_marks(tensor, blocks), blocks.device)] = _pattern(blocks.shape[1], blocks.device)
+    # Only memory that a tensor has for itself: a view may share it with what has a value.
+    if not _has_memory(tensor) or tensor.untyped_storage().nbytes() != tensor.nbytes:
+        return
+    numbers, positions = _marked(tensor)
+    if positions is None:
+        numbers.fill_(_MARK >> 48)
+    else:
+        numbers.index_fill_(0, positions, _MARK)
 
 
-def _is_marked(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Whether a mark is left in a tensor, as a tensor of one element; None: it has no memory that could be marked."""
-    if not _has_memory(tensor):
-        return None
-    blocks = _blocks(tensor)
-    chosen, length = _chosen(*_num_marks(tensor, blocks), blocks.device), blocks.shape[1]
-    if tensor.untyped_storage().nbytes() != tensor.nbytes:
-        last = sum((count - 1) * step for count, step in zip(tensor.shape, tensor.stride(), strict=True))
-        start, end = (at * tensor.itemsize for at in (tensor.storage_offset(), tensor.storage_offset() + last + 1))
-        chosen = chosen[(chosen * length >= start) & ((chosen + 1) * length <= end)]
-    unit = min(length, tensor.itemsize if tensor.is_floating_point() and tensor.itemsize > 1 else _COMPARED_NBYTES)
-    compared, number = length // unit * unit, _NUMBERS[unit]
-    left = blocks[chosen][:, :compared].reshape(-1).view(number).view(-1, compared // unit)
-    return (left == _pattern(length, blocks.device)[:compared].view(number)).any()
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """What lies in a tensor where its memory was marked, as numbers that are compared with a mark."""
+    numbers, positions = _marked(tensor)
+    if tensor.untyped_storage().nbytes() != tensor.nbytes:  # Marks beside the tensor are not its own.
+        last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        start = int(tensor.storage_offset()) * tensor.itemsize
+        end = start + (last + 1) * tensor.itemsize
+        if positions is None:
+            numbers = numbers[-(-start // 2) : end // 2]
+        else:
+            positions = positions[(positions * 8 >= start) & ((positions + 1) * 8 <= end)]
+    sample = numbers if positions is None else numbers[positions].view(torch.int16)
+    unit = tensor.itemsize if tensor.is_floating_point() and tensor.itemsize > 1 else 8
+    return sample[: sample.numel() * 2 // unit * unit // 2].view(_NUMBERS[unit])
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
     # Other classes of tensors stand for memory that is not theirs.
     is_plain = isinstance(tensor, torch.nn.Parameter) or type(tensor) is torch.Tensor
-    is_number = tensor.is_floating_point() and tensor.itemsize > 1
-    least = 2 if is_number else _COMPARED_NBYTES
-    return is_plain and tensor.layout == torch.strided and not tensor.is_meta and tensor.nbytes >= least
+    return is_plain and tensor.layout == torch.strided and not tensor.is_meta and tensor.nbytes > 0
 
 
-def _blocks(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory that a tensor is a view of, in rows of as many bytes as a mark has, or one row if it has fewer."""
-    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-    length = min(len(_MARK), memory.numel() // 2 * 2)
-    return memory[: memory.numel() // length * length].view(-1, length)
-
-
-def _num_marks(tensor: torch.Tensor, blocks: torch.Tensor) -> tuple[int, int]:
-    """Of how many blocks are marked, and of all."""
+def _marked(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """All of the memory that a tensor is a view of, as numbers of 8 bytes, and the positions of marks; or as numbers of
+    2 bytes, and None: it is full of marks."""
+    storage = tensor.untyped_storage()
+    nbytes = storage.nbytes()
     # A parameter may have another shape than its memory was made with: of two numbers, the marks of the less are found.
-    num_entries = tensor.shape[0] if tensor.dim() > 2 else 0
-    is_full = blocks.numel() <= _MAX_FULL_NBYTES
-    return len(blocks) if is_full else min(len(blocks), max(_NUM_MARKS, _NUM_ENTRY_MARKS * num_entries)), len(blocks)
+    num_marks = max(_NUM_MARKS, _NUM_ENTRY_MARKS * tensor.shape[0] if tensor.dim() > 2 else 0)
+    is_full = nbytes <= max(_MAX_FULL_NBYTES, 8 * num_marks)
+    itemsize = 2 if is_full else 8
+    numbers = torch.empty(0, dtype=_NUMBERS[itemsize], device=tensor.device)
+    numbers.set_(storage, 0, (nbytes // itemsize,), (1,))
+    return numbers, None if is_full else _positions(num_marks, nbytes // 8, tensor.device)
 
 
 @lru_cache(maxsize=64)  # Layers have the same sizes.
-def _chosen(number: int, count: int, device: torch.device) -> torch.Tensor:
-    """Numbers of the blocks that are marked: multiples of the golden section, which are near to each other nowhere."""
-    if number == count:
-        return torch.arange(count, device=device)
-    return torch.arange(number, dtype=torch.float64).mul_(_GOLDEN).frac_().mul_(count).long().to(device)
-
-
-@lru_cache(maxsize=64)
-def _pattern(length: int, device: torch.device) -> torch.Tensor:
-    return torch.frombuffer(bytearray(_MARK[:length]), dtype=torch.uint8).to(device)
+def _positions(num_marks: int, count: int, device: torch.device) -> torch.Tensor:
+    """Which of `count` numbers are marks: multiples of the golden section, which are near to each other nowhere."""
+    return torch.arange(num_marks, dtype=torch.float64).mul_(_GOLDEN).frac_().mul_(count).long().to(device)

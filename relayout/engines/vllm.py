@@ -74,18 +74,18 @@ class _Loading:
     _get_weights_iterator: Callable[[Any], Iterator[tuple[str, torch.Tensor]]]
 
     def __init__(self, load_config: Any) -> None:
-        given = dict(load_config.model_loader_extra_config or {})
-        known = {one.name for one in fields(EngineOptions)}
+        options = dict(load_config.model_loader_extra_config or {})
+        known = {field.name for field in fields(EngineOptions)}
         # What neither knows is refused by the one that was asked for.
-        others = set(_OPTIONS) if self.is_asked_for else given.keys() - known
-        theirs = {name: given.pop(name) for name in list(given) if name in others}
-        self._given = tuple(given)
-        self._options = EngineOptions.parse(given, "--model-loader-extra-config")
+        names = set(_OPTIONS) if self.is_asked_for else options.keys() - known
+        of_vllm = {name: options.pop(name) for name in list(options) if name in names}
+        self._option_names = tuple(options)
+        self._options = EngineOptions.parse(options, "--model-loader-extra-config")
         self._weights: RankWeights | None = None
         self._opened: RankWeights | None = None
         """That the next load takes."""
         # vLLM's own loader refuses options that it does not know, and may still have to load a draft model.
-        super().__init__(replace(load_config, load_format="auto", model_loader_extra_config=theirs))  # type: ignore[call-arg]
+        super().__init__(replace(load_config, load_format="auto", model_loader_extra_config=of_vllm))  # type: ignore[call-arg]
 
     def _takes(self, model_config: Any) -> bool:
         """Whether a model is loaded here, and not by vLLM alone.
@@ -95,11 +95,9 @@ class _Loading:
         """
         path = _path(model_config)
         is_ours = self.is_asked_for or os.path.isfile(f"{path}/relayout.json")  # noqa: PTH113 (it never raises)
-        if self._given and not is_ours:
-            what = (
-                f"--model-loader-extra-config: {', '.join(self._given)}: only for folders that relayout has converted"
-            )
-            raise PlanError(f"{what}, or with --load-format {FORMAT}", path=path, code="option")
+        if self._option_names and not is_ours:
+            what = f"--model-loader-extra-config: {', '.join(self._option_names)}: only for folders that relayout has"
+            raise PlanError(f"{what} converted, or with --load-format {FORMAT}", path=path, code="option")
         return is_ours
 
     def download_model(self, model_config: Any) -> None:
@@ -135,7 +133,7 @@ class _Loading:
         with replicas(_group(device) if self._options.shares and not is_draft else None) as members:
             self._opened = weights = self._open(model, model_config, members)
             tensors = [*model.parameters(), *model.buffers()]
-            is_online = any(one.is_meta for one in tensors)
+            is_online = any(tensor.is_meta for tensor in tensors)
             if is_online:
                 _LOGGER.info("relayout: layers that are quantized while they are loaded get copies of their slices")
             with nullcontext() if weights is None or is_online else weights.placing(tensors):
@@ -262,8 +260,8 @@ def _group(device: Any) -> ProcessGroup | None:
         return None
     from vllm.distributed.parallel_state import get_dp_group
 
-    found = get_dp_group()
-    group: ProcessGroup = found.cpu_group if device == "cpu" else found.device_group
+    replicas_group = get_dp_group()
+    group: ProcessGroup = replicas_group.cpu_group if device == "cpu" else replicas_group.device_group
     return group
 
 
@@ -285,4 +283,4 @@ def _of_other_stages(model: Any, config: Any) -> tuple[tuple[str, ...], tuple[st
 
 def _device(model: Any) -> Any:
     """Where the parameters are: slices are best read to there."""
-    return next((one.device for one in model.parameters() if one.device.type == "cuda"), "cpu")
+    return next((parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"), "cpu")

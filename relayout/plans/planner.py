@@ -193,8 +193,9 @@ class _Kind:
     suffix: str = ""
     """Last part of the name of such a tensor."""
     is_expert: bool = False
-    """Whether the weight belongs to one expert. Engines load FP8 experts whose slice ends inside a block of scales
-    (vLLM 0.33 `fused_moe/oracle/fp8.py`, `refine_fp8_moe_block_shape`), and refuse this for other layers."""
+    """Whether the weight belongs to one expert. Engines load experts whose slice ends inside a block or group of scales
+    (vLLM 0.33 `fused_moe/oracle/fp8.py`, `refine_fp8_moe_block_shape`; `quantization/moe_wna16.py`), and refuse this
+    for other layers."""
 
     def apply(self, sizes: Sizes, num_ranks: int, scheme: Scheme | None) -> Cut:
         """The cut of the tensors of this kind."""
@@ -238,9 +239,8 @@ class _Kind:
         shape = (weight.rows, weight.columns)
         with about(part=f"dim {dim} of a quantized weight {list(shape)}"):
             cut = self._divide(dim, shape, sizes, num_ranks)
-            carried = scheme.carry(
-                dim, self.suffix, self.shape, weight, cut, may_split_blocks=self.is_expert and scheme.name == "fp8"
-            )
+            may_split = self.is_expert and scheme.name in ("fp8", "gptq", "awq")
+            carried = scheme.carry(dim, self.suffix, self.shape, weight, cut, may_split_blocks=may_split)
         if carried is None:
             return Cut((WHOLE,) * num_ranks)
         own, ranges = carried

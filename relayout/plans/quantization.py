@@ -149,8 +149,8 @@ class Scheme:
             shape: shape of the tensor.
             weight: the weight that the tensors store.
             ranges: for each rank its ranges (start, length) of the weight's values along `axis`.
-            may_split_blocks: whether a border may fall inside a block that shares a scale; then every rank holds all
-                scales.
+            may_split_blocks: whether a border may fall inside a block or group that shares a scale; then every rank
+                holds all scales.
 
         Returns:
             The tensor's dimension and, for each rank, ranges of its elements; None: every rank holds it whole.
@@ -170,9 +170,10 @@ class Scheme:
         ):
             return None
         per = _values_per_element(dim, shape, own, shared, weight.values.bits)
-        if may_split_blocks and per == self.block[axis] > 1:
+        if may_split_blocks and suffix in _OF_GROUPS and shared is not None and per == shared > 1:
             borders = {at for parts in ranges for start, length in parts for at in (start, start + length)}
-            if any(at % per and at != dim for at in borders):
+            part = 1 if self.block != (1, 1) else _smallest_group(shared)
+            if any(at % per and at != dim for at in borders) and not any(at % part for at in borders):
                 return None
 
         def border(at: int) -> int:
@@ -186,6 +187,13 @@ class Scheme:
             tuple((border(start), border(start + length) - border(start)) for start, length in parts)
             for parts in ranges
         ]
+
+
+def _smallest_group(group: int) -> int:
+    """The smallest group that vLLM makes of a group of an expert's columns (`moe_wna16.py`): it halves down to 32."""
+    while group % 2 == 0 and group >= 64:
+        group //= 2
+    return group
 
 
 def _values_per_element(dim: int, shape: tuple[int, ...], own: int, shared: int | None, bits: int) -> Fraction:

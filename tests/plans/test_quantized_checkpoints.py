@@ -18,6 +18,7 @@ from support.checkpoints import Tensors
 from support.conversions import OF_EACH_KIND, Conversions, grouped, held_by, stock_tensors
 from support.engine_oracle import Array, IndivisibleError, expected, owners, split_cut
 from support.families import Entry, Sizes
+from support.loader_fixtures import whole_tensors
 from support.local_stores import read_source
 from support.models import as_integers, read_tensors
 from support.planning import make_source, try_plan
@@ -28,7 +29,9 @@ from support.quantized import (
     REFUSED_FORMS,
     Method,
     Quantized,
+    awq,
     compressed,
+    gptq,
     weights_of,
     write_quantized,
 )
@@ -195,7 +198,7 @@ def of_module(config: Mapping[str, Any], **tensors: tuple[str, tuple[int, ...]])
     return replace(source, tensors=tuple(typed), config={**source.config, "quantization_config": config})
 
 
-def gptq(columns: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+def gptq_tensors(columns: int) -> dict[str, tuple[str, tuple[int, ...]]]:
     groups = -(-columns // 128)
     return {
         "qweight": ("I32", (columns // 8, 64)),
@@ -210,6 +213,31 @@ GROUPS = {256: {2}, 192: set(), 384: {3}, 512: {2, 4}}
 """Columns, in groups of 128, and the degrees at which ranks have whole groups."""
 
 
+@pytest.mark.parametrize("method", [gptq(4, 128), awq(128)], ids=["gptq", "awq"])
+def test_experts_are_cut_inside_a_group_where_vllm_can_halve_it_and_ranks_have_all_its_scales(
+    method: Method, tmp_path: Path
+) -> None:
+    quantized = Quantized(method, "qwen3_moe", {"D": 128, "H": 256, "M": 384})
+    source = write_quantized(quantized, tmp_path / "source")
+    whole = stock_tensors(source)
+    down = [name for name in whole if re.search(r"\.experts\.\d+\.down_proj\.", name)]
+    assert {name.rpartition(".")[2] for name in down} >= {"qweight", "scales", "qzeros"}
+    for tp in (2, 4):  # 192 and 96 columns: groups of 64 and 32.
+        relayout.convert(source, tmp_path / f"tp{tp}", tp=tp)
+        for rank in range(tp):
+            held = whole_tensors(tmp_path / f"tp{tp}", f"model-rank-{rank}-*")
+            for name in down:
+                suffix = name.rpartition(".")[2]
+                num_rows = len(whole[name]) // tp
+                cut = whole[name][rank * num_rows : (rank + 1) * num_rows]
+                assert torch.equal(held[name], cut if suffix in ("qweight", "g_idx") else whole[name]), name
+    with pytest.raises(PlanError, match="the cut at 48 of 384 falls inside 128 values stored together"):
+        relayout.convert(source, tmp_path / "tp8", tp=8)  # 48 columns: no group of 32 or more divides them.
+    dense = write_quantized(Quantized(method, "qwen3_moe", {"D": 96, "H": 256, "M": 384}), tmp_path / "dense")
+    with pytest.raises(PlanError, match=r"o_proj.*falls inside 128 values"):
+        relayout.convert(dense, tmp_path / "dense-tp4", tp=4)
+
+
 @pytest.mark.parametrize("columns", GROUPS)
 def test_a_cut_inside_a_group_is_refused_even_where_the_number_of_groups_divides(columns: int) -> None:
     packed: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -218,7 +246,7 @@ def test_a_cut_inside_a_group_is_refused_even_where_the_number_of_groups_divides
         "weight_shape": ("I64", (2,)),
     }
     of_groups = compressed("pack-quantized", weights_of(4, "int", "group", group_size=128))
-    for source in (of_module(GPTQ, **gptq(columns)), of_module(of_groups, **packed)):
+    for source in (of_module(GPTQ, **gptq_tensors(columns)), of_module(of_groups, **packed)):
         assert {degree for degree in DEGREES if isinstance(try_plan(source, degree), Plan)} == GROUPS[columns]
 
 
@@ -232,9 +260,9 @@ def test_a_cut_inside_a_block_is_refused_where_the_last_block_is_partial(columns
 
 def test_a_dynamic_rule_that_asks_for_act_order_is_refused_as_if_all_weights_had_it() -> None:
     """GPTQModel's exceptions from the rest of the configuration (vLLM gptq_utils.py raises too)."""
-    plan_for(of_module({**GPTQ, "dynamic": {"-:.*o_proj": {}}}, **gptq(256)), 2)
+    plan_for(of_module({**GPTQ, "dynamic": {"-:.*o_proj": {}}}, **gptq_tensors(256)), 2)
     with pytest.raises(PlanError, match=r"desc_act.*--tp 1"):
-        plan_for(of_module({**GPTQ, "dynamic": {"+:.*down_proj": {"desc_act": True}}}, **gptq(256)), 2)
+        plan_for(of_module({**GPTQ, "dynamic": {"+:.*down_proj": {"desc_act": True}}}, **gptq_tensors(256)), 2)
 
 
 # Expert parallel.

@@ -15,7 +15,7 @@ import typer
 from transformers.utils import logging as transformers_logging
 
 import relayout
-from engines.cases import RUNS, WHOLE_IN_SGLANG, Case, Run, all_cases, converted_of, source_of
+from engines.cases import BGE_M3, RERANKER, RUNS, WHOLE_IN_SGLANG, Case, Run, all_cases, converted_of, source_of
 from engines.environments import ENGINES, ROOT, Environment, environment_of, versions_in
 from engines.observing import laboratory
 from engines.starts.cold_start import measure, placements, reads
@@ -23,6 +23,11 @@ from engines.starts.failures import fail
 from engines.starts.starting import start
 
 RESULTS = ROOT / "tools" / "results" / "engines.json"
+SKIPPED = (
+    *("llama", "qwen3_moe", "fp8_blocks", "fp8_blocks_moe", "gptq_4bit", "gptq_4bit_moe", "awq", "awq_moe"),
+    *("qwen2_5_vl", RERANKER, BGE_M3, "llama 2 stages", "qwen3_moe 2 stages", "deepseek_v3 draft model"),
+)
+"""Cases of which each kind of tensor is left out."""
 HOME = Path(tempfile.gettempdir(), "engine-envs")
 BATCH = 40
 """Jobs for one process: what an engine keeps of a model goes away with it."""
@@ -52,6 +57,7 @@ def main(
         bool, typer.Option("--plans", help="Only: observe checkpoints of several sizes; write the built-in plans.")
     ] = False,
     mutations: Annotated[bool, typer.Option("--mutations", help="Only: are wrong plans seen to be wrong?")] = False,
+    skipped: Annotated[bool, typer.Option("--skipped", help="Only: is it seen if a tensor is skipped? (vLLM)")] = False,
     table: Annotated[bool, typer.Option("--table", help="Only: write OBSERVED.md anew from all results.")] = False,
     home: Annotated[Path, typer.Option("--environments", help="Folder of environments and checkpoints.")] = HOME,
 ) -> None:
@@ -65,6 +71,9 @@ def main(
                 step(environment, home)
         laboratory.write_table(versions_in(environment))
         return
+    if skipped:
+        skip_tensors(environment_of("vllm", home), home / "vllm-work")
+        return
     for name in engines or list(ENGINES):
         work = home / f"{name}-work"
         work.mkdir(parents=True, exist_ok=True)
@@ -72,7 +81,7 @@ def main(
         record(name, "versions", versions_in(environment))
         cases = [case for case in all_cases() if fnmatch(case.name, only)]
         if compare:
-            for result in compare_cases(name, environment, cases, work):
+            for result in run_cases(name, environment, cases, work, ENGINES[name].comparing):
                 record(name, "parameters", {f"{result['name']}, tp {result['tp']}": kept(result, work)})
                 say(describe(result, work))
         if name == "sglang":
@@ -98,14 +107,25 @@ def record(engine: str, part: str, new: dict[str, Any]) -> None:
     RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
 
 
-def compare_cases(engine: str, environment: Environment, cases: Sequence[Case], work: Path) -> Iterator[Result]:
-    """Each case at each degree."""
+def skip_tensors(environment: Environment, work: Path) -> None:
+    """Load without one tensor in turn, at TP 2, or the least that there is."""
+    work.mkdir(parents=True, exist_ok=True)
+    cases = [case for case in all_cases() if case.name in SKIPPED]
+    for result in run_cases("vllm", environment, cases, work, "comparing.skipped", most=2):
+        keys = ("marks", "not_given", "not_used", "unseen", "error", "refused")
+        say(f"{result['name']}, tp {result['tp']}: { {key: result[key] for key in keys if key in result} }")
+
+
+def run_cases(
+    engine: str, environment: Environment, cases: Sequence[Case], work: Path, module: str, *, most: int = 4
+) -> Iterator[Result]:
+    """Each case at each degree up to `most`, by a module of `engines`."""
     jobs: dict[bool, list[Result]] = {False: [], True: []}
     for case in cases:
         if engine == "sglang" and (case.draft or case.moe_backend != "auto" or case.settings or case.stages > 1):
             continue  # Its draft models are built by its workers, and its kernels are not chosen here.
         is_uncut = engine == "sglang" and case.family in WHOLE_IN_SGLANG
-        for tp in case.degrees:
+        for tp in (tp for tp in case.degrees if tp <= most):
             job = {"name": case.name, "tp": tp, "strict": case.strict and not is_uncut}
             job |= {key: getattr(case, key) for key in ("expert", "draft", "moe_backend", "stages", "settings")}
             source = source_of(case.family, work)
@@ -118,20 +138,25 @@ def compare_cases(engine: str, environment: Environment, cases: Sequence[Case], 
     for is_quantized, mine in jobs.items():
         options = ["--stand-in-kernels"] if is_quantized else []
         for first in range(0, len(mine), BATCH):
-            yield from run_batch(engine, environment, mine[first : first + BATCH], work, options)
+            yield from run_batch(engine, environment, mine[first : first + BATCH], work, [module, *options])
 
 
 def run_batch(
-    engine: str, environment: Environment, jobs: list[Result], work: Path, options: list[str]
+    engine: str, environment: Environment, jobs: list[Result], work: Path, command: list[str]
 ) -> Iterator[Result]:
-    """Some jobs in one process; those that it does not come to are errors."""
+    """Some jobs in one process of a module; those that it does not come to are errors."""
     file = work / f"{engine}-jobs.json"
     file.write_text(json.dumps(jobs))
-    command = environment.command(ENGINES[engine].comparing, file, *options)
+    module, *options = command
     count = 0
     with (work / f"{engine}.log").open("a") as log:
         running = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment.variables, cwd=work
+            environment.command(module, file, *options),
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=environment.variables,
+            cwd=work,
         )
         assert running.stdout is not None
         for line in running.stdout:

@@ -10,7 +10,7 @@ from typing import Any
 
 from support.checkpoints import write_family
 from support.families import EXPERT_FAMILIES, FAMILIES
-from support.quantized import EXPERT_QUANTIZED, QUANTIZED, write_quantized
+from support.quantized import EXPERT_QUANTIZED, QUANTIZED, Quantized, awq, gptq, write_quantized
 
 import relayout
 
@@ -28,10 +28,20 @@ WHOLE_IN_SGLANG = ("gemma3", "gemma3_text")
 SPLIT = "fp8_blocks_moe_split"
 """Experts with 192 or 96 rows for each rank, in blocks of 128 that share a scale."""
 
+SPLIT_AWQ = "awq_moe_split"
+"""Experts cut inside a group, of which vLLM rearranges whole tensors."""
+
 RERANKER, BGE_M3 = "qwen3_reranker", "bge_m3"
 """Of vLLM: a score that is made of rows of `lm_head`; layers that are in files of their own."""
 
-FORMS = {**QUANTIZED, SPLIT: replace(QUANTIZED["fp8_blocks_moe"], sizes={"M": 384})}
+_SPLIT_GROUPS = {"D": 128, "M": 384, "H": 256}
+"""Experts of 192 or 96 columns for each rank, in groups of 128 that share a scale."""
+FORMS = {
+    **QUANTIZED,
+    SPLIT: replace(QUANTIZED["fp8_blocks_moe"], sizes={"M": 384}),
+    "gptq_4bit_moe_split": Quantized(gptq(4, 128), "qwen3_moe", _SPLIT_GROUPS),
+    SPLIT_AWQ: Quantized(awq(128), "qwen3_moe", _SPLIT_GROUPS),
+}
 
 _SIZES = {"gpt_oss": {"K": 4}, "gpt_oss_mxfp4": {"K": 4}, "cohere": {"K": 4}}
 """Where vLLM has no KV heads that ranks share: as many as there are ranks."""
@@ -119,7 +129,7 @@ RUNS = (
 
 def all_cases() -> Iterator[Case]:
     for family in (*FAMILIES, *FORMS):
-        yield Case(family)
+        yield Case(family, strict=family != SPLIT_AWQ)
         if family in (*EXPERT_FAMILIES, *EXPERT_QUANTIZED):
             yield Case(family, expert=True)
         if family in DRAFTS:

@@ -251,7 +251,7 @@ def test_a_fill_that_is_cancelled_stops_and_leaves_nothing(target: Target) -> No
             time.sleep(0.001)
 
     with nothing_left_behind():
-        fill = target.fill(ground, LARGE, stop=stop, arrived=wait, budget=Budget(1, 64 * 1024))
+        fill = target.fill(ground, LARGE, stop=stop, on_arrival=wait, budget=Budget(1, 64 * 1024))
         filling = target.backend.start(ground.memory, fill)
         if target.name != "mapped":  # It tells when it is joined.
             assert begun.wait(PATIENCE)
@@ -269,7 +269,7 @@ def test_an_error_of_who_is_told_ends_the_fill(target: Target) -> None:
     def fail(*_: int) -> None:
         raise ZeroDivisionError("told")
 
-    assert_fails(target, ZeroDivisionError, "told", arrived=fail)
+    assert_fails(target, ZeroDivisionError, "told", on_arrival=fail)
 
 
 def test_an_error_of_who_watches_ends_the_fill(target: Target) -> None:

@@ -27,7 +27,7 @@ import torch.cuda.gds
 from support.loader_fixtures import open_files
 
 from relayout.loader.backends import cufile
-from relayout.loader.backends.cufile import BindingsCuFile, CuFile, FoundCuFile, TorchCuFile, find_cufile
+from relayout.loader.backends.cufile import Bindings, CuFile, FoundCuFile, Torch, find_cufile
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="cuFile is for Linux")
 
@@ -267,7 +267,8 @@ def library(kind: str, monkeypatch: pytest.MonkeyPatch) -> Library:
     library = Library()
     put_behind_torch(library, monkeypatch)
     monkeypatch.setitem(sys.modules, "cuda.bindings.cufile", library if kind == "bindings" else None)
-    monkeypatch.setattr(cufile, "_LoadedLibrary", lambda: library)
+    for name in ("get_parameter_bool", "set_parameter_bool"):
+        monkeypatch.setattr(Torch, name, lambda self, *args, name=name: getattr(library, name)(*args))
     return library
 
 
@@ -275,13 +276,13 @@ only_bindings = pytest.mark.parametrize("kind", ["bindings"])
 only_torch = pytest.mark.parametrize("kind", ["torch"])
 
 
-def driver_of(kind: str, library: Library) -> CuFile:
-    return BindingsCuFile(library) if kind == "bindings" else TorchCuFile(torch.cuda.gds, library)
+def driver_of(kind: str) -> CuFile:
+    return CuFile(Bindings() if kind == "bindings" else Torch())
 
 
 @pytest.fixture
 def driver(kind: str, library: Library) -> CuFile:
-    return driver_of(kind, library)
+    return driver_of(kind)
 
 
 def arena_of(nbytes: int) -> torch.Tensor:
@@ -600,7 +601,7 @@ def test_a_configuration_that_goes_through_host_memory_does_not_pass(
 ) -> None:
     library.configured[setting] = True
     with pytest.raises(OSError, match=f"may read through host memory: {name} is on") as caught:
-        driver_of(kind, library).open(path)
+        driver_of(kind).open(path)
     assert (caught.value.errno, caught.value.filename) == (errno.EOPNOTSUPP, str(path))
     del caught
     assert not library.handles
@@ -729,7 +730,7 @@ def test_no_log_appears_in_the_working_directory_and_the_users_choice_is_kept(
     (machine / "other.json").write_text('{"logging": {}}')
     for name, value in environment.items():
         monkeypatch.setenv(name, str(machine / value) if value.endswith("json") else value)
-    BindingsCuFile(library)
+    CuFile(Bindings())
     assert os.environ.get("CUFILE_LOGFILE_PATH") == expected
 
 

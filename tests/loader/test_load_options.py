@@ -18,6 +18,7 @@ from support.loader_fixtures import (
     MIB,
     WAYS,
     assert_equal,
+    by_two_ways,
     child,
     extents,
     nothing_left_behind,
@@ -59,6 +60,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ([], lambda name: False),
     ],
 )
+@by_two_ways
 def test_names_chooses_tensors(converted: Path, way: str, names: Any, expected: Any) -> None:
     stored = whole_tensors(converted, "model-rank-1-*")
     chosen = {name: tensor for name, tensor in stored.items() if expected(name)}
@@ -70,6 +72,7 @@ def test_names_chooses_tensors(converted: Path, way: str, names: Any, expected: 
 
 
 @pytest.mark.filterwarnings("ignore:.*plain checkpoint")
+@by_two_ways
 def test_names_chooses_tensors_of_a_plain_folder(model: Path, way: str) -> None:
     held = relayout.load(model, 1, tp=2, names=["**.0.mlp.**", "model.norm.weight"], backend=way)
     expected = {
@@ -160,6 +163,7 @@ def test_verify_finds_damage_in_small_tensors_of_every_kind(converted: Path, tmp
     assert relayout.load(folder, 1, verify=True, backend=backend)
 
 
+@by_two_ways
 def test_without_verify_damage_is_loaded_as_it_is(converted: Path, tmp_path: Path, way: str) -> None:
     folder = Path(shutil.copytree(converted, tmp_path / "copy"))
     file = min(folder.glob("model-rank-1-*"))
@@ -170,6 +174,7 @@ def test_without_verify_damage_is_loaded_as_it_is(converted: Path, tmp_path: Pat
     assert_equal(relayout.load(folder, 1, backend=way), before)
 
 
+@by_two_ways
 def test_a_tensor_that_was_not_chosen_is_not_verified(converted: Path, tmp_path: Path, way: str) -> None:
     folder = Path(shutil.copytree(converted, tmp_path / "copy"))
     file = min(folder.glob("model-rank-1-*"))
@@ -250,6 +255,7 @@ def test_a_function_is_told_rising_bytes_up_to_the_total(large: Path, converted:
         assert {done[-1]} == totals
 
 
+@by_two_ways
 def test_a_function_that_fails_ends_the_load(converted: Path, way: str) -> None:
     def fail(done: int, total: int) -> None:
         raise ZeroDivisionError("shown")
@@ -272,6 +278,7 @@ def test_true_shows_a_bar_on_stderr_alone(large: Path, capfd: pytest.CaptureFixt
         assert capfd.readouterr() == ("", "")
 
 
+@by_two_ways
 def test_a_torch_dtype_that_is_missing_is_refused_and_its_file_can_be_loaded_without(tmp_path: Path, way: str) -> None:
     header = json.dumps(
         {

@@ -16,11 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
-from support.conversions import EXPERT_CASES, Conversions, grouped, stock_tensors
-from support.families import FAMILIES
+from support.conversions import EACH_KIND_OF_CUT, Conversions, grouped, stock_tensors
 from support.loader_fixtures import MEASURE, child, nothing_left_behind, skip_unless_drives_are_counted, write_model
 from support.models import as_integers
-from support.quantized import QUANTIZED
 
 import relayout
 from relayout.core.patterns import collapse_numbers
@@ -49,7 +47,7 @@ def some_index(shape: torch.Size, seed: str) -> Any:
     return rng.choice([parts, parts[:1], (..., *parts[-1:])])
 
 
-@pytest.mark.parametrize("name", grouped([*FAMILIES, *QUANTIZED]))
+@pytest.mark.parametrize("name", grouped(EACH_KIND_OF_CUT))
 def test_a_tensor_of_each_kind_is_the_sources_and_so_are_slices(name: str, conversions: Conversions) -> None:
     source = stock_tensors(conversions.source(name))
     one_of_each = {collapse_numbers(key): key for key in source}
@@ -63,7 +61,7 @@ def test_a_tensor_of_each_kind_is_the_sources_and_so_are_slices(name: str, conve
                 assert_same(opened.get_slice(key)[index], source[key][index], (key, index))
 
 
-@pytest.mark.parametrize("name", grouped(EXPERT_CASES))
+@pytest.mark.parametrize("name", grouped(["qwen3_moe", "gpt_oss_mxfp4", "deepseek_v3", "gptq_4bit_moe"]))
 def test_experts_are_found_with_the_ranks_that_own_them(name: str, conversions: Conversions) -> None:
     source = stock_tensors(conversions.source(name))
     with relayout.safe_open(conversions.at(name, 2, experts=True)) as opened:

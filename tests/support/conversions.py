@@ -37,6 +37,11 @@ WIDE = {  # 16 heads: for 16 ranks.
 }
 CASES = [*FAMILIES, *QUANTIZED, *WIDE]
 EXPERT_CASES = [*EXPERT_FAMILIES, *EXPERT_QUANTIZED]
+EACH_KIND_OF_CUT = [
+    *("llama", "phi3", "falcon_7b", "gpt2_hub", "bloom", "qwen3_next", "deepseek_v3", "llama4", "gpt_oss_mxfp4"),
+    *("gptq_4bit", "fp8_blocks_moe", "awq"),
+]
+"""For tests of bytes. That a folder has the rules of any family is proven in tests/plans/test_recorded_rules.py."""
 
 
 def grouped(names: list[str]) -> list[Any]:

@@ -209,7 +209,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_named(target: Target, tmp_path: 
     path = broken.stored[2].path
     cut = 8 * MIB + 3 * BLOCK
     message = f"file-2: ends at byte {cut}, expected {SIZES[2]} bytes"
-    options = {"budget": Budget(1, 2**16), "arrived": lambda *_: os.truncate(path, cut)}
+    options = {"budget": Budget(1, 2**16), "on_arrival": lambda *_: os.truncate(path, cut)}
     assert_fails(broken, FormatError, message, LARGE, **options)
     target.check(SOME)
 

@@ -197,7 +197,6 @@ def test_only_what_is_given_is_loaded(converted: Path, stored: dict[str, torch.T
 
 
 @pytest.mark.filterwarnings("ignore:.*plain checkpoint")
-@by_two_ways
 def test_a_plain_folder_is_cut_into_given_tensors(model: Path, stored: dict[str, torch.Tensor], way: str) -> None:
     makers = [MAKERS["fused"]] if way == "mapped" else [MAKERS["odd address"], MAKERS["fused"]]
     some = {name: tensor for name, tensor in stored.items() if tensor.dim() == 2}
@@ -255,7 +254,6 @@ def test_a_tensor_whose_elements_share_memory_is_named_before_any_is_touched(
         ({"memory": MIB}, PlanError, "1048576 "),
     ],
 )
-@by_two_ways
 def test_a_request_that_makes_no_sense_touches_nothing(
     converted: Path, stored: dict[str, torch.Tensor], options: dict[str, Any], error: type[Exception], message: str
 ) -> None:

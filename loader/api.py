@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from relayout.errors import PlanError
 from relayout.loader.diagnose.hints import error_hints
 from relayout.loader.loading import Options, load_arena, options_of
-from relayout.loader.placement import ArenaPlan
-from relayout.loader.sources.checkpoint import RankSource, find_rank
+from relayout.loader.pack import ArenaPlan
+from relayout.loader.sources.base import RankSource
+from relayout.loader.sources.checkpoint import find_rank
 from relayout.progress import Progress
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from relayout.loader.sources.cached import CacheOption
-    from relayout.loader.sources.contents import Contents
+    from relayout.loader.sources.columns import TensorColumns
 
 
 def load(
@@ -97,7 +98,7 @@ def load(
             raise PlanError("group: a group loads into new memory, not into given tensors", code="option")
         options = options_of(device, backend, verify, threads, memory, progress)
         source = _shared_source(path, rank, tp, verify, cache)
-        return source, source.arena(patterns_of(names)), options
+        return source, source.arena(names), options
 
     with error_hints():
         if group is not None:
@@ -106,16 +107,15 @@ def load(
             return load_together(prepare, group)
         options = options_of(device, backend, verify, threads, memory, progress)
         source = find_source(path, rank, tp, verify, cache, progress)
-        patterns = patterns_of(names)
         if into is None:
-            plan = source.arena(patterns)
+            plan = source.arena(names)
             warn_if_slow(source)
             return load_arena(plan, options)
         from relayout.loader.into import load_into
 
-        contents = source.contents(None)
+        contents = source.contents()
         warn_if_slow(source)
-        return load_into(contents, into, patterns, options)
+        return load_into(contents, into, names, options)
 
 
 def iter_load(
@@ -163,29 +163,24 @@ def iter_load(
         True
     """
 
-    def prepare() -> tuple[RankSource, Contents, Options]:
+    def prepare() -> tuple[RankSource, TensorColumns, Options]:
         options = options_of(device, backend, verify, threads, memory, progress)
         source = _shared_source(path, rank, tp, verify, cache)
-        return source, source.contents(patterns_of(names)), options
+        return source, source.contents(names), options
 
     with error_hints():
         if group is not None:
-            from relayout.loader.group.members import Members
+            from relayout.loader.group.collectives import Group
             from relayout.loader.group.sharing import stream_together
 
-            return stream_together(prepare, Members(group))
+            return stream_together(prepare, Group(group))
         from relayout.loader.stream import stream
 
         options = options_of(device, backend, verify, threads, memory, progress)
         source = find_source(path, rank, tp, verify, cache, progress)
-        contents = source.contents(patterns_of(names))
+        contents = source.contents(names)
         warn_if_slow(source)
         return stream(contents, options)
-
-
-def patterns_of(names: Sequence[str] | str | None) -> Sequence[str] | None:
-    """The patterns as a sequence; a caller may give a single one."""
-    return [names] if isinstance(names, str) else names
 
 
 def find_source(

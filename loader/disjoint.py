@@ -39,13 +39,13 @@ def strided(address: int, item_nbytes: int, strides: Sequence[int], shape: Seque
     return Strided(address, tuple(axes))
 
 
-def is_simple(one: Strided) -> bool:
+def is_simple(tensor: Strided) -> bool:
     """Whether each stride is larger than all that the inner axes span, as in every view of a dense tensor.
 
     Then no byte belongs to two elements.
     """
     reach = 1
-    for stride, size in one.axes:
+    for stride, size in tensor.axes:
         if stride < reach:
             return False
         reach += stride * (size - 1)
@@ -57,27 +57,27 @@ def sharing(tensors: Sequence[Strided]) -> Iterator[tuple[int, int]]:
 
     Only pairs whose address ranges overlap are compared: as a rule none, or the parts of one fused parameter.
     """
-    order = sorted(range(len(tensors)), key=lambda number: tensors[number].address)
+    order = sorted(range(len(tensors)), key=lambda index: tensors[index].address)
     reaching: list[int] = []
-    for number in order:
-        reaching = [other for other in reaching if tensors[other].end > tensors[number].address]
+    for index in order:
+        reaching = [other for other in reaching if tensors[other].end > tensors[index].address]
         for other in reaching:
-            if share(tensors[other], tensors[number]):
-                yield min(other, number), max(other, number)
-        reaching.append(number)
+            if share(tensors[other], tensors[index]):
+                yield min(other, index), max(other, index)
+        reaching.append(index)
 
 
-def share(one: Strided, other: Strided) -> bool:
+def share(first: Strided, second: Strided) -> bool:
     """Whether two tensors have a byte in common; also True where that takes too long to find out.
 
     They have one if the distance of their addresses is a sum of multiples of strides, positive ones for the indices of
-    `one`, negative ones for the indices of `other`. Axes of equal stride are joined into one range of multiples.
+    `first`, negative ones for the indices of `second`. Axes of equal stride are joined into one range of multiples.
     """
     bounds: dict[int, tuple[int, int]] = {}
-    for stride, size in one.axes:
+    for stride, size in first.axes:
         low, high = bounds.get(stride, (0, 0))
         bounds[stride] = low, high + size - 1
-    for stride, size in other.axes:
+    for stride, size in second.axes:
         low, high = bounds.get(stride, (0, 0))
         bounds[stride] = low - size + 1, high
     bounds.pop(0, None)  # A stride of 0 adds nothing.
@@ -87,7 +87,7 @@ def share(one: Strided, other: Strided) -> bool:
         low, high = bounds[stride]
         terms.insert(0, (stride, low, high, least, most))
         least, most = least + stride * low, most + stride * high
-    return _is_sum(other.address - one.address, terms, iter(range(MAX_STEPS)))
+    return _is_sum(second.address - first.address, terms, iter(range(MAX_STEPS)))
 
 
 _Term: TypeAlias = tuple[int, int, int, int, int]

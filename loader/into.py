@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from relayout.core.workers import Stop
 from relayout.errors import PlanError, did_you_mean
-from relayout.loader.backends.base import Backend, ReadJob, checks_of
+from relayout.loader.backends.base import Backend, ReadJob
+from relayout.loader.backends.digests import checks_of
 from relayout.loader.backends.files import Sources
 from relayout.loader.budgets import Budget
 from relayout.loader.disjoint import Strided, is_simple, sharing, strided
 from relayout.loader.loading import Options, load_arena
-from relayout.loader.placement import pack, place_at, placed
-from relayout.loader.sources.contents import Contents, select
+from relayout.loader.pack import pack, place_at
+from relayout.loader.sources.columns import Names, TensorColumns, select
 from relayout.loader.stream import stream
 from relayout.loader.tensors import bytes_of, torch_dtype, torch_shape
 from relayout.progress import reporting
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
 
 
 def load_into(
-    contents: Contents, into: Mapping[str, torch.Tensor], patterns: Sequence[str] | None, options: Options
+    contents: TensorColumns, into: Mapping[str, torch.Tensor], names: Names, options: Options
 ) -> dict[str, torch.Tensor]:
-    """Fill the tensors of `into`, and load the other tensors that match `patterns` into new memory.
+    """Fill the tensors of `into`, and load the other tensors that match `names` into new memory.
 
     Raises:
         PlanError: the rank has no tensor of that name; or a given tensor has another dtype, shape or device, or shares
@@ -39,29 +40,31 @@ def load_into(
             raise PlanError(f"into: the rank has no tensor {name!r}{_hint(name, row_of)}", code="option")
         _check(name, tensor, contents.dtypes[row_of[name]], contents.shapes[row_of[name]], options)
     _check_memory(into, contents, row_of)
-    wanted = set(select(contents.names, patterns)) if patterns is not None else set()
-    given = [row for name, row in row_of.items() if name in into]
+    wanted = set(select(contents.names, names)) if names is not None else set()
+    existing = [row for name, row in row_of.items() if name in into]
     new = [row for name, row in row_of.items() if row in wanted and name not in into]
     for row in new:
         torch_shape(contents.names[row], contents.dtypes[row], contents.shapes[row])
         torch_dtype(contents.names[row], contents.dtypes[row])
     # Check the files before the first byte is written.
-    Sources(contents.rows([*given, *new]).files, Access.BUFFERED).close()
+    Sources(contents.rows([*existing, *new]).files, Access.BUFFERED).close()
     choice, budget = options.choose(contents.files)
-    fits = {row: choice.backend.device == options.device and into[contents.names[row]].is_contiguous() for row in given}
-    direct, others = [row for row in given if fits[row]], [row for row in given if not fits[row]]
+    fits = {
+        row: choice.backend.device == options.device and into[contents.names[row]].is_contiguous() for row in existing
+    }
+    direct, others = [row for row in existing if fits[row]], [row for row in existing if not fits[row]]
     parts = [contents.rows(rows) for rows in (direct, others, new)]
     sizes = [sum(part.sizes()) for part in parts]
     with reporting(options.progress, "loading", sum(sizes)) as report:
-        stages = [_stage(options, report, sum(sizes[:number])) for number in range(len(parts))]
+        stages = [_stage(options, report, sum(sizes[:index])) for index in range(len(parts))]
         through = stream(parts[1], stages[1]) if others else iter(())
         _fill(parts[0], into, stages[0], choice.backend, budget)
         for name, loaded in through:
             _copy(into[name], loaded)
-        found = dict(into)
+        tensors = dict(into)
         if new:
-            found |= load_arena(pack(parts[2]), stages[2])
-    return {name: found[name] for name in contents.names if name in found}
+            tensors |= load_arena(pack(parts[2]), stages[2])
+    return {name: tensors[name] for name in contents.names if name in tensors}
 
 
 def _hint(name: str, known: Iterable[str]) -> str:
@@ -80,7 +83,7 @@ def _stage(options: Options, report: Callable[[int], None] | None, before: int) 
 
 
 def _fill(
-    contents: Contents, into: Mapping[str, torch.Tensor], options: Options, backend: Backend[Any], budget: Budget
+    contents: TensorColumns, into: Mapping[str, torch.Tensor], options: Options, backend: Backend[Any], budget: Budget
 ) -> None:
     """Read into contiguous tensors."""
     if not contents.names:
@@ -92,7 +95,7 @@ def _fill(
         raise PlanError(memory.reason, code="unsupported")
     reads = place_at(contents.reads, memory.offsets)
     stop = Stop()
-    checks = checks_of(placed(contents, memory.offsets), stop) if options.verify else None
+    checks = checks_of(contents.at(memory.offsets), stop) if options.verify else None
     job = ReadJob(contents.files, reads, budget, checks, stop=stop)
     with reporting(options.progress, "loading", sum(contents.sizes())) as report:
         running = backend.start(memory, job)
@@ -125,12 +128,12 @@ def _check(name: str, tensor: torch.Tensor, dtype: str, shape: tuple[int, ...], 
         raise PlanError(f"into[{name!r}] is a lazy view, has no memory, or has overlapping elements", code="option")
 
 
-def _check_memory(into: Mapping[str, torch.Tensor], contents: Contents, row_of: Mapping[str, int]) -> None:
+def _check_memory(into: Mapping[str, torch.Tensor], contents: TensorColumns, row_of: Mapping[str, int]) -> None:
     """Refuse tensors that share memory, except one tensor under two names that have the same digest."""
     names = [name for name, tensor in into.items() if tensor.numel()]
     digests = contents.digests
-    for one, other in sharing([_memory(into[name]) for name in names]):
-        first, second = names[one], names[other]
+    for index, other in sharing([_memory(into[name]) for name in names]):
+        first, second = names[index], names[other]
         is_tied = (
             digests is not None
             and digests[row_of[first]] == digests[row_of[second]]

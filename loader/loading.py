@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 from relayout.core.arguments import integer, size
 from relayout.core.workers import Stop
 from relayout.errors import PlanError
-from relayout.loader.backends.base import Choice, ReadJob, checks_of
+from relayout.loader.backends.base import Choice, ReadJob
 from relayout.loader.backends.choice import choose, resolve_device
+from relayout.loader.backends.digests import checks_of
 from relayout.loader.budgets import Budget, plan_budget
-from relayout.loader.placement import ArenaPlan
-from relayout.loader.sources.contents import StoredFile, cost_of
+from relayout.loader.pack import ArenaPlan
+from relayout.loader.sources.stored import StoredFile, cost_of
 from relayout.loader.tensors import make_views, to_device
 from relayout.progress import Progress, reporting
 

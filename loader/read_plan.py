@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from relayout.core.coalesce import coalesce, split
 from relayout.core.extents import Extent, Transfer, align_down, align_up
 from relayout.format.index import Read
+from relayout.storage.protocols import RequestCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,37 +35,28 @@ class Chunk:
         return self.extent.nbytes if self.arena_offset is not None else sum(t.total_nbytes for t in self.transfers)
 
 
-def plan_chunks(
-    reads: Iterable[Read],
-    alignment: int,
-    *,
-    chunk_nbytes: int,
-    bounce_nbytes: int,
-    max_gap_nbytes: int,
-) -> Iterator[Chunk]:
-    """Cut reads into requests of at most `chunk_nbytes` (a multiple of `alignment`), and edges.
+def plan_chunks(reads: Iterable[Read], alignment: int, cost: RequestCost, bounce_nbytes: int) -> list[Chunk]:
+    """Cut reads into requests of at most `cost.chunk_nbytes` (a multiple of `alignment`), and edges.
 
     Requests through a bounce buffer take at most `bounce_nbytes`, which must be four blocks or more. A strided read
-    includes the gaps between its runs if the runs are shorter than `max_gap_nbytes` and the gaps are not longer.
+    includes the gaps between its runs if the runs are shorter than `cost.max_gap_nbytes` and the gaps are not longer.
     """
-    whole = min(chunk_nbytes, align_down(bounce_nbytes, alignment) - 2 * alignment)
-    return _merged(_requests(reads, alignment, chunk_nbytes, whole, max_gap_nbytes), bounce_nbytes)
+    whole = min(cost.chunk_nbytes, align_down(bounce_nbytes, alignment) - 2 * alignment)
+    return list(_merged(_requests(reads, alignment, cost, whole), bounce_nbytes))
 
 
-def _requests(
-    reads: Iterable[Read], alignment: int, chunk_nbytes: int, bounce_nbytes: int, max_gap_nbytes: int
-) -> Iterator[Chunk]:
+def _requests(reads: Iterable[Read], alignment: int, cost: RequestCost, bounce_nbytes: int) -> Iterator[Chunk]:
     for read in reads:
         transfer = read.transfer
         if transfer.count == 1:
-            yield from _contiguous(read.file, transfer, alignment, chunk_nbytes, bounce_nbytes)
+            yield from _contiguous(read.file, transfer, alignment, cost.chunk_nbytes, bounce_nbytes)
         elif (
-            transfer.nbytes >= max_gap_nbytes
-            or transfer.source_stride - transfer.nbytes > max_gap_nbytes
+            transfer.nbytes >= cost.max_gap_nbytes
+            or transfer.source_stride - transfer.nbytes > cost.max_gap_nbytes
             or transfer.source_stride > bounce_nbytes
         ):
             for run in transfer.runs():
-                yield from _contiguous(read.file, run, alignment, chunk_nbytes, bounce_nbytes)
+                yield from _contiguous(read.file, run, alignment, cost.chunk_nbytes, bounce_nbytes)
         else:
             rows = bounce_nbytes // transfer.source_stride
             for first in range(0, transfer.count, rows):
@@ -110,8 +102,8 @@ def _merged(chunks: Iterable[Chunk], bounce_nbytes: int) -> Iterator[Chunk]:
             yield group.items[0]
             continue
         transfers = (
-            part.shifted(source=one.extent.offset - group.extent.offset)
-            for one in group.items
-            for part in one.transfers
+            part.shifted(source=chunk.extent.offset - group.extent.offset)
+            for chunk in group.items
+            for part in chunk.transfers
         )
         yield Chunk(group.items[0].file, group.extent, None, tuple(transfers))

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Generic
 
 from relayout.core.extents import BLOCK
 from relayout.core.workers import Stop, Stopped
 from relayout.errors import PlanError
 from relayout.format.arena import Placement, place
-from relayout.loader.backends.arrivals import Arrivals
-from relayout.loader.backends.base import Arena, Backend, Pool, ReadJob, RunningJob, Span, checks_of
+from relayout.loader.backends.base import Arena, Backend, Pool, ReadJob, RunningJob, Span
 from relayout.loader.backends.choice import choose
+from relayout.loader.backends.digests import checks_of
 from relayout.loader.budgets import MAX_IN_FLIGHT, MIN_BUFFER, NODE_IN_FLIGHT, Budget, local_world_size, plan_budget
 from relayout.loader.diagnose.hints import error_hints
 from relayout.loader.loading import Options, load_arena
-from relayout.loader.placement import PlacedTensors, batches, pack, placed
-from relayout.loader.sources.contents import Contents, cost_of
+from relayout.loader.pack import batches, pack
+from relayout.loader.sources.columns import TensorColumns
+from relayout.loader.sources.stored import cost_of
 from relayout.loader.tensors import make_views, to_device
 from relayout.progress import reporting
 
@@ -34,7 +37,9 @@ _SLACK = 2 * BLOCK
 """Bytes that aligning a tensor may waste."""
 
 
-def stream(contents: Contents, options: Options, sharing: Sharing | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+def stream(
+    contents: TensorColumns, options: Options, sharing: Sharing | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors in order; bytes that wait to be yielded and buffers take `options.memory` at most.
 
     Args:
@@ -57,7 +62,7 @@ def not_shared(backend: Backend[Any]) -> PlanError:
     return PlanError(f"backend {backend.name!r} reads when tensors are used, which a group cannot share", code="option")
 
 
-def _bounds(contents: Contents, backend: Backend[Any], options: Options) -> tuple[Budget, int]:
+def _bounds(contents: TensorColumns, backend: Backend[Any], options: Options) -> tuple[Budget, int]:
     """The budget for reading, and how many bytes of tensors may be read ahead."""
     sizes = contents.sizes()
     largest = max(range(len(sizes)), key=sizes.__getitem__, default=None)
@@ -85,10 +90,39 @@ def _with_hints(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[s
         yield from tensors
 
 
-def _all_at_once(contents: Contents, options: Options) -> Iterator[tuple[str, torch.Tensor]]:
+def _all_at_once(contents: TensorColumns, options: Options) -> Iterator[tuple[str, torch.Tensor]]:
     tensors = load_arena(pack(contents), options)
     for name in list(tensors):
         yield name, tensors.pop(name)
+
+
+class PartCounter:
+    """Counts the bytes of parts of an address space that are still to arrive. Thread-safe."""
+
+    def __init__(self, starts: Sequence[int], sizes: Sequence[int], stop: Stop) -> None:
+        """`sizes` bytes are read of the parts that begin at `starts`, in rising order; `stop` is the job's."""
+        self._starts = starts
+        self._left = list(sizes)
+        self._stop = stop
+
+    def part_at(self, offset: int) -> int:
+        """The part that an offset is in."""
+        return bisect_right(self._starts, offset) - 1
+
+    def count(self, offset: int, nbytes: int) -> None:
+        """Bytes of one part have arrived."""
+        part = self.part_at(offset)
+        with self._stop.condition:
+            self._left[part] -= nbytes
+            if not self._left[part]:
+                self._stop.condition.notify_all()
+
+    def wait(self, part: int) -> bool:
+        """Wait for a part; False if the job stopped before it arrived."""
+        with self._stop.condition:
+            while self._left[part] and not self._stop.requested:
+                self._stop.condition.wait()
+            return not self._left[part]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,35 +131,35 @@ class _Batch:
 
     start: int
     """Offset of the arena in the address space of all batches."""
-    placement: Placement
-    tensors: PlacedTensors
+    layout: Placement
+    tensors: TensorColumns
     """Offsets are relative to the arena."""
     nbytes: int
     """Of the tensors."""
 
 
-def _plan_batches(contents: Contents, limit: int) -> Iterator[_Batch]:
+def _plan_batches(contents: TensorColumns, limit: int) -> Iterator[_Batch]:
     start, sizes = 0, contents.sizes()
     for rows in batches(sizes, limit):
         piece = slice(rows.start, rows.stop)
-        placement = place(contents.reads[piece], sizes[piece], start)
-        offsets = [offset - start for offset in placement.offsets]
-        tensors = PlacedTensors(contents.names[piece], contents.dtypes[piece], contents.shapes[piece], offsets, None)
-        yield _Batch(start, placement, tensors, sum(sizes[piece]))
-        start += max(placement.nbytes, BLOCK)  # No two batches at one offset.
+        layout = place(contents.reads[piece], sizes[piece], start)
+        offsets = [offset - start for offset in layout.offsets]
+        names, dtypes, shapes = contents.names[piece], contents.dtypes[piece], contents.shapes[piece]
+        yield _Batch(start, layout, TensorColumns(names, dtypes, shapes, offsets=offsets), sum(sizes[piece]))
+        start += max(layout.nbytes, BLOCK)  # No two batches at one offset.
 
 
 class _Window(Generic[Span]):
     """One address space for all batches. Some have memory; a thread that reads into another batch waits."""
 
     def __init__(
-        self, pool: Pool[Span], parts: Sequence[_Batch], arrivals: Arrivals, arena_nbytes: int, bound: int, stop: Stop
+        self, pool: Pool[Span], parts: Sequence[_Batch], counter: PartCounter, arena_nbytes: int, bound: int, stop: Stop
     ) -> None:
         """Open batches have at most `bound` bytes in all, but one is always open. Most take `arena_nbytes`."""
         self._pool = pool
         self._parts = parts
-        self._arrivals = arrivals
-        self._costs = [max(part.placement.nbytes, arena_nbytes) for part in parts]
+        self._counter = counter
+        self._costs = [max(part.layout.nbytes, arena_nbytes) for part in parts]
         self._bound = bound
         self._stop = stop
         self._in_flight = 0
@@ -133,29 +167,29 @@ class _Window(Generic[Span]):
         self._arenas: dict[int, Arena[Span]] = {}
         self._bases: dict[int, torch.Tensor] = {}
 
-    def wait(self, number: int) -> bool:
+    def wait(self, part: int) -> bool:
         """Give memory to as many batches as fit, and wait for one; False if the job stopped before it arrived."""
         while self._num_opened < len(self._parts):
             cost = self._costs[self._num_opened]
             if self._bases and self._in_flight + cost > self._bound:
                 break
-            arena, base = self._pool.take(self._parts[self._num_opened].placement.nbytes)
+            arena, base = self._pool.take(self._parts[self._num_opened].layout.nbytes)
             self._in_flight += cost
             self._bases[self._num_opened] = base
             with self._stop.condition:
                 self._arenas[self._num_opened] = arena
                 self._num_opened += 1
                 self._stop.condition.notify_all()
-        return self._arrivals.wait(number)
+        return self._counter.wait(part)
 
-    def take(self, number: int) -> torch.Tensor:
+    def take(self, part: int) -> torch.Tensor:
         """Remove a batch that has arrived from the window, and return its memory."""
-        del self._arenas[number]
-        return self._bases.pop(number)
+        del self._arenas[part]
+        return self._bases.pop(part)
 
-    def give(self, number: int) -> None:
+    def give(self, part: int) -> None:
         """Stop counting a batch's memory as in flight."""
-        self._in_flight -= self._costs[number]
+        self._in_flight -= self._costs[part]
 
     def discard(self) -> None:
         """Free the memory of all batches that were not taken."""
@@ -165,81 +199,79 @@ class _Window(Generic[Span]):
         self._arenas.clear()
 
     def span(self, offset: int, nbytes: int) -> Span:
-        """See `Memory.span`.
+        """Memory of an open batch.
 
         Raises:
             Stopped: the job was cancelled or has failed.
         """
-        number = self._arrivals.part_at(offset)
+        part = self._counter.part_at(offset)
         with self._stop.condition:
-            while number not in self._arenas:
+            while part not in self._arenas:
                 if self._stop.requested:
                     raise Stopped
                 self._stop.condition.wait()
-            arena = self._arenas[number]
-        return arena.span(offset - self._parts[number].start, nbytes)
+            arena = self._arenas[part]
+        return arena.span(offset - self._parts[part].start, nbytes)
 
     @property
     def whole(self) -> None:
-        """See `Memory.whole`."""
         return None
 
 
 def _stream(
-    contents: Contents,
+    contents: TensorColumns,
     backend: Backend[Any],
     budget: Budget,
     bound: int,
     options: Options,
     sharing: Sharing | None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    members = None if sharing is None else sharing.members
-    together = nullcontext if members is None else members.together
-    if members is not None:
-        bound = min(members.exchange(bound))  # All need the same batches, on machines that are not alike, too.
+    group = None if sharing is None else sharing.group
+    collective = nullcontext if group is None else group.collective
+    if group is not None:
+        bound = min(group.all_gather(bound))  # All need the same batches, on machines that are not alike, too.
     arena_nbytes = bound // _NUM_BATCHES
     parts = list(_plan_batches(contents, arena_nbytes * 3 // 4))  # Alignment wastes some.
-    rounds = None if sharing is None else [sharing.round(part.placement.reads, part.start) for part in parts]
-    reads = [part.placement.reads for part in parts] if rounds is None else [one.reads for one in rounds]
-    offsets = [offset for part in parts for offset in part.placement.offsets]
+    rounds = None if sharing is None else [sharing.round(part.layout.reads, part.start) for part in parts]
+    reads = [part.layout.reads for part in parts] if rounds is None else [each.reads for each in rounds]
+    offsets = [offset for part in parts for offset in part.layout.offsets]
     stop = Stop()
-    checks = checks_of(placed(contents, offsets), stop) if options.verify else None
-    sizes = [sum(one.transfer.total_nbytes for one in part) for part in reads]
-    arrivals = Arrivals([part.start for part in parts], sizes, stop)
+    checks = checks_of(contents.at(offsets), stop) if options.verify else None
+    sizes = [sum(read.transfer.total_nbytes for read in part) for part in reads]
+    counter = PartCounter([part.start for part in parts], sizes, stop)
     pool = backend.pool(arena_nbytes)
-    window = _Window(pool, parts, arrivals, arena_nbytes, bound, stop)
-    all_reads = tuple(one for part in reads for one in part)
-    job = ReadJob(contents.files, all_reads, budget, checks, arrivals.arrived, stop)
+    window = _Window(pool, parts, counter, arena_nbytes, bound, stop)
+    job = ReadJob(contents.files, tuple(chain.from_iterable(reads)), budget, checks, counter.count, stop)
     done = 0
     running: RunningJob | None = None
     views: dict[str, torch.Tensor] = {}
     with reporting(options.progress, "loading", sum(part.nbytes for part in parts)) as report:
         try:
-            with together():
+            with collective():
                 running = backend.start(window, job)
-            for number, part in enumerate(parts):
-                with together():
-                    if not window.wait(number):
+            for index, part in enumerate(parts):
+                with collective():
+                    if not window.wait(index):
                         running.join()  # Raises the job's error.
                     running.settle()
-                memory = window.take(number)
-                if members is not None and rounds is not None:
-                    members.spread(rounds[number].within(memory, part.start))
+                memory = window.take(index)
+                if group is not None and rounds is not None:
+                    group.broadcast(rounds[index].within(memory, part.start))
                 views = make_views(to_device(memory, options.device), part.tensors)
                 del memory
                 done += part.nbytes
                 if report is not None:
                     report(done)
                 yield from _each(views, running, stop)
-                window.give(number)
-            with together():
+                window.give(index)
+            with collective():
                 running.join()
         finally:
             if running is not None:
                 running.cancel()
             views.clear()
             pool.close()
-            if members is None or not members.is_broken:
+            if group is None or not group.is_broken:
                 window.discard()
 
 

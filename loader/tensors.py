@@ -14,7 +14,7 @@ from relayout.errors import PlanError
 if TYPE_CHECKING:
     import torch
 
-    from relayout.loader.placement import PlacedTensors
+    from relayout.loader.sources.columns import TensorColumns
 
 _TORCH_NAMES = {
     "BOOL": "bool",
@@ -60,11 +60,11 @@ def torch_dtype(name: str, dtype: str) -> torch.dtype:
     """
     import torch
 
-    found = getattr(torch, _TORCH_NAMES.get(dtype, ""), None)
-    if found is None:
+    torch_type = getattr(torch, _TORCH_NAMES.get(dtype, ""), None)
+    if torch_type is None:
         raise PlanError(f"torch {torch.__version__} has no dtype for {dtype}", tensor=name, code="unsupported")
-    assert isinstance(found, torch.dtype)
-    return found
+    assert isinstance(torch_type, torch.dtype)
+    return torch_type
 
 
 def torch_shape(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -106,7 +106,7 @@ def to_device(tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:
         raise MemoryError(f"cannot allocate {tensor.nbytes} bytes on {device}: {str(error).splitlines()[0]}") from None
 
 
-def make_views(base: torch.Tensor, tensors: PlacedTensors) -> dict[str, torch.Tensor]:
+def make_views(base: torch.Tensor, tensors: TensorColumns) -> dict[str, torch.Tensor]:
     """Views of the arena, dense and row-major.
 
     Raises:

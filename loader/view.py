@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from relayout.core.slices import Range, Slice
 from relayout.errors import PlanError
-from relayout.loader.api import find_source, patterns_of, warn_if_slow
+from relayout.loader.api import find_source, warn_if_slow
 from relayout.loader.diagnose.hints import error_hints
 from relayout.loader.loading import Options, load_arena, options_of
-from relayout.loader.placement import pack
-from relayout.loader.sources.checkpoint import RankSource, find_whole
-from relayout.loader.sources.pieces import Pieces
+from relayout.loader.pack import pack
+from relayout.loader.sources.base import Pieces, RankSource
+from relayout.loader.sources.checkpoint import find_whole
+from relayout.loader.sources.columns import Names
 from relayout.loader.tensors import check_mode, to_device
 from relayout.results import html_table
 from relayout.storage.protocols import Closable
@@ -70,7 +71,7 @@ class TensorSlice:
         self._row = row
         self._name = pieces.columns.names[row]
         self._dtype = pieces.columns.dtypes[row]
-        self._shape = pieces.columns.shape(row)
+        self._shape = pieces.columns.shapes[row]
 
     def __repr__(self) -> str:
         return f"<TensorSlice {self._name!r}: {self._dtype} {list(self._shape)}>"
@@ -142,7 +143,7 @@ class CheckpointView(Closable):
     def _repr_html_(self) -> str:
         """For notebooks: the first tensors."""
         columns = self._pieces.columns
-        shapes = (" x ".join(map(str, columns.shape(row))) or "scalar" for row in range(len(columns.names)))
+        shapes = (" x ".join(map(str, shape)) or "scalar" for shape in columns.shapes)
         rows = [list(row) for row in zip(columns.names, columns.dtypes, shapes, strict=True)]
         return f"<p>{escape(repr(self))}</p>{html_table(rows, ['tensor', 'dtype', 'shape'])}"
 
@@ -160,8 +161,7 @@ class CheckpointView(Closable):
         Raises:
             FormatError: a header is damaged.
         """
-        found: Mapping[str, str] | None = self._pieces.metadata()
-        return dict(found) if found else None
+        return dict(self._pieces.metadata()) or None
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """A tensor. On the CPU, a slice that is stored as it is wanted is a private mapping of its file; else a copy.
@@ -192,7 +192,7 @@ class CheckpointView(Closable):
         """
         columns = self._pieces.columns
         _, row = self._find(name)
-        return Place(tuple(columns.whole_shapes[row]), columns.parts[row])
+        return Place(tuple(columns.source_shapes[row]), columns.parts[row])
 
     def _find(self, name: str) -> tuple[_Reader, int]:
         """The reader, and the tensor's row."""
@@ -218,11 +218,9 @@ class _Mapped:
         self._device = device
 
     def tensor(self, row: int) -> torch.Tensor:
-        """See `_Reader.tensor`."""
         return to_device(self._tensors[row], self._device)
 
     def part(self, row: int, index: Any) -> torch.Tensor:
-        """See `_Reader.part`."""
         return to_device(self._tensors[row][index].clone(), self._device)
 
 
@@ -234,15 +232,13 @@ class _OnDemand:
         self._options = options
 
     def tensor(self, row: int) -> torch.Tensor:
-        """See `_Reader.tensor`."""
         return self.part(row, ...)
 
     def part(self, row: int, index: Any) -> torch.Tensor:
-        """See `_Reader.part`."""
         import torch
 
         columns = self._pieces.columns
-        shape = columns.shape(row)
+        shape = columns.shapes[row]
         # Let torch check the index, on a tensor without memory.
         torch.empty(shape, device="meta")[index]
         selected = selection(index, shape)
@@ -250,7 +246,7 @@ class _OnDemand:
         if selected is not None and shape:
             for axis in {0, *self._pieces.axes(row)}:
                 start, length = bounds(selected[axis], shape[axis])
-                wanted = _narrowed(wanted, axis, columns.whole_shapes[row][axis], start, length)
+                wanted = _narrowed(wanted, axis, columns.source_shapes[row][axis], start, length)
                 selected[axis] = within(selected[axis], length)
         [tensor] = load_arena(pack(self._pieces.piece(row, wanted)), self._options).values()
         return tensor[index if selected is None else tuple(selected)]
@@ -262,12 +258,12 @@ Selection: TypeAlias = list[int | slice]
 
 def selection(index: Any, shape: tuple[int, ...]) -> Selection | None:
     """An index of integers, slices and `...`, expanded to one entry for each axis; None for any other index."""
-    given = list(index) if isinstance(index, tuple) else [index]
-    if not any(one is Ellipsis for one in given):
-        given.append(Ellipsis)
-    place = next(i for i, one in enumerate(given) if one is Ellipsis)
-    given[place : place + 1] = [slice(None)] * (len(shape) - len(given) + 1)
-    return given if all(type(one) is int or isinstance(one, slice) for one in given) else None
+    entries = list(index) if isinstance(index, tuple) else [index]
+    if not any(entry is Ellipsis for entry in entries):
+        entries.append(Ellipsis)
+    place = next(i for i, entry in enumerate(entries) if entry is Ellipsis)
+    entries[place : place + 1] = [slice(None)] * (len(shape) - len(entries) + 1)
+    return entries if all(type(entry) is int or isinstance(entry, slice) for entry in entries) else None
 
 
 def bounds(part: int | slice, size: int) -> Range:
@@ -335,18 +331,16 @@ def open(
     with error_hints():
         options = options_of(device, verify=verify)
         source = find_source(path, rank, tp, verify, cache)
-        patterns = patterns_of(names)
-        pieces = source.pieces(patterns)
+        pieces = source.pieces(names)
         warn_if_slow(source)
-        return CheckpointView(
-            str(source.store), source.rank, source.num_ranks, pieces, _reader(source, patterns, pieces, options)
-        )
+        reader = _reader(source, names, pieces, options)
+        return CheckpointView(str(source.store), source.rank, source.num_ranks, pieces, reader)
 
 
-def _reader(source: RankSource, patterns: Sequence[str] | None, pieces: Pieces, options: Options) -> _Reader:
+def _reader(source: RankSource, names: Names, pieces: Pieces, options: Options) -> _Reader:
     if not source.is_as_stored:
         return _OnDemand(pieces, options)
-    plan = source.arena(patterns)
+    plan = source.arena(names)
     if any(file.path is None for file in plan.files):  # Without descriptors, nothing can be mapped.
         if options.verify:
             load_arena(plan, options)

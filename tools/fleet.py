@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 PIECE_NBYTES = 32 * 2**20
-"""What one member of a group reads before the others get it; as `relayout.loader.group.deal`."""
+"""What one member of a group reads before the others get it; as `relayout.loader.group.assign`."""
 DETECTION = 10.0
 """Seconds until a group knows that a member is gone, and has begun anew without it."""
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from relayout.core.extents import BLOCK, align_up
+from relayout.loader.backends.base import Pool
 from relayout.loader.tensors import check_mode
 from relayout.storage.libc import map_file
 
@@ -35,12 +36,10 @@ class HostArena:
     nbytes: int
 
     def span(self, offset: int, nbytes: int) -> memoryview:
-        """See `Memory.span`."""
         return memoryview(self.memory)[self.start + offset : self.start + offset + nbytes]
 
     @property
     def whole(self) -> memoryview:
-        """See `Memory.whole`."""
         return self.span(0, self.nbytes)
 
     @property
@@ -49,7 +48,7 @@ class HostArena:
         return ctypes.addressof(ctypes.c_char.from_buffer(self.memory)) + self.start
 
     def tensor(self, on_free: Callable[[HostArena], None] | None = None) -> torch.Tensor:
-        """See `Arena.tensor`; `on_free` is called when the last view of it is gone.
+        """All of it; `on_free` is called when the last view of it is gone.
 
         Raises:
             PlanError: as `tensors.check_mode`.
@@ -64,7 +63,7 @@ class HostArena:
         return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
 
     def discard(self) -> None:
-        """See `Arena.discard`: frees pages now, and the address range when nothing refers to it."""
+        # Frees pages now, and the address range when nothing refers to it.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANON | MAP_FIXED
         with suppress(OSError):
             map_file(-1, 0, len(self.memory), flags=flags, writable=True, address=self.address - self.start)
@@ -97,7 +96,7 @@ def _reserve(nbytes: int) -> mmap.mmap:
         raise MemoryError(f"cannot reserve {nbytes} bytes for a rank: {reason}") from None
 
 
-class ArenaPool:
+class ArenaPool(Pool[memoryview]):
     """Reuses an arena when the last reference to its tensor is gone, which saves allocating its pages again."""
 
     def __init__(self, nbytes: int) -> None:
@@ -107,7 +106,6 @@ class ArenaPool:
         self._is_open = True
 
     def take(self, nbytes: int) -> tuple[HostArena, torch.Tensor]:
-        """See `Pool.take`."""
         if nbytes <= self._nbytes and self._free:
             arena = self._free.pop()
         else:
@@ -121,7 +119,6 @@ class ArenaPool:
             self._free.append(arena)
 
     def close(self) -> None:
-        """See `Pool.close`."""
         self._is_open = False
         self._free.clear()
 
@@ -136,14 +133,12 @@ class Scattered:
         self._addresses = [address for address, _ in pieces]
 
     def span(self, offset: int, nbytes: int) -> memoryview:
-        """See `Memory.span`."""
         which = bisect_right(self.offsets, offset) - 1
         address = self._addresses[which] + offset - self.offsets[which]
         return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
 
     @property
     def whole(self) -> None:
-        """See `Memory.whole`."""
         return None
 
 

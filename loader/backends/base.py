@@ -1,19 +1,18 @@
-"""Backends read files into memory; this is their protocol."""
+"""Backends read files into memory; these are their base class and protocols."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
-from relayout.core.dtypes import num_bytes
 from relayout.core.workers import Stop
 from relayout.format.index import Read
 from relayout.loader.backends.digests import Checks
-from relayout.loader.budgets import Budget
-from relayout.loader.placement import PlacedTensors
-from relayout.loader.read_plan import Chunk
-from relayout.loader.sources.contents import StoredFile
+from relayout.loader.budgets import HOST_BUFFERS, Budget
+from relayout.loader.read_plan import Chunk, plan_chunks
+from relayout.loader.sources.stored import StoredFile
 from relayout.storage.protocols import Access, Refusal
 
 if TYPE_CHECKING:
@@ -56,33 +55,23 @@ class TensorMemory(Memory[SpanOut], Protocol[SpanOut]):
         """Offset of each tensor's first byte."""
 
 
-class Pool(Protocol[SpanOut]):
-    """Arenas for one load, which may reuse them."""
+class Pool(Generic[Span]):
+    """Arenas for one load. This pool does not reuse them."""
 
-    def take(self, nbytes: int) -> tuple[Arena[SpanOut], torch.Tensor]:
+    def __init__(self, allocate: Callable[[int], Arena[Span]]) -> None:
+        self._allocate = allocate
+
+    def take(self, nbytes: int) -> tuple[Arena[Span], torch.Tensor]:
         """An uninitialized arena of at least `nbytes`, and its tensor. It returns when the last view of that is gone.
 
         Raises:
             MemoryError: there is not enough memory.
         """
-
-    def close(self) -> None:
-        """Free idle arenas now, and others when they return."""
-
-
-@dataclass(frozen=True, slots=True)
-class FreshArenas(Generic[Span]):
-    """A pool that does not reuse arenas."""
-
-    allocate: Callable[[int], Arena[Span]]
-
-    def take(self, nbytes: int) -> tuple[Arena[Span], torch.Tensor]:
-        """See `Pool.take`."""
-        arena = self.allocate(nbytes)
+        arena = self._allocate(nbytes)
         return arena, arena.tensor()
 
     def close(self) -> None:
-        """See `Pool.close`."""
+        """Free idle arenas now, and others when they return."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,23 +84,10 @@ class ReadJob:
     budget: Budget
     checks: Checks | None = None
     """Digests to check; `reads` has the bytes of each tensor in order."""
-    arrived: Callable[[int, int], None] | None = None
+    on_arrival: Callable[[int, int], None] = lambda offset, nbytes: None
     """Called by any thread, with (offset, nbytes) of memory that has been filled."""
     stop: Stop = field(default_factory=Stop)
     """A request to stop ends the job; the job requests it when it fails."""
-
-    def tell(self, offset: int, nbytes: int) -> None:
-        """Call `arrived`, if there is one."""
-        if self.arrived is not None:
-            self.arrived(offset, nbytes)
-
-
-def checks_of(tensors: PlacedTensors, stop: Stop) -> Checks | None:
-    """Checks for the digests of tensors that a job loads; `stop` is the job's. None: files prove themselves."""
-    if tensors.digests is None:
-        return None
-    sizes = [num_bytes(*one) or 0 for one in zip(tensors.dtypes, tensors.shapes, strict=True)]
-    return Checks(tensors.names, tensors.offsets, sizes, tensors.digests, stop)
 
 
 class RunningJob(Protocol):
@@ -140,42 +116,39 @@ class RunningJob(Protocol):
         """Stop; the job's threads have ended and its files are closed on return."""
 
 
-class Backend(Protocol[Span]):
+class Backend(ABC, Generic[Span]):
     """One way to fill memory."""
 
-    @property
-    def name(self) -> str:
-        """Its name in messages."""
-
-    @property
-    def device(self) -> str | torch.device:
-        """The device of its memory, as `choice.resolve_device` returns it."""
-
-    @property
-    def access(self) -> Access:
-        """How it opens files."""
-
-    @property
-    def max_buffer_nbytes(self) -> int:
-        """Most bytes of buffers by default."""
-
-    @property
-    def reads_when_used(self) -> bool:
-        """Whether bytes are read when a tensor is first used, so that no requests are made."""
-
-    @property
-    def is_zero_copy(self) -> bool:
-        """Whether a chunk that has an arena offset is read there without a buffer."""
+    name: str
+    """In messages."""
+    device: str | torch.device = "cpu"
+    """Of its memory, as `choice.resolve_device` returns it."""
+    access: Access = Access.BUFFERED
+    """How it opens files."""
+    max_buffer_nbytes = HOST_BUFFERS
+    """Most bytes of buffers by default."""
+    reads_when_used = False
+    """Whether bytes are read when a tensor is first used, so that no requests are made."""
+    is_zero_copy = True
+    """Whether a chunk that has an arena offset is read there without a buffer."""
+    is_experimental = False
+    """Whether it has been tested with stand-ins only, never on the hardware that it is for."""
 
     def name_for(self, ways: Sequence[Access]) -> str:
         """The name for a person. `ways` says how requests are made: directly, through the page cache, or both.
 
         A backend that decides for each request returns the names of the ways.
         """
+        return self.name
 
     def chunks(self, reads: Sequence[Read], alignment: int, budget: Budget) -> list[Chunk]:
-        """The requests that it makes for these reads, of files that must be read at multiples of `alignment`."""
+        """The requests that it makes for these reads, of files that must be read at multiples of `alignment`.
 
+        These are for threads that have one bounce buffer each.
+        """
+        return plan_chunks(reads, alignment, budget.cost, budget.buffer_nbytes)
+
+    @abstractmethod
     def allocate(self, nbytes: int) -> Arena[Span]:
         """New memory of `nbytes` that it can fill.
 
@@ -185,10 +158,13 @@ class Backend(Protocol[Span]):
 
     def pool(self, nbytes: int) -> Pool[Span]:
         """A pool of arenas, most of which will have `nbytes`."""
+        return Pool(self.allocate)
 
+    @abstractmethod
     def wrap(self, tensors: Sequence[torch.Tensor]) -> TensorMemory[Span] | Refusal:
         """The memory of tensors (1-D, uint8, on `device`), to be filled. The caller keeps them alive."""
 
+    @abstractmethod
     def start(self, memory: Memory[Span], job: ReadJob) -> RunningJob:
         """Begin to fill memory from `allocate`, `pool` or `wrap`, or a combination of such, and return at once.
 

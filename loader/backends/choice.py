@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from relayout.errors import PlanError
 from relayout.loader.backends import host
 from relayout.loader.backends.base import Choice, Factory, Request
-from relayout.loader.sources.contents import StoredFile
+from relayout.loader.sources.stored import StoredFile
 from relayout.loader.tensors import check_mode
 from relayout.storage.protocols import Access, Refusal
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def _late(module: str, factory: str) -> Factory:
-    """A factory of a module that is imported when it is asked: most loads need none but `host`."""
+    """A factory of a module that is imported on first use: most loads need only `host`."""
     return lambda request: getattr(import_module(f"relayout.loader.backends.{module}"), factory)(request)
 
 
@@ -47,10 +47,11 @@ def choose(name: str, device: str | torch.device, files: Sequence[StoredFile]) -
     request = Request(resolve_device(device), files, is_by_name=name != "auto")
     refusals: list[str] = []
     for tried in (name,) if request.is_by_name else _AUTO.get(request.kind, (name,)):
-        found = REGISTRY[tried](request)
-        if not isinstance(found, Refusal):
-            return Choice(found.backend, "; ".join([*refusals, found.reason]), found.gds)
-        refusals.append(found.reason)
+        offer = REGISTRY[tried](request)
+        if not isinstance(offer, Refusal):
+            state = ["experimental: never tested on a GPU"] if offer.backend.is_experimental else []
+            return Choice(offer.backend, "; ".join([*refusals, offer.reason, *state]), offer.gds)
+        refusals.append(offer.reason)
     raise PlanError("; ".join(refusals), code="unsupported")
 
 
@@ -66,7 +67,7 @@ def resolve_device(device: str | torch.device) -> str | torch.device:
     import torch
 
     try:
-        found: torch.device = torch.empty(0, device=device).device
+        resolved: torch.device = torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
         raise PlanError(f"device {str(device)!r}: {str(error).splitlines()[0]}", code="option") from None
-    return "cpu" if found.type == "cpu" else found
+    return "cpu" if resolved.type == "cpu" else resolved

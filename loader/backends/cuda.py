@@ -7,19 +7,21 @@ page cache, or do not fill a block, go through pinned buffers.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from dataclasses import dataclass, replace
+from functools import cache as once
+from typing import TYPE_CHECKING
 
 from relayout.core.extents import BLOCK, Transfer
 from relayout.core.strided import Bytes
 from relayout.errors import FormatError
 from relayout.format.index import Read
 from relayout.loader.backends.arena import scatter
-from relayout.loader.backends.base import Choice, FreshArenas, Memory, ReadJob, Request
-from relayout.loader.backends.files import Sources
+from relayout.loader.backends.base import Backend, Choice, Memory, ReadJob, Request
+from relayout.loader.backends.files import Sources, closed_on_error
 from relayout.loader.backends.host import ThreadedJob
 from relayout.loader.budgets import MAX_BUFFERS, Budget
 from relayout.loader.read_plan import Chunk, plan_chunks
@@ -30,34 +32,14 @@ if TYPE_CHECKING:
 
     from relayout.loader.backends.cufile import CuFile, Handle
 
+_LOGGER = logging.getLogger("relayout")
+
 BUFFERS_PER_LANE = 2
 """One is read into while the other is copied from."""
 
 
-class Lane(Protocol):
-    """One thread's pinned buffers and stream."""
-
-    def buffer(self) -> torch.Tensor:
-        """The next pinned buffer: 1-D, uint8, at a multiple of `BLOCK`. Waits until its last copy is done."""
-
-    def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Begin to copy from the last `buffer` to the device."""
-
-    def settle(self) -> None:
-        """Make the caller's current stream wait for all that was sent."""
-
-    def fetch(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy from the device to the last `buffer`, and wait for it."""
-
-    def drain(self) -> None:
-        """Wait until all that was sent has arrived."""
-
-    def close(self) -> None:
-        """Free the buffers now, even if something refers to them; after `drain`."""
-
-
 class CudaLane:
-    """Two pinned buffers and a CUDA stream."""
+    """One thread's two pinned buffers and CUDA stream."""
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
         """Allocate two buffers of `nbytes`.
@@ -80,7 +62,7 @@ class CudaLane:
         self._current = 0
 
     def buffer(self) -> torch.Tensor:
-        """See `Lane.buffer`."""
+        """The next pinned buffer: 1-D, uint8, at a multiple of `BLOCK`. Waits until its last copy is done."""
         self._current = (self._current + 1) % BUFFERS_PER_LANE
         copied = self._copied[self._current]
         if copied is not None:
@@ -88,7 +70,7 @@ class CudaLane:
         return self._buffers[self._current]
 
     def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """See `Lane.send`."""
+        """Begin to copy from the last `buffer` to the device."""
         import torch
 
         with torch.cuda.stream(self._stream):
@@ -98,13 +80,13 @@ class CudaLane:
         self._copied[self._current] = event
 
     def settle(self) -> None:
-        """See `Lane.settle`."""
+        """Make the caller's current stream wait for all that was sent."""
         import torch
 
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def fetch(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """See `Lane.fetch`."""
+        """Copy from the device to the last `buffer`, and wait for it."""
         import torch
 
         with torch.cuda.stream(self._stream):
@@ -112,89 +94,70 @@ class CudaLane:
         self._stream.synchronize()
 
     def drain(self) -> None:
-        """See `Lane.drain`."""
+        """Wait until all that was sent has arrived."""
         self._stream.synchronize()
 
     def close(self) -> None:
-        """See `Lane.close`."""
+        """Free the buffers now, even if something refers to them; after `drain`."""
         for slab in self._buffers:
             slab.untyped_storage().resize_(0)
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceBackend:
+class DeviceBackend(Backend["torch.Tensor"]):
     """Fills the memory of a device, by cuFile if there is one, and else through lanes."""
 
-    device: str | torch.device
-    make_lane: Callable[[int], Lane]
-    """Makes a lane with two buffers of the given number of bytes."""
-    cufile: CuFile | None = None
+    access = Access.AUTO
+    max_buffer_nbytes = MAX_BUFFERS
+    is_experimental = True
 
-    access: ClassVar[Access] = Access.AUTO
-    max_buffer_nbytes: ClassVar[int] = MAX_BUFFERS
-    reads_when_used: ClassVar[bool] = False
-
-    @property
-    def name(self) -> str:
-        """See `Backend.name`."""
-        return "pinned" if self.cufile is None else "gds"
-
-    @property
-    def is_zero_copy(self) -> bool:
-        """See `Backend.is_zero_copy`."""
-        return self.cufile is not None
-
-    def name_for(self, ways: Sequence[Access]) -> str:
-        """See `Backend.name_for`."""
-        return self.name
+    def __init__(
+        self, device: str | torch.device, make_lane: Callable[[int], CudaLane], cufile: CuFile | None = None
+    ) -> None:
+        """`make_lane` makes a lane with two buffers of the given number of bytes."""
+        self.device = device
+        self.make_lane = make_lane
+        self.cufile = cufile
+        self.name = "pinned" if cufile is None else "gds"
+        self.is_zero_copy = cufile is not None
 
     def chunks(self, reads: Sequence[Read], alignment: int, budget: Budget) -> list[Chunk]:
-        """See `Backend.chunks`."""
         nbytes = _buffer_nbytes(budget)
-        cost = budget.cost
-        chunks = plan_chunks(
-            reads,
-            alignment,
-            chunk_nbytes=min(cost.chunk_nbytes, nbytes),
-            bounce_nbytes=nbytes,
-            max_gap_nbytes=cost.max_gap_nbytes,
-        )
-        return list(chunks)
+        cost = replace(budget.cost, chunk_nbytes=min(budget.cost.chunk_nbytes, nbytes))
+        return plan_chunks(reads, alignment, cost, nbytes)
 
     def allocate(self, nbytes: int) -> DeviceArena:
-        """See `Backend.allocate`."""
         return allocate_on(self.device, nbytes)
 
-    def pool(self, nbytes: int) -> FreshArenas[torch.Tensor]:
-        """See `Backend.pool`: torch's allocator reuses memory."""
-        return FreshArenas(self.allocate)
-
     def wrap(self, tensors: Sequence[torch.Tensor]) -> ScatteredOnDevice:
-        """See `Backend.wrap`."""
         return ScatteredOnDevice(tensors)
 
     def start(self, memory: Memory[torch.Tensor], job: ReadJob) -> DeviceJob:
-        """See `Backend.start`."""
-        sources = Sources(job.files, self.access)
+        if str(self.device).startswith("cuda"):
+            _warn_once()
         handles: list[Handle] = []
         registered: torch.Tensor | None = None
-        try:
-            if self.cufile is not None:
-                for number, file in enumerate(job.files):
-                    assert file.path is not None  # Checked by `offer_gds`.
-                    handles.append(self.cufile.open(file.path))
-                    sources.check_not_replaced(number)
-                registered = memory.whole
-                if registered is not None:
-                    self.cufile.register(registered)
-            return DeviceJob(self, memory, job, sources, handles, registered)
-        except BaseException:
-            _release(self.cufile, handles, registered)
-            sources.close()
-            raise
+        with closed_on_error(Sources(job.files, self.access)) as sources:
+            try:
+                if self.cufile is not None:
+                    for index, file in enumerate(job.files):
+                        assert file.path is not None  # Checked by `offer_gds`.
+                        handles.append(self.cufile.open(file.path))
+                        sources.check_not_replaced(index)
+                    registered = memory.whole
+                    if registered is not None:
+                        self.cufile.register(registered)
+                return DeviceJob(self, memory, job, sources, handles, registered)
+            except BaseException:
+                _release(self.cufile, handles, registered)
+                raise
 
 
-class DeviceJob(ThreadedJob[Lane, Chunk]):
+@once
+def _warn_once() -> None:
+    _LOGGER.warning("relayout: loads to CUDA devices are experimental: they have never been tested on a GPU")
+
+
+class DeviceJob(ThreadedJob[CudaLane, Chunk]):
     """Threads that fill a device's memory."""
 
     def __init__(
@@ -211,7 +174,7 @@ class DeviceJob(ThreadedJob[Lane, Chunk]):
         self._memory = memory
         self._handles = handles
         self._registered = registered
-        self._lanes: list[Lane] = []
+        self._lanes: list[CudaLane] = []
         self._buffer_nbytes = _buffer_nbytes(job.budget)
         chunks = backend.chunks(job.reads, sources.alignment, job.budget)
         try:
@@ -222,7 +185,6 @@ class DeviceJob(ThreadedJob[Lane, Chunk]):
             raise
 
     def join(self, on_progress: Callable[[int], None] | None = None) -> None:
-        """See `RunningJob.join`."""
         try:
             super().join(on_progress)
         except BaseException:
@@ -231,20 +193,17 @@ class DeviceJob(ThreadedJob[Lane, Chunk]):
         self._release()
 
     def settle(self) -> None:
-        """See `RunningJob.settle`."""
         for lane in list(self._lanes):
             lane.settle()
 
     @property
     def current_stream(self) -> object:
-        """See `RunningJob.current_stream`."""
         import torch
 
         device = torch.device(self._backend.device)
         return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def cancel(self) -> None:
-        """See `RunningJob.cancel`."""
         super().cancel()
         if self.job.stop.is_lost:  # CUDA does not work in a process that was forked after its first use.
             return
@@ -253,7 +212,7 @@ class DeviceJob(ThreadedJob[Lane, Chunk]):
         finally:
             self._release()
 
-    def _make_lane(self) -> Lane:
+    def _make_lane(self) -> CudaLane:
         lane = self._backend.make_lane(self._buffer_nbytes)
         self._lanes.append(lane)
         return lane
@@ -273,7 +232,7 @@ class DeviceJob(ThreadedJob[Lane, Chunk]):
         registered, self._registered = self._registered, None
         _release(self._backend.cufile, self._handles, registered)
 
-    def _read(self, lane: Lane, chunk: Chunk) -> int:
+    def _read(self, lane: CudaLane, chunk: Chunk) -> int:
         if chunk.arena_offset is None:
             self._send(lane, chunk.file, chunk.extent.offset, chunk.extent.nbytes, chunk.transfers)
             return chunk.nbytes
@@ -287,7 +246,7 @@ class DeviceJob(ThreadedJob[Lane, Chunk]):
                     self._send(lane, chunk.file, start, length, (Transfer(0, start + shift, length),))
         return chunk.nbytes
 
-    def _send(self, lane: Lane, file: int, offset: int, nbytes: int, transfers: Sequence[Transfer]) -> None:
+    def _send(self, lane: CudaLane, file: int, offset: int, nbytes: int, transfers: Sequence[Transfer]) -> None:
         """Read into a pinned buffer, and copy from there to the device."""
         buffer = lane.buffer()
         view = _view(buffer)[:nbytes]
@@ -303,9 +262,9 @@ class DeviceJob(ThreadedJob[Lane, Chunk]):
                 size = (transfer.count, transfer.nbytes)
                 source = buffer.as_strided(size, (transfer.source_stride, 1), buffer.storage_offset() + transfer.source)
                 lane.send(source, span.as_strided(size, (transfer.target_stride, 1), span.storage_offset()))
-            self.job.tell(transfer.target, transfer.total_nbytes)
+            self.job.on_arrival(transfer.target, transfer.total_nbytes)
 
-    def _read_by_cufile(self, lane: Lane, file: int, offset: int, target: int, nbytes: int) -> None:
+    def _read_by_cufile(self, lane: CudaLane, file: int, offset: int, target: int, nbytes: int) -> None:
         span = self._memory.span(target, nbytes)
         done = 0
         while done < nbytes:
@@ -326,7 +285,7 @@ class DeviceJob(ThreadedJob[Lane, Chunk]):
                 buffer = lane.buffer()[: piece.numel()]
                 lane.fetch(buffer, piece)
                 self.job.checks.update(target + start, _view(buffer))
-        self.job.tell(target, nbytes)
+        self.job.on_arrival(target, nbytes)
 
 
 def _view(tensor: torch.Tensor) -> memoryview:
@@ -355,15 +314,12 @@ class DeviceArena:
     """1-D, uint8, at a multiple of `BLOCK`."""
 
     def span(self, offset: int, nbytes: int) -> torch.Tensor:
-        """See `Memory.span`."""
         return self.whole[offset : offset + nbytes]
 
     def tensor(self) -> torch.Tensor:
-        """See `Arena.tensor`."""
         return self.whole
 
     def discard(self) -> None:
-        """See `Arena.discard`."""
         self.whole.untyped_storage().resize_(0)
 
 
@@ -406,19 +362,17 @@ class ScatteredOnDevice:
             _wait_for(device)
 
     def span(self, offset: int, nbytes: int) -> torch.Tensor:
-        """See `Memory.span`."""
         which = bisect_right(self.offsets, offset) - 1
         start = offset - self.offsets[which]
         return self._pieces[which][start : start + nbytes]
 
     @property
     def whole(self) -> None:
-        """See `Memory.whole`."""
         return None
 
 
 def offer_pinned(request: Request) -> Choice | Refusal:
-    """See `choice.REGISTRY`."""
+    """`pinned`, for loads to a CUDA device."""
     return _refusal("pinned", request) or Choice(
         DeviceBackend(request.device, _lanes_of(request.device)),
         request.reason("read into pinned memory, copied from there"),
@@ -426,7 +380,7 @@ def offer_pinned(request: Request) -> Choice | Refusal:
 
 
 def offer_gds(request: Request) -> Choice | Refusal:
-    """See `choice.REGISTRY`. Opening cuFile refuses compat mode to the whole process."""
+    """`gds`, where GPUDirect Storage works. Opening cuFile refuses compat mode to the whole process."""
     if refused := _refusal("gds", request) or request.refusal_without_descriptors("gds"):
         return refused
     # Imported here: loads to host memory need no cuFile.
@@ -435,12 +389,13 @@ def offer_gds(request: Request) -> Choice | Refusal:
     why = "neither nvidia-fs nor PCI P2PDMA is set up"
     path = request.files[0].path if request.files else None
     if path is not None and (request.is_by_name or cufile.is_likely()):
-        found = cufile.find_cufile(path)
-        if not isinstance(found, str):
-            asked = "asked for" if request.is_by_name else "available"
-            backend = DeviceBackend(request.device, _lanes_of(request.device), found.driver)
-            return Choice(backend, f"{found.path} is {asked}: {found.reason}", found.path)
-        why = found
+        driver = cufile.find_cufile(path)
+        if not isinstance(driver, str):
+            state = "asked for" if request.is_by_name else "available"
+            backend = DeviceBackend(request.device, _lanes_of(request.device), driver.driver)
+            reason = f"{driver.path} is {state}: {driver.reason}"
+            return Choice(backend, reason, driver.path)
+        why = driver
     return Refusal(f"backend 'gds': GPUDirect Storage is not available: {why}")
 
 
@@ -450,7 +405,7 @@ def _refusal(name: str, request: Request) -> Refusal | None:
     return Refusal(f"backend {name!r} loads to a CUDA device, not to {str(request.device)!r}")
 
 
-def _lanes_of(device: str | torch.device) -> Callable[[int], Lane]:
+def _lanes_of(device: str | torch.device) -> Callable[[int], CudaLane]:
     import torch
 
     target = torch.device(device)

@@ -29,7 +29,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from relayout.storage.local.mounts import filesystem_of
 
@@ -65,8 +65,196 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-class Handle(Protocol):
+class Bindings:
+    """cuFile's functions by `cuda.bindings.cufile`, on which CUDA builds of torch depend from 2.13 on.
+
+    Any exception means failure.
+    """
+
+    name = "cuda.bindings.cufile"
+
+    def __init__(self) -> None:
+        self._module: Any = import_module(self.name)
+
+    def get_parameter_bool(self, param: int) -> bool:
+        return bool(self._module.get_parameter_bool(param))
+
+    def set_parameter_bool(self, param: int, value: bool) -> None:
+        self._module.set_parameter_bool(param, value)
+
+    def open_driver(self) -> None:
+        self._module.driver_open()
+
+    def register(self, arena: torch.Tensor) -> None:
+        self._module.buf_register(arena.data_ptr(), arena.numel(), 0)
+
+    def deregister(self, arena: torch.Tensor) -> None:
+        self._module.buf_deregister(arena.data_ptr())
+
+    def open(self, path: Path, fd: int) -> Any:
+        """Register a file; the result is what `read` and `close` take."""
+        # CUfileDescr_t: CU_FILE_HANDLE_TYPE_OPAQUE_FD, the descriptor in a union with a pointer, no fs_ops.
+        descriptor = ctypes.create_string_buffer(struct.pack("i4xi4xP", 1, fd, 0))
+        return int(self._module.handle_register(ctypes.addressof(descriptor)))
+
+    def read(self, file: Any, target: torch.Tensor, offset: int, base: int) -> int:
+        """Fill `target`, inside the memory that was registered at `base`; how many bytes were read."""
+        count = int(self._module.read(file, base, target.numel(), offset, target.data_ptr() - base))
+        if count < 0:  # The bindings raise on -1 only.
+            raise self._module.cuFileError(-count)
+        return count
+
+    def close(self, file: Any) -> None:
+        self._module.handle_deregister(file)
+
+
+class Torch(Bindings):
+    """The same functions by `torch.cuda.gds`, for where the bindings are missing.
+
+    As of torch 2.15, a read holds the GIL and does not report how much it read. torch passes the address of the piece,
+    not of the arena, so that registering may have no effect.
+    """
+
+    name = "torch.cuda.gds"
+
+    def get_parameter_bool(self, param: int) -> bool:
+        value = ctypes.c_bool(True)
+        self._call("cuFileGetParameterBool", param, ctypes.byref(value))
+        return value.value
+
+    def set_parameter_bool(self, param: int, value: bool) -> None:
+        self._call("cuFileSetParameterBool", param, ctypes.c_bool(value))
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        """Call a function that torch lacks, of the library that it has loaded."""
+        try:
+            function = getattr(ctypes.CDLL("libcufile.so.0", mode=os.RTLD_NOLOAD), name)
+        except OSError:
+            raise RuntimeError("torch was built without GDS (libcufile.so.0 is not loaded)") from None
+        function.restype = ctypes.c_uint64  # CUfileError_t: two ints, the first of them cuFile's.
+        if code := function(*arguments) & 0xFFFFFFFF:
+            raise RuntimeError(f"cuFile error ({code})")
+
+    def open_driver(self) -> None:
+        """torch opens it when the first file is registered."""
+
+    def register(self, arena: torch.Tensor) -> None:
+        self._module.gds_register_buffer(_storage(arena))
+
+    def deregister(self, arena: torch.Tensor) -> None:
+        self._module.gds_deregister_buffer(_storage(arena))
+
+    def open(self, path: Path, fd: int) -> Any:
+        return self._module.GdsFile(str(path), os.O_RDONLY)
+
+    def read(self, file: Any, target: torch.Tensor, offset: int, base: int) -> int:
+        """Detects short reads, which most versions of torch do not report.
+
+        A read fills its target from the front, so that a short read leaves the last byte unchanged. That byte is set to
+        a mark before the read. If it still has the mark afterwards, the file may have the same byte there: a second
+        read with the opposite mark decides. A file that was truncated is detected by its length.
+        """
+        nbytes = min(target.numel(), os.fstat(file.fd).st_size - offset)
+        if nbytes <= 0:
+            return 0
+        target = target[:nbytes]
+        for mark in _MARKS:
+            target[-1:] = mark
+            _settle(target)
+            file.load_storage(_storage(target), offset)  # Newer versions of torch raise an error for a short read.
+            is_filled = int(target[-1]) != mark
+            if os.fstat(file.fd).st_size < offset + nbytes:
+                raise RuntimeError("the file became shorter while it was read")
+            if is_filled:
+                return nbytes
+        raise RuntimeError(f"read fewer than {nbytes} bytes")
+
+    def close(self, file: Any) -> None:
+        """Its `__del__` closes it."""
+
+
+class CuFile:
+    """cuFile, which reads by direct memory access or not at all."""
+
+    def __init__(self, library: Bindings) -> None:
+        """Open the driver, and leave it open: other code of the process may use it.
+
+        Raises:
+            OSError: the driver does not open, or compat mode cannot be refused.
+        """
+        self.name = library.name
+        self._library = library
+        self._arenas: dict[int, int] = {}
+        """Address and bytes of each registered arena."""
+        with _opening:
+            _prepare(library)
+            try:
+                library.open_driver()
+            except Exception as error:
+                if _ALREADY_OPEN not in str(error):
+                    raise _as_os_error(error) from None
+
+    def register(self, arena: torch.Tensor) -> bool:
+        """Pin an arena (1-D, uint8), once, before the first read into it.
+
+        Waits for all work that is queued on the GPU: reads are not ordered with streams. False if the arena cannot be
+        pinned, as on a GPU with a small BAR1; reads then go through cuFile's own buffers on the GPU.
+        """
+        with _on_device(arena, wait=True):
+            try:
+                self._library.register(arena)
+            except Exception:
+                return False
+        self._arenas[arena.data_ptr()] = arena.numel()
+        return True
+
+    def deregister(self, arena: torch.Tensor) -> None:
+        """Undo `register`, whatever it returned; before the memory is freed, or nvidia-fs may deadlock."""
+        if self._arenas.pop(arena.data_ptr(), None) is not None:
+            try:
+                with _on_device(arena):
+                    self._library.deregister(arena)
+            except Exception as error:
+                raise _as_os_error(error) from None
+
+    def open(self, path: Path) -> Handle:
+        """Open a file and register it.
+
+        Raises:
+            OSError: the file cannot be opened, or cuFile refuses it or could read it through host memory.
+        """
+        fd = _open_direct(path)
+        try:
+            with _opening:
+                _prepare(self._library)  # Again: a registration opens the driver if it is not open.
+                try:
+                    file = self._library.open(path, fd)
+                except Exception as error:
+                    raise _as_os_error(error, path) from None
+            handle = Handle(self._library, self._arenas, path, fd, file)
+        except BaseException:
+            os.close(fd)
+            raise
+        for param, name in _THROUGH_HOST.items():
+            try:
+                is_on = self._library.get_parameter_bool(param)
+            except Exception:
+                is_on = param == _ALLOW_COMPAT  # Older versions lack some of the others.
+            if is_on:
+                handle.close()
+                raise OSError(errno.EOPNOTSUPP, f"cuFile may read through host memory: {name} is on", str(path))
+        return handle
+
+
+@dataclass(slots=True)
+class Handle:
     """A file that is registered with cuFile."""
+
+    library: Bindings
+    arenas: dict[int, int]
+    path: Path
+    fd: int
+    file: Any
 
     def read(self, target: torch.Tensor, offset: int) -> int:
         """Fill `target` (1-D, uint8) from byte `offset` of the file; several threads may do so at once.
@@ -76,33 +264,24 @@ class Handle(Protocol):
         Raises:
             OSError: the read failed.
         """
+        address = target.data_ptr()
+        arenas = list(self.arenas.items())  # cuFile identifies an arena by its start address.
+        base = next((start for start, nbytes in arenas if start <= address < start + nbytes), address)
+        try:
+            with _on_device(target):
+                return self.library.read(self.file, target, offset, base)
+        except Exception as error:
+            raise _as_os_error(error, self.path, offset) from None
 
     def close(self) -> None:
         """Close the file. No thread may be reading it."""
-
-
-class CuFile(Protocol):
-    """One way to call cuFile."""
-
-    name: str
-    """The Python module that calls it."""
-
-    def register(self, arena: torch.Tensor) -> bool:
-        """Pin an arena (1-D, uint8), once, before the first read into it.
-
-        Waits for all work that is queued on the GPU: reads are not ordered with streams. False if the arena cannot be
-        pinned, as on a GPU with a small BAR1; reads then go through cuFile's own buffers on the GPU.
-        """
-
-    def deregister(self, arena: torch.Tensor) -> None:
-        """Undo `register`, whatever it returned; before the memory is freed, or nvidia-fs may deadlock."""
-
-    def open(self, path: Path) -> Handle:
-        """Open a file and register it.
-
-        Raises:
-            OSError: the file cannot be opened, or cuFile refuses it or could read it through host memory.
-        """
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            file, self.file = self.file, None
+            try:
+                self.library.close(file)
+            finally:
+                os.close(fd)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,16 +316,15 @@ def find_cufile(path: Path) -> FoundCuFile | str:
         return f"{KERNEL_MODULES} is missing, without which cuFile hangs"
     has_nvidia_fs = (NVIDIA_FS / "devcount").exists()
     reasons = [] if has_nvidia_fs else [f"the kernel module nvidia-fs is not loaded ({NVIDIA_FS} is missing)"]
-    kind: type[BindingsCuFile | TorchCuFile] = BindingsCuFile
+    library: Bindings
     try:
-        module = import_module(kind.name)
+        library = Bindings()
     except Exception as error:  # Any: numpy, which it needs, may be missing or of another version.
-        reasons.append(f"{kind.name} cannot be imported: {_summary(error)}")
-        kind = TorchCuFile
-        module = import_module(kind.name)
+        reasons.append(f"{Bindings.name} cannot be imported: {_summary(error)}")
+        library = Torch()
     try:
         # If this fails, do not try the other module: it would open the same library again, in compat mode.
-        driver = kind(module)
+        driver = CuFile(library)
         driver.open(path).close()
     except OSError as error:
         refused = f" (file system {file_system})" if error.filename else ""
@@ -155,190 +333,7 @@ def find_cufile(path: Path) -> FoundCuFile | str:
     return FoundCuFile(driver, "GDS" if has_nvidia_fs else "P2PDMA", "; ".join(reasons))
 
 
-class BindingsCuFile(CuFile):
-    """cuFile by `cuda.bindings.cufile`, on which CUDA builds of torch depend from 2.13 on."""
-
-    name = "cuda.bindings.cufile"
-
-    def __init__(self, module: Any) -> None:
-        """Open the driver, and leave it open: other code of the process may use it.
-
-        Raises:
-            OSError: the driver does not open, or compat mode cannot be refused.
-        """
-        self._module = module
-        self._arenas: dict[int, int] = {}
-        """Address and bytes of each registered arena."""
-        with _opening:
-            _prepare(module)
-            try:
-                module.driver_open()
-            except Exception as error:
-                if _ALREADY_OPEN not in str(error):
-                    raise _as_os_error(error) from None
-
-    def register(self, arena: torch.Tensor) -> bool:
-        with _on_device(arena, wait=True):
-            try:
-                self._module.buf_register(arena.data_ptr(), arena.numel(), 0)
-            except Exception:
-                return False
-        self._arenas[arena.data_ptr()] = arena.numel()
-        return True
-
-    def deregister(self, arena: torch.Tensor) -> None:
-        if self._arenas.pop(arena.data_ptr(), None) is not None:
-            try:
-                with _on_device(arena):
-                    self._module.buf_deregister(arena.data_ptr())
-            except Exception as error:
-                raise _as_os_error(error) from None
-
-    def open(self, path: Path) -> Handle:
-        fd = _open_direct(path)
-        # CUfileDescr_t: CU_FILE_HANDLE_TYPE_OPAQUE_FD, the descriptor in a union with a pointer, no fs_ops.
-        descriptor = ctypes.create_string_buffer(struct.pack("i4xi4xP", 1, fd, 0))
-        try:
-            number = self._module.handle_register(ctypes.addressof(descriptor))
-        except Exception as error:
-            os.close(fd)
-            raise _as_os_error(error, path) from None
-        handle = _BindingsHandle(self._module, self._arenas, path, fd, number)
-        _check(self._module, handle, path)
-        return handle
-
-
-@dataclass(slots=True)
-class _BindingsHandle:
-    module: Any
-    arenas: dict[int, int]
-    path: Path
-    fd: int
-    number: int
-
-    def read(self, target: torch.Tensor, offset: int) -> int:
-        address = target.data_ptr()
-        arenas = list(self.arenas.items())  # cuFile identifies an arena by its start address.
-        base = next((start for start, nbytes in arenas if start <= address < start + nbytes), address)
-        try:
-            with _on_device(target):
-                count: int = self.module.read(self.number, base, target.numel(), offset, address - base)
-            if count < 0:  # The bindings raise on -1 only.
-                raise self.module.cuFileError(-count)
-        except Exception as error:
-            raise _as_os_error(error, self.path, offset) from None
-        return count
-
-    def close(self) -> None:
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            try:
-                self.module.handle_deregister(self.number)
-            finally:
-                os.close(fd)
-
-
-class TorchCuFile(CuFile):
-    """cuFile by `torch.cuda.gds`, for where the bindings are missing.
-
-    As of torch 2.15, a read holds the GIL and does not report how much it read: see `_TorchHandle.read`. torch passes
-    the address of the piece, not of the arena, so that registering may have no effect.
-    """
-
-    name = "torch.cuda.gds"
-
-    def __init__(self, module: Any, library: Any = None) -> None:
-        """Make the settings; `library` has those of the cuFile that torch uses.
-
-        Raises:
-            OSError: compat mode cannot be refused.
-        """
-        self._module = module
-        self._settings = library or _LoadedLibrary()
-        with _opening:
-            _prepare(self._settings)
-
-    def register(self, arena: torch.Tensor) -> bool:
-        with _on_device(arena, wait=True):
-            try:
-                self._module.gds_register_buffer(_storage(arena))
-            except RuntimeError:
-                return False
-        return True
-
-    def deregister(self, arena: torch.Tensor) -> None:
-        with suppress(RuntimeError):  # It was not registered.
-            self._module.gds_deregister_buffer(_storage(arena))
-
-    def open(self, path: Path) -> Handle:
-        os.close(_open_direct(path))  # If GdsFile cannot open a file, its `__del__` complains on stderr.
-        with _opening:
-            _prepare(self._settings)  # Again: a registration opens the driver if it is not open.
-            try:
-                handle = _TorchHandle(self._module.GdsFile(str(path), os.O_RDONLY), path)
-            except Exception as error:
-                raise _as_os_error(error, path) from None
-        _check(self._settings, handle, path)
-        return handle
-
-
-@dataclass(slots=True)
-class _TorchHandle:
-    file: Any
-    path: Path
-
-    def read(self, target: torch.Tensor, offset: int) -> int:
-        """See `Handle.read`. Detects short reads, which most versions of torch do not report.
-
-        A read fills its target from the front, so that a short read leaves the last byte unchanged. That byte is set to
-        a mark before the read. If it still has the mark afterwards, the file may have the same byte there: a second
-        read with the opposite mark decides. A file that was truncated is detected by its length.
-        """
-        nbytes = min(target.numel(), os.fstat(self.file.fd).st_size - offset)
-        if nbytes <= 0:
-            return 0
-        target = target[:nbytes]
-        for mark in _MARKS:
-            with _on_device(target):
-                target[-1:] = mark
-                _settle(target)
-                try:
-                    self.file.load_storage(_storage(target), offset)
-                except RuntimeError as error:  # Newer versions of torch: also for a short read.
-                    raise _as_os_error(error, self.path, offset) from None
-                is_filled = int(target[-1]) != mark
-            if os.fstat(self.file.fd).st_size < offset + nbytes:
-                raise OSError(errno.EIO, f"became shorter while it was read at byte {offset}", str(self.path))
-            if is_filled:
-                return nbytes
-        raise OSError(errno.EIO, f"cuFile: read fewer than {nbytes} bytes at byte {offset}", str(self.path))
-
-    def close(self) -> None:
-        self.file = None  # Its `__del__` closes it.
-
-
-class _LoadedLibrary:
-    """The settings of the cuFile that torch has loaded, with the function names of the bindings."""
-
-    def get_parameter_bool(self, param: int) -> bool:
-        value = ctypes.c_bool(True)
-        self._call("cuFileGetParameterBool", param, ctypes.byref(value))
-        return value.value
-
-    def set_parameter_bool(self, param: int, value: bool) -> None:
-        self._call("cuFileSetParameterBool", param, ctypes.c_bool(value))
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        try:
-            function = getattr(ctypes.CDLL("libcufile.so.0", mode=os.RTLD_NOLOAD), name)
-        except OSError:
-            raise RuntimeError("torch was built without GDS (libcufile.so.0 is not loaded)") from None
-        function.restype = ctypes.c_uint64  # CUfileError_t: two ints, the first of them cuFile's.
-        if code := function(*arguments) & 0xFFFFFFFF:
-            raise RuntimeError(f"cuFile error ({code})")
-
-
-def _prepare(settings: Any) -> None:
+def _prepare(library: Bindings) -> None:
     """Make the settings of a driver that is not open yet.
 
     Raises:
@@ -355,26 +350,10 @@ def _prepare(settings: Any) -> None:
         # Else cuFile writes cufile.log into the working directory. Its settings for that have no effect (1.15, 1.20).
         os.environ.setdefault("CUFILE_LOGFILE_PATH", os.devnull)
     try:
-        settings.set_parameter_bool(_ALLOW_COMPAT, False)
+        library.set_parameter_bool(_ALLOW_COMPAT, False)
     except Exception as error:
         if _ALREADY_OPEN not in str(error):
             raise OSError(errno.EOPNOTSUPP, f"compat mode cannot be refused: {_summary(error)}") from None
-
-
-def _check(settings: Any, handle: Handle, path: Path) -> None:
-    """Check that the driver cannot read through host memory; else close the handle.
-
-    Raises:
-        OSError: it can.
-    """
-    for number, name in _THROUGH_HOST.items():
-        try:
-            is_on = settings.get_parameter_bool(number)
-        except Exception:
-            is_on = number == _ALLOW_COMPAT  # Older versions lack some of the others.
-        if is_on:
-            handle.close()
-            raise OSError(errno.EOPNOTSUPP, f"cuFile may read through host memory: {name} is on", str(path))
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from relayout.core.digests import ExtentDigests
 from relayout.core.extents import Extent
 from relayout.core.workers import Stop
 from relayout.errors import FormatError
+from relayout.loader.sources.columns import TensorColumns
 
 
 class Checks:
@@ -51,10 +52,17 @@ class Checks:
             )
 
     def _compare(self, row: int) -> None:
-        found = self._hashed.digests[row]
-        if found != self._expected[row]:
+        digest = self._hashed.digests[row]
+        if digest != self._expected[row]:
             raise FormatError(
-                f"its bytes have digest {found}, expected {self._expected[row]}: damaged",
+                f"its bytes have digest {digest}, expected {self._expected[row]}: damaged",
                 tensor=self._names[row],
                 code="digest",
             )
+
+
+def checks_of(tensors: TensorColumns, stop: Stop) -> Checks | None:
+    """Checks for the digests of tensors in an arena, if they have any; `stop` is the job's."""
+    if tensors.digests is None:
+        return None
+    return Checks(tensors.names, tensors.offsets, tensors.sizes(), tensors.digests, stop)

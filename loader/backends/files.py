@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from relayout.checkpoint.converted import check_head
 from relayout.core.extents import BLOCK, Extent
 from relayout.errors import FormatError
-from relayout.loader.sources.contents import StoredFile
+from relayout.loader.sources.stored import StoredFile, check_hole
 from relayout.storage.buffers import Buffer
 from relayout.storage.local.holes import holes
 from relayout.storage.local.page_cache import read_ahead_nbytes, resident_nbytes
@@ -117,20 +118,17 @@ class Sources:
             if file is not None:
                 file.close()
 
-    def _check_proof(self, number: int, file: StoredFile) -> None:
+    def _check_proof(self, index: int, file: StoredFile) -> None:
         # Read the header by the descriptor that is used for the load: the file at a path may be replaced at any time.
         if file.proof is None:
             return
-        opened, view = self._files[number], Buffer().reserve(BLOCK)
+        opened, view = self._files[index], Buffer().reserve(BLOCK)
         opened.read(0, view)
         check_head(view, file.proof.content, file.proof.data_start, file.where)
         fd = opened.fileno()
         if fd is None:
             return
         for hole in holes(fd, Extent(file.proof.data_start, file.nbytes - file.proof.data_start)):
-            # Imported here: hardly any file has one.
-            from relayout.loader.sources.contents import check_hole
-
             check_hole(file, hole)
 
     def _open_cached(self, file: StoredFile, opened: ReadableFile) -> ReadableFile | None:
@@ -143,6 +141,16 @@ class Sources:
             raise _replaced(file)
         self._read_ahead = max(self._read_ahead, read_ahead_nbytes(_fd(other)))
         return other
+
+
+@contextmanager
+def closed_on_error(sources: Sources) -> Iterator[Sources]:
+    """The open files, which an error closes."""
+    try:
+        yield sources
+    except BaseException:
+        sources.close()
+        raise
 
 
 def _fd(file: ReadableFile) -> int:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from relayout.core.strided import copy_runs
 from relayout.core.workers import Workers
-from relayout.format.index import Read
 from relayout.loader.backends.arena import ArenaPool, HostArena, Scattered, allocate
-from relayout.loader.backends.base import Choice, Factory, Memory, ReadJob, Request
-from relayout.loader.backends.files import Sources
-from relayout.loader.budgets import HOST_BUFFERS, Budget
-from relayout.loader.read_plan import Chunk, plan_chunks
+from relayout.loader.backends.base import Backend, Choice, Factory, Memory, ReadJob, Request
+from relayout.loader.backends.files import Sources, closed_on_error
+from relayout.loader.read_plan import Chunk
 from relayout.storage.buffers import Buffer
 from relayout.storage.protocols import Access, Refusal
 
@@ -24,64 +22,31 @@ State = TypeVar("State")
 Item = TypeVar("Item")
 
 
-@dataclass(frozen=True, slots=True)
-class HostBackend:
+class HostBackend(Backend[memoryview]):
     """Threads that read directly into memory, and through bounce buffers where that is not possible."""
 
-    access: Access
-
-    device: ClassVar[str] = "cpu"
-    max_buffer_nbytes: ClassVar[int] = HOST_BUFFERS
-    reads_when_used: ClassVar[bool] = False
-    is_zero_copy: ClassVar[bool] = True
-
-    @property
-    def name(self) -> str:
-        """See `Backend.name`."""
-        return self.access.value
+    def __init__(self, access: Access) -> None:
+        self.access = access
+        self.name = access.value
 
     def name_for(self, ways: Sequence[Access]) -> str:
-        """See `Backend.name_for`."""
         return " and ".join(way.value for way in ways) if self.access is Access.AUTO else self.name
 
-    def chunks(self, reads: Sequence[Read], alignment: int, budget: Budget) -> list[Chunk]:
-        """See `Backend.chunks`."""
-        return list(chunks_of(reads, alignment, budget))
-
     def allocate(self, nbytes: int) -> HostArena:
-        """See `Backend.allocate`."""
         return allocate(nbytes)
 
     def pool(self, nbytes: int) -> ArenaPool:
-        """See `Backend.pool`."""
         return ArenaPool(nbytes)
 
     def wrap(self, tensors: Sequence[torch.Tensor]) -> Scattered:
-        """See `Backend.wrap`."""
         return Scattered([(tensor.data_ptr(), tensor.numel()) for tensor in tensors])
 
     def start(self, memory: Memory[memoryview], job: ReadJob) -> ThreadedJob[Buffer, Chunk]:
-        """See `Backend.start`."""
-        sources = Sources(job.files, self.access)
-        try:
+        with closed_on_error(Sources(job.files, self.access)) as sources:
             chunks = self.chunks(job.reads, sources.alignment, job.budget)
             buffers = Buffers()
             read = Copier(memory, sources, job).read
             return ThreadedJob(job, sources, buffers.make, read, chunks, buffers.discard)
-        except BaseException:
-            sources.close()
-            raise
-
-
-def chunks_of(reads: Sequence[Read], alignment: int, budget: Budget) -> Iterator[Chunk]:
-    """The requests for threads that have one bounce buffer each."""
-    return plan_chunks(
-        reads,
-        alignment,
-        chunk_nbytes=budget.cost.chunk_nbytes,
-        bounce_nbytes=budget.buffer_nbytes,
-        max_gap_nbytes=budget.cost.max_gap_nbytes,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +75,7 @@ class Copier:
     def _arrive(self, offset: int, span: memoryview, nbytes: int) -> None:
         if self.job.checks is not None:
             self.job.checks.update(offset, span)
-        self.job.tell(offset, nbytes)
+        self.job.on_arrival(offset, nbytes)
 
 
 def reserve(buffer: Buffer, nbytes: int) -> memoryview:
@@ -129,18 +94,18 @@ class Buffers:
     """The bounce buffers of a job's threads."""
 
     def __init__(self) -> None:
-        self._made: list[Buffer] = []
+        self._buffers: list[Buffer] = []
 
     def make(self) -> Buffer:
         """A new buffer. Thread-safe."""
         buffer = Buffer()
-        self._made.append(buffer)
+        self._buffers.append(buffer)
         return buffer
 
     def discard(self) -> None:
         """Free the memory of all buffers now. They must not be used afterwards."""
-        while self._made:
-            self._made.pop().discard()
+        while self._buffers:
+            self._buffers.pop().discard()
 
 
 class ThreadedJob(Generic[State, Item]):
@@ -171,7 +136,6 @@ class ThreadedJob(Generic[State, Item]):
             raise
 
     def join(self, on_progress: Callable[[int], None] | None = None) -> None:
-        """See `RunningJob.join`."""
         try:
             self._workers.join(on_progress)
             if self.job.checks is not None:
@@ -185,36 +149,38 @@ class ThreadedJob(Generic[State, Item]):
         """Called when all items are done and the files are still open; an exception fails the job."""
 
     def settle(self) -> None:
-        """See `RunningJob.settle`: host memory needs nothing."""
+        """Host memory needs nothing."""
 
     @property
     def current_stream(self) -> object:
-        """See `RunningJob.current_stream`."""
         return None
 
     def cancel(self) -> None:
-        """See `RunningJob.cancel`."""
         self._workers.cancel()
         self.sources.close()
         self._discard()
 
 
 def factory(access: Access) -> Factory:
-    """See `choice.REGISTRY`: the factory of the backend with this access."""
+    """The factory of the backend with this access."""
 
     def offer(request: Request) -> Choice | Refusal:
-        then = "" if request.kind == "cpu" else f"{{}} copied to {request.device} in one piece"
-        if access is Access.DIRECT and (refused := request.refusal_without_descriptors("direct")):
-            return refused
-        if access is Access.AUTO and any(file.folder.cost.is_remote for file in request.files):
-            how = "threads request ranges of the files, which go straight into memory"
-            return Choice(HostBackend(access), request.reason(how + then.format("; then")))
-        if access is Access.AUTO:
-            how = (
-                "threads read from the page cache what it holds, and all else directly where the file system allows it"
-            )
-            return Choice(HostBackend(access), request.reason(how + then.format("; then")))
-        how = "read past the page cache" if access is Access.DIRECT else "read through the page cache"
-        return Choice(HostBackend(access), request.reason(how + then.format(", then")))
+        separator, how = ", ", "read through the page cache"
+        if access is Access.DIRECT:
+            if refused := request.refusal_without_descriptors("direct"):
+                return refused
+            how = "read past the page cache"
+        elif access is Access.AUTO:
+            separator = "; "
+            if any(file.folder.cost.is_remote for file in request.files):
+                how = "threads request ranges of the files, which go straight into memory"
+            else:
+                how = (
+                    "threads read from the page cache what it holds, and all else directly where the file system"
+                    " allows it"
+                )
+        if request.kind != "cpu":
+            how += f"{separator}then copied to {request.device} in one piece"
+        return Choice(HostBackend(access), request.reason(how))
 
     return offer

@@ -11,7 +11,7 @@ from relayout.loader.budgets import local_world_size, num_cpus, plan_budget
 from relayout.loader.diagnose.explain import Explanation, explain
 from relayout.loader.diagnose.network import Network, measure
 from relayout.loader.sources.checkpoint import find_rank
-from relayout.loader.sources.contents import cost_of
+from relayout.loader.sources.stored import cost_of
 from relayout.results import Result
 from relayout.storage.stores import find_input
 
@@ -57,7 +57,7 @@ def diagnose(
         tp = manifest.num_ranks if manifest is not None else 1
     # `explain` refuses a degree below 1.
     ranks = range(max(1, integer(tp, "tp"))) if rank is None else [rank]
-    explained = tuple(explain(path, number, device, tp=tp) for number in ranks)
+    explained = tuple(explain(path, index, device, tp=tp) for index in ranks)
     return Diagnosis(
         path=str(path),
         is_converted=manifest is not None,
@@ -72,7 +72,7 @@ def diagnose(
 
 def _network(path: str | os.PathLike[str], explained: Explanation, tp: int) -> Network | None:
     """Measure with the files of a load."""
-    files = find_rank(path, explained.rank, tp).arena(None).files
+    files = find_rank(path, explained.rank, tp).arena().files
     return measure(files, plan_budget(explained.threads, explained.memory, explained.memory, cost_of(files)))
 
 
@@ -83,7 +83,7 @@ def _machine() -> tuple[str | None, tuple[str, ...]]:
     except ImportError:
         return None, ()
     gpus = []
-    for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        properties = torch.cuda.get_device_properties(number)
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(index)
         gpus.append(f"{properties.name}, {properties.total_memory / 1e9:.0f} GB")
     return str(torch.__version__), tuple(gpus)

@@ -15,10 +15,10 @@ from relayout.loader.backends.files import Sources
 from relayout.loader.budgets import Budget
 from relayout.loader.diagnose.hints import error_hints
 from relayout.loader.loading import options_of
-from relayout.loader.placement import ArenaPlan
+from relayout.loader.pack import ArenaPlan
 from relayout.loader.read_plan import Chunk
 from relayout.loader.sources.checkpoint import find_rank
-from relayout.loader.sources.contents import StoredFile
+from relayout.loader.sources.stored import StoredFile
 from relayout.results import Result
 from relayout.storage.local.mounts import Filesystem, filesystem_of, refuses_direct
 from relayout.storage.protocols import Access
@@ -80,7 +80,7 @@ def explain(
     memory: int | str | None = None,
     tp: int | None = None,
 ) -> Explanation:
-    """Tell what `load` with these arguments would do now, and why, without loading anything. Thread-safe.
+    """Say what `load` with these arguments would do now, and why, without loading anything. Thread-safe.
 
     Args:
         path, rank, device, backend, threads, memory, tp: as for `load`.
@@ -95,30 +95,30 @@ def explain(
     """
     with error_hints():
         options = options_of(device, backend, threads=threads, memory=memory)
-        plan = find_rank(path, rank, tp).arena(None)
+        plan = find_rank(path, rank, tp).arena()
         choice, budget = options.choose(plan.files)
-        found = _look(plan, choice.backend, budget)
+        look = _look(plan, choice.backend, budget)
     is_lazy = choice.backend.reads_when_used
     return Explanation(
         path=str(path),
         rank=integer(rank, "rank"),
         device=str(options.device),
-        backend=choice.backend.name_for(_ways(found)),
-        reason=f"{choice.reason}; {_basis(found, is_lazy, plan, budget)}",
+        backend=choice.backend.name_for(_ways(look)),
+        reason=f"{choice.reason}; {_basis(look, is_lazy, plan, budget)}",
         gds=choice.gds,
         nbytes=plan.nbytes,
-        read_nbytes=found.requested_nbytes,
-        zero_copy_nbytes=found.zero_copy_nbytes if choice.backend.is_zero_copy else 0,
-        resident_nbytes=found.resident_nbytes,
-        num_requests=found.num_requests,
+        read_nbytes=look.requested_nbytes,
+        zero_copy_nbytes=look.zero_copy_nbytes if choice.backend.is_zero_copy else 0,
+        resident_nbytes=look.resident_nbytes,
+        num_requests=look.num_requests,
         threads=budget.threads,
         memory=budget.memory,
-        files=found.files,
+        files=look.files,
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Look:
     """The files, and what a backend would request of them."""
 
     files: tuple[FileFacts, ...]
@@ -130,14 +130,14 @@ class _Found:
     """See `Explanation.resident_nbytes`."""
 
 
-def _look(plan: ArenaPlan, backend: Backend[Any], budget: Budget) -> _Found:
+def _look(plan: ArenaPlan, backend: Backend[Any], budget: Budget) -> _Look:
     # Read nothing, not even headers: that would change what is in the page cache.
     sources = Sources([replace(file, proof=None) for file in plan.files], backend.access)
     try:
         chunks = backend.chunks(plan.reads, sources.alignment, budget)
         is_lazy = backend.reads_when_used
-        return _Found(
-            tuple(_facts(sources, number, file) for number, file in enumerate(plan.files)),
+        return _Look(
+            tuple(_facts(sources, index, file) for index, file in enumerate(plan.files)),
             len(chunks),
             sum(chunk.extent.nbytes for chunk in chunks),
             sum(chunk.nbytes for chunk in chunks if chunk.arena_offset is not None),
@@ -147,13 +147,13 @@ def _look(plan: ArenaPlan, backend: Backend[Any], budget: Budget) -> _Found:
         sources.close()
 
 
-def _facts(sources: Sources, number: int, file: StoredFile) -> FileFacts:
+def _facts(sources: Sources, index: int, file: StoredFile) -> FileFacts:
     return FileFacts(
         file.name,
         file.nbytes,
         _filesystem(file),
         _refuses_direct(file),
-        sources.resident_nbytes(number, 0, file.nbytes),
+        sources.resident_nbytes(index, 0, file.nbytes),
     )
 
 
@@ -181,32 +181,32 @@ def _resident_of_tensors(sources: Sources, reads: Sequence[Read]) -> int:
     """Bytes of tensors that are in the page cache. Of a strided read, bytes in its gaps may be counted."""
     total = 0
     for read in reads:
-        one = read.transfer
-        cached = sources.resident_nbytes(read.file, one.source, one.source_end - one.source) or 0
-        total += min(cached, one.total_nbytes)
+        transfer = read.transfer
+        cached = sources.resident_nbytes(read.file, transfer.source, transfer.source_end - transfer.source) or 0
+        total += min(cached, transfer.total_nbytes)
     return total
 
 
-def _ways(found: _Found) -> list[Access]:
+def _ways(look: _Look) -> list[Access]:
     """How the requests of backend "auto" would be made."""
-    resident, files = found.resident_nbytes, found.files
-    if resident > found.requested_nbytes - BLOCK * (len(files) + 1) or any(one.refuses_direct for one in files):
+    resident, files = look.resident_nbytes, look.files
+    if resident > look.requested_nbytes - BLOCK * (len(files) + 1) or any(file.refuses_direct for file in files):
         return [Access.BUFFERED]
     return [Access.DIRECT, Access.BUFFERED] if resident else [Access.DIRECT]
 
 
-def _basis(found: _Found, is_lazy: bool, plan: ArenaPlan, budget: Budget) -> str:
+def _basis(look: _Look, is_lazy: bool, plan: ArenaPlan, budget: Budget) -> str:
     """The facts that the choice is based on."""
     if any(file.folder.cost.is_remote for file in plan.files):
-        kinds = " and ".join(sorted({file.filesystem.kind for file in found.files}))
+        kinds = " and ".join(sorted({file.filesystem.kind for file in look.files}))
         chunk = budget.cost.chunk_nbytes // 2**20
         return f"here {kinds} brings them by at most {chunk} MiB each, {budget.threads} at a time"
-    total = plan.nbytes if is_lazy else found.requested_nbytes
-    percent = f"{100 * found.resident_nbytes / max(1, total):.0f} %"
+    total = plan.nbytes if is_lazy else look.requested_nbytes
+    percent = f"{100 * look.resident_nbytes / max(1, total):.0f} %"
     if is_lazy:
-        kinds = " and ".join(sorted({file.filesystem.kind for file in found.files}))
+        kinds = " and ".join(sorted({file.filesystem.kind for file in look.files}))
         return f"here all of them come through the page cache of {kinds}, which has {percent} of the bytes now"
-    refused = [file for file in found.files if file.refuses_direct is not None]
-    kinds = " and ".join(sorted({file.filesystem.kind for file in refused or found.files}))
+    refused = [file for file in look.files if file.refuses_direct is not None]
+    kinds = " and ".join(sorted({file.filesystem.kind for file in refused or look.files}))
     direct = f"{kinds} refuses direct I/O: {refused[0].refuses_direct}" if refused else f"{kinds} takes direct I/O"
     return f"here {direct}, {percent} of the bytes come from the page cache"

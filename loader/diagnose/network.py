@@ -12,7 +12,7 @@ from relayout.core.coalesce import split
 from relayout.core.extents import Extent
 from relayout.core.workers import Workers
 from relayout.loader.budgets import Budget
-from relayout.loader.sources.contents import StoredFile
+from relayout.loader.sources.stored import StoredFile
 from relayout.storage.buffers import Buffer
 from relayout.storage.protocols import Access
 
@@ -59,14 +59,14 @@ def measure(files: Sequence[StoredFile], budget: Budget) -> Network | None:
     end = time.perf_counter() + _MAX_SECONDS
 
     def read(buffer: Buffer, item: tuple[int, Extent]) -> int:
-        number, piece = item
+        index, piece = item
         if time.perf_counter() > end:
             return 0
-        items[number][0].read(piece.offset, buffer.reserve(piece.nbytes))
+        items[index][0].read(piece.offset, buffer.reserve(piece.nbytes))
         return piece.nbytes
 
-    taken = [(number, piece) for number, (_, piece) in enumerate(islice(items, _MAX_SAMPLE_NBYTES // chunk))]
-    workers = Workers(min(budget.threads, len(taken)), taken, Buffer, read)
+    sample = [(index, piece) for index, (_, piece) in enumerate(islice(items, _MAX_SAMPLE_NBYTES // chunk))]
+    workers = Workers(min(budget.threads, len(sample)), sample, Buffer, read)
     start = time.perf_counter()
     workers.run()
     seconds = time.perf_counter() - start

@@ -1,6 +1,6 @@
-"""A store whose files are fetched to a folder of this machine when they are first used, and read there.
+"""A read-through cache: a store whose files are fetched to a local folder when they are first used, and read there.
 
-What is kept is a converted checkpoint of the ranks that were loaded. Every byte of a weight file is compared with the
+It keeps a converted checkpoint of the ranks that were loaded. Every byte of a weight file is compared with the
 digest of its chunk before the file gets its name.
 """
 
@@ -23,8 +23,7 @@ from relayout.format.chunks import chunks_over
 from relayout.format.index import MANIFEST_NAME, Manifest
 from relayout.format.manifest import MAX_TABLE_NBYTES
 from relayout.loader.budgets import HOST_BUFFERS, plan_budget
-from relayout.loader.sources.contents import StoredFile, files_of
-from relayout.loader.sources.proven import check_chunk
+from relayout.loader.sources.stored import StoredFile, check_chunk, files_of
 from relayout.progress import Progress, reporting
 from relayout.storage.buffers import Buffer
 from relayout.storage.cache_folder import Cache, Lease
@@ -37,7 +36,7 @@ _REQUEST_NBYTES = 4 * 2**20
 """What a thread fetches at once, or one chunk: it is held in memory until its digest is known."""
 
 CacheOption: TypeAlias = str | os.PathLike[str] | Cache | None
-"""The folder of a cache, or a folder with a limit; None: what the environment says."""
+"""The folder of a cache, or a folder with a limit; None: as the environment says."""
 
 
 def cache_of(option: CacheOption) -> Cache | None:
@@ -50,7 +49,7 @@ def cache_of(option: CacheOption) -> Cache | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedStore(LocalStore):
-    """An entry of a cache; what it lacks is fetched when it is asked for. Thread-safe."""
+    """Read-through cache entry over a remote store. Thread-safe."""
 
     remote: Store
     files: dict[str, StoredFile]
@@ -61,26 +60,23 @@ class CachedStore(LocalStore):
         return str(self.remote)
 
     def stat(self, name: str) -> FileStat | None:
-        """See `Store.stat`. A weight file is not fetched for it."""
         if name in self.files and not (self.folder / name).exists():
-            return self.remote.stat(name)
+            return self.remote.stat(name)  # A weight file is not fetched for this.
         self._fetch(name)
         return LocalStore.stat(self, name)
 
     def read(self, name: str, limit: int) -> bytes:
-        """See `Store.read`."""
         self._fetch(name)
         return LocalStore.read(self, name, limit)
 
     def open(
         self, name: str, nbytes: int | None = None, *, access: Access = Access.BUFFERED, version: str | None = None
     ) -> InputFile:
-        """See `Store.open`."""
         self._fetch(name)
         return LocalStore.open(self, name, nbytes, access=access, version=version)
 
     def _fetch(self, name: str) -> None:
-        """Keep a file, unless it is there or the remote store has none of its name."""
+        """Keep a file, unless it is there or the remote store lacks it."""
         if name in self.files:
             self.fetch([name])
         elif "/" not in name and not (self.folder / name).exists():
@@ -105,8 +101,8 @@ class CachedStore(LocalStore):
         with reporting(progress, "fetching", sum(file.nbytes for file in missing)) as report:
             done = 0
             for file in missing:
-                tell = None if report is None else partial(_tell, report, done)
-                self.lease.keep(file.name, partial(_fetch_file, self.folder, file, tell))
+                on_progress = None if report is None else partial(_add, report, done)
+                self.lease.keep(file.name, partial(_fetch_file, self.folder, file, on_progress))
                 done += file.nbytes
             if report is not None:
                 report(done)
@@ -122,10 +118,10 @@ def cached(remote: Store, manifest: Manifest, blob: bytes, cache: Cache) -> Cach
     lease.keep(MANIFEST_NAME, partial(_write, lease.folder, [blob]))
     small = CachedStore(folder=lease.folder, remote=remote, files={}, lease=lease)
     files = {}
-    for number, file in enumerate(files_of(remote, manifest, range(len(manifest.files)))):
+    for index, file in enumerate(files_of(remote, manifest, range(len(manifest.files)))):
         assert file.proof is not None
         # Digests are kept, too: the entry can be verified as any other folder.
-        proof = replace(file.proof, chunk_digests=partial(read_chunk_digests, small, manifest, number))
+        proof = replace(file.proof, chunk_digests=partial(read_chunk_digests, small, manifest, index))
         files[file.name] = replace(file, proof=proof)
     return replace(small, files=files)
 
@@ -150,7 +146,7 @@ def keep(store: CachedStore, cache: Cache, names: Sequence[str], progress: Progr
     return True
 
 
-def _tell(report: Callable[[int], None], before: int, done: int) -> None:
+def _add(report: Callable[[int], None], before: int, done: int) -> None:
     report(before + done)
 
 
@@ -163,7 +159,7 @@ def _write(folder: Path, pieces: Sequence[bytes], name: str) -> None:
             offset += len(piece)
 
 
-def _fetch_file(folder: Path, file: StoredFile, tell: Callable[[int], None] | None, name: str) -> None:
+def _fetch_file(folder: Path, file: StoredFile, on_progress: Callable[[int], None] | None, name: str) -> None:
     """Fetch a weight file to the drive, by several requests at a time, and prove its bytes."""
     assert file.proof is not None
     proof, digests = file.proof, file.proof.chunk_digests()
@@ -184,10 +180,10 @@ def _fetch_file(folder: Path, file: StoredFile, tell: Callable[[int], None] | No
         def fetch(buffer: Buffer, piece: Extent) -> int:
             view = buffer.reserve(piece.nbytes)
             source.read(piece.offset, view)
-            for number, chunk, part in chunks_over(piece, proof.data_start, file.nbytes, proof.chunk_nbytes):
-                found = view[part.offset - piece.offset : part.end - piece.offset]
-                check_chunk(found, digests, number, chunk, file.where)
+            for index, chunk, part in chunks_over(piece, proof.data_start, file.nbytes, proof.chunk_nbytes):
+                whole = view[part.offset - piece.offset : part.end - piece.offset]
+                check_chunk(whole, digests, index, chunk, file.where)
             output.write(piece.offset, view)
             return piece.nbytes
 
-        Workers(threads, list(split(body, piece_nbytes)), Buffer, fetch).run(tell)
+        Workers(threads, list(split(body, piece_nbytes)), Buffer, fetch).run(on_progress)

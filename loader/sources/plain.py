@@ -7,78 +7,84 @@ from dataclasses import dataclass
 
 from relayout.checkpoint.source import SourceCheckpoint, SourceTensor, read_source
 from relayout.core.slices import WHOLE, Cut
+from relayout.errors import PlanError
 from relayout.format.index import Read
-from relayout.loader.sources.contents import Contents, StoredFile, select
-from relayout.loader.sources.pieces import Columns, StoredPieces
-from relayout.loader.sources.reshard import Holder
+from relayout.loader.sources.base import RankSource
+from relayout.loader.sources.columns import Names, TensorColumns
+from relayout.loader.sources.reshard import Holder, StoredPieces
+from relayout.loader.sources.stored import StoredFile
 from relayout.plans.planner import plan_by, plan_for
 from relayout.storage.protocols import Store
 
 
 @dataclass(frozen=True, slots=True)
-class PlainSlices:
-    """What a rank holds of a plain checkpoint, by the built-in plan for its model type."""
+class PlainRank(RankSource):
+    """One rank of a checkpoint that was not converted, by the built-in plan for its model type."""
 
     checkpoint: SourceCheckpoint
-    rank: int
     tensors: Sequence[tuple[SourceTensor, Cut]]
     """That the rank holds, with their cuts."""
 
-    def contents(self) -> Contents:
-        """See `RankSource.contents`: all of the tensors."""
-        held = [(tensor, cut.tensor(tensor.dtype, tensor.shape)) for tensor, cut in self.tensors]
-        reads: Sequence[tuple[Read, ...]] = [
-            tuple(
-                Read(tensor.file, transfer.shifted(source=tensor.extent.offset))
-                for transfer in part.rank_transfers(self.rank)
-            )
-            for tensor, part in held
-        ]
-        return Contents(
+    @property
+    def slow_because(self) -> str | None:
+        if self.num_ranks == 1:
+            return None
+        return (
+            f"{self.store}: a plain checkpoint, sliced while it is loaded; `relayout convert {self.store}"
+            f" --tp {self.num_ranks}` once makes every later load faster"
+        )
+
+    def verified(self) -> RankSource:
+        raise PlanError(
+            "nothing to verify by: only converted checkpoints have digests", path=str(self.store), code="unsupported"
+        )
+
+    def contents(self, names: Names = None) -> TensorColumns:
+        parts = [cut.tensor(tensor.dtype, tensor.shape) for tensor, cut in self.tensors]
+        columns = TensorColumns(
+            names=[tensor.name for tensor, _ in self.tensors],
+            dtypes=[tensor.dtype for tensor, _ in self.tensors],
+            shapes=[part.rank_shape(self.rank) for part in parts],
             files=self._files,
-            names=[tensor.name for tensor, _ in held],
-            dtypes=[tensor.dtype for tensor, _ in held],
-            shapes=[part.rank_shape(self.rank) for _, part in held],
-            reads=reads,
-            digests=None,
+            reads=[
+                tuple(
+                    Read(tensor.file, transfer.shifted(source=tensor.extent.offset))
+                    for transfer in part.rank_transfers(self.rank)
+                )
+                for (tensor, _), part in zip(self.tensors, parts, strict=True)
+            ],
         )
+        return columns.matching(names)
 
-    def pieces(self, patterns: Sequence[str] | None) -> StoredPieces:
-        """See `RankSource.pieces`.
-
-        Raises:
-            PlanError: a pattern matches nothing.
-        """
-        held = self.tensors
-        if patterns is not None:
-            held = [held[row] for row in select([tensor.name for tensor, _ in held], patterns)]
-        return StoredPieces(
-            Columns(
-                [tensor.name for tensor, _ in held],
-                [tensor.dtype for tensor, _ in held],
-                [tensor.shape for tensor, _ in held],
-                [cut.slices[self.rank] for _, cut in held],
-            ),
-            self._files,
-            [Holder(WHOLE, tensor.file, tensor.extent.offset) for tensor, _ in held],
-            lambda: self.checkpoint.metadata or None,
-        )
+    def pieces(self, names: Names = None) -> StoredPieces:
+        by_name = {tensor.name: tensor for tensor, _ in self.tensors}
+        slices = [cut.slices[self.rank] for _, cut in self.tensors]
+        columns = TensorColumns(
+            names=list(by_name),
+            dtypes=[tensor.dtype for tensor in by_name.values()],
+            shapes=[part.shape(tensor.shape) for part, tensor in zip(slices, by_name.values(), strict=True)],
+            parts=slices,
+            source_shapes=[tensor.shape for tensor in by_name.values()],
+        ).matching(names)
+        holders = [Holder(WHOLE, by_name[name].file, by_name[name].extent.offset) for name in columns.names]
+        return StoredPieces(columns, self._files, holders, lambda: self.checkpoint.metadata)
 
     @property
     def _files(self) -> tuple[StoredFile, ...]:
-        source = self.checkpoint
-        return tuple(StoredFile(source.folder, file.name, file.nbytes, version=file.version) for file in source.files)
+        folder = self.checkpoint.folder
+        return tuple(StoredFile(folder, file.name, file.nbytes, version=file.version) for file in self.checkpoint.files)
 
 
-def plain_slices(source: Store, rank: int, num_ranks: int) -> PlainSlices:
+def plain_rank(store: Store, rank: int, num_ranks: int) -> PlainRank:
     """Read the headers, and plan.
 
     Raises:
         FormatError: the checkpoint is damaged.
         PlanError: there is no plan for it, or it cannot be cut at this degree.
     """
-    checkpoint = read_source(source)
+    checkpoint = read_source(store)
     plan = plan_for(checkpoint, num_ranks) if num_ranks > 1 else plan_by(checkpoint, num_ranks, None)
     cuts = [plan.cuts[cut] for cut in plan.cut_of]
     pairs = zip(checkpoint.tensors, cuts, strict=True)
-    return PlainSlices(checkpoint, rank, [(tensor, cut) for tensor, cut in pairs if cut.slices[rank].is_held])
+    held = [(tensor, cut) for tensor, cut in pairs if cut.slices[rank].is_held]
+    return PlainRank(store, rank, num_ranks, checkpoint, held)

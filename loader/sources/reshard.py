@@ -1,9 +1,9 @@
-"""Finds a slice for one degree in slices that were cut for another. Pure."""
+"""Finds any part of a tensor in the slices that are stored. Pure."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -13,6 +13,8 @@ from relayout.core.extents import Transfer
 from relayout.core.slices import Slice, positions, row_runs
 from relayout.errors import PlanError
 from relayout.format.index import Read
+from relayout.loader.sources.columns import TensorColumns
+from relayout.loader.sources.stored import StoredFile
 
 _MAX_WORK = 2**24
 """Ranges to look at. No plan comes near; what others cut may."""
@@ -64,21 +66,21 @@ def gather(dtype: str, shape: tuple[int, ...], wanted: Slice, holders: Sequence[
             end, shift = start + length, target - start
             while start < end:
                 holder, held_length, row, first, span, position = max(
-                    (one for one in held if one[3] <= start < one[3] + one[4]),
-                    key=lambda one: min(one[3] + one[4], end),
+                    (column for column in held if column[3] <= start < column[3] + column[4]),
+                    key=lambda column: min(column[3] + column[4], end),
                     default=(None, 0, 0, 0, 0, 0),
                 )
                 if holder is None:
                     raise PlanError(
                         f"element {start} of dim {axis} of {list(shape)} is in no rank's slice", code="missing"
                     )
-                taken = min(first + span, end) - start
-                elements = (position + start - first, start + shift, taken, held_length, wanted_length)
-                if any(number * item_bits % 8 for number in elements):
+                num_read = min(first + span, end) - start
+                elements = (position + start - first, start + shift, num_read, held_length, wanted_length)
+                if any(length * item_bits % 8 for length in elements):
                     raise PlanError(
                         f"a cut of {dtype} {list(shape)} along dim {axis} falls inside a byte", code="indivisible"
                     )
-                source, place, nbytes, *strides = (number * item_bits // 8 for number in elements)
+                source, place, nbytes, *strides = (length * item_bits // 8 for length in elements)
                 if nbytes:
                     transfer = Transfer(
                         holder.offset + row * strides[0] + source,
@@ -88,7 +90,7 @@ def gather(dtype: str, shape: tuple[int, ...], wanted: Slice, holders: Sequence[
                         *(strides if count > 1 else (0, 0)),
                     )
                     reads.append(Read(holder.file, transfer.normalized()))
-                start += taken
+                start += num_read
     return tuple(reads)
 
 
@@ -113,3 +115,22 @@ def _whole(dtype: str, shape: tuple[int, ...], holders: Sequence[Holder]) -> tup
         raise PlanError("no rank holds the tensor", code="missing")
     nbytes = prod(shape) * BITS[dtype] // 8
     return (Read(holders[0].file, Transfer(holders[0].offset, 0, nbytes)),) if nbytes else ()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPieces:
+    """Tensors that are each stored in one file: those of a rank as stored, or of a plain checkpoint."""
+
+    columns: TensorColumns
+    files: tuple[StoredFile, ...]
+    holders: Sequence[Holder]
+    """Where each tensor is stored, and which slice of it."""
+    metadata: Callable[[], Mapping[str, str]]
+
+    def axes(self, row: int) -> set[int]:
+        return {*self.columns.parts[row].axes, *self.holders[row].part.axes}
+
+    def piece(self, row: int, wanted: Slice) -> TensorColumns:
+        name, dtype, whole = self.columns.names[row], self.columns.dtypes[row], tuple(self.columns.source_shapes[row])
+        reads = gather(dtype, whole, wanted, [self.holders[row]])
+        return TensorColumns([name], [dtype], [wanted.shape(whole)], self.files, [reads]).rows([0])

@@ -29,8 +29,8 @@ from relayout.engines.global_tensor import SHAPED, GlobalTensor, aten, geometry_
 from relayout.engines.probes import Copy, Memory, Probe, Watcher, row_major
 from relayout.loader.into import load_into
 from relayout.loader.loading import Options, load_arena
-from relayout.loader.placement import pack
-from relayout.loader.sources.contents import Contents
+from relayout.loader.pack import pack
+from relayout.loader.sources.columns import TensorColumns
 from relayout.loader.stream import stream
 from relayout.loader.tensors import torch_dtype, torch_shape
 from relayout.progress import Progress, reporting
@@ -91,7 +91,7 @@ class Placement(Watcher):
         self.nbytes = 0
         """That were read straight into parameters."""
 
-    def tensors(self, contents: Contents, options: Options) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self, contents: TensorColumns, options: Options) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, slice) of all slices, as probes or as tensors, in the order of `contents`.
 
         Raises:

@@ -24,11 +24,10 @@ if TYPE_CHECKING:
     from relayout.engines.global_tensor import Usage
     from relayout.engines.placement import Placement
     from relayout.loader import CheckpointView
-    from relayout.loader.group.members import Members
+    from relayout.loader.group.collectives import Group
     from relayout.loader.loading import Options
-    from relayout.loader.sources.checkpoint import RankSource
-    from relayout.loader.sources.contents import Contents
-    from relayout.loader.sources.pieces import Columns
+    from relayout.loader.sources.base import RankSource
+    from relayout.loader.sources.columns import TensorColumns
 
 _MAX_SHOWN_NAMES = 4
 _OF_ANOTHER_RANK = "model-rank-1-part-0.safetensors"
@@ -163,7 +162,7 @@ class Report:
 
 
 @contextmanager
-def replicas(group: ProcessGroup | None) -> Iterator[Members | None]:
+def replicas(group: ProcessGroup | None) -> Iterator[Group | None]:
     """Around all of an engine's load: the members of a group that load the same rank; an error of one fails all.
 
     Args:
@@ -175,9 +174,9 @@ def replicas(group: ProcessGroup | None) -> Iterator[Members | None]:
     if group is None:
         yield None
         return
-    from relayout.loader.group.members import Members
+    from relayout.loader.group.collectives import Group
 
-    members = Members(group)
+    members = Group(group)
     try:
         yield members
         members.fail(PlanError("group: what it has loaded cannot be shared"))  # If nothing was.
@@ -206,7 +205,7 @@ class RankWeights:
         only_held: bool = True,
         lazy: bool = False,
         progress: bool = False,
-        members: Members | None = None,
+        members: Group | None = None,
     ) -> None:
         """Look at nothing yet.
 
@@ -281,7 +280,9 @@ class RankWeights:
             yield from self._others(set(columns.names))
         self._seconds = time.perf_counter() - started
 
-    def _tensors(self, source: RankSource, contents: Contents, options: Options) -> Iterator[tuple[str, torch.Tensor]]:
+    def _tensors(
+        self, source: RankSource, contents: TensorColumns, options: Options
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         if self._placement is not None:
             return self._placement.tensors(contents, options)
         if self._members is not None:
@@ -329,12 +330,12 @@ class RankWeights:
         return torch.device(self._device).type == "cpu" and sum(sizes) >= MIN_PLACED_NBYTES * len(sizes)
 
     @cached_property
-    def _found(self) -> tuple[RankSource, Contents, set[str]]:
+    def _found(self) -> tuple[RankSource, TensorColumns, set[str]]:
         """The source, what of it is read, and the names of what is given unread."""
         from relayout.loader.api import find_source
 
         source = find_source(self._path, self._rank, self._num_ranks, self._options.verify)
-        contents = source.contents(None)
+        contents = source.contents()
         rows = [row for row, name in enumerate(contents.names) if not self._is_skipped(name)]
         unused = {name for row in rows if contents.shapes[row] and self._is_unused(name := contents.names[row])}
         return source, contents.rows([row for row in rows if contents.names[row] not in unused]), unused
@@ -372,7 +373,7 @@ class RankWeights:
         return self._all_ranks.read(name, index)
 
     def _slices(
-        self, columns: Columns, tensors: Iterable[tuple[str, torch.Tensor]]
+        self, columns: TensorColumns, tensors: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         from relayout.engines.global_tensor import GlobalTensor
         from relayout.loader.tensors import torch_shape
@@ -387,7 +388,7 @@ class RankWeights:
             if part.is_whole:
                 yield name, tensor
                 continue
-            dtype, shape = columns.dtypes[row], columns.whole_shapes[row]
+            dtype, shape = columns.dtypes[row], columns.source_shapes[row]
             with about(path=self._path, tensor=name):
                 ranges: Sequence[Range] = part.ranges or ()
             if dtype == "F4":  # torch counts pairs of them.
@@ -397,11 +398,11 @@ class RankWeights:
                 self._cut.append(name)
             yield name, whole
 
-    def _unread(self, columns: Columns, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _unread(self, columns: TensorColumns, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors of which nothing is expected to be used."""
         for row, name in enumerate(columns.names):
             if name in names:
-                yield name, self._read_if_used(name, columns.dtypes[row], columns.whole_shapes[row])
+                yield name, self._read_if_used(name, columns.dtypes[row], columns.source_shapes[row])
 
     def _others(self, held: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of which the rank holds nothing."""

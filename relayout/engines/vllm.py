@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from relayout.loader.group.members import Members
+    from relayout.loader.group.collectives import Group
 
 FORMAT = "relayout"
 _LOGGER = getLogger("vllm.relayout")
@@ -173,7 +173,7 @@ class _Loading:
         for source in getattr(model, "secondary_weights", ()):  # Other files or folders, which vLLM reads itself.
             yield from self._get_weights_iterator(source)
 
-    def _open(self, model: Any, model_config: Any, members: Members | None = None) -> RankWeights | None:
+    def _open(self, model: Any, model_config: Any, members: Group | None = None) -> RankWeights | None:
         """The tensors of the folder, shared with other replicas if they load, too; None if vLLM is to load them."""
         from vllm.config import get_current_vllm_config
         from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size

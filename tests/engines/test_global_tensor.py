@@ -19,7 +19,7 @@ from relayout.core.slices import Slice
 from relayout.engines.global_tensor import GlobalTensor, Usage
 from relayout.engines.rank_weights import EngineOptions, RankWeights
 from relayout.errors import PlanError
-from relayout.loader.sources.pieces import Columns
+from relayout.loader.sources.columns import TensorColumns
 
 
 @dataclass
@@ -302,7 +302,8 @@ def test_a_tensor_that_the_rank_does_not_hold_is_read_when_it_is_wanted() -> Non
 
 @pytest.mark.parametrize(("axis", "ranges"), [(0, ((2, 2),)), (1, ((4, 4),))])
 def test_pairs_of_a_packed_type_are_counted_along_the_last_axis_only(axis: int, ranges: Any) -> None:
-    columns = Columns(["w"], ["F4"], [(4, 8)], [Slice.along(axis, ranges)])
+    part = Slice.along(axis, ranges)
+    columns = TensorColumns(["w"], ["F4"], [part.shape((4, 8))], parts=[part], source_shapes=[(4, 8)])
     packed = torch.arange(16, dtype=torch.uint8).view(4, 4)
     held = packed[2:] if axis == 0 else packed[:, 2:]
     given = held.contiguous().view(torch.float4_e2m1fn_x2)

@@ -209,7 +209,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_named(target: Target, tmp_path: 
     path = broken.stored[2].path
     cut = 8 * MIB + 3 * BLOCK
     message = f"file-2: ends at byte {cut}, expected {SIZES[2]} bytes"
-    options = {"budget": Budget(1, 2**16), "arrived": lambda *_: os.truncate(path, cut)}
+    options = {"budget": Budget(1, 2**16), "on_arrival": lambda *_: os.truncate(path, cut)}
     assert_fails(broken, FormatError, message, LARGE, **options)
     target.check(SOME)
 
@@ -251,7 +251,7 @@ def test_a_fill_that_is_cancelled_stops_and_leaves_nothing(target: Target) -> No
             time.sleep(0.001)
 
     with nothing_left_behind():
-        fill = target.fill(ground, LARGE, stop=stop, arrived=wait, budget=Budget(1, 64 * 1024))
+        fill = target.fill(ground, LARGE, stop=stop, on_arrival=wait, budget=Budget(1, 64 * 1024))
         filling = target.backend.start(ground.memory, fill)
         if target.name != "mapped":  # It tells when it is joined.
             assert begun.wait(PATIENCE)
@@ -269,7 +269,7 @@ def test_an_error_of_who_is_told_ends_the_fill(target: Target) -> None:
     def fail(*_: int) -> None:
         raise ZeroDivisionError("told")
 
-    assert_fails(target, ZeroDivisionError, "told", arrived=fail)
+    assert_fails(target, ZeroDivisionError, "told", on_arrival=fail)
 
 
 def test_an_error_of_who_watches_ends_the_fill(target: Target) -> None:

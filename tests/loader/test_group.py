@@ -19,7 +19,7 @@ import relayout
 from relayout.core.extents import BLOCK, Transfer
 from relayout.errors import PlanError
 from relayout.format.index import Read
-from relayout.loader.group.deal import Grid, deal
+from relayout.loader.group.assign import Grid, assign_reads
 
 pytestmark = pytest.mark.xdist_group("group")
 
@@ -73,7 +73,7 @@ def test_the_pieces_bring_each_byte_of_the_reads_once(
 ) -> None:
     reads, nbytes = arena
     files = [np.random.default_rng(seed).integers(0, 256, 10**6, dtype=np.uint8) for seed in range(2)]
-    pieces = deal(reads, num_members, [grid, grid], most_nbytes=most)
+    pieces = assign_reads(reads, num_members, [grid, grid], most_nbytes=most)
     assert [piece.member for piece in pieces] == [number % num_members for number in range(len(pieces))]
     ends = [0, *(piece.end for piece in pieces)]
     assert all(end <= piece.start for end, piece in zip(ends, pieces, strict=False))
@@ -88,7 +88,7 @@ def test_the_pieces_bring_each_byte_of_the_reads_once(
 
 def test_each_member_reads_as_much_and_no_block_is_read_by_two() -> None:
     reads = [Read(0, Transfer(4096, 0, 100 * MIB)), Read(1, Transfer(8192, 100 * MIB + 4096, 60 * MIB + 5))]
-    pieces = deal(reads, 4, [Grid(), Grid()], most_nbytes=16 * MIB)
+    pieces = assign_reads(reads, 4, [Grid(), Grid()], most_nbytes=16 * MIB)
     of_member = [sum(one.nbytes for one in pieces if one.member == member) for member in range(4)]
     assert max(of_member) - min(of_member) < MIB / 2
     assert all(piece.end - piece.start <= 16 * MIB + BLOCK for piece in pieces)
@@ -99,13 +99,13 @@ def test_each_member_reads_as_much_and_no_block_is_read_by_two() -> None:
 def test_pieces_end_where_the_chunks_of_the_files_end() -> None:
     grid = Grid(12345, MIB)
     read = Read(0, Transfer(12345, 0, 50 * MIB))
-    pieces = deal([read], 3, [grid], most_nbytes=8 * MIB)
+    pieces = assign_reads([read], 3, [grid], most_nbytes=8 * MIB)
     assert len(pieces) > 6
     assert all((one.transfer.source - 12345) % MIB == 0 for piece in pieces for one in piece.reads)
 
 
-def test_nothing_is_dealt_out_where_there_is_nothing() -> None:
-    assert deal([], 3, []) == ()
+def test_nothing_is_assigned_where_there_is_nothing() -> None:
+    assert assign_reads([], 3, []) == ()
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +197,7 @@ def test_members_that_load_something_else_are_named(group: list[dict[str, Any]])
 
 @pytest.mark.parametrize("case", ["verified by one", "streamed, verified by one"])
 def test_all_members_verify_or_none_does(group: list[dict[str, Any]], case: str) -> None:
-    for member in group:  # Chunks are dealt out otherwise than blocks.
+    for member in group:  # Chunks are assigned otherwise than blocks.
         assert member[case]["kind"] == "PlanError"
         assert "all members of a group load the same" in member[case]["error"]
 

@@ -19,6 +19,7 @@ from support.loader_fixtures import (
     MIB,
     WAYS,
     assert_equal,
+    by_two_ways,
     extents,
     not_mapped,
     nothing_left_behind,
@@ -132,7 +133,7 @@ def test_tensors_are_filled_where_they_are_and_nothing_around_them(
     guarded.assert_filled(stored)
 
 
-@not_mapped
+@by_two_ways
 def test_parameters_that_want_gradients_are_filled(tmp_path: Path, way: str) -> None:
     layer, other = torch.nn.Linear(300, 700), torch.nn.Linear(300, 700)
     expected = {name: torch.randn(tensor.shape) for name, tensor in layer.named_parameters()}
@@ -148,6 +149,7 @@ def test_parameters_that_want_gradients_are_filled(tmp_path: Path, way: str) -> 
         assert module.weight.grad is not None
 
 
+@by_two_ways
 def test_fused_parameters_of_an_engine_get_their_parts(tmp_path: Path, way: str) -> None:
     """q, k and v in one parameter by rows, gate and up by columns, the first contiguous parts, the others not."""
     sizes = {name: (torch.bfloat16, (rows, 1030)) for name, rows in (("q", 600), ("k", 130), ("v", 130))}
@@ -171,7 +173,7 @@ def test_fused_parameters_of_an_engine_get_their_parts(tmp_path: Path, way: str)
     assert_equal({"": columns}, {"": torch.cat([stored["gate"], stored["up"]], 1)})
 
 
-@not_mapped
+@by_two_ways
 @pytest.mark.parametrize("names", ["**norm**", ["lm_head.weight", "**.0.mlp.**"], "**"])
 def test_what_names_asks_for_beside_comes_in_memory_of_its_own(
     converted: Path, stored: dict[str, torch.Tensor], way: str, names: Any
@@ -186,7 +188,7 @@ def test_what_names_asks_for_beside_comes_in_memory_of_its_own(
     guarded.assert_filled(some)
 
 
-@not_mapped
+@by_two_ways
 def test_only_what_is_given_is_loaded(converted: Path, stored: dict[str, torch.Tensor], way: str) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     into = {name: torch.empty_like(stored[name])}
@@ -218,6 +220,7 @@ WRONG: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("make", [MAKERS["contiguous"], MAKERS["transposed"]], ids=["contiguous", "transposed"])
+@by_two_ways
 def test_one_wrong_tensor_is_named_before_any_is_touched(
     converted: Path, stored: dict[str, torch.Tensor], way: str, make: Make, wrong: str
 ) -> None:
@@ -292,7 +295,7 @@ def test_verify_finds_damage(
         assert_equal(given, {name: stored[name]})
 
 
-@not_mapped
+@by_two_ways
 def test_tensors_that_share_memory_may_be_given_under_two_names(
     converted: Path, stored: dict[str, torch.Tensor], way: str
 ) -> None:
@@ -322,7 +325,7 @@ def test_progress_rises_to_all_the_bytes(converted: Path, stored: dict[str, torc
     assert told[-1] == (total, total)
 
 
-@not_mapped
+@by_two_ways
 def test_f4_tensors_are_filled_as_torch_counts_them(tmp_path: Path, way: str) -> None:
     header = json.dumps({"x": {"dtype": "F4", "shape": [3, 4], "data_offsets": [0, 6]}}).encode()
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"abcdef")

@@ -18,6 +18,7 @@ from support.loader_fixtures import (
     MEASURE,
     MIB,
     assert_equal,
+    by_two_ways,
     child,
     loader_threads,
     nothing_left_behind,
@@ -57,6 +58,7 @@ def test_a_rank_of_one_file_and_large_tensors_comes_whole(wide: Path, way: str) 
 
 
 @pytest.mark.parametrize("memory", [None, LITTLE])
+@by_two_ways
 def test_a_plain_folder_is_cut_on_the_fly(model: Path, way: str, memory: int | None) -> None:
     whole = whole_tensors(model)
     with pytest.warns(UserWarning, match="relayout convert .* --tp 2") as caught:
@@ -65,6 +67,7 @@ def test_a_plain_folder_is_cut_on_the_fly(model: Path, way: str, memory: int | N
     assert_equal(found, {name: expected_slice(name, as_integers(one), 1, 2) for name, one in whole.items()})
 
 
+@by_two_ways
 def test_names_chooses_tensors(converted: Path, way: str) -> None:
     stored = whole_tensors(converted, "model-rank-0-*")
     chosen = {name: tensor for name, tensor in stored.items() if ".2." in name or "norm" in name}
@@ -216,6 +219,7 @@ def test_who_keeps_everything_and_is_slow_gets_everything(wide: Path, way: str) 
 
 
 @pytest.mark.parametrize("nbytes", [MIB + 3, 5 * MIB + 4096, 12 * MIB])
+@by_two_ways
 def test_memory_that_is_too_little_is_refused_with_a_number_that_will_do(tmp_path: Path, way: str, nbytes: int) -> None:
     sizes = {"small": (torch.uint8, (7,)), "largest": (torch.uint8, (nbytes,)), "other": (torch.uint8, (90,))}
     relayout.convert(write_model(tmp_path / "source", sizes), tmp_path / "out")
@@ -251,6 +255,7 @@ def test_iterators_at_once_do_not_disturb_each_other(wide: Path, converted: Path
         assert_equal(tensors, expected)
 
 
+@by_two_ways
 def test_progress_rises_with_what_was_yielded_up_to_the_total(wide: Path, way: str) -> None:
     told: list[tuple[int, int]] = []
     yielded = 0

@@ -21,7 +21,14 @@ import torch
 from support import faulty
 from support.fake_cuda import FakeCuFile, FakeHandle
 from support.faulty import CUT, PART
-from support.loader_fixtures import OWN, assert_equal, extents, fake_device, not_mapped, nothing_left_behind
+from support.loader_fixtures import (
+    WAYS,
+    assert_equal,
+    extents,
+    fake_device,
+    not_mapped,
+    nothing_left_behind,
+)
 from support.patience import PATIENCE
 from support.tools import PYTHONPATH
 
@@ -36,9 +43,8 @@ pytestmark = [
     pytest.mark.xdist_group("load_faults"),  # One child makes all the faults.
 ]
 
-TRIALS = [(way, call) for way in OWN for call in faulty.calls_of(way)]
-READ_IN_PART = {("mapped", call) for call in (*faulty.MAPPED, "open") if call not in ("load verify", "load tp")}
-"""Whole pages are mapped, and nobody looks at them. At another degree, only those of large tensors are."""
+READ_IN_PART = {("mapped", call) for call in ("load", "iter_load", "open")}
+"""Whole pages are mapped, and nobody looks at them."""
 NOTHING = [0, 0, 0, 0]
 """More descriptors, threads, mappings of rank files, bytes of large mappings; while the error is at hand."""
 
@@ -65,7 +71,7 @@ def outcomes(place: Path, shim: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-@pytest.fixture(params=TRIALS, ids=": ".join)
+@pytest.fixture(params=faulty.TRIALS, ids=": ".join)
 def trial(request: pytest.FixtureRequest, outcomes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """What came of each fault, for one way and call."""
     start = ": ".join(request.param) + ": "
@@ -148,7 +154,11 @@ def replace(place: Path, folder: Path) -> Callable[..., object]:
 NOT_ITS_OWN = rf"{PART}: its header names another content than [0-9a-f]+: it is not the file that relayout.json means$"
 
 
-@pytest.mark.parametrize("call", ["load", "load names", "iter_load", "load tp", "open", "safe_open"])
+@pytest.mark.parametrize(
+    ("way", "call"),
+    [*((way, "load") for way in WAYS), *(("auto", call) for call in ("iter_load", "load tp", "open", "safe_open"))],
+    indirect=["way"],
+)
 @pytest.mark.parametrize("when", ["before", "behind"])
 def test_a_file_that_is_replaced_while_it_is_opened_is_not_taken_for_another(
     way: str, call: str, when: str, folder: Path, replace: Callable[..., object], monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support import faulty
-from support.loader_fixtures import MIB, WAYS
+from support.loader_fixtures import MIB
 from support.patience import PATIENCE
 from support.tools import PYTHONPATH
 
@@ -115,12 +115,16 @@ print(json.dumps(found))
 """
 
 
+LEAKING = ("auto", "mapped", "gds")
+"""The backends whose jobs hold different things: "direct" and "buffered" are "auto", "pinned" is a part of "gds"."""
+
+
 @pytest.fixture(scope="module")
 def counts(place: Path) -> dict[str, list[list[int]]]:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(place / "out"), str(WARM_UP), str(REPEATS), str(MEMORY)],
         env={**os.environ, **faulty.QUIET, "PYTHONPATH": PYTHONPATH},
-        input=" ".join(WAYS),
+        input=" ".join(LEAKING),
         capture_output=True,
         text=True,
         timeout=PATIENCE,
@@ -131,7 +135,7 @@ def counts(place: Path) -> dict[str, list[list[int]]]:
 
 
 @pytest.mark.parametrize("what", ["succeed", "fail", "abandon"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", LEAKING)
 def test_thirty_loads_leave_nothing(counts: dict[str, Any], way: str, what: str) -> None:
     *exact, (nbytes_before, nbytes_after), (_, pinned) = counts[f"{way}: {what}"]
     # Descriptors, threads, mappings of files, arenas.

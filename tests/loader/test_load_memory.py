@@ -34,7 +34,7 @@ from relayout.loader.backends.base import Choice
 from relayout.loader.budgets import Budget, plan_budget
 from relayout.loader.loading import Options
 from relayout.loader.sources import checkpoint
-from relayout.loader.sources.contents import StoredFile, cost_of
+from relayout.loader.sources.stored import StoredFile, cost_of
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="takes Linux's /proc and limits")
 
@@ -43,7 +43,7 @@ CALLS = [call for call in faulty.CALLS if call != "open"]
 
 each_way_and_call = pytest.mark.parametrize(
     ("way", "call"),
-    [(way, name) for way in WAYS for name in CALLS if way != "mapped" or name in faulty.MAPPED],
+    [*((way, "load") for way in WAYS), *(("auto", name) for name in CALLS if name != "load"), ("gds", "iter_load")],
     indirect=True,
 )
 
@@ -223,7 +223,7 @@ def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         lanes.fails = ""
 
 
-DEVICE_CALLS = [call for call in CALLS if call != "load tp"]
+DEVICE_CALLS = ("load", "load into", "iter_load")
 
 
 @pytest.mark.parametrize("method", ["send", "buffer", "settle"])

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 from support.bits import flip
+from support.fake_cuda import Lanes
 from support.loader_fixtures import (
     BLOCK,
     MEASURE,
     MIB,
     WAYS,
     assert_equal,
+    by_two_ways,
     child,
     extents,
     nothing_left_behind,
@@ -30,7 +32,12 @@ from support.patience import PATIENCE
 
 import relayout
 from relayout.errors import FormatError, PlanError
+from relayout.loader.backends import cuda
+from relayout.loader.backends.base import Choice, ReadJob
+from relayout.loader.backends.choice import REGISTRY, choose
+from relayout.loader.backends.cuda import DeviceArena, DeviceBackend
 from relayout.loader.backends.files import Sources
+from relayout.loader.budgets import Budget
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +66,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ([], lambda name: False),
     ],
 )
+@by_two_ways
 def test_names_chooses_tensors(converted: Path, way: str, names: Any, expected: Any) -> None:
     stored = whole_tensors(converted, "model-rank-1-*")
     chosen = {name: tensor for name, tensor in stored.items() if expected(name)}
@@ -70,6 +78,7 @@ def test_names_chooses_tensors(converted: Path, way: str, names: Any, expected: 
 
 
 @pytest.mark.filterwarnings("ignore:.*plain checkpoint")
+@by_two_ways
 def test_names_chooses_tensors_of_a_plain_folder(model: Path, way: str) -> None:
     held = relayout.load(model, 1, tp=2, names=["**.0.mlp.**", "model.norm.weight"], backend=way)
     expected = {
@@ -160,6 +169,7 @@ def test_verify_finds_damage_in_small_tensors_of_every_kind(converted: Path, tmp
     assert relayout.load(folder, 1, verify=True, backend=backend)
 
 
+@by_two_ways
 def test_without_verify_damage_is_loaded_as_it_is(converted: Path, tmp_path: Path, way: str) -> None:
     folder = Path(shutil.copytree(converted, tmp_path / "copy"))
     file = min(folder.glob("model-rank-1-*"))
@@ -170,6 +180,7 @@ def test_without_verify_damage_is_loaded_as_it_is(converted: Path, tmp_path: Pat
     assert_equal(relayout.load(folder, 1, backend=way), before)
 
 
+@by_two_ways
 def test_a_tensor_that_was_not_chosen_is_not_verified(converted: Path, tmp_path: Path, way: str) -> None:
     folder = Path(shutil.copytree(converted, tmp_path / "copy"))
     file = min(folder.glob("model-rank-1-*"))
@@ -250,6 +261,7 @@ def test_a_function_is_told_rising_bytes_up_to_the_total(large: Path, converted:
         assert {done[-1]} == totals
 
 
+@by_two_ways
 def test_a_function_that_fails_ends_the_load(converted: Path, way: str) -> None:
     def fail(done: int, total: int) -> None:
         raise ZeroDivisionError("shown")
@@ -272,6 +284,7 @@ def test_true_shows_a_bar_on_stderr_alone(large: Path, capfd: pytest.CaptureFixt
         assert capfd.readouterr() == ("", "")
 
 
+@by_two_ways
 def test_a_torch_dtype_that_is_missing_is_refused_and_its_file_can_be_loaded_without(tmp_path: Path, way: str) -> None:
     header = json.dumps(
         {
@@ -287,8 +300,6 @@ def test_a_torch_dtype_that_is_missing_is_refused_and_its_file_can_be_loaded_wit
 
 
 def test_the_backends_are_those_that_are_tested() -> None:
-    from relayout.loader.backends.choice import REGISTRY
-
     assert set(WAYS) == set(REGISTRY)
 
 
@@ -301,6 +312,21 @@ def test_a_backend_of_somebody_else_is_explained_and_refuses_as_any_other(conver
         relayout.load(converted, 1, backend="toy", device="meta")
 
 
+def test_a_backend_that_never_ran_on_its_hardware_says_so_in_explain_and_once_when_it_is_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = DeviceBackend("cuda:0", Lanes().make)
+    monkeypatch.setitem(REGISTRY, "pinned", lambda request: Choice(device, "reads"))
+    assert choose("pinned", "cpu", ()).reason == "reads; experimental: never tested on a GPU"
+    assert "experimental" not in choose("auto", "cpu", ()).reason
+    assert caplog.text == ""
+    cuda._warn_once.cache_clear()
+    for _ in range(2):
+        device.start(DeviceArena(torch.empty(0, dtype=torch.uint8)), ReadJob((), (), Budget(1, MIB))).cancel()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "loads to CUDA devices are experimental" in caplog.text
+
+
 def test_auto_takes_the_first_backend_that_does_not_refuse_and_tells_what_the_others_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -311,7 +337,8 @@ def test_auto_takes_the_first_backend_that_does_not_refuse_and_tells_what_the_ot
     found = choice.choose("auto", "cuda:0", ())
     assert (found.backend.name, found.backend.device, found.gds) == ("pinned", "cuda:0", None)
     why = "backend 'gds': GPUDirect Storage is not available: neither nvidia-fs nor PCI P2PDMA is set up"
-    assert found.reason == f"{why}; read into pinned memory, copied from there"
+    how = "read into pinned memory, copied from there; experimental: never tested on a GPU"
+    assert found.reason == f"{why}; {how}"
     with pytest.raises(PlanError, match=f"^{why}$"):
         choice.choose("gds", "cuda:0", ())
-    assert choice.choose("pinned", "cuda:0", ()).reason == "asked for: read into pinned memory, copied from there"
+    assert choice.choose("pinned", "cuda:0", ()).reason == f"asked for: {how}"

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.loader_fixtures import MIB, assert_equal, nothing_left_behind, whole_tensors
+from support.loader_fixtures import MIB, assert_equal, by_two_ways, nothing_left_behind, whole_tensors
 from support.local_stores import stored_file
 from support.models import expected_slice, read_tensors
 
@@ -125,6 +125,7 @@ def test_tensors_are_writable_and_outlive_everything_else(converted: Path, way: 
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@by_two_ways
 def test_a_plain_folder_is_sliced_on_the_fly(llama: Path, way: str, tp: int) -> None:
     whole = read_tensors(llama)
     rank = tp - 1
@@ -270,6 +271,7 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES[:5])
+@by_two_ways
 def test_a_damaged_folder_is_refused_and_leaves_no_thread_or_file_behind(
     converted: Path, way: str, damage: Callable[[Path], None], message: str
 ) -> None:

@@ -18,9 +18,8 @@ import zstandard
 from safetensors.torch import save_file
 from support.checkpoints import add_tensor, write_family
 from support.conversions import (
-    CASES,
     DEGREES,
-    EXPERT_CASES,
+    OF_EACH_KIND,
     WIDE,
     Conversions,
     assert_same,
@@ -39,7 +38,7 @@ from relayout.plans import planner
 # As a direct conversion.
 
 
-@pytest.mark.parametrize("name", grouped(CASES))
+@pytest.mark.parametrize("name", grouped([*OF_EACH_KIND, *WIDE]))
 def test_every_rank_at_every_other_degree_gets_what_a_direct_conversion_writes(
     name: str, conversions: Conversions
 ) -> None:
@@ -93,7 +92,7 @@ def test_degrees_of_which_none_is_a_multiple_of_the_other(stored: int, wanted: i
         assert_same(found, stored_in(tmp_path / str(wanted), rank), rank)
 
 
-@pytest.mark.parametrize("name", grouped(EXPERT_CASES))
+@pytest.mark.parametrize("name", grouped(["qwen3_moe", "gpt_oss_mxfp4", "deepseek_v3", "gptq_4bit_moe"]))
 def test_experts_that_ranks_own_whole_find_their_owners_at_another_degree(name: str, conversions: Conversions) -> None:
     num_owned = []
     folder = conversions.at(name, 2, experts=True)

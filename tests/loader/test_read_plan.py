@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from relayout.core.extents import Extent, Transfer
 from relayout.format.index import Read
 from relayout.loader.read_plan import Chunk, plan_chunks
+from relayout.storage.protocols import RequestCost
 
 Bytes = npt.NDArray[np.uint8]
 Mask = npt.NDArray[np.bool_]
@@ -43,15 +44,8 @@ class Case:
     """Runs that are shorter, with gaps that are not longer, are requested together."""
 
     def chunks(self) -> list[Chunk]:
-        return list(
-            plan_chunks(
-                self.reads,
-                self.alignment,
-                chunk_nbytes=self.chunk_nbytes,
-                bounce_nbytes=self.bounce_nbytes,
-                max_gap_nbytes=self.max_gap_nbytes,
-            )
-        )
+        cost = RequestCost(self.chunk_nbytes, self.max_gap_nbytes)
+        return plan_chunks(self.reads, self.alignment, cost, self.bounce_nbytes)
 
 
 @st.composite
@@ -189,26 +183,29 @@ def test_whole_blocks_of_a_congruent_read_go_through_no_buffer(case: Case) -> No
             assert straight[low + shift : max(low, high) + shift].all()
 
 
+COST = RequestCost(8 * MIB, GAP)
+
+
 def shape(chunks: Sequence[Chunk]) -> list[tuple[int, int, int | None, int]]:
     """(offset, bytes, arena offset, number of transfers) of each."""
     return [(one.extent.offset, one.extent.nbytes, one.arena_offset, len(one.transfers)) for one in chunks]
 
 
 def planned(reads: Sequence[Read], alignment: int = 4096) -> list[Chunk]:
-    return list(plan_chunks(reads, alignment, chunk_nbytes=8 * MIB, bounce_nbytes=8 * MIB, max_gap_nbytes=GAP))
+    return plan_chunks(reads, alignment, COST, 8 * MIB)
 
 
 def test_many_small_neighbors_are_few_requests() -> None:
     reads = [Read(0, Transfer(4096 + 24 * n, 32 * n, 24)) for n in range(10_000)]
     assert shape(planned(reads)) == [(4096, 59 * 4096, None, 10_000)]  # 240000 bytes, to the end of the last block.
-    small = list(plan_chunks(reads, 4096, chunk_nbytes=8 * MIB, bounce_nbytes=100_000, max_gap_nbytes=GAP))
+    small = plan_chunks(reads, 4096, COST, 100_000)
     # 24 blocks hold just 4096 pieces.
     assert shape(small) == [(4096, 98304, None, 4096), (102400, 98304, None, 4096), (200704, 45056, None, 1808)]
 
 
 def test_a_block_that_two_buffers_need_is_requested_for_both() -> None:
     reads = [Read(0, Transfer(4096 + 100 * n, 112 * n, 100)) for n in range(500)]
-    small = list(plan_chunks(reads, 4096, chunk_nbytes=8 * MIB, bounce_nbytes=10 * 4096, max_gap_nbytes=GAP))
+    small = plan_chunks(reads, 4096, COST, 10 * 4096)
     # Piece 409 begins in the 10th block and ends in the 11th.
     assert shape(small) == [(4096, 10 * 4096, None, 409), (10 * 4096, 4 * 4096, None, 91)]
 
@@ -243,15 +240,7 @@ def test_an_edge_is_requested_together_with_the_next_reads() -> None:
 
 
 def test_a_large_read_to_an_odd_place_fits_the_buffers() -> None:
-    chunks = list(
-        plan_chunks(
-            [Read(0, Transfer(4096, 1, 20 * MIB))],
-            4096,
-            chunk_nbytes=8 * MIB,
-            bounce_nbytes=MIB + 5000,
-            max_gap_nbytes=GAP,
-        )
-    )
+    chunks = plan_chunks([Read(0, Transfer(4096, 1, 20 * MIB))], 4096, COST, MIB + 5000)
     assert {one.arena_offset for one in chunks} == {None}
     assert all(one.extent.nbytes <= MIB + 5000 for one in chunks)
     assert len(chunks) == 21  # Two blocks of each buffer stay free for edges: 1 MiB - 4 KiB each.

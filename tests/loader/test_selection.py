@@ -1,4 +1,4 @@
-"""relayout.loader.sources.contents: which tensors patterns choose, and the files that these need."""
+"""relayout.loader.sources.columns: which tensors patterns choose, and the files that these need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from relayout.core.extents import Transfer
 from relayout.core.slices import WHOLE
 from relayout.errors import PlanError
 from relayout.format.index import Kind, RankTable, Read
-from relayout.loader.sources.contents import Contents, contents_of, select
+from relayout.loader.sources.checkpoint import contents_of
+from relayout.loader.sources.columns import TensorColumns, select
 
 NAMES = [
     "model.embed_tokens.weight",
@@ -114,7 +115,7 @@ def test_a_name_in_full_always_chooses_itself_and_else_the_pattern_decides(
 
 FILES = tuple(stored_file(Path(f"part-{number}"), 1000 + number) for number in range(4))
 
-CONTENTS = Contents(
+CONTENTS = TensorColumns(
     files=FILES,
     names=["a", "b", "c", "d", "e"],
     dtypes=["U8", "BF16", "F32", "U8", "F64"],
@@ -131,7 +132,7 @@ CONTENTS = Contents(
 
 
 def test_rows_have_their_own_columns_and_just_the_files_they_need() -> None:
-    assert CONTENTS.rows([0, 2, 3]) == Contents(
+    assert CONTENTS.rows([0, 2, 3]) == TensorColumns(
         files=(FILES[2], FILES[3]),
         names=["a", "c", "d"],
         dtypes=["U8", "F32", "U8"],
@@ -152,7 +153,7 @@ def test_empty_tensors_need_no_file() -> None:
 
 
 def test_what_has_no_digests_gets_none() -> None:
-    plain = Contents(FILES, CONTENTS.names, CONTENTS.dtypes, CONTENTS.shapes, CONTENTS.reads, None)
+    plain = TensorColumns(CONTENTS.names, CONTENTS.dtypes, CONTENTS.shapes, FILES, CONTENTS.reads)
     assert plain.rows([1, 4]).digests is None
 
 

@@ -21,7 +21,7 @@ from relayout.loader.backends.choice import REGISTRY
 from relayout.loader.backends.cuda import DeviceBackend
 from relayout.loader.backends.digests import Checks
 from relayout.loader.budgets import Budget
-from relayout.loader.sources.contents import StoredFile
+from relayout.loader.sources.stored import StoredFile
 from relayout.storage.protocols import Refusal
 
 UNTOUCHED = 0xEE
@@ -123,7 +123,9 @@ class Target:
         progress: list[int] = []
         stop = Stop()
         checks = ground.checks(pieces, cuts, stop) if all(piece.is_dense for piece in pieces) else None
-        fill = self.fill(ground, pieces, checks=checks, stop=stop, arrived=lambda *one: arrived.append(one), **options)
+        fill = self.fill(
+            ground, pieces, checks=checks, stop=stop, on_arrival=lambda *one: arrived.append(one), **options
+        )
         with nothing_left_behind():
             self.backend.start(ground.memory, fill).join(progress.append)
             assert np.array_equal(ground.space, ground.expected), first_difference(ground.space, ground.expected)

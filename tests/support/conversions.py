@@ -17,6 +17,7 @@ from support.checkpoints import write_family
 from support.families import FAMILIES
 from support.local_stores import read_source
 from support.planning import try_plan
+from support.profile import sample
 from support.quantized import QUANTIZED, write_quantized
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -35,25 +36,31 @@ WIDE = {  # 16 heads: for 16 ranks.
     "phi3_wide": replace(FAMILIES["phi3"], sizes={"A": 16, "D": 8}),
     "gpt_oss_mxfp4_wide": replace(FAMILIES["gpt_oss_mxfp4"], sizes={"A": 16, "I": 288, "H": 96, "D": 16}),
 }
-OF_EACH_KIND = [
-    "llama",  # Dense, separate projections.
-    "phi3",  # Fused query, key, value, and gate, up.
-    "gpt2",  # Transposed weights.
-    "falcon_40b",  # Queries interleaved with keys and values.
-    "deepseek_v3",  # Latent attention, experts and shared experts.
-    "qwen3_next",  # Linear attention.
-    "gpt_oss_mxfp4",  # Stacked, quantized experts in blocks.
-    "llama4",  # Vision, stacked experts.
-    "mllama",  # Vision, which vLLM 0.33 does not load.
-    "fp8_blocks_deepseek",
-    "gptq_4bit_biases_fused",
-    "awq_moe",
-    "int4_groups_asymmetric",
-    "nvfp4_modelopt_moe",
-]
-"""Families and quantized forms whose bytes are converted, loaded and restored; plans are compared for all of them."""
+OF_EACH_KIND = sample(
+    [*FAMILIES, *QUANTIZED],
+    [
+        "llama",  # Dense, separate projections.
+        "phi3",  # Fused query, key, value, and gate, up.
+        "gpt2",  # Transposed weights.
+        "falcon_40b",  # Queries interleaved with keys and values.
+        "deepseek_v3",  # Latent attention, experts and shared experts.
+        "qwen3_next",  # Linear attention.
+        "gpt_oss_mxfp4",  # Stacked, quantized experts in blocks.
+        "llama4",  # Vision, stacked experts.
+        "mllama",  # Vision, which vLLM 0.33 does not load.
+        "fp8_blocks_deepseek",
+        "gptq_4bit_biases_fused",
+        "awq_moe",
+        "int4_groups_asymmetric",
+        "nvfp4_modelopt_moe",
+    ],
+)
+"""Families and quantized forms whose bytes are converted, loaded and restored every day; plans are compared for all."""
 CASES = [*OF_EACH_KIND, *WIDE]
-EXPERT_CASES = ["qwen3_moe", "qwen3_next", "gpt_oss_mxfp4", "llama4", "fp8_blocks_deepseek", "nvfp4_modelopt_moe"]
+EXPERT_CASES = sample(
+    [*EXPERT_FAMILIES, *EXPERT_QUANTIZED],
+    ["qwen3_moe", "qwen3_next", "gpt_oss_mxfp4", "llama4", "fp8_blocks_deepseek", "nvfp4_modelopt_moe"],
+)
 
 
 def grouped(names: list[str]) -> list[Any]:

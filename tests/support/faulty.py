@@ -95,18 +95,13 @@ CALLS: Mapping[str, Callable[[Path, str, Tensors], None]] = {
     "open": open_rank,
     "safe_open": open_whole,
 }
-MAPPED = ("load", "load names", "load verify", "load tp", "iter_load")
-"""What makes sense with the backend "mapped"."""
-
-
-def calls_of(way: str) -> list[str]:
-    """The calls that go this way."""
-    chosen_by_others = {"open": ("mapped",), "safe_open": ("auto",), "load names": ("auto", "mapped")}
-    return [
-        call
-        for call in CALLS
-        if way in chosen_by_others.get(call, OWN) and (way != "mapped" or call in (*MAPPED, "open"))
-    ]
+TRIALS = [
+    *((way, "load") for way in OWN),
+    *(("auto", call) for call in CALLS if call not in ("load", "open")),
+    *(("mapped", call) for call in ("load verify", "iter_load", "open")),
+    *(("gds", call) for call in ("load verify", "load into", "iter_load")),
+]
+"""Every backend by one call, every call by one backend, and both where a backend has code of its own for a call."""
 
 
 class Faults:
@@ -274,12 +269,10 @@ def main(folder: Path, foreign: Path) -> None:
     gc.freeze()  # What has been imported is not looked at again and again.
     found = {}
     others = other_threads()
-    for way in OWN:
-        for call in calls_of(way):
-            with device(way):
-                trial = Trial(folder, foreign, way, call, others)
-                for name, outcome in trial.outcomes():
-                    found[f"{way}: {call}: {name}"] = outcome
+    for way, call in TRIALS:
+        with device(way):
+            for name, outcome in Trial(folder, foreign, way, call, others).outcomes():
+                found[f"{way}: {call}: {name}"] = outcome
     print(json.dumps(found))
 
 

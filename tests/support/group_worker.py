@@ -123,10 +123,10 @@ def _member(folder: Path, number: int) -> None:
 
     from relayout.loader.api import iter_load, load
     from relayout.loader.group import sharing
-    from relayout.loader.group.deal import deal
+    from relayout.loader.group.assign import assign_reads
 
     join(folder, number)
-    sharing.deal = partial(deal, most_nbytes=PIECE_NBYTES)  # type: ignore[assignment]
+    sharing.assign_reads = partial(assign_reads, most_nbytes=PIECE_NBYTES)  # type: ignore[assignment]
     mine, out = bucket("group"), str(folder / "out")
     seen: dict[str, Any] = {}
 

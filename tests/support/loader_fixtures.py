@@ -31,7 +31,7 @@ from relayout.loader.backends import cuda
 from relayout.loader.backends.base import Choice
 from relayout.loader.backends.choice import REGISTRY
 from relayout.loader.backends.cuda import DeviceBackend
-from relayout.loader.sources.contents import StoredFile
+from relayout.loader.sources.stored import StoredFile
 
 Array = npt.NDArray[Any]
 
@@ -51,6 +51,8 @@ REGISTRY["toy"] = toy_backend.offer  # All that is needed for it to be taken as 
 OWN = (*HOST, *DEVICE)
 """The package's own: of others, an error's frames keep what they refer to."""
 WAYS = (*OWN, "toy")
+by_two_ways = pytest.mark.parametrize("way", ["auto", "gds"], indirect=True)
+"""For options, which no backend sees: by one to host memory, and by the one to a device that has all its branches."""
 not_mapped = pytest.mark.parametrize("way", [way for way in WAYS if way != "mapped"], indirect=True)
 """For tests of ways that read: into memory that exists, say, or from files that are cut meanwhile."""
 

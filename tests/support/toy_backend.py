@@ -12,14 +12,13 @@ import torch
 from relayout.core.extents import BLOCK, Extent, Transfer
 from relayout.core.strided import copy_runs
 from relayout.errors import FormatError
-from relayout.format.index import Read
 from relayout.loader.backends.arena import Scattered
-from relayout.loader.backends.base import Choice, FreshArenas, Memory, ReadJob, Request
+from relayout.loader.backends.base import Backend, Choice, Memory, ReadJob, Request
 from relayout.loader.backends.files import Sources
-from relayout.loader.backends.host import ThreadedJob, chunks_of
+from relayout.loader.backends.host import ThreadedJob
 from relayout.loader.budgets import Budget
 from relayout.loader.read_plan import Chunk
-from relayout.storage.protocols import Access, Refusal
+from relayout.storage.protocols import Refusal
 
 
 class ToyArena:
@@ -44,28 +43,13 @@ class ToyArena:
         self._memory = bytearray()
 
 
-@dataclass(frozen=True)
-class ToyBackend:
-    """See `relayout.loader.backends.base.Backend`."""
-
+class ToyBackend(Backend[memoryview]):
     name = "toy"
-    device = "cpu"
-    access = Access.BUFFERED
     max_buffer_nbytes = 2**20
-    reads_when_used = False
     is_zero_copy = False
-
-    def name_for(self, ways: Sequence[Access]) -> str:
-        return self.name
-
-    def chunks(self, reads: Sequence[Read], alignment: int, budget: Budget) -> list[Chunk]:
-        return list(chunks_of(reads, alignment, budget))
 
     def allocate(self, nbytes: int) -> ToyArena:
         return ToyArena(nbytes)
-
-    def pool(self, nbytes: int) -> FreshArenas[memoryview]:
-        return FreshArenas(ToyArena)
 
     def wrap(self, tensors: Sequence[torch.Tensor]) -> Scattered:
         return Scattered([(tensor.data_ptr(), tensor.numel()) for tensor in tensors])
@@ -94,7 +78,7 @@ class Reader:
             copy_runs(brought, span, one.shifted(target=-one.target))
             if self.job.checks is not None:
                 self.job.checks.update(one.target, span)
-            self.job.tell(one.target, one.total_nbytes)
+            self.job.on_arrival(one.target, one.total_nbytes)
         return chunk.nbytes
 
     def _pread(self, file: int, extent: Extent) -> bytearray:

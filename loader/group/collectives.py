@@ -29,7 +29,7 @@ class _Reason:
     tensor: str | None = None
     offset: int | None = None
     code: str = "invalid"
-    number: int = errno.EIO
+    errno: int = errno.EIO
     """Of the operating system."""
 
     @staticmethod
@@ -41,7 +41,7 @@ class _Reason:
             return _Reason(family, error.what, path, error.tensor, error.offset, error.code)
         if isinstance(error, OSError):
             path = None if error.filename is None else str(error.filename)
-            return _Reason("os", error.strerror or str(error), path, number=error.errno or errno.EIO)
+            return _Reason("os", error.strerror or str(error), path, errno=error.errno or errno.EIO)
         if isinstance(error, MemoryError):
             return _Reason("memory", str(error))
         if isinstance(error, GeneratorExit):
@@ -55,12 +55,12 @@ class _Reason:
             kind = FormatError if self.family == "format" else PlanError
             return kind(what, path=self.path, tensor=self.tensor, offset=self.offset, code=self.code)
         if self.family == "os":
-            return OSError(self.number, what, self.path)
+            return OSError(self.errno, what, self.path)
         return MemoryError(what) if self.family == "memory" else RuntimeError(what)
 
 
-class Members:
-    """This process and the others of its group. All members make the same calls in the same order. Not thread-safe."""
+class Group:
+    """A process group with this process in it. All members make the same calls in the same order. Not thread-safe."""
 
     def __init__(self, group: ProcessGroup) -> None:
         """Take part in a group.
@@ -73,7 +73,7 @@ class Members:
         self._group = group
         if not dist.is_initialized() or dist.get_rank(group) < 0:
             raise PlanError("group: this process is not a member", code="option")
-        self.number: int = dist.get_rank(group)
+        self.index: int = dist.get_rank(group)
         """Of this member, from 0."""
         self.num_members: int = dist.get_world_size(group)
         self._process = os.getpid()
@@ -83,30 +83,30 @@ class Members:
         self.is_over = False
         """Whether no member waits for this one any more: the load is done, or all know that it has failed."""
 
-    def exchange(self, value: Value) -> list[Value]:
-        """Everybody's value, by member. The values are small.
+    def all_gather(self, value: Value) -> list[Value]:
+        """The value of each member. The values are small.
 
         Raises:
             OSError: a member is gone.
-            the error of another member that failed outside of `together`.
+            the error of another member that failed outside of `collective`.
         """
         values = self._gather(value)
-        for member, one in enumerate(values):
-            if isinstance(one, _Reason):
+        for member, reason in enumerate(values):
+            if isinstance(reason, _Reason):
                 self.is_over = True
-                raise one.error(member)
+                raise reason.error(member)
         return cast("list[Value]", values)
 
     def _gather(self, value: object) -> list[object]:
         import torch.distributed as dist
 
         values: list[object] = [None] * self.num_members
-        with self._collective():
+        with self._unbroken():
             dist.all_gather_object(values, value, group=self._group)
         return values
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def collective(self) -> Iterator[None]:
         """A block that all members carry out: at its end, they wait for each other, and one that failed fails all.
 
         Raises:
@@ -134,14 +134,14 @@ class Members:
             del failed  # Breaks the cycle of error, traceback and this frame.
 
     def fail(self, error: BaseException) -> None:
-        """End a load, by an error outside of `together`, that is not over: all others raise it in their next block."""
+        """End an unfinished load by an error outside of `collective`: all others raise it in their next block."""
         if not self.is_over and not self.is_broken and os.getpid() == self._process:
             self.is_over = True
             with suppress(OSError):  # The others are gone.
                 self._gather(_Reason.of(error))
 
-    def spread(self, pieces: list[tuple[int, torch.Tensor]]) -> None:
-        """Bring pieces of memory, given as (member, memory), from the member that has each to all others.
+    def broadcast(self, portions: list[tuple[int, torch.Tensor]]) -> None:
+        """Broadcast portions of memory, given as (member, memory), from the member that has each to all others.
 
         On a device, work that is queued on the current stream from then on sees the bytes.
 
@@ -150,16 +150,16 @@ class Members:
         """
         import torch.distributed as dist
 
-        with self._collective():
+        with self._unbroken():
             started = [
                 dist.broadcast(memory, dist.get_global_rank(self._group, member), group=self._group, async_op=True)
-                for member, memory in pieces
+                for member, memory in portions
             ]
             for work in started:
                 work.wait()
 
     @contextmanager
-    def _collective(self) -> Iterator[None]:
+    def _unbroken(self) -> Iterator[None]:
         broken, self.is_broken = self.is_broken, True  # Whatever happens inside, an interruption too.
         try:
             yield

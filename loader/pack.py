@@ -8,21 +8,8 @@ from dataclasses import dataclass
 from relayout.core.extents import align_up
 from relayout.format.arena import place
 from relayout.format.index import ARENA_ALIGNMENT, Read
-from relayout.loader.sources.contents import Contents, StoredFile
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedTensors:
-    """Tensors in an arena, in columns of equal length."""
-
-    names: Sequence[str]
-    dtypes: Sequence[str]
-    shapes: Sequence[tuple[int, ...]]
-    """In elements."""
-    offsets: Sequence[int]
-    """Of their first bytes in the arena, multiples of `ARENA_ALIGNMENT`."""
-    digests: Sequence[str] | None
-    """None if there are no digests."""
+from relayout.loader.sources.columns import TensorColumns
+from relayout.loader.sources.stored import StoredFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,29 +22,23 @@ class ArenaPlan:
     arena_nbytes: int
     nbytes: int
     """Of the tensors."""
-    tensors: Callable[[], PlacedTensors]
-    """Returns the tensors. This may parse a rank table; call it while bytes arrive."""
+    tensors: Callable[[], TensorColumns]
+    """Returns the tensors and their offsets. This may parse a rank table; call it while bytes arrive."""
 
 
-def placed(contents: Contents, offsets: Sequence[int]) -> PlacedTensors:
-    """The tensors, at these arena offsets."""
-    return PlacedTensors(contents.names, contents.dtypes, contents.shapes, offsets, contents.digests)
-
-
-def pack(contents: Contents) -> ArenaPlan:
+def pack(tensors: TensorColumns) -> ArenaPlan:
     """The plan for an arena that holds just these tensors."""
-    sizes = contents.sizes()
-    placement = place(contents.reads, sizes)
-    tensors = placed(contents, placement.offsets)
-    return ArenaPlan(contents.files, placement.reads, placement.nbytes, sum(sizes), lambda: tensors)
+    sizes = tensors.sizes()
+    layout = place(tensors.reads, sizes)
+    return ArenaPlan(tensors.files, layout.reads, layout.nbytes, sum(sizes), lambda: tensors.at(layout.offsets))
 
 
 def place_at(tensors: Sequence[tuple[Read, ...]], offsets: Sequence[int]) -> tuple[Read, ...]:
     """The reads of tensors that are at given arena offsets."""
     return tuple(
-        Read(one.file, one.transfer.shifted(target=offset))
+        Read(read.file, read.transfer.shifted(target=offset))
         for reads, offset in zip(tensors, offsets, strict=True)
-        for one in reads
+        for read in reads
     )
 
 

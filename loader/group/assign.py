@@ -1,4 +1,4 @@
-"""Deals the reads of a rank out to the members of a group. Pure."""
+"""Assigns the reads of a rank to the members of a group. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from relayout.format.index import Read
 if TYPE_CHECKING:
     import torch
 
-PIECE_NBYTES = 32 * 2**20
+PORTION_NBYTES = 32 * 2**20
 """The most bytes of the arena that one member reads before the others get them, about."""
 
 
@@ -26,7 +26,7 @@ class Grid:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Portion:
     """A part of the arena, `[start, end)`, that one member reads."""
 
     member: int
@@ -38,41 +38,41 @@ class Piece:
     @property
     def nbytes(self) -> int:
         """Bytes to read."""
-        return sum(one.transfer.total_nbytes for one in self.reads)
+        return sum(read.transfer.total_nbytes for read in self.reads)
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Pieces that are read by all members at the same time; then each sends its own to the others."""
+    """Portions that are read by all members at the same time; then each sends its own to the others."""
 
     member: int
     """This one."""
-    pieces: tuple[Piece, ...]
+    portions: tuple[Portion, ...]
 
     @property
     def reads(self) -> tuple[Read, ...]:
         """What this member reads."""
-        return tuple(read for piece in self.pieces if piece.member == self.member for read in piece.reads)
+        return tuple(read for portion in self.portions if portion.member == self.member for read in portion.reads)
 
     @property
     def nbytes(self) -> int:
         """Bytes that this member reads."""
-        return sum(piece.nbytes for piece in self.pieces if piece.member == self.member)
+        return sum(portion.nbytes for portion in self.portions if portion.member == self.member)
 
     def within(self, memory: torch.Tensor, start: int = 0) -> list[tuple[int, torch.Tensor]]:
-        """The member that reads each piece, and the piece of memory that begins at the arena's offset `start`."""
-        return [(piece.member, memory[piece.start - start : piece.end - start]) for piece in self.pieces]
+        """The member that reads each portion, and the portion of memory that begins at the arena's offset `start`."""
+        return [(portion.member, memory[portion.start - start : portion.end - start]) for portion in self.portions]
 
 
-def deal(
+def assign_reads(
     reads: Sequence[Read],
     num_members: int,
     grids: Sequence[Grid],
     *,
     start: int = 0,
-    most_nbytes: int = PIECE_NBYTES,
-) -> tuple[Piece, ...]:
-    """Cut the arena into pieces of about equal size, at most `most_nbytes`, and deal them out in turn.
+    most_nbytes: int = PORTION_NBYTES,
+) -> tuple[Portion, ...]:
+    """Cut the arena into portions of about equal size, at most `most_nbytes`, and assign them in turn.
 
     Args:
         reads: they do not overlap in the arena.
@@ -80,9 +80,9 @@ def deal(
         start: the arena's offset, a multiple of the block, from which on the reads fill it.
 
     Returns:
-        Disjoint pieces in rising order; together they have each byte of the reads once.
+        Disjoint portions in rising order; together they have each byte of the reads once.
     """
-    end = max((one.transfer.target_end for one in reads), default=start)
+    end = max((read.transfer.target_end for read in reads), default=start)
     if end == start:
         return ()
     num_rounds = -(-(end - start) // (num_members * most_nbytes))
@@ -90,26 +90,26 @@ def deal(
     starts = _starts(reads, grids, range(start, end, size))
     parts: list[list[Read]] = [[] for _ in starts]
     for read in reads:
-        one = read.transfer.inverted()
-        for number in range(bisect_right(starts, one.source) - 1, bisect_left(starts, one.source_end)):
-            until = starts[number + 1] if number + 1 < len(starts) else end
-            parts[number] += [Read(read.file, part.inverted()) for part in one.clipped(starts[number], until)]
+        transfer = read.transfer.inverted()
+        for index in range(bisect_right(starts, transfer.source) - 1, bisect_left(starts, transfer.source_end)):
+            until = starts[index + 1] if index + 1 < len(starts) else end
+            parts[index] += [Read(read.file, part.inverted()) for part in transfer.clipped(starts[index], until)]
     held = [tuple(part) for part in parts if part]
     return tuple(
-        Piece(
-            number % num_members,
-            min(one.transfer.target for one in part),
-            max(one.transfer.target_end for one in part),
+        Portion(
+            index % num_members,
+            min(read.transfer.target for read in part),
+            max(read.transfer.target_end for read in part),
             part,
         )
-        for number, part in enumerate(held)
+        for index, part in enumerate(held)
     )
 
 
 def _starts(reads: Sequence[Read], grids: Sequence[Grid], wanted: Sequence[int]) -> list[int]:
-    """Where pieces begin: the wanted offsets, but inside a read of one run the place of its file's grid before it."""
-    runs = sorted((one for one in reads if one.transfer.count == 1), key=lambda one: one.transfer.target)
-    targets = [one.transfer.target for one in runs]
+    """Where portions begin: the wanted offsets, but inside a read of one run the place of its file's grid before it."""
+    runs = sorted((read for read in reads if read.transfer.count == 1), key=lambda read: read.transfer.target)
+    targets = [read.transfer.target for read in runs]
     starts = [wanted[0]]
     for offset in wanted[1:]:
         which = bisect_right(targets, offset) - 1

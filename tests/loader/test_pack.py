@@ -1,4 +1,4 @@
-"""relayout.loader.placement: reads carried out by numpy bring each tensor's bytes to its place, and nothing else."""
+"""relayout.loader.pack: reads carried out by numpy bring each tensor's bytes to its place, and nothing else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from relayout.core.extents import Transfer
 from relayout.format.index import Read
-from relayout.loader.placement import batches, place, place_at
+from relayout.loader.pack import batches, place, place_at
 
 Bytes = npt.NDArray[np.uint8]
 Tensor = tuple[Read, ...]

@@ -14,11 +14,11 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file
 from support.checkpoints import write_family
-from support.families import FAMILIES
+from support.families import EXPERT_FAMILIES, FAMILIES
 from support.local_stores import read_source
 from support.planning import try_plan
 from support.profile import sample
-from support.quantized import QUANTIZED, write_quantized
+from support.quantized import EXPERT_QUANTIZED, QUANTIZED, write_quantized
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 

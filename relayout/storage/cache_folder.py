@@ -96,9 +96,10 @@ class Cache:
             if limit is not None and sum(coming.values()) > limit:
                 return None
             entries = sorted(self._entries(own), key=_last_use)
-            kept = {entry: _nbytes(entry, {_partial(path) for path in coming}) for entry in entries}
+            growing = {own / path.relative_to(own).parts[0] for path in coming}
+            kept = {entry: _nbytes(entry, with_hidden=entry not in growing) for entry in entries}
             for entry in [*entries, None]:
-                to_write = sum(max(nbytes - _allocated_nbytes(_partial(path)), 0) for path, nbytes in coming.items())
+                to_write = max(sum(coming.values()) - sum(map(_hidden_allocated_nbytes, growing)), 0)
                 fits = limit is None or sum(kept.values()) + sum(coming.values()) <= limit
                 if fits and to_write <= shutil.disk_usage(own).free:
                     return Reservation(own, lease.folder.name, files)
@@ -218,6 +219,19 @@ class Lease(Closable):
             finally:
                 partial.unlink(missing_ok=True)
 
+    @contextmanager
+    def try_lock(self, name: str) -> Iterator[bool]:
+        """Hold the entry's lock of this name, if no other process or thread does. Yields whether it is held."""
+        fd = _open(self.folder / f"{_LOCK}-{name}", os.O_CREAT)
+        try:
+            is_held = False
+            with suppress(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_held = True
+            yield is_held
+        finally:
+            os.close(fd)
+
     def close(self) -> None:
         """Release the entry, which may then be removed."""
         fd, self._fd = self._fd, -1
@@ -273,18 +287,19 @@ def _last_use(entry: Path) -> float:
     return 0.0
 
 
-def _allocated_nbytes(path: Path) -> int:
-    with suppress(FileNotFoundError):
-        return path.lstat().st_blocks * 512
-    return 0
+def _hidden_allocated_nbytes(entry: Path) -> int:
+    """Blocks of what is being made in an entry: its name, or its folder's, begins with a dot until it is complete."""
+    return sum(status.st_blocks * 512 for is_hidden, status in _files(entry) if is_hidden)
 
 
-def _nbytes(entry: Path, besides: set[Path]) -> int:
-    """Bytes of all files of an entry, but those of `besides`."""
-    total = 0
+def _nbytes(entry: Path, *, with_hidden: bool) -> int:
+    """Bytes of the files of an entry."""
+    return sum(status.st_size for is_hidden, status in _files(entry) if with_hidden or not is_hidden)
+
+
+def _files(entry: Path) -> Iterator[tuple[bool, os.stat_result]]:
+    """Of each file of an entry: whether it is still being made."""
     for above, _, names in os.walk(entry):
         for path in (Path(above, name) for name in names):
-            if path not in besides:
-                with suppress(FileNotFoundError):
-                    total += path.lstat().st_size
-    return total
+            with suppress(FileNotFoundError):
+                yield any(part.startswith(".") for part in path.relative_to(entry).parts), path.lstat()

@@ -22,7 +22,7 @@ from relayout.conversion.layout import DEFAULT_ALIGNMENT, DEFAULT_MAX_PART_NBYTE
 from relayout.conversion.resume import undertaking_of
 from relayout.conversion.run import ConversionPlan
 from relayout.core.digests import digest_hex
-from relayout.errors import FormatError, PlanError
+from relayout.errors import PlanError
 from relayout.format.index import MANIFEST_NAME, RANKS
 from relayout.format.manifest import compact_json
 from relayout.plans.plan import Plan
@@ -112,8 +112,6 @@ def _convert_together(planned: ConversionPlan, cache: Cache, lease: Lease) -> No
     Raises:
         FormatError, PlanError, OSError: as `cached_conversion`.
     """
-    about = {"source": str(planned.source.root), "num_ranks": planned.plan.num_ranks}
-    lease.keep(ABOUT, partial(_write, lease.folder, compact_json(about)))
     files = {f"{MODEL}/{file.name}": file.nbytes for file in planned.layout.files}
     sidecar_nbytes = _SIDECAR_NBYTES + _SIDECAR_NBYTES_PER_TENSOR * len(planned.source.tensors)
     reservation = cache.reserve(lease, files | {f"{MODEL}/{MANIFEST_NAME}": sidecar_nbytes})
@@ -121,6 +119,8 @@ def _convert_together(planned: ConversionPlan, cache: Cache, lease: Lease) -> No
         what = f"the cache has no room for {sum(files.values())} bytes"
         raise OSError(errno.ENOSPC, what, os.fspath(cache.folder))
     with reservation:
+        about = {"source": str(planned.source.root), "num_ranks": planned.plan.num_ranks}
+        lease.keep(ABOUT, partial(_write, lease.folder, compact_json(about)))
         left = set(range(len(planned.layout.units)))
         while planned.output.stat(MANIFEST_NAME) is None:
             try:
@@ -150,9 +150,7 @@ def _step(planned: ConversionPlan, lease: Lease, left: set[int]) -> bool:
         return is_locked and not left
 
 
-def kept_plan(
-    checkpoint: SourceCheckpoint, num_ranks: int, cache: Cache, name: str, find: Callable[[], Plan]
-) -> Plan:
+def kept_plan(checkpoint: SourceCheckpoint, num_ranks: int, cache: Cache, name: str, find: Callable[[], Plan]) -> Plan:
     """A plan that takes long to find, kept in a cache; one process at a time looks for it.
 
     Args:

@@ -341,10 +341,10 @@ def _converted(store: Store, rank: int, tp: int, option: CacheOption) -> RankSou
     cache = cache_of(option)
     if cache is None:
         return None
-    from relayout.conversion.cached import cached_conversion
+    from relayout.loader.sources.plain import kept_conversion
 
     try:
-        kept = cached_conversion(store, tp, cache)
+        kept = kept_conversion(store, tp, cache)
         return _rank_of(kept, read_manifest(kept), rank, tp)
     except (RelayoutError, OSError) as error:
         warnings.warn(f"{store}: read as it is; it is not kept in the cache {cache.folder}: {error}", stacklevel=5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from relayout.checkpoint.source import SourceCheckpoint, SourceTensor, read_source
 from relayout.core.slices import WHOLE, Cut
@@ -12,7 +13,11 @@ from relayout.loader.sources.contents import Contents, StoredFile, select
 from relayout.loader.sources.pieces import Columns, StoredPieces
 from relayout.loader.sources.reshard import Holder
 from relayout.plans.planner import plan_by, plan_for
+from relayout.storage.cache_folder import Cache
 from relayout.storage.protocols import Store
+
+if TYPE_CHECKING:
+    from relayout.conversion.cached import CachedConversion
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,13 @@ class PlainSlices:
     def _files(self) -> tuple[StoredFile, ...]:
         source = self.checkpoint
         return tuple(StoredFile(source.folder, file.name, file.nbytes, version=file.version) for file in source.files)
+
+
+def kept_conversion(source: Store, num_ranks: int, cache: Cache) -> CachedConversion:
+    """The checkpoint's conversion in a cache; errors as for `cached_conversion`."""
+    from relayout.conversion.cached import cached_conversion
+
+    return cached_conversion(source, num_ranks, cache)
 
 
 def plain_slices(source: Store, rank: int, num_ranks: int) -> PlainSlices:

@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from relayout.checkpoint.source import SourceCheckpoint, read_source
@@ -22,21 +21,16 @@ from relayout.conversion.layout import DEFAULT_ALIGNMENT, DEFAULT_MAX_PART_NBYTE
 from relayout.conversion.resume import undertaking_of
 from relayout.conversion.run import ConversionPlan
 from relayout.core.digests import digest_hex
-from relayout.errors import PlanError
 from relayout.format.index import MANIFEST_NAME, RANKS
 from relayout.format.manifest import compact_json
 from relayout.plans.plan import Plan
 from relayout.plans.planner import plan_for
 from relayout.storage.cache_folder import Cache, Lease
-from relayout.storage.local.files import OutputFile
-from relayout.storage.local.open_folder import OpenFolder
 from relayout.storage.local.store import LocalStore
 from relayout.storage.protocols import Store
 
 MODEL = "model"
 """The converted checkpoint in an entry."""
-ABOUT = "about.json"
-"""Of an entry: what `relayout cache` shows."""
 _NUM_UNITS = 16
 """About how many parts the processes share. Each has a file for each rank."""
 _MIN_PART_NBYTES = 64 * 2**20
@@ -97,9 +91,8 @@ def cached_conversion(
     fingerprint = undertaking_of(conversion)
     lease = cache.lease(digest_hex(compact_json([fingerprint.source, fingerprint.options])))
     output = LocalStore(folder=lease.folder / MODEL)
-    is_new = output.stat(MANIFEST_NAME) is None
-    if is_new:
-        planned = ConversionPlan.of(replace(conversion, output=output))
+    planned = ConversionPlan.of(replace(conversion, output=output))
+    if is_new := not _is_published(planned):
         if on_miss is not None:
             on_miss(planned)
         _convert_together(planned, cache, lease)
@@ -119,35 +112,39 @@ def _convert_together(planned: ConversionPlan, cache: Cache, lease: Lease) -> No
         what = f"the cache has no room for {sum(files.values())} bytes"
         raise OSError(errno.ENOSPC, what, os.fspath(cache.folder))
     with reservation:
-        about = {"source": str(planned.source.root), "num_ranks": planned.plan.num_ranks}
-        lease.keep(ABOUT, partial(_write, lease.folder, compact_json(about)))
+        lease.describe(str(planned.source.root), planned.plan.num_ranks)
         left = set(range(len(planned.layout.units)))
-        while planned.output.stat(MANIFEST_NAME) is None:
-            try:
-                if not _step(planned, lease, left):
-                    time.sleep(_POLL_SECONDS)
-            except (PlanError, FileNotFoundError):
-                # Another process has published meanwhile.
-                if planned.output.stat(MANIFEST_NAME) is None:
-                    raise
+        while not _is_published(planned):
+            if not _step(planned, lease, left):
+                time.sleep(_POLL_SECONDS)
 
 
 def _step(planned: ConversionPlan, lease: Lease, left: set[int]) -> bool:
     """Convert one unit of those that are left, or publish when there are none.
 
+    Nobody converts while another publishes: what it wrote would be left over.
+
     Returns:
-        Whether anything was done: else other processes hold all the locks.
+        Whether anything was done: else other processes hold the locks.
     """
-    for unit in sorted(left):
-        with lease.try_lock(f"unit-{unit}") as is_locked:
-            if is_locked:
-                convert_unit(planned, unit)
-                left.discard(unit)
-                return True
-    with lease.try_lock("commit") as is_locked:
-        if is_locked and not left and planned.output.stat(MANIFEST_NAME) is None:
-            commit_units(planned)
-        return is_locked and not left
+    with lease.try_lock("publish", shared=True) as nobody_publishes:
+        if not nobody_publishes or _is_published(planned):
+            return False
+        for unit in sorted(left):
+            with lease.try_lock(f"unit-{unit}") as is_locked:
+                if is_locked:
+                    convert_unit(planned, unit)
+                    left.discard(unit)
+                    return True
+    with lease.try_lock("publish") as nobody_converts:
+        if left or not nobody_converts or _is_published(planned):
+            return False
+        commit_units(planned)
+        return True
+
+
+def _is_published(planned: ConversionPlan) -> bool:
+    return planned.output.stat(MANIFEST_NAME) is not None
 
 
 def kept_plan(checkpoint: SourceCheckpoint, num_ranks: int, cache: Cache, name: str, find: Callable[[], Plan]) -> Plan:
@@ -163,14 +160,10 @@ def kept_plan(checkpoint: SourceCheckpoint, num_ranks: int, cache: Cache, name: 
     headers = [digest_hex(file.header) for file in checkpoint.files]
     key = compact_json([name, num_ranks, checkpoint.config, headers])
     with cache.lease(digest_hex(key)) as lease:
-
-        def write(path: str) -> None:
-            _write(lease.folder, compact_json(find().as_json()), path)
-
-        lease.keep("plan.json", write)
-        return Plan.from_json(json.loads((lease.folder / "plan.json").read_bytes()))
-
-
-def _write(folder: Path, text: bytes, name: str) -> None:
-    with OpenFolder(folder) as opened, OutputFile(opened, name, len(text), direct=False) as file:
-        file.write(0, memoryview(text))
+        kept = lease.folder / "plan.json"
+        if not kept.exists():
+            # Others wait for the one that finds it.
+            with lease.lock("plan"):
+                if not kept.exists():
+                    lease.keep_small(kept.name, compact_json(find().as_json()))
+        return Plan.from_json(json.loads(kept.read_bytes()))

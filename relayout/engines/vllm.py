@@ -140,16 +140,18 @@ class _Loading:
         try:
             self._load(model, model_config)
         except Exception as error:
-            if self._weights is None or self._weights.kept is None:
+            weights = self._opened or self._weights
+            if weights is None or weights.kept is None:
                 raise
             _LOGGER.warning("relayout: from the cache: %s: vLLM loads %s itself", error, _path(model_config))
-            self._weights, self._is_stock = None, True
+            self._weights, self._opened, self._is_stock = None, None, True
             super().load_weights(model, model_config)  # type: ignore[misc]
 
     def _load(self, model: Any, model_config: Any) -> None:
         device, is_draft = _device(model), model_config.runner_type == "draft"
         with replicas(_group(device) if self._options.shares and not is_draft else None) as members:
             self._opened = weights = self._open(model, model_config, members)
+            self._is_stock = weights is None
             tensors = [*model.parameters(), *model.buffers()]
             is_online = any(one.is_meta for one in tensors)
             if is_online:

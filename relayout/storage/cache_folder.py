@@ -16,12 +16,12 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from relayout.core.arguments import size
-from relayout.errors import PlanError
+from relayout.errors import PlanError, shown
 from relayout.storage.local.open_folder import OpenFolder
 from relayout.storage.protocols import Closable
 
@@ -35,8 +35,26 @@ _ENTRY = re.compile(r"[0-9a-f]{32}")
 _GONE = re.compile(r"\.gone-[0-9a-f]{16}")
 _COMING = re.compile(r"\.coming-[0-9a-f]{16}")
 _LEASE = ".lease"
+_ABOUT = ".about.json"
+_MAX_ABOUT_NBYTES = 2**16
 _LOCK = ".lock"
 _POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEntry:
+    """What a cache keeps of one checkpoint."""
+
+    name: str
+    """32 hexadecimal digits."""
+    source: str
+    """The path or URL of the checkpoint; empty if its first load has not begun to fill the entry."""
+    num_ranks: int
+    """The tensor-parallel degree; 0 as above."""
+    nbytes: int
+    used: float
+    """When a process last began to use it, in seconds since 1970."""
+    is_in_use: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +124,31 @@ class Cache:
                 if entry is not None and self._remove(own, entry):
                     del kept[entry]
             return None
+
+    def entries(self) -> list[CacheEntry]:
+        """What is kept, the least recently used first.
+
+        Raises:
+            PlanError: the subfolder for entries is not relayout's, or another user's.
+        """
+        own = self._own()
+        return [_described(entry) for entry in sorted(self._entries(own), key=_last_use)]
+
+    def remove(self, name: str) -> bool:
+        """Remove an entry, unless a process uses it.
+
+        Returns:
+            Whether it is gone.
+
+        Raises:
+            PlanError: there is no such entry; or as `entries`.
+            OSError: a file of it cannot be removed.
+        """
+        own = self._own()
+        with _alone(own / _LOCK):
+            if own / name not in self._entries(own):
+                raise PlanError(f"has no entry {shown(name)}", path=own, code="missing")
+            return self._remove(own, own / name)
 
     def _own(self) -> Path:
         """The subfolder for entries, made if need be.
@@ -208,7 +251,7 @@ class Lease(Closable):
         path = self.folder / name
         if path.exists():
             return
-        with _alone(self.folder / f"{_LOCK}-{name}"):
+        with self.lock(name):
             if path.exists():
                 return
             partial = _partial(path)
@@ -219,14 +262,38 @@ class Lease(Closable):
             finally:
                 partial.unlink(missing_ok=True)
 
+    def keep_small(self, name: str, content: bytes) -> None:
+        """Make a small file of the entry, unless it is there.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        with OpenFolder(self.folder) as folder:
+            self.keep(name, lambda partial: folder.write(partial, content))
+
+    def describe(self, source: str, num_ranks: int) -> None:
+        """Note what `Cache.entries` shows.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self.keep_small(_ABOUT, json.dumps({"source": source, "num_ranks": num_ranks}).encode())
+
+    def lock(self, name: str) -> AbstractContextManager[None]:
+        """Hold the entry's lock of this name; wait for the process or thread that holds it."""
+        return _alone(self.folder / f"{_LOCK}-{name}")
+
     @contextmanager
-    def try_lock(self, name: str) -> Iterator[bool]:
-        """Hold the entry's lock of this name, if no other process or thread does. Yields whether it is held."""
+    def try_lock(self, name: str, *, shared: bool = False) -> Iterator[bool]:
+        """Hold the entry's lock of this name, if no other process or thread does; or, shared, only others that share.
+
+        Yields whether it is held.
+        """
         fd = _open(self.folder / f"{_LOCK}-{name}", os.O_CREAT)
         try:
             is_held = False
             with suppress(BlockingIOError):
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
                 is_held = True
             yield is_held
         finally:
@@ -285,6 +352,20 @@ def _last_use(entry: Path) -> float:
     with suppress(FileNotFoundError):
         return (entry / _LEASE).lstat().st_mtime
     return 0.0
+
+
+def _described(entry: Path) -> CacheEntry:
+    source, num_ranks = "", 0
+    with suppress(OSError, ValueError, KeyError, TypeError), open(entry / _ABOUT, "rb") as file:
+        about = json.loads(file.read(_MAX_ABOUT_NBYTES))
+        source, num_ranks = str(about["source"]), int(about["num_ranks"])
+    is_in_use = False
+    with suppress(FileNotFoundError), open(_open(entry / _LEASE), "rb") as lease:
+        try:
+            fcntl.flock(lease.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            is_in_use = True
+    return CacheEntry(entry.name, source, num_ranks, _nbytes(entry, with_hidden=True), _last_use(entry), is_in_use)
 
 
 def _hidden_allocated_nbytes(entry: Path) -> int:

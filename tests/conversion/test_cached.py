@@ -55,7 +55,7 @@ def entries_of(cache: Path) -> list[Path]:
 
 def expect(cache: Path, source: Path, *, num_entries: int = 1) -> None:
     """All entries are complete, and the newest is a conversion of the source; nothing is half made."""
-    entries = [entry for entry in entries_of(cache) if (entry / "about.json").exists()]
+    entries = [entry for entry in entries_of(cache) if (entry / ".about.json").exists()]
     assert len(entries) == num_entries
     for entry in entries:
         assert not [path for path in entry.iterdir() if path.name.startswith(".model")]

@@ -1,12 +1,16 @@
-"""What all results have in common: an object for JSON, and a small table for notebooks."""
+"""What all results have in common: an object for JSON, and text for notebooks."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, fields, is_dataclass
 from html import escape
 from typing import Any, cast
 
+from relayout.tables import Column, table
+
 _MAX_ROWS = 20
+_WIDTH = 140
 _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
 
 
@@ -20,46 +24,38 @@ class Result:
         return asdict(cast(Any, self))
 
     def _repr_html_(self) -> str:
-        """For notebooks: a table of all fields, complete in itself."""
-        rows = [(field.name, getattr(self, field.name)) for field in fields(cast(Any, self))]
-        return _table([[_heading(name), _cell(name, value)] for name, value in rows], caption=type(self).__name__)
+        """For notebooks: all fields, and a table for each sequence of records."""
+        values, tables = [], []
+        for field in fields(cast(Any, self)):
+            value = getattr(self, field.name)
+            if isinstance(value, tuple | list) and value and is_dataclass(value[0]):
+                names = [column.name for column in fields(value[0])]
+                rows = [[_text(name, getattr(record, name)) for name in names] for record in value]
+                tables.append(f"<p>{_heading(field.name)}</p>{html_table(rows, list(map(_heading, names)))}")
+            else:
+                values.append([_heading(field.name), _text(field.name, value)])
+        return html_table(values, [type(self).__name__, ""]) + "".join(tables)
 
 
-def html_table(rows: list[list[str]], headings: list[str]) -> str:
-    """A table of texts, of which the first rows are shown. The texts are escaped."""
-    more = [[f"... and {len(rows) - _MAX_ROWS:,} more"]] if len(rows) > _MAX_ROWS else []
-    cells = [[escape(cell) for cell in row] for row in rows[:_MAX_ROWS] + more]
-    return _table(cells, headings=[escape(heading) for heading in headings])
-
-
-def _table(rows: list[list[str]], *, caption: str = "", headings: list[str] | None = None) -> str:
-    parts = [f"<caption><b>{escape(caption)}</b></caption>"] if caption else []
-    if headings is not None:
-        parts.append("<tr>" + "".join(f"<th>{heading}</th>" for heading in headings) + "</tr>")
-    for row in rows:
-        cells = "".join(f'<td style="text-align:left;vertical-align:top">{cell}</td>' for cell in row)
-        parts.append(f"<tr>{cells}</tr>")
-    return f"<table>{''.join(parts)}</table>"
+def html_table(rows: Sequence[Sequence[str]], headings: Sequence[str]) -> str:
+    """The first rows of a table of texts, for a notebook."""
+    lines = table([Column(heading, "words") for heading in headings], rows[:_MAX_ROWS], _WIDTH)
+    if len(rows) > _MAX_ROWS:
+        lines.append(f"... and {len(rows) - _MAX_ROWS:,} more")
+    text = "\n".join(lines)
+    return f"<pre>{escape(text)}</pre>"
 
 
 def _heading(name: str) -> str:
-    return f"<b>{escape(name.removesuffix('_nbytes').removeprefix('num_').replace('_', ' '))}</b>"
-
-
-def _cell(name: str, value: object) -> str:
-    if isinstance(value, dict):
-        return html_table([[str(key), _text(name, one)] for key, one in value.items()], [])
-    if isinstance(value, tuple | list) and value and is_dataclass(value[0]):
-        names = [field.name for field in fields(value[0])]
-        rows = [[_text(one, getattr(item, one)) for one in names] for item in value]
-        return html_table(rows, [one.replace("_", " ") for one in names])
-    return escape(_text(name, value))
+    return name.removesuffix("_nbytes").removeprefix("num_").replace("_", " ")
 
 
 def _text(name: str, value: object) -> str:
     """A value in words; what counts bytes by its name has a unit."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {_text(name, item)}" for key, item in value.items())
     if isinstance(value, tuple | list):
-        shown = ", ".join(_text(name, one) for one in value[:_MAX_ROWS])
+        shown = ", ".join(_text(name, item) for item in value[:_MAX_ROWS])
         return shown + (f", ... and {len(value) - _MAX_ROWS:,} more" if len(value) > _MAX_ROWS else "")
     if isinstance(value, int) and not isinstance(value, bool):
         return _amount(value) if name.endswith("nbytes") or name == "memory" else f"{value:,}"

@@ -100,7 +100,7 @@ def _drive_nbytes() -> int:
 
 
 def main() -> None:
-    """See the module."""
+    """Run the job in the arguments."""
     job = Job(**json.loads(sys.argv[1]))
     serve(job, importlib.import_module(job.registry).LOADERS[job.loader])
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import util
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from relayout.checkpoint.source import SourceCheckpoint, read_source
@@ -27,7 +26,6 @@ class Job:
     registry: str
     """The module whose `LOADERS` has the loader."""
     loader: str
-    """Name of the loader."""
     source: str
     """The plain checkpoint; "" if there is none."""
     converted: str
@@ -43,7 +41,7 @@ class Job:
     @property
     def shards(self) -> list[str]:
         """Paths of the plain checkpoint's files; in an object store, their URLs."""
-        return _files(self.source)
+        return shards_of(self.source)
 
     @property
     def largest_nbytes(self) -> int:
@@ -107,7 +105,6 @@ class Loader:
     load: Callable[[Any], Tensors]
     """Takes a `Job`. Returns the rank's slices, contiguous, in memory that stays theirs."""
     title: str
-    """Its name in tables."""
     family: str
     """The name of its project; of several loaders of a family, the fastest counts."""
     package: str = ""
@@ -119,14 +116,14 @@ class Loader:
     devices: tuple[str, ...] = ("cpu", "cuda")
     """Kinds of devices that it loads to."""
     group: bool = False
-    """Whether its ranks load together, through a process group of torch: measured with all ranks at once only."""
+    """Whether its ranks load through a process group of torch; measured only with all ranks at once."""
     needs: Callable[[], bool] = lambda: True
     """Whether the installed version can do this."""
     reads_converted: bool = False
     """Whether it reads the converted folder, and not the plain one."""
 
     def absence(self) -> str | None:
-        """Why it cannot be measured; None: it can."""
+        """The reason that it cannot be measured, or None."""
         if self.modules and util.find_spec(self.modules[0].partition(".")[0]) is None:
             return f"not installed (pip install {self.package})"
         return None if self.needs() else "not in the installed version"
@@ -160,11 +157,7 @@ def prepare(job: Job) -> None:
         _plan(job.source, job.tp)
 
 
-def plain_files(source: str | Path) -> list[Path]:
-    """The weight files of a plain checkpoint."""
-    return [Path(file) for file in _files(str(source))]
-
-
-def _files(source: str) -> list[str]:
+def shards_of(source: str) -> list[str]:
+    """Paths or URLs of the weight files of a plain checkpoint."""
     store = _source(source).folder
     return [str(store.path(file.name) or store.where(file.name)) for file in _source(source).files]

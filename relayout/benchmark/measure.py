@@ -15,7 +15,7 @@ from pathlib import Path
 
 from relayout.benchmark.child import digest_of
 from relayout.benchmark.drive import direct_gb_per_s
-from relayout.benchmark.job import Job, Loader, plain_files
+from relayout.benchmark.job import Job, Loader, shards_of
 from relayout.benchmark.loaders import LOADERS
 from relayout.benchmark.machine import Machine, describe, num_cpus, prepare, total_nbytes
 from relayout.benchmark.made import EMBEDDING_NBYTES, LAYER_NBYTES, layers_of, write_llama
@@ -26,7 +26,7 @@ from relayout.checkpoint.source import read_source
 from relayout.commands.convert import convert, default_output
 from relayout.core.arguments import integer, size
 from relayout.errors import PlanError
-from relayout.format.index import MANIFEST_NAME
+from relayout.format.index import MANIFEST_NAME, Manifest
 from relayout.plans.planner import plan_for
 from relayout.results import Result
 from relayout.storage.memory import available_nbytes
@@ -35,8 +35,8 @@ from relayout.storage.stores import find_store
 _PROCESS_NBYTES = 400 * 10**6
 """Memory of a process without tensors: Python and torch."""
 _MADE_TP = 4
-_MOST_RANKS = 64
-"""Of a converted folder that is found beside the plain one."""
+_MAX_RANKS = 64
+"""The highest degree of a converted folder that is looked for beside the plain one."""
 _LOAD_SECONDS, _GB_PER_S = 4.0, 1.0
 """Of the estimate: what a process takes beside its load, and about how fast bytes come."""
 
@@ -45,7 +45,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Folders:
-    """The checkpoint to be measured: as its owner has it, and converted. At least one of them."""
+    """The checkpoint to be measured, plain and converted. At least one of the two exists."""
 
     source: Path | None
     converted: Path | None
@@ -54,21 +54,21 @@ class Folders:
     @property
     def source_files(self) -> list[Path]:
         """Weight files of the plain folder."""
-        return [] if self.source is None else plain_files(self.source)
+        return [] if self.source is None else list(map(Path, shards_of(str(self.source))))
 
     @property
-    def is_of_degree(self) -> bool:
-        """Whether the converted folder is there, and has as many ranks as are loaded."""
-        return self.converted is not None and read_manifest(find_store(self.converted)).num_ranks == self.tp
+    def manifest(self) -> Manifest | None:
+        """Of the converted folder."""
+        return None if self.converted is None else read_manifest(find_store(self.converted))
 
     def rank_files(self, ranks: Sequence[int]) -> list[Path]:
-        """Files of these ranks in the converted folder; all of them, where it is of another degree."""
-        if self.converted is None:
+        """Files of these ranks in the converted folder; all files if it has another degree."""
+        manifest = self.manifest
+        if self.converted is None or manifest is None:
             return []
-        manifest = read_manifest(find_store(self.converted))
-        holders = [manifest.ranks[rank] for rank in ranks] if self.is_of_degree else manifest.holders
-        numbers = dict.fromkeys(number for holder in holders for number in holder.files)
-        return [self.converted / manifest.files[number].name for number in numbers]
+        holders = [manifest.ranks[rank] for rank in ranks] if manifest.num_ranks == self.tp else manifest.holders
+        indices = dict.fromkeys(index for holder in holders for index in holder.files)
+        return [self.converted / manifest.files[index].name for index in indices]
 
     @property
     def every_file(self) -> list[Path]:
@@ -78,7 +78,7 @@ class Folders:
 
 @dataclass(frozen=True, slots=True)
 class Bench(Result):
-    """What `bench` has measured."""
+    """What `bench` measured."""
 
     source: str | None
     converted: str | None
@@ -88,7 +88,7 @@ class Bench(Result):
     drive_gb_per_s: float | None
     """GB/s (10^9 bytes) of direct reads, the median; None if the file system refuses them."""
     loads: tuple[RankLoads, ...]
-    """One rank and all ranks at once, cold and warm; as far as it was possible."""
+    """One rank and all ranks at once, cold and warm, where that was possible."""
     left_out: tuple[str, ...]
     """What was not measured, and why."""
     warnings: tuple[str, ...]
@@ -100,7 +100,7 @@ class Bench(Result):
 
 @dataclass(frozen=True, slots=True)
 class BenchPlan:
-    """A benchmark that was planned. Nothing has been measured yet."""
+    """A planned benchmark."""
 
     folders: Folders
     runs: int
@@ -109,7 +109,7 @@ class BenchPlan:
 
     @property
     def droppable_nbytes(self) -> int:
-        """Bytes of the files that `run(drop_caches=True)` drops from the page cache, again and again."""
+        """Bytes of the files that `run(drop_caches=True)` drops from the page cache before each cold load."""
         return total_nbytes(self.folders.every_file)
 
     def run(self, *, drop_caches: bool, tell: Tell = lambda line: None) -> Bench:
@@ -118,15 +118,17 @@ class BenchPlan:
         Args:
             drop_caches: drop these files, and no others, from the page cache before each cold load. Other processes
                 that use them will wait for the drive. False: cold loads are not measured.
-            tell: called with a line for a person after each load.
+            tell: called with a line of text after each load.
 
         Raises:
             FormatError, PlanError, OSError: the checkpoint cannot be read.
         """
         folders, left_out = self.folders, list(self.left_out)
         about = describe(folders.every_file[0].parent)
-        tp, limits, loads = folders.tp, [], []
-        expected = expected_digests(folders.converted) if folders.converted and folders.is_of_degree else None
+        tp, limits, loads = folders.tp, list[float](), list[RankLoads]()
+        manifest = folders.manifest
+        is_of_degree = manifest is not None and manifest.num_ranks == tp
+        expected = expected_digests(folders.converted) if folders.converted and is_of_degree else None
         if not drop_caches:
             left_out.append("cold loads: dropping the files from the page cache was not allowed (--yes allows it)")
         states = ("cold", "warm") if drop_caches else ("warm",)
@@ -139,7 +141,8 @@ class BenchPlan:
                     left_out.append(why)
                     continue
                 if state == "cold":
-                    limits += self._drive(ranks)
+                    files = folders.rank_files(ranks) or folders.source_files
+                    limits += filter(None, (direct_gb_per_s(files) for _ in range(self.runs)))
                 loads.append(group.measure(self.runs, tell))
         drive = statistics.median(limits) if limits else None
         return Bench(
@@ -152,22 +155,17 @@ class BenchPlan:
             loads=tuple(loads),
             left_out=tuple(left_out),
             warnings=warnings_of(about, loads),
-            wrong=tuple(line for one in loads for line in one.wrong()),
+            wrong=tuple(line for group in loads for line in group.wrong()),
             verdict=verdict(loads, tp, drive, is_converted=folders.converted is not None),
         )
 
     def _estimate(self, num_states: int) -> str:
-        """What is about to be done, and roughly how long it takes on an idle machine."""
+        """How many loads there will be, and roughly how long they take on an idle machine."""
         tp = self.folders.tp
         loads = len(self.loaders) * self.runs * num_states * (2 if tp > 1 else 1)
         nbytes = len(self.loaders) * self.runs * num_states * 2 * self.droppable_nbytes
         seconds = loads * _LOAD_SECONDS * (1 + tp / num_cpus() / 2) + nbytes / _GB_PER_S / 1e9
         return f"{loads} loads, each in fresh processes: about {max(1, round(seconds / 60))} min on an idle machine"
-
-    def _drive(self, ranks: Sequence[int]) -> list[float]:
-        files = self.folders.rank_files(ranks) or self.folders.source_files
-        found = [direct_gb_per_s(files) for _ in range(self.runs)]
-        return [one for one in found if one is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,15 +177,15 @@ class RankGroup:
     ranks: Sequence[int]
     state: str
     expected: Sequence[str] | None
-    """Digest of each rank's tensors, by the converted folder's tables; None: there are none."""
+    """Digest of each rank's tensors, by the converted folder's tables; None without such a folder."""
     registry: str = "relayout.benchmark.loaders"
-    """The module that the loaders are of."""
+    """The module whose `LOADERS` has the loaders."""
     devices: Sequence[str] = ("cpu",)
-    """That the ranks are loaded to, in turns."""
+    """The ranks are loaded to these in turn."""
     limit: float = 900.0
     """Seconds that one load may take."""
     touched_nbytes: int = 0
-    """Memory that is touched before each load, if that is more than twice the tensors."""
+    """Memory to touch before each load, if that is more than twice the tensors."""
 
     @property
     def title(self) -> str:
@@ -198,7 +196,7 @@ class RankGroup:
         return self.folders.rank_files(self.ranks) if loader.reads_converted else self.folders.source_files
 
     def too_large(self) -> str | None:
-        """Why this is not measured: memory does not suffice; None: it does."""
+        """The reason to skip this, too little memory; or None."""
         available, needed = available_nbytes(), self._tensors_nbytes * 11 // 10 + _PROCESS_NBYTES * len(self.ranks)
         if self.state == "warm":
             needed += max(total_nbytes(self._files(loader)) for loader in self.loaders.values())
@@ -219,7 +217,7 @@ class RankGroup:
         return -(-total_nbytes(folders.source_files) * len(self.ranks) // folders.tp)
 
     def measure(self, runs: int, tell: Tell) -> RankLoads:
-        """Run each loader so many times, in turns, beginning with another one each time."""
+        """Run each loader `runs` times, in turns; each turn begins with another loader."""
         names = [name for name, loader in self.loaders.items() if len(self.ranks) > 1 or not loader.group]
         found: dict[str, list[Measured]] = {name: [] for name in names}
         failures: dict[str, str] = {}
@@ -249,7 +247,7 @@ class RankGroup:
     def _load(self, name: str) -> Measured:
         loader, folders, count = self.loaders[name], self.folders, len(self.ranks)
         memory = available_nbytes() // 2 // count
-        source, converted = (str(one or "") for one in (folders.source, folders.converted))
+        source, converted = (str(folder or "") for folder in (folders.source, folders.converted))
         jobs = [
             Job(self.registry, name, source, converted, folders.tp, rank, count, memory, device)
             for rank, device in zip(self.ranks, cycle(self.devices), strict=False)
@@ -269,7 +267,7 @@ def plan_bench(
     against: str | os.PathLike[str] | None = None,
     runs: int = 3,
 ) -> BenchPlan:
-    """Find out what can be measured. Reads headers only.
+    """Plan a benchmark of a checkpoint. Reads headers only.
 
     Args:
         path: a converted folder, or a plain checkpoint, on a local file system.
@@ -317,13 +315,13 @@ def made_checkpoint(
         The plain folder, with the converted one beside it. Both are deleted when the block ends.
 
     Raises:
-        PlanError: `folder` is none, or has not enough space.
+        PlanError: `folder` is not a folder, has a checkpoint, or has too little space.
         OSError: writing failed.
     """
     parent, wanted = Path(folder), size(nbytes, "size")
     tp = _MADE_TP if tp is None else integer(tp, "tp")
     if not parent.is_dir() or is_converted(find_store(parent)) or any(parent.glob("*.safetensors")):
-        what = "with a size, expected a folder on the drive that is to be measured, and no checkpoint"
+        what = "is not a folder, or has a checkpoint: with a size, expected a folder on the drive to measure"
         raise PlanError(what, path=folder, code="option")
     layers = layers_of(wanted)
     total = EMBEDDING_NBYTES + layers * LAYER_NBYTES
@@ -340,25 +338,25 @@ def made_checkpoint(
 
 
 def _find_folders(path: str | os.PathLike[str], tp: int | None, against: str | os.PathLike[str] | None) -> Folders:
-    store = find_store(path)
-    local = store.path("")
-    if local is None:
-        raise PlanError("is not on a local file system, whose page cache can be made cold", path=path, code="option")
-    given, other = Path(path), None if against is None else Path(against)
+    store, folder, other = find_store(path), Path(path), None if against is None else Path(against)
+    if store.path("") is None:
+        raise PlanError("not on a local file system, whose page cache can be dropped", path=path, code="option")
     if is_converted(store):
-        source = _source_beside(given) if other is None else other
-        folders = Folders(source, given, tp or read_manifest(store).num_ranks)
+        folders = Folders(other or _source_beside(folder), folder, tp or 0)
     else:
-        converted = _converted_beside(given, tp) if other is None else other
-        if converted is None and tp is None:
-            raise PlanError(
-                f"no converted folder is beside it: say --tp N (relayout convert {given} --tp N makes one)",
-                path=path,
-                code="option",
-            )
-        folders = Folders(given, converted, tp or read_manifest(find_store(str(converted))).num_ranks)
-    _check_same(folders)
-    return folders
+        folders = Folders(folder, other or _converted_beside(folder, tp), tp or 0)
+    manifest = folders.manifest
+    if manifest is None and tp is None:
+        what = f"no converted folder is beside it: set --tp N (relayout convert {folder} --tp N makes one)"
+        raise PlanError(what, path=path, code="option")
+    if manifest is None:
+        return folders
+    if folders.source is not None:
+        nbytes = read_source(find_store(folders.source)).nbytes
+        if manifest.source_nbytes != nbytes:  # The loads then compare all bytes.
+            what = f"was converted from {manifest.source_nbytes} bytes of tensors, {folders.source} has {nbytes}"
+            raise PlanError(what, path=folders.converted, code="option")
+    return replace(folders, tp=tp or manifest.num_ranks)
 
 
 def _source_beside(converted: Path) -> Path | None:
@@ -369,22 +367,9 @@ def _source_beside(converted: Path) -> Path | None:
 
 def _converted_beside(source: Path, tp: int | None) -> Path | None:
     """The folder that `convert` writes by default; with no degree, the one of the highest degree."""
-    degrees = range(_MOST_RANKS, 0, -1) if tp is None else [tp]
+    degrees = range(_MAX_RANKS, 0, -1) if tp is None else [tp]
     folders = (Path(default_output(source, degree)) for degree in degrees)
     return next((folder for folder in folders if (folder / MANIFEST_NAME).exists()), None)
-
-
-def _check_same(folders: Folders) -> None:
-    """Refuse folders of different checkpoints, as far as headers tell; the loads then compare all bytes."""
-    if folders.source is None or folders.converted is None:
-        return
-    manifest, source = read_manifest(find_store(folders.converted)), read_source(find_store(folders.source))
-    if manifest.source_nbytes != source.nbytes:
-        raise PlanError(
-            f"was converted from {manifest.source_nbytes} bytes of tensors, {folders.source} has {source.nbytes}",
-            path=folders.converted,
-            code="option",
-        )
 
 
 def expected_digests(converted: str | os.PathLike[str]) -> list[str]:
@@ -393,8 +378,3 @@ def expected_digests(converted: str | os.PathLike[str]) -> list[str]:
     manifest = read_manifest(store)
     tables = [read_table(store, manifest, rank) for rank in range(manifest.num_ranks)]
     return [digest_of(zip(table.names, table.shapes, table.digests, strict=True)) for table in tables]
-
-
-def without_paths(found: Bench) -> Bench:
-    """The same without the names of folders, as of a checkpoint that was made for the benchmark."""
-    return replace(found, source=None, converted=None)

@@ -1,4 +1,4 @@
-"""Runs a loader once: a process for each rank, started together, watched, and told apart by how it ended."""
+"""Runs a loader once: a process for each rank, all started together and watched."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from relayout.benchmark.job import Job, Loader
 from relayout.benchmark.machine import NotPrepared, cpu_seconds, num_cpus
 from relayout.core.children import PIPE, Child, start_child
 
-# The owner's settings of the machine must not change how a loader does.
+# Settings in the environment must not change the result.
 _SETTINGS = re.compile("RUNAI_|FASTSAFETENSORS_|INSTANTTENSOR_|SAFETENSORS_|RELAYOUT_|OMP_|MKL_|GLOO_|NCCL_")
 _TORCHRUN = re.compile("(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$")
 
 Running = tuple[Child, IO[bytes]]
-"""A process, and the file that its messages go to."""
+"""A process, and the file with its messages."""
 
 
 class Died(Exception):
@@ -34,20 +34,20 @@ class Died(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One load of some ranks at once. Peaks are of resident memory of the host, mapped pages of files included."""
+    """One load of some ranks at once. Peaks are of resident host memory, mapped pages of files included."""
 
     seconds: float
     """From the first start to the last end."""
     cpu_seconds: float
     """Of all ranks."""
     nbytes: int
-    """Bytes of all ranks' tensors."""
+    """Of all ranks' tensors."""
     drive_nbytes: int
-    """Bytes that drives have read for these processes."""
+    """Bytes that drives read for these processes."""
     peak_over_needed: float
     """Peak memory of a rank over the bytes of its tensors; the largest of all ranks."""
     peak_minus_needed_nbytes: int
-    """The same as a difference. On a GPU all memory of the host is beyond what is needed."""
+    """The same as a difference. With tensors on a GPU, all host memory counts."""
     other_load: float
     """Share of the machine's processors that other processes used meanwhile."""
     digests: tuple[str, ...]
@@ -69,9 +69,9 @@ def load_together(jobs: Sequence[Job], loader: Loader, prepare: Callable[[], Non
     with contextlib.ExitStack() as stack:
         running: list[Running] = []
         port = _free_port()
-        for number, job in enumerate(jobs):
+        for rank, job in enumerate(jobs):
             errors = stack.enter_context(tempfile.TemporaryFile())
-            process = _start(job, _environment(loader, number, len(jobs), port), errors)
+            process = _start(job, _environment(loader, rank, len(jobs), port), errors)
             stack.callback(_end, process)
             running.append((process, errors))
         _lines(running, limit, kills)
@@ -86,25 +86,25 @@ def load_together(jobs: Sequence[Job], loader: Loader, prepare: Callable[[], Non
         elapsed, busy = time.monotonic() - began, cpu_seconds()[0] - busy
         _tell(running)
         digests = tuple(json.loads(line) for line in _lines(running, limit, kills))
-    own = sum(one["cpu_seconds"] for one in measured)
+    own = sum(rank["cpu_seconds"] for rank in measured)
     on_host = jobs[0].device == "cpu"
     return Measured(
-        seconds=max(one["ended"] for one in measured) - min(one["started"] for one in measured),
+        seconds=max(rank["ended"] for rank in measured) - min(rank["started"] for rank in measured),
         cpu_seconds=own,
-        nbytes=sum(one["nbytes"] for one in measured),
-        drive_nbytes=sum(one["drive_nbytes"] for one in measured),
-        peak_over_needed=max(one["peak_nbytes"] / max(1, one["nbytes"]) for one in measured),
-        peak_minus_needed_nbytes=max(one["peak_nbytes"] - one["nbytes"] * on_host for one in measured),
+        nbytes=sum(rank["nbytes"] for rank in measured),
+        drive_nbytes=sum(rank["drive_nbytes"] for rank in measured),
+        peak_over_needed=max(rank["peak_nbytes"] / max(1, rank["nbytes"]) for rank in measured),
+        peak_minus_needed_nbytes=max(rank["peak_nbytes"] - rank["nbytes"] * on_host for rank in measured),
         other_load=min(1.0, max(0.0, busy - own) / max(1e-9, elapsed * cpus)),
         digests=digests,
     )
 
 
-def _environment(loader: Loader, number: int, count: int, port: int) -> Mapping[str, str]:
+def _environment(loader: Loader, rank: int, count: int, port: int) -> Mapping[str, str]:
     kept = {key: value for key, value in os.environ.items() if not _SETTINGS.match(key) and not _TORCHRUN.match(key)}
     if count > 1:  # As torchrun does, except for the threads, of which it allows one on any number of processors.
-        kept |= {"RANK": str(number), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        kept |= {"LOCAL_RANK": str(number), "LOCAL_WORLD_SIZE": str(count)}
+        kept |= {"RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        kept |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)}
         kept |= {"OMP_NUM_THREADS": str(max(1, num_cpus() // count))}
     if loader.group:
         kept["GLOO_SOCKET_IFNAME"] = "lo"
@@ -138,39 +138,40 @@ def _tell(running: Sequence[Running]) -> None:
     """Let each process take its next step."""
     for process, _ in running:
         assert process.stdin
-        with contextlib.suppress(BrokenPipeError):  # That it is gone shows when its answer is waited for.
+        with contextlib.suppress(BrokenPipeError):  # If it has ended, waiting for its answer reports that.
             process.stdin.write(b"go\n")
 
 
 def _lines(running: Sequence[Running], limit: float, kills: int) -> list[bytes]:
-    """The next line of each process, as they come.
+    """Wait for the next line of each process.
 
     Raises:
-        Died: one ended instead, or did not answer in time.
+        Died: a process ended, or did not answer in time.
     """
     deadline = time.monotonic() + limit
     lines: dict[int, bytes] = {}
-    waiting: dict[IO[bytes] | None, int] = {process.stdout: number for number, (process, _) in enumerate(running)}
+    waiting: dict[IO[bytes] | None, int] = {process.stdout: rank for rank, (process, _) in enumerate(running)}
     while waiting:
-        ready, _, _ = select.select([one for one in waiting if one], [], [], max(0, deadline - time.monotonic()))
+        ready, _, _ = select.select(
+            [stream for stream in waiting if stream], [], [], max(0, deadline - time.monotonic())
+        )
         if not ready:
             raise Died(f"no answer after {limit:.0f} s")
         for stream in ready:
-            number = waiting.pop(stream)
-            lines[number] = stream.readline()
-            if not lines[number]:
-                raise _death(*running[number], kills)
-    return [lines[number] for number in range(len(running))]
+            rank = waiting.pop(stream)
+            lines[rank] = stream.readline()
+            if not lines[rank]:
+                raise _death(*running[rank], kills)
+    return [lines[rank] for rank in range(len(running))]
 
 
 def _death(process: Child, errors: IO[bytes], kills: int) -> Died:
     status = process.wait()
     errors.seek(0)
-    said = errors.read().decode(errors="replace").strip().splitlines()
-    last = said[-1][:200] if said else ""
+    messages = errors.read().decode(errors="replace").strip().splitlines() or [""]
     if status < 0:
         return Died(f"killed by signal {-status}" + (" (out of memory)" if _oom_kills() > kills else ""))
-    return Died(f"exit status {status}: {last}")
+    return Died(f"exit status {status}: {messages[-1][:200]}")
 
 
 def _oom_kills() -> int:

@@ -1,4 +1,4 @@
-"""What was measured of some ranks, and what follows from it. Pure."""
+"""Measurements of loaders, and the verdict on them. Pure."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from relayout.benchmark.run import Measured
 _CLEAR = 1.1
 """A ratio below this is no gain."""
 _SPREAD = 1.5
-"""Runs of which the slowest takes this much longer than the fastest are not to be trusted."""
+"""If the slowest run takes this many times as long as the fastest, the figures are not trustworthy."""
 _BUSY = 0.15
-"""Of the processors: more than this in use by other processes disturbs a measurement."""
+"""If other processes use more than this share of the processors, the measurement is disturbed."""
 _AT_LIMIT = 0.85
-"""Of the drive's limit: a loader that reaches this has little left to gain."""
+"""A loader that reaches this share of the drive's limit has little left to gain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +28,16 @@ class Timing:
     family: str
     runs: tuple[Measured, ...]
     failure: str | None
-    """Why a run failed, the last one; None: none did."""
+    """Why the last run failed, or None."""
 
     @property
     def seconds(self) -> list[float]:
         """Of each run."""
-        return [one.seconds for one in self.runs]
+        return [run.seconds for run in self.runs]
 
     def median(self, field: str) -> float:
-        """Of a field of the runs, of which there is one."""
-        return float(statistics.median(getattr(one, field) for one in self.runs))
+        """The median of a field over all runs; there must be a run."""
+        return float(statistics.median(getattr(run, field) for run in self.runs))
 
     @property
     def gb_per_s(self) -> float:
@@ -47,12 +47,11 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class RankLoads:
-    """Some ranks, loaded at once by each loader, from one state of the page cache."""
+    """Ranks loaded at once, by each loader, from one state of the page cache."""
 
     title: str
     """Such as "one rank of 8"."""
     num_ranks: int
-    """That were loaded at once."""
     state: str
     """"cold" or "warm"."""
     timings: tuple[Timing, ...]
@@ -62,15 +61,15 @@ class RankLoads:
     @property
     def done(self) -> list[Timing]:
         """The loaders that were measured, the fastest first."""
-        return sorted((one for one in self.timings if one.runs), key=lambda one: one.median("seconds"))
+        return sorted((timing for timing in self.timings if timing.runs), key=lambda timing: timing.median("seconds"))
 
     def ours(self) -> Timing | None:
-        """relayout: of the converted folder, or of the plain one if that was measured only."""
-        return next((one for one in self.timings if one.family == "relayout" and one.runs), None)
+        """relayout with the converted folder, or with the plain one if only that was measured."""
+        return next((timing for timing in self.timings if timing.family == "relayout" and timing.runs), None)
 
     def best_other(self) -> Timing | None:
         """The fastest loader that is not relayout."""
-        return next((one for one in self.done if one.family != "relayout"), None)
+        return next((timing for timing in self.done if timing.family != "relayout"), None)
 
     def ratio(self) -> float | None:
         """Seconds of the fastest other loader over relayout's."""
@@ -85,14 +84,14 @@ class RankLoads:
         return max(ours.seconds) < min(other.seconds) or max(other.seconds) < min(ours.seconds)
 
     def wrong(self) -> list[str]:
-        """Loaders whose bytes are not those that they should be, a line each."""
-        done = [one for one in self.timings if one.runs]
+        """A line for each loader that loaded wrong bytes."""
+        done = [timing for timing in self.timings if timing.runs]
         reference = self.expected or (done[0].runs[0].digests if done else ())
         by = "the tables of the converted folder" if self.expected else done[0].title if done else ""
         return [
-            f"{self.title}, {self.state}: {one.title} loaded other bytes than {by}"
-            for one in done
-            if any(run.digests != reference for run in one.runs)
+            f"{self.title}, {self.state}: {timing.title} loaded other bytes than {by}"
+            for timing in done
+            if any(run.digests != reference for run in timing.runs)
         ]
 
 
@@ -104,20 +103,19 @@ def warnings_of(machine: Machine, loads: Sequence[RankLoads]) -> tuple[str, ...]
             f"load average {machine.load_average:.1f} on {machine.num_cpus} processors before the first load:"
             " other work was running, do not trust these figures"
         )
-    busy = [one.median("other_load") for group in loads for one in group.done]
-    if busy and max(busy) > _BUSY:
+    timings = [(group, timing) for group in loads for timing in group.done]
+    busy = max((timing.median("other_load") for _, timing in timings), default=0.0)
+    if busy > _BUSY:
         warnings.append(
-            f"other processes used up to {100 * max(busy):.0f} % of the processors during loads:"
-            " do not trust these figures"
+            f"other processes used up to {100 * busy:.0f} % of the processors during loads: do not trust these figures"
         )
     spread = {
-        max(one.seconds) / min(one.seconds): f"{group.title}, {group.state}, {one.title}"
-        for group in loads
-        for one in group.done
+        max(timing.seconds) / min(timing.seconds): f"{group.title}, {group.state}, {timing.title}"
+        for group, timing in timings
     }
-    if spread and max(spread) > _SPREAD:
+    if (largest := max(spread, default=0.0)) > _SPREAD:
         warnings.append(
-            f"runs of one load differ by up to {max(spread):.1f}x ({spread[max(spread)]}):"
+            f"runs of the same load differ by up to {largest:.1f}x ({spread[largest]}):"
             " repeat on a quiet machine, with more runs"
         )
     return tuple(warnings)
@@ -130,36 +128,35 @@ def faster(ratio: float) -> str:
 
 def verdict(loads: Sequence[RankLoads], tp: int, drive: float | None, *, is_converted: bool) -> str:
     """One sentence: what is gained here, or that nothing is."""
-    compared = [one for one in loads if one.ratio() is not None]
+    compared = [group for group in loads if group.ratio() is not None]
     if not compared:
         alone = "No other loader was measured: name the plain folder to compare with."
-        return alone if any(one.done for one in loads) else "Nothing could be measured."
+        return alone if any(group.done for group in loads) else "Nothing could be measured."
     what = "relayout" if is_converted else "relayout, slicing the plain folder,"
     states = [
-        f"from a {state} page cache {what} is {' and '.join(map(_told, group))}"
+        f"from a {state} page cache {what} is {' and '.join(gains)}"
         for state in ("cold", "warm")
-        if (group := [one for one in compared if one.state == state])
+        if (gains := [_gain(group) for group in compared if group.state == state])
     ]
-    others = {timing.family for one in compared for timing in one.done if timing.family != "relayout"}
+    others = {timing.family for group in compared for timing in group.done if timing.family != "relayout"}
     other = "the fastest other loader" if len(others) > 1 else f"{others.pop()}, the only other loader measured"
-    told = f"compared with {other}, {'; '.join(states)}"
+    text = f"compared with {other}, {'; '.join(states)}"
     if not is_converted and tp > 1:
-        told += f"; after relayout convert --tp {tp} measure again"
-    if any((one.ratio() or 0) >= _CLEAR and one.is_clear() for one in compared):
-        return f"{told[0].upper()}{told[1:]}."
-    return f"No clear gain here{_reason(compared, drive)}: {told}."
+        text += f"; after relayout convert --tp {tp} measure again"
+    if any((group.ratio() or 0) >= _CLEAR and group.is_clear() for group in compared):
+        return f"{text[0].upper()}{text[1:]}."
+    return f"No clear gain here{_reason(compared, drive)}: {text}."
+
+
+def _gain(group: RankLoads) -> str:
+    certainty = "" if group.is_clear() else " (within the spread of the runs)"
+    return f"{faster(group.ratio() or 1.0)} for {group.title}{certainty}"
 
 
 def _reason(compared: Sequence[RankLoads], drive: float | None) -> str:
-    cold = [one for one in compared if one.state == "cold"]
+    cold = [other for group in compared if group.state == "cold" and (other := group.best_other())]
     if not cold:
         return ", where nothing was read from the drive"
-    if drive and all(other.gb_per_s > _AT_LIMIT * drive for one in cold if (other := one.best_other())):
+    if drive and all(other.gb_per_s > _AT_LIMIT * drive for other in cold):
         return ", as the other loader reaches the drive's limit too"
     return ""
-
-
-def _told(one: RankLoads) -> str:
-    ratio = one.ratio()
-    assert ratio is not None
-    return f"{faster(ratio)} for {one.title}{'' if one.is_clear() else ' (within the spread of the runs)'}"

@@ -8,10 +8,11 @@ import shutil
 import signal
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Annotated, Any, Literal, NoReturn, Protocol, TypeVar
+from dataclasses import replace
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, ParamSpec, Protocol, TypedDict, TypeVar
 
 import typer
 
@@ -20,6 +21,11 @@ from relayout.cli import signals
 from relayout.cli.streams import abandon
 from relayout.errors import PlanError, RelayoutError, escape_controls
 from relayout.storage.file_pool import advice_on_limit
+
+if TYPE_CHECKING:
+    from relayout.cli.console import Block
+
+P = ParamSpec("P")
 
 EXIT_DIFFERENCE = 1
 EXIT_BAD_INPUT = 2
@@ -49,17 +55,12 @@ Exit codes: 0 done, 1 verification found a difference, 2 bad input or usage,
 )
 
 
-def _examples(*lines: str) -> str:
-    """Commands at the end of a command's help."""
-    return "\b\nExamples:\n" + "\n".join(f"  relayout {line}" for line in lines)
-
-
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object; progress and errors are JSON lines on stderr.")
 ]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
 VerboseOption = Annotated[
-    bool, typer.Option("--verbose", "-v", help="Print all rows; tell the progress where stderr is no terminal, too.")
+    bool, typer.Option("--verbose", "-v", help="Print all rows, and progress even if stderr is not a terminal.")
 ]
 
 # Paths are `str`: each may be the URL of a store.
@@ -67,42 +68,63 @@ SourceArgument = Annotated[
     str,
     typer.Argument(
         metavar="SRC",
-        help="A checkpoint folder, snapshot, or .safetensors file; a store's URL; or ORG/MODEL of the hub.",
+        help="A checkpoint folder, a snapshot, a .safetensors file, the URL of a store, or ORG/MODEL on the hub.",
     ),
 ]
-OutputOption = Annotated[
-    str | None,
-    typer.Option("--output", "-o", metavar="OUT", help="Folder to write. Default: SRC-tpN beside the folder SRC."),
+PathArgument = Annotated[
+    str,
+    typer.Argument(metavar="PATH", help="A .safetensors file, a checkpoint folder, plain or converted, or its URL."),
+]
+ConvertedArgument = Annotated[
+    str, typer.Argument(metavar="OUT", help="A folder that `relayout convert` wrote, or its URL.")
 ]
 PlanOption = Annotated[
     str | None,
     typer.Option(
         metavar="PLAN",
         help="A plan file (TOML); the name of a built-in plan, such as llama; 'transformers' for the plan of that"
-        " package; or 'vllm' to cut as the classes of the vLLM that is installed do. "
+        " package; or 'vllm' to cut as the installed vLLM does. "
         "Default: the built-in plan for model_type in config.json.",
     ),
 ]
-PathArgument = Annotated[
-    str,
-    typer.Argument(metavar="PATH", help="A .safetensors file, or a folder, converted or not; or its URL."),
+TrustOption = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Let vLLM run the Python files of SRC when it is asked for a plan.")
 ]
 ThreadsOption = Annotated[int, typer.Option(metavar="N", help="Threads that read, copy, hash and write.")]
-MemoryOption = Annotated[str, typer.Option(metavar="SIZE", help="Memory that these threads may use.")]
-ConvertedArgument = Annotated[
-    str, typer.Argument(metavar="OUT", help="A folder that `relayout convert` wrote, or its URL.")
+MemoryOption = Annotated[str, typer.Option(metavar="SIZE", help="Memory limit of these threads.")]
+RankOption = Annotated[
+    int | None, typer.Option(metavar="R", help="Only this rank of a converted checkpoint. Default: all.")
 ]
 EngineOption = Annotated[
-    Literal["ray"] | None, typer.Option(help="Do the work on the nodes of a Ray cluster. Default: in this process.")
+    Literal["ray"] | None, typer.Option(help="Run on the nodes of a Ray cluster. Default: in this process.")
 ]
 AddressOption = Annotated[
     str | None,
     typer.Option(metavar="ADDRESS", help="The Ray cluster, such as auto. Default: RAY_ADDRESS, or this machine alone."),
 ]
-CompareOption = Annotated[
-    str | None,
-    typer.Option(metavar="SRC", help="Also compare every slice with this source, by 128-bit digests."),
-]
+
+
+class RunOptions(TypedDict):
+    """Options of every way to carry out a conversion."""
+
+    force: bool
+    threads: int
+    memory: str
+
+
+def _command(*examples: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Register a command, with examples in its help. Its errors are printed."""
+    text = "\b\nExamples:\n" + "\n".join(f"  relayout {line}" for line in examples)
+
+    def register(function: Callable[P, None]) -> Callable[P, None]:
+        @wraps(function)
+        def run(*args: P.args, **options: P.kwargs) -> None:
+            with _errors(as_json=bool(options["as_json"])):
+                function(*args, **options)
+
+        return app.command(epilog=text)(run)
+
+    return register
 
 
 def main() -> None:
@@ -135,12 +157,10 @@ def _root(
     pass
 
 
-@app.command(
-    epilog=_examples(
-        "convert llama-3.1-8b --tp 8",
-        "convert llama-3.1-8b --tp 8 --dry-run",
-        "convert llama-3.1-8b --tp 4 -o /fast/llama-tp4 --layout whole",
-    )
+@_command(
+    "convert llama-3.1-8b --tp 8",
+    "convert llama-3.1-8b --tp 8 --dry-run",
+    "convert llama-3.1-8b --tp 4 -o /fast/llama-tp4 --layout whole",
 )
 def convert(
     source: SourceArgument,
@@ -148,42 +168,43 @@ def convert(
     align: Annotated[
         str, typer.Option(metavar="BYTES", help="Tensors start at multiples of this power of two, 512 to 16MiB.")
     ] = "4096",
-    output: OutputOption = None,
+    output: Annotated[
+        str | None,
+        typer.Option("--output", "-o", metavar="OUT", help="Folder to write. Default: SRC-tpN beside the folder SRC."),
+    ] = None,
     plan: PlanOption = None,
     expert_parallel: Annotated[
         bool,
         typer.Option(
-            "--expert-parallel", help="Give each expert whole to one rank, in contiguous blocks, instead of cutting it."
+            "--expert-parallel", help="Assign whole experts to ranks, in contiguous blocks, instead of cutting them."
         ),
     ] = False,
     unmatched: Annotated[
         Literal["error", "replicate"] | None,
         typer.Option(
             metavar="error|replicate",
-            help="How to treat tensors that no rule of the plan matches. Default: error; replicate with"
-            " --plan transformers, which lists only tensors that are cut.",
+            help="What to do with tensors that no rule of the plan matches. Default: error; with --plan transformers,"
+            " which lists only tensors that are cut: replicate.",
         ),
     ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="With --plan vllm: run Python files of SRC.")
-    ] = False,
+    trust_remote_code: TrustOption = False,
     max_part_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Split a rank into files of about this size at most, such as 48GB.")
+        str, typer.Option(metavar="SIZE", help="Split each rank into files of at most about this size.")
     ] = "48GB",
     dcp: Annotated[
         bool | None,
         typer.Option(
             "--dcp/--no-dcp",
-            help="Write what PyTorch DCP needs to read the ranks as one model. Default: if every slice is one box;"
-            " slices of fused tensors are not.",
+            help="Write the metadata with which PyTorch DCP reads the ranks as one model. Default: if every slice is"
+            " one contiguous box, which slices of fused tensors are not.",
         ),
     ] = None,
     layout: Annotated[
         Literal["ranks", "whole"],
         typer.Option(
             metavar="ranks|whole",
-            help="ranks: each rank's slices in files of its own. whole: whole tensors, which stock loaders read, and"
-            " beside them the slices that are not contiguous in them; a third larger for a Llama.",
+            help="ranks: separate files for each rank's slices. whole: whole tensors, which stock loaders read, and"
+            " each rank's slices that are not contiguous in them; a third larger for a Llama.",
         ),
     ] = "ranks",
     sha256: Annotated[
@@ -202,12 +223,12 @@ def convert(
         str | None,
         typer.Option(
             metavar="K/N",
-            help="Convert only every N-th unit from unit K on (from 0), as one of N processes, on any machines that"
-            " share SRC and OUT. --max-part-size decides how many units there are, --dry-run tells.",
+            help="Convert only every N-th unit, starting with unit K (from 0), as one of N processes on machines that"
+            " share SRC and OUT. --max-part-size sets the number of units, --dry-run shows it.",
         ),
     ] = None,
     commit: Annotated[
-        bool, typer.Option("--commit", help="Publish OUT when processes with --unit have converted all units.")
+        bool, typer.Option("--commit", help="Publish OUT after processes with --unit have converted all units.")
     ] = False,
     engine: EngineOption = None,
     address: AddressOption = None,
@@ -217,148 +238,125 @@ def convert(
 ) -> None:
     """Rewrite a checkpoint for N tensor-parallel ranks.
 
-    OUT appears complete or not at all; SRC is only read. After an interruption the same command continues. With --tp 1
+    OUT appears complete or not at all; SRC is only read. After an interruption the same command resumes. With --tp 1
     any model can be converted, into a folder for stock loaders.
     """
-    with _errors(as_json):
-        from relayout.cli import render as terminal
-        from relayout.commands.convert import PlanOptions, plan_conversion
+    from relayout.cli import render
+    from relayout.cli.console import progress as progress_of
+    from relayout.commands.convert import PlanOptions, plan_conversion
 
-        _check_engine(engine, address)
-        options: PlanOptions = {
-            "tp": tp,
-            "align": align,
-            "plan": plan,
-            "expert_parallel": expert_parallel,
-            "unmatched": unmatched,
-            "trust_remote_code": trust_remote_code,
-            "max_part_nbytes": max_part_size,
-            "dcp": dcp,
-            "layout": layout,
-        }
-        if engine is not None and not dry_run:
-            if unit is not None or commit:
-                raise PlanError("--engine ray with --unit or --commit: it does both", code="option")
-            from relayout.clusters import on_ray
+    _check_engine(engine, address)
+    if engine is not None and (unit is not None or commit):
+        raise PlanError("--engine ray does not go with --unit and --commit: it does both", code="option")
+    if unit is not None and (commit or sha256):
+        raise PlanError("--unit does not go with --commit and --sha256: commit in a command of its own", code="option")
+    options: PlanOptions = {
+        "tp": tp,
+        "align": align,
+        "plan": plan,
+        "expert_parallel": expert_parallel,
+        "unmatched": unmatched,
+        "trust_remote_code": trust_remote_code,
+        "max_part_nbytes": max_part_size,
+        "dcp": dcp,
+        "layout": layout,
+    }
+    run: RunOptions = {"force": force, "threads": threads, "memory": memory}
+    progress = progress_of("converting", as_json=as_json, quiet=quiet, verbose=verbose)
+    if engine is not None and not dry_run:
+        from relayout.clusters import on_ray
 
-            _begin_work()
-            progress = terminal.progress("converting", as_json=as_json, quiet=quiet, verbose=verbose)
-            summary = on_ray.convert(
-                source,
-                output,
-                address=address,
-                force=force,
-                sha256=sha256,
-                threads=threads,
-                memory=memory,
-                progress=progress,
-                **options,
-            )
-            _tell(summary, as_json, terminal.print_summary, quiet=quiet)
-            return
-        planned = plan_conversion(source, output, **options)
-        if dry_run:
-            _show(planned.preview(), as_json, partial(terminal.print_preview, verbose=verbose), quiet=quiet)
-            return
         _begin_work()
-        progress = terminal.progress("converting", as_json=as_json, quiet=quiet, verbose=verbose)
-        if unit is not None or commit:
-            from relayout.conversion import jobs
+        done = on_ray.convert(source, output, address=address, sha256=sha256, progress=progress, **run, **options)
+        _show(done, render.summary, as_json=as_json, quiet=quiet)
+        return
+    planned = plan_conversion(source, output, **options)
+    if dry_run:
+        _show(planned.preview(), render.preview, as_json=as_json, quiet=quiet, verbose=verbose)
+        return
+    _begin_work()
+    if unit is None and not commit:
+        done = planned.run(sha256=sha256, progress=progress, **run)
+        _show(done, render.summary, as_json=as_json, quiet=quiet)
+        return
+    from relayout.conversion import jobs
 
-            if unit is not None and (commit or sha256):
-                raise PlanError("--unit with --commit or --sha256: give these to the one that commits", code="option")
-            if unit is not None:
-                done = jobs.convert_share(planned, unit, force=force, threads=threads, memory=memory, progress=progress)
-                _tell(done, as_json, terminal.print_units, quiet=quiet)
-            else:
-                summary = jobs.commit_units(planned, force=force, sha256=sha256, threads=threads, memory=memory)
-                _tell(summary, as_json, terminal.print_committed, quiet=quiet)
-            return
-        summary = planned.run(force=force, sha256=sha256, threads=threads, memory=memory, progress=progress)
-        _tell(summary, as_json, terminal.print_summary, quiet=quiet)
+    if unit is not None:
+        share = jobs.convert_share(planned, unit, progress=progress, **run)
+        _show(share, render.units, as_json=as_json, quiet=quiet)
+    else:
+        done = jobs.commit_units(planned, sha256=sha256, **run)
+        _show(done, render.committed, as_json=as_json, quiet=quiet)
 
 
-@app.command(epilog=_examples("plans", "plans llama > my-plan.toml", "plans --check my-model"))
+@_command("plans", "plans llama > my-plan.toml", "plans --check my-model")
 def plans(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Print this plan.")] = None,
     observe: Annotated[
         str | None,
-        typer.Option(
-            metavar="SRC",
-            help="Write a plan for this checkpoint: rules that cut it as the vLLM that is installed does.",
-        ),
+        typer.Option(metavar="SRC", help="Write a plan for this checkpoint that cuts it as the installed vLLM does."),
     ] = None,
-    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="With --observe.")] = "plan.toml",
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="With --observe: run Python files of SRC.")
-    ] = False,
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="FILE", help="The plan that --observe writes.")
+    ] = "plan.toml",
+    trust_remote_code: TrustOption = False,
     check: Annotated[
         str | None,
         typer.Option(
-            metavar="SRC", help="Tell which tensors of a checkpoint have no rule, and print a draft of a plan for them."
+            metavar="SRC", help="List the tensors of a checkpoint that no rule matches, and print a draft of a plan."
         ),
     ] = None,
     plan: PlanOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """List the built-in plans, print one, or make one for a checkpoint."""
-    with _errors(as_json):
-        from relayout.cli import render as terminal
-        from relayout.plans import family as families
+    from relayout.cli import render
+    from relayout.plans import family
 
-        if observe is not None:
-            from relayout.observe.plan_file import observe_plan
+    if observe is not None:
+        from relayout.observe.plan_file import observe_plan
 
-            made = observe_plan(observe, output, trust_remote_code=trust_remote_code)
-            _show(made, as_json, terminal.print_observed)
-            return
-        if check is not None:
-            from relayout.cli import plan_text
-            from relayout.commands import plan_check
+        written = observe_plan(observe, output, trust_remote_code=trust_remote_code)
+        _show(written, render.observed, as_json=as_json)
+    elif check is not None:
+        from relayout.commands.plan_check import check_plan
 
-            checked = plan_check.check_plan(check, plan=plan)
-            _show(checked, as_json, plan_text.print_check)
-            if checked.draft_error is not None:
-                raise typer.Exit(EXIT_DIFFERENCE)
-            return
-        if name is not None:
-            text = families.builtin_text(name)
-            print(
-                json.dumps({"name": name, "text": text}) if as_json else text, end="\n" if as_json else "", flush=True
-            )
-            return
-        found = families.builtin_families()
-        if as_json:
-            print(json.dumps({family.name: family.model_types for family in found}), flush=True)
-        else:
-            terminal.print_plans(found)
+        checked = check_plan(check, plan=plan)
+        _print(json.dumps(checked.as_json()) + "\n" if as_json else render.plan_check(checked))
+        if checked.draft_error is not None:
+            raise typer.Exit(EXIT_DIFFERENCE)
+    elif name is not None:
+        text = family.builtin_text(name)
+        _print(json.dumps({"name": name, "text": text}) + "\n" if as_json else text)
+    elif as_json:
+        _print(json.dumps({plan.name: plan.model_types for plan in family.builtin_families()}) + "\n")
+    else:
+        from relayout.cli.console import show
+
+        show(render.families(family.builtin_families()), verbose=True)
 
 
-@app.command(epilog=_examples("inspect llama-3.1-8b", "inspect llama-3.1-8b-tp8 --rank 3"))
+@_command("inspect llama-3.1-8b", "inspect llama-3.1-8b-tp8 --rank 3")
 def inspect(
-    path: PathArgument,
-    rank: Annotated[
-        int | None, typer.Option(metavar="R", help="Show the tensors of this rank of a converted checkpoint.")
-    ] = None,
-    verbose: VerboseOption = False,
-    as_json: JsonOption = False,
+    path: PathArgument, rank: RankOption = None, verbose: VerboseOption = False, as_json: JsonOption = False
 ) -> None:
-    """Show what a rank reads, today and once converted.
+    """Show what a rank reads, now and after a conversion.
 
-    And tensors, ranks and alignment. Reads headers only.
+    Also shows tensors, ranks and alignment. Reads headers only.
     """
-    with _errors(as_json):
-        from relayout.cli import render as terminal
-        from relayout.commands import inspect as inspection
+    from relayout.cli import render
+    from relayout.commands import inspect as inspection
 
-        found = inspection.inspect(path, rank=rank)
-        _show(found, as_json, partial(terminal.print_inspection, verbose=verbose))
+    _show(inspection.inspect(path, rank=rank), render.inspection, as_json=as_json, verbose=verbose)
 
 
-@app.command(epilog=_examples("verify llama-3.1-8b-tp8", "verify llama-3.1-8b-tp8 --source llama-3.1-8b"))
+@_command("verify llama-3.1-8b-tp8", "verify llama-3.1-8b-tp8 --source llama-3.1-8b")
 def verify(
     path: ConvertedArgument,
-    source: CompareOption = None,
+    source: Annotated[
+        str | None,
+        typer.Option(metavar="SRC", help="Also compare every slice with this source, by 128-bit digests."),
+    ] = None,
     threads: ThreadsOption = 8,
     memory: MemoryOption = "512MiB",
     engine: EngineOption = None,
@@ -367,31 +365,29 @@ def verify(
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Check a converted folder, every byte of it.
+    """Check every byte of a converted folder.
 
-    Structure, manifest, and the digest of every slice; with --source also each slice against the source.
+    Checks structure, manifest, and the digest of every slice; with --source, each slice against the source.
     """
-    with _errors(as_json):
-        from relayout.cli import render as terminal
-        from relayout.commands import verify as verification
+    from relayout.cli import render
+    from relayout.cli.console import progress as progress_of
+    from relayout.commands import verify as verification
 
-        _check_engine(engine, address)
-        _begin_work()
-        progress = terminal.progress("verifying", as_json=as_json, quiet=quiet, verbose=verbose)
-        if engine is None:
-            report = verification.verify(path, source=source, threads=threads, memory=memory, progress=progress)
-        else:
-            from relayout.clusters import on_ray
+    _check_engine(engine, address)
+    _begin_work()
+    progress = progress_of("verifying", as_json=as_json, quiet=quiet, verbose=verbose)
+    if engine is None:
+        report = verification.verify(path, source=source, threads=threads, memory=memory, progress=progress)
+    else:
+        from relayout.clusters import on_ray
 
-            report = on_ray.verify(
-                path, source=source, address=address, threads=threads, memory=memory, progress=progress
-            )
-        _tell(report, as_json, partial(terminal.print_report, verbose=verbose), quiet=quiet)
-        if not report.ok:
-            raise typer.Exit(EXIT_DIFFERENCE)
+        report = on_ray.verify(path, source=source, address=address, threads=threads, memory=memory, progress=progress)
+    _show(report, render.report, as_json=as_json, quiet=quiet, verbose=verbose)
+    if not report.ok:
+        raise typer.Exit(EXIT_DIFFERENCE)
 
 
-@app.command(epilog=_examples("restore llama-3.1-8b-tp8 -o llama-3.1-8b"))
+@_command("restore llama-3.1-8b-tp8 -o llama-3.1-8b")
 def restore(
     path: ConvertedArgument,
     output: Annotated[str, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.")],
@@ -402,24 +398,24 @@ def restore(
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write the source again, from a converted folder.
+    """Rebuild the source from a converted folder.
 
-    Shards, index and side files, byte for byte; every digest is checked.
+    Writes shards, index and side files, byte for byte, and checks every digest.
     """
-    with _errors(as_json):
-        from relayout.cli import render as terminal
-        from relayout.commands import restore as restoration
+    from relayout.cli import render
+    from relayout.cli.console import progress as progress_of
+    from relayout.commands import restore as restoration
 
-        _begin_work()
-        progress = terminal.progress("restoring", as_json=as_json, quiet=quiet, verbose=verbose)
-        done = restoration.restore(path, output, force=force, threads=threads, memory=memory, progress=progress)
-        _tell(done, as_json, terminal.print_restored, quiet=quiet)
+    _begin_work()
+    progress = progress_of("restoring", as_json=as_json, quiet=quiet, verbose=verbose)
+    done = restoration.restore(path, output, force=force, threads=threads, memory=memory, progress=progress)
+    _show(done, render.restored, as_json=as_json, quiet=quiet)
 
 
-@app.command(epilog=_examples("doctor llama-3.1-8b-tp8", "doctor llama-3.1-8b-tp8 --rank 0 --device cuda:0"))
+@_command("doctor llama-3.1-8b-tp8", "doctor llama-3.1-8b-tp8 --rank 0 --device cuda:0")
 def doctor(
     path: PathArgument,
-    rank: Annotated[int | None, typer.Option(metavar="R", help="Only this rank. Default: all.")] = None,
+    rank: RankOption = None,
     device: Annotated[
         str | None, typer.Option(metavar="DEVICE", help="Destination of the tensors. Default: cuda if available.")
     ] = None,
@@ -431,43 +427,42 @@ def doctor(
 ) -> None:
     """Show which backend a load would use, and why.
 
-    File system, direct I/O, page cache, GPU. Reads nothing but headers.
+    Shows file system, direct I/O, page cache and GPU. Reads headers only.
     """
-    with _errors(as_json):
-        from relayout.cli import render as terminal
-        from relayout.loader.diagnose import doctor as diagnosis
+    from relayout.cli import render
+    from relayout.loader.diagnose import doctor as diagnosis
 
-        found = diagnosis.diagnose(path, rank=rank, device=device, tp=tp)
-        _show(found, as_json, partial(terminal.print_diagnosis, verbose=verbose))
+    found = diagnosis.diagnose(path, rank=rank, device=device, tp=tp)
+    _show(found, render.diagnosis, as_json=as_json, verbose=verbose)
 
 
-@app.command(epilog=_examples("warm llama-3.1-8b-tp8", "warm llama-3.1-8b-tp8 --rank 0 --memory 16GB"))
+@_command("warm llama-3.1-8b-tp8", "warm llama-3.1-8b-tp8 --rank 0 --memory 16GB")
 def warm(
     path: PathArgument,
-    rank: Annotated[int | None, typer.Option(metavar="R", help="Only this rank's files. Default: all.")] = None,
+    rank: RankOption = None,
     memory: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Bytes of these files to have there. Default: half of the free memory."),
+        typer.Option(metavar="SIZE", help="Bytes of these files to cache at most. Default: half of the free memory."),
     ] = None,
     threads: Annotated[int, typer.Option(metavar="N", help="Requests in flight.")] = 4,
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Bring files into the page cache before a load.
+    """Read files into the page cache before a load.
 
-    An engine that is given RELAYOUT_WARM=PATH in its environment starts this while it imports and prepares.
+    An engine with RELAYOUT_WARM=PATH in its environment does this in the background while it starts.
     """
-    with _errors(as_json):
-        from relayout.cli import render as terminal
-        from relayout.commands import warm as warming
+    from relayout.cli import render
+    from relayout.cli.console import progress as progress_of
+    from relayout.commands import warm as warming
 
-        progress = terminal.progress("warming", as_json=as_json, quiet=quiet, verbose=verbose)
-        done = warming.warm(path, rank=rank, memory=memory, threads=threads, progress=progress)
-        _show(done, as_json, partial(terminal.print_warmed, verbose=verbose), quiet=quiet)
+    progress = progress_of("warming", as_json=as_json, quiet=quiet, verbose=verbose)
+    done = warming.warm(path, rank=rank, memory=memory, threads=threads, progress=progress)
+    _show(done, render.warmed, as_json=as_json, quiet=quiet, verbose=verbose)
 
 
-@app.command(epilog=_examples("bench llama-3.1-8b-tp8", "bench /fast --size 4GB --tp 8"))
+@_command("bench llama-3.1-8b-tp8", "bench /fast --size 4GB --tp 8")
 def bench(
     path: Annotated[
         str,
@@ -482,9 +477,9 @@ def bench(
     ] = None,
     size: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Measure a checkpoint made below PATH, such as 4GB, and delete it after."),
+        typer.Option(metavar="SIZE", help="Measure a temporary checkpoint of this size below PATH, such as 4GB."),
     ] = None,
-    runs: Annotated[int, typer.Option(metavar="N", help="Loads by each loader; medians count.")] = 3,
+    runs: Annotated[int, typer.Option(metavar="N", help="Loads by each loader; medians are reported.")] = 3,
     yes: Annotated[
         bool, typer.Option("--yes", "-y", help="Drop these files from the page cache without asking.")
     ] = False,
@@ -492,54 +487,75 @@ def bench(
 ) -> None:
     """Measure what relayout gains on this machine.
 
-    Loads by relayout and by safetensors, cold and warm.
-
-    One rank and all ranks at once, each load in a fresh process, bytes compared, beside the drive's limit. Reads only.
+    Loads one rank, and all ranks at once, by relayout and by other loaders, from a cold and from a warm page cache.
+    Each load runs in fresh processes; bytes are compared; the drive's limit is measured. PATH is only read.
     """
-    with _errors(as_json):
-        from relayout.benchmark import measure
-        from relayout.cli import bench_text
+    from relayout.benchmark import measure
+    from relayout.cli import render
 
-        _begin_work()
-        if size is not None:
-            with measure.made_checkpoint(path, size, tp, bench_text.tell) as made:
-                found = measure.plan_bench(made, tp=tp, runs=runs).run(drop_caches=True, tell=bench_text.tell)
-                found = measure.without_paths(found)
-        else:
-            plan = measure.plan_bench(path, tp=tp, against=against, runs=runs)
-            may_drop = bench_text.may_drop_caches(plan, yes=yes)
-            found = plan.run(drop_caches=may_drop, tell=bench_text.tell)
-        _tell(found, as_json, bench_text.print_bench)
-        if found.wrong:
-            raise typer.Exit(EXIT_DIFFERENCE)
+    _begin_work()
+    if size is not None:
+        with measure.made_checkpoint(path, size, tp, _tell) as source:
+            found = measure.plan_bench(source, tp=tp, runs=runs).run(drop_caches=True, tell=_tell)
+            found = replace(found, source=None, converted=None)
+    else:
+        plan = measure.plan_bench(path, tp=tp, against=against, runs=runs)
+        may_drop = yes or may_drop_caches(len(plan.folders.every_file), plan.droppable_nbytes)
+        found = plan.run(drop_caches=may_drop, tell=_tell)
+    _show(found, render.bench, as_json=as_json)
+    if found.wrong:
+        raise typer.Exit(EXIT_DIFFERENCE)
 
 
-@app.command(epilog=_examples("report llama-3.1-8b-tp8 -o llama.html", "report llama-3.1-8b --tp 8"))
+def may_drop_caches(num_files: int, nbytes: int) -> bool:
+    """Ask whether files may be dropped from the page cache; no if nobody can answer."""
+    if not sys.stdin.isatty():
+        return False
+    question = (
+        f"Before each cold load, {num_files} files ({nbytes / 1e9:.1f} GB) are dropped from the page cache. Other"
+        " processes that use them will wait for the drive. If not, only warm loads are measured. Drop them?"
+    )
+    try:
+        return typer.confirm(_filled(question), err=True)
+    except typer.Abort:  # The end of input; Ctrl-C is handled elsewhere.
+        return False
+
+
+def _tell(line: str) -> None:
+    typer.echo(escape_controls(line), err=True)
+
+
+@_command("report llama-3.1-8b-tp8 -o llama.html", "report llama-3.1-8b --tp 8")
 def report(
     path: PathArgument,
     output: Annotated[
-        str, typer.Option("--output", "-o", metavar="FILE", help="The page to write; it is replaced.")
+        str, typer.Option("--output", "-o", metavar="FILE", help="The page to write; an existing file is replaced.")
     ] = "report.html",
     tp: Annotated[
-        int | None, typer.Option("--tp", metavar="N", help="Ranks to forecast a conversion for, of a plain checkpoint.")
+        int | None, typer.Option("--tp", metavar="N", help="For a plain checkpoint: forecast a conversion to N ranks.")
     ] = None,
     plan: PlanOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write an HTML page that shows every file and tensor.
 
-    Bars to scale, tables, search, for each rank. It works offline.
+    It has bars to scale, tables and a search for each rank, and works offline.
     """
-    with _errors(as_json):
-        from relayout.cli import render as terminal
-        from relayout.html_report import page
+    from relayout.cli import render
+    from relayout.html_report import page
 
-        _show(page.report(path, output, tp=tp, plan=plan), as_json, terminal.print_page)
+    _show(page.report(path, output, tp=tp, plan=plan), render.page, as_json=as_json)
 
 
 def _check_engine(engine: str | None, address: str | None) -> None:
     if address is not None and engine is None:
-        raise PlanError("--address without --engine ray", code="option")
+        raise PlanError("--address needs --engine ray", code="option")
+
+
+def _begin_work() -> None:
+    """From now on, a signal raises an exception, for cleanup, and a closed stdout does not end the process."""
+    signals.raise_when_asked()
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
 
 
 class _Result(Protocol):
@@ -549,28 +565,26 @@ class _Result(Protocol):
 R = TypeVar("R", bound=_Result)
 
 
-def _show(result: R, as_json: bool, print_text: Callable[[R], None], *, quiet: bool = False) -> None:
-    if as_json:
-        print(json.dumps(result.as_json()), flush=True)
-    elif not quiet:
-        print_text(result)
+def _show(
+    result: R, text: Callable[[R], Iterable[Block]], *, as_json: bool, quiet: bool = False, verbose: bool = False
+) -> None:
+    """Print a result. A closed stdout does not change the exit code, which reports the work."""
+    from relayout.cli.console import show
 
-
-def _begin_work() -> None:
-    """From here on a signal raises an exception, for cleanup, and a closed stdout does not end the process."""
-    signals.raise_when_asked()
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-
-
-def _tell(result: R, as_json: bool, print_text: Callable[[R], None], *, quiet: bool = False) -> None:
-    """Print the result. A closed stdout does not change the exit code, which reports the work."""
     try:
-        _show(result, as_json, print_text, quiet=quiet)
+        if as_json:
+            _print(json.dumps(result.as_json()) + "\n")
+        elif not quiet:
+            show(text(result), verbose=verbose)
     except BrokenPipeError:
         abandon(sys.stdout)
     except OSError as error:
         error.filename = "standard output"
         raise
+
+
+def _print(text: str) -> None:
+    print(text, end="", flush=True)
 
 
 @contextmanager
@@ -582,8 +596,8 @@ def _errors(as_json: bool = False) -> Iterator[None]:
     except RelayoutError as error:
         fail(str(error), EXIT_BAD_INPUT, error)
     except OSError as error:
-        place = f"{error.filename}: " if error.filename else ""
-        fail(f"{place}{_reason(error)}", EXIT_IO, error)
+        where = f"{error.filename}: " if error.filename else ""
+        fail(f"{where}{_reason(error)}", EXIT_IO, error)
     except MemoryError as error:
         fail(f"out of memory: {error}", EXIT_IO, error)
     except ModuleNotFoundError as error:  # A package that an extra brings, such as torch.
@@ -616,11 +630,13 @@ def _error_event(message: str, code: int, error: BaseException) -> dict[str, Any
 
 
 def _print_error(line: str) -> None:
-    """One line; in a terminal it ends between words."""
-    if sys.stderr is not None and sys.stderr.isatty():
-        width = shutil.get_terminal_size().columns
-        line = textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    typer.echo(line, err=True)
+    typer.echo(_filled(line) if sys.stderr is not None and sys.stderr.isatty() else line, err=True)
+
+
+def _filled(text: str) -> str:
+    """The text in lines that fit the terminal and end between words."""
+    width = shutil.get_terminal_size().columns
+    return textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _reason(error: OSError) -> str:

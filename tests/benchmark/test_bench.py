@@ -27,8 +27,7 @@ from relayout.benchmark.measure import Folders, RankGroup, expected_digests, pla
 from relayout.benchmark.run import Measured
 from relayout.benchmark.verdict import RankLoads, Timing, verdict, warnings_of
 from relayout.checkpoint.converted import read_manifest, read_table
-from relayout.cli import bench_text
-from relayout.cli.app import app
+from relayout.cli.app import app, may_drop_caches
 from relayout.errors import PlanError
 from relayout.storage.stores import find_store
 
@@ -231,14 +230,14 @@ def test_what_cannot_be_measured_is_refused(folders: Folders, qwen2: Path, monke
     assert folders.source is not None
     with pytest.raises(PlanError, match=r"llama-tp4: was converted from \d+ bytes of tensors, .*qwen2 has \d+"):
         plan_bench(qwen2, against=folders.converted)
-    with pytest.raises(PlanError, match="say --tp N"):
+    with pytest.raises(PlanError, match="set --tp N"):
         plan_bench(qwen2)
     with pytest.raises(PlanError, match=r"(cannot share evenly|not a multiple of 16)"):
         plan_bench(folders.source, tp=16)
     with pytest.raises(PlanError, match="not on a local file system"):
         plan_bench("memory://bucket/model")
     with (
-        pytest.raises(PlanError, match="expected a folder on the drive that is to be measured, and no checkpoint"),
+        pytest.raises(PlanError, match="expected a folder on the drive to measure"),
         measure.made_checkpoint(folders.source, "4GB"),
     ):
         pass
@@ -285,7 +284,10 @@ def not_measured(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return allowed
 
 
-def test_the_command_drops_no_cache_unasked_and_fits_80_columns(folders: Folders, not_measured: list[bool]) -> None:
+def test_the_command_drops_no_cache_unasked_and_fits_80_columns(
+    folders: Folders, not_measured: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     done = CliRunner().invoke(app, ["bench", str(folders.source)])
     assert done.exit_code == 0, done.output
     assert not_measured == [False]
@@ -303,7 +305,7 @@ def test_the_command_drops_no_cache_unasked_and_fits_80_columns(folders: Folders
     assert all(len(line) <= 80 for line in (done.stdout + allowed.stdout).splitlines())
 
 
-def test_a_person_is_asked_before_caches_are_dropped(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_person_is_asked_before_caches_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     def confirm(question: str, *, err: bool) -> bool:
@@ -311,16 +313,14 @@ def test_a_person_is_asked_before_caches_are_dropped(folders: Folders, monkeypat
         assert err, "the question must not come into what is piped"
         return len(asked) > 1
 
-    plan = plan_bench(folders.source or "")
     monkeypatch.setattr("sys.stdin", io.StringIO())
-    assert not bench_text.may_drop_caches(plan, yes=False)
-    assert bench_text.may_drop_caches(plan, yes=True)
+    assert not may_drop_caches(3, 10**9)
     assert asked == []
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("typer.confirm", confirm)
-    assert not bench_text.may_drop_caches(plan, yes=False)
-    assert bench_text.may_drop_caches(plan, yes=False)
-    assert f"Cold loads drop {len(plan.folders.every_file)} files" in asked[0]
+    assert not may_drop_caches(3, 10**9)
+    assert may_drop_caches(3, 10**9)
+    assert "3 files (1.0 GB) are dropped" in " ".join(asked[0].split())
 
 
 def test_the_command_prints_one_json_object(folders: Folders, not_measured: list[bool]) -> None:

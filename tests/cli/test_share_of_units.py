@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 from support.loader_fixtures import mlp_model
 from support.prestarted import run as cli
+from typer.testing import CliRunner
 
 import relayout
+from relayout.cli.app import app
 
 
 def test_units_are_converted_apart_and_published_by_commit(tmp_path: Path) -> None:
@@ -27,15 +28,11 @@ def test_units_are_converted_apart_and_published_by_commit(tmp_path: Path) -> No
     assert relayout.verify(tmp_path / "out", source=source).ok
 
 
-@pytest.mark.parametrize("share", ["7", "7/7", "8/7", "-1/7", "a/b", "1/2/3", "", "1/0"])
-def test_a_share_of_units_is_k_of_n(tmp_path: Path, share: str) -> None:
-    source = mlp_model(tmp_path / "source")
-    refused = cli("convert", str(source), "--tp", "2", "--unit", share)
-    assert (refused.returncode, "expected K/N with K from 0 to N - 1" in refused.stderr) == (2, True)
-
-
-def test_one_unit_is_not_published(tmp_path: Path) -> None:
-    source = mlp_model(tmp_path / "source")
+def test_a_share_of_units_is_k_of_n_and_is_not_published(tmp_path: Path) -> None:
+    words = ["convert", str(mlp_model(tmp_path / "source")), "--tp", "2", "--unit"]
+    for share in ("7", "7/7", "8/7", "-1/7", "a/b", "1/2/3", "", "1/0"):
+        refused = CliRunner().invoke(app, [*words, share])
+        assert (refused.exit_code, "expected K/N with K from 0 to N - 1" in refused.stderr) == (2, True), share
     for other in ("--commit", "--sha256"):
-        refused = cli("convert", str(source), "--tp", "2", "--unit", "0/1", other)
-        assert (refused.returncode, "give these to the one that commits" in refused.stderr) == (2, True)
+        refused = CliRunner().invoke(app, [*words, "0/1", other])
+        assert (refused.exit_code, "commit in a command of its own" in refused.stderr) == (2, True), other

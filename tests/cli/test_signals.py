@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import signal
@@ -13,8 +14,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from support import prestarted
-from support.halfway import NBYTES, converting, heed_all_signals
+from support.halfway import NBYTES, NUM_TENSORS, PARTIAL, converting, heed_all_signals
+from support.journals import read_journal
 from support.patience import PATIENCE
+from support.trees import tree
 
 import relayout
 
@@ -71,22 +74,14 @@ def work(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("args", "number", "code", "word"),
-    [
-        ("inspect model", signal.SIGTERM, 143, "terminated"),
-        ("convert model --dry-run", signal.SIGINT, 130, "interrupted"),
-    ],
-)
-def test_a_signal_while_modules_are_imported_is_one_line(
-    work: Path, args: str, number: signal.Signals, code: int, word: str
-) -> None:
-    done = python(AT_AN_IMPORT, "0", str(int(number)), *args.split(), cwd=work)
-    num_imports = int(done.stdout.splitlines()[-1])
+def test_a_signal_while_modules_are_imported_is_one_line(work: Path) -> None:
+    words = ["convert", "model", "--dry-run"]
+    num_imports = int(python(AT_AN_IMPORT, "0", "0", *words, cwd=work).stdout.splitlines()[-1])
     assert num_imports > 50
-    for which in (1, 2, *range(3, num_imports, num_imports // 6), num_imports):
-        done = python(AT_AN_IMPORT, str(which), str(int(number)), *args.split(), cwd=work)
-        assert (done.returncode, done.stderr) == (code, f"relayout: error: {word}\n"), which
+    for number, code, word in ((signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")):
+        for which in (1, 2, num_imports // 3, num_imports):
+            done = python(AT_AN_IMPORT, str(which), str(int(number)), *words, cwd=work)
+            assert (done.returncode, done.stderr) == (code, f"relayout: error: {word}\n"), which
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -99,37 +94,89 @@ def test_a_signal_while_the_process_ends_changes_nothing(
     assert done.stderr.count("\n") == (1 if code else 0), done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM])
-def test_a_signal_that_was_ignored_from_the_beginning_stays_ignored(big: Path, number: signal.Signals) -> None:
+ALL = [signal.SIGHUP, signal.SIGINT, signal.SIGTERM]
+
+
+def ignore_all_signals() -> None:
+    for number in ALL:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def test_signals_that_were_ignored_from_the_beginning_stay_ignored_and_the_terminal_may_go_away(big: Path) -> None:
     """As under nohup, or in the background of a script."""
-    with converting(big, lambda: signal.signal(number, signal.SIG_IGN)) as child:
-        child.send_signal(number)
-        stdout, stderr = child.communicate(timeout=PATIENCE)
-    assert (child.returncode, stderr) == (0, "")
+    ours, theirs = pty.openpty()
+    with converting(big, ignore_all_signals, stderr=theirs) as child:
+        os.close(theirs)
+        os.close(ours)
+        for number in ALL:
+            child.send_signal(number)
+        stdout, _ = child.communicate(timeout=PATIENCE)
+    assert child.returncode == 0
     assert stdout.startswith("done big-tp1: ")
     assert relayout.inspect(big / "big-tp1").nbytes == NBYTES
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_signals_that_come_together_are_one(big: Path, number: signal.Signals) -> None:
-    """timeout(1) sends SIGTERM to its child, and to the group that it is in."""
+@pytest.mark.parametrize(
+    ("number", "count", "word"),
+    [(signal.SIGINT, 1, "interrupted"), (signal.SIGTERM, 8, "terminated"), (signal.SIGHUP, 8, "terminated")],
+)
+def test_a_signal_stops_a_conversion_and_keeps_what_is_done(
+    big: Path, number: signal.Signals, count: int, word: str
+) -> None:
+    """Several are as one: timeout(1) sends SIGTERM to its child, and to the group that it is in."""
+    before = tree(big)
     with converting(big) as child:
-        for _ in range(8):
+        for _ in range(count):
             child.send_signal(number)
         stdout, stderr = child.communicate(timeout=PATIENCE)
     assert (child.returncode, stdout) == (128 + number, "")
-    word = "interrupted" if number == signal.SIGINT else "terminated"
-    first, *rest = stderr.splitlines()
-    assert first == f"relayout: error: {word}"
-    assert all(line.startswith("relayout: note: ") for line in rest), stderr
-    assert not (big / "big-tp1").exists()
+    note = f"what is done is kept in {big / PARTIAL}; the same command goes on from there"
+    assert stderr.splitlines() == [f"relayout: error: {word}", f"relayout: note: {note}"]
+    assert {name: entry for name, entry in tree(big).items() if not name.startswith(PARTIAL)} == before
+    kept = kept_nbytes(big)
+    assert 0 < kept < NBYTES
+    assert resumed_nbytes(big) == kept
 
 
-def test_a_terminal_that_goes_away_stops_no_conversion_that_ignores_it(big: Path) -> None:
-    ours, theirs = pty.openpty()
-    with converting(big, lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN), stderr=theirs) as child:
-        os.close(theirs)
-        os.close(ours)
-        stdout, _ = child.communicate(timeout=PATIENCE)
-    assert child.returncode == 0
-    assert stdout.startswith("done big-tp1: ")
+def test_after_a_kill_the_same_command_succeeds_and_clears_up(big: Path) -> None:
+    with converting(big) as child:
+        child.kill()
+        child.communicate(timeout=PATIENCE)
+    assert child.returncode == -signal.SIGKILL
+    assert sorted(path.name for path in big.iterdir()) == [".big-tp1.relayout-lock", PARTIAL, "big"]
+    kept = kept_nbytes(big)
+    assert kept < NBYTES
+    assert resumed_nbytes(big) == kept
+    [file] = (big / "big-tp1").glob("*.safetensors")
+    assert file.stat().st_size > NBYTES
+
+
+def test_an_interrupted_conversion_is_not_resumed_with_other_options(big: Path) -> None:
+    with converting(big) as child:
+        child.send_signal(signal.SIGINT)
+        child.communicate(timeout=PATIENCE)
+    before = tree(big)
+    done = prestarted.run("convert", "big", "--align", "512", cwd=big)
+    assert (done.returncode, done.stdout, tree(big)) == (2, "", before)
+    says = f"{PARTIAL}: holds an interrupted conversion, with other options; --force discards it and starts afresh"
+    assert says in done.stderr
+    done = prestarted.run("convert", "big", "--align", "512", "--force", cwd=big)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(path.name for path in big.iterdir()) == ["big", "big-tp1"]
+
+
+def resumed_nbytes(big: Path) -> int:
+    """How much the same command takes over; nothing is left beside its output, which is right."""
+    done = prestarted.run("convert", "big", "--json", cwd=big)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in big.iterdir()) == ["big", "big-tp1"]
+    found = relayout.verify(big / "big-tp1", source=big / "big")
+    assert (found.ok, found.num_tensors) == (True, NUM_TENSORS)
+    return int(json.loads(done.stdout)["resumed_nbytes"])
+
+
+def kept_nbytes(big: Path) -> int:
+    """Bytes of the tensors that a stopped conversion has done."""
+    found = read_journal(big / PARTIAL)
+    assert found is not None
+    return len(found[1]) * (NBYTES // NUM_TENSORS)

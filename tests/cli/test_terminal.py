@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 import relayout
 from relayout.cli.app import app
-from relayout.cli.tables import Column, name, number, shortened, table, unbroken, words
+from relayout.tables import Column, shortened, table, unbroken
 
 pytestmark = pytest.mark.documents
 
@@ -199,7 +199,13 @@ def test_the_examples_of_a_help_text_are_commands_that_exist(command: str | None
 
 # Tables.
 
-COLUMNS = [name("name"), number("n"), Column("dtype", drop=1), Column("shape", drop=2), words("cut")]
+COLUMNS = [
+    Column("name", "name"),
+    Column("n", "number"),
+    Column("dtype", drop=1),
+    Column("shape", drop=2),
+    Column("cut", "words"),
+]
 ROW = ["model.layers.*.self_attn.q_proj.weight", "32", "BF16", "4096 x 4096", "dim 0, each part in 2 ranks"]
 
 
@@ -239,5 +245,5 @@ def test_names_are_shortened_in_the_middle() -> None:
 
 
 def test_what_is_unbroken_stays_in_one_line() -> None:
-    lines = table([words("shape")], [[f"{unbroken('32 x 768')} or {unbroken('32 x 384')}"]], 12)
+    lines = table([Column("shape", "words")], [[f"{unbroken('32 x 768')} or {unbroken('32 x 384')}"]], 12)
     assert [line.strip() for line in lines[2:]] == ["32 x 768 or", "32 x 384"]

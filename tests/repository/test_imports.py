@@ -24,7 +24,8 @@ LAYERS: dict[str, set[str]] = {
     "errors": set(),
     "core": {"errors"},
     "progress": {"errors"},
-    "results": {"errors"},
+    "tables": set(),
+    "results": {"tables"},
     "format": {"errors", "core"},
     "storage": {"errors", "core", "format"},
     "checkpoint": {"errors", "core", "format", "storage"},
@@ -54,6 +55,7 @@ LAYERS: dict[str, set[str]] = {
     "cli": {
         "errors",
         "core",
+        "tables",
         "format",
         "storage",
         "progress",

@@ -31,7 +31,7 @@ from support.tools import PYTHONPATH
 
 _OF_ONE_CHILD = ("AWS_ENDPOINT_URL", "FAULTS", "FAULTS_LOG", "PYTEST_CURRENT_TEST")
 COMMANDS = (
-    "relayout.cli.app,relayout.cli.render,relayout.conversion.run,relayout.commands.verify,relayout.commands.restore,"
+    "relayout.cli.app,relayout.cli.render,relayout.cli.console,relayout.conversion.run,relayout.commands.verify,relayout.commands.restore,"
     "relayout.storage.local.staging"
 )
 """What the commands import."""

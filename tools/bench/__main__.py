@@ -27,7 +27,9 @@ from bench.peers import LOADERS
 from relayout.benchmark.machine import describe
 from relayout.benchmark.made import layers_of, write_llama
 from relayout.benchmark.verdict import verdict, warnings_of
-from relayout.cli.bench_text import table_of
+from relayout.cli.console import Line, show
+from relayout.cli.render import failures
+from relayout.cli.render import loads as figures
 
 app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, pretty_exceptions_enable=False, help=bench.__doc__)
 console = Console(highlight=False, width=132)
@@ -105,7 +107,7 @@ def load(
                 )
                 done.append(found)
                 everything["scenarios"].append(kept)
-                console.print("\n".join(table_of([found], kept["drive_gb_per_s"])))
+                show([figures([found], kept["drive_gb_per_s"]), *map(Line, failures([found]))])
                 described = _write(out, everything, place)  # What is done is kept, should the rest fail.
         limits = [one["drive_gb_per_s"] for one in everything["scenarios"] if one["drive_gb_per_s"]]
         said = [f"WRONG BYTES: {line}" for one in done for line in one.wrong()]

@@ -16,8 +16,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench.drive import check_cold, direct_read, fio_mixed, forget, total_nbytes
-from relayout.benchmark.machine import touch_memory
+from bench.drive import direct_read, files_of, fio_mixed, total_nbytes
+from relayout.benchmark.machine import prepare
 
 _WITHOUT_DIGESTS = """
 import xxhash
@@ -54,11 +54,9 @@ def measure(scratch: Path, source: Path, runs: int) -> dict[str, Any]:
             for leftover in [other, target] if way.startswith("relayout convert") else [other]:
                 shutil.rmtree(leftover, ignore_errors=True)
             os.sync()
-            folders = [source, target] if target.exists() else [source]
-            forget(folders)
-            check_cold(folders)
-            if way.startswith("cp"):  # The page cache takes as much again; the others take next to nothing.
-                touch_memory(2 * nbytes)
+            files = files_of([source, target] if target.exists() else [source])
+            # A copy fills the page cache with as much again; the others need next to no memory.
+            prepare([], files, cold=True, needed_nbytes=2 * nbytes if way.startswith("cp") else 0)
             started = time.monotonic()
             peak = max(_run(command) for command in commands)
             seconds[way].append(time.monotonic() - started)

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from relayout.benchmark.drive import direct_gb_per_s
-from relayout.benchmark.machine import describe, resident_share
-from relayout.benchmark.machine import forget as forget_files
+from relayout.benchmark.machine import describe
 from relayout.benchmark.machine import total_nbytes as files_nbytes
 
 PACKAGES = (
@@ -36,19 +35,6 @@ def files_of(folders: Iterable[Path]) -> list[Path]:
 def total_nbytes(folder: Path) -> int:
     """Bytes of the files in a folder."""
     return files_nbytes(files_of([folder]))
-
-
-def forget(folders: Iterable[Path]) -> None:
-    """Drop the folders' pages from the cache."""
-    os.sync()
-    forget_files(files_of(folders))
-
-
-def check_cold(folders: Iterable[Path]) -> None:
-    """Make sure that nothing of the folders is in the page cache."""
-    share = resident_share(files_of(folders))
-    if share is None or share > 0.001:
-        raise SystemExit(f"{100 * (share or 0):.1f} % of the files still in the page cache")
 
 
 def need_fio() -> None:

@@ -32,6 +32,11 @@ def source_url(model: str, revision: str | None) -> str:
     return f"hf://{model}" + (f"@{revision}" if revision else "")
 
 
+def loads_itself(source: str) -> bool:
+    """Whether engines load a plain checkpoint there by their own loaders: a local folder, or one on the hub."""
+    return scheme_of(source) in (None, "hf")
+
+
 def first_start(
     source: str,
     num_ranks: int,
@@ -60,15 +65,16 @@ def first_start(
     from relayout.loader.sources.cached import cache_of
 
     cache = cache_of(options.cache)
+    instead = f"{engine} loads it itself" if loads_itself(source) else "it is sliced while it is loaded"
     if cache is None:
         logger.info(
-            "relayout: %s was not converted: %s loads it itself. With a cache (RELAYOUT_CACHE=FOLDER) the first start"
-            " converts it, and each rank of a later start reads only its own bytes",
-            source, engine,
+            "relayout: %s was not converted: %s. With a cache (RELAYOUT_CACHE=FOLDER) the first start converts it, and"
+            " each rank of a later start reads only its own bytes",
+            source, instead,
         )  # fmt: skip
         return None
     if num_ranks == 1 and scheme_of(source) is None:
-        logger.info("relayout: %s is read whole by one rank: %s loads it itself", source, engine)
+        logger.info("relayout: %s is read whole by one rank: %s", source, instead)
         return None
 
     def on_miss(conversion: ConversionPlan) -> None:
@@ -91,7 +97,5 @@ def first_start(
 
         return cached_conversion(find_input(source).snapshot(), num_ranks, cache, find_plan, on_miss=on_miss)
     except Exception as error:
-        logger.warning(
-            "relayout: %s cannot be kept in the cache %s: %s: %s loads it itself", source, cache.folder, error, engine
-        )
+        logger.warning("relayout: %s cannot be kept in the cache %s: %s: %s", source, cache.folder, error, instead)
         return None

@@ -157,7 +157,7 @@ def _weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     from sglang.srt.runtime_context import get_parallel
 
-    from relayout.engines.first_start import first_start, source_url
+    from relayout.engines.first_start import first_start, loads_itself, source_url
     from relayout.engines.rank_weights import Folder, RankWeights, find_folder
 
     parallel = get_parallel()
@@ -170,13 +170,15 @@ def _weights(
         is_cached = not is_draft and parallel.attn_tp_size == num_ranks and parallel.moe_ep_size in (1, num_ranks)
         if is_cached:
             kept = first_start(url, num_ranks, options, "SGLang", _LOGGER, expert_parallel=owned)
-        if kept is None:
+        if kept is not None:
+            url, folder = str(kept), Folder(num_ranks, owned)
+        elif loads_itself(url):
             _stock.add(path)
             yield from stock()
             return
-        url, folder = str(kept), Folder(num_ranks, owned)
     _stock.discard(path)
-    _check(url, folder, parallel)
+    if folder is not None:
+        _check(url, folder, parallel)
     is_skipped, is_unused = (None, None) if is_draft else _not_wanted(parallel, model_config)
     weights = RankWeights(
         url,
@@ -186,7 +188,7 @@ def _weights(
         device=_device(),
         is_skipped=is_skipped,
         is_unused=is_unused,
-        only_held=parallel.moe_ep_size == 1 or folder.expert_parallel,
+        only_held=folder is None or parallel.moe_ep_size == 1 or folder.expert_parallel,
         # A draft model takes a few of the target's layers, and SGLang does not say which.
         lazy=is_draft,
         kept=kept,
@@ -194,7 +196,7 @@ def _weights(
     try:
         yield from weights
     except (RelayoutError, OSError) as error:
-        if kept is None:
+        if kept is None or not loads_itself(path):
             raise
         # The model is given all tensors anew, and writes over what it has.
         _LOGGER.warning("relayout: from the cache: %s: SGLang loads %s itself", error, path)

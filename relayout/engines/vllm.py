@@ -15,7 +15,7 @@ from dataclasses import fields, replace
 from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
-from relayout.engines.first_start import ObservePlan, first_start, source_url
+from relayout.engines.first_start import ObservePlan, first_start, loads_itself, source_url
 from relayout.engines.rank_weights import EngineOptions, Folder, RankWeights, find_folder, listed, replicas, speculative
 from relayout.errors import PlanError
 
@@ -141,7 +141,7 @@ class _Loading:
             self._load(model, model_config)
         except Exception as error:
             weights = self._opened or self._weights
-            if weights is None or weights.kept is None:
+            if weights is None or weights.kept is None or not loads_itself(_source(model_config)):
                 raise
             _LOGGER.warning("relayout: from the cache: %s: vLLM loads %s itself", error, _path(model_config))
             self._weights, self._opened, self._is_stock = None, None, True
@@ -210,17 +210,15 @@ class _Loading:
             # Experts of other ranks are not cut by the rules of a conversion for all ranks.
             owned = bool(parallel.enable_expert_parallel)
             is_cached = _owns_blocks(parallel, num_ranks) if owned else parallel.data_parallel_size == 1
-            kept = (
-                first_start(
+            if is_cached:
+                kept = first_start(
                     path, num_ranks, self._options, "vLLM", _LOGGER, expert_parallel=owned, observe=self.observe
                 )
-                if is_cached
-                else None
-            )
-            if kept is None:
+            if kept is not None:
+                path, folder = str(kept), Folder(num_ranks, owned)
+            elif loads_itself(path):
                 return None
-            path, folder = str(kept), Folder(num_ranks, owned)
-        owned = _check(path, folder, num_ranks, parallel)
+        owned = folder is None or _check(path, folder, num_ranks, parallel)
         config, mapper = model_config.hf_text_config, getattr(model, "hf_to_vllm_mapper", None)
         layers, others = _of_other_stages(model, config) if parallel.pipeline_parallel_size > 1 else ((), ())
         is_speculative = speculative(config)
@@ -240,7 +238,7 @@ class _Loading:
             # A draft model takes a few of the target's layers, and vLLM does not say which.
             lazy=is_draft,
             progress=rank == 0 and bool(self.load_config.use_tqdm_on_load),
-            members=members if kept is None else None,
+            members=None if folder is None or kept is not None else members,
             kept=kept,
         )
 

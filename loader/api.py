@@ -66,14 +66,16 @@ def load(
             temporary memory, a few at a time. No two tensors may share memory, except two names of one tensor that
             have the same digest in a converted checkpoint.
         tp: the tensor-parallel degree, by default that of the conversion. Slices for another degree are assembled from
-            the stored slices by the same rules. A plain checkpoint is sliced at this degree, which is slower.
+            the stored slices by the same rules. A plain checkpoint is sliced at this degree, which is slower, or
+            converted into `cache`.
         group: a torch.distributed group whose members all load this rank of a converted checkpoint now: each reads a
             part of its bytes and gets the rest from the others. Its backend must serve `device`. With `verify`, each
             compares the digests of the chunks that it reads. An error of one member is raised by all; a member that
             is killed fails the others at once over gloo, over NCCL after the group's timeout. No cache is used.
         cache: a folder on a local drive, or a `relayout.Cache` with a limit, that keeps the files of ranks that are
-            loaded from a remote store: the next load is local. Processes of a machine share it, and fetch nothing
-            twice. Every byte is proven when it is fetched. Default: RELAYOUT_CACHE, if that is set; "" is no cache.
+            loaded from a remote store: the next load is local. Every byte is proven when it is fetched. A plain
+            checkpoint is converted into it first. Processes of a machine share it, and read nothing twice. Default:
+            RELAYOUT_CACHE, if that is set; "" is no cache.
 
     Returns:
         This rank's slice of each tensor, by its name in the source checkpoint; with `into`, the given tensors.

@@ -86,7 +86,7 @@ class CachedStore(LocalStore):
                 if error.code != "missing":
                     raise
             else:
-                self.lease.keep(name, partial(_write, self.folder, [blob]))
+                self.lease.keep_small(name, blob)
 
     def fetch(self, names: Sequence[str], progress: Progress = None) -> None:
         """Keep weight files.
@@ -115,7 +115,8 @@ def cached(remote: Store, manifest: Manifest, blob: bytes, cache: Cache) -> Cach
         OSError: the cache cannot be written.
     """
     lease = cache.lease(digest_hex(blob))
-    lease.keep(MANIFEST_NAME, partial(_write, lease.folder, [blob]))
+    lease.keep_small(MANIFEST_NAME, blob)
+    lease.describe(str(remote), manifest.num_ranks)
     small = CachedStore(folder=lease.folder, remote=remote, files={}, lease=lease)
     files = {}
     for index, file in enumerate(files_of(remote, manifest, range(len(manifest.files)))):
@@ -148,15 +149,6 @@ def keep(store: CachedStore, cache: Cache, names: Sequence[str], progress: Progr
 
 def _add(report: Callable[[int], None], before: int, done: int) -> None:
     report(before + done)
-
-
-def _write(folder: Path, pieces: Sequence[bytes], name: str) -> None:
-    """Write a small file to the drive."""
-    with OpenFolder(folder) as opened, OutputFile(opened, name, sum(map(len, pieces)), direct=False) as file:
-        offset = 0
-        for piece in pieces:
-            file.write(offset, memoryview(piece))
-            offset += len(piece)
 
 
 def _fetch_file(folder: Path, file: StoredFile, on_progress: Callable[[int], None] | None, name: str) -> None:

@@ -11,12 +11,12 @@ from functools import cache as once
 from functools import partial
 from typing import TYPE_CHECKING
 
-from relayout.checkpoint.converted import check_rank, find_manifest, find_manifest_blob, read_table
+from relayout.checkpoint.converted import check_rank, find_manifest, find_manifest_blob, read_manifest, read_table
 from relayout.core.arguments import integer
 from relayout.core.dtypes import num_bytes
 from relayout.core.extents import Transfer
 from relayout.core.slices import WHOLE
-from relayout.errors import PlanError
+from relayout.errors import PlanError, RelayoutError
 from relayout.format.index import MANIFEST_NAME, Manifest, RankTable, Read
 from relayout.format.manifest import parse_manifest
 from relayout.loader.pack import ArenaPlan, pack
@@ -170,8 +170,6 @@ def find_rank(
     check_exists(store)
     if tp is None and store.kind() is Kind.FILE and find_manifest_blob(parent := store.parent()[0]) is not None:
         raise PlanError(f"is a file of a converted folder: give the folder, {parent}", path=str(store), code="option")
-    if cache and store.cost.is_remote:
-        raise PlanError("a plain checkpoint, which cache= does not keep", path=str(store), code="unsupported")
     if tp is None:
         raise PlanError(
             f"not converted ({MANIFEST_NAME} is missing); say tp=N to slice it while loading",
@@ -179,6 +177,8 @@ def find_rank(
             code="option",
         )
     check_rank(store, rank, tp)
+    if (tp > 1 or store.cost.is_remote) and (kept := _converted(store, rank, tp, cache)) is not None:
+        return kept
     from relayout.loader.sources.plain import plain_rank
 
     return plain_rank(store, rank, tp)
@@ -220,6 +220,23 @@ def _kept(
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
     warnings.warn(f"{store}: the cache {cache.folder} has no room for it: reading from the store", stacklevel=5)
+    return None
+
+
+def _converted(store: Store, rank: int, tp: int, option: CacheOption) -> RankSource | None:
+    """The rank in a conversion that a cache keeps; None if there is no cache, or it cannot keep one."""
+    from relayout.loader.sources.cached import cache_of
+
+    cache = cache_of(option)
+    if cache is None:
+        return None
+    from relayout.loader.sources.plain import kept_conversion
+
+    try:
+        kept = kept_conversion(store, tp, cache)
+        return _rank_of(kept, read_manifest(kept), rank, tp)
+    except (RelayoutError, OSError) as error:
+        warnings.warn(f"{store}: read as it is; it is not kept in the cache {cache.folder}: {error}", stacklevel=5)
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from relayout.checkpoint.source import SourceCheckpoint, SourceTensor, read_source
 from relayout.core.slices import WHOLE, Cut
@@ -14,7 +15,11 @@ from relayout.loader.sources.columns import Names, TensorColumns
 from relayout.loader.sources.reshard import Holder, StoredPieces
 from relayout.loader.sources.stored import StoredFile
 from relayout.plans.planner import plan_by, plan_for
+from relayout.storage.cache_folder import Cache
 from relayout.storage.protocols import Store
+
+if TYPE_CHECKING:
+    from relayout.conversion.cached import CachedConversion
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,13 @@ class PlainRank(RankSource):
     def _files(self) -> tuple[StoredFile, ...]:
         folder = self.checkpoint.folder
         return tuple(StoredFile(folder, file.name, file.nbytes, version=file.version) for file in self.checkpoint.files)
+
+
+def kept_conversion(source: Store, num_ranks: int, cache: Cache) -> CachedConversion:
+    """The checkpoint's conversion in a cache; errors as for `cached_conversion`."""
+    from relayout.conversion.cached import cached_conversion
+
+    return cached_conversion(source, num_ranks, cache)
 
 
 def plain_rank(store: Store, rank: int, num_ranks: int) -> PlainRank:

@@ -462,6 +462,29 @@ def warm(
     _show(done, render.warmed, as_json=as_json, quiet=quiet, verbose=verbose)
 
 
+@_command("cache", "cache /nvme/relayout --remove 3f2a", "cache /nvme/relayout --clear")
+def cache(
+    folder: Annotated[
+        str | None, typer.Argument(metavar="FOLDER", help="Of the cache. Default: RELAYOUT_CACHE.")
+    ] = None,
+    remove: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Remove this entry; its first letters do. Repeatable.")
+    ] = None,
+    clear: Annotated[bool, typer.Option("--clear", help="Remove all entries.")] = False,
+    verbose: VerboseOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """List what a cache keeps: conversions of plain checkpoints, and files of remote ones.
+
+    Entries that a process uses are not removed.
+    """
+    from relayout.cli import render
+    from relayout.commands import cache as caching
+
+    found = caching.cache(folder, remove=remove or (), clear=clear)
+    _show(found, render.cache, as_json=as_json, verbose=verbose)
+
+
 @_command("bench llama-3.1-8b-tp8", "bench /fast --size 4GB --tp 8")
 def bench(
     path: Annotated[

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from relayout.tables import Column, unbroken
 if TYPE_CHECKING:
     from relayout.benchmark.measure import Bench
     from relayout.benchmark.verdict import RankLoads
+    from relayout.commands.cache import CacheListing
     from relayout.commands.differences import Report
     from relayout.commands.plan_check import PlanCheck
     from relayout.commands.restore import Restored
@@ -38,6 +40,8 @@ _USUAL_DEGREE = 8
 _ALIGNMENTS = {4096: "4 KiB", 2 * 2**20: "2 MiB"}
 """Blocks of drives, huge pages."""
 _PLAN_FILE_WIDTH = 80
+_SHOWN_NAME = 12
+"""Letters of the name of a cache entry."""
 
 
 def summary(done: Summary) -> Iterator[Block]:
@@ -102,6 +106,29 @@ def warmed(done: Warmed) -> Iterator[Block]:
         for file in done.files
     ]
     yield Table([Column("file", "name"), *_numbers("size", "in cache before", "now")], rows, "files")
+
+
+def cache(listing: CacheListing) -> Iterator[Block]:
+    """Of `cache`."""
+    yield Line(f"{listing.folder}: {_count(len(listing.entries), 'checkpoint')}, {decimal(listing.nbytes)}")
+    if listing.removed_nbytes:
+        yield Line(decimal(listing.removed_nbytes), "removed", "bold green")
+    for name in listing.in_use:
+        yield Line(f"{name}: a process uses it", "kept", "yellow")
+    rows = [
+        (
+            entry.name[:_SHOWN_NAME],
+            entry.source or "-",
+            str(entry.num_ranks or "-"),
+            decimal(entry.nbytes),
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used)) + (", in use" if entry.is_in_use else ""),
+        )
+        for entry in listing.entries
+    ]
+    if rows:
+        yield Table(
+            [Column("entry"), Column("source", "name"), *_numbers("ranks", "size"), Column("used")], rows, "entries"
+        )
 
 
 def page(done: PageWritten) -> Iterator[Block]:

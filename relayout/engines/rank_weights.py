@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
+    from relayout.conversion.cached import CachedConversion
     from relayout.core.slices import Range, Slice
     from relayout.engines.global_tensor import Usage
     from relayout.engines.placement import Placement
@@ -56,6 +57,8 @@ class EngineOptions:
     "auto", whichever is faster."""
     share: bool = True
     """Data-parallel replicas that load the same rank at the same time read it once, together; see `shares`."""
+    cache: str | None = None
+    """Folder that keeps conversions of plain checkpoints, and files of remote ones; see `relayout.load`."""
 
     @property
     def shares(self) -> bool:
@@ -206,6 +209,7 @@ class RankWeights:
         lazy: bool = False,
         progress: bool = False,
         members: Group | None = None,
+        kept: CachedConversion | None = None,
     ) -> None:
         """Look at nothing yet.
 
@@ -222,6 +226,7 @@ class RankWeights:
             progress: show a bar on stderr.
             members: of replicas that load this rank of a converted checkpoint, too, and read it together; see
                 `replicas`. The group's backend serves the device.
+            kept: the conversion in a cache that `path` is.
         """
         from relayout.engines.global_tensor import Usage
 
@@ -242,6 +247,8 @@ class RankWeights:
         self._seconds: float | None = None
         self._cut: list[str] = []
         self._all_ranks = _AllRanks(path)
+        self.kept = kept
+        """Not removed from the cache while this object lives."""
         self.usage: Usage = Usage(strict=options.strict)
         """What the engine has asked of global tensors."""
 
@@ -334,7 +341,7 @@ class RankWeights:
         """The source, what of it is read, and the names of what is given unread."""
         from relayout.loader.api import find_source
 
-        source = find_source(self._path, self._rank, self._num_ranks, self._options.verify)
+        source = find_source(self._path, self._rank, self._num_ranks, self._options.verify, self._options.cache)
         contents = source.contents()
         rows = [row for row, name in enumerate(contents.names) if not self._is_skipped(name)]
         unused = {name for row in rows if contents.shapes[row] and self._is_unused(name := contents.names[row])}

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from relayout.engines.first_start import first_start, loads_itself, source_url
 from relayout.engines.rank_weights import EngineOptions, Folder, RankWeights, find_folder, layer_of, speculative
-from relayout.errors import PlanError
+from relayout.errors import PlanError, RelayoutError
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +26,8 @@ FORMAT = "relayout"
 _LOGGER = getLogger("sglang.relayout")
 _marked: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """Models that were made in marked memory, and the folder of each."""
+_stock: set[str] = set()
+"""Folders that SGLang has loaded itself."""
 
 
 def register() -> None:
@@ -98,9 +101,14 @@ def weights_iterator(
     config, path = loader.load_config, str(source.model_or_path)
     if not _takes(config, path):
         return original(loader, source, **settings)
-    folder = find_folder(path, "--load-format auto")
+    if config.draft_model_idx is not None and loads_itself(path) and find_folder(path, "--load-format auto") is None:
+        return original(loader, source, **settings)
     options = getattr(config, "relayout_options", None) or EngineOptions()
-    weights = _weights(path, folder, options, config, source)
+
+    def stock() -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name.removeprefix(source.prefix), tensor) for name, tensor in original(loader, source, **settings))
+
+    weights = _weights(path, options, config, source, stock)
     if config.draft_model_idx is not None:
         renamed: Iterator[tuple[str, torch.Tensor]] = loader._filter_mtp_weights(
             weights, source.prefix, config.draft_model_idx
@@ -136,7 +144,7 @@ def load_weights(original: Callable[..., None], model: Any, weights: Any, *setti
         PlanError: some was not.
     """
     original(model, weights, *settings, **named)
-    if (path := _marked.pop(model, None)) is not None:
+    if (path := _marked.pop(model, None)) is not None and path not in _stock:
         from relayout.engines.unwritten import check_written
 
         check_written(model, path, "SGLang")
@@ -147,17 +155,32 @@ def _is_draft(config: Any, model_config: Any) -> bool:
 
 
 def _weights(
-    path: str, folder: Folder | None, options: EngineOptions, config: Any, source: Any
+    path: str, options: EngineOptions, config: Any, source: Any, stock: Callable[[], Iterator[tuple[str, torch.Tensor]]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
     num_ranks, model_config = parallel.tp_size, source.model_config
-    _check(path, folder, parallel)
+    url = source_url(path, getattr(source, "revision", None))
+    folder, kept = None if url.startswith("hf://") else find_folder(url, "--load-format auto"), None
     is_draft = _is_draft(config, model_config)
+    if folder is None:
+        owned = parallel.moe_ep_size > 1
+        is_cached = not is_draft and parallel.attn_tp_size == num_ranks and parallel.moe_ep_size in (1, num_ranks)
+        if is_cached:
+            kept = first_start(url, num_ranks, options, "SGLang", _LOGGER, expert_parallel=owned)
+        if kept is not None:
+            url, folder = str(kept), Folder(num_ranks, owned)
+        elif loads_itself(url):
+            _stock.add(path)
+            yield from stock()
+            return
+    _stock.discard(path)
+    if folder is not None:
+        _check(url, folder, parallel)
     is_skipped, is_unused = (None, None) if is_draft else _not_wanted(parallel, model_config)
     weights = RankWeights(
-        path,
+        url,
         parallel.tp_rank,
         num_ranks,
         options,
@@ -167,19 +190,27 @@ def _weights(
         only_held=folder is None or parallel.moe_ep_size == 1 or folder.expert_parallel,
         # A draft model takes a few of the target's layers, and SGLang does not say which.
         lazy=is_draft,
+        kept=kept,
     )
-    yield from weights
+    try:
+        yield from weights
+    except (RelayoutError, OSError) as error:
+        if kept is None or not loads_itself(path):
+            raise
+        # The model is given all tensors anew, and writes over what it has.
+        _LOGGER.warning("relayout: from the cache: %s: SGLang loads %s itself", error, path)
+        _stock.add(path)
+        yield from stock()
+        return
     _LOGGER.info("%s", weights.report())
 
 
-def _check(path: str, folder: Folder | None, parallel: Any) -> None:
+def _check(path: str, folder: Folder, parallel: Any) -> None:
     """Tell what makes the load slower.
 
     Raises:
         PlanError: the folder's experts are not where SGLang wants them.
     """
-    if folder is None:
-        return
     num_ranks = parallel.tp_size
     if folder.expert_parallel and (parallel.moe_ep_size, num_ranks) != (folder.num_ranks, folder.num_ranks):
         raise PlanError(

@@ -1,6 +1,6 @@
 """vLLM: a converted folder is recognized and loads with no flag; `--load-format relayout` insists on it.
 
-With that flag, plain checkpoints are loaded, too.
+With that flag, the first start on a plain checkpoint converts it into a cache, if there is one.
 
 vLLM's own weight loaders do all the cutting, fusing and padding; they are handed global tensors.
 """
@@ -15,6 +15,7 @@ from dataclasses import fields, replace
 from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
+from relayout.engines.first_start import ObservePlan, first_start, loads_itself, source_url
 from relayout.engines.rank_weights import EngineOptions, Folder, RankWeights, find_folder, listed, replicas, speculative
 from relayout.errors import PlanError
 
@@ -33,8 +34,11 @@ _OF_TARGET = {"embed_tokens", "lm_head"}
 """Modules that vLLM lets draft models share with their target after the load, where their checkpoints have none."""
 
 
-def register() -> None:
+def register(observe: ObservePlan | None = None) -> None:
     """Tell vLLM about the load format, and let its default recognize converted folders. May be called repeatedly.
+
+    Args:
+        observe: finds plans for models that no built-in plan is for.
 
     Raises:
         ImportError, AttributeError, TypeError: this vLLM is not as expected.
@@ -44,16 +48,17 @@ def register() -> None:
 
     formats = model_loader._LOAD_FORMAT_TO_MODEL_LOADER
     if FORMAT not in formats:
-        model_loader.register_model_loader(FORMAT)(loader_class(DefaultModelLoader))
+        model_loader.register_model_loader(FORMAT)(loader_class(DefaultModelLoader, observe=observe))
         if formats.get("auto") is DefaultModelLoader:  # Else it is another plugin's.
             formats["auto"] = loader_class(DefaultModelLoader, is_asked_for=False)
 
 
-def loader_class(base: type[Any], *, is_asked_for: bool = True) -> type[Any]:
+def loader_class(base: type[Any], *, is_asked_for: bool = True, observe: ObservePlan | None = None) -> type[Any]:
     """The model loader, given vLLM's default one, of which it changes only where the tensors come from.
 
     Args:
         is_asked_for: else only what is a converted folder is loaded by it.
+        observe: see `register`.
 
     Raises:
         TypeError: the default loader is not as expected.
@@ -62,7 +67,11 @@ def loader_class(base: type[Any], *, is_asked_for: bool = True) -> type[Any]:
     missing = [name for name in needed if not hasattr(base, name)]
     if missing:
         raise TypeError(f"{base.__module__}.{base.__name__} has no {', '.join(missing)}")
-    more = {"__module__": __name__, "is_asked_for": is_asked_for}
+    more = {
+        "__module__": __name__,
+        "is_asked_for": is_asked_for,
+        "observe": None if observe is None else (_version(), observe),
+    }
     return type("RelayoutModelLoader", (_Loading, base), more)
 
 
@@ -71,6 +80,7 @@ class _Loading:
 
     load_config: Any
     is_asked_for: bool
+    observe: tuple[str, ObservePlan] | None
     _get_weights_iterator: Callable[[Any], Iterator[tuple[str, torch.Tensor]]]
 
     def __init__(self, load_config: Any) -> None:
@@ -84,6 +94,8 @@ class _Loading:
         self._weights: RankWeights | None = None
         self._opened: RankWeights | None = None
         """That the next load takes."""
+        self._is_stock = False
+        """Whether vLLM loads all of the model itself."""
         # vLLM's own loader refuses options that it does not know, and may still have to load a draft model.
         super().__init__(replace(load_config, load_format="auto", model_loader_extra_config=of_vllm))  # type: ignore[call-arg]
 
@@ -101,15 +113,9 @@ class _Loading:
         return is_ours
 
     def download_model(self, model_config: Any) -> None:
-        """Refuse what is no folder: nothing is downloaded.
-
-        Raises:
-            PlanError: it is none.
-        """
-        if not self._takes(model_config):
+        """Let vLLM download what is no converted folder."""
+        if not self._takes(model_config) or _folder(_source(model_config)) is None:
             super().download_model(model_config)  # type: ignore[misc]
-        else:
-            find_folder(_path(model_config), "--load-format auto")
 
     def create_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
         """The model, without weights, in memory that is marked."""
@@ -129,9 +135,21 @@ class _Loading:
         if not self._takes(model_config):
             super().load_weights(model, model_config)  # type: ignore[misc]
             return
+        try:
+            self._load(model, model_config)
+        except Exception as error:
+            weights = self._opened or self._weights
+            if weights is None or weights.kept is None or not loads_itself(_source(model_config)):
+                raise
+            _LOGGER.warning("relayout: from the cache: %s: vLLM loads %s itself", error, _path(model_config))
+            self._weights, self._opened, self._is_stock = None, None, True
+            super().load_weights(model, model_config)  # type: ignore[misc]
+
+    def _load(self, model: Any, model_config: Any) -> None:
         device, is_draft = _device(model), model_config.runner_type == "draft"
         with replicas(_group(device) if self._options.shares and not is_draft else None) as members:
             self._opened = weights = self._open(model, model_config, members)
+            self._is_stock = weights is None
             tensors = [*model.parameters(), *model.buffers()]
             is_online = any(tensor.is_meta for tensor in tensors)
             if is_online:
@@ -163,7 +181,7 @@ class _Loading:
         Raises:
             FormatError, PlanError, OSError, MemoryError: as `load_weights`.
         """
-        if self._takes(model_config):
+        if self._takes(model_config) and not self._is_stock:
             self._weights, self._opened = self._opened or self._open(model, model_config), None
         if self._weights is None:
             yield from super().get_all_weights(model_config, model)  # type: ignore[misc]
@@ -178,14 +196,27 @@ class _Loading:
         from vllm.config import get_current_vllm_config
         from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
-        path, is_draft = _path(model_config), model_config.runner_type == "draft"
-        folder = find_folder(path, "--load-format auto")
+        path, is_draft = _source(model_config), model_config.runner_type == "draft"
+        folder = _folder(path)
         if is_draft and folder is None:
             _LOGGER.info("relayout: the draft model %s was not converted: vLLM loads it itself", path)
             return None
         rank, num_ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         parallel = get_current_vllm_config().parallel_config
-        owned = _check(path, folder, num_ranks, parallel)
+        kept = None
+        if folder is None:
+            # Experts of other ranks are not cut by the rules of a conversion for all ranks.
+            owned = bool(parallel.enable_expert_parallel)
+            is_cached = _owns_blocks(parallel, num_ranks) if owned else parallel.data_parallel_size == 1
+            if is_cached:
+                kept = first_start(
+                    path, num_ranks, self._options, "vLLM", _LOGGER, expert_parallel=owned, observe=self.observe
+                )
+            if kept is not None:
+                path, folder = str(kept), Folder(num_ranks, owned)
+            elif loads_itself(path):
+                return None
+        owned = folder is None or _check(path, folder, num_ranks, parallel)
         config, mapper = model_config.hf_text_config, getattr(model, "hf_to_vllm_mapper", None)
         layers, others = _of_other_stages(model, config) if parallel.pipeline_parallel_size > 1 else ((), ())
         is_speculative = speculative(config)
@@ -205,7 +236,8 @@ class _Loading:
             # A draft model takes a few of the target's layers, and vLLM does not say which.
             lazy=is_draft,
             progress=rank == 0 and bool(self.load_config.use_tqdm_on_load),
-            members=None if folder is None else members,
+            members=None if folder is None or kept is not None else members,
+            kept=kept,
         )
 
 
@@ -213,18 +245,41 @@ def _path(model_config: Any) -> str:
     return str(getattr(model_config, "model_weights", "") or model_config.model)
 
 
-def _check(path: str, folder: Folder | None, num_ranks: int, parallel: Any) -> bool:
+def _source(model_config: Any) -> str:
+    """The folder or URL of the weights."""
+    return source_url(_path(model_config), getattr(model_config, "revision", None))
+
+
+def _folder(source: str) -> Folder | None:
+    """How the source was converted; None: it was not. What is on the hub by its id is vLLM's to find.
+
+    Raises:
+        FormatError, PlanError: as `find_folder`.
+    """
+    return None if source.startswith("hf://") else find_folder(source, "--load-format auto")
+
+
+def _version() -> str:
+    import vllm
+
+    return f"vllm {getattr(vllm, '__version__', '')}"
+
+
+def _owns_blocks(parallel: Any, num_ranks: int) -> bool:
+    """Whether each rank owns a contiguous block of the experts."""
+    num_owners = num_ranks * parallel.data_parallel_size * getattr(parallel, "prefill_context_parallel_size", 1)
+    is_linear = getattr(parallel, "expert_placement_strategy", "linear") == "linear"
+    return is_linear and not parallel.enable_eplb and num_owners == num_ranks
+
+
+def _check(path: str, folder: Folder, num_ranks: int, parallel: Any) -> bool:
     """Whether the experts that the rank holds are those that vLLM will use; tell what makes the load slower.
 
     Raises:
         PlanError: the folder's experts are not where vLLM wants them.
     """
-    if folder is None:
-        return True
     experts = bool(parallel.enable_expert_parallel)
-    num_owners = num_ranks * parallel.data_parallel_size * getattr(parallel, "prefill_context_parallel_size", 1)
-    in_blocks = getattr(parallel, "expert_placement_strategy", "linear") == "linear" and not parallel.enable_eplb
-    if folder.expert_parallel and not (experts and in_blocks and num_owners == num_ranks == folder.num_ranks):
+    if folder.expert_parallel and not (experts and _owns_blocks(parallel, num_ranks) and num_ranks == folder.num_ranks):
         raise PlanError(
             f"was converted with --expert-parallel for {folder.num_ranks} ranks: run vLLM with --enable-expert-parallel"
             f" -tp {folder.num_ranks}, and without data parallelism, EPLB or another expert placement; or convert"

@@ -16,12 +16,12 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from relayout.core.arguments import size
-from relayout.errors import PlanError
+from relayout.errors import PlanError, shown
 from relayout.storage.local.open_folder import OpenFolder
 from relayout.storage.protocols import Closable
 
@@ -35,8 +35,26 @@ _ENTRY = re.compile(r"[0-9a-f]{32}")
 _GONE = re.compile(r"\.gone-[0-9a-f]{16}")
 _COMING = re.compile(r"\.coming-[0-9a-f]{16}")
 _LEASE = ".lease"
+_ABOUT = ".about.json"
+_MAX_ABOUT_NBYTES = 2**16
 _LOCK = ".lock"
 _POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEntry:
+    """What a cache keeps of one checkpoint."""
+
+    name: str
+    """32 hexadecimal digits."""
+    source: str
+    """The path or URL of the checkpoint; empty if its first load has not begun to fill the entry."""
+    num_ranks: int
+    """The tensor-parallel degree; 0 as above."""
+    nbytes: int
+    used: float
+    """When a process last began to use it, in seconds since 1970."""
+    is_in_use: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +114,41 @@ class Cache:
             if limit is not None and sum(coming.values()) > limit:
                 return None
             entries = sorted(self._entries(own), key=_last_use)
-            kept = {entry: _nbytes(entry, {_partial(path) for path in coming}) for entry in entries}
+            growing = {own / path.relative_to(own).parts[0] for path in coming}
+            kept = {entry: _nbytes(entry, with_hidden=entry not in growing) for entry in entries}
             for entry in [*entries, None]:
-                to_write = sum(max(nbytes - _allocated_nbytes(_partial(path)), 0) for path, nbytes in coming.items())
+                to_write = max(sum(coming.values()) - sum(map(_hidden_allocated_nbytes, growing)), 0)
                 fits = limit is None or sum(kept.values()) + sum(coming.values()) <= limit
                 if fits and to_write <= shutil.disk_usage(own).free:
                     return Reservation(own, lease.folder.name, files)
                 if entry is not None and self._remove(own, entry):
                     del kept[entry]
             return None
+
+    def entries(self) -> list[CacheEntry]:
+        """What is kept, the least recently used first.
+
+        Raises:
+            PlanError: the subfolder for entries is not relayout's, or another user's.
+        """
+        own = self._own()
+        return [_described(entry) for entry in sorted(self._entries(own), key=_last_use)]
+
+    def remove(self, name: str) -> bool:
+        """Remove an entry, unless a process uses it.
+
+        Returns:
+            Whether it is gone.
+
+        Raises:
+            PlanError: there is no such entry; or as `entries`.
+            OSError: a file of it cannot be removed.
+        """
+        own = self._own()
+        with _alone(own / _LOCK):
+            if own / name not in self._entries(own):
+                raise PlanError(f"has no entry {shown(name)}", path=own, code="missing")
+            return self._remove(own, own / name)
 
     def _own(self) -> Path:
         """The subfolder for entries, made if need be.
@@ -207,7 +251,7 @@ class Lease(Closable):
         path = self.folder / name
         if path.exists():
             return
-        with _alone(self.folder / f"{_LOCK}-{name}"):
+        with self.lock(name):
             if path.exists():
                 return
             partial = _partial(path)
@@ -217,6 +261,43 @@ class Lease(Closable):
                 partial.rename(path)
             finally:
                 partial.unlink(missing_ok=True)
+
+    def keep_small(self, name: str, content: bytes) -> None:
+        """Make a small file of the entry, unless it is there.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        with OpenFolder(self.folder) as folder:
+            self.keep(name, lambda partial: folder.write(partial, content))
+
+    def describe(self, source: str, num_ranks: int) -> None:
+        """Note what `Cache.entries` shows.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self.keep_small(_ABOUT, json.dumps({"source": source, "num_ranks": num_ranks}).encode())
+
+    def lock(self, name: str) -> AbstractContextManager[None]:
+        """Hold the entry's lock of this name; wait for the process or thread that holds it."""
+        return _alone(self.folder / f"{_LOCK}-{name}")
+
+    @contextmanager
+    def try_lock(self, name: str, *, shared: bool = False) -> Iterator[bool]:
+        """Hold the entry's lock of this name, if no other process or thread does; or, shared, only others that share.
+
+        Yields whether it is held.
+        """
+        fd = _open(self.folder / f"{_LOCK}-{name}", os.O_CREAT)
+        try:
+            is_held = False
+            with suppress(BlockingIOError):
+                fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+                is_held = True
+            yield is_held
+        finally:
+            os.close(fd)
 
     def close(self) -> None:
         """Release the entry, which may then be removed."""
@@ -273,18 +354,33 @@ def _last_use(entry: Path) -> float:
     return 0.0
 
 
-def _allocated_nbytes(path: Path) -> int:
-    with suppress(FileNotFoundError):
-        return path.lstat().st_blocks * 512
-    return 0
+def _described(entry: Path) -> CacheEntry:
+    source, num_ranks = "", 0
+    with suppress(OSError, ValueError, KeyError, TypeError), open(entry / _ABOUT, "rb") as file:
+        about = json.loads(file.read(_MAX_ABOUT_NBYTES))
+        source, num_ranks = str(about["source"]), int(about["num_ranks"])
+    is_in_use = False
+    with suppress(FileNotFoundError), open(_open(entry / _LEASE), "rb") as lease:
+        try:
+            fcntl.flock(lease.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            is_in_use = True
+    return CacheEntry(entry.name, source, num_ranks, _nbytes(entry, with_hidden=True), _last_use(entry), is_in_use)
 
 
-def _nbytes(entry: Path, besides: set[Path]) -> int:
-    """Bytes of all files of an entry, but those of `besides`."""
-    total = 0
+def _hidden_allocated_nbytes(entry: Path) -> int:
+    """Blocks of what is being made in an entry: its name, or its folder's, begins with a dot until it is complete."""
+    return sum(status.st_blocks * 512 for is_hidden, status in _files(entry) if is_hidden)
+
+
+def _nbytes(entry: Path, *, with_hidden: bool) -> int:
+    """Bytes of the files of an entry."""
+    return sum(status.st_size for is_hidden, status in _files(entry) if with_hidden or not is_hidden)
+
+
+def _files(entry: Path) -> Iterator[tuple[bool, os.stat_result]]:
+    """Of each file of an entry: whether it is still being made."""
     for above, _, names in os.walk(entry):
         for path in (Path(above, name) for name in names):
-            if path not in besides:
-                with suppress(FileNotFoundError):
-                    total += path.lstat().st_size
-    return total
+            with suppress(FileNotFoundError):
+                yield any(part.startswith(".") for part in path.relative_to(entry).parts), path.lstat()

@@ -12,7 +12,7 @@ from support import prestarted
 from support.fake_vllm import Engine, Model, install
 from support.replicas_worker import NUM_REPLICAS, RANK
 
-from relayout.engines import plugins
+from relayout import plugins
 
 pytestmark = pytest.mark.xdist_group("group")
 

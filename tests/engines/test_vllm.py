@@ -18,7 +18,7 @@ from support.fake_vllm import Engine, LoadConfig, Model, PPMissingLayer, expert_
 from support.patience import PATIENCE
 
 import relayout
-from relayout.engines import plugins
+from relayout import plugins
 from relayout.engines.rank_weights import EngineOptions, RankWeights, speculative
 from relayout.engines.vllm import loader_class
 from relayout.errors import FormatError, PlanError
@@ -104,14 +104,6 @@ def test_another_degree_is_put_together_and_said(
         engine.load(folders / "llama-tp4", model, strict=True)
         model.assert_holds_what_it_cuts_of(whole)
     assert "was converted for 4 ranks and is put together for 2; `relayout convert SRC --tp 2` makes" in caplog.text
-
-
-def test_a_plain_checkpoint_is_sliced_while_it_is_loaded(folders: Path, engine: Engine) -> None:
-    whole = stock_tensors(folders / "llama")
-    model = Model(whole, 1, 2)
-    with pytest.warns(UserWarning, match="a plain checkpoint, sliced while it is loaded"):
-        engine.load(folders / "llama", model, strict=True)
-    model.assert_holds_what_it_cuts_of(whole)
 
 
 @pytest.mark.parametrize(("folder", "reads"), [("llama", "plain.read_source"), ("llama-tp4", "resharded.read_record")])
@@ -418,7 +410,7 @@ def test_a_vllm_that_is_not_as_expected_is_left_alone(
 
 
 def test_registering_where_there_is_no_vllm_raises_nothing_and_loads_no_torch() -> None:
-    script = "import sys\nfrom relayout.engines import plugins\nplugins.vllm()\nassert 'torch' not in sys.modules"
+    script = "import sys\nfrom relayout import plugins\nplugins.vllm()\nassert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert "not available in this vllm" in done.stderr

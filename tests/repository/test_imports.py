@@ -22,7 +22,7 @@ import relayout
 PACKAGE = Path(relayout.__file__).parent
 ROOT = PACKAGE.parent
 SLICING = {f"relayout.loader.{name}" for name in ("sources.plain", "sources.resharded")}
-"""What slices plain checkpoints, or joins the slices of several ranks: these need the plans for it."""
+"""What slices or converts plain checkpoints, or joins the slices of several ranks: these need the plans for it."""
 
 WITH_TORCH = {f"relayout.engines.{name}" for name in ("global_tensor", "placement", "probes", "unwritten")} | {
     f"relayout.observe.{name}" for name in ("stand_ins", "tracing")
@@ -294,7 +294,7 @@ def test_each_package_imports_only_those_below_it() -> None:
         if not one.target.startswith("relayout") or "" in (package, imported) or package == imported:
             continue
         seen.add((package, imported))
-        allowed = {*LAYERS[package], "errors", *(["plans"] if one.source in SLICING else [])}
+        allowed = {*LAYERS[package], "errors", *(["plans", "conversion"] if one.source in SLICING else [])}
         assert imported in allowed, f"{one.source}, line {one.line}: {one.target}"
     assert ("conversion", "plans") in seen
     assert ("loader", "storage") in seen

@@ -19,7 +19,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "loader": ("core", "progress", "results", "format", "storage", "checkpoint"),
     "benchmark": ("core", "results", "format", "storage", "checkpoint", "plans", "commands", "loader"),
     "html_report": ("core", "results", "format", "storage", "checkpoint", "conversion", "commands"),
-    "engines": ("core", "progress", "storage", "checkpoint", "loader"),
+    "engines": ("core", "progress", "storage", "checkpoint", "plans", "conversion", "loader"),
+    "plugins": ("checkpoint", "plans", "planning", "engines"),
     "transformers": ("engines",),
     "clusters": ("progress", "conversion", "commands"),
     "cli": (

@@ -38,7 +38,7 @@ def _replica(folder: Path, number: int) -> None:
     from support.conversions import stock_tensors
     from support.fake_vllm import Model, install, model_config
 
-    from relayout.engines import plugins, rank_weights
+    from relayout import plugins, rank_weights
 
     rank_weights.MIN_PLACED_NBYTES = 0  # Large enough to be placed, were it not shared.
     join(folder, number, NUM_REPLICAS)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import logging
 from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from relayout.checkpoint.source import SourceCheckpoint
+    from relayout.plans.plan import Plan
 
 
 def vllm() -> None:
     """Of the group `vllm.general_plugins`: makes `--load-format relayout` known."""
-    _register("vllm")
+    _register("vllm", _observed_plan)
 
 
 def sglang() -> None:
@@ -16,12 +21,19 @@ def sglang() -> None:
     _register("sglang")
 
 
-def _register(engine: str) -> None:
+def _register(engine: str, *arguments: Any) -> None:
     """Call `register` of an engine's module; where this engine is not as expected, log that, and leave it alone."""
     try:
         from relayout.engines import warming
 
         warming.start()
-        import_module(f"relayout.engines.{engine}").register()
+        import_module(f"relayout.engines.{engine}").register(*arguments)
     except Exception as error:
         logging.getLogger(f"{engine}.relayout").warning("relayout: not available in this %s: %r", engine, error)
+
+
+def _observed_plan(checkpoint: SourceCheckpoint, num_ranks: int) -> Plan:
+    """How the classes of the installed vLLM cut a checkpoint that no built-in plan is for."""
+    from relayout.planning import find_plan
+
+    return find_plan(checkpoint, num_ranks, "vllm")

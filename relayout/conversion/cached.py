@@ -1,0 +1,169 @@
+"""Conversions that a cache keeps: the first load of a plain checkpoint leaves one, later loads read it.
+
+The processes of a machine that load at the same time convert together. Each takes units whose lock it gets, so that
+every byte of the source is read once. The system releases the locks of a process that ends, however it ends, and
+another process converts its unit again. The entry is published as any output is: as a whole, or not at all.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from relayout.checkpoint.source import SourceCheckpoint, read_source
+from relayout.conversion.jobs import commit_units, convert_unit
+from relayout.conversion.layout import DEFAULT_ALIGNMENT, DEFAULT_MAX_PART_NBYTES
+from relayout.conversion.resume import fingerprint_of
+from relayout.conversion.run import ConversionPlan
+from relayout.core.digests import digest_hex
+from relayout.format.index import MANIFEST_NAME, RANKS
+from relayout.format.manifest import compact_json
+from relayout.plans.plan import Plan
+from relayout.plans.planner import plan_for
+from relayout.storage.cache_folder import Cache, Lease
+from relayout.storage.local.store import LocalStore
+from relayout.storage.protocols import Store
+
+MODEL = "model"
+"""The converted checkpoint in an entry."""
+_NUM_UNITS = 16
+"""About how many parts the processes share. Each has a file for each rank."""
+_MIN_PART_NBYTES = 64 * 2**20
+_SIDECAR_NBYTES = 2**20
+_SIDECAR_NBYTES_PER_TENSOR = 300
+_POLL_SECONDS = 0.05
+
+FindPlan = Callable[[SourceCheckpoint, int, Cache], Plan]
+"""Finds the plan of a checkpoint for so many ranks. Raises PlanError: there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedConversion(LocalStore):
+    """A converted checkpoint in a cache, which is not removed while this object lives."""
+
+    lease: Lease
+    is_new: bool
+    """Whether it was converted now."""
+
+
+def builtin_plan(checkpoint: SourceCheckpoint, num_ranks: int, cache: Cache) -> Plan:
+    """The built-in plan of the model type.
+
+    Raises:
+        PlanError: there is none.
+    """
+    return plan_for(checkpoint, num_ranks)
+
+
+def cached_conversion(
+    source: Store,
+    num_ranks: int,
+    cache: Cache,
+    find_plan: FindPlan = builtin_plan,
+    *,
+    on_miss: Callable[[ConversionPlan], None] | None = None,
+) -> CachedConversion:
+    """The conversion of a plain checkpoint in a cache, made now if it is not there.
+
+    An entry is of one source (names, lengths and versions of its files, their headers and index), one plan and degree,
+    and one version of the format. Other processes that call this at the same time take part in making it.
+
+    Args:
+        source: a folder, file or prefix, read by this process and by others that take part.
+        on_miss: called before this process converts anything.
+
+    Raises:
+        FormatError: the source is damaged, or has changed while it was read.
+        PlanError: it has no plan for this degree, or the cache's folder is not relayout's.
+        OSError: reading or writing failed, or the cache has no room for it.
+    """
+    checkpoint = read_source(source)
+    plan = find_plan(checkpoint, num_ranks, cache)
+    part_nbytes = checkpoint.nbytes // (num_ranks * _NUM_UNITS)
+    part_nbytes = min(max(part_nbytes, _MIN_PART_NBYTES), DEFAULT_MAX_PART_NBYTES)
+    nowhere = LocalStore(folder=Path(cache.folder))
+    conversion = ConversionPlan.lay_out(nowhere, checkpoint, plan, DEFAULT_ALIGNMENT, part_nbytes, False, RANKS)
+    fingerprint = fingerprint_of(conversion)
+    lease = cache.lease(digest_hex(compact_json([fingerprint.source, fingerprint.options])))
+    output = LocalStore(folder=lease.folder / MODEL)
+    planned = replace(conversion, output=output)
+    if is_new := not _is_published(planned):
+        if on_miss is not None:
+            on_miss(planned)
+        _convert_together(planned, cache, lease)
+    return CachedConversion(folder=output.folder, lease=lease, is_new=is_new)
+
+
+def _convert_together(planned: ConversionPlan, cache: Cache, lease: Lease) -> None:
+    """Convert what no other process is converting, until the output is there.
+
+    Raises:
+        FormatError, PlanError, OSError: as `cached_conversion`.
+    """
+    files = {f"{MODEL}/{file.name}": file.nbytes for file in planned.layout.files}
+    sidecar_nbytes = _SIDECAR_NBYTES + _SIDECAR_NBYTES_PER_TENSOR * len(planned.source.tensors)
+    reservation = cache.reserve(lease, files | {f"{MODEL}/{MANIFEST_NAME}": sidecar_nbytes})
+    if reservation is None:
+        what = f"the cache has no room for {sum(files.values())} bytes"
+        raise OSError(errno.ENOSPC, what, os.fspath(cache.folder))
+    with reservation:
+        lease.describe(str(planned.source.root), planned.plan.num_ranks)
+        left = set(range(len(planned.layout.units)))
+        while not _is_published(planned):
+            if not _step(planned, lease, left):
+                time.sleep(_POLL_SECONDS)
+
+
+def _step(planned: ConversionPlan, lease: Lease, left: set[int]) -> bool:
+    """Convert one unit of those that are left, or publish when there are none.
+
+    Nobody converts while another publishes: what it wrote would be left over.
+
+    Returns:
+        Whether anything was done: else other processes hold the locks.
+    """
+    with lease.try_lock("publish", shared=True) as nobody_publishes:
+        if not nobody_publishes or _is_published(planned):
+            return False
+        for unit in sorted(left):
+            with lease.try_lock(f"unit-{unit}") as is_locked:
+                if is_locked:
+                    convert_unit(planned, unit)
+                    left.discard(unit)
+                    return True
+    with lease.try_lock("publish") as nobody_converts:
+        if left or not nobody_converts or _is_published(planned):
+            return False
+        commit_units(planned)
+        return True
+
+
+def _is_published(planned: ConversionPlan) -> bool:
+    return planned.output.stat(MANIFEST_NAME) is not None
+
+
+def kept_plan(checkpoint: SourceCheckpoint, num_ranks: int, cache: Cache, name: str, find: Callable[[], Plan]) -> Plan:
+    """A plan that takes long to find, kept in a cache; one process at a time looks for it.
+
+    Args:
+        name: what the plan depends on beside checkpoint and degree, such as the engine's version.
+
+    Raises:
+        FormatError: what is kept is damaged.
+        PlanError, OSError: as `find`, or the cache cannot be written.
+    """
+    headers = [digest_hex(file.header) for file in checkpoint.files]
+    key = compact_json([name, num_ranks, checkpoint.config, headers])
+    with cache.lease(digest_hex(key)) as lease:
+        kept = lease.folder / "plan.json"
+        if not kept.exists():
+            # Others wait for the one that finds it.
+            with lease.lock("plan"):
+                if not kept.exists():
+                    lease.keep_small(kept.name, compact_json(find().as_json()))
+        return Plan.from_json(json.loads(kept.read_bytes()))

@@ -1,0 +1,85 @@
+"""`relayout cache`: what it lists, what it removes, and what it never touches."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import relayout
+from relayout.cli.app import app
+from relayout.commands.cache import cache
+from relayout.errors import PlanError
+from relayout.loader.sources.plain import kept_conversion
+from relayout.storage.cache_folder import Cache
+from relayout.storage.stores import find_input
+
+
+@pytest.fixture
+def folder(llama: Path, tmp_path: Path) -> Path:
+    """A cache with conversions for 2 and for 4 ranks."""
+    for tp in (2, 4):
+        relayout.load(llama, 0, tp=tp, cache=tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+def test_entries_are_listed_with_source_degree_size_and_use(folder: Path, llama: Path) -> None:
+    listing = cache(folder)
+    assert [(entry.source, entry.num_ranks, entry.is_in_use) for entry in listing.entries] == [
+        (str(llama), 2, False),
+        (str(llama), 4, False),
+    ]
+    for entry in listing.entries:
+        files = (folder / "relayout-cache-v1" / entry.name).rglob("*")
+        assert entry.nbytes == sum(file.stat().st_size for file in files if file.is_file())
+    assert listing.nbytes == sum(entry.nbytes for entry in listing.entries)
+
+
+def test_one_entry_is_removed_by_how_its_name_begins_and_all_by_clear(folder: Path) -> None:
+    first, second = cache(folder).entries
+    listing = cache(folder, remove=[first.name[:8]])
+    assert [entry.name for entry in listing.entries] == [second.name]
+    assert listing.removed_nbytes == first.nbytes
+    assert cache(folder, clear=True).entries == ()
+    assert not list(folder.rglob("*.safetensors"))
+
+
+def test_an_entry_in_use_and_the_files_of_others_stay(folder: Path, llama: Path) -> None:
+    own = folder / "relayout-cache-v1"
+    theirs = [own / ("f" * 32) / "weights", own / "notes.txt", folder / "models" / "weights"]
+    for path in theirs:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("theirs")
+    used = kept_conversion(find_input(llama), 4, Cache(folder))
+    listing = cache(folder, clear=True)
+    assert [(entry.num_ranks, entry.is_in_use) for entry in listing.entries] == [(4, True)]
+    assert listing.in_use == (listing.entries[0].name,)
+    assert all(path.read_text() == "theirs" for path in theirs)
+    with pytest.raises(PlanError, match=r"has no entry 'ffff'"):
+        cache(folder, remove=["ffff"])
+    del used
+    assert cache(folder, clear=True).entries == ()
+    assert all(path.read_text() == "theirs" for path in theirs)
+
+
+def test_what_cannot_be_listed_is_an_error(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RELAYOUT_CACHE", raising=False)
+    for given, message in ((None, "no cache: give its folder"), (tmp_path / "none", "is no folder")):
+        with pytest.raises(PlanError, match=message):
+            cache(given)
+    for start in ("", "zz"):
+        with pytest.raises(PlanError, match=f"has no entry '{start}'"):
+            cache(folder, remove=[start])
+    monkeypatch.setenv("RELAYOUT_CACHE", str(folder))
+    assert len(cache().entries) == 2
+
+
+def test_the_command_prints_a_table_or_json(folder: Path, llama: Path) -> None:
+    shown = CliRunner().invoke(app, ["cache", str(folder)]).output
+    assert shown.startswith(f"{folder}: 2 checkpoints, ")
+    assert [line.split()[-5] for line in shown.splitlines()[-2:]] == ["2", "4"]
+    found = json.loads(CliRunner().invoke(app, ["cache", str(folder), "--clear", "--json"]).output)
+    assert found["entries"] == []
+    assert found["removed_nbytes"] > 0

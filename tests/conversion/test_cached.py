@@ -1,0 +1,221 @@
+"""Conversions that a cache keeps: made once, by whoever loads, complete or not there at all."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from support import s3_server
+from support.loader_fixtures import assert_equal, whole_tensors
+from support.patience import PATIENCE
+
+import relayout
+from relayout.conversion import cached
+from relayout.errors import PlanError
+from relayout.storage.cache_folder import Cache
+
+TP = 4
+NUM_KILLS = int(os.environ.get("RELAYOUT_KILLS", "6"))
+
+LOAD = """
+import sys, relayout
+from relayout.conversion import cached
+cached._MIN_PART_NBYTES = 50_000
+relayout.load(sys.argv[1], int(sys.argv[2]), tp=4, cache=sys.argv[3])
+"""
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cached, "_MIN_PART_NBYTES", 50_000)
+
+
+@pytest.fixture
+def model(llama: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(llama, tmp_path / "model"))
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def entries_of(cache: Path) -> list[Path]:
+    return sorted((cache / "relayout-cache-v1").glob("[0-9a-f]" * 32))
+
+
+def expect(cache: Path, source: Path, *, num_entries: int = 1) -> None:
+    """All entries are complete, and the newest is a conversion of the source; nothing is half made."""
+    entries = [entry for entry in entries_of(cache) if (entry / ".about.json").exists()]
+    assert len(entries) == num_entries
+    for entry in entries:
+        assert not [path for path in entry.iterdir() if path.name.startswith(".model")]
+    newest = max(entries, key=lambda entry: (entry / "model" / "relayout.json").stat().st_mtime_ns)
+    assert not relayout.verify(newest / "model", source=source).differences
+
+
+@pytest.fixture
+def by_itself(model: Path, tmp_path: Path) -> Path:
+    """What an ordinary conversion makes."""
+    relayout.convert(model, tmp_path / "out", tp=TP)
+    return tmp_path / "out"
+
+
+def test_the_first_load_leaves_what_the_second_reads(model: Path, by_itself: Path, cache: Path) -> None:
+    for rank in range(TP):
+        found = relayout.load(model, rank, tp=TP, cache=cache)
+        assert_equal(found, whole_tensors(by_itself, f"model-rank-{rank}-*"))
+    expect(cache, model)
+    for shard in model.glob("*.safetensors"):  # Headers are read again, and no weights.
+        status = shard.stat()
+        header_nbytes = 8 + int.from_bytes(shard.read_bytes()[:8], "little")
+        with shard.open("r+b") as file:
+            file.seek(header_nbytes)
+            file.write(bytes(status.st_size - header_nbytes))
+        os.utime(shard, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert_equal(dict(relayout.iter_load(model, 1, tp=TP, cache=cache)), whole_tensors(by_itself, "model-rank-1-*"))
+
+
+@pytest.mark.parametrize("change", ["time", "bytes", "degree"])
+def test_an_entry_is_of_one_source_and_degree(model: Path, cache: Path, change: str) -> None:
+    relayout.load(model, 0, tp=TP, cache=cache)
+    shard = min(model.glob("*.safetensors"))
+    if change == "time":
+        os.utime(shard)
+    elif change == "bytes":
+        content = bytearray(shard.read_bytes())
+        content[-1] ^= 1
+        shard.write_bytes(content)
+    tp = 2 if change == "degree" else TP
+    expected = relayout.convert(model, cache.with_name("out"), tp=tp).output
+    assert_equal(relayout.load(model, 1, tp=tp, cache=cache), whole_tensors(Path(expected), "model-rank-1-*"))
+    expect(cache, model, num_entries=2)
+
+
+def test_those_that_load_at_once_convert_together(model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every unit is converted once; every byte of the source is read once."""
+    converted: Counter[int] = Counter()
+    threads: set[int] = set()
+    convert_unit = cached.convert_unit
+
+    def counted(planned: cached.ConversionPlan, unit: int) -> None:
+        time.sleep(0.05)
+        record = convert_unit(planned, unit)
+        converted[unit] += record.read_nbytes > 0
+        threads.add(threading.get_ident())
+
+    monkeypatch.setattr(cached, "convert_unit", counted)
+    with ThreadPoolExecutor(TP) as pool:
+        loads = [pool.submit(relayout.load, model, rank, tp=TP, cache=cache) for rank in range(TP)]
+        for rank, load in enumerate(loads):
+            assert_equal(load.result(), relayout.load(model, rank, tp=TP, cache=""))
+    assert len(converted) > TP
+    assert set(converted.values()) == {1}
+    assert len(threads) > 1
+    expect(cache, model)
+
+
+def test_a_store_sends_every_byte_once_to_all_ranks(model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("obstore", reason="the client of object stores")
+    with s3_server.running() as server:
+        for name, value in s3_server.environment(server).items():
+            monkeypatch.setenv(name, value)
+        for file in model.iterdir():
+            server.put("models", f"model/{file.name}", file.read_bytes())
+        with ThreadPoolExecutor(TP) as pool:
+            loads = [pool.submit(relayout.load, "s3://models/model", rank, tp=TP, cache=cache) for rank in range(TP)]
+            for rank, load in enumerate(loads):
+                assert_equal(load.result(), relayout.load(model, rank, tp=TP, cache=""))
+        data = {shard.name: 8 + int.from_bytes(shard.read_bytes()[:8], "little") for shard in model.glob("*.safetens*")}
+        ranges = [
+            (request.key, *request.range)
+            for request in server.requests
+            if request.key.endswith(".safetensors")
+            and request.range
+            and request.range[0] >= data[Path(request.key).name]
+        ]
+        assert len(ranges) == len(set(ranges)) > len(data)
+    expect(cache, model)
+
+
+@pytest.mark.parametrize("seed", range(NUM_KILLS))
+def test_processes_that_are_killed_leave_nothing_half_made(model: Path, cache: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    command = [sys.executable, "-c", LOAD, str(model)]
+    processes = [subprocess.Popen([*command, str(rank), str(cache)]) for rank in range(2)]
+    deadline = time.monotonic() + PATIENCE
+    while not entries_of(cache) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    for process in chance.sample(processes, len(processes)):
+        time.sleep(chance.uniform(0, 0.1))
+        process.kill()
+        process.wait()
+    for entry in entries_of(cache):
+        if (entry / "model" / "relayout.json").exists():
+            assert not relayout.verify(entry / "model", source=model).differences
+    found = relayout.load(model, 3, tp=TP, cache=cache)
+    assert_equal(found, relayout.load(model, 3, tp=TP, cache=""))
+    expect(cache, model)
+
+
+def test_one_that_is_killed_does_not_keep_the_others_waiting(model: Path, cache: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", LOAD, str(model), "0", str(cache)])
+    while not list(cache.rglob(".lock-unit-*")) and process.poll() is None:
+        time.sleep(0.005)
+    process.kill()
+    assert_equal(relayout.load(model, 0, tp=TP, cache=cache), relayout.load(model, 0, tp=TP, cache=""))
+    process.wait()
+    expect(cache, model)
+
+
+def test_a_cache_without_room_is_said_and_the_source_is_read(model: Path, cache: Path) -> None:
+    with pytest.warns(UserWarning, match="is not kept in the cache .*the cache has no room for [0-9]+ bytes"):
+        found = relayout.load(model, 0, tp=TP, cache=Cache(cache, 1000))
+    assert_equal(found, relayout.load(model, 0, tp=TP, cache=""))
+    assert not list(cache.rglob("*.safetensors"))
+
+
+def test_an_entry_in_use_stays_and_the_least_used_goes(model: Path, llama: Path, cache: Path, tmp_path: Path) -> None:
+    limited = Cache(cache, int(1.5 * sum(file.stat().st_size for file in model.iterdir())) + 2**21)
+    relayout.load(model, 0, tp=TP, cache=limited)
+    held = cached.cached_conversion(relayout.storage.stores.find_input(model), TP, limited)
+    other = shutil.copytree(llama, tmp_path / "other")
+    os.utime(min(other.glob("*.safetensors")))
+    with pytest.warns(UserWarning, match="no room"):
+        relayout.load(other, 0, tp=TP, cache=limited)
+    expect(cache, model)
+    del held
+    relayout.load(other, 0, tp=TP, cache=limited)
+    assert [entry for entry in entries_of(cache) if (entry / "model").exists()]
+    assert_equal(relayout.load(other, 2, tp=TP, cache=limited), relayout.load(other, 2, tp=TP, cache=""))
+
+
+def test_a_folder_of_somebody_else_is_not_touched(model: Path, cache: Path) -> None:
+    own = cache / "relayout-cache-v1"
+    own.mkdir(parents=True)
+    (own / "thesis.tex").write_text("theirs")
+    with pytest.warns(UserWarning, match="is not kept in the cache .*: relayout did not make it"):
+        found = relayout.load(model, 0, tp=TP, cache=cache)
+    assert_equal(found, relayout.load(model, 0, tp=TP, cache=""))
+    assert [path.name for path in own.iterdir()] == ["thesis.tex"]
+
+
+def test_a_model_without_a_plan_is_an_error_as_without_a_cache(model: Path, cache: Path) -> None:
+    config = model / "config.json"
+    config.write_text(config.read_text().replace('"llama"', '"unheard_of"'))
+    with pytest.warns(UserWarning, match="is not kept"), pytest.raises(PlanError, match="unheard_of"):
+        relayout.load(model, 0, tp=TP, cache=cache)
+
+
+def test_one_rank_of_a_local_checkpoint_is_read_where_it_is(model: Path, cache: Path) -> None:
+    assert_equal(relayout.load(model, 0, tp=1, cache=cache), whole_tensors(model))
+    assert not cache.exists()

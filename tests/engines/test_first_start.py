@@ -1,0 +1,214 @@
+"""The first start of an engine on a plain checkpoint: it converts, or the engine loads by itself; it never fails."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import fake_sglang, fake_vllm, hub_server
+from support.conversions import stock_tensors
+from support.fake_vllm import Model
+
+import relayout
+from relayout import plugins
+from relayout.conversion import cached
+from relayout.engines import vllm
+from relayout.plans.plan import Plan
+from relayout.plans.planner import plan_for
+
+Load = Callable[..., None]
+
+
+@pytest.fixture(params=["vllm", "sglang"])
+def load(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Load:
+    """Start an engine's process on a folder, with a model and options of relayout."""
+    caplog.set_level(logging.INFO)
+    if request.param == "vllm":
+        fake = fake_vllm.install(monkeypatch)
+        plugins.vllm()
+        return lambda folder, model, **options: fake.load(folder, model, **options)
+    other = fake_sglang.install(monkeypatch)
+    plugins.sglang()
+    sys.modules["sglang.srt.plugins.hook_registry"].HookRegistry.apply_hooks()  # type: ignore[attr-defined]
+    return lambda folder, model, **options: other.load(folder, model, load_format="relayout", **options)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("RELAYOUT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def model(folders: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(folders / "llama", tmp_path / "model"))
+
+
+def start(load: Load, folder: Path | str, whole: Path, tp: int = 2) -> None:
+    """All ranks, one after the other."""
+    tensors = stock_tensors(whole)
+    for rank in range(tp):
+        model = Model(tensors, rank, tp)
+        load(folder, model)
+        model.assert_holds_what_it_cuts_of(tensors)
+
+
+def said(caplog: pytest.LogCaptureFixture, text: str) -> int:
+    """In how many lines; then nothing was said."""
+    count = sum(text in record.getMessage() for record in caplog.records)
+    caplog.clear()
+    return count
+
+
+@pytest.mark.parametrize(("name", "tp"), [("llama", 2), ("llama", 4), ("moe", 2)])
+def test_the_first_start_converts_and_the_second_loads_that(
+    folders: Path, load: Load, cache: Path, caplog: pytest.LogCaptureFixture, name: str, tp: int
+) -> None:
+    start(load, folders / name, folders / name, tp)
+    assert said(caplog, "relayout: converting") == 1
+    start(load, folders / name, folders / name, tp)
+    assert said(caplog, f"of {tp}: ") == tp
+    start(load, folders / name, folders / name, tp)
+    assert said(caplog, "relayout: converting") == 0
+
+
+def test_without_a_cache_the_engine_loads_and_one_line_says_what_a_cache_would_give(
+    folders: Path, load: Load, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RELAYOUT_CACHE", raising=False)
+    start(load, folders / "llama", folders / "llama")
+    assert said(caplog, "loads it itself. With a cache (RELAYOUT_CACHE=FOLDER) the first start converts it") == 2
+
+
+def test_a_changed_source_is_converted_anew(
+    model: Path, load: Load, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start(load, model, model)
+    shard = min(model.glob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    caplog.clear()
+    start(load, model, model)
+    assert said(caplog, "relayout: converting") == 1
+
+
+def foreign(cache: Path, model: Path) -> None:
+    (cache / "relayout-cache-v1").mkdir(parents=True)
+    (cache / "relayout-cache-v1" / "thesis.tex").write_text("theirs")
+
+
+def file_in_its_place(cache: Path, model: Path) -> None:
+    cache.write_text("theirs")
+
+
+def unreadable_index(cache: Path, model: Path) -> None:
+    (model / "model.safetensors.index.json").write_text("{")
+
+
+@pytest.mark.parametrize("wrong", [foreign, file_in_its_place, unreadable_index])
+def test_whatever_is_wrong_the_engine_loads_by_itself_and_says_why(
+    model: Path, load: Load, cache: Path, caplog: pytest.LogCaptureFixture, wrong: Any
+) -> None:
+    wrong(cache, model)
+    before = {path: path.read_bytes() for path in [cache, *cache.rglob("*")] if path.is_file()}
+    start(load, model, model)
+    assert said(caplog, "loads it itself") == 2
+    assert {path: path.read_bytes() for path in [cache, *cache.rglob("*")] if path.is_file()} == before
+
+
+def test_a_model_without_a_plan_is_loaded_by_the_engine(
+    model: Path, load: Load, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = model / "config.json"
+    config.write_text(config.read_text().replace('"llama"', '"unheard_of"'))
+    start(load, model, model)
+    assert said(caplog, "loads it itself") == 2
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), OSError(errno.EROFS, "read-only"), MemoryError()])
+def test_a_conversion_that_fails_leaves_the_start_to_the_engine(
+    model: Path, load: Load, cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, error: Any
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(cached, "convert_unit", fail)
+    start(load, model, model)
+    assert said(caplog, "loads it itself") == 2
+    monkeypatch.undo()
+    monkeypatch.setenv("RELAYOUT_CACHE", str(cache))
+
+
+def test_an_entry_that_is_damaged_is_loaded_by_the_engine(
+    model: Path, load: Load, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start(load, model, model)
+    for file in cache.rglob("model-rank-*.safetensors"):
+        os.truncate(file, file.stat().st_size - 4096)
+    caplog.clear()
+    start(load, model, model)
+    assert sum("from the cache" in record.getMessage() for record in caplog.records) == 2
+
+
+def test_two_engines_at_once_share_an_entry(model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cached, "_MIN_PART_NBYTES", 50_000)
+    with ThreadPoolExecutor(4) as pool:
+        stores = [
+            found.result()
+            for found in [
+                pool.submit(cached.cached_conversion, relayout.storage.stores.find_input(model), 2, cached.Cache(cache))
+                for _ in range(4)
+            ]
+        ]
+    assert len({store.folder for store in stores}) == 1
+    assert not relayout.verify(stores[0].folder, source=model).differences
+
+
+def test_a_model_without_a_built_in_plan_is_observed_once(
+    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    text = (model / "config.json").read_text()
+    (model / "config.json").write_text(text.replace('"llama"', '"unheard_of"'))
+    observed = []
+
+    def observe(checkpoint: Any, num_ranks: int) -> Plan:
+        observed.append(num_ranks)
+        return plan_for(checkpoint, num_ranks, "llama")
+
+    fake = fake_vllm.install(monkeypatch)
+    vllm.register(observe)
+    for _ in range(2):
+        start(fake.load, model, model)
+    assert observed == [2]
+    assert said(caplog, "of 2: ") == 4
+
+
+def test_a_model_on_the_hub_is_streamed_into_the_cache(
+    folders: Path,
+    load: Load,
+    cache: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("huggingface_hub", reason="the hub's own library")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_TOKEN", hub_server.TOKEN)
+    with hub_server.running() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.hub.url)
+        hub.repos["org/model"] = {file.name: file.read_bytes() for file in (folders / "llama").iterdir()}
+        start(load, "org/model", folders / "llama")
+        assert said(caplog, "relayout: converting hf://org/model") == 1
+        start(load, "org/model", folders / "llama")
+        assert said(caplog, "relayout: converting") == 0
+    assert not list(tmp_path.glob("hub/**/*.safetensors"))

@@ -10,7 +10,6 @@ import errno
 import json
 import logging
 import sys
-import warnings
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -38,7 +37,8 @@ def _replica(folder: Path, number: int) -> None:
     from support.conversions import stock_tensors
     from support.fake_vllm import Model, install, model_config
 
-    from relayout import plugins, rank_weights
+    from relayout import plugins
+    from relayout.engines import rank_weights
 
     rank_weights.MIN_PLACED_NBYTES = 0  # Large enough to be placed, were it not shared.
     join(folder, number, NUM_REPLICAS)
@@ -94,9 +94,6 @@ def _replica(folder: Path, number: int) -> None:
     case("verified", verify=True)
     case("alone", share=False)
     case("direct", placement="direct")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        case("plain", str(folder / "moe"))
     case("draft", str(folder / "moe-tp2"), draft=True)
     if number == 0:
         error = partial(OSError, errno.EIO, "the drive is on fire", "model")

@@ -167,4 +167,4 @@ def plain_files(source: str | Path) -> list[Path]:
 
 def _files(source: str) -> list[str]:
     store = _source(source).folder
-    return [str(store.path(file.name) or store.where(file.name)) for file in _source(source).files]
+    return [str(store.path(file.name) or store.location(file.name)) for file in _source(source).files]

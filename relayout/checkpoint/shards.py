@@ -69,7 +69,7 @@ def _check_set(root: Store, first: re.Match[str], numbers: set[int]) -> None:
         name = first[0][: first.start("number")] + missing + first[0][first.end("number") :]
         others = f" (and {num_missing - 1} others)" if num_missing > 1 else ""
         what = f"is missing{others}: {first[0]} is one of {count} files, and there is no index"
-        raise FormatError(what, path=root.where(name), code="missing")
+        raise FormatError(what, path=root.location(name), code="missing")
 
 
 def check_name(root: Store, name: str) -> None:

@@ -162,7 +162,7 @@ def read_shard(folder: Store, name: str) -> tuple[SourceFile, Header]:
         FormatError: the file cannot be opened or is damaged.
         OSError: reading failed.
     """
-    where = folder.where(name)
+    where = folder.location(name)
     with folder.open(name) as file:
         prefix = _read(file, 0, min(len(LFS_POINTER), file.nbytes))
         end = LENGTH_NBYTES + header_nbytes(prefix, file.nbytes, where)
@@ -215,7 +215,7 @@ def _read_folder(root: Store) -> SourceCheckpoint:
     index: tuple[str, bytes] | None = None
     if index_name is not None:
         index = (index_name, root.read(index_name, MAX_INDEX_NBYTES))
-        named = parse_index(index[1], root.where(index_name))
+        named = parse_index(index[1], root.location(index_name))
         used_names = set(named.values())
         used = sorted(used_names)
         left_out += [f"{name}: not named by {index_name}" for name in shards if name not in used_names]
@@ -308,7 +308,7 @@ def _assemble(
     folder = root.parent()[0] if is_file else root
     for shard, _ in shards:
         if shard.version == "":
-            raise unversioned(folder.where(shard.name))
+            raise unversioned(folder.location(shard.name))
     tensors, skipped = _collect_tensors(folder, shards, named)
     return SourceCheckpoint(
         root=root,
@@ -349,7 +349,7 @@ def _collect_tensors(
             if entry.name in tensors:
                 other = shards[tensors[entry.name].file][0]
                 raise FormatError(
-                    f"is in {other.name} as well", path=folder.where(shard.name), tensor=entry.name, code="mismatch"
+                    f"is in {other.name} as well", path=folder.location(shard.name), tensor=entry.name, code="mismatch"
                 )
             extent = Extent(header.data_start + entry.offset, entry.nbytes)
             tensors[entry.name] = SourceTensor(entry.name, entry.dtype, entry.shape, position, extent)
@@ -358,7 +358,7 @@ def _collect_tensors(
     for name, file in (named or {}).items():
         if name not in tensors:
             raise FormatError(
-                "is named by the index, but not in the file", path=folder.where(file), tensor=name, code="mismatch"
+                "is named by the index, but not in the file", path=folder.location(file), tensor=name, code="mismatch"
             )
     return tensors.values(), skipped
 
@@ -371,7 +371,7 @@ def _side_files(root: Store, entries: Sequence[Entry]) -> tuple[tuple[str, ...],
         suffix = PurePosixPath(name).suffix
         is_part = "/" not in name and (suffix == ".safetensors" or name.endswith(_INDEX_SUFFIX))
         if reason is None and not entry.is_readable:
-            raise FormatError(f"cannot be read: {os.strerror(errno.EACCES)}", path=root.where(name))
+            raise FormatError(f"cannot be read: {os.strerror(errno.EACCES)}", path=root.location(name))
         is_weights = suffix in _WEIGHT_SUFFIXES or name.endswith(_INDEX_SUFFIX)
         if reason is None and is_weights and not _is_head(root, name):
             reason = "weights that are not part of the model"

@@ -72,7 +72,7 @@ def _check_header(
     """Check a file's length and header against its rows of the table. Return False if it cannot be read."""
     file = manifest.files[number]
     try:
-        where = folder.where(file.name)
+        where = folder.location(file.name)
         shard, header = read_shard(folder, file.name)
         if shard.nbytes != file.nbytes:
             raise FormatError(f"{shard.nbytes} bytes long, expected {file.nbytes}", path=where, code="mismatch")
@@ -242,7 +242,7 @@ def _check_hub_index(folder: Store, manifest: Manifest, table: RankTable, report
     files = manifest.holder_files(-1)
     expected = {name: files[file].name for name, file in zip(table.names, table.files, strict=True)}
     try:
-        top = parse_object(folder.read(HUB_INDEX_NAME, MAX_INDEX_NBYTES), folder.where(HUB_INDEX_NAME))
+        top = parse_object(folder.read(HUB_INDEX_NAME, MAX_INDEX_NBYTES), folder.location(HUB_INDEX_NAME))
         found = Fields(top, HUB_INDEX_NAME).object("weight_map")
         total = Fields(Fields(top, HUB_INDEX_NAME).object("metadata"), HUB_INDEX_NAME).size("total_size")
     except FormatError as error:

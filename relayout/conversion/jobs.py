@@ -268,7 +268,7 @@ def commit_units(
         if missing := [str(unit) for unit, record in enumerate(records) if record is None]:
             shown = ", ".join(missing[:8]) + (" ..." if len(missing) > 8 else "")
             raise PlanError(
-                f"{len(missing)} of {len(records)} units are not done: {shown}", path=staging.where, code="missing"
+                f"{len(missing)} of {len(records)} units are not done: {shown}", path=staging.location, code="missing"
             )
         for name in set(staging.names()) - {file.name for file in layout.files}:
             staging.remove(name)  # Of a commit that was interrupted.

@@ -31,7 +31,7 @@ def undertaking_of(conversion: Conversion) -> Undertaking:
     for file in checkpoint.files:
         status = checkpoint.folder.stat(file.name)
         if status is None:
-            raise FormatError("is missing", path=checkpoint.folder.where(file.name), code="missing")
+            raise FormatError("is missing", path=checkpoint.folder.location(file.name), code="missing")
         name = os.fsencode(file.name).hex()  # It need not be UTF-8.
         files.append([name, status.nbytes, status.version, digest_hex(file.header)])
     # One tensor may lie in several files: the index says which counts.
@@ -53,7 +53,6 @@ def claims_of(staging: Staging, undertaking: Undertaking, *, force: bool) -> Cla
     Raises:
         PlanError: the place holds an attempt at something else, and is not to be cleared by `force`.
     """
-    staging.is_kept = True
     found = read_journal(staging)
     if found is not None and found[0] == undertaking and found[1].tensors:
         return found[1]
@@ -61,10 +60,9 @@ def claims_of(staging: Staging, undertaking: Undertaking, *, force: bool) -> Cla
         what = "the source has changed since" if found[0].options == undertaking.options else "with other options"
         raise PlanError(
             f"holds an interrupted conversion, {what}; --force discards it and starts afresh",
-            path=staging.where,
+            path=staging.location,
             code="exists",
         )
-    staging.is_kept = False
     staging.clear()
     return Claims()
 

@@ -103,8 +103,7 @@ def _run(
             what = "cannot read files before they are published: convert to a local folder, or without sha256"
             raise PlanError(what, path=str(conversion.output), code="option")
         claims = claims_of(staging, undertaking, force=force)
-        staging.advice = f"what is done is kept in {staging.where}; the same command goes on from there"
-        staging.check_space(_needed_nbytes(conversion) - staging.allocated_nbytes())
+        staging.check_space(_needed_nbytes(conversion))
         num_readers = num_readers_of(threads, chunk_nbytes)
         with reporting(progress if claims.tensors else None, "checking what is done", source.nbytes):
             done = still_true(staging, claims, conversion, num_readers)
@@ -117,7 +116,7 @@ def _run(
             digests, chunks = _run_units(conversion, staging, journal, headers, done, threads, chunk_nbytes, report)
         write_sidecar(staging, conversion, digests, chunks, headers.files, threads=num_readers, sha256=sha256)
         if undertaking_of(conversion) != undertaking:
-            staging.is_kept = False
+            staging.clear()
             raise FormatError("has changed while it was read", path=str(conversion.source.root), code="mismatch")
     return summary_of(conversion, resumed_nbytes, time.monotonic() - started)
 
@@ -168,7 +167,6 @@ def _run_units(
     def note(written: Mapping[int, TensorDigests]) -> None:
         if written:
             journal.add(written)
-            staging.is_kept = True
 
     def tell(nbytes: int) -> None:
         if report is not None:

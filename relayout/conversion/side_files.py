@@ -23,8 +23,8 @@ def modes_of(folder: Store, files: Iterable[str], *, with_folder: bool = True) -
     A file that is missing, or no file, is left to whoever reads it.
     """
     folder_mode, file_mode = Modes().folder, Modes().file
-    if with_folder:
-        folder_mode &= folder.folder_mode()
+    if with_folder and (path := folder.path("")) is not None:
+        folder_mode &= path.stat().st_mode
     for name in files:
         status = folder.stat(name)
         if status is not None:
@@ -48,7 +48,7 @@ def copy_side_file(source: Store, staging: Staging, name: str, expected: SideFil
     staging.put(name, side.pieces(), mode)
     found = SideFile(name, side.nbytes, side.digest.hexdigest(), mode)
     if expected is not None and found.digest != expected.digest:
-        raise FormatError("differs from the file that was copied", path=source.where(name), code="digest")
+        raise FormatError("differs from the file that was copied", path=source.location(name), code="digest")
     return found
 
 
@@ -70,11 +70,13 @@ class _Passing:
     def __init__(self, folder: Store, name: str, expected_nbytes: int | None) -> None:
         status = folder.stat(name)
         if status is None:
-            raise FormatError(f"cannot be read: {os.strerror(errno.ENOENT)}", path=folder.where(name), code="missing")
+            raise FormatError(
+                f"cannot be read: {os.strerror(errno.ENOENT)}", path=folder.location(name), code="missing"
+            )
         if expected_nbytes not in (None, status.nbytes):
-            raise FormatError("differs from the file that was copied", path=folder.where(name), code="digest")
+            raise FormatError("differs from the file that was copied", path=folder.location(name), code="digest")
         if not status.version and expected_nbytes is None:
-            raise unversioned(folder.where(name))
+            raise unversioned(folder.location(name))
         self.mode, self.nbytes = status.mode, status.nbytes
         self.digest = xxhash.xxh3_128()
         self._folder, self._name, self._version = folder, name, status.version

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from support import prestarted, s3_server
 from support.loader_fixtures import MIB, mlp_model
 from support.patience import in_time
+from support.toy_store import shelf
 
 import relayout
 from relayout.commands.convert import plan_conversion
@@ -26,7 +27,6 @@ from relayout.conversion import copy, jobs
 from relayout.conversion.jobs import UnitJob, commit_jobs, run_job, unit_jobs
 from relayout.errors import FormatError, PlanError
 from relayout.plans.family import VLLM, Family, builtin_text
-from relayout.storage.in_memory import bucket
 from relayout.storage.stores import find_store
 
 OPTIONS: dict[str, Any] = {"tp": 4, "max_part_nbytes": MIB // 4}
@@ -67,7 +67,7 @@ def expected(source: Path) -> dict[str, bytes]:
     return content(str(source.parent / "expected"))
 
 
-@pytest.fixture(params=["local", "memory", "s3"])
+@pytest.fixture(params=["local", "toy", "s3"])
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Below which outputs are made."""
     if request.param == "local":
@@ -78,8 +78,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
             monkeypatch.setenv(variable, value)
         s3_server.shared().clear(tmp_path.name)
         return f"s3://{tmp_path.name}"
-    bucket(tmp_path.name).clear()
-    return f"memory://{tmp_path.name}"
+    shelf(tmp_path.name).clear()
+    return f"toy://{tmp_path.name}"
 
 
 def content(path: str) -> dict[str, bytes]:
@@ -90,8 +90,9 @@ def content(path: str) -> dict[str, bytes]:
 
 def beside(place: str) -> list[str]:
     """What an output has left beside it."""
-    if place.startswith("memory://"):
-        return [*bucket(place.removeprefix("memory://"))._shared.get("out", {})]
+    if place.startswith("toy://"):
+        there = shelf(place.removeprefix("toy://"))
+        return [name for name in there.names() if not name.startswith("out/")] + list(there.parts)
     if place.startswith("s3://"):
         server, name = s3_server.shared(), place.removeprefix("s3://")
         uploads = [upload for upload in server.uploads.values() if upload[0] == name]
@@ -267,7 +268,7 @@ def test_a_late_double_changes_nothing(
     assert_published(place, expected)
     [error] = errors
     # An object store may say, too, that the upload is gone.
-    assert place.startswith("s3://") or str(error).endswith("is complete already; --force replaces it")
+    assert "://" in place or str(error).endswith("is complete already; --force replaces it")
 
 
 def test_once_published_units_are_refused(source: Path, expected: dict[str, bytes], place: str) -> None:
@@ -358,20 +359,20 @@ def test_a_commit_that_was_interrupted_is_done_again(
 
 def test_each_source_byte_is_read_once(source: Path, expected: dict[str, bytes], tmp_path: Path) -> None:
     """From an object store to an object store, beside the headers, which each job reads."""
-    shelf = bucket(tmp_path.name)
-    shelf.clear()
+    there = shelf(tmp_path.name)
+    there.clear()
     for file in source.iterdir():
-        shelf.put(f"source/{file.name}", file.read_bytes())
-    where = f"memory://{tmp_path.name}"
+        there.write(f"source/{file.name}", file.read_bytes())
+    where = there.root
     made = jobs_of(f"{where}/source", f"{where}/out", **OPTIONS)
-    before = shelf.read_nbytes
+    before = there.read_nbytes
     jobs_of(f"{where}/source", f"{where}/other", **OPTIONS)
-    to_plan = shelf.read_nbytes - before
-    before = shelf.read_nbytes
+    to_plan = there.read_nbytes - before
+    before = there.read_nbytes
     for job in made:
         run_job(job)
     weights = sum(record.source_nbytes for record in map(run_job, made))
-    read = shelf.read_nbytes - before - 2 * len(made) * to_plan
+    read = there.read_nbytes - before - 2 * len(made) * to_plan
     assert weights <= read <= 1.05 * weights
     commit_jobs(made)
     found = content(f"{where}/out")

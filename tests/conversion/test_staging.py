@@ -137,7 +137,6 @@ def test_failure_leaves_what_shall_be_kept_for_the_next_attempt(tmp_path: Path, 
         with staging_folder(tmp_path / "out") as staging:
             (staging.folder.path / "file").write_text("half")
             (staging.place.path / "relayout.note").write_text("not in the output")
-            staging.is_kept = True
             raise kind("halfway")
 
     with pytest.raises(kind, match="halfway"):
@@ -145,7 +144,6 @@ def test_failure_leaves_what_shall_be_kept_for_the_next_attempt(tmp_path: Path, 
     place = ".out.relayout-partial"
     assert listing(tmp_path) == [place, f"{place}/output", f"{place}/output/file", f"{place}/relayout.note"]
     with staging_folder(tmp_path / "out") as staging:
-        assert not staging.is_kept
         assert (staging.place.path / "relayout.note").read_text() == "not in the output"
         (staging.folder.path / "file").write_text("whole")
     assert content(tmp_path) == {"out/file": b"whole"}

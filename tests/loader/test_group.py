@@ -235,7 +235,7 @@ def test_a_damaged_chunk_fails_all_with_its_reason(group: list[dict[str, Any]], 
     failed = [member[case] for member in group]
     assert {one["kind"] for one in failed} == {"FormatError"}
     assert {one["code"] for one in failed} == {"digest"}
-    assert all("memory://group/out/model-rank-1-part-0" in one["error"] for one in failed)
+    assert all("toy://group/out/model-rank-1-part-0" in one["error"] for one in failed)
     assert sum("of the group failed" in one["error"] for one in failed) == NUM_MEMBERS - 1
 
 

@@ -314,7 +314,7 @@ def test_a_listing_without_end_is_an_error(server: Server) -> None:
         return None
 
     server.interfere = interfere
-    with pytest.raises(RelayoutError, match="the store lists the same names again and again"):
+    with pytest.raises(RelayoutError, match="the store repeats names in its listing"):
         list(find_store("s3://models/many").walk())
 
 

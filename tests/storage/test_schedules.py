@@ -334,7 +334,7 @@ def test_a_writer_that_stands_still_until_another_takes_over_deletes_and_publish
         ) -> None:
             world.current = second
             second.begin()
-            lease.Lease(second.store()._place(), "convert")._take()
+            lease.Lease(second.store()._output(), "convert")._take()
             before.update(there(world))
             world.watch = lambda writer, request: late.append(harm_of(request))
 

@@ -17,7 +17,7 @@ class CloudFile(Closable):
 
     alignment: ClassVar[int] = 1
 
-    def __init__(self, client: Client, name: str, where: str, *, version: str | None = None) -> None:
+    def __init__(self, client: Client, name: str, location: str, *, version: str | None = None) -> None:
         """Open the object by one request.
 
         Raises:
@@ -26,12 +26,12 @@ class CloudFile(Closable):
         """
         self._client = client
         self._name = name
-        self._where = where
+        self._where = location
         try:
             found = self._first(version)
         except FormatError as error:
             if error.code == "mismatch":
-                raise FormatError("has changed since it was last checked", path=where, code="mismatch") from None
+                raise FormatError("has changed since it was last checked", path=location, code="mismatch") from None
             raise
         self.nbytes = found.nbytes
         self.version = found.version
@@ -50,11 +50,9 @@ class CloudFile(Closable):
         return body.stat
 
     def fileno(self) -> None:
-        """See `ReadableFile.fileno`."""
         return
 
     def read(self, offset: int, view: memoryview) -> None:
-        """See `ReadableFile.read`."""
         view = view[: max(0, self.nbytes - offset)]
         known = memoryview(self._head)[offset : offset + view.nbytes]
         view[: known.nbytes] = known

@@ -41,7 +41,6 @@ class PartStaging(LocalStaging):
         self._whole = whole
 
     def read_notes(self, name: str) -> bytes | None:
-        """See `Store.stage_part`."""
         return read_notes(self._whole, name)
 
     def add(self, part: str) -> None:
@@ -67,7 +66,6 @@ class PartStaging(LocalStaging):
 def staging_part(
     output: Path, marker: str, shared: str, part: str, *, replace: bool, modes: Modes
 ) -> Iterator[PartStaging]:
-    """See `Store.stage_part`."""
     output = output.resolve()
     attempt = f"attempt-{os.urandom(8).hex()}"
     with OpenFolder(output.parent) as parent:

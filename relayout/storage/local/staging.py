@@ -22,7 +22,7 @@ from relayout.errors import FormatError, PlanError, shown
 from relayout.storage.local.files import InputFile, OutputFile, sync_and_drop_pages, with_path
 from relayout.storage.local.lock_file import check_owner_is, locked
 from relayout.storage.local.open_folder import OpenFolder, exchange, rename, restrict
-from relayout.storage.protocols import Access, Closable, Modes
+from relayout.storage.protocols import Access, Closable, Modes, kept_note
 
 _TO_CREATE = os.O_RDWR | os.O_CREAT
 FOLDER = "output"
@@ -128,14 +128,13 @@ class LocalStaging:
         """Holds the notes, which must not be in the output."""
         self.modes = _apply_umask(place, modes)
         """Permissions after the umask, also applied to files that were created under another umask."""
-        self.is_kept = False
-        self.advice: str | None = None
         self.folder = self._open_folder()
         """Becomes the output."""
+        self.is_noting = False
+        """Whether this attempt writes notes."""
 
     @property
-    def where(self) -> str:
-        """See `Staging.where`."""
+    def location(self) -> str:
         return str(self.place.path)
 
     def _open_folder(self) -> OpenFolder:
@@ -147,7 +146,6 @@ class LocalStaging:
         return folder
 
     def clear(self) -> None:
-        """See `Staging.clear`."""
         self.folder.close()
         self.folder = self._make_empty()
 
@@ -157,34 +155,30 @@ class LocalStaging:
         self.place.make(FOLDER, self.modes.folder)
         return self.place.subfolder(FOLDER)
 
-    def allocated_nbytes(self) -> int:
-        """See `Staging.allocated_nbytes`."""
-        return self.place.allocated_nbytes()
-
     def check_space(self, nbytes: int) -> None:
-        """See `Staging.check_space`."""
-        check_space(self._output, nbytes)
+        check_space(self._output, nbytes - self.place.allocated_nbytes())
+
+    @property
+    def has_notes(self) -> bool:
+        """Whether there are notes about files here."""
+        notes = [name for name in self.place.names() if name.startswith("relayout.") and name != _REPLACED]
+        return any(status.st_size > 0 for name in notes if (status := self.place.status(name)) is not None)
 
     def names(self) -> list[str]:
-        """See `Staging.names`."""
         return self.folder.names()
 
     def remove(self, name: str) -> None:
-        """See `Staging.remove`."""
         self.folder.remove(name)
 
     def open(self, name: str, nbytes: int) -> InputFile:
-        """See `Staging.open`."""
         # After a failed write-back the page cache may still hold the intended bytes.
         sync_and_drop_pages(self.folder, name)
         return InputFile(self.folder.path / name, nbytes, access=Access.ONCE, folder=self.folder)
 
     def write_file(self, name: str, nbytes: int, *, is_new: bool) -> OutputFile:
-        """See `Staging.write_file`."""
         return OutputFile(self.folder, name, nbytes, create=is_new, mode=self.modes.file)
 
     def write_head(self, name: str, head: bytes, nbytes: int) -> None:
-        """See `Staging.write_head`."""
         is_new = self.folder.status(name) is None
         fd = self.folder.open(name, _TO_CREATE, self.modes.file) if is_new else self.folder.open_own(name, os.O_RDWR)
         with open(fd, "r+b") as stream, with_path(self.folder.path / name):
@@ -195,7 +189,6 @@ class LocalStaging:
             os.fsync(stream.fileno())
 
     def put(self, name: str, pieces: Iterable[bytes], mode: int | None = None) -> None:
-        """See `Staging.put`."""
         mode = self.modes.file if mode is None else mode | stat.S_IRUSR
         with open(self.folder.open(name, _TO_CREATE, mode), "wb") as stream:
             for piece in pieces:  # Outside with_path: errors of reading the pieces name their own file.
@@ -206,11 +199,10 @@ class LocalStaging:
                 os.fsync(stream.fileno())
 
     def read_notes(self, name: str) -> bytes | None:
-        """See `Staging.read_notes`."""
         return read_notes(self.place, name)
 
     def open_notes(self, name: str, *, is_new: bool) -> LocalNotes:
-        """See `Staging.open_notes`."""
+        self.is_noting = True
         return LocalNotes(self.place, name, is_new=is_new)
 
 
@@ -218,7 +210,6 @@ class LocalNotes(Closable):
     """See `protocols.Notes`. Not synced to the drive: resumption verifies what they say."""
 
     def __init__(self, folder: OpenFolder, name: str, *, is_new: bool) -> None:
-        """See `Staging.open_notes`."""
         self._lock = threading.Lock()
         self._path = folder.path / name
         if is_new:
@@ -228,7 +219,6 @@ class LocalNotes(Closable):
             self._fd = folder.open_own(name, os.O_WRONLY | os.O_APPEND)
 
     def append(self, text: bytes) -> None:
-        """See `Notes.append`."""
         with self._lock, with_path(self._path):
             while text:
                 text = text[os.write(self._fd, text) :]
@@ -239,7 +229,7 @@ class LocalNotes(Closable):
 
 
 def read_notes(folder: OpenFolder, name: str) -> bytes | None:
-    """See `Staging.read_notes`."""
+    """The content of notes; None if this user has none."""
     try:
         fd = folder.open_own(name, os.O_RDONLY)
     except (FileNotFoundError, FormatError):
@@ -268,8 +258,8 @@ def staging_folder(
     """Yield a staging folder beside `output`, which becomes `output` when the block ends.
 
     It may hold files of an earlier attempt; with `shared` it holds those that parts have added, see `Store.stage`. If
-    the block fails, they are deleted unless `is_kept` is set. An existing `output` must be empty or, with `replaced`,
-    an older output.
+    the block fails, they are deleted unless there are notes about them, or parts. An existing `output` must be empty
+    or, with `replaced`, an older output.
 
     Args:
         replaced: returns the files of an older output that may be deleted, or raises PlanError.
@@ -287,19 +277,18 @@ def staging_folder(
             _delete_replaced(parent, place, output)
             staging = LocalStaging(output, inner, modes or Modes())
             try:
-                staging.is_kept = left is not None  # Keep an earlier attempt if the output cannot be replaced.
                 _check_replaceable(place, parent, output)
                 if replaced is not None:
                     replaced(output)
-                staging.is_kept = shared is not None  # Others may be at work there.
                 yield staging
                 _publish(staging, parent, place, output, frozenset() if replaced is None else replaced(output))
                 _remove(parent, place, output)
             except BaseException as error:
-                if not staging.is_kept:
+                is_published = inner.status(FOLDER) is None
+                if is_published or not (staging.has_notes or _shared(place)):
                     _remove(parent, place, output)
-                elif staging.advice is not None:
-                    error.add_note(staging.advice)
+                elif staging.is_noting:
+                    error.add_note(kept_note(staging.location))
                 raise
             finally:
                 staging.folder.close()
@@ -480,7 +469,6 @@ def _publish(
         # Fails if a folder with files in it was created there meanwhile.
         rename(staging.place, FOLDER, parent, output.name)
     # The output is complete now, even if deleting the older one fails.
-    staging.is_kept = False
     with suppress(OSError):
         os.fsync(parent.fd)
 

@@ -44,7 +44,7 @@ _SIGNED_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Location:
+class _Address:
     """Where a file's bytes come from."""
 
     url: str
@@ -67,14 +67,13 @@ class HubClient:
         """As ORG/MODEL."""
         self.revision = revision
         """A branch, tag or commit; None: the main branch."""
-        self._locations: dict[str, _Location] = {}
+        self._addresses: dict[str, _Address] = {}
         self._lock = threading.Lock()
         self._is_offline = False
         self._known: tuple[str, Mapping[str, FileStat]] | None = None
 
     @property
     def root(self) -> str:
-        """See `Client.root`."""
         return f"hf://{self.repo}" + (f"@{self.revision}" if self.revision else "")
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -139,12 +138,12 @@ class HubClient:
                     raise RequestError(errno.EHOSTUNREACH, str(error.strerror), self.root) from None
                 raise
 
-        where = f"{self.root}: the hub's answer"
-        top = Fields(parse_object(persistent(ask, self.root), where), where)
-        commit = _commit(top.text("sha"), where)
+        location = f"{self.root}: the hub's answer"
+        top = Fields(parse_object(persistent(ask, self.root), location), location)
+        commit = _commit(top.text("sha"), location)
         if self.revision is not None and _COMMIT.fullmatch(self.revision) and commit != self.revision:
-            raise FormatError(f"is of commit {commit}", path=where, code="mismatch")
-        return commit, dict(_file(one, where) for one in top.objects("siblings"))
+            raise FormatError(f"is of commit {commit}", path=location, code="mismatch")
+        return commit, dict(_file(one, location) for one in top.objects("siblings"))
 
     def _cached(self) -> tuple[str, Mapping[str, FileStat]] | None:
         """What the hub's cache says, as the hub's own tools read it; None if it has nothing."""
@@ -174,62 +173,62 @@ class HubClient:
         return folder if _COMMIT.fullmatch(commit) and folder.is_dir() else None
 
     def get(self, name: str, start: int, end: int | None, version: str | None) -> Body:
-        """See `Client.get`."""
-        where, known = f"{self.root}/{name}", self.stat(name)
+        location, known = f"{self.root}/{name}", self.stat(name)
         if known is None:
             offline = " in the hub's cache on this machine, and the hub does not answer" if self._is_offline else ""
-            raise FormatError(f"is missing{offline}", path=where, code="missing")
+            raise FormatError(f"is missing{offline}", path=location, code="missing")
         if version not in (None, known.version):
-            raise replaced(where)
-        location = self._locations.get(name)
-        is_old = location is None or time.monotonic() - location.made > _SIGNED_SECONDS
+            raise replaced(location)
+        address = self._addresses.get(name)
+        is_old = address is None or time.monotonic() - address.made > _SIGNED_SECONDS
         for is_new in (True,) if is_old else (False, True):
-            location = self._resolve(name, known) if is_new or location is None else location
+            address = self._resolve(name, known) if is_new or address is None else address
             try:
-                body = http.get(location.url, where, start, end, None, location.headers)
+                body = http.get(address.url, location, start, end, None, address.headers)
                 break
             except RequestError as error:
                 if error.status not in (401, 403) or is_new:
-                    raise _denied(error, location, where) from None
+                    raise _denied(error, address, location) from None
         if body.stat.nbytes != known.nbytes:
-            raise replaced(where)
+            raise replaced(location)
         end = body.part[1]
         return replace(body, stat=known, again=lambda offset: self.get(name, offset, end, known.version))
 
     def stat(self, name: str) -> FileStat | None:
-        """See `Client.stat`: the commit's list says it."""
+        """From the list of the commit."""
         return self.files.get(name)
 
-    def names(self, prefix: str) -> Iterator[str]:
-        """See `Client.names`."""
-        yield from (name for name in self.files if not prefix or name.startswith(f"{prefix}/"))
+    def list_objects(self, prefix: str) -> Iterator[tuple[str, str]]:
+        for name, stat in self.files.items():
+            if not prefix or name.startswith(f"{prefix}/"):
+                yield name, stat.version
 
-    def _resolve(self, name: str, known: FileStat) -> _Location:
+    def _resolve(self, name: str, known: FileStat) -> _Address:
         """Ask the hub where a file is. Of several threads that ask at once, all get an answer that is right.
 
         Where it sends elsewhere is believed by this proof: it is https, as the hub is; length and hash are those of
         the commit; and nobody else gets the token.
         """
-        url, where = f"{_endpoint()}/{self.repo}/resolve/{self.commit}/{quote(name)}", f"{self.root}/{name}"
-        answer = persistent(lambda: self._answer("HEAD", url, where), where)
+        url, location = f"{_endpoint()}/{self.repo}/resolve/{self.commit}/{quote(name)}", f"{self.root}/{name}"
+        answer = persistent(lambda: self._answer("HEAD", url, location), location)
         answer.close()
         headers = answer.headers
         hashed = (headers.get("x-linked-etag") or headers.get("etag") or "").removeprefix("W/").strip('"')
         length = headers.get("x-linked-size") or headers.get("content-length")
         if (hashed, length) != (known.version, str(known.nbytes)):
-            raise FormatError("the hub offers another file than the commit has", path=where, code="mismatch")
+            raise FormatError("the hub offers another file than the commit has", path=location, code="mismatch")
         target, is_xet = http.redirect_of(answer, url), "x-xet-hash" in headers
         if target is None:  # The hub itself has small files.
-            location = _Location(url, _headers(), time.monotonic(), is_xet)
+            address = _Address(url, _headers(), time.monotonic(), is_xet)
         elif urlsplit(target).scheme not in {"https", urlsplit(_endpoint()).scheme} or "@" in urlsplit(target).netloc:
             what = f"the hub sends to {shown(urlsplit(target).scheme)}, expected https"
-            raise RequestError(errno.EPROTO, what, where, answer.status)
+            raise RequestError(errno.EPROTO, what, location, answer.status)
         else:
-            location = _Location(target, {}, time.monotonic(), is_xet)
-        self._locations[name] = location
-        return location
+            address = _Address(target, {}, time.monotonic(), is_xet)
+        self._addresses[name] = address
+        return address
 
-    def _answer(self, method: str, url: str, where: str) -> BaseHTTPResponse:
+    def _answer(self, method: str, url: str, location: str) -> BaseHTTPResponse:
         """The hub's answer: a body, or the name of another place.
 
         Raises:
@@ -240,19 +239,19 @@ class HubClient:
                 "HF_HUB_OFFLINE is set, and the hub's cache on this machine does not have it: download it where there"
                 f" is a network (hf download {self.repo}), or unset HF_HUB_OFFLINE"
             )
-            raise RequestError(errno.EHOSTUNREACH, what, where)
-        answer = http.send(method, url, where, _headers())
+            raise RequestError(errno.EHOSTUNREACH, what, location)
+        answer = http.send(method, url, location, _headers())
         if answer.status < 400:
             return answer
         answer.close()
         code, status = answer.headers.get("x-error-code", ""), answer.status
         if code in _CODES:
             kind = FormatError if code == "EntryNotFound" else PlanError
-            raise kind(_CODES[code], path=where, code="missing")
+            raise kind(_CODES[code], path=location, code="missing")
         if status in (401, 404) and method == "GET":  # Who may not read a repository gets 401, as if there were none.
-            raise PlanError(_CODES["RepoNotFound"], path=where, code="missing")
+            raise PlanError(_CODES["RepoNotFound"], path=location, code="missing")
         number, says = _STATUS.get(status, (errno.EIO, "the hub failed: load later"))
-        raise RequestError(number, f"{says} (HTTP {status})", where, status, http.retry_after(answer))
+        raise RequestError(number, f"{says} (HTTP {status})", location, status, http.retry_after(answer))
 
 
 _CODES = {
@@ -270,31 +269,31 @@ _STATUS = {
 }
 
 
-def _denied(error: RequestError, location: _Location, where: str) -> RequestError:
+def _denied(error: RequestError, address: _Address, location: str) -> RequestError:
     """The error for bytes that are not given, though the hub has just signed for them."""
-    if error.status not in (401, 403) or not location.is_xet:
+    if error.status not in (401, 403) or not address.is_xet:
         return error
     what = "the hub gives these bytes by Xet only: download with its own tool (hf download), and give the folder"
-    return RequestError(errno.EACCES, f"{what} (HTTP {error.status})", where, error.status)
+    return RequestError(errno.EACCES, f"{what} (HTTP {error.status})", location, error.status)
 
 
-def _file(one: Mapping[str, Any], where: str) -> tuple[str, FileStat]:
+def _file(one: Mapping[str, Any], location: str) -> tuple[str, FileStat]:
     """A file of the hub's list: its name, and its length and hash."""
-    fields = Fields(one, where)
-    name, lfs = fields.text("rfilename"), Fields(fields.top.get("lfs") or {}, where)
+    fields = Fields(one, location)
+    name, lfs = fields.text("rfilename"), Fields(fields.top.get("lfs") or {}, location)
     if not is_plain_path(name):
-        raise FormatError(f"{shown(name)} is no name of a file", path=where, code="unsafe")
+        raise FormatError(f"{shown(name)} is no name of a file", path=location, code="unsafe")
     return name, FileStat(fields.size("size", 0), lfs.text("sha256") if lfs.top else fields.text("blobId"))
 
 
-def _commit(text: str, where: str) -> str:
+def _commit(text: str, location: str) -> str:
     """A commit's hash, which becomes part of paths and URLs.
 
     Raises:
         FormatError: it is none.
     """
     if not _COMMIT.fullmatch(text):
-        raise FormatError(f"{shown(text)} is no commit: expected 40 hexadecimal digits", path=where, code="unsafe")
+        raise FormatError(f"{shown(text)} is no commit: expected 40 hexadecimal digits", path=location, code="unsafe")
     return text
 
 
@@ -315,36 +314,30 @@ class HubStore(CloudStore):
         return LocalStore(snapshot / self.prefix)
 
     def path(self, name: str) -> Path | None:
-        """See `Store.path`."""
         local = self._local(name)
         return None if local is None else local.path(name)
 
     def kind(self) -> Kind:
-        """See `Store.kind`."""
         snapshot = self._hub.snapshot_of(self._hub.commit)
         if snapshot is not None and (found := LocalStore(snapshot / self.prefix).kind()) is not Kind.NOTHING:
             return found
         return CloudStore.kind(self)
 
     def parent(self) -> tuple[Store, str]:
-        """See `Store.parent`."""
         above, _, name = self.prefix.rpartition("/")
         return HubStore(self.client, above, self.opened), name
 
     def stat(self, name: str) -> FileStat | None:
-        """See `Store.stat`."""
         local = self._local(name)
         return CloudStore.stat(self, name) if local is None else local.stat(name)
 
     def read(self, name: str, limit: int) -> bytes:
-        """See `Store.read`."""
         local = self._local(name)
         return CloudStore.read(self, name, limit) if local is None else local.read(name, limit)
 
     def open(
         self, name: str, nbytes: int | None = None, *, access: Access = Access.BUFFERED, version: str | None = None
     ) -> ReadableFile:
-        """See `Store.open`."""
         local = self._local(name)
         if local is None:
             return CloudStore.open(self, name, nbytes, access=access, version=version)
@@ -352,7 +345,7 @@ class HubStore(CloudStore):
 
 
 def offer(url: str) -> Store | Refusal:
-    """See `stores.REGISTRY`. No request is made yet."""
+    """A repository, or a folder in it. No request is made yet."""
     found = _URL.fullmatch(url)
     if found is None or {".", ".."} & set(found["folder"].split("/")):
         return Refusal("expected hf://ORG/MODEL, hf://ORG/MODEL@REVISION or a folder below it")
@@ -361,16 +354,16 @@ def offer(url: str) -> Store | Refusal:
     return HubStore(HubClient(found["repo"], found["revision"]), found["folder"].strip("/"))
 
 
-def offer_model(path: str, absence: Callable[[], str]) -> Store | None:
+def offer_model(path: str, not_found_message: Callable[[], str]) -> Store | None:
     """The repository that a path such as "org/model" may mean; None if it does not look like one.
 
     Raises:
-        PlanError: it does, but the extra is not installed; `absence` says that there is no such path.
+        PlanError: it does, but the extra is not installed; `not_found_message` says that there is no such path.
     """
     if not _REPO.fullmatch(path):
         return None
     if find_spec("huggingface_hub") is None or find_spec("urllib3") is None:
-        what = f"{absence()}; for a repository of the hub, install relayout with the extra 'hub'"
+        what = f"{not_found_message()}; for a repository of the hub, install relayout with the extra 'hub'"
         raise PlanError(what, path=path, code="missing")
     return HubStore(HubClient(path, None, is_guess=True), "")
 

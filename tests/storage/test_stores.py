@@ -64,8 +64,11 @@ def test_what_was_written_can_be_read_whole_and_by_ranges(here: Ground) -> None:
             assert read(file, offset, nbytes) == BYTES[offset : offset + nbytes]
 
 
-@pytest.mark.parametrize("access", [Access.BUFFERED, Access.AUTO, Access.ONCE])
-@given(block=st.integers(0, NBYTES // 4096), blocks=st.integers(0, 7))
+@given(
+    access=st.sampled_from([Access.BUFFERED, Access.AUTO, Access.ONCE]),
+    block=st.integers(0, NBYTES // 4096),
+    blocks=st.integers(0, 7),
+)
 @settings(max_examples=30)
 def test_a_read_fills_memory_as_far_as_the_file_reaches(here: Ground, access: Access, block: int, blocks: int) -> None:
     store = here.store("model")

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,23 +65,18 @@ class Journal(Closable):
 
     def __init__(self, staging: Staging, undertaking: Undertaking, *, append: bool, name: str = JOURNAL_NAME) -> None:
         """Go on with the journal of an output, or begin a new one in place of what may be there."""
-        self._notes = staging.open_notes(name, is_new=not append)
-        self._lock = threading.Lock()
-        # Behind a torn line, too, a new one starts. Without any lines behind it the first one would prove nothing.
-        self._first_line = b"\n" if append else _line([undertaking.source, undertaking.options])
+        header = None if append else _line([undertaking.source, undertaking.options])
+        self._notes = staging.open_notes(name, header)
+        if append:
+            self._notes.append(b"\n")  # Behind a torn line, too, a new one starts.
 
     def add(self, written: Mapping[int, TensorDigests]) -> None:
         """Note that tensors (positions in the source) are written."""
-        self._append(b"".join([_line([tensor, one.source, *one.slices]) for tensor, one in written.items()]))
+        self._notes.append(b"".join([_line([tensor, one.source, *one.slices]) for tensor, one in written.items()]))
 
     def add_files(self, chunks: Mapping[int, bytes]) -> None:
         """Note the digests of the chunks of files, by number, of which everything but the header is written."""
-        self._append(b"".join([_line([_CHUNKS, number, one.hex()]) for number, one in chunks.items()]))
-
-    def _append(self, lines: bytes) -> None:
-        with self._lock:
-            first, self._first_line = self._first_line, b""
-            self._notes.append(first + lines)
+        self._notes.append(b"".join([_line([_CHUNKS, number, one.hex()]) for number, one in chunks.items()]))
 
     def close(self) -> None:
         """Close the file."""

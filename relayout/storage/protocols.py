@@ -291,8 +291,8 @@ class Staging(Protocol):
     bytes, which depend on all others (in a multipart upload, the first part is sent last). Small files: `put` writes
     them whole.
 
-    If an attempt fails, the files are kept for the next one if there are notes about them, and the error says so.
-    Without notes they are deleted. An attempt that has changed nothing leaves those of an earlier one.
+    If an attempt fails, the files are kept for the next one if there are notes about them behind a header, and the
+    error says so. Without notes they are deleted. An attempt that has changed nothing leaves those of an earlier one.
     """
 
     @property
@@ -364,8 +364,11 @@ class Staging(Protocol):
             OSError: reading failed.
         """
 
-    def open_notes(self, name: str, *, is_new: bool) -> Notes:
-        """Open notes for appending. With `is_new`, replace existing notes. Of an output, they are named `relayout.*`.
+    def open_notes(self, name: str, header: bytes | None) -> Notes:
+        """Open notes for appending. Of an output, they are named `relayout.*`.
+
+        Args:
+            header: begin new notes with it, in place of existing ones; None: continue existing notes.
 
         Raises:
             FormatError: the existing notes are not a regular file of this user.

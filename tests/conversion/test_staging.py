@@ -164,13 +164,13 @@ def test_what_an_earlier_attempt_left_may_be_cleared(tmp_path: Path) -> None:
 
 def test_what_files_take_on_the_drive_is_counted(tmp_path: Path) -> None:
     with staging_folder(tmp_path / "out") as staging:
-        assert staging.allocated_nbytes() == 0
+        assert staging.place.allocated_nbytes() == 0
         (staging.folder.path / "sub").mkdir()
         (staging.folder.path / "sub" / "file").write_bytes(bytes(range(256)) * 4096)
         (staging.place.path / "relayout.note").write_bytes(bytes(range(256)) * 4096)
         with (staging.folder.path / "sparse").open("wb") as stream:
             stream.truncate(2**30)
-        assert 2 * 2**20 <= staging.allocated_nbytes() < 2**22
+        assert 2 * 2**20 <= staging.place.allocated_nbytes() < 2**22
 
 
 def test_a_relative_output_stays_where_it_was_meant_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

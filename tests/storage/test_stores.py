@@ -243,12 +243,15 @@ def test_nothing_is_an_output_before_the_end(there: Ground) -> None:
     assert content(store, "only-a-head") == b"head"
 
 
-def test_of_an_output_that_fails_nothing_is_left(there: Ground) -> None:
+@pytest.mark.parametrize("has_header", [False, True])
+def test_of_an_output_that_fails_nothing_is_left_without_notes(there: Ground, has_header: bool) -> None:
     store = there.store("out")
 
     def fail() -> None:
         with staged(store) as staging:
             staging.put(MARKER, [b"{}"])
+            if has_header:
+                staging.open_notes("relayout.notes", b"of what\n").close()
             staging.write_head("weights", BYTES, NBYTES)
             raise KeyError
 
@@ -268,8 +271,8 @@ def test_what_was_kept_of_an_output_is_there_for_the_next_attempt_all_or_nothing
         with staged(store) as staging:
             with staging.write_file("weights", NBYTES, is_new=True) as file:
                 file.write(0, memoryview(BYTES))
-            with staging.open_notes("relayout.notes", is_new=True) as notes:
-                notes.append(b"first\n")
+            with staging.open_notes("relayout.notes", b"first\n") as notes:
+                notes.append(b"second\n")
             raise OSError(5, "the drive")
 
     with pytest.raises(OSError, match="drive") as caught:
@@ -285,12 +288,12 @@ def test_what_was_kept_of_an_output_is_there_for_the_next_attempt_all_or_nothing
         with staging.open("weights", NBYTES) as again:
             assert again.nbytes == NBYTES
             assert read(again, 0, 6 * 4096)[:NBYTES] == BYTES
-        with staging.open_notes("relayout.notes", is_new=False) as notes:
-            notes.append(b"second\n")
-        assert staging.read_notes("relayout.notes") == b"first\nsecond\n"
-        with staging.open_notes("relayout.notes", is_new=True) as notes:
-            notes.append(b"new\n")
-        assert staging.read_notes("relayout.notes") == b"new\n"
+        with staging.open_notes("relayout.notes", None) as notes:
+            notes.append(b"third\n")
+        assert staging.read_notes("relayout.notes") == b"first\nsecond\nthird\n"
+        with staging.open_notes("relayout.notes", b"new\n") as notes:
+            notes.append(b"again\n")
+        assert staging.read_notes("relayout.notes") == b"new\nagain\n"
         staging.clear()
         assert staging.names() == []
         assert staging.read_notes("relayout.notes") is None
@@ -468,7 +471,7 @@ def add(store: Store, shared: str, name: str, **files: bytes) -> None:
     with part(store, shared, name) as staging:
         for file, text in files.items():
             staging.put(file, [text])
-        with staging.open_notes(name, is_new=True) as notes:
+        with staging.open_notes(name, b"") as notes:
             notes.append(f"of {name}".encode())
 
 
@@ -496,7 +499,7 @@ def test_a_part_is_there_when_its_notes_are_and_else_not_at_all(there: Ground) -
         staging.put("first", [b"1"])
     with suppress(ZeroDivisionError), part(store, "one", "b") as staging:
         staging.put("second", [b"2"])
-        staging.open_notes("b", is_new=True).close()
+        staging.open_notes("b", b"").close()
         raise ZeroDivisionError
     with pytest.raises(PlanError), store.stage(OLDER, replace=False, modes=Modes(), shared="one"):
         pass
@@ -510,7 +513,7 @@ def test_a_part_done_twice_is_there_once(there: Ground) -> None:
     with part(store, "one", "a") as outer:
         assert outer.read_notes("a") is None
         outer.put("first", [b"1"])
-        with outer.open_notes("a", is_new=True) as notes:
+        with outer.open_notes("a", b"") as notes:
             notes.append(b"of a")
         add(store, "one", "a", first=b"1")
     with part(store, "one", "a") as staging:

@@ -19,7 +19,7 @@ from typing import Literal
 from relayout.errors import FormatError
 from relayout.storage.cloud.client import Body, NotCompleted, Version
 from relayout.storage.cloud.store import CloudStore, refusal_of
-from relayout.storage.protocols import LOCAL_COST, FileStat, Refusal, Store
+from relayout.storage.protocols import LOCAL_COST, FileStat, Refusal, RequestError, Store
 
 
 def offer(url: str) -> Store | Refusal:
@@ -162,7 +162,10 @@ class Shelf:
 
     def send(self, name: str, upload: str, index: int, body: memoryview) -> str:
         self._request("write", name, body.nbytes)
-        self.parts[upload][index] = bytes(body)
+        parts = self.parts.get(upload)
+        if parts is None:
+            raise RequestError(22, "its upload is gone", f"{self.root}/{name}")
+        parts[index] = bytes(body)
         return str(index)
 
     def complete(self, name: str, upload: str, tags: Sequence[str]) -> str | NotCompleted:

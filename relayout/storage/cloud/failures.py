@@ -184,7 +184,7 @@ def _meaning(text: str, status: int | None, code: str) -> tuple[int, str]:
     if code in _CODES:
         return _CODES[code]
     if status is not None:
-        return next((meaning for low, high, meaning in _STATUSES if low <= status <= high), _REFUSED)
+        return _STATUSES.get(status) or _STATUSES.get(status // 100, _REFUSED)
     return next((meaning for pattern, meaning in _TEXTS if re.search(pattern, text)), _UNKNOWN)
 
 
@@ -197,6 +197,7 @@ _DENIED = (
     "access is denied: check that the credentials are right, not expired, and may read or write it"
     " (a store that may not be listed also says so of what does not exist)",
 )
+_UNSUPPORTED = errno.ENOTSUP, "the server does not support this request"
 _SKEWED = errno.EACCES, "this machine's clock is wrong by minutes, so that signatures are refused: set it"
 _CODES = {
     "RequestTimeTooSkewed": _SKEWED,
@@ -209,21 +210,21 @@ _CODES = {
     ),
 }
 """By the error code of the server, where the status alone would mislead."""
-_STATUSES = [
-    (401, 401, _DENIED),
-    (403, 403, _DENIED),
-    (405, 405, (errno.ENOTSUP, "the server does not support this request")),
-    (407, 407, (errno.EACCES, "the proxy wants other credentials: check AWS_PROXY_URL (GOOGLE_, AZURE_), HTTPS_PROXY")),
-    (408, 408, _SLOW),
-    (409, 409, (errno.EAGAIN, "the store is repeatedly busy with other requests for this object: convert again later")),
-    (416, 416, (errno.EINVAL, "there are no such bytes: the object is shorter than it should be")),
-    (429, 429, _BUSY),
-    (501, 501, (errno.ENOTSUP, "the server does not support this request")),
-    (503, 503, _BUSY),
-    (500, 599, (errno.EIO, "the store failed repeatedly: load later")),
-    (300, 399, (errno.EINVAL, "the store redirects requests: check region and endpoint")),
-]
-"""From and to a status; the first that fits."""
+_STATUSES = {
+    3: (errno.EINVAL, "the store redirects requests: check region and endpoint"),
+    401: _DENIED,
+    403: _DENIED,
+    405: _UNSUPPORTED,
+    407: (errno.EACCES, "the proxy wants other credentials: check AWS_PROXY_URL (GOOGLE_, AZURE_), HTTPS_PROXY"),
+    408: _SLOW,
+    409: (errno.EAGAIN, "the store is repeatedly busy with other requests for this object: convert again later"),
+    416: (errno.EINVAL, "there are no such bytes: the object is shorter than it should be"),
+    429: _BUSY,
+    5: (errno.EIO, "the store failed repeatedly: load later"),
+    501: _UNSUPPORTED,
+    503: _BUSY,
+}
+"""By the status, or its first digit."""
 _TEXTS = [
     (r"BareRedirect", (errno.EINVAL, "the bucket is in another region: set AWS_REGION")),
     (

@@ -28,24 +28,24 @@ class CloudFile(Closable):
         self._name = name
         self._where = location
         try:
-            found = self._first(version)
+            stat = self._first(version)
         except FormatError as error:
             if error.code == "mismatch":
                 raise FormatError("has changed since it was last checked", path=location, code="mismatch") from None
             raise
-        self.nbytes = found.nbytes
-        self.version = found.version
+        self.nbytes = stat.nbytes
+        self.version = stat.version
 
     def _first(self, version: str | None) -> FileStat:
         """Length and version of the object; keeps its first bytes."""
         try:
             body = self._client.get(self._name, 0, HEAD_NBYTES, version)
         except RequestError as error:
-            found = self._client.stat(self._name) if error.status == 416 else None
-            if found is None or found.nbytes:
+            stat = self._client.stat(self._name) if error.status == 416 else None
+            if stat is None or stat.nbytes:
                 raise
             self._head = b""  # No range of an object without bytes can be asked for.
-            return found
+            return stat
         self._head = body.content()
         return body.stat
 

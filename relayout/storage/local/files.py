@@ -110,13 +110,13 @@ class InputFile(Closable):
             status = os.fstat(self._fd)
             if not stat.S_ISREG(status.st_mode):
                 raise FormatError("not a regular file", path=path, code="unsafe")
-            found = stat_of(status)
-            found.check(path, nbytes, version)
+            file = stat_of(status)
+            file.check(path, nbytes, version)
         except BaseException:
             self.close()
             raise
-        self.nbytes = found.nbytes
-        self.version = found.version
+        self.nbytes = file.nbytes
+        self.version = file.version
 
     def fileno(self) -> int:
         return self._fd

@@ -130,8 +130,8 @@ class LocalStaging:
         """Permissions after the umask, also applied to files that were created under another umask."""
         self.folder = self._open_folder()
         """Becomes the output."""
-        self.is_noting = False
-        """Whether this attempt writes notes."""
+        self.notes: list[LocalNotes] = []
+        """Those of this attempt."""
 
     @property
     def location(self) -> str:
@@ -146,6 +146,7 @@ class LocalStaging:
         return folder
 
     def clear(self) -> None:
+        self.notes.clear()
         self.folder.close()
         self.folder = self._make_empty()
 
@@ -161,8 +162,10 @@ class LocalStaging:
     @property
     def has_notes(self) -> bool:
         """Whether there are notes about files here."""
-        notes = [name for name in self.place.names() if name.startswith("relayout.") and name != _REPLACED]
-        return any(status.st_size > 0 for name in notes if (status := self.place.status(name)) is not None)
+        if self.notes:
+            return any(notes.are_kept for notes in self.notes)
+        names = [name for name in self.place.names() if name.startswith("relayout.") and name != _REPLACED]
+        return any(status.st_size > 0 for name in names if (status := self.place.status(name)) is not None)
 
     def names(self) -> list[str]:
         return self.folder.names()
@@ -201,27 +204,37 @@ class LocalStaging:
     def read_notes(self, name: str) -> bytes | None:
         return read_notes(self.place, name)
 
-    def open_notes(self, name: str, *, is_new: bool) -> LocalNotes:
-        self.is_noting = True
-        return LocalNotes(self.place, name, is_new=is_new)
+    def open_notes(self, name: str, header: bytes | None) -> LocalNotes:
+        self.notes.append(LocalNotes(self.place, name, header))
+        return self.notes[-1]
 
 
 class LocalNotes(Closable):
     """See `protocols.Notes`. Not synced to the drive: resumption verifies what they say."""
 
-    def __init__(self, folder: OpenFolder, name: str, *, is_new: bool) -> None:
+    def __init__(self, folder: OpenFolder, name: str, header: bytes | None) -> None:
+        """As `Staging.open_notes`."""
         self._lock = threading.Lock()
         self._path = folder.path / name
-        if is_new:
-            folder.remove(name)
-            self._fd = folder.open(name, os.O_WRONLY | os.O_CREAT, 0o600)
-        else:
+        self.are_kept = header is None
+        """Whether there is anything behind the header."""
+        if header is None:
             self._fd = folder.open_own(name, os.O_WRONLY | os.O_APPEND)
+            return
+        folder.remove(name)
+        self._fd = folder.open(name, os.O_WRONLY | os.O_CREAT, 0o600)
+        try:
+            self.append(header)
+        except BaseException:
+            self.close()
+            raise
+        self.are_kept = False
 
     def append(self, text: bytes) -> None:
         with self._lock, with_path(self._path):
             while text:
                 text = text[os.write(self._fd, text) :]
+        self.are_kept = True
 
     def close(self) -> None:
         """Close the file."""
@@ -287,7 +300,7 @@ def staging_folder(
                 is_published = inner.status(FOLDER) is None
                 if is_published or not (staging.has_notes or _shared(place)):
                     _remove(parent, place, output)
-                elif staging.is_noting:
+                elif staging.notes:
                     error.add_note(kept_note(staging.location))
                 raise
             finally:
@@ -477,8 +490,8 @@ def _replace(
     assembly: OpenFolder, parent: OpenFolder, place: OpenFolder, output: Path, replaced: frozenset[str]
 ) -> None:
     """Exchange the complete folder with the older output, which is moved to the staging folder."""
-    with parent.subfolder(output.name) as older, assembly.subfolder(FOLDER) as made:
-        record = _Replaced(os.fstat(older.fd).st_ino, os.fstat(made.fd).st_ino, sorted(replaced))
+    with parent.subfolder(output.name) as older, assembly.subfolder(FOLDER) as newer:
+        record = _Replaced(os.fstat(older.fd).st_ino, os.fstat(newer.fd).st_ino, sorted(replaced))
         with suppress(PermissionError):
             # A folder without write permission cannot be moved to another parent.
             os.fchmod(older.fd, stat.S_IMODE(os.fstat(older.fd).st_mode) | stat.S_IWUSR)
@@ -511,7 +524,7 @@ class _Replaced:
 
     older: int
     """Its inode."""
-    made: int
+    newer: int
     """The inode of the folder that takes its place."""
     files: list[str]
     """The files that its records name."""
@@ -541,6 +554,6 @@ def _delete_replaced(parent: OpenFolder, place: OpenFolder, output: Path) -> Non
                     raise
                 what = "holds files that relayout did not write; move them away"
                 raise PlanError(what, path=path, code="exists") from None
-        elif folder is place and status.st_ino != record.made:
+        elif folder is place and status.st_ino != record.newer:
             raise PlanError("is not the folder that was replaced; move it away", path=path, code="exists")
     place.remove(_REPLACED)

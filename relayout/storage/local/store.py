@@ -141,12 +141,12 @@ def _entries(folder: Path, *, hidden: bool = False) -> Iterator[tuple[str, os.Di
         prefix = pending.pop()
         try:
             with os.scandir(folder / prefix) as entries:
-                found = [entry for entry in entries if hidden or not entry.name.startswith(".")]
+                listed = [entry for entry in entries if hidden or not entry.name.startswith(".")]
         except OSError as error:
             if error.errno != errno.ENAMETOOLONG:
                 raise
             raise FormatError("holds folders nested too deep", path=folder, code="limit") from None
-        for entry in found:
+        for entry in listed:
             yield prefix + entry.name, entry
             if entry.is_dir(follow_symlinks=False) and _is_utf8(entry.name):
                 pending.append(f"{prefix}{entry.name}/")
@@ -154,12 +154,12 @@ def _entries(folder: Path, *, hidden: bool = False) -> Iterator[tuple[str, os.Di
 
 def _replaced(older: Replaceable, force: bool, folder: Path) -> frozenset[str]:
     """What may be deleted of an output; see `Replaceable.check`."""
-    found = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    if force and older.marker in found:  # Else it is refused at once, however large it is.
+    there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if force and older.marker in there:  # Else it is refused at once, however large it is.
         names = {name: entry.is_dir(follow_symlinks=False) for name, entry in _entries(folder, hidden=True)}
         above = {name.rpartition("/")[0] for name in names}
-        found = {name for name, is_folder in names.items() if not is_folder or name not in above}
-    return older.check(LocalStore(folder), found, force=force)
+        there = {name for name, is_folder in names.items() if not is_folder or name not in above}
+    return older.check(LocalStore(folder), there, force=force)
 
 
 def _is_utf8(name: str) -> bool:

@@ -1,7 +1,7 @@
-"""Requests to web servers: ranges of files, and small answers. A server chooses no host, no scheme, size or time.
+"""Requests to web servers: ranges of files, and small answers. A server chooses no host, scheme, size or time.
 
-obstore follows redirects anywhere, and tells neither where an answer came from nor `Retry-After`. Here redirects are
-followed on the server that was asked, and nothing that was asked for is told to another one.
+obstore follows redirects anywhere, and reports neither the final URL nor `Retry-After`. Here redirects are followed on
+the same server only.
 """
 
 from __future__ import annotations
@@ -41,15 +41,17 @@ def get(
     Args:
         where: the file's name in messages.
     """
-    asked = dict(headers or {})
+    request_headers = dict(headers or {})
     if end is not None:
-        asked["range"] = f"bytes={start}-{end - 1}"
+        request_headers["range"] = f"bytes={start}-{end - 1}"
     if version is not None and is_comparable(version):
-        asked["if-match"] = version
+        request_headers["if-match"] = version
 
     def ask() -> Body:
         answer = _checked(
-            _final(send("GET", url, location, asked), location), location, None if end is None else (start, end)
+            _final(send("GET", url, location, request_headers), location),
+            location,
+            None if end is None else (start, end),
         )
         stat = stat_of(answer, location)
         part = _part(answer, stat.nbytes)
@@ -181,17 +183,21 @@ def stat_of(answer: BaseHTTPResponse, location: str) -> FileStat:
     Raises:
         RequestError: the answer does not tell the length.
     """
-    found = _RANGE.fullmatch(answer.headers.get("content-range", "")) if answer.status == 206 else None
-    length = found[3] if found else answer.headers.get("content-length", "")
-    if (answer.status == 206 and found is None) or not _NUMBER.fullmatch(length):
+    part = _content_range(answer)
+    length = part[3] if part else answer.headers.get("content-length", "")
+    if (answer.status == 206 and part is None) or not _NUMBER.fullmatch(length):
         answer.close()
         raise RequestError(errno.EPROTO, "the server tells no length of the file, or no range as it should", location)
     return FileStat(int(length), answer.headers.get("etag") or answer.headers.get("last-modified") or "")
 
 
 def _part(answer: BaseHTTPResponse, nbytes: int) -> tuple[int, int]:
-    found = _RANGE.fullmatch(answer.headers.get("content-range", "")) if answer.status == 206 else None
-    return (int(found[1]), int(found[2]) + 1) if found else (0, nbytes)
+    part = _content_range(answer)
+    return (int(part[1]), int(part[2]) + 1) if part else (0, nbytes)
+
+
+def _content_range(answer: BaseHTTPResponse) -> re.Match[str] | None:
+    return _RANGE.fullmatch(answer.headers.get("content-range", "")) if answer.status == 206 else None
 
 
 def _pieces(answer: BaseHTTPResponse, location: str, part: tuple[int, int] | None = None) -> Iterator[bytes]:

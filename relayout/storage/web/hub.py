@@ -49,7 +49,7 @@ class _Address:
 
     url: str
     headers: Mapping[str, str]
-    made: float
+    since: float
     """When, by the clock `time.monotonic`."""
     is_xet: bool
     """Whether the hub names another way to the bytes, its own tools' way."""
@@ -143,7 +143,7 @@ class HubClient:
         commit = _commit(top.text("sha"), location)
         if self.revision is not None and _COMMIT.fullmatch(self.revision) and commit != self.revision:
             raise FormatError(f"is of commit {commit}", path=location, code="mismatch")
-        return commit, dict(_file(one, location) for one in top.objects("siblings"))
+        return commit, dict(_file(entry, location) for entry in top.objects("siblings"))
 
     def _cached(self) -> tuple[str, Mapping[str, FileStat]] | None:
         """What the hub's cache says, as the hub's own tools read it; None if it has nothing."""
@@ -157,8 +157,8 @@ class HubClient:
         if folder is None:
             return None
         local = LocalStore(folder)
-        entries = (one for one in local.walk() if not one.is_folder and one.refusal is None)
-        return commit, {one.name: found for one in entries if (found := local.stat(one.name)) is not None}
+        entries = (entry for entry in local.walk() if not entry.is_folder and entry.refusal is None)
+        return commit, {entry.name: stat for entry in entries if (stat := local.stat(entry.name)) is not None}
 
     @property
     def _cache(self) -> Path:
@@ -180,7 +180,7 @@ class HubClient:
         if version not in (None, known.version):
             raise replaced(location)
         address = self._addresses.get(name)
-        is_old = address is None or time.monotonic() - address.made > _SIGNED_SECONDS
+        is_old = address is None or time.monotonic() - address.since > _SIGNED_SECONDS
         for is_new in (True,) if is_old else (False, True):
             address = self._resolve(name, known) if is_new or address is None else address
             try:
@@ -277,9 +277,9 @@ def _denied(error: RequestError, address: _Address, location: str) -> RequestErr
     return RequestError(errno.EACCES, f"{what} (HTTP {error.status})", location, error.status)
 
 
-def _file(one: Mapping[str, Any], location: str) -> tuple[str, FileStat]:
+def _file(entry: Mapping[str, Any], location: str) -> tuple[str, FileStat]:
     """A file of the hub's list: its name, and its length and hash."""
-    fields = Fields(one, location)
+    fields = Fields(entry, location)
     name, lfs = fields.text("rfilename"), Fields(fields.top.get("lfs") or {}, location)
     if not is_plain_path(name):
         raise FormatError(f"{shown(name)} is no name of a file", path=location, code="unsafe")
@@ -306,21 +306,20 @@ class HubStore(CloudStore):
         assert isinstance(self.client, HubClient)
         return self.client
 
-    def _local(self, name: str) -> LocalStore | None:
-        """The folder of the hub's cache that has a file; None if it was not downloaded."""
+    def _source(self, name: str) -> Store:
+        """The folder of the hub's cache that has a file; if it was not downloaded, the store of the hub alone."""
         snapshot = self._hub.snapshot_of(self._hub.commit)
         if snapshot is None or not (snapshot / self.full_name(name)).is_file():
-            return None
+            return CloudStore(self.client, self.prefix, self.opened)
         return LocalStore(snapshot / self.prefix)
 
     def path(self, name: str) -> Path | None:
-        local = self._local(name)
-        return None if local is None else local.path(name)
+        return self._source(name).path(name)
 
     def kind(self) -> Kind:
         snapshot = self._hub.snapshot_of(self._hub.commit)
-        if snapshot is not None and (found := LocalStore(snapshot / self.prefix).kind()) is not Kind.NOTHING:
-            return found
+        if snapshot is not None and (kind := LocalStore(snapshot / self.prefix).kind()) is not Kind.NOTHING:
+            return kind
         return CloudStore.kind(self)
 
     def parent(self) -> tuple[Store, str]:
@@ -328,30 +327,25 @@ class HubStore(CloudStore):
         return HubStore(self.client, above, self.opened), name
 
     def stat(self, name: str) -> FileStat | None:
-        local = self._local(name)
-        return CloudStore.stat(self, name) if local is None else local.stat(name)
+        return self._source(name).stat(name)
 
     def read(self, name: str, limit: int) -> bytes:
-        local = self._local(name)
-        return CloudStore.read(self, name, limit) if local is None else local.read(name, limit)
+        return self._source(name).read(name, limit)
 
     def open(
         self, name: str, nbytes: int | None = None, *, access: Access = Access.BUFFERED, version: str | None = None
     ) -> ReadableFile:
-        local = self._local(name)
-        if local is None:
-            return CloudStore.open(self, name, nbytes, access=access, version=version)
-        return local.open(name, nbytes, access=access, version=version)
+        return self._source(name).open(name, nbytes, access=access, version=version)
 
 
 def offer(url: str) -> Store | Refusal:
     """A repository, or a folder in it. No request is made yet."""
-    found = _URL.fullmatch(url)
-    if found is None or {".", ".."} & set(found["folder"].split("/")):
+    match = _URL.fullmatch(url)
+    if match is None or {".", ".."} & set(match["folder"].split("/")):
         return Refusal("expected hf://ORG/MODEL, hf://ORG/MODEL@REVISION or a folder below it")
     require("huggingface_hub", url, "hub")
     require("urllib3", url, "hub")
-    return HubStore(HubClient(found["repo"], found["revision"]), found["folder"].strip("/"))
+    return HubStore(HubClient(match["repo"], match["revision"]), match["folder"].strip("/"))
 
 
 def offer_model(path: str, not_found_message: Callable[[], str]) -> Store | None:

@@ -57,9 +57,9 @@ class Eraser:
             kind = records.kind_of(name)
             if name != records.LEASE and kind is not None and (published or name != records.PUBLISHING):
                 kinds[name] = kind
-        found = self._output.read_each(kinds)
-        begun = {name: record for name, record in found.items() if isinstance(record, Begun)}
-        self.records(found.keys() - begun.keys())
+        recorded = self._output.read_each(kinds)
+        begun = {name: record for name, record in recorded.items() if isinstance(record, Begun)}
+        self.records(recorded.keys() - begun.keys())
         self.uploads(begun.values())
         self.records(begun)
 

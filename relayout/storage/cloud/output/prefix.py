@@ -94,14 +94,14 @@ class OutputPrefix:
     def published(self, record: Publishing, there: Mapping[str, str]) -> set[str]:
         """The objects that an attempt has created, or had proven and was about to delete."""
         older = {name for name, version in there.items() if record.older.get(name) == version}
-        return older | self.proven(record.made, there.keys() - older)
+        return older | self.proven(record.files, there.keys() - older)
 
     # Records.
 
     def record_names(self, below: str = "") -> list[str]:
         """Names of records, below the hidden prefix; objects there with other names are not ours."""
-        found = self.client.list_objects((self.hidden + below).rstrip("/"))
-        names = sorted(full.removeprefix(self.hidden) for full, _ in found)
+        objects = self.client.list_objects((self.hidden + below).rstrip("/"))
+        names = sorted(full.removeprefix(self.hidden) for full, _ in objects)
         return [name for name in names if records.kind_of(name) is not None]
 
     def read(self, name: str, kind: type[Record]) -> Record | None:

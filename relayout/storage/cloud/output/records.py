@@ -90,7 +90,7 @@ class Notes:
 class Publishing:
     """What an attempt creates and deletes while it publishes. Recorded before it does."""
 
-    made: dict[str, Proof]
+    files: dict[str, Proof]
     """The output's files."""
     older: dict[str, str]
     """Versions of the objects that make room for them."""

@@ -302,17 +302,17 @@ class CloudStaging:
         texts = self._output.read_all(f"{records.NOTES}{name}", Notes)
         return b"".join(notes.text.encode("latin-1") for notes in texts.values()) if texts else None
 
-    def open_notes(self, name: str, *, is_new: bool) -> _Notes:
+    def open_notes(self, name: str, header: bytes | None) -> _Notes:
         """The caller continues from what is there, and writes from now on."""
         if self._part is not None:
-            self._notes[name] = _Notes(None, name, 0)
+            self._notes[name] = _Notes(None, name, header, 0)
             return self._notes[name]
         self._has_begun = True
         earlier = self._output.read_all(f"{records.NOTES}{name}", Notes)
-        if is_new:
+        if header is not None:
             self._erase.records(earlier)
         self._abort_incomplete()
-        self._notes[name] = _Notes(self, name, 0 if is_new else len(earlier))
+        self._notes[name] = _Notes(self, name, header, 0 if header is not None else len(earlier))
         return self._notes[name]
 
     def write_record(self, name: str, record: object) -> None:
@@ -452,24 +452,24 @@ class CloudStaging:
         there = output.objects()
         if self._marker not in there or self._marker in self._created:
             ours = self._created_in(there)
-            ours |= output.proven(self._published.made, (self._created.keys() & there.keys()) - ours)
+            ours |= output.proven(self._published.files, (self._created.keys() & there.keys()) - ours)
             self._erase.objects({name: there[name] for name in ours})
-            if not (self._published.made.keys() | self._published.older) & output.objects().keys():
+            if not (self._published.files.keys() | self._published.older) & output.objects().keys():
                 self._erase.records([records.PUBLISHING])
 
 
 class _Notes(Closable):
     """Notes that are stored when a file is complete, and at the end; those of a part, with its record."""
 
-    def __init__(self, staging: CloudStaging | None, name: str, count: int) -> None:
+    def __init__(self, staging: CloudStaging | None, name: str, header: bytes | None, count: int) -> None:
         """Continue `count` records of this name, each with some of the notes. Without a staging, nothing is stored."""
         self._staging = staging
         self._name = name
         self._count = count
-        self._text = bytearray()
+        self._text = bytearray(header or b"")
         self._lock = threading.Lock()
-        self.are_kept = count > 0
-        """Whether there are any, so that the next attempt can use the files that they describe."""
+        self.are_kept = header is None
+        """Whether there is anything behind the header."""
 
     @property
     def text(self) -> bytes:

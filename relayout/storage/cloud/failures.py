@@ -185,7 +185,7 @@ def _meaning(text: str, status: int | None, code: str) -> tuple[int, str]:
         return _CODES[code]
     if status is not None:
         return _STATUSES.get(status) or _STATUSES.get(status // 100, _REFUSED)
-    return next((meaning for pattern, meaning in _TEXTS if re.search(pattern, text)), _UNKNOWN)
+    return next((meaning for pattern, meaning in _TEXTS.items() if re.search(pattern, text)), _UNKNOWN)
 
 
 _REFUSED = errno.EINVAL, "the store refuses the request: check region, endpoint and credentials"
@@ -199,6 +199,25 @@ _DENIED = (
 )
 _UNSUPPORTED = errno.ENOTSUP, "the server does not support this request"
 _SKEWED = errno.EACCES, "this machine's clock is wrong by minutes, so that signatures are refused: set it"
+_NO_CREDENTIALS = (
+    errno.EACCES,
+    "no credentials were found: set them in the environment as STORES.md says; for a public bucket of S3,"
+    " AWS_SKIP_SIGNATURE=true",
+)
+_UNTRUSTED = (
+    errno.EPROTO,
+    "the server's certificate is not trusted: name the file of the authority that signed it by SSL_CERT_FILE,"
+    " for S3 also AWS_CA_BUNDLE, and check the server's name and this machine's clock",
+)
+_NO_PROXY = (
+    errno.ECONNREFUSED,
+    "the proxy cannot be reached, or refuses: check AWS_PROXY_URL (GOOGLE_, AZURE_), HTTPS_PROXY and NO_PROXY",
+)
+_NO_ANSWER = "the server's answer cannot be read: check the endpoint"
+_BROKEN = "the connection broke repeatedly: check the network, or load later"
+_UNREACHABLE = "the server cannot be reached"
+_CHECK = "check the URL, the endpoint and the network"
+_WRONG_RANGE = errno.EPROTO, "the server sent other bytes than were requested: it does not serve ranges correctly"
 _CODES = {
     "RequestTimeTooSkewed": _SKEWED,
     "RequestExpired": _SKEWED,
@@ -225,62 +244,21 @@ _STATUSES = {
     503: _BUSY,
 }
 """By the status, or its first digit."""
-_TEXTS = [
-    (r"BareRedirect", (errno.EINVAL, "the bucket is in another region: set AWS_REGION")),
-    (
-        r"Missing\w+|169\.254\.|metadata\.google|CredentialsNotLoaded|[Uu]nable to locate credentials"
-        r"|CredentialsError|CredentialRetrieval|RefreshError|ClientAuthenticationError",
-        (
-            errno.EACCES,
-            "no credentials were found: set them in the environment as STORES.md says; for a public bucket of S3,"
-            " AWS_SKIP_SIGNATURE=true",
-        ),
-    ),
-    (
-        r"(?i:certificate|UnknownIssuer|NotValidForName)",
-        (
-            errno.EPROTO,
-            "the server's certificate is not trusted: name the file of the authority that signed it by SSL_CERT_FILE,"
-            " for S3 also AWS_CA_BUNDLE, and check the server's name and this machine's clock",
-        ),
-    ),
-    (
-        r"ProxyError|ProxyConnectionError|[Tt]unnel",
-        (
-            errno.ECONNREFUSED,
-            "the proxy cannot be reached, or refuses: check AWS_PROXY_URL (GOOGLE_, AZURE_), HTTPS_PROXY and NO_PROXY",
-        ),
-    ),
-    (
-        r"ResponseParserError|ParseError|DecodeError",
-        (errno.EPROTO, "the server's answer cannot be read: check the endpoint"),
-    ),
-    (r"BadScheme", (errno.EPROTO, "http:// is refused: set AWS_ALLOW_HTTP=true (GOOGLE_, AZURE_) to permit it")),
-    (
-        r"TimedOut|timed out",
-        (errno.ETIMEDOUT, "repeatedly no bytes arrived in time: check the network, or load later"),
-    ),
-    (
-        r"ConnectionReset|ConnectionAborted|ConnectionClosed|RemoteDisconnected|BrokenPipe|UnexpectedEof"
-        r"|Incomplete(Body|Message|Read)",
-        (errno.ECONNRESET, "the connection broke repeatedly: check the network, or load later"),
-    ),
-    (
-        r"ConnectionRefused",
-        (errno.ECONNREFUSED, "the server cannot be reached, it refuses connections: check URL and endpoint"),
-    ),
-    (
-        r"Unreachable|NetworkDown|NewConnectionError|ServiceRequestError|\bConnect\b"
-        r"|[Tt]emporary failure in name resolution",
-        (errno.ENETUNREACH, "the server cannot be reached: check the URL, the endpoint and the network"),
-    ),
-    (
-        r"dns error|failed to lookup|Failed to resolve",
-        (errno.EHOSTUNREACH, "the server's name is unknown: check the URL, the endpoint and the network"),
-    ),
-    (
-        r"Requested \d+\.\.\d+, got \d+\.\.\d+|RangeNotSupported|ContentRange|content-range",
-        (errno.EPROTO, "the server sent other bytes than were requested: it does not serve ranges correctly"),
-    ),
-]
+_TEXTS = {
+    r"BareRedirect": (errno.EINVAL, "the bucket is in another region: set AWS_REGION"),
+    r"Missing\w+|169\.254\.|metadata\.google|CredentialsNotLoaded|[Uu]nable to locate credentials"
+    r"|CredentialsError|CredentialRetrieval|RefreshError|ClientAuthenticationError": _NO_CREDENTIALS,
+    r"(?i:certificate|UnknownIssuer|NotValidForName)": _UNTRUSTED,
+    r"ProxyError|ProxyConnectionError|[Tt]unnel": _NO_PROXY,
+    r"ResponseParserError|ParseError|DecodeError": (errno.EPROTO, _NO_ANSWER),
+    r"BadScheme": (errno.EPROTO, "http:// is refused: set AWS_ALLOW_HTTP=true (GOOGLE_, AZURE_) to permit it"),
+    r"TimedOut|timed out": (errno.ETIMEDOUT, "repeatedly no bytes arrived in time: check the network, or load later"),
+    r"ConnectionReset|ConnectionAborted|ConnectionClosed|RemoteDisconnected|BrokenPipe|UnexpectedEof"
+    r"|Incomplete(Body|Message|Read)": (errno.ECONNRESET, _BROKEN),
+    r"ConnectionRefused": (errno.ECONNREFUSED, f"{_UNREACHABLE}, it refuses connections: check URL and endpoint"),
+    r"Unreachable|NetworkDown|NewConnectionError|ServiceRequestError|\bConnect\b"
+    r"|[Tt]emporary failure in name resolution": (errno.ENETUNREACH, f"{_UNREACHABLE}: {_CHECK}"),
+    r"dns error|failed to lookup|Failed to resolve": (errno.EHOSTUNREACH, f"the server's name is unknown: {_CHECK}"),
+    r"Requested \d+\.\.\d+, got \d+\.\.\d+|RangeNotSupported|ContentRange|content-range": _WRONG_RANGE,
+}
 """By what the client says of a request without an answer; the first that fits."""

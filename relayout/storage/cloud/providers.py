@@ -20,7 +20,7 @@ from xml.etree.ElementTree import ParseError
 
 from relayout.errors import PlanError
 from relayout.storage.cloud.client import NotCompleted, Uploads
-from relayout.storage.cloud.connect import endpoint_of, is_set, reach_of, require, s3_settings
+from relayout.storage.cloud.connect import boto_session, endpoint_of, is_set, reach_of, require, s3_settings
 from relayout.storage.cloud.failures import persistent, request_error
 
 _NUM_CONNECTIONS = 64
@@ -146,7 +146,6 @@ class _S3(_Requests):
     def __init__(self, root: str) -> None:
         super().__init__(root)
         require("boto3", root, "s3")
-        from boto3.session import Session
         from botocore import UNSIGNED
         from botocore.config import Config
         from botocore.exceptions import BotoCoreError, ClientError
@@ -170,7 +169,7 @@ class _S3(_Requests):
         )
         region = settings.region or "us-east-1"
         try:
-            self._client: Any = (settings.profile or Session()).client(
+            self._client: Any = (settings.profile or boto_session()).client(
                 "s3", endpoint_url=endpoint, region_name=region, verify=reach.verify, config=config
             )
         except (BotoCoreError, ValueError):  # ValueError: the endpoint is no URL.

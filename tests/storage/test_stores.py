@@ -16,6 +16,12 @@ from support.store_contract import KINDS, MARKER, OLDER, WRITABLE, Ground, conte
 
 from relayout.errors import FormatError, PlanError
 from relayout.storage.buffers import Buffer
+from relayout.storage.cloud.client import NotCompleted
+from relayout.storage.cloud.output import lease
+from relayout.storage.cloud.output.lease import Lease
+from relayout.storage.cloud.output.prefix import OutputPrefix, bare
+from relayout.storage.cloud.output.records import LEASE, Holder
+from relayout.storage.cloud.store import CloudStore
 from relayout.storage.protocols import Access, Entry, Kind, Modes, Staging, Store
 from relayout.storage.stores import find_store
 
@@ -455,6 +461,87 @@ def test_an_output_in_the_source_or_around_it_is_refused(there: Ground, source: 
 def test_a_name_that_only_begins_alike_is_beside_the_source(there: Ground) -> None:
     there.write(there.store("a"), weights=BYTES)
     there.store("a-tp2").check_output(there.store("a"), OLDER, force=False)
+
+
+# What the publisher needs of a client.
+
+
+@pytest.fixture
+def output(there: Ground) -> OutputPrefix:
+    """The place of an output, in stores without rename."""
+    store = there.store("out")
+    if not isinstance(store, CloudStore):
+        pytest.skip("a local folder is renamed")
+    return store._output()
+
+
+def test_a_small_object_is_created_once_and_replaced_in_the_version_that_is_known_only(output: OutputPrefix) -> None:
+    client, name = output.client, output.full("small")
+    first = client.put(name, b"1", None)
+    with pytest.raises(FileExistsError):
+        client.put(name, b"2", None)
+    second = client.put(name, b"22", first)
+    with pytest.raises(FileExistsError):
+        client.put(name, b"3", first)
+    loaded = output.load(name, 10)
+    assert loaded is not None
+    assert loaded[0] == b"22"
+    third = client.put(name, b"333", loaded[1])
+    with pytest.raises(FileExistsError):
+        client.put(name, b"4", second)
+    client.delete([name, output.full("was never there")])
+    with pytest.raises(FileExistsError):
+        client.put(name, b"4", third)
+    assert output.load(name, 10) is None
+    client.put(name, b"5")
+    client.put(name, b"6")
+    assert output.load(name, 10) is not None
+
+
+def test_versions_are_those_of_listings(output: OutputPrefix) -> None:
+    """Else what was created is read again before the manifest is written."""
+    version, uploads = output.client.put(output.full("small"), b"1", None), output.client.uploads()
+    upload = uploads.begin(output.full("large"))
+    tag = uploads.send(output.full("large"), upload, 0, memoryview(b"large"))
+    completed = uploads.complete(output.full("large"), upload, [tag])
+    assert isinstance(completed, str)
+    listed = {name: bare(found) for name, found in output.objects().items()}
+    assert listed["small"] in map(bare, version.values())
+    assert listed["large"] == bare(completed)
+
+
+def test_an_upload_creates_no_object_in_the_place_of_another(output: OutputPrefix) -> None:
+    name, uploads = output.full("large"), output.client.uploads()
+    begun = [uploads.begin(name) for _ in range(3)]
+    tags = [uploads.send(name, upload, 0, memoryview(b"large")) for upload in begun]
+    uploads.abort(name, begun[2])
+    assert isinstance(uploads.complete(name, begun[0], tags[:1]), str)
+    assert uploads.complete(name, begun[1], tags[1:2]) is NotCompleted.EXISTS
+    uploads.abort(name, begun[1])
+    loaded = output.load(name, 10)
+    assert loaded is not None
+    assert loaded[0] == b"large"
+
+
+def test_a_lease_is_refreshed_until_another_process_has_it(
+    output: OutputPrefix, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "VALID_SECONDS", 0.0)
+    with Lease(output, "a test") as held:
+        for _ in range(3):
+            held.refresh()
+        with pytest.raises(PlanError, match="is being written by another conversion: a test"):
+            Lease(output, "another test")._take()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lease, "_is_gone", lambda holder: True)
+            other = Lease(output, "another test")
+            other._take()
+        with pytest.raises(PlanError, match="was taken over by another process"):
+            held.refresh()
+        other.refresh()
+    found = output.read(LEASE, Holder)
+    assert found is not None
+    assert found.what == "another test", "who has lost it does not delete it"
 
 
 # Parts by several processes.

@@ -105,7 +105,14 @@ class BucketClient:
             raise FileExistsError(errno.EEXIST, "was replaced or deleted by another process", location) from None
 
     def delete(self, names: Sequence[str]) -> None:
-        request(lambda: self.store.delete(list(names)), self.root)
+        try:
+            request(lambda: self.store.delete(list(names)), self.root)
+        except FormatError as error:
+            if error.code != "missing":
+                raise
+            if len(names) > 1:  # Azure reports a missing object as an error, and may have kept the others.
+                for name in names:
+                    self.delete([name])
 
     def uploads(self) -> Uploads:
         from relayout.storage.cloud.providers import uploads_of

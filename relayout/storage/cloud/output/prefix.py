@@ -145,6 +145,11 @@ class OutputPrefix:
             return None
 
 
+def bare(version: str) -> str:
+    """A version without the quotes of an ETag, which some answers have and others lack."""
+    return version.removeprefix("W/").strip('"')
+
+
 def check_output(output: OutputPrefix, source: Store, older: Replaceable, *, force: bool) -> None:
     """Check that an output may be published here. For the rest see `Store.check_output`."""
     own, other = f"{output}/", f"{source}/"

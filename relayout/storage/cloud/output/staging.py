@@ -24,7 +24,7 @@ from relayout.storage.cloud.client import NotCompleted
 from relayout.storage.cloud.output import records
 from relayout.storage.cloud.output.erasing import Eraser
 from relayout.storage.cloud.output.lease import Lease
-from relayout.storage.cloud.output.prefix import OutputPrefix, check_vacant, in_parallel
+from relayout.storage.cloud.output.prefix import OutputPrefix, bare, check_vacant, in_parallel
 from relayout.storage.cloud.output.records import Begun, Complete, Notes, Proof, Publishing, Unit
 from relayout.storage.cloud.upload import Upload
 from relayout.storage.protocols import Closable, ReadableFile, Replaceable, RequestError, kept_note
@@ -423,7 +423,7 @@ class CloudStaging:
         return {
             name
             for name, versions in self._created.items()
-            if name in there and _bare(there[name]) in {_bare(version) for version in versions} - {""}
+            if name in there and bare(there[name]) in {bare(version) for version in versions} - {""}
         }
 
     def give_up(self, error: BaseException) -> None:
@@ -489,11 +489,6 @@ class _Notes(Closable):
                 self._staging.write_record(f"{records.NOTES}{self._name}/{self._count:08}", record)
                 self._count += 1
                 self._text.clear()
-
-
-def _bare(version: str) -> str:
-    """A version without the quotes of an ETag, which some answers have and others lack."""
-    return version.removeprefix("W/").strip('"')
 
 
 def _claim(name: str) -> str:

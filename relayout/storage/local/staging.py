@@ -374,7 +374,7 @@ def open_left(parent: OpenFolder, output: Path, user: int) -> OpenFolder | None:
         return None
     check_owner_is(path, status, user)
     if not stat.S_ISDIR(status.st_mode):
-        raise PlanError("is not a folder of relayout's and in the way; remove it", path=path, code="exists")
+        raise PlanError("exists and is not relayout's folder; remove it", path=path, code="exists")
     place = parent.subfolder(path.name)
     try:
         check_owner_is(path, os.fstat(place.fd), user)
@@ -387,10 +387,10 @@ def open_left(parent: OpenFolder, output: Path, user: int) -> OpenFolder | None:
 
 
 def _check_ours(place: OpenFolder) -> None:
-    """Prove that all in a staging folder is what relayout puts there, under its names, and so may be deleted.
+    """Check that a staging folder has only names that relayout uses, so that it may be deleted.
 
     Raises:
-        PlanError: there is something else.
+        PlanError: it has others.
     """
     for name in place.names():
         if not _OURS.fullmatch(name):
@@ -407,7 +407,7 @@ def _make_new(parent: OpenFolder, output: Path, user: int) -> OpenFolder:
 
 
 def _remove(parent: OpenFolder, place: OpenFolder, output: Path) -> None:
-    """Delete the staging folder, but nothing that has replaced it at its path, or that others have put there."""
+    """Delete the staging folder, but nothing that has replaced it at its path, and no foreign files."""
     with suppress(OSError, PlanError):
         _delete_replaced(parent, place, output)
         _check_ours(place)
@@ -520,7 +520,7 @@ def _replace_in_two_steps(place: OpenFolder, parent: OpenFolder, output: Path) -
 
 @dataclass(frozen=True, slots=True)
 class _Replaced:
-    """What is noted before an output is replaced: by what proof the older one is deleted, also after a kill."""
+    """Recorded before an output is replaced: the proof by which the older one is deleted, also after a kill."""
 
     older: int
     """Its inode."""

@@ -104,7 +104,7 @@ def send(method: str, url: str, location: str, headers: Headers | None = None) -
             failure = _failure(error, location)
         else:
             target = redirect_of(answer, url)
-            # Proof that the server may choose: what it names is its own.
+            # Proof that the server may choose: the address is its own.
             if target is None or _origin(target) != _origin(url):
                 return answer
             answer.close()

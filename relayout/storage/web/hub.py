@@ -52,16 +52,16 @@ class _Address:
     since: float
     """When, by the clock `time.monotonic`."""
     is_xet: bool
-    """Whether the hub names another way to the bytes, its own tools' way."""
+    """Whether the hub offers the bytes by Xet, the protocol of its own tools."""
 
 
 class HubClient:
-    """One revision of a repository; see `client.Client`. It is at one commit from its first request on."""
+    """One revision of a repository. It stays at one commit from its first request on."""
 
     cost: RequestCost = CLOUD_COST
 
     def __init__(self, repo: str, revision: str | None, *, is_guess: bool = False) -> None:
-        """With `is_guess`, the name was given as a path that does not exist."""
+        """With `is_guess`, the name is a path that does not exist."""
         self._is_guess = is_guess
         self.repo = repo
         """As ORG/MODEL."""
@@ -102,7 +102,7 @@ class HubClient:
 
     @property
     def _found(self) -> tuple[str, Mapping[str, FileStat]]:
-        """Commit and files, both of the hub, or without a network both of its cache; found once."""
+        """Commit and files, both from the hub, or without a network both from its cache. Requested once."""
         with self._lock:
             self._known = self._known or self._find()
             return self._known
@@ -126,7 +126,7 @@ class HubClient:
         raise PlanError(what, path=self.repo, code="missing")
 
     def _asked(self, *, is_expected: bool) -> tuple[str, Mapping[str, FileStat]]:
-        """What the hub says. If it need not be there, it is not waited for while it cannot be reached."""
+        """What the hub says. Without `is_expected`, the request is not repeated if the hub cannot be reached."""
         revision = f"/revision/{quote(self.revision, safe='')}" if self.revision else ""
         url = f"{_endpoint()}/api/models/{self.repo}{revision}?blobs=true"
 
@@ -146,7 +146,7 @@ class HubClient:
         return commit, dict(_file(entry, location) for entry in top.objects("siblings"))
 
     def _cached(self) -> tuple[str, Mapping[str, FileStat]] | None:
-        """What the hub's cache says, as the hub's own tools read it; None if it has nothing."""
+        """What the hub's cache has, read as the hub's own tools do; None if it has nothing."""
         commit, reference = self.revision or "main", self._cache / "refs" / (self.revision or "main")
         if not _COMMIT.fullmatch(commit):
             if not reference.is_file():
@@ -204,10 +204,10 @@ class HubClient:
                 yield name, stat.version
 
     def _resolve(self, name: str, known: FileStat) -> _Address:
-        """Ask the hub where a file is. Of several threads that ask at once, all get an answer that is right.
+        """Request a file's address from the hub. Several threads may do so at once.
 
-        Where it sends elsewhere is believed by this proof: it is https, as the hub is; length and hash are those of
-        the commit; and nobody else gets the token.
+        An address on another server is accepted by this proof: it is https, as the hub is; length and hash are those
+        of the commit; and the token is not sent there.
         """
         url, location = f"{_endpoint()}/{self.repo}/resolve/{self.commit}/{quote(name)}", f"{self.root}/{name}"
         answer = persistent(lambda: self._answer("HEAD", url, location), location)
@@ -270,7 +270,7 @@ _STATUS = {
 
 
 def _denied(error: RequestError, address: _Address, location: str) -> RequestError:
-    """The error for bytes that are not given, though the hub has just signed for them."""
+    """The error for bytes that are refused, although the hub has just signed their URL."""
     if error.status not in (401, 403) or not address.is_xet:
         return error
     what = "the hub gives these bytes by Xet only: download with its own tool (hf download), and give the folder"
@@ -299,7 +299,7 @@ def _commit(text: str, location: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class HubStore(CloudStore):
-    """A repository; see `protocols.Store`. What its own cache on this machine has is read there."""
+    """A repository. Files in the hub's cache on this machine are read there."""
 
     @property
     def _hub(self) -> HubClient:
@@ -349,10 +349,10 @@ def offer(url: str) -> Store | Refusal:
 
 
 def offer_model(path: str, not_found_message: Callable[[], str]) -> Store | None:
-    """The repository that a path such as "org/model" may mean; None if it does not look like one.
+    """The repository that a path such as "org/model" may mean; None if it does not have this form.
 
     Raises:
-        PlanError: it does, but the extra is not installed; `not_found_message` says that there is no such path.
+        PlanError: it has, but the extra is not installed; `not_found_message` is that of the path.
     """
     if not _REPO.fullmatch(path):
         return None
@@ -374,6 +374,6 @@ def _endpoint() -> str:
 
 
 def _headers() -> dict[str, str]:
-    """For the hub, and nobody else."""
+    """For the hub only."""
     token = _hub().get_token()
     return {"authorization": f"Bearer {token}"} if token else {}

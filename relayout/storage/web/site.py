@@ -38,7 +38,7 @@ _KNOWN = (
     "LICENSE",
     "README.md",
 )
-"""Files of checkpoints, of which a server is asked what it has."""
+"""Files of checkpoints that are requested one by one."""
 
 
 _MAX_INDEX_NBYTES = 64 * 2**20
@@ -46,7 +46,7 @@ _MAX_INDEX_NBYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class WebClient:
-    """A web server; see `client.Client`."""
+    """A web server."""
 
     root: str
 

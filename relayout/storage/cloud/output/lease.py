@@ -2,8 +2,8 @@
 
 It is an object below the hidden prefix, created if there is none. Its holder writes it again at intervals, each time on
 condition that it still has the holder's last version. A process that finds it ends with an error that names the holder.
-If nobody writes it any more, or its holder was a process of this machine that has ended, it may be taken over. Clocks
-of two machines are never compared: an observer must itself see no change for long enough.
+If it is not written again, or its holder was a process of this machine that has ended, it may be taken over. Clocks of
+two machines are never compared: an observer must itself see no change for long enough.
 """
 
 from __future__ import annotations

@@ -196,14 +196,14 @@ def test_while_a_file_is_opened_or_closed_others_are_used(
     assert sorted(place.opened) == sorted(place.closed)
 
 
-NUM_SHARDS = 60
-SHARD = "model-{:05}-of-00060.safetensors"
+NUM_SHARDS = 52
+SHARD = "model-{:05}-of-00052.safetensors"
 ROWS, COLUMNS = 16, 64
 
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A layer in each of 60 shards."""
+    """A layer in each of 52 shards."""
     folder = tmp_path_factory.mktemp("sharded") / "model"
     folder.mkdir()
     weight_map = {}

@@ -31,7 +31,7 @@ pytest.importorskip("obstore", reason="the client of object stores")
 Files = dict[str, bytes]
 Make = Callable[..., World]
 HIDDEN = ".out.relayout-partial/"
-NUM_SCHEDULES = int(os.environ.get("RELAYOUT_SCHEDULES", "30"))
+NUM_SCHEDULES = int(os.environ.get("RELAYOUT_SCHEDULES", "20"))
 """1,000 take some minutes."""
 STEP = 1 if "RELAYOUT_SCHEDULES" in os.environ else 3
 """Of each law about any moment, every day some moments are tried: others for others of its parameters."""

@@ -14,6 +14,8 @@ from support.faults import shim
 from support.models import SIZES, save_pretrained
 from support.profile import PROFILE
 
+from relayout.storage.stores import REGISTRY
+
 __all__ = ["conversions", "shim"]
 
 _ANY_TIME = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
@@ -31,6 +33,14 @@ def pytest_collection_finish() -> None:
     """What is there before the first test stays: no collection of garbage need look at a million objects again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def toy_store() -> Iterator[None]:
+    """All that a store needs to be known, beside its module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(REGISTRY, "toy", "support.toy_store")
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

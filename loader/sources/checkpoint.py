@@ -162,7 +162,7 @@ def find_rank(
     store = find_input(path).snapshot()
     blob = find_manifest_blob(store)
     if blob is not None:
-        manifest = parse_manifest(blob, store.where(MANIFEST_NAME))
+        manifest = parse_manifest(blob, store.location(MANIFEST_NAME))
         check_rank(store, rank, manifest.num_ranks if tp is None else tp)
         if store.cost.is_remote and (kept := _kept(store, manifest, blob, rank, tp, cache, progress)) is not None:
             return kept

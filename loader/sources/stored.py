@@ -52,7 +52,7 @@ class StoredFile:
     @property
     def where(self) -> str:
         """Its name in messages."""
-        return self.folder.where(self.name)
+        return self.folder.location(self.name)
 
     @property
     def path(self) -> Path | None:

@@ -160,4 +160,4 @@ def prepare(job: Job) -> None:
 def shards_of(source: str) -> list[str]:
     """Paths or URLs of the weight files of a plain checkpoint."""
     store = _source(source).folder
-    return [str(store.path(file.name) or store.where(file.name)) for file in _source(source).files]
+    return [str(store.path(file.name) or store.location(file.name)) for file in _source(source).files]

@@ -76,7 +76,7 @@ def _read_object(folder: Store, name: str, names: list[str]) -> dict[str, Any]:
     if folder.stat(name) is None:
         return {}
     names.append(name)
-    return parse_config(folder.read(name, _MAX_CONFIG_NBYTES), folder.where(name))
+    return parse_config(folder.read(name, _MAX_CONFIG_NBYTES), folder.location(name))
 
 
 def parse_config(blob: bytes, where: str) -> dict[str, Any]:

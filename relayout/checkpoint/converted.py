@@ -39,7 +39,7 @@ def find_manifest(folder: Store) -> Manifest | None:
         FormatError: the manifest is damaged.
     """
     blob = find_manifest_blob(folder)
-    return None if blob is None else parse_manifest(blob, folder.where(MANIFEST_NAME))
+    return None if blob is None else parse_manifest(blob, folder.location(MANIFEST_NAME))
 
 
 def find_manifest_blob(folder: Store) -> bytes | None:
@@ -64,12 +64,12 @@ def read_manifest(folder: Store) -> Manifest:
         blob = folder.read(MANIFEST_NAME, MAX_MANIFEST_NBYTES)
     except FormatError as error:
         if error.code == "missing" and folder.kind() is Kind.NOTHING:
-            raise FormatError(folder.absence(), path=str(folder), code="missing") from None
+            raise FormatError(folder.not_found_message(), path=str(folder), code="missing") from None
         if error.code == "missing":
             what = f"not a converted folder ({MANIFEST_NAME} is missing); relayout convert makes one"
             raise FormatError(what, path=str(folder), code="missing") from None
         raise
-    return parse_manifest(blob, folder.where(MANIFEST_NAME))
+    return parse_manifest(blob, folder.location(MANIFEST_NAME))
 
 
 def check_rank(folder: Store, rank: int, num_ranks: int) -> None:
@@ -93,7 +93,7 @@ def read_table(folder: Store, manifest: Manifest, rank: int) -> RankTable:
         FormatError: the table is missing, damaged, or of another conversion.
     """
     name = manifest.holders[rank].table
-    return parse_table(folder.read(name, MAX_TABLE_NBYTES), manifest, rank, folder.where(name))
+    return parse_table(folder.read(name, MAX_TABLE_NBYTES), manifest, rank, folder.location(name))
 
 
 def read_record(folder: Store, manifest: Manifest) -> SourceRecord:
@@ -105,7 +105,7 @@ def read_record(folder: Store, manifest: Manifest) -> SourceRecord:
     # Imported here: a load of a rank as stored needs no record.
     from relayout.format.source_record import parse_record
 
-    where = folder.where(SOURCE_RECORD_NAME)
+    where = folder.location(SOURCE_RECORD_NAME)
     blob = folder.read(SOURCE_RECORD_NAME, MAX_TABLE_NBYTES)
     with about(path=where):
         refuse_lfs_pointer(blob)
@@ -149,10 +149,10 @@ def read_chunk_digests(folder: Store, manifest: Manifest, index: int) -> bytes:
     with folder.open(CHUNKS_NAME) as opened:
         if opened.nbytes != places[-1].end:
             what = f"{opened.nbytes} bytes long, expected {places[-1].end}"
-            raise FormatError(what, path=folder.where(CHUNKS_NAME), code="mismatch")
+            raise FormatError(what, path=folder.location(CHUNKS_NAME), code="mismatch")
         opened.read(place.offset, digests)
     if digest_hex(digests) != file.chunks_digest:
-        where = folder.where(CHUNKS_NAME)
+        where = folder.location(CHUNKS_NAME)
         raise FormatError(f"its part for {file.name} differs from the manifest", path=where, code="digest")
     return bytes(digests)
 
@@ -167,7 +167,7 @@ def check_file(folder: Store, manifest: Manifest, index: int) -> None:
     start = memoryview(bytearray(HEAD_NBYTES))
     with folder.open(file.name, file.nbytes) as opened:
         opened.read(0, start)
-    check_head(start, file.content, file.data_start, folder.where(file.name))
+    check_head(start, file.content, file.data_start, folder.location(file.name))
 
 
 def check_head(start: memoryview, content: str, data_start: int, where: str) -> None:

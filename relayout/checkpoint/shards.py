@@ -89,7 +89,7 @@ def _check_set(root: Store, first: re.Match[str], numbers: set[int]) -> None:
         name = first[0][: first.start("number")] + missing + first[0][first.end("number") :]
         others = f" (and {num_missing - 1} others)" if num_missing > 1 else ""
         what = f"is missing{others}: {first[0]} is one of {count} files, and there is no index"
-        raise FormatError(what, path=root.where(name), code="missing")
+        raise FormatError(what, path=root.location(name), code="missing")
 
 
 def check_name(root: Store, name: str) -> None:
@@ -153,7 +153,7 @@ def find_side_files(root: Store, entries: Sequence[Entry]) -> tuple[tuple[str, .
         suffix = PurePosixPath(name).suffix
         is_part = "/" not in name and (suffix == ".safetensors" or name.endswith(_INDEX_SUFFIX))
         if reason is None and not entry.is_readable:
-            raise FormatError(f"cannot be read: {os.strerror(errno.EACCES)}", path=root.where(name))
+            raise FormatError(f"cannot be read: {os.strerror(errno.EACCES)}", path=root.location(name))
         is_weights = suffix in _WEIGHT_SUFFIXES or name.endswith(_INDEX_SUFFIX)
         if reason is None and is_weights and not _is_head(root, name):
             reason = "weights that are not part of the model"

@@ -150,7 +150,7 @@ def read_shard(folder: Store, name: str) -> tuple[SourceFile, Header]:
         FormatError: the file cannot be opened or is damaged.
         OSError: reading failed.
     """
-    where = folder.where(name)
+    where = folder.location(name)
     with folder.open(name) as file:
         prefix = _read(file, 0, min(len(LFS_POINTER), file.nbytes))
         with about(path=where):
@@ -204,7 +204,7 @@ def _read_folder(root: Store) -> SourceCheckpoint:
     index: tuple[str, bytes] | None = None
     if index_name is not None:
         index = (index_name, root.read(index_name, MAX_INDEX_NBYTES))
-        named = parse_index(index[1], root.where(index_name))
+        named = parse_index(index[1], root.location(index_name))
         used_names = set(named.values())
         used = sorted(used_names)
         left_out += [f"{name}: not named by {index_name}" for name in shards if name not in used_names]
@@ -262,7 +262,7 @@ def _assemble(
     folder = root.parent()[0] if is_file else root
     for shard, _ in shards:
         if shard.version == "":
-            raise unversioned(folder.where(shard.name))
+            raise unversioned(folder.location(shard.name))
     tensors, skipped = _collect_tensors(folder, shards, named)
     return SourceCheckpoint(
         root=root,
@@ -303,7 +303,7 @@ def _collect_tensors(
             if entry.name in tensors:
                 other = shards[tensors[entry.name].file][0]
                 raise FormatError(
-                    f"is in {other.name} as well", path=folder.where(shard.name), tensor=entry.name, code="mismatch"
+                    f"is in {other.name} as well", path=folder.location(shard.name), tensor=entry.name, code="mismatch"
                 )
             extent = Extent(header.data_start + entry.offset, entry.nbytes)
             tensors[entry.name] = SourceTensor(entry.name, entry.dtype, entry.shape, position, extent)
@@ -312,6 +312,6 @@ def _collect_tensors(
     for name, file in (named or {}).items():
         if name not in tensors:
             raise FormatError(
-                "is named by the index, but not in the file", path=folder.where(file), tensor=name, code="mismatch"
+                "is named by the index, but not in the file", path=folder.location(file), tensor=name, code="mismatch"
             )
     return tensors.values(), skipped

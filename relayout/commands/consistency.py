@@ -63,7 +63,7 @@ def _check_header(
     """Check a file's length and header against its rows of the table. Return False if it cannot be read."""
     file = manifest.files[index]
     try:
-        where = folder.where(file.name)
+        where = folder.location(file.name)
         shard, header = read_shard(folder, file.name)
         if shard.nbytes != file.nbytes:
             raise FormatError(f"{shard.nbytes} bytes long, expected {file.nbytes}", path=where, code="mismatch")
@@ -232,7 +232,7 @@ def _check_hub_index(folder: Store, manifest: Manifest, table: RankTable, report
     expected = {name: files[file].name for name, file in zip(table.names, table.files, strict=True)}
     with report.errors_of(HUB_INDEX_NAME):
         top = Fields(
-            parse_object(folder.read(HUB_INDEX_NAME, MAX_INDEX_NBYTES), folder.where(HUB_INDEX_NAME)), HUB_INDEX_NAME
+            parse_object(folder.read(HUB_INDEX_NAME, MAX_INDEX_NBYTES), folder.location(HUB_INDEX_NAME)), HUB_INDEX_NAME
         )
         named, total = top.object("weight_map"), Fields(top.object("metadata"), HUB_INDEX_NAME).size("total_size")
         for name in sorted({**named, **expected}):

@@ -122,8 +122,7 @@ def _refuse_conversion(staging: Staging, *, force: bool) -> None:
     """Refuse to discard an interrupted conversion without `force`."""
     journal = read_journal(staging)
     if journal is not None and journal[1].tensors and not force:
-        staging.is_kept = True
-        raise PlanError("holds an interrupted conversion; --force discards it", path=staging.where, code="exists")
+        raise PlanError("holds an interrupted conversion; --force discards it", path=staging.location, code="exists")
 
 
 def recorded_source(folder: Store, record: SourceRecord, *, is_whole: bool = True) -> SourceCheckpoint:
@@ -155,7 +154,7 @@ def recorded_source(folder: Store, record: SourceRecord, *, is_whole: bool = Tru
             known = expected.pop(entry.name, None)
             if known is None and is_whole:
                 what = "was not converted, so the file cannot be restored"
-                raise FormatError(what, path=folder.where(shard.name), tensor=entry.name, code="mismatch")
+                raise FormatError(what, path=folder.location(shard.name), tensor=entry.name, code="mismatch")
             if known not in (None, stored_as):
                 what = f"{list(stored_as)}, the record's columns have {list(known or ())}"
                 raise FormatError(what, path=where, tensor=entry.name, code="mismatch")

@@ -258,7 +258,7 @@ def commit_units(
         if missing := [str(unit) for unit in units if unit not in records]:
             names = ", ".join(missing[:8]) + (" ..." if len(missing) > 8 else "")
             what = f"{len(missing)} of {len(units)} units are not done: {names}"
-            raise PlanError(what, path=staging.where, code="missing")
+            raise PlanError(what, path=staging.location, code="missing")
         for name in set(staging.names()) - {file.name for file in layout.files}:
             staging.remove(name)  # Of a commit that was interrupted.
         headers = HeaderWriter(staging, planned)

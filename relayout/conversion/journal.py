@@ -64,9 +64,10 @@ class Journal(Closable):
 
     def __init__(self, staging: Staging, fingerprint: Fingerprint, *, append: bool, name: str = JOURNAL_NAME) -> None:
         """Continue the journal of an output, or begin a new one in place of what may be there."""
-        self._notes = staging.open_notes(name, is_new=not append)
-        # Behind a torn line, too, a new one starts.
-        self._notes.append(b"\n" if append else _line([fingerprint.source, fingerprint.options]))
+        header = None if append else _line([fingerprint.source, fingerprint.options])
+        self._notes = staging.open_notes(name, header)
+        if append:
+            self._notes.append(b"\n")  # Behind a torn line, too, a new one starts.
 
     def add(self, written: Written) -> None:
         """Note what is written."""

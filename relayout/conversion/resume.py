@@ -31,7 +31,7 @@ def fingerprint_of(conversion: Conversion) -> Fingerprint:
     for file in checkpoint.files:
         status = checkpoint.folder.stat(file.name)
         if status is None:
-            raise FormatError("is missing", path=checkpoint.folder.where(file.name), code="missing")
+            raise FormatError("is missing", path=checkpoint.folder.location(file.name), code="missing")
         name = os.fsencode(file.name).hex()  # It need not be UTF-8.
         files.append([name, status.nbytes, status.version, digest_hex(file.header)])
     # One tensor may lie in several files: the index says which counts.
@@ -53,7 +53,6 @@ def read_progress(staging: Staging, fingerprint: Fingerprint, *, force: bool) ->
     Raises:
         PlanError: the place holds an attempt at another conversion, and `force` is not set.
     """
-    staging.is_kept = True
     journal = read_journal(staging)
     if journal is not None and journal[1].tensors:
         earlier, written = journal
@@ -62,8 +61,7 @@ def read_progress(staging: Staging, fingerprint: Fingerprint, *, force: bool) ->
         if not force:
             change = "the source has changed since" if earlier.options == fingerprint.options else "with other options"
             what = f"holds an interrupted conversion, {change}; --force discards it and starts again"
-            raise PlanError(what, path=staging.where, code="exists")
-    staging.is_kept = False
+            raise PlanError(what, path=staging.location, code="exists")
     staging.clear()
     return Written()
 

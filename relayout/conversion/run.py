@@ -92,8 +92,7 @@ class ConversionPlan(Conversion):
                 what = "cannot read files before they are published: convert to a local folder, or without sha256"
                 raise PlanError(what, path=str(self.output), code="option")
             noted = read_progress(staging, fingerprint, force=force)
-            staging.advice = f"finished work is kept in {staging.where}; the same command continues it"
-            staging.check_space(_needed_nbytes(self) - staging.allocated_nbytes())
+            staging.check_space(_needed_nbytes(self))
             with reporting(progress if noted.tensors else None, "checking finished work", source.nbytes):
                 done = verified_progress(staging, noted, self, num_readers)
             headers = HeaderWriter(staging, self)
@@ -104,7 +103,7 @@ class ConversionPlan(Conversion):
                 written = _run_units(self, staging, journal, headers, done, threads, chunk_nbytes, report)
             write_sidecar(staging, self, written, headers.files, threads=num_readers, sha256=sha256)
             if fingerprint_of(self) != fingerprint:
-                staging.is_kept = False
+                staging.clear()
                 raise changed(self)
         return summary_of(self, self.nbytes_of(done.tensors), time.monotonic() - started)
 
@@ -148,7 +147,6 @@ def _run_units(
     def note(complete: Mapping[int, TensorDigests]) -> None:
         if complete:
             journal.add(Written(complete))
-            staging.is_kept = True
 
     def tell(nbytes: int) -> None:
         if report is not None:

@@ -22,8 +22,9 @@ def modes_of(folder: Store, files: Iterable[str], *, with_folder: bool = True) -
 
     Files that are missing are ignored: whoever reads them complains.
     """
-    folder_mode = Modes().folder & (folder.folder_mode() if with_folder else -1)
-    file_mode = Modes().file
+    folder_mode, file_mode = Modes().folder, Modes().file
+    if with_folder and (path := folder.path("")) is not None:
+        folder_mode &= path.stat().st_mode
     for name in files:
         status = folder.stat(name)
         if status is not None:
@@ -44,8 +45,8 @@ def copy_side_file(source: Store, staging: Staging, name: str, expected: SideFil
     """
     status = _status(source, name)
     if expected is None and not status.version:
-        raise unversioned(source.where(name))
-    differs = FormatError("differs from the file that was copied", path=source.where(name), code="digest")
+        raise unversioned(source.location(name))
+    differs = FormatError("differs from the file that was copied", path=source.location(name), code="digest")
     if expected is not None and expected.nbytes != status.nbytes:
         raise differs
     mode, digest = status.mode if expected is None else expected.mode, xxhash.xxh3_128()
@@ -64,7 +65,7 @@ def read_side_file(folder: Store, name: str) -> SideFile:
     """
     status, digest = _status(folder, name), xxhash.xxh3_128()
     if not status.version:
-        raise unversioned(folder.where(name))
+        raise unversioned(folder.location(name))
     for _ in _pieces(folder, name, status.version, digest):
         pass
     return SideFile(name, status.nbytes, digest.hexdigest(), status.mode)
@@ -73,7 +74,7 @@ def read_side_file(folder: Store, name: str) -> SideFile:
 def _status(folder: Store, name: str) -> FileStat:
     status = folder.stat(name)
     if status is None:
-        raise FormatError(f"cannot be read: {os.strerror(errno.ENOENT)}", path=folder.where(name), code="missing")
+        raise FormatError(f"cannot be read: {os.strerror(errno.ENOENT)}", path=folder.location(name), code="missing")
     return status
 
 

@@ -114,7 +114,7 @@ def find_folder(path: str, engine: str) -> Folder | None:
         manifest = find_manifest(store)
         if manifest is not None:
             return Folder(manifest.num_ranks, manifest.expert_parallel)
-        reason = None if store.kind() is Kind.FOLDER else store.absence()
+        reason = None if store.kind() is Kind.FOLDER else store.not_found_message()
     except PlanError as error:  # Of a store or the hub.
         reason = error.what
     if reason is not None:
@@ -126,7 +126,7 @@ def find_folder(path: str, engine: str) -> Folder | None:
         )
     if store.stat(_OF_ANOTHER_RANK) is not None:  # Engines would take its slices for whole tensors.
         what = "is missing beside files of ranks: the folder was copied in part"
-        raise FormatError(what, path=store.where("relayout.json"), code="missing")
+        raise FormatError(what, path=store.location("relayout.json"), code="missing")
     return None
 
 

@@ -1,9 +1,9 @@
 """A folder that keeps files fetched from stores, for all processes of a machine and up to a size.
 
-Entries lie in a subfolder that says that it is relayout's, `relayout-cache-v1`. There is one, a folder, for each
-checkpoint. A process that uses an entry holds a lease on it, which is a shared lock; an entry that nobody holds may be
-removed to make room, the least recently used first. Room is reserved before it is filled. A file gets its name when it
-is complete, so that a process may be killed at any moment.
+Entries are folders, one for each checkpoint, in a marked subfolder, `relayout-cache-v1`. A process that uses an entry
+holds a lease on it, which is a shared lock. Entries without a lease may be removed to make room, the least recently
+used first. Room is reserved before it is filled. A file gets its name when it is complete, so that a process may be
+killed at any moment.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class CacheEntry:
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """Where loads keep what they fetch, and how much of it.
+    """Where loads keep what they fetch, and its limit.
 
     Several processes of one user may use one folder at once, on one machine.
     """
@@ -96,7 +96,7 @@ class Cache:
     def reserve(self, lease: Lease, files: Mapping[str, int]) -> Reservation | None:
         """Reserve room for files of an entry that are not there yet, by name and bytes.
 
-        Entries that nobody uses are removed for it. Processes that reserve the same file share its room.
+        Entries that are not in use are removed for it. Processes that reserve the same file share its room.
 
         Returns:
             What keeps the room until it is closed, or the process ends; None: there is none.
@@ -208,7 +208,7 @@ class Cache:
         with suppress(BlockingIOError, FileNotFoundError), open(_open(entry / _LEASE), "rb") as lease:
             fcntl.flock(lease.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
             gone = own / f".gone-{os.urandom(8).hex()}"
-            entry.rename(gone)  # At once: nobody sees an entry of which only some files are there.
+            entry.rename(gone)  # Atomic: no process sees an incomplete entry.
             shutil.rmtree(gone)
             return True
         return False

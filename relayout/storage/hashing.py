@@ -43,27 +43,27 @@ def hash_files(
     hashed = [[ExtentDigests(extents, stop) for extents in (file.extents, file.chunks)] for file in files]
 
     def requests() -> Iterator[tuple[int, Extent]]:
-        for number, file in enumerate(files):
-            yield from ((number, extent) for extent in _requests(file))
+        for index, file in enumerate(files):
+            yield from ((index, extent) for extent in _requests(file))
 
     def work(buffer: Buffer, item: tuple[int, Extent]) -> int:
-        number, extent = item
+        index, extent = item
         view = buffer.reserve(extent.nbytes)
-        with inputs.use(number) as file:
+        with inputs.use(index) as file:
             file.read(extent.offset, view)
-        for digests in hashed[number]:
+        for digests in hashed[index]:
             digests.update(extent.offset, view)
         return extent.nbytes
 
-    def open_input(number: int) -> ReadableFile:
-        return files[number].open()
+    def open_input(index: int) -> ReadableFile:
+        return files[index].open()
 
     with OpenFiles(open_input) as inputs:
-        for number in range(len(files)):  # Checks the length of files without extents as well.
-            with inputs.use(number):
+        for index in range(len(files)):  # Checks the length of files without extents as well.
+            with inputs.use(index):
                 pass
         Workers(num_threads, requests(), Buffer, work, stop).run(on_progress)
-    assert not any(one.num_left for pair in hashed for one in pair)
+    assert not any(digests.num_left for pair in hashed for digests in pair)
     return [extents.digests + chunks.digests for extents, chunks in hashed]
 
 

@@ -56,7 +56,7 @@ class RequestCost:
     concurrency: int | None = None
     """Requests of one node in flight that saturate the store; None: it depends on the number of processors."""
     is_remote: bool = False
-    """Whether each request is a round trip over a network, so that nothing is asked that another answer will tell."""
+    """Whether each request is a round trip over a network, so that none is made for what another answer has."""
 
     @property
     def num_opens(self) -> int:
@@ -72,13 +72,13 @@ class RequestError(OSError):
     """A request to a store over a network failed. The text says what to do about it."""
 
     def __init__(
-        self, number: int, what: str, where: str, status: int | None = None, retry_after: float | None = None
+        self, number: int, what: str, location: str, status: int | None = None, retry_after: float | None = None
     ) -> None:
-        super().__init__(number, what, where)
+        super().__init__(number, what, location)
         self.status = status
-        """The server's HTTP status; None if it gave none."""
+        """Of HTTP; None: there was no answer."""
         self.retry_after = retry_after
-        """Seconds that the server wants to be left alone; None if it does not say."""
+        """Seconds, as the server says (`Retry-After`); None if it does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,30 +89,30 @@ class FileStat:
     version: str
     """Changes when the content does: length and modification time of a local file, the ETag of an object.
 
-    Empty if a web server tells none: parts of such a file may be of several versions, and need proof.
+    Empty if a web server reports none: parts of such a file may be of several versions, and need proof.
     """
     mode: int = 0o644
     """Permission bits; the default for a store without permissions."""
 
-    def check(self, where: str | Path, nbytes: int | None, version: str | None = None) -> None:
+    def check(self, location: str | Path, nbytes: int | None, version: str | None = None) -> None:
         """Check that the file at `where` has the expected length and version; None: any.
 
         Raises:
             FormatError: it has another.
         """
         if nbytes not in (None, self.nbytes):
-            raise FormatError(f"{self.nbytes} bytes long, expected {nbytes}", path=where, code="mismatch")
+            raise FormatError(f"{self.nbytes} bytes long, expected {nbytes}", path=location, code="mismatch")
         if version not in (None, self.version):
-            raise FormatError("has changed since it was last checked", path=where, code="mismatch")
+            raise FormatError("has changed since it was last checked", path=location, code="mismatch")
 
 
-def unversioned(where: str) -> FormatError:
-    """The error for a file that was read by several requests, of which nothing says that they are of one version."""
+def unversioned(location: str) -> FormatError:
+    """The error for a file that was read by several requests, if nothing proves that they read one version."""
     what = (
         "the server sends neither ETag nor Last-Modified, so that parts of two versions could be mixed: download it,"
         " and give the folder"
     )
-    return FormatError(what, path=where, code="mismatch")
+    return FormatError(what, path=location, code="mismatch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class Modes:
 
 
 _NUM_SHOWN = 3
-"""Strangers' files that an error names."""
+"""Foreign files that an error names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +150,11 @@ class Replaceable:
     """Names of all files that an output's records name, the records too. A FormatError: they are damaged, or foreign.
     """
 
-    def check(self, store: Store, found: Collection[str], *, force: bool) -> frozenset[str]:
+    def check(self, store: Store, there: Collection[str], *, force: bool) -> frozenset[str]:
         """Check that an output may be written to `store`. Changes nothing.
 
         Args:
-            found: names of all that is there, hidden names and empty folders too.
+            there: names of all that exists, including hidden names and empty folders.
             force: whether an older output may be replaced.
 
         Returns:
@@ -163,9 +163,9 @@ class Replaceable:
         Raises:
             PlanError: something is there that may not be deleted.
         """
-        if not found:
+        if not there:
             return frozenset()
-        if self.marker not in found:
+        if self.marker not in there:
             what = f"is not empty; it is no converted folder ({self.marker} is missing), so delete it or choose another"
             raise PlanError(what, path=str(store), code="exists")
         if not force:
@@ -175,7 +175,7 @@ class Replaceable:
         except FormatError as error:
             what = f"is not empty; nothing proves that relayout wrote it, so delete it or choose another: {error}"
             raise PlanError(what, path=str(store), code="exists") from None
-        if foreign := sorted(set(found) - named):
+        if foreign := sorted(set(there) - named):
             names = ", ".join(map(shown, foreign[:_NUM_SHOWN])) + (" ..." if len(foreign) > _NUM_SHOWN else "")
             what = f"holds files that relayout did not write, so --force does not replace it: {names}"
             raise PlanError(what, path=str(store), code="exists")
@@ -218,7 +218,7 @@ class ReadableFile(Closable, Protocol):
 
     @property
     def version(self) -> str:
-        """See `FileStat.version`."""
+        """As `FileStat.version`."""
 
     @property
     def alignment(self) -> int:
@@ -239,15 +239,15 @@ class ReadableFile(Closable, Protocol):
         """
 
 
-def read_whole(file: ReadableFile, where: str | Path, limit: int) -> bytes:
+def read_whole(file: ReadableFile, location: str | Path, limit: int) -> bytes:
     """The content of a small file.
 
     Raises:
-        FormatError: the file at `where` is larger than `limit` bytes.
+        FormatError: the file at `location` is larger than `limit` bytes.
         OSError: reading failed.
     """
     if file.nbytes > limit:
-        raise FormatError(f"{file.nbytes} bytes, limit {limit}", path=where, code="limit")
+        raise FormatError(f"{file.nbytes} bytes, limit {limit}", path=location, code="limit")
     content = bytearray(file.nbytes)
     file.read(0, memoryview(content))
     return bytes(content)
@@ -279,37 +279,42 @@ class Notes(Closable, Protocol):
         """
 
 
+def kept_note(location: str) -> str:
+    """The note on the error of an attempt whose files are kept."""
+    return f"finished work is kept in {location}; the same command continues it"
+
+
 class Staging(Protocol):
-    """A place where an output is assembled, invisible to readers. At most one process has it open for an output.
+    """Where an output is assembled, invisible to readers. At most one process has it open for an output.
 
     Files of known length: `write_file` opens them any number of times, and `write_head` completes them with their first
     bytes, which depend on all others (in a multipart upload, the first part is sent last). Small files: `put` writes
     them whole.
+
+    If an attempt fails, the files are kept for the next one if there are notes about them behind a header, and the
+    error says so. Without notes they are deleted. An attempt that has changed nothing leaves those of an earlier one.
     """
 
-    can_read: bool
-    """Whether `open` can read what was written. If not, a file counts for the next attempt if `write_head` completed
-    it: `names` then has no others of an earlier attempt."""
-    is_kept: bool
-    """Whether the files stay for the next attempt if this one fails."""
-    advice: str | None
-    """A note to add to the error if the files stay."""
+    @property
+    def can_read(self) -> bool:
+        """Whether `open` can read what was written. If not, a file counts for the next attempt if `write_head`
+        completed it: `names` then has no others of an earlier attempt.
+        """
 
     @property
-    def where(self) -> str:
-        """The name of this place in messages."""
+    def location(self) -> str:
+        """The path or URL for messages."""
 
     def clear(self) -> None:
-        """Delete everything that an earlier attempt left."""
-
-    def allocated_nbytes(self) -> int:
-        """Bytes that the files here occupy."""
+        """Delete everything that was written here, also by an earlier attempt."""
 
     def check_space(self, nbytes: int) -> None:
-        """Check that the store has space for `nbytes` more bytes; a store that cannot tell accepts them.
+        """Check that there is space for an output of `nbytes` in all, less what is here already.
+
+        A store that does not know its space accepts any size.
 
         Raises:
-            PlanError: fewer than `nbytes` bytes are free.
+            PlanError: there is less space.
         """
 
     def names(self) -> list[str]:
@@ -359,8 +364,11 @@ class Staging(Protocol):
             OSError: reading failed.
         """
 
-    def open_notes(self, name: str, *, is_new: bool) -> Notes:
-        """Open notes for appending. With `is_new`, replace existing notes. Of an output, they are named `relayout.*`.
+    def open_notes(self, name: str, header: bytes | None) -> Notes:
+        """Open notes for appending. Of an output, they are named `relayout.*`.
+
+        Args:
+            header: begin new notes with it, in place of existing ones; None: continue existing notes.
 
         Raises:
             FormatError: the existing notes are not a regular file of this user.
@@ -381,8 +389,8 @@ class Store(Protocol):
     def __str__(self) -> str:
         """The path or URL that the caller gave."""
 
-    def where(self, name: str) -> str:
-        """The name of a file in messages."""
+    def location(self, name: str) -> str:
+        """A file's path or URL for messages."""
 
     def path(self, name: str) -> Path | None:
         """The file's path for system calls; None if the store has no descriptors. Does not access the file."""
@@ -394,7 +402,7 @@ class Store(Protocol):
             OSError: the request failed.
         """
 
-    def absence(self) -> str:
+    def not_found_message(self) -> str:
         """The message for a store of `Kind.NOTHING`: the reason, and possibly a remedy."""
 
     def parent(self) -> tuple[Store, str]:
@@ -406,9 +414,6 @@ class Store(Protocol):
         A remote store opens each file once, at the first `stat` or `open`, and stays at the version that it found. A
         store whose files cost nothing to open returns itself.
         """
-
-    def folder_mode(self) -> int:
-        """The permission bits of the folder; 0o777 for a store without permissions."""
 
     def walk(self) -> Iterator[Entry]:
         """Every file and folder, recursively, in any order. Skips names that begin with a dot, and all below them.

@@ -4,59 +4,21 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
-from typing import TypeAlias
-from urllib.parse import unquote, urlsplit
 
 from relayout.errors import PlanError
 from relayout.storage.local.store import LocalStore
 from relayout.storage.protocols import Kind, Refusal, Store
 
-Factory: TypeAlias = Callable[[str], Store | Refusal]
-"""Makes the store for a URL of its scheme, or returns a refusal with the reason."""
-
-
-def _memory(url: str) -> Store | Refusal:
-    from relayout.storage import in_memory  # Loads of local files should not wait for it.
-
-    return in_memory.offer(url)
-
-
-def _cloud(url: str) -> Store | Refusal:
-    from relayout.storage.cloud import store
-
-    return store.offer(url)
-
-
-def _web(url: str) -> Store | Refusal:
-    from relayout.storage.web import site
-
-    return site.offer(url)
-
-
-def _hub(url: str) -> Store | Refusal:
-    from relayout.storage.web import hub
-
-    return hub.offer(url)
-
-
-def _file(url: str) -> Store | Refusal:
-    parts = urlsplit(url)
-    if parts.netloc not in ("", "localhost") or parts.path in ("", "/"):
-        return Refusal("expected file:///PATH")
-    return LocalStore(Path(unquote(parts.path)))
-
-
-REGISTRY: dict[str, Factory] = {
-    "memory": _memory,
-    "file": _file,
-    "https": _web,
-    "http": _web,
-    "hf": _hub,
-    **dict.fromkeys(("s3", "s3a", "gs", "az", "abfs", "abfss"), _cloud),
+REGISTRY: dict[str, str] = {
+    "file": "relayout.storage.local.store",
+    "https": "relayout.storage.web.site",
+    "http": "relayout.storage.web.site",
+    "hf": "relayout.storage.web.hub",
+    **dict.fromkeys(("s3", "s3a", "gs", "az", "abfs", "abfss"), "relayout.storage.cloud.store"),
 }
-"""Store factories by URL scheme."""
+"""By the scheme of URLs: a module, imported on first use, with `offer(url: str) -> Store | Refusal`."""
 
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+)://")
 
@@ -67,15 +29,14 @@ def find_store(path: str | os.PathLike[str]) -> Store:
     Raises:
         PlanError: the scheme is not registered, or its store refuses the URL.
     """
-    found = scheme_of(path)
-    if found is None:
+    scheme = scheme_of(path)
+    if scheme is None:
         return LocalStore(Path(path))
-    if found not in REGISTRY:
-        known = ", ".join(f"{scheme}://" for scheme in REGISTRY)
-        raise PlanError(
-            f"no store for {found}://, expected a path, or one of {known}", path=_shown(path), code="option"
-        )
-    store = REGISTRY[found](os.fspath(path))
+    if scheme not in REGISTRY:
+        known = ", ".join(f"{name}://" for name in REGISTRY)
+        what = f"no store for {scheme}://, expected a path, or one of {known}"
+        raise PlanError(what, path=_shown(path), code="option")
+    store: Store | Refusal = import_module(REGISTRY[scheme]).offer(os.fspath(path))
     if isinstance(store, Refusal):
         raise PlanError(store.reason, path=_shown(path), code="option")
     return store
@@ -95,26 +56,26 @@ def find_input(path: str | os.PathLike[str]) -> Store:
     store = find_store(path)
     try:
         is_absent = isinstance(path, str) and isinstance(store, LocalStore) and store.kind() is Kind.NOTHING
-    except PermissionError:  # Something is there: what reads it says that it may not.
+    except PermissionError:  # It exists: reading it reports the error.
         return store
     if is_absent:
         from relayout.storage.web import hub
 
-        return hub.offer_model(str(path), store.absence) or store
+        return hub.offer_model(str(path), store.not_found_message) or store
     return store
 
 
 def check_exists(store: Store) -> None:
-    """Check that there is something at the store's own path or prefix.
+    """Check that the store's own path or prefix exists.
 
     Raises:
-        PlanError: there is nothing.
+        PlanError: it does not.
     """
     if store.kind() is Kind.NOTHING:
-        raise PlanError(store.absence(), path=str(store), code="missing")
+        raise PlanError(store.not_found_message(), path=str(store), code="missing")
 
 
 def scheme_of(path: str | os.PathLike[str]) -> str | None:
     """The scheme of a URL, in lower case; None for a path."""
-    found = _URL.match(path) if isinstance(path, str) else None
-    return found["scheme"].lower() if found else None
+    match = _URL.match(path) if isinstance(path, str) else None
+    return match["scheme"].lower() if match else None

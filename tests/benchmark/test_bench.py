@@ -235,7 +235,7 @@ def test_what_cannot_be_measured_is_refused(folders: Folders, qwen2: Path, monke
     with pytest.raises(PlanError, match=r"(cannot share evenly|not a multiple of 16)"):
         plan_bench(folders.source, tp=16)
     with pytest.raises(PlanError, match="not on a local file system"):
-        plan_bench("memory://bucket/model")
+        plan_bench("toy://bucket/model")
     with (
         pytest.raises(PlanError, match="expected a folder on the drive to measure"),
         measure.made_checkpoint(folders.source, "4GB"),

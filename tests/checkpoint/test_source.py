@@ -57,7 +57,7 @@ def assert_holds(source: SourceCheckpoint, expected: dict[str, Array]) -> None:
     assert {tensor.name for tensor in source.tensors} == set(expected)
     for tensor in source.tensors:
         array = expected[tensor.name]
-        path = Path(source.folder.where(source.files[tensor.file].name))
+        path = Path(source.folder.location(source.files[tensor.file].name))
         stored = path.read_bytes()[tensor.extent.offset : tensor.extent.end]
         assert (tensor.dtype, tensor.shape, stored) == (DTYPES[array.dtype.name], array.shape, array.tobytes())
     assert source.nbytes == sum(array.nbytes for array in expected.values())

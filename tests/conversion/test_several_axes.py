@@ -17,13 +17,13 @@ from support.conversions import dcp_tensors
 from support.local_stores import read_source
 from support.planning import plan_of
 from support.rebuilding import rebuild
+from support.toy_store import shelf
 
 import relayout
 from relayout.core.slices import NOT_HELD, WHOLE, Slice
 from relayout.engines.rank_weights import EngineOptions, RankWeights
 from relayout.errors import PlanError
 from relayout.plans.plan import Plan
-from relayout.storage import in_memory
 
 Array = npt.NDArray[Any]
 Model = dict[str, tuple[npt.NDArray[np.int32], tuple[Slice, ...]]]
@@ -167,7 +167,7 @@ def test_a_store_without_paths_gives_a_ranks_tensors_and_parts_of_them(
     model: Model, plan: Plan, converted: Path
 ) -> None:
     """There, nothing is mapped: a part is read alone."""
-    url = f"memory://{converted.parent.name}"
+    url = f"toy://{converted.parent.name}/out"
     relayout.convert(converted.parent / "source", url, tp=NUM_RANKS, plan=plan)
     for rank in range(NUM_RANKS):
         with relayout.open(url, rank) as view:
@@ -177,7 +177,7 @@ def test_a_store_without_paths_gives_a_ranks_tensors_and_parts_of_them(
                 np.testing.assert_array_equal(view.get_tensor(name).numpy(), mine, strict=True)
                 index = tuple(slice(size // 4, size // 2 + 1) for size in mine.shape)
                 np.testing.assert_array_equal(view.get_slice(name)[index].numpy(), mine[index], strict=True)
-    in_memory.bucket(converted.parent.name).clear()
+    shelf(converted.parent.name).clear()
 
 
 def test_pytorch_reads_boxes_as_whole_tensors(model: Model, converted: Path) -> None:

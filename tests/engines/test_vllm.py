@@ -16,13 +16,13 @@ import torch
 from support.conversions import stock_tensors
 from support.fake_vllm import Engine, LoadConfig, Model, PPMissingLayer, expert_of, install, model_config
 from support.patience import PATIENCE
+from support.toy_store import shelf
 
 import relayout
 from relayout import plugins
 from relayout.engines.rank_weights import EngineOptions, RankWeights, speculative
 from relayout.engines.vllm import loader_class
 from relayout.errors import FormatError, PlanError
-from relayout.storage.in_memory import bucket
 
 
 @pytest.fixture
@@ -287,13 +287,13 @@ def test_side_weights_that_a_model_names_are_loaded_by_vllm(folders: Path, engin
 
 
 def test_a_load_opens_each_file_once(folders: Path) -> None:
-    opened = bucket("engine")
+    opened = shelf("engine")
     for file in (folders / "llama-tp2").iterdir():
-        opened.put(f"llama-tp2/{file.name}", file.read_bytes(), create=True)
-    relayout.load("memory://engine/llama-tp2", 0)
+        opened.write(f"llama-tp2/{file.name}", file.read_bytes())
+    relayout.load("toy://engine/llama-tp2", 0)
     needed = dict(opened.requests)
-    opened.requests.clear()
-    assert dict(RankWeights("memory://engine/llama-tp2", 0, 2, EngineOptions()))
+    opened.log.clear()
+    assert dict(RankWeights("toy://engine/llama-tp2", 0, 2, EngineOptions()))
     assert opened.requests == needed
 
 

@@ -30,7 +30,7 @@ from support.traps import caught_in, set_traps
 import relayout
 from relayout.clusters import on_ray
 from relayout.conversion.jobs import run_job, unit_jobs
-from relayout.storage.cloud.client import BucketClient
+from relayout.storage.cloud.bucket import BucketClient
 from relayout.storage.cloud.store import CloudStore
 from relayout.storage.stores import find_store
 
@@ -135,7 +135,7 @@ class Buckets(Folder):
         client = bucket(self.output)
         found = {
             name.removeprefix("model/"): hashlib.sha256(bytes(client.store.get(name).bytes())).hexdigest()
-            for name in client.names("")
+            for name, _ in client.list_objects("")
         }
         assert "Uploads" not in seaweedfs_client().list_multipart_uploads(Bucket="converted")
         self.server.remove_bucket("converted")  # With its volumes: what is only deleted keeps its space.

@@ -14,6 +14,7 @@ from support import prestarted
 from support.conversions import stock_tensors, stored_in
 from support.group_worker import NUM_MEMBERS, PIECE_NBYTES, digests
 from support.loader_fixtures import MIB, mlp_model
+from support.remote import HEAD
 
 import relayout
 from relayout.core.extents import BLOCK, Transfer
@@ -161,7 +162,7 @@ def assert_read_once(place: Path, read: list[int], rank_nbytes: int, again: int 
     """Beside what each reads of manifest, table and headers."""
     small = [place / "out" / f"relayout.{name}" for name in ("json", "chunks", "rank-1.json.zst")]
     num_files = len(list((place / "out").glob("model-rank-1-part-*")))
-    each = sum(file.stat().st_size for file in small) + num_files * BLOCK
+    each = sum(file.stat().st_size for file in small) + num_files * HEAD
     assert rank_nbytes <= sum(read) <= rank_nbytes + NUM_MEMBERS * each + num_files * again
     assert max(read) <= rank_nbytes / NUM_MEMBERS + each + 2 * PIECE_NBYTES
 
@@ -235,7 +236,7 @@ def test_a_damaged_chunk_fails_all_with_its_reason(group: list[dict[str, Any]], 
     failed = [member[case] for member in group]
     assert {one["kind"] for one in failed} == {"FormatError"}
     assert {one["code"] for one in failed} == {"digest"}
-    assert all("memory://group/out/model-rank-1-part-0" in one["error"] for one in failed)
+    assert all("toy://group/out/model-rank-1-part-0" in one["error"] for one in failed)
     assert sum("of the group failed" in one["error"] for one in failed) == NUM_MEMBERS - 1
 
 

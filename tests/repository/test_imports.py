@@ -47,7 +47,6 @@ NOT_FOR_LOADS = {
     "relayout.loader.view",
     "relayout.storage.hashing",
     "relayout.storage.cloud.store",
-    "relayout.storage.in_memory",
     "relayout.storage.local.mounts",
     "relayout.storage.local.staging",
     "rich",

@@ -196,14 +196,14 @@ def test_while_a_file_is_opened_or_closed_others_are_used(
     assert sorted(place.opened) == sorted(place.closed)
 
 
-NUM_SHARDS = 200
-SHARD = "model-{:05}-of-00200.safetensors"
+NUM_SHARDS = 52
+SHARD = "model-{:05}-of-00052.safetensors"
 ROWS, COLUMNS = 16, 64
 
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A layer in each of 200 shards."""
+    """A layer in each of 52 shards."""
     folder = tmp_path_factory.mktemp("sharded") / "model"
     folder.mkdir()
     weight_map = {}
@@ -224,7 +224,7 @@ def relayout(*args: object, limit: int, script: str = "from relayout.cli.app imp
     return f"{done.returncode} {done.stderr}" if done.returncode else ""
 
 
-@pytest.mark.parametrize(("limit", "part_size"), [(150, "48GB"), (40, "2kB")])
+@pytest.mark.parametrize(("limit", "part_size"), [(50, "48GB"), (40, "2kB")])
 def test_more_files_than_may_be_open_are_converted_verified_and_restored(
     sharded: Path, tmp_path: Path, limit: int, part_size: str
 ) -> None:
@@ -272,9 +272,9 @@ def test_the_limit_of_the_process_is_left_as_it_is(sharded: Path, tmp_path: Path
     script = """
 import resource, sys, relayout
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
+resource.setrlimit(resource.RLIMIT_NOFILE, (50, hard))
 relayout.convert(sys.argv[1], sys.argv[2], tp=2)
 relayout.restore(sys.argv[2], sys.argv[3])
-assert resource.getrlimit(resource.RLIMIT_NOFILE) == (100, hard)
+assert resource.getrlimit(resource.RLIMIT_NOFILE) == (50, hard)
 """
     assert relayout(sharded, tmp_path / "out", tmp_path / "back", limit=150, script=script) == ""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.local_stores import hashed_file
 
@@ -39,7 +39,10 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.fixture(params=[1, 2, 5, 1000], ids=lambda blocks: f"chunks of {blocks} blocks")
+CHUNK_BLOCKS = [1, 2, 5, 1000]
+
+
+@pytest.fixture(params=CHUNK_BLOCKS, ids=lambda blocks: f"chunks of {blocks} blocks")
 def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Requests of another size, so that a small file takes many."""
     nbytes: int = request.param * BLOCK
@@ -74,29 +77,26 @@ def arrangements(draw: Callable[[Any], Any]) -> list[Extent]:
     return extents
 
 
-@given(extents=arrangements(), threads=st.integers(1, 4))
-def test_digests_are_those_of_the_files_bytes(path: Path, chunks: int, extents: list[Extent], threads: int) -> None:
-    assert hash_files([hashed_file(path, NBYTES, extents)], threads) == [expected(extents)]
-
-
-@given(extents=arrangements(), empty=st.lists(st.tuples(st.integers(0, 12), st.integers(0, NBYTES)), max_size=3))
-def test_empty_extents_may_lie_anywhere(
-    path: Path, chunks: int, extents: list[Extent], empty: list[tuple[int, int]]
+@given(
+    arrangement=st.lists(arrangements(), min_size=1, max_size=3),
+    empty=st.lists(st.tuples(st.integers(0, 12), st.integers(0, NBYTES)), max_size=3),
+    blocks=st.sampled_from(CHUNK_BLOCKS),
+    threads=st.integers(1, 4),
+)
+def test_digests_are_those_of_each_files_bytes(
+    path: Path, arrangement: list[list[Extent]], empty: list[tuple[int, int]], blocks: int, threads: int
 ) -> None:
+    """Empty extents may be anywhere."""
     for position, offset in empty:
-        extents.insert(position, Extent(offset, 0))
-    assert hash_files([hashed_file(path, NBYTES, extents)], 2) == [expected(extents)]
-
-
-@settings(max_examples=30)
-@given(arrangement=st.lists(arrangements(), max_size=4), threads=st.integers(1, 4))
-def test_several_files_are_not_mixed_up(path: Path, chunks: int, arrangement: list[list[Extent]], threads: int) -> None:
+        arrangement[0].insert(position, Extent(offset, 0))
     other = path.with_name("other")
     if not other.exists():
         other.write_bytes(BYTES[::-1])
     files = [hashed_file((path, other)[n % 2], NBYTES, extents) for n, extents in enumerate(arrangement)]
-    found = hash_files(files, threads)
-    assert found == [expected(one, (BYTES, BYTES[::-1])[n % 2]) for n, one in enumerate(arrangement)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rehash, "CHUNK_NBYTES", blocks * BLOCK)
+        digests = hash_files(files, threads)
+    assert digests == [expected(extents, (BYTES, BYTES[::-1])[n % 2]) for n, extents in enumerate(arrangement)]
 
 
 def test_an_extent_over_many_chunks_is_one(path: Path, chunks: int) -> None:

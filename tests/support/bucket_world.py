@@ -13,19 +13,18 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
-from xml.sax.saxutils import escape
+from xml.sax.saxutils import escape, unescape
 
 import pytest
 from support import s3_server
 from support.s3_server import Request, answer
 
 from relayout.errors import FormatError, RelayoutError
-from relayout.storage.cloud.client import Body, BucketClient, Version
-from relayout.storage.cloud.multipart import Outcome
-from relayout.storage.cloud.output import lease, place, staging
+from relayout.storage.cloud.client import CLOUD_COST, Body, NotCompleted, Version
+from relayout.storage.cloud.output import lease, prefix
 from relayout.storage.cloud.output.lease import Lease
 from relayout.storage.cloud.store import CloudStore
 from relayout.storage.protocols import FileStat, RequestError
@@ -138,7 +137,7 @@ class Writer:
         world.writers.append(self)
 
     def store(self, name: str = "out") -> CloudStore:
-        return CloudStore(WorldClient(f"s3://{BUCKET}", None, self), name)  # type: ignore[arg-type]
+        return CloudStore(WorldClient(self), name)
 
     def begin(self, killed_at: int = NEVER, *, is_done: bool = False) -> None:
         """A new process begins."""
@@ -214,10 +213,12 @@ class Writer:
 
 
 @dataclass(frozen=True, repr=False)
-class WorldClient(BucketClient):
+class WorldClient:
     """A writer's client of the bucket."""
 
-    writer: Writer = field(kw_only=False)
+    writer: Writer
+    root = f"s3://{BUCKET}"
+    cost = CLOUD_COST
 
     def get(self, name: str, start: int, end: int | None, version: str | None) -> Body:
         found = self.writer.request("GET", name)
@@ -241,12 +242,11 @@ class WorldClient(BucketClient):
         found = self.writer.request("HEAD", name)
         return None if found.status == 404 else FileStat(len(found.body), found.headers["ETag"])
 
-    def stats(self, prefix: str) -> Iterator[tuple[str, FileStat]]:
+    def list_objects(self, prefix: str) -> Iterator[tuple[str, str]]:
         self.writer.request("GET", "", {"list-type": "2", "prefix": f"{prefix}/"})
         server = self.writer.world.server
         for name in server.names(BUCKET, f"{prefix}/"):
-            found = server.objects[BUCKET, name]
-            yield name, FileStat(len(found.content), found.etag)
+            yield name, server.objects[BUCKET, name].etag
 
     def put(self, name: str, content: bytes, replaced: Any = True) -> Version:
         condition = (
@@ -261,36 +261,32 @@ class WorldClient(BucketClient):
         keys = "".join(f"<Object><Key>{escape(name)}</Key></Object>" for name in names)
         self.writer.request("POST", "", {"delete": ""}, f"<Delete>{keys}</Delete>".encode())
 
-
-class WorldMultipart:
-    """A writer's uploads."""
-
-    def __init__(self, client: WorldClient) -> None:
-        self._writer = client.writer
+    def uploads(self) -> WorldClient:
+        return self
 
     def begin(self, name: str) -> str:
-        body = self._writer.request("POST", name, {"uploads": ""}).body.decode()
+        body = self.writer.request("POST", name, {"uploads": ""}).body.decode()
         return str(body.partition("<UploadId>")[2].partition("<")[0])
 
-    def send(self, name: str, upload: str, number: int, pieces: Any) -> str:
-        query = {"uploadId": upload, "partNumber": str(number + 1)}
-        found = self._writer.request(
-            "PUT", name, query, bytes(pieces) if isinstance(pieces, memoryview) else b"".join(pieces)
-        )
+    def send(self, name: str, upload: str, index: int, body: memoryview) -> str:
+        query = {"uploadId": upload, "partNumber": str(index + 1)}
+        found = self.writer.request("PUT", name, query, bytes(body))
         if found.status != 200:
             raise RequestError(22, "the store refuses the request (HTTP 404, NoSuchUpload)", name, 404)
         return str(found.headers["ETag"])
 
-    def complete(self, name: str, upload: str, tags: Sequence[str]) -> Outcome:
+    def complete(self, name: str, upload: str, tags: Sequence[str]) -> str | NotCompleted:
         parts = "".join(
             f"<Part><PartNumber>{n}</PartNumber><ETag>{escape(t)}</ETag></Part>" for n, t in enumerate(tags, 1)
         )
         body = f"<CompleteMultipartUpload>{parts}</CompleteMultipartUpload>".encode()
-        status = self._writer.request("POST", name, {"uploadId": upload}, body, if_none_match="*").status
-        return {200: Outcome.DONE, 404: Outcome.GONE, 409: Outcome.CONFLICT}.get(status, Outcome.EXISTS)
+        answer = self.writer.request("POST", name, {"uploadId": upload}, body, if_none_match="*")
+        if answer.status == 200:
+            return unescape(answer.body.decode().partition("<ETag>")[2].partition("</ETag>")[0])
+        return NotCompleted.GONE if answer.status == 404 else NotCompleted.EXISTS
 
     def abort(self, name: str, upload: str) -> None:
-        self._writer.request("DELETE", name, {"uploadId": upload})
+        self.writer.request("DELETE", name, {"uploadId": upload})
 
 
 class _Serial(ThreadPoolExecutor):
@@ -340,6 +336,5 @@ def in_its_time() -> Iterator[Callable[..., World]]:
         patch.setattr(lease, "_start_of", lambda pid: pid)
         patch.setattr(Lease, "_begin_refreshing", hold)
         patch.setattr(Lease, "check", checked)
-        patch.setattr(place, "ThreadPoolExecutor", _Serial)
-        patch.setattr(staging, "multipart_of", WorldMultipart)
+        patch.setattr(prefix, "ThreadPoolExecutor", _Serial)
         yield make

@@ -1,8 +1,8 @@
 """Four processes that load as one torch.distributed group, one case after the other, and what each of them saw.
 
 `main` with `FOLDER` in sys.argv: FOLDER/out is a conversion for two ranks. Each process writes FOLDER/member-N.json.
-They are forked from one that has imported everything, and that has put the files into a `memory://` bucket: each then
-has its own, which counts the bytes that it reads, and whose requests can be made to fail in one process alone.
+They are forked from one that has imported everything, and that has put the files into a toy store: each then has its
+own, which counts the bytes that it reads, and whose requests can be made to fail in one process alone.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from relayout.storage.in_memory import Fault, bucket
+from support.toy_store import Fault, shelf
+
+from relayout.storage.stores import REGISTRY
 
 NUM_MEMBERS = 4
-URL = "memory://group/out"
+URL = "toy://group/out"
 FILES = "out/*.safetensors"
 PIECE_NBYTES = 2**20
 
@@ -83,8 +85,9 @@ def join(folder: Path, number: int, num_members: int = NUM_MEMBERS) -> None:
 
 def main() -> None:
     folder = Path(sys.argv[1])
+    REGISTRY["toy"] = "support.toy_store"
     for file in (folder / "out").iterdir():
-        bucket("group").put(f"out/{file.name}", file.read_bytes(), create=True)
+        shelf("group").write(f"out/{file.name}", file.read_bytes())
     codes = forked(partial(_member, folder))
     assert codes == [0, 0, 0, -signal.SIGKILL], codes
 
@@ -127,7 +130,7 @@ def _member(folder: Path, number: int) -> None:
 
     join(folder, number)
     sharing.assign_reads = partial(assign_reads, most_nbytes=PIECE_NBYTES)  # type: ignore[assignment]
-    mine, out = bucket("group"), str(folder / "out")
+    mine, out = shelf("group"), str(folder / "out")
     seen: dict[str, Any] = {}
 
     def stream(path: str, rank: int, most: int | None = None, **options: Any) -> dict[str, Any]:
@@ -205,12 +208,12 @@ def _member(folder: Path, number: int) -> None:
     fault_of(2, after=4, times=None, error=failure)
     case("a streamed read fails", by=stream, memory=memory)
     name = next(name for name in mine.names("out") if "rank-1-part" in name)
-    good = bytes(mine.find(name).content)  # type: ignore[union-attr]
+    good = mine.objects[name][0]
     half = len(good) // 2  # In a chunk that one member reads.
-    mine.put(name, good[:half] + bytes([good[half] ^ 1]) + good[half + 1 :])
+    mine.write(name, good[:half] + bytes([good[half] ^ 1]) + good[half + 1 :])
     case("damaged", verify=True)
     case("streamed, damaged", by=stream, memory=memory, verify=True)
-    mine.put(name, good)
+    mine.write(name, good)
     case("afterwards", verify=True)
     fault_of(3, after=4, act=lambda: os.kill(os.getpid(), signal.SIGKILL))
     case("killed")

@@ -28,5 +28,5 @@ class NotesIn:
 
     folder: OpenFolder
 
-    def open_notes(self, name: str, *, is_new: bool) -> LocalNotes:
-        return LocalNotes(self.folder, name, is_new=is_new)
+    def open_notes(self, name: str, header: bytes | None) -> LocalNotes:
+        return LocalNotes(self.folder, name, header)

@@ -1,7 +1,7 @@
 """Two replicas of a fake vLLM, rank 1 of 2 each, that load one case after the other, and what each of them saw.
 
 `main` with `FOLDER` in sys.argv: FOLDER/moe is a checkpoint, converted as FOLDER/moe-tp2. Each process writes
-FOLDER/replica-N.json. The conversion is in a `memory://` bucket, too, of which each process has its own: it counts.
+FOLDER/replica-N.json. The conversion is in a toy store, too, of which each process has its own: it counts.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from support.group_worker import digests, forked, join
+from support.toy_store import Fault, shelf
 
-from relayout.storage.in_memory import Fault, bucket
+from relayout.storage.stores import REGISTRY
 
 NUM_REPLICAS = 2
 RANK, TP = 1, 2
@@ -25,8 +26,9 @@ RANK, TP = 1, 2
 
 def main() -> None:
     folder = Path(sys.argv[1])
+    REGISTRY["toy"] = "support.toy_store"
     for file in (folder / "moe-tp2").iterdir():
-        bucket("replicas").put(f"moe-tp2/{file.name}", file.read_bytes(), create=True)
+        shelf("replicas").write(f"moe-tp2/{file.name}", file.read_bytes())
     codes = forked(partial(_replica, folder), NUM_REPLICAS)
     assert codes == [0] * NUM_REPLICAS, codes
 
@@ -52,7 +54,7 @@ def _replica(folder: Path, number: int) -> None:
     logging.getLogger("vllm.relayout").addHandler(handler)
     logging.getLogger("vllm.relayout").setLevel(logging.INFO)
     whole = stock_tensors(folder / "moe")
-    mine, seen = bucket("replicas"), dict[str, Any]()
+    mine, seen = shelf("replicas"), dict[str, Any]()
 
     class Failing(Model):
         """Fails in the second tensor."""
@@ -70,7 +72,7 @@ def _replica(folder: Path, number: int) -> None:
                 pass
             return self.expected
 
-    def case(name: str, path: str = "memory://replicas/moe-tp2", model: type[Model] = Model, **options: Any) -> None:
+    def case(name: str, path: str = "toy://replicas/moe-tp2", model: type[Model] = Model, **options: Any) -> None:
         before = mine.read_nbytes
         log.clear()
         made = model(whole, RANK, TP)
@@ -99,7 +101,7 @@ def _replica(folder: Path, number: int) -> None:
         error = partial(OSError, errno.EIO, "the drive is on fire", "model")
         mine.faults.append(Fault("read", "*.safetensors", times=None, error=error))
     case("a read fails")
-    case("missing", "memory://replicas/none" if number == 0 else "memory://replicas/moe-tp2")
+    case("missing", "toy://replicas/none" if number == 0 else "toy://replicas/moe-tp2")
     case("the engine fails", model=Failing if number == 1 else Model)
     case("the engine stops", model=Impatient if number == 1 else Model)
     case("again")

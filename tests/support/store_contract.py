@@ -12,8 +12,7 @@ import pytest
 from support import s3_server, toy_store
 
 from relayout.errors import FormatError
-from relayout.storage import in_memory, stores
-from relayout.storage.cloud.client import BucketClient
+from relayout.storage.cloud.bucket import BucketClient
 from relayout.storage.cloud.store import CloudStore
 from relayout.storage.protocols import Modes, Replaceable, Staging, Store
 from relayout.storage.stores import find_store
@@ -25,7 +24,7 @@ def _names_in_marker(store: Store) -> frozenset[str]:
     """The files that a marker names, each on a line of its own; the first line proves that it is ours."""
     ours, *others = store.read(MARKER, 2**20).decode().splitlines() or [""]
     if ours != "ours":
-        raise FormatError("names no files", path=store.where(MARKER), code="field")
+        raise FormatError("names no files", path=store.location(MARKER), code="field")
     return frozenset([MARKER, *others])
 
 
@@ -55,14 +54,10 @@ def _write_local(store: Store, name: str, content: bytes) -> None:
     beside.rename(path)
 
 
-def _write_in_memory(store: Store, name: str, content: bytes) -> None:
-    assert isinstance(store, in_memory.MemoryStore)
-    store.bucket.put(store.full_name(name), content)
-
-
 def _write_toy(store: Store, name: str, content: bytes) -> None:
-    assert isinstance(store, toy_store.ToyStore)
-    store.write(name, content)
+    assert isinstance(store, CloudStore)
+    assert isinstance(store.client, toy_store.Shelf)
+    store.client.write(store.full_name(name), content)
 
 
 def _write_to_s3(store: Store, name: str, content: bytes) -> None:
@@ -81,7 +76,6 @@ def _web_place(folder: Path) -> str:
 
 KINDS = {
     "local": Kind(lambda folder: str(folder), _write_local),
-    "memory": Kind(lambda folder: f"memory://{folder.name}", _write_in_memory),
     "toy": Kind(lambda folder: f"toy://{folder.name}", _write_toy),
     "s3": Kind(lambda folder: f"s3://{folder.name}", _write_to_s3),
     "web": Kind(_web_place, _write_to_web, is_writable=False, is_listed=False),
@@ -130,7 +124,6 @@ class Ground:
 
 @contextmanager
 def ground(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
-    monkeypatch.setitem(stores.REGISTRY, "toy", toy_store.offer)
     if name in ("s3", "web"):
         pytest.importorskip("obstore", reason="the client of object stores")
         if name == "s3":
@@ -144,10 +137,8 @@ def ground(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
         left = find_store(KINDS[name].place(folder))
         assert isinstance(left, CloudStore)
         assert isinstance(left.client, BucketClient)
-        left.client.store.delete(list(left.client.names(left.prefix)))
-    in_memory.bucket(folder.name).clear()
-    toy_store.FILES.clear()
-    toy_store.PARTS.clear()
+        left.client.delete([name for name, _ in left.client.list_objects(left.prefix)])
+    toy_store.shelf(folder.name).clear()
 
 
 @contextmanager

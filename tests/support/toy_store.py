@@ -1,244 +1,188 @@
-"""A store in one module: names and bytes in a dictionary. It keeps nothing of outputs that fail. The suites take it."""
+"""`toy://SHELF/PREFIX`: a store in one module, of which requests can be made to fail. Objects are in a dictionary.
+
+It is the example of how a store is added: a client with the reads and the writes, `offer`, and one line in the registry
+(`tests/conftest.py`). Reading, listing, publishing and resuming are the product's.
+"""
 
 from __future__ import annotations
 
-import io
 import itertools
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Literal
 
-from relayout.errors import FormatError, PlanError
-from relayout.storage.protocols import (
-    LOCAL_COST,
-    Access,
-    Entry,
-    FileStat,
-    Kind,
-    Modes,
-    Refusal,
-    Replaceable,
-    Store,
-    read_whole,
-)
-
-FILES: defaultdict[str, dict[str, tuple[bytes, str]]] = defaultdict(dict)
-"""Content and version, by the first word behind toy:// and the rest."""
-PARTS: dict[str, dict[str, ToyStaging]] = {}
-"""What parts of outputs have added, by the name that they share."""
-BUSY: set[str] = set()
-VERSIONS = itertools.count()
+from relayout.errors import FormatError
+from relayout.storage.cloud.client import Body, NotCompleted, Version
+from relayout.storage.cloud.store import CloudStore, refusal_of
+from relayout.storage.protocols import LOCAL_COST, FileStat, Refusal, RequestError, Store
 
 
 def offer(url: str) -> Store | Refusal:
-    shelf, _, prefix = url.removeprefix("toy://").rstrip("/").partition("/")
-    return ToyStore(shelf, prefix) if shelf else Refusal("expected toy://SHELF/PREFIX")
+    refused = refusal_of(url)
+    if refused is not None:
+        return refused
+    name, _, prefix = url.removeprefix("toy://").rstrip("/").partition("/")
+    return CloudStore(shelf(name), prefix)
 
 
-class Closing:
-    def close(self) -> None:
-        pass
+@dataclass
+class Fault:
+    """What happens to some requests of a shelf."""
 
-    def __enter__(self) -> Any:
-        return self
+    operation: str
+    """"list", "stat", "read" or "write"."""
+    name: str = "*"
+    """A shell-style pattern of full names."""
+    after: int = 0
+    """Number of matching requests that pass first."""
+    times: int | None = 1
+    """Number of requests affected after that; None: all."""
+    error: Callable[[], Exception] | None = None
+    seconds: float = 0
+    act: Callable[[], object] | None = None
+    num_struck: int = 0
+    _matching: Iterator[int] = field(default_factory=itertools.count)
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-
-class ToyFile(Closing):
-    """One version: it keeps what it has opened."""
-
-    alignment = 1
-
-    def __init__(self, content: bytes | bytearray, version: str) -> None:
-        self._content = content
-        self.nbytes = len(content)
-        self.version = version
-
-    def fileno(self) -> None:
-        return None
-
-    def read(self, offset: int, view: memoryview) -> None:
-        part = self._content[offset : offset + view.nbytes]
-        view[: len(part)] = part
-
-    def write(self, offset: int, view: memoryview, address: int = 0) -> None:
-        assert isinstance(self._content, bytearray)
-        self._content[offset : offset + view.nbytes] = view
-
-
-class ToyNotes(io.BytesIO):
-    def append(self, text: bytes) -> None:
-        self.write(text)
-
-    def close(self) -> None:
-        """It can be read again."""
+    def strike(self, operation: str, name: str) -> None:
+        if operation != self.operation or not fnmatchcase(name, self.name):
+            return
+        index = next(self._matching) - self.after
+        if index < 0 or (self.times is not None and index >= self.times):
+            return
+        self.num_struck += 1
+        time.sleep(self.seconds)
+        if self.act is not None:
+            self.act()
+        if self.error is not None:
+            raise self.error()
 
 
-@dataclass(frozen=True)
-class ToyStore:
-    """See `relayout.storage.protocols.Store`."""
+class Shelf:
+    """A `WritableClient`, and its own `Uploads`. Reads take no lock: a child may be forked at any time."""
 
-    shelf: str
-    prefix: str
     cost = LOCAL_COST
 
-    def __str__(self) -> str:
-        return f"toy://{self.shelf}" + (f"/{self.prefix}" if self.prefix else "")
+    def __init__(self, name: str) -> None:
+        self.root = f"toy://{name}"
+        self.objects: dict[str, tuple[bytes, str]] = {}
+        """Content and version by full name."""
+        self.parts: dict[str, dict[int, bytes]] = {}
+        """Of unfinished uploads, by id."""
+        self.faults: list[Fault] = []
+        self.log: list[tuple[str, str, int]] = []
+        """Operation, full name and bytes of each request."""
+        self._versions = itertools.count(1)
+        self._writing = threading.Lock()
 
-    def where(self, name: str) -> str:
-        return f"{self}/{name}"
-
-    def path(self, name: str) -> None:
-        return None
-
-    def kind(self) -> Kind:
-        if self.prefix in FILES[self.shelf]:
-            return Kind.FILE
-        return Kind.FOLDER if self._names() else Kind.NOTHING
-
-    def absence(self) -> str:
-        return "nothing on the shelf"
-
-    def parent(self) -> tuple[Store, str]:
-        above, _, name = self.prefix.rpartition("/")
-        return ToyStore(self.shelf, above), name
-
-    def snapshot(self) -> ToyStore:
-        return self
-
-    def folder_mode(self) -> int:
-        return 0o777
-
-    def walk(self) -> Iterator[Entry]:
-        for name in self._names():
-            if "/." not in f"/{name}":
-                yield Entry(name)
-
-    def stat(self, name: str) -> FileStat | None:
-        content, version = FILES[self.shelf].get(self._full(name), (None, ""))
-        return None if content is None else FileStat(len(content), version)
-
-    def read(self, name: str, limit: int) -> bytes:
-        return read_whole(self.open(name), self.where(name), limit)
-
-    def open(
-        self, name: str, nbytes: int | None = None, *, access: Access = Access.BUFFERED, version: str | None = None
-    ) -> ToyFile:
-        if access is Access.DIRECT:
-            raise OSError(95, "no direct I/O", self.where(name))
-        found = FILES[self.shelf].get(self._full(name))
-        if found is None:
-            raise FormatError("is missing", path=self.where(name), code="missing")
-        FileStat(len(found[0]), found[1]).check(self.where(name), nbytes, version)
-        return ToyFile(*found)
-
-    def check_output(self, source: Store, older: Replaceable, *, force: bool) -> None:
-        mine, other = f"{self}/", f"{source}/"
-        if mine.startswith(other) or other.startswith(mine):
-            raise PlanError(f"{self}: is, or lies in, the source or around it")
-        older.check(self, self._names(), force=force)
-
-    @contextmanager
-    def stage_part(
-        self, older: Replaceable, shared: str, part: str, *, replace: bool, modes: Modes
-    ) -> Iterator[ToyStaging]:
-        whole = PARTS.get(str(self), {}).get(shared)
-        staging = ToyStaging(str(self), whole.notes if whole else {})
-        yield staging
-        if part in staging.notes:
-            if not replace and self.stat(older.marker):
-                raise PlanError(f"{self}: is complete already")
-            whole = PARTS.setdefault(str(self), {}).setdefault(shared, ToyStaging(str(self)))
-            whole.files |= staging.files
-            whole.notes |= staging.notes
-
-    @contextmanager
-    def stage(
-        self, older: Replaceable, *, replace: bool, modes: Modes, shared: str | None = None
-    ) -> Iterator[ToyStaging]:
-        parts = PARTS.get(str(self), {})
-        if (shared is None and parts and not replace) or (shared is not None and shared not in parts):
-            raise PlanError(f"{self}: holds other units")
-        if str(self) in BUSY:
-            raise PlanError(f"{self}: is being written")
-        BUSY.add(str(self))
-        try:
-            staging = ToyStaging(str(self)) if shared is None else parts[shared]
-            yield staging
-            for name in older.check(self, self._names(), force=True) if replace else ():
-                del FILES[self.shelf][self._full(name)]
-            if self._names():
-                raise FileExistsError(17, "there is something now", str(self))
-            for name in sorted(staging.files, key=lambda name: name == older.marker):
-                self.write(name, bytes(staging.files[name]))
-            PARTS.pop(str(self), None)
-        finally:
-            BUSY.discard(str(self))
-
-    def write(self, name: str, content: bytes) -> None:
-        """Put a file on the shelf, as anybody could."""
-        FILES[self.shelf][self._full(name)] = content, str(next(VERSIONS))
-
-    def _full(self, name: str) -> str:
-        return f"{self.prefix}/{name}".lstrip("/")
-
-    def _names(self) -> list[str]:
-        above = f"{self.prefix}/" if self.prefix else ""
-        return [name.removeprefix(above) for name in FILES[self.shelf] if name.startswith(above)]
-
-
-class ToyStaging:
-    """See `relayout.storage.protocols.Staging`."""
-
-    can_read = True
-
-    def __init__(self, where: str, done: Mapping[str, ToyNotes] | None = None) -> None:
-        self.where = where
-        self.files: dict[str, bytearray] = {}
-        self.notes: dict[str, ToyNotes] = {}
-        self.done = self.notes if done is None else done
-        self.is_kept = False
-        self.advice: str | None = None
+    def __reduce__(self) -> tuple[object, ...]:
+        return shelf, (self.root.removeprefix("toy://"),)
 
     def clear(self) -> None:
-        self.files.clear()
+        for held in (self.objects, self.parts, self.faults, self.log):
+            held.clear()
 
-    def allocated_nbytes(self) -> int:
-        return sum(map(len, self.files.values()))
+    @property
+    def requests(self) -> Counter[str]:
+        """Number of requests by operation."""
+        return Counter(operation for operation, _, _ in self.log)
 
-    def check_space(self, nbytes: int) -> None:
-        pass
+    @property
+    def read_nbytes(self) -> int:
+        return sum(nbytes for operation, _, nbytes in self.log if operation == "read")
 
-    def names(self) -> list[str]:
-        return list(self.files)
+    def names(self, prefix: str = "") -> list[str]:
+        """Full names that begin so, as nobody needs to request them."""
+        return sorted(name for name in list(self.objects) if name.startswith(prefix))
 
-    def remove(self, name: str) -> None:
-        self.files.pop(name, None)
+    def write(self, name: str, content: bytes) -> str:
+        """Create or replace an object, as another process would; return its version."""
+        version = str(next(self._versions))
+        self.objects[name] = content, version
+        return version
 
-    def open(self, name: str, nbytes: int) -> ToyFile:
-        if len(self.files.get(name, b"")) != nbytes:
-            raise FormatError(f"{self.where}/{name}: is missing, or not {nbytes} bytes long")
-        return ToyFile(self.files[name], "")
+    def _request(self, operation: str, name: str, nbytes: int = 0) -> None:
+        self.log.append((operation, name, nbytes))
+        for fault in list(self.faults):
+            fault.strike(operation, name)
 
-    def write_file(self, name: str, nbytes: int, *, is_new: bool) -> ToyFile:
-        if is_new:
-            self.put(name, [bytes(nbytes)])
-        return ToyFile(self.files[name], "")
+    # Reads.
 
-    def write_head(self, name: str, head: bytes, nbytes: int) -> None:
-        self.write_file(name, nbytes, is_new=name not in self.files).write(0, memoryview(head))
+    def get(self, name: str, start: int, end: int | None, version: str | None) -> Body:
+        content, _ = self.objects.get(name, (b"", ""))
+        self._request("read", name, len(content[start:end]))
+        location = f"{self.root}/{name}"
+        if name not in self.objects:
+            raise FormatError("is missing", path=location, code="missing")
+        content, current = self.objects[name]
+        if version not in (None, current):
+            raise FormatError("was replaced while it was read", path=location, code="mismatch")
+        part, stat = content[start:end], FileStat(len(content), current)
+        return Body(
+            stat, location, start, len(part), [part], lambda at: self.get(name, at, end, current), {"version": current}
+        )
 
-    def put(self, name: str, pieces: Iterable[bytes], mode: int | None = None) -> None:
-        if name in self.files:
-            raise FileExistsError(17, "exists", name)
-        self.files[name] = bytearray(b"".join(pieces))
+    def stat(self, name: str) -> FileStat | None:
+        self._request("stat", name)
+        content, version = self.objects.get(name, (b"", ""))
+        return FileStat(len(content), version) if version else None
 
-    def read_notes(self, name: str) -> bytes | None:
-        return self.done[name].getvalue() if name in self.done else None
+    def list_objects(self, prefix: str) -> Iterator[tuple[str, str]]:
+        self._request("list", prefix)
+        for name in self.names(f"{prefix}/" if prefix else ""):
+            if name in self.objects:
+                yield name, self.objects[name][1]
 
-    def open_notes(self, name: str, *, is_new: bool) -> ToyNotes:
-        return self.notes.setdefault(name, ToyNotes())
+    # Writes.
+
+    def put(self, name: str, content: bytes, replaced: Version | Literal[True] | None = True) -> Version:
+        self._request("write", name, len(content))
+        with self._writing:
+            current = self.objects.get(name, (b"", None))[1]
+            if replaced is not True and current != (replaced and replaced["version"]):
+                raise FileExistsError(17, "is not as expected", f"{self.root}/{name}")
+            return {"version": self.write(name, content)}
+
+    def delete(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._request("delete", name)
+            self.objects.pop(name, None)
+
+    def uploads(self) -> Shelf:
+        return self
+
+    def begin(self, name: str) -> str:
+        upload = f"{name} {next(self._versions)}"
+        self.parts[upload] = {}
+        return upload
+
+    def send(self, name: str, upload: str, index: int, body: memoryview) -> str:
+        self._request("write", name, body.nbytes)
+        parts = self.parts.get(upload)
+        if parts is None:
+            raise RequestError(22, "its upload is gone", f"{self.root}/{name}")
+        parts[index] = bytes(body)
+        return str(index)
+
+    def complete(self, name: str, upload: str, tags: Sequence[str]) -> str | NotCompleted:
+        self._request("write", name)
+        with self._writing:
+            if upload not in self.parts:
+                return NotCompleted.GONE
+            if name in self.objects:
+                return NotCompleted.EXISTS
+            parts = self.parts.pop(upload)
+            return self.write(name, b"".join(parts[int(tag)] for tag in tags))
+
+    def abort(self, name: str, upload: str) -> None:
+        self.parts.pop(upload, None)
+
+
+@cache
+def shelf(name: str) -> Shelf:
+    """The shelf of a name, made when it is first named."""
+    return Shelf(name)

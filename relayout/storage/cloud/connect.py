@@ -11,6 +11,7 @@ import re
 import ssl
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -141,10 +142,10 @@ def _seconds(name: str, default: float) -> float:
     value = os.environ.get(name)
     if not value:
         return default
-    found = _DURATION.fullmatch(value)
-    if found is None:
+    match = _DURATION.fullmatch(value)
+    if match is None:
         raise PlanError("expected seconds, as 20 or 20s", path=f"{name}={value}", code="option")
-    return float(found[1]) * _UNITS[found[2] or "s"]
+    return float(match[1]) * _UNITS[match[2] or "s"]
 
 
 def is_set(name: str) -> bool:
@@ -173,7 +174,7 @@ def _client_options(scheme: str, endpoint: str | None) -> dict[str, Any]:
         options["proxy_url"] = reach.proxy
     if reach.proxy_excludes is not None:
         options["proxy_excludes"] = reach.proxy_excludes
-    is_named = any((one or "").startswith("http:") for one in (f"{scheme}:", endpoint, endpoint_of(scheme)))
+    is_named = any((url or "").startswith("http:") for url in (f"{scheme}:", endpoint, endpoint_of(scheme)))
     if is_named or is_set(f"{_PREFIXES.get(scheme, 'HTTP')}_ALLOW_HTTP"):
         options["allow_http"] = True
     return options
@@ -215,17 +216,33 @@ def s3_settings() -> S3Settings:
         require("boto3", f"AWS_PROFILE={profile}", "s3")
     elif {"AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE"} & set(os.environ) or not _has_profiles():
         return S3Settings(endpoint, region, None)
-    from boto3.session import Session
     from botocore.exceptions import BotoCoreError
 
     try:
-        session = Session()
-        found = session._session.get_scoped_config()
+        session = boto_session()
+        config = session._session.get_scoped_config()
         if session.get_credentials() is None:
             return S3Settings(endpoint, region, None)
     except BotoCoreError as error:
         raise PlanError(f"cannot be used: {error}", path=f"AWS_PROFILE={profile}", code="option") from None
-    return S3Settings(endpoint or found.get("endpoint_url"), region or found.get("region"), session)
+    return S3Settings(endpoint or config.get("endpoint_url"), region or config.get("region"), session)
+
+
+def boto_session() -> Session:
+    """A session of boto3. All share the descriptions of services, which take 50 ms to parse."""
+    import botocore.session
+    from boto3.session import Session
+
+    core = botocore.session.get_session()
+    core.register_component("data_loader", _service_descriptions())
+    return Session(botocore_session=core)
+
+
+@cache
+def _service_descriptions() -> Any:
+    from botocore.loaders import create_loader
+
+    return create_loader(os.environ.get("AWS_DATA_PATH"))
 
 
 def _has_profiles() -> bool:

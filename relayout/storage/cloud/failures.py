@@ -1,7 +1,7 @@
-"""Errors of requests, in our words: each names the object, the range and what to do, and never shows a secret.
+"""Retries and errors of requests. Each error names the object, the range and what to do, and never shows a secret.
 
-obstore's own texts have URLs, which may be signed, and what the server said, which may be anything: nothing of them is
-passed on but status, the server's error code, and which kind of failure it was.
+The texts of clients have URLs, which may be signed, and parts of answers, which may be anything. Only the status, the
+server's error code and the kind of failure are passed on.
 """
 
 from __future__ import annotations
@@ -32,44 +32,29 @@ _TELL_AGAIN_SECONDS = 60.0
 _TRANSIENT = frozenset(
     {errno.EAGAIN, errno.EIO, errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED, errno.ENETUNREACH}
 )
-"""Errors that may be gone when a request is made again."""
+"""Errors that may pass, so that the request is repeated."""
 
 _STATUS = re.compile(r"status code: ([0-9]{3})")
 _CODE = re.compile(r"<Code>([A-Za-z.]{1,60})</Code>")
-_BROKEN = re.compile(
-    r"ConnectionReset|ConnectionAborted|ConnectionClosed|RemoteDisconnected|BrokenPipe|UnexpectedEof"
-    r"|Incomplete(Body|Message|Read)"
-)
-_UNREACHABLE = re.compile(
-    r"Unreachable|NetworkDown|NewConnectionError|ServiceRequestError|\bConnect\b"
-    r"|[Tt]emporary failure in name resolution"
-)
-_MISSING = re.compile(
-    r"Missing\w+|169\.254\.|metadata\.google|CredentialsNotLoaded|[Uu]nable to locate credentials"
-    r"|CredentialsError|CredentialRetrieval|RefreshError|ClientAuthenticationError"
-)
-_CERTIFICATE = re.compile(r"certificate|UnknownIssuer|NotValidForName", re.IGNORECASE)
-_PROXY = re.compile(r"ProxyError|ProxyConnectionError|[Tt]unnel")
-_UNREADABLE = re.compile(r"ResponseParserError|ParseError|DecodeError")
 
 _told = float("-inf")
-"""When a person was told last, by the clock `time.monotonic`."""
+"""When the last warning was given, by the clock `time.monotonic`."""
 _used_by: int | None = None
 """The process in which obstore's threads are. A forked child has none of them: a request there would wait forever."""
 
 
 class Patience:
-    """How long a request that fails is made again: for `RETRY_SECONDS` without progress, at growing intervals."""
+    """How long a failing request is repeated: for `RETRY_SECONDS` without progress, at growing intervals."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()
         self._delay = FIRST_DELAY_SECONDS
 
     def wait(self, error: RequestError) -> None:
-        """Wait before the next request; in a worker, no longer than it works.
+        """Wait before the next request; in a worker, until another worker fails at the latest.
 
         Raises:
-            RequestError: it is `error`, which another request would not change, or the time is over.
+            RequestError: it is `error`, because a repetition cannot succeed or the time is over.
         """
         now = time.monotonic()
         left = self._start + connect.RETRY_SECONDS - now
@@ -77,9 +62,9 @@ class Patience:
             raise error
         if now - self._start > _TELL_SECONDS:
             _tell(error, left)
-        # A server's word, so no longer than is bearable.
-        asked = min(error.retry_after or 0.0, _MAX_RETRY_AFTER_SECONDS)
-        pause(min(max(self._delay * random.uniform(0.5, 1), asked), left))
+        # The server chooses this time, so it is limited.
+        requested = min(error.retry_after or 0.0, _MAX_RETRY_AFTER_SECONDS)
+        pause(min(max(self._delay * random.uniform(0.5, 1), requested), left))
         self._delay = min(2 * self._delay, MAX_DELAY_SECONDS)
 
 
@@ -90,28 +75,28 @@ def _tell(error: RequestError, left: float) -> None:
         warnings.warn(f"{error.filename}: {error.strerror}; trying again for {left:.0f} s", stacklevel=2)
 
 
-def request(call: Callable[[], Answer], where: str, part: tuple[int, int] | None = None) -> Answer:
-    """What `call` returns, which calls obstore; its errors are translated. All requests are made so, see `persistent`.
+def request(call: Callable[[], Answer], location: str, part: tuple[int, int] | None = None) -> Answer:
+    """Call obstore; translate its errors, and repeat the call as `persistent` does.
 
     Args:
-        where: the object's name in messages.
-        part: the range that is asked for, as first byte and end.
+        location: the object's name in messages.
+        part: the requested range, as first byte and end.
 
     Raises:
-        FormatError: the object is missing, or has another version than it must have.
+        FormatError: the object is missing, or does not have the expected version.
         FileExistsError: it exists, and must not.
-        RequestError: the request failed, again and again; or this process was forked after it had made requests.
+        RequestError: the request failed repeatedly; or this process was forked after its parent had made requests.
     """
-    return persistent(lambda: translated(call, where, part), where)
+    return persistent(lambda: translated(call, location, part), location)
 
 
-def persistent(call: Callable[[], Answer], where: str) -> Answer:
-    """What `call` returns, which is called again while it raises a RequestError that may be gone later.
+def persistent(call: Callable[[], Answer], location: str) -> Answer:
+    """Call, and repeat the call while it raises a RequestError that may pass. All requests to stores are made so.
 
     Raises:
-        RequestError: the request failed, again and again; or this process was forked after it had made requests.
+        RequestError: the request failed repeatedly; or this process was forked after its parent had made requests.
     """
-    check_process(where)
+    check_process(location)
     patience = Patience()
     while True:
         try:
@@ -120,34 +105,35 @@ def persistent(call: Callable[[], Answer], where: str) -> Answer:
             patience.wait(error)
 
 
-def translated(call: Callable[[], Answer], where: str, part: tuple[int, int] | None = None) -> Answer:
-    """What `call` returns, which calls obstore, once; its errors are translated. See `request`."""
+def translated(call: Callable[[], Answer], location: str, part: tuple[int, int] | None = None) -> Answer:
+    """Call obstore once, and translate its errors; see `request`."""
     from obstore import exceptions
 
     failure: Exception
     try:
         return call()
     except FileNotFoundError:
-        failure = FormatError("is missing", path=where, code="missing")
+        failure = FormatError("is missing", path=location, code="missing")
     except exceptions.PreconditionError:
-        failure = replaced(where)
+        failure = replaced(location)
     except exceptions.AlreadyExistsError:
-        failure = FileExistsError(errno.EEXIST, "an object of this name exists", where)
+        failure = FileExistsError(errno.EEXIST, "an object of this name exists", location)
     except exceptions.InvalidPathError:
-        what = "the store has a name that is no name of a file: with an empty part, . or .., or control characters"
-        failure = FormatError(what, path=where, code="unsafe")
+        what = "the store has a name that no file can have: with an empty part, . or .., or control characters"
+        failure = FormatError(what, path=location, code="unsafe")
     except exceptions.BaseError as error:
-        found = request_error(str(error), where, part)
-        failure = replaced(where) if found.status == 412 else found  # In the middle of a body, obstore has no class.
+        failure = request_error(str(error), location, part)
+        if failure.status == 412:  # In the middle of a body, obstore has no class for it.
+            failure = replaced(location)
     raise failure  # Here, so that it does not refer to obstore's error, which a traceback would show.
 
 
-def replaced(where: str) -> FormatError:
-    """The error for an object that is not the one of which other bytes were read."""
-    return FormatError("was replaced while it was read", path=where, code="mismatch")
+def replaced(location: str) -> FormatError:
+    """The error for an object that is not the one from which other bytes were read."""
+    return FormatError("was replaced while it was read", path=location, code="mismatch")
 
 
-def check_process(where: str) -> None:
+def check_process(location: str) -> None:
     """Check that this process was not forked after its parent had used a store.
 
     Raises:
@@ -161,85 +147,118 @@ def check_process(where: str) -> None:
             "this process was forked after its parent had used a store: threads of connections are not forked."
             " Start processes by spawn (vLLM: VLLM_WORKER_MULTIPROCESSING_METHOD=spawn)"
         )
-        raise RequestError(errno.ENOTSUP, what, where)
+        raise RequestError(errno.ENOTSUP, what, location)
 
 
-def is_untrusted(text: str) -> bool:
-    """Whether an error's text says that a certificate was refused."""
-    return _CERTIFICATE.search(text) is not None
+def request_error(
+    text: str,
+    location: str,
+    part: tuple[int, int] | None = None,
+    *,
+    status: int | None = None,
+    code: str = "",
+    retry_after: float | None = None,
+    is_final: bool = False,
+) -> RequestError:
+    """The error for a failed request.
 
-
-def request_error(text: str, where: str, part: tuple[int, int] | None = None) -> RequestError:
-    """The error that a text of obstore's means, or one like those."""
-    status = int(found[1]) if (found := _STATUS.search(text)) else None
-    code = found[1] if (found := _CODE.search(text)) else None
-    number, what = _CODES.get(code or "") or _meaning(text, status)
+    Args:
+        text: what the client says, in obstore's words or similar ones. It is searched, and never shown.
+        status, code: of the server's answer, if the text does not have them.
+        is_final: no repetition can succeed, whatever kind of error it is.
+    """
+    status = int(match[1]) if status is None and (match := _STATUS.search(text)) else status
+    code = match[1] if not code and (match := _CODE.search(text)) else code
+    number, what = _meaning(text, status, code)
+    if is_final and number in _TRANSIENT:
+        number = errno.EINVAL
     named = ", ".join([*([f"HTTP {status}"] if status else []), *([code] if code else [])])
     shown = f"{what} ({named})" if named else what
-    return RequestError(number, shown if part is None else f"bytes {part[0]} to {part[1]}: {shown}", where, status)
+    if part is not None:
+        shown = f"bytes {part[0]} to {part[1]}: {shown}"
+    return RequestError(number, shown, location, status, retry_after)
 
 
-_SKEWED = errno.EACCES, "this machine's clock is wrong by minutes, which signatures do not bear: set it"
-_CODES = {"RequestTimeTooSkewed": _SKEWED, "RequestExpired": _SKEWED}
-"""What the codes of a server's errors mean, where the status alone would mislead."""
+def _meaning(text: str, status: int | None, code: str) -> tuple[int, str]:
+    """The error number, and what happened and what to do."""
+    if code in _CODES:
+        return _CODES[code]
+    if status is not None:
+        return _STATUSES.get(status) or _STATUSES.get(status // 100, _REFUSED)
+    return next((meaning for pattern, meaning in _TEXTS.items() if re.search(pattern, text)), _UNKNOWN)
 
 
-def _meaning(text: str, status: int | None) -> tuple[int, str]:
-    """The system's number of an error, and what happened and what to do."""
-    if "NoSuchUpload" in text:
-        return errno.EIO, "its upload is gone: another process, or a rule of the bucket, has aborted it; convert again"
-    match status:
-        case 401 | 403:
-            return errno.EACCES, (
-                "access is denied: check that the credentials are right, not expired, and may read or write it"
-                " (a store that may not be listed also says so of what does not exist)"
-            )
-        case 407:
-            return errno.EACCES, "the proxy wants other credentials: check AWS_PROXY_URL (GOOGLE_, AZURE_), HTTPS_PROXY"
-        case 416:
-            return errno.EINVAL, "there are no such bytes: the object is shorter than it should be"
-        case 429 | 503:
-            return errno.EAGAIN, "the store has too many requests, again and again: load later, or with fewer threads"
-        case 501 | 405:
-            return errno.ENOTSUP, "the server does not know such requests"
-        case int() if status >= 500:
-            return errno.EIO, "the store failed, again and again: load later"
-        case 408:
-            return errno.ETIMEDOUT, "the store got no request in time, again and again: check the network"
-        case int() if 300 <= status < 400:
-            return errno.EINVAL, "the store sends requests elsewhere: check region and endpoint"
-        case int():
-            return errno.EINVAL, "the store refuses the request: check region, endpoint and credentials"
-    if "BareRedirect" in text:
-        return errno.EINVAL, "the bucket is in another region: set AWS_REGION"
-    if _MISSING.search(text):
-        return errno.EACCES, (
-            "no credentials were found: set them in the environment as STORES.md says; for a public bucket of S3,"
-            " AWS_SKIP_SIGNATURE=true"
-        )
-    if is_untrusted(text):
-        return errno.EPROTO, (
-            "the server's certificate is not trusted: name the file of the authority that signed it by SSL_CERT_FILE,"
-            " for S3 also AWS_CA_BUNDLE, and check the server's name and this machine's clock"
-        )
-    if _PROXY.search(text):
-        return errno.ECONNREFUSED, (
-            "the proxy cannot be reached, or refuses: check AWS_PROXY_URL (GOOGLE_, AZURE_), HTTPS_PROXY and NO_PROXY"
-        )
-    if _UNREADABLE.search(text):
-        return errno.EPROTO, "the server's answer cannot be read: check the endpoint"
-    if "BadScheme" in text:
-        return errno.EPROTO, "http:// is refused: say AWS_ALLOW_HTTP=true (GOOGLE_, AZURE_) if it is meant"
-    if "TimedOut" in text or "timed out" in text:
-        return errno.ETIMEDOUT, "no bytes arrived in time, again and again: check the network, or load later"
-    if _BROKEN.search(text):
-        return errno.ECONNRESET, "the connection broke, again and again: check the network, or load later"
-    if "ConnectionRefused" in text:
-        return errno.ECONNREFUSED, "the server cannot be reached, it refuses connections: check URL and endpoint"
-    if _UNREACHABLE.search(text):
-        return errno.ENETUNREACH, "the server cannot be reached: check the URL, the endpoint and the network"
-    if "dns error" in text or "failed to lookup" in text or "Failed to resolve" in text:
-        return errno.EHOSTUNREACH, "the server's name is unknown: check the URL, the endpoint and the network"
-    if re.search(r"Requested \d+\.\.\d+, got \d+\.\.\d+|RangeNotSupported|ContentRange|content-range", text):
-        return errno.EPROTO, "the server sent other bytes than were asked for: it does not serve ranges as it should"
-    return errno.EIO, "the request failed, again and again: check the network and the endpoint, or load later"
+_REFUSED = errno.EINVAL, "the store refuses the request: check region, endpoint and credentials"
+_UNKNOWN = errno.EIO, "the request failed repeatedly: check the network and the endpoint, or load later"
+_BUSY = errno.EAGAIN, "the store repeatedly has too many requests: load later, or with fewer threads"
+_SLOW = errno.ETIMEDOUT, "the store repeatedly got no request in time: check the network"
+_DENIED = (
+    errno.EACCES,
+    "access is denied: check that the credentials are right, not expired, and may read or write it"
+    " (a store that may not be listed also says so of what does not exist)",
+)
+_UNSUPPORTED = errno.ENOTSUP, "the server does not support this request"
+_SKEWED = errno.EACCES, "this machine's clock is wrong by minutes, so that signatures are refused: set it"
+_NO_CREDENTIALS = (
+    errno.EACCES,
+    "no credentials were found: set them in the environment as STORES.md says; for a public bucket of S3,"
+    " AWS_SKIP_SIGNATURE=true",
+)
+_UNTRUSTED = (
+    errno.EPROTO,
+    "the server's certificate is not trusted: name the file of the authority that signed it by SSL_CERT_FILE,"
+    " for S3 also AWS_CA_BUNDLE, and check the server's name and this machine's clock",
+)
+_NO_PROXY = (
+    errno.ECONNREFUSED,
+    "the proxy cannot be reached, or refuses: check AWS_PROXY_URL (GOOGLE_, AZURE_), HTTPS_PROXY and NO_PROXY",
+)
+_NO_ANSWER = "the server's answer cannot be read: check the endpoint"
+_BROKEN = "the connection broke repeatedly: check the network, or load later"
+_UNREACHABLE = "the server cannot be reached"
+_CHECK = "check the URL, the endpoint and the network"
+_WRONG_RANGE = errno.EPROTO, "the server sent other bytes than were requested: it does not serve ranges correctly"
+_CODES = {
+    "RequestTimeTooSkewed": _SKEWED,
+    "RequestExpired": _SKEWED,
+    "RequestTimeout": _SLOW,  # With status 400.
+    "SlowDown": _BUSY,
+    "NoSuchUpload": (
+        errno.EINVAL,
+        "its upload is gone: another process, or a rule of the bucket, has aborted it; convert again",
+    ),
+}
+"""By the error code of the server, where the status alone would mislead."""
+_STATUSES = {
+    3: (errno.EINVAL, "the store redirects requests: check region and endpoint"),
+    401: _DENIED,
+    403: _DENIED,
+    405: _UNSUPPORTED,
+    407: (errno.EACCES, "the proxy wants other credentials: check AWS_PROXY_URL (GOOGLE_, AZURE_), HTTPS_PROXY"),
+    408: _SLOW,
+    409: (errno.EAGAIN, "the store is repeatedly busy with other requests for this object: convert again later"),
+    416: (errno.EINVAL, "there are no such bytes: the object is shorter than it should be"),
+    429: _BUSY,
+    5: (errno.EIO, "the store failed repeatedly: load later"),
+    501: _UNSUPPORTED,
+    503: _BUSY,
+}
+"""By the status, or its first digit."""
+_TEXTS = {
+    r"BareRedirect": (errno.EINVAL, "the bucket is in another region: set AWS_REGION"),
+    r"Missing\w+|169\.254\.|metadata\.google|CredentialsNotLoaded|[Uu]nable to locate credentials"
+    r"|CredentialsError|CredentialRetrieval|RefreshError|ClientAuthenticationError": _NO_CREDENTIALS,
+    r"(?i:certificate|UnknownIssuer|NotValidForName)": _UNTRUSTED,
+    r"ProxyError|ProxyConnectionError|[Tt]unnel": _NO_PROXY,
+    r"ResponseParserError|ParseError|DecodeError": (errno.EPROTO, _NO_ANSWER),
+    r"BadScheme": (errno.EPROTO, "http:// is refused: set AWS_ALLOW_HTTP=true (GOOGLE_, AZURE_) to permit it"),
+    r"TimedOut|timed out": (errno.ETIMEDOUT, "repeatedly no bytes arrived in time: check the network, or load later"),
+    r"ConnectionReset|ConnectionAborted|ConnectionClosed|RemoteDisconnected|BrokenPipe|UnexpectedEof"
+    r"|Incomplete(Body|Message|Read)": (errno.ECONNRESET, _BROKEN),
+    r"ConnectionRefused": (errno.ECONNREFUSED, f"{_UNREACHABLE}, it refuses connections: check URL and endpoint"),
+    r"Unreachable|NetworkDown|NewConnectionError|ServiceRequestError|\bConnect\b"
+    r"|[Tt]emporary failure in name resolution": (errno.ENETUNREACH, f"{_UNREACHABLE}: {_CHECK}"),
+    r"dns error|failed to lookup|Failed to resolve": (errno.EHOSTUNREACH, f"the server's name is unknown: {_CHECK}"),
+    r"Requested \d+\.\.\d+, got \d+\.\.\d+|RangeNotSupported|ContentRange|content-range": _WRONG_RANGE,
+}
+"""By what the client says of a request without an answer; the first that fits."""

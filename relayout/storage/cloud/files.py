@@ -17,7 +17,7 @@ class CloudFile(Closable):
 
     alignment: ClassVar[int] = 1
 
-    def __init__(self, client: Client, name: str, where: str, *, version: str | None = None) -> None:
+    def __init__(self, client: Client, name: str, location: str, *, version: str | None = None) -> None:
         """Open the object by one request.
 
         Raises:
@@ -26,35 +26,33 @@ class CloudFile(Closable):
         """
         self._client = client
         self._name = name
-        self._where = where
+        self._where = location
         try:
-            found = self._first(version)
+            stat = self._first(version)
         except FormatError as error:
             if error.code == "mismatch":
-                raise FormatError("has changed since it was last checked", path=where, code="mismatch") from None
+                raise FormatError("has changed since it was last checked", path=location, code="mismatch") from None
             raise
-        self.nbytes = found.nbytes
-        self.version = found.version
+        self.nbytes = stat.nbytes
+        self.version = stat.version
 
     def _first(self, version: str | None) -> FileStat:
         """Length and version of the object; keeps its first bytes."""
         try:
             body = self._client.get(self._name, 0, HEAD_NBYTES, version)
         except RequestError as error:
-            found = self._client.stat(self._name) if error.status == 416 else None
-            if found is None or found.nbytes:
+            stat = self._client.stat(self._name) if error.status == 416 else None
+            if stat is None or stat.nbytes:
                 raise
             self._head = b""  # No range of an object without bytes can be asked for.
-            return found
+            return stat
         self._head = body.content()
         return body.stat
 
     def fileno(self) -> None:
-        """See `ReadableFile.fileno`."""
         return
 
     def read(self, offset: int, view: memoryview) -> None:
-        """See `ReadableFile.read`."""
         view = view[: max(0, self.nbytes - offset)]
         known = memoryview(self._head)[offset : offset + view.nbytes]
         view[: known.nbytes] = known

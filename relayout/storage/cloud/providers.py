@@ -1,6 +1,8 @@
 """Uploads by the providers' own clients: boto3 for S3, google-resumable-media for GCS, azure-storage-blob for Azure.
 
-Where a store is, who asks, and how it is reached is what `connect.py` says, as for reads.
+The first bytes of a file depend on all others, so that its first part is sent last; obstore's own uploads send parts
+in order. How stores are reached is the same as for reads (`connect.py`). The clients' own retries are off, because none
+of them lasts as long as an outage: requests are repeated by `failures.persistent`.
 """
 
 from __future__ import annotations
@@ -8,7 +10,8 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -16,51 +19,133 @@ from urllib.parse import quote
 from xml.etree.ElementTree import ParseError
 
 from relayout.errors import PlanError
-from relayout.storage.cloud.client import BucketClient
-from relayout.storage.cloud.connect import endpoint_of, is_set, reach_of, require, s3_settings
-from relayout.storage.cloud.multipart import Body, Failure, Multipart, Outcome, required, texts_of, with_retries
+from relayout.storage.cloud.client import NotCompleted, Uploads
+from relayout.storage.cloud.connect import boto_session, endpoint_of, is_set, reach_of, require, s3_settings
+from relayout.storage.cloud.failures import persistent, request_error
 
 _NUM_CONNECTIONS = 64
+_PIECE_NBYTES = 2**20
+"""What is passed to a connection at once. The time of a stall is for each piece."""
 _Key = int | str | None
-"""Of an outcome: the status or code of a failure."""
+"""The status or code of a failure."""
 
 
-def multipart_of(client: BucketClient) -> Multipart:
-    """Uploads to a client's bucket.
+def uploads_of(root: str) -> Uploads:
+    """Uploads to a bucket, by its URL.
 
     Raises:
         PlanError: a package or credentials are missing.
     """
-    kinds: dict[str, Callable[[str], Multipart]] = {"s3": _S3, "gs": _Gcs, "az": _Azure}
-    return kinds[client.root.partition("://")[0]](client.root)
+    kinds: dict[str, Callable[[str], Uploads]] = {"s3": _S3, "gs": _Gcs, "az": _Azure}
+    return kinds[root.partition("://")[0]](root)
+
+
+class PartBody:
+    """A part as a file that clients read, without a copy. It starts again after its end, for a client that resends.
+
+    It has no `tell`, by which clients would skip what they have read already.
+    """
+
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+        self._offset = 0
+
+    def __len__(self) -> int:
+        return self._view.nbytes
+
+    def __iter__(self) -> Iterator[memoryview]:
+        return iter(self.read, b"")
+
+    def read(self, size: int = -1) -> memoryview:
+        """The next piece; it may be larger than `size`, as clients ask for 16 KiB."""
+        piece = self._view[self._offset : self._offset + _PIECE_NBYTES]
+        self._offset = self._offset + piece.nbytes if piece.nbytes else 0
+        return piece
+
+    def seek(self, offset: int) -> int:
+        """Go to an offset from the beginning."""
+        self._offset = offset
+        return offset
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """A failed request, as a provider's client reports it."""
+
+    status: int | None = None
+    """Of the answer; None: there was none."""
+    code: str = ""
+    retry_after: str = ""
+    text: str = ""
+    """The client's own words, which may have URLs and secrets."""
+    is_final: bool = False
+    """Whether a repetition would fail too: no request was made, or the answer cannot be read."""
 
 
 class _Requests:
-    """What requests of all providers have in common. See `Multipart` for the methods of its subclasses."""
+    """What requests of all providers have in common."""
 
     _errors: tuple[type[Exception], ...]
     """Those that the client raises."""
-    _failure_of: Callable[[Any], Failure]
+    _failure_of: Callable[[Any], _Failure]
 
     def __init__(self, root: str) -> None:
         self._root, self._bucket = root, root.partition("://")[2]
 
     def _request(self, name: str, call: Callable[[], Any], outcomes: Mapping[_Key, Any] = MappingProxyType({})) -> Any:
-        return with_retries(call, f"{self._root}/{name}", self._errors, self._failure_of, outcomes)
+        """What `call` returns, which makes a request; `outcomes` are results for failures of these statuses or codes.
+
+        Raises:
+            RequestError: the request failed repeatedly.
+        """
+        location = f"{self._root}/{name}"
+
+        def attempt() -> Any:
+            try:
+                return call()
+            except self._errors as error:
+                failure = self._failure_of(error)
+            for key in (failure.code, failure.status):
+                if key in outcomes:
+                    return outcomes[key]
+            # Not within `except`: the client's error, which a traceback would show, may have secrets.
+            raise request_error(
+                failure.text,
+                location,
+                status=failure.status,
+                code=failure.code,
+                retry_after=float(failure.retry_after) if re.fullmatch(r"[0-9]{1,4}", failure.retry_after) else None,
+                is_final=failure.is_final,
+            )
+
+        return persistent(attempt, location)
 
     def _text(self, name: str, call: Callable[[], Any]) -> str:
-        return required(self._request(name, call), f"{self._root}/{name}")
+        """What `call` returns, which must be a text.
 
-    def _outcome(self, name: str, call: Callable[[], Any], outcomes: Mapping[_Key, Outcome]) -> Outcome:
-        found = self._request(name, call, outcomes)
-        return found if isinstance(found, Outcome) else Outcome.DONE
+        Raises:
+            RequestError: the answer lacks it, or the request failed repeatedly.
+        """
+        value = self._request(name, call)
+        if not value or not isinstance(value, str):
+            raise request_error("ParseError", f"{self._root}/{name}")
+        return value
+
+
+def _texts_of(error: BaseException | None) -> str:
+    """Names and texts of an error, and of those that led to it."""
+    texts = []
+    while error is not None:
+        name = type(error).__name__
+        texts += [name, "timed out" if "Timeout" in name else "", str(error)]
+        error = error.__cause__ or error.__context__
+    return " ".join(texts)
 
 
 class _S3(_Requests):
     def __init__(self, root: str) -> None:
         super().__init__(root)
         require("boto3", root, "s3")
-        from boto3.session import Session
         from botocore import UNSIGNED
         from botocore.config import Config
         from botocore.exceptions import BotoCoreError, ClientError
@@ -84,7 +169,7 @@ class _S3(_Requests):
         )
         region = settings.region or "us-east-1"
         try:
-            self._client: Any = (settings.profile or Session()).client(
+            self._client: Any = (settings.profile or boto_session()).client(
                 "s3", endpoint_url=endpoint, region_name=region, verify=reach.verify, config=config
             )
         except (BotoCoreError, ValueError):  # ValueError: the endpoint is no URL.
@@ -94,11 +179,11 @@ class _S3(_Requests):
         begin = partial(self._client.create_multipart_upload, Bucket=self._bucket, Key=name)
         return self._text(name, lambda: begin().get("UploadId"))
 
-    def send(self, name: str, upload: str, number: int, body: memoryview) -> str:
-        send = partial(self._client.upload_part, Bucket=self._bucket, Key=name, UploadId=upload, PartNumber=number + 1)
-        return self._text(name, lambda: send(Body=Body(body)).get("ETag"))
+    def send(self, name: str, upload: str, index: int, body: memoryview) -> str:
+        send = partial(self._client.upload_part, Bucket=self._bucket, Key=name, UploadId=upload, PartNumber=index + 1)
+        return self._text(name, lambda: send(Body=PartBody(body)).get("ETag"))
 
-    def complete(self, name: str, upload: str, tags: Sequence[str]) -> Outcome:
+    def complete(self, name: str, upload: str, tags: Sequence[str]) -> str | NotCompleted:
         complete = partial(
             self._client.complete_multipart_upload,
             Bucket=self._bucket,
@@ -107,22 +192,24 @@ class _S3(_Requests):
             MultipartUpload={"Parts": [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(tags, 1)]},
             IfNoneMatch="*",
         )
-        return self._outcome(name, complete, {404: Outcome.GONE, 409: Outcome.CONFLICT, 412: Outcome.EXISTS})
+        outcomes: dict[_Key, NotCompleted] = {404: NotCompleted.GONE, 412: NotCompleted.EXISTS}
+        answer: str | NotCompleted = self._request(name, lambda: complete().get("ETag", ""), outcomes)
+        return answer
 
     def abort(self, name: str, upload: str) -> None:
         abort = partial(self._client.abort_multipart_upload, Bucket=self._bucket, Key=name, UploadId=upload)
         self._request(name, abort, {404: None})
 
 
-def _s3_failure(error: Any) -> Failure:
+def _s3_failure(error: Any) -> _Failure:
     from botocore.exceptions import ConnectionError, HTTPClientError
 
     answer = getattr(error, "response", None)
     if answer is None:
-        return Failure(text=texts_of(error), is_final=not isinstance(error, (HTTPClientError, ConnectionError)))
-    found = answer.get("ResponseMetadata", {})
-    wait = found.get("HTTPHeaders", {}).get("retry-after", "")
-    return Failure(found.get("HTTPStatusCode"), str(answer.get("Error", {}).get("Code", "")), wait)
+        return _Failure(text=_texts_of(error), is_final=not isinstance(error, (HTTPClientError, ConnectionError)))
+    metadata = answer.get("ResponseMetadata", {})
+    wait = metadata.get("HTTPHeaders", {}).get("retry-after", "")
+    return _Failure(metadata.get("HTTPStatusCode"), str(answer.get("Error", {}).get("Code", "")), wait)
 
 
 class _Gcs(_Requests):
@@ -154,9 +241,9 @@ class _Gcs(_Requests):
         from google.resumable_media import RetryStrategy
         from google.resumable_media.requests import XMLMPUContainer
 
-        found = XMLMPUContainer(f"{self._url}/{quote(name, '/~')}", None, headers=headers, upload_id=upload)
-        found._retry_strategy = RetryStrategy(max_retries=0)  # There is no other way to say so.
-        return found
+        container = XMLMPUContainer(f"{self._url}/{quote(name, '/~')}", None, headers=headers, upload_id=upload)
+        container._retry_strategy = RetryStrategy(max_retries=0)  # It has no public parameter for this.
+        return container
 
     def begin(self, name: str) -> str:
         def begin() -> Any:
@@ -169,32 +256,36 @@ class _Gcs(_Requests):
 
         return self._text(name, begin)
 
-    def send(self, name: str, upload: str, number: int, body: memoryview) -> str:
+    def send(self, name: str, upload: str, index: int, body: memoryview) -> str:
         from google.resumable_media import InvalidResponse
 
-        url = f"{self._upload(name, upload).upload_url}?partNumber={number + 1}&uploadId={quote(upload, '')}"
+        url = f"{self._upload(name, upload).upload_url}?partNumber={index + 1}&uploadId={quote(upload, '')}"
 
         def send() -> Any:
-            answer = self._session.request("PUT", url, data=Body(body), timeout=self._timeout)
+            answer = self._session.request("PUT", url, data=PartBody(body), timeout=self._timeout)
             if answer.status_code != 200:
                 raise InvalidResponse(answer)
             return answer.headers.get("etag")
 
         return self._text(name, send)
 
-    def complete(self, name: str, upload: str, tags: Sequence[str]) -> Outcome:
+    def complete(self, name: str, upload: str, tags: Sequence[str]) -> str | NotCompleted:
         from google.resumable_media import InvalidResponse
 
-        found = self._upload(name, upload, {"x-goog-if-generation-match": "0"})
+        container = self._upload(name, upload, {"x-goog-if-generation-match": "0"})
         for number, tag in enumerate(tags, 1):
-            found.register_part(number, tag)
+            container.register_part(number, tag)
 
-        def complete() -> None:
-            answer = found.finalize(self._session, timeout=self._timeout)
-            if b"<Error>" in answer.content[:1000]:  # It failed when its status had been sent.
+        def complete() -> str:
+            answer = container.finalize(self._session, timeout=self._timeout)
+            if b"<Error>" in answer.content[:1000]:  # It failed after its status had been sent.
                 raise InvalidResponse(answer)
+            tag = re.search(rb"<ETag>(?:&quot;|\")?([0-9A-Za-z/+=_-]+)", answer.content[:4000])
+            return tag[1].decode() if tag else ""
 
-        return self._outcome(name, complete, {404: Outcome.GONE, 412: Outcome.EXISTS})
+        outcomes: dict[_Key, NotCompleted] = {404: NotCompleted.GONE, 412: NotCompleted.EXISTS}
+        answer: str | NotCompleted = self._request(name, complete, outcomes)
+        return answer
 
     def abort(self, name: str, upload: str) -> None:
         cancel = partial(self._upload(name, upload).cancel, self._session, timeout=self._timeout)
@@ -215,16 +306,16 @@ def _google_credentials(root: str) -> Any:
         raise PlanError(what, path=root, code="option") from None
 
 
-def _gcs_failure(error: Any) -> Failure:
+def _gcs_failure(error: Any) -> _Failure:
     from google.auth.exceptions import TransportError
     from requests.exceptions import RequestException
 
     answer = getattr(error, "response", None)
     if answer is None:
-        return Failure(text=texts_of(error), is_final=not isinstance(error, (RequestException, TransportError)))
+        return _Failure(text=_texts_of(error), is_final=not isinstance(error, (RequestException, TransportError)))
     code = re.search(rb"<Code>([A-Za-z.]{1,60})</Code>", answer.content[:2000])
     status = 500 if answer.status_code == 200 else answer.status_code
-    return Failure(status, code[1].decode() if code else "", answer.headers.get("retry-after", ""))
+    return _Failure(status, code[1].decode() if code else "", answer.headers.get("retry-after", ""))
 
 
 class _Azure(_Requests):
@@ -258,19 +349,22 @@ class _Azure(_Requests):
     def begin(self, name: str) -> str:
         return secrets.token_hex(8)  # The blocks' names begin so: those of two uploads are never mixed.
 
-    def send(self, name: str, upload: str, number: int, body: memoryview) -> str:
-        block, stage = f"{upload}{number:08}", self._container.get_blob_client(name).stage_block
-        self._request(name, lambda: stage(block, Body(body), body.nbytes))
+    def send(self, name: str, upload: str, index: int, body: memoryview) -> str:
+        block, stage = f"{upload}{index:08}", self._container.get_blob_client(name).stage_block
+        self._request(name, lambda: stage(block, PartBody(body), body.nbytes))
         return block
 
-    def complete(self, name: str, upload: str, tags: Sequence[str]) -> Outcome:
+    def complete(self, name: str, upload: str, tags: Sequence[str]) -> str | NotCompleted:
         from azure.core import MatchConditions
         from azure.storage.blob import BlobBlock
 
         commit, blocks = self._container.get_blob_client(name).commit_block_list, [BlobBlock(tag) for tag in tags]
-        outcomes: dict[_Key, Outcome] = {409: Outcome.EXISTS, 412: Outcome.EXISTS}
-        outcomes |= dict.fromkeys(("InvalidBlockList", "InvalidBlockId"), Outcome.GONE)
-        return self._outcome(name, lambda: commit(blocks, match_condition=MatchConditions.IfMissing), outcomes)
+        outcomes: dict[_Key, NotCompleted] = {409: NotCompleted.EXISTS, 412: NotCompleted.EXISTS}
+        outcomes |= dict.fromkeys(("InvalidBlockList", "InvalidBlockId"), NotCompleted.GONE)
+        answer: str | NotCompleted = self._request(
+            name, lambda: commit(blocks, match_condition=MatchConditions.IfMissing).get("etag", ""), outcomes
+        )
+        return answer
 
     def abort(self, name: str, upload: str) -> None:
         pass
@@ -289,12 +383,12 @@ def _azure_credential(root: str, account: str) -> Any:
     return DefaultAzureCredential()
 
 
-def _azure_failure(error: Any) -> Failure:
+def _azure_failure(error: Any) -> _Failure:
     from azure.core.exceptions import ServiceRequestError, ServiceResponseError
 
     answer = getattr(error, "response", None)
     if answer is None:
         is_final = not isinstance(error, (ServiceRequestError, ServiceResponseError))
-        return Failure(text=texts_of(error), is_final=is_final)
+        return _Failure(text=_texts_of(error), is_final=is_final)
     code = getattr(error, "error_code", None)
-    return Failure(error.status_code, getattr(code, "value", code) or "", answer.headers.get("retry-after", ""))
+    return _Failure(error.status_code, getattr(code, "value", code) or "", answer.headers.get("retry-after", ""))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from relayout.errors import FormatError, PlanError
-from relayout.storage.cloud.client import BucketClient, Client
+from relayout.storage.cloud.client import Client, WritableClient
 from relayout.storage.cloud.files import CloudFile
 from relayout.storage.protocols import (
     Access,
@@ -30,7 +30,7 @@ from relayout.storage.protocols import (
 )
 
 if TYPE_CHECKING:
-    from relayout.storage.cloud.output.place import Place
+    from relayout.storage.cloud.output.prefix import OutputPrefix
 
 # `output` is imported where it is used: a load writes nothing.
 
@@ -41,8 +41,6 @@ _URL = re.compile(r"[a-z0-9]+://[^/@?#%\\]+(/[^/?#\\]+)*/?")
 
 @dataclass(frozen=True, slots=True)
 class CloudStore:
-    """See `protocols.Store`."""
-
     client: Client
     prefix: str
     """Without leading or trailing slash; "" for the whole bucket."""
@@ -51,52 +49,39 @@ class CloudStore:
 
     @property
     def cost(self) -> RequestCost:
-        """See `Store.cost`."""
         return self.client.cost
 
     def __str__(self) -> str:
         return f"{self.client.root}/{self.prefix}" if self.prefix else self.client.root
 
-    def where(self, name: str) -> str:
-        """See `Store.where`."""
+    def location(self, name: str) -> str:
         return f"{self}/{name}"
 
     def path(self, name: str) -> Path | None:
-        """See `Store.path`."""
         return None
 
     def kind(self) -> Kind:
-        """See `Store.kind`."""
-        if any(True for _ in self.client.names(self.prefix)):
+        if any(True for _ in self.client.list_objects(self.prefix)):
             return Kind.FOLDER
         return Kind.FILE if self.prefix and self.client.stat(self.prefix) is not None else Kind.NOTHING
 
-    def absence(self) -> str:
-        """See `Store.absence`."""
+    def not_found_message(self) -> str:
         return "no objects with this prefix"
 
     def parent(self) -> tuple[Store, str]:
-        """See `Store.parent`."""
         above, _, name = self.prefix.rpartition("/")
         return CloudStore(self.client, above, self.opened), name
 
     def snapshot(self) -> CloudStore:
-        """See `Store.snapshot`."""
         return replace(self, opened={})
 
-    def folder_mode(self) -> int:
-        """See `Store.folder_mode`."""
-        return Modes().folder
-
     def walk(self) -> Iterator[Entry]:
-        """See `Store.walk`."""
-        for full in self.client.names(self.prefix):
+        for full, _ in self.client.list_objects(self.prefix):
             name = full.removeprefix(self.prefix).lstrip("/")
             if not any(part.startswith(".") for part in name.split("/")):
                 yield Entry(name)
 
     def stat(self, name: str) -> FileStat | None:
-        """See `Store.stat`."""
         if self.opened is None:
             return self.client.stat(self.full_name(name))
         try:
@@ -108,63 +93,64 @@ class CloudStore:
         return FileStat(file.nbytes, file.version)
 
     def read(self, name: str, limit: int) -> bytes:
-        """See `Store.read`: one request."""
+        """One request."""
         if self.opened is not None and (file := self.opened.get(self.full_name(name))) is not None:
-            return read_whole(file, self.where(name), limit)
+            return read_whole(file, self.location(name), limit)
         body = self.client.get(self.full_name(name), 0, None, None)
         if body.nbytes > limit:
-            raise FormatError(f"{body.nbytes} bytes, limit {limit}", path=self.where(name), code="limit")
+            raise FormatError(f"{body.nbytes} bytes, limit {limit}", path=self.location(name), code="limit")
         return body.content()
 
     def open(
         self, name: str, nbytes: int | None = None, *, access: Access = Access.BUFFERED, version: str | None = None
     ) -> ReadableFile:
-        """See `Store.open`: one request."""
+        """One request."""
         if access is Access.DIRECT:
-            raise OSError(errno.EOPNOTSUPP, "a store has no direct I/O; use backend 'buffered'", self.where(name))
+            raise OSError(errno.EOPNOTSUPP, "a store has no direct I/O; use backend 'buffered'", self.location(name))
         full = self.full_name(name)
         file = None if self.opened is None else self.opened.get(full)
         if file is None:
-            file = CloudFile(self.client, full, self.where(name), version=version)
+            file = CloudFile(self.client, full, self.location(name), version=version)
             if self.opened is not None:
                 file = self.opened.setdefault(full, file)  # Another thread may have opened it meanwhile.
-        FileStat(file.nbytes, file.version).check(self.where(name), nbytes, version)
+        FileStat(file.nbytes, file.version).check(self.location(name), nbytes, version)
         return file
 
     def check_output(self, source: Store, older: Replaceable, *, force: bool) -> None:
-        """See `Store.check_output`."""
-        from relayout.storage.cloud.output import place
+        from relayout.storage.cloud.output import prefix
 
-        place.check_output(self._place(), source, older, force=force)
+        prefix.check_output(self._output(), source, older, force=force)
 
     def stage(
         self, older: Replaceable, *, replace: bool, modes: Modes, shared: str | None = None
     ) -> AbstractContextManager[Staging]:
-        """See `Store.stage`."""
         from relayout.storage.cloud.output import staging
 
-        return staging.staged(self._place(), older, replace=replace, shared=shared)
+        return staging.staged(self._output(), older, replace=replace, shared=shared)
 
     def stage_part(
         self, older: Replaceable, shared: str, part: str, *, replace: bool, modes: Modes
     ) -> AbstractContextManager[Staging]:
-        """See `Store.stage_part`."""
         from relayout.storage.cloud.output import staging
 
-        return staging.part_staged(self._place(), older, shared, part, replace=replace)
+        return staging.part_staged(self._output(), older, shared, part, replace=replace)
 
-    def _place(self) -> Place:
-        """Where an output is made, if relayout writes there."""
-        from relayout.storage.cloud.output.place import Place
+    def _output(self) -> OutputPrefix:
+        """The prefix as an output.
 
-        if not isinstance(self.client, BucketClient):
+        Raises:
+            PlanError: the store is read-only, or the prefix is a whole bucket.
+        """
+        from relayout.storage.cloud.output.prefix import OutputPrefix
+
+        if not isinstance(self.client, WritableClient):
             raise PlanError(
                 "relayout does not write there: name another output with -o", path=str(self), code="unsupported"
             )
         if not self.prefix:
             what = f"the whole bucket cannot be an output: name a prefix in it with -o, such as {self}/model"
             raise PlanError(what, path=str(self), code="option")
-        return Place(self.client, self.prefix, self)
+        return OutputPrefix(self.client, self.prefix, self)
 
     def full_name(self, name: str) -> str:
         """A file's object name in the bucket."""
@@ -172,7 +158,7 @@ class CloudStore:
 
 
 def offer(url: str) -> Store | Refusal:
-    """See `stores.REGISTRY`: a bucket of S3, GCS or Azure."""
+    """A prefix of a bucket of S3, GCS or Azure."""
     refused = refusal_of(url)
     if refused is not None:
         return refused
@@ -180,6 +166,8 @@ def offer(url: str) -> Store | Refusal:
     scheme = _SCHEMES.get(parts.scheme.lower(), parts.scheme.lower())
     _, _, rest = url.partition("://")
     bucket, _, prefix = rest.rstrip("/").partition("/")
+    from relayout.storage.cloud.bucket import BucketClient  # Other stores do not need it.
+
     return CloudStore(BucketClient.of(f"{scheme}://{bucket}"), prefix)
 
 

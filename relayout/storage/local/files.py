@@ -72,14 +72,11 @@ def stat_of(status: os.stat_result) -> FileStat:
 
 
 def read_small(path: Path, limit: int) -> bytes:
-    """See `Store.read`."""
     with InputFile(path) as file:
         return read_whole(file, path, limit)
 
 
 class InputFile(Closable):
-    """See `protocols.ReadableFile`."""
-
     def __init__(
         self,
         path: Path,
@@ -113,25 +110,22 @@ class InputFile(Closable):
             status = os.fstat(self._fd)
             if not stat.S_ISREG(status.st_mode):
                 raise FormatError("not a regular file", path=path, code="unsafe")
-            found = stat_of(status)
-            found.check(path, nbytes, version)
+            file = stat_of(status)
+            file.check(path, nbytes, version)
         except BaseException:
             self.close()
             raise
-        self.nbytes = found.nbytes
-        self.version = found.version
+        self.nbytes = file.nbytes
+        self.version = file.version
 
     def fileno(self) -> int:
-        """See `ReadableFile.fileno`."""
         return self._fd
 
     @property
     def alignment(self) -> int:
-        """See `ReadableFile.alignment`."""
         return BLOCK if self._direct else 1
 
     def read(self, offset: int, view: memoryview) -> None:
-        """See `ReadableFile.read`."""
         expected = min(view.nbytes, self.nbytes - offset)
         done = 0
         while done < expected:
@@ -221,7 +215,6 @@ class OutputFile(Closable):
             raise OSError(error.errno, error.strerror, str(self.path)) from None
 
     def write(self, offset: int, view: memoryview, address: int = 0) -> None:
-        """See `WritableFile.write`."""
         end = offset + view.nbytes
         low, high = align_up(offset, _PAGE), align_down(end, _PAGE)
         if not self.direct or low >= high or (address - offset) % BLOCK:

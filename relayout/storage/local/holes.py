@@ -1,4 +1,4 @@
-"""Holes of files: ranges to which nothing was ever written, and which read as zeros."""
+"""Holes of files: ranges that were never written and read as zeros."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from relayout.core.extents import Extent
 
 
 def holes(fd: int, extent: Extent) -> Iterator[Extent]:
-    """The holes in an extent of a file, as far as the file system tells.
+    """The holes in an extent of a file, as far as the file system reports them.
 
-    ext4 and XFS also tell of space that was reserved and never written (lseek(2), SEEK_HOLE). Moves the descriptor's
+    ext4 and XFS also report space that was reserved and never written (lseek(2), SEEK_HOLE). Moves the descriptor's
     offset.
     """
     if not hasattr(os, "SEEK_HOLE"):
@@ -27,5 +27,5 @@ def holes(fd: int, extent: Extent) -> Iterator[Extent]:
             except OSError:  # ENXIO: no data behind it.
                 position = extent.end
             yield Extent(hole, position - hole)
-    except OSError:  # Not every file system tells.
+    except OSError:  # Not supported by the file system.
         return

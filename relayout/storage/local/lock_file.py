@@ -63,7 +63,7 @@ def _acquire(parent: OpenFolder, name: str, output: Path) -> tuple[int, int]:
             _flock(fd, output)
             if not _CONTENT.fullmatch(os.pread(fd, _MAX_NBYTES, 0)):
                 raise PlanError(
-                    "is no lock of relayout's, and in its way; move it away", path=parent.path / name, code="exists"
+                    "exists and is not relayout's lock; move it away", path=parent.path / name, code="exists"
                 )
             status = parent.status(name)
             if status is not None and os.path.samestat(status, os.fstat(fd)):

@@ -62,12 +62,12 @@ def _mount_of(path: Path) -> tuple[str, str]:
             described = (_DESCRIPTORS / str(fd)).read_text()
         finally:
             os.close(fd)
-        number = next(line.split()[1] for line in described.splitlines() if line.startswith("mnt_id:"))
+        mount = next(line.split()[1] for line in described.splitlines() if line.startswith("mnt_id:"))
         lines = os.fsdecode(_MOUNTS.read_bytes()).splitlines()
-        before, _, after = next(line.partition(" - ") for line in lines if line.split(" ", 1)[0] == number)
+        before, _, after = next(line.partition(" - ") for line in lines if line.split(" ", 1)[0] == mount)
     except (AttributeError, OSError, StopIteration):  # AttributeError: macOS has no O_PATH.
         return "/", "unknown"
-    mount_point = re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), before.split(" ")[4])
+    mount_point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), before.split(" ")[4])
     return mount_point, after.split(" ")[0]
 
 

@@ -72,23 +72,23 @@ class OpenFolder(Closable):
         Raises:
             OSError: there is something that may not be replaced, or writing failed; nothing has changed.
         """
-        partial, made = f".{os.urandom(8).hex()}.partial", []
+        partial, created = f".{os.urandom(8).hex()}.partial", list[str]()
         with self._with_path(name):
             if replace and (status := self.status(name)) is not None and not stat.S_ISREG(status.st_mode):
                 raise FileExistsError(errno.EEXIST, "exists and is not a regular file")
             try:
                 if not replace:
                     os.close(self.open(name, os.O_WRONLY | os.O_CREAT, mode))  # Exclusively: the name is ours.
-                    made.append(name)
+                    created.append(name)
                 with open(self.open(partial, os.O_WRONLY | os.O_CREAT, mode), "wb") as stream:
-                    made.append(partial)
+                    created.append(partial)
                     stream.write(content)
                     stream.flush()
                     os.fsync(stream.fileno())
                 os.rename(partial, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
                 os.fsync(self.fd)
             except BaseException:
-                for ours in made:
+                for ours in created:
                     with suppress(OSError):
                         os.unlink(ours, dir_fd=self.fd)
                 raise
@@ -152,7 +152,7 @@ class OpenFolder(Closable):
             return
         with self._writable(name) as folder:
             for inside in folder.names():
-                below = only and [one.removeprefix(f"{inside}/") for one in only if one.startswith(f"{inside}/")]
+                below = only and [path.removeprefix(f"{inside}/") for path in only if path.startswith(f"{inside}/")]
                 if only is None or below or inside in only:
                     folder.remove(inside, below)
         with self._with_path(name):

@@ -58,8 +58,8 @@ def read_ahead_nbytes(fd: int) -> int:
 
 def _cachestat(fd: int, offset: int, nbytes: int) -> int | None:
     counts = _Counts()
-    where = _Range(offset, nbytes)
-    if libc().syscall(ctypes.c_long(_CACHESTAT), fd, ctypes.byref(where), ctypes.byref(counts), 0):
+    location = _Range(offset, nbytes)
+    if libc().syscall(ctypes.c_long(_CACHESTAT), fd, ctypes.byref(location), ctypes.byref(counts), 0):
         return None
     return int(counts.cache)
 

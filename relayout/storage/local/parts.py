@@ -1,9 +1,9 @@
 """Parts of an output that several processes, also of several machines, assemble on a shared file system.
 
-In the folder beside OUT there is one for each name that parts share. Each attempt at a part has a folder of its own in
-there, which nobody else writes to. When all its files are on the drive, they are renamed to where the output is
-assembled, and its notes last. So what a lost process leaves is never taken for a part, and of two that do the same
-part the second replaces each file by an equal one.
+The folder beside OUT has a subfolder for each name that parts share, and in it a private one for each attempt at a
+part. When all files of a part are on the drive, they are renamed to the assembled output, and its notes last. So files
+of a lost process never count as a part, and of two attempts at the same part the second replaces each file by an equal
+one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ class PartStaging(LocalStaging):
         self._whole = whole
 
     def read_notes(self, name: str) -> bytes | None:
-        """See `Store.stage_part`."""
         return read_notes(self._whole, name)
 
     def add(self, part: str) -> None:
@@ -67,7 +66,6 @@ class PartStaging(LocalStaging):
 def staging_part(
     output: Path, marker: str, shared: str, part: str, *, replace: bool, modes: Modes
 ) -> Iterator[PartStaging]:
-    """See `Store.stage_part`."""
     output = output.resolve()
     attempt = f"attempt-{os.urandom(8).hex()}"
     with OpenFolder(output.parent) as parent:
@@ -117,4 +115,4 @@ def _assembly(parent: OpenFolder, output: Path, shared: str, attempt: str) -> Op
             return whole
         except FileNotFoundError:
             continue  # Another process has just found it empty, and removed it.
-    raise PlanError("is removed again and again by another process", path=place_of(output), code="busy")
+    raise PlanError("is removed repeatedly by another process", path=place_of(output), code="busy")

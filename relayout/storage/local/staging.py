@@ -22,7 +22,7 @@ from relayout.errors import FormatError, PlanError, shown
 from relayout.storage.local.files import InputFile, OutputFile, sync_and_drop_pages, with_path
 from relayout.storage.local.lock_file import check_owner_is, locked
 from relayout.storage.local.open_folder import OpenFolder, exchange, rename, restrict
-from relayout.storage.protocols import Access, Closable, Modes
+from relayout.storage.protocols import Access, Closable, Modes, kept_note
 
 _TO_CREATE = os.O_RDWR | os.O_CREAT
 FOLDER = "output"
@@ -128,14 +128,13 @@ class LocalStaging:
         """Holds the notes, which must not be in the output."""
         self.modes = _apply_umask(place, modes)
         """Permissions after the umask, also applied to files that were created under another umask."""
-        self.is_kept = False
-        self.advice: str | None = None
         self.folder = self._open_folder()
         """Becomes the output."""
+        self.notes: list[LocalNotes] = []
+        """Those of this attempt."""
 
     @property
-    def where(self) -> str:
-        """See `Staging.where`."""
+    def location(self) -> str:
         return str(self.place.path)
 
     def _open_folder(self) -> OpenFolder:
@@ -147,7 +146,7 @@ class LocalStaging:
         return folder
 
     def clear(self) -> None:
-        """See `Staging.clear`."""
+        self.notes.clear()
         self.folder.close()
         self.folder = self._make_empty()
 
@@ -157,34 +156,32 @@ class LocalStaging:
         self.place.make(FOLDER, self.modes.folder)
         return self.place.subfolder(FOLDER)
 
-    def allocated_nbytes(self) -> int:
-        """See `Staging.allocated_nbytes`."""
-        return self.place.allocated_nbytes()
-
     def check_space(self, nbytes: int) -> None:
-        """See `Staging.check_space`."""
-        check_space(self._output, nbytes)
+        check_space(self._output, nbytes - self.place.allocated_nbytes())
+
+    @property
+    def has_notes(self) -> bool:
+        """Whether there are notes about files here."""
+        if self.notes:
+            return any(notes.are_kept for notes in self.notes)
+        names = [name for name in self.place.names() if name.startswith("relayout.") and name != _REPLACED]
+        return any(status.st_size > 0 for name in names if (status := self.place.status(name)) is not None)
 
     def names(self) -> list[str]:
-        """See `Staging.names`."""
         return self.folder.names()
 
     def remove(self, name: str) -> None:
-        """See `Staging.remove`."""
         self.folder.remove(name)
 
     def open(self, name: str, nbytes: int) -> InputFile:
-        """See `Staging.open`."""
         # After a failed write-back the page cache may still hold the intended bytes.
         sync_and_drop_pages(self.folder, name)
         return InputFile(self.folder.path / name, nbytes, access=Access.ONCE, folder=self.folder)
 
     def write_file(self, name: str, nbytes: int, *, is_new: bool) -> OutputFile:
-        """See `Staging.write_file`."""
         return OutputFile(self.folder, name, nbytes, create=is_new, mode=self.modes.file)
 
     def write_head(self, name: str, head: bytes, nbytes: int) -> None:
-        """See `Staging.write_head`."""
         is_new = self.folder.status(name) is None
         fd = self.folder.open(name, _TO_CREATE, self.modes.file) if is_new else self.folder.open_own(name, os.O_RDWR)
         with open(fd, "r+b") as stream, with_path(self.folder.path / name):
@@ -195,7 +192,6 @@ class LocalStaging:
             os.fsync(stream.fileno())
 
     def put(self, name: str, pieces: Iterable[bytes], mode: int | None = None) -> None:
-        """See `Staging.put`."""
         mode = self.modes.file if mode is None else mode | stat.S_IRUSR
         with open(self.folder.open(name, _TO_CREATE, mode), "wb") as stream:
             for piece in pieces:  # Outside with_path: errors of reading the pieces name their own file.
@@ -206,32 +202,39 @@ class LocalStaging:
                 os.fsync(stream.fileno())
 
     def read_notes(self, name: str) -> bytes | None:
-        """See `Staging.read_notes`."""
         return read_notes(self.place, name)
 
-    def open_notes(self, name: str, *, is_new: bool) -> LocalNotes:
-        """See `Staging.open_notes`."""
-        return LocalNotes(self.place, name, is_new=is_new)
+    def open_notes(self, name: str, header: bytes | None) -> LocalNotes:
+        self.notes.append(LocalNotes(self.place, name, header))
+        return self.notes[-1]
 
 
 class LocalNotes(Closable):
     """See `protocols.Notes`. Not synced to the drive: resumption verifies what they say."""
 
-    def __init__(self, folder: OpenFolder, name: str, *, is_new: bool) -> None:
-        """See `Staging.open_notes`."""
+    def __init__(self, folder: OpenFolder, name: str, header: bytes | None) -> None:
+        """As `Staging.open_notes`."""
         self._lock = threading.Lock()
         self._path = folder.path / name
-        if is_new:
-            folder.remove(name)
-            self._fd = folder.open(name, os.O_WRONLY | os.O_CREAT, 0o600)
-        else:
+        self.are_kept = header is None
+        """Whether there is anything behind the header."""
+        if header is None:
             self._fd = folder.open_own(name, os.O_WRONLY | os.O_APPEND)
+            return
+        folder.remove(name)
+        self._fd = folder.open(name, os.O_WRONLY | os.O_CREAT, 0o600)
+        try:
+            self.append(header)
+        except BaseException:
+            self.close()
+            raise
+        self.are_kept = False
 
     def append(self, text: bytes) -> None:
-        """See `Notes.append`."""
         with self._lock, with_path(self._path):
             while text:
                 text = text[os.write(self._fd, text) :]
+        self.are_kept = True
 
     def close(self) -> None:
         """Close the file."""
@@ -239,7 +242,7 @@ class LocalNotes(Closable):
 
 
 def read_notes(folder: OpenFolder, name: str) -> bytes | None:
-    """See `Staging.read_notes`."""
+    """The content of notes; None if this user has none."""
     try:
         fd = folder.open_own(name, os.O_RDONLY)
     except (FileNotFoundError, FormatError):
@@ -268,8 +271,8 @@ def staging_folder(
     """Yield a staging folder beside `output`, which becomes `output` when the block ends.
 
     It may hold files of an earlier attempt; with `shared` it holds those that parts have added, see `Store.stage`. If
-    the block fails, they are deleted unless `is_kept` is set. An existing `output` must be empty or, with `replaced`,
-    an older output.
+    the block fails, they are deleted unless there are notes about them, or parts. An existing `output` must be empty
+    or, with `replaced`, an older output.
 
     Args:
         replaced: returns the files of an older output that may be deleted, or raises PlanError.
@@ -287,19 +290,18 @@ def staging_folder(
             _delete_replaced(parent, place, output)
             staging = LocalStaging(output, inner, modes or Modes())
             try:
-                staging.is_kept = left is not None  # Keep an earlier attempt if the output cannot be replaced.
                 _check_replaceable(place, parent, output)
                 if replaced is not None:
                     replaced(output)
-                staging.is_kept = shared is not None  # Others may be at work there.
                 yield staging
                 _publish(staging, parent, place, output, frozenset() if replaced is None else replaced(output))
                 _remove(parent, place, output)
             except BaseException as error:
-                if not staging.is_kept:
+                is_published = inner.status(FOLDER) is None
+                if is_published or not (staging.has_notes or _shared(place)):
                     _remove(parent, place, output)
-                elif staging.advice is not None:
-                    error.add_note(staging.advice)
+                elif staging.notes:
+                    error.add_note(kept_note(staging.location))
                 raise
             finally:
                 staging.folder.close()
@@ -372,7 +374,7 @@ def open_left(parent: OpenFolder, output: Path, user: int) -> OpenFolder | None:
         return None
     check_owner_is(path, status, user)
     if not stat.S_ISDIR(status.st_mode):
-        raise PlanError("is not a folder of relayout's and in the way; remove it", path=path, code="exists")
+        raise PlanError("exists and is not relayout's folder; remove it", path=path, code="exists")
     place = parent.subfolder(path.name)
     try:
         check_owner_is(path, os.fstat(place.fd), user)
@@ -385,10 +387,10 @@ def open_left(parent: OpenFolder, output: Path, user: int) -> OpenFolder | None:
 
 
 def _check_ours(place: OpenFolder) -> None:
-    """Prove that all in a staging folder is what relayout puts there, under its names, and so may be deleted.
+    """Check that a staging folder has only names that relayout uses, so that it may be deleted.
 
     Raises:
-        PlanError: there is something else.
+        PlanError: it has others.
     """
     for name in place.names():
         if not _OURS.fullmatch(name):
@@ -405,7 +407,7 @@ def _make_new(parent: OpenFolder, output: Path, user: int) -> OpenFolder:
 
 
 def _remove(parent: OpenFolder, place: OpenFolder, output: Path) -> None:
-    """Delete the staging folder, but nothing that has replaced it at its path, or that others have put there."""
+    """Delete the staging folder, but nothing that has replaced it at its path, and no foreign files."""
     with suppress(OSError, PlanError):
         _delete_replaced(parent, place, output)
         _check_ours(place)
@@ -480,7 +482,6 @@ def _publish(
         # Fails if a folder with files in it was created there meanwhile.
         rename(staging.place, FOLDER, parent, output.name)
     # The output is complete now, even if deleting the older one fails.
-    staging.is_kept = False
     with suppress(OSError):
         os.fsync(parent.fd)
 
@@ -489,8 +490,8 @@ def _replace(
     assembly: OpenFolder, parent: OpenFolder, place: OpenFolder, output: Path, replaced: frozenset[str]
 ) -> None:
     """Exchange the complete folder with the older output, which is moved to the staging folder."""
-    with parent.subfolder(output.name) as older, assembly.subfolder(FOLDER) as made:
-        record = _Replaced(os.fstat(older.fd).st_ino, os.fstat(made.fd).st_ino, sorted(replaced))
+    with parent.subfolder(output.name) as older, assembly.subfolder(FOLDER) as newer:
+        record = _Replaced(os.fstat(older.fd).st_ino, os.fstat(newer.fd).st_ino, sorted(replaced))
         with suppress(PermissionError):
             # A folder without write permission cannot be moved to another parent.
             os.fchmod(older.fd, stat.S_IMODE(os.fstat(older.fd).st_mode) | stat.S_IWUSR)
@@ -519,11 +520,11 @@ def _replace_in_two_steps(place: OpenFolder, parent: OpenFolder, output: Path) -
 
 @dataclass(frozen=True, slots=True)
 class _Replaced:
-    """What is noted before an output is replaced: by what proof the older one is deleted, also after a kill."""
+    """Recorded before an output is replaced: the proof by which the older one is deleted, also after a kill."""
 
     older: int
     """Its inode."""
-    made: int
+    newer: int
     """The inode of the folder that takes its place."""
     files: list[str]
     """The files that its records name."""
@@ -553,6 +554,6 @@ def _delete_replaced(parent: OpenFolder, place: OpenFolder, output: Path) -> Non
                     raise
                 what = "holds files that relayout did not write; move them away"
                 raise PlanError(what, path=path, code="exists") from None
-        elif folder is place and status.st_ino != record.made:
+        elif folder is place and status.st_ino != record.newer:
             raise PlanError("is not the folder that was replaced; move it away", path=path, code="exists")
     place.remove(_REPLACED)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
+from urllib.parse import unquote, urlsplit
 
 from relayout.errors import FormatError, did_you_mean
 from relayout.storage.local.files import InputFile, check_regular, read_small, stat_of
@@ -21,6 +22,7 @@ from relayout.storage.protocols import (
     FileStat,
     Kind,
     Modes,
+    Refusal,
     Replaceable,
     RequestCost,
     Store,
@@ -34,8 +36,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LocalStore:
-    """See `protocols.Store`."""
-
     folder: Path
     """The path as given; of a store for one file, that file."""
     named: str | None = None
@@ -46,43 +46,32 @@ class LocalStore:
     def __str__(self) -> str:
         return str(self.folder)
 
-    def where(self, name: str) -> str:
-        """See `Store.where`."""
+    def location(self, name: str) -> str:
         return str(self.folder / name)
 
     def path(self, name: str) -> Path:
-        """See `Store.path`."""
         return self.folder / name
 
     def kind(self) -> Kind:
-        """See `Store.kind`."""
         if self.folder.is_dir():
             return Kind.FOLDER
         if self.folder.is_file():
             return Kind.FILE
         return Kind.OTHER if os.path.lexists(self.folder) else Kind.NOTHING
 
-    def absence(self) -> str:
-        """See `Store.absence`."""
+    def not_found_message(self) -> str:
         from relayout.storage.local.staging import recovery_advice
 
         advice = recovery_advice(self.folder) or _similar(self.folder)
         return f"no such file or folder{advice}"
 
     def parent(self) -> tuple[Store, str]:
-        """See `Store.parent`."""
         return LocalStore(self.folder.parent, self.folder.name), self.folder.name
 
     def snapshot(self) -> LocalStore:
-        """See `Store.snapshot`."""
         return self
 
-    def folder_mode(self) -> int:
-        """See `Store.folder_mode`."""
-        return self.folder.stat().st_mode & 0o777
-
     def walk(self) -> Iterator[Entry]:
-        """See `Store.walk`."""
         for name, entry in _entries(self.folder):
             if not _is_utf8(entry.name):
                 yield Entry(name, "its name is not UTF-8")
@@ -97,7 +86,6 @@ class LocalStore:
                 yield Entry(name, is_readable=os.access(self.folder / name, os.R_OK))
 
     def stat(self, name: str) -> FileStat | None:
-        """See `Store.stat`."""
         path = self._resolve(name)
         try:
             status = check_regular(path)
@@ -108,20 +96,17 @@ class LocalStore:
         return stat_of(status)
 
     def read(self, name: str, limit: int) -> bytes:
-        """See `Store.read`."""
         return read_small(self._resolve(name), limit)
 
     def open(
         self, name: str, nbytes: int | None = None, *, access: Access = Access.BUFFERED, version: str | None = None
     ) -> InputFile:
-        """See `Store.open`."""
         return InputFile(self._resolve(name), nbytes, access=access, version=version)
 
     def _resolve(self, name: str) -> Path:
         return self.folder / name if name == self.named else resolve_inside(self.folder, name)
 
     def check_output(self, source: Store, older: Replaceable, *, force: bool) -> None:
-        """See `Store.check_output`."""
         from relayout.storage.local.staging import check_place, remove_leftovers
 
         remove_leftovers(self.folder)
@@ -131,7 +116,6 @@ class LocalStore:
     def stage(
         self, older: Replaceable, *, replace: bool, modes: Modes, shared: str | None = None
     ) -> AbstractContextManager[LocalStaging]:
-        """See `Store.stage`."""
         from relayout.storage.local.staging import staging_folder
 
         replaced = partial(_replaced, older, True) if replace else None
@@ -140,7 +124,6 @@ class LocalStore:
     def stage_part(
         self, older: Replaceable, shared: str, part: str, *, replace: bool, modes: Modes
     ) -> AbstractContextManager[LocalStaging]:
-        """See `Store.stage_part`."""
         from relayout.storage.local.parts import staging_part
 
         return staging_part(self.folder, older.marker, shared, part, replace=replace, modes=modes)
@@ -158,12 +141,12 @@ def _entries(folder: Path, *, hidden: bool = False) -> Iterator[tuple[str, os.Di
         prefix = pending.pop()
         try:
             with os.scandir(folder / prefix) as entries:
-                found = [entry for entry in entries if hidden or not entry.name.startswith(".")]
+                listed = [entry for entry in entries if hidden or not entry.name.startswith(".")]
         except OSError as error:
             if error.errno != errno.ENAMETOOLONG:
                 raise
             raise FormatError("holds folders nested too deep", path=folder, code="limit") from None
-        for entry in found:
+        for entry in listed:
             yield prefix + entry.name, entry
             if entry.is_dir(follow_symlinks=False) and _is_utf8(entry.name):
                 pending.append(f"{prefix}{entry.name}/")
@@ -171,12 +154,12 @@ def _entries(folder: Path, *, hidden: bool = False) -> Iterator[tuple[str, os.Di
 
 def _replaced(older: Replaceable, force: bool, folder: Path) -> frozenset[str]:
     """What may be deleted of an output; see `Replaceable.check`."""
-    found = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    if force and older.marker in found:  # Else it is refused at once, however large it is.
+    there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if force and older.marker in there:  # Else it is refused at once, however large it is.
         names = {name: entry.is_dir(follow_symlinks=False) for name, entry in _entries(folder, hidden=True)}
         above = {name.rpartition("/")[0] for name in names}
-        found = {name for name, is_folder in names.items() if not is_folder or name not in above}
-    return older.check(LocalStore(folder), found, force=force)
+        there = {name for name, is_folder in names.items() if not is_folder or name not in above}
+    return older.check(LocalStore(folder), there, force=force)
 
 
 def _is_utf8(name: str) -> bool:
@@ -193,3 +176,11 @@ def _similar(path: Path) -> str:
         return did_you_mean(path.name, [entry.name for entry in path.parent.iterdir() if entry.name[0] != "."])
     except OSError:
         return ""
+
+
+def offer(url: str) -> Store | Refusal:
+    """A folder or file by its URL, file:///PATH."""
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost") or parts.path in ("", "/"):
+        return Refusal("expected file:///PATH")
+    return LocalStore(Path(unquote(parts.path)))

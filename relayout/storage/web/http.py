@@ -1,7 +1,7 @@
-"""Requests to web servers: ranges of files, and small answers. A server chooses no host, no scheme, size or time.
+"""Requests to web servers: ranges of files, and small answers. A server chooses no host, scheme, size or time.
 
-obstore follows redirects anywhere, and tells neither where an answer came from nor `Retry-After`. Here redirects are
-followed on the server that was asked, and nothing that was asked for is told to another one.
+obstore follows redirects anywhere, and reports neither the final URL nor `Retry-After`. Here redirects are followed on
+the same server only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from urllib.request import getproxies, proxy_bypass
 
 from relayout.errors import FormatError, escape_controls
 from relayout.storage.cloud import connect
-from relayout.storage.cloud.client import Body, check_answer, is_comparable, timed
+from relayout.storage.cloud.bucket import check_answer, is_comparable
+from relayout.storage.cloud.client import Body, timed
 from relayout.storage.cloud.failures import persistent, replaced, request_error
 from relayout.storage.protocols import FileStat, RequestError
 
@@ -32,48 +33,54 @@ _NUMBER = re.compile(r"[0-9]{1,18}", re.ASCII)
 Headers = Mapping[str, str]
 
 
-def get(url: str, where: str, start: int, end: int | None, version: str | None, headers: Headers | None = None) -> Body:
+def get(
+    url: str, location: str, start: int, end: int | None, version: str | None, headers: Headers | None = None
+) -> Body:
     """Request a range of a file; see `Client.get`.
 
     Args:
         where: the file's name in messages.
     """
-    asked = dict(headers or {})
+    request_headers = dict(headers or {})
     if end is not None:
-        asked["range"] = f"bytes={start}-{end - 1}"
+        request_headers["range"] = f"bytes={start}-{end - 1}"
     if version is not None and is_comparable(version):
-        asked["if-match"] = version
+        request_headers["if-match"] = version
 
     def ask() -> Body:
-        answer = _checked(_final(send("GET", url, where, asked), where), where, None if end is None else (start, end))
-        stat = stat_of(answer, where)
+        answer = _checked(
+            _final(send("GET", url, location, request_headers), location),
+            location,
+            None if end is None else (start, end),
+        )
+        stat = stat_of(answer, location)
         part = _part(answer, stat.nbytes)
-        check_answer(stat, part, start, end, version, where)
-        pieces = _pieces(answer, where, part)
-        return Body(stat, where, part[0], part[1] - part[0], pieces, again)
+        check_answer(stat, part, start, end, version, location)
+        pieces = _pieces(answer, location, part)
+        return Body(stat, location, part[0], part[1] - part[0], pieces, again)
 
     def again(offset: int) -> Body:
-        return get(url, where, offset, body.part[1], body.stat.version, headers)
+        return get(url, location, offset, body.part[1], body.stat.version, headers)
 
-    body = persistent(ask, where)
+    body = persistent(ask, location)
     return body
 
 
-def stat(url: str, where: str) -> FileStat | None:
+def stat(url: str, location: str) -> FileStat | None:
     """A file's metadata; see `Client.stat`."""
 
     def ask() -> FileStat:
-        return stat_of(_checked(_final(send("HEAD", url, where), where), where), where)
+        return stat_of(_checked(_final(send("HEAD", url, location), location), location), location)
 
     try:
-        return persistent(ask, where)
+        return persistent(ask, location)
     except FormatError as error:
         if error.code == "missing":
             return None
         raise
 
 
-def send(method: str, url: str, where: str, headers: Headers | None = None) -> BaseHTTPResponse:
+def send(method: str, url: str, location: str, headers: Headers | None = None) -> BaseHTTPResponse:
     """The answer to one request, whatever its status; redirects are followed on the same server, and only there.
 
     Raises:
@@ -94,17 +101,17 @@ def send(method: str, url: str, where: str, headers: Headers | None = None) -> B
                 decode_content=False,
             )
         except (HTTPError, ValueError, UnicodeError) as error:
-            failure = _failure(error, where)
+            failure = _failure(error, location)
         else:
             target = redirect_of(answer, url)
-            # Proof that the server may choose: what it names is its own.
+            # Proof that the server may choose: the address is its own.
             if target is None or _origin(target) != _origin(url):
                 return answer
             answer.close()
             url = target
             continue
         raise failure
-    raise RequestError(errno.EPROTO, f"more than {_MAX_REDIRECTS} redirects", where)
+    raise RequestError(errno.EPROTO, f"more than {_MAX_REDIRECTS} redirects", location)
 
 
 def redirect_of(answer: BaseHTTPResponse, url: str) -> str | None:
@@ -119,7 +126,7 @@ def redirect_of(answer: BaseHTTPResponse, url: str) -> str | None:
     return target
 
 
-def small_answer(answer: BaseHTTPResponse, where: str, limit: int) -> bytes:
+def small_answer(answer: BaseHTTPResponse, location: str, limit: int) -> bytes:
     """The body of an answer.
 
     Raises:
@@ -127,14 +134,14 @@ def small_answer(answer: BaseHTTPResponse, where: str, limit: int) -> bytes:
         RequestError: it did not arrive.
     """
     content = bytearray()
-    for piece in timed(_pieces(answer, where), where):
+    for piece in timed(_pieces(answer, location), location):
         content += piece
         if len(content) > limit:
-            raise FormatError(f"more than {limit} bytes", path=where, code="limit")
+            raise FormatError(f"more than {limit} bytes", path=location, code="limit")
     return bytes(content)
 
 
-def _final(answer: BaseHTTPResponse, where: str) -> BaseHTTPResponse:
+def _final(answer: BaseHTTPResponse, location: str) -> BaseHTTPResponse:
     """Check that an answer does not send elsewhere.
 
     Raises:
@@ -147,19 +154,19 @@ def _final(answer: BaseHTTPResponse, where: str) -> BaseHTTPResponse:
     parts = urlsplit(target)
     named = escape_controls(f"{parts.scheme}://{parts.hostname}"[:100])  # Not what may be a signature.
     what = f"the server sends to {named}: redirects to other servers are not followed; give that URL, if it is meant"
-    raise RequestError(errno.EPROTO, f"{what} (HTTP {answer.status})", where, answer.status)
+    raise RequestError(errno.EPROTO, f"{what} (HTTP {answer.status})", location, answer.status)
 
 
-def _checked(answer: BaseHTTPResponse, where: str, part: tuple[int, int] | None = None) -> BaseHTTPResponse:
+def _checked(answer: BaseHTTPResponse, location: str, part: tuple[int, int] | None = None) -> BaseHTTPResponse:
     """Check the status of an answer; for errors see `Client.get`."""
     if answer.status in (200, 206):
         return answer
     answer.close()
     if answer.status in (404, 410):
-        raise FormatError("is missing", path=where, code="missing")
+        raise FormatError("is missing", path=location, code="missing")
     if answer.status == 412:
-        raise replaced(where)
-    error = request_error(f"status code: {answer.status}", where, part)
+        raise replaced(location)
+    error = request_error(f"status code: {answer.status}", location, part)
     error.retry_after = retry_after(answer)
     raise error
 
@@ -170,26 +177,30 @@ def retry_after(answer: BaseHTTPResponse) -> float | None:
     return float(text) if _NUMBER.fullmatch(text) else None
 
 
-def stat_of(answer: BaseHTTPResponse, where: str) -> FileStat:
+def stat_of(answer: BaseHTTPResponse, location: str) -> FileStat:
     """Length and version of the file that an answer is about.
 
     Raises:
         RequestError: the answer does not tell the length.
     """
-    found = _RANGE.fullmatch(answer.headers.get("content-range", "")) if answer.status == 206 else None
-    length = found[3] if found else answer.headers.get("content-length", "")
-    if (answer.status == 206 and found is None) or not _NUMBER.fullmatch(length):
+    part = _content_range(answer)
+    length = part[3] if part else answer.headers.get("content-length", "")
+    if (answer.status == 206 and part is None) or not _NUMBER.fullmatch(length):
         answer.close()
-        raise RequestError(errno.EPROTO, "the server tells no length of the file, or no range as it should", where)
+        raise RequestError(errno.EPROTO, "the server tells no length of the file, or no range as it should", location)
     return FileStat(int(length), answer.headers.get("etag") or answer.headers.get("last-modified") or "")
 
 
 def _part(answer: BaseHTTPResponse, nbytes: int) -> tuple[int, int]:
-    found = _RANGE.fullmatch(answer.headers.get("content-range", "")) if answer.status == 206 else None
-    return (int(found[1]), int(found[2]) + 1) if found else (0, nbytes)
+    part = _content_range(answer)
+    return (int(part[1]), int(part[2]) + 1) if part else (0, nbytes)
 
 
-def _pieces(answer: BaseHTTPResponse, where: str, part: tuple[int, int] | None = None) -> Iterator[bytes]:
+def _content_range(answer: BaseHTTPResponse) -> re.Match[str] | None:
+    return _RANGE.fullmatch(answer.headers.get("content-range", "")) if answer.status == 206 else None
+
+
+def _pieces(answer: BaseHTTPResponse, location: str, part: tuple[int, int] | None = None) -> Iterator[bytes]:
     from urllib3.exceptions import HTTPError
 
     try:
@@ -197,7 +208,7 @@ def _pieces(answer: BaseHTTPResponse, where: str, part: tuple[int, int] | None =
             try:
                 piece = answer.read1(_PIECE_NBYTES)
             except (HTTPError, OSError) as error:
-                failure = _failure(error, where, part)
+                failure = _failure(error, location, part)
             else:
                 if not piece:
                     return
@@ -208,12 +219,12 @@ def _pieces(answer: BaseHTTPResponse, where: str, part: tuple[int, int] | None =
         answer.close() if answer.length_remaining else answer.release_conn()
 
 
-def _failure(error: Exception, where: str, part: tuple[int, int] | None = None) -> RequestError:
+def _failure(error: Exception, location: str, part: tuple[int, int] | None = None) -> RequestError:
     """The error that one of urllib3's means; it shows nothing of the URL."""
     from urllib3 import exceptions
 
     if isinstance(error, (ValueError, exceptions.LocationValueError)) and not isinstance(error, exceptions.SSLError):
-        return RequestError(errno.EINVAL, "is no URL that can be asked", where)
+        return RequestError(errno.EINVAL, "is no URL that can be asked", location)
     match error:
         case exceptions.SSLError():
             text = "certificate" if "certificate" in str(error).lower() else "Connect"
@@ -227,7 +238,7 @@ def _failure(error: Exception, where: str, part: tuple[int, int] | None = None) 
             text = "Connect"
         case _:
             text = "ConnectionReset"
-    return request_error(text, where, part)
+    return request_error(text, location, part)
 
 
 def _origin(url: str) -> tuple[str, str | None, int | None]:

@@ -44,37 +44,36 @@ _SIGNED_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Location:
+class _Address:
     """Where a file's bytes come from."""
 
     url: str
     headers: Mapping[str, str]
-    made: float
+    since: float
     """When, by the clock `time.monotonic`."""
     is_xet: bool
-    """Whether the hub names another way to the bytes, its own tools' way."""
+    """Whether the hub offers the bytes by Xet, the protocol of its own tools."""
 
 
 class HubClient:
-    """One revision of a repository; see `client.Client`. It is at one commit from its first request on."""
+    """One revision of a repository. It stays at one commit from its first request on."""
 
     cost: RequestCost = CLOUD_COST
 
     def __init__(self, repo: str, revision: str | None, *, is_guess: bool = False) -> None:
-        """With `is_guess`, the name was given as a path that does not exist."""
+        """With `is_guess`, the name is a path that does not exist."""
         self._is_guess = is_guess
         self.repo = repo
         """As ORG/MODEL."""
         self.revision = revision
         """A branch, tag or commit; None: the main branch."""
-        self._locations: dict[str, _Location] = {}
+        self._addresses: dict[str, _Address] = {}
         self._lock = threading.Lock()
         self._is_offline = False
         self._known: tuple[str, Mapping[str, FileStat]] | None = None
 
     @property
     def root(self) -> str:
-        """See `Client.root`."""
         return f"hf://{self.repo}" + (f"@{self.revision}" if self.revision else "")
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -103,7 +102,7 @@ class HubClient:
 
     @property
     def _found(self) -> tuple[str, Mapping[str, FileStat]]:
-        """Commit and files, both of the hub, or without a network both of its cache; found once."""
+        """Commit and files, both from the hub, or without a network both from its cache. Requested once."""
         with self._lock:
             self._known = self._known or self._find()
             return self._known
@@ -127,7 +126,7 @@ class HubClient:
         raise PlanError(what, path=self.repo, code="missing")
 
     def _asked(self, *, is_expected: bool) -> tuple[str, Mapping[str, FileStat]]:
-        """What the hub says. If it need not be there, it is not waited for while it cannot be reached."""
+        """What the hub says. Without `is_expected`, the request is not repeated if the hub cannot be reached."""
         revision = f"/revision/{quote(self.revision, safe='')}" if self.revision else ""
         url = f"{_endpoint()}/api/models/{self.repo}{revision}?blobs=true"
 
@@ -139,15 +138,15 @@ class HubClient:
                     raise RequestError(errno.EHOSTUNREACH, str(error.strerror), self.root) from None
                 raise
 
-        where = f"{self.root}: the hub's answer"
-        top = Fields(parse_object(persistent(ask, self.root), where), where)
-        commit = _commit(top.text("sha"), where)
+        location = f"{self.root}: the hub's answer"
+        top = Fields(parse_object(persistent(ask, self.root), location), location)
+        commit = _commit(top.text("sha"), location)
         if self.revision is not None and _COMMIT.fullmatch(self.revision) and commit != self.revision:
-            raise FormatError(f"is of commit {commit}", path=where, code="mismatch")
-        return commit, dict(_file(one, where) for one in top.objects("siblings"))
+            raise FormatError(f"is of commit {commit}", path=location, code="mismatch")
+        return commit, dict(_file(entry, location) for entry in top.objects("siblings"))
 
     def _cached(self) -> tuple[str, Mapping[str, FileStat]] | None:
-        """What the hub's cache says, as the hub's own tools read it; None if it has nothing."""
+        """What the hub's cache has, read as the hub's own tools do; None if it has nothing."""
         commit, reference = self.revision or "main", self._cache / "refs" / (self.revision or "main")
         if not _COMMIT.fullmatch(commit):
             if not reference.is_file():
@@ -158,8 +157,8 @@ class HubClient:
         if folder is None:
             return None
         local = LocalStore(folder)
-        entries = (one for one in local.walk() if not one.is_folder and one.refusal is None)
-        return commit, {one.name: found for one in entries if (found := local.stat(one.name)) is not None}
+        entries = (entry for entry in local.walk() if not entry.is_folder and entry.refusal is None)
+        return commit, {entry.name: stat for entry in entries if (stat := local.stat(entry.name)) is not None}
 
     @property
     def _cache(self) -> Path:
@@ -174,62 +173,62 @@ class HubClient:
         return folder if _COMMIT.fullmatch(commit) and folder.is_dir() else None
 
     def get(self, name: str, start: int, end: int | None, version: str | None) -> Body:
-        """See `Client.get`."""
-        where, known = f"{self.root}/{name}", self.stat(name)
+        location, known = f"{self.root}/{name}", self.stat(name)
         if known is None:
             offline = " in the hub's cache on this machine, and the hub does not answer" if self._is_offline else ""
-            raise FormatError(f"is missing{offline}", path=where, code="missing")
+            raise FormatError(f"is missing{offline}", path=location, code="missing")
         if version not in (None, known.version):
-            raise replaced(where)
-        location = self._locations.get(name)
-        is_old = location is None or time.monotonic() - location.made > _SIGNED_SECONDS
+            raise replaced(location)
+        address = self._addresses.get(name)
+        is_old = address is None or time.monotonic() - address.since > _SIGNED_SECONDS
         for is_new in (True,) if is_old else (False, True):
-            location = self._resolve(name, known) if is_new or location is None else location
+            address = self._resolve(name, known) if is_new or address is None else address
             try:
-                body = http.get(location.url, where, start, end, None, location.headers)
+                body = http.get(address.url, location, start, end, None, address.headers)
                 break
             except RequestError as error:
                 if error.status not in (401, 403) or is_new:
-                    raise _denied(error, location, where) from None
+                    raise _denied(error, address, location) from None
         if body.stat.nbytes != known.nbytes:
-            raise replaced(where)
+            raise replaced(location)
         end = body.part[1]
         return replace(body, stat=known, again=lambda offset: self.get(name, offset, end, known.version))
 
     def stat(self, name: str) -> FileStat | None:
-        """See `Client.stat`: the commit's list says it."""
+        """From the list of the commit."""
         return self.files.get(name)
 
-    def names(self, prefix: str) -> Iterator[str]:
-        """See `Client.names`."""
-        yield from (name for name in self.files if not prefix or name.startswith(f"{prefix}/"))
+    def list_objects(self, prefix: str) -> Iterator[tuple[str, str]]:
+        for name, stat in self.files.items():
+            if not prefix or name.startswith(f"{prefix}/"):
+                yield name, stat.version
 
-    def _resolve(self, name: str, known: FileStat) -> _Location:
-        """Ask the hub where a file is. Of several threads that ask at once, all get an answer that is right.
+    def _resolve(self, name: str, known: FileStat) -> _Address:
+        """Request a file's address from the hub. Several threads may do so at once.
 
-        Where it sends elsewhere is believed by this proof: it is https, as the hub is; length and hash are those of
-        the commit; and nobody else gets the token.
+        An address on another server is accepted by this proof: it is https, as the hub is; length and hash are those
+        of the commit; and the token is not sent there.
         """
-        url, where = f"{_endpoint()}/{self.repo}/resolve/{self.commit}/{quote(name)}", f"{self.root}/{name}"
-        answer = persistent(lambda: self._answer("HEAD", url, where), where)
+        url, location = f"{_endpoint()}/{self.repo}/resolve/{self.commit}/{quote(name)}", f"{self.root}/{name}"
+        answer = persistent(lambda: self._answer("HEAD", url, location), location)
         answer.close()
         headers = answer.headers
         hashed = (headers.get("x-linked-etag") or headers.get("etag") or "").removeprefix("W/").strip('"')
         length = headers.get("x-linked-size") or headers.get("content-length")
         if (hashed, length) != (known.version, str(known.nbytes)):
-            raise FormatError("the hub offers another file than the commit has", path=where, code="mismatch")
+            raise FormatError("the hub offers another file than the commit has", path=location, code="mismatch")
         target, is_xet = http.redirect_of(answer, url), "x-xet-hash" in headers
         if target is None:  # The hub itself has small files.
-            location = _Location(url, _headers(), time.monotonic(), is_xet)
+            address = _Address(url, _headers(), time.monotonic(), is_xet)
         elif urlsplit(target).scheme not in {"https", urlsplit(_endpoint()).scheme} or "@" in urlsplit(target).netloc:
             what = f"the hub sends to {shown(urlsplit(target).scheme)}, expected https"
-            raise RequestError(errno.EPROTO, what, where, answer.status)
+            raise RequestError(errno.EPROTO, what, location, answer.status)
         else:
-            location = _Location(target, {}, time.monotonic(), is_xet)
-        self._locations[name] = location
-        return location
+            address = _Address(target, {}, time.monotonic(), is_xet)
+        self._addresses[name] = address
+        return address
 
-    def _answer(self, method: str, url: str, where: str) -> BaseHTTPResponse:
+    def _answer(self, method: str, url: str, location: str) -> BaseHTTPResponse:
         """The hub's answer: a body, or the name of another place.
 
         Raises:
@@ -240,19 +239,19 @@ class HubClient:
                 "HF_HUB_OFFLINE is set, and the hub's cache on this machine does not have it: download it where there"
                 f" is a network (hf download {self.repo}), or unset HF_HUB_OFFLINE"
             )
-            raise RequestError(errno.EHOSTUNREACH, what, where)
-        answer = http.send(method, url, where, _headers())
+            raise RequestError(errno.EHOSTUNREACH, what, location)
+        answer = http.send(method, url, location, _headers())
         if answer.status < 400:
             return answer
         answer.close()
         code, status = answer.headers.get("x-error-code", ""), answer.status
         if code in _CODES:
             kind = FormatError if code == "EntryNotFound" else PlanError
-            raise kind(_CODES[code], path=where, code="missing")
+            raise kind(_CODES[code], path=location, code="missing")
         if status in (401, 404) and method == "GET":  # Who may not read a repository gets 401, as if there were none.
-            raise PlanError(_CODES["RepoNotFound"], path=where, code="missing")
+            raise PlanError(_CODES["RepoNotFound"], path=location, code="missing")
         number, says = _STATUS.get(status, (errno.EIO, "the hub failed: load later"))
-        raise RequestError(number, f"{says} (HTTP {status})", where, status, http.retry_after(answer))
+        raise RequestError(number, f"{says} (HTTP {status})", location, status, http.retry_after(answer))
 
 
 _CODES = {
@@ -270,107 +269,95 @@ _STATUS = {
 }
 
 
-def _denied(error: RequestError, location: _Location, where: str) -> RequestError:
-    """The error for bytes that are not given, though the hub has just signed for them."""
-    if error.status not in (401, 403) or not location.is_xet:
+def _denied(error: RequestError, address: _Address, location: str) -> RequestError:
+    """The error for bytes that are refused, although the hub has just signed their URL."""
+    if error.status not in (401, 403) or not address.is_xet:
         return error
     what = "the hub gives these bytes by Xet only: download with its own tool (hf download), and give the folder"
-    return RequestError(errno.EACCES, f"{what} (HTTP {error.status})", where, error.status)
+    return RequestError(errno.EACCES, f"{what} (HTTP {error.status})", location, error.status)
 
 
-def _file(one: Mapping[str, Any], where: str) -> tuple[str, FileStat]:
+def _file(entry: Mapping[str, Any], location: str) -> tuple[str, FileStat]:
     """A file of the hub's list: its name, and its length and hash."""
-    fields = Fields(one, where)
-    name, lfs = fields.text("rfilename"), Fields(fields.top.get("lfs") or {}, where)
+    fields = Fields(entry, location)
+    name, lfs = fields.text("rfilename"), Fields(fields.top.get("lfs") or {}, location)
     if not is_plain_path(name):
-        raise FormatError(f"{shown(name)} is no name of a file", path=where, code="unsafe")
+        raise FormatError(f"{shown(name)} is no name of a file", path=location, code="unsafe")
     return name, FileStat(fields.size("size", 0), lfs.text("sha256") if lfs.top else fields.text("blobId"))
 
 
-def _commit(text: str, where: str) -> str:
+def _commit(text: str, location: str) -> str:
     """A commit's hash, which becomes part of paths and URLs.
 
     Raises:
         FormatError: it is none.
     """
     if not _COMMIT.fullmatch(text):
-        raise FormatError(f"{shown(text)} is no commit: expected 40 hexadecimal digits", path=where, code="unsafe")
+        raise FormatError(f"{shown(text)} is no commit: expected 40 hexadecimal digits", path=location, code="unsafe")
     return text
 
 
 @dataclass(frozen=True, slots=True)
 class HubStore(CloudStore):
-    """A repository; see `protocols.Store`. What its own cache on this machine has is read there."""
+    """A repository. Files in the hub's cache on this machine are read there."""
 
     @property
     def _hub(self) -> HubClient:
         assert isinstance(self.client, HubClient)
         return self.client
 
-    def _local(self, name: str) -> LocalStore | None:
-        """The folder of the hub's cache that has a file; None if it was not downloaded."""
+    def _source(self, name: str) -> Store:
+        """The folder of the hub's cache that has a file; if it was not downloaded, the store of the hub alone."""
         snapshot = self._hub.snapshot_of(self._hub.commit)
         if snapshot is None or not (snapshot / self.full_name(name)).is_file():
-            return None
+            return CloudStore(self.client, self.prefix, self.opened)
         return LocalStore(snapshot / self.prefix)
 
     def path(self, name: str) -> Path | None:
-        """See `Store.path`."""
-        local = self._local(name)
-        return None if local is None else local.path(name)
+        return self._source(name).path(name)
 
     def kind(self) -> Kind:
-        """See `Store.kind`."""
         snapshot = self._hub.snapshot_of(self._hub.commit)
-        if snapshot is not None and (found := LocalStore(snapshot / self.prefix).kind()) is not Kind.NOTHING:
-            return found
+        if snapshot is not None and (kind := LocalStore(snapshot / self.prefix).kind()) is not Kind.NOTHING:
+            return kind
         return CloudStore.kind(self)
 
     def parent(self) -> tuple[Store, str]:
-        """See `Store.parent`."""
         above, _, name = self.prefix.rpartition("/")
         return HubStore(self.client, above, self.opened), name
 
     def stat(self, name: str) -> FileStat | None:
-        """See `Store.stat`."""
-        local = self._local(name)
-        return CloudStore.stat(self, name) if local is None else local.stat(name)
+        return self._source(name).stat(name)
 
     def read(self, name: str, limit: int) -> bytes:
-        """See `Store.read`."""
-        local = self._local(name)
-        return CloudStore.read(self, name, limit) if local is None else local.read(name, limit)
+        return self._source(name).read(name, limit)
 
     def open(
         self, name: str, nbytes: int | None = None, *, access: Access = Access.BUFFERED, version: str | None = None
     ) -> ReadableFile:
-        """See `Store.open`."""
-        local = self._local(name)
-        if local is None:
-            return CloudStore.open(self, name, nbytes, access=access, version=version)
-        return local.open(name, nbytes, access=access, version=version)
+        return self._source(name).open(name, nbytes, access=access, version=version)
 
 
 def offer(url: str) -> Store | Refusal:
-    """See `stores.REGISTRY`. No request is made yet."""
-    found = _URL.fullmatch(url)
-    if found is None or {".", ".."} & set(found["folder"].split("/")):
+    """A repository, or a folder in it. No request is made yet."""
+    match = _URL.fullmatch(url)
+    if match is None or {".", ".."} & set(match["folder"].split("/")):
         return Refusal("expected hf://ORG/MODEL, hf://ORG/MODEL@REVISION or a folder below it")
     require("huggingface_hub", url, "hub")
     require("urllib3", url, "hub")
-    return HubStore(HubClient(found["repo"], found["revision"]), found["folder"].strip("/"))
+    return HubStore(HubClient(match["repo"], match["revision"]), match["folder"].strip("/"))
 
 
-def offer_model(path: str, absence: Callable[[], str]) -> Store | None:
-    """The repository that a path such as "org/model" may mean; None if it does not look like one.
+def offer_model(path: str, not_found_message: Callable[[], str]) -> Store | None:
+    """The repository that a path such as "org/model" may mean; None if it does not have this form.
 
     Raises:
-        PlanError: it does, but the extra is not installed; `absence` says that there is no such path.
+        PlanError: it has, but the extra is not installed; `not_found_message` is that of the path.
     """
     if not _REPO.fullmatch(path):
         return None
     if find_spec("huggingface_hub") is None or find_spec("urllib3") is None:
-        what = f"{absence()}; for a repository of the hub, install relayout with the extra 'hub'"
+        what = f"{not_found_message()}; for a repository of the hub, install relayout with the extra 'hub'"
         raise PlanError(what, path=path, code="missing")
     return HubStore(HubClient(path, None, is_guess=True), "")
 
@@ -387,6 +374,6 @@ def _endpoint() -> str:
 
 
 def _headers() -> dict[str, str]:
-    """For the hub, and nobody else."""
+    """For the hub only."""
     token = _hub().get_token()
     return {"authorization": f"Bearer {token}"} if token else {}

@@ -38,7 +38,7 @@ _KNOWN = (
     "LICENSE",
     "README.md",
 )
-"""Files of checkpoints, of which a server is asked what it has."""
+"""Files of checkpoints that are requested one by one."""
 
 
 _MAX_INDEX_NBYTES = 64 * 2**20
@@ -46,49 +46,46 @@ _MAX_INDEX_NBYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class WebClient:
-    """A web server; see `client.Client`."""
+    """A web server."""
 
     root: str
 
     @property
     def cost(self) -> RequestCost:
-        """See `Client.cost`."""
         return CLOUD_COST
 
     def get(self, name: str, start: int, end: int | None, version: str | None) -> Body:
-        """See `Client.get`."""
         return http.get(f"{self.root}/{quote(name)}", f"{self.root}/{name}", start, end, version)
 
     def stat(self, name: str) -> FileStat | None:
-        """See `Client.stat`."""
         return http.stat(f"{self.root}/{quote(name)}", f"{self.root}/{name}")
 
-    def names(self, prefix: str) -> Iterator[str]:
-        """See `Client.names`: known names, and what an index names."""
+    def list_objects(self, prefix: str) -> Iterator[tuple[str, str]]:
+        """Well-known names, and those that an index has."""
         above = f"{prefix}/" if prefix else ""
-        found = each(lambda name: self.stat(above + name) is not None, _KNOWN, self.cost.num_opens)
-        names = [name for name, is_there in zip(_KNOWN, found, strict=True) if is_there]
-        if _INDEX in names:
-            names += self._shards(above)
-        yield from (above + name for name in names)
+        stats = each(lambda name: self.stat(above + name), _KNOWN, self.cost.num_opens)
+        versions = {name: stat.version for name, stat in zip(_KNOWN, stats, strict=True) if stat is not None}
+        if _INDEX in versions:
+            versions |= dict.fromkeys(self._shards(above), "")
+        yield from ((above + name, version) for name, version in versions.items())
 
     def _shards(self, above: str) -> list[str]:
-        """The files that an index names. What is wrong with these names is found by who reads the checkpoint.
+        """The files that an index names. The reader of the checkpoint checks these names.
 
         Raises:
             FormatError: the index is larger or nested deeper than any, or no JSON.
         """
-        where = f"{self.root}/{above}{_INDEX}"
+        location = f"{self.root}/{above}{_INDEX}"
         body = self.get(above + _INDEX, 0, None, None)
         if body.nbytes > _MAX_INDEX_NBYTES:
-            raise FormatError(f"{body.nbytes} bytes, limit {_MAX_INDEX_NBYTES}", path=where, code="limit")
-        named = parse_object(body.content(), where).get("weight_map")
+            raise FormatError(f"{body.nbytes} bytes, limit {_MAX_INDEX_NBYTES}", path=location, code="limit")
+        named = parse_object(body.content(), location).get("weight_map")
         values = named.values() if isinstance(named, dict) else ()
         return sorted({name for name in values if isinstance(name, str)} - set(_KNOWN))
 
 
 def offer(url: str) -> Store | Refusal:
-    """See `stores.REGISTRY`: a folder or file of a web server."""
+    """A folder or file of a web server."""
     refused = refusal_of(url)
     if refused is not None:
         return refused

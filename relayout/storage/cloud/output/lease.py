@@ -1,13 +1,14 @@
-"""The lease of an output: who publishes or replaces something there, or takes over what an earlier attempt has left.
+"""The lease of an output: it admits one process that publishes, replaces, or takes over what an attempt has left.
 
-An object below the hidden prefix, created if there is none, and written anew by its holder all the time, each time on
-condition that it is still the one that the holder has written last. Who finds it ends with an error that says who
-writes. If nobody writes it any more, or its holder was a process of this machine that is gone, it may be taken over.
-Clocks of two machines are never compared: an observer waits until it has itself seen no change for long enough.
+It is an object below the hidden prefix, created if there is none. Its holder writes it again at intervals, each time on
+condition that it still has the holder's last version. A process that finds it ends with an error that names the holder.
+If it is not written again, or its holder was a process of this machine that has ended, it may be taken over. Clocks of
+two machines are never compared: an observer must itself see no change for long enough.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import secrets
@@ -23,18 +24,18 @@ from relayout.errors import FormatError, PlanError, RelayoutError
 from relayout.storage.cloud import connect
 from relayout.storage.cloud.client import Version
 from relayout.storage.cloud.output import records
-from relayout.storage.cloud.output.place import Place
+from relayout.storage.cloud.output.prefix import OutputPrefix
 from relayout.storage.cloud.output.records import LEASE, Holder
 from relayout.storage.protocols import RequestError
 
 REFRESH_SECONDS = 10.0
 """From one refresh to the next."""
 VALID_SECONDS = 20.0
-"""A lease that was confirmed so long ago is confirmed again before something is deleted or published."""
+"""An older confirmation of the lease is renewed before something is deleted or published."""
 REQUEST_SECONDS = connect.RETRY_SECONDS + connect.STALL_SECONDS
-"""The longest life of a request: after so long it was carried out, or never will be."""
+"""The longest life of a request. Later it has been carried out, or never will be."""
 EXPIRY_SECONDS = VALID_SECONDS + REQUEST_SECONDS + 2 * REFRESH_SECONDS
-"""A lease that was seen without a change for so long may be taken over: all that its holder asked for has happened."""
+"""A lease that does not change for so long may be taken over: all requests of its holder have ended."""
 _POLL_SECONDS = 2.0
 _NUM_CONFLICTS = 3
 
@@ -49,20 +50,20 @@ sleep = time.sleep
 class Lease:
     """The lease of one output, in a `with` block. Thread-safe."""
 
-    def __init__(self, place: Place, what: str) -> None:
-        """`what` says what the holder does, for people."""
-        self._place = place
-        self._name = place.hidden + LEASE
-        self._where = f"{place.client.root}/{self._name}"
+    def __init__(self, output: OutputPrefix, what: str) -> None:
+        """`what` says what the holder does, for messages."""
+        self._output = output
+        self._name = output.hidden + LEASE
+        self._location = f"{output.client.root}/{self._name}"
         self._token = secrets.token_hex(16)
         self._what = what
         self._started = datetime.now(UTC).isoformat(" ", "seconds")
-        self._number = 0
+        self._refreshes = 0
         self._version: Version | None = None
         self._confirmed = 0.0
-        """When the last request was begun that was carried out."""
+        """When the last successful refresh began."""
         self.is_lost = False
-        """Whether another process has it now: this one deletes and publishes nothing any more."""
+        """Whether another process has it now. This one then deletes and publishes nothing more."""
         self._lock = threading.Lock()
         self._stop = threading.Event()
 
@@ -71,7 +72,7 @@ class Lease:
 
         Raises:
             PlanError: another process writes the output.
-            FormatError: what lies there is no lease. Nothing was changed.
+            FormatError: the object of its name is no lease. Nothing was changed.
         """
         self._take()
         _held.add(self._token)
@@ -81,52 +82,53 @@ class Lease:
     def __exit__(self, *error: object) -> None:
         self._stop.set()
         _held.discard(self._token)
-        # By proof: a check has just told that it is ours. If this fails, a later process finds that its holder is gone.
+        # The proof is a check just before. If this fails, a later process finds that the holder has ended.
         with suppress(OSError, RelayoutError):
             self.check()
             with self._lock:
-                self._place.client.delete([self._name])
+                self._output.client.delete([self._name])
 
     def check(self) -> None:
-        """Check that nobody else can have the lease now, nor for as long as one request takes.
+        """Check that no other process can have the lease now, nor while one request takes.
 
         Raises:
             PlanError: another process has it.
-            RequestError: the store cannot be asked.
+            RequestError: the store does not answer.
         """
         while self.is_lost or monotonic() - self._confirmed > VALID_SECONDS:
             self.refresh()
 
     def refresh(self) -> None:
-        """Write the lease anew; errors as for `check`."""
+        """Write the lease again; errors as for `check`."""
         with self._lock:
             for _ in range(_NUM_CONFLICTS):
                 if self.is_lost:
                     raise PlanError(
-                        "was taken over by another process, as this one was not heard of: nothing more is changed",
-                        path=str(self._place),
+                        "was taken over by another process, because this one did not refresh its lease: it stops here",
+                        path=str(self._output),
                         code="busy",
                     )
                 if self._write(self._version):
                     return
-                # An earlier refresh may have been carried out late: then the lease has our token, and is ours.
-                found = None
+                # An earlier refresh may have been carried out late. Then the lease has our token.
+                current = None
                 with suppress(FormatError):
-                    found = self._read()
-                self.is_lost = found is None or found[0].token != self._token
-                self._version = None if found is None else found[1]
-            raise RequestError(5, "cannot be written: the store refuses its own versions", self._where)
+                    current = self._read()
+                self.is_lost = current is None or current[0].token != self._token
+                self._version = None if current is None else current[1]
+            what = "cannot be written: the store does not accept the version that it reports"
+            raise RequestError(errno.EIO, what, self._location)
 
     def _take(self) -> None:
         seen: Version | None = None
         since = 0.0
         while True:
-            found = self._read()
-            if found is None:
+            current = self._read()
+            if current is None:
                 if self._write(None):
                     return
                 continue
-            holder, version = found
+            holder, version = current
             if seen is not None and version != seen:
                 raise self._busy(holder)
             is_gone = _is_gone(holder)
@@ -139,38 +141,45 @@ class Lease:
             if seen is None:
                 seen, since = version, monotonic()
                 warnings.warn(
-                    f"{self._place}: {_named(holder)} has not said that it has ended: waiting for up to"
-                    f" {EXPIRY_SECONDS:.0f} s whether it is heard of",
+                    f"{self._output}: {_named(holder)} may still be at work: waiting for up to"
+                    f" {EXPIRY_SECONDS:.0f} s for a sign of it",
                     stacklevel=2,
                 )
             sleep(_POLL_SECONDS)
 
     def _busy(self, holder: Holder) -> PlanError:
         what = f"is being written by another conversion: {_named(holder)}"
-        return PlanError(what, path=str(self._place), code="busy")
+        return PlanError(what, path=str(self._output), code="busy")
 
     def _read(self) -> tuple[Holder, Version] | None:
-        found = self._place.client.load(self._name, records.MAX_NBYTES)
-        return None if found is None else (records.parse(found[0], Holder, self._where), found[1])
+        loaded = self._output.load(self._name, records.MAX_NBYTES)
+        return None if loaded is None else (records.parse(loaded[0], Holder, self._location), loaded[1])
 
     def _write(self, replaced: Version | None) -> bool:
-        """Write the lease if it is still this version, or still none; return whether it was."""
-        self._number += 1
+        """Write the lease on condition that it has this version, or does not exist; return whether it was so."""
+        self._refreshes += 1
         pid = os.getpid()
         holder = Holder(
-            self._token, self._number, platform.node(), machine(), pid, _start_of(pid) or 0, self._started, self._what
+            self._token,
+            self._refreshes,
+            platform.node(),
+            machine(),
+            pid,
+            _start_of(pid) or 0,
+            self._started,
+            self._what,
         )
         content, began = records.dump(holder), monotonic()
         try:
-            version = self._place.client.put(self._name, content, replaced)
+            version = self._output.client.put(self._name, content, replaced)
         except (FileExistsError, RequestError) as error:
             # The answer to the request may have been lost.
-            found = self._place.client.load(self._name, records.MAX_NBYTES)
-            if found is None or found[0] != content:
+            loaded = self._output.load(self._name, records.MAX_NBYTES)
+            if loaded is None or loaded[0] != content:
                 if isinstance(error, RequestError):
                     raise
                 return False
-            version = found[1]
+            version = loaded[1]
         self._version, self._confirmed = version, began
         return True
 
@@ -179,7 +188,7 @@ class Lease:
 
     def _refresh_on(self) -> None:
         while not self._stop.wait(REFRESH_SECONDS) and not self.is_lost:
-            with suppress(OSError, RelayoutError):  # `check` says so to whoever relies on it.
+            with suppress(OSError, RelayoutError):  # `check` reports it where it matters.
                 self.refresh()
 
 
@@ -188,10 +197,10 @@ def _named(holder: Holder) -> str:
 
 
 def _is_gone(holder: Holder) -> bool | None:
-    """Whether the holder's process has ended; None if this cannot be told from here.
+    """Whether the holder's process has ended; None if this is unknown.
 
-    The proof: its number belongs to no process, or to one that began at another time, of the same running system, and
-    in the same numbering.
+    The proof: on the same running system, and in the same process namespace, its process id belongs to no process, or
+    to one that started at another time.
     """
     if not holder.machine or holder.machine != machine():
         return None
@@ -202,13 +211,13 @@ def _is_gone(holder: Holder) -> bool | None:
     except ProcessLookupError:
         return True
     except PermissionError:
-        pass  # It is another user's.
+        pass  # It belongs to another user.
     return _start_of(holder.pid) not in (None, holder.process_start)
 
 
 @cache
 def machine() -> str:
-    """Tells this running system and its numbering of processes, as containers have their own; "" if it does not say."""
+    """Identifies this running system and its process namespace; "" if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
@@ -217,7 +226,7 @@ def machine() -> str:
 
 
 def _start_of(pid: int) -> int | None:
-    """When a process began, in ticks since the system did; 0 if it has ended, None if it cannot be told."""
+    """When a process started, in ticks since the system did; 0 if it has ended, None if unknown."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return 0 if fields[0] in "ZX" else int(fields[19])

@@ -1,6 +1,6 @@
-"""Records of an unfinished output, below its hidden prefix: what they say, and how they are read and written.
+"""Records of an unfinished output, below its hidden prefix.
 
-Each is a JSON object that says of which kind it is: that is our mark. What has the name of a record and is none ends
+Each is a JSON object that names its kind, which is our mark. An object that has the name of a record and is none ends
 the command with an error. It is never believed, and never deleted.
 """
 
@@ -28,7 +28,7 @@ Record = TypeVar("Record")
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """An upload that was begun. Recorded before its first part is sent, until the output is published or given up."""
+    """An upload that was begun. Recorded from before its first part until the output is published or given up."""
 
     name: str
     """Of the file, in the output."""
@@ -42,13 +42,13 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What tells that an object is one that we have made, or one that is equal to it."""
+    """What identifies an object as ours, or as equal to ours."""
 
     nbytes: int
     digest: str
     """Of its first bytes."""
     digest_nbytes: int
-    """How many these are. All of a small file; the first part of others, which in a rank file proves all of it."""
+    """All of a small file; the first part of a larger one, which in a rank file has the digest of the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Complete:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What one process has added to an output that several make."""
+    """The part that one process adds to an output of several processes."""
 
     files: tuple[Complete, ...]
     small: dict[str, str]
@@ -88,9 +88,9 @@ class Notes:
 
 @dataclass(frozen=True, slots=True)
 class Publishing:
-    """What an attempt creates and deletes while it publishes. Recorded before the first of it."""
+    """What an attempt creates and deletes while it publishes. Recorded before it does."""
 
-    made: dict[str, Proof]
+    files: dict[str, Proof]
     """The output's files."""
     older: dict[str, str]
     """Versions of the objects that make room for them."""
@@ -98,22 +98,22 @@ class Publishing:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who writes an output: the content of the lease."""
+    """The process that writes an output: the content of the lease."""
 
     token: str
-    """A random word that only the holder knows to be its own."""
-    number: int
-    """Rises with each refresh, so that the object's version changes."""
+    """Random; identifies the holder."""
+    refreshes: int
+    """Number of refreshes, so that the object's version changes with each."""
     host: str
     machine: str
-    """Tells a running system and its numbering of processes; "" if the system does not tell."""
+    """Identifies a running system and its process namespace; "" if unknown."""
     pid: int
     process_start: int
-    """Tells the process from others that have had its number."""
+    """Distinguishes the process from others with its id."""
     started: str
-    """When, by the clock of the holder's machine: for people."""
+    """By the clock of the holder's machine, for messages."""
     what: str
-    """What the holder does, for people."""
+    """What the holder does, for messages."""
 
 
 _KINDS: Mapping[str, type] = {
@@ -128,7 +128,7 @@ _KINDS: Mapping[str, type] = {
 
 
 def kind_of(name: str) -> type | None:
-    """The kind of record that has such a name, below the hidden prefix; None: it is no name of a record."""
+    """The kind of record of a name below the hidden prefix; None: it is no name of a record."""
     for begin, kind in _KINDS.items():
         if name == begin or (begin.endswith("/") and name.startswith(begin)):
             return kind
@@ -140,47 +140,47 @@ def dump(record: object) -> bytes:
     return json.dumps({_MARK: type(record).__name__} | asdict(record)).encode()  # type: ignore[call-overload]
 
 
-def parse(content: bytes, kind: type[Record], where: str) -> Record:
+def parse(content: bytes, kind: type[Record], location: str) -> Record:
     """The record that an object holds.
 
     Raises:
         FormatError: it holds none of this kind.
     """
     try:
-        found = json.loads(content.decode())
-        if not isinstance(found, dict) or found.pop(_MARK, None) != kind.__name__:
+        value = json.loads(content.decode())
+        if not isinstance(value, dict) or value.pop(_MARK, None) != kind.__name__:
             raise ValueError("it does not say that it is one")
-        parsed: Record = _parsed(found, kind)
+        parsed: Record = _parsed(value, kind)
         return parsed
     except (ValueError, RecursionError) as error:
         what = (
             f"no record of relayout, or one of another version ({shown(str(error))[1:-1]}): nothing was changed; delete"
             " this object, or name another output with -o"
         )
-        raise FormatError(what, path=where, code="field") from None
+        raise FormatError(what, path=location, code="field") from None
 
 
-def _parsed(found: object, kind: Any) -> Any:
+def _parsed(value: object, kind: Any) -> Any:
     """A value of a type that records are made of."""
     if is_dataclass(kind):
         hints = get_type_hints(kind)
-        if not isinstance(found, dict) or found.keys() != hints.keys():
+        if not isinstance(value, dict) or value.keys() != hints.keys():
             raise ValueError(f"expected the fields {', '.join(field.name for field in fields(kind))}")
-        made = kind(**{name: _parsed(found[name], hint) for name, hint in hints.items()})  # type: ignore[operator]
-        _check_name(getattr(made, "name", "x"))
-        return made
-    if get_origin(kind) is tuple and isinstance(found, list):
-        return tuple(_parsed(item, get_args(kind)[0]) for item in found)
-    if get_origin(kind) is dict and isinstance(found, dict):
-        for name in found:
+        record = kind(**{name: _parsed(value[name], hint) for name, hint in hints.items()})  # type: ignore[operator]
+        _check_name(getattr(record, "name", "x"))
+        return record
+    if get_origin(kind) is tuple and isinstance(value, list):
+        return tuple(_parsed(item, get_args(kind)[0]) for item in value)
+    if get_origin(kind) is dict and isinstance(value, dict):
+        for name in value:
             _check_name(name)
-        return {name: _parsed(item, get_args(kind)[1]) for name, item in found.items()}
-    if type(found) is kind and not (kind is int and found < 0):  # type: ignore[operator]
-        return found
-    raise ValueError(f"unexpected {type(found).__name__}")
+        return {name: _parsed(item, get_args(kind)[1]) for name, item in value.items()}
+    if type(value) is kind and not (kind is int and value < 0):  # type: ignore[operator]
+        return value
+    raise ValueError(f"unexpected {type(value).__name__}")
 
 
 def _check_name(name: str) -> None:
-    """A record speaks of files in the output, and of nothing else."""
+    """Check that a name is that of a file in the output."""
     if any(part in ("", ".", "..") for part in name.split("/")):
         raise ValueError("expected the name of a file")

@@ -1,0 +1,151 @@
+"""The client of a bucket of S3, GCS or Azure: reads and small writes by obstore, uploads by `providers.py`."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from relayout.errors import FormatError
+from relayout.storage.cloud import connect
+from relayout.storage.cloud.client import CLOUD_COST, Body, Uploads, Version
+from relayout.storage.cloud.failures import replaced as was_replaced
+from relayout.storage.cloud.failures import request, translated
+from relayout.storage.protocols import FileStat, RequestCost, RequestError
+
+if TYPE_CHECKING:
+    from obstore import Bytes, GetResult, ObjectMeta
+    from obstore.store import ObjectStore
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class BucketClient:
+    """A bucket of S3, GCS or Azure. It is pickled as its URL: credentials are found again where it is unpickled."""
+
+    root: str
+    store: ObjectStore
+    """Its names are the full names of objects."""
+
+    @property
+    def cost(self) -> RequestCost:
+        return CLOUD_COST
+
+    @classmethod
+    def of(cls, root: str) -> BucketClient:
+        """Make the client; no request is made yet.
+
+        Raises:
+            PlanError: obstore is missing, or the environment is not as a provider expects it.
+        """
+        return cls(root, connect.make_store(root))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return BucketClient.of, (self.root,)
+
+    def __repr__(self) -> str:
+        return f"BucketClient({self.root!r})"
+
+    def get(self, name: str, start: int, end: int | None, version: str | None) -> Body:
+        location = f"{self.root}/{name}"
+        options: dict[str, Any] = {} if end is None else {"range": (start, end)}
+        if version is not None and is_comparable(version):
+            options["if_match"] = version
+        requested = None if end is None else (start, end)
+        result = request(lambda: self.store.get(name, options=options), location, requested)  # type: ignore[arg-type]
+        stat, part = _stat_of(result.meta), result.range
+        check_answer(stat, part, start, end, version, location)
+        return Body(
+            stat,
+            location,
+            part[0],
+            part[1] - part[0],
+            _pieces(result, location, part),
+            lambda offset: self.get(name, offset, part[1], stat.version),
+            _version(result.meta),
+        )
+
+    def stat(self, name: str) -> FileStat | None:
+        try:
+            return _stat_of(request(lambda: self.store.head(name), f"{self.root}/{name}"))
+        except FormatError as error:
+            if error.code == "missing":
+                return None
+            raise
+
+    def list_objects(self, prefix: str) -> Iterator[tuple[str, str]]:
+        location, last, begins = f"{self.root}/{prefix}", None, set()
+        pages: Iterator[Sequence[ObjectMeta]] | None = None
+
+        def next_page() -> Sequence[ObjectMeta] | None:
+            nonlocal pages
+            try:
+                pages = pages or iter(self.store.list(prefix or None, offset=last))
+                return next(pages, None)
+            except BaseException:
+                pages = None  # An iterator that has failed cannot continue.
+                raise
+
+        while page := request(next_page, location):
+            if page[0]["path"] in begins:
+                raise FormatError("the store repeats names in its listing", path=location, code="invalid")
+            begins.add(page[0]["path"])
+            for meta in page:
+                last = meta["path"]
+                yield last, _stat_of(meta).version
+
+    def put(self, name: str, content: bytes, replaced: Version | Literal[True] | None = True) -> Version:
+        location = f"{self.root}/{name}"
+        mode: Any = "overwrite" if replaced is True else replaced or "create"
+        put = partial(self.store.put, name, content, mode=mode, use_multipart=False)
+        try:
+            return _version(request(put, location))
+        except FormatError:
+            raise FileExistsError(errno.EEXIST, "was replaced or deleted by another process", location) from None
+
+    def delete(self, names: Sequence[str]) -> None:
+        try:
+            request(lambda: self.store.delete(list(names)), self.root)
+        except FormatError as error:
+            if error.code != "missing":
+                raise
+            if len(names) > 1:  # Azure reports a missing object as an error, and may have kept the others.
+                for name in names:
+                    self.delete([name])
+
+    def uploads(self) -> Uploads:
+        from relayout.storage.cloud.providers import uploads_of
+
+        return uploads_of(self.root)
+
+
+def _version(meta: Any) -> Version:
+    return {key: meta[key] for key in ("e_tag", "version") if meta[key] is not None}
+
+
+def check_answer(
+    stat: FileStat, part: tuple[int, int], start: int, end: int | None, version: str | None, location: str
+) -> None:
+    """Check that an answer is to its request; for errors see `Client.get`."""
+    if version is not None and stat.version != version:  # Some servers ignore If-Match.
+        raise was_replaced(location)
+    if part != (start, stat.nbytes if end is None else min(end, stat.nbytes)):
+        what = f"requested bytes {start} to {end}, got {part[0]} to {part[1]}: the server does not serve ranges"
+        raise RequestError(errno.EPROTO, what, location)
+
+
+def _pieces(result: GetResult, location: str, part: tuple[int, int]) -> Iterator[Bytes | bytes]:
+    pieces = iter(result.stream(min_chunk_size=1))  # Larger ones would be lost in part when the connection breaks.
+    while (piece := translated(lambda: next(pieces, None), location, part)) is not None:
+        yield piece
+
+
+def _stat_of(meta: ObjectMeta) -> FileStat:
+    """What obstore says of an object. Without an ETag, its time is the version."""
+    return FileStat(meta["size"], meta["e_tag"] or f"{meta['last_modified'].isoformat()} {meta['size']}")
+
+
+def is_comparable(version: str) -> bool:
+    """Whether a version is an ETag that servers compare: weak ones never match (RFC 9110, section 13.1.1)."""
+    return version.startswith('"')

@@ -131,8 +131,9 @@ class Cache:
         Raises:
             PlanError: the subfolder for entries is not relayout's, or another user's.
         """
-        own = self._own()
-        return [_described(entry) for entry in sorted(self._entries(own), key=_last_use)]
+        if not (Path(self.folder) / _OWN).exists():
+            return []
+        return [_described(entry) for entry in sorted(self._entries(self._own()), key=_last_use)]
 
     def remove(self, name: str) -> bool:
         """Remove an entry, unless a process uses it.

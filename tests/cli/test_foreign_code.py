@@ -49,6 +49,7 @@ COMMANDS = {
     "restore": ["restore", "../out", "-o", "../restored"],
     "doctor": ["doctor", "."],
     "warm": ["warm", "../out"],
+    "cache": ["cache", ".."],
     "bench": ["bench", ".", "--tp", "2", "--runs", "1", "-y"],
     "report": ["report", ".", "--tp", "2", "-o", "../page.html"],
 }
@@ -185,8 +186,8 @@ def test_a_process_that_observes_and_says_nothing_more_is_ended_with_all_that_it
     monkeypatch.setattr(observation, "start_child", start)
     monkeypatch.setattr(observation, "_SILENCE_SECONDS", 1)
     monkeypatch.setattr(children, "_POLL_SECONDS", 0.05)
-    with pytest.raises(PlanError, match="observes vLLM said nothing for 1 s: vLLM is imported"):
-        observation.run([{}])
+    with pytest.raises(PlanError, match="observes vLLM wrote nothing for 1 s: vLLM is imported"):
+        observation.run_in_child([{}])
     forked = Path(f"/proc/{(tmp_path / 'forked').read_text()}/stat")
     assert started[0].returncode == -9
     assert not forked.exists() or forked.read_text().split()[2] in "ZX"

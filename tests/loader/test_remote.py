@@ -141,8 +141,8 @@ def test_the_doctor_measures_the_network(server: Server, converted: Path) -> Non
     assert network["sample_nbytes"] == sum(files_of_rank(converted, 0).values())
     text = prestarted.run("doctor", URL, imports=prestarted.LOADER).stdout
     said = " ".join(text.split())
-    assert re.search(r"network [0-9.]+ ms .* byte, [0-9.]+ GB/s by 16 connections .*: rank 0 would take", said)
-    assert f"on {URL}, by ranges of at most 8 MiB" in said
+    assert re.search(r"network [0-9.]+ ms .* byte, [0-9.]+ GB/s over 16 connections .*: rank 0 would take", said)
+    assert f"on {URL}, in ranges of at most 8 MiB" in said
     assert diagnose(converted, device="cpu").network is None
 
 

@@ -127,7 +127,7 @@ def _parse_cut(text: str) -> tuple[Slice, ...]:
 
 def _parse_slice(text: str) -> Slice:
     if text == "none":
-        return parse_slice(None, "observed")
+        return parse_slice(None)
     axes = {}
     for axis, _, ranges in (words.partition(":") for words in text.split(";") if text != _WHOLE):
         axes[axis] = [list(map(int, words.split("+"))) for words in ranges.split(",") if words]

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
-from bench.drive import check_cold, forget, machine, total_nbytes
+from bench.drive import files_of, machine, total_nbytes
 
 from engines.cases import Run, converted_of
 from engines.environments import Environment
 from engines.starts.starting import Start, start
+from relayout.benchmark.machine import prepare
 from relayout.benchmark.made import write_llama
 
 NUM_LAYERS = 2
@@ -93,8 +95,8 @@ def reads(environment: Environment, work: Path) -> Iterator[tuple[str, dict[str,
 def _cold(folders: list[Path], steps: list[Step]) -> Iterator[Step]:
     """The steps, each when no cache has any of the folders."""
     for step in steps:
-        forget(folders)
-        check_cold(folders)
+        os.sync()
+        prepare([], files_of(folders), cold=True, needed_nbytes=0)
         yield step
 
 

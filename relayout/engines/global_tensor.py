@@ -207,7 +207,12 @@ class _Rearranged(_Memory):
     def __init__(
         self, moved: torch.Tensor, mask: torch.Tensor, read: Callable[[str], torch.Tensor], usage: Usage
     ) -> None:
-        super().__init__(read, usage)
+        def read_alike(operation: str) -> torch.Tensor:
+            whole = read(operation)
+            assert whole.stride() == moved.stride()
+            return whole
+
+        super().__init__(read_alike, usage)
         self._moved = moved
         self._mask = mask
         """On the CPU, so that looking at it waits for no device."""

@@ -46,7 +46,6 @@ OPTIONS = ["--tp", str(TP), "--plan", "plan.toml", "--max-part-size", str(MAX_PA
 # Chunks of 1 MiB, so that tensors of several MiB take several steps.
 LIMITS = ["--threads", "4", "--memory", "8MiB"]
 PARTIAL = ".out.relayout-partial"
-LOCK = ".out.relayout-lock"
 WITHOUT_SPACE_CHECK = (
     "from relayout.cli import app; from relayout.storage.local import staging;"
     "staging.check_space = lambda *_: None; app.main()"

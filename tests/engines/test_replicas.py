@@ -17,16 +17,12 @@ from relayout import plugins
 pytestmark = pytest.mark.xdist_group("group")
 
 SCRIPT = "from support.replicas_worker import main; main()"
-IMPORTS = (
-    f"{prestarted.LOADER},torch.distributed,relayout.loader.group.sharing,relayout.engines.placement,"
-    "support.replicas_worker,support.fake_vllm,support.conversions"
-)
 
 
 @pytest.fixture(scope="module")
 def replicas(folders: Path) -> list[dict[str, Any]]:
     """What each replica saw in each case."""
-    done = prestarted.run(folders, script=SCRIPT, imports=IMPORTS, env=prestarted.ONE_THREAD)
+    done = prestarted.run(folders, script=SCRIPT, imports=prestarted.GROUP, env=prestarted.ONE_THREAD)
     assert done.returncode == 0, done.stderr
     return [json.loads((folders / f"replica-{number}.json").read_text()) for number in range(NUM_REPLICAS)]
 

@@ -25,7 +25,6 @@ from relayout.loader.group.assign import Grid, assign_reads
 pytestmark = pytest.mark.xdist_group("group")
 
 SCRIPT = "from support.group_worker import main; main()"
-IMPORTS = f"{prestarted.LOADER},torch.distributed,relayout.loader.group.sharing,support.group_worker"
 MEMBERS = range(NUM_MEMBERS)
 
 
@@ -122,7 +121,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def group(place: Path) -> list[dict[str, Any]]:
     """What each member of a group saw in each case."""
-    done = prestarted.run(place, script=SCRIPT, imports=IMPORTS, env=prestarted.ONE_THREAD)
+    done = prestarted.run(place, script=SCRIPT, imports=prestarted.GROUP, env=prestarted.ONE_THREAD)
     assert done.returncode == 0, done.stderr
     return [json.loads((place / f"member-{number}.json").read_text()) for number in MEMBERS]
 

@@ -21,7 +21,6 @@ pytestmark = pytest.mark.xdist_group("group")
 pytest.importorskip("obstore", reason="the client of object stores")
 
 SCRIPT = "from support.group_worker import from_store; from_store()"
-IMPORTS = f"{prestarted.LOADER},torch.distributed,relayout.loader.group.sharing,support.group_worker"
 IS_REAL = "seaweedfs" in os.environ.get(store_contract.REAL_STORES, "").split(",")
 
 
@@ -38,7 +37,9 @@ class Place:
     def run(self, folder: Path, **case: Any) -> list[dict[str, Any]]:
         """What each member saw of a load."""
         case = {"path": self.url, "rank": 1, "environment": self.environment, **case}
-        done = prestarted.run(folder, json.dumps(case), script=SCRIPT, imports=IMPORTS, env=prestarted.ONE_THREAD)
+        done = prestarted.run(
+            folder, json.dumps(case), script=SCRIPT, imports=prestarted.GROUP, env=prestarted.ONE_THREAD
+        )
         assert done.returncode == 0, done.stderr
         found = [folder / f"member-{number}.json" for number in range(NUM_MEMBERS)]
         return [json.loads(file.read_text()) for file in found if file.exists()]

@@ -29,7 +29,6 @@ pytest.importorskip("obstore", reason="the client of object stores")
 
 IS_REAL = os.environ.get("RELAYOUT_OUTAGES") == "1"
 GROUP_SCRIPT = "from support.group_worker import from_store; from_store()"
-GROUP_IMPORTS = f"{prestarted.LOADER},torch.distributed,relayout.loader.group.sharing,support.group_worker"
 SCALE = 1 if IS_REAL else 40
 SECONDS = (10, 30, 60) if IS_REAL else (60,)
 Work = Callable[[str], object]
@@ -110,7 +109,7 @@ def test_a_group_survives_an_outage(server: Server, converted: Path, tmp_path: P
         folder.mkdir()
         case = {"path": "s3://models/out", "rank": 1, "by": by, "environment": s3_server.environment(server)}
         done = prestarted.run(
-            folder, json.dumps(case), script=GROUP_SCRIPT, imports=GROUP_IMPORTS, env=prestarted.ONE_THREAD
+            folder, json.dumps(case), script=GROUP_SCRIPT, imports=prestarted.GROUP, env=prestarted.ONE_THREAD
         )
         assert done.returncode == 0, done.stderr
         seen = [json.loads((folder / f"member-{number}.json").read_text()) for number in range(NUM_MEMBERS)]

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from support.conversions import OF_EACH_KIND, Conversions, grouped, stock_tensors
 from support.loader_fixtures import MEASURE, child, nothing_left_behind, skip_unless_drives_are_counted, write_model
 from support.models import as_integers
+from support.profile import IS_LONG
 
 import relayout
 from relayout.core.patterns import collapse_numbers
@@ -171,7 +172,7 @@ def test_any_slice_is_what_torch_selects(name: str, conversions: Conversions) ->
     opened = relayout.safe_open(conversions.at(name, 8))
 
     @given(st.data())
-    @settings(max_examples=40)
+    @settings(max_examples=400 if IS_LONG else 15)
     def check(data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(by_shape.values())))
         index = data.draw(indices(source[key].shape))

@@ -225,13 +225,17 @@ def test_google_takes_the_same_requests_with_other_headers(
     assert nothing_is_left(server)
 
 
-def test_units_that_are_converted_by_several_processes_are_published_together(server: Server, expected: Files) -> None:
+def test_units_that_are_converted_by_several_processes_are_published_together(
+    server: Server, expected: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = unit_jobs(relayout.plan_conversion(SOURCE, OUT, **OPTIONS))
     work = [UnitJob.from_json(json.loads(json.dumps(job.as_json()))) for job in made]
     assert len(work) == 3
     server.interfere = dropped(is_part, times=10**9)
-    with pytest.raises(OSError, match="the connection broke repeatedly"):
-        run_job(work[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(connect, "RETRY_SECONDS", 0.2)
+        with pytest.raises(OSError, match="the connection broke repeatedly"):
+            run_job(work[0])
     server.interfere = lambda request: None
     for job in (work[2], work[0], work[2]):
         run_job(job)
@@ -337,10 +341,14 @@ def test_what_somebody_creates_meanwhile_is_never_replaced_and_no_work_is_lost(
     assert not [one for one in server.requests[before:] if is_part(one) and "model-rank" in one.key]
 
 
-def test_of_a_completion_that_always_conflicts_nothing_is_lost(server: Server, expected: Files) -> None:
+def test_of_a_completion_that_always_conflicts_nothing_is_lost(
+    server: Server, expected: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server.interfere = refused(is_completion, 409, "ConditionalRequestConflict", times=10**9)
-    with pytest.raises(OSError, match=r"busy with other requests for this object.*s3://models/out/") as caught:
-        convert()
+    with monkeypatch.context() as patch:
+        patch.setattr(connect, "RETRY_SECONDS", 0.2)
+        with pytest.raises(OSError, match=r"busy with other requests for this object.*s3://models/out/") as caught:
+            convert()
     assert "the same command continues it" in caught.value.__notes__[0]
     server.interfere = lambda request: None
     before = len(server.requests)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import select
@@ -116,11 +115,6 @@ class Browser:
         """Show the page as it is printed ("print"), or in another color scheme."""
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self._send("Emulation.setEmulatedMedia", {"media": media, "features": features})
-
-    def screenshot(self, file: Path, *, whole: bool = False) -> None:
-        """Write the window, or the whole page, as PNG."""
-        shot = self._send("Page.captureScreenshot", {"format": "png", "captureBeyondViewport": whole})
-        file.write_bytes(base64.b64decode(shot["data"]))
 
     def _send(self, method: str, parameters: dict[str, Any] | None = None) -> dict[str, Any]:
         self._number += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -236,6 +237,10 @@ class Holdings:
     """Of address space."""
 
 
+_MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ (\d+) *(.*)\n(?:[A-Z].*\n)*?Rss: +(\d+) kB$", re.MULTILINE)
+"""Of smaps: where a mapping begins and ends, inode, file, and how much of it is in memory."""
+
+
 def num_threads() -> int:
     """As the kernel counts them."""
     return len(os.listdir("/proc/self/task"))  # noqa: PTH208
@@ -256,16 +261,12 @@ def holdings(large: int, others: int) -> Holdings:
     while num_threads() > threading.active_count() + others and time.monotonic() < end:
         time.sleep(0.0005)
     mapped_files = total = nbytes = 0
-    is_large = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if line.startswith("Rss:"):
-            total += int(line.split()[1]) * 1024 * is_large
-        elif "-" in (place := line.partition(" ")[0]):
-            _, _, _, _, inode, *name = line.split(maxsplit=5)
-            start, end_of = (int(number, 16) for number in place.split("-"))
-            nbytes += end_of - start
-            mapped_files += "model-rank" in line
-            is_large = inode == "0" and not name and end_of - start >= large
+    for start, end_of, inode, name, kib in _MAPPING.findall(Path("/proc/self/smaps").read_text()):
+        length = int(end_of, 16) - int(start, 16)
+        nbytes += length
+        mapped_files += "model-rank" in name
+        if inode == "0" and not name and length >= large:
+            total += int(kib) * 1024
     return Holdings(len(open_files()), num_threads(), mapped_files, total, nbytes)
 
 

@@ -29,7 +29,8 @@ from typing import Any
 from support.patience import PATIENCE
 from support.tools import PYTHONPATH
 
-_OF_ONE_CHILD = ("AWS_ENDPOINT_URL", "FAULTS", "FAULTS_LOG", "PYTEST_CURRENT_TEST")
+_OF_ONE_CHILD = ("AWS_", "FAULTS", "PYTEST_CURRENT_TEST")
+"""The beginnings of variables that nothing looks at while it is imported."""
 COMMANDS = (
     "relayout.cli.app,relayout.cli.render,relayout.cli.console,relayout.conversion.run,relayout.commands.verify,relayout.commands.restore,"
     "relayout.storage.local.staging"
@@ -37,6 +38,11 @@ COMMANDS = (
 """What the commands import."""
 LOADER = f"{COMMANDS},torch,relayout.loader.api,relayout.loader.diagnose.doctor,relayout.loader.sources.resharded"
 """What a load and `relayout doctor` import."""
+GROUP = (
+    f"{LOADER},torch.distributed,relayout.loader.group.sharing,relayout.engines.placement,"
+    "support.group_worker,support.replicas_worker,support.fake_vllm,support.conversions"
+)
+"""What the members of a process group import. Tests that have some are in one group of pytest-xdist, "group"."""
 TRANSFORMERS = "torch.distributed.tensor,torch.multiprocessing,transformers.distributed,relayout.transformers"
 """What tensor-parallel processes import. Tests that have some are in one group of pytest-xdist, "transformers"."""
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -63,7 +69,7 @@ def run(
         subprocess.TimeoutExpired: it did not end; it and its children of the same session are killed.
     """
     wanted = dict(os.environ if env is None else env)
-    own = {name: wanted.pop(name) for name in _OF_ONE_CHILD if name in wanted}
+    own = {name: wanted.pop(name) for name in [*wanted] if name.startswith(_OF_ONE_CHILD)}
     argv = [str(word) for word in words]
     request = {
         "script": script,

@@ -398,6 +398,6 @@ def test_a_job_that_is_planned_otherwise_now_is_refused(source: Path, tmp_path: 
     [job, *_] = jobs_of(source, tmp_path / "out", **OPTIONS)
     changed = job.as_json()
     changed["options"]["alignment"] = 512
-    with pytest.raises(PlanError, match="unit 0: this version of relayout plans another conversion"):
+    with pytest.raises(PlanError, match="unit 0: this version of relayout would convert differently"):
         run_job(UnitJob.from_json(changed))
     assert not (tmp_path / "out").exists()

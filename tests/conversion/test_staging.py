@@ -75,7 +75,7 @@ def content(folder: Path) -> dict[str, bytes]:
 def kept_tensors(error: BaseException, out: Path) -> set[int]:
     """What a conversion that failed has kept; it says so, and its threads have closed all its files."""
     place = out.with_name(f".{out.name}.relayout-partial")
-    note = f"finished work is kept in {place}; the same command continues it"
+    note = f"finished work is kept in {place}; the same command resumes it"
     assert getattr(error, "__notes__", None) == [note]
     assert [path.name for path in out.parent.iterdir() if path.name.startswith(".")] == [place.name]
     if sys.platform.startswith("linux"):

@@ -198,7 +198,7 @@ WEB: dict[str, tuple[Spoil, str]] = {
     ),
     "range of words": (
         with_headers(lambda headers: headers | {"Content-Range": "bytes a-b/c"}, "model.safetensors"),
-        "the server tells no length of the file, or no range as it should",
+        "the server sends no file length, or no valid range",
     ),
     "no version": (without("ETag", "Last-Modified"), "the server sends neither ETag nor Last-Modified"),
 }
@@ -317,7 +317,7 @@ def test_a_listing_without_end_is_an_error(server: Server) -> None:
         return None
 
     server.interfere = interfere
-    with pytest.raises(RelayoutError, match="the store repeats names in its listing"):
+    with pytest.raises(RelayoutError, match="the listing of the store repeats names"):
         list(find_store("s3://models/many").walk())
 
 

@@ -151,7 +151,9 @@ def replace(place: Path, folder: Path) -> Callable[..., object]:
     return replace
 
 
-NOT_ITS_OWN = rf"{PART}: its header names another content than [0-9a-f]+: it is not the file that relayout.json means$"
+NOT_ITS_OWN = (
+    rf"{PART}: its header content in its header differs from [0-9a-f]+: it is not the file that relayout.json means$"
+)
 
 
 @pytest.mark.parametrize(

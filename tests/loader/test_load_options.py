@@ -341,4 +341,4 @@ def test_auto_takes_the_first_backend_that_does_not_refuse_and_tells_what_the_ot
     assert found.reason == f"{why}; {how}"
     with pytest.raises(PlanError, match=f"^{why}$"):
         choice.choose("gds", "cuda:0", ())
-    assert choice.choose("pinned", "cuda:0", ()).reason == f"asked for: {how}"
+    assert choice.choose("pinned", "cuda:0", ()).reason == f"requested: {how}"

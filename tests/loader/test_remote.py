@@ -169,14 +169,14 @@ SAYS: dict[int, tuple[str, type[Exception]]] = {
     403: (r"access is denied: check that the credentials .* \(HTTP 403, Oops\)", RequestError),
     404: (r"is missing", FormatError),
     412: (r"was replaced while it was read", FormatError),
-    416: (r"there are no such bytes: the object is shorter than it should be \(HTTP 416, Oops\)", RequestError),
+    416: (r"range beyond the end of the object: it is truncated \(HTTP 416, Oops\)", RequestError),
     429: (
-        r"the store repeatedly has too many requests: load later, or with fewer threads \(HTTP 429, Oops\)",
+        r"the store repeatedly throttled requests: retry later, or with fewer threads \(HTTP 429, Oops\)",
         RequestError,
     ),
-    500: (r"the store failed repeatedly: load later \(HTTP 500, Oops\)", RequestError),
+    500: (r"the store repeatedly returned server errors: retry later \(HTTP 500, Oops\)", RequestError),
     503: (
-        r"the store repeatedly has too many requests: load later, or with fewer threads \(HTTP 503, Oops\)",
+        r"the store repeatedly throttled requests: retry later, or with fewer threads \(HTTP 503, Oops\)",
         RequestError,
     ),
 }

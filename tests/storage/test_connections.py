@@ -286,7 +286,7 @@ def test_a_proxy_that_refuses_is_an_error_without_its_password(
     for proxy in (server.url, "http://127.0.0.1:9"):
         monkeypatch.setenv("AWS_PROXY_URL", proxy.replace("//", f"//me:{SECRET}@"))
         with pytest.raises(
-            RequestError, match="the proxy cannot be reached, or refuses: check AWS_PROXY_URL"
+            RequestError, match="the proxy is unreachable or refuses the request: check AWS_PROXY_URL"
         ) as caught:
             send("s3")
         assert SECRET not in f"{caught.value!r} {caught.value.__cause__!r} {caught.value.__context__!r}"

@@ -497,7 +497,7 @@ def test_what_is_complete_is_neither_read_nor_sent_again(server: Server, expecte
     with pytest.raises(OSError, match="access is denied") as caught:
         convert()
     assert caught.value.__notes__ == [
-        "finished work is kept in s3://models/.out.relayout-partial; the same command continues it"
+        "finished work is kept in s3://models/.out.relayout-partial; the same command resumes it"
     ]
     server.interfere = lambda request: None
     assert "relayout.json" not in there(server)

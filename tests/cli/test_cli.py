@@ -294,8 +294,8 @@ def control_characters_in_a_path(work: Path) -> list[str]:
         (no_config, r"no model_type in config\.json, or no config\.json.*--plan FILE"),
         (no_config_and_no_ranks, r"tp=0, expected"),
         (quantized, r"quantized by bitsandbytes, which cannot be cut offline: .* --tp 1"),
-        (output_not_empty, r"out: is not empty; it is no converted folder \(relayout\.json is missing\), so delete it"),
-        (forced_on_a_foreign_folder, r"out: is not empty; it is no converted folder"),
+        (output_not_empty, r"out: is not empty, and not a converted folder \(relayout\.json is missing\): delete it"),
+        (forced_on_a_foreign_folder, r"out: is not empty, and not a converted folder"),
         (default_output_taken, r"model-tp1: is not empty; --force replaces it"),
         (only_pickles, r"pickled: contains no safetensors file; found pytorch_model\.bin: .*save_pretrained"),
         (

@@ -299,7 +299,7 @@ def named(old: str, new: str) -> Callable[[Tree], None]:
             lambda top: top["plan"]["rules"].update(cut={"**": "whole"}),
             "cannot be loaded at another degree: .*does not cut",
         ),
-        (lambda top: top.update(layout="whole"), "dcp is true: --dcp is not for whole tensors"),
+        (lambda top: top.update(layout="whole"), "dcp is true: --dcp does not apply to --layout whole"),
         (lambda top: top["tensors"]["dtype"].__setitem__(0, "F8_E8M0"), "the source record has"),
     ],
 )

@@ -67,7 +67,7 @@ def test_nothing_is_placed_where_parameters_get_their_memory_later(
     loader = engine.load(folders / "llama-tp2", model, placement="direct")
     model.assert_holds_what_it_cuts_of(whole)
     assert loader._weights.report().placed_nbytes == 0
-    assert "quantized while they are loaded get copies" in caplog.text
+    assert "quantized during the load get copies" in caplog.text
 
 
 def test_a_draft_model_and_a_reload_are_copied(folders: Path, engine: Engine) -> None:
@@ -375,7 +375,7 @@ def test_a_damaged_byte_is_found_by_verify_and_a_missing_file_always(
     with pytest.raises(FormatError, match="bytes long, expected"):
         engine.load(folder, Model(whole, 1, 2))
     (folder / "relayout.json").unlink()
-    with pytest.raises(FormatError, match=r"relayout\.json: is missing beside files of ranks"):
+    with pytest.raises(FormatError, match=r"relayout\.json: is missing beside rank files"):
         engine.load(folder, Model(whole, 1, 2))
 
 

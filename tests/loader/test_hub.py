@@ -210,7 +210,7 @@ def test_a_server_cannot_ask_to_be_waited_for_longer_than_is_bearable(
 ) -> None:
     now = [0.0]
     monkeypatch.setattr(connect, "RETRY_SECONDS", 90.0)
-    monkeypatch.setattr(failures, "_told", float("-inf"))
+    monkeypatch.setattr(failures, "_warned", float("-inf"))
     monkeypatch.setattr(failures, "pause", lambda seconds: now.append(now[-1] + seconds))
     monkeypatch.setattr(failures.time, "monotonic", lambda: now[-1])
     hub.hub.interfere = lambda request: Answer(429, headers={"Retry-After": "86400"})

@@ -172,7 +172,7 @@ def test_waiting_grows_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connect, "RETRY_SECONDS", 90.0)
     monkeypatch.setattr(failures, "pause", pause)
     monkeypatch.setattr(failures.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(failures, "_told", float("-inf"))
+    monkeypatch.setattr(failures, "_warned", float("-inf"))
     patience = Patience()
 
     def wait_on() -> None:

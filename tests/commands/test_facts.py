@@ -297,7 +297,7 @@ def named(old: str, new: str) -> Callable[[Tree], None]:
         (lambda top: top["plan"]["rules"].update(x=5), "cannot be loaded at another degree: .*'x'"),
         (
             lambda top: top["plan"]["rules"].update(cut={"**": "whole"}),
-            "cannot be loaded at another degree: .*does not cut",
+            "cannot be loaded at another degree: .*does not reproduce",
         ),
         (lambda top: top.update(layout="whole"), "dcp is true: --dcp does not apply to --layout whole"),
         (lambda top: top["tensors"]["dtype"].__setitem__(0, "F8_E8M0"), "the source record has"),

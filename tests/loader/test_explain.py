@@ -183,7 +183,7 @@ def test_what_was_asked_for_is_repeated(converted: Path) -> None:
     assert (told.path, told.rank, told.device) == (str(converted), 1, "cpu")
     assert (told.threads, told.memory, told.gds) == (3, 5 * MIB, None)
     assert "all else directly where the file system allows it" in told.reason
-    assert relayout.explain(converted, 1, backend="direct").reason.startswith("asked for: read past the page cache")
+    assert relayout.explain(converted, 1, backend="direct").reason.startswith("requested: read past the page cache")
 
 
 def check_what_is_seen(cold: Path, first: Path, second: Path) -> None:

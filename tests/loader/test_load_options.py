@@ -306,7 +306,7 @@ def test_the_backends_are_those_that_are_tested() -> None:
 def test_a_backend_of_somebody_else_is_explained_and_refuses_as_any_other(converted: Path) -> None:
     told = relayout.explain(converted, 1, backend="toy")
     assert (told.backend, told.zero_copy_nbytes) == ("toy", 0)
-    assert told.reason.startswith("asked for: one thread reads all of it; here ")
+    assert told.reason.startswith("requested: one thread reads all of it; here ")
     assert told.read_nbytes >= told.nbytes > 0
     with pytest.raises(PlanError, match=r"^backend 'toy' loads to host memory, not to 'meta'$"):
         relayout.load(converted, 1, backend="toy", device="meta")

@@ -97,7 +97,7 @@ def load(
 
     def prepare() -> tuple[RankSource, ArenaPlan, Options]:
         if into is not None:
-            raise PlanError("group: a group loads into new memory, not into given tensors", code="option")
+            raise PlanError("group cannot be combined with into: a group loads into new memory", code="option")
         options = options_of(device, backend, verify, threads, memory, progress)
         source = _shared_source(path, rank, tp, verify, cache)
         return source, source.arena(names), options
@@ -212,7 +212,10 @@ def _shared_source(
         FormatError, OSError, PlanError: as `find_source`; or a cache is asked for.
     """
     if cache:
-        raise PlanError("group: the members share the reads of a rank, a cache fetches all of it", code="option")
+        raise PlanError(
+            "group cannot be combined with cache: members share the reads of a rank, a cache fetches all of it",
+            code="option",
+        )
     return find_source(path, rank, tp, verify, cache="")
 
 

@@ -89,8 +89,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown word: the known one that is most like it, if one is."""
     from difflib import get_close_matches  # Only for errors.
 
-    found = get_close_matches(word, list(known), 1)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    similar = get_close_matches(word, list(known), 1)
+    return f"; did you mean {similar[0]!r}?" if similar else ""
 
 
 def shown(value: object) -> str:

@@ -1,4 +1,4 @@
-"""Who finds a plan: a registry of providers. A plan that was found is a value, and needs none of them any more."""
+"""A registry of plan providers. A plan is a value, which no longer depends on its provider."""
 
 from __future__ import annotations
 

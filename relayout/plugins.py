@@ -1,4 +1,4 @@
-"""Entry points: what engines call in each of their processes. Nothing heavy is imported, and nothing is raised."""
+"""Entry points, which engines call in each of their processes. They import nothing heavy and never raise."""
 
 from __future__ import annotations
 

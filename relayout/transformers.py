@@ -50,9 +50,9 @@ def from_pretrained(
     from relayout.engines.global_tensor import GlobalTensor
 
     path = os.fspath(folder)
-    found = find_folder(path, "transformers' own from_pretrained")
-    if found is None or found.expert_parallel:
-        state = "was not converted" if found is None else "was converted with --expert-parallel"
+    converted = find_folder(path, "transformers' own from_pretrained")
+    if converted is None or converted.expert_parallel:
+        state = "was not converted" if converted is None else "was converted with --expert-parallel"
         what = f"{state}; `relayout convert SRC --tp N` makes a folder that transformers can use"
         raise PlanError(what, path=path, code="unsupported")
     rank, num_ranks = (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
@@ -63,16 +63,16 @@ def from_pretrained(
     }
     if num_ranks > 1:
         settings.setdefault("distributed_config", DistributedConfig(tp_size=num_ranks))
-    is_told = settings.pop("output_loading_info", False)
-    model, told = (model_class or _class_of(config)).from_pretrained(
+    wants_report = settings.pop("output_loading_info", False)
+    model, report = (model_class or _class_of(config)).from_pretrained(
         None, config=config, state_dict=state_dict, output_loading_info=True, **{"dtype": config.dtype, **settings}
     )
-    if told["missing_keys"]:  # transformers only warns, and gives them random values.
-        what = f"nothing was loaded into {listed(sorted(told['missing_keys']))}: the checkpoint lacks what"
+    if report["missing_keys"]:  # transformers only warns, and gives them random values.
+        what = f"nothing was loaded into {listed(sorted(report['missing_keys']))}: the checkpoint lacks what"
         raise PlanError(f"{what} transformers' {type(model).__name__} needs", path=path, code="missing")
     if Path(path, "generation_config.json").exists() and model.can_generate():
         model.generation_config = transformers.GenerationConfig.from_pretrained(path)
-    return (model, told) if is_told else model
+    return (model, report) if wants_report else model
 
 
 def _class_of(config: Any) -> type[Any]:
@@ -84,9 +84,9 @@ def _class_of(config: Any) -> type[Any]:
     import transformers
 
     for name in getattr(config, "architectures", None) or ():
-        if (found := getattr(transformers, name, None)) is not None:
-            made: type[Any] = found
-            return made
+        model_class: type[Any] | None = getattr(transformers, name, None)
+        if model_class is not None:
+            return model_class
     raise PlanError(f"config.json names no class of transformers ({config.architectures}): give model_class")
 
 

@@ -194,11 +194,11 @@ class Request:
         without = next((file for file in self.files if file.path is None), None)
         if without is None:
             return None
-        return Refusal(f"backend {backend!r} needs files with descriptors, which {without.folder} has not")
+        return Refusal(f"backend {backend!r} needs file descriptors, which {without.folder} does not have")
 
     def reason(self, how: str) -> str:
         """The reason for a choice, for a person."""
-        return f"asked for: {how}" if self.is_by_name else how
+        return f"requested: {how}" if self.is_by_name else how
 
 
 @dataclass(frozen=True, slots=True)

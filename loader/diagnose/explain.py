@@ -164,7 +164,7 @@ def _filesystem(file: StoredFile) -> Filesystem:
 
 
 def _refuses_direct(file: StoredFile) -> str | None:
-    return "the store has no descriptors" if file.path is None else refuses_direct(file.path)
+    return "the store has no file descriptors" if file.path is None else refuses_direct(file.path)
 
 
 def _resident(sources: Sources, chunks: Sequence[Chunk]) -> int:
@@ -208,5 +208,5 @@ def _basis(look: _Look, is_lazy: bool, plan: ArenaPlan, budget: Budget) -> str:
         return f"here all of them come through the page cache of {kinds}, which has {percent} of the bytes now"
     refused = [file for file in look.files if file.refuses_direct is not None]
     kinds = " and ".join(sorted({file.filesystem.kind for file in refused or look.files}))
-    direct = f"{kinds} refuses direct I/O: {refused[0].refuses_direct}" if refused else f"{kinds} takes direct I/O"
+    direct = f"{kinds} refuses direct I/O: {refused[0].refuses_direct}" if refused else f"{kinds} supports direct I/O"
     return f"here {direct}, {percent} of the bytes come from the page cache"

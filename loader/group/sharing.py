@@ -143,7 +143,7 @@ def _provable(
     proofs = [file.proof for file in files if file.proof is not None]
     if len(proofs) < len(files):
         raise PlanError(
-            "group: nothing in a plain checkpoint shows that all members have the same one; convert it",
+            "group: members cannot prove that they have the same plain checkpoint; convert it",
             path=str(source.store),
             code="unsupported",
         )
@@ -180,6 +180,6 @@ def _check_same(group: Group, mine: tuple[str, str]) -> None:
             other = what if what != mine[0] else "other tensors, or another conversion, of that"
             raise PlanError(
                 f"group: member {group.index} loads {mine[0]}, member {member} {other};"
-                " all members of a group load the same",
+                " all members of a group must load the same",
                 code="option",
             )

@@ -172,7 +172,7 @@ def find_rank(
         raise PlanError(f"is a file of a converted folder: give the folder, {parent}", path=str(store), code="option")
     if tp is None:
         raise PlanError(
-            f"not converted ({MANIFEST_NAME} is missing); say tp=N to slice it while loading",
+            f"not converted ({MANIFEST_NAME} is missing); set tp=N to slice it while loading",
             path=str(store),
             code="option",
         )

@@ -41,7 +41,7 @@ class PlainRank(RankSource):
 
     def verified(self) -> RankSource:
         raise PlanError(
-            "nothing to verify by: only converted checkpoints have digests", path=str(self.store), code="unsupported"
+            "cannot be verified: only converted checkpoints have digests", path=str(self.store), code="unsupported"
         )
 
     def contents(self, names: Names = None) -> TensorColumns:

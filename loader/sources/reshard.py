@@ -51,7 +51,9 @@ def gather(dtype: str, shape: tuple[int, ...], wanted: Slice, holders: Sequence[
     pieces = list(_split(row_runs(wanted, shape, axis), borders))
     work = len(pieces) * sum(len(runs) + len(columns) for _, runs, columns, _ in stored)
     if work > _MAX_WORK:
-        raise PlanError(f"a slice that is scattered over {len(pieces)} pieces of {len(holders)} slices", code="limit")
+        raise PlanError(
+            f"a slice is made of too many pieces: {len(pieces)}, from {len(holders)} stored slices", code="limit"
+        )
     reads = []
     for top, count, wanted_row in pieces:
         # Of each holder, rows `top` to `top + count` are all there or all missing.

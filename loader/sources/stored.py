@@ -148,7 +148,7 @@ def check_chunk(view: memoryview, digests: bytes, index: int, chunk: Extent, whe
     expected = digests[DIGEST_NBYTES * index : DIGEST_NBYTES * (index + 1)].hex()
     if digest_hex(view) != expected:
         raise FormatError(
-            f"bytes {chunk.offset} to {chunk.end} have another digest than {expected}: damaged",
+            f"bytes {chunk.offset} to {chunk.end} do not match digest {expected}: damaged",
             path=where,
             offset=chunk.offset,
             code="digest",

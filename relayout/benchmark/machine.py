@@ -150,8 +150,8 @@ def describe(folder: Path) -> Machine:
 
 def drive_of(folder: Path) -> str | None:
     """The model of the drive that a folder is on, else its kind, such as "vda"; None: not on one block device."""
-    number = folder.stat().st_dev
-    device = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
+    device_id = folder.stat().st_dev
+    device = Path(f"/sys/dev/block/{os.major(device_id)}:{os.minor(device_id)}")
     if not device.exists():
         return None
     whole = device.resolve()

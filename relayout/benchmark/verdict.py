@@ -89,7 +89,7 @@ class RankLoads:
         reference = self.expected or (done[0].runs[0].digests if done else ())
         by = "the tables of the converted folder" if self.expected else done[0].title if done else ""
         return [
-            f"{self.title}, {self.state}: {timing.title} loaded other bytes than {by}"
+            f"{self.title}, {self.state}: {timing.title} loaded different bytes from {by}"
             for timing in done
             if any(run.digests != reference for run in timing.runs)
         ]
@@ -109,13 +109,13 @@ def warnings_of(machine: Machine, loads: Sequence[RankLoads]) -> tuple[str, ...]
         warnings.append(
             f"other processes used up to {100 * busy:.0f} % of the processors during loads: do not trust these figures"
         )
-    spread = {
+    spreads = {
         max(timing.seconds) / min(timing.seconds): f"{group.title}, {group.state}, {timing.title}"
         for group, timing in timings
     }
-    if (largest := max(spread, default=0.0)) > _SPREAD:
+    if (largest := max(spreads, default=0.0)) > _SPREAD:
         warnings.append(
-            f"runs of the same load differ by up to {largest:.1f}x ({spread[largest]}):"
+            f"runs of the same load differ by up to {largest:.1f}x ({spreads[largest]}):"
             " repeat on a quiet machine, with more runs"
         )
     return tuple(warnings)

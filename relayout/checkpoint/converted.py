@@ -179,7 +179,7 @@ def check_head(start: memoryview, content: str, data_start: int, where: str) -> 
     prefix = header_prefix(content)
     if start[LENGTH_NBYTES : LENGTH_NBYTES + len(prefix)] != prefix:
         raise FormatError(
-            f"its header names another content than {content}: it is not the file that {MANIFEST_NAME} means",
+            f"content in its header differs from {content}: not the file that {MANIFEST_NAME} describes",
             path=where,
             code="owner",
         )

@@ -23,7 +23,7 @@ _CONSOLIDATED = re.compile(r"consolidated([-.].*)?\.safetensors")
 _TO_SAVE = "load the model and save it with save_pretrained, which writes safetensors"
 _ADVICE = {
     **dict.fromkeys((".bin", ".pt", ".pth", ".ckpt"), _TO_SAVE),
-    ".gguf": f"convert the safetensors that it was made of, or, with from_pretrained(gguf_file=...), {_TO_SAVE}",
+    ".gguf": f"convert the safetensors files it was made from, or, with from_pretrained(gguf_file=...), {_TO_SAVE}",
 }
 """What to do with a folder that has weights of another format only, by their suffix."""
 _WEIGHT_SUFFIXES = frozenset(
@@ -62,7 +62,7 @@ def other_shards(name: str) -> list[str]:
     match = _NUMBERED.fullmatch(name)
     if match is None or int(match["count"]) == 1:
         return []
-    return [f"the other {int(match['count']) - 1} files of its set: name the folder to have all of them"]
+    return [f"the other {int(match['count']) - 1} files of its set: give the folder to convert all of them"]
 
 
 def _check_complete(root: Store, names: Sequence[str]) -> None:
@@ -75,7 +75,7 @@ def _check_complete(root: Store, names: Sequence[str]) -> None:
         count = int(first["count"])
         other = next((match[0] for match in matches if int(match["count"]) != count), None)
         if other is not None:
-            what = f"{first[0]} and {other} belong to different models, and there is no index to choose one"
+            what = f"{first[0]} and {other} belong to different models, and no index selects one"
             raise FormatError(what, path=str(root), code="mismatch")
         _check_set(root, first, {int(match["number"]) for match in matches})
 

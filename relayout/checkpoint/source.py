@@ -183,7 +183,7 @@ def model_order(name: str) -> str:
     if _MARKS.search(name):
         name = name.translate(_ABOVE_MARKS)
     words = "\2" + name.replace(".", "\0\2") + "\0"
-    return _NUMBER.sub(lambda found: f"\1{len(digits := found[1].lstrip('0')):04}{digits}", words)
+    return _NUMBER.sub(lambda match: f"\1{len(digits := match[1].lstrip('0')):04}{digits}", words)
 
 
 def _read_folder(root: Store) -> SourceCheckpoint:
@@ -216,11 +216,11 @@ def _read_folder(root: Store) -> SourceCheckpoint:
     for name in used:
         check_name(root, name)
     side_files, not_copied = find_side_files(root, entries)
-    taken = [*used, *side_files, *([] if index is None else [index[0]])]
+    names_in_use = [*used, *side_files, *([] if index is None else [index[0]])]
     with about(path=str(root)):
-        for name in taken:
+        for name in names_in_use:
             check_path(name)  # Before a byte is copied: a store may list names that no folder can have.
-        check_apart(taken)
+        check_apart(names_in_use)
     return _assemble(
         root,
         each(partial(_read_shard, root, index_name=index_name), used, root.cost.num_opens),
@@ -303,12 +303,12 @@ def _collect_tensors(
             if entry.name in tensors:
                 other = shards[tensors[entry.name].file][0]
                 raise FormatError(
-                    f"is in {other.name} as well", path=folder.location(shard.name), tensor=entry.name, code="mismatch"
+                    f"is also in {other.name}", path=folder.location(shard.name), tensor=entry.name, code="mismatch"
                 )
             extent = Extent(header.data_start + entry.offset, entry.nbytes)
             tensors[entry.name] = SourceTensor(entry.name, entry.dtype, entry.shape, position, extent)
         if elsewhere:
-            skipped.append(f"{shard.name}: {elsewhere} of its tensors: the index names them in other files")
+            skipped.append(f"{shard.name}: {elsewhere} tensors that the index assigns to other files")
     for name, file in (named or {}).items():
         if name not in tensors:
             raise FormatError(

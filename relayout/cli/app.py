@@ -83,12 +83,12 @@ PlanOption = Annotated[
     typer.Option(
         metavar="PLAN",
         help="A plan file (TOML); the name of a built-in plan, such as llama; 'transformers' for the plan of that"
-        " package; or 'vllm' to cut as the installed vLLM does. "
+        " package; or 'vllm' to observe the installed vLLM. "
         "Default: the built-in plan for model_type in config.json.",
     ),
 ]
 TrustOption = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Let vLLM run the Python files of SRC when it is asked for a plan.")
+    bool, typer.Option("--trust-remote-code", help="Allow vLLM to run the Python files of SRC for --plan vllm.")
 ]
 ThreadsOption = Annotated[int, typer.Option(metavar="N", help="Threads that read, copy, hash and write.")]
 MemoryOption = Annotated[str, typer.Option(metavar="SIZE", help="Memory limit of these threads.")]
@@ -208,7 +208,7 @@ def convert(
         ),
     ] = "ranks",
     sha256: Annotated[
-        bool, typer.Option("--sha256", help="Store the SHA-256 of each rank file; reads them once more.")
+        bool, typer.Option("--sha256", help="Store the SHA-256 of each rank file. Reads the files again.")
     ] = False,
     threads: ThreadsOption = 8,
     memory: MemoryOption = "512MiB",
@@ -247,9 +247,9 @@ def convert(
 
     _check_engine(engine, address)
     if engine is not None and (unit is not None or commit):
-        raise PlanError("--engine ray does not go with --unit and --commit: it does both", code="option")
+        raise PlanError("--engine ray cannot be combined with --unit or --commit: it does both", code="option")
     if unit is not None and (commit or sha256):
-        raise PlanError("--unit does not go with --commit and --sha256: commit in a command of its own", code="option")
+        raise PlanError("--unit cannot be combined with --commit or --sha256: run --commit separately", code="option")
     options: PlanOptions = {
         "tp": tp,
         "align": align,
@@ -294,7 +294,7 @@ def plans(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Print this plan.")] = None,
     observe: Annotated[
         str | None,
-        typer.Option(metavar="SRC", help="Write a plan for this checkpoint that cuts it as the installed vLLM does."),
+        typer.Option(metavar="SRC", help="Observe how the installed vLLM shards SRC, and write a plan file."),
     ] = None,
     output: Annotated[
         str, typer.Option("--output", "-o", metavar="FILE", help="The plan that --observe writes.")
@@ -442,7 +442,7 @@ def warm(
     rank: RankOption = None,
     memory: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Bytes of these files to cache at most. Default: half of the free memory."),
+        typer.Option(metavar="SIZE", help="Maximum bytes to cache. Default: half of the free memory."),
     ] = None,
     threads: Annotated[int, typer.Option(metavar="N", help="Requests in flight.")] = 4,
     quiet: QuietOption = False,
@@ -465,24 +465,24 @@ def warm(
 @_command("cache", "cache /nvme/relayout --remove 3f2a", "cache /nvme/relayout --clear")
 def cache(
     folder: Annotated[
-        str | None, typer.Argument(metavar="FOLDER", help="Of the cache. Default: RELAYOUT_CACHE.")
+        str | None, typer.Argument(metavar="FOLDER", help="The cache's folder. Default: RELAYOUT_CACHE.")
     ] = None,
     remove: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Remove this entry; its first letters do. Repeatable.")
+        list[str] | None, typer.Option(metavar="NAME", help="Remove the entry whose name begins with this. Repeatable.")
     ] = None,
     clear: Annotated[bool, typer.Option("--clear", help="Remove all entries.")] = False,
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """List what a cache keeps: conversions of plain checkpoints, and files of remote ones.
+    """List the entries of a cache, or remove them.
 
-    Entries that a process uses are not removed.
+    Entries are conversions of plain checkpoints, and files of remote ones. Entries in use are not removed.
     """
     from relayout.cli import render
     from relayout.commands import cache as caching
 
-    found = caching.cache(folder, remove=remove or (), clear=clear)
-    _show(found, render.cache, as_json=as_json, verbose=verbose)
+    listing = caching.cache(folder, remove=remove or (), clear=clear)
+    _show(listing, render.cache, as_json=as_json, verbose=verbose)
 
 
 @_command("bench llama-3.1-8b-tp8", "bench /fast --size 4GB --tp 8")
@@ -502,7 +502,7 @@ def bench(
         str | None,
         typer.Option(metavar="SIZE", help="Measure a temporary checkpoint of this size below PATH, such as 4GB."),
     ] = None,
-    runs: Annotated[int, typer.Option(metavar="N", help="Loads by each loader; medians are reported.")] = 3,
+    runs: Annotated[int, typer.Option(metavar="N", help="Loads per loader; medians are reported.")] = 3,
     yes: Annotated[
         bool, typer.Option("--yes", "-y", help="Drop these files from the page cache without asking.")
     ] = False,

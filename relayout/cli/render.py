@@ -54,7 +54,7 @@ def summary(done: Summary) -> Iterator[Block]:
         f"{_time(done.source_nbytes - done.resumed_nbytes, done.seconds)}, peak memory {decimal(done.peak_nbytes)}"
     )
     if done.resumed_nbytes:
-        yield Line(f"{decimal(done.resumed_nbytes)} of it were taken from an interrupted conversion, after a check")
+        yield Line(f"{decimal(done.resumed_nbytes)} of it resumed from an interrupted conversion, after verification")
     if done.num_ranks == 1:
         yield Line("1 rank: no tensor is cut, stock loaders read the folder too; --tp N cuts it for N ranks")
     yield from _exceptions(done)
@@ -231,8 +231,8 @@ def plan_check(checked: PlanCheck) -> str:
     if not checked.ok:
         vllm = "vLLM is installed here" if checked.has_vllm else "where vLLM is installed"
         lines += [
-            f"{vllm}: `relayout convert SRC --tp N --plan vllm` cuts as its own weight loaders do, and"
-            " `relayout plans --observe SRC` writes that as a plan",
+            f"{vllm}: `relayout convert SRC --tp N --plan vllm` cuts like its own weight loaders, and"
+            " `relayout plans --observe SRC` writes that as a plan file",
             "`relayout plans --check SRC --plan FILE` checks your own plan",
         ]
     texts = [_wrapped(line, mark, mark + " " * (10 if line.startswith("  ") else 2)) for line in lines]
@@ -456,8 +456,8 @@ def _numbers(*headings: str) -> list[Column]:
     return [Column(heading, "number") for heading in headings]
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+def _count(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def _percent(nbytes: int, total: int) -> str:

@@ -1,1 +1,1 @@
-"""Engines that carry out a conversion's jobs on many machines."""
+"""Runs the jobs of a conversion on many machines."""

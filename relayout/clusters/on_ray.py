@@ -265,7 +265,7 @@ def _check_address(address: str) -> None:
     """
     match = _ADDRESS.fullmatch(address)
     if match is None:
-        what = "is no address of a Ray cluster: expected HOST:PORT, ray://HOST:PORT, auto or local"
+        what = "not the address of a Ray cluster: expected HOST:PORT, ray://HOST:PORT, auto or local"
         raise PlanError(what, path=address, code="option")
     if match["host"] is not None:
         try:
@@ -279,9 +279,9 @@ def _check_address(address: str) -> None:
 def _own_signals() -> Iterator[None]:
     """Keep this process's signal handlers, which ray replaces."""
     is_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM) if is_main}
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM) if is_main}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

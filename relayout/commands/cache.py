@@ -43,7 +43,7 @@ def cache(
     if not folder:
         raise PlanError("no cache: give its folder, or set RELAYOUT_CACHE", code="option")
     if not os.path.isdir(folder):  # noqa: PTH112 (it never raises)
-        raise PlanError("is no folder", path=str(folder), code="missing")
+        raise PlanError("is not a folder", path=str(folder), code="missing")
     kept = Cache(folder)
     entries = kept.entries()
     names = [entry.name for entry in entries] if clear else [_name(entries, start, folder) for start in remove]

@@ -180,7 +180,7 @@ def _check_bulk(manifest: Manifest, rank: int, table: RankTable, report: Report)
         if start == end:
             continue
         if [(reads[n].source, reads[n].source_end, reads[n].count) for n in actual] != [(start, end, 1)]:
-            report.add(MANIFEST_NAME, f"{what} are not one read")
+            report.add(MANIFEST_NAME, f"{what} must be one read")
             continue
         [n] = actual
         first, last = align_down(reads[n].target, BLOCK), align_up(reads[n].target_end, BLOCK)

@@ -125,7 +125,7 @@ def inspect(path: str | os.PathLike[str], *, rank: int | None = None) -> Inspect
     if is_converted(store):
         return _inspect_converted(store, read_manifest(store), rank)
     if rank is not None:
-        raise PlanError("not converted, so it has no ranks: leave out the rank", path=str(store), code="option")
+        raise PlanError("not converted, so it has no ranks: omit the rank", path=str(store), code="option")
     return _inspect_plain(store, read_source(store))
 
 

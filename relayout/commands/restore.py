@@ -156,10 +156,10 @@ def recorded_source(folder: Store, record: SourceRecord, *, is_whole: bool = Tru
                 what = "was not converted, so the file cannot be restored"
                 raise FormatError(what, path=folder.location(shard.name), tensor=entry.name, code="mismatch")
             if known not in (None, stored_as):
-                what = f"{list(stored_as)}, the record's columns have {list(known or ())}"
+                what = f"{list(stored_as)}, the source record has {list(known or ())}"
                 raise FormatError(what, path=where, tensor=entry.name, code="mismatch")
         if expected:
-            raise FormatError("is not in it", path=where, tensor=min(expected), code="mismatch")
+            raise FormatError("is not in the header", path=where, tensor=min(expected), code="mismatch")
         files.append(SourceFile(shard.name, shard.nbytes, header.data_start, shard.header))
     agreed = agreed_metadata(metadata)
     return SourceCheckpoint(folder, tuple(files), tuple(tensors), agreed, index=record.index)

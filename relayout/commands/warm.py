@@ -121,7 +121,7 @@ def _files(store: Store, rank: int | None) -> tuple[list[str], list[int]]:
     """Names and lengths of the files that loads read."""
     if not is_converted(store):
         if rank is not None:
-            raise PlanError("not converted, so it has no ranks: leave out the rank", path=str(store))
+            raise PlanError("not converted, so it has no ranks: omit the rank", path=str(store))
         shards = read_source(store).files
         return [file.name for file in shards], [file.nbytes for file in shards]
     manifest = read_manifest(store)
@@ -154,5 +154,5 @@ def _resident(file: ReadableFile, extent: Extent, store: Store) -> int | None:
     """How many bytes of an extent are in the page cache; None if the system does not report it."""
     fd = file.fileno()
     if fd is None:
-        raise PlanError("a store without a page cache: there is nothing to warm", path=str(store), code="unsupported")
+        raise PlanError("the store has no page cache: nothing to warm", path=str(store), code="unsupported")
     return resident_nbytes(fd, extent.offset, extent.nbytes)

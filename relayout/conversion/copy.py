@@ -92,12 +92,12 @@ class _FileChunks:
     def update(self, offset: int, view: memoryview) -> None:
         """Hash the bytes at `offset` in the file."""
         written, file = Extent(offset, view.nbytes), self._file
-        for number, chunk, part in chunks_over(written, file.data_start, file.nbytes, DIGESTED_NBYTES):
+        for index, chunk, part in chunks_over(written, file.data_start, file.nbytes, DIGESTED_NBYTES):
             piece = view[part.offset - offset : part.end - offset]
-            digest = self._ordered.update(number, part.offset - chunk.offset, piece, chunk.nbytes)
+            digest = self._ordered.update(index, part.offset - chunk.offset, piece, chunk.nbytes)
             if digest is not None:
                 with self._lock:
-                    self.digests[DIGEST_NBYTES * number : DIGEST_NBYTES * (number + 1)] = bytes.fromhex(digest)
+                    self.digests[DIGEST_NBYTES * index : DIGEST_NBYTES * (index + 1)] = bytes.fromhex(digest)
                     self.num_left -= 1
 
 
@@ -243,14 +243,14 @@ def run_unit(
     return Written(tensors, sink.chunks())
 
 
-def hash_chunks(staging: Staging, layout: Layout, numbers: Sequence[int], threads: int) -> dict[int, bytes]:
+def hash_chunks(staging: Staging, layout: Layout, indices: Sequence[int], threads: int) -> dict[int, bytes]:
     """The digests of the chunks of files that are written, from what is stored. Those without data need not be there.
 
     Raises:
         FormatError, OSError: a read failed.
     """
-    files = {number: layout.files[number] for number in numbers}
-    with_data = {number: file for number, file in files.items() if file.nbytes > file.data_start}
+    files = {index: layout.files[index] for index in indices}
+    with_data = {index: file for index, file in files.items() if file.nbytes > file.data_start}
     stored = [
         HashedFile(
             partial(staging.open, file.name, file.nbytes), chunks_of(file.data_start, file.nbytes, DIGESTED_NBYTES)
@@ -258,7 +258,7 @@ def hash_chunks(staging: Staging, layout: Layout, numbers: Sequence[int], thread
         for file in with_data.values()
     ]
     hashed = zip(with_data, hash_files(stored, threads), strict=True)
-    return dict.fromkeys(numbers, b"") | {number: b"".join(map(bytes.fromhex, digests)) for number, digests in hashed}
+    return dict.fromkeys(indices, b"") | {index: b"".join(map(bytes.fromhex, digests)) for index, digests in hashed}
 
 
 def run_steps(

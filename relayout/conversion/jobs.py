@@ -94,7 +94,7 @@ class UnitJob:
         if fingerprint.source != self.fingerprint.source:
             raise source_changed
         if fingerprint != self.fingerprint:
-            raise PlanError(f"unit {self.unit}: this version of relayout plans another conversion", code="unsupported")
+            raise PlanError(f"unit {self.unit}: this version of relayout would convert differently", code="unsupported")
         return planned
 
 
@@ -173,7 +173,7 @@ def convert_unit(
     ) as staging:
         is_done = _record(staging, planned, fingerprint, unit) is not None
         if not is_done:
-            staging.check_space(sum(layout.files[number].nbytes for number in layout.files_of_unit[unit]))
+            staging.check_space(sum(layout.files[index].nbytes for index in layout.files_of_unit[unit]))
             with (
                 Journal(staging, fingerprint, append=False, name=_part_name(unit)) as journal,
                 reporting(progress, f"unit {unit} of {len(layout.units)}", nbytes) as report,

@@ -104,7 +104,7 @@ class Layout:
 
     def files_of(self, holder: int) -> list[RankFile]:
         """The files of a holder."""
-        return [self.files[number] for number in self.holders[holder]]
+        return [self.files[index] for index in self.holders[holder]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,14 +213,16 @@ def choose_dcp(source: SourceCheckpoint, plan: Plan, wanted: bool | None, layout
         PlanError: it is wanted, and DCP cannot read these slices.
     """
     if layout == WHOLE_TENSORS and wanted:
-        raise PlanError("--dcp is not for whole tensors, which PyTorch DCP reads as they are", code="option")
+        raise PlanError(
+            "--dcp does not apply to --layout whole: PyTorch DCP reads whole tensors without it", code="option"
+        )
     if wanted is False or plan.num_ranks == 1 or layout == WHOLE_TENSORS:
         return False
     if _NOT_IN_DCP.intersection(tensor.dtype for tensor in source.tensors):
         if wanted:
             raise PlanError(f"PyTorch DCP does not read {', '.join(sorted(_NOT_IN_DCP))}", code="unsupported")
         return False
-    unfit = {number for number, cut in enumerate(plan.cuts) if not cut.is_box}
+    unfit = {index for index, cut in enumerate(plan.cuts) if not cut.is_box}
     if wanted and unfit:
         names = (tensor.name for tensor, cut in zip(source.tensors, plan.cut_of, strict=True) if cut in unfit)
         what = "a slice of this fused tensor is several ranges, and PyTorch DCP needs a single box"
@@ -386,18 +388,20 @@ def stored_conversion(
     shared = manifest.shared
     for holder, (entry, table) in enumerate(zip(manifest.holders, tables, strict=True)):
         held = {t for t, tensor in enumerate(cut) if tensor.cut.slices[holder].is_held}
-        own = [holder == options.num_ranks or number not in shared for number in entry.files]
+        own = [holder == options.num_ranks or index not in shared for index in entry.files]
         for row, (name, file_index, offset) in enumerate(zip(table.names, table.files, table.offsets, strict=True)):
             t = position.get(name)
             if t is None or t not in held or table.slices[row] != cut[t].cut.slices[holder]:
-                raise FormatError(f"{entry.table}: tensor {name!r} is not what the source record says", code="mismatch")
+                raise FormatError(f"{entry.table}: tensor {name!r} differs from the source record", code="mismatch")
             if own[file_index] and stored[entry.files[file_index]].setdefault(t, offset) != offset:
-                raise FormatError(f"{entry.table}: tensor {name!r} is not where another rank has it", code="mismatch")
+                raise FormatError(
+                    f"{entry.table}: tensor {name!r} is not at the offset that other ranks have", code="mismatch"
+                )
         if len(table.names) != len(held):
             what = f"{entry.table}: {len(table.names)} tensors, the source record has {len(held)}"
             raise FormatError(what, code="mismatch")
-        for number, is_own in zip(entry.files, own, strict=True):
-            owner[number] = holder if is_own else owner[number]
+        for index, is_own in zip(entry.files, own, strict=True):
+            owner[index] = holder if is_own else owner[index]
     files = []
     for file, holder, offsets in zip(manifest.files, owner, stored, strict=True):
         data_offsets = tuple(offset - file.data_start for offset in offsets.values())
@@ -405,8 +409,7 @@ def stored_conversion(
     # Not every writer has units: all files are one, in their order.
     order = tuple(dict.fromkeys(t for offsets in stored for t in offsets))
     holders = tuple(
-        tuple(number for number in entry.files if owner[number] == holder)
-        for holder, entry in enumerate(manifest.holders)
+        tuple(index for index in entry.files if owner[index] == holder) for holder, entry in enumerate(manifest.holders)
     )
     layout = Layout(tuple(files), holders, (order,), (range(len(files)),))
     return Conversion(folder, source, plan, cut, layout, options)

@@ -148,23 +148,23 @@ def _run_units(
         if complete:
             journal.add(Written(complete))
 
-    def tell(nbytes: int) -> None:
+    def on_progress(nbytes: int) -> None:
         if report is not None:
             report(passed + resumed + nbytes)
 
     plan = CopyPlan(conversion, chunk_nbytes=chunk_nbytes)
     passed = 0
-    for number, unit in enumerate(layout.units):
+    for index, unit in enumerate(layout.units):
         resumed = conversion.nbytes_of(t for t in unit if t in done.tensors)
         written = run_unit(
-            plan, number, staging, done=done.tensors.keys(), threads=threads, on_tensors=note, on_progress=tell
+            plan, index, staging, done=done.tensors.keys(), threads=threads, on_tensors=note, on_progress=on_progress
         )
         tensors |= written.tensors
-        unhashed = [file for file in layout.files_of_unit[number] if file not in {**chunks, **written.chunks}]
+        unhashed = [file for file in layout.files_of_unit[index] if file not in {**chunks, **written.chunks}]
         added = {**written.chunks, **hash_chunks(staging, layout, unhashed, num_readers)}
         journal.add(Written(chunks=added))
         chunks |= added
-        headers.write(number, Written(tensors, chunks))
+        headers.write(index, Written(tensors, chunks))
         passed += conversion.nbytes_of(unit)
     return Written(tensors, chunks)
 

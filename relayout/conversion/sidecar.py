@@ -58,20 +58,20 @@ class HeaderWriter:
         """Yield each file of a unit and its header, and count it as complete."""
         layout = self._conversion.layout
         digests = {t: _digests_of(self._conversion, t, written.tensors) for t in layout.units[unit]}
-        for number in layout.files_of_unit[unit]:
-            file = layout.files[number]
+        for index in layout.files_of_unit[unit]:
+            file = layout.files[index]
             content = self._headers.content(file, digests)
             header = self._headers.build(file, content)
             assert len(header) == file.data_start
             yield file, header
-            digest, chunks_digest = digest_hex(header), digest_hex(written.chunks[number])
+            digest, chunks_digest = digest_hex(header), digest_hex(written.chunks[index])
             indexed = IndexedFile(file.name, file.nbytes, file.data_start, content, digest, chunks_digest)
-            self._files[number] = indexed
+            self._files[index] = indexed
 
     @property
     def files(self) -> tuple[IndexedFile, ...]:
         """All files, when those of every unit are complete."""
-        return tuple(self._files[number] for number in range(len(self._conversion.layout.files)))
+        return tuple(self._files[index] for index in range(len(self._conversion.layout.files)))
 
 
 def write_sidecar(
@@ -101,7 +101,7 @@ def write_sidecar(
     del record, side_files
     if sha256:
         files = with_sha256(staging, files, threads)
-    staging.put(CHUNKS_NAME, [written.chunks[number] for number in range(len(files))])
+    staging.put(CHUNKS_NAME, [written.chunks[index] for index in range(len(files))])
     holders = []
     for holder in range(len(conversion.layout.holders)):
         entry, table = _holder(conversion, holder, digests)
@@ -201,12 +201,12 @@ def _rows_beside_whole(conversion: Conversion, rank: int) -> tuple[tuple[int, ..
     """The numbers of the files that a rank reads, and its tensors: in its own files, or parts of whole ones."""
     layout, cut, num_ranks = conversion.layout, conversion.cut, conversion.plan.num_ranks
     own = layout.holders[rank]
-    numbers: list[int] = []
+    indices: list[int] = []
     rows: list[_Row] = []
-    for number in sorted((*own, *layout.holders[num_ranks])):
-        file, position, rows_of_file = layout.files[number], len(numbers), []
+    for index in sorted((*own, *layout.holders[num_ranks])):
+        file, position, rows_of_file = layout.files[index], len(indices), []
         for t, offset in zip(file.tensors, file.offsets, strict=True):
-            if number in own:
+            if index in own:
                 transfers = [Transfer(offset, 0, cut[t].rank_nbytes(rank))]
             elif cut[t].cut.slices[rank].is_held and not is_stored(cut[t], rank, num_ranks):
                 transfers = [transfer.shifted(source=offset) for transfer in cut[t].rank_transfers(rank)]
@@ -214,10 +214,10 @@ def _rows_beside_whole(conversion: Conversion, rank: int) -> tuple[tuple[int, ..
                 continue
             first = transfers[0].source if transfers else offset
             rows_of_file.append(_Row(t, position, first, tuple(Read(position, transfer) for transfer in transfers)))
-        if rows_of_file or number in own:
-            numbers.append(number)
+        if rows_of_file or index in own:
+            indices.append(index)
             rows += rows_of_file
-    return tuple(numbers), rows
+    return tuple(indices), rows
 
 
 def _table(

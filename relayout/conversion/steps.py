@@ -261,10 +261,10 @@ def _held(tensor: CutTensor) -> list[_Held]:
 def _places(conversion: Conversion, holder: int) -> tuple[Sequence[int], Sequence[int]]:
     """Of each tensor: the number of the holder's file that has it, and the absolute offset there; -1 if none has."""
     files, offsets = np.full((2, len(conversion.source.tensors)), -1, np.int64)
-    for number in conversion.layout.holders[holder]:
-        file = conversion.layout.files[number]
+    for index in conversion.layout.holders[holder]:
+        file = conversion.layout.files[index]
         tensors = np.array(file.tensors, np.int64)
-        files[tensors] = number
+        files[tensors] = index
         offsets[tensors] = np.array(file.data_offsets, np.int64) + file.data_start
     # Items of an array are integers of Python, which cost less than numpy's.
     return array("q", files.tobytes()), array("q", offsets.tobytes())

@@ -210,13 +210,13 @@ def slice_transfers(dtype: str, shape: tuple[int, ...], part: Slice) -> tuple[Tr
                 length * item_bits,
                 *strides,
             )
-            if any(number % 8 for number in bits):
+            if any(offset % 8 for offset in bits):
                 dims = ", ".join(map(str, part.axes))
                 raise PlanError(
                     f"a cut of {dtype} {list(shape)} along dim {dims} falls inside a byte: {ranges}",
                     code="indivisible",
                 )
-            source, target, nbytes, *byte_strides = (number // 8 for number in bits)
+            source, target, nbytes, *byte_strides = (offset // 8 for offset in bits)
             if nbytes and count:
                 transfers.append(Transfer(source, target, nbytes, count, *byte_strides).normalized())
     return tuple(transfers)

@@ -248,7 +248,7 @@ def _as_of_now(memory: _Memory, read: Callable[[str], torch.Tensor]) -> Callable
 
     def checked(operation: str) -> torch.Tensor:
         if memory.writes[0] != before:
-            raise RuntimeError(f"{operation}: a global tensor has been written to since this was made of it")
+            raise RuntimeError(f"{operation}: the global tensor was written to after this tensor was derived from it")
         return read(operation)
 
     return checked
@@ -375,7 +375,7 @@ class GlobalTensor(torch.Tensor):
         Raises:
             PlanError: always.
         """
-        raise PlanError(f"{self!r}: has no address: it is not in one piece of memory")
+        raise PlanError(f"{self!r}: has no address: its memory is not contiguous")
 
     @property
     def _geometry(self) -> Geometry:
@@ -405,13 +405,13 @@ class GlobalTensor(torch.Tensor):
         if isinstance(memory, _Rearranged):
             return memory.parts(self._geometry)
         assert isinstance(memory, _Slice)
-        spread = memory.local.new_zeros(memory.shape)
-        memory._renew(spread)
+        filled = memory.local.new_zeros(memory.shape)
+        memory._renew(filled)
         line = torch.zeros(memory.shape[memory.axis], dtype=torch.bool)
         for start, length, _ in positions(memory.ranges):
             line[start : start + length] = True
         mask = line.view([-1 if axis == memory.axis else 1 for axis in range(len(memory.shape))]).expand(memory.shape)
-        return spread.as_strided(*self._geometry), mask.contiguous().as_strided(*self._geometry)
+        return filled.as_strided(*self._geometry), mask.contiguous().as_strided(*self._geometry)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

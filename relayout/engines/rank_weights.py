@@ -119,13 +119,13 @@ def find_folder(path: str, engine: str) -> Folder | None:
         reason = error.what
     if reason is not None:
         raise PlanError(
-            f"is no folder: {reason}. Download the model, run `relayout convert FOLDER --tp N` and serve what it makes;"
+            f"is not a folder: {reason}. Download the model, run `relayout convert FOLDER --tp N` and serve its output;"
             f" or load with {engine}",
             path=path,
             code="missing",
         )
     if store.stat(_OF_ANOTHER_RANK) is not None:  # Engines would take its slices for whole tensors.
-        what = "is missing beside files of ranks: the folder was copied in part"
+        what = "is missing beside rank files: the copy of the folder is incomplete"
         raise FormatError(what, path=store.location("relayout.json"), code="missing")
     return None
 
@@ -182,7 +182,7 @@ def replicas(group: ProcessGroup | None) -> Iterator[Group | None]:
     members = Group(group)
     try:
         yield members
-        members.fail(PlanError("group: what it has loaded cannot be shared"))  # If nothing was.
+        members.fail(PlanError("group: this load cannot be shared"))  # If nothing was.
     except BaseException as error:
         members.fail(error)
         raise
@@ -281,7 +281,7 @@ class RankWeights:
             error.path = error.path or self._path  # An engine has more than one folder: a draft model's, adapters.
             raise
         if left:
-            raise FormatError(f"{listed(sorted(left))}: read, and not given to the engine", path=self._path)
+            raise FormatError(f"{listed(sorted(left))}: read, but not passed to the engine", path=self._path)
         yield from self._unread(columns, unused)
         if not self._only_held:
             yield from self._others(set(columns.names))

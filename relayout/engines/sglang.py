@@ -198,7 +198,7 @@ def _weights(
         if kept is None or not loads_itself(path):
             raise
         # The model is given all tensors anew, and writes over what it has.
-        _LOGGER.warning("relayout: from the cache: %s: SGLang loads %s itself", error, path)
+        _LOGGER.warning("relayout: cannot load from the cache: %s: SGLang loads %s itself", error, path)
         _stock.add(path)
         yield from stock()
         return
@@ -221,7 +221,7 @@ def _check(path: str, folder: Folder, parallel: Any) -> None:
         )
     others = []
     if folder.num_ranks != num_ranks:
-        others.append(f"was converted for {folder.num_ranks} ranks and is put together for {num_ranks}")
+        others.append(f"was converted for {folder.num_ranks} ranks and is resharded for {num_ranks}")
     if parallel.attn_tp_size != num_ranks:
         others.append(f"has attention cut for {folder.num_ranks} ranks, and SGLang cuts it for {parallel.attn_tp_size}")
     if parallel.moe_ep_size > 1 and not folder.expert_parallel:

@@ -141,7 +141,9 @@ class _Loading:
             weights = self._opened or self._weights
             if weights is None or weights.kept is None or not loads_itself(_source(model_config)):
                 raise
-            _LOGGER.warning("relayout: from the cache: %s: vLLM loads %s itself", error, _path(model_config))
+            _LOGGER.warning(
+                "relayout: cannot load from the cache: %s: vLLM loads %s itself", error, _path(model_config)
+            )
             self._weights, self._opened, self._is_stock = None, None, True
             super().load_weights(model, model_config)  # type: ignore[misc]
 
@@ -153,7 +155,7 @@ class _Loading:
             tensors = [*model.parameters(), *model.buffers()]
             is_online = any(tensor.is_meta for tensor in tensors)
             if is_online:
-                _LOGGER.info("relayout: layers that are quantized while they are loaded get copies of their slices")
+                _LOGGER.info("relayout: layers that are quantized during the load get copies of their slices")
             with nullcontext() if weights is None or is_online else weights.placing(tensors):
                 super().load_weights(model, model_config)  # type: ignore[misc]
             if self._weights is None:
@@ -290,13 +292,13 @@ def _check(path: str, folder: Folder, num_ranks: int, parallel: Any) -> bool:
     advice = f"`relayout convert SRC --tp {num_ranks}"
     if folder.num_ranks != num_ranks:
         _LOGGER.warning(
-            "relayout: %s was converted for %d ranks and is put together for %d; %s` makes loads faster",
+            "relayout: %s was converted for %d ranks and is resharded for %d; %s` makes loads faster",
             path, folder.num_ranks, num_ranks, advice,
         )  # fmt: skip
     if not folder.expert_parallel and (experts or parallel.data_parallel_size > 1):
         _LOGGER.warning(
-            "relayout: %s has experts cut for %d ranks, and vLLM places them otherwise: they are read from the files of"
-            " all ranks; %s --expert-parallel` makes loads faster, without data parallelism",
+            "relayout: %s has experts cut for %d ranks, but vLLM places them differently: they are read from the"
+            " files of all ranks; %s --expert-parallel` makes loads faster, without data parallelism",
             path, folder.num_ranks, advice,
         )  # fmt: skip
     return folder.expert_parallel or not experts

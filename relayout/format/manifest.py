@@ -200,7 +200,7 @@ def _parse_manifest(blob: bytes, top: Mapping[str, Any]) -> Manifest:
     )
     unused = set(range(len(files))).difference(*(entry.files for entry in manifest.holders))
     if unused:
-        raise FormatError(f"{files[min(unused)].name} is a file of no rank", code="field")
+        raise FormatError(f"{files[min(unused)].name} belongs to no rank", code="field")
     return manifest
 
 
@@ -232,7 +232,7 @@ def _check_self_digest(blob: bytes, top: Mapping[str, Any]) -> None:
     place = blob.rfind(_SELF_DIGEST)
     if place < 0 or list(top)[-1] != "self_digest" or top["self_digest"] != digest_hex(blob[:place]):
         raise FormatError(
-            f"its self_digest is {shown(top.get('self_digest'))}, not that of its bytes: damaged or edited",
+            f"its self_digest is {shown(top.get('self_digest'))}, which does not match its bytes: damaged or edited",
             code="digest",
         )
 
@@ -336,7 +336,7 @@ def _parse_entry(fields: Fields, table: str, files: Sequence[IndexedFile]) -> Ra
         raise FormatError(f"table {shown(fields.text('table'))}, expected {table!r}", code="field")
     indices = fields.column("files", int)
     if len(set(indices)) < len(indices) or (indices and max(indices) >= len(files)):
-        raise FormatError(f"files {shown(indices)}, expected different numbers below {len(files)}", code="mismatch")
+        raise FormatError(f"files {shown(indices)}, expected distinct indices below {len(files)}", code="mismatch")
     parsed = RankEntry(
         table=fields.text("table"),
         table_digest=digest_field(fields, "table_digest"),

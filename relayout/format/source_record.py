@@ -166,7 +166,7 @@ def parse_record(text: bytes, num_ranks: int, where: str) -> SourceRecord:
 def _parse_record(top: Fields, num_ranks: int) -> SourceRecord:
     check_version(top.top)
     if top.size("num_ranks") != num_ranks:
-        raise FormatError(f"is of {top.size('num_ranks')} ranks, {MANIFEST_NAME} of {num_ranks}", code="mismatch")
+        raise FormatError(f"is for {top.size('num_ranks')} ranks, {MANIFEST_NAME} for {num_ranks}", code="mismatch")
     tensors = Fields(top.object("tensors"))
     side_files = Fields(top.object("side_files"))
     count = _count(tensors)

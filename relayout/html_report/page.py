@@ -66,7 +66,7 @@ def report(
     store, target = find_store(path), Path(output)
     if is_converted(store):
         if tp is not None or plan is not None:
-            raise PlanError("already converted: leave out degree and plan", path=path, code="option")
+            raise PlanError("already converted: omit degree and plan", path=path, code="option")
         content, digests = of_converted(store)
     else:
         if tp is None:

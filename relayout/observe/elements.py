@@ -94,7 +94,7 @@ def completed(slices: Sequence[Slice], shape: tuple[int, ...]) -> tuple[Slice, .
         return slices if sum(prod(part.shape(shape)) for part in held) == prod(shape) else (*slices[:-1], WHOLE)
     [axis] = axes
     missing, end = [], 0
-    for start, length in (*joined(part for one in slices for part in one.ranges_along(axis) or ()), (shape[axis], 0)):
+    for start, length in (*joined(part for held in slices for part in held.ranges_along(axis) or ()), (shape[axis], 0)):
         missing.append((end, start - end))
         end = start + length
     if not any(length for _, length in missing):

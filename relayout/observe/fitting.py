@@ -205,9 +205,9 @@ class _Fitter:
                 continue
             wrong = {degree for tensor, degree in held_out if not self._gives(candidate, tensor, degree)}
             if wrong:
-                return None, f"dim {axis} by {' + '.join(candidate.units)} is not so at {min(wrong)} ranks"
+                return None, f"dim {axis} by {' + '.join(candidate.units)} does not hold at {min(wrong)} ranks"
             return replace(candidate, or_whole=_BESIDE.search(pattern) is not None), ""
-        return None, f"it is cut along dim {axis} as no rule says"
+        return None, f"it is cut along dim {axis} in a way that no rule describes"
 
     def _gives(self, rule: Rule, observed: _Observed, degree: int) -> bool:
         """Whether the rule gives what was observed of a tensor."""

@@ -88,5 +88,5 @@ def _check(checkpoint: SourceCheckpoint, family: Family, loaded: Mapping[int, Se
             if any(part.is_held for part in slices[t]) and not same_elements(
                 plan.cut(t).slices, completed(slices[t], tensor.shape), tensor.shape
             ):
-                what = f"the derived rules do not cut it as was observed at {degree} ranks"
+                what = f"the derived rules do not reproduce the observed cut at {degree} ranks"
                 raise PlanError(what, tensor=tensor.name, code="unsupported")

@@ -49,10 +49,10 @@ class Observer(Tracer):
         self._record(source)
         return True
 
-    def compute(self, func: Any, args: Any, kwargs: Any, found: Sequence[Probe]) -> Any:
-        if len(found) > 1:
-            self._joined.update(probe.memory.name for probe in found)
-        return super().compute(func, args, kwargs, found)
+    def compute(self, func: Any, args: Any, kwargs: Any, probes: Sequence[Probe]) -> Any:
+        if len(probes) > 1:
+            self._joined.update(probe.memory.name for probe in probes)
+        return super().compute(func, args, kwargs, probes)
 
     def loaded(self, name: str) -> Slice:
         """What has been copied of a tensor. All, if only constants that have replaced its elements have been: the

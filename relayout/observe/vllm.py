@@ -244,13 +244,13 @@ def _failure(error: Exception, what: str) -> JsonObject:
 
 def _place(error: Exception) -> str:
     """Class, function, file and line of the innermost frame in vLLM's code, in brackets."""
-    for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
+    for frame, line_number in reversed(list(traceback.walk_tb(error.__traceback__))):
         module = frame.f_globals.get("__name__", "")
         if module.startswith("vllm."):
             owner, code = frame.f_locals.get("self"), frame.f_code
             name = code.co_name if owner is None else f"{type(owner).__name__}.{code.co_name}"
-            line = linecache.getline(code.co_filename, number).strip()
-            return f" ({module}, {name}, line {number}: {line})"
+            line = linecache.getline(code.co_filename, line_number).strip()
+            return f" ({module}, {name}, line {line_number}: {line})"
     return ""
 
 

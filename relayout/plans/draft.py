@@ -168,7 +168,11 @@ def _rules_for(module: Sequence[_Kind], checkpoint: PlannedCheckpoint, theirs: F
             break
         choices |= alike
     for pattern, _, shape, _ in rest:
-        why = "one dimension" if len(shape) < 2 else "UNKNOWN name: whole on every rank until you know better"
+        why = (
+            "one dimension"
+            if len(shape) < 2
+            else "UNKNOWN name: whole on every rank until you have checked your engine"
+        )
         choices[pattern] = _Choice(Rule(pattern, None), why, None)
     return choices
 

@@ -228,9 +228,9 @@ class _Kind:
         slices = dict(self.rule.slices).get(num_ranks)
         if slices is None:
             degrees = ", ".join(str(degree) for degree, _ in self.rule.slices)
-            raise PlanError(f"the plan has its slices for {degrees} ranks only", code="indivisible")
+            raise PlanError(f"the plan lists slices for {degrees} ranks only", code="indivisible")
         if not all(part.is_inside(self.shape) for part in slices):
-            raise PlanError(f"{list(self.shape)} does not have the slices of the plan", code="config")
+            raise PlanError(f"{list(self.shape)} does not fit the slices of the plan", code="config")
         check_all_held(self.shape, slices)
         return _checked(self.dtype, self.shape, slices)
 

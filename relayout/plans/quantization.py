@@ -101,13 +101,13 @@ class Scheme:
         Usually one. Several if the checkpoint has several storages of values that the shapes do not distinguish. Empty
         if the tensors do not store a quantized matrix.
         """
-        found: dict[Weight, None] = {}
+        weights: dict[Weight, None] = {}
         for values in self.values:
             rows = self._size(0, self.rows_of, tensors, values.bits)
             columns = self._size(1, self.columns_of, tensors, values.bits)
             if rows is not None and columns is not None and self._fits(columns, values, tensors):
-                found[Weight(rows, columns, values)] = None
-        return tuple(found)
+                weights[Weight(rows, columns, values)] = None
+        return tuple(weights)
 
     def _fits(self, columns: int, values: Values, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bool:
         """Whether the number of scales equals the number of groups of columns."""
@@ -262,9 +262,9 @@ _PACKED_INPUTS: Mapping[str, Axes] = {"qweight": (1, 0), "scales": (1, 0), "qzer
 def _gptq(config: Mapping[str, Any]) -> Scheme:
     dynamic = config.get("dynamic")  # GPTQModel: different settings for some layers.
     exceptions = dynamic.values() if isinstance(dynamic, Mapping) else ()
-    layers = [config, *({**config, **one} for one in exceptions if isinstance(one, Mapping))]
-    values = {Values(_number(one, "bits"), _group(one.get("group_size"))): None for one in layers}
-    if any(one.get("desc_act") and _group(one.get("group_size")) is not None for one in layers):
+    layers = [config, *({**config, **layer} for layer in exceptions if isinstance(layer, Mapping))]
+    values = {Values(_number(layer, "bits"), _group(layer.get("group_size"))): None for layer in layers}
+    if any(layer.get("desc_act") and _group(layer.get("group_size")) is not None for layer in layers):
         raise _refusal("GPTQ with act-order (desc_act)", _ACT_ORDER)
     stored = "marlin" if config.get("is_marlin_format") else config.get("checkpoint_format", "gptq")
     if stored not in ("gptq", "gptq_v2"):

@@ -32,15 +32,15 @@ def proven_rules(checkpoint: PlannedCheckpoint, record: SourceRecord) -> Family:
     options, where = record.options, str(checkpoint.root)
     if record.plan is None:
         raise PlanError(
-            "there was no plan for the source, so that it can be loaded whole or as converted, at no other degree:"
+            "converted without a plan, so it can be loaded whole or at its own degree only:"
             " convert it again, with --plan FILE",
             path=where,
             code="no_plan",
         )
     if record.plan.origin == VLLM:
         raise PlanError(
-            f"its slices were observed from vLLM {record.plan.name} at {options.num_ranks} ranks, so that it can be"
-            " loaded whole or as converted, at no other degree: convert it again",
+            f"its slices were observed from vLLM {record.plan.name} at {options.num_ranks} ranks, so it can be"
+            " loaded whole or at that degree only: convert it again",
             path=where,
             code="no_plan",
         )
@@ -50,8 +50,8 @@ def proven_rules(checkpoint: PlannedCheckpoint, record: SourceRecord) -> Family:
     pairs = set(zip(plan.cut_of, record.cut_of, strict=True))
     if any(plan.cuts[planned] != record.cuts[recorded] for planned, recorded in pairs):
         raise FormatError(
-            f"its plan {options.plan!r} does not cut all tensors as they are cut: config.json has changed, or another"
-            " version of relayout has converted the source; it can only be loaded at its own degree,"
+            f"plan {options.plan!r} does not reproduce the stored slices: config.json has changed, or another"
+            " version of relayout converted the source; it can only be loaded at its own degree,"
             f" {options.num_ranks}",
             path=where,
             code="mismatch",

@@ -170,7 +170,7 @@ class Cache:
                 if _is_own(own / _TAG, stat.S_ISREG) and (own / _TAG).read_bytes() == _TAG_TEXT:
                     return own
             if not is_new:
-                what = f"relayout did not make it ({_TAG} does not say so); choose another folder for the cache"
+                what = f"not created by relayout ({_TAG} does not identify it); choose another folder for the cache"
                 raise PlanError(what, path=own, code="exists")
             folder.write(_TAG, _TAG_TEXT)
         return own

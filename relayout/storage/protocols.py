@@ -166,7 +166,7 @@ class Replaceable:
         if not there:
             return frozenset()
         if self.marker not in there:
-            what = f"is not empty; it is no converted folder ({self.marker} is missing), so delete it or choose another"
+            what = f"is not empty, and not a converted folder ({self.marker} is missing): delete it or choose another"
             raise PlanError(what, path=str(store), code="exists")
         if not force:
             raise PlanError("is not empty; --force replaces it", path=str(store), code="exists")
@@ -228,7 +228,7 @@ class ReadableFile(Closable, Protocol):
         """
 
     def fileno(self) -> int | None:
-        """The descriptor, for mmap(2), cachestat(2) or cuFile; None if the store has no descriptors."""
+        """The descriptor, for mmap(2), cachestat(2) or cuFile; None if the store has no file descriptors."""
 
     def read(self, offset: int, view: memoryview) -> None:
         """Fill `view` with the bytes at `offset`, up to the end of the file. Thread-safe.
@@ -281,7 +281,7 @@ class Notes(Closable, Protocol):
 
 def kept_note(location: str) -> str:
     """The note on the error of an attempt whose files are kept."""
-    return f"finished work is kept in {location}; the same command continues it"
+    return f"finished work is kept in {location}; the same command resumes it"
 
 
 class Staging(Protocol):
@@ -393,7 +393,7 @@ class Store(Protocol):
         """A file's path or URL for messages."""
 
     def path(self, name: str) -> Path | None:
-        """The file's path for system calls; None if the store has no descriptors. Does not access the file."""
+        """The file's path for system calls; None if the store has no file descriptors. Does not access the file."""
 
     def kind(self) -> Kind:
         """What exists at the store's own path or prefix.

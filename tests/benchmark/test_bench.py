@@ -208,7 +208,7 @@ def test_a_busy_machine_and_runs_that_differ_are_warned_of(tmp_path: Path) -> No
 
 
 def test_other_bytes_are_told_with_their_loader() -> None:
-    what = "one rank of 4, cold: safetensors get_slice loaded other bytes than"
+    what = "one rank of 4, cold: safetensors get_slice loaded different bytes from"
     assert loads([1.0], [3.0], digests=("b",)).wrong() == [f"{what} the tables of the converted folder"]
     without = replace(loads([1.0], [3.0], digests=("b",)), expected=None)
     assert without.wrong() == [f"{what} relayout, converted"]

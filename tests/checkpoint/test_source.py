@@ -171,7 +171,7 @@ def test_of_a_tensor_in_two_files_the_index_decides(tmp_path: Path, chosen: str,
 def test_a_tensor_in_two_files_is_refused_without_an_index(tmp_path: Path) -> None:
     write(tmp_path / "x.safetensors", {"a": A})
     write(tmp_path / "y.safetensors", {"a": A})
-    with pytest.raises(FormatError, match=r"y\.safetensors: tensor 'a': is in x\.safetensors as well"):
+    with pytest.raises(FormatError, match=r"y\.safetensors: tensor 'a': is also in x\.safetensors"):
         read_source(tmp_path)
 
 

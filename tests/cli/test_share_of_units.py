@@ -35,4 +35,4 @@ def test_a_share_of_units_is_k_of_n_and_is_not_published(tmp_path: Path) -> None
         assert (refused.exit_code, "expected K/N with K from 0 to N - 1" in refused.stderr) == (2, True), share
     for other in ("--commit", "--sha256"):
         refused = CliRunner().invoke(app, [*words, "0/1", other])
-        assert (refused.exit_code, "commit in a command of its own" in refused.stderr) == (2, True), other
+        assert (refused.exit_code, "run --commit separately" in refused.stderr) == (2, True), other

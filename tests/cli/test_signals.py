@@ -130,7 +130,7 @@ def test_a_signal_stops_a_conversion_and_keeps_what_is_done(
             child.send_signal(number)
         stdout, stderr = child.communicate(timeout=PATIENCE)
     assert (child.returncode, stdout) == (128 + number, "")
-    note = f"finished work is kept in {big / PARTIAL}; the same command continues it"
+    note = f"finished work is kept in {big / PARTIAL}; the same command resumes it"
     assert stderr.splitlines() == [f"relayout: error: {word}", f"relayout: note: {note}"]
     assert {name: entry for name, entry in tree(big).items() if not name.startswith(PARTIAL)} == before
     kept = kept_nbytes(big)

@@ -66,7 +66,7 @@ def test_an_entry_in_use_and_the_files_of_others_stay(folder: Path, llama: Path)
 
 def test_what_cannot_be_listed_is_an_error(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RELAYOUT_CACHE", raising=False)
-    for given, message in ((None, "no cache: give its folder"), (tmp_path / "none", "is no folder")):
+    for given, message in ((None, "no cache: give its folder"), (tmp_path / "none", "is not a folder")):
         with pytest.raises(PlanError, match=message):
             cache(given)
     for start in ("", "zz"):

@@ -212,7 +212,7 @@ def test_a_backend_that_needs_descriptors_refuses_a_store_without(here: Ground, 
     if find_store(converted).path("x") is not None:
         assert len(relayout.load(converted, 0, backend="mapped")) > 10
         return
-    with pytest.raises(PlanError, match=f"backend '{backend}' needs files with descriptors, which {converted} has not"):
+    with pytest.raises(PlanError, match=f"backend '{backend}' needs file descriptors, which {converted} does not have"):
         relayout.load(converted, 0, backend=backend)
     assert relayout.explain(converted, 0).backend == "buffered"
     assert len(relayout.load(converted, 0, backend="buffered")) > 10

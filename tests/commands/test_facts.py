@@ -284,11 +284,11 @@ def named(old: str, new: str) -> Callable[[Tree], None]:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (exchange_offsets, "gate_proj.weight'.* the record's columns have"),
-        (lambda top: top["tensors"]["offset"].__setitem__(0, 0), "the record's columns have"),
+        (exchange_offsets, "gate_proj.weight'.* the source record has"),
+        (lambda top: top["tensors"]["offset"].__setitem__(0, 0), "the source record has"),
         (lambda top: top["files"]["nbytes"].__setitem__(0, top["files"]["nbytes"][0] + 1), "trailing bytes"),
-        (in_header('"BF16"', '"F16" '), "the record's columns have"),
-        (in_header("gate_proj", "gata_proj"), "gate_proj.weight'.* is not in it"),
+        (in_header('"BF16"', '"F16" '), "the source record has"),
+        (in_header("gate_proj", "gata_proj"), "gate_proj.weight'.* is not in the header"),
         (cut_otherwise, "canonical form is"),
         (out_of_order, "is not in model order"),
         (named("config.json", "relayout.x"), "'relayout.x' has the name of a file that relayout writes"),
@@ -297,10 +297,10 @@ def named(old: str, new: str) -> Callable[[Tree], None]:
         (lambda top: top["plan"]["rules"].update(x=5), "cannot be loaded at another degree: .*'x'"),
         (
             lambda top: top["plan"]["rules"].update(cut={"**": "whole"}),
-            "cannot be loaded at another degree: .*does not cut",
+            "cannot be loaded at another degree: .*does not reproduce",
         ),
-        (lambda top: top.update(layout="whole"), "dcp is true: --dcp is not for whole tensors"),
-        (lambda top: top["tensors"]["dtype"].__setitem__(0, "F8_E8M0"), "the record's columns have"),
+        (lambda top: top.update(layout="whole"), "dcp is true: --dcp does not apply to --layout whole"),
+        (lambda top: top["tensors"]["dtype"].__setitem__(0, "F8_E8M0"), "the source record has"),
     ],
 )
 def test_a_record_that_contradicts_itself_or_its_rules_is_named(
@@ -375,7 +375,7 @@ def test_a_bulk_is_one_read(folder: Path) -> None:
 
     edit_manifest(folder, split)
     assert relayout.load(folder, 1)
-    assert [one for one in differences(folder) if "relayout.json: rank 1: bytes" in one and "are not one read" in one]
+    assert [one for one in differences(folder) if "relayout.json: rank 1: bytes" in one and "must be one read" in one]
 
 
 def test_names_that_differ_in_case_only_are_named(folder: Path) -> None:

@@ -71,7 +71,7 @@ def test_what_is_no_address_of_a_cluster_is_said(
     source: Path, tmp_path: Path, use: Callable[[FakeRay], FakeRay], address: str
 ) -> None:
     ray = use(FakeRay([{"CPU": 2.0}]))
-    with pytest.raises(PlanError, match="is no address of a Ray cluster: expected HOST:PORT"):
+    with pytest.raises(PlanError, match="not the address of a Ray cluster: expected HOST:PORT"):
         on_ray.convert(source, tmp_path / "out", address=address, **OPTIONS)
     assert not ray.inits
 

@@ -203,7 +203,7 @@ def test_a_folder_of_somebody_else_is_not_touched(model: Path, cache: Path) -> N
     own = cache / "relayout-cache-v1"
     own.mkdir(parents=True)
     (own / "thesis.tex").write_text("theirs")
-    with pytest.warns(UserWarning, match="is not kept in the cache .*: relayout did not make it"):
+    with pytest.warns(UserWarning, match="is not kept in the cache .*: not created by relayout"):
         found = relayout.load(model, 0, tp=TP, cache=cache)
     assert_equal(found, relayout.load(model, 0, tp=TP, cache=""))
     assert [path.name for path in own.iterdir()] == ["thesis.tex"]

@@ -191,7 +191,7 @@ def assert_goes_on(model: Model, place: Path, resumed: set[int]) -> None:
 
 
 def kept_note(place: Path) -> str:
-    return f"relayout: note: finished work is kept in {place / PARTIAL}; the same command continues it"
+    return f"relayout: note: finished work is kept in {place / PARTIAL}; the same command resumes it"
 
 
 def strata(low: int, high: int, count: int) -> list[int]:

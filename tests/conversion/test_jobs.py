@@ -296,7 +296,7 @@ def test_a_conversion_in_one_run_does_not_take_the_place_of_units(
 ) -> None:
     all_jobs = jobs_of(source, f"{place}/out", **OPTIONS)
     run_job(all_jobs[0])
-    with pytest.raises(PlanError, match="holds units that other processes convert"):
+    with pytest.raises(PlanError, match="holds units of other processes"):
         relayout.convert(source, f"{place}/out", **OPTIONS)
     for job in all_jobs[1:]:
         assert run_job(job).read_nbytes
@@ -398,6 +398,6 @@ def test_a_job_that_is_planned_otherwise_now_is_refused(source: Path, tmp_path: 
     [job, *_] = jobs_of(source, tmp_path / "out", **OPTIONS)
     changed = job.as_json()
     changed["options"]["alignment"] = 512
-    with pytest.raises(PlanError, match="unit 0: this version of relayout plans another conversion"):
+    with pytest.raises(PlanError, match="unit 0: this version of relayout would convert differently"):
         run_job(UnitJob.from_json(changed))
     assert not (tmp_path / "out").exists()

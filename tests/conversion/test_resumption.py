@@ -123,7 +123,7 @@ def interrupt(work: Path, *, force: bool = False, **options: Any) -> set[int]:
     """Leave a conversion behind that has done 5 tensors and the half of another one; returns their positions."""
     with stopping_at(DONE * PUTS + 1), pytest.raises(Stopped) as caught:
         go(work, force=force, **options)
-    note = f"finished work is kept in {work / PARTIAL}; the same command continues it"
+    note = f"finished work is kept in {work / PARTIAL}; the same command resumes it"
     assert caught.value.__notes__ == [note]
     assert [path.name for path in work.iterdir() if path.name.startswith(".")] == [PARTIAL]
     found = read_journal(work / PARTIAL)

@@ -75,7 +75,7 @@ def content(folder: Path) -> dict[str, bytes]:
 def kept_tensors(error: BaseException, out: Path) -> set[int]:
     """What a conversion that failed has kept; it says so, and its threads have closed all its files."""
     place = out.with_name(f".{out.name}.relayout-partial")
-    note = f"finished work is kept in {place}; the same command continues it"
+    note = f"finished work is kept in {place}; the same command resumes it"
     assert getattr(error, "__notes__", None) == [note]
     assert [path.name for path in out.parent.iterdir() if path.name.startswith(".")] == [place.name]
     if sys.platform.startswith("linux"):
@@ -494,7 +494,7 @@ def test_an_output_that_is_a_link_is_refused(tmp_path: Path, target: str, force:
         ("nowhere/out", "its parent folder does not exist"),
         ("file", "exists and is not a folder"),
         ("file/out", "its parent folder does not exist"),
-        ("full", "is not empty; it is no converted folder"),
+        ("full", "is not empty, and not a converted folder"),
     ],
 )
 def test_an_output_that_would_lose_something_is_refused(tmp_path: Path, output: str, says: str) -> None:
@@ -511,7 +511,7 @@ def test_force_replaces_only_what_relayout_wrote(tmp_path: Path) -> None:
     source = write_source(tmp_path / "model")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").write_text("mine")
-    with pytest.raises(PlanError, match=r"out: is not empty; it is no converted folder \(relayout.json is missing\)"):
+    with pytest.raises(PlanError, match=r"out: is not empty, and not a converted folder \(relayout.json is missing\)"):
         convert(source, tmp_path / "out", force=True)
     assert listing(tmp_path / "out") == ["precious"]
 

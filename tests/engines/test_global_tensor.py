@@ -259,7 +259,7 @@ def test_what_was_made_of_a_tensor_before_it_was_written_to_is_not_made_of_what_
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         case.tensor.zero_()
-        with pytest.raises(RuntimeError, match="has been written to"):
+        with pytest.raises(RuntimeError, match="was written to after"):
             plus.sum()
 
 

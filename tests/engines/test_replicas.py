@@ -50,7 +50,7 @@ def test_what_is_not_to_be_shared_or_cannot_be_is_read_by_each(replicas: list[di
     ("case", "culprit", "reason"),
     [
         ("a read fails", 0, "the drive is on fire"),
-        ("missing", 0, "is no folder: no objects with this prefix"),
+        ("missing", 0, "is not a folder: no objects with this prefix"),
         ("the engine fails", 1, "no place for this tensor"),
         ("the engine stops", 1, "rank 1: the engine stopped after 2 tensors"),
     ],

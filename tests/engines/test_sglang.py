@@ -50,7 +50,7 @@ def test_other_folders_are_left_to_sglang(folders: Path, engine: Engine) -> None
     own = dict(engine.weights(folders / "llama", 0, 2))
     assert own.keys() == whole.keys()
     assert all(type(tensor) is torch.Tensor for tensor in own.values())
-    with pytest.raises(PlanError, match="is no folder"):
+    with pytest.raises(PlanError, match="is not a folder"):
         next(engine.weights(folders / "nothing", 0, 2, load_format="relayout"))
 
 
@@ -82,7 +82,7 @@ def test_what_is_cut_otherwise_is_said_and_right(
     assert "has attention cut for 2 ranks, and SGLang cuts it for 1" in caplog.text
     engine.attention = None
     dict(engine.weights(folders / "llama-tp2", 0, 1))
-    assert "was converted for 2 ranks and is put together for 1" in caplog.text
+    assert "was converted for 2 ranks and is resharded for 1" in caplog.text
 
 
 @pytest.mark.parametrize("load_format", ["auto", "relayout"])

@@ -69,5 +69,5 @@ def test_what_transformers_cannot_use_is_refused(folder: Path, tmp_path: Path) -
     relayout.convert(folder / "qwen3_moe", tmp_path / "owned", tp=2, expert_parallel=True)
     with pytest.raises(PlanError, match="owned: was converted with --expert-parallel"):
         relayout.transformers.from_pretrained(tmp_path / "owned")
-    with pytest.raises(PlanError, match="is no folder"):
+    with pytest.raises(PlanError, match="is not a folder"):
         relayout.transformers.from_pretrained(tmp_path / "nothing")

@@ -67,7 +67,7 @@ def test_nothing_is_placed_where_parameters_get_their_memory_later(
     loader = engine.load(folders / "llama-tp2", model, placement="direct")
     model.assert_holds_what_it_cuts_of(whole)
     assert loader._weights.report().placed_nbytes == 0
-    assert "quantized while they are loaded get copies" in caplog.text
+    assert "quantized during the load get copies" in caplog.text
 
 
 def test_a_draft_model_and_a_reload_are_copied(folders: Path, engine: Engine) -> None:
@@ -103,7 +103,7 @@ def test_another_degree_is_put_together_and_said(
         model = Model(whole, rank, 2)
         engine.load(folders / "llama-tp4", model, strict=True)
         model.assert_holds_what_it_cuts_of(whole)
-    assert "was converted for 4 ranks and is put together for 2; `relayout convert SRC --tp 2` makes" in caplog.text
+    assert "was converted for 4 ranks and is resharded for 2; `relayout convert SRC --tp 2` makes" in caplog.text
 
 
 @pytest.mark.parametrize(("folder", "reads"), [("llama", "plain.read_source"), ("llama-tp4", "resharded.read_record")])
@@ -236,7 +236,7 @@ def test_a_tensor_that_is_read_and_not_given_is_an_error(
         RankWeights, "_slices", lambda self, *given: (one for one in original(self, *given) if one[0] != name)
     )
     model = Model(stock_tensors(folders / "llama"), 0, 2, stage=lambda one: one != name)  # Which does not miss it.
-    with pytest.raises(FormatError, match=f"llama-tp2: {name}: read, and not given to the engine"):
+    with pytest.raises(FormatError, match=f"llama-tp2: {name}: read, but not passed to the engine"):
         engine.load(folders / "llama-tp2", model, placement=placement)
 
 
@@ -352,7 +352,7 @@ def test_options_are_checked(folders: Path, engine: Engine, options: dict[str, o
 def test_what_is_no_folder_is_refused_with_what_to_run(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     loader = engine.formats["relayout"](LoadConfig())
-    with pytest.raises(PlanError, match=r"^/no/such/folder: is no folder: .*relayout convert FOLDER --tp N"):
+    with pytest.raises(PlanError, match=r"^/no/such/folder: is not a folder: .*relayout convert FOLDER --tp N"):
         loader.download_model(model_config(Path("/no/such/folder")))
 
 
@@ -375,7 +375,7 @@ def test_a_damaged_byte_is_found_by_verify_and_a_missing_file_always(
     with pytest.raises(FormatError, match="bytes long, expected"):
         engine.load(folder, Model(whole, 1, 2))
     (folder / "relayout.json").unlink()
-    with pytest.raises(FormatError, match=r"relayout\.json: is missing beside files of ranks"):
+    with pytest.raises(FormatError, match=r"relayout\.json: is missing beside rank files"):
         engine.load(folder, Model(whole, 1, 2))
 
 

@@ -354,7 +354,7 @@ def test_an_edited_manifest_is_refused() -> None:
     blob = dump_manifest(MANIFEST)
     edited = blob.replace(b'"alignment": 512', b'"alignment": 513')
     assert edited != blob
-    with pytest.raises(FormatError, match=r"^relayout.json: its self_digest is .* not that of its bytes"):
+    with pytest.raises(FormatError, match=r"^relayout.json: its self_digest is .* which does not match its bytes"):
         parse_manifest(edited, WHERE)
     top = manifest_tree()
     del top["self_digest"]

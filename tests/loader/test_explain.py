@@ -183,7 +183,7 @@ def test_what_was_asked_for_is_repeated(converted: Path) -> None:
     assert (told.path, told.rank, told.device) == (str(converted), 1, "cpu")
     assert (told.threads, told.memory, told.gds) == (3, 5 * MIB, None)
     assert "all else directly where the file system allows it" in told.reason
-    assert relayout.explain(converted, 1, backend="direct").reason.startswith("asked for: read past the page cache")
+    assert relayout.explain(converted, 1, backend="direct").reason.startswith("requested: read past the page cache")
 
 
 def check_what_is_seen(cold: Path, first: Path, second: Path) -> None:
@@ -195,7 +195,7 @@ def check_what_is_seen(cold: Path, first: Path, second: Path) -> None:
     assert told.resident_nbytes == MIB + second.stat().st_size - 4096
     percent = round(100 * told.resident_nbytes / (4096 * len(blocks_of(manifest_reads(cold, 1)))))
     assert 60 < percent < 64
-    assert f"{df(first, 'fstype')} takes direct I/O, {percent} % of the bytes" in told.reason
+    assert f"{df(first, 'fstype')} supports direct I/O, {percent} % of the bytes" in told.reason
     direct = relayout.explain(cold, 1, backend="direct")
     assert direct.resident_nbytes == 0
     assert [file.resident_nbytes for file in direct.files] == [MIB, second.stat().st_size]
@@ -417,7 +417,7 @@ def _garbage_manifest(folder: Path) -> None:
         (_remove, {}, FormatError, r"part-1.safetensors: is missing$"),
         (_cut_off, {}, FormatError, r"part-1.safetensors: 1048576 bytes long, expected \d+$"),
         (_garbage_manifest, {}, FormatError, r"relayout.json: .*not valid JSON"),
-        (_no_manifest, {}, PlanError, r"not converted \(relayout.json is missing\); say tp=N"),
+        (_no_manifest, {}, PlanError, r"not converted \(relayout.json is missing\); set tp=N"),
     ],
 )
 def test_what_a_load_would_refuse_is_refused(

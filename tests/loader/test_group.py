@@ -190,7 +190,7 @@ def test_members_that_load_something_else_are_named(group: list[dict[str, Any]])
         for case in ("another rank", "streamed, another rank"):
             assert member[case]["kind"] == "PlanError"
             assert f"member {number} loads rank {number // 3} of 2" in member[case]["error"]
-            assert "all members of a group load the same" in member[case]["error"]
+            assert "all members of a group must load the same" in member[case]["error"]
         assert member["another conversion"]["kind"] == "PlanError"
         assert "foreign" in member["another conversion"]["error"]
 
@@ -199,7 +199,7 @@ def test_members_that_load_something_else_are_named(group: list[dict[str, Any]])
 def test_all_members_verify_or_none_does(group: list[dict[str, Any]], case: str) -> None:
     for member in group:  # Chunks are assigned otherwise than blocks.
         assert member[case]["kind"] == "PlanError"
-        assert "all members of a group load the same" in member[case]["error"]
+        assert "all members of a group must load the same" in member[case]["error"]
 
 
 def test_what_one_member_may_not_do_no_member_does(group: list[dict[str, Any]]) -> None:

@@ -93,7 +93,9 @@ def test_a_repository_is_converted_verified_and_restored(
     relayout.restore("org/out", tmp_path / "restored")
     assert_equal(whole_tensors(tmp_path / "restored"), whole_tensors(model))
     assert check_plan("org/model").ok
-    with pytest.raises(PlanError, match="hf://org/model-tp2: relayout does not write there: name another output"):
+    with pytest.raises(
+        PlanError, match="hf://org/model-tp2: relayout cannot write to this store: choose another output"
+    ):
         relayout.convert("hf://org/model", tp=2)
 
 
@@ -109,7 +111,7 @@ def test_a_signature_that_has_expired_is_asked_for_again(hub: Hub, converted: Pa
 
 def test_signatures_that_are_never_valid_are_an_error_that_does_not_show_them(hub: Hub) -> None:
     hub.are_refused = True
-    with pytest.raises(RequestError, match="access is denied") as caught:
+    with pytest.raises(RequestError, match="access denied") as caught:
         relayout.load("org/out", 1)
     assert "Signature" not in str(caught.value)
 
@@ -208,13 +210,13 @@ def test_a_server_cannot_ask_to_be_waited_for_longer_than_is_bearable(
 ) -> None:
     now = [0.0]
     monkeypatch.setattr(connect, "RETRY_SECONDS", 90.0)
-    monkeypatch.setattr(failures, "_told", float("-inf"))
+    monkeypatch.setattr(failures, "_warned", float("-inf"))
     monkeypatch.setattr(failures, "pause", lambda seconds: now.append(now[-1] + seconds))
     monkeypatch.setattr(failures.time, "monotonic", lambda: now[-1])
     hub.hub.interfere = lambda request: Answer(429, headers={"Retry-After": "86400"})
     with (
-        pytest.warns(UserWarning, match="too many requests from here.*; trying again for 30 s"),
-        pytest.raises(RequestError, match=r"too many requests from here.* \(HTTP 429\)"),
+        pytest.warns(UserWarning, match="the hub throttles requests.*; retrying for 30 s"),
+        pytest.raises(RequestError, match=r"the hub throttles requests.* \(HTTP 429\)"),
     ):
         relayout.load("org/out", 1)
     assert now == [0, 60, 90]
@@ -228,11 +230,13 @@ def test_bytes_that_only_xet_brings_are_no_matter_of_credentials(hub: Hub) -> No
         return replace(answer, headers=answer.headers | {"X-Xet-Hash": "0" * 64})
 
     hub.hub.interfere = interfere
-    with pytest.raises(RequestError, match=r"by Xet only: download with its own tool"):
+    with pytest.raises(RequestError, match=r"by Xet only: download it with the hub's own tool"):
         relayout.load("org/out", 1)
 
 
-@pytest.mark.parametrize(("status", "says"), [(429, "too many requests from here"), (500, "the hub failed")])
+@pytest.mark.parametrize(
+    ("status", "says"), [(429, "the hub throttles requests"), (500, "the hub returned a server error")]
+)
 def test_the_hub_fails(hub: Hub, status: int, says: str) -> None:
     hub.hub.interfere = lambda request: Answer(status)
     with pytest.raises(RequestError, match=rf"{says}.* \(HTTP {status}\)"):

@@ -117,7 +117,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_named(trial: dict[str, Any]) -> 
 
 @pytest.mark.parametrize(
     ("what", "later"),
-    [("replaced", "its header names another content"), ("unlinked", "is missing$")],
+    [("replaced", "content in its header differs from"), ("unlinked", "is missing$")],
 )
 def test_a_file_that_leaves_its_place_is_read_to_its_end_or_named(trial: dict[str, Any], what: str, later: str) -> None:
     """Never are bytes of two files mixed, or taken from the wrong one."""
@@ -151,7 +151,7 @@ def replace(place: Path, folder: Path) -> Callable[..., object]:
     return replace
 
 
-NOT_ITS_OWN = rf"{PART}: its header names another content than [0-9a-f]+: it is not the file that relayout.json means$"
+NOT_ITS_OWN = rf"{PART}: content in its header differs from [0-9a-f]+: not the file that relayout.json describes$"
 
 
 @pytest.mark.parametrize(

@@ -197,7 +197,7 @@ def test_a_tensor_that_was_not_chosen_is_not_verified(converted: Path, tmp_path:
 
 @pytest.mark.filterwarnings("ignore:.*plain checkpoint")
 def test_a_plain_folder_has_nothing_to_verify_by(model: Path) -> None:
-    with pytest.raises(PlanError, match="nothing to verify by"):
+    with pytest.raises(PlanError, match="cannot be verified"):
         relayout.load(model, 0, tp=2, verify=True)
 
 
@@ -311,7 +311,7 @@ def test_the_backends_are_those_that_are_tested() -> None:
 def test_a_backend_of_somebody_else_is_explained_and_refuses_as_any_other(converted: Path) -> None:
     told = relayout.explain(converted, 1, backend="toy")
     assert (told.backend, told.zero_copy_nbytes) == ("toy", 0)
-    assert told.reason.startswith("asked for: one thread reads all of it; here ")
+    assert told.reason.startswith("requested: one thread reads all of it; here ")
     assert told.read_nbytes >= told.nbytes > 0
     with pytest.raises(PlanError, match=r"^backend 'toy' loads to host memory, not to 'meta'$"):
         relayout.load(converted, 1, backend="toy", device="meta")
@@ -346,4 +346,4 @@ def test_auto_takes_the_first_backend_that_does_not_refuse_and_tells_what_the_ot
     assert found.reason == f"{why}; {how}"
     with pytest.raises(PlanError, match=f"^{why}$"):
         choice.choose("gds", "cuda:0", ())
-    assert choice.choose("pinned", "cuda:0", ()).reason == f"asked for: {how}"
+    assert choice.choose("pinned", "cuda:0", ()).reason == f"requested: {how}"

@@ -178,7 +178,7 @@ def test_a_request_that_makes_no_sense_is_refused(
 
 
 def test_a_plain_folder_without_a_degree_is_refused(llama: Path) -> None:
-    with pytest.raises(PlanError, match=r"not converted .* say tp=N"):
+    with pytest.raises(PlanError, match=r"not converted .* set tp=N"):
         relayout.load(llama, 0)
 
 
@@ -258,7 +258,7 @@ def _newer_manifest(folder: Path) -> None:
 
 
 DAMAGES: list[tuple[Callable[[Path], None], str]] = [
-    (_swap_ranks, "its header names another content than|bytes long, expected"),
+    (_swap_ranks, "content in its header differs from|bytes long, expected"),
     (_truncate, r"part-1.safetensors: \d+ bytes long, expected \d+"),
     (_grow, r"part-1.safetensors: \d+ bytes long, expected \d+"),
     (_remove, "part-1.safetensors: is missing"),
@@ -310,7 +310,7 @@ def test_a_file_of_another_conversion_of_the_same_shapes_is_refused(llama: Path,
     shard.write_bytes(blob)
     relayout.convert(changed, tmp_path / "b", tp=2)
     shutil.copy(tmp_path / "b" / "model-rank-1-part-0.safetensors", tmp_path / "a")
-    with pytest.raises(FormatError, match="its header names another content than"):
+    with pytest.raises(FormatError, match="content in its header differs from"):
         relayout.load(tmp_path / "a", 1)
 
 

@@ -86,7 +86,7 @@ def test_what_is_otherwise_at_the_degree_that_was_held_out_is_no_rule_but_listed
     wrong = {degree: list(slices) for degree, slices in observed.items()}
     wrong[8][t] = (*wrong[8][t][1:], wrong[8][t][0])
     fitted = fit([Example(source, wrong)], [8])
-    assert fitted.unmatched == {"model.layers.*.mlp.up_proj.weight": "dim 0 by even is not so at 8 ranks"}
+    assert fitted.unmatched == {"model.layers.*.mlp.up_proj.weight": "dim 0 by even does not hold at 8 ranks"}
     assert agrees(fitted, source, wrong)
     assert not agrees(fitted, source, observed)
 

@@ -74,7 +74,9 @@ def test_each_rank_has_what_the_class_copies_and_the_record_says_from_where(tmp_
         np.testing.assert_array_equal(held["unused"].numpy(), tensors["unused"])
     assert relayout.verify(tmp_path / "out", source=tmp_path / "model").ok
     assert "vllm:0.0.fake OddForCausalLM" in (tmp_path / "out" / "relayout.json").read_text()
-    with pytest.raises(PlanError, match=r"observed from vLLM 0\.0\.fake OddForCausalLM at 4 ranks.* no other degree"):
+    with pytest.raises(
+        PlanError, match=r"observed from vLLM 0\.0\.fake OddForCausalLM at 4 ranks.* at that degree only"
+    ):
         relayout.load(tmp_path / "out", 0, tp=2)
     assert relayout.load(tmp_path / "out", 0, tp=1)["out.weight"].shape == (HIDDEN, HIDDEN)
 

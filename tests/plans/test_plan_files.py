@@ -435,9 +435,9 @@ def test_a_cut_may_list_the_slices_of_each_rank() -> None:
     plan = plan_by(source, 2, family)
     joined = (first[1][0], Slice.along(0, ((5, 3),)))
     assert [plan.cut(t).slices for t in (0, 1)] == [joined, (WHOLE, NOT_HELD)]
-    with pytest.raises(PlanError, match=r"'w'.*the plan has its slices for 2, 1 ranks only"):
+    with pytest.raises(PlanError, match=r"'w'.*the plan lists slices for 2, 1 ranks only"):
         plan_by(source, 4, family)
-    with pytest.raises(PlanError, match=r"'w'.*\[8, 2\] does not have the slices of the plan"):
+    with pytest.raises(PlanError, match=r"'w'.*\[8, 2\] does not fit the slices of the plan"):
         plan_by(make_source({"w": (8, 2), "e": (2, 4)}), 2, family)
 
 

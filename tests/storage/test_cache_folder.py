@@ -137,7 +137,7 @@ def test_a_subfolder_of_our_name_that_is_not_ours_is_refused(
             user = os.geteuid() + 1
             monkeypatch.setattr(os, "geteuid", lambda: user)
     before = content(tmp_path)
-    with pytest.raises(PlanError, match=f"{OWN}: (is not a folder of this user|relayout did not make it)"):
+    with pytest.raises(PlanError, match=f"{OWN}: (is not a folder of this user|not created by relayout)"):
         Cache(tmp_path, 10).lease(NEW)
     assert content(tmp_path) == before
 

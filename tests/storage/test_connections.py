@@ -122,7 +122,7 @@ def test_an_outage_of_a_minute_is_survived_and_an_endless_one_ends_after_90_seco
     assert 60 <= sum(slept) < 80
     slept.clear()
     server.interfere = with_azure(refused(sends, 503, "SlowDown", times=10**9))
-    with pytest.raises(RequestError, match=r"repeatedly has too many requests.*503.*models/x/y"):
+    with pytest.raises(RequestError, match=r"repeatedly throttled requests.*503.*models/x/y"):
         send(provider)
     assert 80 < sum(slept) < 90.001
 
@@ -155,7 +155,7 @@ def test_what_becomes_of_a_completion(
     found = uploads(provider)
     assert found.complete("x/y", "an-id", ["a-tag"]) is outcome
     server.interfere = with_azure(lambda request: error(403, "AccessDenied") if completes(request) else None)
-    with pytest.raises(RequestError, match=r"access is denied.*403"):
+    with pytest.raises(RequestError, match=r"access denied.*403"):
         found.complete("x/y", "an-id", ["a-tag"])
     assert slept == []
 
@@ -179,8 +179,8 @@ def test_an_answer_that_cannot_be_read_is_an_error_at_once(
 @pytest.mark.parametrize(
     ("status", "code", "message"),
     [
-        (403, "RequestTimeTooSkewed", "this machine's clock is wrong"),
-        (404, "NoSuchUpload", "its upload is gone: another process"),
+        (403, "RequestTimeTooSkewed", "this machine's clock is off"),
+        (404, "NoSuchUpload", "its upload no longer exists: aborted by another process"),
     ],
 )
 def test_codes_of_s3_are_named_by_their_cause(server: Server, status: int, code: str, message: str) -> None:
@@ -286,7 +286,7 @@ def test_a_proxy_that_refuses_is_an_error_without_its_password(
     for proxy in (server.url, "http://127.0.0.1:9"):
         monkeypatch.setenv("AWS_PROXY_URL", proxy.replace("//", f"//me:{SECRET}@"))
         with pytest.raises(
-            RequestError, match="the proxy cannot be reached, or refuses: check AWS_PROXY_URL"
+            RequestError, match="the proxy is unreachable or refuses the request: check AWS_PROXY_URL"
         ) as caught:
             send("s3")
         assert SECRET not in f"{caught.value!r} {caught.value.__cause__!r} {caught.value.__context__!r}"

@@ -83,7 +83,7 @@ def test_a_certificate_that_is_not_believed_is_named_and_can_be(
     [
         ("refused", errno.ECONNREFUSED, "it refuses connections"),
         ("reset", errno.ECONNRESET, "the connection broke"),
-        ("silent", errno.ETIMEDOUT, "no bytes arrived in time"),
+        ("silent", errno.ETIMEDOUT, "requests repeatedly timed out"),
         ("unknown", errno.EHOSTUNREACH, "the server's name is unknown"),
     ],
 )
@@ -123,9 +123,9 @@ def _reset(listening: socket.socket, over: threading.Event) -> None:
 @pytest.mark.parametrize(
     ("status", "code", "says"),
     [
-        (403, "RequestTimeTooSkewed", "this machine's clock is wrong"),
-        (403, "RequestExpired", "this machine's clock is wrong"),
-        (403, "InvalidAccessKeyId", "access is denied"),
+        (403, "RequestTimeTooSkewed", "this machine's clock is off"),
+        (403, "RequestExpired", "this machine's clock is off"),
+        (403, "InvalidAccessKeyId", "access denied"),
     ],
 )
 def test_a_wrong_clock_is_no_matter_of_credentials(status: int, code: str, says: str) -> None:
@@ -172,14 +172,14 @@ def test_waiting_grows_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connect, "RETRY_SECONDS", 90.0)
     monkeypatch.setattr(failures, "pause", pause)
     monkeypatch.setattr(failures.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(failures, "_told", float("-inf"))
+    monkeypatch.setattr(failures, "_warned", float("-inf"))
     patience = Patience()
 
     def wait_on() -> None:
         while True:
             patience.wait(failing())
 
-    with pytest.warns(UserWarning, match=r"s3://models/x: .*; trying again for"), pytest.raises(RequestError):
+    with pytest.warns(UserWarning, match=r"s3://models/x: .*; retrying for"), pytest.raises(RequestError):
         wait_on()
     assert sum(waited) == pytest.approx(90)
     limits = [0.5, 1, 2, 4, 8, *[15] * 20]

@@ -254,7 +254,7 @@ def test_what_others_put_where_an_attempt_was_killed_while_publishing_is_not_rep
     assert world.server.objects == before
     del world.server.objects[BUCKET, f"out/{name}"]
     if name.startswith("model"):  # Ours was replaced by theirs: this is found out when it is to be published.
-        with pytest.raises(RequestError, match="its upload is gone"):
+        with pytest.raises(RequestError, match="its upload no longer exists"):
             convert(writer, plan)
     convert(writer, plan)
     assert there(world) == expected
@@ -534,7 +534,7 @@ def test_what_has_the_name_of_a_record_and_is_none_is_an_error_that_names_it(
     if name.startswith("unit") and not force:
         assert "holds units" in str(caught.value)
     else:
-        assert f"{HIDDEN}{name}: no record of relayout" in str(caught.value)
+        assert f"{HIDDEN}{name}: not a record of relayout" in str(caught.value)
         assert "delete this object" in str(caught.value)
     after = dict(world.server.objects)
     after.pop((BUCKET, f"{HIDDEN}lease"), None)

@@ -289,7 +289,7 @@ def test_what_was_kept_of_an_output_is_there_for_the_next_attempt_all_or_nothing
             assert staging.read_notes("relayout.notes") is None
             return
         assert len(caught.value.__notes__) == 1
-        assert "the same command continues it" in caught.value.__notes__[0]
+        assert "the same command resumes it" in caught.value.__notes__[0]
         assert staging.names() == ["weights"]
         with staging.open("weights", NBYTES) as again:
             assert again.nbytes == NBYTES

@@ -164,7 +164,7 @@ class Shelf:
         self._request("write", name, body.nbytes)
         parts = self.parts.get(upload)
         if parts is None:
-            raise RequestError(22, "its upload is gone", f"{self.root}/{name}")
+            raise RequestError(22, "its upload no longer exists", f"{self.root}/{name}")
         parts[index] = bytes(body)
         return str(index)
 

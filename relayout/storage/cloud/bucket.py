@@ -89,7 +89,7 @@ class BucketClient:
 
         while page := request(next_page, location):
             if page[0]["path"] in begins:
-                raise FormatError("the store repeats names in its listing", path=location, code="invalid")
+                raise FormatError("the listing of the store repeats names", path=location, code="invalid")
             begins.add(page[0]["path"])
             for meta in page:
                 last = meta["path"]

@@ -144,7 +144,7 @@ def _seconds(name: str, default: float) -> float:
         return default
     match = _DURATION.fullmatch(value)
     if match is None:
-        raise PlanError("expected seconds, as 20 or 20s", path=f"{name}={value}", code="option")
+        raise PlanError("expected seconds, such as 20 or 20s", path=f"{name}={value}", code="option")
     return float(match[1]) * _UNITS[match[2] or "s"]
 
 

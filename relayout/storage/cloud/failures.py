@@ -37,7 +37,7 @@ _TRANSIENT = frozenset(
 _STATUS = re.compile(r"status code: ([0-9]{3})")
 _CODE = re.compile(r"<Code>([A-Za-z.]{1,60})</Code>")
 
-_told = float("-inf")
+_warned = float("-inf")
 """When the last warning was given, by the clock `time.monotonic`."""
 _used_by: int | None = None
 """The process in which obstore's threads are. A forked child has none of them: a request there would wait forever."""
@@ -61,18 +61,18 @@ class Patience:
         if error.errno not in _TRANSIENT or left <= 0:
             raise error
         if now - self._start > _TELL_SECONDS:
-            _tell(error, left)
+            _warn(error, left)
         # The server chooses this time, so it is limited.
         requested = min(error.retry_after or 0.0, _MAX_RETRY_AFTER_SECONDS)
         pause(min(max(self._delay * random.uniform(0.5, 1), requested), left))
         self._delay = min(2 * self._delay, MAX_DELAY_SECONDS)
 
 
-def _tell(error: RequestError, left: float) -> None:
-    global _told
-    if time.monotonic() - _told > _TELL_AGAIN_SECONDS:
-        _told = time.monotonic()
-        warnings.warn(f"{error.filename}: {error.strerror}; trying again for {left:.0f} s", stacklevel=2)
+def _warn(error: RequestError, left: float) -> None:
+    global _warned
+    if time.monotonic() - _warned > _TELL_AGAIN_SECONDS:
+        _warned = time.monotonic()
+        warnings.warn(f"{error.filename}: {error.strerror}; retrying for {left:.0f} s", stacklevel=2)
 
 
 def request(call: Callable[[], Answer], location: str, part: tuple[int, int] | None = None) -> Answer:
@@ -119,7 +119,7 @@ def translated(call: Callable[[], Answer], location: str, part: tuple[int, int] 
     except exceptions.AlreadyExistsError:
         failure = FileExistsError(errno.EEXIST, "an object of this name exists", location)
     except exceptions.InvalidPathError:
-        what = "the store has a name that no file can have: with an empty part, . or .., or control characters"
+        what = "the store lists a name that is not valid for a file: with an empty part, . or .., or control characters"
         failure = FormatError(what, path=location, code="unsafe")
     except exceptions.BaseError as error:
         failure = request_error(str(error), location, part)
@@ -144,7 +144,7 @@ def check_process(location: str) -> None:
         _used_by = os.getpid()
     if _used_by != os.getpid():
         what = (
-            "this process was forked after its parent had used a store: threads of connections are not forked."
+            "this process was forked after its parent had used a store: connection threads do not survive a fork."
             " Start processes by spawn (vLLM: VLLM_WORKER_MULTIPROCESSING_METHOD=spawn)"
         )
         raise RequestError(errno.ENOTSUP, what, location)
@@ -189,35 +189,35 @@ def _meaning(text: str, status: int | None, code: str) -> tuple[int, str]:
 
 
 _REFUSED = errno.EINVAL, "the store refuses the request: check region, endpoint and credentials"
-_UNKNOWN = errno.EIO, "the request failed repeatedly: check the network and the endpoint, or load later"
-_BUSY = errno.EAGAIN, "the store repeatedly has too many requests: load later, or with fewer threads"
-_SLOW = errno.ETIMEDOUT, "the store repeatedly got no request in time: check the network"
+_UNKNOWN = errno.EIO, "the request failed repeatedly: check the network and the endpoint, or retry later"
+_BUSY = errno.EAGAIN, "the store repeatedly throttled requests: retry later, or with fewer threads"
+_SLOW = errno.ETIMEDOUT, "the store repeatedly timed out waiting for a request: check the network"
 _DENIED = (
     errno.EACCES,
-    "access is denied: check that the credentials are right, not expired, and may read or write it"
-    " (a store that may not be listed also says so of what does not exist)",
+    "access denied: check that the credentials are valid and permit this request"
+    " (a store that denies listing also answers so for objects that do not exist)",
 )
 _UNSUPPORTED = errno.ENOTSUP, "the server does not support this request"
-_SKEWED = errno.EACCES, "this machine's clock is wrong by minutes, so that signatures are refused: set it"
+_SKEWED = errno.EACCES, "this machine's clock is off by minutes, so signatures are rejected: set the clock"
 _NO_CREDENTIALS = (
     errno.EACCES,
-    "no credentials were found: set them in the environment as STORES.md says; for a public bucket of S3,"
+    "no credentials found: set them in the environment (see STORES.md); for a public bucket of S3,"
     " AWS_SKIP_SIGNATURE=true",
 )
 _UNTRUSTED = (
     errno.EPROTO,
-    "the server's certificate is not trusted: name the file of the authority that signed it by SSL_CERT_FILE,"
+    "the server's certificate is not trusted: set SSL_CERT_FILE to the certificate of the authority that signed it,"
     " for S3 also AWS_CA_BUNDLE, and check the server's name and this machine's clock",
 )
 _NO_PROXY = (
     errno.ECONNREFUSED,
-    "the proxy cannot be reached, or refuses: check AWS_PROXY_URL (GOOGLE_, AZURE_), HTTPS_PROXY and NO_PROXY",
+    "the proxy is unreachable or refuses the request: check AWS_PROXY_URL (GOOGLE_, AZURE_), HTTPS_PROXY and NO_PROXY",
 )
 _NO_ANSWER = "the server's answer cannot be read: check the endpoint"
-_BROKEN = "the connection broke repeatedly: check the network, or load later"
+_BROKEN = "the connection broke repeatedly: check the network, or retry later"
 _UNREACHABLE = "the server cannot be reached"
 _CHECK = "check the URL, the endpoint and the network"
-_WRONG_RANGE = errno.EPROTO, "the server sent other bytes than were requested: it does not serve ranges correctly"
+_WRONG_RANGE = errno.EPROTO, "the server did not return the requested range: it does not support ranges correctly"
 _CODES = {
     "RequestTimeTooSkewed": _SKEWED,
     "RequestExpired": _SKEWED,
@@ -225,7 +225,7 @@ _CODES = {
     "SlowDown": _BUSY,
     "NoSuchUpload": (
         errno.EINVAL,
-        "its upload is gone: another process, or a rule of the bucket, has aborted it; convert again",
+        "its upload no longer exists: aborted by another process or a lifecycle rule; convert again",
     ),
 }
 """By the error code of the server, where the status alone would mislead."""
@@ -234,12 +234,12 @@ _STATUSES = {
     401: _DENIED,
     403: _DENIED,
     405: _UNSUPPORTED,
-    407: (errno.EACCES, "the proxy wants other credentials: check AWS_PROXY_URL (GOOGLE_, AZURE_), HTTPS_PROXY"),
+    407: (errno.EACCES, "the proxy requires credentials: check AWS_PROXY_URL (GOOGLE_, AZURE_), HTTPS_PROXY"),
     408: _SLOW,
-    409: (errno.EAGAIN, "the store is repeatedly busy with other requests for this object: convert again later"),
-    416: (errno.EINVAL, "there are no such bytes: the object is shorter than it should be"),
+    409: (errno.EAGAIN, "the store repeatedly reported conflicting requests for this object: retry later"),
+    416: (errno.EINVAL, "range beyond the end of the object: it is truncated"),
     429: _BUSY,
-    5: (errno.EIO, "the store failed repeatedly: load later"),
+    5: (errno.EIO, "the store repeatedly returned server errors: retry later"),
     501: _UNSUPPORTED,
     503: _BUSY,
 }
@@ -252,7 +252,7 @@ _TEXTS = {
     r"ProxyError|ProxyConnectionError|[Tt]unnel": _NO_PROXY,
     r"ResponseParserError|ParseError|DecodeError": (errno.EPROTO, _NO_ANSWER),
     r"BadScheme": (errno.EPROTO, "http:// is refused: set AWS_ALLOW_HTTP=true (GOOGLE_, AZURE_) to permit it"),
-    r"TimedOut|timed out": (errno.ETIMEDOUT, "repeatedly no bytes arrived in time: check the network, or load later"),
+    r"TimedOut|timed out": (errno.ETIMEDOUT, "requests repeatedly timed out: check the network, or retry later"),
     r"ConnectionReset|ConnectionAborted|ConnectionClosed|RemoteDisconnected|BrokenPipe|UnexpectedEof"
     r"|Incomplete(Body|Message|Read)": (errno.ECONNRESET, _BROKEN),
     r"ConnectionRefused": (errno.ECONNREFUSED, f"{_UNREACHABLE}, it refuses connections: check URL and endpoint"),

@@ -189,7 +189,7 @@ class _S3(_Requests):
             Bucket=self._bucket,
             Key=name,
             UploadId=upload,
-            MultipartUpload={"Parts": [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(tags, 1)]},
+            MultipartUpload={"Parts": [{"PartNumber": part, "ETag": tag} for part, tag in enumerate(tags, 1)]},
             IfNoneMatch="*",
         )
         outcomes: dict[_Key, NotCompleted] = {404: NotCompleted.GONE, 412: NotCompleted.EXISTS}
@@ -273,8 +273,8 @@ class _Gcs(_Requests):
         from google.resumable_media import InvalidResponse
 
         container = self._upload(name, upload, {"x-goog-if-generation-match": "0"})
-        for number, tag in enumerate(tags, 1):
-            container.register_part(number, tag)
+        for part, tag in enumerate(tags, 1):
+            container.register_part(part, tag)
 
         def complete() -> str:
             answer = container.finalize(self._session, timeout=self._timeout)

@@ -106,7 +106,7 @@ class CloudStore:
     ) -> ReadableFile:
         """One request."""
         if access is Access.DIRECT:
-            raise OSError(errno.EOPNOTSUPP, "a store has no direct I/O; use backend 'buffered'", self.location(name))
+            raise OSError(errno.EOPNOTSUPP, "stores have no direct I/O; use backend 'buffered'", self.location(name))
         full = self.full_name(name)
         file = None if self.opened is None else self.opened.get(full)
         if file is None:
@@ -145,7 +145,7 @@ class CloudStore:
 
         if not isinstance(self.client, WritableClient):
             raise PlanError(
-                "relayout does not write there: name another output with -o", path=str(self), code="unsupported"
+                "relayout cannot write to this store: choose another output with -o", path=str(self), code="unsupported"
             )
         if not self.prefix:
             what = f"the whole bucket cannot be an output: name a prefix in it with -o, such as {self}/model"

@@ -105,7 +105,7 @@ def _check_is_lock(path: Path, status: os.stat_result, user: int) -> None:
     """
     check_owner_is(path, status, user)
     if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:  # 0: its holder has just removed it.
-        what = "is not a regular file, or it has several names, and blocks the lock; remove it"
+        what = "is not a regular file, or has several hard links, and blocks the lock; remove it"
         raise PlanError(what, path=path, code="exists")
 
 

@@ -95,7 +95,7 @@ class OpenFolder(Closable):
 
     def _check_own(self, name: str, status: os.stat_result) -> None:
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or status.st_uid != self.owner:
-            what = "not a regular file of this folder's owner, or it has several names"
+            what = "not a regular file of this folder's owner, or has several hard links"
             raise FormatError(what, path=self.path / name, code="unsafe")
 
     @property

@@ -320,7 +320,7 @@ def _folder_of(place: OpenFolder, shared: str | None, replaced: Callable[[Path],
             raise PlanError("no unit of this conversion is done", path=place.path, code="missing")
         return place.subfolder(shared_folder(shared))
     if _shared(place) and replaced is None:
-        what = "holds units that other processes convert: --commit publishes, --force discards them"
+        what = "holds units of other processes: --commit publishes them, --force discards them"
         raise PlanError(what, path=place.path, code="exists")
     return place.subfolder(".")
 

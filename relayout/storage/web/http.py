@@ -153,7 +153,7 @@ def _final(answer: BaseHTTPResponse, location: str) -> BaseHTTPResponse:
     answer.close()
     parts = urlsplit(target)
     named = escape_controls(f"{parts.scheme}://{parts.hostname}"[:100])  # Not what may be a signature.
-    what = f"the server sends to {named}: redirects to other servers are not followed; give that URL, if it is meant"
+    what = f"redirected to {named}: redirects to other servers are not followed; give that URL if you trust it"
     raise RequestError(errno.EPROTO, f"{what} (HTTP {answer.status})", location, answer.status)
 
 
@@ -187,7 +187,7 @@ def stat_of(answer: BaseHTTPResponse, location: str) -> FileStat:
     length = part[3] if part else answer.headers.get("content-length", "")
     if (answer.status == 206 and part is None) or not _NUMBER.fullmatch(length):
         answer.close()
-        raise RequestError(errno.EPROTO, "the server tells no length of the file, or no range as it should", location)
+        raise RequestError(errno.EPROTO, "the server sends no file length, or no valid range", location)
     return FileStat(int(length), answer.headers.get("etag") or answer.headers.get("last-modified") or "")
 
 
@@ -224,7 +224,7 @@ def _failure(error: Exception, location: str, part: tuple[int, int] | None = Non
     from urllib3 import exceptions
 
     if isinstance(error, (ValueError, exceptions.LocationValueError)) and not isinstance(error, exceptions.SSLError):
-        return RequestError(errno.EINVAL, "is no URL that can be asked", location)
+        return RequestError(errno.EINVAL, "is not a valid URL for a request", location)
     match error:
         case exceptions.SSLError():
             text = "certificate" if "certificate" in str(error).lower() else "Connect"

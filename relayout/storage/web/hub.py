@@ -93,15 +93,15 @@ class HubClient:
         """
         if self.revision is not None and self.snapshot_of(self.revision):
             return self.revision
-        return self._found[0]
+        return self._commit_and_files[0]
 
     @property
     def files(self) -> Mapping[str, FileStat]:
         """All files of the commit, by name; for errors see `commit`."""
-        return self._found[1]
+        return self._commit_and_files[1]
 
     @property
-    def _found(self) -> tuple[str, Mapping[str, FileStat]]:
+    def _commit_and_files(self) -> tuple[str, Mapping[str, FileStat]]:
         """Commit and files, both from the hub, or without a network both from its cache. Requested once."""
         with self._lock:
             self._known = self._known or self._find()
@@ -110,7 +110,7 @@ class HubClient:
     def _find(self) -> tuple[str, Mapping[str, FileStat]]:
         cached = self._cached()
         try:
-            return self._asked(is_expected=cached is None and not self._is_guess)
+            return self._request_commit(is_expected=cached is None and not self._is_guess)
         except PlanError as error:
             if not self._is_guess:
                 raise
@@ -125,7 +125,7 @@ class HubClient:
         what = f"no such file or folder; as a repository of the hub: {what}"
         raise PlanError(what, path=self.repo, code="missing")
 
-    def _asked(self, *, is_expected: bool) -> tuple[str, Mapping[str, FileStat]]:
+    def _request_commit(self, *, is_expected: bool) -> tuple[str, Mapping[str, FileStat]]:
         """What the hub says. Without `is_expected`, the request is not repeated if the hub cannot be reached."""
         revision = f"/revision/{quote(self.revision, safe='')}" if self.revision else ""
         url = f"{_endpoint()}/api/models/{self.repo}{revision}?blobs=true"
@@ -216,12 +216,12 @@ class HubClient:
         hashed = (headers.get("x-linked-etag") or headers.get("etag") or "").removeprefix("W/").strip('"')
         length = headers.get("x-linked-size") or headers.get("content-length")
         if (hashed, length) != (known.version, str(known.nbytes)):
-            raise FormatError("the hub offers another file than the commit has", path=location, code="mismatch")
+            raise FormatError("the hub returned a file that is not the commit's", path=location, code="mismatch")
         target, is_xet = http.redirect_of(answer, url), "x-xet-hash" in headers
         if target is None:  # The hub itself has small files.
             address = _Address(url, _headers(), time.monotonic(), is_xet)
         elif urlsplit(target).scheme not in {"https", urlsplit(_endpoint()).scheme} or "@" in urlsplit(target).netloc:
-            what = f"the hub sends to {shown(urlsplit(target).scheme)}, expected https"
+            what = f"the hub redirects to {shown(urlsplit(target).scheme)}, expected https"
             raise RequestError(errno.EPROTO, what, location, answer.status)
         else:
             address = _Address(target, {}, time.monotonic(), is_xet)
@@ -250,8 +250,8 @@ class HubClient:
             raise kind(_CODES[code], path=location, code="missing")
         if status in (401, 404) and method == "GET":  # Who may not read a repository gets 401, as if there were none.
             raise PlanError(_CODES["RepoNotFound"], path=location, code="missing")
-        number, says = _STATUS.get(status, (errno.EIO, "the hub failed: load later"))
-        raise RequestError(number, f"{says} (HTTP {status})", location, status, http.retry_after(answer))
+        error_number, what = _STATUS.get(status, (errno.EIO, "the hub returned a server error: retry later"))
+        raise RequestError(error_number, f"{what} (HTTP {status})", location, status, http.retry_after(answer))
 
 
 _CODES = {
@@ -264,8 +264,8 @@ _STATUS = {
     400: (errno.EINVAL, "the hub refuses the request"),
     401: (errno.EACCES, "the hub refuses the token: log in again (hf auth login, or HF_TOKEN)"),
     403: (errno.EACCES, "the token may not read it"),
-    404: (errno.ENOENT, "the hub does not have it"),
-    429: (errno.EAGAIN, "the hub has too many requests from here: load later, or with a token"),
+    404: (errno.ENOENT, "not found on the hub"),
+    429: (errno.EAGAIN, "the hub throttles requests from here: retry later, or use a token"),
 }
 
 
@@ -273,7 +273,9 @@ def _denied(error: RequestError, address: _Address, location: str) -> RequestErr
     """The error for bytes that are refused, although the hub has just signed their URL."""
     if error.status not in (401, 403) or not address.is_xet:
         return error
-    what = "the hub gives these bytes by Xet only: download with its own tool (hf download), and give the folder"
+    what = (
+        "the hub serves this file by Xet only: download it with the hub's own tool (hf download), and give the folder"
+    )
     return RequestError(errno.EACCES, f"{what} (HTTP {error.status})", location, error.status)
 
 
@@ -282,7 +284,7 @@ def _file(entry: Mapping[str, Any], location: str) -> tuple[str, FileStat]:
     fields = Fields(entry, location)
     name, lfs = fields.text("rfilename"), Fields(fields.top.get("lfs") or {}, location)
     if not is_plain_path(name):
-        raise FormatError(f"{shown(name)} is no name of a file", path=location, code="unsafe")
+        raise FormatError(f"{shown(name)} is not a file name", path=location, code="unsafe")
     return name, FileStat(fields.size("size", 0), lfs.text("sha256") if lfs.top else fields.text("blobId"))
 
 
@@ -293,7 +295,9 @@ def _commit(text: str, location: str) -> str:
         FormatError: it is none.
     """
     if not _COMMIT.fullmatch(text):
-        raise FormatError(f"{shown(text)} is no commit: expected 40 hexadecimal digits", path=location, code="unsafe")
+        raise FormatError(
+            f"{shown(text)} is not a commit: expected 40 hexadecimal digits", path=location, code="unsafe"
+        )
     return text
 
 

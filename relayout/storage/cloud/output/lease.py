@@ -104,7 +104,7 @@ class Lease:
             for _ in range(_NUM_CONFLICTS):
                 if self.is_lost:
                     raise PlanError(
-                        "was taken over by another process, because this one did not refresh its lease: it stops here",
+                        "was taken over by another process after this one's lease expired: this one stops",
                         path=str(self._output),
                         code="busy",
                     )
@@ -141,8 +141,8 @@ class Lease:
             if seen is None:
                 seen, since = version, monotonic()
                 warnings.warn(
-                    f"{self._output}: {_named(holder)} may still be at work: waiting for up to"
-                    f" {EXPIRY_SECONDS:.0f} s for a sign of it",
+                    f"{self._output}: {_named(holder)} may still be running: waiting up to"
+                    f" {EXPIRY_SECONDS:.0f} s for it to refresh its lease",
                     stacklevel=2,
                 )
             sleep(_POLL_SECONDS)

@@ -149,12 +149,12 @@ def parse(content: bytes, kind: type[Record], location: str) -> Record:
     try:
         value = json.loads(content.decode())
         if not isinstance(value, dict) or value.pop(_MARK, None) != kind.__name__:
-            raise ValueError("it does not say that it is one")
+            raise ValueError("no field that identifies a record")
         parsed: Record = _parsed(value, kind)
         return parsed
     except (ValueError, RecursionError) as error:
         what = (
-            f"no record of relayout, or one of another version ({shown(str(error))[1:-1]}): nothing was changed; delete"
+            f"not a record of relayout, or of another version ({shown(str(error))[1:-1]}): nothing was changed; delete"
             " this object, or name another output with -o"
         )
         raise FormatError(what, path=location, code="field") from None

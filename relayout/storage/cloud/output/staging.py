@@ -135,7 +135,7 @@ class CloudStaging:
         output = self._output
         units = [name for name in output.record_names() if name.startswith((records.UNITS, records.UNIT_UPLOADS))]
         if units and not replace:
-            what = "holds units that other processes convert: --commit publishes, --force discards them"
+            what = "holds units of other processes: --commit publishes them, --force discards them"
             raise PlanError(what, path=str(output), code="exists")
         if units:
             done = len(output.read_all(records.UNITS, Unit))
@@ -144,7 +144,7 @@ class CloudStaging:
             warnings.warn(f"{output}: {what}", stacklevel=4)
         for name, file in output.read_all(records.COMPLETE, Complete).items():
             if name != _claim(file.name):
-                raise FormatError("is not the record that its name says", path=f"{self.location}/{name}")
+                raise FormatError("is not the record that its name implies", path=f"{self.location}/{name}")
             self._complete[file.name], self._records[file.name] = file, name
 
     def refuse_conversion(self) -> None:
@@ -355,7 +355,7 @@ class CloudStaging:
         try:
             self._erase.attempt(published=True)
         except (OSError, FormatError, PlanError) as error:  # The output is complete.
-            warnings.warn(f"{self._output}: complete; left in {self.location}: {error}", stacklevel=4)
+            warnings.warn(f"{self._output}: complete, but records are left in {self.location}: {error}", stacklevel=4)
 
     def _make_room(self, proofs: dict[str, Proof], replace: bool) -> dict[str, str]:
         """Delete what is in the way, by proof. Return the versions of files whose objects exist already."""
@@ -369,8 +369,8 @@ class CloudStaging:
         rest = left.keys() - old
         if replace and self._marker in there and rest:
             old = rest & self._older.check(output.store, there, force=True)
-        elif taken := sorted(rest & proofs.keys()):
-            raise FileExistsError(errno.EEXIST, "another object has been created here", output.location(taken[0]))
+        elif occupied := sorted(rest & proofs.keys()):
+            raise FileExistsError(errno.EEXIST, "another object has been created here", output.location(occupied[0]))
         # If this process ends now, the record tells the next attempt which objects are not part of an output.
         versions = {name: there[name] for name in old}
         self._published = Publishing(proofs, versions)
@@ -402,7 +402,7 @@ class CloudStaging:
             claim = self._records.pop(file.name, None)
             if claim is not None:  # What it claims is not true.
                 self._erase.records([claim])
-            what = "its upload is gone: another process, or a rule of the bucket, has aborted it; convert again"
+            what = "its upload no longer exists: aborted by another process or a lifecycle rule; convert again"
             raise RequestError(errno.EIO, what, self._output.location(file.name))
 
     def _check_unchanged(self, proofs: Mapping[str, Proof], done: Mapping[str, str]) -> None:

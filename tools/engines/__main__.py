@@ -20,6 +20,7 @@ from engines.environments import ENGINES, ROOT, Environment, environment_of, ver
 from engines.observing import laboratory
 from engines.starts.cold_start import measure, placements, reads
 from engines.starts.failures import fail
+from engines.starts.first_start import first_starts
 from engines.starts.starting import start
 
 RESULTS = ROOT / "tools" / "results" / "engines.json"
@@ -58,6 +59,7 @@ def main(
     ] = False,
     mutations: Annotated[bool, typer.Option("--mutations", help="Only: are wrong plans seen to be wrong?")] = False,
     skipped: Annotated[bool, typer.Option("--skipped", help="Only: is it seen if a tensor is skipped? (vLLM)")] = False,
+    first_start: Annotated[bool, typer.Option("--first-start", help="Only: first starts with a cache (vLLM).")] = False,
     table: Annotated[bool, typer.Option("--table", help="Only: write OBSERVED.md anew from all results.")] = False,
     home: Annotated[Path, typer.Option("--environments", help="Folder of environments and checkpoints.")] = HOME,
 ) -> None:
@@ -73,6 +75,11 @@ def main(
         return
     if skipped:
         skip_tensors(environment_of("vllm", home), home / "vllm-work")
+        return
+    if first_start:
+        for what, outcome in first_starts(environment_of("vllm", home), home / "vllm-work"):
+            record("vllm", "first_start", {what: outcome})
+            say(f"{what}: {outcome}")
         return
     for name in engines or list(ENGINES):
         work = home / f"{name}-work"

@@ -308,7 +308,7 @@ def _collect_tensors(
             extent = Extent(header.data_start + entry.offset, entry.nbytes)
             tensors[entry.name] = SourceTensor(entry.name, entry.dtype, entry.shape, position, extent)
         if elsewhere:
-            skipped.append(f"{shard.name}: {elsewhere} tensors that the index assigns to other files")
+            skipped.append(f"{shard.name}: the index assigns {elsewhere} of its tensors to other files")
     for name, file in (named or {}).items():
         if name not in tensors:
             raise FormatError(

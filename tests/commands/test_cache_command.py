@@ -76,7 +76,8 @@ def test_what_cannot_be_listed_is_an_error(folder: Path, tmp_path: Path, monkeyp
     assert len(cache().entries) == 2
 
 
-def test_the_command_prints_a_table_or_json(folder: Path, llama: Path) -> None:
+def test_the_command_prints_a_table_or_json(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
     shown = CliRunner().invoke(app, ["cache", str(folder)]).output
     assert shown.startswith(f"{folder}: 2 checkpoints, ")
     assert [line.split()[-5] for line in shown.splitlines()[-2:]] == ["2", "4"]

@@ -86,7 +86,7 @@ class CachedStore(LocalStore):
                 if error.code != "missing":
                     raise
             else:
-                self.lease.keep_small(name, blob)
+                self.lease.keep_small(name, lambda: blob)
 
     def fetch(self, names: Sequence[str], progress: Progress = None) -> None:
         """Keep weight files.
@@ -115,7 +115,7 @@ def cached(remote: Store, manifest: Manifest, blob: bytes, cache: Cache) -> Cach
         OSError: the cache cannot be written.
     """
     lease = cache.lease(digest_hex(blob))
-    lease.keep_small(MANIFEST_NAME, blob)
+    lease.keep_small(MANIFEST_NAME, lambda: blob)
     lease.describe(str(remote), manifest.num_ranks)
     small = CachedStore(folder=lease.folder, remote=remote, files={}, lease=lease)
     files = {}

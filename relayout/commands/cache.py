@@ -50,8 +50,8 @@ def cache(
     in_use = tuple(name for name in names if not kept.remove(name))
     left = kept.entries() if names else entries
     nbytes = sum(entry.nbytes for entry in left)
-    removed_nbytes = sum(entry.nbytes for entry in entries) - nbytes if names else 0
-    return CacheListing(str(folder), tuple(left), nbytes, max(removed_nbytes, 0), in_use)
+    removed_nbytes = max(sum(entry.nbytes for entry in entries) - nbytes, 0)  # Others may have filled it meanwhile.
+    return CacheListing(str(folder), tuple(left), nbytes, removed_nbytes, in_use)
 
 
 def _name(entries: Sequence[CacheEntry], start: str, folder: str | os.PathLike[str]) -> str:

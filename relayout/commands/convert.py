@@ -139,8 +139,7 @@ def convert(
         >>> summary.num_ranks, summary.num_files
         (8, 8)
     """
-    integer(threads, "threads")
-    size(memory, "memory")
+    threads, memory = integer(threads, "threads"), size(memory, "memory")
     planned = plan_conversion(source, output, **options)
     return planned.run(force=force, sha256=sha256, threads=threads, memory=memory, progress=progress)
 

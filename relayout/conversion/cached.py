@@ -31,6 +31,7 @@ from relayout.storage.protocols import Store
 
 MODEL = "model"
 """The converted checkpoint in an entry."""
+_PLAN = "plan.json"
 _NUM_UNITS = 16
 """About how many parts the processes share. Each has a file for each rank."""
 _MIN_PART_NBYTES = 64 * 2**20
@@ -38,7 +39,7 @@ _SIDECAR_NBYTES = 2**20
 _SIDECAR_NBYTES_PER_TENSOR = 300
 _POLL_SECONDS = 0.05
 
-FindPlan = Callable[[SourceCheckpoint, int, Cache], Plan]
+FindPlan = Callable[[SourceCheckpoint, int], Plan]
 """Finds the plan of a checkpoint for so many ranks. Raises PlanError: there is none."""
 
 
@@ -47,24 +48,13 @@ class CachedConversion(LocalStore):
     """A converted checkpoint in a cache, which is not removed while this object lives."""
 
     lease: Lease
-    is_new: bool
-    """Whether it was converted now."""
-
-
-def builtin_plan(checkpoint: SourceCheckpoint, num_ranks: int, cache: Cache) -> Plan:
-    """The built-in plan of the model type.
-
-    Raises:
-        PlanError: there is none.
-    """
-    return plan_for(checkpoint, num_ranks)
 
 
 def cached_conversion(
     source: Store,
     num_ranks: int,
     cache: Cache,
-    find_plan: FindPlan = builtin_plan,
+    find_plan: FindPlan = plan_for,
     *,
     on_miss: Callable[[ConversionPlan], None] | None = None,
 ) -> CachedConversion:
@@ -83,7 +73,7 @@ def cached_conversion(
         OSError: reading or writing failed, or the cache has no room for it.
     """
     checkpoint = read_source(source)
-    plan = find_plan(checkpoint, num_ranks, cache)
+    plan = find_plan(checkpoint, num_ranks)
     part_nbytes = checkpoint.nbytes // (num_ranks * _NUM_UNITS)
     part_nbytes = min(max(part_nbytes, _MIN_PART_NBYTES), DEFAULT_MAX_PART_NBYTES)
     nowhere = LocalStore(folder=Path(cache.folder))
@@ -92,11 +82,11 @@ def cached_conversion(
     lease = cache.lease(digest_hex(compact_json([fingerprint.source, fingerprint.options])))
     output = LocalStore(folder=lease.folder / MODEL)
     planned = replace(conversion, output=output)
-    if is_new := not _is_published(planned):
+    if not _is_published(planned):
         if on_miss is not None:
             on_miss(planned)
         _convert_together(planned, cache, lease)
-    return CachedConversion(folder=output.folder, lease=lease, is_new=is_new)
+    return CachedConversion(folder=output.folder, lease=lease)
 
 
 def _convert_together(planned: ConversionPlan, cache: Cache, lease: Lease) -> None:
@@ -160,10 +150,5 @@ def kept_plan(checkpoint: SourceCheckpoint, num_ranks: int, cache: Cache, name: 
     headers = [digest_hex(file.header) for file in checkpoint.files]
     key = compact_json([name, num_ranks, checkpoint.config, headers])
     with cache.lease(digest_hex(key)) as lease:
-        kept = lease.folder / "plan.json"
-        if not kept.exists():
-            # Others wait for the one that finds it.
-            with lease.lock("plan"):
-                if not kept.exists():
-                    lease.keep_small(kept.name, compact_json(find().as_json()))
-        return Plan.from_json(json.loads(kept.read_bytes()))
+        lease.keep_small(_PLAN, lambda: compact_json(find().as_json()))
+        return Plan.from_json(json.loads((lease.folder / _PLAN).read_bytes()))

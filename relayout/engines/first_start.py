@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from logging import Logger
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,16 +12,12 @@ from relayout.storage.stores import find_input, scheme_of
 
 if TYPE_CHECKING:
     from relayout.checkpoint.source import SourceCheckpoint
-    from relayout.conversion.cached import CachedConversion
+    from relayout.conversion.cached import CachedConversion, FindPlan
     from relayout.conversion.run import ConversionPlan
     from relayout.engines.rank_weights import EngineOptions
     from relayout.plans.plan import Plan
-    from relayout.storage.cache_folder import Cache
 
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+", re.ASCII)
-
-ObservePlan = Callable[["SourceCheckpoint", int], "Plan"]
-"""How the engine itself cuts a checkpoint for so many ranks."""
 
 
 def source_url(model: str, revision: str | None) -> str:
@@ -45,7 +40,7 @@ def first_start(
     logger: Logger,
     *,
     expert_parallel: bool = False,
-    observe: tuple[str, ObservePlan] | None = None,
+    observe: tuple[str, FindPlan] | None = None,
 ) -> CachedConversion | None:
     """The conversion of a plain checkpoint in the cache, made now if need be. Never raises.
 
@@ -80,7 +75,7 @@ def first_start(
     def on_miss(conversion: ConversionPlan) -> None:
         logger.info("relayout: converting %s for %d ranks into the cache %s", source, num_ranks, cache.folder)
 
-    def find_plan(checkpoint: SourceCheckpoint, num_ranks: int, cache: Cache) -> Plan:
+    def find_plan(checkpoint: SourceCheckpoint, num_ranks: int) -> Plan:
         from relayout.conversion.cached import kept_plan
         from relayout.plans.planner import plan_for
 

@@ -15,7 +15,7 @@ from dataclasses import fields, replace
 from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
-from relayout.engines.first_start import ObservePlan, first_start, loads_itself, source_url
+from relayout.engines.first_start import first_start, loads_itself, source_url
 from relayout.engines.rank_weights import EngineOptions, Folder, RankWeights, find_folder, listed, replicas, speculative
 from relayout.errors import PlanError
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
+    from relayout.conversion.cached import CachedConversion, FindPlan
     from relayout.loader.group.collectives import Group
 
 FORMAT = "relayout"
@@ -34,7 +35,7 @@ _OF_TARGET = {"embed_tokens", "lm_head"}
 """Modules that vLLM lets draft models share with their target after the load, where their checkpoints have none."""
 
 
-def register(observe: ObservePlan | None = None) -> None:
+def register(observe: FindPlan | None = None) -> None:
     """Tell vLLM about the load format, and let its default recognize converted folders. May be called repeatedly.
 
     Args:
@@ -53,7 +54,7 @@ def register(observe: ObservePlan | None = None) -> None:
             formats["auto"] = loader_class(DefaultModelLoader, is_asked_for=False)
 
 
-def loader_class(base: type[Any], *, is_asked_for: bool = True, observe: ObservePlan | None = None) -> type[Any]:
+def loader_class(base: type[Any], *, is_asked_for: bool = True, observe: FindPlan | None = None) -> type[Any]:
     """The model loader, given vLLM's default one, of which it changes only where the tensors come from.
 
     Args:
@@ -80,7 +81,7 @@ class _Loading:
 
     load_config: Any
     is_asked_for: bool
-    observe: tuple[str, ObservePlan] | None
+    observe: tuple[str, FindPlan] | None
     _get_weights_iterator: Callable[[Any], Iterator[tuple[str, torch.Tensor]]]
 
     def __init__(self, load_config: Any) -> None:
@@ -205,19 +206,11 @@ class _Loading:
             return None
         rank, num_ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         parallel = get_current_vllm_config().parallel_config
-        kept = None
-        if folder is None:
-            # Experts of other ranks are not cut by the rules of a conversion for all ranks.
-            owned = bool(parallel.enable_expert_parallel)
-            is_cached = _owns_blocks(parallel, num_ranks) if owned else parallel.data_parallel_size == 1
-            if is_cached:
-                kept = first_start(
-                    path, num_ranks, self._options, "vLLM", _LOGGER, expert_parallel=owned, observe=self.observe
-                )
-            if kept is not None:
-                path, folder = str(kept), Folder(num_ranks, owned)
-            elif loads_itself(path):
-                return None
+        kept = None if folder is not None else self._first_start(path, num_ranks, parallel)
+        if kept is not None:
+            path, folder = str(kept), Folder(num_ranks, bool(parallel.enable_expert_parallel))
+        elif folder is None and loads_itself(path):
+            return None
         owned = folder is None or _check(path, folder, num_ranks, parallel)
         config, mapper = model_config.hf_text_config, getattr(model, "hf_to_vllm_mapper", None)
         layers, others = _of_other_stages(model, config) if parallel.pipeline_parallel_size > 1 else ((), ())
@@ -240,6 +233,15 @@ class _Loading:
             progress=rank == 0 and bool(self.load_config.use_tqdm_on_load),
             members=None if folder is None or kept is not None else members,
             kept=kept,
+        )
+
+    def _first_start(self, source: str, num_ranks: int, parallel: Any) -> CachedConversion | None:
+        """The conversion of a plain checkpoint in the cache, if vLLM places experts as a conversion can."""
+        owned = bool(parallel.enable_expert_parallel)
+        if not (_owns_blocks(parallel, num_ranks) if owned else parallel.data_parallel_size == 1):
+            return None
+        return first_start(
+            source, num_ranks, self._options, "vLLM", _LOGGER, expert_parallel=owned, observe=self.observe
         )
 
 

@@ -16,7 +16,7 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -196,18 +196,18 @@ class Cache:
             if not _COMING.fullmatch(path.name) or not _is_own(path, stat.S_ISREG):
                 continue
             with open(_open(path), "rb") as stream:
-                try:
-                    fcntl.flock(stream.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+                if _locks(stream.fileno(), fcntl.LOCK_SH):
                     path.unlink()  # Its process has ended.
-                except BlockingIOError:
+                else:
                     entry, files = json.loads(stream.read())
                     coming |= {own / entry / name: nbytes for name, nbytes in files.items()}
         return coming
 
     def _remove(self, own: Path, entry: Path) -> bool:
         """Remove an entry, unless it is in use."""
-        with suppress(BlockingIOError, FileNotFoundError), open(_open(entry / _LEASE), "rb") as lease:
-            fcntl.flock(lease.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with suppress(FileNotFoundError), open(_open(entry / _LEASE), "rb") as lease:
+            if not _locks(lease.fileno(), fcntl.LOCK_EX):
+                return False
             gone = own / f".gone-{os.urandom(8).hex()}"
             entry.rename(gone)  # Atomic: no process sees an incomplete entry.
             shutil.rmtree(gone)
@@ -252,7 +252,7 @@ class Lease(Closable):
         path = self.folder / name
         if path.exists():
             return
-        with self.lock(name):
+        with _alone(self.folder / f"{_LOCK}-{name}"):
             if path.exists():
                 return
             partial = _partial(path)
@@ -263,14 +263,14 @@ class Lease(Closable):
             finally:
                 partial.unlink(missing_ok=True)
 
-    def keep_small(self, name: str, content: bytes) -> None:
-        """Make a small file of the entry, unless it is there.
+    def keep_small(self, name: str, content: Callable[[], bytes]) -> None:
+        """Make a small file of the entry, unless it is there; one process and thread at a time does so.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: it cannot be made; or whatever `content` raises.
         """
         with OpenFolder(self.folder) as folder:
-            self.keep(name, lambda partial: folder.write(partial, content))
+            self.keep(name, lambda partial: folder.write(partial, content()))
 
     def describe(self, source: str, num_ranks: int) -> None:
         """Note what `Cache.entries` shows.
@@ -278,11 +278,7 @@ class Lease(Closable):
         Raises:
             OSError: it cannot be written.
         """
-        self.keep_small(_ABOUT, json.dumps({"source": source, "num_ranks": num_ranks}).encode())
-
-    def lock(self, name: str) -> AbstractContextManager[None]:
-        """Hold the entry's lock of this name; wait for the process or thread that holds it."""
-        return _alone(self.folder / f"{_LOCK}-{name}")
+        self.keep_small(_ABOUT, json.dumps({"source": source, "num_ranks": num_ranks}).encode)
 
     @contextmanager
     def try_lock(self, name: str, *, shared: bool = False) -> Iterator[bool]:
@@ -292,11 +288,7 @@ class Lease(Closable):
         """
         fd = _open(self.folder / f"{_LOCK}-{name}", os.O_CREAT)
         try:
-            is_held = False
-            with suppress(BlockingIOError):
-                fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-                is_held = True
-            yield is_held
+            yield _locks(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
         finally:
             os.close(fd)
 
@@ -315,15 +307,19 @@ def _alone(lock: Path) -> Iterator[None]:
     """Hold a lock file. Wait for whoever holds it, in a way that can be interrupted."""
     fd = _open(lock, os.O_CREAT)
     try:
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(_POLL_SECONDS)
+        while not _locks(fd, fcntl.LOCK_EX):
+            time.sleep(_POLL_SECONDS)
         yield
     finally:
         os.close(fd)
+
+
+def _locks(fd: int, kind: int) -> bool:
+    """Lock an open file, unless another process or thread holds a lock that excludes this one."""
+    with suppress(BlockingIOError):
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+        return True
+    return False
 
 
 def _is_at(path: Path, fd: int) -> bool:
@@ -362,10 +358,7 @@ def _described(entry: Path) -> CacheEntry:
         source, num_ranks = str(about["source"]), int(about["num_ranks"])
     is_in_use = False
     with suppress(FileNotFoundError), open(_open(entry / _LEASE), "rb") as lease:
-        try:
-            fcntl.flock(lease.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            is_in_use = True
+        is_in_use = not _locks(lease.fileno(), fcntl.LOCK_EX)
     return CacheEntry(entry.name, source, num_ranks, _nbytes(entry, with_hidden=True), _last_use(entry), is_in_use)
 
 

@@ -7,6 +7,7 @@ from logging import Logger
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from relayout.engines.rank_weights import Folder, find_folder
 from relayout.errors import PlanError
 from relayout.storage.stores import find_input, scheme_of
 
@@ -25,6 +26,15 @@ def source_url(model: str, revision: str | None) -> str:
     if not _REPOSITORY.fullmatch(model) or Path(model).exists():
         return model
     return f"hf://{model}" + (f"@{revision}" if revision else "")
+
+
+def folder_of(source: str) -> Folder | None:
+    """How a folder or URL was converted; None: it was not. What is on the hub by its id is the engine's to find.
+
+    Raises:
+        FormatError, PlanError: as `find_folder`.
+    """
+    return None if scheme_of(source) == "hf" else find_folder(source, "--load-format auto")
 
 
 def loads_itself(source: str) -> bool:

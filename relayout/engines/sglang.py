@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from relayout.engines.first_start import first_start, loads_itself, source_url
+from relayout.engines.first_start import first_start, folder_of, loads_itself, source_url
 from relayout.engines.rank_weights import EngineOptions, Folder, RankWeights, find_folder, layer_of, speculative
 from relayout.errors import PlanError, RelayoutError
 
@@ -162,7 +162,7 @@ def _weights(
     parallel = get_parallel()
     num_ranks, model_config = parallel.tp_size, source.model_config
     url = source_url(path, getattr(source, "revision", None))
-    folder, kept = None if url.startswith("hf://") else find_folder(url, "--load-format auto"), None
+    folder, kept = folder_of(url), None
     is_draft = _is_draft(config, model_config)
     if folder is None:
         owned = parallel.moe_ep_size > 1

@@ -15,8 +15,8 @@ from dataclasses import fields, replace
 from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
-from relayout.engines.first_start import first_start, loads_itself, source_url
-from relayout.engines.rank_weights import EngineOptions, Folder, RankWeights, find_folder, listed, replicas, speculative
+from relayout.engines.first_start import first_start, folder_of, loads_itself, source_url
+from relayout.engines.rank_weights import EngineOptions, Folder, RankWeights, listed, replicas, speculative
 from relayout.errors import PlanError
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class _Loading:
 
     def download_model(self, model_config: Any) -> None:
         """Let vLLM download what is no converted folder."""
-        if not self._takes(model_config) or _folder(_source(model_config)) is None:
+        if not self._takes(model_config) or folder_of(_source(model_config)) is None:
             super().download_model(model_config)  # type: ignore[misc]
 
     def create_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
@@ -200,7 +200,7 @@ class _Loading:
         from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
         path, is_draft = _source(model_config), model_config.runner_type == "draft"
-        folder = _folder(path)
+        folder = folder_of(path)
         if is_draft and folder is None:
             _LOGGER.info("relayout: the draft model %s was not converted: vLLM loads it itself", path)
             return None
@@ -252,15 +252,6 @@ def _path(model_config: Any) -> str:
 def _source(model_config: Any) -> str:
     """The folder or URL of the weights."""
     return source_url(_path(model_config), getattr(model_config, "revision", None))
-
-
-def _folder(source: str) -> Folder | None:
-    """How the source was converted; None: it was not. What is on the hub by its id is vLLM's to find.
-
-    Raises:
-        FormatError, PlanError: as `find_folder`.
-    """
-    return None if source.startswith("hf://") else find_folder(source, "--load-format auto")
 
 
 def _version() -> str:

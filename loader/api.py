@@ -66,7 +66,7 @@ def load(
             temporary memory, a few at a time. No two tensors may share memory, except two names of one tensor that
             have the same digest in a converted checkpoint.
         tp: the tensor-parallel degree, by default that of the conversion. Slices for another degree are assembled from
-            the stored slices by the same rules. A plain checkpoint is sliced at this degree, which is slower, or
+            the stored slices by the same rules. A plain checkpoint is sliced at this degree, or
             converted into `cache`.
         group: a torch.distributed group whose members all load this rank of a converted checkpoint now: each reads a
             part of its bytes and gets the rest from the others. Its backend must serve `device`. With `verify`, each

@@ -30,6 +30,11 @@ class Chunk:
     """Copies from the bounce buffer to the arena, in the order of the reads."""
 
     @property
+    def is_sparse(self) -> bool:
+        """Whether most of its bytes are gaps between runs."""
+        return any(transfer.count > 1 for transfer in self.transfers) and 2 * self.nbytes < self.extent.nbytes
+
+    @property
     def nbytes(self) -> int:
         """Bytes that it puts into the arena."""
         return self.extent.nbytes if self.arena_offset is not None else sum(t.total_nbytes for t in self.transfers)

@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING
 from relayout.core.extents import BLOCK, align_up
 from relayout.loader.backends.base import Pool
 from relayout.loader.tensors import check_mode
+from relayout.storage.buffers import HUGE_PAGE, with_huge_pages
 from relayout.storage.libc import map_file
 
 if TYPE_CHECKING:
     import torch
-
-HUGE_PAGE = 2 * 2**20
-"""Bytes of a huge page on x86-64 and, mostly, arm64."""
 
 MAP_FIXED = 0x10
 """Flag of mmap(2): replace what is mapped at the address. The value on Linux and macOS."""
@@ -80,10 +78,7 @@ def allocate(nbytes: int) -> HostArena:
     if nbytes < HUGE_PAGE:
         return HostArena(_reserve(align_up(max(nbytes, 1), mmap.PAGESIZE)), 0, nbytes)
     memory = _reserve(align_up(nbytes, HUGE_PAGE) + HUGE_PAGE)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        # Without huge pages, a direct read first has the kernel map and clear each 4 KiB page.
-        with suppress(OSError):  # The kernel has no huge pages.
-            memory.madvise(mmap.MADV_HUGEPAGE)
+    with_huge_pages(memory)  # Else a direct read first has the kernel map and clear each 4 KiB page.
     return HostArena(memory, -HostArena(memory, 0, 0).address % HUGE_PAGE, nbytes)
 
 

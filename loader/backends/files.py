@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from relayout.checkpoint.converted import check_head
-from relayout.core.extents import BLOCK, Extent
+from relayout.core.extents import BLOCK, Extent, align_down
 from relayout.errors import FormatError
 from relayout.loader.sources.stored import StoredFile, check_hole
 from relayout.storage.buffers import Buffer
+from relayout.storage.libc import map_file, populate, unmap
 from relayout.storage.local.holes import holes
 from relayout.storage.local.page_cache import read_ahead_nbytes, resident_nbytes
 from relayout.storage.protocols import Access, ReadableFile
@@ -30,6 +33,7 @@ class Sources:
             OSError: a file cannot be opened with this access.
         """
         self._stored = files
+        self._is_mappable = access is not Access.DIRECT
         self._files: list[ReadableFile] = []
         self._cached: list[ReadableFile | None] = []
         self._read_ahead = 0
@@ -87,6 +91,34 @@ class Sources:
         for start, nbytes, through_cache in self.pieces(file, offset, view.nbytes):
             source = self._cached[file] if through_cache else None
             (source or self._files[file]).read(start, view[start - offset : start - offset + nbytes])
+
+    @contextmanager
+    def mapped(self, file: int, offset: int, nbytes: int) -> Iterator[memoryview | None]:
+        """The bytes of a file in the page cache, not copied, inside the block; None if they must be read.
+
+        For runs with gaps between them, which all ranks of a node need, each other ones: the first to come reads them
+        from the drive. The kernel reads ahead in large folios, which are mapped at a tenth of the cost of a copy.
+        (posix_fadvise(WILLNEED) would fill the page cache with single pages.)
+        """
+        opened = self._files[file]
+        fd = opened.fileno() if self._is_mappable else None
+        start = align_down(offset, mmap.PAGESIZE)
+        length = min(offset + nbytes, opened.nbytes) - start
+        if fd is None or length <= 0:
+            yield None
+            return
+        try:
+            address = map_file(fd, start, length, flags=mmap.MAP_SHARED)
+        except OSError:
+            yield None
+            return
+        try:
+            if populate(address, length):
+                yield memoryview((ctypes.c_char * length).from_address(address)).cast("B")[offset - start :]
+            else:
+                yield None
+        finally:
+            unmap(address, length)
 
     def resident_nbytes(self, file: int, offset: int, nbytes: int) -> int | None:
         """How many of these bytes are in the page cache; None where the system does not tell."""

@@ -63,14 +63,23 @@ class Copier:
             span = self.memory.span(chunk.arena_offset, chunk.extent.nbytes)
             self.sources.read(chunk.file, chunk.extent.offset, span)
             self._arrive(chunk.arena_offset, span, span.nbytes)
+        elif chunk.is_sparse:
+            with self.sources.mapped(chunk.file, chunk.extent.offset, chunk.extent.nbytes) as view:
+                self._scatter(chunk, self._bounced(bounce, chunk) if view is None else view)
         else:
-            view = reserve(bounce, chunk.extent.nbytes)
-            self.sources.read(chunk.file, chunk.extent.offset, view)
-            for transfer in chunk.transfers:
-                span = self.memory.span(transfer.target, transfer.target_end - transfer.target)
-                copy_runs(view, span, transfer.shifted(target=-transfer.target))
-                self._arrive(transfer.target, span, transfer.total_nbytes)
+            self._scatter(chunk, self._bounced(bounce, chunk))
         return chunk.nbytes
+
+    def _bounced(self, bounce: Buffer, chunk: Chunk) -> memoryview:
+        view = reserve(bounce, chunk.extent.nbytes)
+        self.sources.read(chunk.file, chunk.extent.offset, view)
+        return view
+
+    def _scatter(self, chunk: Chunk, view: memoryview) -> None:
+        for transfer in chunk.transfers:
+            span = self.memory.span(transfer.target, transfer.target_end - transfer.target)
+            copy_runs(view, span, transfer.shifted(target=-transfer.target))
+            self._arrive(transfer.target, span, transfer.total_nbytes)
 
     def _arrive(self, offset: int, span: memoryview, nbytes: int) -> None:
         if self.job.checks is not None:

@@ -17,6 +17,8 @@ _START, _WAIT = 2, 7
 """Flags of sync_file_range(2): SYNC_FILE_RANGE_WRITE alone, and with both WAIT flags."""
 _RENAME_EXCHANGE = 2
 """`linux/fs.h`."""
+_POPULATE_READ = 22
+"""MADV_POPULATE_READ of `asm-generic/mman-common.h` (Linux 5.14)."""
 
 
 @cache
@@ -98,6 +100,14 @@ def map_file(fd: int, offset: int, nbytes: int, *, flags: int, writable: bool = 
         code = ctypes.get_errno()
         raise OSError(code, f"cannot be mapped into memory: {os.strerror(code)}")
     return int(result or 0)
+
+
+def populate(address: int, nbytes: int) -> bool:
+    """Bring mapped pages of a file into memory. Return False if one cannot be read, or the system does not support it.
+
+    Using a page that cannot be read, or that was truncated, would kill the process.
+    """
+    return libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _POPULATE_READ) == 0
 
 
 def unmap(address: int, nbytes: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,10 +15,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from safetensors.numpy import save_file
 from support.loader_fixtures import open_files
 from support.local_stores import stored_file
-from support.page_cache import drive_nbytes, drop, opened, unmarked, warm, write_cold  # noqa: F401
+from support.page_cache import (  # noqa: F401
+    drive_nbytes,
+    drop,
+    opened,
+    process_drive_nbytes,
+    unmarked,
+    warm,
+    write_cold,
+)
 
+import relayout
 from relayout.core.extents import align_up
 from relayout.errors import FormatError
 from relayout.loader.backends import files as sources_module
@@ -113,6 +124,49 @@ def test_of_a_file_that_is_partly_there_just_the_rest_is_read(tmp_path: Path, wr
     with opened(tmp_path / "file") as fd:
         for number in range(7):
             assert (resident_nbytes(fd, number * MIB, MIB) != 0) == (number in there)
+
+
+def test_mapped_bytes_come_once_from_the_drive_for_all_who_want_them(tmp_path: Path, written: Bytes) -> None:
+    counts = []
+    for offset, nbytes in ((3, NBYTES - 3), (0, NBYTES), (4096, 2 * MIB), (NBYTES - 1, 1), (NBYTES - 1, 4096)):
+        with sources_of(tmp_path / "file", Access.AUTO) as sources:
+            before = drive_nbytes()
+            with sources.mapped(0, offset, nbytes) as view:
+                assert view is not None
+                assert bytes(view) == written[offset : offset + nbytes].tobytes()
+            counts.append(drive_nbytes() - before)
+    assert NBYTES - SLACK <= counts[0] < NBYTES + SLACK
+    assert sum(counts[1:]) < SLACK, counts
+    with sources_of(tmp_path / "file", Access.DIRECT) as sources, sources.mapped(0, 0, NBYTES) as view:
+        assert view is None
+
+
+def test_what_has_been_cut_off_is_not_mapped_and_fails_when_it_is_read(tmp_path: Path, written: Bytes) -> None:
+    """Using such a page would kill the process."""
+    with sources_of(tmp_path / "file", Access.AUTO) as sources:
+        os.truncate(tmp_path / "file", MIB)
+        with sources.mapped(0, 0, NBYTES) as view:
+            assert view is None
+        with pytest.raises(FormatError, match="ends at byte"):
+            read(sources, 0, 0, align_up(NBYTES, 4096))
+
+
+def test_a_rank_of_a_plain_checkpoint_finds_what_another_has_read(tmp_path: Path) -> None:
+    weight = write_cold(tmp_path / "bytes", 16 * MIB).reshape(4096, 4096)
+    model = tmp_path / "model"
+    model.mkdir()
+    save_file({"model.layers.0.mlp.down_proj.weight": weight}, model / "model.safetensors")
+    (model / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 1}))
+    drop(model / "model.safetensors")
+    counts = []
+    for rank in range(4):
+        before = process_drive_nbytes()
+        with pytest.warns(UserWarning, match="a plain checkpoint"):
+            loaded = relayout.load(model, rank, tp=4)["model.layers.0.mlp.down_proj.weight"]
+        counts.append(process_drive_nbytes() - before)
+        assert np.array_equal(loaded.numpy(), weight[:, rank * 1024 : rank * 1024 + 1024])
+    assert weight.nbytes - SLACK <= counts[0]
+    assert sum(counts[1:]) < weight.nbytes, counts
 
 
 def test_reading_what_is_there_does_not_make_the_kernel_read_on(tmp_path: Path) -> None:

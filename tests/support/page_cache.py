@@ -26,8 +26,17 @@ def unmarked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def drive_nbytes() -> int:
     """Bytes that this thread has had drives read so far, by the kernel's account."""
+    return _read_nbytes(Path("/proc/thread-self/io"))
+
+
+def process_drive_nbytes() -> int:
+    """The same of all threads of this process."""
+    return _read_nbytes(Path("/proc/self/io"))
+
+
+def _read_nbytes(account: Path) -> int:
     try:
-        lines = Path("/proc/thread-self/io").read_text().splitlines()
+        lines = account.read_text().splitlines()
     except OSError as error:
         pytest.skip(f"the kernel does not count what is read from drives: {error.strerror}")
     return int(dict(line.split(": ") for line in lines)["read_bytes"])

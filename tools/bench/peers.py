@@ -147,6 +147,7 @@ def _stock(load: object, what: str, device: str, **more: object) -> Loader:
 
 LOADERS: dict[str, Loader] = {
     "relayout": replace(_KNOWN["relayout"], title="relayout"),
+    "relayout_plain": replace(_KNOWN["relayout_plain"], devices=("cpu",)),
     **{
         f"relayout_{backend}": replace(
             _KNOWN["relayout"],

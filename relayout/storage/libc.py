@@ -107,7 +107,7 @@ def populate(address: int, nbytes: int) -> bool:
 
     Using a page that cannot be read, or that was truncated, would kill the process.
     """
-    return libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _POPULATE_READ) == 0
+    return bool(libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _POPULATE_READ) == 0)
 
 
 def unmap(address: int, nbytes: int) -> None:

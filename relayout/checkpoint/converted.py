@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from relayout.core.arguments import ranks_text
 from relayout.core.digests import digest_hex
 from relayout.errors import FormatError, PlanError, about
 from relayout.format.chunks import CHUNKS_NAME, places_of_digests
@@ -73,7 +75,7 @@ def read_manifest(folder: Store) -> Manifest:
 
 
 def check_rank(folder: Store, rank: int, num_ranks: int) -> None:
-    """Check that a rank exists.
+    """Check that a degree has a rank.
 
     Raises:
         PlanError: `rank` is not from 0 to `num_ranks` - 1.
@@ -86,8 +88,24 @@ def check_rank(folder: Store, rank: int, num_ranks: int) -> None:
         )
 
 
+def check_present(folder: Store, manifest: Manifest, ranks: Iterable[int]) -> None:
+    """Check that a folder has these ranks of its degree.
+
+    Raises:
+        PlanError: it lacks some.
+    """
+    missing = [rank for rank in ranks if manifest.ranks[rank] is None]
+    if missing:
+        lacks, has = ranks_text(missing), ranks_text(manifest.present)
+        what = (
+            f"has only the ranks {has} of {manifest.num_ranks}, and lacks {lacks}: `relayout copy FROM TO --ranks"
+            f" {lacks}` copies those from a folder that has them"
+        )
+        raise PlanError(what, path=str(folder), code="missing")
+
+
 def read_table(folder: Store, manifest: Manifest, rank: int) -> RankTable:
-    """Read and check the table of one rank, or of another holder.
+    """Read and check the table of one rank that the folder has, or of another holder.
 
     Raises:
         FormatError: the table is missing, damaged, or of another conversion.
@@ -125,7 +143,7 @@ def names_of_output(folder: Store) -> frozenset[str]:
     return frozenset(
         {MANIFEST_NAME, SOURCE_RECORD_NAME, CHUNKS_NAME}
         | {file.name for file in manifest.files}
-        | {holder.table for holder in manifest.holders}
+        | {holder.table for holder in manifest.holders.values()}
         | ({HUB_INDEX_NAME} if manifest.hub_index_digest is not None else set())
         | {side.name for side in record.side_files}
     )

@@ -95,6 +95,9 @@ MemoryOption = Annotated[str, typer.Option(metavar="SIZE", help="Memory limit of
 RankOption = Annotated[
     int | None, typer.Option(metavar="R", help="Only this rank of a converted checkpoint. Default: all.")
 ]
+RanksOption = Annotated[
+    str | None, typer.Option(metavar="LIST", help="Only these ranks, such as 0-3 or 0,8. Default: all.")
+]
 EngineOption = Annotated[
     Literal["ray"] | None, typer.Option(help="Run on the nodes of a Ray cluster. Default: in this process.")
 ]
@@ -207,6 +210,7 @@ def convert(
             " each rank's slices that are not contiguous in them; a third larger for a Llama.",
         ),
     ] = "ranks",
+    ranks: RanksOption = None,
     sha256: Annotated[
         bool, typer.Option("--sha256", help="Store the SHA-256 of each rank file. Reads the files again.")
     ] = False,
@@ -260,6 +264,7 @@ def convert(
         "max_part_nbytes": max_part_size,
         "dcp": dcp,
         "layout": layout,
+        "ranks": ranks,
     }
     run: RunOptions = {"force": force, "threads": threads, "memory": memory}
     progress = progress_of("converting", as_json=as_json, quiet=quiet, verbose=verbose)

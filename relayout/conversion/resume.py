@@ -38,7 +38,7 @@ def fingerprint_of(conversion: Conversion) -> Fingerprint:
     tensors = [[tensor.name, tensor.file, tensor.extent.offset, tensor.extent.nbytes] for tensor in checkpoint.tensors]
     index = None if checkpoint.index is None else digest_hex(checkpoint.index[1])
     cuts = [list(map(dump_slice, cut.slices)) for cut in plan.cuts]
-    options = [FORMAT_VERSION, *astuple(conversion.options), plan.cut_of, cuts]
+    options = [FORMAT_VERSION, *astuple(conversion.options), plan.cut_of, cuts, conversion.ranks]
     return Fingerprint(digest_hex(compact_json([files, tensors, index])), digest_hex(compact_json(options)))
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from relayout.core.arguments import ranks_text
-from relayout.core.digests import digest_hex
+from relayout.core.digests import DIGEST_NBYTES, digest_hex
+from relayout.core.extents import Extent
 from relayout.errors import FormatError, PlanError, about
 from relayout.format.chunks import CHUNKS_NAME, places_of_digests
 from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME, Manifest, RankTable
@@ -62,8 +63,17 @@ def read_manifest(folder: Store) -> Manifest:
     Raises:
         FormatError: the manifest is missing or damaged.
     """
+    return parse_manifest(read_manifest_blob(folder), folder.location(MANIFEST_NAME))
+
+
+def read_manifest_blob(folder: Store) -> bytes:
+    """Read relayout.json.
+
+    Raises:
+        FormatError: the manifest is missing.
+    """
     try:
-        blob = folder.read(MANIFEST_NAME, MAX_MANIFEST_NBYTES)
+        return folder.read(MANIFEST_NAME, MAX_MANIFEST_NBYTES)
     except FormatError as error:
         if error.code == "missing" and folder.kind() is Kind.NOTHING:
             raise FormatError(folder.not_found_message(), path=str(folder), code="missing") from None
@@ -71,7 +81,6 @@ def read_manifest(folder: Store) -> Manifest:
             what = f"not a converted folder ({MANIFEST_NAME} is missing); relayout convert makes one"
             raise FormatError(what, path=str(folder), code="missing") from None
         raise
-    return parse_manifest(blob, folder.location(MANIFEST_NAME))
 
 
 def check_rank(folder: Store, rank: int, num_ranks: int) -> None:
@@ -139,7 +148,11 @@ def names_of_output(folder: Store) -> frozenset[str]:
         FormatError: one of them is missing, damaged, or foreign.
     """
     manifest = read_manifest(folder)
-    record = read_record(folder, manifest)
+    return names_of(manifest, read_record(folder, manifest))
+
+
+def names_of(manifest: Manifest, record: SourceRecord) -> frozenset[str]:
+    """Names of all files that a manifest and a source record name, themselves included."""
     return frozenset(
         {MANIFEST_NAME, SOURCE_RECORD_NAME, CHUNKS_NAME}
         | {file.name for file in manifest.files}
@@ -173,6 +186,28 @@ def read_chunk_digests(folder: Store, manifest: Manifest, index: int) -> bytes:
         where = folder.location(CHUNKS_NAME)
         raise FormatError(f"its part for {file.name} differs from the manifest", path=where, code="digest")
     return bytes(digests)
+
+
+def check_chunk(digest: str, digests: bytes, index: int, chunk: Extent, where: str) -> None:
+    """Compare the digest of a chunk.
+
+    Args:
+        digest: of the chunk's bytes.
+        digests: of all chunks of the file, as `read_chunk_digests` returns them.
+        index: of the chunk.
+        where: the file's name in messages.
+
+    Raises:
+        FormatError: it differs.
+    """
+    expected = digests[DIGEST_NBYTES * index : DIGEST_NBYTES * (index + 1)].hex()
+    if digest != expected:
+        raise FormatError(
+            f"bytes {chunk.offset} to {chunk.end} do not match digest {expected}: damaged",
+            path=where,
+            offset=chunk.offset,
+            code="digest",
+        )
 
 
 def check_file(folder: Store, manifest: Manifest, index: int) -> None:

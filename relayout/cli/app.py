@@ -417,6 +417,58 @@ def restore(
     _show(done, render.restored, as_json=as_json, quiet=quiet)
 
 
+@_command("copy s3://bucket/llama-3.1-8b-tp8 /nvme/llama --ranks 0-3", "copy llama-3.1-8b-tp8 gs://bucket/llama")
+def copy(
+    path: Annotated[str, typer.Argument(metavar="SRC", help="A folder that `relayout convert` wrote, or its URL.")],
+    output: Annotated[str, typer.Argument(metavar="DST", help="The folder or prefix to write.")],
+    ranks: RanksOption = None,
+    threads: ThreadsOption = 8,
+    memory: MemoryOption = "512MiB",
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace DST if relayout wrote it; discard another interrupted attempt.")
+    ] = False,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Copy the files that ranks need between folders and stores.
+
+    Compares every byte with its digest. DST appears complete or not at all, and says which ranks it has. After an
+    interruption the same command resumes.
+    """
+    from relayout.cli import render
+    from relayout.cli.console import progress as progress_of
+    from relayout.commands import copy as copying
+
+    _begin_work()
+    progress = progress_of("copying", as_json=as_json, quiet=quiet, verbose=verbose)
+    done = copying.copy(path, output, ranks=ranks, force=force, threads=threads, memory=memory, progress=progress)
+    _show(done, render.copied, as_json=as_json, quiet=quiet)
+
+
+@_command(
+    "files llama-3.1-8b-tp8 --ranks 0-3",
+    "files llama-3.1-8b-tp8 --ranks 0-3 > names.txt",
+)
+def files(
+    path: ConvertedArgument,
+    ranks: RanksOption = None,
+    null: Annotated[bool, typer.Option("--null", "-0", help="End each name with NUL instead of a line end.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Print the names of the files that ranks need.
+
+    For tools that copy files. relayout.json is the last.
+    """
+    from relayout.commands import copy as copying
+
+    needed = copying.files(path, ranks=ranks)
+    if as_json:
+        _print(json.dumps(needed.as_json()) + "\n")
+    else:
+        _print("".join(f"{file.name}{chr(0) if null else chr(10)}" for file in needed.files))
+
+
 @_command("doctor llama-3.1-8b-tp8", "doctor llama-3.1-8b-tp8 --rank 0 --device cuda:0")
 def doctor(
     path: PathArgument,

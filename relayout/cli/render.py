@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from relayout.benchmark.measure import Bench
     from relayout.benchmark.verdict import RankLoads
     from relayout.commands.cache import CacheListing
+    from relayout.commands.copy import Copied
     from relayout.commands.differences import Report
     from relayout.commands.plan_check import PlanCheck
     from relayout.commands.restore import Restored
@@ -59,6 +60,15 @@ def summary(done: Summary) -> Iterator[Block]:
     if done.num_ranks == 1:
         yield Line("1 rank: no tensor is cut, stock loaders read the folder too; --tp N cuts it for N ranks")
     yield from _exceptions(done)
+
+
+def copied(done: Copied) -> Iterator[Block]:
+    """Of `copy`."""
+    ranks, what = _ranks(done.ranks, done.num_ranks), _count(done.num_files, "file")
+    yield Line(f"{done.output}: {what} for {ranks}, every byte compared with its digest", "done", "bold green")
+    yield Line(f"{decimal(done.nbytes)} in {_time(done.nbytes - done.resumed_nbytes, done.seconds)}")
+    if done.resumed_nbytes:
+        yield Line(f"{decimal(done.resumed_nbytes)} of it resumed from an interrupted copy, after verification")
 
 
 def units(done: ConvertedUnits) -> Iterator[Block]:

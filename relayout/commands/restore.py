@@ -123,8 +123,8 @@ def restore(
 def _refuse_conversion(staging: Staging, *, force: bool) -> None:
     """Refuse to discard an interrupted conversion without `force`."""
     journal = read_journal(staging)
-    if journal is not None and journal[1].tensors and not force:
-        raise PlanError("holds an interrupted conversion; --force discards it", path=staging.location, code="exists")
+    if journal is not None and (journal[1].tensors or journal[1].chunks) and not force:
+        raise PlanError("holds an interrupted attempt; --force discards it", path=staging.location, code="exists")
 
 
 def recorded_source(folder: Store, record: SourceRecord, *, is_whole: bool = True) -> SourceCheckpoint:

@@ -134,7 +134,7 @@ def test_an_interrupted_conversion_of_some_ranks_resumes(
         patch.setattr(InputFile, "read", failing)
         with pytest.raises(OSError, match="no longer"):
             relayout.convert(llama, out, tp=TP, ranks=[2], threads=1, max_part_nbytes=20_000)
-    with pytest.raises(PlanError, match="holds an interrupted conversion, with other options"):
+    with pytest.raises(PlanError, match="holds an interrupted attempt, with other options"):
         relayout.convert(llama, out, tp=TP, ranks=[1], max_part_nbytes=20_000)
     done = relayout.convert(llama, out, tp=TP, ranks=[2], max_part_nbytes=20_000)
     assert 0 < done.resumed_nbytes < done.source_nbytes

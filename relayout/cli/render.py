@@ -130,7 +130,7 @@ def cache(listing: CacheListing) -> Iterator[Block]:
         (
             entry.name[:_SHOWN_NAME],
             entry.source or "-",
-            str(entry.num_ranks or "-"),
+            f"{entry.ranks} of {entry.num_ranks}" if entry.ranks else str(entry.num_ranks or "-"),
             decimal(entry.nbytes),
             time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used)) + (", in use" if entry.is_in_use else ""),
         )

@@ -9,6 +9,7 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from support import prestarted, toy_store
+from support import prestarted, s3_server, toy_store
 from support.faults import environment
+from support.lying_server import at, is_completion
 from support.models import as_integers, expected_slice, read_tensors
 from support.mounts import mounted_tmpfs
 from support.profile import IS_LONG
@@ -428,6 +430,33 @@ def test_an_upload_that_fails_leaves_nothing_and_complete_files_are_kept(
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(shelf.objects[name][0])
+    assert_copied(source, tmp_path / "out")
+
+
+def test_after_a_kill_while_objects_are_made_the_same_command_goes_on(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("obstore", "boto3"):
+        pytest.importorskip(module, reason="a client of object stores")
+    command = [sys.executable, "-m", "relayout", "copy", "ranks", "s3://copies/out", "--ranks", "1-2"]
+    with s3_server.running() as server:
+        for name, value in s3_server.environment(server).items():
+            monkeypatch.setenv(name, value)
+        with subprocess.Popen(command, cwd=source) as child:
+            server.interfere = at(is_completion, lambda: os.kill(child.pid, signal.SIGKILL), after=2)
+            child.wait()
+        assert child.returncode == -signal.SIGKILL
+        server.interfere = lambda request: None
+        assert "out/relayout.json" not in server.names("copies", "out/")
+        done = relayout.copy(source / "ranks", "s3://copies/out", ranks="1-2")
+        assert done.resumed_nbytes == sum(
+            len(blob) - 8 - int.from_bytes(blob[:8], "little")
+            for name, blob in expected(source, "12").items()
+            if name.endswith(".safetensors")
+        )
+        assert not server.uploads
+        assert server.names("copies", ".out") == []
+        relayout.copy("s3://copies/out", tmp_path / "out")
     assert_copied(source, tmp_path / "out")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from support.models import expected_slice, read_tensors
 from support.profile import sample
 
 import relayout
+from relayout.conversion.jobs import UnitJob, commit_jobs, run_job, unit_jobs
 from relayout.errors import PlanError
 from relayout.storage.local.files import InputFile
 
@@ -141,3 +143,15 @@ def test_an_interrupted_conversion_of_some_ranks_resumes(
     relayout.convert(llama, tmp_path / "all", tp=TP, max_part_nbytes=20_000)
     assert files_of(out, "*.safetensors") == files_of(tmp_path / "all", "*-rank-2-*")
     assert not relayout.verify(out, source=llama).differences
+
+
+def test_jobs_convert_some_ranks(llama: Path, tmp_path: Path) -> None:
+    options = {"tp": TP, "ranks": [1, 2], "max_part_nbytes": 20_000}
+    jobs = unit_jobs(relayout.plan_conversion(llama, tmp_path / "jobs", **options))
+    assert len(jobs) > 2
+    jobs = [UnitJob.from_json(json.loads(json.dumps(job.as_json()))) for job in jobs]
+    for job in reversed(jobs):
+        run_job(job)
+    commit_jobs(jobs)
+    relayout.convert(llama, tmp_path / "one", **options)
+    assert files_of(tmp_path / "jobs", "*") == files_of(tmp_path / "one", "*")

@@ -180,7 +180,7 @@ class Ranks:
         except PlanError as error:
             error.path, error.tensor = str(self.store), record.names[t]
             if not self.manifest.has_all:
-                error.what += f": the folder has only the ranks {ranks_text(self.manifest.present)} of {count}"
+                error.what += f": of {count} ranks the folder has only {ranks_text(self.manifest.present)}"
                 error.code = "missing"
             raise
 

@@ -182,7 +182,7 @@ def rank_files(folder: Store, manifest: Manifest, rank: int) -> tuple[StoredFile
         status = folder.stat(file.name)
         if status is None:
             complete = ranks_text(_complete_ranks(folder, manifest))
-            others = f"; the ranks {complete} of {manifest.num_ranks} are complete here" if complete else ""
+            others = f"; of {manifest.num_ranks} ranks these are complete here: {complete}" if complete else ""
             raise FormatError(f"is missing{others}", path=file.where, code="missing")
         status.check(file.where, file.nbytes)  # Before memory is reserved: an arena is not larger than its files.
 

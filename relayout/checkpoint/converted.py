@@ -107,7 +107,7 @@ def check_present(folder: Store, manifest: Manifest, ranks: Iterable[int]) -> No
     if missing:
         lacks, has = ranks_text(missing), ranks_text(manifest.present)
         what = (
-            f"has only the ranks {has} of {manifest.num_ranks}, and lacks {lacks}: `relayout copy FROM TO --ranks"
+            f"of {manifest.num_ranks} ranks it has only {has}, and lacks {lacks}: `relayout copy FROM TO --ranks"
             f" {lacks}` copies those from a folder that has them"
         )
         raise PlanError(what, path=str(folder), code="missing")

@@ -107,6 +107,15 @@ AddressOption = Annotated[
 ]
 
 
+class VerifyOptions(TypedDict):
+    """Options of every way to verify."""
+
+    source: str | None
+    ranks: str | None
+    threads: int
+    memory: str
+
+
 class RunOptions(TypedDict):
     """Options of every way to carry out a conversion."""
 
@@ -362,6 +371,7 @@ def verify(
         str | None,
         typer.Option(metavar="SRC", help="Also compare every slice with this source, by 128-bit digests."),
     ] = None,
+    ranks: RanksOption = None,
     threads: ThreadsOption = 8,
     memory: MemoryOption = "512MiB",
     engine: EngineOption = None,
@@ -381,12 +391,13 @@ def verify(
     _check_engine(engine, address)
     _begin_work()
     progress = progress_of("verifying", as_json=as_json, quiet=quiet, verbose=verbose)
+    options: VerifyOptions = {"source": source, "ranks": ranks, "threads": threads, "memory": memory}
     if engine is None:
-        report = verification.verify(path, source=source, threads=threads, memory=memory, progress=progress)
+        report = verification.verify(path, progress=progress, **options)
     else:
         from relayout.clusters import on_ray
 
-        report = on_ray.verify(path, source=source, address=address, threads=threads, memory=memory, progress=progress)
+        report = on_ray.verify(path, address=address, progress=progress, **options)
     _show(report, render.report, as_json=as_json, quiet=quiet, verbose=verbose)
     if not report.ok:
         raise typer.Exit(EXIT_DIFFERENCE)

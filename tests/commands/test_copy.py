@@ -98,7 +98,7 @@ def test_each_rank_loads_its_slices_of_the_source(llama: Path, tmp_path: Path) -
         assert found.keys() == whole.keys()
         for name, tensor in whole.items():
             assert np.array_equal(as_integers(found[name]), expected_slice(name, tensor, rank, TP)), name
-    with pytest.raises(PlanError, match=r"out: has only the ranks 1,3 of 4, and lacks 2: `relayout copy FROM TO --ran"):
+    with pytest.raises(PlanError, match=r"out: of 4 ranks it has only 1,3, and lacks 2: `relayout copy FROM TO --ran"):
         relayout.load(tmp_path / "out", 2)
 
 
@@ -124,7 +124,7 @@ def test_a_copy_of_a_copy_has_fewer_ranks(source: Path, tmp_path: Path) -> None:
     relayout.copy(source / "ranks", tmp_path / "three", ranks="0-2")
     relayout.copy(tmp_path / "three", tmp_path / "out", ranks="1-2")
     assert_copied(source, tmp_path / "out")
-    with pytest.raises(PlanError, match=r"three: has only the ranks 0-2 of 4, and lacks 3"):
+    with pytest.raises(PlanError, match=r"three: of 4 ranks it has only 0-2, and lacks 3"):
         relayout.copy(tmp_path / "three", tmp_path / "other", ranks="2-3")
     relayout.copy(source / "ranks", tmp_path / "directly", ranks="1-2")
     assert content(tmp_path / "directly") == content(tmp_path / "out")
@@ -159,14 +159,14 @@ def test_whole_tensors_come_along_and_give_everything(source: Path, tmp_path: Pa
         for name, tensor in whole.items():
             mine = expected_slice(name, tensor, rank, 2, kv_heads=8)
             assert np.array_equal(as_integers(loaded[name]), mine), name
-    with pytest.raises(PlanError, match="has only the ranks 0 of 4, and lacks 1"):
+    with pytest.raises(PlanError, match="of 4 ranks it has only 0, and lacks 1"):
         relayout.load(out, 1)
 
 
 def test_what_needs_all_ranks_says_which_are_missing(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     relayout.copy(source / "ranks", out, ranks="0,2-3")
-    lacks = "out: has only the ranks 0,2-3 of 4, and lacks 1"
+    lacks = "out: of 4 ranks it has only 0,2-3, and lacks 1"
     for call in (
         lambda: relayout.restore(out, tmp_path / "back"),
         lambda: relayout.safe_open(out),
@@ -180,11 +180,24 @@ def test_what_needs_all_ranks_says_which_are_missing(source: Path, tmp_path: Pat
         with pytest.raises(PlanError, match=lacks) as raised:
             call()
         assert raised.value.code == "missing"
-    with pytest.raises(PlanError, match=r"is in no rank's slice: the folder has only the ranks 0,2-3 of 4"):
+    with pytest.raises(PlanError, match=r"is in no rank's slice: of 4 ranks the folder has only 0,2-3"):
         relayout.load(out, 0, tp=2)
     assert len(relayout.load(out, 1, tp=2)) == len(read_tensors(source / "model"))
     assert [rank.rank for rank in relayout.inspect(out).ranks] == [0, 2, 3]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("layout", ["ranks", "whole"])
+def test_damage_of_other_ranks_is_not_looked_for(source: Path, tmp_path: Path, layout: str) -> None:
+    damaged = Path(shutil.copytree(source / layout, tmp_path / "damaged"))
+    last = max(damaged.glob("*-rank-3-*"))
+    blob = last.read_bytes()
+    last.write_bytes(blob[:-1] + bytes([blob[-1] ^ 1]))
+    assert relayout.verify(damaged, ranks=range(3), source=source / "model").ok
+    for ranks in (None, "3", [0, 3]):
+        assert {one.file for one in relayout.verify(damaged, ranks=ranks).differences} == {last.name}
+    with pytest.raises(PlanError, match="ranks: "):
+        relayout.verify(damaged, ranks="4")
 
 
 def test_a_lost_file_of_a_rank_that_should_be_there_is_found(source: Path, tmp_path: Path) -> None:
@@ -494,8 +507,14 @@ def test_the_files_of_ranks_are_what_other_tools_copy(source: Path, tmp_path: Pa
     for rank in (1, 2):
         found = relayout.load(out, rank, verify=True)
         assert all(found[name].equal(tensor) for name, tensor in relayout.load(source / "ranks", rank).items())
-    with pytest.raises(FormatError, match=r"model-rank-0-part-0\.safetensors: is missing; the ranks 1-2 of 4 are com"):
+    with pytest.raises(
+        FormatError, match=r"model-rank-0-part-0\.safetensors: is missing; of 4 ranks these are complete here: 1-2"
+    ):
         relayout.load(out, 0)
+    missing = {one.file for one in relayout.verify(out).differences}
+    assert missing == {"relayout.rank-0.json.zst", "relayout.rank-3.json.zst"}
+    report = relayout.verify(out, ranks="1-2", source=source / "model")
+    assert (report.differences, report.ranks, report.compared_with_source) == ([], (1, 2), True)
     relayout.copy(out, tmp_path / "again", ranks="1-2")  # It says so then.
     assert_copied(source, tmp_path / "again")
 

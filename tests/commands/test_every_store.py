@@ -220,7 +220,7 @@ def test_a_rank_is_copied_to_every_store(here: Ground, local: Path) -> None:
     assert done.output == here.url("copy")
     assert relayout.verify(done.output).ok
     assert_same(relayout.load(done.output, 1), relayout.load(local / "out", 1))
-    with pytest.raises(PlanError, match="copy: has only the ranks 1 of 2, and lacks 0"):
+    with pytest.raises(PlanError, match="copy: of 2 ranks it has only 1, and lacks 0"):
         relayout.load(done.output, 0)
     with pytest.raises(PlanError, match="is not empty"):
         relayout.copy(local / "out", here.url("copy"), ranks=[0])

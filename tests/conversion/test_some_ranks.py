@@ -64,7 +64,7 @@ def test_each_rank_loads_its_slices_and_others_are_missing(llama: Path, tmp_path
         assert found.keys() == whole.keys()
         for name, tensor in whole.items():
             assert np.array_equal(found[name], expected_slice(name, tensor, rank, TP)), (rank, name)
-    lacks = "has only the ranks 1,3 of 4, and lacks"
+    lacks = "of 4 ranks it has only 1,3, and lacks"
     for rank in (0, 2):
         with pytest.raises(PlanError, match=f"{lacks} {rank}: `relayout copy FROM TO --ranks {rank}`") as raised:
             relayout.load(out, rank)
@@ -73,7 +73,7 @@ def test_each_rank_loads_its_slices_and_others_are_missing(llama: Path, tmp_path
         relayout.restore(out, tmp_path / "restored")
     with pytest.raises(PlanError, match=f"{lacks} 0,2"):
         relayout.safe_open(out)
-    with pytest.raises(PlanError, match=r"only the ranks 1,3 of 4"):
+    with pytest.raises(PlanError, match=r"of 4 ranks the folder has only 1,3"):
         relayout.load(out, 0, tp=2)
     assert not (tmp_path / "restored").exists()
 

@@ -426,5 +426,5 @@ def test_each_node_serves_its_own_ranks(folders: Path, engine: Engine, tmp_path:
             engine.load(node, model, strict=True)
             model.assert_holds_what_it_cuts_of(whole)
         other = ranks[0] ^ 2
-        with pytest.raises(PlanError, match=f"has only the ranks {ranks[0]}-{ranks[1]} of 4, and lacks {other}"):
+        with pytest.raises(PlanError, match=f"of 4 ranks it has only {ranks[0]}-{ranks[1]}, and lacks {other}"):
             engine.load(node, Model(whole, other, 4))

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from relayout import transformers
     from relayout.benchmark.measure import Bench, BenchPlan, plan_bench
     from relayout.commands.convert import PlanOptions, convert, plan_conversion
+    from relayout.commands.copy import Copied, NeededFiles, copy, files
     from relayout.commands.differences import Difference, Report
     from relayout.commands.inspect import Inspection, inspect
     from relayout.commands.restore import Restored, restore
@@ -32,10 +33,12 @@ __all__ = [
     "Cache",
     "CheckpointView",
     "ConversionPlan",
+    "Copied",
     "Difference",
     "Explanation",
     "FormatError",
     "Inspection",
+    "NeededFiles",
     "PageWritten",
     "Place",
     "Plan",
@@ -48,7 +51,9 @@ __all__ = [
     "Summary",
     "TensorSlice",
     "convert",
+    "copy",
     "explain",
+    "files",
     "inspect",
     "iter_load",
     "load",
@@ -66,6 +71,7 @@ __all__ = [
 _HOMES = {
     "benchmark.measure": ("Bench", "BenchPlan", "plan_bench"),
     "commands.convert": ("PlanOptions", "convert", "plan_conversion"),
+    "commands.copy": ("Copied", "NeededFiles", "copy", "files"),
     "commands.inspect": ("Inspection", "inspect"),
     "commands.restore": ("Restored", "restore"),
     "commands.differences": ("Difference", "Report"),

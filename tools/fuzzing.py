@@ -219,7 +219,7 @@ def _manifest(data: bytes) -> None:
         manifest = parse_manifest(data, "x")
     except FormatError:
         return
-    for holder, entry in enumerate(manifest.holders):
+    for holder, entry in manifest.holders.items():
         files = manifest.holder_files(holder)
         assert _is_plain(entry.table)
         assert all(_is_plain(file.name) and file.name.endswith(".safetensors") for file in files)
@@ -334,12 +334,12 @@ def _base_manifest(base: str) -> Manifest:
 
 
 @cache
-def _base_tables() -> list[Any]:
+def _base_tables() -> dict[int, Any]:
     manifest = _base_manifest("converted")
-    return [
-        parse_table((BASES / "converted" / entry.table).read_bytes(), manifest, rank, "base")
-        for rank, entry in enumerate(manifest.ranks)
-    ]
+    return {
+        rank: parse_table((BASES / "converted" / entry.table).read_bytes(), manifest, rank, "base")
+        for rank, entry in manifest.holders.items()
+    }
 
 
 def _is_plain(name: str) -> bool:

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
-from relayout.checkpoint.converted import check_head, read_chunk_digests
+from relayout.checkpoint.converted import check_chunk, check_head, read_chunk_digests
 from relayout.core.coalesce import split
 from relayout.core.digests import digest_hex
 from relayout.core.extents import Extent
@@ -23,7 +23,7 @@ from relayout.format.chunks import chunks_over
 from relayout.format.index import MANIFEST_NAME, Manifest
 from relayout.format.manifest import MAX_TABLE_NBYTES
 from relayout.loader.budgets import HOST_BUFFERS, plan_budget
-from relayout.loader.sources.stored import StoredFile, check_chunk, files_of
+from relayout.loader.sources.stored import StoredFile, files_of
 from relayout.progress import Progress, reporting
 from relayout.storage.buffers import Buffer
 from relayout.storage.cache_folder import Cache, Lease
@@ -174,7 +174,7 @@ def _fetch_file(folder: Path, file: StoredFile, on_progress: Callable[[int], Non
             source.read(piece.offset, view)
             for index, chunk, part in chunks_over(piece, proof.data_start, file.nbytes, proof.chunk_nbytes):
                 whole = view[part.offset - piece.offset : part.end - piece.offset]
-                check_chunk(whole, digests, index, chunk, file.where)
+                check_chunk(digest_hex(whole), digests, index, chunk, file.where)
             output.write(piece.offset, view)
             return piece.nbytes
 

@@ -11,7 +11,14 @@ from functools import cache as once
 from functools import partial
 from typing import TYPE_CHECKING
 
-from relayout.checkpoint.converted import check_rank, find_manifest, find_manifest_blob, read_manifest, read_table
+from relayout.checkpoint.converted import (
+    check_present,
+    check_rank,
+    find_manifest,
+    find_manifest_blob,
+    read_manifest,
+    read_table,
+)
 from relayout.core.arguments import integer
 from relayout.core.dtypes import num_bytes
 from relayout.core.extents import Transfer
@@ -185,8 +192,13 @@ def find_rank(
 
 
 def _rank_of(store: Store, manifest: Manifest, rank: int, tp: int | None) -> RankSource:
-    """A rank that exists, of a converted checkpoint."""
+    """A rank of a converted checkpoint.
+
+    Raises:
+        PlanError: the folder lacks it.
+    """
     if tp is None or tp == manifest.num_ranks:
+        check_present(store, manifest, [rank])
         return ConvertedRank.of(store, manifest, rank, rank)
     if tp == 1 and manifest.whole is not None:
         return ConvertedRank.of(store, manifest, rank, manifest.num_ranks)

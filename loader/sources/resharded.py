@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from itertools import starmap
 
 from relayout.checkpoint.config import read_config
-from relayout.checkpoint.converted import read_record, read_table
+from relayout.checkpoint.converted import check_present, read_record, read_table
 from relayout.checkpoint.source import agreed_metadata
+from relayout.core.arguments import ranks_text
 from relayout.core.children import remake_in_child
 from relayout.core.slices import WHOLE, Slice, slice_transfers
 from relayout.errors import FormatError, PlanError
@@ -67,7 +68,10 @@ def whole_pieces(store: Store, manifest: Manifest) -> ReshardedPieces:
 
     Raises:
         FormatError: the source record is damaged.
+        PlanError: the folder lacks ranks.
     """
+    if manifest.whole is None:
+        check_present(store, manifest, range(manifest.num_ranks))
     record = read_record(store, manifest)
     return _pieces(Ranks(store, manifest, record), [WHOLE] * len(record.names), None)
 
@@ -168,14 +172,21 @@ class Ranks:
         record, count = self.record, self.manifest.num_ranks
         order = ((first + i) % count for i in range(count))
         slices = record.cut(t).slices
-        holders = [Holder(slices[rank], rank, 0) for rank in order if slices[rank].is_held]
+        holders = [Holder(slices[rank], rank, 0) for rank in order if slices[rank].is_held and self._has(rank)]
         try:
-            if self.manifest.whole is not None and self._is_best_of_whole(t, wanted):
+            if self._has(count) and (not self.manifest.has_all or self._is_best_of_whole(t, wanted)):
                 holders = [Holder(WHOLE, count, 0)]
             return gather(record.dtypes[t], record.shapes[t], wanted, holders)
         except PlanError as error:
             error.path, error.tensor = str(self.store), record.names[t]
+            if not self.manifest.has_all:
+                error.what += f": of {count} ranks the folder has only {ranks_text(self.manifest.present)}"
+                error.code = "missing"
             raise
+
+    def _has(self, holder: int) -> bool:
+        """Whether the folder has a rank, or the whole tensors."""
+        return holder in self.manifest.holders
 
     def _is_best_of_whole(self, t: int, wanted: Slice) -> bool:
         """Whether a slice is contiguous in the whole tensor, or no rank has another part of it in files of its own."""
@@ -188,7 +199,9 @@ class Ranks:
     def _locate(self, t: int, reads: tuple[Read, ...]) -> tuple[Read, ...]:
         """Reads of rank files, for reads as of `_gather`."""
         if not reads:  # Believe that there are no bytes only if a table says so, too.
-            self._find(t, next((rank for rank, part in enumerate(self.record.cut(t).slices) if part.is_held), 0))
+            slices = self.record.cut(t).slices
+            present = self.manifest.present
+            self._find(t, next((rank for rank in present if slices[rank].is_held), present[0]))
         located = []
         for read in reads:
             table, row = self._find(t, read.file)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from relayout.checkpoint.converted import read_chunk_digests
+from relayout.checkpoint.converted import check_chunk, read_chunk_digests
+from relayout.core.arguments import ranks_text
 from relayout.core.coalesce import split
-from relayout.core.digests import DIGEST_NBYTES, digest_hex
+from relayout.core.digests import digest_hex
 from relayout.core.extents import Extent
 from relayout.core.workers import each
 from relayout.errors import FormatError
@@ -126,33 +127,12 @@ class Proven(Closable):
             if part != chunk:
                 whole = memoryview(bytearray(chunk.nbytes))
                 self._file.read(chunk.offset, whole)
-            check_chunk(whole, self._digests, index, chunk, self._where)
+            check_chunk(digest_hex(whole), self._digests, index, chunk, self._where)
             if part != chunk:
                 target[:] = whole[part.offset - chunk.offset : part.end - chunk.offset]
 
     def close(self) -> None:
         self._file.close()
-
-
-def check_chunk(view: memoryview, digests: bytes, index: int, chunk: Extent, where: str) -> None:
-    """Compare the digest of a chunk.
-
-    Args:
-        digests: of all chunks of the file, one after the other.
-        index: of the chunk.
-        where: the file's name in messages.
-
-    Raises:
-        FormatError: it differs.
-    """
-    expected = digests[DIGEST_NBYTES * index : DIGEST_NBYTES * (index + 1)].hex()
-    if digest_hex(view) != expected:
-        raise FormatError(
-            f"bytes {chunk.offset} to {chunk.end} do not match digest {expected}: damaged",
-            path=where,
-            offset=chunk.offset,
-            code="digest",
-        )
 
 
 def check_hole(file: StoredFile, hole: Extent) -> None:
@@ -201,8 +181,17 @@ def rank_files(folder: Store, manifest: Manifest, rank: int) -> tuple[StoredFile
     def check(file: StoredFile) -> None:
         status = folder.stat(file.name)
         if status is None:
-            raise FormatError("is missing", path=file.where, code="missing")
+            complete = ranks_text(_complete_ranks(folder, manifest))
+            others = f"; of {manifest.num_ranks} ranks these are complete here: {complete}" if complete else ""
+            raise FormatError(f"is missing{others}", path=file.where, code="missing")
         status.check(file.where, file.nbytes)  # Before memory is reserved: an arena is not larger than its files.
 
     each(check, files, folder.cost.num_opens)
     return files
+
+
+def _complete_ranks(folder: Store, manifest: Manifest) -> Iterator[int]:
+    """The ranks of which all files are in a local folder: a tool may have copied the files of some ranks only."""
+    if not folder.cost.is_remote:
+        there = {index for index, file in enumerate(manifest.files) if folder.stat(file.name) is not None}
+        yield from (rank for rank in manifest.present if there.issuperset(manifest.holders[rank].files))

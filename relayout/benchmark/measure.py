@@ -21,7 +21,7 @@ from relayout.benchmark.machine import Machine, describe, num_cpus, prepare, tot
 from relayout.benchmark.made import EMBEDDING_NBYTES, LAYER_NBYTES, layers_of, write_llama
 from relayout.benchmark.run import Died, Measured, load_together
 from relayout.benchmark.verdict import RankLoads, Timing, verdict, warnings_of
-from relayout.checkpoint.converted import is_converted, read_manifest, read_table
+from relayout.checkpoint.converted import check_present, is_converted, read_manifest, read_table
 from relayout.checkpoint.source import read_source
 from relayout.commands.convert import convert, default_output
 from relayout.core.arguments import integer, size
@@ -66,8 +66,8 @@ class Folders:
         manifest = self.manifest
         if self.converted is None or manifest is None:
             return []
-        holders = [manifest.ranks[rank] for rank in ranks] if manifest.num_ranks == self.tp else manifest.holders
-        indices = dict.fromkeys(index for holder in holders for index in holder.files)
+        holders = ranks if manifest.num_ranks == self.tp else manifest.holders
+        indices = dict.fromkeys(index for holder in holders for index in manifest.holders[holder].files)
         return [self.converted / manifest.files[index].name for index in indices]
 
     @property
@@ -356,6 +356,8 @@ def _find_folders(path: str | os.PathLike[str], tp: int | None, against: str | o
         if manifest.source_nbytes != nbytes:  # The loads then compare all bytes.
             what = f"was converted from {manifest.source_nbytes} bytes of tensors, {folders.source} has {nbytes}"
             raise PlanError(what, path=folders.converted, code="option")
+    if folders.converted is not None:
+        check_present(find_store(folders.converted), manifest, range(manifest.num_ranks))
     return replace(folders, tp=tp or manifest.num_ranks)
 
 

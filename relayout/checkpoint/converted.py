@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from relayout.core.digests import digest_hex
+from relayout.core.arguments import ranks_text
+from relayout.core.digests import DIGEST_NBYTES, digest_hex
+from relayout.core.extents import Extent
 from relayout.errors import FormatError, PlanError, about
 from relayout.format.chunks import CHUNKS_NAME, places_of_digests
 from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME, Manifest, RankTable
@@ -60,8 +63,17 @@ def read_manifest(folder: Store) -> Manifest:
     Raises:
         FormatError: the manifest is missing or damaged.
     """
+    return parse_manifest(read_manifest_blob(folder), folder.location(MANIFEST_NAME))
+
+
+def read_manifest_blob(folder: Store) -> bytes:
+    """Read relayout.json.
+
+    Raises:
+        FormatError: the manifest is missing.
+    """
     try:
-        blob = folder.read(MANIFEST_NAME, MAX_MANIFEST_NBYTES)
+        return folder.read(MANIFEST_NAME, MAX_MANIFEST_NBYTES)
     except FormatError as error:
         if error.code == "missing" and folder.kind() is Kind.NOTHING:
             raise FormatError(folder.not_found_message(), path=str(folder), code="missing") from None
@@ -69,11 +81,10 @@ def read_manifest(folder: Store) -> Manifest:
             what = f"not a converted folder ({MANIFEST_NAME} is missing); relayout convert makes one"
             raise FormatError(what, path=str(folder), code="missing") from None
         raise
-    return parse_manifest(blob, folder.location(MANIFEST_NAME))
 
 
 def check_rank(folder: Store, rank: int, num_ranks: int) -> None:
-    """Check that a rank exists.
+    """Check that a degree has a rank.
 
     Raises:
         PlanError: `rank` is not from 0 to `num_ranks` - 1.
@@ -86,8 +97,24 @@ def check_rank(folder: Store, rank: int, num_ranks: int) -> None:
         )
 
 
+def check_present(folder: Store, manifest: Manifest, ranks: Iterable[int]) -> None:
+    """Check that a folder has these ranks of its degree.
+
+    Raises:
+        PlanError: it lacks some.
+    """
+    missing = [rank for rank in ranks if manifest.ranks[rank] is None]
+    if missing:
+        lacks, has = ranks_text(missing), ranks_text(manifest.present)
+        what = (
+            f"of {manifest.num_ranks} ranks it has only {has}, and lacks {lacks}: `relayout copy FROM TO --ranks"
+            f" {lacks}` copies those from a folder that has them"
+        )
+        raise PlanError(what, path=str(folder), code="missing")
+
+
 def read_table(folder: Store, manifest: Manifest, rank: int) -> RankTable:
-    """Read and check the table of one rank, or of another holder.
+    """Read and check the table of one rank that the folder has, or of another holder.
 
     Raises:
         FormatError: the table is missing, damaged, or of another conversion.
@@ -121,11 +148,15 @@ def names_of_output(folder: Store) -> frozenset[str]:
         FormatError: one of them is missing, damaged, or foreign.
     """
     manifest = read_manifest(folder)
-    record = read_record(folder, manifest)
+    return names_of(manifest, read_record(folder, manifest))
+
+
+def names_of(manifest: Manifest, record: SourceRecord) -> frozenset[str]:
+    """Names of all files that a manifest and a source record name, themselves included."""
     return frozenset(
         {MANIFEST_NAME, SOURCE_RECORD_NAME, CHUNKS_NAME}
         | {file.name for file in manifest.files}
-        | {holder.table for holder in manifest.holders}
+        | {holder.table for holder in manifest.holders.values()}
         | ({HUB_INDEX_NAME} if manifest.hub_index_digest is not None else set())
         | {side.name for side in record.side_files}
     )
@@ -155,6 +186,28 @@ def read_chunk_digests(folder: Store, manifest: Manifest, index: int) -> bytes:
         where = folder.location(CHUNKS_NAME)
         raise FormatError(f"its part for {file.name} differs from the manifest", path=where, code="digest")
     return bytes(digests)
+
+
+def check_chunk(digest: str, digests: bytes, index: int, chunk: Extent, where: str) -> None:
+    """Compare the digest of a chunk.
+
+    Args:
+        digest: of the chunk's bytes.
+        digests: of all chunks of the file, as `read_chunk_digests` returns them.
+        index: of the chunk.
+        where: the file's name in messages.
+
+    Raises:
+        FormatError: it differs.
+    """
+    expected = digests[DIGEST_NBYTES * index : DIGEST_NBYTES * (index + 1)].hex()
+    if digest != expected:
+        raise FormatError(
+            f"bytes {chunk.offset} to {chunk.end} do not match digest {expected}: damaged",
+            path=where,
+            offset=chunk.offset,
+            code="digest",
+        )
 
 
 def check_file(folder: Store, manifest: Manifest, index: int) -> None:

@@ -95,6 +95,9 @@ MemoryOption = Annotated[str, typer.Option(metavar="SIZE", help="Memory limit of
 RankOption = Annotated[
     int | None, typer.Option(metavar="R", help="Only this rank of a converted checkpoint. Default: all.")
 ]
+RanksOption = Annotated[
+    str | None, typer.Option(metavar="LIST", help="Only these ranks, such as 0-3 or 0,8. Default: all.")
+]
 EngineOption = Annotated[
     Literal["ray"] | None, typer.Option(help="Run on the nodes of a Ray cluster. Default: in this process.")
 ]
@@ -102,6 +105,15 @@ AddressOption = Annotated[
     str | None,
     typer.Option(metavar="ADDRESS", help="The Ray cluster, such as auto. Default: RAY_ADDRESS, or this machine alone."),
 ]
+
+
+class VerifyOptions(TypedDict):
+    """Options of every way to verify."""
+
+    source: str | None
+    ranks: str | None
+    threads: int
+    memory: str
 
 
 class RunOptions(TypedDict):
@@ -207,6 +219,7 @@ def convert(
             " each rank's slices that are not contiguous in them; a third larger for a Llama.",
         ),
     ] = "ranks",
+    ranks: RanksOption = None,
     sha256: Annotated[
         bool, typer.Option("--sha256", help="Store the SHA-256 of each rank file. Reads the files again.")
     ] = False,
@@ -260,6 +273,7 @@ def convert(
         "max_part_nbytes": max_part_size,
         "dcp": dcp,
         "layout": layout,
+        "ranks": ranks,
     }
     run: RunOptions = {"force": force, "threads": threads, "memory": memory}
     progress = progress_of("converting", as_json=as_json, quiet=quiet, verbose=verbose)
@@ -357,6 +371,7 @@ def verify(
         str | None,
         typer.Option(metavar="SRC", help="Also compare every slice with this source, by 128-bit digests."),
     ] = None,
+    ranks: RanksOption = None,
     threads: ThreadsOption = 8,
     memory: MemoryOption = "512MiB",
     engine: EngineOption = None,
@@ -376,12 +391,13 @@ def verify(
     _check_engine(engine, address)
     _begin_work()
     progress = progress_of("verifying", as_json=as_json, quiet=quiet, verbose=verbose)
+    options: VerifyOptions = {"source": source, "ranks": ranks, "threads": threads, "memory": memory}
     if engine is None:
-        report = verification.verify(path, source=source, threads=threads, memory=memory, progress=progress)
+        report = verification.verify(path, progress=progress, **options)
     else:
         from relayout.clusters import on_ray
 
-        report = on_ray.verify(path, source=source, address=address, threads=threads, memory=memory, progress=progress)
+        report = on_ray.verify(path, address=address, progress=progress, **options)
     _show(report, render.report, as_json=as_json, quiet=quiet, verbose=verbose)
     if not report.ok:
         raise typer.Exit(EXIT_DIFFERENCE)
@@ -410,6 +426,58 @@ def restore(
     progress = progress_of("restoring", as_json=as_json, quiet=quiet, verbose=verbose)
     done = restoration.restore(path, output, force=force, threads=threads, memory=memory, progress=progress)
     _show(done, render.restored, as_json=as_json, quiet=quiet)
+
+
+@_command("copy s3://bucket/llama-3.1-8b-tp8 /nvme/llama --ranks 0-3", "copy llama-3.1-8b-tp8 gs://bucket/llama")
+def copy(
+    path: Annotated[str, typer.Argument(metavar="SRC", help="A folder that `relayout convert` wrote, or its URL.")],
+    output: Annotated[str, typer.Argument(metavar="DST", help="The folder or prefix to write.")],
+    ranks: RanksOption = None,
+    threads: ThreadsOption = 8,
+    memory: MemoryOption = "512MiB",
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace DST if relayout wrote it; discard another interrupted attempt.")
+    ] = False,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Copy the files that ranks need between folders and stores.
+
+    Compares every byte with its digest. DST appears complete or not at all, and says which ranks it has. After an
+    interruption the same command resumes.
+    """
+    from relayout.cli import render
+    from relayout.cli.console import progress as progress_of
+    from relayout.commands import copy as copying
+
+    _begin_work()
+    progress = progress_of("copying", as_json=as_json, quiet=quiet, verbose=verbose)
+    done = copying.copy(path, output, ranks=ranks, force=force, threads=threads, memory=memory, progress=progress)
+    _show(done, render.copied, as_json=as_json, quiet=quiet)
+
+
+@_command(
+    "files llama-3.1-8b-tp8 --ranks 0-3",
+    "files llama-3.1-8b-tp8 --ranks 0-3 > names.txt",
+)
+def files(
+    path: ConvertedArgument,
+    ranks: RanksOption = None,
+    null: Annotated[bool, typer.Option("--null", "-0", help="End each name with NUL instead of a line end.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Print the names of the files that ranks need.
+
+    For tools that copy files. relayout.json is the last.
+    """
+    from relayout.commands import copy as copying
+
+    needed = copying.files(path, ranks=ranks)
+    if as_json:
+        _print(json.dumps(needed.as_json()) + "\n")
+    else:
+        _print("".join(f"{file.name}{chr(0) if null else chr(10)}" for file in needed.files))
 
 
 @_command("doctor llama-3.1-8b-tp8", "doctor llama-3.1-8b-tp8 --rank 0 --device cuda:0")

@@ -13,6 +13,7 @@ from rich.filesize import decimal
 
 from relayout.cli.console import Block, Line, Listing, Table
 from relayout.commands.inspect import Inspection
+from relayout.core.arguments import ranks_text
 from relayout.core.patterns import collapse_numbers
 from relayout.errors import escape_controls
 from relayout.storage.stores import scheme_of
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from relayout.benchmark.measure import Bench
     from relayout.benchmark.verdict import RankLoads
     from relayout.commands.cache import CacheListing
+    from relayout.commands.copy import Copied
     from relayout.commands.differences import Report
     from relayout.commands.plan_check import PlanCheck
     from relayout.commands.restore import Restored
@@ -58,6 +60,15 @@ def summary(done: Summary) -> Iterator[Block]:
     if done.num_ranks == 1:
         yield Line("1 rank: no tensor is cut, stock loaders read the folder too; --tp N cuts it for N ranks")
     yield from _exceptions(done)
+
+
+def copied(done: Copied) -> Iterator[Block]:
+    """Of `copy`."""
+    ranks, what = _ranks(done.ranks, done.num_ranks), _count(done.num_files, "file")
+    yield Line(f"{done.output}: {what} for {ranks}, every byte compared with its digest", "done", "bold green")
+    yield Line(f"{decimal(done.nbytes)} in {_time(done.nbytes - done.resumed_nbytes, done.seconds)}")
+    if done.resumed_nbytes:
+        yield Line(f"{decimal(done.resumed_nbytes)} of it resumed from an interrupted copy, after verification")
 
 
 def units(done: ConvertedUnits) -> Iterator[Block]:
@@ -119,7 +130,7 @@ def cache(listing: CacheListing) -> Iterator[Block]:
         (
             entry.name[:_SHOWN_NAME],
             entry.source or "-",
-            str(entry.num_ranks or "-"),
+            f"{entry.ranks} of {entry.num_ranks}" if entry.ranks else str(entry.num_ranks or "-"),
             decimal(entry.nbytes),
             time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used)) + (", in use" if entry.is_in_use else ""),
         )
@@ -152,8 +163,8 @@ def preview(planned: Preview) -> Iterator[Block]:
         f"plan {planned.plan}{owned}; aligned to {planned.alignment} bytes except {unaligned:.2f} % of the bytes"
     )
     if planned.balance < 1:
-        ranks = enumerate(zip(planned.rank_tensors, planned.rank_nbytes, strict=True))
-        rows = [(str(rank), f"{count:,}", decimal(nbytes)) for rank, (count, nbytes) in ranks]
+        columns = zip(planned.ranks, planned.rank_tensors, planned.rank_nbytes, strict=True)
+        rows = [(str(rank), f"{count:,}", decimal(nbytes)) for rank, count, nbytes in columns]
         yield Table(_numbers("rank", "tensors", "bytes"), rows, "ranks")
     yield Table(
         [
@@ -241,9 +252,8 @@ def plan_check(checked: PlanCheck) -> str:
 
 def report(result: Report) -> Iterator[Block]:
     """Of `verify`."""
-    text = (
-        f"{_count(result.num_tensors, 'slice')} of {_count(result.num_ranks, 'rank')}, {decimal(result.nbytes)} hashed"
-    )
+    who = _ranks(result.ranks, result.num_ranks)
+    text = f"{_count(result.num_tensors, 'slice')} of {who}, {decimal(result.nbytes)} hashed"
     if result.compared_with_source:
         text += ", every slice compared with the source"
     if result.ok:
@@ -261,6 +271,8 @@ def inspection(result: Inspection) -> Iterator[Block]:
         f"{result.path}: {kind} checkpoint, model type {result.model_type or 'unknown'}, {plan}"
         f"{_count(result.num_tensors, 'tensor')}, {decimal(result.nbytes)} in {_count(result.num_files, 'file')}"
     )
+    if result.num_ranks is not None and len(result.present) < result.num_ranks:
+        yield Line(f"the folder has only {_ranks(result.present, result.num_ranks)}")
     if result.ranks:
         who = "each rank gets" if len(result.ranks) > 1 else f"rank {result.ranks[0].rank} gets"
         reads = _count(max(rank.num_reads for rank in result.ranks), "read")
@@ -443,13 +455,22 @@ def _exceptions(done: Summary | Preview) -> Iterator[Block]:
 
 
 def _tensors_of_ranks(done: Summary) -> str:
-    ranks, files = _count(done.num_ranks, "rank"), _count(done.num_files, "file")
-    return f"{_count(done.num_tensors, 'tensor')} for {ranks} in {files}"
+    ranks = _ranks(done.ranks, done.num_ranks)
+    return f"{_count(done.num_tensors, 'tensor')} for {ranks} in {_count(done.num_files, 'file')}"
+
+
+def _ranks(ranks: Sequence[int], num_ranks: int) -> str:
+    """How many ranks, or which of how many."""
+    some = f"rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)} of {num_ranks}"
+    return _count(num_ranks, "rank") if len(ranks) == num_ranks else some
 
 
 def _rank_sizes(done: Summary | Preview) -> str:
+    text = f"each rank {_range(done.rank_nbytes)}"
+    if done.replicated_nbytes is None:
+        return text
     share = f"{100 * done.replicated_nbytes / max(1, done.source_nbytes):.2f} %"
-    return f"each rank {_range(done.rank_nbytes)}; replicated {decimal(done.replicated_nbytes)} ({share})"
+    return f"{text}; replicated {decimal(done.replicated_nbytes)} ({share})"
 
 
 def _numbers(*headings: str) -> list[Column]:

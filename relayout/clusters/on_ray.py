@@ -15,7 +15,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -99,6 +99,7 @@ def verify(
     path: str,
     *,
     source: str | None = None,
+    ranks: str | Iterable[int] | None = None,
     address: str | None = None,
     threads: int = DEFAULT_THREADS,
     memory: int | str = DEFAULT_MEMORY,
@@ -107,7 +108,7 @@ def verify(
     """Verify on a Ray cluster: each task reads the files of one rank. What `source` needs is read here.
 
     Args:
-        path, source, progress: as for `relayout.verify`.
+        path, source, ranks, progress: as for `relayout.verify`.
         address: as for `convert`.
         threads, memory: of each task.
 
@@ -122,7 +123,8 @@ def verify(
             ]
             return cluster.run(works, report)
 
-        return verify_here(path, source=source, threads=threads, memory=memory, progress=progress, check=check)
+        options: dict[str, Any] = {"source": source, "ranks": ranks, "threads": threads, "memory": memory}
+        return verify_here(path, progress=progress, check=check, **options)
 
 
 def _verify(path: str, holder: int, threads: int, memory: int | str, progress: Callable[[int, int], None]) -> Report:

@@ -5,7 +5,7 @@ FORMAT.md says for each fact which copy counts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise, takewhile
 
 from safetensors import SafetensorError, deserialize
@@ -27,7 +27,7 @@ from relayout.storage.protocols import Store
 
 
 def own_files(manifest: Manifest, holder: int) -> list[int]:
-    """Indices of a holder's own files: of a rank, all but those of whole tensors."""
+    """Indices of the own files of a holder: of a rank, all but those of whole tensors."""
     is_rank = holder < manifest.num_ranks
     return [index for index in manifest.holders[holder].files if not (is_rank and index in manifest.shared)]
 
@@ -157,18 +157,19 @@ def _complaint(header: bytes) -> str | None:
     return None
 
 
-def check_arenas(manifest: Manifest, tables: Sequence[RankTable | None], report: Report) -> None:
+def check_arenas(manifest: Manifest, tables: Mapping[int, RankTable], report: Report) -> None:
     """Check where the bytes of each rank are: inside whole tensors, or where direct reads can get them."""
-    for rank, table in enumerate(tables[: manifest.num_ranks]):
-        if table is not None and manifest.whole is None:
-            _check_bulk(manifest, rank, table, report)
-        elif table is not None and tables[-1] is not None:
-            _check_places(manifest, rank, table, tables[-1], report)
+    whole = tables.get(manifest.num_ranks)
+    for rank in tables.keys() & set(manifest.present):
+        if manifest.whole is None:
+            _check_bulk(manifest, rank, tables[rank], report)
+        elif whole is not None:
+            _check_places(manifest, rank, tables[rank], whole, report)
 
 
 def _check_bulk(manifest: Manifest, rank: int, table: RankTable, report: Report) -> None:
     """Check that the bulk of each file can be read directly to its place: one read that shares no block."""
-    entry = manifest.ranks[rank]
+    entry = manifest.holders[rank]
     sizes = [num_bytes(dtype, shape) or 0 for dtype, shape in zip(table.dtypes, table.shapes, strict=True)]
     reads = [read.transfer for read in entry.reads]
     for position, rows in enumerate(rows_of_files(table, len(entry.files))):
@@ -192,7 +193,7 @@ def _check_bulk(manifest: Manifest, rank: int, table: RankTable, report: Report)
 def _check_places(manifest: Manifest, rank: int, table: RankTable, whole: RankTable, report: Report) -> None:
     """Check that slices in files of whole tensors are inside their own tensors."""
     assert manifest.whole is not None
-    entry = manifest.ranks[rank]
+    entry = manifest.holders[rank]
     places = {
         name: (manifest.whole.files[file], offset)
         for name, file, offset in zip(whole.names, whole.files, whole.offsets, strict=True)
@@ -205,7 +206,7 @@ def _check_places(manifest: Manifest, rank: int, table: RankTable, whole: RankTa
             report.add(entry.table, f"is at {offset} of {manifest.files[index].name}, not in its whole tensor", name)
 
 
-def check_other_files(folder: Store, manifest: Manifest, tables: list[RankTable | None], report: Report) -> None:
+def check_other_files(folder: Store, manifest: Manifest, tables: Mapping[int, RankTable], report: Report) -> None:
     """Check the names of files, the index for stock loaders, and that there are no other safetensors files."""
     known = {file.name for file in manifest.files}
     for name, next_name in pairwise(sorted(known, key=str.lower)):
@@ -222,13 +223,14 @@ def check_other_files(folder: Store, manifest: Manifest, tables: list[RankTable 
         report.add(MANIFEST_NAME, "has a hub_index_digest, but no rank has whole tensors")
         return
     check_copy(folder, HUB_INDEX_NAME, None, manifest.hub_index_digest, "differs from what was written", report)
-    if tables[-1] is not None:
-        _check_hub_index(folder, manifest, tables[-1], report)
+    holder = max(manifest.holders)  # With whole tensors.
+    if holder in tables:
+        _check_hub_index(folder, manifest, holder, tables[holder], report)
 
 
-def _check_hub_index(folder: Store, manifest: Manifest, table: RankTable, report: Report) -> None:
+def _check_hub_index(folder: Store, manifest: Manifest, holder: int, table: RankTable, report: Report) -> None:
     """Check that the index names the file of each whole tensor."""
-    files = manifest.holder_files(-1)
+    files = manifest.holder_files(holder)
     expected = {name: files[file].name for name, file in zip(table.names, table.files, strict=True)}
     with report.errors_of(HUB_INDEX_NAME):
         top = Fields(

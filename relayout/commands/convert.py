@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TypedDict, Unpack
 
@@ -10,7 +11,7 @@ from relayout.checkpoint.source import read_source
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS
 from relayout.conversion.layout import DEFAULT_ALIGNMENT, DEFAULT_MAX_PART_NBYTES, check_alignment
 from relayout.conversion.run import ConversionPlan, Summary
-from relayout.core.arguments import integer, size
+from relayout.core.arguments import integer, ranks, size
 from relayout.errors import PlanError
 from relayout.format.index import RANKS, WHOLE_TENSORS
 from relayout.planning import find_plan
@@ -47,6 +48,8 @@ class PlanOptions(TypedDict, total=False):
     layout: str
     """"ranks", the default: separate files for each rank's slices. "whole": whole tensors, which every stock loader
     reads, and each rank's slices that are not contiguous in them; a third larger for a Llama."""
+    ranks: str | Iterable[int] | None
+    """Write only these ranks, such as range(4) or "0-3", and read only what they need of the source. Default: all."""
 
 
 def plan_conversion(
@@ -97,7 +100,11 @@ def plan_conversion(
         unmatched=options.get("unmatched"),
         trust_remote_code=options.get("trust_remote_code", False),
     )
-    return ConversionPlan.lay_out(target, checkpoint, plan, alignment, max_part_nbytes, options.get("dcp"), layout)
+    wanted = options.get("ranks")
+    some = None if wanted is None else ranks(wanted, tp)
+    return ConversionPlan.lay_out(
+        target, checkpoint, plan, alignment, max_part_nbytes, options.get("dcp"), layout, some
+    )
 
 
 def convert(
@@ -122,8 +129,8 @@ def convert(
         threads: threads that read, copy and write.
         memory: bytes that they may use for copying, also as text, such as "512MiB".
         progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
-        options: `tp`, `align`, `plan`, `expert_parallel`, `unmatched`, `max_part_nbytes`, `dcp`, `layout`: see
-            `PlanOptions`.
+        options: `tp`, `align`, `plan`, `expert_parallel`, `unmatched`, `max_part_nbytes`, `dcp`, `layout`, `ranks`:
+            see `PlanOptions`.
 
     Raises:
         FormatError: the source is damaged.

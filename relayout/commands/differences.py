@@ -34,8 +34,11 @@ class Report(Result):
     """What `verify` found."""
 
     num_ranks: int
+    """The tensor-parallel degree."""
+    ranks: tuple[int, ...]
+    """That the folder has, and that were checked."""
     num_tensors: int = 0
-    """Slices of all ranks."""
+    """Slices of these ranks."""
     nbytes: int = 0
     """Bytes of files that were read and hashed."""
     compared_with_source: bool = False

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from relayout.checkpoint.converted import check_rank, is_converted, read_manifest, read_table
+from relayout.checkpoint.converted import check_present, check_rank, is_converted, read_manifest, read_table
 from relayout.checkpoint.source import SourceCheckpoint, read_source
 from relayout.core.arguments import integer
 from relayout.core.dtypes import num_bytes
@@ -80,6 +80,10 @@ class Inspection(Result):
     model_type: str | None
     plan: str | None
     """Full name of the plan that cut it, ORIGIN:NAME, or "none"; None for a plain checkpoint."""
+    num_ranks: int | None
+    """The tensor-parallel degree; None for a plain checkpoint."""
+    present: tuple[int, ...]
+    """The ranks that the folder has; empty for a plain checkpoint."""
     num_files: int
     num_tensors: int
     """Tensors of the whole model."""
@@ -88,7 +92,7 @@ class Inspection(Result):
     aligned_nbytes: dict[int, int]
     """Alignment -> bytes of the tensors whose offset is a multiple of it."""
     groups: tuple[TensorGroup, ...]
-    """In a converted checkpoint: groups of the requested rank, or of rank 0."""
+    """In a converted checkpoint: groups of the requested rank, or of the first."""
     ranks: tuple[RankSummary, ...]
     """Empty for a plain checkpoint."""
     amplification: tuple[Amplification, ...]
@@ -96,7 +100,7 @@ class Inspection(Result):
     left_out: tuple[str, ...]
     """Files that a conversion would not copy, each with the reason."""
     dcp: bool | None
-    """Whether PyTorch DCP reads the rank files as one model; None for a plain checkpoint."""
+    """Whether PyTorch DCP reads the rank files as one model. None for a plain checkpoint, or if ranks are missing."""
 
 
 def inspect(path: str | os.PathLike[str], *, rank: int | None = None) -> Inspection:
@@ -104,7 +108,7 @@ def inspect(path: str | os.PathLike[str], *, rank: int | None = None) -> Inspect
 
     Args:
         path: the file or folder.
-        rank: show only this rank of a converted checkpoint; None: sums over all ranks, and the tensors of rank 0.
+        rank: show only this rank of a converted checkpoint; None: sums over its ranks, and the tensors of the first.
 
     Returns:
         What was found.
@@ -132,15 +136,18 @@ def inspect(path: str | os.PathLike[str], *, rank: int | None = None) -> Inspect
 def _inspect_converted(folder: Store, manifest: Manifest, rank: int | None) -> Inspection:
     if rank is not None:
         check_rank(folder, rank, manifest.num_ranks)
-    shown = range(manifest.num_ranks) if rank is None else [rank]
+        check_present(folder, manifest, [rank])
+    shown = manifest.present if rank is None else [rank]
     tables = [read_table(folder, manifest, shown_rank) for shown_rank in shown]
     extents = [extent for table in tables for extent in _extents(table)]
-    entries = [(shown_rank, manifest.ranks[shown_rank]) for shown_rank in shown]
+    entries = [(shown_rank, manifest.holders[shown_rank]) for shown_rank in shown]
     return Inspection(
         path=str(folder),
         converted=True,
         model_type=manifest.model_type,
         plan=manifest.plan,
+        num_ranks=manifest.num_ranks,
+        present=manifest.present,
         num_files=len({index for _, entry in entries for index in entry.files}),
         num_tensors=len({name for table in tables for name in table.names}),
         nbytes=sum(extent.nbytes for extent in extents),
@@ -152,7 +159,7 @@ def _inspect_converted(folder: Store, manifest: Manifest, rank: int | None) -> I
         ),
         amplification=(),
         left_out=(),
-        dcp=manifest.dcp or manifest.num_ranks == 1 or manifest.whole is not None,
+        dcp=manifest.whole is not None or (manifest.dcp or manifest.num_ranks == 1 if manifest.has_all else None),
     )
 
 
@@ -162,6 +169,8 @@ def _inspect_plain(store: Store, source: SourceCheckpoint) -> Inspection:
         converted=False,
         model_type=source.model_type,
         plan=None,
+        num_ranks=None,
+        present=(),
         num_files=len(source.files),
         num_tensors=len(source.tensors),
         nbytes=source.nbytes,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -115,6 +115,8 @@ def _check_facts(manifest: Manifest, record: SourceRecord, config: Mapping[str, 
     }
     if (options.layout == WHOLE_TENSORS) != (manifest.whole is not None):
         report.add(MANIFEST_NAME, f"'whole' contradicts the layout {options.layout!r} of the source record")
+    if None in record.digests and manifest.has_all:
+        report.add(SOURCE_RECORD_NAME, "digests of source tensors are null, and the folder has all ranks")
     for name, value in expected.items():
         if getattr(manifest, name) != value:
             field = "source.nbytes" if name == "source_nbytes" else name
@@ -130,12 +132,11 @@ def _check_rules(record: SourceRecord, source: SourceCheckpoint, report: Report)
             report.add(SOURCE_RECORD_NAME, f"cannot be loaded at another degree: {error}")
 
 
-def check_slices(manifest: Manifest, tables: Sequence[RankTable | None], record: SourceRecord, report: Report) -> None:
+def check_slices(manifest: Manifest, tables: Mapping[int, RankTable], record: SourceRecord, report: Report) -> None:
     """Check that holders have the recorded slices, and that equal slices have equal digests."""
     digests: dict[tuple[int, int], str] = {}
-    for holder, table in enumerate(tables):
-        if table is not None:
-            _check_table(manifest.holders[holder].table, holder, table, record, digests, report)
+    for holder, table in tables.items():
+        _check_table(manifest.holders[holder].table, holder, table, record, digests, report)
 
 
 def _check_table(

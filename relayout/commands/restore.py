@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 
-from relayout.checkpoint.converted import CONVERTED, read_manifest, read_record, read_table
+from relayout.checkpoint.converted import CONVERTED, check_present, read_manifest, read_record, read_table
 from relayout.checkpoint.source import SourceCheckpoint, SourceFile, SourceTensor, agreed_metadata
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, Loaded, share_memory
 from relayout.conversion.journal import read_journal
@@ -78,7 +78,7 @@ def restore(
 
     Raises:
         FormatError: the folder is damaged, or lacks bytes of the source.
-        PlanError: `output` cannot be written or replaced.
+        PlanError: `output` cannot be written or replaced, or the folder lacks ranks.
         OSError: reading or writing failed; the output is deleted.
 
     Example:
@@ -90,6 +90,8 @@ def restore(
     folder, target = find_input(path), find_store(output)
     threads, chunk_nbytes = share_memory(threads, memory, target)
     manifest = read_manifest(folder)
+    if manifest.whole is None:
+        check_present(folder, manifest, range(manifest.num_ranks))
     record = read_record(folder, manifest)
     target.check_output(folder, CONVERTED, force=force)
     written = sum(file.nbytes for file in record.files)
@@ -100,7 +102,7 @@ def restore(
         staging.check_space(written + sum(side.nbytes for side in record.side_files))
         source = recorded_source(folder, record)
         stored, of_stored = as_one_rank(manifest, record)
-        tables = [read_table(folder, stored, rank) for rank in range(stored.num_ranks)]
+        tables = {rank: read_table(folder, stored, rank) for rank in range(stored.num_ranks)}
         conversion = stored_conversion(folder, stored, tables, of_stored, source)
         with reporting(progress, "restoring", source.nbytes) as on_progress:
             _TensorWriter(folder, record, conversion, staging).run(threads, chunk_nbytes, on_progress)
@@ -121,8 +123,8 @@ def restore(
 def _refuse_conversion(staging: Staging, *, force: bool) -> None:
     """Refuse to discard an interrupted conversion without `force`."""
     journal = read_journal(staging)
-    if journal is not None and journal[1].tensors and not force:
-        raise PlanError("holds an interrupted conversion; --force discards it", path=staging.location, code="exists")
+    if journal is not None and (journal[1].tensors or journal[1].chunks) and not force:
+        raise PlanError("holds an interrupted attempt; --force discards it", path=staging.location, code="exists")
 
 
 def recorded_source(folder: Store, record: SourceRecord, *, is_whole: bool = True) -> SourceCheckpoint:

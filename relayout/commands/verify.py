@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
 from typing import TypeAlias
 
-from relayout.checkpoint.converted import read_chunk_digests, read_manifest, read_table
+from relayout.checkpoint.converted import check_present, read_chunk_digests, read_manifest, read_table
 from relayout.checkpoint.source import SourceCheckpoint, SourceFile, SourceTensor, model_order, read_source
 from relayout.commands.consistency import check_arenas, check_copy, check_holder, check_other_files, own_files
 from relayout.commands.differences import Report
@@ -19,6 +19,7 @@ from relayout.conversion.layout import stored_conversion
 from relayout.conversion.sidecar import digests_of_all
 from relayout.conversion.steps import CopyPlan
 from relayout.core.arguments import integer, size
+from relayout.core.arguments import ranks as parse_ranks
 from relayout.core.digests import DIGEST_NBYTES
 from relayout.core.dtypes import num_bytes
 from relayout.core.extents import Extent
@@ -41,6 +42,7 @@ def verify(
     path: str | os.PathLike[str],
     *,
     source: str | os.PathLike[str] | None = None,
+    ranks: str | Iterable[int] | None = None,
     threads: int = DEFAULT_THREADS,
     memory: int | str = DEFAULT_MEMORY,
     progress: Progress = None,
@@ -51,6 +53,7 @@ def verify(
     Args:
         path: the converted folder.
         source: the source checkpoint; every slice is cut from it again and compared.
+        ranks: only these, such as range(4) or "0-3", of which the files must be there; None: all that the folder has.
         threads: threads that read and hash.
         memory: bytes that these threads may use, or text such as "512MiB".
         progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
@@ -61,7 +64,7 @@ def verify(
 
     Raises:
         FormatError: `path` has no valid manifest, or the source is damaged.
-        PlanError: `source` is not a checkpoint.
+        PlanError: `source` is not a checkpoint, or the folder lacks a rank.
         OSError: reading failed.
 
     Example:
@@ -73,15 +76,18 @@ def verify(
     shared = share_memory(threads, memory)
     folder = find_input(path)
     manifest = read_manifest(folder)
-    report = Report(manifest.num_ranks)
+    wanted = manifest.present if ranks is None else parse_ranks(ranks, manifest.num_ranks)
+    check_present(folder, manifest, wanted)
+    holders = [holder for holder in manifest.holders if holder in wanted or holder == manifest.num_ranks]
+    report = Report(manifest.num_ranks, wanted)
     record, recorded = check_record(folder, manifest, report) or (None, None)
-    tables = [check_holder(folder, manifest, holder, recorded, report) for holder in range(len(manifest.holders))]
+    checked = {holder: check_holder(folder, manifest, holder, recorded, report) for holder in holders}
+    usable = {holder: table for holder, table in checked.items() if table is not None}
     if record is not None:
-        check_slices(manifest, tables, record, report)
-    check_arenas(manifest, tables, report)
-    check_other_files(folder, manifest, tables, report)
+        check_slices(manifest, usable, record, report)
+    check_arenas(manifest, usable, report)
+    check_other_files(folder, manifest, usable, report)
     original = None if source is None else read_source(find_input(source))
-    usable = {rank: table for rank, table in enumerate(tables) if table is not None}
     hash_nbytes = sum(manifest.files[index].nbytes for holder in usable for index in own_files(manifest, holder))
     is_cut_again = original is not None or manifest.whole is not None
     total = hash_nbytes + (manifest.source_nbytes if is_cut_again else 0)
@@ -100,14 +106,16 @@ def verify(
                 _check_digests(folder, manifest, holder, table, report, num_readers, after(report.nbytes))
             if any(file.sha256 for file in manifest.files):
                 begin("checking SHA-256")
-            _check_sha256(folder, manifest, range(len(manifest.files)), report, num_readers)
+            own = [index for holder in holders for index in own_files(manifest, holder)]
+            _check_sha256(folder, manifest, own, report, num_readers)
         else:
             for part in check(list(usable), report_nbytes):
                 report.merge(part)
         # After errors the layout cannot be trusted: skip the comparison.
         if is_cut_again and record is not None and report.ok:
             begin("comparing with the source" if original is not None else "comparing the copies")
-            _compare(folder, manifest, list(usable.values()), record, original, report, *shared, after(hash_nbytes))
+            some = manifest.only(wanted)
+            _compare(folder, some, usable, record, original, report, *shared, after(hash_nbytes))
     return report
 
 
@@ -127,7 +135,7 @@ def verify_holder(
     """
     folder = find_input(path)
     manifest = read_manifest(folder)
-    report = Report(manifest.num_ranks)
+    report = Report(manifest.num_ranks, manifest.present)
     table, own = read_table(folder, manifest, holder), own_files(manifest, holder)
     num_readers = _num_readers(integer(threads, "threads"), size(memory, "memory"))
     with reporting(progress, "verifying", sum(manifest.files[index].nbytes for index in own)) as report_nbytes:
@@ -210,7 +218,7 @@ def _chunk_digests(folder: Store, manifest: Manifest, index: int, report: Report
 def _compare(
     folder: Store,
     manifest: Manifest,
-    tables: list[RankTable],
+    tables: Mapping[int, RankTable],
     record: SourceRecord,
     original: SourceCheckpoint | None,
     report: Report,
@@ -219,7 +227,7 @@ def _compare(
     on_progress: Callable[[int], None] | None,
 ) -> None:
     """Cut the source, or the folder's whole tensors, with the conversion's copy plan, and compare all digests."""
-    source = _whole_source(folder, manifest, tables[-1]) if original is None else original
+    source = _whole_source(folder, manifest, tables[manifest.num_ranks]) if original is None else original
     actual = [(tensor.name, tensor.dtype, tensor.shape) for tensor in source.tensors]
     expected = list(zip(record.names, record.dtypes, record.shapes, strict=True))
     if actual != expected:
@@ -230,18 +238,21 @@ def _compare(
     plan = CopyPlan(conversion, chunk_nbytes=chunk_nbytes)
     steps = chain.from_iterable(map(plan.steps, range(len(conversion.layout.units))))
     passed = run_steps(conversion, steps, None, threads=threads, on_progress=on_progress)
+    if on_progress is not None:
+        on_progress(manifest.source_nbytes)  # Some ranks may not need all of it.
     digests = digests_of_all(conversion, passed)
-    rows = [{name: row for row, name in enumerate(table.names)} for table in tables]
+    rows = {holder: {name: row for row, name in enumerate(table.names)} for holder, table in tables.items()}
     for t, name in enumerate(record.names):
         of_tensor = digests[t]
         held = conversion.cut[t].cut.which
-        for holder, table in enumerate(tables):
+        for holder, table in tables.items():
             row = rows[holder].get(name)
             if row is not None and table.digests[row] != of_tensor.slices[held[holder]]:
                 file = manifest.holder_files(holder)[table.files[row]]
                 extent = Extent(table.offsets[row], conversion.cut[t].rank_nbytes(holder))
                 report.add(file.name, "differs from the source", name, extent)
-        if of_tensor.source != record.digests[t]:
+        # Of a tensor that was not read whole, there is no digest.
+        if None not in (of_tensor.source, record.digests[t]) and of_tensor.source != record.digests[t]:
             report.add(str(source.root), _CHANGED, name)
     if original is not None:
         _compare_files(record, original, report)
@@ -262,7 +273,7 @@ def _compare_files(record: SourceRecord, source: SourceCheckpoint, report: Repor
 
 def _whole_source(folder: Store, manifest: Manifest, table: RankTable) -> SourceCheckpoint:
     """The whole tensors of a folder, as a checkpoint; in model order, as the source's."""
-    files = manifest.holder_files(-1)
+    files = manifest.holder_files(manifest.num_ranks)
     shards = tuple(SourceFile(file.name, file.nbytes, file.data_start, b"") for file in files)
     columns = (table.names, table.dtypes, table.shapes, table.files, table.offsets)
     tensors = (

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 
-from relayout.checkpoint.converted import check_rank, is_converted, read_manifest
+from relayout.checkpoint.converted import check_present, check_rank, is_converted, read_manifest
 from relayout.checkpoint.source import read_source
 from relayout.core.arguments import integer, size
 from relayout.core.coalesce import split
@@ -125,10 +125,12 @@ def _files(store: Store, rank: int | None) -> tuple[list[str], list[int]]:
         shards = read_source(store).files
         return [file.name for file in shards], [file.nbytes for file in shards]
     manifest = read_manifest(store)
+    ranks = manifest.present if rank is None else [rank]
     if rank is not None:
         check_rank(store, rank, manifest.num_ranks)
-    entries = manifest.ranks if rank is None else [manifest.ranks[rank]]
-    files = [manifest.files[index] for index in dict.fromkeys(index for entry in entries for index in entry.files)]
+        check_present(store, manifest, ranks)
+    numbers = dict.fromkeys(index for each in ranks for index in manifest.holders[each].files)
+    files = [manifest.files[index] for index in numbers]
     return [file.name for file in files], [file.nbytes for file in files]
 
 

@@ -11,7 +11,7 @@ import errno
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from relayout.conversion.jobs import commit_units, convert_unit
 from relayout.conversion.layout import DEFAULT_ALIGNMENT, DEFAULT_MAX_PART_NBYTES
 from relayout.conversion.resume import fingerprint_of
 from relayout.conversion.run import ConversionPlan
+from relayout.core.arguments import ranks_text
 from relayout.core.digests import digest_hex
 from relayout.format.index import MANIFEST_NAME, RANKS
 from relayout.format.manifest import compact_json
@@ -56,15 +57,18 @@ def cached_conversion(
     cache: Cache,
     find_plan: FindPlan = plan_for,
     *,
+    ranks: Collection[int] | None = None,
     on_miss: Callable[[ConversionPlan], None] | None = None,
 ) -> CachedConversion:
     """The conversion of a plain checkpoint in a cache, made now if it is not there.
 
     An entry is of one source (names, lengths and versions of its files, their headers and index), one plan and degree,
-    and one version of the format. Other processes that call this at the same time take part in making it.
+    the same ranks, and one version of the format. Other processes that call this at the same time take part in making
+    it.
 
     Args:
         source: a folder, file or prefix, read by this process and by others that take part.
+        ranks: convert only these, such as those of this machine, and read only what they need; None: all.
         on_miss: called before this process converts anything.
 
     Raises:
@@ -77,7 +81,8 @@ def cached_conversion(
     part_nbytes = checkpoint.nbytes // (num_ranks * _NUM_UNITS)
     part_nbytes = min(max(part_nbytes, _MIN_PART_NBYTES), DEFAULT_MAX_PART_NBYTES)
     nowhere = LocalStore(folder=Path(cache.folder))
-    conversion = ConversionPlan.lay_out(nowhere, checkpoint, plan, DEFAULT_ALIGNMENT, part_nbytes, False, RANKS)
+    how = (DEFAULT_ALIGNMENT, part_nbytes, False, RANKS, ranks)
+    conversion = ConversionPlan.lay_out(nowhere, checkpoint, plan, *how)
     fingerprint = fingerprint_of(conversion)
     lease = cache.lease(digest_hex(compact_json([fingerprint.source, fingerprint.options])))
     output = LocalStore(folder=lease.folder / MODEL)
@@ -102,7 +107,8 @@ def _convert_together(planned: ConversionPlan, cache: Cache, lease: Lease) -> No
         what = f"the cache has no room for {sum(files.values())} bytes"
         raise OSError(errno.ENOSPC, what, os.fspath(cache.folder))
     with reservation:
-        lease.describe(str(planned.source.root), planned.plan.num_ranks)
+        some = "" if planned.has_all else ranks_text(planned.ranks)
+        lease.describe(str(planned.source.root), planned.plan.num_ranks, some)
         left = set(range(len(planned.layout.units)))
         while not _is_published(planned):
             if not _step(planned, lease, left):

@@ -134,6 +134,7 @@ class TensorHashes:
     def __init__(self, conversion: Conversion, stop: Stop) -> None:
         self._tensors = conversion.source.tensors
         self._cut = conversion.cut
+        self._reads_whole = conversion.reads_whole
         self._streams: dict[CutTensor, tuple[list[int | None], int]] = {}
         self._ordered = OrderedDigests(stop)
         self._lock = threading.Lock()
@@ -161,23 +162,27 @@ class TensorHashes:
                 digests |= self._partial.pop(t, {})
                 cut = self._cut[t]
                 if cut not in self._streams:
-                    self._streams[cut] = _streams(cut)
+                    self._streams[cut] = _streams(cut, with_source=self._reads_whole(t))
                 streams, num_streams = self._streams[cut]
                 if len(digests) < num_streams:
                     self._partial[t] = digests
                 else:
                     slices = [EMPTY_DIGEST if stream is None else digests[stream] for stream in streams]
-                    complete[t] = TensorDigests(digests[SOURCE], tuple(slices))
+                    complete[t] = TensorDigests(digests.get(SOURCE), tuple(slices))
         return complete
 
 
-def _streams(tensor: CutTensor) -> tuple[list[int | None], int]:
-    """What the digest of each distinct slice is of: itself, the source or nothing; how many are different."""
+def _streams(tensor: CutTensor, *, with_source: bool) -> tuple[list[int | None], int]:
+    """What the digest of each distinct slice is of: itself, the source or nothing; how many are different.
+
+    Args:
+        with_source: whether all of the source tensor is hashed, too.
+    """
     streams = [
         SOURCE if part.is_whole else which if nbytes else None
         for which, (part, nbytes) in enumerate(zip(tensor.cut.distinct, tensor.sizes, strict=True))
     ]
-    return streams, len({SOURCE, *streams} - {None})
+    return streams, len({*streams, *([SOURCE] if with_source else [])} - {None})
 
 
 def share_memory(threads: int, memory: int | str, output: Store | None = None) -> tuple[int, int]:
@@ -294,7 +299,7 @@ def run_steps(
             for span, view, address in staged:
                 for target in span.targets:
                     put(target, view, address)
-        complete = hashes.add(_hashed(step, source, loaded, staged))
+        complete = hashes.add(_hashed(step, conversion, loaded, staged))
         done.update(complete)
         on_tensors(complete)
         return step.nbytes
@@ -341,14 +346,17 @@ def _stage(spans: Sequence[Span], source: SourceCheckpoint, loaded: Loaded, buff
 
 
 def _hashed(
-    step: Step, source: SourceCheckpoint, loaded: Loaded, staged: Iterable[_Staged]
+    step: Step, conversion: Conversion, loaded: Loaded, staged: Iterable[_Staged]
 ) -> Iterator[tuple[int, int, int, memoryview]]:
     """The bytes of a step that are hashed, for `TensorHashes.add`."""
+    source = conversion.source
     for span, view, _ in staged:
         for t, which, offset, position, nbytes, _, is_hashed in span.pieces:
             if is_hashed:
                 yield t, which, offset, view[position : position + nbytes]
     for t, extent in step.tensors:
+        if not conversion.reads_whole(t):
+            continue
         tensor = source.tensors[t]
         position = loaded.position(tensor.file, extent.offset)
         yield t, SOURCE, extent.offset - tensor.extent.offset, loaded.memory[position : position + extent.nbytes]

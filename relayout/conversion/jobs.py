@@ -48,12 +48,14 @@ class UnitJob:
     plan: Plan
     """A process that carries out the job plans nothing, and needs nothing that found the plan."""
     options: ConversionOptions
+    ranks: tuple[int, ...]
+    """That are converted."""
     fingerprint: Fingerprint
     """Of the conversion when the job was made."""
     unit: int
     num_units: int
     source_nbytes: int
-    """Bytes of the unit's source tensors."""
+    """Bytes that are read of the unit's source tensors."""
     force: bool = False
     """Whether an existing output will be replaced."""
 
@@ -73,6 +75,7 @@ class UnitJob:
         parsed = {
             "plan": Plan.from_json(job["plan"]),
             "options": ConversionOptions(**job["options"]),
+            "ranks": tuple(job["ranks"]),
             "fingerprint": Fingerprint(**job["fingerprint"]),
         }
         return UnitJob(**{**job, **parsed})
@@ -88,7 +91,7 @@ class UnitJob:
         source_changed = FormatError("has changed since the job was made", path=self.source, code="mismatch")
         if len(checkpoint.tensors) != len(plan.cut_of):
             raise source_changed
-        how = (options.alignment, options.max_part_nbytes, options.dcp, options.layout)
+        how = (options.alignment, options.max_part_nbytes, options.dcp, options.layout, self.ranks)
         planned = ConversionPlan.lay_out(find_store(self.output), checkpoint, plan, *how)
         fingerprint = fingerprint_of(planned)
         if fingerprint.source != self.fingerprint.source:
@@ -125,12 +128,10 @@ def unit_jobs(planned: ConversionPlan, *, force: bool = False) -> list[UnitJob]:
         PlanError: the output exists.
     """
     planned.output.check_output(planned.source.root, CONVERTED, force=force)
-    fingerprint, units = fingerprint_of(planned), planned.layout.units
+    units = planned.layout.units
     where = absolute(str(planned.source.root)), absolute(str(planned.output))
-    return [
-        UnitJob(*where, planned.plan, planned.options, fingerprint, unit, len(units), planned.nbytes_of(tensors), force)
-        for unit, tensors in enumerate(units)
-    ]
+    what = *where, planned.plan, planned.options, planned.ranks, fingerprint_of(planned)
+    return [UnitJob(*what, unit, len(units), planned.nbytes_of(tensors), force) for unit, tensors in enumerate(units)]
 
 
 def run_job(job: UnitJob, **options: Any) -> UnitRecord:
@@ -296,7 +297,7 @@ def _record(staging: Staging, conversion: Conversion, fingerprint: Fingerprint, 
     if journal is None or journal[0] != fingerprint:
         return None
     layout, record = conversion.layout, journal[1]
-    with_bytes = {t for t in layout.units[unit] if conversion.source.tensors[t].extent.nbytes}
+    with_bytes = {t for t in layout.units[unit] if conversion.extents_of(t)}
     is_complete = with_bytes <= record.tensors.keys() and record.chunks.keys() >= set(layout.files_of_unit[unit])
     return record if is_complete else None
 

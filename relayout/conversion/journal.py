@@ -33,8 +33,8 @@ _CHUNKS = "chunks"
 class TensorDigests:
     """Digests of one tensor, in hex."""
 
-    source: str
-    """Of the whole tensor, as stored in the source."""
+    source: str | None
+    """Of the whole tensor, as stored in the source. None: unknown, as not all of it was read."""
     slices: tuple[str, ...]
     """Of its distinct slices, in the order in which ranks hold them."""
 
@@ -100,7 +100,7 @@ def parse_journal(text: bytes) -> tuple[Fingerprint, Written] | None:
     tensors, chunks = {}, {}
     for line in lines[1:]:
         match _parsed(line):
-            case [tensor, str(source), *slices] if type(tensor) is int and slices and _are_texts(slices):
+            case [tensor, str() | None as source, *slices] if type(tensor) is int and slices and _are_texts(slices):
                 tensors[tensor] = TensorDigests(source, tuple(slices))
             case [kind, file, str(digests)] if kind == _CHUNKS and type(file) is int and _HEX.fullmatch(digests):
                 chunks[file] = bytes.fromhex(digests)

@@ -15,7 +15,7 @@ order, all aligned; the rest is one packed tail, in which each slice is still al
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import gcd
@@ -25,7 +25,7 @@ import numpy as np
 
 from relayout.checkpoint.source import SourceCheckpoint, SourceTensor
 from relayout.conversion.journal import TensorDigests
-from relayout.core.extents import natural_alignment
+from relayout.core.extents import Extent, natural_alignment
 from relayout.core.slices import WHOLE, Cut, CutTensor
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import (
@@ -106,6 +106,18 @@ class Layout:
         """The files of a holder."""
         return [self.files[index] for index in self.holders[holder]]
 
+    def only(self, holders: Container[int], num_holders: int) -> Layout:
+        """The same with the files of only these holders, of so many."""
+        files, files_of_unit = list[RankFile](), list[range]()
+        for numbers in self.files_of_unit:
+            first = len(files)
+            files += [self.files[number] for number in numbers if self.files[number].holder in holders]
+            files_of_unit.append(range(first, len(files)))
+        of_holder: list[list[int]] = [[] for _ in range(num_holders)]
+        for number, file in enumerate(files):
+            of_holder[file.holder].append(number)
+        return Layout(tuple(files), tuple(map(tuple, of_holder)), self.units, tuple(files_of_unit))
+
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
@@ -120,6 +132,8 @@ class Conversion:
     that are alike."""
     layout: Layout
     options: ConversionOptions
+    ranks: tuple[int, ...]
+    """That are converted, rising: usually all. The others hold nothing in `cut`, and have no files in `layout`."""
 
     @classmethod
     def lay_out(
@@ -131,8 +145,12 @@ class Conversion:
         max_part_nbytes: int = DEFAULT_MAX_PART_NBYTES,
         dcp: bool | None = None,
         layout: str = RANKS,
+        ranks: Collection[int] | None = None,
     ) -> Self:
         """Choose order, files and offsets; `dcp` and `layout` as for `convert`.
+
+        Args:
+            ranks: convert only these, to the files that they have where all are converted. None: all.
 
         Raises:
             PlanError: the alignment or the part size is invalid, or PyTorch DCP cannot read these slices.
@@ -155,22 +173,54 @@ class Conversion:
             first = len(files)
             files += _files(units[-1], tensors, headers, part, len(groups))
             files_of_unit.append(range(first, len(files)))
-        holders = tuple(
-            tuple(index for index, file in enumerate(files) if file.holder == holder)
-            for holder in range(plan.num_ranks + (layout == WHOLE_TENSORS))
-        )
-        where = Layout(tuple(files), holders, tuple(units), tuple(files_of_unit))
-        return cls(output, source, plan, tensors, where, options)
+        num_holders = plan.num_ranks + (layout == WHOLE_TENSORS)
+        everything = Layout(tuple(files), (), tuple(units), tuple(files_of_unit))
+        where = everything.only(range(num_holders), num_holders)
+        all_ranks = tuple(range(plan.num_ranks))
+        planned = cls(output, source, plan, tensors, where, options, all_ranks)
+        return planned if ranks is None or len(ranks) == plan.num_ranks else planned.only(ranks)
+
+    def only(self, ranks: Collection[int]) -> Self:
+        """The same conversion of only these ranks, and of whole tensors."""
+        holders = {*ranks, *([self.plan.num_ranks] if self.has_whole else [])}
+        cut = _cut_tensors(self.source, self.plan, self.options.layout, holders)
+        layout = self.layout.only(holders, len(self.layout.holders))
+        return replace(self, cut=cut, layout=layout, ranks=tuple(sorted(ranks)))
 
     @property
     def rank_nbytes(self) -> tuple[int, ...]:
-        """Bytes of each rank's tensors."""
+        """Bytes of the tensors of each rank that is converted."""
         counts = Counter(self.cut).items()
-        return tuple(sum(tensor.rank_nbytes(rank) * n for tensor, n in counts) for rank in range(self.plan.num_ranks))
+        return tuple(sum(tensor.rank_nbytes(rank) * n for tensor, n in counts) for rank in self.ranks)
 
-    def nbytes_of(self, tensors: Iterable[int]) -> int:
-        """Source bytes of tensors."""
-        return sum(self.source.tensors[t].extent.nbytes for t in tensors)
+    @property
+    def replicated_nbytes(self) -> int | None:
+        """Bytes that are stored more than once, counted once for each copy beyond the first; None: not all ranks are
+        converted."""
+        return self.layout.data_nbytes - self.source.nbytes if self.has_all else None
+
+    @property
+    def has_all(self) -> bool:
+        """Whether all ranks are converted."""
+        return len(self.ranks) == self.plan.num_ranks
+
+    def extents_of(self, t: int) -> tuple[Extent, ...]:
+        """What is read of a source tensor, relative to its first byte: what the ranks need of it."""
+        nbytes = self.source.tensors[t].extent.nbytes
+        if self.has_all:  # Plans leave nothing out.
+            return (Extent(0, nbytes),) if nbytes else ()
+        return self.cut[t].extents
+
+    def reads_whole(self, t: int) -> bool:
+        """Whether all bytes of a source tensor are read: else its digest remains unknown."""
+        return (
+            self.has_all or sum(extent.nbytes for extent in self.extents_of(t)) == self.source.tensors[t].extent.nbytes
+        )
+
+    def nbytes_of(self, tensors: Iterable[int] | None = None) -> int:
+        """Bytes that are read of these source tensors, or of all."""
+        wanted = range(len(self.source.tensors)) if tensors is None else tensors
+        return sum(extent.nbytes for t in wanted for extent in self.extents_of(t))
 
     @property
     def has_whole(self) -> bool:
@@ -198,9 +248,13 @@ def check_alignment(alignment: int) -> None:
         raise PlanError(what, code="option")
 
 
-def _cut_tensors(source: SourceCheckpoint, plan: Plan, layout: str) -> list[CutTensor]:
-    """Each tensor of the source as its holders have it; one object for those that are alike."""
+def _cut_tensors(
+    source: SourceCheckpoint, plan: Plan, layout: str, holders: Container[int] | None = None
+) -> list[CutTensor]:
+    """Each tensor of the source as its holders, or only these, have it; one object for those that are alike."""
     cuts = plan.cuts if layout == RANKS else [Cut((*cut.slices, WHOLE)) for cut in plan.cuts]
+    if holders is not None:
+        cuts = [cut.only(holders) for cut in cuts]
     return [
         cuts[cut].tensor(tensor.dtype, tensor.shape) for tensor, cut in zip(source.tensors, plan.cut_of, strict=True)
     ]
@@ -368,25 +422,30 @@ class HeaderBuilder:
 
 
 def stored_conversion(
-    folder: Store, manifest: Manifest, tables: Sequence[RankTable], record: SourceRecord, source: SourceCheckpoint
+    folder: Store,
+    manifest: Manifest,
+    tables: Mapping[int, RankTable],
+    record: SourceRecord,
+    source: SourceCheckpoint,
 ) -> Conversion:
     """The conversion that the sidecar describes.
 
     Args:
-        tables: of each holder.
+        tables: of each holder that the folder has.
 
     Raises:
         FormatError: tables and source record contradict each other.
     """
     options = record.options
     plan = Plan(options.plan, options.num_ranks, record.cuts, record.cut_of, options.expert_parallel)
-    cut = _cut_tensors(source, plan, options.layout)
+    cut = _cut_tensors(source, plan, options.layout, None if manifest.has_all else manifest.holders)
     position = {tensor.name: t for t, tensor in enumerate(source.tensors)}
     stored: list[dict[int, int]] = [{} for _ in manifest.files]
     """Of each file: tensors, and their offsets."""
     owner = [0] * len(manifest.files)
     shared = manifest.shared
-    for holder, (entry, table) in enumerate(zip(manifest.holders, tables, strict=True)):
+    for holder, entry in manifest.holders.items():
+        table = tables[holder]
         held = {t for t, tensor in enumerate(cut) if tensor.cut.slices[holder].is_held}
         own = [holder == options.num_ranks or index not in shared for index in entry.files]
         for row, (name, file_index, offset) in enumerate(zip(table.names, table.files, table.offsets, strict=True)):
@@ -409,10 +468,13 @@ def stored_conversion(
     # Not every writer has units: all files are one, in their order.
     order = tuple(dict.fromkeys(t for offsets in stored for t in offsets))
     holders = tuple(
-        tuple(index for index in entry.files if owner[index] == holder) for holder, entry in enumerate(manifest.holders)
+        tuple(index for index in manifest.holders[holder].files if owner[index] == holder)
+        if holder in manifest.holders
+        else ()
+        for holder in range(plan.num_ranks + (options.layout == WHOLE_TENSORS))
     )
     layout = Layout(tuple(files), holders, (order,), (range(len(files)),))
-    return Conversion(folder, source, plan, cut, layout, options)
+    return Conversion(folder, source, plan, cut, layout, options, manifest.present)
 
 
 def as_one_rank(manifest: Manifest, record: SourceRecord) -> tuple[Manifest, SourceRecord]:

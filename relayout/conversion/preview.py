@@ -36,17 +36,22 @@ class Preview(Result):
     plan: str
     expert_parallel: bool
     num_ranks: int
+    """The tensor-parallel degree."""
+    ranks: tuple[int, ...]
+    """That are converted."""
     alignment: int
     num_tensors: int
     source_nbytes: int
+    """Bytes that are read of the source's tensors."""
     written_nbytes: int
     rank_nbytes: tuple[int, ...]
+    """Bytes of the tensors of each of these ranks."""
     rank_tensors: tuple[int, ...]
-    """How many tensors each rank holds."""
+    """How many tensors each of them holds."""
     balance: float
     """Bytes of the average rank over those of the largest: 1.0 where all hold as much."""
-    replicated_nbytes: int
-    """Bytes stored more than once, counted once for each copy beyond the first."""
+    replicated_nbytes: int | None
+    """Bytes stored more than once, counted once for each copy beyond the first; None: not all ranks are converted."""
     tail_nbytes: int
     """Bytes, over all ranks, of tensors of which a slice's size is not a multiple of the alignment."""
     num_files: int
@@ -78,17 +83,18 @@ def preview(conversion: Conversion) -> Preview:
         plan=options.plan,
         expert_parallel=options.expert_parallel,
         num_ranks=options.num_ranks,
+        ranks=conversion.ranks,
         alignment=options.alignment,
         num_tensors=len(source.tensors),
-        source_nbytes=source.nbytes,
+        source_nbytes=conversion.nbytes_of(),
         written_nbytes=layout.nbytes,
         rank_nbytes=rank_nbytes,
         rank_tensors=tuple(
             sum(count for tensor, count in counts.items() if tensor.cut.slices[rank].is_held)
-            for rank in range(plan.num_ranks)
+            for rank in conversion.ranks
         ),
-        balance=sum(rank_nbytes) / max(1, max(rank_nbytes) * plan.num_ranks),
-        replicated_nbytes=layout.data_nbytes - source.nbytes,
+        balance=sum(rank_nbytes) / max(1, max(rank_nbytes) * len(rank_nbytes)),
+        replicated_nbytes=conversion.replicated_nbytes,
         tail_nbytes=sum(count * _tail_nbytes(tensor, options.alignment) for tensor, count in counts.items()),
         num_files=len(layout.files),
         num_units=len(layout.units),

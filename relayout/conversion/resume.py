@@ -38,7 +38,7 @@ def fingerprint_of(conversion: Conversion) -> Fingerprint:
     tensors = [[tensor.name, tensor.file, tensor.extent.offset, tensor.extent.nbytes] for tensor in checkpoint.tensors]
     index = None if checkpoint.index is None else digest_hex(checkpoint.index[1])
     cuts = [list(map(dump_slice, cut.slices)) for cut in plan.cuts]
-    options = [FORMAT_VERSION, *astuple(conversion.options), plan.cut_of, cuts]
+    options = [FORMAT_VERSION, *astuple(conversion.options), plan.cut_of, cuts, conversion.ranks]
     return Fingerprint(digest_hex(compact_json([files, tensors, index])), digest_hex(compact_json(options)))
 
 
@@ -54,13 +54,13 @@ def read_progress(staging: Staging, fingerprint: Fingerprint, *, force: bool) ->
         PlanError: the place holds an attempt at another conversion, and `force` is not set.
     """
     journal = read_journal(staging)
-    if journal is not None and journal[1].tensors:
+    if journal is not None and (journal[1].tensors or journal[1].chunks):
         earlier, written = journal
         if earlier == fingerprint:
             return written
         if not force:
             change = "the source has changed since" if earlier.options == fingerprint.options else "with other options"
-            what = f"holds an interrupted conversion, {change}; --force discards it and starts again"
+            what = f"holds an interrupted attempt, {change}; --force discards it and starts again"
             raise PlanError(what, path=staging.location, code="exists")
     staging.clear()
     return Written()

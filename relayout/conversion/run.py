@@ -31,17 +31,21 @@ class Summary(Result):
 
     output: str
     num_ranks: int
+    """The tensor-parallel degree."""
+    ranks: tuple[int, ...]
+    """That were converted."""
     num_tensors: int
     num_files: int
     """Rank files written."""
     source_nbytes: int
-    """Bytes of all source tensors."""
+    """Bytes that were to be read of the source's tensors."""
     written_nbytes: int
     """Bytes of all rank files."""
     rank_nbytes: tuple[int, ...]
-    """Bytes of each rank's tensors."""
-    replicated_nbytes: int
-    """Bytes that are stored more than once, counted once for each copy beyond the first."""
+    """Bytes of the tensors of each of these ranks."""
+    replicated_nbytes: int | None
+    """Bytes that are stored more than once, counted once for each copy beyond the first; None: not all ranks were
+    converted."""
     resumed_nbytes: int
     """Source bytes of tensors that an interrupted conversion had written: checked, and not written again."""
     seconds: float
@@ -93,12 +97,12 @@ class ConversionPlan(Conversion):
                 raise PlanError(what, path=str(self.output), code="option")
             noted = read_progress(staging, fingerprint, force=force)
             staging.check_space(_needed_nbytes(self))
-            with reporting(progress if noted.tensors else None, "checking finished work", source.nbytes):
+            with reporting(progress if noted.tensors else None, "checking finished work", self.nbytes_of()):
                 done = verified_progress(staging, noted, self, num_readers)
             headers = HeaderWriter(staging, self)
             with (
                 Journal(staging, fingerprint, append=bool(noted.tensors)) as journal,
-                reporting(progress, "converting", source.nbytes) as report,
+                reporting(progress, "converting", self.nbytes_of()) as report,
             ):
                 written = _run_units(self, staging, journal, headers, done, threads, chunk_nbytes, report)
             write_sidecar(staging, self, written, headers.files, threads=num_readers, sha256=sha256)
@@ -114,12 +118,13 @@ def summary_of(conversion: Conversion, resumed_nbytes: int, seconds: float) -> S
     return Summary(
         output=str(conversion.output),
         num_ranks=conversion.plan.num_ranks,
+        ranks=conversion.ranks,
         num_tensors=len(source.tensors),
         num_files=len(layout.files),
-        source_nbytes=source.nbytes,
+        source_nbytes=conversion.nbytes_of(),
         written_nbytes=layout.nbytes,
         rank_nbytes=conversion.rank_nbytes,
-        replicated_nbytes=layout.data_nbytes - source.nbytes,
+        replicated_nbytes=conversion.replicated_nbytes,
         resumed_nbytes=resumed_nbytes,
         seconds=seconds,
         peak_nbytes=peak_nbytes(),

@@ -102,12 +102,10 @@ def write_sidecar(
     if sha256:
         files = with_sha256(staging, files, threads)
     staging.put(CHUNKS_NAME, [written.chunks[index] for index in range(len(files))])
-    holders = []
-    for holder in range(len(conversion.layout.holders)):
-        entry, table = _holder(conversion, holder, digests)
-        staging.put(entry.table, [table])
-        holders.append(entry)
-    num_ranks = conversion.plan.num_ranks
+    num_ranks, holders = conversion.plan.num_ranks, dict[int, RankEntry]()
+    for holder in (*conversion.ranks, *([num_ranks] if conversion.has_whole else [])):
+        holders[holder], table = _holder(conversion, holder, digests)
+        staging.put(holders[holder].table, [table])
     hub_index = _hub_index(conversion) if num_ranks == 1 or conversion.has_whole else None
     if hub_index is not None:
         staging.put(HUB_INDEX_NAME, [hub_index])
@@ -124,14 +122,15 @@ def write_sidecar(
         hub_index_digest=None if hub_index is None else digest_hex(hub_index),
         chunk_nbytes=DIGESTED_NBYTES,
         files=tuple(files),
-        ranks=tuple(holders[:num_ranks]),
-        whole=holders[num_ranks] if conversion.has_whole else None,
+        ranks=tuple(map(holders.get, range(num_ranks))),
+        whole=holders.get(num_ranks),
     )
     staging.put(MANIFEST_NAME, [dump_manifest(manifest)])
 
 
 def digests_of_all(conversion: Conversion, written: Mapping[int, TensorDigests]) -> list[TensorDigests]:
-    """The digests of each tensor: of those that were written, and of those without bytes, which no step deals with."""
+    """The digests of each tensor: of those that were written, and of those that no step deals with, as there is nothing
+    to read of them."""
     return [_digests_of(conversion, t, written) for t in range(len(conversion.source.tensors))]
 
 
@@ -139,8 +138,9 @@ def _digests_of(conversion: Conversion, t: int, written: Mapping[int, TensorDige
     if t in written:
         return written[t]
     tensor = conversion.source.tensors[t]
-    assert not tensor.extent.nbytes, f"tensor {tensor.name!r}: was not hashed to its end"
-    return TensorDigests(EMPTY_DIGEST, (EMPTY_DIGEST,) * len(conversion.cut[t].cut.distinct))
+    assert not conversion.extents_of(t), f"tensor {tensor.name!r}: was not hashed to its end"
+    source = None if tensor.extent.nbytes else EMPTY_DIGEST
+    return TensorDigests(source, (EMPTY_DIGEST,) * len(conversion.cut[t].cut.distinct))
 
 
 def with_sha256(staging: Staging, files: Sequence[IndexedFile], threads: int) -> tuple[IndexedFile, ...]:
@@ -244,7 +244,9 @@ def _table(
     )
 
 
-def _source_record(conversion: Conversion, digests: Sequence[str], side_files: Sequence[SideFile]) -> SourceRecord:
+def _source_record(
+    conversion: Conversion, digests: Sequence[str | None], side_files: Sequence[SideFile]
+) -> SourceRecord:
     source = conversion.source
     tensors, family = source.tensors, conversion.plan.family
     return SourceRecord(

@@ -16,14 +16,14 @@ from array import array
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import merge
-from itertools import pairwise, zip_longest
+from itertools import chain, pairwise, zip_longest
 from math import gcd
 from typing import NamedTuple
 
 import numpy as np
 
 from relayout.conversion.layout import Conversion
-from relayout.core.coalesce import coalesce
+from relayout.core.coalesce import coalesce, split
 from relayout.core.extents import BLOCK, Extent, Transfer, align_down, align_up
 from relayout.core.slices import CutTensor
 
@@ -92,7 +92,7 @@ class Step:
     ranges: tuple[SourceRange, ...]
     spans: tuple[Span, ...]
     tensors: tuple[tuple[int, Extent], ...]
-    """The source bytes covered, which are hashed here: tensor, and extent in its file."""
+    """The source bytes covered: tensor, and extent in its file. They are hashed here if the whole tensor is read."""
 
     @property
     def nbytes(self) -> int:
@@ -124,6 +124,7 @@ class CopyPlan:
         self._small_nbytes = small_nbytes
         self._by_source = by_source
         self._held = {cut: _held(cut) for cut in set(self._cut)}
+        self._extents = conversion.extents_of
         self._places = [_places(conversion, holder) for holder in range(len(conversion.layout.holders))]
         """Of each holder: the file that holds each tensor, and the absolute offset in it."""
 
@@ -135,10 +136,9 @@ class CopyPlan:
         if self._by_source:
             order = tuple(sorted(order, key=lambda t: (self._tensors[t].file, self._tensors[t].extent)))
         for t in order:
-            nbytes = self._tensors[t].extent.nbytes
-            if t in done or not nbytes:
+            if t in done or not self._extents(t):
                 continue
-            is_small = nbytes < self._small_nbytes
+            is_small = self._tensors[t].extent.nbytes < self._small_nbytes
             if batch and not (is_small and cost + self._batch_cost(t) <= self._chunk_nbytes):
                 yield self._batch(batch)
                 batch, cost = [], 0
@@ -162,11 +162,17 @@ class CopyPlan:
 
     def _batch(self, batch: Sequence[int]) -> Step:
         """The step of several small tensors."""
+        covered = tuple(item for t in batch for item in self._covered(t))
         return Step(
-            join_ranges([_block_range(self._tensors[t].file, self._tensors[t].extent) for t in batch]),
+            join_ranges([_block_range(self._tensors[t].file, extent) for t, extent in covered]),
             tuple(span for rank in range(len(self._places)) for span in self._whole_slices(rank, batch)),
-            tuple((t, self._tensors[t].extent) for t in batch),
+            covered,
         )
+
+    def _covered(self, t: int) -> Iterator[tuple[int, Extent]]:
+        """What is read of a tensor: tensor, and extent in its file."""
+        for extent in self._extents(t):
+            yield t, Extent(self._tensors[t].extent.offset + extent.offset, extent.nbytes)
 
     def _whole_slices(self, rank: int, batch: Sequence[int]) -> Iterator[Span]:
         """What a holder gets of a batch: one span, where nothing of it was done before, and one that is only hashed."""
@@ -205,20 +211,22 @@ class CopyPlan:
             yield from self._chunks(t, length, slices)
         else:
             yield from self._scattered(t, slices)
-            yield from self._chunks(t, length, ())
+            if self.conversion.reads_whole(t):
+                yield from self._chunks(t, length, ())
+            else:  # There is no digest of it.
+                yield Step((), (), tuple(self._covered(t)))
 
     def _chunks(self, t: int, length: int, slices: Sequence[Sequence[Transfer]]) -> Iterator[Step]:
         """The tensor in the order of its source."""
         tensor = self._tensors[t]
-        for start in range(0, tensor.extent.nbytes, length):
-            end = min(start + length, tensor.extent.nbytes)
+        for piece in chain.from_iterable(split(extent, length) for extent in self._extents(t)):
             spans = []
             for which, transfers in enumerate(slices):
-                clipped = [part for transfer in transfers for part in transfer.clipped(start, end)]
+                clipped = [part for transfer in transfers for part in transfer.clipped(piece.offset, piece.end)]
                 if not _in_order(transfers, length):  # Runs of several ranges may leave gaps between each other.
                     clipped = [run for part in clipped for run in part.runs()]
                 spans += [self._span(t, which, group) for group in _gapless(clipped)]
-            extent = Extent(tensor.extent.offset + start, end - start)
+            extent = Extent(tensor.extent.offset + piece.offset, piece.nbytes)
             yield Step((_block_range(tensor.file, extent),), tuple(spans), ((t, extent),))
 
     def _scattered(self, t: int, slices: Sequence[Sequence[Transfer]]) -> Iterator[Step]:

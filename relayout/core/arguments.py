@@ -1,9 +1,11 @@
-"""Parses numeric arguments: integers, and sizes such as "48GB"."""
+"""Parses numeric arguments: integers, sizes such as "48GB", and ranks such as "0-3"."""
 
 from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Iterable
+from itertools import groupby
 
 from relayout.errors import PlanError, shown
 
@@ -57,3 +59,29 @@ def integer(value: object, what: str) -> int:
         except TypeError:
             pass
     raise PlanError(f"{what}: {shown(value)} is not an integer", code="option")
+
+
+def ranks(value: str | Iterable[int], num_ranks: int) -> tuple[int, ...]:
+    """Ranks, rising and each once, given as integers or as text such as "0-3,8" (ends are included).
+
+    Raises:
+        PlanError: the value names no ranks, or one that is not from 0 to `num_ranks` - 1.
+    """
+    if isinstance(value, str):
+        bounds = [re.fullmatch(r"\s*([0-9]{1,9})\s*(?:-\s*([0-9]{1,9})\s*)?", part) for part in value.split(",")]
+        pairs = [(int(match[1]), int(match[2] or match[1])) for match in bounds if match]
+        if len(pairs) < len(bounds) or any(first > last for first, last in pairs):
+            raise PlanError(f"ranks: {shown(value)}, expected a list such as 0-3,8", code="option")
+    else:
+        pairs = [(rank, rank) for rank in (integer(item, "ranks") for item in value)]
+    # Before they are listed: the text may name any number.
+    if not pairs or min(min(pairs)) < 0 or max(last for _, last in pairs) >= num_ranks:
+        what = f"ranks: {shown(value)}, expected some of 0 to {num_ranks - 1} (tensor-parallel degree {num_ranks})"
+        raise PlanError(what, code="option")
+    return tuple(sorted({rank for first, last in pairs for rank in range(first, last + 1)}))
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Rising ranks as a person writes them, and as `ranks` reads them: "0-3,8"."""
+    groups = [[rank for _, rank in group] for _, group in groupby(enumerate(ranks), lambda item: item[1] - item[0])]
+    return ",".join(str(group[0]) if len(group) == 1 else f"{group[0]}-{group[-1]}" for group in groups)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
+from relayout.core.coalesce import coalesce
 from relayout.core.dtypes import BITS
-from relayout.core.extents import Transfer
+from relayout.core.extents import Extent, Transfer, align_down, align_up
 from relayout.errors import PlanError
 
 Range = tuple[int, int]
@@ -239,6 +240,7 @@ class CutTensor:
     sizes: tuple[int, ...]
     """Stored bytes of each distinct slice."""
     _transfers: list[tuple[Transfer, ...]] = field(default_factory=list, repr=False)
+    _extents: list[tuple[Extent, ...]] = field(default_factory=list, repr=False)
 
     @property
     def transfers(self) -> list[tuple[Transfer, ...]]:
@@ -251,6 +253,19 @@ class CutTensor:
             # One assignment, so that other threads see all transfers or an empty list.
             self._transfers[:] = [slice_transfers(self.dtype, self.shape, part) for part in self.cut.distinct]
         return self._transfers
+
+    @property
+    def extents(self) -> tuple[Extent, ...]:
+        """The bytes of the whole tensor that any slice needs, rising and apart; where columns are cut, whole rows.
+
+        Raises:
+            PlanError: as `slice_transfers` does.
+        """
+        if not self._extents:
+            nbytes = prod(self.shape) * BITS[self.dtype] // 8
+            ends = sorted(_rows(transfer, nbytes) for transfers in self.transfers for transfer in transfers)
+            self._extents[:] = [tuple(group.extent for group in coalesce(ends, lambda pair: (None, *pair)))]
+        return self._extents[0]
 
     def rank_shape(self, rank: int) -> tuple[int, ...]:
         """Shape of the rank's slice."""
@@ -307,6 +322,10 @@ class Cut:
         """Whether every rank holds every element."""
         return self.distinct == (WHOLE,)
 
+    def only(self, ranks: Container[int]) -> Cut:
+        """The same slices of these ranks; the others do not hold the tensor."""
+        return Cut(tuple(part if rank in ranks else NOT_HELD for rank, part in enumerate(self.slices)))
+
     def tensor(self, dtype: str, shape: tuple[int, ...]) -> CutTensor:
         """This cut applied to a tensor of the dtype and shape."""
         known = self._tensors.get((dtype, shape))
@@ -322,3 +341,9 @@ def number_cuts(cuts: Iterable[Cut]) -> tuple[tuple[Cut, ...], tuple[int, ...]]:
     numbers: dict[Cut, int] = {}
     cut_of = tuple(numbers.setdefault(cut, len(numbers)) for cut in cuts)
     return tuple(numbers), cut_of
+
+
+def _rows(transfer: Transfer, nbytes: int) -> tuple[int, int]:
+    """Start and end of what a transfer reads of a tensor of so many bytes; whole rows if it has several runs."""
+    row = transfer.source_stride if transfer.count > 1 else 1
+    return align_down(transfer.source, row), min(align_up(transfer.source_end, row), nbytes)

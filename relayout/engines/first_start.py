@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from logging import Logger
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from relayout.core.arguments import ranks_text
 from relayout.engines.rank_weights import Folder, find_folder
 from relayout.errors import PlanError
 from relayout.storage.stores import find_input, scheme_of
@@ -50,6 +52,7 @@ def first_start(
     logger: Logger,
     *,
     expert_parallel: bool = False,
+    ranks: Collection[int] | None = None,
     observe: tuple[str, FindPlan] | None = None,
 ) -> CachedConversion | None:
     """The conversion of a plain checkpoint in the cache, made now if need be. Never raises.
@@ -61,6 +64,7 @@ def first_start(
         source: a folder or URL.
         engine: its name, for messages.
         expert_parallel: whether experts are owned whole, in contiguous blocks over the ranks.
+        ranks: those on this node, if others are elsewhere: only these are converted. None: all.
         observe: what the observed plan depends on, such as the engine's version, and what observes it, for models that
             no built-in plan is for.
 
@@ -83,7 +87,8 @@ def first_start(
         return None
 
     def on_miss(conversion: ConversionPlan) -> None:
-        logger.info("relayout: converting %s for %d ranks into the cache %s", source, num_ranks, cache.folder)
+        who = f"{num_ranks} ranks" if ranks is None else f"the ranks {ranks_text(ranks)} of {num_ranks}"
+        logger.info("relayout: converting %s for %s into the cache %s", source, who, cache.folder)
 
     def find_plan(checkpoint: SourceCheckpoint, num_ranks: int) -> Plan:
         from relayout.conversion.cached import kept_plan
@@ -100,7 +105,8 @@ def first_start(
     try:
         from relayout.conversion.cached import cached_conversion
 
-        return cached_conversion(find_input(source).snapshot(), num_ranks, cache, find_plan, on_miss=on_miss)
+        store = find_input(source).snapshot()
+        return cached_conversion(store, num_ranks, cache, find_plan, ranks=ranks, on_miss=on_miss)
     except Exception as error:
         logger.warning("relayout: %s cannot be kept in the cache %s: %s: %s", source, cache.folder, error, instead)
         return None

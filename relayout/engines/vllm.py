@@ -200,13 +200,15 @@ class _Loading:
         from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
         path, is_draft = _source(model_config), model_config.runner_type == "draft"
+        # Before anything that may differ from node to node, as all ranks must take part.
+        ranks = _ranks_of_node() if self.is_asked_for and not is_draft else None
         folder = folder_of(path)
         if is_draft and folder is None:
             _LOGGER.info("relayout: the draft model %s was not converted: vLLM loads it itself", path)
             return None
         rank, num_ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         parallel = get_current_vllm_config().parallel_config
-        kept = None if folder is not None else self._first_start(path, num_ranks, parallel)
+        kept = None if folder is not None else self._first_start(path, num_ranks, parallel, ranks)
         if kept is not None:
             path, folder = str(kept), Folder(num_ranks, bool(parallel.enable_expert_parallel))
         elif folder is None and loads_itself(path):
@@ -235,13 +237,15 @@ class _Loading:
             kept=kept,
         )
 
-    def _first_start(self, source: str, num_ranks: int, parallel: Any) -> CachedConversion | None:
+    def _first_start(
+        self, source: str, num_ranks: int, parallel: Any, ranks: tuple[int, ...] | None
+    ) -> CachedConversion | None:
         """The conversion of a plain checkpoint in the cache, if vLLM places experts as a conversion can."""
         owned = bool(parallel.enable_expert_parallel)
         if not (_owns_blocks(parallel, num_ranks) if owned else parallel.data_parallel_size == 1):
             return None
         return first_start(
-            source, num_ranks, self._options, "vLLM", _LOGGER, expert_parallel=owned, observe=self.observe
+            source, num_ranks, self._options, "vLLM", _LOGGER, expert_parallel=owned, ranks=ranks, observe=self.observe
         )
 
 
@@ -313,6 +317,29 @@ def _group(device: Any) -> ProcessGroup | None:
     replicas_group = get_dp_group()
     group: ProcessGroup = replicas_group.cpu_group if device == "cpu" else replicas_group.device_group
     return group
+
+
+def _ranks_of_node() -> tuple[int, ...] | None:
+    """The tensor-parallel ranks on this node, rising; None if all are. Every rank of the group calls it.
+
+    Node after node is found as vLLM counts them (`_node_count` of vLLM 0.32): by who sees the memory that one shares.
+    """
+    try:
+        from vllm.distributed.parallel_state import get_node_count, get_tp_group, in_the_same_node_as
+    except ImportError:  # Of another version: each node converts all ranks.
+        return None
+    if get_node_count() == 1:
+        return None
+    group = get_tp_group()
+    left: list[int] = list(range(group.world_size))
+    mine: tuple[int, ...] = (group.rank_in_group,)
+    while left:
+        first, *others = left
+        is_there = in_the_same_node_as(group.cpu_group, first)
+        node = (first, *(rank for rank in others if is_there[rank]))
+        mine = node if group.rank_in_group in node else mine
+        left = [rank for rank in others if not is_there[rank]]
+    return None if len(mine) == group.world_size else mine
 
 
 def _of_other_stages(model: Any, config: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -97,6 +97,13 @@ class Fields:
             self._refuse(name, "a list of objects")
         return value
 
+    def objects_or_nulls(self, name: str) -> list[Mapping[str, Any] | None]:
+        """A list of objects and nulls."""
+        value = self.top.get(name)
+        if not isinstance(value, list) or not all(isinstance(item, dict | None) for item in value):
+            self._refuse(name, "a list of objects")
+        return value
+
     def items(self, name: str) -> list[Any]:
         """A list."""
         value = self.top.get(name)

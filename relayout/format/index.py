@@ -6,8 +6,8 @@ that fill an arena. The rank table, which can be large, says which tensor lies w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypeVar, overload
 
 from relayout.core.extents import Transfer
@@ -89,8 +89,9 @@ class Manifest:
 
     generator: str
     """Program and version that wrote it."""
-    conversion: str
-    """The name of this conversion: a digest of degree, weights and cuts, see `conversion_digest`."""
+    conversion: str | None
+    """The name of this conversion: a digest of degree, weights and cuts, see `conversion_digest`. None: unknown, as
+    only some ranks were converted."""
     model_type: str | None
     plan: str
     """"ORIGIN:NAME", or "none"."""
@@ -109,9 +110,16 @@ class Manifest:
     """Bytes of a file of which relayout.chunks has one digest."""
     files: tuple[IndexedFile, ...]
     """All that hold tensors."""
-    ranks: tuple[RankEntry, ...]
+    ranks: tuple[RankEntry | None, ...]
+    """None for a rank that the folder does not have."""
     whole: RankEntry | None = None
     """In the `whole` layout, the whole tensors, as if they were a rank's."""
+    holders: Mapping[int, RankEntry] = field(init=False, repr=False, compare=False)
+    """The ranks that the folder has, and behind them the whole tensors of the `whole` layout, as `num_ranks`."""
+
+    def __post_init__(self) -> None:
+        holders = {holder: entry for holder, entry in enumerate((*self.ranks, self.whole)) if entry is not None}
+        object.__setattr__(self, "holders", holders)
 
     @property
     def num_ranks(self) -> int:
@@ -119,9 +127,14 @@ class Manifest:
         return len(self.ranks)
 
     @property
-    def holders(self) -> tuple[RankEntry, ...]:
-        """The ranks, and behind them the whole tensors of the `whole` layout."""
-        return self.ranks if self.whole is None else (*self.ranks, self.whole)
+    def present(self) -> tuple[int, ...]:
+        """The ranks that the folder has."""
+        return tuple(rank for rank, entry in enumerate(self.ranks) if entry is not None)
+
+    @property
+    def has_all(self) -> bool:
+        """Whether the folder has all ranks."""
+        return None not in self.ranks
 
     @property
     def shared(self) -> frozenset[int]:
@@ -131,6 +144,22 @@ class Manifest:
     def holder_files(self, holder: int) -> list[IndexedFile]:
         """The files of a holder, in its order, which is what reads and tables mean by a position."""
         return [self.files[index] for index in self.holders[holder].files]
+
+    def only(self, ranks: Container[int]) -> Manifest:
+        """The manifest of a folder that has only these ranks of those that this one has."""
+        entries = [entry if rank in ranks else None for rank, entry in enumerate(self.ranks)]
+        used = sorted({index for entry in (*entries, self.whole) if entry is not None for index in entry.files})
+        number = {index: position for position, index in enumerate(used)}
+
+        def renumbered(entry: RankEntry | None) -> RankEntry | None:
+            return None if entry is None else replace(entry, files=tuple(number[index] for index in entry.files))
+
+        return replace(
+            self,
+            files=tuple(self.files[index] for index in used),
+            ranks=tuple(map(renumbered, entries)),
+            whole=renumbered(self.whole),
+        )
 
 
 @dataclass(frozen=True, slots=True)

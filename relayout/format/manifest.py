@@ -150,7 +150,7 @@ def dump_manifest(manifest: Manifest) -> bytes:
         "files": [
             {name: value for name, value in asdict(file).items() if value is not None} for file in manifest.files
         ],
-        "ranks": [_dump_holder(entry) for entry in manifest.ranks],
+        "ranks": [None if entry is None else _dump_holder(entry) for entry in manifest.ranks],
         "whole": None if manifest.whole is None else _dump_holder(manifest.whole),
     }
     text = json.dumps(top, indent=2, ensure_ascii=False).removesuffix("\n}").encode() + b",\n  "
@@ -174,15 +174,17 @@ def _parse_manifest(blob: bytes, top: Mapping[str, Any]) -> Manifest:
     if top.get("digest") != DIGEST:
         raise FormatError(f"digest algorithm {shown(top.get('digest'))}, expected {DIGEST!r}", code="version")
     fields = Fields(top)
-    ranks = fields.objects("ranks")
+    ranks = fields.objects_or_nulls("ranks")
     if len(ranks) != fields.size("num_ranks") or not ranks:
         raise FormatError(f"{len(ranks)} entries in 'ranks', num_ranks is {top['num_ranks']}", code="field")
+    if not any(entry is not None for entry in ranks):
+        raise FormatError("every entry in 'ranks' is null, expected one rank or more", code="field")
     source = Fields(fields.object("source"))
     files = _parse_files(fields)
     whole = fields.object_or_null("whole")
     manifest = Manifest(
         generator=fields.text("generator"),
-        conversion=digest_field(fields, "conversion"),
+        conversion=digest_or_null(fields, "conversion"),
         model_type=fields.text_or_null("model_type"),
         plan=fields.text("plan"),
         expert_parallel=fields.flag("expert_parallel"),
@@ -190,17 +192,17 @@ def _parse_manifest(blob: bytes, top: Mapping[str, Any]) -> Manifest:
         dcp=fields.flag("dcp"),
         record_digest=digest_field(source, "record_digest"),
         source_nbytes=source.size("nbytes"),
-        hub_index_digest=None
-        if fields.text_or_null("hub_index_digest") is None
-        else digest_field(fields, "hub_index_digest"),
+        hub_index_digest=digest_or_null(fields, "hub_index_digest"),
         chunk_nbytes=_power_of_two(fields, "chunk_nbytes", MIN_CHUNK_NBYTES, MAX_CHUNK_NBYTES),
         files=files,
         ranks=tuple(_parse_holder(entry, table_name(rank), files, f"rank {rank}") for rank, entry in enumerate(ranks)),
-        whole=None if whole is None else _parse_holder(whole, WHOLE_TABLE_NAME, files, "whole"),
+        whole=_parse_holder(whole, WHOLE_TABLE_NAME, files, "whole"),
     )
-    unused = set(range(len(files))).difference(*(entry.files for entry in manifest.holders))
+    unused = set(range(len(files))).difference(*(entry.files for entry in manifest.holders.values()))
     if unused:
         raise FormatError(f"{files[min(unused)].name} belongs to no rank", code="field")
+    if manifest.conversion is None and manifest.has_all:
+        raise FormatError("'conversion' is null, and no rank is", code="field")
     return manifest
 
 
@@ -247,6 +249,15 @@ def digest_field(fields: Fields, name: str, pattern: re.Pattern[str] = _DIGEST) 
     if not pattern.match(value):
         raise FormatError(f"{name!r} is {shown(value)}, not a digest", code="field")
     return value
+
+
+def digest_or_null(fields: Fields, name: str) -> str | None:
+    """A digest in hex, or null.
+
+    Raises:
+        FormatError: it is neither.
+    """
+    return None if fields.text_or_null(name) is None else digest_field(fields, name)
 
 
 def _power_of_two(fields: Fields, name: str, low: int, high: int) -> int:
@@ -326,7 +337,11 @@ def _parse_files(fields: Fields) -> tuple[IndexedFile, ...]:
     return tuple(files)
 
 
-def _parse_holder(entry: Mapping[str, Any], table: str, files: Sequence[IndexedFile], what: str) -> RankEntry:
+def _parse_holder(
+    entry: Mapping[str, Any] | None, table: str, files: Sequence[IndexedFile], what: str
+) -> RankEntry | None:
+    if entry is None:
+        return None
     with about(part=what):
         return _parse_entry(Fields(entry), table, files)
 

@@ -93,8 +93,8 @@ class SourceRecord:
     names: Sequence[str]
     dtypes: Sequence[str]
     shapes: Sequence[tuple[int, ...]]
-    digests: Sequence[str]
-    """Of each source tensor's bytes."""
+    digests: Sequence[str | None]
+    """Of each source tensor's bytes; None: unknown, as only some ranks were converted."""
     cuts: tuple[Cut, ...]
     cut_of: tuple[int, ...]
     """Of each source tensor: position in `cuts`."""
@@ -145,8 +145,10 @@ def dump_record(record: SourceRecord) -> bytes:
     return compact_json(top)
 
 
-def conversion_digest(record: SourceRecord) -> str:
-    """The name of a conversion: a digest of its degree, the weights, and how they are cut."""
+def conversion_digest(record: SourceRecord) -> str | None:
+    """The name of a conversion: a digest of its degree, the weights, and how they are cut. None: some are unknown."""
+    if None in record.digests:
+        return None
     cuts = [[dump_slice(part) for part in cut.slices] for cut in record.cuts]
     columns = (record.names, record.dtypes, record.shapes, record.digests, map(cuts.__getitem__, record.cut_of))
     top = {"num_ranks": record.options.num_ranks, "tensors": list(zip(*columns, strict=True))}
@@ -181,7 +183,7 @@ def _parse_record(top: Fields, num_ranks: int) -> SourceRecord:
         names=tensors.column("name", str, count),
         dtypes=tensors.column("dtype", str, count),
         shapes=parse_shapes(tensors.column("shape", list, count)),
-        digests=tensors.column("digest", str, count),
+        digests=tensors.column("digest", (str, type(None)), count),
         cuts=cuts,
         cut_of=tuple(cut_of),
         file_of=file_of,

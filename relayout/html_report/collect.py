@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from relayout.checkpoint.converted import read_manifest, read_record, read_table
+from relayout.checkpoint.converted import check_present, read_manifest, read_record, read_table
 from relayout.commands.restore import recorded_source
 from relayout.conversion.layout import Conversion, stored_conversion
 from relayout.core.dtypes import num_bytes
@@ -25,18 +25,20 @@ def of_converted(folder: Store) -> tuple[dict[str, Any], bytes]:
 
     Raises:
         FormatError: the folder is damaged.
+        PlanError: it lacks ranks.
     """
     manifest = read_manifest(folder)
     record = read_record(folder, manifest)
-    tables = [read_table(folder, manifest, holder) for holder in range(len(manifest.holders))]
+    check_present(folder, manifest, range(manifest.num_ranks))
+    tables = {holder: read_table(folder, manifest, holder) for holder in manifest.holders}
     conversion = stored_conversion(folder, manifest, tables, record, recorded_source(folder, record))
     facts = {
         "converted": True,
         "generator": manifest.generator,
         "model_type": manifest.model_type,
-        "reads": [len(entry.reads) for entry in manifest.holders],
+        "reads": [len(entry.reads) for entry in manifest.holders.values()],
     }
-    return of_conversion(conversion) | facts, _digests(conversion, tables)
+    return of_conversion(conversion) | facts, _digests(conversion, list(tables.values()))
 
 
 def of_conversion(conversion: Conversion) -> dict[str, Any]:

@@ -51,6 +51,8 @@ class CacheEntry:
     """The path or URL of the checkpoint; empty if its first load has not begun to fill the entry."""
     num_ranks: int
     """The tensor-parallel degree; 0 as above."""
+    ranks: str
+    """Those that a conversion has, such as "0-7"; empty: all."""
     nbytes: int
     used: float
     """When a process last began to use it, in seconds since 1970."""
@@ -272,13 +274,13 @@ class Lease(Closable):
         with OpenFolder(self.folder) as folder:
             self.keep(name, lambda partial: folder.write(partial, content()))
 
-    def describe(self, source: str, num_ranks: int) -> None:
+    def describe(self, source: str, num_ranks: int, ranks: str = "") -> None:
         """Note what `Cache.entries` shows.
 
         Raises:
             OSError: it cannot be written.
         """
-        self.keep_small(_ABOUT, json.dumps({"source": source, "num_ranks": num_ranks}).encode)
+        self.keep_small(_ABOUT, json.dumps({"source": source, "num_ranks": num_ranks, "ranks": ranks}).encode)
 
     @contextmanager
     def try_lock(self, name: str, *, shared: bool = False) -> Iterator[bool]:
@@ -352,14 +354,15 @@ def _last_use(entry: Path) -> float:
 
 
 def _described(entry: Path) -> CacheEntry:
-    source, num_ranks = "", 0
+    source, num_ranks, ranks = "", 0, ""
     with suppress(OSError, ValueError, KeyError, TypeError), open(entry / _ABOUT, "rb") as file:
         about = json.loads(file.read(_MAX_ABOUT_NBYTES))
-        source, num_ranks = str(about["source"]), int(about["num_ranks"])
+        source, num_ranks, ranks = str(about["source"]), int(about["num_ranks"]), str(about["ranks"])
     is_in_use = False
     with suppress(FileNotFoundError), open(_open(entry / _LEASE), "rb") as lease:
         is_in_use = not _locks(lease.fileno(), fcntl.LOCK_EX)
-    return CacheEntry(entry.name, source, num_ranks, _nbytes(entry, with_hidden=True), _last_use(entry), is_in_use)
+    nbytes = _nbytes(entry, with_hidden=True)
+    return CacheEntry(entry.name, source, num_ranks, ranks, nbytes, _last_use(entry), is_in_use)
 
 
 def _hidden_allocated_nbytes(entry: Path) -> int:

@@ -47,6 +47,8 @@ COMMANDS = {
     "inspect": ["inspect", "."],
     "verify": ["verify", "../out", "--source", "."],
     "restore": ["restore", "../out", "-o", "../restored"],
+    "copy": ["copy", "../out", "../copied", "--ranks", "0"],
+    "files": ["files", "../out"],
     "doctor": ["doctor", "."],
     "warm": ["warm", "../out"],
     "cache": ["cache", ".."],

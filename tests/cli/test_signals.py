@@ -158,7 +158,7 @@ def test_an_interrupted_conversion_is_not_resumed_with_other_options(big: Path) 
     before = tree(big)
     done = prestarted.run("convert", "big", "--align", "512", cwd=big)
     assert (done.returncode, done.stdout, tree(big)) == (2, "", before)
-    says = f"{PARTIAL}: holds an interrupted conversion, with other options; --force discards it and starts again"
+    says = f"{PARTIAL}: holds an interrupted attempt, with other options; --force discards it and starts again"
     assert says in done.stderr
     done = prestarted.run("convert", "big", "--align", "512", "--force", cwd=big)
     assert (done.returncode, done.stderr) == (0, "")

@@ -207,6 +207,27 @@ def test_the_source_is_restored(here: Ground, converted: str) -> None:
     assert files_of(done.output) == MODEL
 
 
+def test_a_rank_is_copied_from_every_store(converted: str, local: Path, tmp_path: Path) -> None:
+    done = relayout.copy(converted, tmp_path / "copy", ranks=[1])
+    assert relayout.verify(done.output, source=local / "model").ok
+    assert_same(relayout.load(done.output, 1), relayout.load(local / "out", 1))
+    assert files_of(done.output).keys() == {file.name for file in relayout.files(converted, ranks=[1]).files}
+
+
+@pytest.mark.usefixtures("writable")
+def test_a_rank_is_copied_to_every_store(here: Ground, local: Path) -> None:
+    done = relayout.copy(local / "out", here.url("copy"), ranks=[1])
+    assert done.output == here.url("copy")
+    assert relayout.verify(done.output).ok
+    assert_same(relayout.load(done.output, 1), relayout.load(local / "out", 1))
+    with pytest.raises(PlanError, match="copy: of 2 ranks it has only 1, and lacks 0"):
+        relayout.load(done.output, 0)
+    with pytest.raises(PlanError, match="is not empty"):
+        relayout.copy(local / "out", here.url("copy"), ranks=[0])
+    relayout.copy(local / "out", here.url("copy"), ranks=[0], force=True)
+    assert relayout.verify(done.output).ranks == (0,)
+
+
 @pytest.mark.parametrize("backend", ["direct", "mapped"])
 def test_a_backend_that_needs_descriptors_refuses_a_store_without(here: Ground, converted: str, backend: str) -> None:
     if find_store(converted).path("x") is not None:

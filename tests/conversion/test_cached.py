@@ -221,3 +221,24 @@ def test_a_model_without_a_plan_is_an_error_as_without_a_cache(model: Path, cach
 def test_one_rank_of_a_local_checkpoint_is_read_where_it_is(model: Path, cache: Path) -> None:
     assert_equal(relayout.load(model, 0, tp=1, cache=cache), whole_tensors(model))
     assert not cache.exists()
+
+
+def test_a_node_keeps_only_its_own_ranks(model: Path, by_itself: Path, tmp_path: Path) -> None:
+    """Two nodes with a drive each; the processes of one convert together."""
+    for node, ranks in enumerate([(0, 1), (2, 3)]):
+        cache = tmp_path / f"node-{node}"
+        source = relayout.storage.stores.find_input(model)
+        with ThreadPoolExecutor(2) as pool:
+            calls = [pool.submit(cached.cached_conversion, source, TP, Cache(cache), ranks=ranks) for _ in ranks]
+            [folder] = {call.result().folder for call in calls}
+        for rank in ranks:
+            assert_equal(relayout.load(folder, rank, verify=True), whole_tensors(by_itself, f"model-rank-{rank}-*"))
+        with pytest.raises(PlanError, match=f"of 4 ranks it has only {ranks[0]}-{ranks[1]}, and lacks {ranks[0] ^ 2}"):
+            relayout.load(folder, ranks[0] ^ 2)
+        names = {path.name.split("-part-")[0] for path in folder.glob("*.safetensors")}
+        assert names == {f"model-rank-{rank}" for rank in ranks}
+        expect(cache, model)
+        [entry] = Cache(cache).entries()
+        assert (entry.num_ranks, entry.ranks) == (TP, f"{ranks[0]}-{ranks[1]}")
+    relayout.load(model, 0, tp=TP, cache=cache)  # All ranks are another entry.
+    assert {entry.ranks for entry in Cache(cache).entries()} == {"", "2-3"}

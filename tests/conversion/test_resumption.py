@@ -555,7 +555,7 @@ def test_a_source_that_has_changed_is_refused_and_force_starts_afresh(work: Path
     interrupt(work)
     change(source_of(work))
     before = content(work)
-    says = rf"^{work / PARTIAL}: holds an interrupted conversion, the source has changed since; --force discards it and"
+    says = rf"^{work / PARTIAL}: holds an interrupted attempt, the source has changed since; --force discards it and"
     for _ in range(2):
         with pytest.raises(PlanError, match=says):
             go(work)
@@ -573,7 +573,7 @@ def test_a_source_that_has_changed_is_refused_and_force_starts_afresh(work: Path
 def test_other_options_are_refused_and_force_starts_afresh(work: Path, options: dict[str, Any]) -> None:
     interrupt(work)
     before = content(work)
-    says = rf"^{work / PARTIAL}: holds an interrupted conversion, with other options; --force discards it and starts"
+    says = rf"^{work / PARTIAL}: holds an interrupted attempt, with other options; --force discards it and starts"
     for _ in range(2):
         with pytest.raises(PlanError, match=says):
             go(work, **options)
@@ -644,7 +644,7 @@ def test_rules_that_two_tensors_have_exchanged_are_other_options(work: Path) -> 
         planned(work, plan=work.parent / "plan-3" / "plan.toml").plan.cuts
         == planned(work, plan=work.parent / "plan-2" / "plan.toml").plan.cuts
     )
-    with pytest.raises(PlanError, match="holds an interrupted conversion, with other options"):
+    with pytest.raises(PlanError, match="holds an interrupted attempt, with other options"):
         go(work, plan=work.parent / "plan-3" / "plan.toml")
 
 

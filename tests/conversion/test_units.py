@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -105,6 +106,42 @@ def test_a_unit_writes_its_files_from_front_to_back_and_reads_its_tensors_alone(
             extents = [extent for other, extent in covered if other == t]
             assert sum(extent.nbytes for extent in extents) == tensors[t].extent.nbytes
             assert all(a.end == b.offset for a, b in pairwise(extents))
+
+
+@settings(max_examples=25)
+@given(model=models(), ranks=st.sets(st.integers(0, NUM_RANKS - 1), min_size=1))
+def test_some_ranks_get_what_they_get_of_all_and_only_the_rows_that_they_need_are_read(
+    tmp_path_factory: pytest.TempPathFactory, model: tuple[list[str], list[int], int], ranks: set[int]
+) -> None:
+    conversion = planned(tmp_path_factory.mktemp("units"), *model)
+    some = conversion.only(ranks)
+    written: list[dict[str, bytearray]] = []
+    for one in (conversion, some):
+        files = {file.name: bytearray(file.nbytes) for file in one.layout.files}
+        written.append(files)
+
+        def put(target: Target, view: memoryview, address: int, one: Conversion = one, files: Any = files) -> None:
+            files[one.layout.files[target.file].name][target.offset : target.offset + view.nbytes] = view
+
+        plan = CopyPlan(one, chunk_nbytes=4096, small_nbytes=600)
+        steps = [step for unit in range(len(one.layout.units)) for step in plan.steps(unit)]
+        digests = run_steps(one, steps, put, threads=1)
+    own = {name for name in written[0] if any(f"-rank-{rank}-" in name for rank in ranks)}
+    assert written[1] == {name: written[0][name] for name in own}
+    for t, tensor in enumerate(some.source.tensors):
+        kind, row_nbytes = model[0][t], tensor.extent.nbytes // ROWS
+        slices = [slices_of(kind, tensor.shape)[rank] for rank in ranks]
+        needed = np.zeros((ROWS, row_nbytes), int)
+        for part in (part for part in slices if part.is_held):
+            rows = None if kind == "columns" else part.ranges_along(0)
+            for start, length in [(0, ROWS)] if rows is None else rows:
+                needed[start : start + length] = 1
+        read = np.zeros(ROWS * row_nbytes, int)
+        for extent in (extent for step in steps for other, extent in step.tensors if other == t):
+            read[extent.offset - tensor.extent.offset : extent.end - tensor.extent.offset] += 1
+        assert np.array_equal(read.reshape(ROWS, -1), needed)
+        is_known = t in digests and digests[t].source is not None
+        assert is_known == bool(needed.all())
 
 
 def test_memory_does_not_grow_with_the_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,15 @@
-"""relayout.core.arguments: sizes as people write them."""
+"""relayout.core.arguments: sizes and ranks as people write them."""
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from relayout.core.arguments import parse_size
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relayout.core.arguments import parse_size, ranks_text
+from relayout.core.arguments import ranks as parse_ranks
 from relayout.errors import PlanError
 
 
@@ -68,3 +73,22 @@ def test_a_size_that_nothing_has_is_refused(text: str) -> None:
     with pytest.raises(PlanError, match=r"is too large, expected at most 9223372036854775807 bytes$") as caught:
         parse_size(text)
     assert len(str(caught.value)) < 500
+
+
+@given(st.sets(st.integers(0, 40), min_size=1))
+def test_ranks_are_written_and_read(ranks: set[int]) -> None:
+    text = ranks_text(sorted(ranks))
+    assert parse_ranks(text, 41) == parse_ranks(ranks, 41) == tuple(sorted(ranks))
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        assert set(range(int(first), int(last or first) + 1)) <= ranks
+        assert int(first) - 1 not in ranks
+        assert int(last or first) + 1 not in ranks
+
+
+@pytest.mark.parametrize(
+    "wrong", ["", ",", "0,", "3-1", "0-4", "4", "-1", "1.5", "a", "0-999999999999", [], [4], [-1], [1.5], [True]]
+)
+def test_what_names_no_ranks_is_refused(wrong: Any) -> None:
+    with pytest.raises(PlanError, match=r"^ranks: "):
+        parse_ranks(wrong, 4)

@@ -212,3 +212,31 @@ def test_a_model_on_the_hub_is_streamed_into_the_cache(
         start(load, "org/model", folders / "llama")
         assert said(caplog, "relayout: converting") == 0
     assert not list(tmp_path.glob("hub/**/*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "kept"), [((0, 0, 1, 1), ["0-1", "2-3"]), ((0, 1, 0, 2), ["0,2", "1", "3"]), ((1, 1, 1, 1), [""])]
+)
+def test_a_node_of_several_converts_only_its_own_ranks(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    nodes: tuple[int, ...],
+    kept: list[str],
+) -> None:
+    """Each has a drive of its own. In the last case another node has other replicas of this group."""
+    caplog.set_level(logging.INFO)
+    fake = fake_vllm.install(monkeypatch)
+    plugins.vllm()
+    fake.num_nodes, fake.nodes = len(set(nodes)) + 1, nodes
+    tensors, found = stock_tensors(model), []
+    for node in sorted(set(nodes)):
+        monkeypatch.setenv("RELAYOUT_CACHE", str(tmp_path / f"node-{node}"))
+        for rank in (rank for rank in range(4) if nodes[rank] == node):
+            mine = Model(tensors, rank, 4)
+            fake.load(model, mine)
+            mine.assert_holds_what_it_cuts_of(tensors)
+        found += [entry.ranks for entry in relayout.Cache(tmp_path / f"node-{node}").entries()]
+        assert said(caplog, f"converting {model} for the ranks {found[-1]} of 4" if found[-1] else "for 4 ranks") == 1
+    assert found == kept

@@ -414,3 +414,17 @@ def test_registering_where_there_is_no_vllm_raises_nothing_and_loads_no_torch() 
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert "not available in this vllm" in done.stderr
+
+
+def test_each_node_serves_its_own_ranks(folders: Path, engine: Engine, tmp_path: Path) -> None:
+    whole = stock_tensors(folders / "llama")
+    for ranks in ((0, 1), (2, 3)):
+        node = tmp_path / f"node-{ranks[0]}"
+        relayout.copy(folders / "llama-tp4", node, ranks=ranks)
+        for rank in ranks:
+            model = Model(whole, rank, 4)
+            engine.load(node, model, strict=True)
+            model.assert_holds_what_it_cuts_of(whole)
+        other = ranks[0] ^ 2
+        with pytest.raises(PlanError, match=f"of 4 ranks it has only {ranks[0]}-{ranks[1]}, and lacks {other}"):
+            engine.load(node, Model(whole, other, 4))

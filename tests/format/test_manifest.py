@@ -288,11 +288,36 @@ def test_a_manifest_is_json_as_the_format_says() -> None:
         MANIFEST,
         replace(MANIFEST, model_type=None, dcp=True),
         replace(MANIFEST, files=tuple(replace(file, sha256="5" * 64) for file in MANIFEST.files)),
+        MANIFEST.only([1]),
+        replace(MANIFEST.only([0]), conversion=None),
     ],
-    ids=["a model type", "none, and dcp", "SHA-256"],
+    ids=["a model type", "none, and dcp", "SHA-256", "one rank", "one rank, and no conversion"],
 )
 def test_a_manifest_survives_a_round_trip(manifest: Manifest) -> None:
     assert parse_manifest(dump_manifest(manifest), WHERE) == manifest
+
+
+def test_a_manifest_of_some_ranks_has_null_for_the_others() -> None:
+    """Rank 1 has two files, one of which rank 2 has, too."""
+    first, second = MANIFEST.files
+    third = replace(first, name="model-shared.safetensors")
+    ranks = [(0,), (2, 1), (2,)]
+    entries = tuple(replace(entry_of(rank, STORED_TABLE), files=files) for rank, files in enumerate(ranks))
+    manifest = replace(MANIFEST, files=(first, second, third), ranks=entries)
+    names = {
+        (0, 1, 2): [["model-rank-0-part-0"], ["model-shared", "model-rank-1-part-0"], ["model-shared"]],
+        (1, 2): [None, ["model-shared", "model-rank-1-part-0"], ["model-shared"]],
+        (2,): [None, None, ["model-shared"]],
+        (0,): [["model-rank-0-part-0"], None, None],
+    }
+    for some, expected in names.items():
+        top = json.loads(dump_manifest(manifest.only(some)))
+        files = [file["name"].removesuffix(".safetensors") for file in top["files"]]
+        found = [None if entry is None else [files[index] for index in entry["files"]] for entry in top["ranks"]]
+        assert found == expected
+        assert set(files) == {name for entry in found if entry is not None for name in entry}
+        assert (top["num_ranks"], top["conversion"]) == (3, CONVERSION)
+        assert manifest.only(some).present == some
 
 
 @given(files=rank_files())

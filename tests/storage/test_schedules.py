@@ -283,7 +283,7 @@ def test_a_refused_command_changes_nothing(make: Make, plans: dict[int, tuple[Co
     world, writer = killed_while_publishing(make, plans[2][0])
     theirs = strangers(world)
     before, uploads = dict(world.server.objects), dict(world.server.uploads)
-    with pytest.raises(PlanError, match="holds an interrupted conversion, with other options"):
+    with pytest.raises(PlanError, match="holds an interrupted attempt, with other options"):
         convert(writer, plans[1][0])
     with pytest.raises(PlanError, match="holds an interrupted conversion without units"):
         by_units(writer, plans[1][0])

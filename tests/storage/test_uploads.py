@@ -529,7 +529,7 @@ def test_other_options_do_not_discard_what_is_kept_unless_forced(server: Server)
     with pytest.raises(OSError, match="access denied"):
         convert()
     server.interfere = lambda request: None
-    with pytest.raises(PlanError, match="relayout-partial: holds an interrupted conversion, with other options"):
+    with pytest.raises(PlanError, match="relayout-partial: holds an interrupted attempt, with other options"):
         convert(tp=4)
     convert(tp=4, force=True)
     assert relayout.verify(OUT, source=SOURCE).ok

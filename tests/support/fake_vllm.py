@@ -156,6 +156,9 @@ class Engine:
     tp: int = 1
     replicas: Any = None
     """The torch.distributed group of the processes that have this rank in all replicas."""
+    num_nodes: int = 1
+    nodes: tuple[int, ...] = ()
+    """Of each tensor-parallel rank; if there are several nodes."""
 
     def load(
         self,
@@ -199,6 +202,11 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Engine:
         },
         "vllm.distributed.parallel_state": {
             "get_dp_group": lambda: SimpleNamespace(cpu_group=engine.replicas, device_group=None),
+            "get_node_count": lambda: engine.num_nodes,
+            "get_tp_group": lambda: SimpleNamespace(
+                rank_in_group=engine.rank, world_size=engine.tp, cpu_group=engine.nodes
+            ),
+            "in_the_same_node_as": lambda nodes, source_rank: [node == nodes[source_rank] for node in nodes],
         },
         "vllm.model_executor": {},
         "vllm.model_executor.model_loader": {

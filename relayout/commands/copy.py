@@ -1,0 +1,340 @@
+"""`copy`: the files of some ranks, or of all, from one folder or store to another. `files`: which these are."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from relayout.checkpoint.converted import (
+    CONVERTED,
+    check_chunk,
+    check_present,
+    names_of,
+    read_chunk_digests,
+    read_manifest_blob,
+    read_record,
+)
+from relayout.checkpoint.source import MAX_INDEX_NBYTES
+from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, share_memory
+from relayout.conversion.journal import Fingerprint, Journal, Written
+from relayout.conversion.resume import read_progress
+from relayout.conversion.run import num_readers_of
+from relayout.conversion.side_files import copy_side_file, modes_of
+from relayout.core.arguments import ranks as parse_ranks
+from relayout.core.coalesce import split
+from relayout.core.digests import DIGEST_NBYTES, OrderedDigests, digest_hex
+from relayout.core.extents import BLOCK, Extent, align_down, align_up
+from relayout.core.workers import Stop, Workers
+from relayout.errors import FormatError
+from relayout.format.chunks import CHUNKS_NAME, chunks_of, chunks_over
+from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME, IndexedFile, Manifest
+from relayout.format.manifest import (
+    MAX_TABLE_NBYTES,
+    SOURCE_RECORD_NAME,
+    compact_json,
+    dump_manifest,
+    parse_manifest,
+)
+from relayout.format.source_record import SourceRecord
+from relayout.progress import Progress, reporting
+from relayout.results import Result
+from relayout.storage.buffers import Buffer
+from relayout.storage.file_pool import OpenFiles
+from relayout.storage.hashing import HashedFile, hash_files
+from relayout.storage.memory import peak_nbytes
+from relayout.storage.protocols import Access, ReadableFile, Staging, Store, WritableFile
+from relayout.storage.stores import find_input, find_store
+
+Ranks = str | Iterable[int] | None
+"""Ranks, such as range(4) or "0-3"; None: all that the folder has."""
+
+
+@dataclass(frozen=True, slots=True)
+class NeededFile:
+    """A file of a converted folder."""
+
+    name: str
+    """Relative to the folder."""
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class NeededFiles(Result):
+    """What ranks need of a converted folder."""
+
+    path: str
+    num_ranks: int
+    """The tensor-parallel degree."""
+    ranks: tuple[int, ...]
+    nbytes: int
+    """Of all these files."""
+    files: tuple[NeededFile, ...]
+    """relayout.json last, so that a copy in this order is complete when it has that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copied(Result):
+    """What `copy` did."""
+
+    output: str
+    num_ranks: int
+    """The tensor-parallel degree."""
+    ranks: tuple[int, ...]
+    """That the output has."""
+    num_files: int
+    """Rank files."""
+    nbytes: int
+    """Of the rank files."""
+    resumed_nbytes: int
+    """Bytes that an interrupted copy had written: checked, and not copied again."""
+    seconds: float
+    peak_nbytes: int
+    """The most memory that the process ever held (resident)."""
+
+
+def files(path: str | os.PathLike[str], *, ranks: Ranks = None) -> NeededFiles:
+    """The files that ranks need of a converted folder, for tools that copy files. Reads manifest and source record.
+
+    Args:
+        path: the converted folder, or its URL.
+        ranks: such as range(4) or "0-3"; None: all that the folder has.
+
+    Raises:
+        FormatError: the folder is damaged, or a file is missing.
+        PlanError: the folder lacks a rank.
+        OSError: a request failed.
+
+    Example:
+        >>> import relayout
+        >>> [file.name for file in relayout.files("llama-3.1-8b-tp8", ranks=[3]).files][-1]
+        'relayout.json'
+    """
+    folder = find_input(path)
+    _, manifest, kept = _kept(folder, ranks)
+    sizes = {file.name: file.nbytes for file in kept.files}
+    for name in sorted(names_of(kept, read_record(folder, manifest)) - sizes.keys()):
+        status = folder.stat(name)
+        if status is None:
+            raise FormatError("is missing", path=folder.location(name), code="missing")
+        sizes[name] = status.nbytes
+    in_order = sorted(sizes, key=lambda name: (name == MANIFEST_NAME, name))
+    named = tuple(NeededFile(name, sizes[name]) for name in in_order)
+    return NeededFiles(str(path), manifest.num_ranks, kept.present, sum(sizes.values()), named)
+
+
+def copy(
+    path: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    ranks: Ranks = None,
+    force: bool = False,
+    threads: int = DEFAULT_THREADS,
+    memory: int | str = DEFAULT_MEMORY,
+    progress: Progress = None,
+) -> Copied:
+    """Copy what ranks need of a converted folder. Every byte is compared with its digest while it passes.
+
+    Args:
+        path: the converted folder, or its URL. Never written to.
+        output: the folder or prefix to make. It appears complete or not at all, and says which ranks it has.
+        ranks: such as range(4) or "0-3"; None: all that the folder has.
+        force: replace an output that relayout wrote, or discard an interrupted attempt at another.
+        threads: threads that read, hash and write.
+        memory: bytes that they may use, also as text, such as "512MiB".
+        progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
+
+    Raises:
+        FormatError: the folder is damaged.
+        PlanError: the folder lacks a rank, or the output cannot be written or replaced.
+        OSError: reading or writing failed.
+
+    If it fails or is interrupted, what was copied stays in a hidden folder beside the output. The same call resumes: it
+    reads what is there again, and keeps the chunks with the right digest. In an object store it keeps complete files.
+
+    Example:
+        >>> import relayout
+        >>> relayout.copy("llama-3.1-8b-tp8", "of-this-node", ranks="0-3").ranks
+        (0, 1, 2, 3)
+    """
+    started = time.monotonic()
+    source, target = find_input(path).snapshot(), find_store(output)
+    threads, piece_nbytes = share_memory(threads, memory, target)
+    blob, manifest, kept = _kept(source, ranks)
+    record = read_record(source, manifest)
+    target.check_output(source, CONVERTED, force=force)
+    fingerprint = Fingerprint(digest_hex(blob), digest_hex(compact_json(["copy", kept.present])))
+    modes = modes_of(source, [file.name for file in kept.files])
+    with target.stage(CONVERTED, replace=force, modes=modes) as staging:
+        noted = read_progress(staging, fingerprint, force=force)
+        for name in set(staging.names()) - {file.name for file in kept.files}:
+            staging.remove(name)  # Of a copy that was interrupted behind its last rank file.
+        small_nbytes = sum(side.nbytes for side in record.side_files) + len(blob)
+        staging.check_space(sum(file.nbytes for file in kept.files) + small_nbytes)
+        with Journal(staging, fingerprint, append=bool(noted.chunks)) as journal:
+            copying = _Copying(source, manifest, kept, staging, journal)
+            resumed_nbytes = copying.run(threads, min(piece_nbytes, source.cost.chunk_nbytes), progress)
+        _put_small(source, staging, kept, record, copying.digests)
+        staging.put(MANIFEST_NAME, [blob if kept is manifest else dump_manifest(kept)])
+    nbytes = sum(file.nbytes for file in kept.files)
+    return Copied(
+        output=str(target),
+        num_ranks=manifest.num_ranks,
+        ranks=kept.present,
+        num_files=len(kept.files),
+        nbytes=nbytes,
+        resumed_nbytes=resumed_nbytes,
+        seconds=time.monotonic() - started,
+        peak_nbytes=peak_nbytes(),
+    )
+
+
+def _kept(folder: Store, ranks: Ranks) -> tuple[bytes, Manifest, Manifest]:
+    """The manifest of a folder, as stored and parsed, and that of a copy of these ranks."""
+    blob = read_manifest_blob(folder)
+    manifest = parse_manifest(blob, folder.location(MANIFEST_NAME))
+    if ranks is None:
+        return blob, manifest, manifest
+    wanted = parse_ranks(ranks, manifest.num_ranks)
+    check_present(folder, manifest, wanted)
+    return blob, manifest, manifest if wanted == manifest.present else manifest.only(wanted)
+
+
+class _Copying:
+    """Copies rank files, and compares the digest of every chunk."""
+
+    def __init__(self, source: Store, manifest: Manifest, kept: Manifest, staging: Staging, journal: Journal) -> None:
+        self._source = source
+        self._staging = staging
+        self._journal = journal
+        self._chunk_nbytes = manifest.chunk_nbytes
+        self._files: tuple[IndexedFile, ...] = kept.files
+        number = {file.name: index for index, file in enumerate(manifest.files)}
+        self.digests = [read_chunk_digests(source, manifest, number[file.name]) for file in kept.files]
+        """Of the chunks of each file."""
+        self._existing = set(staging.names())
+        self._num_left = [0] * len(self._files)
+        """Of each file: bytes to be copied."""
+        self._lock = threading.Lock()
+        self._stop = Stop()
+        self._hashes = OrderedDigests(self._stop)
+
+    def run(self, threads: int, piece_nbytes: int, progress: Progress) -> int:
+        """Copy what is not there yet; returns how many bytes were.
+
+        Raises:
+            FormatError: the source is damaged.
+            OSError: reading or writing failed.
+        """
+        total = sum(file.nbytes - file.data_start for file in self._files)
+        num_readers = num_readers_of(threads, piece_nbytes)
+        with reporting(progress if self._existing else None, "checking finished work", total) as report:
+            missing = []
+            for index in range(len(self._files)):
+                missing.append(self._missing(index, num_readers))
+                if report is not None:
+                    report(sum(file.nbytes - file.data_start for file in self._files[: index + 1]))
+        self._num_left = [sum(extent.nbytes for extent in extents) for extents in missing]
+        resumed_nbytes = total - sum(self._num_left)
+        self._inputs = OpenFiles(self._open_input)
+        self._outputs = OpenFiles(self._open_output, num_descriptors=2)
+
+        def pieces() -> Iterator[tuple[int, Extent]]:
+            for index, extents in enumerate(missing):
+                yield from ((index, piece) for extent in extents for piece in split(extent, piece_nbytes))
+
+        with reporting(progress, "copying", total) as report, self._inputs, self._outputs:
+            for index, nbytes in enumerate(self._num_left):
+                if not nbytes:
+                    self._complete(index)
+            on_progress = None if report is None else lambda done: report(resumed_nbytes + done)
+            Workers(threads, pieces(), Buffer, self._copy, self._stop).run(on_progress)
+        return resumed_nbytes
+
+    def _missing(self, index: int, num_readers: int) -> list[Extent]:
+        """The chunks of a file that are not there with their digests."""
+        file = self._files[index]
+        chunks = chunks_of(file.data_start, file.nbytes, self._chunk_nbytes)
+        if file.name not in self._existing:
+            return chunks
+        if not self._staging.can_read:  # Only complete files are there.
+            return []
+        try:
+            stored = HashedFile(lambda: self._staging.open(file.name, file.nbytes), chunks)
+            [found] = hash_files([stored], num_readers)
+        except FormatError:  # It has another length.
+            self._staging.remove(file.name)
+            self._existing.discard(file.name)
+            return chunks
+        expected = self.digests[index].hex()
+        width = 2 * DIGEST_NBYTES
+        return [chunk for n, chunk in enumerate(chunks) if found[n] != expected[width * n : width * (n + 1)]]
+
+    def _open_input(self, index: int) -> ReadableFile:
+        file = self._files[index]
+        return self._source.open(file.name, file.nbytes, access=Access.ONCE)
+
+    def _open_output(self, index: int) -> WritableFile:
+        file = self._files[index]
+        self._journal.add(Written(chunks={index: b""}))  # From now on there is something to resume.
+        opened = self._staging.write_file(file.name, file.nbytes, is_new=file.name not in self._existing)
+        self._existing.add(file.name)
+        return opened
+
+    def _copy(self, buffer: Buffer, item: tuple[int, Extent]) -> int:
+        index, piece = item
+        file = self._files[index]
+        start = align_down(piece.offset, BLOCK)
+        blocks = buffer.reserve(align_up(piece.end, BLOCK) - start)
+        with self._inputs.use(index) as opened:
+            opened.read(start, blocks)
+        view = blocks[piece.offset - start : piece.end - start]
+        with self._outputs.use(index) as output:
+            output.write(piece.offset, view, piece.offset - start)
+        for number, chunk, part in chunks_over(piece, file.data_start, file.nbytes, self._chunk_nbytes):
+            inside = view[part.offset - piece.offset : part.end - piece.offset]
+            digest = self._hashes.update((index, number), part.offset - chunk.offset, inside, chunk.nbytes)
+            if digest is not None:
+                check_chunk(digest, self.digests[index], number, chunk, self._source.location(file.name))
+        with self._lock:
+            self._num_left[index] -= piece.nbytes
+            is_complete = not self._num_left[index]
+        if is_complete:
+            self._complete(index)
+        return piece.nbytes
+
+    def _complete(self, index: int) -> None:
+        """Copy the header of a file, all else of which is there."""
+        file = self._files[index]
+        head = memoryview(bytearray(align_up(file.data_start, BLOCK)))
+        with self._inputs.use(index) as opened:
+            opened.read(0, head)
+        head = head[: file.data_start]
+        if digest_hex(head) != file.header_digest:
+            what = "its header differs from what was written"
+            raise FormatError(what, path=self._source.location(file.name), code="digest")
+        self._staging.write_head(file.name, bytes(head), file.nbytes)
+
+
+def _put_small(
+    source: Store, staging: Staging, kept: Manifest, record: SourceRecord, chunk_digests: Iterable[bytes]
+) -> None:
+    """Copy all else but the manifest.
+
+    Raises:
+        FormatError: a file is missing or damaged.
+    """
+    expected = {SOURCE_RECORD_NAME: kept.record_digest}
+    expected |= {entry.table: entry.table_digest for entry in kept.holders.values()}
+    if kept.hub_index_digest is not None:
+        expected[HUB_INDEX_NAME] = kept.hub_index_digest
+    for name, digest in expected.items():
+        blob = source.read(name, max(MAX_INDEX_NBYTES, MAX_TABLE_NBYTES))
+        if digest_hex(blob) != digest:
+            raise FormatError("digest differs from the one in the manifest", path=source.location(name), code="digest")
+        staging.put(name, [blob])
+    staging.put(CHUNKS_NAME, chunk_digests)
+    for side in record.side_files:
+        copy_side_file(source, staging, side.name, side)

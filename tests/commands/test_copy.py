@@ -1,0 +1,564 @@
+"""`copy` and `files`: what some ranks need, between folders and stores; proven, resumed, all or nothing."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from support import prestarted, s3_server, toy_store
+from support.faults import environment
+from support.lying_server import at, is_completion
+from support.models import as_integers, expected_slice, read_tensors
+from support.mounts import mounted_tmpfs
+from support.profile import IS_LONG
+
+import relayout
+from relayout.errors import FormatError, PlanError
+
+TP = 4
+PARTIAL = ".out.relayout-partial"
+Files = dict[str, bytes]
+
+
+def content(folder: Path) -> Files:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def hidden(place: Path) -> list[str]:
+    return sorted(path.name for path in place.iterdir() if path.name.startswith("."))
+
+
+@pytest.fixture(scope="session")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of 13 MB, and a side file in a folder; beside it what becomes of it, in two parts."""
+    place = tmp_path_factory.mktemp("copied")
+    (place / "model" / "sub").mkdir(parents=True)
+    random = np.random.default_rng(3)
+    shapes: dict[str, tuple[int, ...]] = {"model.norm.weight": (512,), "model.embed_tokens.weight": (1024, 512)}
+    for layer in range(3):
+        part = f"model.layers.{layer}."
+        shapes |= {part + f"self_attn.{name}_proj.weight": (512, 512) for name in "qkvo"}
+        shapes |= {part + f"mlp.{name}_proj.weight": (768, 512) for name in ("gate", "up")}
+        shapes |= {part + "mlp.down_proj.weight": (512, 768), part + "input_layernorm.weight": (512,)}
+    save_file(
+        {name: random.integers(1, 2**16, shape).astype(np.uint16) for name, shape in shapes.items()},
+        place / "model" / "model.safetensors",
+    )
+    config = {"model_type": "llama", "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8}
+    (place / "model" / "config.json").write_text(json.dumps(config))
+    (place / "model" / "sub" / "notes.txt").write_text("Grüße")
+    for layout in ("ranks", "whole"):
+        relayout.convert(place / "model", place / layout, tp=TP, layout=layout, max_part_nbytes=2 * 10**6)
+    assert (place / "ranks" / "model-rank-3-part-1.safetensors").exists()
+    return place
+
+
+def expected(source: Path, ranks: str) -> Files:
+    """What a copy of some ranks has of the folder, but for what says which ranks these are."""
+    everything = content(source / "ranks")
+    others = [f"rank-{rank}" for rank in range(TP) if str(rank) not in ranks]
+    own = {"relayout.json", "relayout.chunks"}
+    return {name: blob for name, blob in everything.items() if not any(o in name for o in others) and name not in own}
+
+
+def assert_copied(source: Path, out: Path, ranks: str = "12") -> None:
+    """A folder of these ranks, complete and proven."""
+    found = content(out)
+    assert {name: found[name] for name in found.keys() - {"relayout.json", "relayout.chunks"}} == expected(
+        source, ranks
+    )
+    report = relayout.verify(out, source=source / "model")
+    assert not report.differences
+    assert report.compared_with_source
+    assert report.ranks == tuple(map(int, ranks))
+
+
+# What a copy is.
+
+
+def test_each_rank_loads_its_slices_of_the_source(llama: Path, tmp_path: Path) -> None:
+    relayout.convert(llama, tmp_path / "all", tp=TP)
+    done = relayout.copy(tmp_path / "all", tmp_path / "out", ranks="1,3")
+    assert (done.ranks, done.num_ranks, done.num_files) == ((1, 3), TP, 2)
+    whole = read_tensors(llama)
+    for rank in done.ranks:
+        found = relayout.load(tmp_path / "out", rank, verify=True)
+        assert found.keys() == whole.keys()
+        for name, tensor in whole.items():
+            assert np.array_equal(as_integers(found[name]), expected_slice(name, tensor, rank, TP)), name
+    with pytest.raises(PlanError, match=r"out: of 4 ranks it has only 1,3, and lacks 2: `relayout copy FROM TO --ran"):
+        relayout.load(tmp_path / "out", 2)
+
+
+def test_the_files_are_the_same_and_the_manifest_says_which_ranks(source: Path, tmp_path: Path) -> None:
+    relayout.copy(source / "ranks", tmp_path / "out", ranks=range(1, 3))
+    assert_copied(source, tmp_path / "out")
+    manifest = json.loads((tmp_path / "out" / "relayout.json").read_text())
+    assert [entry is not None for entry in manifest["ranks"]] == [False, True, True, False]
+    whole = json.loads((source / "ranks" / "relayout.json").read_text())
+    assert manifest["conversion"] == whole["conversion"]
+    named = {file["name"]: file for file in whole["files"]}
+    assert manifest["files"] == [named[file["name"]] for file in manifest["files"]]
+    assert hidden(tmp_path) == []
+
+
+def test_a_copy_of_all_ranks_is_the_same_folder(source: Path, tmp_path: Path) -> None:
+    for layout in ("ranks", "whole"):
+        relayout.copy(source / layout, tmp_path / layout)
+        assert content(tmp_path / layout) == content(source / layout)
+
+
+def test_a_copy_of_a_copy_has_fewer_ranks(source: Path, tmp_path: Path) -> None:
+    relayout.copy(source / "ranks", tmp_path / "three", ranks="0-2")
+    relayout.copy(tmp_path / "three", tmp_path / "out", ranks="1-2")
+    assert_copied(source, tmp_path / "out")
+    with pytest.raises(PlanError, match=r"three: of 4 ranks it has only 0-2, and lacks 3"):
+        relayout.copy(tmp_path / "three", tmp_path / "other", ranks="2-3")
+    relayout.copy(source / "ranks", tmp_path / "directly", ranks="1-2")
+    assert content(tmp_path / "directly") == content(tmp_path / "out")
+
+
+@pytest.mark.parametrize("ranks", ["", "4", "-1", "2-1", "0-99999999999", "x", [], [-1], [True], range(5)])
+def test_ranks_that_do_not_exist_are_refused(source: Path, tmp_path: Path, ranks: Any) -> None:
+    with pytest.raises(PlanError, match="ranks: "):
+        relayout.copy(source / "ranks", tmp_path / "out", ranks=ranks)
+    with pytest.raises(PlanError, match="ranks: "):
+        relayout.files(source / "ranks", ranks=ranks)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_whole_tensors_come_along_and_give_everything(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    relayout.copy(source / "whole", out, ranks="0")
+    assert {path.name.split("-part-")[0] for path in out.glob("*.slices")} == {"relayout-rank-0"}
+    whole = read_tensors(source / "model")
+    found = {}
+    for file in json.loads((out / "model.safetensors.index.json").read_text())["weight_map"].values():
+        found |= read_tensors(out, file)
+    assert found.keys() == whole.keys()
+    assert all(np.array_equal(found[name], whole[name]) for name in whole)
+    assert not relayout.verify(out, source=source / "model").differences
+    assert relayout.restore(out, tmp_path / "back").num_tensors == len(whole)
+    assert content(tmp_path / "back") == content(source / "model")
+    with relayout.safe_open(out) as view:
+        assert all(np.array_equal(as_integers(view.get_tensor(name)), whole[name]) for name in whole)
+    for rank in range(2):  # Of which the folder has no slices.
+        loaded = relayout.load(out, rank, tp=2)
+        for name, tensor in whole.items():
+            mine = expected_slice(name, tensor, rank, 2, kv_heads=8)
+            assert np.array_equal(as_integers(loaded[name]), mine), name
+    with pytest.raises(PlanError, match="of 4 ranks it has only 0, and lacks 1"):
+        relayout.load(out, 1)
+
+
+def test_what_needs_all_ranks_says_which_are_missing(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    relayout.copy(source / "ranks", out, ranks="0,2-3")
+    lacks = "out: of 4 ranks it has only 0,2-3, and lacks 1"
+    for call in (
+        lambda: relayout.restore(out, tmp_path / "back"),
+        lambda: relayout.safe_open(out),
+        lambda: relayout.report(out, tmp_path / "page.html"),
+        lambda: relayout.plan_bench(out),
+        lambda: relayout.warm(out, rank=1),
+        lambda: relayout.inspect(out, rank=1),
+        lambda: dict(relayout.iter_load(out, 1)),
+        lambda: relayout.explain(out, 1),
+    ):
+        with pytest.raises(PlanError, match=lacks) as raised:
+            call()
+        assert raised.value.code == "missing"
+    with pytest.raises(PlanError, match=r"is in no rank's slice: of 4 ranks the folder has only 0,2-3"):
+        relayout.load(out, 0, tp=2)
+    assert len(relayout.load(out, 1, tp=2)) == len(read_tensors(source / "model"))
+    assert [rank.rank for rank in relayout.inspect(out).ranks] == [0, 2, 3]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("layout", ["ranks", "whole"])
+def test_damage_of_other_ranks_is_not_looked_for(source: Path, tmp_path: Path, layout: str) -> None:
+    damaged = Path(shutil.copytree(source / layout, tmp_path / "damaged"))
+    last = max(damaged.glob("*-rank-3-*"))
+    blob = last.read_bytes()
+    last.write_bytes(blob[:-1] + bytes([blob[-1] ^ 1]))
+    assert relayout.verify(damaged, ranks=range(3), source=source / "model").ok
+    for ranks in (None, "3", [0, 3]):
+        assert {one.file for one in relayout.verify(damaged, ranks=ranks).differences} == {last.name}
+    with pytest.raises(PlanError, match="ranks: "):
+        relayout.verify(damaged, ranks="4")
+
+
+def test_a_lost_file_of_a_rank_that_should_be_there_is_found(source: Path, tmp_path: Path) -> None:
+    relayout.copy(source / "ranks", tmp_path / "out", ranks="1-2")
+    (tmp_path / "out" / "model-rank-2-part-1.safetensors").unlink()
+    assert "model-rank-2-part-1.safetensors" in {one.file for one in relayout.verify(tmp_path / "out").differences}
+
+
+# Damage.
+
+
+DAMAGE = {
+    "model-rank-1-part-0.safetensors": [-1, 5000, 100],
+    "relayout.rank-2.json.zst": [-1],
+    "relayout.chunks": [0],
+    "relayout.source.json.zst": [-1],
+    "relayout.json": [50],
+    "config.json": [3],
+}
+
+
+@pytest.mark.parametrize(("name", "place"), [(name, place) for name in DAMAGE for place in DAMAGE[name]])
+def test_damage_is_found_and_nothing_is_published(source: Path, tmp_path: Path, name: str, place: int) -> None:
+    damaged = Path(shutil.copytree(source / "ranks", tmp_path / "damaged"))
+    blob = bytearray((damaged / name).read_bytes())
+    blob[place] ^= 1
+    (damaged / name).write_bytes(blob)
+    if name == "relayout.chunks":  # Of rank 0, of which nothing is copied; then of rank 1.
+        relayout.copy(damaged, tmp_path / "out", ranks="1-2")
+        assert_copied(source, tmp_path / "out")
+        with pytest.raises(FormatError, match=r"damaged/relayout\.chunks: its part for model-rank-0-part-0"):
+            relayout.copy(damaged, tmp_path / "other", ranks="0")
+        return
+    with pytest.raises(FormatError, match=f"damaged/{name}"):
+        relayout.copy(damaged, tmp_path / "out", ranks="1-2")
+    assert not (tmp_path / "out").exists()
+    (damaged / name).write_bytes((source / "ranks" / name).read_bytes())
+    relayout.copy(damaged, tmp_path / "out", ranks="1-2")
+    assert_copied(source, tmp_path / "out")
+    assert hidden(tmp_path) == []
+
+
+def test_what_an_attempt_left_is_believed_by_its_digest_alone(source: Path, tmp_path: Path) -> None:
+    """Chunks that are there with their digests are not read again; one that has changed is."""
+    damaged = Path(shutil.copytree(source / "ranks", tmp_path / "damaged"))
+    last = damaged / "model-rank-2-part-1.safetensors"
+    blob = last.read_bytes()
+    last.write_bytes(blob[:-1] + bytes([blob[-1] ^ 1]))
+    with pytest.raises(FormatError, match="damaged") as raised:
+        relayout.copy(damaged, tmp_path / "out", ranks="1-2", threads=1)
+    assert any("finished work is kept in" in note for note in raised.value.__notes__)
+    staged = tmp_path / PARTIAL / "output" / "model-rank-1-part-0.safetensors"
+    with staged.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([staged.read_bytes()[-1] ^ 1]))
+    done = relayout.copy(source / "ranks", tmp_path / "out", ranks="1-2")
+    assert 0 < done.resumed_nbytes < done.nbytes - 2**20
+    assert_copied(source, tmp_path / "out")
+
+
+# What stands in the way.
+
+
+def test_a_strangers_folder_is_not_replaced(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "theirs").write_text("x")
+    for force in (False, True):
+        with pytest.raises(PlanError, match="is not empty, and not a converted folder"):
+            relayout.copy(source / "ranks", out, ranks="0", force=force)
+    (out / "theirs").unlink()
+    relayout.copy(source / "ranks", out, ranks="0")
+    with pytest.raises(PlanError, match="is not empty; --force replaces it"):
+        relayout.copy(source / "ranks", out, ranks="1-2")
+    (out / "theirs").write_text("x")
+    with pytest.raises(PlanError, match=r"holds files that relayout did not write, so --force does not .*'theirs'"):
+        relayout.copy(source / "ranks", out, ranks="1-2", force=True)
+    (out / "theirs").unlink()
+    relayout.copy(source / "ranks", out, ranks="1-2", force=True)
+    assert_copied(source, out)
+    assert hidden(tmp_path) == []
+
+
+def test_a_strangers_file_in_the_hidden_folder_stays(source: Path, tmp_path: Path) -> None:
+    (tmp_path / PARTIAL).mkdir(mode=0o700)
+    (tmp_path / PARTIAL / "theirs").write_text("x")
+    with pytest.raises(PlanError, match="holds 'theirs', which relayout did not put there"):
+        relayout.copy(source / "ranks", tmp_path / "out", ranks="0", force=True)
+    assert (tmp_path / PARTIAL / "theirs").read_text() == "x"
+
+
+def test_attempts_at_something_else_are_not_mixed_or_discarded(source: Path, tmp_path: Path) -> None:
+    """A copy, one of other ranks, and a conversion, to the same folder."""
+    damaged = Path(shutil.copytree(source / "ranks", tmp_path / "damaged"))
+    (damaged / "config.json").write_text("{}")
+    with pytest.raises(FormatError, match=r"config\.json: differs"):
+        relayout.copy(damaged, tmp_path / "out", ranks="1-2")
+    says = "relayout-partial: holds an interrupted attempt, with other options; --force discards it"
+    for attempt in (
+        lambda **options: relayout.copy(source / "ranks", tmp_path / "out", ranks="1", **options),
+        lambda **options: relayout.convert(source / "model", tmp_path / "out", tp=TP, **options),
+    ):
+        with pytest.raises(PlanError, match=says):
+            attempt()
+    with pytest.raises(PlanError, match="holds an interrupted attempt; --force discards it"):
+        relayout.restore(source / "ranks", tmp_path / "out")
+    relayout.copy(source / "ranks", tmp_path / "out", ranks="3", force=True)
+    assert_copied(source, tmp_path / "out", "3")
+
+
+def test_the_source_is_no_place_for_its_copy(source: Path) -> None:
+    for out in (source / "ranks", source / "ranks" / "sub", source):
+        with pytest.raises(PlanError):
+            relayout.copy(source / "ranks", out, ranks="0", force=True)
+
+
+# Kills and full drives.
+
+
+def copying(source: Path, place: Path, shim: Path, faults: list[str], log: Path | None = None) -> Any:
+    words = ["copy", "ranks", str(place / "out"), "--ranks", "1-2", "--threads", "4", "--memory", "8MiB"]
+    return prestarted.run(*words, cwd=source, env=environment(shim, faults, log))
+
+
+@pytest.fixture(scope="session")
+def num_calls(source: Path, shim: Path, tmp_path_factory: pytest.TempPathFactory) -> int:
+    """How many calls an undisturbed copy makes that name a file of its source or output."""
+    place = tmp_path_factory.mktemp("calls")
+    assert copying(source, place, shim, [], place / "log").returncode == 0
+    common = os.path.commonpath([source, place])
+    return sum(common in line for line in (place / "log").read_text().splitlines())
+
+
+NUM_KILLS = 60 if IS_LONG else 9
+
+
+@pytest.mark.parametrize("number", range(NUM_KILLS))
+def test_after_a_kill_the_same_command_goes_on(
+    source: Path, shim: Path, tmp_path: Path, num_calls: int, number: int
+) -> None:
+    low, high = num_calls * number // NUM_KILLS, num_calls * (number + 1) // NUM_KILLS
+    moment, how = random.Random(number).randrange(low, high) + 1, ("kill", "tear", "after")[number % 3]
+    common = os.path.commonpath([source, tmp_path])
+    done = copying(source, tmp_path, shim, [f"any|{common}/|{moment}|{how}"])
+    assert done.returncode == -signal.SIGKILL
+    if (tmp_path / "out").exists():
+        assert_copied(source, tmp_path / "out")
+        return
+    again = relayout.copy(source / "ranks", tmp_path / "out", ranks="1-2")
+    assert again.resumed_nbytes <= again.nbytes
+    assert_copied(source, tmp_path / "out")
+    assert hidden(tmp_path) == []
+
+
+def test_a_kill_in_the_middle_of_a_file_keeps_its_chunks(source: Path, shim: Path, tmp_path: Path) -> None:
+    """Written: 1 MiB at a time, of which the last few of a file are not there."""
+    place = f"{PARTIAL}/output/model-rank-2-part-0"
+    assert copying(source, tmp_path, shim, [f"write|{place}|2|kill"]).returncode == -signal.SIGKILL
+    done = relayout.copy(source / "ranks", tmp_path / "out", ranks="1-2")
+    assert 2**20 <= done.resumed_nbytes < done.nbytes
+    assert_copied(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "fault", ["write|rank-2-part-0|1|enospc", "allocate|rank-2-part-1|1|enospc", "write|relayout.chunks|1|enospc"]
+)
+def test_a_drive_that_fills_is_told_and_the_copy_goes_on(source: Path, shim: Path, tmp_path: Path, fault: str) -> None:
+    done = copying(source, tmp_path, shim, [fault])
+    assert done.returncode == 3
+    assert "No space left on device" in done.stderr
+    assert f"finished work is kept in {tmp_path / PARTIAL}" in done.stderr
+    assert not (tmp_path / "out").exists()
+    assert relayout.copy(source / "ranks", tmp_path / "out", ranks="1-2").resumed_nbytes > 0
+    assert_copied(source, tmp_path / "out")
+
+
+def test_a_drive_without_room_is_told_before_anything_is_written(source: Path, tmp_path: Path) -> None:
+    with mounted_tmpfs(tmp_path / "small", "4m") as small:
+        with pytest.raises(PlanError, match=r"out: needs 0\.0[0-9]+ GB, 0\.004 GB are free there"):
+            relayout.copy(source / "ranks", small / "out", ranks="1-2")
+        assert list(small.iterdir()) == []
+        relayout.copy(source / "ranks", small / "out", ranks="1")
+        assert_copied(source, small / "out", "1")
+
+
+# Stores.
+
+
+@pytest.fixture
+def shelf() -> Iterator[toy_store.Shelf]:
+    found = toy_store.shelf("copies")
+    found.clear()
+    yield found
+    found.clear()
+
+
+def test_from_a_store_only_what_the_ranks_need_is_fetched(source: Path, shelf: toy_store.Shelf, tmp_path: Path) -> None:
+    relayout.copy(source / "ranks", "toy://copies/all")
+    assert {name.removeprefix("all/"): shelf.objects[name][0] for name in shelf.names("all/")} == content(
+        source / "ranks"
+    )
+    shelf.log.clear()
+    relayout.copy("toy://copies/all", tmp_path / "out", ranks="1-2")
+    assert_copied(source, tmp_path / "out")
+    assert not [name for _, name, _ in shelf.log if "rank-0" in name or "rank-3" in name]
+
+
+def test_a_store_that_fails_halfway_is_asked_only_for_the_rest(
+    source: Path, shelf: toy_store.Shelf, tmp_path: Path
+) -> None:
+    relayout.copy(source / "ranks", "toy://copies/all")
+    shelf.faults.append(
+        toy_store.Fault(
+            "read", "all/model-rank-2-part-1*", after=1, times=None, error=lambda: OSError(errno.EIO, "gone")
+        )
+    )
+    with pytest.raises(OSError, match="gone") as raised:
+        relayout.copy("toy://copies/all", tmp_path / "out", ranks="1-2")
+    assert any("finished work is kept in" in note for note in raised.value.__notes__)
+    shelf.faults.clear()
+    shelf.log.clear()
+    done = relayout.copy("toy://copies/all", tmp_path / "out", ranks="1-2")
+    assert done.resumed_nbytes > 2**20
+    assert shelf.read_nbytes < done.nbytes - done.resumed_nbytes + 2**20
+    assert_copied(source, tmp_path / "out")
+
+
+def test_an_upload_that_fails_leaves_nothing_and_complete_files_are_kept(
+    source: Path, shelf: toy_store.Shelf, tmp_path: Path
+) -> None:
+    shelf.faults.append(
+        toy_store.Fault("write", "out/model-rank-2-part-1*", times=None, error=lambda: OSError(errno.EIO, "refused"))
+    )
+    with pytest.raises(OSError, match="refused"):
+        relayout.copy(source / "ranks", "toy://copies/out", ranks="1-2", threads=1)
+    assert shelf.names("out/") == []
+    shelf.faults.clear()
+    done = relayout.copy(source / "ranks", "toy://copies/out", ranks="1-2", threads=1)
+    assert 0 < done.resumed_nbytes < done.nbytes
+    assert not shelf.names(".out")
+    assert not shelf.parts
+    for name in shelf.names("out/"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(shelf.objects[name][0])
+    assert_copied(source, tmp_path / "out")
+
+
+def test_after_a_kill_while_objects_are_made_the_same_command_goes_on(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("obstore", "boto3"):
+        pytest.importorskip(module, reason="a client of object stores")
+    command = [sys.executable, "-m", "relayout", "copy", "ranks", "s3://copies/out", "--ranks", "1-2"]
+    with s3_server.running() as server:
+        for name, value in s3_server.environment(server).items():
+            monkeypatch.setenv(name, value)
+        with subprocess.Popen(command, cwd=source) as child:
+            server.interfere = at(is_completion, lambda: os.kill(child.pid, signal.SIGKILL), after=2)
+            child.wait()
+        assert child.returncode == -signal.SIGKILL
+        server.interfere = lambda request: None
+        assert "out/relayout.json" not in server.names("copies", "out/")
+        done = relayout.copy(source / "ranks", "s3://copies/out", ranks="1-2")
+        assert done.resumed_nbytes == sum(
+            len(blob) - 8 - int.from_bytes(blob[:8], "little")
+            for name, blob in expected(source, "12").items()
+            if name.endswith(".safetensors")
+        )
+        assert not server.uploads
+        assert server.names("copies", ".out") == []
+        relayout.copy("s3://copies/out", tmp_path / "out")
+    assert_copied(source, tmp_path / "out")
+
+
+def test_a_strangers_object_is_not_replaced(source: Path, shelf: toy_store.Shelf) -> None:
+    shelf.write("out/theirs", b"x")
+    for force in (False, True):
+        with pytest.raises(PlanError, match="is not empty"):
+            relayout.copy(source / "ranks", "toy://copies/out", ranks="0", force=force)
+    assert shelf.names() == ["out/theirs"]
+
+
+def test_an_object_that_changes_while_it_is_copied_is_an_error(
+    source: Path, shelf: toy_store.Shelf, tmp_path: Path
+) -> None:
+    relayout.copy(source / "ranks", "toy://copies/all")
+    name = "all/model-rank-1-part-0.safetensors"
+    blob = bytes(len(shelf.objects[name][0]))
+    shelf.faults.append(toy_store.Fault("read", name, after=1, act=lambda: shelf.write(name, blob)))
+    with pytest.raises(FormatError, match=r"model-rank-1-part-0\.safetensors: (was replaced|bytes .* damaged)"):
+        relayout.copy("toy://copies/all", tmp_path / "out", ranks="1-2")
+    assert not (tmp_path / "out").exists()
+
+
+# Names for other tools.
+
+
+def test_the_files_of_ranks_are_what_other_tools_copy(source: Path, tmp_path: Path) -> None:
+    """The folder has the whole manifest then: its ranks load, and the others' files are missing."""
+    relayout_command(source, tmp_path, "ranks", "xargs -0 cp --parents -t")
+    out = tmp_path / "out"
+    needed = relayout.files(source / "ranks", ranks="1-2")
+    assert content(out) == {file.name: (source / "ranks" / file.name).read_bytes() for file in needed.files}
+    assert needed.nbytes == sum(map(len, content(out).values()))
+    assert content(out).keys() == {*expected(source, "12"), "relayout.json", "relayout.chunks"}
+    for rank in (1, 2):
+        found = relayout.load(out, rank, verify=True)
+        assert all(found[name].equal(tensor) for name, tensor in relayout.load(source / "ranks", rank).items())
+    with pytest.raises(
+        FormatError, match=r"model-rank-0-part-0\.safetensors: is missing; of 4 ranks these are complete here: 1-2"
+    ):
+        relayout.load(out, 0)
+    missing = {one.file for one in relayout.verify(out).differences}
+    assert missing == {"relayout.rank-0.json.zst", "relayout.rank-3.json.zst"}
+    report = relayout.verify(out, ranks="1-2", source=source / "model")
+    assert (report.differences, report.ranks, report.compared_with_source) == ([], (1, 2), True)
+    relayout.copy(out, tmp_path / "again", ranks="1-2")  # It says so then.
+    assert_copied(source, tmp_path / "again")
+
+
+def relayout_command(source: Path, place: Path, name: str, command: str) -> None:
+    (place / "out").mkdir()
+    names = prestarted.run("files", source / name, "--ranks", "1-2", "--null", cwd=source, env=environment(None))
+    assert names.returncode == 0
+    subprocess.run([*command.split(), str(place / "out")], input=names.stdout.encode(), cwd=source / name, check=True)
+
+
+@pytest.mark.skipif(shutil.which("rsync") is None, reason="there is no rsync")
+def test_rsync_takes_the_names(source: Path, tmp_path: Path) -> None:
+    names = prestarted.run("files", source / "ranks", "--ranks", "1-2", cwd=source, env=environment(None))
+    subprocess.run(
+        ["rsync", "-a", "--files-from=-", f"{source / 'ranks'}/", f"{tmp_path / 'out'}/"],
+        input=names.stdout.encode(),
+        check=True,
+    )
+    needed = relayout.files(source / "ranks", ranks="1-2")
+    assert content(tmp_path / "out").keys() == {file.name for file in needed.files}
+
+
+def test_the_names_are_printed_in_three_forms(source: Path) -> None:
+    def printed(*words: str) -> str:
+        done = prestarted.run("files", source / "ranks", "--ranks", "0", *words, cwd=source, env=environment(None))
+        assert (done.returncode, done.stderr) == (0, "")
+        return str(done.stdout)
+
+    needed = relayout.files(source / "ranks", ranks="0")
+    names = [file.name for file in needed.files]
+    assert names[-1] == "relayout.json"
+    assert printed() == "".join(f"{name}\n" for name in names)
+    assert printed("-0") == "".join(f"{name}\0" for name in names)
+    assert json.loads(printed("--json"))["nbytes"] == needed.nbytes
+    sizes = {file["name"]: file["nbytes"] for file in json.loads(printed("--json"))["files"]}
+    assert sizes == {name: (source / "ranks" / name).stat().st_size for name in names}
+
+
+def test_a_plain_checkpoint_has_no_ranks_to_copy(source: Path, tmp_path: Path) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: relayout.copy(source / "model", tmp_path / "out", ranks="0"),
+        lambda: relayout.files(source / "model", ranks="0"),
+    ]
+    for call in calls:
+        with pytest.raises(FormatError, match=r"model: not a converted folder \(relayout\.json is missing\)"):
+            call()

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from relayout.loader.sources.cached import CacheOption
     from relayout.loader.sources.columns import TensorColumns
+    from relayout.storage.cache_folder import CacheOption
 
 
 def load(

@@ -24,7 +24,7 @@ from relayout.storage.protocols import Closable
 if TYPE_CHECKING:
     import torch
 
-    from relayout.loader.sources.cached import CacheOption
+    from relayout.storage.cache_folder import CacheOption
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -72,6 +72,17 @@ PROVIDERS: Mapping[str, Provider] = {
     VLLM: _observed,
 }
 """By the origin of the plans that they find."""
+
+
+def observer() -> tuple[str, Callable[[SourceCheckpoint, int], Plan]]:
+    """What observes a plan where no built-in one is for a model, the installed vLLM, and its name with the version.
+
+    Raises:
+        ImportError: vLLM is not installed.
+    """
+    import vllm
+
+    return f"vllm {vllm.__version__}", lambda checkpoint, num_ranks: find_plan(checkpoint, num_ranks, VLLM)
 
 
 def find_plan(

@@ -7,13 +7,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from relayout.checkpoint.source import SourceCheckpoint
-    from relayout.plans.plan import Plan
+    from relayout.engines.first_start import Observer
 
 
 def vllm() -> None:
     """Of the group `vllm.general_plugins`: makes `--load-format relayout` known."""
-    _register("vllm", _observed_plan)
+    _register("vllm", _observer)
 
 
 def sglang() -> None:
@@ -32,8 +31,8 @@ def _register(engine: str, *arguments: Any) -> None:
         logging.getLogger(f"{engine}.relayout").warning("relayout: not available in this %s: %r", engine, error)
 
 
-def _observed_plan(checkpoint: SourceCheckpoint, num_ranks: int) -> Plan:
-    """How the classes of the installed vLLM cut a checkpoint that no built-in plan is for."""
-    from relayout.planning import find_plan
+def _observer() -> Observer:
+    """What finds how the classes of the installed vLLM cut a checkpoint that no built-in plan is for."""
+    from relayout.planning import observer
 
-    return find_plan(checkpoint, num_ranks, "vllm")
+    return observer()

@@ -6,12 +6,10 @@ digest of its chunk before the file gets its name.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
 
 from relayout.checkpoint.converted import check_chunk, check_head, read_chunk_digests
 from relayout.core.coalesce import split
@@ -34,17 +32,6 @@ from relayout.storage.protocols import Access, FileStat, Store
 
 _REQUEST_NBYTES = 4 * 2**20
 """What a thread fetches at once, or one chunk: it is held in memory until its digest is known."""
-
-CacheOption: TypeAlias = str | os.PathLike[str] | Cache | None
-"""The folder of a cache, or a folder with a limit; None: as the environment says."""
-
-
-def cache_of(option: CacheOption) -> Cache | None:
-    """The cache that was asked for, or else that of RELAYOUT_CACHE and RELAYOUT_CACHE_LIMIT; None: no cache."""
-    if isinstance(option, Cache):
-        return option
-    folder = os.environ.get("RELAYOUT_CACHE") if option is None else option
-    return Cache(folder, os.environ.get("RELAYOUT_CACHE_LIMIT") or None) if folder else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ from relayout.storage.protocols import Kind, Store
 from relayout.storage.stores import check_exists, find_input
 
 if TYPE_CHECKING:
-    from relayout.loader.sources.cached import CacheOption
+    from relayout.storage.cache_folder import CacheOption
 
 # What a load of a rank as stored does not need is imported where it is used.
 
@@ -217,7 +217,8 @@ def _kept(
     progress: Progress,
 ) -> RankSource | None:
     """The same rank as `_rank_of`, in a cache; None if there is no cache, or no room in it."""
-    from relayout.loader.sources.cached import cache_of, cached, keep
+    from relayout.loader.sources.cached import cached, keep
+    from relayout.storage.cache_folder import cache_of
 
     cache = cache_of(option)
     if cache is None:
@@ -237,7 +238,7 @@ def _kept(
 
 def _converted(store: Store, rank: int, tp: int, option: CacheOption) -> RankSource | None:
     """The rank in a conversion that a cache keeps; None if there is no cache, or it cannot keep one."""
-    from relayout.loader.sources.cached import cache_of
+    from relayout.storage.cache_folder import cache_of
 
     cache = cache_of(option)
     if cache is None:

@@ -530,7 +530,7 @@ def warm(
     _show(done, render.warmed, as_json=as_json, quiet=quiet, verbose=verbose)
 
 
-@_command("cache", "cache /nvme/relayout --remove 3f2a", "cache /nvme/relayout --clear")
+@_command("cache", "cache /nvme/relayout --add llama-3.1-8b --tp 8", "cache /nvme/relayout --remove 3f2a")
 def cache(
     folder: Annotated[
         str | None, typer.Argument(metavar="FOLDER", help="The cache's folder. Default: RELAYOUT_CACHE.")
@@ -539,17 +539,53 @@ def cache(
         list[str] | None, typer.Option(metavar="NAME", help="Remove the entry whose name begins with this. Repeatable.")
     ] = None,
     clear: Annotated[bool, typer.Option("--clear", help="Remove all entries.")] = False,
+    add: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Convert a folder or URL into the cache, for --tp ranks.")
+    ] = None,
+    tp: Annotated[int | None, typer.Option("--tp", metavar="N", help="Of --add: tensor-parallel ranks.")] = None,
+    ranks: RanksOption = None,
+    limit: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Of --add: the most bytes to keep. Default: RELAYOUT_CACHE_LIMIT."),
+    ] = None,
+    expert_parallel: Annotated[
+        bool, typer.Option("--expert-parallel", help="Of --add: each rank owns whole experts.")
+    ] = False,
+    observe: Annotated[
+        bool, typer.Option("--observe", help="Of --add: observe vLLM if no built-in plan is for the model.")
+    ] = False,
+    background: Annotated[
+        bool, typer.Option("--background", help="Of --add: at low priority, and until stdin is closed.")
+    ] = False,
+    quiet: QuietOption = False,
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """List the entries of a cache, or remove them.
+    """List the entries of a cache, add one, or remove them.
 
     Entries are conversions of plain checkpoints, and files of remote ones. Entries in use are not removed.
     """
     from relayout.cli import render
+    from relayout.cli.console import progress as progress_of
     from relayout.commands import cache as caching
 
-    listing = caching.cache(folder, remove=remove or (), clear=clear)
+    if add is not None:
+        if tp is None:
+            raise PlanError("--add needs --tp N", code="option")
+        if background:
+            signals.end_with_stdin()
+        listing = caching.add(
+            add,
+            tp,
+            folder,
+            ranks=ranks,
+            limit=limit,
+            expert_parallel=expert_parallel,
+            observe=observe,
+            progress=progress_of("converting", as_json=as_json, quiet=quiet or background, verbose=verbose),
+        )
+    else:
+        listing = caching.cache(folder, remove=remove or (), clear=clear)
     _show(listing, render.cache, as_json=as_json, verbose=verbose)
 
 

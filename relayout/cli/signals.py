@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -33,6 +34,18 @@ def raise_when_asked() -> None:
     """From now on, raise `Stopped`, so that unfinished work is cleaned up. Only after `leave_when_asked`."""
     if any(signal.getsignal(signum) is _leave for signum in _ENDING):
         _install(_Raise())
+
+
+def end_with_stdin() -> None:
+    """From now on, run at low priority, and end as by SIGTERM when stdin is closed: whoever started this has ended."""
+    os.nice(19)
+
+    def wait() -> None:
+        while os.read(0, 4096):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, name="stdin", daemon=True).start()
 
 
 def ignore() -> None:

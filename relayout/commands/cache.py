@@ -1,4 +1,4 @@
-"""`cache`: what a cache keeps, and removing it."""
+"""`cache`: what a cache keeps, adding a conversion, and removing entries."""
 
 from __future__ import annotations
 
@@ -6,9 +6,17 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from relayout.checkpoint.source import SourceCheckpoint
+from relayout.conversion.cached import cached_conversion, kept_plan
+from relayout.core.arguments import integer
+from relayout.core.arguments import ranks as ranks_of
 from relayout.errors import PlanError, shown
+from relayout.planning import find_plan, observer
+from relayout.plans.plan import Plan
+from relayout.progress import Progress
 from relayout.results import Result
-from relayout.storage.cache_folder import Cache, CacheEntry
+from relayout.storage.cache_folder import Cache, CacheEntry, cache_of
+from relayout.storage.stores import find_input
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +47,10 @@ def cache(
         PlanError: there is no such folder or entry, or a name is of several entries.
         OSError: an entry cannot be removed.
     """
-    folder = folder or os.environ.get("RELAYOUT_CACHE")
-    if not folder:
-        raise PlanError("no cache: give its folder, or set RELAYOUT_CACHE", code="option")
+    kept = _cache(folder)
+    folder = kept.folder
     if not os.path.isdir(folder):  # noqa: PTH112 (it never raises)
         raise PlanError("is not a folder", path=str(folder), code="missing")
-    kept = Cache(folder)
     entries = kept.entries()
     names = [entry.name for entry in entries] if clear else [_name(entries, start, folder) for start in remove]
     in_use = tuple(name for name in names if not kept.remove(name))
@@ -52,6 +58,62 @@ def cache(
     nbytes = sum(entry.nbytes for entry in left)
     removed_nbytes = max(sum(entry.nbytes for entry in entries) - nbytes, 0)  # Others may have filled it meanwhile.
     return CacheListing(str(folder), tuple(left), nbytes, removed_nbytes, in_use)
+
+
+def add(
+    source: str | os.PathLike[str],
+    tp: int,
+    folder: str | os.PathLike[str] | None = None,
+    *,
+    ranks: str | None = None,
+    limit: int | str | None = None,
+    expert_parallel: bool = False,
+    observe: bool = False,
+    progress: Progress = None,
+) -> CacheListing:
+    """Convert a plain checkpoint into a cache, as the first start of an engine does. What is there stays.
+
+    Args:
+        source: a folder or URL.
+        tp: the tensor-parallel degree.
+        folder: of the cache; default RELAYOUT_CACHE.
+        ranks: only these, such as "0-3", for a node that has no others.
+        limit: the most bytes that the cache may keep; default RELAYOUT_CACHE_LIMIT.
+        expert_parallel: each rank owns whole experts.
+        observe: if no built-in plan is for the model, observe how the installed vLLM cuts it, and keep the plan.
+        progress: True shows a bar on stderr; a function is called with (bytes done, bytes in all).
+
+    Returns:
+        What the cache keeps then.
+
+    Raises:
+        FormatError: the source is damaged, or has changed while it was read.
+        PlanError: it has no plan for this degree, or there is no cache, or it is not relayout's.
+        OSError: reading or writing failed, or the cache has no room for it.
+    """
+    found = _cache(folder)
+    kept = found if limit is None else Cache(found.folder, limit)
+
+    def plan_of(checkpoint: SourceCheckpoint, num_ranks: int) -> Plan:
+        try:
+            return find_plan(checkpoint, num_ranks, expert_parallel=expert_parallel)
+        except PlanError as error:
+            if not observe or error.code != "no_plan":
+                raise
+        name, observed = observer()
+        return kept_plan(checkpoint, num_ranks, kept, name, observed)
+
+    degree = integer(tp, "tp")
+    some = None if ranks is None else ranks_of(ranks, degree)
+    with cached_conversion(find_input(source).snapshot(), degree, kept, plan_of, ranks=some, progress=progress).lease:
+        return cache(kept.folder)
+
+
+def _cache(folder: str | os.PathLike[str] | None) -> Cache:
+    found = cache_of(folder or None)
+    if found is None:
+        raise PlanError("no cache: give its folder, or set RELAYOUT_CACHE", code="option")
+    return found
 
 
 def _name(entries: Sequence[CacheEntry], start: str, folder: str | os.PathLike[str]) -> str:

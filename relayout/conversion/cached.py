@@ -26,6 +26,7 @@ from relayout.format.index import MANIFEST_NAME, RANKS
 from relayout.format.manifest import compact_json
 from relayout.plans.plan import Plan
 from relayout.plans.planner import plan_for
+from relayout.progress import Progress, reporting
 from relayout.storage.cache_folder import Cache, Lease
 from relayout.storage.local.store import LocalStore
 from relayout.storage.protocols import Store
@@ -38,10 +39,16 @@ _NUM_UNITS = 16
 _MIN_PART_NBYTES = 64 * 2**20
 _SIDECAR_NBYTES = 2**20
 _SIDECAR_NBYTES_PER_TENSOR = 300
+_MEMORY = 128 * 2**20
+"""Bytes of buffers of one process: all ranks of a node may take part."""
 _POLL_SECONDS = 0.05
 
 FindPlan = Callable[[SourceCheckpoint, int], Plan]
 """Finds the plan of a checkpoint for so many ranks. Raises PlanError: there is none."""
+
+
+class NotKept(Exception):
+    """No plan is kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +66,7 @@ def cached_conversion(
     *,
     ranks: Collection[int] | None = None,
     on_miss: Callable[[ConversionPlan], None] | None = None,
+    progress: Progress = None,
 ) -> CachedConversion:
     """The conversion of a plain checkpoint in a cache, made now if it is not there.
 
@@ -70,12 +78,33 @@ def cached_conversion(
         source: a folder, file or prefix, read by this process and by others that take part.
         ranks: convert only these, such as those of this machine, and read only what they need; None: all.
         on_miss: called before this process converts anything.
+        progress: of what this process converts.
 
     Raises:
         FormatError: the source is damaged, or has changed while it was read.
         PlanError: it has no plan for this degree, or the cache's folder is not relayout's.
         OSError: reading or writing failed, or the cache has no room for it.
     """
+    planned, lease = _entry(source, num_ranks, cache, find_plan, ranks)
+    if not _is_published(planned):
+        if on_miss is not None:
+            on_miss(planned)
+        _convert_together(planned, cache, lease, progress)
+    return CachedConversion(folder=lease.folder / MODEL, lease=lease)
+
+
+def find_conversion(
+    source: Store, num_ranks: int, cache: Cache, find_plan: FindPlan = plan_for, *, ranks: Collection[int] | None = None
+) -> CachedConversion | None:
+    """The same, if it is there. Errors as of `cached_conversion`."""
+    planned, lease = _entry(source, num_ranks, cache, find_plan, ranks)
+    return CachedConversion(folder=lease.folder / MODEL, lease=lease) if _is_published(planned) else None
+
+
+def _entry(
+    source: Store, num_ranks: int, cache: Cache, find_plan: FindPlan, ranks: Collection[int] | None
+) -> tuple[ConversionPlan, Lease]:
+    """What is to be done for an entry, and the entry."""
     checkpoint = read_source(source)
     plan = find_plan(checkpoint, num_ranks)
     part_nbytes = checkpoint.nbytes // (num_ranks * _NUM_UNITS)
@@ -85,16 +114,10 @@ def cached_conversion(
     conversion = ConversionPlan.lay_out(nowhere, checkpoint, plan, *how)
     fingerprint = fingerprint_of(conversion)
     lease = cache.lease(digest_hex(compact_json([fingerprint.source, fingerprint.options])))
-    output = LocalStore(folder=lease.folder / MODEL)
-    planned = replace(conversion, output=output)
-    if not _is_published(planned):
-        if on_miss is not None:
-            on_miss(planned)
-        _convert_together(planned, cache, lease)
-    return CachedConversion(folder=output.folder, lease=lease)
+    return replace(conversion, output=LocalStore(folder=lease.folder / MODEL)), lease
 
 
-def _convert_together(planned: ConversionPlan, cache: Cache, lease: Lease) -> None:
+def _convert_together(planned: ConversionPlan, cache: Cache, lease: Lease, progress: Progress) -> None:
     """Convert what no other process is converting, until the output is there.
 
     Raises:
@@ -106,13 +129,16 @@ def _convert_together(planned: ConversionPlan, cache: Cache, lease: Lease) -> No
     if reservation is None:
         what = f"the cache has no room for {sum(files.values())} bytes"
         raise OSError(errno.ENOSPC, what, os.fspath(cache.folder))
-    with reservation:
+    units = planned.layout.units
+    with reservation, reporting(progress, "converting", sum(map(planned.nbytes_of, units))) as report:
         some = "" if planned.has_all else ranks_text(planned.ranks)
         lease.describe(str(planned.source.root), planned.plan.num_ranks, some)
-        left = set(range(len(planned.layout.units)))
+        left = set(range(len(units)))
         while not _is_published(planned):
             if not _step(planned, lease, left):
                 time.sleep(_POLL_SECONDS)
+            elif report is not None:
+                report(sum(planned.nbytes_of(unit) for index, unit in enumerate(units) if index not in left))
 
 
 def _step(planned: ConversionPlan, lease: Lease, left: set[int]) -> bool:
@@ -129,7 +155,7 @@ def _step(planned: ConversionPlan, lease: Lease, left: set[int]) -> bool:
         for unit in sorted(left):
             with lease.try_lock(f"unit-{unit}") as is_locked:
                 if is_locked:
-                    convert_unit(planned, unit)
+                    convert_unit(planned, unit, memory=_MEMORY)
                     left.discard(unit)
                     return True
     with lease.try_lock("publish") as nobody_converts:
@@ -143,18 +169,23 @@ def _is_published(planned: ConversionPlan) -> bool:
     return planned.output.stat(MANIFEST_NAME) is not None
 
 
-def kept_plan(checkpoint: SourceCheckpoint, num_ranks: int, cache: Cache, name: str, find: Callable[[], Plan]) -> Plan:
+def kept_plan(checkpoint: SourceCheckpoint, num_ranks: int, cache: Cache, name: str, find: FindPlan | None) -> Plan:
     """A plan that takes long to find, kept in a cache; one process at a time looks for it.
 
     Args:
         name: what the plan depends on beside checkpoint and degree, such as the engine's version.
+        find: None: it is not looked for.
 
     Raises:
+        NotKept: there is none, and it is not looked for.
         FormatError: what is kept is damaged.
         PlanError, OSError: as `find`, or the cache cannot be written.
     """
     headers = [digest_hex(file.header) for file in checkpoint.files]
     key = compact_json([name, num_ranks, checkpoint.config, headers])
     with cache.lease(digest_hex(key)) as lease:
-        lease.keep_small(_PLAN, lambda: compact_json(find().as_json()))
+        if find is not None:
+            lease.keep_small(_PLAN, lambda: compact_json(find(checkpoint, num_ranks).as_json()))
+        elif not (lease.folder / _PLAN).exists():
+            raise NotKept
         return Plan.from_json(json.loads((lease.folder / _PLAN).read_bytes()))

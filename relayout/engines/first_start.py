@@ -1,16 +1,25 @@
-"""The first start of an engine on a plain checkpoint: it is converted into a cache, from which later starts load."""
+"""The first start of an engine on a plain checkpoint: it is converted into a cache, from which later starts load.
+
+What must be downloaded is streamed into the cache, and loaded from there. What is on a drive the engine loads itself,
+as fast as without relayout; then a process of low priority converts it while the engine goes on.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+import threading
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass
 from logging import Logger
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from relayout.core.arguments import ranks_text
+from relayout.core.children import PIPE, QUIET, Child, start_child
 from relayout.engines.rank_weights import Folder, find_folder
-from relayout.errors import PlanError
+from relayout.errors import PlanError, RelayoutError
+from relayout.storage.cache_folder import Cache, cache_of
 from relayout.storage.stores import find_input, scheme_of
 
 if TYPE_CHECKING:
@@ -19,6 +28,9 @@ if TYPE_CHECKING:
     from relayout.conversion.run import ConversionPlan
     from relayout.engines.rank_weights import EngineOptions
     from relayout.plans.plan import Plan
+
+    Observer: TypeAlias = tuple[str, FindPlan]
+    """What an observed plan depends on, such as the engine's version; and what observes it."""
 
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+", re.ASCII)
 
@@ -44,6 +56,54 @@ def loads_itself(source: str) -> bool:
     return scheme_of(source) in (None, "hf")
 
 
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """A conversion into the cache that is to begin when the engine has loaded the checkpoint."""
+
+    source: str
+    arguments: tuple[str, ...]
+    """Of `relayout cache`."""
+    cache: Cache
+    logger: Logger
+
+    def start(self) -> None:
+        """Start it in a process of its own, unless one already fills this cache. Never raises.
+
+        It ends with this process. The next start continues what was not finished.
+        """
+        try:
+            right = self.cache.try_filling()
+            if right is None:
+                return
+            with open(right, "rb") as held:  # The child holds it, too, for as long as it runs.
+                child = start_child(
+                    "relayout",
+                    "cache",
+                    *self.arguments,
+                    stdin=PIPE,
+                    stdout=QUIET,
+                    stderr=PIPE,
+                    pass_fds=(held.fileno(),),
+                )
+        except (OSError, RelayoutError) as error:
+            self.logger.warning("relayout: %s is not converted into the cache: %s", self.source, error)
+            return
+        self.logger.info(
+            "relayout: %s is being converted into the cache %s, at low priority: later starts load from there",
+            self.source, self.cache.folder,
+        )  # fmt: skip
+        threading.Thread(target=self._watch, args=(child,), name="relayout-cache", daemon=True).start()
+
+    def _watch(self, child: Child) -> None:
+        assert child.stderr is not None
+        words = child.stderr.read().decode(errors="replace").strip()
+        if child.wait() == 0:
+            self.logger.info("relayout: %s is in the cache %s", self.source, self.cache.folder)
+        else:
+            why = words.splitlines()[-1] if words else f"exit status {child.returncode}"
+            self.logger.warning("relayout: %s was not converted into the cache: %s", self.source, why)
+
+
 def first_start(
     source: str,
     num_ranks: int,
@@ -53,9 +113,9 @@ def first_start(
     *,
     expert_parallel: bool = False,
     ranks: Collection[int] | None = None,
-    observe: tuple[str, FindPlan] | None = None,
-) -> CachedConversion | None:
-    """The conversion of a plain checkpoint in the cache, made now if need be. Never raises.
+    observe: Callable[[], Observer] | None = None,
+) -> CachedConversion | Filling | None:
+    """The conversion of a plain checkpoint in the cache, or how it gets there. Never raises.
 
     A start that would succeed without relayout must not fail with it: whatever is wrong with cache, plan or source is
     logged, and the engine's own loader takes the checkpoint.
@@ -65,14 +125,11 @@ def first_start(
         engine: its name, for messages.
         expert_parallel: whether experts are owned whole, in contiguous blocks over the ranks.
         ranks: those on this node, if others are elsewhere: only these are converted. None: all.
-        observe: what the observed plan depends on, such as the engine's version, and what observes it, for models that
-            no built-in plan is for.
+        observe: returns what finds plans for models that no built-in plan is for.
 
     Returns:
-        None: the engine loads the checkpoint itself.
+        None: the engine loads the checkpoint itself. A `Filling`: so it does, and starts that when it has loaded.
     """
-    from relayout.loader.sources.cached import cache_of
-
     cache = cache_of(options.cache)
     instead = f"{engine} loads it itself" if loads_itself(source) else "it is sliced while it is loaded"
     if cache is None:
@@ -82,15 +139,18 @@ def first_start(
             source, instead,
         )  # fmt: skip
         return None
-    if num_ranks == 1 and scheme_of(source) is None:
+    is_local = scheme_of(source) is None
+    if num_ranks == 1 and is_local:
         logger.info("relayout: %s is read whole by one rank: %s", source, instead)
         return None
+    observes = False
 
     def on_miss(conversion: ConversionPlan) -> None:
         who = f"{num_ranks} ranks" if ranks is None else f"the ranks {ranks_text(ranks)} of {num_ranks}"
         logger.info("relayout: converting %s for %s into the cache %s", source, who, cache.folder)
 
     def find_plan(checkpoint: SourceCheckpoint, num_ranks: int) -> Plan:
+        nonlocal observes
         from relayout.conversion.cached import kept_plan
         from relayout.plans.planner import plan_for
 
@@ -99,14 +159,25 @@ def first_start(
         except PlanError as error:
             if observe is None or expert_parallel or error.code != "no_plan":
                 raise
-        name, plan_of = observe
-        return kept_plan(checkpoint, num_ranks, cache, name, lambda: plan_of(checkpoint, num_ranks))
+        name, plan_of = observe()
+        observes = is_local
+        return kept_plan(checkpoint, num_ranks, cache, name, None if is_local else plan_of)
 
     try:
-        from relayout.conversion.cached import cached_conversion
+        from relayout.conversion.cached import NotKept, cached_conversion, find_conversion
 
         store = find_input(source).snapshot()
-        return cached_conversion(store, num_ranks, cache, find_plan, ranks=ranks, on_miss=on_miss)
+        if not is_local:
+            return cached_conversion(store, num_ranks, cache, find_plan, ranks=ranks, on_miss=on_miss)
+        with suppress(NotKept):
+            if (found := find_conversion(store, num_ranks, cache, find_plan, ranks=ranks)) is not None:
+                return found
     except Exception as error:
         logger.warning("relayout: %s cannot be kept in the cache %s: %s: %s", source, cache.folder, error, instead)
         return None
+    arguments = [str(cache.folder), "--add", str(Path(source).absolute()), "--tp", str(num_ranks), "--background"]
+    arguments += ["--limit", str(cache.limit)] if cache.limit is not None else []
+    arguments += ["--expert-parallel"] if expert_parallel else []
+    arguments += ["--ranks", ranks_text(ranks)] if ranks is not None else []
+    arguments += ["--observe"] if observes else []
+    return Filling(source, tuple(arguments), cache, logger)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from relayout.engines.first_start import first_start, folder_of, loads_itself, source_url
+from relayout.engines.first_start import Filling, first_start, folder_of, loads_itself, source_url
 from relayout.engines.rank_weights import EngineOptions, Folder, RankWeights, find_folder, layer_of, speculative
 from relayout.errors import PlanError, RelayoutError
 
@@ -162,18 +162,21 @@ def _weights(
     parallel = get_parallel()
     num_ranks, model_config = parallel.tp_size, source.model_config
     url = source_url(path, getattr(source, "revision", None))
-    folder, kept = folder_of(url), None
+    folder, kept, filling = folder_of(url), None, None
     is_draft = _is_draft(config, model_config)
     if folder is None:
         owned = parallel.moe_ep_size > 1
         is_cached = not is_draft and parallel.attn_tp_size == num_ranks and parallel.moe_ep_size in (1, num_ranks)
         if is_cached:
-            kept = first_start(url, num_ranks, options, "SGLang", _LOGGER, expert_parallel=owned)
+            found = first_start(url, num_ranks, options, "SGLang", _LOGGER, expert_parallel=owned)
+            kept, filling = (None, found) if isinstance(found, Filling) else (found, None)
         if kept is not None:
             url, folder = str(kept), Folder(num_ranks, owned)
         elif loads_itself(url):
             _stock.add(path)
             yield from stock()
+            if filling is not None:
+                filling.start()
             return
     _stock.discard(path)
     if folder is not None:

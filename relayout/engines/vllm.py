@@ -15,7 +15,7 @@ from dataclasses import fields, replace
 from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
-from relayout.engines.first_start import first_start, folder_of, loads_itself, source_url
+from relayout.engines.first_start import Filling, first_start, folder_of, loads_itself, source_url
 from relayout.engines.rank_weights import EngineOptions, Folder, RankWeights, listed, replicas, speculative
 from relayout.errors import PlanError
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from relayout.conversion.cached import CachedConversion, FindPlan
+    from relayout.conversion.cached import CachedConversion
+    from relayout.engines.first_start import Observer
     from relayout.loader.group.collectives import Group
 
 FORMAT = "relayout"
@@ -35,11 +36,11 @@ _OF_TARGET = {"embed_tokens", "lm_head"}
 """Modules that vLLM lets draft models share with their target after the load, where their checkpoints have none."""
 
 
-def register(observe: FindPlan | None = None) -> None:
+def register(observe: Callable[[], Observer] | None = None) -> None:
     """Tell vLLM about the load format, and let its default recognize converted folders. May be called repeatedly.
 
     Args:
-        observe: finds plans for models that no built-in plan is for.
+        observe: returns what finds plans for models that no built-in plan is for.
 
     Raises:
         ImportError, AttributeError, TypeError: this vLLM is not as expected.
@@ -54,7 +55,9 @@ def register(observe: FindPlan | None = None) -> None:
             formats["auto"] = loader_class(DefaultModelLoader, is_asked_for=False)
 
 
-def loader_class(base: type[Any], *, is_asked_for: bool = True, observe: FindPlan | None = None) -> type[Any]:
+def loader_class(
+    base: type[Any], *, is_asked_for: bool = True, observe: Callable[[], Observer] | None = None
+) -> type[Any]:
     """The model loader, given vLLM's default one, of which it changes only where the tensors come from.
 
     Args:
@@ -71,7 +74,7 @@ def loader_class(base: type[Any], *, is_asked_for: bool = True, observe: FindPla
     more = {
         "__module__": __name__,
         "is_asked_for": is_asked_for,
-        "observe": None if observe is None else (_version(), observe),
+        "observe": staticmethod(observe) if observe is not None else None,
     }
     return type("RelayoutModelLoader", (_Loading, base), more)
 
@@ -81,7 +84,7 @@ class _Loading:
 
     load_config: Any
     is_asked_for: bool
-    observe: tuple[str, FindPlan] | None
+    observe: Callable[[], Observer] | None
     _get_weights_iterator: Callable[[Any], Iterator[tuple[str, torch.Tensor]]]
 
     def __init__(self, load_config: Any) -> None:
@@ -97,6 +100,7 @@ class _Loading:
         """That the next load takes."""
         self._is_stock = False
         """Whether vLLM loads all of the model itself."""
+        self._filling: Filling | None = None
         # vLLM's own loader refuses options that it does not know, and may still have to load a draft model.
         super().__init__(replace(load_config, load_format="auto", model_loader_extra_config=of_vllm))  # type: ignore[call-arg]
 
@@ -160,6 +164,8 @@ class _Loading:
             with nullcontext() if weights is None or is_online else weights.placing(tensors):
                 super().load_weights(model, model_config)  # type: ignore[misc]
             if self._weights is None:
+                if self._filling is not None:
+                    self._filling.start()
                 return
             report = self._weights.report()
             self._check_written(model, model_config)
@@ -208,7 +214,8 @@ class _Loading:
             return None
         rank, num_ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         parallel = get_current_vllm_config().parallel_config
-        kept = None if folder is not None else self._first_start(path, num_ranks, parallel, ranks)
+        found = None if folder is not None else self._first_start(path, num_ranks, parallel, ranks)
+        kept, self._filling = (None, found) if isinstance(found, Filling) else (found, None)
         if kept is not None:
             path, folder = str(kept), Folder(num_ranks, bool(parallel.enable_expert_parallel))
         elif folder is None and loads_itself(path):
@@ -239,7 +246,7 @@ class _Loading:
 
     def _first_start(
         self, source: str, num_ranks: int, parallel: Any, ranks: tuple[int, ...] | None
-    ) -> CachedConversion | None:
+    ) -> CachedConversion | Filling | None:
         """The conversion of a plain checkpoint in the cache, if vLLM places experts as a conversion can."""
         owned = bool(parallel.enable_expert_parallel)
         if not (_owns_blocks(parallel, num_ranks) if owned else parallel.data_parallel_size == 1):
@@ -256,12 +263,6 @@ def _path(model_config: Any) -> str:
 def _source(model_config: Any) -> str:
     """The folder or URL of the weights."""
     return source_url(_path(model_config), getattr(model_config, "revision", None))
-
-
-def _version() -> str:
-    import vllm
-
-    return f"vllm {getattr(vllm, '__version__', '')}"
 
 
 def _owns_blocks(parallel: Any, num_ranks: int) -> bool:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from relayout.core.arguments import size
 from relayout.errors import PlanError, shown
@@ -38,6 +39,7 @@ _LEASE = ".lease"
 _ABOUT = ".about.json"
 _MAX_ABOUT_NBYTES = 2**16
 _LOCK = ".lock"
+_FILLING = ".filling"
 _POLL_SECONDS = 0.05
 
 
@@ -127,6 +129,22 @@ class Cache:
                     del kept[entry]
             return None
 
+    def try_filling(self) -> int | None:
+        """The right to convert into the cache in the background, which one process of the machine has at a time.
+
+        Returns:
+            A descriptor; whoever has it or a copy of it open has the right. None: another process has it.
+
+        Raises:
+            PlanError: the subfolder for entries is not relayout's, or another user's.
+            OSError: the folder cannot be written.
+        """
+        fd = _open(self._own() / _FILLING, os.O_CREAT)
+        if _locks(fd, fcntl.LOCK_EX):
+            return fd
+        os.close(fd)
+        return None
+
     def entries(self) -> list[CacheEntry]:
         """What is kept, the least recently used first.
 
@@ -215,6 +233,18 @@ class Cache:
             shutil.rmtree(gone)
             return True
         return False
+
+
+CacheOption: TypeAlias = str | os.PathLike[str] | Cache | None
+"""The folder of a cache, or a folder with a limit; None: as the environment says."""
+
+
+def cache_of(option: CacheOption) -> Cache | None:
+    """The cache that was asked for, or else that of RELAYOUT_CACHE and RELAYOUT_CACHE_LIMIT; None: no cache."""
+    if isinstance(option, Cache):
+        return option
+    folder = os.environ.get("RELAYOUT_CACHE") if option is None else option
+    return Cache(folder, os.environ.get("RELAYOUT_CACHE_LIMIT") or None) if folder else None
 
 
 class Reservation(Closable):

@@ -109,9 +109,9 @@ def test_those_that_load_at_once_convert_together(model: Path, cache: Path, monk
     threads: set[int] = set()
     convert_unit = cached.convert_unit
 
-    def counted(planned: cached.ConversionPlan, unit: int) -> None:
+    def counted(planned: cached.ConversionPlan, unit: int, **options: int) -> None:
         time.sleep(0.05)
-        record = convert_unit(planned, unit)
+        record = convert_unit(planned, unit, **options)
         converted[unit] += record.read_nbytes > 0
         threads.add(threading.get_ident())
 

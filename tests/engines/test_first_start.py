@@ -1,12 +1,13 @@
-"""The first start of an engine on a plain checkpoint: it converts, or the engine loads by itself; it never fails."""
+"""The first start of an engine on a plain checkpoint: what comes into the cache, and that it never fails."""
 
 from __future__ import annotations
 
-import errno
+import importlib
 import logging
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,10 +20,17 @@ from support.fake_vllm import Model
 
 import relayout
 from relayout import plugins
+from relayout.commands.cache import add
 from relayout.conversion import cached
+from relayout.core.children import PIPE, start_child
 from relayout.engines import vllm
+from relayout.engines.first_start import first_start
+from relayout.engines.rank_weights import EngineOptions
+from relayout.errors import PlanError
+from relayout.loader.sources.plain import kept_conversion
 from relayout.plans.plan import Plan
 from relayout.plans.planner import plan_for
+from relayout.storage.stores import find_input
 
 Load = Callable[..., None]
 
@@ -68,16 +76,58 @@ def said(caplog: pytest.LogCaptureFixture, text: str) -> int:
     return count
 
 
-@pytest.mark.parametrize(("name", "tp"), [("llama", 2), ("llama", 4), ("moe", 2)])
-def test_the_first_start_converts_and_the_second_loads_that(
+def wait_until_filled(caplog: pytest.LogCaptureFixture, *, fails: bool = False) -> str:
+    """Wait for what a start has begun behind it, and return what is said of it; then nothing was said."""
+    end = f"was{' not' if fails else ''} converted into the cache" if fails else "is in the cache"
+    for _ in range(600):
+        messages = [record.getMessage() for record in caplog.records]
+        if done := [message for message in messages if end in message]:
+            assert sum("is being converted into the cache" in message for message in messages) == 1
+            caplog.clear()
+            return done[0]
+        time.sleep(0.1)
+    raise AssertionError(messages)
+
+
+@pytest.mark.parametrize(("name", "tp"), [("llama", 2), ("moe", 4)])
+def test_the_engine_loads_at_the_first_start_and_the_second_is_from_the_cache(
     folders: Path, load: Load, cache: Path, caplog: pytest.LogCaptureFixture, name: str, tp: int
 ) -> None:
     start(load, folders / name, folders / name, tp)
-    assert said(caplog, "relayout: converting") == 1
+    wait_until_filled(caplog)
     start(load, folders / name, folders / name, tp)
     assert said(caplog, f"of {tp}: ") == tp
-    start(load, folders / name, folders / name, tp)
-    assert said(caplog, "relayout: converting") == 0
+    (entry,) = relayout.Cache(cache).entries()
+    assert not relayout.verify(cache / "relayout-cache-v1" / entry.name / "model", source=folders / name).differences
+
+
+def test_the_command_makes_the_entry_that_engines_look_for(
+    model: Path, load: Load, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert [(entry.source, entry.num_ranks) for entry in add(model, 2).entries] == [(str(model), 2)]
+    start(load, model, model)
+    assert said(caplog, "of 2: ") == 2
+
+
+def test_a_conversion_ends_with_the_engine_and_the_next_start_continues(
+    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine is killed: what it has started sees the end of its stdin."""
+    relayout.Cache(cache).entries()
+    held = cached.Cache(cache).try_filling()
+    assert held is not None
+    assert cached.Cache(cache).try_filling() is None
+    arguments = [str(cache), "--add", str(model), "--tp", "2", "--background"]
+    with open(held, "rb") as right:
+        child = start_child("relayout", "cache", *arguments, stdin=PIPE, stderr=PIPE, pass_fds=(right.fileno(),))
+    assert cached.Cache(cache).try_filling() is None  # The child has it.
+    assert child.stdin is not None
+    child.stdin.close()
+    child.wait(60)
+    free = cached.Cache(cache).try_filling()
+    assert free is not None
+    os.close(free)
+    assert not relayout.verify(kept_conversion(find_input(model), 2, relayout.Cache(cache)).folder).differences
 
 
 def test_without_a_cache_the_engine_loads_and_one_line_says_what_a_cache_would_give(
@@ -91,14 +141,15 @@ def test_without_a_cache_the_engine_loads_and_one_line_says_what_a_cache_would_g
 def test_a_changed_source_is_converted_anew(
     model: Path, load: Load, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    start(load, model, model)
+    add(model, 2)
     shard = min(model.glob("*.safetensors"))
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)
     caplog.clear()
     start(load, model, model)
-    assert said(caplog, "relayout: converting") == 1
+    wait_until_filled(caplog)
+    assert len(relayout.Cache(cache).entries()) == 2
 
 
 def foreign(cache: Path, model: Path) -> None:
@@ -134,24 +185,19 @@ def test_a_model_without_a_plan_is_loaded_by_the_engine(
     assert said(caplog, "loads it itself") == 2
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), OSError(errno.EROFS, "read-only"), MemoryError()])
-def test_a_conversion_that_fails_leaves_the_start_to_the_engine(
-    model: Path, load: Load, cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, error: Any
+def test_a_conversion_that_fails_behind_a_start_is_one_line(
+    model: Path, load: Load, cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(cached, "convert_unit", fail)
+    monkeypatch.setenv("RELAYOUT_CACHE_LIMIT", "1KB")
     start(load, model, model)
-    assert said(caplog, "loads it itself") == 2
-    monkeypatch.undo()
-    monkeypatch.setenv("RELAYOUT_CACHE", str(cache))
+    assert "no room" in wait_until_filled(caplog, fails=True)
+    assert not list(cache.rglob("*.safetensors"))
 
 
 def test_an_entry_that_is_damaged_is_loaded_by_the_engine(
     model: Path, load: Load, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    start(load, model, model)
+    add(model, 2)
     for file in cache.rglob("model-rank-*.safetensors"):
         os.truncate(file, file.stat().st_size - 4096)
     caplog.clear()
@@ -186,11 +232,23 @@ def test_a_model_without_a_built_in_plan_is_observed_once(
         return plan_for(checkpoint, num_ranks, "llama")
 
     fake = fake_vllm.install(monkeypatch)
-    vllm.register(observe)
+    vllm.register(lambda: ("vllm 1", observe))
+    caching = importlib.import_module("relayout.commands.cache")
+    monkeypatch.setattr(caching, "observer", lambda: ("vllm 1", observe))
+    assert (
+        "--observe"
+        in first_start(
+            str(model), 2, EngineOptions(), "vLLM", logging.getLogger(), observe=lambda: ("vllm 1", observe)
+        ).arguments
+    )
+    assert observed == []
+    with pytest.raises(PlanError, match="no built-in plan"):
+        add(model, 2)
     for _ in range(2):
-        start(fake.load, model, model)
+        add(model, 2, observe=True)
+    start(fake.load, model, model)
     assert observed == [2]
-    assert said(caplog, "of 2: ") == 4
+    assert said(caplog, "of 2: ") == 2
 
 
 def test_a_model_on_the_hub_is_streamed_into_the_cache(
@@ -233,10 +291,13 @@ def test_a_node_of_several_converts_only_its_own_ranks(
     tensors, found = stock_tensors(model), []
     for node in sorted(set(nodes)):
         monkeypatch.setenv("RELAYOUT_CACHE", str(tmp_path / f"node-{node}"))
-        for rank in (rank for rank in range(4) if nodes[rank] == node):
-            mine = Model(tensors, rank, 4)
-            fake.load(model, mine)
-            mine.assert_holds_what_it_cuts_of(tensors)
+        for stage in ("first", "second"):
+            for rank in (rank for rank in range(4) if nodes[rank] == node):
+                mine = Model(tensors, rank, 4)
+                fake.load(model, mine)
+                mine.assert_holds_what_it_cuts_of(tensors)
+            if stage == "first":
+                wait_until_filled(caplog)
+        assert said(caplog, "of 4: ") == nodes.count(node)
         found += [entry.ranks for entry in relayout.Cache(tmp_path / f"node-{node}").entries()]
-        assert said(caplog, f"converting {model} for the ranks {found[-1]} of 4" if found[-1] else "for 4 ranks") == 1
     assert found == kept

@@ -16,7 +16,7 @@ from engines.starts.starting import Start, start
 TP = 2
 FAMILIES = ("llama", "qwen3_moe", "gpt_oss")
 _SETTINGS: dict[str, Any] = {"tensor_parallel_size": TP, "load_format": "relayout"}
-_CONVERTS = r"relayout: converting "
+_CONVERTS = r"is being converted into the cache"
 _FROM_CACHE = rf"relayout: rank \d of {TP}: "
 
 
@@ -45,7 +45,7 @@ def _outcome(ours: Start, alone: dict[str, Any]) -> dict[str, Any]:
     result = ours.result
     outcome: dict[str, Any] = {
         "same": "error" not in alone and result == alone,
-        "converts": any(re.search(_CONVERTS, line) for line in ours.lines),
+        "conversions": sum(bool(re.search(_CONVERTS, line)) for line in ours.lines),
         "ranks_from_cache": sum(bool(re.search(_FROM_CACHE, line)) for line in ours.lines),
     }
     for whose, there in (("vLLM alone: ", alone), ("", result)):

@@ -41,7 +41,7 @@ def diagnose(
 
     Args:
         path: a folder that `relayout convert` wrote, or a plain checkpoint.
-        rank: from 0; None: all.
+        rank: from 0; None: all that are there.
         device: the torch device of the tensors; None: a CUDA device if there is one, else the CPU.
         tp: the tensor-parallel degree to load at; None: that of the conversion, 1 for a plain checkpoint.
 
@@ -56,8 +56,9 @@ def diagnose(
     if tp is None:
         tp = manifest.num_ranks if manifest is not None else 1
     # `explain` refuses a degree below 1.
-    ranks = range(max(1, integer(tp, "tp"))) if rank is None else [rank]
-    explained = tuple(explain(path, index, device, tp=tp) for index in ranks)
+    ranks = range(max(1, integer(tp, "tp")))
+    present = ranks if manifest is None or tp != manifest.num_ranks else manifest.present
+    explained = tuple(explain(path, index, device, tp=tp) for index in (present if rank is None else [rank]))
     return Diagnosis(
         path=str(path),
         is_converted=manifest is not None,

@@ -11,7 +11,7 @@ from relayout.checkpoint.source import read_source
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS
 from relayout.conversion.layout import DEFAULT_ALIGNMENT, DEFAULT_MAX_PART_NBYTES, check_alignment
 from relayout.conversion.run import ConversionPlan, Summary
-from relayout.core.arguments import integer, ranks, size
+from relayout.core.arguments import integer, size
 from relayout.errors import PlanError
 from relayout.format.index import RANKS, WHOLE_TENSORS
 from relayout.planning import find_plan
@@ -100,11 +100,8 @@ def plan_conversion(
         unmatched=options.get("unmatched"),
         trust_remote_code=options.get("trust_remote_code", False),
     )
-    wanted = options.get("ranks")
-    some = None if wanted is None else ranks(wanted, tp)
-    return ConversionPlan.lay_out(
-        target, checkpoint, plan, alignment, max_part_nbytes, options.get("dcp"), layout, some
-    )
+    how = (alignment, max_part_nbytes, options.get("dcp"), layout, options.get("ranks"))
+    return ConversionPlan.lay_out(target, checkpoint, plan, *how)
 
 
 def convert(

@@ -171,14 +171,13 @@ def copy(
         noted = read_progress(staging, fingerprint, force=force)
         for name in set(staging.names()) - {file.name for file in kept.files}:
             staging.remove(name)  # Of a copy that was interrupted behind its last rank file.
-        small_nbytes = sum(side.nbytes for side in record.side_files) + len(blob)
-        staging.check_space(sum(file.nbytes for file in kept.files) + small_nbytes)
+        nbytes = sum(file.nbytes for file in kept.files)
+        staging.check_space(nbytes + nbytes // 2**16 + sum(side.nbytes for side in record.side_files) + len(blob))
         with Journal(staging, fingerprint, append=bool(noted.chunks)) as journal:
             copying = _Copying(source, manifest, kept, staging, journal)
             resumed_nbytes = copying.run(threads, min(piece_nbytes, source.cost.chunk_nbytes), progress)
         _put_small(source, staging, kept, record, copying.digests)
         staging.put(MANIFEST_NAME, [blob if kept is manifest else dump_manifest(kept)])
-    nbytes = sum(file.nbytes for file in kept.files)
     return Copied(
         output=str(target),
         num_ranks=manifest.num_ranks,
@@ -220,6 +219,8 @@ class _Copying:
         self._lock = threading.Lock()
         self._stop = Stop()
         self._hashes = OrderedDigests(self._stop)
+        self._inputs = OpenFiles(self._open_input)
+        self._outputs = OpenFiles(self._open_output, num_descriptors=2)
 
     def run(self, threads: int, piece_nbytes: int, progress: Progress) -> int:
         """Copy what is not there yet; returns how many bytes were.
@@ -238,8 +239,6 @@ class _Copying:
                     report(sum(file.nbytes - file.data_start for file in self._files[: index + 1]))
         self._num_left = [sum(extent.nbytes for extent in extents) for extents in missing]
         resumed_nbytes = total - sum(self._num_left)
-        self._inputs = OpenFiles(self._open_input)
-        self._outputs = OpenFiles(self._open_output, num_descriptors=2)
 
         def pieces() -> Iterator[tuple[int, Extent]]:
             for index, extents in enumerate(missing):

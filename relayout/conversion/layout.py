@@ -15,7 +15,7 @@ order, all aligned; the rest is one packed tail, in which each slice is still al
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import gcd
@@ -25,6 +25,7 @@ import numpy as np
 
 from relayout.checkpoint.source import SourceCheckpoint, SourceTensor
 from relayout.conversion.journal import TensorDigests
+from relayout.core.arguments import ranks as parse_ranks
 from relayout.core.extents import Extent, natural_alignment
 from relayout.core.slices import WHOLE, Cut, CutTensor
 from relayout.errors import FormatError, PlanError
@@ -145,15 +146,12 @@ class Conversion:
         max_part_nbytes: int = DEFAULT_MAX_PART_NBYTES,
         dcp: bool | None = None,
         layout: str = RANKS,
-        ranks: Collection[int] | None = None,
+        ranks: str | Iterable[int] | None = None,
     ) -> Self:
-        """Choose order, files and offsets; `dcp` and `layout` as for `convert`.
-
-        Args:
-            ranks: convert only these, to the files that they have where all are converted. None: all.
+        """Choose order, files and offsets; `dcp`, `layout` and `ranks` as for `convert`.
 
         Raises:
-            PlanError: the alignment or the part size is invalid, or PyTorch DCP cannot read these slices.
+            PlanError: the alignment, the part size or a rank is invalid, or PyTorch DCP cannot read these slices.
         """
         check_alignment(alignment)
         if max_part_nbytes < 1:
@@ -178,14 +176,21 @@ class Conversion:
         where = everything.only(range(num_holders), num_holders)
         all_ranks = tuple(range(plan.num_ranks))
         planned = cls(output, source, plan, tensors, where, options, all_ranks)
-        return planned if ranks is None or len(ranks) == plan.num_ranks else planned.only(ranks)
+        return planned if ranks is None else planned.only(ranks)
 
-    def only(self, ranks: Collection[int]) -> Self:
-        """The same conversion of only these ranks, and of whole tensors."""
-        holders = {*ranks, *([self.plan.num_ranks] if self.has_whole else [])}
+    def only(self, ranks: str | Iterable[int]) -> Self:
+        """The same conversion of only these ranks, and of whole tensors: to the same files.
+
+        Raises:
+            PlanError: there is no such rank.
+        """
+        some = parse_ranks(ranks, self.plan.num_ranks)
+        assert set(some) <= set(self.ranks)
+        if some == self.ranks:
+            return self
+        holders = {*some, *([self.plan.num_ranks] if self.has_whole else [])}
         cut = _cut_tensors(self.source, self.plan, self.options.layout, holders)
-        layout = self.layout.only(holders, len(self.layout.holders))
-        return replace(self, cut=cut, layout=layout, ranks=tuple(sorted(ranks)))
+        return replace(self, cut=cut, layout=self.layout.only(holders, len(self.layout.holders)), ranks=some)
 
     @property
     def rank_nbytes(self) -> tuple[int, ...]:

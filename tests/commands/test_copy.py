@@ -26,6 +26,7 @@ from support.profile import IS_LONG
 
 import relayout
 from relayout.errors import FormatError, PlanError
+from relayout.loader.diagnose.doctor import diagnose
 
 TP = 4
 PARTIAL = ".out.relayout-partial"
@@ -184,6 +185,8 @@ def test_what_needs_all_ranks_says_which_are_missing(source: Path, tmp_path: Pat
         relayout.load(out, 0, tp=2)
     assert len(relayout.load(out, 1, tp=2)) == len(read_tensors(source / "model"))
     assert [rank.rank for rank in relayout.inspect(out).ranks] == [0, 2, 3]
+    assert [rank.rank for rank in diagnose(out).ranks] == [0, 2, 3]
+    assert len(relayout.warm(out).files) == 6
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

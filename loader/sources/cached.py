@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from relayout.checkpoint.converted import check_head, read_chunk_digests
+from relayout.checkpoint.proven import check_chunk
 from relayout.core.coalesce import split
 from relayout.core.digests import digest_hex
 from relayout.core.extents import Extent
@@ -23,7 +24,7 @@ from relayout.format.chunks import chunks_over
 from relayout.format.index import MANIFEST_NAME, Manifest
 from relayout.format.manifest import MAX_TABLE_NBYTES
 from relayout.loader.budgets import HOST_BUFFERS, plan_budget
-from relayout.loader.sources.stored import StoredFile, check_chunk, files_of
+from relayout.loader.sources.stored import StoredFile, files_of
 from relayout.progress import Progress, reporting
 from relayout.storage.buffers import Buffer
 from relayout.storage.cache_folder import Cache, Lease

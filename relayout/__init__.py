@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from relayout import transformers
     from relayout.benchmark.measure import Bench, BenchPlan, plan_bench
     from relayout.commands.convert import PlanOptions, convert, plan_conversion
+    from relayout.commands.delta import DeltaDone, apply_deltas, delta
     from relayout.commands.differences import Difference, Report
     from relayout.commands.inspect import Inspection, inspect
     from relayout.commands.restore import Restored, restore
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from relayout.html_report.page import PageWritten, report
     from relayout.loader.api import iter_load, load
     from relayout.loader.diagnose.explain import Explanation, explain
+    from relayout.loader.in_place import apply
     from relayout.loader.view import CheckpointView, Place, TensorSlice, open, safe_open
     from relayout.plans.plan import Plan
     from relayout.storage.cache_folder import Cache
@@ -32,6 +34,7 @@ __all__ = [
     "Cache",
     "CheckpointView",
     "ConversionPlan",
+    "DeltaDone",
     "Difference",
     "Explanation",
     "FormatError",
@@ -47,7 +50,10 @@ __all__ = [
     "Restored",
     "Summary",
     "TensorSlice",
+    "apply",
+    "apply_deltas",
     "convert",
+    "delta",
     "explain",
     "inspect",
     "iter_load",
@@ -66,6 +72,7 @@ __all__ = [
 _HOMES = {
     "benchmark.measure": ("Bench", "BenchPlan", "plan_bench"),
     "commands.convert": ("PlanOptions", "convert", "plan_conversion"),
+    "commands.delta": ("DeltaDone", "apply_deltas", "delta"),
     "commands.inspect": ("Inspection", "inspect"),
     "commands.restore": ("Restored", "restore"),
     "commands.differences": ("Difference", "Report"),
@@ -78,6 +85,7 @@ _HOMES = {
     "html_report.page": ("PageWritten", "report"),
     "loader.api": ("iter_load", "load"),
     "loader.diagnose.explain": ("Explanation", "explain"),
+    "loader.in_place": ("apply",),
     "storage.cache_folder": ("Cache",),
     "loader.view": ("CheckpointView", "Place", "TensorSlice", "open", "safe_open"),
 }

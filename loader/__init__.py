@@ -8,13 +8,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from relayout.loader.api import iter_load, load
     from relayout.loader.diagnose.explain import Explanation, explain
+    from relayout.loader.in_place import apply
     from relayout.loader.view import CheckpointView, Place, TensorSlice, open, safe_open
 
-__all__ = ["CheckpointView", "Explanation", "Place", "TensorSlice", "explain", "iter_load", "load", "open", "safe_open"]
+__all__ = [
+    "CheckpointView",
+    "Explanation",
+    "Place",
+    "TensorSlice",
+    "apply",
+    "explain",
+    "iter_load",
+    "load",
+    "open",
+    "safe_open",
+]
 
 _HOMES = {
     "api": ("iter_load", "load"),
     "diagnose.explain": ("Explanation", "explain"),
+    "in_place": ("apply",),
     "view": ("CheckpointView", "Place", "TensorSlice", "open", "safe_open"),
 }
 

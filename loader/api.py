@@ -12,13 +12,14 @@ from relayout.loader.diagnose.hints import error_hints
 from relayout.loader.loading import Options, load_arena, options_of
 from relayout.loader.pack import ArenaPlan
 from relayout.loader.sources.base import RankSource
-from relayout.loader.sources.checkpoint import find_rank
+from relayout.loader.sources.checkpoint import changed_rank, find_rank
 from relayout.progress import Progress
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
+    from relayout.checkpoint.delta import Paths
     from relayout.loader.sources.columns import TensorColumns
     from relayout.storage.cache_folder import CacheOption
 
@@ -38,6 +39,7 @@ def load(
     tp: int | None = None,
     group: ProcessGroup | None = None,
     cache: CacheOption = None,
+    deltas: Paths = (),
 ) -> dict[str, torch.Tensor]:
     """Load the tensors of one tensor-parallel rank.
 
@@ -76,6 +78,8 @@ def load(
             loaded from a remote store: the next load is local. Every byte is proven when it is fetched. A plain
             checkpoint is converted into it first. Processes of a machine share it, and read nothing twice. Default:
             RELAYOUT_CACHE, if that is set; "" is no cache.
+        deltas: folders that `relayout.delta` wrote, or their URLs: load what they make of the converted checkpoint,
+            one after the other. Every byte is proven, with or without `verify`. The backend is "auto" or "buffered".
 
     Returns:
         This rank's slice of each tensor, by its name in the source checkpoint; with `into`, the given tensors.
@@ -99,7 +103,7 @@ def load(
         if into is not None:
             raise PlanError("group cannot be combined with into: a group loads into new memory", code="option")
         options = options_of(device, backend, verify, threads, memory, progress)
-        source = _shared_source(path, rank, tp, verify, cache)
+        source = _shared_source(path, rank, tp, verify, cache, deltas)
         return source, source.arena(names), options
 
     with error_hints():
@@ -108,7 +112,7 @@ def load(
 
             return load_together(prepare, group)
         options = options_of(device, backend, verify, threads, memory, progress)
-        source = find_source(path, rank, tp, verify, cache, progress)
+        source = find_source(path, rank, tp, verify, cache, progress, deltas)
         if into is None:
             plan = source.arena(names)
             warn_if_slow(source)
@@ -134,6 +138,7 @@ def iter_load(
     tp: int | None = None,
     group: ProcessGroup | None = None,
     cache: CacheOption = None,
+    deltas: Paths = (),
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) of one rank in file order, as they arrive.
 
@@ -147,8 +152,8 @@ def iter_load(
     After a fork, the child may close the iterator and use the tensors that were yielded, but cannot continue.
 
     Args:
-        path, rank, device, backend, names, verify, threads, progress, tp, cache: as for `load`. "mapped" yields tensors
-            that are read when they are used.
+        path, rank, device, backend, names, verify, threads, progress, tp, cache, deltas: as for `load`. "mapped" yields
+            tensors that are read when they are used.
         memory: bytes, or text such as "2GiB", of tensors that are being read or wait to be yielded, with all buffers.
             Default: 512 MiB, 2 GiB for all ranks of a node together, and always enough for the largest tensor.
         group: as for `load`. All members iterate to the end, each in one thread and on one CUDA stream, and wait for
@@ -167,7 +172,7 @@ def iter_load(
 
     def prepare() -> tuple[RankSource, TensorColumns, Options]:
         options = options_of(device, backend, verify, threads, memory, progress)
-        source = _shared_source(path, rank, tp, verify, cache)
+        source = _shared_source(path, rank, tp, verify, cache, deltas)
         return source, source.contents(names), options
 
     with error_hints():
@@ -179,7 +184,7 @@ def iter_load(
         from relayout.loader.stream import stream
 
         options = options_of(device, backend, verify, threads, memory, progress)
-        source = find_source(path, rank, tp, verify, cache, progress)
+        source = find_source(path, rank, tp, verify, cache, progress, deltas)
         contents = source.contents(names)
         warn_if_slow(source)
         return stream(contents, options)
@@ -192,19 +197,22 @@ def find_source(
     verify: bool,
     cache: CacheOption = None,
     progress: Progress = None,
+    deltas: Paths = (),
 ) -> RankSource:
     """The rank's source.
 
     Raises:
-        FormatError, OSError: as `find_rank`.
-        PlanError: as `find_rank`; or `verify` is set and the source has no digests.
+        FormatError, OSError: as `find_rank`, and `changed_rank` of deltas.
+        PlanError: the same; or `verify` is set and the source has no digests.
     """
     source = find_rank(path, rank, tp, cache, progress)
+    if deltas:
+        source = changed_rank(source, tp, deltas)
     return source.verified() if verify else source
 
 
 def _shared_source(
-    path: str | os.PathLike[str], rank: int, tp: int | None, verify: bool, cache: CacheOption
+    path: str | os.PathLike[str], rank: int, tp: int | None, verify: bool, cache: CacheOption, deltas: Paths
 ) -> RankSource:
     """The source of a load that a group shares.
 
@@ -216,7 +224,7 @@ def _shared_source(
             "group cannot be combined with cache: members share the reads of a rank, a cache fetches all of it",
             code="option",
         )
-    return find_source(path, rank, tp, verify, cache="")
+    return find_source(path, rank, tp, verify, cache="", deltas=deltas)
 
 
 def warn_if_slow(source: RankSource) -> None:

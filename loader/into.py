@@ -38,7 +38,8 @@ def load_into(
     for name, tensor in into.items():
         if name not in row_of:
             raise PlanError(f"into: the rank has no tensor {name!r}{_hint(name, row_of)}", code="option")
-        _check(name, tensor, contents.dtypes[row_of[name]], contents.shapes[row_of[name]], options)
+        dtype, shape = contents.dtypes[row_of[name]], contents.shapes[row_of[name]]
+        check_tensor(f"into[{name!r}]", name, tensor, dtype, shape, options.device)
     _check_memory(into, contents, row_of)
     wanted = set(select(contents.names, names)) if names is not None else set()
     existing = [row for name, row in row_of.items() if name in into]
@@ -88,7 +89,7 @@ def _fill(
     """Read into contiguous tensors."""
     if not contents.names:
         return
-    _bump_versions([into[name] for name in contents.names])
+    bump_versions([into[name] for name in contents.names])
     targets = [bytes_of(into[name]) for name in contents.names]
     memory = backend.wrap(targets)
     if isinstance(memory, Refusal):
@@ -106,33 +107,44 @@ def _fill(
             raise
 
 
-def _check(name: str, tensor: torch.Tensor, dtype: str, shape: tuple[int, ...], options: Options) -> None:
+def check_tensor(
+    what: str,
+    name: str,
+    tensor: torch.Tensor,
+    dtype: str,
+    shape: tuple[int, ...],
+    device: str | torch.device | None = None,
+) -> None:
+    """Check that a given tensor, called `what`, can hold the rank's tensor of that name, on any device if that is None.
+
+    Raises:
+        PlanError: it has another dtype, shape or device, or no simple memory.
+    """
     import torch
 
     if not isinstance(tensor, torch.Tensor):
-        raise PlanError(f"into[{name!r}] is a {type(tensor).__name__}, expected a torch.Tensor", code="option")
+        raise PlanError(f"{what} is a {type(tensor).__name__}, expected a torch.Tensor", code="option")
     expected = (torch_dtype(name, dtype), torch_shape(name, dtype, shape))
     if (tensor.dtype, tuple(tensor.shape)) != expected:
         raise PlanError(
-            f"into[{name!r}] is {tensor.dtype} {list(tensor.shape)}, expected {expected[0]} {list(expected[1])}",
-            code="option",
+            f"{what} is {tensor.dtype} {list(tensor.shape)}, expected {expected[0]} {list(expected[1])}", code="option"
         )
-    if tensor.device != torch.device(options.device):
-        raise PlanError(f"into[{name!r}] is on {tensor.device}, expected {options.device}", code="option")
+    if device is not None and tensor.device != torch.device(device):
+        raise PlanError(f"{what} is on {tensor.device}, expected {device}", code="option")
     if tensor.layout != torch.strided:
-        raise PlanError(f"into[{name!r}] is {tensor.layout}, expected torch.strided", code="option")
+        raise PlanError(f"{what} is {tensor.layout}, expected torch.strided", code="option")
     if not tensor.numel():
         return
     lazy = tensor.is_conj() or tensor.is_neg()
-    if lazy or _address(tensor) == 0 or not is_simple(_memory(tensor)):
-        raise PlanError(f"into[{name!r}] is a lazy view, has no memory, or has overlapping elements", code="option")
+    if lazy or _address(tensor) == 0 or not is_simple(memory_of(tensor)):
+        raise PlanError(f"{what} is a lazy view, has no memory, or has overlapping elements", code="option")
 
 
 def _check_memory(into: Mapping[str, torch.Tensor], contents: TensorColumns, row_of: Mapping[str, int]) -> None:
     """Refuse tensors that share memory, except one tensor under two names that have the same digest."""
     names = [name for name, tensor in into.items() if tensor.numel()]
     digests = contents.digests
-    for index, other in sharing([_memory(into[name]) for name in names]):
+    for index, other in sharing([memory_of(into[name]) for name in names]):
         first, second = names[index], names[other]
         is_tied = (
             digests is not None
@@ -148,7 +160,8 @@ def _view(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _memory(tensor: torch.Tensor) -> Strided:
+def memory_of(tensor: torch.Tensor) -> Strided:
+    """Where the elements of a tensor lie."""
     return strided(tensor.data_ptr(), tensor.element_size(), tensor.stride(), tensor.shape)
 
 
@@ -159,7 +172,7 @@ def _address(tensor: torch.Tensor) -> int:
         return 0
 
 
-def _bump_versions(tensors: Sequence[torch.Tensor]) -> None:
+def bump_versions(tensors: Sequence[torch.Tensor]) -> None:
     """Tell autograd that tensors were changed in place, so that a backward pass that has saved one fails."""
     import torch
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from relayout.benchmark.measure import Bench, BenchPlan, plan_bench
     from relayout.commands.convert import PlanOptions, convert, plan_conversion
     from relayout.commands.copy import Copied, NeededFiles, copy, files
+    from relayout.commands.delta import DeltaDone, apply_deltas, delta
     from relayout.commands.differences import Difference, Report
     from relayout.commands.inspect import Inspection, inspect
     from relayout.commands.restore import Restored, restore
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from relayout.html_report.page import PageWritten, report
     from relayout.loader.api import iter_load, load
     from relayout.loader.diagnose.explain import Explanation, explain
+    from relayout.loader.in_place import apply
     from relayout.loader.view import CheckpointView, Place, TensorSlice, open, safe_open
     from relayout.plans.plan import Plan
     from relayout.storage.cache_folder import Cache
@@ -34,6 +36,7 @@ __all__ = [
     "CheckpointView",
     "ConversionPlan",
     "Copied",
+    "DeltaDone",
     "Difference",
     "Explanation",
     "FormatError",
@@ -50,8 +53,11 @@ __all__ = [
     "Restored",
     "Summary",
     "TensorSlice",
+    "apply",
+    "apply_deltas",
     "convert",
     "copy",
+    "delta",
     "explain",
     "files",
     "inspect",
@@ -72,6 +78,7 @@ _HOMES = {
     "benchmark.measure": ("Bench", "BenchPlan", "plan_bench"),
     "commands.convert": ("PlanOptions", "convert", "plan_conversion"),
     "commands.copy": ("Copied", "NeededFiles", "copy", "files"),
+    "commands.delta": ("DeltaDone", "apply_deltas", "delta"),
     "commands.inspect": ("Inspection", "inspect"),
     "commands.restore": ("Restored", "restore"),
     "commands.differences": ("Difference", "Report"),
@@ -84,6 +91,7 @@ _HOMES = {
     "html_report.page": ("PageWritten", "report"),
     "loader.api": ("iter_load", "load"),
     "loader.diagnose.explain": ("Explanation", "explain"),
+    "loader.in_place": ("apply",),
     "storage.cache_folder": ("Cache",),
     "loader.view": ("CheckpointView", "Place", "TensorSlice", "open", "safe_open"),
 }

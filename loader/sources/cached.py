@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from relayout.checkpoint.converted import check_chunk, check_head, read_chunk_digests
+from relayout.checkpoint.converted import check_head, read_chunk_digests
+from relayout.checkpoint.proven import check_chunk
 from relayout.core.coalesce import split
 from relayout.core.digests import digest_hex
 from relayout.core.extents import Extent

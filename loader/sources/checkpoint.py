@@ -35,6 +35,7 @@ from relayout.storage.protocols import Kind, Store
 from relayout.storage.stores import check_exists, find_input
 
 if TYPE_CHECKING:
+    from relayout.checkpoint.delta import Paths
     from relayout.storage.cache_folder import CacheOption
 
 # What a load of a rank as stored does not need is imported where it is used.
@@ -189,6 +190,19 @@ def find_rank(
     from relayout.loader.sources.plain import plain_rank
 
     return plain_rank(store, rank, tp)
+
+
+def changed_rank(base: RankSource, tp: int | None, deltas: Paths) -> RankSource:
+    """The same rank of what deltas make of a checkpoint.
+
+    Raises:
+        FormatError: a delta is damaged, or the base is not a converted checkpoint.
+        PlanError: a delta does not exist, or applies to another checkpoint.
+    """
+    from relayout.checkpoint.delta import read_deltas, with_deltas
+
+    store = with_deltas(base.store, read_deltas(deltas))
+    return _rank_of(store, read_manifest(store), base.rank, tp)
 
 
 def _rank_of(store: Store, manifest: Manifest, rank: int, tp: int | None) -> RankSource:

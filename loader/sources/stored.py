@@ -1,37 +1,21 @@
-"""The files that a load reads, and the proof of their bytes: digests of chunks, compared before anybody sees them."""
+"""The files that a load reads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
-from relayout.checkpoint.converted import check_chunk, read_chunk_digests
+from relayout.checkpoint.proven import FileProof, Proven, proof_of
 from relayout.core.arguments import ranks_text
 from relayout.core.coalesce import split
-from relayout.core.digests import digest_hex
 from relayout.core.extents import Extent
 from relayout.core.workers import each
 from relayout.errors import FormatError
-from relayout.format.chunks import chunks_over
 from relayout.format.index import Manifest
-from relayout.storage.protocols import LOCAL_COST, Access, Closable, ReadableFile, RequestCost, Store, unversioned
+from relayout.storage.protocols import LOCAL_COST, Access, ReadableFile, RequestCost, Store, unversioned
 
 _PIECE_NBYTES = 2**24
-
-
-@dataclass(frozen=True, slots=True)
-class FileProof:
-    """What proves that a file holds what the manifest says."""
-
-    content: str
-    """The digest that its first bytes name."""
-    data_start: int
-    """Absolute offset of its data section."""
-    chunk_nbytes: int
-    chunk_digests: Callable[[], bytes]
-    """Reads the digests of the chunks of its data section. FormatError: they are damaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,57 +68,6 @@ class StoredFile:
             raise
 
 
-class Proven(Closable):
-    """Reads whole chunks, and compares their digests. Thread-safe."""
-
-    alignment = 1
-
-    def __init__(self, file: ReadableFile, proof: FileProof, where: str) -> None:
-        """`where` names the file in messages."""
-        self._file = file
-        self._proof = proof
-        self._where = where
-        self._digests = proof.chunk_digests()
-
-    @property
-    def nbytes(self) -> int:
-        return self._file.nbytes
-
-    @property
-    def version(self) -> str:
-        return self._file.version
-
-    def fileno(self) -> None:
-        return
-
-    def read(self, offset: int, view: memoryview) -> None:
-        """Fill `view`; for other errors see `ReadableFile.read`.
-
-        Raises:
-            FormatError: the digest of a chunk differs.
-        """
-        start, end = self._proof.data_start, min(offset + view.nbytes, self.nbytes)
-        if offset < start:  # The header, which the manifest's other digests are of.
-            self._file.read(offset, view[: min(start, end) - offset])
-        first = max(offset, start)
-        wanted = Extent(first, max(0, end - first))
-        touched = list(chunks_over(wanted, start, self.nbytes, self._proof.chunk_nbytes))
-        complete = [chunk for _, chunk, part in touched if part == chunk]
-        if complete:  # All in one request: a store may be remote.
-            self._file.read(complete[0].offset, view[complete[0].offset - offset : complete[-1].end - offset])
-        for index, chunk, part in touched:
-            whole = target = view[part.offset - offset : part.end - offset]
-            if part != chunk:
-                whole = memoryview(bytearray(chunk.nbytes))
-                self._file.read(chunk.offset, whole)
-            check_chunk(digest_hex(whole), self._digests, index, chunk, self._where)
-            if part != chunk:
-                target[:] = whole[part.offset - chunk.offset : part.end - chunk.offset]
-
-    def close(self) -> None:
-        self._file.close()
-
-
 def check_hole(file: StoredFile, hole: Extent) -> None:
     """Check that zeros belong where nothing was ever written to a file: its copy may be unfinished.
 
@@ -162,9 +95,7 @@ def files_of(folder: Store, manifest: Manifest, indices: Iterable[int]) -> tuple
 
     def stored(index: int) -> StoredFile:
         file = manifest.files[index]
-        digests = partial(read_chunk_digests, folder, manifest, index)
-        proof = FileProof(file.content, file.data_start, manifest.chunk_nbytes, digests)
-        return StoredFile(folder, file.name, file.nbytes, proof)
+        return StoredFile(folder, file.name, file.nbytes, proof_of(folder, manifest, index))
 
     return tuple(map(stored, indices))
 

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from relayout.core.arguments import ranks_text
-from relayout.core.digests import DIGEST_NBYTES, digest_hex
-from relayout.core.extents import Extent
+from relayout.core.digests import digest_hex
 from relayout.errors import FormatError, PlanError, about
 from relayout.format.chunks import CHUNKS_NAME, places_of_digests
 from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME, Manifest, RankTable
@@ -186,28 +185,6 @@ def read_chunk_digests(folder: Store, manifest: Manifest, index: int) -> bytes:
         where = folder.location(CHUNKS_NAME)
         raise FormatError(f"its part for {file.name} differs from the manifest", path=where, code="digest")
     return bytes(digests)
-
-
-def check_chunk(digest: str, digests: bytes, index: int, chunk: Extent, where: str) -> None:
-    """Compare the digest of a chunk.
-
-    Args:
-        digest: of the chunk's bytes.
-        digests: of all chunks of the file, as `read_chunk_digests` returns them.
-        index: of the chunk.
-        where: the file's name in messages.
-
-    Raises:
-        FormatError: it differs.
-    """
-    expected = digests[DIGEST_NBYTES * index : DIGEST_NBYTES * (index + 1)].hex()
-    if digest != expected:
-        raise FormatError(
-            f"bytes {chunk.offset} to {chunk.end} do not match digest {expected}: damaged",
-            path=where,
-            offset=chunk.offset,
-            code="digest",
-        )
 
 
 def check_file(folder: Store, manifest: Manifest, index: int) -> None:

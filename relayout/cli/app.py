@@ -480,6 +480,58 @@ def files(
         _print("".join(f"{file.name}{chr(0) if null else chr(10)}" for file in needed.files))
 
 
+@_command("delta step-1 step-2 -o step-1-to-2")
+def delta(
+    old: Annotated[str, typer.Argument(metavar="OLD", help="A folder that `relayout convert` wrote, or its URL.")],
+    new: Annotated[str, typer.Argument(metavar="NEW", help="The same model, converted alike, with other weights.")],
+    output: Annotated[str, typer.Option("--output", "-o", metavar="DELTA", help="Folder to write, or its URL.")],
+    threads: Annotated[int, typer.Option(metavar="N", help="Threads that read, compare and compress.")] = 8,
+    force: Annotated[bool, typer.Option("--force", help="Replace DELTA if this command wrote it.")] = False,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write what changed between two converted folders.
+
+    Single elements, anywhere, cost about as much as the places where they are.
+    """
+    from relayout.cli import render
+    from relayout.cli.console import progress as progress_of
+    from relayout.commands import delta as deltas
+
+    _begin_work()
+    progress = progress_of("comparing", as_json=as_json, quiet=quiet, verbose=verbose)
+    done = deltas.delta(old, new, output, force=force, threads=threads, progress=progress)
+    _show(done, partial(render.delta_done, verb="written"), as_json=as_json, quiet=quiet)
+
+
+@_command("apply step-1 step-1-to-2 -o step-2", "apply step-1 step-1-to-2 step-2-to-3 -o step-3")
+def apply(
+    base: Annotated[str, typer.Argument(metavar="BASE", help="The folder that the first delta was made from.")],
+    changes: Annotated[
+        list[str], typer.Argument(metavar="DELTA...", help="What `relayout delta` wrote, in order: folders or URLs.")
+    ],
+    output: Annotated[str, typer.Option("--output", "-o", metavar="NEW", help="Folder to write, or its URL.")],
+    threads: Annotated[int, typer.Option(metavar="N", help="Threads that read, change and write.")] = 8,
+    force: Annotated[bool, typer.Option("--force", help="Replace NEW if relayout converted it.")] = False,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the folder that deltas make of their base.
+
+    It is the same as the one that they were made from, byte for byte; every digest is compared.
+    """
+    from relayout.cli import render
+    from relayout.cli.console import progress as progress_of
+    from relayout.commands import delta as deltas
+
+    _begin_work()
+    progress = progress_of("applying", as_json=as_json, quiet=quiet, verbose=verbose)
+    done = deltas.apply_deltas(base, changes, output, force=force, threads=threads, progress=progress)
+    _show(done, partial(render.delta_done, verb="applied"), as_json=as_json, quiet=quiet)
+
+
 @_command("doctor llama-3.1-8b-tp8", "doctor llama-3.1-8b-tp8 --rank 0 --device cuda:0")
 def doctor(
     path: PathArgument,

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from relayout.benchmark.verdict import RankLoads
     from relayout.commands.cache import CacheListing
     from relayout.commands.copy import Copied
+    from relayout.commands.delta import DeltaDone
     from relayout.commands.differences import Report
     from relayout.commands.plan_check import PlanCheck
     from relayout.commands.restore import Restored
@@ -92,6 +93,16 @@ def restored(done: Restored) -> Iterator[Block]:
     yield Line(f"{done.output}: {counts}, every digest matches", "restored", "bold green")
     yield Line(
         f"{decimal(done.written_nbytes)} in {_time(done.written_nbytes, done.seconds)}, "
+        f"peak memory {decimal(done.peak_nbytes)}"
+    )
+
+
+def delta_done(done: DeltaDone, verb: str) -> Iterator[Block]:
+    """Of `delta` and `apply`."""
+    share = f"{decimal(done.delta_nbytes)}, {_percent(done.delta_nbytes, done.nbytes)} of {decimal(done.nbytes)}"
+    yield Line(f"{done.output}: {_count(done.num_deltas, 'delta')} of {share}", verb, "bold green")
+    yield Line(
+        f"{_count(done.num_files, 'file')} in {_time(done.nbytes, done.seconds)}, "
         f"peak memory {decimal(done.peak_nbytes)}"
     )
 

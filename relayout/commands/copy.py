@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from relayout.checkpoint.converted import (
     CONVERTED,
-    check_chunk,
     check_present,
     names_of,
     read_chunk_digests,
     read_manifest_blob,
     read_record,
 )
+from relayout.checkpoint.proven import check_chunk
 from relayout.checkpoint.source import MAX_INDEX_NBYTES
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, share_memory
 from relayout.conversion.journal import Fingerprint, Journal, Written

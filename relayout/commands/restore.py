@@ -97,7 +97,7 @@ def restore(
     written = sum(file.nbytes for file in record.files)
     modes = modes_of(folder, [file.name for file in manifest.files])
     with target.stage(CONVERTED, replace=force, modes=modes) as staging:
-        _refuse_conversion(staging, force=force)
+        refuse_conversion(staging, force=force)
         staging.clear()
         staging.check_space(written + sum(side.nbytes for side in record.side_files))
         source = recorded_source(folder, record)
@@ -120,7 +120,7 @@ def restore(
     )
 
 
-def _refuse_conversion(staging: Staging, *, force: bool) -> None:
+def refuse_conversion(staging: Staging, *, force: bool) -> None:
     """Refuse to discard an interrupted conversion without `force`."""
     journal = read_journal(staging)
     if journal is not None and (journal[1].tensors or journal[1].chunks) and not force:

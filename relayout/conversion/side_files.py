@@ -37,8 +37,10 @@ def output_modes(source: SourceCheckpoint) -> Modes:
     return modes_of(source.folder, [file.name for file in source.files], with_folder=not source.is_file)
 
 
-def copy_side_file(source: Store, staging: Staging, name: str, expected: SideFile | None = None) -> SideFile:
-    """Copy a file into an output, with as much of its permissions as the umask leaves.
+def copy_side_file(
+    source: Store, staging: Staging, name: str, expected: SideFile | None = None, prefix: str = ""
+) -> SideFile:
+    """Copy a file into an output, with `prefix` in front of its name and as much of its mode as the umask leaves.
 
     Raises:
         FormatError: it cannot be read, or is not the one that is expected.
@@ -50,7 +52,7 @@ def copy_side_file(source: Store, staging: Staging, name: str, expected: SideFil
     if expected is not None and expected.nbytes != status.nbytes:
         raise differs
     mode, digest = status.mode if expected is None else expected.mode, xxhash.xxh3_128()
-    staging.put(name, _pieces(source, name, status.version, digest), mode)
+    staging.put(prefix + name, _pieces(source, name, status.version, digest), mode)
     copied = SideFile(name, status.nbytes, digest.hexdigest(), mode)
     if expected is not None and copied.digest != expected.digest:
         raise differs

@@ -42,8 +42,8 @@ _MIN_ENTRY_NBYTES = 48
 _PIECE_NBYTES = 2**12
 """Of a zstd frame, at a time: what this expands to, at most 32,000 times as much, may be too much already."""
 
-KNOWN_REQUIREMENTS: frozenset[str] = frozenset()
-"""What a manifest may require of this reader."""
+DELTA = "delta"
+"""What the manifest of a delta requires of its readers; that of a converted checkpoint requires nothing."""
 
 _SELF_DIGEST = b'"self_digest"'
 _DIGEST = re.compile(r"[0-9a-f]{32}\Z")
@@ -153,6 +153,11 @@ def dump_manifest(manifest: Manifest) -> bytes:
         "ranks": [None if entry is None else _dump_holder(entry) for entry in manifest.ranks],
         "whole": None if manifest.whole is None else _dump_holder(manifest.whole),
     }
+    return sealed(top)
+
+
+def sealed(top: Mapping[str, Any]) -> bytes:
+    """A manifest as stored: indented, for people, and with the digest of all that is in front of it."""
     text = json.dumps(top, indent=2, ensure_ascii=False).removesuffix("\n}").encode() + b",\n  "
     return text + _SELF_DIGEST + f': "{digest_hex(text)}"\n}}\n'.encode()
 
@@ -168,11 +173,7 @@ def parse_manifest(blob: bytes, where: str) -> Manifest:
 
 
 def _parse_manifest(blob: bytes, top: Mapping[str, Any]) -> Manifest:
-    check_version(top)
-    _check_requirements(top.get("requires"))
-    _check_self_digest(blob, top)
-    if top.get("digest") != DIGEST:
-        raise FormatError(f"digest algorithm {shown(top.get('digest'))}, expected {DIGEST!r}", code="version")
+    check_top(blob, top)
     fields = Fields(top)
     ranks = fields.objects_or_nulls("ranks")
     if len(ranks) != fields.size("num_ranks") or not ranks:
@@ -206,6 +207,19 @@ def _parse_manifest(blob: bytes, top: Mapping[str, Any]) -> Manifest:
     return manifest
 
 
+def check_top(blob: bytes, top: Mapping[str, Any], *, is_delta: bool = False) -> None:
+    """Check what comes before all other fields of a manifest: version, requirements, and the digests.
+
+    Raises:
+        FormatError: it is of another version or kind, or damaged.
+    """
+    check_version(top)
+    _check_requirements(top.get("requires"), is_delta)
+    _check_self_digest(blob, top)
+    if top.get("digest") != DIGEST:
+        raise FormatError(f"digest algorithm {shown(top.get('digest'))}, expected {DIGEST!r}", code="version")
+
+
 def check_version(top: Mapping[str, Any]) -> None:
     """Refuse a format that is not this one.
 
@@ -217,16 +231,21 @@ def check_version(top: Mapping[str, Any]) -> None:
         raise FormatError(f"format version {shown(version)}, this relayout reads {FORMAT_VERSION}", code="version")
 
 
-def _check_requirements(requires: object) -> None:
+def _check_requirements(requires: object, is_delta: bool) -> None:
     """Refuse a folder that cannot be read without knowing more than this reader does."""
     if not isinstance(requires, list) or not all(isinstance(name, str) for name in requires):
         raise FormatError("'requires' is missing or not a list of strings", code="field")
-    unknown = sorted(set(requires) - KNOWN_REQUIREMENTS)
+    unknown = sorted(set(requires) - {DELTA})
     if unknown:
         raise FormatError(
             f"requires {', '.join(map(shown, unknown))}, which this relayout does not know: use a newer one",
             code="version",
         )
+    if (DELTA in requires) != is_delta:
+        what = (
+            "is not a delta; relayout delta makes one" if is_delta else "is a delta: relayout apply adds it to its base"
+        )
+        raise FormatError(what, code="version")
 
 
 def _check_self_digest(blob: bytes, top: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.numpy import save
 from support.store_contract import KINDS, WRITABLE, Ground, content, ground
+from support.training import next_step
 
 import relayout
 from relayout.errors import PlanError
@@ -89,6 +90,8 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for file in (folder / "model").rglob("*"):
         file.chmod(0o755 if file.is_dir() else 0o644)
     relayout.convert(folder / "model", folder / "out", tp=TP)
+    relayout.convert(next_step(folder / "model", folder / "trained", 1), folder / "out-1", tp=TP)
+    relayout.delta(folder / "out", folder / "out-1", folder / "delta")
     return folder
 
 
@@ -226,6 +229,28 @@ def test_a_rank_is_copied_to_every_store(here: Ground, local: Path) -> None:
         relayout.copy(local / "out", here.url("copy"), ranks=[0])
     relayout.copy(local / "out", here.url("copy"), ranks=[0], force=True)
     assert relayout.verify(done.output).ranks == (0,)
+
+
+@pytest.mark.usefixtures("writable")
+def test_deltas_are_written_and_applied(here: Ground, converted: str, local: Path) -> None:
+    newer = write(here, "newer", files_of(str(local / "out-1")))
+    delta = relayout.delta(converted, newer, here.url("delta")).output
+    assert files_of(delta) == files_of(str(local / "delta"))
+    made = relayout.apply_deltas(converted, [delta], here.url("made")).output
+    assert files_of(made) == files_of(str(local / "out-1"))
+
+
+def test_deltas_are_read(here: Ground, converted: str, local: Path, tmp_path: Path) -> None:
+    delta = write(here, "delta", files_of(str(local / "delta")))
+    for rank in range(TP):
+        expected = relayout.load(local / "out-1", rank)
+        assert_same(relayout.load(converted, rank, deltas=[delta]), expected)
+        for _ in range(2):
+            assert_same(relayout.load(converted, rank, deltas=[delta], cache=tmp_path / "cache"), expected)
+        tensors = relayout.load(converted, rank)
+        relayout.apply(delta, rank, tensors, verify=True)
+        assert_same(tensors, expected)
+    assert_same(relayout.load(converted, 0, tp=1, deltas=delta), relayout.load(local / "out-1", 0, tp=1))
 
 
 @pytest.mark.parametrize("backend", ["direct", "mapped"])

@@ -14,10 +14,12 @@ from typing import Any
 import documents
 import numpy as np
 import pytest
+import torch
 import zstandard
 from support import format_example, golden
 from support.hub_models import MODELS
 from support.models import as_integers
+from support.training import next_step, tree
 from typer.testing import CliRunner
 
 import relayout
@@ -35,6 +37,7 @@ PLANS_PATH = ROOT / "relayout" / "plans" / "PLANS.md"
 SECURITY_PATH = ROOT / ".github" / "SECURITY.md"
 README_PATH = ROOT / "README.md"
 CONVERTING_PATH = ROOT / "relayout" / "conversion" / "CONVERTING.md"
+DELTAS_PATH = ROOT / "relayout" / "conversion" / "DELTAS.md"
 LOADING_PATH = ROOT / "loader" / "LOADING.md"
 MODELS_PATH = ROOT / "relayout" / "plans" / "MODELS.md"
 FORMAT, PLANS, README = FORMAT_PATH.read_text(), PLANS_PATH.read_text(), README_PATH.read_text()
@@ -469,6 +472,26 @@ def test_the_python_of_the_document_of_conversions_runs(with_llama: Path) -> Non
     exec(dcp.replace("torch.empty(4096", "torch.empty(128").replace('"llama-3.1-8b-tp8"', '"fast/llama-tp8"'), names)
     expected = relayout.load("fast/llama-tp8", 0)["model.norm.weight"]
     np.testing.assert_array_equal(as_integers(names["weights"]["model.norm.weight"]), as_integers(expected))
+
+
+def test_the_commands_and_the_python_of_the_document_of_deltas_run(with_llama: Path) -> None:
+    text, source = DELTAS_PATH.read_text(), Path("llama-3.1-8b")
+    for step in (1, 2, 3):
+        source = next_step(source, Path(f"source-{step}"), step)
+        relayout.convert(source, f"step-{step}", tp=2)
+    relayout.delta("step-2", "step-3", "step-2-to-3")
+    first, *others = [line.split("#")[0].split()[1:] for line in blocks(text, "")[0].splitlines()]
+    assert CliRunner().invoke(app, first).exit_code == 0
+    for made, line in zip(("step-2", "step-3"), others, strict=True):
+        kept = Path(made).rename(f"kept-{made}")
+        assert CliRunner().invoke(app, line).exit_code == 0
+        assert tree(Path(made)) == tree(kept)
+    Path("step-1-to-2").rename("kept-delta")
+    names: dict[str, Any] = {"rank": 1}
+    exec(blocks(text, "python")[0], names)
+    expected = relayout.load("kept-step-3", 1)
+    assert names["tensors"].keys() == expected.keys()
+    assert all(torch.equal(names["tensors"][name], tensor) for name, tensor in expected.items())
 
 
 def test_the_ways_to_load_in_the_document_run(with_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,264 @@
+"""`apply`: changes the tensors of one rank in place, by a delta."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xxhash
+
+from relayout.checkpoint.converted import check_rank
+from relayout.checkpoint.delta import Changes, read_deltas
+from relayout.core.arguments import integer
+from relayout.core.coalesce import split
+from relayout.core.digests import digest_hex
+from relayout.core.extents import Extent
+from relayout.core.workers import Workers
+from relayout.errors import FormatError, PlanError, did_you_mean
+from relayout.format.chunks import chunks_over
+from relayout.format.delta import NEW, OLD, are_alike
+from relayout.format.index import Manifest, RankTable
+from relayout.loader.budgets import HOST_BUFFERS, plan_budget
+from relayout.loader.diagnose.hints import error_hints
+from relayout.loader.disjoint import sharing
+from relayout.loader.into import bump_versions, check_tensor, memory_of
+from relayout.loader.sources.checkpoint import contents_of
+from relayout.loader.tensors import bytes_of
+from relayout.progress import Progress, reporting
+from relayout.storage.buffers import Buffer
+
+if TYPE_CHECKING:
+    import torch
+
+_PIECE_NBYTES = 8 * 2**20
+"""What a thread copies from a device at once."""
+_BATCH_NBYTES = 4 * 2**20
+"""What a thread reads of a delta at once, or one piece."""
+
+
+def apply(
+    delta: str | os.PathLike[str],
+    rank: int,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    verify: bool = False,
+    threads: int | None = None,
+    progress: Progress = None,
+) -> None:
+    """Change the tensors of one rank in place, from the content that a delta applies to, to the one that it makes.
+
+    First every tensor is compared with its digest in the base, and what is read of the delta with its own digests:
+    whatever is wrong is found before the first byte changes. Only a read that fails after that leaves tensors changed
+    in part; load them again then. Nothing else may use the tensors meanwhile.
+
+    Args:
+        delta: a folder that `relayout.delta` wrote, or its URL.
+        rank: from 0.
+        tensors: as `relayout.load` returned them, at the degree of the conversion; all of the rank's, or some. They are
+            contiguous and share no memory. On a device they pass through host memory to be compared, at most 16 MiB
+            for each thread; only changes pass back.
+        verify: compare the digests of the changed tensors, too.
+        threads: threads that compare and change. Default: as of `relayout.load`.
+        progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
+
+    Raises:
+        FormatError: the delta is damaged; with `verify`, also if the changed tensors are not what it should make.
+        PlanError: the tensors are not at the content that the delta applies to, or do not fit the rank; or there is no
+            such rank.
+        OSError: reading failed.
+
+    Example:
+        >>> import relayout
+        >>> tensors = relayout.load("step-1", rank=3)
+        >>> relayout.apply("step-1-to-2", 3, tensors)
+    """
+    with error_hints():
+        [read] = read_deltas(os.fspath(delta))
+        rank = integer(rank, "rank")
+        check_rank(read.store, rank, read.new.num_ranks)
+        budget = plan_budget(threads, None, HOST_BUFFERS, read.store.cost)
+        old, new = read.table(OLD, rank), read.table(NEW, rank)
+        if not are_alike(old, new):
+            what = f"the slices of rank {rank} are not those of the base"
+            raise FormatError(what, path=str(read.store), code="mismatch")
+        _check(new, tensors)
+        with ExitStack() as stack:
+            changes = {
+                index: stack.enter_context(opened)
+                for index in read.new.holders[rank].files
+                if (opened := read.open(index)) is not None
+            }
+            flat = {name: bytes_of(tensor) for name, tensor in tensors.items()}
+            change = _Change(changes, flat, _parts(read.new, new, changes, tensors), budget.threads, progress)
+            _synchronize(tensors.values())
+            if differing := change.differing("comparing with the base", old):
+                what = f"is not at the content that {read.store} applies to; nothing was changed"
+                raise PlanError(what, tensor=min(differing), code="option")
+            change.run("checking the delta", is_trial=True)
+            bump_versions(list(tensors.values()))
+            change.run("applying", is_trial=False)
+            if verify and (differing := change.differing("verifying", new)):
+                raise FormatError(f"is not what {read.store} makes", tensor=min(differing), code="digest")
+            _synchronize(tensors.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A part of a tensor that lies in one piece."""
+
+    name: str
+    offset: int
+    """In the tensor, in bytes."""
+    place: int
+    """Offset in the piece."""
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """What is to be done."""
+
+    changes: Mapping[int, Changes]
+    """Of each file of the rank that has changed."""
+    tensors: Mapping[str, torch.Tensor]
+    """Their bytes: 1-D, uint8."""
+    parts: Mapping[int, Mapping[int, Sequence[_Part]]]
+    """Of these files, in each piece that has changed."""
+    threads: int
+    progress: Progress
+
+    def differing(self, phase: str, table: RankTable) -> list[str]:
+        """The tensors that do not have the digests of a table."""
+        digests = dict(zip(table.names, table.digests, strict=True))
+        found = []
+
+        def work(buffer: Buffer, name: str) -> int:
+            if _digest(self.tensors[name], buffer) != digests[name]:
+                found.append(name)
+            return self.tensors[name].numel()
+
+        total = sum(tensor.numel() for tensor in self.tensors.values())
+        with reporting(self.progress, phase, total) as report:
+            Workers(self.threads, list(self.tensors), Buffer, work).run(report)
+        return found
+
+    def run(self, phase: str, *, is_trial: bool) -> None:
+        """Read what changed, and change the tensors by it; as a trial, only check what is read.
+
+        Raises:
+            FormatError: it is damaged.
+        """
+
+        def work(buffer: Buffer, item: tuple[int, range]) -> int:
+            index, batch = item
+            for piece, stored in self.changes[index].read(batch.start, batch.stop):
+                if not is_trial:
+                    self._change(index, piece, stored, buffer)
+            return self._stored_nbytes(index, batch)
+
+        batches = [(index, batch) for index in self.changes for batch in self._batches(index)]
+        total = sum(self._stored_nbytes(index, batch) for index, batch in batches)
+        with reporting(self.progress, phase, total) as report:
+            Workers(self.threads, batches, Buffer, work).run(report)
+
+    def _stored_nbytes(self, index: int, batch: range) -> int:
+        places = self.changes[index].index.stored
+        return places[batch.stop - 1].end - places[batch.start].offset
+
+    def _batches(self, index: int) -> Iterator[range]:
+        """The pieces of a file that have changed: neighbors, which are read at once."""
+        wanted = sorted(self.parts[index])
+        first = 0
+        for end in range(1, len(wanted) + 1):
+            batch = range(wanted[first], wanted[end - 1] + 1)
+            is_last = end == len(wanted) or wanted[end] != batch.stop
+            if is_last or self._stored_nbytes(index, batch) >= _BATCH_NBYTES:
+                yield batch
+                first = end
+
+    def _change(self, index: int, piece: int, stored: memoryview, buffer: Buffer) -> None:
+        import torch
+
+        changes, parts = self.changes[index], self.parts[index][piece]
+        nbytes, whole = changes.index.extents[piece].nbytes, self.tensors[parts[0].name]
+        if parts[0].nbytes == nbytes and _is_on_host(whole):  # Most are: changed where they are.
+            changes.apply(stored, whole.numpy()[parts[0].offset : parts[0].offset + nbytes].data)
+            return
+        change = buffer.reserve(nbytes)
+        np.frombuffer(change, np.uint8)[:] = 0
+        changes.apply(stored, change)
+        with torch.inference_mode():  # In which tensors that were made in it may be changed, too.
+            for part in parts:
+                view = self.tensors[part.name][part.offset : part.offset + part.nbytes]
+                source = torch.frombuffer(change, dtype=torch.uint8, count=part.nbytes, offset=part.place)
+                view.bitwise_xor_(source.to(view.device))
+
+
+def _check(table: RankTable, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Check that tensors are the rank's, and can be changed in place.
+
+    Raises:
+        PlanError: one is not, or cannot; or two share memory.
+    """
+    row_of = {name: row for row, name in enumerate(table.names)}
+    for name, tensor in tensors.items():
+        if name not in row_of:
+            what = f"tensors: the rank has no tensor {name!r}{did_you_mean(name, row_of)}"
+            raise PlanError(what, code="option")
+        row = row_of[name]
+        check_tensor(f"tensors[{name!r}]", name, tensor, table.dtypes[row], table.shapes[row])
+        if not tensor.is_contiguous():
+            raise PlanError(f"tensors[{name!r}] is not contiguous", code="option")
+    names = [name for name, tensor in tensors.items() if tensor.numel()]
+    for first, second in sharing([memory_of(tensors[name]) for name in names]):
+        raise PlanError(f"tensors: {names[first]!r} and {names[second]!r} share memory", code="option")
+
+
+def _parts(
+    manifest: Manifest, table: RankTable, changes: Mapping[int, Changes], names: Container[str]
+) -> dict[int, dict[int, list[_Part]]]:
+    """Which bytes of the tensors of these names lie in each piece that has changed."""
+    numbers = manifest.holders[table.rank].files
+    parts: dict[int, dict[int, list[_Part]]] = {index: {} for index in changes}
+    contents = contents_of((), table, [index in manifest.shared for index in numbers])
+    for name, reads in zip(contents.names, contents.reads, strict=True):
+        for read in reads if name in names else ():
+            index, file = numbers[read.file], manifest.files[numbers[read.file]]
+            for run in read.transfer.runs() if index in changes else ():
+                extent = Extent(run.source, run.nbytes)
+                for number, chunk, part in chunks_over(extent, file.data_start, file.nbytes, manifest.chunk_nbytes):
+                    if changes[index].index.stored[1 + number].nbytes:
+                        offset = run.target + part.offset - run.source
+                        found = _Part(name, offset, part.offset - chunk.offset, part.nbytes)
+                        parts[index].setdefault(1 + number, []).append(found)
+    return parts
+
+
+def _digest(tensor: torch.Tensor, buffer: Buffer) -> str:
+    """Of a tensor's bytes, of which those on a device are copied here, piece by piece."""
+    import torch
+
+    if _is_on_host(tensor):
+        return digest_hex(tensor.numpy().data)
+    running = xxhash.xxh3_128()
+    for piece in split(Extent(0, tensor.numel()), _PIECE_NBYTES):
+        view = buffer.reserve(piece.nbytes)
+        torch.frombuffer(view, dtype=torch.uint8).copy_(tensor[piece.offset : piece.end])
+        running.update(view)
+    return running.hexdigest()
+
+
+def _is_on_host(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _synchronize(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait for all work on the devices of tensors: other threads use other streams."""
+    import torch
+
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.synchronize(device)

@@ -1,0 +1,437 @@
+"""`delta` and `apply`: a base and its deltas make the other folder, byte for byte, or nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.conversions import Conversions
+from support.patience import PATIENCE
+from support.profile import IS_LONG, sample
+from support.training import next_step, tree
+from typer.testing import CliRunner
+from xxhash import xxh3_128_hexdigest
+
+import relayout
+from relayout.cli.app import app
+from relayout.errors import FormatError, PlanError
+
+NAMES = sample(
+    ["llama", "phi3", "mixtral", "deepseek_v3", "qwen3_next", "fp8_blocks_deepseek", "gpt_oss_mxfp4", "awq_moe"],
+    ["mixtral", "fp8_blocks_deepseek"],
+)
+
+
+def convert(source: Path, out: Path, **options: Any) -> Path:
+    relayout.convert(source, out, threads=1, **{"tp": 2, **options})
+    return out
+
+
+def nbytes_of(folder: Path) -> int:
+    return sum(len(blob) for blob, _ in tree(folder).values())
+
+
+def stock(folder: Path, rank: int) -> dict[str, torch.Tensor]:
+    """The tensors of a rank, by the stock safetensors package."""
+    tensors = {}
+    for path in sorted(folder.glob(f"model-rank-{rank}-part-*.safetensors")):
+        tensors |= load_file(path)
+    assert tensors
+    return tensors
+
+
+def assert_equal(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert tensors.keys() == expected.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8)), name
+
+
+@pytest.fixture(scope="module")
+def steps(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with three converted steps, 0 to 2, and the deltas between them."""
+    folder = tmp_path_factory.mktemp("steps")
+    for step in range(3):
+        source = next_step(folder / f"source-{step - 1}" if step else llama, folder / f"source-{step}", step)
+        convert(source, folder / f"{step}", align=512)
+    for step in range(2):
+        relayout.delta(folder / f"{step}", folder / f"{step + 1}", folder / f"{step}-to-{step + 1}")
+    return folder
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_base_and_a_delta_make_each_kind_of_checkpoint(name: str, conversions: Conversions, tmp_path: Path) -> None:
+    source = conversions.source(name)
+    tp = conversions.largest(name)
+    for layout in ("ranks", "whole"):
+        (place := tmp_path / layout).mkdir()
+        convert(source, place / "old", tp=tp, layout=layout, align=512)
+        convert(next_step(source, place / "source", 1), place / "new", tp=tp, layout=layout, align=512)
+        relayout.delta(place / "old", place / "new", place / "delta")
+        relayout.apply_deltas(place / "old", place / "delta", place / "made")
+        assert tree(place / "made") == tree(place / "new")
+
+
+def test_tied_tensors_and_several_parts_come_back(qwen2: Path, tmp_path: Path) -> None:
+    for name, source in (("old", qwen2), ("new", next_step(qwen2, tmp_path / "source", 1))):
+        convert(source, tmp_path / name, max_part_nbytes=100_000, sha256=True)
+    relayout.delta(tmp_path / "old", tmp_path / "new", tmp_path / "delta")
+    relayout.apply_deltas(tmp_path / "old", [tmp_path / "delta"], tmp_path / "made")
+    assert tree(tmp_path / "made") == tree(tmp_path / "new")
+
+
+def test_tensors_of_any_dtype_and_odd_sizes_in_one_chunk_come_back(tmp_path: Path) -> None:
+    dtypes = [torch.float32, torch.bfloat16, torch.int8, torch.float64, torch.float8_e4m3fn, torch.bool, torch.int64]
+    tensors = {
+        f"{index}.{size}": torch.randint(0, 2, (size,)).to(dtype)
+        for index, dtype in enumerate(dtypes)
+        for size in (0, 1, 3, 1001, 70_001)
+    }
+    (tmp_path / "source").mkdir()
+    save_file(tensors, tmp_path / "source" / "model.safetensors")
+    (tmp_path / "source" / "config.json").write_text("{}")
+    convert(tmp_path / "source", tmp_path / "old", tp=1)
+    convert(next_step(tmp_path / "source", tmp_path / "source-1", 1), tmp_path / "new", tp=1)
+    relayout.delta(tmp_path / "old", tmp_path / "new", tmp_path / "delta")
+    relayout.apply_deltas(tmp_path / "old", tmp_path / "delta", tmp_path / "made")
+    assert tree(tmp_path / "made") == tree(tmp_path / "new")
+    expected = load_file(tmp_path / "source-1" / "model.safetensors")
+    assert_equal(relayout.load(tmp_path / "old", 0, deltas=tmp_path / "delta"), expected)
+
+
+def test_ten_deltas_make_the_tenth_step(mistral: Path, tmp_path: Path) -> None:
+    last = convert(next_step(mistral, tmp_path / "source-0", 0), tmp_path / "0")
+    deltas = []
+    for step in range(1, 11):
+        source = next_step(tmp_path / f"source-{step - 1}", tmp_path / f"source-{step}", step, share=0.01)
+        last, before = convert(source, tmp_path / f"{step}"), last
+        deltas.append(Path(relayout.delta(before, last, tmp_path / f"delta-{step}").output))
+    relayout.apply_deltas(tmp_path / "0", deltas, tmp_path / "made")
+    assert tree(tmp_path / "made") == tree(last)
+    for rank in range(2):
+        assert_equal(relayout.load(tmp_path / "0", rank, deltas=deltas), stock(last, rank))
+
+
+def test_loads_of_every_kind_read_through_deltas(steps: Path) -> None:
+    deltas = [steps / "0-to-1", steps / "1-to-2"]
+    for rank in range(2):
+        expected = stock(steps / "2", rank)
+        assert_equal(relayout.load(steps / "0", rank, deltas=deltas, verify=True), expected)
+        assert_equal(dict(relayout.iter_load(steps / "0", rank, deltas=deltas, memory="4MiB")), expected)
+        into = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+        assert_equal(relayout.load(steps / "0", rank, deltas=deltas, into=into), expected)
+        some = relayout.load(steps / "0", rank, deltas=deltas, names="**.down_proj.weight")
+        assert_equal(some, {name: tensor for name, tensor in expected.items() if name in some})
+        assert some
+    whole = {}
+    for path in (steps / "source-2").glob("*.safetensors"):
+        whole |= load_file(path)
+    assert_equal(relayout.load(steps / "0", 0, tp=1, deltas=deltas), whole)
+
+
+def test_backends_that_need_a_file_say_so(steps: Path) -> None:
+    for backend in ("direct", "mapped"):
+        with pytest.raises(PlanError, match=r"needs file descriptors|cannot be mapped|descriptors"):
+            relayout.load(steps / "0", 0, deltas=steps / "0-to-1", backend=backend)
+
+
+def test_a_delta_of_five_percent_is_small_and_of_nothing_nearly_empty(steps: Path, tmp_path: Path) -> None:
+    weights = sum(path.stat().st_size for path in (steps / "1").glob("*.safetensors"))
+    changed = sum(path.stat().st_size for path in (steps / "0-to-1").glob("*.delta"))
+    assert 0 < changed < 0.10 * weights  # 5 % of all bytes: of BF16 elements twice as many.
+    relayout.delta(steps / "1", steps / "1", tmp_path / "delta")
+    assert list((tmp_path / "delta").glob("*.delta")) == []
+    index = sum(path.stat().st_size for path in (steps / "1").glob("relayout.*"))
+    assert nbytes_of(tmp_path / "delta") < 2 * index + 2000
+    relayout.apply_deltas(steps / "1", tmp_path / "delta", tmp_path / "made")
+    assert tree(tmp_path / "made") == tree(steps / "1")
+
+
+def test_the_decoder_in_the_format_document_makes_each_file(steps: Path) -> None:
+    """And what is said there of the index of a delta's files."""
+    text = (Path(relayout.__file__).parent / "FORMAT.md").read_text().partition("## 15. Deltas")[2]
+    names: dict[str, Any] = {}
+    exec(text.partition("```python\n")[2].partition("```")[0], names)
+    delta = json.loads((steps / "0-to-1" / "relayout.json").read_text())
+    for side, name in (("old", "base"), ("new", "makes")):
+        assert xxh3_128_hexdigest((steps / "0-to-1" / side / "relayout.json").read_bytes()) == delta[name]
+    manifest = json.loads((steps / "0-to-1" / "new" / "relayout.json").read_text())
+    for entry, file in zip(delta["files"], manifest["files"], strict=True):
+        stored = (steps / "0-to-1" / f"{file['name']}.delta").read_bytes()
+        starts = [0, *range(file["data_start"], file["nbytes"], manifest["chunk_nbytes"]), file["nbytes"]]
+        index = stored[-24 * (len(starts) - 1) :]
+        assert (len(stored), xxh3_128_hexdigest(index)) == (entry["nbytes"], entry["index_digest"])
+        made, place = (steps / "0" / file["name"]).read_bytes(), 0
+        for piece, (start, end) in enumerate(pairwise(starts)):
+            row = index[24 * piece : 24 * piece + 24]
+            encoded = stored[place : (place := place + int.from_bytes(row[:8], "little"))]
+            assert xxh3_128_hexdigest(encoded) == row[8:].hex()
+            change = np.frombuffer(names["decoded"](encoded), np.uint8)
+            assert change.nbytes == end - start
+            made = made[:start] + (np.frombuffer(made[start:end], np.uint8) ^ change).tobytes() + made[end:]
+        assert place + len(index) == len(stored)
+        assert made == (steps / "1" / file["name"]).read_bytes()
+
+
+def test_only_side_files_that_changed_are_in_a_delta(steps: Path, llama: Path) -> None:
+    others = {path.name for path in llama.glob("*.json")} - {"config.json", "model.safetensors.index.json"}
+    assert others
+    names = {path.name for path in (steps / "0-to-1" / "new").iterdir()}
+    assert "config.json" in names
+    assert not names & others
+
+
+@pytest.mark.parametrize(
+    "deltas", [["1-to-2"], ["1-to-2", "0-to-1"], ["0-to-1", "0-to-1"], ["0-to-1", "1-to-2", "1-to-2"]]
+)
+def test_another_base_or_order_is_refused(deltas: list[str], steps: Path, tmp_path: Path) -> None:
+    paths = [steps / name for name in deltas]
+    with pytest.raises(PlanError, match=r"applies to content .*: another base, or another order"):
+        relayout.apply_deltas(steps / "0", paths, tmp_path / "made")
+    with pytest.raises(PlanError, match="applies to content"):
+        relayout.load(steps / "0", 0, deltas=paths)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_delta_or_no_base_is_refused(steps: Path, llama: Path, tmp_path: Path) -> None:
+    for base, delta, message in (
+        (steps / "0", steps / "1", "not a delta; relayout delta makes one"),
+        (steps / "0", llama, "not a delta"),
+        (steps / "0", steps / "none", "no such file or folder"),
+        (llama, steps / "0-to-1", "not a converted folder"),
+        (steps / "0-to-1", steps / "0-to-1", "applies to content"),
+    ):
+        with pytest.raises((FormatError, PlanError), match=message):
+            relayout.apply_deltas(base, delta, tmp_path / "made")
+    with pytest.raises(FormatError, match="a delta: relayout apply adds it to its base"):
+        relayout.load(steps / "0-to-1", 0)
+    with pytest.raises(PlanError, match="no delta"):
+        relayout.apply_deltas(steps / "0", [], tmp_path / "made")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp": 1}, "tensor-parallel degree differ"),
+        ({"layout": "whole"}, "layout differ"),
+        ({"max_part_nbytes": 100_000}, "files differ"),
+    ],
+)
+def test_another_layout_is_refused(options: dict[str, Any], message: str, steps: Path, tmp_path: Path) -> None:
+    convert(steps / "source-1", tmp_path / "new", **{"align": 512, **options})
+    with pytest.raises(PlanError, match=f"needs the layout of .*{message}"):
+        relayout.delta(steps / "0", tmp_path / "new", tmp_path / "delta")
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+
+
+def test_tensors_that_only_have_the_same_size_are_refused(tmp_path: Path) -> None:
+    for name, dtype in (("old", torch.float16), ("new", torch.bfloat16)):
+        (tmp_path / f"{name}-source").mkdir()
+        save_file({"a.weight": torch.ones(8, 8, dtype=dtype)}, tmp_path / f"{name}-source" / "model.safetensors")
+        convert(tmp_path / f"{name}-source", tmp_path / name, tp=1, align=512)
+    with pytest.raises(PlanError, match=r"relayout.rank-0.json.zst differ"):
+        relayout.delta(tmp_path / "old", tmp_path / "new", tmp_path / "delta")
+    assert not (tmp_path / "delta").exists()
+
+
+FILES = [
+    "relayout.json",
+    "model-rank-0-part-0.safetensors.delta",
+    "model-rank-1-part-0.safetensors.delta",
+    *(f"old/relayout.{name}" for name in ("json", "rank-0.json.zst", "rank-1.json.zst")),
+    *(f"new/relayout.{name}" for name in ("json", "rank-0.json.zst", "rank-1.json.zst", "chunks", "source.json.zst")),
+    "new/config.json",
+]
+
+
+def test_these_are_the_files_of_a_delta(steps: Path) -> None:
+    assert sorted(FILES) == list(tree(steps / "0-to-1"))
+
+
+def flipped(blob: bytes, place: float) -> bytes:
+    index = min(int(place * len(blob)), len(blob) - 1)
+    return blob[:index] + bytes([blob[index] ^ 0x10]) + blob[index + 1 :]
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
+    "first byte": lambda blob: flipped(blob, 0),
+    "middle byte": lambda blob: flipped(blob, 0.5),
+    "last byte": lambda blob: flipped(blob, 1),
+    "truncated": lambda blob: blob[:-2],
+    "longer": lambda blob: blob + b"\n",
+    "missing": lambda blob: None,
+}
+
+
+@pytest.mark.parametrize("damage", sample(DAMAGES, ["middle byte", "truncated", "missing"]))
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_delta_makes_nothing(name: str, damage: str, steps: Path, tmp_path: Path) -> None:
+    """A base's tables are there for tensors in memory: tests/loader/test_in_place.py."""
+    shutil.copytree(steps / "0-to-1", tmp_path / "delta")
+    path = tmp_path / "delta" / name
+    blob = DAMAGES[damage](path.read_bytes())
+    path.unlink() if blob is None else path.write_bytes(blob)
+    if name.startswith("old/relayout.rank") or (name, damage) == ("relayout.json", "longer"):
+        relayout.apply_deltas(steps / "0", tmp_path / "delta", tmp_path / "made")
+        assert tree(tmp_path / "made") == tree(steps / "1")
+        return
+    with pytest.raises((FormatError, PlanError)):
+        relayout.apply_deltas(steps / "0", tmp_path / "delta", tmp_path / "made")
+    assert [path.name for path in tmp_path.iterdir()] == ["delta"]
+
+
+@pytest.mark.parametrize("name", ["model-rank-1-part-0.safetensors"])
+@pytest.mark.parametrize("place", [0, 0.5, 1])
+def test_a_damaged_base_makes_nothing(name: str, place: float, steps: Path, tmp_path: Path) -> None:
+    shutil.copytree(steps / "0", tmp_path / "base")
+    path = tmp_path / "base" / name
+    path.write_bytes(flipped(path.read_bytes(), place))
+    with pytest.raises(FormatError, match=r"damaged|prefix|header"):
+        relayout.apply_deltas(tmp_path / "base", steps / "0-to-1", tmp_path / "made")
+    with pytest.raises(FormatError):
+        relayout.load(tmp_path / "base", 1, deltas=steps / "0-to-1")
+    with pytest.raises(FormatError):
+        relayout.delta(tmp_path / "base", steps / "1", tmp_path / "delta")
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+def test_changed_side_files_of_the_base_are_not_carried_over(steps: Path, tmp_path: Path) -> None:
+    shutil.copytree(steps / "0", tmp_path / "base")
+    (tmp_path / "base" / "generation_config.json").write_text("{}")
+    with pytest.raises(FormatError, match="differs from the file that was copied"):
+        relayout.apply_deltas(tmp_path / "base", steps / "0-to-1", tmp_path / "made")
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+_SLOWLY = """
+import os, time
+true_pwrite = os.pwrite
+os.pwrite = lambda *given: time.sleep(0.2) or true_pwrite(*given)
+from relayout.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("command", ["apply", "delta"])
+def test_after_a_kill_the_same_command_makes_it(command: str, steps: Path, tmp_path: Path) -> None:
+    inputs = {"apply": ["0", "0-to-1", "1-to-2"], "delta": ["0", "1"]}[command]
+    given = [command, *(str(steps / name) for name in inputs), "-o", str(tmp_path / "out")]
+    slow = _SLOWLY if command == "apply" else _SLOWLY.replace("os.pwrite", "os.fsync").replace("0.2", "1")
+    with subprocess.Popen([sys.executable, "-c", slow, *given], stderr=subprocess.DEVNULL) as child:
+        deadline = time.monotonic() + PATIENCE
+        while not list(tmp_path.glob(".out.relayout-partial/output/*")):
+            assert child.poll() is None, "ended before it had begun"
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        child.send_signal(signal.SIGKILL)
+    assert not (tmp_path / "out").exists()
+    assert (tmp_path / ".out.relayout-partial").exists()
+    assert CliRunner().invoke(app, given).exit_code == 0
+    assert tree(tmp_path / "out") == tree(steps / {"apply": "2", "delta": "0-to-1"}[command])
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_others_have_at_the_output_stays(steps: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("mine")
+    (tmp_path / ".other.relayout-partial").mkdir()
+    (tmp_path / ".other.relayout-partial" / "thesis.tex").write_text("mine")
+    before = tree(tmp_path)
+    for name in ("out", "other"):
+        for force in (False, True):
+            with pytest.raises(PlanError, match=r"not a converted folder|relayout did not put there"):
+                relayout.apply_deltas(steps / "0", steps / "0-to-1", tmp_path / name, force=force)
+            with pytest.raises(PlanError, match=r"not a converted folder|relayout did not put there"):
+                relayout.delta(steps / "0", steps / "1", tmp_path / name, force=force)
+    assert tree(tmp_path) == before
+
+
+def test_force_replaces_what_the_same_command_wrote_and_nothing_else(steps: Path, tmp_path: Path) -> None:
+    shutil.copytree(steps / "1-to-2", tmp_path / "delta")
+    shutil.copytree(steps / "2", tmp_path / "folder")
+    with pytest.raises(PlanError, match="--force replaces it"):
+        relayout.delta(steps / "0", steps / "1", tmp_path / "delta")
+    with pytest.raises(PlanError, match="nothing proves that relayout wrote it"):
+        relayout.delta(steps / "0", steps / "1", tmp_path / "folder", force=True)
+    with pytest.raises(PlanError, match="nothing proves that relayout wrote it"):
+        relayout.apply_deltas(steps / "0", steps / "0-to-1", tmp_path / "delta", force=True)
+    (tmp_path / "delta" / "new" / "thesis.tex").write_text("mine")
+    with pytest.raises(PlanError, match="holds files that relayout did not write"):
+        relayout.delta(steps / "0", steps / "1", tmp_path / "delta", force=True)
+    (tmp_path / "delta" / "new" / "thesis.tex").unlink()
+    relayout.delta(steps / "0", steps / "1", tmp_path / "delta", force=True)
+    relayout.apply_deltas(steps / "0", steps / "0-to-1", tmp_path / "folder", force=True)
+    assert tree(tmp_path / "delta") == tree(steps / "0-to-1")
+    assert tree(tmp_path / "folder") == tree(steps / "1")
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_an_output_at_one_of_the_inputs_is_refused(force: bool, steps: Path) -> None:
+    for output in ("0", "0-to-1"):
+        with pytest.raises(PlanError, match=r"is the source itself|--force replaces it|nothing proves"):
+            relayout.apply_deltas(steps / "0", steps / "0-to-1", steps / output, force=force)
+    for output in ("0", "1"):
+        with pytest.raises(PlanError, match=r"is the source itself|--force replaces it|nothing proves"):
+            relayout.delta(steps / "0", steps / "1", steps / output, force=force)
+
+
+def test_progress_counts_all_bytes_of_the_weights(steps: Path, tmp_path: Path) -> None:
+    total = sum(path.stat().st_size for path in (steps / "1").glob("*.safetensors"))
+    for run in (
+        lambda tell: relayout.delta(steps / "0", steps / "1", tmp_path / "delta", progress=tell),
+        lambda tell: relayout.apply_deltas(steps / "0", steps / "0-to-1", tmp_path / "made", progress=tell),
+    ):
+        calls: list[tuple[int, int]] = []
+        run(lambda done, whole, calls=calls: calls.append((done, whole)))
+        assert calls
+        assert {whole for _, whole in calls} == {total}
+        assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+        assert 0.9 * total < calls[-1][0] <= total
+
+
+def test_the_commands_write_the_same(steps: Path, tmp_path: Path) -> None:
+    def run(*given: object) -> dict[str, Any]:
+        result = CliRunner().invoke(app, [*map(str, given), "--json", "--quiet"])
+        assert result.exit_code == 0, result.output
+        printed: dict[str, Any] = json.loads(result.stdout)
+        return printed
+
+    done = run("delta", steps / "0", steps / "1", "-o", tmp_path / "delta")
+    assert tree(tmp_path / "delta") == tree(steps / "0-to-1")
+    stored = sum(path.stat().st_size for path in (tmp_path / "delta").glob("*.delta"))
+    assert (done["num_deltas"], done["num_files"], done["delta_nbytes"]) == (1, 2, stored)
+    done = run("apply", steps / "0", tmp_path / "delta", steps / "1-to-2", "-o", tmp_path / "made")
+    assert tree(tmp_path / "made") == tree(steps / "2")
+    assert done["num_deltas"] == 2
+    result = CliRunner().invoke(app, ["apply", str(steps / "0"), str(steps / "1-to-2"), "-o", str(tmp_path / "wrong")])
+    assert result.exit_code == 2
+    assert "another base" in result.stderr
+    assert not (tmp_path / "wrong").exists()
+
+
+@pytest.mark.skipif(not IS_LONG, reason="writes 400 MB")
+def test_memory_does_not_grow_with_the_files(tmp_path: Path) -> None:
+    """Of either command, with two threads; the file has 96 MiB."""
+    (tmp_path / "source").mkdir()
+    values = torch.randint(-(2**15), 2**15, (48 * 2**20,), dtype=torch.int16)
+    save_file({"w": values}, tmp_path / "source" / "model.safetensors")
+    (tmp_path / "source" / "config.json").write_text("{}")
+    convert(tmp_path / "source", tmp_path / "0", tp=1)
+    convert(next_step(tmp_path / "source", tmp_path / "source-1", 1), tmp_path / "1", tp=1)
+    for given in (["delta", "0", "1", "-o", "d"], ["apply", "0", "d", "-o", "made"]):
+        command = [sys.executable, "-m", "relayout", *given, "--threads", "2", "--json", "--quiet"]
+        text = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True).stdout
+        assert json.loads(text)["peak_nbytes"] < 80 * 2**20
+    assert tree(tmp_path / "made") == tree(tmp_path / "1")

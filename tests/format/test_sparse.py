@@ -1,0 +1,97 @@
+"""Sparse bytes: whatever is encoded comes back, small where little is not zero, and damage is found or does no harm."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relayout.errors import FormatError
+from relayout.format.sparse import WIDTHS, encode, xor_into
+
+Bytes = npt.NDArray[np.uint8]
+GUARD = 64
+
+Runs = list[tuple[int, int]]
+runs_of = st.lists(
+    st.sampled_from(WIDTHS).flatmap(
+        lambda width: st.tuples(st.integers(1, 700).map(lambda n: n * width), st.just(width))
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+def sparse_bytes(nbytes: int, share: float, seed: int) -> Bytes:
+    random = np.random.default_rng(seed)
+    return random.integers(0, 256, nbytes, np.uint8) * (random.random(nbytes) < share)
+
+
+@given(runs_of, st.sampled_from([0, 0.0005, 0.01, 0.05, 0.3, 0.9, 1]), st.integers(0, 2**32))
+def test_a_target_becomes_its_xor_with_what_was_encoded(runs: Runs, share: float, seed: int) -> None:
+    data = sparse_bytes(sum(nbytes for nbytes, _ in runs), share, seed)
+    encoded = encode(data, runs)
+    assert bool(encoded) == bool(data.any())
+    before = np.random.default_rng(seed + 1).integers(0, 256, data.nbytes + 2 * GUARD, np.uint8)
+    memory = before.copy()
+    xor_into(encoded, memory.data[GUARD : GUARD + data.nbytes])
+    np.testing.assert_array_equal(memory, before ^ np.pad(data, GUARD))
+    xor_into(encoded, memory.data[GUARD : GUARD + data.nbytes])
+    np.testing.assert_array_equal(memory, before)
+
+
+@pytest.mark.parametrize("zeros", [0, 1, 253, 254, 255, 256, 509, 510, 511, 70_000])
+def test_a_gap_of_any_length_comes_back(zeros: int) -> None:
+    elements = np.zeros(2 * zeros + 700, np.uint16)
+    elements[[0, zeros + 1, 2 * zeros + 2]] = 0x1234, 0x00FF, 0xFF00
+    target = bytearray(elements.nbytes)
+    xor_into(encode(elements.view(np.uint8), [(elements.nbytes, 2)]), memoryview(target))
+    assert bytes(target) == elements.tobytes()
+
+
+def low_bits(share: float, num_elements: int = 2**19) -> Bytes:
+    """The XOR of BF16 elements and the same, of which a share is one unit in the last place larger."""
+    random = np.random.default_rng(3)
+    old = (random.standard_normal(num_elements).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    return (old ^ (old + (random.random(num_elements) < share)).astype(np.uint16)).view(np.uint8)
+
+
+@pytest.mark.parametrize(("share", "most"), [(0.01, 0.010), (0.05, 0.035), (0.5, 0.20)])
+def test_low_bits_that_change_anywhere_take_little(share: float, most: float) -> None:
+    """In the whole; where all elements change, no more than they have."""
+    data = low_bits(share)
+    assert len(encode(data, [(data.nbytes, 2)])) < most * data.nbytes
+
+
+def test_bytes_without_order_take_hardly_more_than_they_are() -> None:
+    data = sparse_bytes(2**20, 1, 0)
+    assert len(encode(data, [(data.nbytes, 2)])) < 1.001 * data.nbytes
+
+
+@given(st.data())
+def test_damage_raises_or_stays_inside_the_target(draws: st.DataObject) -> None:
+    runs: Runs = [(600, 2), (3, 1), (800, 8)]
+    data = sparse_bytes(1403, 0.1, 0)
+    encoded = bytearray(encode(data, runs))
+    end = draws.draw(st.integers(0, len(encoded)))
+    for _ in range(draws.draw(st.integers(0, 3))):
+        place: Any = draws.draw(st.integers(0, len(encoded) - 1))
+        encoded[place] ^= draws.draw(st.integers(1, 255))
+    memory = np.full(data.nbytes + 2 * GUARD, 7, np.uint8)
+    with suppress(FormatError):
+        xor_into(bytes(encoded[:end]), memory.data[GUARD : GUARD + data.nbytes])
+    assert (memory[:GUARD] == 7).all()
+    assert (memory[-GUARD:] == 7).all()
+
+
+def test_what_is_of_other_bytes_is_refused() -> None:
+    data = sparse_bytes(4000, 0.1, 0)
+    with pytest.raises(FormatError, match="of 4000 bytes, expected 3998"):
+        xor_into(encode(data, [(4000, 2)]), memoryview(bytearray(3998)))
+    with pytest.raises(FormatError, match="runs in"):
+        xor_into(b"\xff" * 9, memoryview(bytearray(4000)))

@@ -1,0 +1,198 @@
+"""`apply` changes tensors in memory to what the other folder has, or refuses before it changes any."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.conversions import Conversions
+from support.profile import sample
+from support.training import next_step, tree
+
+import relayout
+from relayout.errors import FormatError, PlanError
+from relayout.loader import in_place
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module", params=["ranks", "whole"])
+def steps(request: pytest.FixtureRequest, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with three converted steps, 0 to 2, and the deltas between them."""
+    folder = tmp_path_factory.mktemp("steps")
+    for step in range(3):
+        source = next_step(folder / f"source-{step - 1}" if step else llama, folder / f"source-{step}", step)
+        relayout.convert(source, folder / f"{step}", tp=2, layout=request.param, threads=1)
+    for step in range(2):
+        relayout.delta(folder / f"{step}", folder / f"{step + 1}", folder / f"{step}-to-{step + 1}")
+    return folder
+
+
+def assert_equal(tensors: Tensors, expected: Tensors) -> None:
+    assert tensors.keys() == expected.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("is_on_host", [True, False])
+def test_tensors_become_those_of_each_next_step(is_on_host: bool, steps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those on a device, for which tensors here stand in, pass through host memory, a few bytes at a time."""
+    monkeypatch.setattr(in_place, "_PIECE_NBYTES", 5000)
+    monkeypatch.setattr(in_place, "_is_on_host", lambda tensor: is_on_host)
+    for rank in range(2):
+        tensors = relayout.load(steps / "0", rank)
+        addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+        for step in (1, 2):
+            relayout.apply(steps / f"{step - 1}-to-{step}", rank, tensors, verify=True)
+            assert_equal(tensors, relayout.load(steps / f"{step}", rank))
+        assert {name: tensor.data_ptr() for name, tensor in tensors.items()} == addresses
+
+
+@pytest.mark.parametrize("steps", ["ranks"], indirect=True)
+def test_they_are_what_stock_safetensors_reads(steps: Path) -> None:
+    tensors = relayout.load(steps / "0", 1)
+    relayout.apply(steps / "0-to-1", 1, tensors)
+    relayout.apply(steps / "1-to-2", 1, tensors)
+    assert_equal(tensors, load_file(steps / "2" / "model-rank-1-part-0.safetensors"))
+
+
+@pytest.mark.parametrize("name", sample(["fp8_blocks_deepseek", "mixtral"], ["fp8_blocks_deepseek"]))
+def test_small_tensors_that_share_chunks_are_changed(name: str, conversions: Conversions, tmp_path: Path) -> None:
+    tp = conversions.largest(name)
+    new = tmp_path / "new"
+    relayout.convert(next_step(conversions.source(name), tmp_path / "source", 1), new, tp=tp, threads=1)
+    relayout.delta(conversions.at(name, tp), new, tmp_path / "delta")
+    for rank in range(tp):
+        tensors = relayout.load(conversions.at(name, tp), rank)
+        relayout.apply(tmp_path / "delta", rank, tensors, verify=True)
+        assert_equal(tensors, relayout.load(new, rank))
+
+
+def test_some_of_the_tensors_are_changed_alone(steps: Path) -> None:
+    some = relayout.load(steps / "0", 0, names=["**.norm.weight", "**.down_proj.weight"])
+    assert len(some) == 4
+    relayout.apply(steps / "0-to-1", 0, some, verify=True)
+    assert_equal(some, relayout.load(steps / "1", 0, names=list(some)))
+    relayout.apply(steps / "1-to-2", 0, {})
+
+
+def copies(tensors: Tensors) -> Tensors:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def test_tensors_at_another_content_are_refused_unchanged(steps: Path) -> None:
+    tensors = relayout.load(steps / "0", 0)
+    before = copies(tensors)
+    with pytest.raises(PlanError, match=r"is not at the content that .*1-to-2 applies to; nothing was changed"):
+        relayout.apply(steps / "1-to-2", 0, tensors)
+    assert_equal(tensors, before)
+    name = list(tensors)[-1]
+    tensors[name].view(torch.uint8).view(-1)[-1] ^= 1
+    before = copies(tensors)
+    with pytest.raises(PlanError, match=f"tensor '{name}': is not at the content"):
+        relayout.apply(steps / "0-to-1", 0, tensors)
+    assert_equal(tensors, before)
+
+
+def test_the_tensors_of_another_rank_are_refused(steps: Path) -> None:
+    with pytest.raises(PlanError, match=r"is not at the content|expected"):
+        relayout.apply(steps / "0-to-1", 1, relayout.load(steps / "0", 0))
+    with pytest.raises(PlanError, match="rank 2, expected 0 to 1"):
+        relayout.apply(steps / "0-to-1", 2, {})
+
+
+def test_a_damaged_delta_changes_nothing(steps: Path, tmp_path: Path) -> None:
+    shutil.copytree(steps / "0-to-1", tmp_path / "delta")
+    tensors = relayout.load(steps / "0", 0)
+    before = copies(tensors)
+    names = [name for name in tree(tmp_path / "delta") if name.endswith((".delta", "rank-0.json.zst", "relayout.json"))]
+    assert len(names) >= 6
+    refused = 0
+    for name in names:
+        path = tmp_path / "delta" / name
+        blob = path.read_bytes()
+        for place in (len(blob) // 4, len(blob) // 2, len(blob) - 3):  # What is in front of it may be of a header.
+            path.write_bytes(blob[:place] + bytes([blob[place] ^ 1]) + blob[place + 1 :])
+            try:
+                relayout.apply(tmp_path / "delta", 0, tensors)
+            except FormatError:
+                refused += 1
+                assert_equal(tensors, before)
+            else:  # What other ranks have.
+                assert "rank-1" in name
+                tensors = copies(before)
+        path.write_bytes(blob)
+    assert refused >= 3 * 5
+
+
+ARGUMENTS: dict[str, tuple[Callable[[Tensors], Any], str]] = {
+    "unknown": (lambda tensors: {"a.weight": torch.zeros(3)}, "the rank has no tensor 'a.weight'"),
+    "array": (lambda tensors: {name: tensor.float().numpy() for name, tensor in tensors.items()}, "is a ndarray"),
+    "dtype": (lambda tensors: {name: tensor.float() for name, tensor in tensors.items()}, "expected torch.bfloat16"),
+    "meta": (lambda tensors: {name: tensor.to("meta") for name, tensor in tensors.items()}, "has no memory"),
+    "transposed": (
+        lambda tensors: {name: tensor.T.contiguous().T for name, tensor in tensors.items() if tensor.dim() == 2},
+        "is not contiguous",
+    ),
+    "shared": (
+        lambda tensors: {
+            name: tensors["model.layers.0.input_layernorm.weight"] for name in tensors if "layernorm" in name
+        },
+        "share memory",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_tensors_that_cannot_be_changed_in_place_are_refused(name: str, steps: Path) -> None:
+    make, message = ARGUMENTS[name]
+    with pytest.raises(PlanError, match=message):
+        relayout.apply(steps / "0-to-1", 0, make(relayout.load(steps / "0", 0)))
+
+
+def test_verify_finds_what_does_not_become_the_result(steps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = relayout.load(steps / "0", 0)
+    monkeypatch.setattr(in_place._Change, "_change", lambda *given: None)
+    relayout.apply(steps / "0-to-1", 0, tensors)
+    with pytest.raises(FormatError, match=r"is not what .*0-to-1 makes"):
+        relayout.apply(steps / "0-to-1", 0, tensors, verify=True)
+
+
+def test_autograd_notices(steps: Path) -> None:
+    tensors = {name: tensor.requires_grad_() for name, tensor in relayout.load(steps / "0", 0).items()}
+    square = tensors["model.norm.weight"].square().sum()
+    relayout.apply(steps / "0-to-1", 0, tensors)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        square.backward()
+
+
+@pytest.mark.parametrize("is_on_host", [True, False])
+def test_tensors_of_inference_mode_are_changed(is_on_host: bool, steps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_place, "_is_on_host", lambda tensor: is_on_host)
+    with torch.inference_mode():
+        tensors = relayout.load(steps / "0", 0)
+        assert all(tensor.is_inference() for tensor in tensors.values())
+        relayout.apply(steps / "0-to-1", 0, tensors, verify=True)
+    relayout.apply(steps / "1-to-2", 0, tensors, verify=True)
+    assert_equal(tensors, relayout.load(steps / "2", 0))
+
+
+def test_progress_has_a_phase_for_each_pass(steps: Path) -> None:
+    phases: list[str] = []
+    calls: list[tuple[int, int]] = []
+
+    class Tell:
+        def begin(self, phase: str) -> None:
+            phases.append(phase)
+
+        def __call__(self, done: int, total: int) -> None:
+            calls.append((done, total))
+
+    relayout.apply(steps / "0-to-1", 0, relayout.load(steps / "0", 0), verify=True, progress=Tell())
+    assert phases == ["comparing with the base", "checking the delta", "applying", "verifying"]
+    assert calls[-1][0] == calls[-1][1] > 0

@@ -161,19 +161,6 @@ def test_verify_finds_a_flipped_bit_anywhere_and_names_the_tensor(large: Path, w
     assert_equal(relayout.load(large, 0, verify=True, backend=way), expected)
 
 
-def test_verify_finds_damage_in_small_tensors_of_every_kind(converted: Path, tmp_path: Path, backend: str) -> None:
-    folder = Path(shutil.copytree(converted, tmp_path / "copy"))
-    for file in sorted(folder.glob("model-rank-1-*")):
-        for name, (start, end) in extents(file).items():
-            if start == end:
-                continue
-            flip(file, (start + end) // 2, 7)
-            with pytest.raises(FormatError, match=f"tensor '{name}': its bytes have digest"):
-                relayout.load(folder, 1, verify=True, backend=backend)
-            flip(file, (start + end) // 2, 7)
-    assert relayout.load(folder, 1, verify=True, backend=backend)
-
-
 @by_two_ways
 def test_without_verify_damage_is_loaded_as_it_is(converted: Path, tmp_path: Path, way: str) -> None:
     folder = Path(shutil.copytree(converted, tmp_path / "copy"))
@@ -193,12 +180,6 @@ def test_a_tensor_that_was_not_chosen_is_not_verified(converted: Path, tmp_path:
     flip(file, start)
     others = [other for other in whole_tensors(folder, "model-rank-1-*") if other != name]
     assert list(relayout.load(folder, 1, names=others, verify=True, backend=way)) == others
-
-
-@pytest.mark.filterwarnings("ignore:.*plain checkpoint")
-def test_a_plain_folder_has_nothing_to_verify_by(model: Path) -> None:
-    with pytest.raises(PlanError, match="cannot be verified"):
-        relayout.load(model, 0, tp=2, verify=True)
 
 
 @pytest.mark.parametrize("threads", [1, 50])
@@ -223,24 +204,6 @@ def test_threads_is_how_many_read(large: Path, monkeypatch: pytest.MonkeyPatch) 
     held = relayout.load(large, 0, threads=3)
     assert len(readers) == 3
     assert_equal(held, whole_tensors(large, "model-rank-0-*"))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"threads": 0}, "0 threads, expected 1 or more"),
-        ({"threads": -2}, "-2 threads, expected 1 or more"),
-        ({"memory": 0}, "0 bytes of memory, expected 1048576 or more"),
-        ({"memory": MIB - 1}, "1048575 bytes of memory, expected 1048576 or more"),
-        ({"backend": "pinned"}, "backend 'pinned' loads to a CUDA device, not to 'cpu'"),
-        ({"backend": "gds"}, "backend 'gds' loads to a CUDA device, not to 'cpu'"),
-        ({"backend": "mapped", "device": "meta"}, "backend 'mapped' loads to the CPU, not to 'meta'"),
-    ],
-)
-def test_a_budget_or_backend_that_cannot_work_is_refused(converted: Path, options: Any, message: str) -> None:
-    for names in (None, "**"):
-        with nothing_left_behind(), pytest.raises(PlanError, match=message):
-            relayout.load(converted, 0, names=names, **options)
 
 
 def told(done: list[int], totals: set[int]) -> Callable[[int, int], None]:
@@ -308,13 +271,11 @@ def test_the_backends_are_those_that_are_tested() -> None:
     assert set(WAYS) == set(REGISTRY)
 
 
-def test_a_backend_of_somebody_else_is_explained_and_refuses_as_any_other(converted: Path) -> None:
+def test_a_backend_of_somebody_else_is_explained_as_any_other(converted: Path) -> None:
     told = relayout.explain(converted, 1, backend="toy")
     assert (told.backend, told.zero_copy_nbytes) == ("toy", 0)
     assert told.reason.startswith("requested: one thread reads all of it; here ")
     assert told.read_nbytes >= told.nbytes > 0
-    with pytest.raises(PlanError, match=r"^backend 'toy' loads to host memory, not to 'meta'$"):
-        relayout.load(converted, 1, backend="toy", device="meta")
 
 
 def test_a_backend_that_never_ran_on_its_hardware_says_so_in_explain_and_once_when_it_is_used(

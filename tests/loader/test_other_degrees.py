@@ -431,14 +431,6 @@ def test_damaged_sidecars_are_refused(file: str, conversions: Conversions, tmp_p
         relayout.load(folder, 0, tp=2)
 
 
-def test_files_of_another_conversion_are_refused(conversions: Conversions, tmp_path: Path) -> None:
-    folder = shutil.copytree(conversions.at("llama", 4), tmp_path / "mixed")
-    name = "model-rank-1-part-0.safetensors"
-    shutil.copy(conversions.at("qwen2", 4) / name, folder / name)
-    with pytest.raises(FormatError, match=rf"{name}: "):
-        relayout.load(folder, 0, tp=2)
-
-
 # What is read.
 
 

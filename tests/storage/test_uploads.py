@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,9 +38,6 @@ from relayout.errors import FormatError, PlanError
 from relayout.storage.cloud import connect, failures, upload
 from relayout.storage.cloud.bucket import BucketClient
 from relayout.storage.cloud.output import lease
-from relayout.storage.cloud.output.lease import Lease
-from relayout.storage.cloud.output.prefix import OutputPrefix
-from relayout.storage.cloud.store import CloudStore
 from relayout.storage.cloud.upload import Upload
 from relayout.storage.protocols import RequestError
 
@@ -347,65 +343,6 @@ def test_what_somebody_creates_meanwhile_is_never_replaced_and_no_work_is_lost(
     assert not [one for one in server.requests[before:] if is_part(one) and "model-rank" in one.key]
 
 
-def test_of_a_completion_that_always_conflicts_nothing_is_lost(
-    server: Server, expected: Files, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server.interfere = refused(is_completion, 409, "ConditionalRequestConflict", times=10**9)
-    with monkeypatch.context() as patch:
-        patch.setattr(connect, "RETRY_SECONDS", 0.2)
-        with pytest.raises(OSError, match=r"conflicting requests for this object.*s3://models/out/") as caught:
-            convert()
-    assert "the same command resumes it" in caught.value.__notes__[0]
-    server.interfere = lambda request: None
-    before = len(server.requests)
-    convert()
-    assert there(server) == expected
-    assert nothing_is_left(server)
-    assert not [one for one in server.requests[before:] if is_part(one) and "model-rank" in one.key]
-
-
-@pytest.mark.parametrize("scheme", ["s3", "gs"])
-def test_a_lease_is_refreshed_and_taken_over_when_it_is_not(
-    server: Server, scheme: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {"BEARER_TOKEN": "a-token", "BASE_URL": server.url, "ALLOW_HTTP": "true"}.items():
-        monkeypatch.setenv(f"GOOGLE_{name}", value)
-    server.checks_keys = scheme == "s3"
-    client = BucketClient.of(f"{scheme}://models")
-    output = OutputPrefix(client, "out", CloudStore(client, "out"))
-    monkeypatch.setattr(lease, "_POLL_SECONDS", 0.02)
-    monkeypatch.setattr(lease, "REFRESH_SECONDS", 0.05)
-    monkeypatch.setattr(lease, "machine", lambda: threading.current_thread().name)  # As on two machines.
-
-    def other() -> str:
-        told = []
-
-        def take() -> None:
-            try:
-                with pytest.warns(UserWarning, match="waiting"), Lease(output, "a test"):
-                    told.append("taken")
-            except PlanError as error:
-                told.append(f"{error.code}: {error}")
-
-        thread = threading.Thread(target=take, name="another")
-        thread.start()
-        thread.join()
-        return told[0]
-
-    with Lease(output, "a test") as held:
-        said = other()
-        assert said.startswith(f"busy: {scheme}://models/out: is being written by another conversion: a test, process ")
-        assert f"process {os.getpid()} on " in said
-        held._stop.set()  # It is not heard of any more.
-        held.check()
-        monkeypatch.setattr(lease, "EXPIRY_SECONDS", 0.3)
-        assert other() == "taken"
-        monkeypatch.setattr(lease, "VALID_SECONDS", 0.0)
-        with pytest.raises(PlanError, match="was taken over by another process"):
-            held.check()
-    assert server.names("models", ".out") == []
-
-
 def test_no_request_lives_as_long_as_a_lease_that_nobody_refreshes() -> None:
     # A failed request is made again for RETRY_SECONDS; the last one may stall.
     assert connect.RETRY_SECONDS + connect.STALL_SECONDS + lease.VALID_SECONDS < lease.EXPIRY_SECONDS
@@ -506,10 +443,22 @@ def test_after_a_kill_the_same_command_goes_on(
     assert (done.resumed_nbytes > 0) == goes_on
 
 
-def test_what_is_complete_is_neither_read_nor_sent_again(server: Server, expected: Files) -> None:
-    server.interfere = refused(is_completion, 403, "AccessDenied")
-    with pytest.raises(OSError, match="access denied") as caught:
-        convert()
+@pytest.mark.parametrize(
+    ("status", "code", "says"),
+    [
+        (403, "AccessDenied", "access denied"),
+        (409, "ConditionalRequestConflict", "conflicting requests for this object"),
+    ],
+)
+def test_what_is_complete_is_neither_read_nor_sent_again(
+    server: Server, expected: Files, status: int, code: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where completing is refused, or conflicts each time."""
+    server.interfere = refused(is_completion, status, code, times=10**9)
+    with monkeypatch.context() as patch:
+        patch.setattr(connect, "RETRY_SECONDS", 0.2)
+        with pytest.raises(OSError, match=says) as caught:
+            convert()
     assert caught.value.__notes__ == [
         "finished work is kept in s3://models/.out.relayout-partial; the same command resumes it"
     ]
@@ -522,18 +471,6 @@ def test_what_is_complete_is_neither_read_nor_sent_again(server: Server, expecte
     assert [one.key for one in again if is_part(one)] == ["out/tokenizer.json"] * 3
     assert sum(one.sent_nbytes for one in again if "llama/model-0" in one.key) < SHARDS_NBYTES // 50
     assert there(server) == expected
-
-
-def test_other_options_do_not_discard_what_is_kept_unless_forced(server: Server) -> None:
-    server.interfere = refused(is_completion, 403, "AccessDenied")
-    with pytest.raises(OSError, match="access denied"):
-        convert()
-    server.interfere = lambda request: None
-    with pytest.raises(PlanError, match="relayout-partial: holds an interrupted conversion, with other options"):
-        convert(tp=4)
-    convert(tp=4, force=True)
-    assert relayout.verify(OUT, source=SOURCE).ok
-    assert nothing_is_left(server)
 
 
 def test_sha256_needs_files_that_can_be_read_again(server: Server) -> None:

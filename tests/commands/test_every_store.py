@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save
+from support.loader_fixtures import assert_equal
 from support.store_contract import KINDS, WRITABLE, Ground, content, ground
 
 import relayout
@@ -106,14 +107,6 @@ def converted(here: Ground, local: Path) -> str:
     return summary.output
 
 
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert len(found) > 10
-    for name, tensor in expected.items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
-        assert torch.equal(found[name].view(torch.int16), tensor.view(torch.int16)), name
-
-
 @pytest.mark.usefixtures("writable")
 def test_a_conversion_has_the_same_bytes_in_every_store(converted: str, local: Path) -> None:
     expected = files_of(str(local / "out"))
@@ -161,24 +154,24 @@ def test_it_is_looked_at_alike(here: Ground, converted: str, local: Path) -> Non
 @pytest.mark.parametrize("tp", [None, 1, 4])
 def test_every_rank_is_loaded_alike(converted: str, local: Path, tp: int | None) -> None:
     for rank in range(tp or TP):
-        assert_same(relayout.load(converted, rank, tp=tp), relayout.load(local / "out", rank, tp=tp))
+        assert_equal(relayout.load(converted, rank, tp=tp), relayout.load(local / "out", rank, tp=tp))
 
 
 def test_tensors_come_one_after_another_and_are_proved(converted: str, local: Path) -> None:
     found = dict(relayout.iter_load(converted, 1, verify=True, memory=4 * 2**20))
-    assert_same(found, relayout.load(local / "out", 1))
+    assert_equal(found, relayout.load(local / "out", 1))
 
 
 def test_given_tensors_are_filled(converted: str, local: Path) -> None:
     expected = relayout.load(local / "out", 0)
     given = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
-    assert_same(relayout.load(converted, 0, into=given), expected)
+    assert_equal(relayout.load(converted, 0, into=given), expected)
 
 
 def test_a_plain_checkpoint_is_sliced_while_it_is_loaded(here: Ground, local: Path) -> None:
     source = write(here, "model", MODEL)
     with pytest.warns(UserWarning, match="a plain checkpoint"):
-        assert_same(relayout.load(source, 1, tp=TP), relayout.load(local / "out", 1))
+        assert_equal(relayout.load(source, 1, tp=TP), relayout.load(local / "out", 1))
     one = relayout.load(f"{source}/model-00001-of-00002.safetensors", 0, tp=1)
     assert 0 < len(one) < len(relayout.load(source, 0, tp=1))
 
@@ -252,5 +245,5 @@ def test_from_every_store_to_every_other(
     with ground(target, tmp_path / "there", monkeypatch) as there:
         out = relayout.convert(source, there.url("out"), tp=TP).output
         assert relayout.verify(out, source=source).ok
-        assert_same(relayout.load(out, 1), relayout.load(local / "out", 1))
+        assert_equal(relayout.load(out, 1), relayout.load(local / "out", 1))
         assert files_of(relayout.restore(out, here.url("back")).output) == MODEL

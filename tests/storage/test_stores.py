@@ -639,9 +639,3 @@ def test_a_path_without_a_scheme_is_local(tmp_path: Path) -> None:
 def test_an_unknown_scheme_is_refused_with_those_that_are_known() -> None:
     with pytest.raises(PlanError, match=r"^ftp://bucket/x: no store for ftp://, expected a path, or one of file://"):
         find_store("ftp://bucket/x")
-
-
-@pytest.mark.parametrize("url", ["s3://", "s3:///x", "s3://a//b", "s3://a/../b", "s3://a/."])
-def test_a_url_that_names_nothing_is_refused_with_the_reason(url: str) -> None:
-    with pytest.raises(PlanError, match=r"expected s3://BUCKET/PREFIX"):
-        find_store(url)
